@@ -15,17 +15,17 @@ import torch.distributed as dist
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, RealCluster
 from ashl.cluster.speed import Speed
-from ashl.runtime.node import Node
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER
 from ashl.runtime.process import TorchKernel
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import LedgerTotals, Record, Snapshot, UpdateShown
 from ashl.runtime.sampling import Rounds
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
 
 DENSE = 4000  # bytes of the model that `exchange_s` is declared for
-Main = Callable[[Node], Coroutine]
+Main = Callable[[RankContext], Coroutine]
 
 
 class Quiet:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.plan.plan import Limits
 from ashl.planning.predict import WITHOUT
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.stage.program import role
 from ashl.stage.stage import STOP, Stage
 from ashl.topology.gossip import Gossip
@@ -54,12 +54,12 @@ def mixed(sync: Any, topology: Any, n: int, rounds: int, seed: int = 0, **fields
         cluster = drawn_cluster(rng)
     stage = stage_of(sync, topology, n, replace(WITHOUT, steps=rounds * n), seed=seed, **fields)
 
-    async def main(node: Node) -> None:
-        state = topology.begin(node, stage)
-        if node.rank < n:
-            state.params = start_of(node.rank)
-        assert await role(stage, node.rank)(node, stage, state) == STOP
-        node.snapshot(state.params, final=True)
+    async def main(ctx: RankContext) -> None:
+        state = topology.begin(ctx, stage)
+        if ctx.rank < n:
+            state.params = start_of(ctx.rank)
+        assert await role(stage, ctx.rank)(ctx, stage, state) == STOP
+        ctx.snapshot(state.params, final=True)
 
     _, seen = run(cluster, (stage,), seed, main)
     before = torch.stack([start_of(rank) for rank in range(n)])

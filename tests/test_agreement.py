@@ -104,14 +104,14 @@ def test_a_loss_a_return_and_the_end() -> None:
     stores = Stores()
     zero, _, two = members((0, 1, 2), stores).values()
     zero.lose(1)
-    assert not zero.knocks
+    assert not zero.join_pending
     formed = regrouped({zero: Regroup(5), two: Regroup(4)})  # one has noticed, one is a merge ahead
     assert formed == [Formed(2, (0, 2), 4, 0, (1,), (), 7, (0, 0))] * 2
 
     (back,) = members((1,), stores, {1: 1}).values()
     for other in (zero, two):
         other.meet(1, 1)
-        assert other.knocks
+        assert other.join_pending
     early = regrouped({zero: Regroup(6, 0, True), two: Regroup(6, 0, True)})
     assert early[0].came == (), "it has not knocked"
     assert early[0].ranks == (0, 2)
@@ -120,12 +120,12 @@ def test_a_loss_a_return_and_the_end() -> None:
         wait_for(lambda: stores.store.check([knock(1, 1)]), 10)
         formed = regrouped({zero: Regroup(7, 0, True), two: Regroup(7, 0, True)})
         assert waits.result(10)[0]._replace(lost=()) == formed[0] == Formed(4, (0, 1, 2), 7, 0, (), (1,), 7, (0, 1, 0))
-    assert not any((zero.knocks, zero.lost, back.lost))
+    assert not any((zero.join_pending, zero.lost, back.lost))
 
     with ThreadPoolExecutor(1) as thread:  # who was to give it the model is lost, say
         waits = thread.submit(back.regroup, Regroup(-1), lambda: 7)
         assert [found.ranks for found in regrouped({zero: Regroup(7), two: Regroup(7)})] == [(0, 2)] * 2
-        assert zero.knocks
+        assert zero.join_pending
         assert regrouped({zero: Regroup(8, 0, True), two: Regroup(8, 0, True)})[0].came == (1,)
         assert waits.result(10)[0].ranks == (0, 1, 2)
 

@@ -4,7 +4,7 @@ from typing import cast
 
 from ashl.run.lives import away_until, with_earlier
 from ashl.runtime.ledger import KINDS
-from ashl.runtime.node import Kernel, Node
+from ashl.runtime.rank_context import Kernel, RankContext
 from ashl.runtime.records import Beat, Border, LedgerTotals, Measured
 
 
@@ -38,10 +38,10 @@ def test_a_beat_never_tells_of_more_than_it_is_late() -> None:
         @property
         def now_ns(self) -> int:
             self.now += 10
-            node.ledger.mark("compute", self.now)
+            ctx.ledger.mark("compute", self.now)
             return self.now - 10
 
-    node = Node(cast(Kernel, Busy()), 0)
+    ctx = RankContext(cast(Kernel, Busy()), 0)
     for _ in range(2):
-        beat = node.beat()
-        assert sum(beat.totals_ns.values()) == beat.time_ns < sum(node.ledger.live().values())
+        beat = ctx.heartbeat()
+        assert sum(beat.totals_ns.values()) == beat.time_ns < sum(ctx.ledger.live().values())

@@ -92,9 +92,9 @@ def test_who_is_lost_before_a_rank_has_its_links_is_lost_there_too() -> None:
     roll, over = Roll(kernel, 0, 1, {1: 0}, cast("Any", Store()), None), News(lost=((1, 0),))
     roll.hear(over)
 
-    async def main(node: Any) -> str:
+    async def main(ctx: Any) -> str:
         roll.hear(over)
-        return (await node.recv(LOST, before_s=5.0)).tag[0]
+        return (await ctx.recv(LOST, before_s=5.0)).tag[0]
 
     assert kernel.run(main) == "lost"
 
@@ -112,8 +112,8 @@ def test_a_newcomer_knows_in_which_life_its_peers_are(monkeypatch: pytest.Monkey
     kernel = kernel_of(seen, (1,))
     kernel.enter(entry)
 
-    async def main(node: Any) -> None:
-        await node.recv(LOST, before_s=5.0)
+    async def main(ctx: Any) -> None:
+        await ctx.recv(LOST, before_s=5.0)
 
     kernel.run(main)
     assert [record for record in said if isinstance(record, Missed)] == [Missed(0, 1, 2)]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ashl.errors import AshlError, UsageError
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sampling import Rounds, is_recorded
 from ashl.tracking import jsonl, timeline
 from ashl.tracking.recorder import Recorder
@@ -94,13 +94,13 @@ def test_sampling_keeps_the_start_and_grows_with_the_logarithm():
 @pytest.mark.parametrize("rounds", get_args(Rounds))
 def test_of_rounds_that_nobody_keeps_no_record_is_made(rounds):
     emitted = []
-    node = Node(SimpleNamespace(observer=SimpleNamespace(rounds=rounds, emit=emitted.append)), 0)
+    ctx = RankContext(SimpleNamespace(observer=SimpleNamespace(rounds=rounds, emit=emitted.append)), 0)
     for number in range(1100):
-        node.ledger.mark("compute", number + 1)
-        node.round(0, number, 1, 0, dropped=False, loss=0.5)
+        ctx.ledger.mark("compute", number + 1)
+        ctx.record_round(0, number, 1, 0, dropped=False, loss=0.5)
     assert [record.round for record in emitted] == [k for k in range(1100) if is_recorded(rounds, k)]
     assert [record.spans_ns for record in emitted] == [[("compute", r.round, r.round + 1)] for r in emitted]
-    assert node.steps == 1100  # counted nevertheless
+    assert ctx.steps == 1100  # counted nevertheless
 
 
 def test_a_second_run_into_the_same_folder_is_refused(tmp_path):

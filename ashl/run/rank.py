@@ -237,7 +237,7 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
         if nccl and stage.topology.has_server
         else None,
     )
-    kernel.node.life = place.life
+    kernel.ctx.life = place.life
     learner = stage.trainer.learner
     kernel.worker_states = learner
     saved, own = None, None
@@ -260,7 +260,7 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
         reporter.emit(Joined(place.rank, kernel.now_ns))
         say(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
     roll = Roll(kernel, place.rank, place.life, lives, store, agreement)
-    reporter.heard, reporter.beat = roll.hear, kernel.beat
+    reporter.heard, reporter.beat = roll.hear, kernel.heartbeat
     for event in parts.cluster.events if parts.cluster.fault_kinds else ():
         late = place.life and event.time_s * 1e9 < kernel.now_ns
         if event.fail and event.worker == place.rank and not late:

@@ -85,7 +85,7 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
         ranks = [keeping.read(keeping.part_of(saved.folder, r), packages, device) for r in range(before.num_ranks)]
         home = ranks[before.home]
         state, time_ns, states = home.state, home.time_ns, [rank.own for rank in ranks]
-        stage, nodes, drawn = home.stage, [rank.node for rank in ranks], [rank.drawn for rank in ranks]
+        stage, nodes, drawn = home.stage, [rank.context for rank in ranks], [rank.drawn for rank in ranks]
     there = [state for state in states[: before.num_workers] if state is not None]
     own = mean_of(there) if there else None
     cluster = job.parts.cluster
@@ -117,7 +117,7 @@ def write(folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Sa
     for rank, state in enumerate(states):
         peers = origin.nodes[:n] if rank < plan.num_workers else origin.nodes[n:]
         node = taken_over(peers, rank % len(peers), plan.num_workers if rank < plan.num_workers else 1, time_ns)
-        document = {"stage": origin.stage, "state": packed(state), "node": packed(node), "time_ns": time_ns}
+        document = {"stage": origin.stage, "state": packed(state), "context": packed(node), "time_ns": time_ns}
         drawn = origin.drawn[rank] if rank < n else 0  # of jitter
         document |= {"own": packed(origin.own if rank < plan.num_workers else None)}
         path = keeping.part_of(folder, rank)

@@ -59,7 +59,7 @@ class Roll:
         self._kernel.meet(rank, life, group)
         if self._agreement is not None:
             self._agreement.meet(rank, life)
-            self._kernel.node.knocks = True
+            self._kernel.ctx.join_pending = True
         if rank in self.away:  # in the meantime
             self._kernel.lose(rank, "the run goes on without it")
         acquainted(store, self._rank, rank, life)

@@ -37,7 +37,7 @@ def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Save
     overlaps = any(stage.sums_beside for stage in job.stages)
     sim = simulation(partial(simulator, overlaps=overlaps), plan, job, monitor)
     sim.worker_states = job.learner if job.parts.runtime.gradients else None
-    monitor.read_beats = lambda: [node.beat() for node in sim.nodes]
+    monitor.read_beats = lambda: [ctx.heartbeat() for ctx in sim.contexts]
     number = 0 if saved is None else saved.number + 1
 
     def keep(document: dict[str, Any]) -> int | None:

@@ -87,7 +87,7 @@ class Agreement:
         self._met[rank] = life
 
     @property
-    def knocks(self) -> bool:
+    def join_pending(self) -> bool:
         """Whether somebody has come who is not in the team."""
         return any(life > max(self._lives[rank], self._gone[rank]) for rank, life in [*self._met.items()])
 

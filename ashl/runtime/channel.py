@@ -107,7 +107,7 @@ class Channel:
 
     def post(self, task: Task, effect: Collective) -> None:
         """Raises AshlError where a member breaks the rule."""
-        rank = task.node.rank
+        rank = task.ctx.rank
         number = self.counts.get(rank)
         if number is None:
             raise AshlError(f"rank {rank} is no member of its {Posted(0, effect).describe()}")
@@ -154,7 +154,7 @@ class Channel:
         """Whether nothing is lost when the channel is forgotten."""
         return not self.pending and not self.shared and self.free_ns <= now_ns
 
-    def alike(self, rank: int, key: Hashable, fn: Callable[[], T]) -> T:
+    def compute_once(self, rank: int, key: Hashable, fn: Callable[[], T]) -> T:
         """`fn()` of whoever asks first."""
         shared = self.shared.get(key)
         if shared is None:

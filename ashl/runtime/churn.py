@@ -44,7 +44,7 @@ class DiscardingMailbox(Mailbox):
 
 
 class Churn:
-    """Lets a cluster's events happen to a simulation. `start(node, comes=True)` is the coroutine of a worker that
+    """Lets a cluster's events happen to a simulation. `start(ctx, comes=True)` is the coroutine of a worker that
     comes; `links(rank)` says who hears of a loss."""
 
     def __init__(
@@ -57,7 +57,9 @@ class Churn:
         start: Callable[..., Coroutine],
     ) -> None:
         self.sim, self.cluster, self.min_workers, self.links, self.start = sim, cluster, min_workers, links, start
-        self.served = len(sim.nodes) > len(cluster.compute)  # so that somebody goes on whatever becomes of the workers
+        self.served = len(sim.contexts) > len(
+            cluster.compute
+        )  # so that somebody goes on whatever becomes of the workers
         self._places = count(FIRST)
         self.teams = Teams(sim, len(cluster.compute))
         self._uninformed: set[tuple[int, int, int, str]] = set()  # (a peer, who is lost, since when, why)
@@ -73,7 +75,7 @@ class Churn:
     @property
     def over(self) -> bool:
         """Whether the run is: some rank that is there has ended."""
-        return any(task.done and task.node.rank not in self.sim.gone for task in self.sim._mains)
+        return any(task.done and task.ctx.rank not in self.sim.gone for task in self.sim._mains)
 
     def _at(self, time_s: float, target: Any, value: Any) -> None:
         self._at_ns(round(time_s * 1e9), target, value)
@@ -103,7 +105,7 @@ class Churn:
     def _fails_at_random(self, item: tuple[int, np.random.Generator]) -> None:
         rank, rng = item
         churn = self.cluster.churn
-        limit_ns = min(node.ledger.limit_ns for node in self.sim.nodes)
+        limit_ns = min(ctx.ledger.limit_ns for ctx in self.sim.contexts)
         if self.over or churn is None or self.sim.now_ns > LATE * limit_ns:
             return
         left = len(self.cluster.compute) - len(self.sim.gone) if self.served else len(self.teams.knowing - {rank}) + 1
@@ -128,13 +130,13 @@ class Churn:
         if rank in sim.gone or self.over:
             return
         sim.gone.add(rank)
-        for task in [task for task in sim._tasks if task.node.rank == rank]:
+        for task in [task for task in sim._tasks if task.ctx.rank == rank]:
             sim._cancel(task)
         self._halted(rank)
-        sim.nodes[rank].ledger.broken(now)
+        sim.contexts[rank].ledger.broken(now)
         self._forget(rank)
         sim._unit_free[rank] = sim._push_end[rank] = now
-        sim.nodes[rank].counter = None
+        sim.contexts[rank].counter = None
         sim.observer.emit(Lost(rank, now, why))
         assert self.cluster.detect_s is not None
         peers = self.links(rank)
@@ -157,7 +159,7 @@ class Churn:
         loss = PeerLostError(rank, f"{why}, at {since_ns / 1e9:.6g} s", self.teams.losses[rank] - 1)
         for task, value in sim._mail[peer].lose(loss, since_ns):
             if task.main:
-                task.node.ledger.idle(sim.now_ns)
+                task.ctx.ledger.idle(sim.now_ns)
             sim._resume(task, value)
         self.teams.noticed_by(peer, rank)
 
@@ -174,18 +176,18 @@ class Churn:
         sim._mail[rank] = Mailbox()
         for peer in self.links(rank):
             sim._mail[peer].lost.pop(rank, None)
-        node = sim.nodes[rank]
-        node.life = self.teams.losses[rank]
-        node.ledger.limit_ns = min(other.ledger.limit_ns for other in sim.nodes)
-        node.ledger.mark("down", sim.now_ns)
+        ctx = sim.contexts[rank]
+        ctx.life = self.teams.losses[rank]
+        ctx.ledger.limit_ns = min(other.ledger.limit_ns for other in sim.contexts)
+        ctx.ledger.mark("down", sim.now_ns)
         sim.observer.emit(Joined(rank, sim.now_ns))
-        sim._mains[rank] = sim.spawn(node, self.start(node, comes=True), main=True)
+        sim._mains[rank] = sim.spawn(ctx, self.start(ctx, comes=True), main=True)
 
     def _halted(self, rank: int) -> None:
         """Cut a rank's accounted time off at this instant."""
         sim = self.sim
         coming = [v[1].start_ns for _, _, target, v in sim._heap if target == sim._deliver and v[0] == rank]
-        sim.nodes[rank].ledger.halt(sim.now_ns, sim._push_end[rank], min(coming, default=sim.now_ns))
+        sim.contexts[rank].ledger.halt(sim.now_ns, sim._push_end[rank], min(coming, default=sim.now_ns))
 
     def _forget(self, rank: int) -> None:
         """Nothing comes any more of what goes on in this rank, or is on its way to it or from it."""
@@ -194,13 +196,13 @@ class Churn:
         own, kept = (sim._awake, sim._expire, sim._hand_out), []
         for time_ns, place, target, value in sim._heap:
             if target.__class__ is Task:
-                lost = target.node.rank == rank
+                lost = target.ctx.rank == rank
             elif target == sim._deliver or target == sim._arrive:
                 lost = rank in (value[0], value[1].src)
                 if lost and target == sim._arrive:
                     lost, target = False, self._in_vain
             else:
-                lost = target in own and value[0].node.rank == rank
+                lost = target in own and value[0].ctx.rank == rank
                 lost = lost or (target == sim._expire and value[0].waiting is not value[1])  # nobody waits any more
             if not lost:
                 kept.append((time_ns, place, target, value))

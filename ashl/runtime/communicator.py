@@ -222,9 +222,9 @@ class Communicator:
         return formed
 
     @property
-    def knocks(self) -> bool:
+    def join_pending(self) -> bool:
         """Whether somebody asks to be let in."""
-        return self._agreement is not None and self._agreement.knocks
+        return self._agreement is not None and self._agreement.join_pending
 
     def _carry_out(self, end: End) -> tuple[Pending, Outcome]:
         """Whatever is next in a team's channel."""

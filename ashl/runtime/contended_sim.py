@@ -20,7 +20,7 @@ from ashl.runtime.channel import Channel, Posted
 from ashl.runtime.collected import collected
 from ashl.runtime.effects import Compute, Message, Recv
 from ashl.runtime.kernel import Task
-from ashl.runtime.node import Node, Observer
+from ashl.runtime.rank_context import Observer, RankContext
 from ashl.runtime.sim import LAST, Sim
 from ashl.runtime.sums import chunk
 
@@ -84,7 +84,7 @@ class ContendedCompute(Compute):
     __slots__ = ()
 
 
-class ContendedNode(Node):
+class ContendedContext(RankContext):
     """A rank of `ContendedSim`."""
 
     __slots__ = ()
@@ -114,7 +114,7 @@ class ContendedSim(Sim):
         self, num_ranks: int, speed: Speed, network: Exchange | Ports, observer: Observer, beside: Beside
     ) -> None:
         super().__init__(num_ranks, speed, network, observer)
-        self.nodes = [ContendedNode(self, rank) for rank in range(num_ranks)]
+        self.contexts = [ContendedContext(self, rank) for rank in range(num_ranks)]
         self._contention = [Contention(beside) for _ in range(num_ranks)]
         self._parts_cost = beside.parts
 
@@ -130,7 +130,7 @@ class ContendedSim(Sim):
             value = effect.fn(bodies.__setitem__)
         else:
             value = effect.fn() if self.ahead is None else self.ahead(effect)
-        segments = self._segments_of(task, effect, bodies, self._alone_ns(task.node.rank, effect))
+        segments = self._segments_of(task, effect, bodies, self._alone_ns(task.ctx.rank, effect))
         return self._run_segments(task, segments, value)
 
     def _alone_ns(self, rank: int, effect: Compute) -> int:
@@ -151,18 +151,18 @@ class ContendedSim(Sim):
             if encoding is not None:
                 segments.append(Segment("compute", alone_ns))
                 body, before = encoding.fn(k, body), encoded
-                encoded = self._cost_ns(task.node.rank, "compress", encoding.work[k], self.now_ns)
+                encoded = self._cost_ns(task.ctx.rank, "compress", encoding.work[k], self.now_ns)
                 kind, alone_ns = "compress", encoded - before
             segments.append(Segment(kind, alone_ns, partial(self._deliver_part, task, tag, body)))
         return (*segments, Segment(effect.booked, cost * (1 - done)))
 
     def _deliver_part(self, task: Task, tag: fx.Tag, body: Any) -> None:
-        self._hand_out((task, Message(task.node.rank, tag, body, (), self.now_ns)))
+        self._hand_out((task, Message(task.ctx.rank, tag, body, (), self.now_ns)))
 
     def _compute_with_needs(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
         """Yield the effects of a computation that stands still where a message that it needs has not come."""
         needed, bodies, done = [], dict[int, Any](), 0.0
-        cost = self._alone_ns(task.node.rank, effect)
+        cost = self._alone_ns(task.ctx.rank, effect)
         for share, tag in effect.needs:
             yield Segments((Segment("compute", cost * (share - done)),))
             needed.append((yield Recv((tag,))).body)
@@ -173,7 +173,7 @@ class ContendedSim(Sim):
 
     def _run_segments(self, task: Task, segments: tuple[Segment, ...], value: Any) -> tuple[bool, Any]:
         """Queue the segments; the task goes on with `value` after the last one."""
-        contention = self._contention[task.node.rank]
+        contention = self._contention[task.ctx.rank]
         if not contention.queues[COMPUTE] and not any(own.alone_ns or own.then for own in segments):
             return False, value
         for place, segment in enumerate(segments):
@@ -185,8 +185,8 @@ class ContendedSim(Sim):
 
     def _end_segment(self, task: Task, segment: Segment, value: Any, last: bool, began_ns: int) -> None:
         if task.main:
-            task.node.ledger.mark("wait", began_ns)
-            task.node.ledger.mark(segment.kind, self.now_ns)
+            task.ctx.ledger.mark("wait", began_ns)
+            task.ctx.ledger.mark(segment.kind, self.now_ns)
         if segment.then is not None:
             segment.then()
         if last and not task.done:
@@ -231,7 +231,7 @@ class ContendedSim(Sim):
         def end(_: None) -> None:
             channel.free_ns = self.now_ns
             for place, rank in enumerate(group):
-                member, ledger = posted.arrived[rank][0], self.nodes[rank].ledger
+                member, ledger = posted.arrived[rank][0], self.contexts[rank].ledger
                 ledger.traffic(start, *((moved, moved) if own is None else (own.sent[place], own.received[place])))
                 ledger.collective(start, self.now_ns, member.main)
                 self._at(self.now_ns, member, chunk(result, len(group), place) if scattered else result)

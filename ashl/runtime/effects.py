@@ -35,7 +35,7 @@ class Encoding(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run `fn()`; returns its result. `work` is in samples, or in units of `kind` where that is not "compute". A node
+    """Run `fn()`; returns its result. `work` is in samples, or in units of `kind` where that is not "compute". A rank
     computes one thing at a time, of whatever kind, in the order in which its tasks ask.
 
     With `parts` it is `fn(hand_out)`, which calls `hand_out(k, tensor)` once for each part. When the part's share of
@@ -94,12 +94,12 @@ class Recv(NamedTuple):
         return (yield self)
 
 
-class Drop(NamedTuple):
+class Discard(NamedTuple):
     """Forget messages with these tags, those that have come and those that will."""
 
     tags: tuple[Tag, ...]
 
-    def __await__(self) -> Generator[Drop, Any, None]:
+    def __await__(self) -> Generator[Discard, Any, None]:
         return (yield self)
 
 

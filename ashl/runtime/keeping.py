@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ashl.runtime.node import Node
 from ashl.runtime.pace import Pace
 from ashl.runtime.packed import packed, save, unpacked
 from ashl.runtime.plane import first_line
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Kept
 
 MANIFEST = "manifest.json"
@@ -54,15 +54,15 @@ class Keeper:
         wanted = self.wanted
         return wanted is not None and version >= wanted.version
 
-    def keep(self, node: Node, stage: int, state: Any, pace: Pace) -> bool:
+    def keep(self, ctx: RankContext, stage: int, state: Any, pace: Pace) -> bool:
         """At the top of the loop, where that is wanted, with how far the draws of jitter are; returns whether it is."""
         wanted = self.wanted
         if wanted is None or state is None or state.version < wanted.version:
             return False
-        self._done, number, time_ns = wanted.number, wanted.number, node.now_ns
-        drawn = pace.speed.drawn(node.rank) if pace.speed else 0
-        document = document_of(node, stage, state, time_ns, drawn)
-        counted = None if node.counter is None else node.counter.tally.rounds()
+        self._done, number, time_ns = wanted.number, wanted.number, ctx.now_ns
+        drawn = pace.speed.drawn(ctx.rank) if pace.speed else 0
+        document = document_of(ctx, stage, state, time_ns, drawn)
+        counted = None if ctx.counter is None else ctx.counter.tally.rounds()
         kept = Kept(self._rank, number, stage, state.version, time_ns, rounds=counted)
         threading.Thread(target=self._write, args=(document, kept), name="keeper").start()  # which the end waits for
         return True
@@ -113,18 +113,18 @@ def part_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.pt"
 
 
-def document_of(node: Node, stage: int, state: Any, time_ns: int, drawn: int) -> dict[str, Any]:
+def document_of(ctx: RankContext, stage: int, state: Any, time_ns: int, drawn: int) -> dict[str, Any]:
     """A rank at the top of its loop, so many draws of jitter into the run: plain values, from which `read` has it."""
-    known = {"stage": stage, "state": packed(state), "node": packed(counted(node))}
-    return known | {"time_ns": time_ns, "drawn": drawn, "own": packed(node.own_state)}
+    known = {"stage": stage, "state": packed(state), "context": packed(counted(ctx))}
+    return known | {"time_ns": time_ns, "drawn": drawn, "own": packed(ctx.own_state)}
 
 
 class Restored(NamedTuple):
-    """A rank as it was kept: its stage and state, what its node had counted, and where clock and jitter were."""
+    """A rank as it was kept: its stage and state, what its context had counted, and where clock and jitter were."""
 
     stage: int
     state: Any
-    node: dict[str, Any]
+    context: dict[str, Any]
     time_ns: int
     drawn: int
     own: Any = None  # what its module keeps beside the parameters
@@ -133,23 +133,23 @@ class Restored(NamedTuple):
 def read(file: Path | BytesIO, packages: tuple[str, ...], device: str) -> Restored:
     """What a rank kept; states may be of classes of these packages. Nothing is unpickled."""
     document = torch.load(file, weights_only=True)
-    for name in ("state", "node", "own"):
+    for name in ("state", "context", "own"):
         document[name] = unpacked(document[name], packages, device)
     return Restored(**document)
 
 
-KEPT = ("steps", "staleness", "loss", "measures")  # of a node, beside its ledger
+KEPT = ("steps", "staleness", "loss", "measures")  # of a context, beside its ledger
 
 
-def counted(node: Node) -> dict[str, Any]:
-    """What a node has counted."""
-    ledger = {name: getattr(node.ledger, name) for name in node.ledger.__slots__}
-    return {"ledger": ledger} | {name: getattr(node, name) for name in KEPT}
+def counted(ctx: RankContext) -> dict[str, Any]:
+    """Return the counters of a context."""
+    ledger = {name: getattr(ctx.ledger, name) for name in ctx.ledger.__slots__}
+    return {"ledger": ledger} | {name: getattr(ctx, name) for name in KEPT}
 
 
-def put_back(node: Node, known: dict[str, Any]) -> None:
-    """A fresh node goes on with it."""
+def put_back(ctx: RankContext, known: dict[str, Any]) -> None:
+    """Set a fresh context's counters."""
     for name, value in known["ledger"].items():
-        setattr(node.ledger, name, value)
+        setattr(ctx.ledger, name, value)
     for name in KEPT:
-        setattr(node, name, known[name])
+        setattr(ctx, name, known[name])

@@ -1,4 +1,4 @@
-"""What both kernels share: tasks, the one step that resumes a task, and each node's mailbox."""
+"""What both kernels share: tasks, the one step that resumes a task, and each rank's mailbox."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from torch import is_autocast_enabled, is_grad_enabled
 
 from ashl.runtime.effects import ANY, JOIN, LOST, AllGather, AllReduce, Message, PeerLostError, Recv, Tag
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 
 NEWS = (LOST[0], JOIN[0])  # what nobody waits for
 
 
 class Task:
-    """A coroutine on one node, and what it waits for."""
+    """A coroutine on one rank, and what it waits for."""
 
-    __slots__ = ("coro", "done", "joiner", "main", "node", "result", "send", "stands", "waiting")
+    __slots__ = ("coro", "ctx", "done", "is_background_service", "joiner", "main", "result", "send", "waiting")
 
-    def __init__(self, node: Node, coro: Coroutine, main: bool, stands: bool = False) -> None:
-        self.node, self.coro, self.main, self.stands = node, coro, main, stands
+    def __init__(self, ctx: RankContext, coro: Coroutine, main: bool, is_background_service: bool = False) -> None:
+        self.ctx, self.coro, self.main, self.is_background_service = ctx, coro, main, is_background_service
         self.send = coro.send  # looked up once: it is called for every effect
         self.waiting: Any = None  # the effect it is blocked in
         self.done = False
@@ -29,7 +29,7 @@ class Task:
 
     def describe(self) -> str:
         """Who waits for what, in words."""
-        return f"rank {self.node.rank} {waiting_for(self.waiting)}"
+        return f"rank {self.ctx.rank} {waiting_for(self.waiting)}"
 
 
 def waiting_for(effect: Any) -> str:
@@ -68,7 +68,7 @@ def step(task: Task, value: Any) -> Any:
 
 
 class Mailbox:
-    """Messages that have come for one node and the receives that wait for them."""
+    """Messages that have come for one rank and the receives that wait for them."""
 
     __slots__ = ("arrived", "dropped", "lost", "messages", "waiters")
 
@@ -138,7 +138,7 @@ class Mailbox:
         woken = self.put(message := Message(loss.rank, LOST, None, (loss.life,), since_ns))
         return [*((task, loss) for task in stuck), *([(woken, message)] if woken else [])]
 
-    def drop(self, tags: tuple[Tag, ...]) -> None:
+    def discard(self, tags: tuple[Tag, ...]) -> None:
         self.dropped.update(tags)
         for tag in tags:
             self.messages.pop(tag, None)

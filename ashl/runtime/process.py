@@ -1,7 +1,7 @@
 """The torch kernel: the same coroutines on a real process, fed by the real world.
 
 One process per rank. The main task runs in the main thread; a compute or a collective runs inline while nothing else of
-the node could go on meanwhile, and otherwise on the one compute thread, or the one thread of the collective's team.
+the rank could go on meanwhile, and otherwise on the one compute thread, or the one thread of the collective's team.
 Messages come from listener threads through one queue. Ranks start their clocks together, after a barrier.
 """
 
@@ -29,9 +29,9 @@ from ashl.runtime.hierarchical_sum import Hierarchy
 from ashl.runtime.keeping import Keeper, Restored, put_back
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step, waiting_for
 from ashl.runtime.meeting import MET, NEWCOMER, Entry, common_zero, world
-from ashl.runtime.node import Node, Observer, WorkerStates
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import Bodies, Delivered, Links
+from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
 from ashl.runtime.records import Beat, Missed
 
 KEPT_UP_NS = 2_000_000
@@ -64,7 +64,7 @@ class TorchKernel:
         carry what lies there. `bodies` carry those of messages, unless gloo does."""
         self.observer = observer
         self.worker_states: WorkerStates | None = None
-        self.node = Node(self, rank)
+        self.ctx = RankContext(self, rank)
         self._zero = time.monotonic_ns()  # until all have come, see `run`
         self._since_ns, self._keeper = 0, keeper
         self._entry: Entry | None = None  # where it comes while others run
@@ -97,41 +97,41 @@ class TorchKernel:
     def clock_ns(self) -> int:  # to hand on
         return self.now_ns
 
-    def mark(self, node: Node, stage: int, state: Any) -> bool:
+    def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
         """The main task is at the top of its loop; kept where that is wanted, and all beside it stands, too."""
         beside = self._live - 1 - sum(not task.done for task in self._stand)
-        return self._keeper is not None and not beside and self._keeper.keep(node, stage, state, self.pace)
+        return self._keeper is not None and not beside and self._keeper.keep(ctx, stage, state, self.pace)
 
-    def keeps(self, node: Node, version: int) -> bool:
+    def checkpoint_due(self, ctx: RankContext, version: int) -> bool:
         return self._keeper is not None and self._keeper.due(version)
 
-    def wants_mark(self, node: Node) -> bool:
+    def safe_point_wanted(self, ctx: RankContext) -> bool:
         return self._keeper is not None and self._keeper.wanted is not None
 
-    def alike(self, node: Node, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
+    def compute_once(self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
         return fn()
 
-    def spawn(self, node: Node, coro: Coroutine, main: bool = False, stands: bool = False) -> Task:
+    def spawn(self, ctx: RankContext, coro: Coroutine, main: bool = False, is_background_service: bool = False) -> Task:
         self._live += 1
-        self._ready.append((task := Task(node, coro, main, stands), None))
-        self._stand += [task] * stands
+        self._ready.append((task := Task(ctx, coro, main, is_background_service), None))
+        self._stand += [task] * is_background_service
         return task
 
     def go_on(self, known: Restored, time_ns: int) -> None:
         """To be called before `run`: as the rank was kept, with the clock at this moment."""
-        put_back(self.node, known.node)
+        put_back(self.ctx, known.context)
         if self.worker_states is not None:
-            self.worker_states.set_worker_state(self.node.rank, known.own)
-        self.node.ledger.mark("wait", time_ns)
+            self.worker_states.set_worker_state(self.ctx.rank, known.own)
+        self.ctx.ledger.mark("wait", time_ns)
         if self.pace.speed:
-            self.pace.speed.draw_from(self.node.rank, known.drawn)
+            self.pace.speed.draw_from(self.ctx.rank, known.drawn)
         self._since_ns = time_ns
 
     def enter(self, entry: Entry) -> None:
         """To be called before `run`: the others run already."""
         self._entry, self._zero = entry, entry.zero_ns
         self._communicator.meet({peer: (group, MET) for peer, group in entry.groups.items()})
-        self.node.ledger.begin(self.now_ns)
+        self.ctx.ledger.begin(self.now_ns)
 
     def meet(self, peer: int, life: int, group: dist.ProcessGroup) -> None:
         """A worker has come (back) in this life, by this group of two. May be called from another thread."""
@@ -144,8 +144,8 @@ class TorchKernel:
         if self._links is not None:
             self._links.lose(peer, why)
 
-    def run(self, main: Callable[[Node], Coroutine]) -> Any:
-        """Run `main(node)` to its end; what else was spawned ends with it, once the collectives that this rank has
+    def run(self, main: Callable[[RankContext], Coroutine]) -> Any:
+        """Run `main(ctx)` to its end; what else was spawned ends with it, once the collectives that this rank has
         posted have ended. The clock starts now, on all ranks, but for who comes later."""
         if self._entry is None:
             self._zero = common_zero() - self._since_ns  # before anything is listened to, which is timed by it
@@ -156,7 +156,7 @@ class TorchKernel:
                 self._inbox.put(fx.PeerLostError(peer, "it was lost before"))
         when = self.clock_ns, self.pace.arrival
         self._links = Links(pairs, self._inbox, *when, self._max_bytes, self._device, self._bodies)
-        self._main = self.spawn(self.node, main(self.node), main=True)
+        self._main = self.spawn(self.ctx, main(self.ctx), main=True)
         try:
             while not self._main.done:
                 if self._ready:
@@ -165,8 +165,8 @@ class TorchKernel:
                     self._next()
         finally:
             self._unit.close()
-        self.node.ledger.waited(*self._communicator.close())
-        self.node.account()
+        self.ctx.ledger.waited(*self._communicator.close())
+        self.ctx.emit_totals()
         return self._main.result
 
     def linger(self, over: Callable[[], bool]) -> None:
@@ -185,13 +185,13 @@ class TorchKernel:
         if self._links is not None:
             self._links.goodbye(timeout_s)
 
-    def beat(self) -> Beat:
+    def heartbeat(self) -> Beat:
         """How this rank stands: what its main task is blocked in (None while it computes), and since when nothing has
         moved. May be asked from another thread."""
         effect = self._unit.standing or (self._main.waiting if self._main else None)
         blocked = effect is not None and not isinstance(effect, fx.Compute)
         idle_s = (time.monotonic_ns() - self._moved) / 1e9
-        return self.node.beat()._replace(waiting=waiting_for(effect) if blocked else None, idle_s=idle_s)
+        return self.ctx.heartbeat()._replace(waiting=waiting_for(effect) if blocked else None, idle_s=idle_s)
 
     def _next(self) -> None:
         """Wait for the world: a message, a result, or a timer."""
@@ -204,19 +204,19 @@ class TorchKernel:
 
     def _take_in(self, item: Any) -> None:
         if isinstance(item, fx.Message):
-            if item.src == self.node.rank:  # a part
-                self.node.ledger.part(item.start_ns)
+            if item.src == self.ctx.rank:  # a part
+                self.ctx.ledger.part(item.start_ns)
                 return self._take_own(item)
             if item.body is not None:
-                self.node.ledger.traffic(item.start_ns, 0, item.body.nbytes)
+                self.ctx.ledger.traffic(item.start_ns, 0, item.body.nbytes)
             if not self._unit.deliver(item) and (task := self._mail.put(item)):
                 self._unblock(task, item.start_ns)
                 self._ready.append((task, item))
         elif isinstance(item, Delivered):
             self._push_end = max(self._push_end, item.end_ns)
-            self.node.ledger.pushed(*item)
+            self.ctx.ledger.pushed(*item)
         elif isinstance(item, fx.PeerLostError):
-            self.observer.emit(Missed(self.node.rank, item.rank, item.life))
+            self.observer.emit(Missed(self.ctx.rank, item.rank, item.life))
             self._unit.lose(item)
             self._ready.extend(self._mail.lose(item, self.now_ns))
         else:
@@ -229,7 +229,7 @@ class TorchKernel:
 
     def _unblock(self, task: Task, pull_start_ns: int) -> None:
         if task.main:
-            self.node.ledger.blocked(self.now_ns, self._push_end, pull_start_ns)
+            self.ctx.ledger.blocked(self.now_ns, self._push_end, pull_start_ns)
 
     def _resume(self, task: Task, value: Any) -> None:
         """Run a task until it blocks or ends."""
@@ -269,30 +269,30 @@ class TorchKernel:
                 value = effect.task.result
             elif isinstance(effect, fx.Cancel):
                 value = self._cancel(effect.task)
-            elif isinstance(effect, fx.Drop):
-                value = self._mail.drop(effect.tags)
+            elif isinstance(effect, fx.Discard):
+                value = self._mail.discard(effect.tags)
             elif isinstance(effect, fx.Regroup):
                 value = self._communicator.regroup(effect)
-                self.node.knocks = False  # first: another thread may find meanwhile that somebody does
-                if self._communicator.knocks:
-                    self.node.knocks = True
+                self.ctx.join_pending = False  # first: another thread may find meanwhile that somebody does
+                if self._communicator.join_pending:
+                    self.ctx.join_pending = True
             else:
                 raise TypeError(f"{effect!r} is not an effect")
 
     def _wake(self, task: Task, value: Any) -> None:
         if not task.done:
             if task.main:
-                self.node.ledger.idle(self.now_ns)
+                self.ctx.ledger.idle(self.now_ns)
             self._ready.append((task, value))
 
     def _timer(self, due_ns: int, callback: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (due_ns, next(self._seq), callback))
 
     def _compute(self, effect: fx.Compute, main: bool) -> Any:
-        start = self.node.ledger.cursor if main else self.now_ns
+        start = self.ctx.ledger.cursor if main else self.now_ns
         ran = self._unit.run(effect, start)
         if main:
-            ran.book(self.node.ledger, start)
+            ran.book(self.ctx.ledger, start)
             self._unsettled = self._settle is not None
         return ran.value
 
@@ -300,22 +300,22 @@ class TorchKernel:
         """What was left of the main task's computations when their functions returned is computing, too."""
         assert self._settle is not None
         self._settle()
-        self.node.ledger.mark("compute", self.now_ns)
+        self.ctx.ledger.mark("compute", self.now_ns)
         self._unsettled = False
 
     def _compute_aside(self, task: Task, effect: fx.Compute) -> None:
-        """On the compute thread, so that the node's other tasks go on."""
+        """On the compute thread, so that the rank's other tasks go on."""
 
         def done(ran: Ran | Exception, start: int) -> None:
             if isinstance(ran, Exception):
                 raise ran
             if task.main:
-                ran.book(self.node.ledger, start)
+                ran.book(self.ctx.ledger, start)
                 self._unsettled = self._settle is not None
             if not task.done:
                 self._ready.append((task, ran.value))
 
-        self._unit.post(effect, self.node.ledger.cursor if task.main else self.now_ns, done)
+        self._unit.post(effect, self.ctx.ledger.cursor if task.main else self.now_ns, done)
 
     def _hands_out(self, effect: Collective) -> bool:
         """Whether the main task computes what leaves in parts, in order: all wait for this, so this thread may."""
@@ -336,7 +336,7 @@ class TorchKernel:
 
     def _collected(self, outcome: Outcome, main: bool) -> Any:
         """Enter a collective into the books; returns its value."""
-        ledger = self.node.ledger
+        ledger = self.ctx.ledger
         ledger.traffic(outcome.begin_ns, *outcome.moved)
         ledger.collective(outcome.begin_ns, outcome.end_ns, main)
         ledger.waited(*outcome.waited_ns)
@@ -345,11 +345,11 @@ class TorchKernel:
     def _send(self, effect: fx.Send) -> None:
         nbytes = 0 if effect.body is None else effect.body.nbytes
         now = self._paced_now()
-        if effect.dst == self.node.rank:
+        if effect.dst == self.ctx.rank:
             return self._take_own(fx.Message(effect.dst, effect.tag, effect.body, effect.meta, now))
         header_ns, body_ns, busy_ns = self.pace.departure(effect.dst, nbytes, now)
         if nbytes:
-            self.node.ledger.traffic(now, nbytes, 0)
+            self.ctx.ledger.traffic(now, nbytes, 0)
             self._push_end = max(self._push_end, busy_ns)
         assert self._links is not None
         sent = self._sent if nbytes else lambda _: None
@@ -357,7 +357,7 @@ class TorchKernel:
 
     def _paced_now(self) -> int:
         """Where the last span should have ended, as long as the machine keeps up; else the clock."""
-        cursor, now = self.node.ledger.cursor, self.now_ns
+        cursor, now = self.ctx.ledger.cursor, self.now_ns
         return cursor if now - cursor < KEPT_UP_NS else now
 
     def _sent(self, end_ns: int) -> None:

@@ -1,7 +1,7 @@
 """The simulator: exact virtual time, real arithmetic, one thread.
 
 A heap orders what happens by virtual time in integer nanoseconds, ties by the order of posting. `Compute` runs the real
-function at once and gives its result back when its cost has passed, counted from when the node's compute unit is free;
+function at once and gives its result back when its cost has passed, counted from when the rank's compute unit is free;
 `Send` asks the network model when the message arrives; collectives go through their team's channel. The same plan gives
 the same parameters and the same trace, bit for bit, in any process.
 """
@@ -28,8 +28,8 @@ from ashl.runtime.collected import collected
 from ashl.runtime.effects import COLLECTIVES, Compute, Message, Recv, Send
 from ashl.runtime.keeping import Restored, counted, put_back
 from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resumed
-from ashl.runtime.node import Deaf, Node, Observer, WorkerStates
 from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.rank_context import NullObserver, Observer, RankContext, WorkerStates
 from ashl.runtime.sums import chunk
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Sim:
         self.now_ns = self.events = 0
         self.speed, self.network, self.observer = speed, network, observer
         self._exchange = network if isinstance(network, Exchange) else None
-        self.nodes = [Node(self, rank) for rank in range(num_ranks)]
+        self.contexts = [RankContext(self, rank) for rank in range(num_ranks)]
         self._mail = [Mailbox() for _ in range(num_ranks)]
         self._push_end = [0] * num_ranks  # when the last transfer that this rank sent ends
         self._unit_free = [0] * num_ranks  # when this rank's compute unit has done all that it was asked
@@ -58,28 +58,28 @@ class Sim:
         self.worker_states: WorkerStates | None = None
         self.ahead: Callable[[Compute], Any] | None = None  # runs a computation, or begins it on another core
 
-    def spawn(self, node: Node, coro: Coroutine, main: bool = False, stands: bool = False) -> Task:
-        task = Task(node, coro, main, stands)
+    def spawn(self, ctx: RankContext, coro: Coroutine, main: bool = False, is_background_service: bool = False) -> Task:
+        task = Task(ctx, coro, main, is_background_service)
         self._tasks.add(task)
         self._at(self.now_ns, task, None)
         return task
 
-    def alike(self, node: Node, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
+    def compute_once(self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
         channel = self.channels.of(team, self.now_ns)
         if self.saving is not None:
-            self.saving.asked(node, channel, key)
-        return channel.alike(node.rank, key, fn)
+            self.saving.asked(ctx, channel, key)
+        return channel.compute_once(ctx.rank, key, fn)
 
-    def mark(self, node: Node, stage: int, state: Any) -> bool:
+    def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
         if self.saving is not None:
-            self.saving.mark(node, stage, state)
+            self.saving.safe_point(ctx, stage, state)
         return False  # a checkpoint holds what is on its way, too
 
-    def keeps(self, node: Node, version: int) -> bool:
+    def checkpoint_due(self, ctx: RankContext, version: int) -> bool:
         return False
 
-    def wants_mark(self, node: Node) -> bool:
-        return self.saving is not None and node.rank not in self.saving.marks
+    def safe_point_wanted(self, ctx: RankContext) -> bool:
+        return self.saving is not None and ctx.rank not in self.saving.marks
 
     def save_at(self, time_ns: int, keep: Callable[[dict[str, Any]], int | None]) -> None:
         """Make a checkpoint once all ranks have since been at the top of their loops; `keep` says when one is next."""
@@ -93,14 +93,14 @@ class Sim:
             self.save_at(max(due, self.now_ns), keep)
 
     def run(self, main: Callable[..., Coroutine], tick: Callable[[], None], begin: Begin | None = None) -> list[Any]:
-        """Run `main(node)` on every rank until all have ended; returns their results in rank order. To go on from a
-        checkpoint, `begin(sim, main)` brings all there: `main(node, saved=(stage, state))`.
+        """Run `main(ctx)` on every rank until all have ended; returns their results in rank order. To go on from a
+        checkpoint, `begin(sim, main)` brings all there: `main(ctx, saved=(stage, state))`.
 
         `tick` is called every few hundred events, to draw progress. Raises AshlError on a deadlock, naming who waits,
         and where some ranks have come to a collective and the others ended without.
         """
         if begin is None:
-            self._mains = [self.spawn(node, main(node), main=True) for node in self.nodes]
+            self._mains = [self.spawn(ctx, main(ctx), main=True) for ctx in self.contexts]
         else:
             begin(self, main)
         try:
@@ -110,11 +110,11 @@ class Sim:
         finally:
             for task in self._tasks:
                 task.coro.close()
-        end_ns = max((node.ledger.cursor for node in self.nodes if node.rank not in self.gone), default=0)
-        for node in self.nodes:
-            if node.rank in self.gone:
-                node.ledger.close(end_ns, "down")
-            node.account()
+        end_ns = max((ctx.ledger.cursor for ctx in self.contexts if ctx.rank not in self.gone), default=0)
+        for ctx in self.contexts:
+            if ctx.rank in self.gone:
+                ctx.ledger.close(end_ns, "down")
+            ctx.emit_totals()
         return [task.result for task in self._mains]
 
     def _check_end(self) -> None:
@@ -150,7 +150,7 @@ class Sim:
 
     def _resume(self, task: Task, value: Any) -> None:
         """Run a task until it blocks or ends."""
-        node, task.waiting = task.node, None
+        ctx, task.waiting = task.ctx, None
         while True:
             effect = resumed(task, value)
             kind = effect.__class__
@@ -166,9 +166,9 @@ class Sim:
                     task.waiting = effect
                     return self._at(end, task, value)
             elif kind is Send:
-                value = self._send(node, effect)
+                value = self._send(ctx, effect)
             elif kind is Recv:
-                value = self._mail[node.rank].take(effect)
+                value = self._mail[ctx.rank].take(effect)
                 if value is None:
                     return self._block(task, effect)
             elif effect is None:
@@ -190,7 +190,7 @@ class Sim:
 
     def _post_parts(self, task: Task, effect: Compute, bodies: dict[int, Any], start: int, cost: int) -> int:
         """When a computation ends that began then; what it hands out is posted."""
-        rank, encoding, encoded, before, spans = task.node.rank, effect.encoding, [0] * len(effect.parts), 0, []
+        rank, encoding, encoded, before, spans = task.ctx.rank, effect.encoding, [0] * len(effect.parts), 0, []
         if encoding is not None:
             bodies = {k: encoding.fn(k, bodies[k]) for k in range(len(effect.parts))}
             encoded = [self._cost_ns(rank, "compress", work, start) for work in encoding.work]
@@ -204,19 +204,19 @@ class Sim:
         end = self._unit_free[rank] = start + cost + before
         if task.main:
             for kind, until in (*spans, ("compute", end)):
-                task.node.ledger.mark(kind, until)
+                task.ctx.ledger.mark(kind, until)
         return end
 
     def _in_steps(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
         """The effects of a computation that needs messages on its way: from one need to the next. Once all have come
-        the function is run. Nothing else is to be asked of the node's compute unit meanwhile."""
+        the function is run. Nothing else is to be asked of the rank's compute unit meanwhile."""
         start, cost = self._started(task, effect)
         needed, bodies = [], dict[int, Any]()
         for share, tag in effect.needs:
             reached = start + round(cost * share)
             if reached > self.now_ns:
                 if task.main:
-                    task.node.ledger.mark("compute", reached)
+                    task.ctx.ledger.mark("compute", reached)
                 yield fx.Sleep((reached - self.now_ns) / 1e9)
             needed.append((yield Recv((tag,))).body)
             start += max(0, self.now_ns - reached)  # it has stood still
@@ -227,13 +227,13 @@ class Sim:
         return value
 
     def _hand_out(self, item: tuple[Task, Message]) -> None:
-        """A part of what a task computes is there, for its own node."""
-        item[0].node.ledger.part(self.now_ns)
+        """A part of what a task computes is there, for its own rank."""
+        item[0].ctx.ledger.part(self.now_ns)
         self._deliver((item[1].src, item[1]))
 
     def _computed(self, task: Task, effect: Compute) -> int:
-        """When the node's compute unit has done this too: it does one thing after the other."""
-        rank, start = task.node.rank, self.now_ns
+        """When the rank's compute unit has done this too: it does one thing after the other."""
+        rank, start = task.ctx.rank, self.now_ns
         if self._unit_free[rank] > start:
             start, cost = self._started(task, effect)
         else:  # as mostly
@@ -242,15 +242,15 @@ class Sim:
                 raise undeclared(effect.kind, rank)
         end = self._unit_free[rank] = start + cost
         if cost and task.main:
-            task.node.ledger.mark(effect.booked, end)
+            task.ctx.ledger.mark(effect.booked, end)
         return end
 
     def _started(self, task: Task, effect: Compute) -> tuple[int, int]:
-        """(when the node's compute unit begins this, what it costs)."""
-        rank, now = task.node.rank, self.now_ns
+        """(when the rank's compute unit begins this, what it costs)."""
+        rank, now = task.ctx.rank, self.now_ns
         start = max(self._unit_free[rank], now)
         if start > now and task.main:
-            task.node.ledger.mark("wait", start)
+            task.ctx.ledger.mark("wait", start)
         return start, self._cost_ns(rank, effect.kind, effect.work, start)
 
     def _cost_ns(self, rank: int, kind: str, work: float, start_ns: int) -> int:
@@ -259,10 +259,10 @@ class Sim:
             raise undeclared(kind, rank)
         return cost
 
-    def _send(self, node: Node, send: Send) -> None:
+    def _send(self, ctx: RankContext, send: Send) -> None:
         dst, tag, body, meta = send
         nbytes = 0 if body is None else body.nbytes
-        src, now = node.rank, self.now_ns
+        src, now = ctx.rank, self.now_ns
         if dst == src:
             return self._at(now, self._deliver, (dst, Message(src, tag, body, meta, now)))
         if self._exchange is not None:
@@ -275,8 +275,8 @@ class Sim:
         if nbytes:
             if end > self._push_end[src]:
                 self._push_end[src] = end
-            node.ledger.traffic(now, nbytes, 0)
-            self.nodes[dst].ledger.traffic(now, 0, nbytes)
+            ctx.ledger.traffic(now, nbytes, 0)
+            self.contexts[dst].ledger.traffic(now, 0, nbytes)
 
     def _arrive(self, item: tuple[int, Message, int, int]) -> None:
         """The head of a message is at the receiver's port."""
@@ -292,23 +292,23 @@ class Sim:
         task = self._mail[dst].put(message)
         if task is not None:
             if task.main and message.src == dst:
-                task.node.ledger.idle(self.now_ns)
+                task.ctx.ledger.idle(self.now_ns)
             elif task.main:
-                task.node.ledger.blocked(self.now_ns, self._push_end[dst], message.start_ns)
+                task.ctx.ledger.blocked(self.now_ns, self._push_end[dst], message.start_ns)
             self._resume(task, message)
 
     def _block(self, task: Task, recv: Recv) -> None:
         task.waiting = recv
-        self._mail[task.node.rank].waiters.append(task)
+        self._mail[task.ctx.rank].waiters.append(task)
         if recv.before_s != math.inf:
             self._at(max(deadline_ns(recv.before_s), self.now_ns), self._expire, (task, recv))
 
     def _expire(self, item: tuple[Task, Recv]) -> None:
         task, recv = item
         if task.waiting is recv:
-            self._mail[task.node.rank].waiters.remove(task)
+            self._mail[task.ctx.rank].waiters.remove(task)
             if task.main:
-                task.node.ledger.blocked(self.now_ns, self._push_end[task.node.rank], self.now_ns)
+                task.ctx.ledger.blocked(self.now_ns, self._push_end[task.ctx.rank], self.now_ns)
             self._resume(task, None)
 
     def _end(self, task: Task) -> None:
@@ -325,7 +325,7 @@ class Sim:
         if task.done:
             return
         if task.main:
-            task.node.ledger.idle(self.now_ns)
+            task.ctx.ledger.idle(self.now_ns)
         self._resume(task, value)
 
     def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
@@ -340,8 +340,8 @@ class Sim:
             return True, None
         if isinstance(effect, fx.Cancel):
             self._cancel(effect.task)
-        elif isinstance(effect, fx.Drop):
-            self._mail[task.node.rank].drop(effect.tags)
+        elif isinstance(effect, fx.Discard):
+            self._mail[task.ctx.rank].discard(effect.tags)
         else:
             raise TypeError(f"{effect!r} is not an effect")
         return False, None
@@ -349,7 +349,7 @@ class Sim:
     def _cancel(self, task: Task) -> None:
         if task.done:
             return
-        waiters = self._mail[task.node.rank].waiters
+        waiters = self._mail[task.ctx.rank].waiters
         if task in waiters:
             waiters.remove(task)
         task.coro.close()
@@ -390,7 +390,7 @@ class Sim:
         channel.free_ns = end = start + cost
         scattered = isinstance(effect, fx.AllReduce) and effect.op == "scatter"
         for place, rank in enumerate(group):
-            member, ledger = posted.arrived[rank][0], self.nodes[rank].ledger
+            member, ledger = posted.arrived[rank][0], self.contexts[rank].ledger
             if own is None:
                 ledger.traffic(start, moved, moved)
             else:
@@ -407,10 +407,11 @@ def undeclared(kind: str, rank: int) -> AshlError:
 #
 # Checkpoints of a simulated run, from which it goes on bit for bit.
 #
-# A coroutine cannot be written to a file, but at the top of its loop all that it needs is in its state (`node.mark`),
-# and from there on it is deterministic given what it receives. So a checkpoint holds each rank's state at its last
-# mark, what it has received since, and what is on its way. To resume, every rank starts at its mark and hears again
-# what it heard, at the same instants; what it sends, records and pays for until the moment of the checkpoint is
+# A coroutine cannot be written to a file. At its safe point, the top of its loop, its state holds all that it needs
+# (`ctx.safe_point`), and from there on it is deterministic given its messages. So a checkpoint holds each rank's state
+# at its last safe point, the messages that it has received since, and those in flight. To resume, every rank starts
+# at its safe point and receives the same messages again, at the same instants. Until the moment of the checkpoint,
+# everything that it sends, records and pays for is
 # thrown away, since the checkpoint has it already. At most one round of each worker is computed twice.
 #
 # Source: Elnozahy et al., "A survey of rollback-recovery protocols in message-passing systems", ACM Computing Surveys
@@ -461,7 +462,7 @@ class Saving:
         sim, heap = self.sim, self.sim._heap
         sim.saving, sim._post, sim._begin = self, self.post, self.begin  # type: ignore[method-assign]
         try:
-            while heap and len(self.marks) < len(sim.nodes):
+            while heap and len(self.marks) < len(sim.contexts):
                 time_ns, place, target, value = heappop(heap)
                 sim.now_ns = time_ns
                 sim.events += 1
@@ -479,45 +480,45 @@ class Saving:
                 self.cut = (time_ns, place)
                 if any(task.done for task in sim._mains):
                     return False
-            return len(self.marks) == len(sim.nodes)
+            return len(self.marks) == len(sim.contexts)
         finally:
             sim.saving = None
             del sim._post, sim._begin  # type: ignore[method-assign]
 
-    def mark(self, node: Node, stage: int, state: Any) -> None:
+    def safe_point(self, ctx: RankContext, stage: int, state: Any) -> None:
         """This rank is at the top of its loop; without a state it cannot be saved before it is there again."""
         sim = self.sim
         if state is None:
             self.marks.clear()  # nor the others: they are on their way to the same end
             self._numbers.clear()
             return
-        if any(task.node is node and not (task.main or task.stands) for task in sim._tasks):
+        if any(task.ctx is ctx and not (task.main or task.is_background_service) for task in sim._tasks):
             return  # what runs beside it has no top of a loop
-        if any(node.rank in posted.arrived for posted in sim.channels.waiting()):
+        if any(ctx.rank in posted.arrived for posted in sim.channels.waiting()):
             return  # nor has a collective that a cancelled task has left behind
-        mail = sim._mail[node.rank].kept()
-        self.marks[node.rank] = Mark(
+        mail = sim._mail[ctx.rank].kept()
+        self.marks[ctx.rank] = Mark(
             time_ns=sim.now_ns,
             stage=stage,
             state=packed(state),
             mail=packed(mail),
-            drawn=sim.speed.drawn(node.rank),
-            own=packed(node.own_state),
+            drawn=sim.speed.drawn(ctx.rank),
+            own=packed(ctx.own_state),
             first=sim._seq,
-            unit_free=sim._unit_free[node.rank],
+            unit_free=sim._unit_free[ctx.rank],
         )
 
-    def asked(self, node: Node, channel: Channel, key: Hashable) -> None:
+    def asked(self, ctx: RankContext, channel: Channel, key: Hashable) -> None:
         """A rank asks for what its team computes alike. Once it has a mark, it will ask again."""
-        if node.rank not in self.marks:
+        if ctx.rank not in self.marks:
             asked = self._asked.setdefault((channel.team, key), set())
-            asked.add(node.rank)
+            asked.add(ctx.rank)
             if len(asked) == len(channel.team):
                 del self._asked[channel.team, key]
 
     def post(self, task: Task, effect: Collective) -> None:
         sim, before = self.sim, self.sim._seq
-        if mark := self.marks.get(task.node.rank):
+        if mark := self.marks.get(task.ctx.rank):
             self._numbers[task] = mark.posted
             mark.posted += 1
         type(sim)._post(sim, task, effect)
@@ -537,11 +538,9 @@ class Saving:
     def owner(self, target: Any, value: Any) -> int:
         """The rank that an event happens to; -1 where it happens in the network."""
         if isinstance(target, Task):
-            return target.node.rank
+            return target.ctx.rank
         name = target.__name__
-        return (
-            -1 if name in ("_arrive", "_serve", "_settle") else value[0] if name == "_deliver" else value[0].node.rank
-        )
+        return -1 if name in ("_arrive", "_serve", "_settle") else value[0] if name == "_deliver" else value[0].ctx.rank
 
     def received(self, place: int, target: Any, value: Any) -> tuple[str, Any] | None:
         """What came from outside with this event; all else a rank does again by itself."""
@@ -561,9 +560,9 @@ class Saving:
             "cut": self.cut,
             "seq": sim._seq,
             "events": sim.events,
-            "marks": [vars(self.marks[rank]) for rank in range(len(sim.nodes))],
+            "marks": [vars(self.marks[rank]) for rank in range(len(sim.contexts))],
             "under_way": [(time_ns, place, *what) for time_ns, place, what in under_way if what],
-            "nodes": packed([counted(node) for node in sim.nodes]),
+            "nodes": packed([counted(ctx) for ctx in sim.contexts]),
             "push_end": list(sim._push_end),
             "ports": packed(sim.network.saved()),
             "channels": packed({channel.team: channel.free_ns for channel in sim.channels.all()}),
@@ -572,7 +571,7 @@ class Saving:
 
 
 def resume(sim: Sim, start: Callable[..., Coroutine], saved: Mapping[str, Any]) -> None:
-    """Bring a fresh simulation to where the checkpoint was made. `start(node, saved=(stage, state))` is a rank's
+    """Bring a fresh simulation to where the checkpoint was made. `start(ctx, saved=(stage, state))` is a rank's
     coroutine; `saved["packages"]` says whose classes a state may be of."""
     restored = partial(unpacked, packages=tuple(saved["packages"]), device=saved.get("device", HOST))
     marks = [Mark(**mark) for mark in saved["marks"]]
@@ -583,10 +582,10 @@ def resume(sim: Sim, start: Callable[..., Coroutine], saved: Mapping[str, Any]) 
         sim.channels.of(team, 0).shared.setdefault(key, Shared()).asked.update(asked)
     heap, cut = sim._heap, tuple(saved["cut"])
     for rank, mark in enumerate(marks):
-        node = sim.nodes[rank]
+        ctx = sim.contexts[rank]
         if sim.worker_states is not None:
             sim.worker_states.set_worker_state(rank, restored(mark.own))
-        task = Task(node, start(node, saved=(mark.stage, restored(mark.state))), main=True)
+        task = Task(ctx, start(ctx, saved=(mark.stage, restored(mark.state))), main=True)
         sim._mains.append(task)
         sim._tasks.add(task)
         sim.speed.draw_from(rank, mark.drawn)
@@ -602,20 +601,20 @@ def resume(sim: Sim, start: Callable[..., Coroutine], saved: Mapping[str, Any]) 
     sim.now_ns, sim._seq, sim.events = saved["time_ns"], saved["seq"], saved["events"]
     sim._push_end[:] = saved["push_end"]
     sim.network.go_on(restored(saved["ports"]))
-    for node, known in zip(sim.nodes, restored(saved["nodes"]), strict=True):
-        put_back(node, known)
+    for ctx, known in zip(sim.contexts, restored(saved["nodes"]), strict=True):
+        put_back(ctx, known)
 
 
 def go_on(sim: Sim, start: Callable[..., Coroutine], ranks: Sequence[Restored], time_ns: int) -> None:
     """Bring a fresh simulation to this moment, with what each rank kept where nothing was on its way."""
     sim.now_ns = time_ns
-    for node, known in zip(sim.nodes, ranks, strict=True):
-        put_back(node, known.node)
+    for ctx, known in zip(sim.contexts, ranks, strict=True):
+        put_back(ctx, known.context)
         if sim.worker_states is not None:
-            sim.worker_states.set_worker_state(node.rank, known.own)
-        node.ledger.mark("wait", time_ns)
-        sim.speed.draw_from(node.rank, known.drawn)
-        sim._mains.append(sim.spawn(node, start(node, saved=(known.stage, known.state)), main=True))
+            sim.worker_states.set_worker_state(ctx.rank, known.own)
+        ctx.ledger.mark("wait", time_ns)
+        sim.speed.draw_from(ctx.rank, known.drawn)
+        sim._mains.append(sim.spawn(ctx, start(ctx, saved=(known.stage, known.state)), main=True))
 
 
 class Replay:
@@ -642,9 +641,9 @@ class Replay:
         sim, heap = self.sim, self.sim._heap
         # records and snapshots were taken the first time; what the ranks see of the monitor is what it says now: they
         # ask right after they have sent it something, so it has not changed since
-        observer, sim.observer = sim.observer, Deaf(sim.observer.stopping, sim.observer.scores)
+        observer, sim.observer = sim.observer, NullObserver(sim.observer.stopping, sim.observer.scores)
         sim._at, sim._send, sim._post = self.at, self.send, self.post  # type: ignore[method-assign]
-        sim.mark = self.mark  # type: ignore[method-assign]
+        sim.safe_point = self.safe_point  # type: ignore[method-assign]
         try:
             while heap and heap[0][:2] <= cut:
                 sim.now_ns, _, target, value = heappop(heap)
@@ -653,27 +652,27 @@ class Replay:
                 elif not target.done:
                     sim._resume(target, value)
         finally:
-            del sim._at, sim._send, sim._post, sim.mark  # type: ignore[method-assign]
+            del sim._at, sim._send, sim._post, sim.safe_point  # type: ignore[method-assign]
             sim.observer = observer
         for i, (time_ns, place, target, value) in enumerate(heap):
             if target == self.result and value[:2] in self.tasks:
                 heap[i] = (time_ns, place, self.tasks[value[:2]], value[2])
 
-    def mark(self, node: Node, stage: int, state: Any) -> bool:
-        self.marked.add(node.rank)
+    def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
+        self.marked.add(ctx.rank)
         return False
 
     def at(self, time_ns: int, target: Any, value: Any) -> None:
-        rank = (target if isinstance(target, Task) else value[0]).node.rank
+        rank = (target if isinstance(target, Task) else value[0]).ctx.rank
         place = self.places[rank].popleft() if rank in self.marked else next(self.before)  # what stands beside it
         heappush(self.sim._heap, (time_ns, place, target, value))
 
-    def send(self, node: Node, send: Any) -> None:
+    def send(self, ctx: RankContext, send: Any) -> None:
         """It has been sent: it has arrived, or is under way."""
-        self.places[node.rank].popleft()
+        self.places[ctx.rank].popleft()
 
     def post(self, task: Task, effect: Collective) -> None:
-        rank = task.node.rank
+        rank = task.ctx.rank
         number = self.posted[rank]
         self.posted[rank] += 1
         if number in self.begun[rank]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ashl.runtime.channel import Channel, Collective
 from ashl.runtime.effects import Broken, Formed, Regroup
 from ashl.runtime.kernel import Task
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 
 if TYPE_CHECKING:
     from ashl.runtime.sim import Sim
@@ -40,10 +40,10 @@ class Teams:
         self._under_way: list[tuple[int, tuple[int, ...]]] = []  # sums: until when, and of whom
         self._unnoticed: set[int] = set()  # who is lost, and nobody has noticed
         self._uninformed: set[tuple[int, int]] = set()  # (rank, who is lost, and it has not noticed)
-        sim._post, sim._begin, sim.mark = self.post, self.begin, self.mark  # type: ignore[method-assign]
+        sim._post, sim._begin, sim.safe_point = self.post, self.begin, self.safe_point  # type: ignore[method-assign]
 
     def post(self, task: Task, effect: Collective | Regroup) -> None:
-        rank = task.node.rank
+        rank = task.ctx.rank
         if isinstance(effect, Regroup):
             if self._last is not None:
                 return self._at(task, self._last)
@@ -51,8 +51,8 @@ class Teams:
             if effect.version < 0:
                 self._waiting.add(rank)
             if effect.version < 0 and rank not in self.members:
-                for node in self.sim.nodes:
-                    node.knocks = True
+                for ctx in self.sim.contexts:
+                    ctx.join_pending = True
             return self._form()
         self.knowing.add(rank)
         self._waiting.discard(rank)
@@ -68,11 +68,11 @@ class Teams:
         else:
             self._stuck.setdefault(rank, []).append((task, effect))
 
-    def mark(self, node: Node, stage: int, state: Any) -> bool:
+    def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
         """Who is at the top of a loop has a model, but for who has yet to be in a sum with those that let it in."""
-        if node.rank not in self._waiting:
-            self.knowing.add(node.rank)
-        return type(self.sim).mark(self.sim, node, stage, state)
+        if ctx.rank not in self._waiting:
+            self.knowing.add(ctx.rank)
+        return type(self.sim).safe_point(self.sim, ctx, stage, state)
 
     def begin(self, channel: Channel) -> None:
         if not channel.ready:
@@ -96,8 +96,8 @@ class Teams:
         self._asked.pop(rank, None)
         self._stuck.pop(rank, None)
         for task in sim.channels.lose(rank):
-            if task.node.rank != rank:
-                self._stuck.setdefault(task.node.rank, []).append((task, task.waiting))
+            if task.ctx.rank != rank:
+                self._stuck.setdefault(task.ctx.rank, []).append((task, task.waiting))
         for _, team in [one for one in self._under_way if rank in one[1] and one[0] > now]:
             self._take_back([peer for peer in team if peer != rank], team)
         self._under_way = [one for one in self._under_way if rank not in one[1]]
@@ -107,12 +107,12 @@ class Teams:
         sim, now = self.sim, self.sim.now_ns
         there = (target for _, _, target, _ in sorted(sim._heap, key=itemgetter(0, 1)) if isinstance(target, Task))
         waiting = [task for task in there if isinstance(task.waiting, Collective) and task.waiting.group == team]
-        waiting = sorted((task for task in waiting if task.node.rank in ranks), key=lambda task: task.node.rank)
+        waiting = sorted((task for task in waiting if task.ctx.rank in ranks), key=lambda task: task.ctx.rank)
         for task in waiting:
             if task.main:
-                task.node.ledger.halt(now, now, now)
-            task.node.ledger.broken(now)
-            self._stuck.setdefault(task.node.rank, []).append((task, task.waiting))
+                task.ctx.ledger.halt(now, now, now)
+            task.ctx.ledger.broken(now)
+            self._stuck.setdefault(task.ctx.rank, []).append((task, task.waiting))
         sim._heap[:] = [event for event in sim._heap if event[2] not in waiting]
         heapify(sim._heap)
 
@@ -124,7 +124,7 @@ class Teams:
         for task, effect in stuck:
             if rank in effect.group:
                 if task.main:
-                    task.node.ledger.idle(sim.now_ns)
+                    task.ctx.ledger.idle(sim.now_ns)
                 sim._resume(task, Broken(rank))
             else:
                 self._stuck.setdefault(peer, []).append((task, effect))
@@ -160,5 +160,5 @@ class Teams:
         for rank in sorted(self._asked):
             if rank in ranks or word > 1:
                 self._at(self._asked.pop(rank)[0], formed)
-        for node in self.sim.nodes:
-            node.knocks = bool(self._asked)
+        for ctx in self.sim.contexts:
+            ctx.join_pending = bool(self._asked)

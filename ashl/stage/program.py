@@ -6,37 +6,37 @@ from typing import Any
 from torch import Tensor
 
 from ashl.planner.assignment import assignment_of
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import STOP, Loop, Stage
 
 
 async def program(
-    node: Node, stages: Sequence[Stage], saved: tuple[int, Any] | None = None, comes: bool = False
+    ctx: RankContext, stages: Sequence[Stage], saved: tuple[int, Any] | None = None, comes: bool = False
 ) -> None:
     """Play this rank's role in every stage, until one ends the run; with (stage, state) of a checkpoint, from there. A
     worker that `comes` while the others run begins where they are; from a checkpoint, where all of them do."""
     first = stages[0]
-    node.ledger.limit_ns = first.judge.deadline_ns
+    ctx.ledger.limit_ns = first.judge.deadline_ns
     if comes and saved is None:
-        first.trainer.set_worker_state(node.rank, None)
-    if comes and (saved := await first.topology.join(node, stages, saved)) is None:
+        first.trainer.set_worker_state(ctx.rank, None)
+    if comes and (saved := await first.topology.join(ctx, stages, saved)) is None:
         return
-    begin, state = saved or (0, first.topology.begin(node, first))
-    if node.rank == first.home:
-        node.counter = state
+    begin, state = saved or (0, first.topology.begin(ctx, first))
+    if ctx.rank == first.home:
+        ctx.counter = state
     if state.assigned is not None:
         stages = reassigned(stages, *state.assigned)
     for index in range(begin, len(stages)):
         stage = stages[index]
-        if await role(stage, node.rank)(node, stage, state) == STOP:
+        if await role(stage, ctx.rank)(ctx, stage, state) == STOP:
             break
         if state.assigned is not None and state.assigned[0] == index + 1:
             stages = reassigned(stages, *state.assigned)
-    if node.counter is not None:  # this is the home rank, or stands in for it
+    if ctx.counter is not None:  # this is the home rank, or stands in for it
         tally, without = state.tally, state.tally.gone if first.replicas else ()
-        node.snapshot(state.params, final=True, counts=tally.report(), time_ns=tally.end_ns, without=without)
-    elif first.replicas or (first.server < node.rank < first.server + first.topology.servers):
-        node.snapshot(state.params, final=True)
+        ctx.snapshot(state.params, final=True, counts=tally.report(), time_ns=tally.end_ns, without=without)
+    elif first.replicas or (first.server < ctx.rank < first.server + first.topology.servers):
+        ctx.snapshot(state.params, final=True)
 
 
 def peers_of(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:

@@ -21,13 +21,13 @@ from ashl.plan.plan import Limits, StagePlan, WorkerPlan, assigned
 from ashl.plan.profile import CodecCost, Profile, WorkerProfile
 from ashl.planner.assignment import Assignment, Planner
 from ashl.runtime.effects import Tag
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.stage.fragment import Fragment
 from ashl.stage.judge import Judge
 from ashl.stage.link import Ends, Link
 from ashl.stage.tally import Tally
 
-Loop = Callable[["Node", "Stage", Any], Coroutine[Any, Any, int]]  # of one rank through one stage; its last word
+Loop = Callable[[RankContext, "Stage", Any], Coroutine[Any, Any, int]]  # of one rank through one stage; its last word
 Members = tuple[int, ...]  # sorted ranks
 
 CODEC, WEIGHTS, PULLS, STATISTICS = "codec", "weights", "pulls", "statistics"  # what a topology may carry
@@ -132,12 +132,12 @@ class Topology(Contract, group="topology"):
         """What an exchange takes, uncontended."""
         raise NotImplementedError
 
-    def begin(self, node: Node, stage: Stage) -> Any:
+    def begin(self, ctx: RankContext, stage: Stage) -> Any:
         """A rank's state before the first stage: the initial model, alike everywhere."""
         raise NotImplementedError
 
     async def join(
-        self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
+        self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Any] | None:
         """A worker comes while the others run: the stage that they are in, and its state there; None where the run is
         over. For topologies that carry churn. From a checkpoint, where all come anew, with (stage, state) of this rank

@@ -19,7 +19,7 @@ import torch
 
 from ashl.learn.device import to_host
 from ashl.runtime.effects import LOST, Broken, Compute
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import Stage
@@ -44,7 +44,7 @@ def whole(result: Any) -> Any:
 class Team:
     """The workers of a stage at one rank. `loss` and `word` are this rank's before a merge and the sums after it."""
 
-    node: Node
+    ctx: RankContext
     stage: Stage
     ranks: tuple[int, ...]
     weights: list[float]  # c_j
@@ -56,9 +56,9 @@ class Team:
     lives: tuple[int, ...] = ()  # how often each member had been lost by then, where one had
 
     @classmethod
-    def of(cls, node: Node, stage: Stage, epoch: int = 0, lives: tuple[int, ...] = ()) -> Team:
+    def of(cls, ctx: RankContext, stage: Stage, epoch: int = 0, lives: tuple[int, ...] = ()) -> Team:
         """All workers of a stage."""
-        return cls(node, stage, stage.workers, stage.team_weights, epoch=epoch, lives=lives)
+        return cls(ctx, stage, stage.workers, stage.team_weights, epoch=epoch, lives=lives)
 
     def begin(self, loss: float, word: float) -> None:
         """A merge begins."""
@@ -70,7 +70,7 @@ class Team:
 
     @cached_property
     def place(self) -> int:
-        return self.ranks.index(self.node.rank)
+        return self.ranks.index(self.ctx.rank)
 
     @property
     def weight(self) -> float:
@@ -83,57 +83,57 @@ class Team:
     async def all_reduce(self, x: Any, weight: float = 1.0, key: int = 0, credit: int = 0) -> Any:
         if self.carried:
             x = x if weight == 1 else x * weight
-            return whole(await self.node.all_reduce(x, self.ranks, key=key, credit=credit, epoch=self.epoch))
+            return whole(await self.ctx.all_reduce(x, self.ranks, key=key, credit=credit, epoch=self.epoch))
         if isinstance(x, SizeOnly):
             word = SizeOnly(x.nbytes, int(self.word))
-            total = whole(await self.node.all_reduce(word, self.ranks, "sum", NUMBERS, key, credit, self.epoch))
+            total = whole(await self.ctx.all_reduce(word, self.ranks, "sum", NUMBERS, key, credit, self.epoch))
             self._carry(0.0, total.word)
             return SizeOnly(total.nbytes)
         packed = x.new_empty(x.numel() + NUMBERS)
         torch.mul(x, weight, out=packed[:-NUMBERS])
         packed[-2], packed[-1] = self.loss, self.word
-        total = whole(await self.node.all_reduce(packed, self.ranks, "sum", NUMBERS, key, credit, self.epoch))
+        total = whole(await self.ctx.all_reduce(packed, self.ranks, "sum", NUMBERS, key, credit, self.epoch))
         self._carry(*to_host(total[-NUMBERS:]).tolist())
         return total[:-NUMBERS]
 
     async def gather(self, chunk: Any) -> Any:
         """All members' chunks of a sum (`ashl.runtime.sums.chunk`), as one vector."""
         if self.carried:
-            return await self.node.all_reduce(chunk, self.ranks, "gather")
+            return await self.ctx.all_reduce(chunk, self.ranks, "gather")
         if isinstance(chunk, SizeOnly):
-            total = await self.node.all_reduce(SizeOnly(chunk.nbytes, int(self.word)), self.ranks, "gather")
+            total = await self.ctx.all_reduce(SizeOnly(chunk.nbytes, int(self.word)), self.ranks, "gather")
             self._carry(0.0, total.word)
             return SizeOnly(total.nbytes)
         packed = chunk.new_empty(chunk.numel() + NUMBERS)
         packed[:-NUMBERS], packed[-2], packed[-1] = chunk, self.loss, self.word
-        rows = (await self.node.all_reduce(packed, self.ranks, "gather", riders=NUMBERS)).view(self.size, -1)
+        rows = (await self.ctx.all_reduce(packed, self.ranks, "gather", riders=NUMBERS)).view(self.size, -1)
         self._carry(*to_host(sum_in_rank_order(list(rows[:, -NUMBERS:]))).tolist())
         return rows[:, :-NUMBERS].flatten()
 
     async def all_gather(self, x: Any) -> list[Any]:
         if self.carried:
-            return whole(await self.node.all_gather(x, self.ranks, epoch=self.epoch))
+            return whole(await self.ctx.all_gather(x, self.ranks, epoch=self.epoch))
         if isinstance(x, SizeOnly):
-            parts = whole(await self.node.all_gather(SizeOnly(x.nbytes, int(self.word)), self.ranks, epoch=self.epoch))
+            parts = whole(await self.ctx.all_gather(SizeOnly(x.nbytes, int(self.word)), self.ranks, epoch=self.epoch))
             self._carry(0.0, sum(part.word for part in parts))
             return parts
         tail = torch.tensor([self.loss, self.word], dtype=torch.float64, device=str(x.device)).view(torch.uint8)
         sent = torch.cat([x, tail])
-        parts = whole(await self.node.all_gather(sent, self.ranks, riders=tail.numel(), epoch=self.epoch))
+        parts = whole(await self.ctx.all_gather(sent, self.ranks, riders=tail.numel(), epoch=self.epoch))
         sums = sum_in_rank_order([part[-tail.numel() :].clone().view(torch.float64) for part in parts])
         self._carry(*to_host(sums).tolist())
         return [part[: -tail.numel()] for part in parts]
 
     async def send(self, place: int, name: str, body: Any, *numbers: float) -> None:
         tag = self.stage.tag(name, self.epoch)
-        await self.node.send(self.ranks[place], tag, body, (self.loss, self.word, *numbers))
+        await self.ctx.send(self.ranks[place], tag, body, (self.loss, self.word, *numbers))
 
     async def recv(self, place: int, name: str, final: bool = False) -> tuple[Any, tuple[float, ...]]:
         """(body, numbers) from one other. What rides along is added up, but `final` from one who has everything. Raises
         TeamBrokenError where that one is lost, or has given up."""
         tag, given_up = self.stage.tag(name, self.epoch), self.stage.tag(GIVEN_UP, self.epoch)
         tags = (tag, given_up, LOST) if self.stage.elastic else (tag,)
-        while (message := await self.node.recv(*tags, src=self.ranks[place])).tag != tag:
+        while (message := await self.ctx.recv(*tags, src=self.ranks[place])).tag != tag:
             if message.tag == given_up or message.meta[0] >= (self.lives[place] if self.lives else 0):
                 raise TeamBrokenError  # else it was an earlier life that is over
         loss, word, *numbers = message.meta
@@ -143,20 +143,20 @@ class Team:
     async def give_up(self, places: Sequence[int]) -> None:
         """Tell these, who may wait for a message of a protocol that has come to nothing."""
         for place in places:
-            await self.node.send(self.ranks[place], self.stage.tag(GIVEN_UP, self.epoch))
+            await self.ctx.send(self.ranks[place], self.stage.tag(GIVEN_UP, self.epoch))
 
     async def together(self) -> None:
         """Where workers may be lost: all have come so far with a protocol of messages, so that none has what another
         lacks. Raises TeamBrokenError."""
         if self.stage.elastic and self.stage.link.talks:
-            whole(await self.node.all_reduce(torch.zeros(1), self.ranks, riders=1, epoch=self.epoch))
+            whole(await self.ctx.all_reduce(torch.zeros(1), self.ranks, riders=1, epoch=self.epoch))
 
     def compute(self, fn: Callable[[], T], work: float = 0.0) -> Compute:
-        return self.node.compute(fn, work=work * self.share, kind="compress")
+        return self.ctx.compute(fn, work=work * self.share, kind="compress")
 
     def decode(self, fn: Callable[[], T], bodies: int) -> Compute:
         """What takes so many bodies apart."""
-        return self.node.compute(fn, work=bodies * self.share, kind="decode")
+        return self.ctx.compute(fn, work=bodies * self.share, kind="decode")
 
     def blank(self, nbytes: int) -> Any:
         return SizeOnly(nbytes)

@@ -39,7 +39,7 @@ from ashl.compression.wire.body import HEADER, Parts, read_body, write_body
 from ashl.learn.device import numbers, to_host
 from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, Stage
 from ashl.stage.tally import LATE, Tally
@@ -114,20 +114,20 @@ class Snapshots(Updates):
     whole: ClassVar[bool] = True
     rule: AsyLPG
 
-    async def make_push(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+    async def make_push(self, ctx: RankContext, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """The full gradient at a snapshot; after it, what a minibatch says has changed since."""
-        start = node.now
+        start = ctx.now
         if state.anchor is None:
-            loss, gradient, samples = await over_shard(node, stage, state)
+            loss, gradient, samples = await over_shard(ctx, stage, state)
             state.anchor = Anchor(state.params, gradient, state.drawn)
-            return Work(gradient, loss, 1, samples, node.now - start, state.version), gradient, loss
-        loss, change = await reduced(node, stage, state)
-        work = Work(change, loss, 1, state.batch, node.now - start, state.version)
-        return work, *await encoded(node, stage, state, work)
+            return Work(gradient, loss, 1, samples, ctx.now - start, state.version), gradient, loss
+        loss, change = await reduced(ctx, stage, state)
+        work = Work(change, loss, 1, state.batch, ctx.now - start, state.version)
+        return work, *await encoded(ctx, stage, state, work)
 
-    async def apply_push(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    async def apply_push(self, ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
         """A full gradient joins the sum; anything else is a step."""
-        return await node.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
+        return await ctx.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
 
     def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
         tally, worker, (steps, samples) = state.tally, message.src, message.meta[:2]
@@ -170,9 +170,9 @@ class Snapshots(Updates):
     def admission_payload(self, stage: Stage, state: ServerState) -> Any:
         return state.rule_state.anchor
 
-    async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+    async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         """A snapshot, nothing where the model still is the snapshot, or the model in few bits."""
-        return await node.compute(partial(self.body, stage, state, rank), work=1, kind="compress")
+        return await ctx.compute(partial(self.body, stage, state, rank), work=1, kind="compress")
 
     def body(self, stage: Stage, state: ServerState, rank: int) -> Any:
         epoch = state.rule_state

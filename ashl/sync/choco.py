@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from ashl.errors import UsageError
 from ashl.option import Count, Positive, option
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import CODEC, Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
@@ -61,20 +61,20 @@ class Choco(RoundRule):
         first = stage.trainer.init()[0] if stage.index == 0 else None
         return Replicas(first, first)
 
-    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
+    async def outgoing(self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         state.params = state.params + delta
         link, (own, others, _) = stage.link, state.rule_state
-        targets = graph_of(stage).round(stage, k).targets[node.rank]
+        targets = graph_of(stage).round(stage, k).targets[ctx.rank]
         if own is None:
             state.rule_state = Replicas(state.params, None, state.params)
             return dict.fromkeys(targets, (state.params, ()))
         ahead = state.params - own
-        encode = partial(link.difference, ahead, turn_of(stage, node.rank, state, state.round))
+        encode = partial(link.difference, ahead, turn_of(stage, ctx.rank, state, state.round))
         if link.innermost.flags.lossless:
             body = encode()
         else:
-            body = await node.compute(encode, work=1, kind="compress")
-            report_health(node, stage, state, ahead, [(link, state.ends, body)])
+            body = await ctx.compute(encode, work=1, kind="compress")
+            report_health(ctx, stage, state, ahead, [(link, state.ends, body)])
         state.rule_state = Replicas(link.added(own, [(body, 1.0)]), others, body)
         return dict.fromkeys(targets, (body, ()))
 

@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Literal
 from ashl.errors import UsageError
 from ashl.optimizer.absent import plus
 from ashl.option import Count, Natural, Positive, option
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import Kept, RoamingState, answered, done, left, obey, report
@@ -67,8 +67,8 @@ class DADMM(RoamingRule):
                 "null for all of them"
             )
 
-    async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
-        return await worker(node, stage, state, self)
+    async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
+        return await worker(ctx, stage, state, self)
 
 
 def ready(rule: DADMM, behind: Sequence[int]) -> bool:
@@ -178,56 +178,56 @@ def room(stage: Stage, rule: DADMM) -> float:
     return math.ceil(left[0] / left[1]) if left and in_step else math.inf
 
 
-async def worker(node: Node, stage: Stage, state: RoamingState, rule: DADMM) -> int:
+async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: DADMM) -> int:
     """Wait for enough, work, send; until the coordinator says that the stage is over. Returns the last word."""
-    state.enter(stage, node.rank)
-    edges = state.rule_state = state.rule_state or opened(stage, state, node.rank)
+    state.enter(stage, ctx.rank)
+    edges = state.rule_state = state.rule_state or opened(stage, state, ctx.rank)
     dropped, last = 0, room(stage, rule)
     while state.word == GO:
         k = edges.k
-        while state.word == GO and node.keeps(state.version) and edges.heard and edges.newest() < k - 1:
-            await take_in(node, stage, state)
-        node.mark(stage.index, state)
-        while await take_in(node, stage, state, before_s=node.now):
+        while state.word == GO and ctx.checkpoint_due(state.version) and edges.heard and edges.newest() < k - 1:
+            await take_in(ctx, stage, state)
+        ctx.safe_point(stage.index, state)
+        while await take_in(ctx, stage, state, before_s=ctx.now):
             pass  # what has come meanwhile
         while state.word == GO and (k >= last or not ready(rule, edges.behind(k))):
-            await take_in(node, stage, state)
+            await take_in(ctx, stage, state)
         if state.word != GO:
             break
         edges.match(rule.rho)
         late = max([0, *edges.behind(k)])
-        work = await local_work(node, augmented(stage, edges, state.params, rule.rho), state)
-        await answered(node, stage, state)
-        while await take_in(node, stage, state, before_s=node.now):
+        work = await local_work(ctx, augmented(stage, edges, state.params, rule.rho), state)
+        await answered(ctx, stage, state)
+        while await take_in(ctx, stage, state, before_s=ctx.now):
             pass
         if state.word == STOP:
             dropped = work.steps
             break
         state.params = edges.own[k] = state.params + work.body
         for peer in edges.heard:
-            await node.send(peer, stage.tag("model"), state.params, (k,))
+            await ctx.send(peer, stage.tag("model"), state.params, (k,))
         state.version += 1
         edges.k += 1
-        await report(node, stage, state, work, late)
+        await report(ctx, stage, state, work, late)
     for peer in edges.heard:
-        await node.send(peer, stage.tag("model"), None, (edges.k - 1,))
+        await ctx.send(peer, stage.tag("model"), None, (edges.k - 1,))
     while any(max(versions) < edges.ends.get(j, math.inf) for j, versions in edges.heard.items()):
-        await take_in(node, stage, state)
+        await take_in(ctx, stage, state)
     edges.match(rule.rho)
-    await done(node, stage, state, dropped)
+    await done(ctx, stage, state, dropped)
     while not state.gone:
-        await take_in(node, stage, state)
-    return left(node, stage, state, dropped)
+        await take_in(ctx, stage, state)
+    return left(ctx, stage, state, dropped)
 
 
-async def take_in(node: Node, stage: Stage, state: RoamingState, before_s: float = math.inf) -> bool:
+async def take_in(ctx: RankContext, stage: Stage, state: RoamingState, before_s: float = math.inf) -> bool:
     """Take in a neighbour's model, its last iteration, or a word of the coordinator; False when none came before this
     moment."""
-    message, edges = await node.recv(stage.tag("model"), stage.tag("word"), before_s=before_s), state.rule_state
+    message, edges = await ctx.recv(stage.tag("model"), stage.tag("word"), before_s=before_s), state.rule_state
     if message is None:
         return False
     if message.tag == stage.tag("word"):
-        obey(node, state, message)
+        obey(ctx, state, message)
     elif message.body is None:
         edges.ends[message.src] = int(message.meta[0])
     else:

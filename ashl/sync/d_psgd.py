@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ashl.option import Count, option
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
@@ -31,10 +31,10 @@ class DPSGD(RoundRule):
     def early(self) -> bool:
         return self.order == "awc"
 
-    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
+    async def outgoing(self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         if delta is not None:
             state.params = state.params + delta
-        return {rank: (state.params, ()) for rank in graph_of(stage).round(stage, k).targets[node.rank]}
+        return {rank: (state.params, ()) for rank in graph_of(stage).round(stage, k).targets[ctx.rank]}
 
     def merge(
         self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]

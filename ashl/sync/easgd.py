@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 
 from ashl.option import Count, Ratio, option
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import FAULT_TOLERANT, Stage
 from ashl.topology.local_work import Work, WorkerState, local_work
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
@@ -44,13 +44,13 @@ class Springs(Updates):
 
     alpha: float
 
-    async def make_push(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
-        work = await local_work(node, stage, state)
+    async def make_push(self, ctx: RankContext, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+        work = await local_work(ctx, stage, state)
         state.params = state.params + work.body
         return work, state.params, work.loss
 
-    async def apply_push(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
-        return await node.compute(partial(self.pulled_to, state, message), work=1, kind="apply")
+    async def apply_push(self, ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+        return await ctx.compute(partial(self.pulled_to, state, message), work=1, kind="apply")
 
     def pulled_to(self, state: ServerState, message: Message) -> bool:
         steps, samples = message.meta[:2]
@@ -60,7 +60,7 @@ class Springs(Updates):
         state.tally.merge()
         return True
 
-    async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+    async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         return state.rule_state
 
     def apply_admission(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ashl.option import Count, option
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
@@ -28,13 +28,13 @@ class GossipPGA(RoundRule):
     local_steps: Count | Literal["plan"]
     period: Count | None
 
-    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
+    async def outgoing(self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         state.params = state.params + delta
         body = state.params
         if self._all_meet(k):
-            state.params = await node.all_reduce(state.params * (1 / stage.num_workers), stage.workers)
+            state.params = await ctx.all_reduce(state.params * (1 / stage.num_workers), stage.workers)
             body = None
-        return {rank: (body, ()) for rank in graph_of(stage).round(stage, k).targets[node.rank]}
+        return {rank: (body, ()) for rank in graph_of(stage).round(stage, k).targets[ctx.rank]}
 
     def merge(
         self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal
 from ashl.errors import UsageError
 from ashl.option import Count, Natural, option
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import Kept, RoamingState, answered, done, left, obey, report
@@ -80,8 +80,8 @@ class Hop(RoamingRule):
         if known is not None:
             known.models = {j: {i: x for i, x in sent.items() if i < known.k} for j, sent in known.models.items()}
 
-    async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
-        return await worker(node, stage, state, self)
+    async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
+        return await worker(ctx, stage, state, self)
 
 
 def ready(rule: Hop, k: int, heard: Mapping[int, Sent]) -> bool:
@@ -107,55 +107,55 @@ def mixed(rule: Hop, k: int, own: Any, rank: int, heard: Mapping[int, Sent], age
     return result
 
 
-async def worker(node: Node, stage: Stage, state: RoamingState, rule: Hop) -> int:
+async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop) -> int:
     """Send, work, wait for enough, mix; until the coordinator says that the stage is over. Returns the last word."""
-    state.enter(stage, node.rank)
-    near = graph_of(stage).neighbours(stage, node.rank)
+    state.enter(stage, ctx.rank)
+    near = graph_of(stage).neighbours(stage, ctx.rank)
     known = state.rule_state or Heard({j: {} for j in near})
     state.rule_state, heard, dropped = known, known.models, 0
     while state.word == GO:
-        node.mark(stage.index, state)
+        ctx.safe_point(stage.index, state)
         k = known.k
         ahead = min((max(sent, default=-1) for sent in heard.values()), default=k) - k
         if rule.jump is not None and ahead >= rule.jump:
-            while ahead > 0 and node.keeps(k + ahead):
+            while ahead > 0 and ctx.checkpoint_due(k + ahead):
                 ahead -= 1  # nobody skips the iteration in which all are kept
             k += ahead
-            state.params = mixed(rule, k, state.params, node.rank, heard, age=ahead)
+            state.params = mixed(rule, k, state.params, ctx.rank, heard, age=ahead)
         for peer in heard:
-            await node.send(peer, stage.tag("model"), state.params, (k,))
-        work = await local_work(node, stage, state)
-        await answered(node, stage, state)
-        while await take_in(node, stage, state, heard, before_s=node.now):
+            await ctx.send(peer, stage.tag("model"), state.params, (k,))
+        work = await local_work(ctx, stage, state)
+        await answered(ctx, stage, state)
+        while await take_in(ctx, stage, state, heard, before_s=ctx.now):
             pass  # what has come meanwhile
         while state.word == GO and not ready(rule, k, heard):
-            await take_in(node, stage, state, heard)
+            await take_in(ctx, stage, state, heard)
         if state.word == STOP:
             dropped = work.steps
             break
-        state.params = mixed(rule, k, state.params, node.rank, heard) + work.body
+        state.params = mixed(rule, k, state.params, ctx.rank, heard) + work.body
         state.version = k + 1
         oldest = min((max((i for i in sent if i <= k), default=k) for sent in heard.values()), default=k)
         for j, sent in heard.items():
             heard[j] = {i: model for i, model in sent.items() if i > k - rule.staleness or i == max(sent)}
         known.k = k + 1
-        await report(node, stage, state, work, max(0, k - oldest))
-    await done(node, stage, state, dropped)
+        await report(ctx, stage, state, work, max(0, k - oldest))
+    await done(ctx, stage, state, dropped)
     while not state.gone:
-        await take_in(node, stage, state, heard)
-    await node.drop(stage.tag("model"))
-    return left(node, stage, state, dropped)
+        await take_in(ctx, stage, state, heard)
+    await ctx.discard(stage.tag("model"))
+    return left(ctx, stage, state, dropped)
 
 
 async def take_in(
-    node: Node, stage: Stage, state: RoamingState, heard: dict[int, Sent], before_s: float = math.inf
+    ctx: RankContext, stage: Stage, state: RoamingState, heard: dict[int, Sent], before_s: float = math.inf
 ) -> bool:
     """Take in a neighbour's model or a word of the coordinator; False when none came before this moment."""
-    message: Message | None = await node.recv(stage.tag("model"), stage.tag("word"), before_s=before_s)
+    message: Message | None = await ctx.recv(stage.tag("model"), stage.tag("word"), before_s=before_s)
     if message is None:
         return False
     if message.tag == stage.tag("word"):
-        obey(node, state, message)
+        obey(ctx, state, message)
     else:
         heard[message.src][int(message.meta[0])] = message.body
     return True

@@ -20,7 +20,7 @@ import numpy as np
 from ashl.data.rng import Purpose, bits
 from ashl.option import Count, Ratio, option
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
@@ -52,9 +52,9 @@ class Matcha(RoundRule):
         plan = stage.once(sampling_in)
         return tuple(sorted(plan.peers[m][rank] for m in used(plan, stage.seed, k) if rank in plan.peers[m]))
 
-    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
+    async def outgoing(self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         state.params = state.params + delta
-        return {j: (state.params, ()) for j in self.sources(stage, node.rank, k)}
+        return {j: (state.params, ()) for j in self.sources(stage, ctx.rank, k)}
 
     def merge(
         self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]

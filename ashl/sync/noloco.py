@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly, Vector, halves, joined
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
@@ -44,8 +44,8 @@ class NoLoCo(RoundRule):
         met = stage.once(matchings_in)(k)
         return (met[rank],) if rank in met else ()
 
-    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
-        peers = self.sources(stage, node.rank, k)
+    async def outgoing(self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
+        peers = self.sources(stage, ctx.rank, k)
         return {j: (joined(delta, state.params), ()) for j in peers}
 
     def merge(

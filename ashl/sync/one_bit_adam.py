@@ -17,7 +17,7 @@ import torch
 
 from ashl.optimizer.adam import descended as stepped
 from ashl.option import option
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import CODEC, WEIGHTS, Stage
 from ashl.topology.all_reduce import StepRule
@@ -32,7 +32,7 @@ class OneBitAdam(StepRule):
     after_adam: ClassVar[bool] = True
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS})
 
-    def work(self) -> Callable[[Node, Stage, WorkerState], Awaitable[Work]]:
+    def work(self) -> Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]:
         return momentum
 
     def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
@@ -50,9 +50,9 @@ def descended(stage: Stage, params: Any, moments: Any, momentum: Any, lr: float,
     return stepped(kept, momentum, moments[2], lr, moments[0], beta1, beta2, eps)
 
 
-async def momentum(node: Node, stage: Stage, state: WorkerState) -> Work:
+async def momentum(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     """What all would have as m if their gradients were this worker's."""
-    work = await local_work(node, stage, state)
+    work = await local_work(ctx, stage, state)
     if isinstance(work.body, SizeOnly):
         return work
     return work._replace(body=torch.lerp(state.moments[1], work.body, 1 - float(stage.plan.optimizer["beta1"])))

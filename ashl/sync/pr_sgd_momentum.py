@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 from ashl.option import Count, option
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly, halves, joined
 from ashl.stage.stage import FAULT_TOLERANT, OUTER, WEIGHTS, Stage
 from ashl.topology.all_reduce import StepRule
@@ -32,7 +32,7 @@ class PRSGDMomentum(BarrierRule, StepRule):
     supports: ClassVar[frozenset[str]] = frozenset({WEIGHTS, OUTER, FAULT_TOLERANT})
     local_steps: Count
 
-    def work(self) -> Callable[[Node, Stage, WorkerState], Awaitable[Work]]:
+    def work(self) -> Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]:
         return with_momentum
 
     def messages(self) -> WithMomentum:
@@ -47,11 +47,11 @@ class PRSGDMomentum(BarrierRule, StepRule):
 class WithMomentum(Updates):
     """What H steps changed of both goes up, both come down."""
 
-    async def make_push(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
-        work = await with_momentum(node, stage, state)
+    async def make_push(self, ctx: RankContext, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+        work = await with_momentum(ctx, stage, state)
         return work, stage.aggregate.clip(work.body), work.loss
 
-    async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+    async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         return self.admission_payload(stage, state) if changed else None
 
     def admission_payload(self, stage: Stage, state: ServerState) -> Any:
@@ -69,10 +69,10 @@ class WithMomentum(Updates):
 WITH_MOMENTUM = WithMomentum()
 
 
-async def with_momentum(node: Node, stage: Stage, state: WorkerState) -> Work:
+async def with_momentum(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     """Local work, and what it changed of the momentum. That of before stays: both means are taken from there."""
     before = state.moments
-    work = await local_work(node, stage, state)
+    work = await local_work(ctx, stage, state)
     turned = state.moments[0] - before[0] if before else work.body
     state.moments = before
     return work._replace(body=joined(work.body, turned))

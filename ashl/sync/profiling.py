@@ -38,7 +38,7 @@ from ashl.plan.line import LARGE, SMALL, Line, fitted
 from ashl.plan.noise import figure, is_narrow, levelled, quantiles, spread
 from ashl.plan.plan import WorkerPlan
 from ashl.plan.profile import TICK_S, CodecCost, WorkerProfile
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import PlanMade, ProfileMeasured
 from ashl.stage.link import Ends
 from ashl.stage.stage import GO, NEXT, STOP, Loop, Stage
@@ -84,36 +84,36 @@ class Profiling(BarrierRule):
         return server if rank == stage.server else worker
 
 
-async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
+async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     """Measure, and again whenever the server says so; take over the plan that it sends at the end."""
     assert isinstance(stage.sync, Profiling)
-    before = stage.trainer.worker_state(node.rank)
-    times = await time_steps(node, stage, state, max(1, stage.sync.steps), distribution=stage.sync.by_part)
-    compress_s = await repeated(partial(time_encoding, node, stage, state), REPEATS, REPEATS)
+    before = stage.trainer.worker_state(ctx.rank)
+    times = await time_steps(ctx, stage, state, max(1, stage.sync.steps), distribution=stage.sync.by_part)
+    compress_s = await repeated(partial(time_encoding, ctx, stage, state), REPEATS, REPEATS)
     found: tuple[float, ...] = (*figure(times), spread(times), *figure(compress_s))
     passes = None
     if stage.sync.by_part:
-        own = await time_passes(node, stage, state, min(len(times), MOST * max(1, stage.sync.steps)))
+        own = await time_passes(ctx, stage, state, min(len(times), MOST * max(1, stage.sync.steps)))
         passes = torch.cat([torch.tensor(quantiles(times), dtype=torch.float64), own])
     try:
         while True:
-            await node.send(stage.server, stage.tag("ask"), passes, (RESULT, *found))
-            order = await node.recv(stage.tag("order"))
+            await ctx.send(stage.server, stage.tag("ask"), passes, (RESULT, *found))
+            order = await ctx.recv(stage.tag("order"))
             word, end_ns, *more = (int(value) for value in order.meta)
             passes, found = None, ()
             if word == SUM:
-                found = (await time_sum(node, stage, end_ns),)
+                found = (await time_sum(ctx, stage, end_ns),)
             elif word == BESIDE:
-                found = await time_beside(node, stage, state, end_ns, more[0])
+                found = await time_beside(ctx, stage, state, end_ns, more[0])
             elif word == PARTS:
-                passes = await time_parts(node, stage, state, end_ns)
+                passes = await time_parts(ctx, stage, state, end_ns)
             elif word == LINK:
-                found = await time_exchange(node, stage, UP, end_ns), await time_exchange(node, stage, DOWN, end_ns)
+                found = await time_exchange(ctx, stage, UP, end_ns), await time_exchange(ctx, stage, DOWN, end_ns)
             elif word == GO:
-                found = (await time_exchange(node, stage, EMPTY),)
-                found += await time_exchange(node, stage, UP), await time_exchange(node, stage, DOWN)
+                found = (await time_exchange(ctx, stage, EMPTY),)
+                found += await time_exchange(ctx, stage, UP), await time_exchange(ctx, stage, DOWN)
             elif word == CODEC:
-                passes = await time_codec(node, stage, state, end_ns)
+                passes = await time_codec(ctx, stage, state, end_ns)
             elif word in (NEXT, STOP):
                 break
             else:
@@ -122,48 +122,48 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
         (order,) = over.order
         word, end_ns, *_ = (int(value) for value in order.meta)
     state.assigned = None if order.body is None else (stage.index + 1, order.body)
-    stage.trainer.set_worker_state(node.rank, before)  # steps that are only timed teach nothing
-    leave(node, stage, word, end_ns)
-    node.round(stage.index, state.round, 0, 0, dropped=False, loss=None)
+    stage.trainer.set_worker_state(ctx.rank, before)  # steps that are only timed teach nothing
+    leave(ctx, stage, word, end_ns)
+    ctx.record_round(stage.index, state.round, 0, 0, dropped=False, loss=None)
     state.round += 1
     return word
 
 
 async def time_steps(
-    node: Node, stage: Stage, state: WorkerState, steps: int, *, distribution: bool = False
+    ctx: RankContext, stage: Stage, state: WorkerState, steps: int, *, distribution: bool = False
 ) -> list[float]:
     """Return the seconds of local steps, the first left out; at least one, and many for a distribution."""
-    trainer, batch = stage.trainer, stage.worker(node.rank).batch
+    trainer, batch = stage.trainer, stage.worker(ctx.rank).batch
     count = 0
 
     async def step() -> float | None:
         nonlocal count
-        if count > 1 and (node.stopping or node.now_ns >= stage.judge.deadline_ns):
+        if count > 1 and (ctx.stopping or ctx.now_ns >= stage.judge.deadline_ns):
             return None
-        start = node.now
-        args = (state.params, state.moments, node.rank, state.step + count, 0.0)
-        await node.compute(lambda: numbers([trainer.local_step(*args)[0]]), work=batch)  # till its loss is there
+        start = ctx.now
+        args = (state.params, state.moments, ctx.rank, state.step + count, 0.0)
+        await ctx.compute(lambda: numbers([trainer.local_step(*args)[0]]), work=batch)  # till its loss is there
         count += 1
-        return node.now - start
+        return ctx.now - start
 
     await step()
     if not distribution:
         return await repeated(step, steps, MOST * steps)
-    end_s, times = node.now + DISTRIBUTION_S, await repeated(step, steps, MOST * steps)
-    while len(times) < DISTRIBUTION and node.now < end_s and (taken_s := await step()) is not None:
+    end_s, times = ctx.now + DISTRIBUTION_S, await repeated(step, steps, MOST * steps)
+    while len(times) < DISTRIBUTION and ctx.now < end_s and (taken_s := await step()) is not None:
         times.append(taken_s)
     return times
 
 
-async def time_encoding(node: Node, stage: Stage, state: WorkerState) -> float:
+async def time_encoding(ctx: RankContext, stage: Stage, state: WorkerState) -> float:
     """Seconds of encoding a dense vector."""
-    turn = Turn(min(worker.compression_ratio for worker in stage.plan.workers), stage.seed, node.rank)
-    start = node.now
-    await node.compute(partial(stage.link.encode, Ends(), state.params, turn), work=1, kind="compress")
-    return node.now - start
+    turn = Turn(min(worker.compression_ratio for worker in stage.plan.workers), stage.seed, ctx.rank)
+    start = ctx.now
+    await ctx.compute(partial(stage.link.encode, Ends(), state.params, turn), work=1, kind="compress")
+    return ctx.now - start
 
 
-async def time_passes(node: Node, stage: Stage, state: WorkerState, times: int) -> torch.Tensor:
+async def time_passes(ctx: RankContext, stage: Stage, state: WorkerState, times: int) -> torch.Tensor:
     """Seconds of forward of each layer group, and of backward, the last layers first: medians of so many steps."""
     count, step = len(stage.parts), state.step
     tags = [stage.tag("passed", k) for k in range(2 * count)]
@@ -171,57 +171,57 @@ async def time_passes(node: Node, stage: Stage, state: WorkerState, times: int) 
     slices = [(part.start, part.stop) for part in stage.parts]
     rows = []
     for k in range(times):
-        start = node.now_ns
-        passes = partial(stage.trainer.passes_in_parts, state.params, node.rank, step + k, slices)
-        await node.compute(passes, work=stage.worker(node.rank).batch, parts=ready)
-        ends = [start, *[(await node.recv(tag)).start_ns for tag in tags]]
+        start = ctx.now_ns
+        passes = partial(stage.trainer.passes_in_parts, state.params, ctx.rank, step + k, slices)
+        await ctx.compute(passes, work=stage.worker(ctx.rank).batch, parts=ready)
+        ends = [start, *[(await ctx.recv(tag)).start_ns for tag in tags]]
         rows.append([max(0, end - begin) / 1e9 for begin, end in pairwise(ends)])
     middle = [statistics.median(column) for column in zip(*rows, strict=True)]
     return torch.tensor([*middle[:count][::-1], *middle[count:]], dtype=torch.float64)
 
 
-async def server(node: Node, stage: Stage, state: ServerState) -> int:
+async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
     """Say whose turn it is, answer every exchange, plan; send everyone the plan, or that the run ends before."""
-    state.tally.begin(node.now)
+    state.tally.begin(ctx.now)
     assigned, word, reason = None, STOP, "profiled"
     try:
-        costs = await measured(node, stage, state)
+        costs = await measured(ctx, stage, state)
         assert stage.replan is not None
         state.profile, stages = stage.replan(*costs)
         rows = [[row_of(worker) for worker in planned.workers] for planned in stages]
         assigned = torch.tensor(rows, dtype=torch.float64).flatten() if rows else None
         state.assigned = None if assigned is None else (stage.index + 1, assigned)
-        node.emit(ProfileMeasured(node.rank, state.profile.to_json()))
-        node.emit(PlanMade(node.rank, stage.index + 1, rows))
+        ctx.emit(ProfileMeasured(ctx.rank, state.profile.to_json()))
+        ctx.emit(PlanMade(ctx.rank, stage.index + 1, rows))
         word = NEXT if stage.following else STOP
     except OverError:
-        reason = node.stopping or "seconds"
-    state.tally.end_ns = within(stage, node.now_ns)
-    record_end(node, stage, state.tally, reason)
+        reason = ctx.stopping or "seconds"
+    state.tally.end_ns = within(stage, ctx.now_ns)
+    record_end(ctx, stage, state.tally, reason)
     for rank in stage.workers:
         state.tally.drops[rank] += 1  # a round that is part of no model
-        await node.send(rank, stage.tag("order"), assigned, (word, state.tally.end_ns, 0))
+        await ctx.send(rank, stage.tag("order"), assigned, (word, state.tally.end_ns, 0))
     if word == STOP:
-        node.ledger.close(state.tally.end_ns)
+        ctx.ledger.close(state.tally.end_ns)
     return word
 
 
 async def measured(
-    node: Node, stage: Stage, state: ServerState
+    ctx: RankContext, stage: Stage, state: ServerState
 ) -> tuple[tuple[WorkerProfile, ...], float, float | None, Line | None, Beside | None, tuple[CodecCost, ...]]:
     """Return (workers, seconds of applying a push, bytes per second of the server's NIC, what all-reduces cost, what
     they and computing cost each other, what codecs cost). Raises OverError."""
     members = stage.workers
     times: dict[int, list[tuple[float, ...]]] = {rank: [] for rank in members}
-    steps = await answers(node, stage, members)
+    steps = await answers(ctx, stage, members)
     while not all(enough(rows) for rows in times.values()):  # in turn, so that all see the same weather
         for rank in members:
-            await instruct(node, stage, (rank,), GO)
-            times[rank].append((await answers(node, stage, (rank,)))[rank])
+            await instruct(ctx, stage, (rank,), GO)
+            times[rank].append((await answers(ctx, stage, (rank,)))[rank])
     loaded = []
     for _ in range(REPEATS if len(members) > 1 else 0):
-        await instruct(node, stage, members, GO)
-        loaded.append(await answers(node, stage, members))
+        await instruct(ctx, stage, members, GO)
+        loaded.append(await answers(ctx, stage, members))
     workers, noises = [], {"latency_s": list[float](), "compress_s": list[float]()}
     for rank in members:
         together = [row[rank] for row in loaded]
@@ -230,38 +230,38 @@ async def measured(
         noises["compress_s"].append(steps[rank][COSTS - 1])
     sums = beside = None
     if stage.sync.by_part:
-        workers = [await with_lines(node, stage, worker, rank) for rank, worker in zip(members, workers, strict=True)]
+        workers = [await with_lines(ctx, stage, worker, rank) for rank, worker in zip(members, workers, strict=True)]
         if len(members) > 1:
-            (sums,) = await line(node, stage, SUM, members, LINES_S)
-            beside = await measured_beside(node, stage, max(row[0] for row in steps.values()), sums)
-            beside = await with_parts(node, stage, workers, sums, beside)
+            (sums,) = await line(ctx, stage, SUM, members, LINES_S)
+            beside = await measured_beside(ctx, stage, max(row[0] for row in steps.values()), sums)
+            beside = await with_parts(ctx, stage, workers, sums, beside)
     server_bytes_s = port(workers, stage.trainer.dense_bytes)
-    apply_s = await time_apply(node, stage, state)
-    codecs = await measured_codecs(node, stage)
+    apply_s = await time_apply(ctx, stage, state)
+    codecs = await measured_codecs(ctx, stage)
     return levelled(workers, noises), apply_s, server_bytes_s, sums, beside, codecs
 
 
-async def with_lines(node: Node, stage: Stage, worker: WorkerProfile, rank: int) -> WorkerProfile:
+async def with_lines(ctx: RankContext, stage: Stage, worker: WorkerProfile, rank: int) -> WorkerProfile:
     """... and what messages between this worker and the server cost by their bytes."""
-    up, down = await line(node, stage, LINK, (rank,), LINES_S / stage.num_workers)
+    up, down = await line(ctx, stage, LINK, (rank,), LINES_S / stage.num_workers)
     back_s = worker.latency_s  # of the receipt
     up, down = (replace(way, latency_s=max(0.0, way.latency_s - back_s)) for way in (up, down))
     return replace(worker, push_line=up, pull_line=down)
 
 
-async def line(node: Node, stage: Stage, what: int, members: Sequence[int], budget_s: float) -> list[Line]:
+async def line(ctx: RankContext, stage: Stage, what: int, members: Sequence[int], budget_s: float) -> list[Line]:
     """What these workers find of messages of several sizes: those of every kind that they time, the least over the
     workers. In rounds until all are narrow, and as time allows; two large sizes at least. Raises OverError."""
     times: dict[int, list[tuple[float, ...]]] = {}
-    end_s, sizes = node.now + budget_s, (*SMALL, *LARGE)
-    while not times or (node.now < end_s and not all(map(enough, times.values()))):
+    end_s, sizes = ctx.now + budget_s, (*SMALL, *LARGE)
+    while not times or (ctx.now < end_s and not all(map(enough, times.values()))):
         for nbytes in sizes:
-            start = node.now
-            await instruct(node, stage, members, what, nbytes)
-            found = (await answers(node, stage, members)).values()
+            start = ctx.now
+            await instruct(ctx, stage, members, what, nbytes)
+            found = (await answers(ctx, stage, members)).values()
             kinds = 1 if what == SUM else 2
             times.setdefault(nbytes, []).append(tuple(min(own[kind] for own in found) for kind in range(kinds)))
-            if nbytes >= LARGE[1] and 3 * node.now - 2 * start > end_s:  # the next size takes twice as long
+            if nbytes >= LARGE[1] and 3 * ctx.now - 2 * start > end_s:  # the next size takes twice as long
                 sizes = tuple(size for size in sizes if size <= nbytes)
                 break
     kinds = range(len(times[LARGE[0]][0]))

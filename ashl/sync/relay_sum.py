@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from ashl.option import Count, option
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
@@ -55,9 +55,9 @@ class RelaySum(RoundRule):
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
         return stage.once(tree_in)[rank]
 
-    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
+    async def outgoing(self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         state.params = state.params + delta
-        outgoing = {j: relayed(state.params, state.rule_state.heard, j) for j in self.sources(stage, node.rank, k)}
+        outgoing = {j: relayed(state.params, state.rule_state.heard, j) for j in self.sources(stage, ctx.rank, k)}
         return {j: (body, (count,)) for j, (body, count) in outgoing.items()}
 
     def merge(

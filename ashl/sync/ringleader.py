@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 from ashl.aggregate.weighted import Push
 from ashl.option import option
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, WEIGHTS, Stage
 from ashl.stage.tally import FAILURE, Tally
@@ -89,8 +89,8 @@ class Ringleader(ServerRule):
 class Gradients(Updates):
     """Gradients go up, and a model comes down to who had a step."""
 
-    async def apply_push(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
-        return await node.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
+    async def apply_push(self, ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+        return await ctx.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
 
     def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
         table, tally, worker = state.rule_state, state.tally, message.src
@@ -123,7 +123,7 @@ class Gradients(Updates):
         if not state.rule_state.due:
             state.rule_state = state.rule_state.opened(there(stage, state.tally))
 
-    async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+    async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         return state.params if state.rule_state.stepped == rank else None
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from ashl.option import Count, Natural, option
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
@@ -44,8 +44,8 @@ class SGP(RoundRule):
     def begin(self, stage: Stage, state: RoundState, rank: int) -> Mass:
         return Mass(state.params, 1.0)
 
-    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
-        now, rank = graph_of(stage).round(stage, k), node.rank
+    async def outgoing(self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
+        now, rank = graph_of(stage).round(stage, k), ctx.rank
         x, w = state.rule_state.x + delta, state.rule_state.w
         shares = {j: now.rows[j][rank] for j in (rank, *now.targets[rank])}
         bodies = {share: x * share for share in set(shares.values())}  # most often they are all equal

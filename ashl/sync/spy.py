@@ -34,7 +34,7 @@ from ashl.compression.wire.index_code import index_bytes, read_indices, write_in
 from ashl.learn.device import to_device, to_host
 from ashl.option import NonNegative, Ratio, option
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import Stage
 from ashl.sync.prox import shrunk
@@ -68,20 +68,20 @@ class SparseModels(Updates):
     plain: ClassVar[bool] = True
     rule: SPY
 
-    async def make_push(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+    async def make_push(self, ctx: RankContext, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """A gradient, and what of the worker's point it changes."""
-        start = node.now
-        loss, gradient, samples = await estimated(node, stage, state)
-        work = Work(gradient, loss, 1, samples, node.now - start, state.version)
+        start = ctx.now
+        loss, gradient, samples = await estimated(ctx, stage, state)
+        work = Work(gradient, loss, 1, samples, ctx.now - start, state.version)
         point = state.params if state.rule_state is None else state.rule_state
-        turn = Turn(seed=stage.seed, worker=node.rank, round=state.round, lr=stage.trainer.rate(state.samples))
+        turn = Turn(seed=stage.seed, worker=ctx.rank, round=state.round, lr=stage.trainer.rate(state.samples))
         move = partial(moved, state.params, gradient, point, turn, self.rule.share)
-        state.rule_state, body = await node.compute(move, work=1, kind="compress")
+        state.rule_state, body = await ctx.compute(move, work=1, kind="compress")
         return work, body, loss
 
-    async def apply_push(self, node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+    async def apply_push(self, ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
         """x̄ and x after a push."""
-        return await node.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
+        return await ctx.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
 
     def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
         tally, worker, (steps, samples) = state.tally, message.src, message.meta[:2]
@@ -94,9 +94,9 @@ class SparseModels(Updates):
         state.params = shrunk(mean, stage.trainer.rate(tally.samples) * self.rule.lam)
         return True
 
-    async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+    async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         """The model, by its non-zero elements."""
-        return await node.compute(partial(whole_model, state.params), work=1, kind="compress")
+        return await ctx.compute(partial(whole_model, state.params), work=1, kind="compress")
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         if isinstance(body, SizeOnly):

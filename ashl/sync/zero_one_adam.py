@@ -26,7 +26,7 @@ import torch
 
 from ashl.learn.device import numbers
 from ashl.option import Count, option
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import CODEC, WEIGHTS, Stage
 from ashl.stage.tally import Tally
@@ -47,7 +47,7 @@ class ZeroOneAdam(StepRule):
     local_step_scaler: Count
     local_step_clipper: Count
 
-    def work(self) -> Callable[[Node, Stage, WorkerState], Awaitable[Work]]:
+    def work(self) -> Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]:
         return momenta
 
     def sums_whole(self, stage: Stage, tally: Tally) -> bool:
@@ -88,20 +88,20 @@ def merges(stage: Stage, tally: Tally) -> int:
     return (tally.total_commits - tally.started.commits) // stage.num_workers
 
 
-async def momenta(node: Node, stage: Stage, state: WorkerState) -> Work:
+async def momenta(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     """A gradient that is summed whole, or the sum of the momenta of H steps."""
     assert isinstance(state, PeerState)
-    start, lr, losses, total = node.now, stage.trainer.rate(state.samples), [], None
+    start, lr, losses, total = ctx.now, stage.trainer.rate(state.samples), [], None
     params, moments, whole = state.params, state.moments, stage.sync.sums_whole(stage, state.tally)
     for last in range(1 - state.local_steps, 1):
         step, span = draw(state)
-        work = partial(momentum, stage, params, moments, whole, bool(last), (node.rank, step, span), lr)
-        loss, params, moments, body = await node.compute(work, work=state.batch)
+        work = partial(momentum, stage, params, moments, whole, bool(last), (ctx.rank, step, span), lr)
+        loss, params, moments, body = await ctx.compute(work, work=state.batch)
         losses.append(loss)
         total = body if total is None else total + body
     steps = len(losses)
     loss = sum(numbers(losses)) / steps
-    return Work(total, loss, steps, steps * state.batch, (node.now - start) / steps, state.version)
+    return Work(total, loss, steps, steps * state.batch, (ctx.now - start) / steps, state.version)
 
 
 def momentum(

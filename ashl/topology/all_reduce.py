@@ -26,8 +26,8 @@ from ashl.learn.pieces import Pieces
 from ashl.option import option
 from ashl.overlap.streaming import Fragmented
 from ashl.runtime.effects import LOST, Formed, Message, Tag
-from ashl.runtime.node import Node
 from ashl.runtime.packed import opened, parcelled
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import piece, together
 from ashl.stage.link import Ends
 from ashl.stage.stage import (
@@ -55,7 +55,7 @@ from ashl.topology.exchange import Coding, exchanged
 from ashl.topology.fragments import ends_of, finish_piece, fragment_at, steps
 from ashl.topology.local_work import Work, WorkerState, at_border, local_work, worked
 
-Do = Callable[[Node, Stage, WorkerState], Awaitable[Work]]
+Do = Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]
 
 
 class Heard(NamedTuple):
@@ -131,14 +131,14 @@ class AllReduce(Topology):
             return network.all_reduce_ns(stage.workers, nbytes, 0)
         return network.all_gather_ns(stage.workers, stage.num_workers * stage.once(longest_body), 0)
 
-    def begin(self, node: Node, stage: Stage) -> PeerState:
+    def begin(self, ctx: RankContext, stage: Stage) -> PeerState:
         n = stage.num_workers
-        return PeerState(*stage.trainer.init(), tally=node.alike(stage.workers, "tally", lambda: Tally(n)))
+        return PeerState(*stage.trainer.init(), tally=ctx.compute_once(stage.workers, "tally", lambda: Tally(n)))
 
     async def join(
-        self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
+        self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, PeerState] | None:
-        return await join(node, stages, PeerState(*stages[0].trainer.init()))
+        return await join(ctx, stages, PeerState(*stages[0].trainer.init()))
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if stage.delayed is not None:
@@ -167,16 +167,16 @@ class PeerState(WorkerState):
     kept: tuple[PeerState, ...] = ()  # where workers may be lost: as it was before the last two exchanges
     redo: Work | None = None  # what is to be exchanged once more
 
-    def begin(self, node: Node, stage: Stage) -> Stage:
+    def begin(self, ctx: RankContext, stage: Stage) -> Stage:
         """A stage begins, unless it goes on from a checkpoint; returns it as it is among those who are there."""
         stage = stage.among(self.tally.gone)
         if self.entered != stage.index:
-            opened = partial(begun, self.tally, node.now)
-            self.tally = node.alike(stage.workers, ("begin", stage.index), opened)
+            opened = partial(begun, self.tally, ctx.now)
+            self.tally = ctx.compute_once(stage.workers, ("begin", stage.index), opened)
             if stage.resets_outer:
                 self.outer_state = None
             self.kept = ()
-            self.enter(stage, node.rank)
+            self.enter(stage, ctx.rank)
             self.rule_state = rule_of(stage).begin(stage, self.tally)
         return stage
 
@@ -227,62 +227,62 @@ def rule_of(stage: Stage) -> StepRule:
     return stage.sync
 
 
-async def worker(node: Node, stage: Stage, state: PeerState) -> int:
+async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     """Compute, sum with all others, merge; until the counts, or a word of rank 0, say otherwise. Returns the last word.
 
     What rank 0 alone can know (seconds, evaluations) reaches the others one exchange later.
     """
-    stage = state.begin(node, stage)
+    stage = state.begin(ctx, stage)
     rule = rule_of(stage)
-    team, home, do = Team.of(node, stage, state.epoch, state.lives), stage.home, rule.work()
-    planned, own = as_planned(stage, state, node.rank)
+    team, home, do = Team.of(ctx, stage, state.epoch, state.lives), stage.home, rule.work()
+    planned, own = as_planned(stage, state, ctx.rank)
     while True:
-        node.mark(stage.index, state if own is planned else None)
-        team = team if own is team.stage else Team.of(node, own, state.epoch, state.lives)
+        ctx.safe_point(stage.index, state if own is planned else None)
+        team = team if own is team.stage else Team.of(ctx, own, state.epoch, state.lives)
         word = 0
-        if node.rank == home:
-            word = REASONS.index(state.word) + len(REASONS) * rule.due(state.rule_state, node.now)
+        if ctx.rank == home:
+            word = REASONS.index(state.word) + len(REASONS) * rule.due(state.rule_state, ctx.now)
         try:
             work, update = await sum_update(team, stage, state, do, word)
             step_s = await told(team, work) if rule.tells else ()
         except TeamBrokenError:
-            stage, reason = await repaired(node, stage, state)
-            team, home = Team.of(node, stage, state.epoch, state.lives), stage.home
+            stage, reason = await repaired(ctx, stage, state)
+            team, home = Team.of(ctx, stage, state.epoch, state.lives), stage.home
             if reason:
-                return end(node, stage, state, reason)
-            planned, own = as_planned(stage, state, node.rank)
+                return end(ctx, stage, state, reason)
+            planned, own = as_planned(stage, state, ctx.rank)
             continue
         moment = ("merge", stage.index, state.tally.version)
         due, said = divmod(int(team.word), len(REASONS))
-        heard = Heard(bool(due), node.now, step_s)
-        merge = partial(merge_and_plan, stage, own, state, update, team.loss, now_ns=node.now_ns, heard=heard)
-        result, ahead = node.alike(team.ranks, moment, merge)
-        late = keep_in_time(node, stage, state, state.params, now_ns=ahead.seen_ns)
+        heard = Heard(bool(due), ctx.now, step_s)
+        merge = partial(merge_and_plan, stage, own, state, update, team.loss, now_ns=ctx.now_ns, heard=heard)
+        result, ahead = ctx.compute_once(team.ranks, moment, merge)
+        late = keep_in_time(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
         state.adopt(result)
-        state.plan(ahead, node.rank)
+        state.plan(ahead, ctx.rank)
         tally, planned, own = result.tally, ahead.planned, ahead.own
         reason, judge = ahead.over or REASONS[said], home
         if (
-            reason and not stage.elastic and stage.topology.links(stage, node.rank)
+            reason and not stage.elastic and stage.topology.links(stage, ctx.rank)
         ):  # messages do not end everywhere at once, but stages do
-            await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
+            await ctx.all_reduce(torch.zeros(1), team.ranks, riders=1)
         if stage.elastic:
             state.redo = None
             if reason:
-                stage = await regrouped(node, stage, state, reason)
-                team, home, tally = Team.of(node, stage, state.epoch, state.lives), stage.home, state.tally
-                planned, own = as_planned(stage, state, node.rank)
+                stage = await regrouped(ctx, stage, state, reason)
+                team, home, tally = Team.of(ctx, stage, state.epoch, state.lives), stage.home, state.tally
+                planned, own = as_planned(stage, state, ctx.rank)
                 if state.redo is not None:  # others have not come so far
                     continue
                 judge = judge if judge in stage.workers else home
-        node.round(stage.index, state.round, work.steps, 0, dropped=late, loss=work.loss)
+        ctx.record_round(stage.index, state.round, work.steps, 0, dropped=late, loss=work.loss)
         state.round += 1
-        if node.rank == judge and not late and stage.judge.take(state, node.now):
-            node.snapshot(state.params, counts=tally.report())
+        if ctx.rank == judge and not late and stage.judge.take(state, ctx.now):
+            ctx.snapshot(state.params, counts=tally.report())
         if reason and reason != JOIN:
-            return end(node, stage, state, reason)
-        if node.rank == home:
-            state.word = local_stop(node, stage, tally) or (JOIN if node.knocks else None)
+            return end(ctx, stage, state, reason)
+        if ctx.rank == home:
+            state.word = local_stop(ctx, stage, tally) or (JOIN if ctx.join_pending else None)
 
 
 async def sum_update(team: Team, stage: Stage, state: PeerState, do: Do, word: float) -> tuple[Work, Any]:
@@ -291,54 +291,56 @@ async def sum_update(team: Team, stage: Stage, state: PeerState, do: Do, word: f
     version = state.tally.version
     if stage.messages:
         return await sum_overlapped(team, stage, state, version, word)
-    work = await do(team.node, stage, state) if state.redo is None else state.redo
+    work = await do(team.ctx, stage, state) if state.redo is None else state.redo
     if stage.elastic:
         keep(state, work)
     team.begin(work.loss / team.size, word)
     return work, await exchanged(team, stage, state, state.tally, version, stage.aggregate.clip(work.body))
 
 
-async def run_delayed(node: Node, stage: Stage, state: PeerState) -> int:
+async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     """Hand in the work that is done, compute the next while it is summed, merge; returns the last word.
 
     A word of rank 0 rides one exchange later, as the loss does. Where it is that another stage begins, the work that is
     done by then is summed as well. No piece is computed that a count of the run leaves no room for.
     """
-    state.begin(node, stage)
+    state.begin(ctx, stage)
     while True:
         pending = state.pending is not None
-        node.mark(stage.index, state if stage.cut(state.pending_rest if pending else state.rest) is stage else None)
+        ctx.safe_point(
+            stage.index, state if stage.cut(state.pending_rest if pending else state.rest) is stage else None
+        )
         if not pending:
             state.pending_rest = state.rest
-            state.pending = await worked(node, stage, state)
+            state.pending = await worked(ctx, stage, state)
             continue
         work, own = state.pending, stage.cut(state.pending_rest)
-        team = Team.of(node, own)
-        team.begin(work.loss / team.size, REASONS.index(state.word) if node.rank == 0 else 0)
+        team = Team.of(ctx, own)
+        team.begin(work.loss / team.size, REASONS.index(state.word) if ctx.rank == 0 else 0)
         x = stage.aggregate.clip(work.body)
-        exchange = node.spawn(exchanged(team, stage, state, state.tally, state.tally.version, x))
-        await node.sleep(0)  # what is encoded is encoded first
-        ahead = None if state.last or spent(state.rest) else await local_work(node, stage, state)
-        update = await node.join(exchange)
-        late = keep_in_time(node, stage, state, state.params)
+        exchange = ctx.spawn(exchanged(team, stage, state, state.tally, state.tally.version, x))
+        await ctx.sleep(0)  # what is encoded is encoded first
+        ahead = None if state.last or spent(state.rest) else await local_work(ctx, stage, state)
+        update = await ctx.join(exchange)
+        late = keep_in_time(ctx, stage, state, state.params)
         moment, staleness = ("merge", stage.index, state.tally.version), state.tally.version - work.version
         merge = partial(merge_and_plan, stage, own, state, update, team.loss, staleness, more=1)
-        result, coming = node.alike(team.ranks, moment, merge)
+        result, coming = ctx.compute_once(team.ranks, moment, merge)
         state.adopt(result)
-        state.pending, state.pending_rest = ahead and at_border(node, stage, state, ahead), state.rest
-        state.plan(coming, node.rank)
+        state.pending, state.pending_rest = ahead and at_border(ctx, stage, state, ahead), state.rest
+        state.plan(coming, ctx.rank)
         reason = coming.over or REASONS[int(team.word)] or ("next" if state.last else None)
         state.last = reason == "next" and stage.following and not state.last
         if reason and not state.last:  # nobody ends before the others
-            await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
-        node.round(stage.index, state.round, work.steps, staleness, dropped=late, loss=work.loss)
+            await ctx.all_reduce(torch.zeros(1), team.ranks, riders=1)
+        ctx.record_round(stage.index, state.round, work.steps, staleness, dropped=late, loss=work.loss)
         state.round += 1
-        if node.rank == 0 and not late and stage.judge.take(state, node.now):
-            node.snapshot(state.params, counts=state.tally.report())
+        if ctx.rank == 0 and not late and stage.judge.take(state, ctx.now):
+            ctx.snapshot(state.params, counts=state.tally.report())
         if reason and not state.last:
-            return end(node, stage, state, reason)
-        if node.rank == 0:
-            state.word = local_stop(node, stage, state.tally)
+            return end(ctx, stage, state, reason)
+        if ctx.rank == 0:
+            state.word = local_stop(ctx, stage, state.tally)
 
 
 def spent(rest: tuple[int, int] | None) -> bool:
@@ -357,8 +359,8 @@ def as_planned(stage: Stage, state: PeerState, rank: int) -> tuple[Stage, Stage]
 async def told(team: Team, work: Work) -> tuple[float, ...]:
     """Seconds of one step of each worker. Raises TeamBrokenError where one is lost."""
     own = torch.zeros(team.stage.num_workers, dtype=torch.float64)
-    own[team.node.rank] = work.step_s
-    total = await team.node.all_reduce(own, team.ranks, riders=len(own), epoch=team.epoch)
+    own[team.ctx.rank] = work.step_s
+    total = await team.ctx.all_reduce(own, team.ranks, riders=len(own), epoch=team.epoch)
     return tuple(whole(total).tolist())
 
 
@@ -391,10 +393,10 @@ def merge_and_plan(
     return result, Ahead(stage.judge.over(result.tally), rest, planned, planned.cut(rest), rule_state, now_ns)
 
 
-def end(node: Node, stage: Stage, state: PeerState, reason: str) -> int:
+def end(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> int:
     """The stage ended with this merge; returns the last word."""
     state.word = None
-    return end_ridden(node, stage, state, reason, state.formed_ns if stage.elastic else node.now_ns)
+    return end_ridden(ctx, stage, state, reason, state.formed_ns if stage.elastic else ctx.now_ns)
 
 
 # --- a model that comes back group by group, beneath the next forward pass --------------------------------------------
@@ -413,94 +415,94 @@ def end(node: Node, stage: Stage, state: PeerState, reason: str) -> int:
 # al., "DeAR", ICDCS 2023. What goes when is `ashl.overlap`'s to say.
 
 
-async def run_pipelined(node: Node, stage: Stage, state: PeerState) -> int:
+async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     """One step after the other; returns the last word."""
-    state.begin(node, stage)
-    team, exchange = Team.of(node, stage), None
+    state.begin(ctx, stage)
+    team, exchange = Team.of(ctx, stage), None
     groups = [(stage.tag("group", k), message) for k, message in enumerate(stage.messages)]
     while True:
-        if exchange is not None and node.wants_mark:
-            await flush_exchange(node, stage, exchange)
+        if exchange is not None and ctx.safe_point_wanted:
+            await flush_exchange(ctx, stage, exchange)
             exchange = None
         if exchange is None:
-            node.mark(stage.index, state if stage.cut(state.rest) is stage else None)
+            ctx.safe_point(stage.index, state if stage.cut(state.rest) is stage else None)
             for tag, message in groups:
-                await node.send(node.rank, tag, piece(state.params, message.start, message.stop))
-        exchange = node.spawn(exchange_by_group(team, stage, state))
+                await ctx.send(ctx.rank, tag, piece(state.params, message.start, message.stop))
+        exchange = ctx.spawn(exchange_by_group(team, stage, state))
         needs = tuple((message.needed, tag) for tag, message in reversed(groups))
-        loss = await node.compute(gradient_work(node, stage, state), state.batch, parts=stage.ready, needs=needs)
-        team.begin(loss / team.size, REASONS.index(state.word) if node.rank == 0 else 0)
-        await node.send(node.rank, stage.tag("loss"))
-        await node.recv(stage.tag("counted"))
+        loss = await ctx.compute(gradient_work(ctx, stage, state), state.batch, parts=stage.ready, needs=needs)
+        team.begin(loss / team.size, REASONS.index(state.word) if ctx.rank == 0 else 0)
+        await ctx.send(ctx.rank, stage.tag("loss"))
+        await ctx.recv(stage.tag("counted"))
         tally = state.tally
         reason = stage.judge.over(tally) or REASONS[int(team.word)]
         if reason:
-            await flush_exchange(node, stage, exchange)
-        node.round(stage.index, state.round, 1, 0, dropped=state.in_time is not None, loss=loss)
+            await flush_exchange(ctx, stage, exchange)
+        ctx.record_round(stage.index, state.round, 1, 0, dropped=state.in_time is not None, loss=loss)
         state.round += 1
-        state.word = local_stop(node, stage, tally) if node.rank == 0 and not reason else None
+        state.word = local_stop(ctx, stage, tally) if ctx.rank == 0 and not reason else None
         if reason:
-            return end_ridden(node, stage, state, reason, node.now_ns)
-        state.plan_round(stage, node.rank)
+            return end_ridden(ctx, stage, state, reason, ctx.now_ns)
+        state.plan_round(stage, ctx.rank)
 
 
-def gradient_work(node: Node, stage: Stage, state: PeerState) -> Callable[..., float]:
+def gradient_work(ctx: RankContext, stage: Stage, state: PeerState) -> Callable[..., float]:
     """The work of one step, which hands out the gradient's slices and takes the model's."""
     step, span = draw(state)
 
     def work(hand_out: Callable[[int, Any], None], take: Callable[[int], Any]) -> float:
         pieces = Pieces(stage.slices[::-1], take)
-        return stage.trainer.gradient_in_parts(pieces, node.rank, step, span, stage.slices, hand_out)
+        return stage.trainer.gradient_in_parts(pieces, ctx.rank, step, span, stage.slices, hand_out)
 
     return work
 
 
-async def flush_exchange(node: Node, stage: Stage, exchange: Any) -> None:
+async def flush_exchange(ctx: RankContext, stage: Stage, exchange: Any) -> None:
     """Everything is in, and the model is no longer on its way to a forward pass."""
-    if await node.join(exchange):
+    if await ctx.join(exchange):
         for k in range(len(stage.messages)):
-            await node.recv(stage.tag("group", k))
+            await ctx.recv(stage.tag("group", k))
 
 
 async def exchange_by_group(team: Team, stage: Stage, state: PeerState) -> bool:
     """Sum the gradient of one step, and make of it the model, group by group, for the next forward pass; returns
     whether there is one. Once the first group is in, `team.loss` and `team.word` are sums, and `state.tally` counts the
     step."""
-    node, version = team.node, state.tally.version
+    ctx, version = team.ctx, state.tally.version
     sums = await (begin_half_sums if stage.overlap.halves else begin_slice_sums)(team, stage)
     before, params, moments, made = state.tally, state.params, state.moments, list[Any]()
     rate = stage.trainer.rate(before.samples)
     for k in reversed(range(len(stage.messages))):
         message = stage.messages[k]
-        total = piece(together([await node.join(task) for task in sums[k]]), 0, message.stop - message.start)
+        total = piece(together([await ctx.join(task) for task in sums[k]]), 0, message.stop - message.start)
         if k == len(stage.messages) - 1:
             count = partial(stage.counted, before, team.loss)
-            state.tally = node.alike(team.ranks, ("count", stage.index, version), count)
+            state.tally = ctx.compute_once(team.ranks, ("count", stage.index, version), count)
             tally = state.tally
             state.version, state.steps, state.samples = tally.version, tally.steps, tally.samples
-            await node.send(node.rank, stage.tag("counted"))
+            await ctx.send(ctx.rank, stage.tag("counted"))
         if not state.tally.diverged:
             where, exact = (message.start, message.stop), stage.link.flags.lossless
             step = partial(stage.trainer.apply_slice, params, moments, *where, total, rate, exact)
-            made.append(node.alike(team.ranks, ("group", stage.index, version, k), step))
-            await node.send(node.rank, stage.tag("group", k), made[-1][1])
-    late = keep_in_time(node, stage, state, params, before)
+            made.append(ctx.compute_once(team.ranks, ("group", stage.index, version, k), step))
+            await ctx.send(ctx.rank, stage.tag("group", k), made[-1][1])
+    late = keep_in_time(ctx, stage, state, params, before)
     if made:
         whole = partial(stage.trainer.joined, made)
-        state.moments, state.params = node.alike(team.ranks, ("model", stage.index, version), whole)
-    if node.rank == 0 and not late and stage.judge.take(state, node.now):
-        node.snapshot(state.params, counts=state.tally.report())
+        state.moments, state.params = ctx.compute_once(team.ranks, ("model", stage.index, version), whole)
+    if ctx.rank == 0 and not late and stage.judge.take(state, ctx.now):
+        ctx.snapshot(state.params, counts=state.tally.report())
     return bool(made)
 
 
 async def begin_sums(team: Team, stage: Stage, post: Callable[[int, Any, bool], list[Coroutine]]) -> list[list[Any]]:
     """The tasks that sum each part of the gradient, begun as it is ready, alike in order on all ranks."""
-    node, tasks, last = team.node, list[list[Any]](), len(stage.messages) - 1
+    ctx, tasks, last = team.ctx, list[list[Any]](), len(stage.messages) - 1
     for k in range(last + 1):
-        part = await node.recv(stage.tag("part", k))
+        part = await ctx.recv(stage.tag("part", k))
         if k == last:
-            await node.recv(stage.tag("loss"))
-        tasks.append([node.spawn(coroutine) for coroutine in post(k, part.body * team.weight, k == last)])
+            await ctx.recv(stage.tag("loss"))
+        tasks.append([ctx.spawn(coroutine) for coroutine in post(k, part.body * team.weight, k == last)])
     return tasks
 
 
@@ -517,25 +519,25 @@ async def begin_slice_sums(team: Team, stage: Stage) -> list[list[Any]]:
 
 
 async def sum_slice(team: Team, x: Any, key: int, credit: int) -> Any:
-    return await team.node.all_reduce(x, team.ranks, key=key, credit=credit)
+    return await team.ctx.all_reduce(x, team.ranks, key=key, credit=credit)
 
 
 async def begin_half_sums(team: Team, stage: Stage) -> list[list[Any]]:
     """Each part's sum is scattered as it is ready; once all have been, they are gathered, those that forward needs
     first before the others."""
     scatters = await begin_sums(team, stage, lambda k, x, rides: [scatter_sum(team, x)])
-    chunks = [await team.node.join(task) for (task,) in scatters]
+    chunks = [await team.ctx.join(task) for (task,) in scatters]
     rides, others = team.gather(chunks[-1]), chunks[-2::-1]
-    gathers = [team.node.spawn(rides), *(team.node.spawn(gather_sum(team, chunk)) for chunk in others)]
+    gathers = [team.ctx.spawn(rides), *(team.ctx.spawn(gather_sum(team, chunk)) for chunk in others)]
     return [[task] for task in reversed(gathers)]
 
 
 async def scatter_sum(team: Team, x: Any) -> Any:
-    return await team.node.all_reduce(x, team.ranks, "scatter")
+    return await team.ctx.all_reduce(x, team.ranks, "scatter")
 
 
 async def gather_sum(team: Team, chunk: Any) -> Any:
-    return await team.node.all_reduce(chunk, team.ranks, "gather")
+    return await team.ctx.all_reduce(chunk, team.ranks, "gather")
 
 
 # --- a gradient that is summed in parts, during backward --------------------------------------------------------------
@@ -581,15 +583,15 @@ async def compute_and_sum(
 ) -> tuple[Work, Bodies, list[Any]]:
     """(the gradient in parts, what is sent of each, what has come of all but the last), which have been exchanged
     meanwhile, as long as nobody was lost."""
-    node, start, tags = team.node, team.node.now, [tag for _, tag in stage.ready]
+    ctx, start, tags = team.ctx, team.ctx.now, [tag for _, tag in stage.ready]
     step, span = draw(state)
-    compute = partial(stage.trainer.gradient_in_parts, state.params, node.rank, step, span, stage.slices)
-    others = node.spawn(sum_as_ready(team, coding, tags[:-1])) if tags[:-1] else None
+    compute = partial(stage.trainer.gradient_in_parts, state.params, ctx.rank, step, span, stage.slices)
+    others = ctx.spawn(sum_as_ready(team, coding, tags[:-1])) if tags[:-1] else None
     encoding = None if coding is None else coding.encoding
-    loss = await node.compute(compute, work=state.batch, parts=stage.ready, encoding=encoding)
-    step_s = node.now - start
-    bodies, came = (Bodies(), []) if others is None else await node.join(others)
-    bodies.append((await node.recv(tags[-1], src=node.rank)).body)
+    loss = await ctx.compute(compute, work=state.batch, parts=stage.ready, encoding=encoding)
+    step_s = ctx.now - start
+    bodies, came = (Bodies(), []) if others is None else await ctx.join(others)
+    bodies.append((await ctx.recv(tags[-1], src=ctx.rank)).body)
     parts = bodies if coding is None else [coding.vectors[k] for k in range(len(tags))]
     return Work(parts, loss, 1, state.batch, step_s, state.version), bodies, came
 
@@ -598,7 +600,7 @@ async def sum_as_ready(team: Team, coding: Coding | None, tags: Sequence[Tag]) -
     """(these messages, what came of them): each is exchanged once this rank has it, up to one that comes to nothing."""
     bodies, came = Bodies(), list[Any]()
     for k, tag in enumerate(tags):
-        bodies.append((await team.node.recv(tag, src=team.node.rank)).body)
+        bodies.append((await team.ctx.recv(tag, src=team.ctx.rank)).body)
         if len(came) == k:
             came += await sum_parts(team, coding, bodies[k:], k)
     return bodies, came
@@ -627,54 +629,54 @@ async def sum_part(team: Team, coding: Coding | None, k: int, body: Any) -> Any:
 # of the loop nothing is under way. A fragment is exchanged and merged as a model is, and counts are those of all.
 
 
-async def run_streaming(node: Node, stage: Stage, state: PeerState) -> int:
+async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     """Hand in a fragment, take the first of the next steps meanwhile, merge, take the others; returns the last word."""
-    stage, overlap, count = state.begin(node, stage), stage.delayed, len(stage.fragments)
+    stage, overlap, count = state.begin(ctx, stage), stage.delayed, len(stage.fragments)
     assert isinstance(overlap, Fragmented)
     state.fragment_ends = state.fragment_ends or ends_of(stage)
     while True:
         pending: Work | None = state.pending
-        node.mark(stage.index, state if pending is None or stage.cut(state.pending_rest) is stage else None)
+        ctx.safe_point(stage.index, state if pending is None or stage.cut(state.pending_rest) is stage else None)
         if pending is None:
-            await finish_piece(node, stage, state, None, state.local_steps)
+            await finish_piece(ctx, stage, state, None, state.local_steps)
             continue
         version = state.tally.version
         k, own = version % count, stage.cut(state.pending_rest)
         part, staleness, fragment = own.fragment(k), version - pending.version, fragment_at(stage, version)
-        team = replace(Team.of(node, part), share=part.link.d / stage.link.d)
-        team.begin(pending.loss / team.size, REASONS.index(state.word) if node.rank == stage.home else 0)
+        team = replace(Team.of(ctx, part), share=part.link.d / stage.link.d)
+        team.begin(pending.loss / team.size, REASONS.index(state.word) if ctx.rank == stage.home else 0)
         held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])
         exchange = exchanged(team, part, held, state.tally, version, stage.aggregate.clip(pending.body))
         total, ahead = state.local_steps, None
         more = overlap.delay > 0 and (state.rest is None or state.rest[0] > 0)  # alike on all, as `beside` need not be
         beside = overlap.beside(total) if more else 0
         if beside:
-            under_way = node.spawn(exchange)
-            await node.sleep(0)  # what is encoded is encoded first
-            ahead = await steps(node, stage, state, beside)
-            update = await node.join(under_way)
+            under_way = ctx.spawn(exchange)
+            await ctx.sleep(0)  # what is encoded is encoded first
+            ahead = await steps(ctx, stage, state, beside)
+            update = await ctx.join(under_way)
         else:
             update = await exchange
-        late = keep_in_time(node, stage, state, state.params)
+        late = keep_in_time(ctx, stage, state, state.params)
         merge = partial(apply_fragment, own, state, k, update, team.loss, staleness)
-        state.params, state.outer_state, tally = node.alike(team.ranks, ("merge", stage.index, version), merge)
+        state.params, state.outer_state, tally = ctx.compute_once(team.ranks, ("merge", stage.index, version), merge)
         state.tally, state.version, state.steps, state.samples = tally, tally.version, tally.steps, tally.samples
         if state.start is not None:
             places = fragment.of(state.start), fragment.of(state.params), held.params + pending.body
             state.start = fragment.put(state.start, overlap.mixed(*places))
         reason = stage.judge.over(tally) or REASONS[int(team.word)]
         if reason and more:  # nobody ends before the others
-            await node.all_reduce(torch.zeros(1), team.ranks, riders=1)
-        node.round(stage.index, state.round, pending.steps, staleness, dropped=late, loss=pending.loss)
+            await ctx.all_reduce(torch.zeros(1), team.ranks, riders=1)
+        ctx.record_round(stage.index, state.round, pending.steps, staleness, dropped=late, loss=pending.loss)
         state.round += 1
-        if node.rank == stage.home and not late and stage.judge.take(state, node.now):
-            node.snapshot(state.params, counts=tally.report())
+        if ctx.rank == stage.home and not late and stage.judge.take(state, ctx.now):
+            ctx.snapshot(state.params, counts=tally.report())
         if reason:
             state.word = None
-            return end_ridden(node, stage, state, reason, node.now_ns)
-        await finish_piece(node, stage, state, ahead, total - beside)
-        if node.rank == stage.home:
-            state.word = local_stop(node, stage, tally)
+            return end_ridden(ctx, stage, state, reason, ctx.now_ns)
+        await finish_piece(ctx, stage, state, ahead, total - beside)
+        if ctx.rank == stage.home:
+            state.word = local_stop(ctx, stage, tally)
 
 
 def apply_fragment(
@@ -736,18 +738,18 @@ def keep(state: PeerState, work: Work) -> None:
     state.kept = (*state.kept[-1:], before)
 
 
-async def repaired(node: Node, stage: Stage, state: PeerState) -> tuple[Stage, str | None]:
+async def repaired(ctx: RankContext, stage: Stage, state: PeerState) -> tuple[Stage, str | None]:
     """A sum has come to nothing: go on without who is lost, with that round once more (`state.redo`). Returns the stage
     as it is among those who are left, and why it ends instead, with what was to be summed dropped, where somebody sees
     that it is time. Raises AshlError where too few are left."""
-    reason = local_stop(node, stage, state.tally)
-    formed = await node.regroup(state.tally.version, word_of(stage, reason))
-    go_back(node, state, formed.version)
-    stage = await among(node, stage, state, formed)
+    reason = local_stop(ctx, stage, state.tally)
+    formed = await ctx.regroup(state.tally.version, word_of(stage, reason))
+    go_back(ctx, state, formed.version)
+    stage = await among(ctx, stage, state, formed)
     if not formed.word:
         return stage, None
     if state.redo is not None:
-        node.round(stage.index, state.round, state.redo.steps, 0, dropped=True, loss=state.redo.loss)
+        ctx.record_round(stage.index, state.round, state.redo.steps, 0, dropped=True, loss=state.redo.loss)
         state.round += 1
     state.redo, state.tally, steps = None, state.tally.copy(), stage.cut(state.rest).round_steps
     for rank in stage.workers:
@@ -755,14 +757,14 @@ async def repaired(node: Node, stage: Stage, state: PeerState) -> tuple[Stage, s
     return stage, reason if word_of(stage, reason) == formed.word else ENDS[formed.word]
 
 
-async def regrouped(node: Node, stage: Stage, state: PeerState, reason: str) -> Stage:
+async def regrouped(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> Stage:
     """With this merge the stage ends for a reason, or a worker is let in. Returns the stage as it is among those who
     are there. Where some have not come so far, all go back to their round: then there is a `state.redo`. Raises
     AshlError where too few are left."""
-    formed = await node.regroup(state.tally.version, word_of(stage, reason), open=reason == JOIN)
+    formed = await ctx.regroup(state.tally.version, word_of(stage, reason), open=reason == JOIN)
     if formed.version < state.tally.version:
-        go_back(node, state, formed.version)
-    return await among(node, stage, state, formed)
+        go_back(ctx, state, formed.version)
+    return await among(ctx, stage, state, formed)
 
 
 def word_of(stage: Stage, reason: str | None) -> int:
@@ -771,14 +773,14 @@ def word_of(stage: Stage, reason: str | None) -> int:
     return NEXT if reason == "next" and stage.following else STOP
 
 
-async def among(node: Node, stage: Stage, state: PeerState, formed: Formed) -> Stage:
+async def among(ctx: RankContext, stage: Stage, state: PeerState, formed: Formed) -> Stage:
     """Go on as this team."""
     state.epoch, state.lives, state.formed_ns = formed.epoch, formed.lives, formed.time_ns
     if formed.ranks == stage.workers and not (formed.lost or formed.came):
         return stage
     if len(formed.ranks) < stage.min_workers:
         raise AshlError(
-            f"worker {', '.join(map(str, formed.lost))} is lost by {node.now:.6g} s and {len(formed.ranks)} of "
+            f"worker {', '.join(map(str, formed.lost))} is lost by {ctx.now:.6g} s and {len(formed.ranks)} of "
             f"{stage.num_workers} workers are left, fewer than runtime.min_workers={stage.min_workers}: the run ends "
             "here"
         )
@@ -790,20 +792,20 @@ async def among(node: Node, stage: Stage, state: PeerState, formed: Formed) -> S
     first = min(set(formed.ranks) - set(formed.came))
     before, stage = stage, stage.among(state.tally.gone)
     if state.redo is None:
-        state.plan_round(stage, node.rank)
-    if node.rank == first:
+        state.plan_round(stage, ctx.rank)
+    if ctx.rank == first:
         for rank in formed.came:
-            await admit(node, stage, state, rank)
+            await admit(ctx, stage, state, rank)
     if stage.home != before.home:
-        stand_in(node, stage, state)
+        stand_in(ctx, stage, state)
     return stage
 
 
-def go_back(node: Node, state: PeerState, version: int) -> None:
+def go_back(ctx: RankContext, state: PeerState, version: int) -> None:
     """To the round of this version, with its work done."""
     before = next(kept for kept in state.kept if kept.tally.version == version)
     if before is not state.kept[-1] and before.redo is not None:
-        node.steps -= before.redo.steps  # that round is recorded once more
+        ctx.steps -= before.redo.steps  # that round is recorded once more
     taken, lives = state.evaluated, state.lives
     state.__dict__.update(before.__dict__)
     state.ends, state.evaluated, state.lives = before.ends.copy(), taken, lives
@@ -832,12 +834,12 @@ def alone(stage: Stage, ends: Ends) -> bool:
     return not (shared or any(kept is not None for kept in ends.receivers.values()))
 
 
-def stand_in(node: Node, stage: Stage, state: PeerState) -> None:
+def stand_in(ctx: RankContext, stage: Stage, state: PeerState) -> None:
     """Another rank counts, judges and hands out snapshots from now on."""
-    here = node.rank == stage.home
-    node.counter = state if here else None
+    here = ctx.rank == stage.home
+    ctx.counter = state if here else None
     if here:
-        state.evaluated = state.tally.here(node.now)
+        state.evaluated = state.tally.here(ctx.now)
 
 
 def welcome_tag(epoch: int, k: int) -> Tag:
@@ -845,51 +847,51 @@ def welcome_tag(epoch: int, k: int) -> Tag:
     return "welcome", k, epoch
 
 
-async def admit(node: Node, stage: Stage, state: PeerState, rank: int) -> None:
+async def admit(ctx: RankContext, stage: Stage, state: PeerState, rank: int) -> None:
     """At the lowest of those who were there: let a newcomer know all that it needs."""
     alike = state.moments if stage.sync.exchange == "gradient" or stage.sync.momentum_travels else None
     parcel = parcelled(Known(stage.index, state.tally, state.rest, alike, state.outer_state, state.rule_state))
     for k, body in enumerate((state.params, *parcel)):
-        await node.send(rank, welcome_tag(state.epoch, k), body, (len(parcel),))
+        await ctx.send(rank, welcome_tag(state.epoch, k), body, (len(parcel),))
 
 
-async def heard(node: Node, epoch: int, host: int) -> list[Message] | None:
+async def heard(ctx: RankContext, epoch: int, host: int) -> list[Message] | None:
     """What a newcomer receives; None where the sender is lost meanwhile."""
     messages = list[Message]()
     while not messages or len(messages) <= messages[0].meta[0]:
-        message = await node.recv(welcome_tag(epoch, len(messages)), LOST, src=host)
+        message = await ctx.recv(welcome_tag(epoch, len(messages)), LOST, src=host)
         if message.tag == LOST:
-            await node.drop(*(welcome_tag(epoch, k) for k in range(MOST)))
+            await ctx.discard(*(welcome_tag(epoch, k) for k in range(MOST)))
             return None
         messages.append(message)
     return messages
 
 
-async def join(node: Node, stages: Sequence[Stage], state: PeerState) -> tuple[int, PeerState] | None:
+async def join(ctx: RankContext, stages: Sequence[Stage], state: PeerState) -> tuple[int, PeerState] | None:
     """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
     is over. `state` is that of before the first stage."""
     first = stages[0]
     while True:
-        while await node.recv(LOST, before_s=node.now):
+        while await ctx.recv(LOST, before_s=ctx.now):
             pass  # what was before is of no concern
-        formed = await node.regroup(NONE)
+        formed = await ctx.regroup(NONE)
         if formed.word == STOP:
-            node.ledger.close(within(first, formed.time_ns))
+            ctx.ledger.close(within(first, formed.time_ns))
             return None
         host = min(set(formed.ranks) - set(formed.came))
-        if (messages := await heard(node, formed.epoch, host)) is not None:
+        if (messages := await heard(ctx, formed.epoch, host)) is not None:
             break
     model, *parcel = [message.body for message in messages]
     known = opened(parcel, ("ashl", type(first.outer).__module__.partition(".")[0]), first.trainer.device)
     stage = stages[known.stage].among(known.tally.gone)
     state.params, state.tally, state.outer_state = model, known.tally, known.outer_state
     state.version, state.steps, state.samples = known.tally.version, known.tally.steps, known.tally.samples
-    state.enter(stage, node.rank)
+    state.enter(stage, ctx.rank)
     state.moments = stage.trainer.moments() if known.moments is None else known.moments
-    state.round, state.step = known.tally.done_by(node.rank)
+    state.round, state.step = known.tally.done_by(ctx.rank)
     state.drawn = state.step * state.batch
     state.rest = known.rest
     state.rule_state = known.rule_state
     state.epoch, state.lives = formed.epoch, formed.lives
-    stand_in(node, stage, state)
+    stand_in(ctx, stage, state)
     return stage.index, state

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import NOTHING, Start, Tally
 from ashl.topology.ending import leave, of_ending, record_end, stop_decision, within
@@ -98,27 +98,27 @@ class RoamingState(WorkerState):
         super().enter(stage, rank)
 
 
-async def coordinator(node: Node, stage: Stage, state: CoordinatorState) -> int:
+async def coordinator(ctx: RankContext, stage: Stage, state: CoordinatorState) -> int:
     """Count and judge until the stage is over, then let everybody leave; returns the last word."""
     tally = state.tally
-    state.enter(stage, node.now)
+    state.enter(stage, ctx.now)
     word, reason = GO, None
     reported, deadline_s = stage.tag("report"), stage.judge.deadline_s
     while word == GO:
-        node.mark(stage.index, state)
-        message = await node.recv(reported, before_s=deadline_s)
-        node.ledger.cut()  # nobody asks for the coordinator's rounds, so they are not kept
+        ctx.safe_point(stage.index, state)
+        message = await ctx.recv(reported, before_s=deadline_s)
+        ctx.ledger.cut()  # nobody asks for the coordinator's rounds, so they are not kept
         if message is None:
             word, reason = STOP, "seconds"
             break
         count_report(tally, message)
-        await node.send(message.src, stage.tag("go"), None, (tally.samples,))
-        if stage.judge.take(state, node.now):
-            await ask_snapshots(node, stage, state)
-        word, reason = stop_decision(node, stage, tally)
+        await ctx.send(message.src, stage.tag("go"), None, (tally.samples,))
+        if stage.judge.take(state, ctx.now):
+            await ask_snapshots(ctx, stage, state)
+        word, reason = stop_decision(ctx, stage, tally)
     if word == STOP:
-        node.mark(stage.index, None)
-    await finish_stage(node, stage, state, word, reason)
+        ctx.safe_point(stage.index, None)
+    await finish_stage(ctx, stage, state, word, reason)
     return word
 
 
@@ -130,48 +130,48 @@ def count_report(tally: Tally, message: Message) -> None:
     tally.merge()
 
 
-async def ask_snapshots(node: Node, stage: Stage, state: CoordinatorState) -> None:
+async def ask_snapshots(ctx: RankContext, stage: Stage, state: CoordinatorState) -> None:
     """Ask every worker for a snapshot, and hand in the counts that belong to them."""
     state.ticks += 1
-    await say(node, stage, Word(SNAPSHOT, state.ticks))
-    node.snapshot(None, tick=state.ticks, counts=state.tally.report())
+    await say(ctx, stage, Word(SNAPSHOT, state.ticks))
+    ctx.snapshot(None, tick=state.ticks, counts=state.tally.report())
 
 
-async def say(node: Node, stage: Stage, word: Word) -> None:
+async def say(ctx: RankContext, stage: Stage, word: Word) -> None:
     """Send a word to all workers."""
     for rank in stage.workers:
-        await node.send(rank, stage.tag("word"), None, word)
+        await ctx.send(rank, stage.tag("word"), None, word)
 
 
-async def finish_stage(node: Node, stage: Stage, state: CoordinatorState, word: int, reason: str | None) -> None:
+async def finish_stage(ctx: RankContext, stage: Stage, state: CoordinatorState, word: int, reason: str | None) -> None:
     """The stage is over: tell all, wait until all are done, let them go. At a border (NEXT) it ends when the last one
     is done. At the end of the run it has ended now; what is still reported was merged before its worker had heard of
     that, in virtual time at this very moment, and counts, since it is part of a model."""
     tally = state.tally
-    tally.end_ns = within(stage, node.now_ns)
-    await say(node, stage, Word(word))
+    tally.end_ns = within(stage, ctx.now_ns)
+    await say(ctx, stage, Word(word))
     working = set(stage.workers)
     while working:
-        message = await node.recv(stage.tag("report"), stage.tag("done"))
+        message = await ctx.recv(stage.tag("report"), stage.tag("done"))
         if message.tag[0] == "done":
             tally.drop(message.src, int(message.meta[0]), of_ending(word))
             working.discard(message.src)
         else:
             count_report(tally, message)
-            await node.send(message.src, stage.tag("go"), None, (tally.samples,))
+            await ctx.send(message.src, stage.tag("go"), None, (tally.samples,))
     if word == NEXT:
-        tally.end_ns = within(stage, node.now_ns)
-    await say(node, stage, Word(BYE, end_ns=tally.end_ns))
-    record_end(node, stage, tally, reason)
+        tally.end_ns = within(stage, ctx.now_ns)
+    await say(ctx, stage, Word(BYE, end_ns=tally.end_ns))
+    record_end(ctx, stage, tally, reason)
     if word == STOP:
-        node.ledger.close(tally.end_ns)
+        ctx.ledger.close(tally.end_ns)
 
 
-def obey(node: Node, state: RoamingState, message: Message) -> bool:
+def obey(ctx: RankContext, state: RoamingState, message: Message) -> bool:
     """A worker takes in a word; returns whether it may leave."""
     word = Word(*message.meta)
     if word.word == SNAPSHOT:
-        node.snapshot(state.params, tick=int(word.tick))
+        ctx.snapshot(state.params, tick=int(word.tick))
     elif word.word == BYE:
         state.end_ns, state.gone = int(word.end_ns), True
     else:
@@ -179,42 +179,42 @@ def obey(node: Node, state: RoamingState, message: Message) -> bool:
     return state.gone
 
 
-async def report(node: Node, stage: Stage, state: RoamingState, work: Any, staleness: int) -> None:
+async def report(ctx: RankContext, stage: Stage, state: RoamingState, work: Any, staleness: int) -> None:
     """This work is part of the worker's model now: tell the coordinator, and close the round."""
     state.reported = True
-    await node.send(stage.server, stage.tag("report"), None, Report(work.steps, work.samples, work.loss, staleness))
-    node.round(stage.index, state.round, work.steps, staleness, dropped=False, loss=work.loss)
+    await ctx.send(stage.server, stage.tag("report"), None, Report(work.steps, work.samples, work.loss, staleness))
+    ctx.record_round(stage.index, state.round, work.steps, staleness, dropped=False, loss=work.loss)
     state.round += 1
 
 
-async def answered(node: Node, stage: Stage, state: RoamingState) -> None:
+async def answered(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
     """Wait for the answer to the last report, if it is still to come."""
     if state.reported:
-        message = await node.recv(stage.tag("go"), src=stage.server)
+        message = await ctx.recv(stage.tag("go"), src=stage.server)
         state.samples, state.reported = int(message.meta[0]), False
 
 
-async def done(node: Node, stage: Stage, state: RoamingState, dropped: int) -> None:
+async def done(ctx: RankContext, stage: Stage, state: RoamingState, dropped: int) -> None:
     """This worker starts nothing more."""
-    await answered(node, stage, state)
-    await node.send(stage.server, stage.tag("done"), None, (dropped,))
+    await answered(ctx, stage, state)
+    await ctx.send(stage.server, stage.tag("done"), None, (dropped,))
 
 
-def left(node: Node, stage: Stage, state: RoamingState, dropped: int) -> int:
+def left(ctx: RankContext, stage: Stage, state: RoamingState, dropped: int) -> int:
     """Close the books of a worker that may leave, its last steps thrown away; returns the last word."""
-    word = leave(node, stage, state.word, state.end_ns)
+    word = leave(ctx, stage, state.word, state.end_ns)
     if word == STOP:
-        node.round(stage.index, state.round, dropped, 0, dropped=True, loss=None)
+        ctx.record_round(stage.index, state.round, dropped, 0, dropped=True, loss=None)
         state.round += 1
     return word
 
 
-async def gather_workers(node: Node, stage: Stage, state: CoordinatorState) -> None:
+async def gather_workers(ctx: RankContext, stage: Stage, state: CoordinatorState) -> None:
     """Resume from a checkpoint: count what each worker's model contains. All workers are level from here on."""
     tally, resumed = state.tally, dict[int, Resumed]()
     before = sum(tally.commits)
     while len(resumed) < stage.num_workers:
-        message = await node.recv(stage.tag("resume"))
+        message = await ctx.recv(stage.tag("resume"))
         resumed[message.src] = Resumed(*message.meta)
     for rank, done in sorted(resumed.items()):
         rounds, steps = tally.done_by(rank)
@@ -224,11 +224,11 @@ async def gather_workers(node: Node, stage: Stage, state: CoordinatorState) -> N
     tally.version += sum(tally.commits) - before
     for rank in sorted(resumed):
         tally.join(rank)
-        await node.send(rank, stage.tag("resumed"), None, (tally.samples,))
+        await ctx.send(rank, stage.tag("resumed"), None, (tally.samples,))
 
 
-async def resume_worker(node: Node, stage: Stage, state: RoamingState) -> None:
+async def resume_worker(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
     """Resume from a checkpoint: tell the coordinator what this worker's model contains."""
-    await node.send(stage.server, stage.tag("resume"), None, Resumed(state.round, state.step))
-    message = await node.recv(stage.tag("resumed"), src=stage.server)
+    await ctx.send(stage.server, stage.tag("resume"), None, Resumed(state.round, state.step))
+    message = await ctx.recv(stage.tag("resumed"), src=stage.server)
     state.samples, state.reported = int(message.meta[0]), False

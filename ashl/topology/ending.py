@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from ashl.plan.plan import PATIENCE, TARGETS
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Border, StageEnd
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.stage.tally import RUN_END, STAGE_END, Progress, Tally
@@ -44,24 +44,24 @@ class Budgeted(Protocol):
 
 
 def keep_in_time(
-    node: Node, stage: Stage, state: Budgeted, params: Any, tally: Any = None, now_ns: int | None = None
+    ctx: RankContext, stage: Stage, state: Budgeted, params: Any, tally: Any = None, now_ns: int | None = None
 ) -> bool:
     """Ridden: whether a merge comes too late. `params` and `tally` are the model and the counts before it, the latter
     the state's where the merge has not been counted; `now_ns` is when it came, if not now."""
-    if state.in_time is None and (node.now_ns if now_ns is None else now_ns) > stage.judge.deadline_ns:
+    if state.in_time is None and (ctx.now_ns if now_ns is None else now_ns) > stage.judge.deadline_ns:
         tally = tally or state.tally
-        counts = node.rank == stage.home or stage.elastic or not isinstance(tally, Tally)  # others only look at it
+        counts = ctx.rank == stage.home or stage.elastic or not isinstance(tally, Tally)  # others only look at it
         state.in_time = InTime(params, tally.copy() if counts else tally)
     return state.in_time is not None
 
 
-def within_budget(node: Node, stage: Stage, state: Budgeted, reason: str) -> str:
+def within_budget(ctx: RankContext, stage: Stage, state: Budgeted, reason: str) -> str:
     """Ridden, at the end of the run: back to what was in time, with what came later dropped; returns the reason."""
     if state.in_time is None:
         return reason
     late = state.tally
     state.params, state.tally = state.in_time
-    if node.rank == stage.home:
+    if ctx.rank == stage.home:
         for rank in stage.workers:
             state.tally.drop(rank, late.steps_by[rank] - state.tally.steps_by[rank], RUN_END)
     return "seconds"
@@ -77,47 +77,47 @@ def within(stage: Stage, now_ns: int) -> int:
     return int(min(now_ns, stage.judge.deadline_ns))
 
 
-def stop_decision(node: Node, stage: Stage, tally: Progress) -> tuple[int, str | None]:
+def stop_decision(ctx: RankContext, stage: Stage, tally: Progress) -> tuple[int, str | None]:
     """Asked: (GO, NEXT or STOP, why)."""
-    if reason := stage.judge.over(tally) or node.stopping:
+    if reason := stage.judge.over(tally) or ctx.stopping:
         return STOP, reason
-    if stage.plan.until and (rule := stage.judge.reached(tally, node.now, node.scores)):
+    if stage.plan.until and (rule := stage.judge.reached(tally, ctx.now, ctx.scores)):
         return (NEXT if stage.following else STOP), rule
     return GO, None
 
 
-def local_stop(node: Node, stage: Stage, tally: Progress) -> str | None:
+def local_stop(ctx: RankContext, stage: Stage, tally: Progress) -> str | None:
     """Ridden: what rank 0 tells the others with the next exchange."""
-    if reason := node.stopping or ("seconds" if node.now >= stage.judge.deadline_s else None):
+    if reason := ctx.stopping or ("seconds" if ctx.now >= stage.judge.deadline_s else None):
         return reason
-    return "next" if stage.judge.reached(tally, node.now, node.scores) else None
+    return "next" if stage.judge.reached(tally, ctx.now, ctx.scores) else None
 
 
-def record_end(node: Node, stage: Stage, tally: Tally, reason: str | None) -> None:
+def record_end(ctx: RankContext, stage: Stage, tally: Tally, reason: str | None) -> None:
     """The home rank: how the stage ended, and what had been counted by then."""
-    node.emit(StageEnd(node.rank, stage.index, stage.plan.name, reason, tally.end_ns, tally.report()))
+    ctx.emit(StageEnd(ctx.rank, stage.index, stage.plan.name, reason, tally.end_ns, tally.report()))
 
 
-def end_ridden(node: Node, stage: Stage, state: Budgeted, reason: str, now_ns: int) -> int:
+def end_ridden(ctx: RankContext, stage: Stage, state: Budgeted, reason: str, now_ns: int) -> int:
     """Ridden: this rank's stage ended at that moment; returns the last word. Of a rule by which the stage gave way, the
     home rank records the name."""
     word = NEXT if reason == "next" and stage.following else STOP
     if word == STOP:
-        reason = within_budget(node, stage, state, reason)
+        reason = within_budget(ctx, stage, state, reason)
     tally = state.tally = replace(state.tally, end_ns=within(stage, now_ns))
-    if node.rank == stage.home:
+    if ctx.rank == stage.home:
         if reason == "next":
-            rule = stage.judge.reached(tally, node.now, node.scores)
+            rule = stage.judge.reached(tally, ctx.now, ctx.scores)
             reason = rule or next(iter(stage.plan.until), reason)
         late = word == NEXT and state.in_time  # no later stage ends in time either, and the run goes back to this
-        record_end(node, stage, replace(state.in_time.tally, end_ns=tally.end_ns) if late else tally, reason)
-    return leave(node, stage, word, tally.end_ns)
+        record_end(ctx, stage, replace(state.in_time.tally, end_ns=tally.end_ns) if late else tally, reason)
+    return leave(ctx, stage, word, tally.end_ns)
 
 
-def leave(node: Node, stage: Stage, word: int, end_ns: int) -> int:
+def leave(ctx: RankContext, stage: Stage, word: int, end_ns: int) -> int:
     """Close a rank's books of a stage that ended at `end_ns`; returns the word."""
     if word == NEXT:
-        node.emit(Border(node.rank, stage.index, node.ledger.until(end_ns)))
+        ctx.emit(Border(ctx.rank, stage.index, ctx.ledger.until(end_ns)))
     else:
-        node.ledger.close(end_ns)
+        ctx.ledger.close(end_ns)
     return word

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ashl.learn.device import numbers
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import Stage
 
 
@@ -42,42 +42,42 @@ def draw(state: Any) -> tuple[int, range]:
     return number, range(first, state.drawn)
 
 
-async def estimated(node: Node, stage: Stage, state: Any) -> tuple[float, Any, int]:
+async def estimated(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any, int]:
     """(mean loss seen, gradient at `state.params`, samples that it is of), by the stage's estimator."""
-    trainer, rank, params, kind = stage.trainer, node.rank, state.params, stage.estimator
+    trainer, rank, params, kind = stage.trainer, ctx.rank, state.params, stage.estimator
     if kind == "full":
         draw(state)
-        return await over_shard(node, stage, state)
+        return await over_shard(ctx, stage, state)
     if kind == "statistics":
         work = partial(trainer.sweep, params, state.moments, state.anchor, rank)
         size = trainer.shard_size(rank)
-        loss, state.anchor, statistics = await node.compute(work, work=size)
+        loss, state.anchor, statistics = await ctx.compute(work, work=size)
         return loss, statistics, size
     if kind == "svrg":
         if state.anchor is None or state.drawn - state.anchor.drawn >= trainer.shard_size(rank):
-            _, gradient, _ = await over_shard(node, stage, state)
+            _, gradient, _ = await over_shard(ctx, stage, state)
             state.anchor = Anchor(params, gradient, state.drawn)
-        loss, gradient = await reduced(node, stage, state)
+        loss, gradient = await reduced(ctx, stage, state)
         return loss, gradient + state.anchor.gradient, state.batch
     step, span = draw(state)
     if kind == "moments":
         work = partial(trainer.spread_gradient, params, rank, step, span, stage.codec.parts)
-        loss, gradient, state.squares = await node.compute(work, work=state.batch)
+        loss, gradient, state.squares = await ctx.compute(work, work=state.batch)
         return loss, gradient, state.batch
-    loss, gradient = await node.compute(partial(trainer.gradient, params, rank, step, span), state.batch)
+    loss, gradient = await ctx.compute(partial(trainer.gradient, params, rank, step, span), state.batch)
     return numbers([loss])[0], gradient, state.batch
 
 
-async def over_shard(node: Node, stage: Stage, state: Any) -> tuple[float, Any, int]:
+async def over_shard(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any, int]:
     """The same over all samples of the worker."""
-    size = stage.trainer.shard_size(node.rank)
-    work = partial(stage.trainer.full_gradient, state.params, node.rank, stage.worker(node.rank).batch)
-    return (*await node.compute(work, work=size), size)
+    size = stage.trainer.shard_size(ctx.rank)
+    work = partial(stage.trainer.full_gradient, state.params, ctx.rank, stage.worker(ctx.rank).batch)
+    return (*await ctx.compute(work, work=size), size)
 
 
-async def reduced(node: Node, stage: Stage, state: Any) -> tuple[float, Any]:
+async def reduced(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any]:
     """(loss, ∇f(w; batch) − ∇f(s; batch)) on the next minibatch."""
     step, span = draw(state)
-    work = partial(stage.trainer.reduced_gradient, state.params, state.anchor.params, node.rank, step, span)
-    loss, gradient = await node.compute(work, work=2 * state.batch)
+    work = partial(stage.trainer.reduced_gradient, state.params, state.anchor.params, ctx.rank, step, span)
+    loss, gradient = await ctx.compute(work, work=2 * state.batch)
     return numbers([loss])[0], gradient

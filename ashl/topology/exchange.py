@@ -36,29 +36,29 @@ from ashl.topology.local_work import WorkerState, all_finite, not_finite, report
 async def exchanged(team: Team, stage: Stage, state: WorkerState, tally: Tally, tick: int, x: Vector) -> Vector:
     """Σ c·C(x), or Σ c·x where the rule says so, at the merge of this number; `team.loss` and `team.word` are sums
     then. Of an update that is not finite nothing is made: the mean loss says so."""
-    node = team.node
+    ctx = team.ctx
     if stage.link.flags.lossless or stage.sync.sums_whole(stage, tally):
         return await team.all_reduce(x, team.weight)
-    if not isinstance(x, SizeOnly) and not_finite(node, stage, state, x):
+    if not isinstance(x, SizeOnly) and not_finite(ctx, stage, state, x):
         x, team.loss = torch.zeros_like(x), math.nan
     looks = reports_mean(stage, tick) and not isinstance(x, SizeOnly)
     if looks:
-        node.show_update(x, of=node.rank, tick=tick, weight=team.weight)
+        ctx.show_update(x, of=ctx.rank, tick=tick, weight=team.weight)
     update = await compressed(team, stage, state, tick, x)
-    if looks and node.rank == stage.home:
-        node.show_update(update, of=None, tick=tick)
+    if looks and ctx.rank == stage.home:
+        ctx.show_update(update, of=None, tick=tick)
     return update
 
 
 async def compressed(team: Team, stage: Stage, state: WorkerState, tick: int, x: Vector) -> Vector:
     """The same by the codec's own way."""
-    link, turn = stage.link, turn_of(stage, team.node.rank, state, tick)
+    link, turn = stage.link, turn_of(stage, team.ctx.rank, state, tick)
     if isinstance(link.innermost, Collective):
         return await by_protocol(team, stage, state, link.innermost, x, turn)
     if link.flags.linear:  # what adds up is alike in shape
         x, turn = x * team.weight, turn._replace(ratio=least_ratio(stage), weight=team.weight)
     body = await team.compute(partial(link.encode, state.ends, x, turn), work=1)
-    report_health(team.node, stage, state, x, [(link, state.ends, body)])
+    report_health(team.ctx, stage, state, x, [(link, state.ends, body)])
     if link.flags.linear:
         total = await team.all_reduce(link.summand(body, turn))
         return await team.decode(partial(link.summed, state.ends, body, total), 1)
@@ -127,7 +127,7 @@ class Coding:
     def of(cls, team: Team, stage: Stage, state: WorkerState, version: int) -> Coding:
         """Before the gradient is computed."""
         ends = [replace(state.ends, sender=cut(state.ends.sender, m.start, m.stop)) for m in stage.messages]
-        turn, turns = turn_of(stage, team.node.rank, state, version), []
+        turn, turns = turn_of(stage, team.ctx.rank, state, version), []
         if stage.link.flags.linear:  # what adds up is alike in shape
             turn = turn._replace(ratio=least_ratio(stage), weight=team.weight)
         for k, link in enumerate(stage.links):
@@ -157,18 +157,18 @@ class Coding:
 
     def ended(self) -> bool:
         """Everything has been encoded: whether it was finite."""
-        node, stage, state, every = self.team.node, self.stage, self.state, self.stage.health_every
+        ctx, stage, state, every = self.team.ctx, self.stage, self.state, self.stage.health_every
         state.ends.sender = joined([ends.sender for ends in reversed(self.ends)])
         if isinstance(self.vectors[0], SizeOnly):
             return True
         if not self.finite:
-            not_finite(node, stage, state, in_order(self.vectors))
+            not_finite(ctx, stage, state, in_order(self.vectors))
         elif every is not None and not (state.round % every and self.version % every):
             x, weight = in_order(self.vectors), self.team.weight if stage.link.flags.linear else 1.0
             sent = [(link, self.ends[k], self.bodies[k]) for k, link in enumerate(stage.links)]
-            report_health(node, stage, state, x * weight, sent[::-1])
+            report_health(ctx, stage, state, x * weight, sent[::-1])
             if reports_mean(stage, self.version):
-                node.show_update(x, of=node.rank, tick=self.version, weight=self.team.weight)
+                ctx.show_update(x, of=ctx.rank, tick=self.version, weight=self.team.weight)
         return self.finite
 
     async def exchanged(self, team: Team, k: int, body: Body) -> Any:
@@ -186,8 +186,8 @@ class Coding:
         if team.lost:
             return torch.zeros_like(in_order(self.vectors))
         update = await team.compute(partial(self.sum, came))
-        if reports_mean(stage, self.version) and team.node.rank == stage.home:
-            team.node.show_update(update, of=None, tick=self.version)
+        if reports_mean(stage, self.version) and team.ctx.rank == stage.home:
+            team.ctx.show_update(update, of=None, tick=self.version)
         return update
 
     def sum(self, came: Sequence[Any]) -> Vector:

@@ -5,7 +5,7 @@ Source: Douillard et al., "Streaming DiLoCo with overlapping communication", arX
 
 from __future__ import annotations
 
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.stage.fragment import Fragment
 from ashl.stage.link import Ends
 from ashl.stage.stage import Stage
@@ -23,20 +23,20 @@ def fragment_at(stage: Stage, version: int) -> Fragment:
     return fragment if stage.overlap.share is None else fragment.drawn(stage.seed, version)
 
 
-async def steps(node: Node, stage: Stage, state: WorkerState, count: int) -> Work:
+async def steps(ctx: RankContext, stage: Stage, state: WorkerState, count: int) -> Work:
     """So many local steps, from where the worker stands, which they move."""
     start = state.params if state.start is None else state.start
     state.local_steps = count
-    work = await local_work(node, stage, state)
+    work = await local_work(ctx, stage, state)
     state.start = start + work.body
     return work
 
 
-async def finish_piece(node: Node, stage: Stage, state: WorkerState, ahead: Work | None, count: int) -> None:
+async def finish_piece(ctx: RankContext, stage: Stage, state: WorkerState, ahead: Work | None, count: int) -> None:
     """The last steps of a piece, after those that were taken beside the last exchange: what has been learned in the
     next fragment since it was exchanged is pending from here on."""
     fragment, start = fragment_at(stage, state.version), state.start
-    work = await steps(node, stage, state, count)
+    work = await steps(ctx, stage, state, count)
     body = fragment.of(work.body)
     if start is not None:
         body = fragment.of(start) - fragment.of(state.params) + body
@@ -48,4 +48,4 @@ async def finish_piece(node: Node, stage: Stage, state: WorkerState, ahead: Work
         )
         work = Work(body, loss, total, ahead.samples + work.samples, step_s, ahead.version)
     state.pending, state.pending_rest = work._replace(body=body), state.rest
-    state.plan_round(stage, node.rank, ahead=1)
+    state.plan_round(stage, ctx.rank, ahead=1)

@@ -30,7 +30,7 @@ import torch
 
 from ashl.option import Count, option
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import GO, Loop, Network, Rule, Stage, Topology
 from ashl.stage.tally import NOTHING, Progress, Start, Tally
@@ -84,7 +84,7 @@ class RoundRule(GossipRule, contract=True):
         """Whom a rank hears from in round k."""
         return graph_of(stage).round(stage, k).sources[rank]
 
-    async def outgoing(self, node: Node, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
+    async def outgoing(self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         """What is sent in round k; Δ is None where models leave early."""
         raise NotImplementedError
 
@@ -104,7 +104,7 @@ class RoamingRule(GossipRule, contract=True):
     coordinated: ClassVar[bool] = True
     kept: ClassVar[Kept] = ""  # how real processes come to a checkpoint
 
-    async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
+    async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
         """The loop of a worker; returns the last word."""
         raise NotImplementedError
 
@@ -163,27 +163,27 @@ class Gossip(Topology):
         ways, dense = 1 + (peers is not None), stage.trainer.dense_bytes
         return ways * max((network.transfer_ns(peer, rank, dense) for peer in near), default=0)
 
-    def begin(self, node: Node, stage: Stage) -> CoordinatorState | RoamingState | RoundState:
-        if node.rank == stage.server:
+    def begin(self, ctx: RankContext, stage: Stage) -> CoordinatorState | RoamingState | RoundState:
+        if ctx.rank == stage.server:
             return CoordinatorState(Tally(stage.num_workers))
         if stage.home == stage.server:
             return RoamingState(*stage.trainer.init())
         n = stage.num_workers
-        return RoundState(*stage.trainer.init(), tally=Tally(n) if node.rank == stage.home else Progress(n))
+        return RoundState(*stage.trainer.init(), tally=Tally(n) if ctx.rank == stage.home else Progress(n))
 
     async def join(
-        self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
+        self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Any] | None:
         assert kept is not None, "workers come to a run of gossip from a checkpoint alone"
         index, state = kept
         stage = stages[index]
         if isinstance(state, RoundState):
             for k, sent in state.under_way:
-                await send(node, stage, k, sent)
-        elif node.rank == stage.server:
-            await gather_workers(node, stage, state)
+                await send(ctx, stage, k, sent)
+        elif ctx.rank == stage.server:
+            await gather_workers(ctx, stage, state)
         else:
-            await resume_worker(node, stage, state)
+            await resume_worker(ctx, stage, state)
             assert isinstance(stage.sync, RoamingRule)
             stage.sync.taken_up(state)
         return kept
@@ -241,51 +241,51 @@ class RoundState(WorkerState):
             self.rule_state = rule_in(stage).begin(stage, self, rank)
 
 
-async def worker(node: Node, stage: Stage, state: RoundState) -> int:
+async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
     """Work, tell, hear, merge; round by round, until the counts or a verdict of rank 0 say otherwise. Returns the last
     word."""
-    state.enter(stage, node.rank, node.now)
-    rule, rank = rule_in(stage), node.rank
+    state.enter(stage, ctx.rank, ctx.now)
+    rule, rank = rule_in(stage), ctx.rank
     while True:
         own = stage.cut(state.rest)
-        node.mark(stage.index, state if own is stage else None)
+        ctx.safe_point(stage.index, state if own is stage else None)
         k, params = state.k, state.params
         if rule.early:
-            await post(node, stage, state, k, await rule.outgoing(node, stage, state, k, None), rule.lag)
-        work = await local_work(node, stage, state)
+            await post(ctx, stage, state, k, await rule.outgoing(ctx, stage, state, k, None), rule.lag)
+        work = await local_work(ctx, stage, state)
         if not rule.early:
-            await post(node, stage, state, k, await rule.outgoing(node, stage, state, k, work.body), rule.lag)
-        heard = await hear(node, stage, k - rule.lag)
+            await post(ctx, stage, state, k, await rule.outgoing(ctx, stage, state, k, work.body), rule.lag)
+        heard = await hear(ctx, stage, k - rule.lag)
         rule.merge(stage, state, rank, k, work.body, heard)
         learn(state, rank, work.loss, heard)
-        late = keep_in_time(node, stage, state, params)
+        late = keep_in_time(ctx, stage, state, params)
         count_round(own, state)
         state.plan_round(stage, rank)
         asked = state.header.snapshot_after == k  # before rank 0 asks for the next one
         if rank == stage.home:
-            look_ahead(node, stage, state, k)
-        due = stage.limits.eval_every_s is None and stage.judge.take(state, node.now)
+            look_ahead(ctx, stage, state, k)
+        due = stage.limits.eval_every_s is None and stage.judge.take(state, ctx.now)
         if (due or asked) and not late:
             counts = state.tally.report() if rank == stage.home and isinstance(state.tally, Tally) else None
-            node.snapshot(state.params, tick=state.tally.version, counts=counts)
-        word = await ended(node, stage, state)
-        node.round(stage.index, state.round, work.steps, rule.lag, dropped=late, loss=work.loss)
+            ctx.snapshot(state.params, tick=state.tally.version, counts=counts)
+        word = await ended(ctx, stage, state)
+        ctx.record_round(stage.index, state.round, work.steps, rule.lag, dropped=late, loss=work.loss)
         state.round += 1
         if word != GO:
             return word
         state.k += 1
 
 
-async def ended(node: Node, stage: Stage, state: RoundState) -> int:
+async def ended(ctx: RankContext, stage: Stage, state: RoundState) -> int:
     """The last word where the stage ends with this round, else GO."""
     reason = over(stage, state)
     if not reason:
         return GO
     for late in range(max(0, state.k + 1 - rule_in(stage).lag), state.k + 1):
-        rule_in(stage).settle(state, await hear(node, stage, late))
-    node.mark(stage.index, None)
-    moment = await node.all_reduce(torch.tensor([node.now_ns]), stage.workers, "max", riders=1)
-    return end_ridden(node, stage, state, reason, int(moment))
+        rule_in(stage).settle(state, await hear(ctx, stage, late))
+    ctx.safe_point(stage.index, None)
+    moment = await ctx.all_reduce(torch.tensor([ctx.now_ns]), stage.workers, "max", riders=1)
+    return end_ridden(ctx, stage, state, reason, int(moment))
 
 
 def over(stage: Stage, state: RoundState) -> str | None:
@@ -295,23 +295,23 @@ def over(stage: Stage, state: RoundState) -> str | None:
     return VERDICTS[int(state.header.verdict)]
 
 
-async def post(node: Node, stage: Stage, state: RoundState, k: int, messages: Outgoing, lag: int) -> None:
+async def post(ctx: RankContext, stage: Stage, state: RoundState, k: int, messages: Outgoing, lag: int) -> None:
     """Send the messages of round k, each with the header; where messages may be late, keep those of the last rounds."""
     sent: Outgoing = {rank: (body, (*state.header, *numbers)) for rank, (body, numbers) in messages.items()}
     if lag:
         state.under_way = (*state.under_way, (k, sent))[-lag:]
-    await send(node, stage, k, sent)
+    await send(ctx, stage, k, sent)
 
 
-async def send(node: Node, stage: Stage, k: int, messages: Outgoing) -> None:
+async def send(ctx: RankContext, stage: Stage, k: int, messages: Outgoing) -> None:
     for rank, (body, meta) in messages.items():
-        await node.send(rank, stage.tag("gossip", k), body, meta)
+        await ctx.send(rank, stage.tag("gossip", k), body, meta)
 
 
-async def hear(node: Node, stage: Stage, k: int) -> dict[int, Message]:
+async def hear(ctx: RankContext, stage: Stage, k: int) -> dict[int, Message]:
     """The messages of round k, in rank order."""
-    sources = rule_in(stage).sources(stage, node.rank, k) if k >= 0 else ()
-    return {rank: await node.recv(stage.tag("gossip", k), src=rank) for rank in sources}
+    sources = rule_in(stage).sources(stage, ctx.rank, k) if k >= 0 else ()
+    return {rank: await ctx.recv(stage.tag("gossip", k), src=rank) for rank in sources}
 
 
 def learn(state: RoundState, rank: int, loss: float, heard: Mapping[int, Message]) -> None:
@@ -342,15 +342,15 @@ def count_round(stage: Stage, state: RoundState) -> None:
     state.version, state.steps, state.samples = tally.version, tally.steps, tally.samples
 
 
-def look_ahead(node: Node, stage: Stage, state: RoundState, k: int) -> None:
+def look_ahead(ctx: RankContext, stage: Stage, state: RoundState, k: int) -> None:
     """Rank 0 alone: what all others have to know, and the round after which they do."""
     tally, header = state.tally, state.header
     if header.not_finite:
         why = f"the loss of worker {int(header.not_finite) - 1} became no number near step {tally.steps}"
         tally.diverged = why + rule_in(stage).suspect
-    reason = "diverged" if tally.diverged else local_stop(node, stage, tally)
+    reason = "diverged" if tally.diverged else local_stop(ctx, stage, tally)
     timed = header.snapshot_after <= k and stage.limits.eval_every_s is not None
-    snapshot = timed and stage.judge.take(state, node.now)
+    snapshot = timed and stage.judge.take(state, ctx.now)
     if (reason and not header.verdict) or snapshot:
         known = k + rounds_to_all(stage, k + 1)
         if reason and not header.verdict:

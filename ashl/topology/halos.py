@@ -35,7 +35,7 @@ from ashl.option import Count, Fraction, Natural, option
 from ashl.outer.contract import Rate
 from ashl.outer.delayed_nesterov import DelayedNesterov
 from ashl.runtime.effects import Tag
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import CODEC, GO, NEXT, OUTER, STOP, WEIGHTS, Loop, Members, Network, Rule, Stage, Topology
 from ashl.stage.tally import Tally
 from ashl.topology.ending import of_ending, record_end, stop_decision, within
@@ -127,14 +127,14 @@ class Halos(Topology):
         up = stage.codec.payload(stage.worker(rank).compression_ratio, stage.link.d)
         return network.transfer_ns(rank, near, up) + network.transfer_ns(near, rank, stage.link.pull_bytes(None))
 
-    def begin(self, node: Node, stage: Stage) -> WorkerState | ServerState:
+    def begin(self, ctx: RankContext, stage: Stage) -> WorkerState | ServerState:
         params, moments = stage.trainer.init()
-        if node.rank < stage.server:
+        if ctx.rank < stage.server:
             return WorkerState(params, moments)
-        if node.rank == stage.server:
+        if ctx.rank == stage.server:
             return GlobalServerState(params, moments, Tally(stage.num_workers))
         tally = Tally(stage.num_workers)
-        for rank in set(stage.workers) - set(self.members(stage.nodes)[node.rank - stage.server - 1]):
+        for rank in set(stage.workers) - set(self.members(stage.nodes)[ctx.rank - stage.server - 1]):
             tally.lose(rank)  # of another region: nobody here waits for it, or weighs it
         return RegionState(params, moments, tally)
 
@@ -176,22 +176,22 @@ def word_tag(stage: Stage) -> Tag:
     return stage.tag("global")
 
 
-async def region_server(node: Node, stage: Stage, state: RegionState) -> int:
+async def region_server(ctx: RankContext, stage: Stage, state: RegionState) -> int:
     """Merge and answer as a parameter server does, hand in every K merges and mix; returns the last word."""
     topology, tally, push = stage.topology, state.tally, stage.tag("push")
     assert isinstance(topology, Halos)
     if state.entered != stage.index:
-        state.enter(stage, node.now)
+        state.enter(stage, ctx.now)
         state.sent, state.away, state.merges = state.params, False, tally.version
     while True:
-        node.mark(stage.index, state)
-        message = await node.recv(push, word_tag(stage), before_s=stage.judge.deadline_s)
-        node.ledger.cut()
+        ctx.safe_point(stage.index, state)
+        message = await ctx.recv(push, word_tag(stage), before_s=stage.judge.deadline_s)
+        ctx.ledger.cut()
         if message is None:
             state.word = STOP
         elif message.tag == push:
             before, losses = tally.samples, state.losses
-            await on_push(node, stage, state, message)
+            await on_push(ctx, stage, state, message)
             state.samples += tally.samples - before
             state.losses = losses[0] + message.meta[2], losses[1] + 1
         else:
@@ -206,29 +206,29 @@ async def region_server(node: Node, stage: Stage, state: RegionState) -> int:
             break
         if state.word == GO:
             if (tally.version - state.merges >= topology.updates and not state.away) or tally.diverged:
-                await hand_in(node, stage, state)
+                await hand_in(ctx, stage, state)
             for rank in sorted(rule_of(stage).may_proceed(state.rule_state, tally)):
-                await reply(node, stage, state, rank)
-    return await close(node, stage, state)
+                await reply(ctx, stage, state, rank)
+    return await close(ctx, stage, state)
 
 
-async def close(node: Node, stage: Stage, state: RegionState) -> int:
+async def close(ctx: RankContext, stage: Stage, state: RegionState) -> int:
     """The last of a region's stage: hand in what there is, hear when it ended, and tell the workers."""
     before = state.tally.samples
     if state.word == NEXT and state.buffer:
-        await node.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
+        await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     state.samples += state.tally.samples - before
-    await hand_in(node, stage, state, last=True)
-    message = await node.recv(stage.tag("end"))
+    await hand_in(ctx, stage, state, last=True)
+    message = await ctx.recv(stage.tag("end"))
     word, end_ns, steps, samples = map(int, message.meta)
     state.params = state.params if message.body is None else message.body
     state.tally.steps, state.tally.samples = steps, samples
-    await finish_stage(node, stage, state, word, end_ns)
-    await node.send(stage.server, stage.tag("counts"), counted(state.tally))
+    await finish_stage(ctx, stage, state, word, end_ns)
+    await ctx.send(stage.server, stage.tag("counts"), counted(state.tally))
     return word
 
 
-async def hand_in(node: Node, stage: Stage, state: RegionState, last: bool = False) -> None:
+async def hand_in(ctx: RankContext, stage: Stage, state: RegionState, last: bool = False) -> None:
     """Tell the global server what has come of this region's model since, and of whose work; the last time nothing of it
     where the run is over."""
     tally, (total, heard) = state.tally, state.losses
@@ -236,8 +236,8 @@ async def hand_in(node: Node, stage: Stage, state: RegionState, last: bool = Fal
     about = (last, total / max(1, heard), heard, tally.latest, state.samples, tally.max_lead)
     state.sent, state.away, state.losses = state.params, True, (0.0, 0)
     state.behind = sum(tally.steps_by), state.samples
-    await node.send(stage.server, stage.tag("update"), body, about)
-    await node.send(stage.server, stage.tag("counts"), counted(tally))
+    await ctx.send(stage.server, stage.tag("update"), body, about)
+    await ctx.send(stage.server, stage.tag("counts"), counted(tally))
 
 
 def counted(tally: Tally) -> Tensor:
@@ -245,40 +245,40 @@ def counted(tally: Tally) -> Tensor:
     return torch.tensor([getattr(tally, name) for name in REPORTED], dtype=torch.int64).flatten()
 
 
-async def global_server(node: Node, stage: Stage, state: GlobalServerState) -> int:
+async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState) -> int:
     """At the global server: merge what regions hand in, and answer with the model, until the stage is over and all
     regions have closed; returns the last word."""
     tally, deadline_s, update = state.tally, stage.judge.deadline_s, stage.tag("update")
-    state.enter(stage, node.now)
+    state.enter(stage, ctx.now)
     regions = above(stage)
     while len(state.flush_requested) < len(regions):
-        node.mark(stage.index, state)
-        message = await node.recv(update, before_s=math.inf if state.word == STOP else deadline_s)
-        node.ledger.cut()
+        ctx.safe_point(stage.index, state)
+        message = await ctx.recv(update, before_s=math.inf if state.word == STOP else deadline_s)
+        ctx.ledger.cut()
         if message is None:
             state.word, state.reason = STOP, "seconds"
             continue
-        counts = (await node.recv(stage.tag("counts"), src=message.src)).body
+        counts = (await ctx.recv(stage.tag("counts"), src=message.src)).body
         last, loss, heard, latest, samples, lead = message.meta
         if last:
             state.flush_requested += (message.src,)
         if state.word == STOP or message.body is None:
             continue
-        await node.compute(partial(climb, stage, state, message.body), work=1, kind="apply")
+        await ctx.compute(partial(climb, stage, state, message.body), work=1, kind="apply")
         take_over(stage, state, message.src, counts.view(len(REPORTED), -1).tolist(), int(samples))
         tally.max_lead = max(tally.max_lead, int(lead))
         for _ in range(int(heard)):
             tally.hear(loss, int(latest))
-        if stage.judge.take(state, node.now):
-            node.snapshot(state.params, counts=tally.report())
-        before, (word, reason) = state.word, stop_decision(node, stage, tally)
+        if stage.judge.take(state, ctx.now):
+            ctx.snapshot(state.params, counts=tally.report())
+        before, (word, reason) = state.word, stop_decision(ctx, stage, tally)
         if word == STOP or before == GO:
             state.word, state.reason = word, reason
         receivers = (message.src,) if state.word == GO else regions if before != state.word else ()
         for rank in receivers:
             body = state.params if state.word == GO else None
-            await node.send(rank, word_tag(stage), body, (state.word, tally.steps, tally.samples))
-    return await end(node, stage, state, regions)
+            await ctx.send(rank, word_tag(stage), body, (state.word, tally.steps, tally.samples))
+    return await end(ctx, stage, state, regions)
 
 
 def climb(stage: Stage, state: ServerState, difference: Any) -> None:
@@ -304,16 +304,16 @@ def take_over(stage: Stage, state: GlobalServerState, src: int, counts: Sequence
     state.samples[src] = samples
 
 
-async def end(node: Node, stage: Stage, state: ServerState, regions: Sequence[int]) -> int:
+async def end(ctx: RankContext, stage: Stage, state: ServerState, regions: Sequence[int]) -> int:
     """At the global server, once all regions have closed: the stage ended now; what they have counted beyond the model
     is dropped."""
-    tally, end_ns = state.tally, within(stage, node.now_ns)
+    tally, end_ns = state.tally, within(stage, ctx.now_ns)
     tally.end_ns = end_ns
     body = state.params if state.word == NEXT else None
     for rank in regions:
-        await node.send(rank, stage.tag("end"), body, (state.word, end_ns, tally.steps, tally.samples))
+        await ctx.send(rank, stage.tag("end"), body, (state.word, end_ns, tally.steps, tally.samples))
     for place, rank in enumerate(regions):
-        counts = (await node.recv(stage.tag("counts"), src=rank)).body.view(len(REPORTED), -1).tolist()
+        counts = (await ctx.recv(stage.tag("counts"), src=rank)).body.view(len(REPORTED), -1).tolist()
         found = dict(zip(REPORTED, counts, strict=True))
         assert isinstance(stage.topology, Halos)
         for member in stage.topology.members(stage.nodes)[place]:
@@ -322,7 +322,7 @@ async def end(node: Node, stage: Stage, state: ServerState, regions: Sequence[in
             if beyond:
                 reason = of_ending(state.word)
                 tally.dropped_for[reason] = tally.dropped_for.get(reason, 0) + beyond
-    record_end(node, stage, tally, state.reason)
+    record_end(ctx, stage, tally, state.reason)
     if state.word == STOP:
-        node.ledger.close(end_ns)
+        ctx.ledger.close(end_ns)
     return state.word

@@ -19,7 +19,7 @@ from ashl.compression.around.lost import measured_loss, sizes
 from ashl.compression.base.code import Code
 from ashl.compression.contract import Turn
 from ashl.learn.device import numbers, to_host
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Health, NotFinite
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.link import Body, Ends, Link
@@ -104,7 +104,7 @@ class Work(NamedTuple):
     version: int
 
 
-async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
+async def local_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     """gradient: g = ∇f(w; batch), or what `topology.estimate` makes instead. difference: w_H − w after H steps of the
     worker's optimizer, whose state persists. accumulated: Σ lr·∇f(w; batch) over H batches, on the model as pulled.
 
@@ -112,30 +112,30 @@ async def local_work(node: Node, stage: Stage, state: WorkerState) -> Work:
     meanwhile, by a peer: what is computed stays relative to the one at the start.
     """
     stage = stage.handed(state.away) if state.away else stage
-    trainer, start, kind, version = stage.trainer, node.now, stage.sync.exchange, state.version
+    trainer, start, kind, version = stage.trainer, ctx.now, stage.sync.exchange, state.version
     params = state.params if state.start is None else state.start
     if kind == "gradient":
-        loss, grad, samples = await estimated(node, stage, state)
-        return Work(grad, loss, 1, samples, node.now - start, version)
+        loss, grad, samples = await estimated(ctx, stage, state)
+        return Work(grad, loss, 1, samples, ctx.now - start, version)
     local, lr, losses, steps = params, trainer.rate(state.samples), [], 0
-    start_ns, interval_ns, grads = node.now_ns, round(state.interval_s * 1e9), None
-    while node.now_ns - start_ns < interval_ns if interval_ns else steps < state.local_steps:
+    start_ns, interval_ns, grads = ctx.now_ns, round(state.interval_s * 1e9), None
+    while ctx.now_ns - start_ns < interval_ns if interval_ns else steps < state.local_steps:
         step, span = draw(state)
         if kind == "accumulated":
-            work = partial(accumulate, stage, grads, params, node.rank, step, lr, span)
-            loss, grads = await node.compute(work, state.batch)
+            work = partial(accumulate, stage, grads, params, ctx.rank, step, lr, span)
+            loss, grads = await ctx.compute(work, state.batch)
         else:
-            work = partial(trainer.local_step, local, state.moments, node.rank, step, lr, span)
-            loss, state.moments, local = await node.compute(work, state.batch)
+            work = partial(trainer.local_step, local, state.moments, ctx.rank, step, lr, span)
+            loss, state.moments, local = await ctx.compute(work, state.batch)
         steps += 1
         losses.append(loss)
     total, body = 0.0, local - params if grads is None else grads
     for loss in numbers(losses):
         total += loss
     if trainer.weighs and kind == "difference" and WEIGHTS in stage.topology.supports:
-        share = share_of(stage, node.rank, range(state.step - steps, state.step))
+        share = share_of(stage, ctx.rank, range(state.step - steps, state.step))
         body, total = body * share, total * share
-    return Work(body, total / steps, steps, steps * state.batch, (node.now - start) / steps, version)
+    return Work(body, total / steps, steps, steps * state.batch, (ctx.now - start) / steps, version)
 
 
 def share_of(stage: Stage, rank: int, steps: range) -> float:
@@ -147,25 +147,25 @@ def share_of(stage: Stage, rank: int, steps: range) -> float:
     return stage.trainer.share(rank, steps if alike else range(0), weights)
 
 
-async def encoded(node: Node, stage: Stage, state: WorkerState, work: Work) -> tuple[Body, float]:
+async def encoded(ctx: RankContext, stage: Stage, state: WorkerState, work: Work) -> tuple[Body, float]:
     """(body, loss) of what is to be sent. What is not finite is not encoded, and shows in a loss that is none: it would
     reach every element, and the run is lost."""
     x = stage.aggregate.clip(work.body)
     if stage.link.flags.lossless:
         return x, work.loss
-    if not_finite(node, stage, state, x):
+    if not_finite(ctx, stage, state, x):
         return x, math.nan
-    encode = partial(stage.link.encode, state.ends, x, turn_of(stage, node.rank, state, state.version))
-    body = await node.compute(encode, work=1, kind="compress")
-    report_health(node, stage, state, x, [(stage.link, state.ends, body)])
+    encode = partial(stage.link.encode, state.ends, x, turn_of(stage, ctx.rank, state, state.version))
+    body = await ctx.compute(encode, work=1, kind="compress")
+    report_health(ctx, stage, state, x, [(stage.link, state.ends, body)])
     if reports_mean(stage, state.version):
-        weight = stage.weights(stage.workers)[node.rank]
-        node.show_update(x, of=node.rank, tick=state.version, weight=weight)
+        weight = stage.weights(stage.workers)[ctx.rank]
+        ctx.show_update(x, of=ctx.rank, tick=state.version, weight=weight)
     return body, work.loss
 
 
 def report_health(
-    node: Node, stage: Stage, state: WorkerState, x: Vector, sent: Sequence[tuple[Link, Ends, Body]]
+    ctx: RankContext, stage: Stage, state: WorkerState, x: Vector, sent: Sequence[tuple[Link, Ends, Body]]
 ) -> None:
     """Every so often, say what compression loses of what was sent of x, piece by piece, with what is kept of each."""
     every, codec = stage.health_every, stage.link.innermost
@@ -178,7 +178,7 @@ def report_health(
         kept = [rest for link, ends, _ in sent if (rest := link.kept(ends)) is not None]
         back = torch.cat([to_host(rest) for rest in kept]) if kept else None
         found = measured_loss(pieces, back, to_host(x), stage.layout, stage.health_layers)
-    node.emit(Health(node.rank, state.round, node.now_ns, **found))
+    ctx.emit(Health(ctx.rank, state.round, ctx.now_ns, **found))
 
 
 def reports_mean(stage: Stage, version: int) -> bool:
@@ -203,12 +203,12 @@ def turn_of(stage: Stage, rank: int, state: WorkerState, version: int) -> Turn:
     )
 
 
-def not_finite(node: Node, stage: Stage, state: WorkerState, x: Vector) -> bool:
+def not_finite(ctx: RankContext, stage: Stage, state: WorkerState, x: Vector) -> bool:
     """Whether an update is not finite; the first layer in which it is not is reported."""
     if isinstance(x, SizeOnly) or all_finite(x):
         return False
     layer = layer_at(stage.layout, int(to_host(torch.isfinite(x)).int().argmin()))
-    node.emit(NotFinite(node.rank, f"layer {layer} of the update of worker {node.rank}", state.round))
+    ctx.emit(NotFinite(ctx.rank, f"layer {layer} of the update of worker {ctx.rank}", state.round))
     return True
 
 
@@ -236,23 +236,23 @@ def accumulate(stage: Stage, total: Any, params: Any, rank: int, step: int, lr: 
 AT_ONCE_S = 1e-3  # a reply that is had within so long was there before
 
 
-async def worked(node: Node, stage: Stage, state: WorkerState) -> Work:
+async def worked(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     """The work to exchange now: what was computed during the exchange before, or new."""
     if state.pending is not None:
         return state.pending
-    work = at_border(node, stage, state, await local_work(node, stage, state))
-    state.plan_round(stage, node.rank, ahead=1)
+    work = at_border(ctx, stage, state, await local_work(ctx, stage, state))
+    state.plan_round(stage, ctx.rank, ahead=1)
     return work
 
 
-def at_border(node: Node, stage: Stage, state: WorkerState, work: Work) -> Work:
+def at_border(ctx: RankContext, stage: Stage, state: WorkerState, work: Work) -> Work:
     """A piece is done and the exchange before it has landed in `state.params`: what to exchange of it next."""
     if stage.delayed is None or stage.sync.exchange != "difference":
         return work
     start = state.params if state.start is None else state.start
 
     def ahead() -> Any:
-        own = stage.aggregate.clip(work.body) * stage.team_weights[stage.workers.index(node.rank)]
+        own = stage.aggregate.clip(work.body) * stage.team_weights[stage.workers.index(ctx.rank)]
         rate = stage.trainer.rate(state.samples)
         state.own_moments, model = stage.outer.step(state.own_moments, state.params, own, rate)
         return model

@@ -20,7 +20,7 @@ colours of messages as in Lai and Yang, "On Distributed Snapshots", Information 
 from typing import Any, ClassVar
 
 from ashl.data.rng import Purpose, bits
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import Kept, RoamingState, answered, done, left, obey, report
@@ -34,8 +34,8 @@ class PairRule(RoamingRule, contract=True):
     kept: ClassVar[Kept] = "each"
     overlap: ClassVar[bool] = True  # whether the exchange is hidden behind the computation
 
-    async def worker(self, node: Node, stage: Stage, state: RoamingState) -> int:
-        return await worker(node, stage, state)
+    async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
+        return await worker(ctx, stage, state)
 
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
         raise NotImplementedError
@@ -55,33 +55,33 @@ def rule_of(stage: Stage) -> PairRule:
     return stage.sync
 
 
-async def worker(node: Node, stage: Stage, state: RoamingState) -> int:
+async def worker(ctx: RankContext, stage: Stage, state: RoamingState) -> int:
     """Work and meet until the coordinator says that the stage is over; returns the last word."""
     rule = rule_of(stage)
-    state.enter(stage, node.rank)
-    answering = node.spawn(answer(node, stage, state), stands=True)
-    peers, dropped = rule.peers(stage, node.rank), 0
+    state.enter(stage, ctx.rank)
+    answering = ctx.spawn(answer(ctx, stage, state), is_background_service=True)
+    peers, dropped = rule.peers(stage, ctx.rank), 0
     while state.word == GO:
-        state.cut ^= node.mark(stage.index, state)
+        state.cut ^= ctx.safe_point(stage.index, state)
         version, sent = state.version, state.params
         if rule.overlap:
-            await ask(node, stage, state, peers)
-        work = await local_work(node, stage, state)
-        await answered(node, stage, state)
+            await ask(ctx, stage, state, peers)
+        work = await local_work(ctx, stage, state)
+        await answered(ctx, stage, state)
         staleness = state.version - version
         if not rule.overlap and state.word != STOP:
             sent = state.params
-            await ask(node, stage, state, peers)
-        await meet(node, stage, state, sent)
+            await ask(ctx, stage, state, peers)
+        await meet(ctx, stage, state, sent)
         if state.word == STOP:  # the end of the run: work that is under way is thrown away
             dropped = work.steps
             break
         state.params = state.params + work.body
         state.version += 1
-        await report(node, stage, state, work, staleness)
-    await done(node, stage, state, dropped)
-    await node.join(answering)
-    return left(node, stage, state, dropped)
+        await report(ctx, stage, state, work, staleness)
+    await done(ctx, stage, state, dropped)
+    await ctx.join(answering)
+    return left(ctx, stage, state, dropped)
 
 
 def drawn(peers: tuple[int, ...], seed: int, rank: int, k: int) -> int | None:
@@ -89,19 +89,19 @@ def drawn(peers: tuple[int, ...], seed: int, rank: int, k: int) -> int | None:
     return peers[int(bits(seed, Purpose.PEER, rank, k).random_raw()) % len(peers)] if peers else None
 
 
-async def ask(node: Node, stage: Stage, state: RoamingState, peers: tuple[int, ...]) -> None:
+async def ask(ctx: RankContext, stage: Stage, state: RoamingState, peers: tuple[int, ...]) -> None:
     """Ask one of these peers."""
-    state.asked = drawn(peers, stage.seed, node.rank, state.round)
+    state.asked = drawn(peers, stage.seed, ctx.rank, state.round)
     if state.asked is not None:
-        body = rule_of(stage).written(stage, state, node.rank, True)
-        await node.send(state.asked, stage.tag("ask", state.cut), body)
+        body = rule_of(stage).written(stage, state, ctx.rank, True)
+        await ctx.send(state.asked, stage.tag("ask", state.cut), body)
 
 
-async def meet(node: Node, stage: Stage, state: RoamingState, sent: Vector) -> None:
+async def meet(ctx: RankContext, stage: Stage, state: RoamingState, sent: Vector) -> None:
     """Take the answer of the worker that was asked, if one was."""
     if state.asked is None:
         return
-    message = await node.recv(stage.tag("answer"), src=state.asked)
+    message = await ctx.recv(stage.tag("answer"), src=state.asked)
     state.asked = None
     if message.body is not None:
         rule = rule_of(stage)
@@ -114,17 +114,17 @@ def merge(rule: PairRule, state: RoamingState, body: Any, sent: Vector) -> None:
     state.version += 1
 
 
-async def answer(node: Node, stage: Stage, state: RoamingState) -> None:
+async def answer(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
     """Beside the worker's own loop: answer whoever asks, and take in words, until all are done."""
     asked, word, rule = (stage.tag("ask"), stage.tag("ask", 1)), stage.tag("word"), rule_of(stage)
     while True:
-        message = await node.recv(*asked, word)
+        message = await ctx.recv(*asked, word)
         if message.tag == word:
-            if obey(node, state, message):
+            if obey(ctx, state, message):
                 return
         elif message.tag != stage.tag("ask", state.cut):
-            await node.send(message.src, stage.tag("answer"), None)
+            await ctx.send(message.src, stage.tag("answer"), None)
         else:
-            body = rule.written(stage, state, node.rank, False)
-            await node.send(message.src, stage.tag("answer"), body)
+            body = rule.written(stage, state, ctx.rank, False)
+            await ctx.send(message.src, stage.tag("answer"), body)
             merge(rule, state, message.body, state.params)

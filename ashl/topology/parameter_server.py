@@ -30,7 +30,7 @@ from ashl.plan.profile import Profile
 from ashl.planner.assignment import Planner
 from ashl.planner.online import Averages
 from ashl.runtime.effects import JOIN, LOST, Message, PeerLostError, Tag
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Replan
 from ashl.runtime.sums import piece, together
 from ashl.stage.fragment import Fragment
@@ -74,13 +74,13 @@ class Updates:
     unbiased: ClassVar[bool] = False
     whole: ClassVar[bool] = False
 
-    async def make_push(self, node: Node, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+    async def make_push(self, ctx: RankContext, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """(work, body, loss) of a worker's next push."""
         if stage.delayed is not None:
-            work = await worked(node, stage, state)
+            work = await worked(ctx, stage, state)
         else:
-            work = await (sliced if stage.messages else local_work)(node, stage, state)
-        body, loss = await encoded(node, stage, state, work)
+            work = await (sliced if stage.messages else local_work)(ctx, stage, state)
+        body, loss = await encoded(ctx, stage, state, work)
         return work, body, loss
 
     def admission_payload(self, stage: Stage, state: ServerState) -> Any:
@@ -95,19 +95,21 @@ class Updates:
         """This worker is gone, or is about to come (`tally.gone` says which)."""
         state.rule_state = rule_of(stage).changed(stage, state.rule_state, state.tally, rank)
 
-    def apply_push(self, node: Node, stage: Stage, state: ServerState, message: Message) -> Coroutine[Any, Any, bool]:
+    def apply_push(
+        self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
+    ) -> Coroutine[Any, Any, bool]:
         """What a push that is not late does to the server's state; whether the model changed."""
-        return (merge_fragment_push if stage.fragments else merge_push)(node, stage, state, message)
+        return (merge_fragment_push if stage.fragments else merge_push)(ctx, stage, state, message)
 
-    async def answer(self, node: Node, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+    async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         """The body of the reply to a worker: the model, or what a compressed pull brings of it; None = nothing new."""
         if stage.fragments:
-            return await answer_fragment(node, stage, state, rank)
+            return await answer_fragment(ctx, stage, state, rank)
         if not changed or stage.topology.pull_ratio is None:
             return state.params if changed else None
         turn = Turn(stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.tally.version)
         pull = partial(stage.link.pull, state.ends, rank, state.params, turn)
-        return await node.compute(pull, work=1, kind="compress")
+        return await ctx.compute(pull, work=1, kind="compress")
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         """The model that a worker goes on with after a pull; at a border it is given the server's, as it is."""
@@ -213,18 +215,18 @@ class ParameterServer(Topology):
         down = stage.link.pull_bytes(self.pull_ratio)
         return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(stage.server, rank, down)
 
-    def begin(self, node: Node, stage: Stage) -> WorkerState | ServerState:
+    def begin(self, ctx: RankContext, stage: Stage) -> WorkerState | ServerState:
         params, moments = stage.trainer.init()
-        if node.rank == stage.server:
+        if ctx.rank == stage.server:
             return ServerState(params, moments, Tally(stage.num_workers))
         return WorkerState(params, moments)
 
     async def join(
-        self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
+        self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Any] | None:
-        if kept is not None and node.rank == stages[0].server:
-            return await gather(node, stages, *kept)
-        return await join(node, stages, None if kept is None else kept[1])
+        if kept is not None and ctx.rank == stages[0].server:
+            return await gather(ctx, stages, *kept)
+        return await join(ctx, stages, None if kept is None else kept[1])
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if rank == stage.server:
@@ -284,21 +286,21 @@ class ServerState:
         self.outer_state = None if stage.resets_outer else self.outer_state
 
 
-async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
+async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     """Compute on the model last pulled, push what came of it, wait for the reply; returns the last word. Where
     exchanges are delayed, the next piece of work is computed between a push and its reply."""
-    state.enter(stage, node.rank)
+    state.enter(stage, ctx.rank)
     messages, word, push, pull = rule_of(stage).messages(), GO, stage.tag("push"), stage.tag("pull", state.life)
-    server, in_parts, answer = stage.topology.server_of(stage, node.rank), comes_in_parts(stage), node.recv(pull)
+    server, in_parts, answer = stage.topology.server_of(stage, ctx.rank), comes_in_parts(stage), ctx.recv(pull)
     while word in (GO, LAST):
-        if state.coming is None or await settled(node, stage, state):
-            node.mark(stage.index, state)
-        work, body, loss = await messages.make_push(node, stage, state)
+        if state.coming is None or await settled(ctx, stage, state):
+            ctx.safe_point(stage.index, state)
+        work, body, loss = await messages.make_push(ctx, stage, state)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
-        await node.send(server, push, body, meta)
+        await ctx.send(server, push, body, meta)
         ahead, asked = None, 0.0
         if stage.delayed is not None and not state.last:
-            ahead, asked = await local_work(node, stage, state), node.now
+            ahead, asked = await local_work(ctx, stage, state), ctx.now
         message = await answer
         reply = parsed(Pull, message.meta)
         word = reply.word
@@ -311,71 +313,71 @@ async def worker(node: Node, stage: Stage, state: WorkerState) -> int:
                 state.coming = message.body
             else:
                 state.params = message.body if word == NEXT else messages.apply_pull(stage, state, message.body)
-        seen = message.body is not None and (ahead is None or node.now - asked > AT_ONCE_S)
-        state.pull_s = node.now - message.start_ns / 1e9 if seen else 0.0
-        state.pending = ahead and at_border(node, stage, state, ahead)
+        seen = message.body is not None and (ahead is None or ctx.now - asked > AT_ONCE_S)
+        state.pull_s = ctx.now - message.start_ns / 1e9 if seen else 0.0
+        state.pending = ahead and at_border(ctx, stage, state, ahead)
         state.follow(reply)
         state.last = word == LAST
         if word in (NEXT, STOP):
             if stage.by_priority:
-                await given_up(node, stage, state)
-            await node.drop(stage.tag("back"))  # slices of a model that comes as a whole now, or no more
-            leave(node, stage, word, reply.end_ns)
-        node.round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
+                await given_up(ctx, stage, state)
+            await ctx.discard(stage.tag("back"))  # slices of a model that comes as a whole now, or no more
+            leave(ctx, stage, word, reply.end_ns)
+        ctx.record_round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
         state.round += 1
     return word
 
 
-async def server(node: Node, stage: Stage, state: ServerState) -> int:
+async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
     """Merge and answer until the stage is over, then answer every worker once more; returns the last word.
 
     Before the next stage begins, the work that is under way is waited for and merged; at the end of the run it is not.
     """
     tally, rule, push = state.tally, rule_of(stage), stage.tag("push")
-    state.enter(stage, node.now)
+    state.enter(stage, ctx.now)
     slices = {stage.tag("slice"): taken} if stage.overlap.by_slice or stage.by_priority else {}
     incoming, others, deadline_s = (push, *slices, LOST, JOIN), {**slices, CLOSE: close}, stage.judge.deadline_s
-    endless = node.recv(*incoming) if math.isinf(deadline_s) else None
+    endless = ctx.recv(*incoming) if math.isinf(deadline_s) else None
     while state.newcomers:
-        await admit(node, stage, state, state.newcomers[0])
+        await admit(ctx, stage, state, state.newcomers[0])
     while True:
-        node.mark(stage.index, state)
-        message = state.ahead or await (endless or node.recv(*incoming, before_s=deadline_s))
+        ctx.safe_point(stage.index, state)
+        message = state.ahead or await (endless or ctx.recv(*incoming, before_s=deadline_s))
         state.ahead = None
-        node.ledger.cut()  # nobody asks for the server's rounds, so they are not kept
+        ctx.ledger.cut()  # nobody asks for the server's rounds, so they are not kept
         if message is None:
             state.word, state.reason = STOP, "seconds"
             break
         take_in = on_push if message.tag == push else others.get(message.tag, membership)
-        if await take_in(node, stage, state, message) and stage.judge.take(state, node.now):
-            node.snapshot(state.params, counts=tally.report())
-        word, reason = stop_decision(node, stage, tally)
+        if await take_in(ctx, stage, state, message) and stage.judge.take(state, ctx.now):
+            ctx.snapshot(state.params, counts=tally.report())
+        word, reason = stop_decision(ctx, stage, tally)
         if word == STOP or state.word == GO:
             state.word, state.reason = word, reason
         if state.word == STOP:
             break
         if state.word == NEXT:
-            await flush_pending(node, stage, state)
+            await flush_pending(ctx, stage, state)
             if len(tally.waiting) == tally.present:
                 if state.buffer:
-                    await node.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
+                    await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
                 break
             continue
         if rule.takes_all:
-            state.ahead = await more(node, stage, state, incoming)
+            state.ahead = await more(ctx, stage, state, incoming)
         if state.ahead is None:
             ranks = []
             for rank in sorted(rule.may_proceed(state.rule_state, tally)):
-                if await reply(node, stage, state, rank):
+                if await reply(ctx, stage, state, rank):
                     ranks.append(rank)
             if stage.overlap.pulls:
-                await following(node, stage, ranks, state.params)
-    await drained(node, stage, state)
+                await following(ctx, stage, ranks, state.params)
+    await drained(ctx, stage, state)
     if state.word == STOP:
-        node.mark(stage.index, None)
-    await node.drop(*slices)  # of pushes that are too late
-    await finish_stage(node, stage, state, state.word)
-    record_end(node, stage, tally, state.reason)
+        ctx.safe_point(stage.index, None)
+    await ctx.discard(*slices)  # of pushes that are too late
+    await finish_stage(ctx, stage, state, state.word)
+    record_end(ctx, stage, tally, state.reason)
     return state.word
 
 
@@ -393,11 +395,11 @@ def rule_of(stage: Stage) -> ServerRule:
     return rule
 
 
-async def on_push(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
     """Take in one push; returns whether the model changed."""
     tally, worker, rule = state.tally, message.src, rule_of(stage)
     if stage.messages:
-        message, stage = await put_together(node, stage, message), await after_slices(node, stage, state)
+        message, stage = await put_together(ctx, stage, message), await after_slices(ctx, stage, state)
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
     staleness = tally.version - version
     all_late = staleness > 0 and rule.in_rounds and stage.delayed is not None  # by one round, so that nobody is
@@ -410,37 +412,37 @@ async def on_push(node: Node, stage: Stage, state: ServerState, message: Message
         return False
     if stage.by_priority:
         return counted(stage, state, message)
-    return await rule.messages().apply_push(node, stage, state, message)
+    return await rule.messages().apply_push(ctx, stage, state, message)
 
 
-async def more(node: Node, stage: Stage, state: ServerState, tags: Sequence[Tag]) -> Message | None:
+async def more(ctx: RankContext, stage: Stage, state: ServerState, tags: Sequence[Tag]) -> Message | None:
     """What else has come, where the rule takes in all of it, or comes until what has come is merged."""
     closes_s, deadline_s = rule_of(stage).closes_s(state.rule_state, state.tally), stage.judge.deadline_s
-    message = await node.recv(*tags, before_s=max(node.now, min(closes_s, deadline_s)))
+    message = await ctx.recv(*tags, before_s=max(ctx.now, min(closes_s, deadline_s)))
     due = message is None and -math.inf < closes_s <= deadline_s
-    return Message(node.rank, CLOSE, None, (), int(node.now_ns)) if due else message
+    return Message(ctx.rank, CLOSE, None, (), int(ctx.now_ns)) if due else message
 
 
-async def close(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+async def close(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
     """Merge what has come, however few."""
-    await node.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
+    await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     return True
 
 
-async def merge_push(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+async def merge_push(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
     """Decode an update, fold it in, and let the rule and the planner see it; returns whether the model changed."""
     tally, worker = state.tally, message.src
     steps, samples, loss, version, step_s, pull_s = message.meta
     body = stage.link.arrived(state.ends, worker, message.body)
-    staleness, push_s = tally.version - int(version), node.now - message.start_ns / 1e9
+    staleness, push_s = tally.version - int(version), ctx.now - message.start_ns / 1e9
     push = Push(worker, body, int(steps), int(samples), staleness, loss, step_s, push_s, pull_s)
-    update = await node.compute(partial(apply_merge, stage, state, push), stage.push_share, "apply")
+    update = await ctx.compute(partial(apply_merge, stage, state, push), stage.push_share, "apply")
     if update is not None and not stage.codec.flags.lossless and reports_mean(stage, tally.version - 1):
-        node.show_update(update, of=None, tick=tally.version - 1)
-    tally.now_s = node.now
+        ctx.show_update(update, of=None, tick=tally.version - 1)
+    tally.now_s = ctx.now
     state.rule_state = rule_of(stage).observe(stage, state.rule_state, tally, push)
     if stage.plan.h_preset is not None and stage.planner is not None and stage.planner.follows:
-        replan(node, stage, state, push, stage.planner)
+        replan(ctx, stage, state, push, stage.planner)
     return update is not None
 
 
@@ -473,7 +475,7 @@ def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     return update
 
 
-def replan(node: Node, stage: Stage, state: ServerState, push: Push, planner: Planner) -> None:
+def replan(ctx: RankContext, stage: Stage, state: ServerState, push: Push, planner: Planner) -> None:
     """Let an online planner see this commit and, where it is worth it, change H, ratios and weights from now on, of
     those who are there."""
     payload = stage.payload(state.workers[push.worker].compression_ratio)
@@ -493,10 +495,10 @@ def replan(node: Node, stage: Stage, state: ServerState, push: Push, planner: Pl
         anew = dict(zip(there, assigned(current, rows, resharded=False), strict=True))  # shards are cut at borders only
         state.workers = tuple(anew.get(rank, worker) for rank, worker in enumerate(state.workers))
         ratios = [w.compression_ratio for w in state.workers]
-        node.emit(Replan(node.rank, stage.index, ratios, [w.local_steps for w in state.workers], node.now_ns))
+        ctx.emit(Replan(ctx.rank, stage.index, ratios, [w.local_steps for w in state.workers], ctx.now_ns))
 
 
-async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
+async def reply(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> bool:
     """Go on, on this model; returns whether it is another one than before.
 
     Raises UsageError where the rule lets go who does not wait.
@@ -507,13 +509,13 @@ async def reply(node: Node, stage: Stage, state: ServerState, rank: int) -> bool
         raise UsageError(f"{who}; let its `may_proceed` return some of `tally.waiting`.")
     changed = tally.pulled[rank] != tally.version  # since this worker's last pull
     staleness, late = tally.release(rank)
-    tally.now_s = node.now
+    tally.now_s = ctx.now
     local_steps, ratio, interval_s, batch = assignment_of(stage, state, rank)
-    body = await rule_of(stage).messages().answer(node, stage, state, rank, changed)
+    body = await rule_of(stage).messages().answer(ctx, stage, state, rank, changed)
     body = head(stage, body) if stage.messages and changed else body
     counts = tally.version, tally.steps, tally.samples
     meta = Pull(GO, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
-    await node.send(rank, state.pulls[rank], body, (*meta, *away(stage, tally.gone)) if stage.reshards else meta)
+    await ctx.send(rank, state.pulls[rank], body, (*meta, *away(stage, tally.gone)) if stage.reshards else meta)
     return changed
 
 
@@ -564,13 +566,13 @@ def admission_tag(life: int) -> Tag:
     return "welcome", 0, life
 
 
-async def membership(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+async def membership(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
     """At the server: a worker is lost or has come; returns whether the model changed."""
     if message.tag == LOST:
-        return await lost(node, stage, state, message.src)
+        return await lost(ctx, stage, state, message.src)
     introduced(state, message)
     if state.word != NEXT:
-        await admit(node, stage, state, message.src)
+        await admit(ctx, stage, state, message.src)
     return False
 
 
@@ -581,17 +583,17 @@ def introduced(state: ServerState, message: Message) -> None:
     state.lives[message.src] = int(life)
 
 
-def check_left(node: Node, stage: Stage, rank: int, left: int) -> None:
+def check_left(ctx: RankContext, stage: Stage, rank: int, left: int) -> None:
     """Raises AshlError where too few workers are left without this one; where a run goes on without none, that is but a
     consequence of its loss."""
     if left < stage.min_workers:
         raise AshlError(
-            f"worker {rank} is lost at {node.now:.6g} s and {left} of {stage.num_workers} workers are left, fewer than "
+            f"worker {rank} is lost at {ctx.now:.6g} s and {left} of {stage.num_workers} workers are left, fewer than "
             f"runtime.min_workers={stage.min_workers}: the run ends here"
         ) from (None if stage.elastic else PeerLostError(rank))
 
 
-async def lost(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
+async def lost(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> bool:
     """Go on without a worker; returns whether the model changed, as the round was whole without it. Raises AshlError
     where too few are left."""
     tally, rule = state.tally, rule_of(stage)
@@ -601,8 +603,8 @@ async def lost(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
     tally.lose(rank)
     state.quorum = stage.quorum_of(tally.present)
     state.ends.forget(rank)
-    check_left(node, stage, rank, tally.present + len(state.newcomers))
-    tally.now_s = node.now
+    check_left(ctx, stage, rank, tally.present + len(state.newcomers))
+    tally.now_s = ctx.now
     rule.messages().changed(stage, state, rank)
     if not rule.in_rounds:
         return False
@@ -612,17 +614,17 @@ async def lost(node: Node, stage: Stage, state: ServerState, rank: int) -> bool:
     state.buffer = [push for push in state.buffer if push.worker != rank]
     if not state.buffer or len(state.buffer) < state.quorum:
         return False
-    await node.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
+    await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     return True
 
 
-async def admit(node: Node, stage: Stage, state: ServerState, rank: int) -> None:
+async def admit(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> None:
     """Let a newcomer take part, from this model on."""
     tally = state.tally
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
     tally.join(rank)
     state.quorum, state.pulls[rank] = stage.quorum_of(tally.present), stage.tag("pull", state.lives[rank])
-    tally.now_s = node.now
+    tally.now_s = ctx.now
     messages = rule_of(stage).messages()
     messages.changed(stage, state, rank)
     stage.link.gave(state.ends, rank, state.params)
@@ -632,23 +634,23 @@ async def admit(node: Node, stage: Stage, state: ServerState, rank: int) -> None
     pushed = rounds + len(held), done + sum(held)
     admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *what)
     body = messages.admission_payload(stage, state)
-    await node.send(rank, admission_tag(state.lives[rank]), body, (*admission, *away(stage, tally.gone)))
+    await ctx.send(rank, admission_tag(state.lives[rank]), body, (*admission, *away(stage, tally.gone)))
     if rows is not None:
-        await node.send(rank, PLANNED, rows)
+        await ctx.send(rank, PLANNED, rows)
 
 
-async def reject_late_joins(node: Node, state: ServerState, end_ns: int) -> None:
+async def reject_late_joins(ctx: RankContext, state: ServerState, end_ns: int) -> None:
     """At the server, once nobody else is to be answered: whoever has come, or comes, learns that the run is over."""
     while True:
         for rank in state.newcomers:
-            await node.send(rank, admission_tag(state.lives[rank]), None, Admission(STOP, end_ns))
+            await ctx.send(rank, admission_tag(state.lives[rank]), None, Admission(STOP, end_ns))
         state.newcomers = ()
-        message = await node.recv(JOIN, LOST)
+        message = await ctx.recv(JOIN, LOST)
         if message.tag == JOIN:
             introduced(state, message)
 
 
-async def gather(node: Node, stages: Sequence[Stage], index: int, state: ServerState) -> tuple[int, ServerState]:
+async def gather(ctx: RankContext, stages: Sequence[Stage], index: int, state: ServerState) -> tuple[int, ServerState]:
     """At the server, from a checkpoint: nothing is on its way, and all workers come anew."""
     stage, tally, heard = stages[index], state.tally, set[int]()
     state.newcomers, state.flush_requested, state.ahead, state.buffer = (), (), None, []
@@ -657,33 +659,35 @@ async def gather(node: Node, stages: Sequence[Stage], index: int, state: ServerS
         if rank in tally.waiting:
             tally.answer(rank)
     while len(heard) < stage.num_workers:
-        message = await node.recv(JOIN, LOST)
+        message = await ctx.recv(JOIN, LOST)
         heard.add(message.src)
         if message.tag == LOST:
-            await lost(node, stage, state, message.src)
+            await lost(ctx, stage, state, message.src)
         else:
             introduced(state, message)
     return index, state
 
 
-async def join(node: Node, stages: Sequence[Stage], kept: WorkerState | None = None) -> tuple[int, WorkerState] | None:
+async def join(
+    ctx: RankContext, stages: Sequence[Stage], kept: WorkerState | None = None
+) -> tuple[int, WorkerState] | None:
     """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
     is over. `kept`: what it was in a checkpoint."""
-    life = int(float(node.now_ns))
-    await node.send(stages[0].server, JOIN, None, (life,))
-    message = await node.recv(admission_tag(life))
+    life = int(float(ctx.now_ns))
+    await ctx.send(stages[0].server, JOIN, None, (life,))
+    message = await ctx.recv(admission_tag(life))
     admission = parsed(Admission, message.meta)
     if admission.word == STOP:
-        node.ledger.close(admission.end_ns)
+        ctx.ledger.close(admission.end_ns)
         return None
     params, moments = stages[0].trainer.init()
     state = WorkerState(params, moments if kept is None else kept.moments)
     state.steps, state.samples = admission.steps, admission.samples
     if admission.planned:
-        state.assigned = admission.planned, (await node.recv(PLANNED)).body
+        state.assigned = admission.planned, (await ctx.recv(PLANNED)).body
         stages = reassigned(stages, *state.assigned)
     stage, state.life, state.away = stages[admission.stage], life, as_members(message.meta[ADMISSION_FIELDS:])
-    state.enter(stage, node.rank)
+    state.enter(stage, ctx.rank)
     if kept is not None:
         state.ends, state.moments = stage.taken_up(kept.ends, state.samples), kept.moments
     if message.body is not None:
@@ -699,19 +703,21 @@ async def join(node: Node, stages: Sequence[Stage], kept: WorkerState | None = N
 # How a parameter server ends a stage: what is under way is called in or dropped, and every worker is answered.
 
 
-async def flush_pending(node: Node, stage: Stage, state: ServerState) -> None:
+async def flush_pending(ctx: RankContext, stage: Stage, state: ServerState) -> None:
     """Delayed: who waits has computed something meanwhile; each is asked once to hand that in, and computes no more."""
     tally = state.tally
     applied = (tally.version, tally.steps, tally.samples)
     for rank in sorted(set(tally.waiting) - set(state.flush_requested)) if stage.delayed else ():
         state.flush_requested += (rank,)
         staleness, late = tally.answer(rank)
-        await node.send(rank, state.pulls[rank], None, Pull(LAST, *applied, staleness, late, 0))
+        await ctx.send(rank, state.pulls[rank], None, Pull(LAST, *applied, staleness, late, 0))
 
 
-async def finish_stage(node: Node, stage: Stage, state: ServerState, word: int, end_ns: int | None = None) -> None:
+async def finish_stage(
+    ctx: RankContext, stage: Stage, state: ServerState, word: int, end_ns: int | None = None
+) -> None:
     """Tell every worker that the stage ended now, or then. What came before and was not merged is dropped."""
-    tally, end_ns = state.tally, within(stage, node.now_ns) if end_ns is None else end_ns
+    tally, end_ns = state.tally, within(stage, ctx.now_ns) if end_ns is None else end_ns
     tally.end_ns, applied = end_ns, (tally.version, tally.steps, tally.samples)
     unmerged = {push.worker for push in state.buffer}
     for push in state.buffer:
@@ -722,23 +728,23 @@ async def finish_stage(node: Node, stage: Stage, state: ServerState, word: int, 
         staleness, late = tally.answer(rank)
         stage.link.gave(state.ends, rank, state.params)
         meta = (*Pull(word, *applied, staleness, late or rank in unmerged, end_ns), *away(stage, tally.gone))
-        await node.send(rank, state.pulls[rank], state.params if word == NEXT else None, meta)
+        await ctx.send(rank, state.pulls[rank], state.params if word == NEXT else None, meta)
     while working:
-        message = await node.recv(stage.tag("push"), LOST, JOIN)
+        message = await ctx.recv(stage.tag("push"), LOST, JOIN)
         if message.tag == JOIN:
             introduced(state, message)
             continue
         working.discard(message.src)
         if message.tag == LOST:
             continue
-        message = await put_together(node, stage, message) if stage.messages else message
+        message = await put_together(ctx, stage, message) if stage.messages else message
         if message.start_ns <= end_ns:
             tally.drop(message.src, int(message.meta[0]), of_ending(word))
-        await node.send(message.src, state.pulls[message.src], None, Pull(word, *applied, 0, True, end_ns))
+        await ctx.send(message.src, state.pulls[message.src], None, Pull(word, *applied, 0, True, end_ns))
     if word == STOP:
-        if stage.joins and node.rank == stage.server:
-            node.spawn(reject_late_joins(node, state, end_ns))
-        node.ledger.close(end_ns)
+        if stage.joins and ctx.rank == stage.server:
+            ctx.spawn(reject_late_joins(ctx, state, end_ns))
+        ctx.ledger.close(end_ns)
 
 
 # --- messages in parts ------------------------------------------------------------------------------------------------
@@ -755,12 +761,12 @@ async def finish_stage(node: Node, stage: Stage, state: ServerState, word: int, 
 # `ashl.overlap`'s to say.
 
 
-async def sliced(node: Node, stage: Stage, state: WorkerState) -> Work:
+async def sliced(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     """One gradient, whose last slice is the body; the others are on their way. At its end a model that came in parts is
     there as a whole."""
     if stage.by_priority:
-        return await step_by_priority(node, stage, state)
-    start, tags = node.now, [tag for _, tag in stage.ready]
+        return await step_by_priority(ctx, stage, state)
+    start, tags = ctx.now, [tag for _, tag in stage.ready]
     step, span = draw(state)
     needs = () if state.coming is None else tuple((stage.messages[k].needed, tag) for k, tag in groups(stage))
     came = [state.coming]  # the first layers first
@@ -772,35 +778,35 @@ async def sliced(node: Node, stage: Stage, state: WorkerState) -> Work:
             return came[k]
 
         model = Pieces(stage.slices[::-1], taken) if needs else state.params
-        return stage.trainer.gradient_in_parts(model, node.rank, step, span, stage.slices, hand_out)
+        return stage.trainer.gradient_in_parts(model, ctx.rank, step, span, stage.slices, hand_out)
 
     others = None
     if stage.overlap.by_slice:
-        others = node.spawn(push_slices(node, stage, state.batch))
+        others = ctx.spawn(push_slices(ctx, stage, state.batch))
     elif tags[:-1]:
-        others = node.spawn(forwarded(node, stage.server, tags[:-1]))
-    loss = await node.compute(work, work=state.batch, parts=stage.ready, needs=needs)
+        others = ctx.spawn(forwarded(ctx, stage.server, tags[:-1]))
+    loss = await ctx.compute(work, work=state.batch, parts=stage.ready, needs=needs)
     if needs:
         state.params, state.coming = together(came), None
-    step_s = node.now - start
-    body = None if others is None else await node.join(others)
+    step_s = ctx.now - start
+    body = None if others is None else await ctx.join(others)
     if not stage.overlap.by_slice:
-        body = (await node.recv(tags[-1])).body
+        body = (await ctx.recv(tags[-1])).body
     return Work(body, loss, 1, state.batch, step_s, state.version)
 
 
-async def forwarded(node: Node, server: int, tags: Sequence[Tag]) -> None:
+async def forwarded(ctx: RankContext, server: int, tags: Sequence[Tag]) -> None:
     """To the server, each part as it is ready."""
     for tag in tags:
-        part = await node.recv(tag, src=node.rank)
-        await node.send(server, tag, part.body)
+        part = await ctx.recv(tag, src=ctx.rank)
+        await ctx.send(server, tag, part.body)
 
 
-async def put_together(node: Node, stage: Stage, push: Message) -> Message:
+async def put_together(ctx: RankContext, stage: Stage, push: Message) -> Message:
     """At the server: a push with the slices that left before it; it began when the first of them did."""
     if stage.overlap.by_slice or stage.by_priority:  # they have been taken in one by one
         return push
-    before = [await node.recv(tag, src=push.src) for _, tag in stage.ready[:-1]]
+    before = [await ctx.recv(tag, src=push.src) for _, tag in stage.ready[:-1]]
     parts = (push, *reversed(before))  # the first layers first
     return push._replace(body=together([part.body for part in parts]), start_ns=min(part.start_ns for part in parts))
 
@@ -827,26 +833,26 @@ def head(stage: Stage, model: Any) -> Any:
     return piece(model, stage.messages[-1].start, stage.messages[-1].stop)
 
 
-async def following(node: Node, stage: Stage, ranks: Sequence[int], model: Any) -> None:
+async def following(ctx: RankContext, stage: Stage, ranks: Sequence[int], model: Any) -> None:
     """At the server: the rest of the model, to these workers in turn, but for slices that have gone."""
     if stage.overlap.by_slice:
         return
     for k, tag in groups(stage):
         body = piece(model, stage.messages[k].start, stage.messages[k].stop)
         for rank in ranks:
-            await node.send(rank, tag, body)
+            await ctx.send(rank, tag, body)
 
 
-async def settled(node: Node, stage: Stage, state: WorkerState) -> bool:
+async def settled(ctx: RankContext, stage: Stage, state: WorkerState) -> bool:
     """Whether nothing is on its way to this worker: a checkpoint has it come first, and slices are all there."""
     if stage.overlap.by_slice:
-        state.params = await pulled(node, stage, state.coming)
-    elif not node.wants_mark:
+        state.params = await pulled(ctx, stage, state.coming)
+    elif not ctx.safe_point_wanted:
         return False
     elif stage.by_priority:
-        await flush_by_priority(node, stage, state)
+        await flush_by_priority(ctx, stage, state)
     else:
-        state.params = together([state.coming, *[(await node.recv(tag)).body for _, tag in groups(stage)]])
+        state.params = together([state.coming, *[(await ctx.recv(tag)).body for _, tag in groups(stage)]])
     state.coming = None
     return True
 
@@ -877,24 +883,24 @@ def last(stage: Stage) -> Stage:
 # --- at a worker
 
 
-async def push_slices(node: Node, stage: Stage, samples: int) -> Any:
+async def push_slices(ctx: RankContext, stage: Stage, samples: int) -> Any:
     """To the server, each slice as it is ready, but the last one, which is returned."""
     number, up, count = 0, stage.tag("slice"), len(stage.once(slices))
     for message, (_, tag) in zip(stage.messages, stage.ready, strict=True):
-        part = (await node.recv(tag, src=node.rank)).body
+        part = (await ctx.recv(tag, src=ctx.rank)).body
         for start, stop in stage.overlap.cuts(message):
             body, number = piece(part, start, stop), number + 1
             if number < count:
-                await node.send(stage.server, up, body, (number - 1, samples))
+                await ctx.send(stage.server, up, body, (number - 1, samples))
     return body
 
 
-async def pulled(node: Node, stage: Stage, body: Any) -> Any:
+async def pulled(ctx: RankContext, stage: Stage, body: Any) -> Any:
     """The model, of which the last slice came with the reply."""
     places, back = stage.once(slices), stage.tag("back")
     came = {places[-1]: body}
     for _ in places[1:]:
-        message = await node.recv(back)
+        message = await ctx.recv(back)
         came[places[int(message.meta[0])]] = message.body
     return together([came[place] for place in sorted(came)])
 
@@ -902,30 +908,30 @@ async def pulled(node: Node, stage: Stage, body: Any) -> Any:
 # --- at the server
 
 
-async def taken(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+async def taken(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
     """Take in one slice, and send it back where it has come from all; returns whether the model is another one, which
     it is with the last alone."""
     number, samples = map(int, message.meta)
     if stage.by_priority:
-        await node.send(message.src, stage.tag("had"), None, (number,))
+        await ctx.send(message.src, stage.tag("had"), None, (number,))
     start, stop = stage.once(slices)[number]
     push = Push(message.src, message.body, 1, samples, 0, math.nan, 0.0, 0.0, 0.0)
     share = (stop - start) / stage.trainer.num_params
-    await node.compute(partial(merge_slice, stage, state, number, push), work=share, kind="apply")
+    await ctx.compute(partial(merge_slice, stage, state, number, push), work=share, kind="apply")
     if number in state.made:
         body = state.made[number][1]
         for rank in stage.workers:
-            await node.send(rank, stage.tag("back"), body, (number,))
+            await ctx.send(rank, stage.tag("back"), body, (number,))
     return stage.by_priority and whole(stage, state)
 
 
-async def after_slices(node: Node, stage: Stage, state: ServerState) -> Stage:
+async def after_slices(ctx: RankContext, stage: Stage, state: ServerState) -> Stage:
     """The stage as it is for a push that comes after its slices. Before the last one of a round is merged all of them
     are there: a link that became faster may have let it overtake one."""
     if not stage.overlap.by_slice:
         return stage
     while len(state.buffer) + 1 == state.quorum and len(state.made) + 1 < len(stage.once(slices)):
-        await taken(node, stage, state, await node.recv(stage.tag("slice")))
+        await taken(ctx, stage, state, await ctx.recv(stage.tag("slice")))
     return stage.once(last)
 
 
@@ -997,9 +1003,9 @@ def numbers(stage: Stage) -> list[range]:
 # --- at a worker
 
 
-async def step_by_priority(node: Node, stage: Stage, state: WorkerState) -> Work:
+async def step_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     """One gradient, whose slices go by themselves; `state.coming` is the task that has to do with them."""
-    start, (number, span), came = node.now, draw(state), list[Any]()
+    start, (number, span), came = ctx.now, draw(state), list[Any]()
     groups = [(message.needed, stage.tag("group", k)) for k, message in enumerate(stage.messages)]
     needs = () if state.coming is None else tuple(reversed(groups))
 
@@ -1010,31 +1016,31 @@ async def step_by_priority(node: Node, stage: Stage, state: WorkerState) -> Work
             return came[k]
 
         model = Pieces(stage.slices[::-1], first) if needs else state.params
-        return stage.trainer.gradient_in_parts(model, node.rank, number, span, stage.slices, hand_out)
+        return stage.trainer.gradient_in_parts(model, ctx.rank, number, span, stage.slices, hand_out)
 
-    state.coming = node.spawn(exchange_by_priority(node, stage, state.batch, state.coming))
-    loss = await node.compute(work, work=state.batch, parts=stage.ready, needs=needs)
+    state.coming = ctx.spawn(exchange_by_priority(ctx, stage, state.batch, state.coming))
+    loss = await ctx.compute(work, work=state.batch, parts=stage.ready, needs=needs)
     if needs:
         state.params = together(came)
-    return Work(None, loss, 1, state.batch, node.now - start, state.version)
+    return Work(None, loss, 1, state.batch, ctx.now - start, state.version)
 
 
-async def exchange_by_priority(node: Node, stage: Stage, samples: int, before: Any) -> None:
+async def exchange_by_priority(ctx: RankContext, stage: Stage, samples: int, before: Any) -> None:
     """The slices of one gradient on their way up, and those of the model, message by message, to the forward pass."""
     if before is not None:
-        await node.join(before)
+        await ctx.join(before)
     parts, had, back = [tag for _, tag in stage.ready], stage.tag("had"), stage.tag("back")
     places, of = stage.once(slices), stage.once(numbers)
     waiting, came, held = list[tuple[int, int, Any]](), dict[int, Any](), 0
     while held or len(came) < len(places):
-        message = await node.recv(*parts, had, back)
+        message = await ctx.recv(*parts, had, back)
         if message.tag == had:
             held -= 1
         elif message.tag == back:
             came[int(message.meta[0])] = message.body
             k = next(k for k, own in enumerate(of) if int(message.meta[0]) in own)
             if all(number in came for number in of[k]):
-                await node.send(node.rank, stage.tag("group", k), together([came[number] for number in of[k]]))
+                await ctx.send(ctx.rank, stage.tag("group", k), together([came[number] for number in of[k]]))
         else:
             k = parts.index(message.tag)
             for number, (start, stop) in zip(of[k], stage.overlap.cuts(stage.messages[k]), strict=True):
@@ -1042,25 +1048,25 @@ async def exchange_by_priority(node: Node, stage: Stage, samples: int, before: A
         while waiting and held < stage.overlap.most_committed:
             _, number, body = heappop(waiting)
             held += 1
-            await node.send(stage.server, stage.tag("slice"), body, (number, samples))
+            await ctx.send(stage.server, stage.tag("slice"), body, (number, samples))
 
 
-async def flush_by_priority(node: Node, stage: Stage, state: WorkerState) -> None:
+async def flush_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
     """Everything is in, and the model is no longer on its way to a forward pass."""
-    await node.join(state.coming)
+    await ctx.join(state.coming)
     state.params = together(
-        [(await node.recv(stage.tag("group", k))).body for k in reversed(range(len(stage.messages)))]
+        [(await ctx.recv(stage.tag("group", k))).body for k in reversed(range(len(stage.messages)))]
     )
     state.coming = None
 
 
-async def given_up(node: Node, stage: Stage, state: WorkerState) -> None:
+async def given_up(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
     """Nobody waits for slices any more."""
     if state.coming is not None:
-        await node.cancel(state.coming)
+        await ctx.cancel(state.coming)
         state.coming = None
     groups = (stage.tag("group", k) for k in range(len(stage.messages)))
-    await node.drop(*groups, *(tag for _, tag in stage.ready), stage.tag("had"))
+    await ctx.discard(*groups, *(tag for _, tag in stage.ready), stage.tag("had"))
 
 
 # --- at the server
@@ -1081,10 +1087,10 @@ def counted(stage: Stage, state: ServerState, message: Message) -> bool:
     return whole(stage, state)
 
 
-async def drained(node: Node, stage: Stage, state: ServerState) -> None:
+async def drained(ctx: RankContext, stage: Stage, state: ServerState) -> None:
     """What is counted is in the model."""
     while state.counted:
-        await taken(node, stage, state, await node.recv(stage.tag("slice")))
+        await taken(ctx, stage, state, await ctx.recv(stage.tag("slice")))
 
 
 # --- one fragment of the model at a time ------------------------------------------------------------------------------
@@ -1101,24 +1107,24 @@ async def drained(node: Node, stage: Stage, state: ServerState) -> None:
 # ours.
 
 
-async def run_fragments(node: Node, stage: Stage, state: WorkerState) -> int:
+async def run_fragments(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     """Push a fragment, take the first of the next steps meanwhile, mix in what comes back, take the others; returns
     the last word."""
-    state.enter(stage, node.rank)
-    overlap, word, push, answer = stage.delayed, GO, stage.tag("push"), node.recv(stage.tag("pull"))
+    state.enter(stage, ctx.rank)
+    overlap, word, push, answer = stage.delayed, GO, stage.tag("push"), ctx.recv(stage.tag("pull"))
     assert isinstance(overlap, Fragmented)
     while word == GO:
-        node.mark(stage.index, state)
+        ctx.safe_point(stage.index, state)
         if state.pending is None:
-            await finish_piece(node, stage, state, None, state.local_steps)
+            await finish_piece(ctx, stage, state, None, state.local_steps)
         work = state.pending
         part, fragment, held = fragment_state(stage, state, state.version)
-        body, loss = await encoded(node, part, held, work)
+        body, loss = await encoded(ctx, part, held, work)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
-        await node.send(stage.server, push, body, meta)
+        await ctx.send(stage.server, push, body, meta)
         total = state.local_steps
         beside = overlap.beside(total) if state.rest is None or state.rest[0] > 0 else 0
-        ahead, asked = await steps(node, stage, state, beside) if beside else None, node.now
+        ahead, asked = await steps(ctx, stage, state, beside) if beside else None, ctx.now
         message = await answer
         reply = parsed(Pull, message.meta)
         word = reply.word
@@ -1128,37 +1134,37 @@ async def run_fragments(node: Node, stage: Stage, state: WorkerState) -> int:
             if state.start is not None:
                 mixed = overlap.mixed(fragment.of(state.start), landed, held.params + work.body)
                 state.start = fragment.put(state.start, mixed)
-        seen = ahead is None or node.now - asked > AT_ONCE_S
-        state.pull_s = node.now - message.start_ns / 1e9 if seen else 0.0
+        seen = ahead is None or ctx.now - asked > AT_ONCE_S
+        state.pull_s = ctx.now - message.start_ns / 1e9 if seen else 0.0
         state.follow(reply)
         if word != GO:
-            leave(node, stage, word, reply.end_ns)
-        node.round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
+            leave(ctx, stage, word, reply.end_ns)
+        ctx.record_round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
         state.round += 1
         if word == GO:
             after = state.local_steps  # of the piece after the one that is under way
-            await finish_piece(node, stage, state, ahead, total - beside)
+            await finish_piece(ctx, stage, state, ahead, total - beside)
             state.local_steps = after
     return word
 
 
-async def merge_fragment_push(node: Node, stage: Stage, state: ServerState, message: Message) -> bool:
+async def merge_fragment_push(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
     """At the server: a push of the fragment whose turn it is; whether the model changed."""
     model, ends, outers = state.params, state.ends, [*(state.outer_state or len(stage.fragments) * (None,))]
     k = state.version % len(stage.fragments)
     part, fragment, held = fragment_state(stage, state, state.version)
     state.params, state.outer_state, state.ends = held.params, outers[k], held.ends
-    changed = await merge_push(node, part, state, message)
+    changed = await merge_push(ctx, part, state, message)
     outers[k] = state.outer_state
     state.params = fragment.put(model, state.params) if changed else model
     state.outer_state, state.ends = tuple(outers), ends
     return changed
 
 
-async def answer_fragment(node: Node, stage: Stage, state: ServerState, rank: int) -> Any:
+async def answer_fragment(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> Any:
     """... and what goes back: the fragment that was merged last."""
     part, _, held = fragment_state(stage, state, state.version - 1)
-    return await rule_of(stage).messages().answer(node, part, held, rank, True)
+    return await rule_of(stage).messages().answer(ctx, part, held, rank, True)
 
 
 def fragment_state(stage: Stage, state: Any, version: int) -> tuple[Stage, Fragment, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ashl.option import Count, option
 from ashl.runtime.effects import JOIN, LOST, Broken, Message, Tag
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import FAULT_TOLERANT, GO, STOP, Loop, Members, Network, Rule, Stage, Topology
 from ashl.stage.tally import FAILURE, RUN_END, Tally
 from ashl.topology import group_generator as generator
@@ -61,22 +61,22 @@ class PartialAllReduce(Topology):
         """What averaging in the largest possible group takes: all workers."""
         return network.all_reduce_ns(stage.workers, stage.trainer.dense_bytes, 0)
 
-    def begin(self, node: Node, stage: Stage) -> Replica | MakerState:
-        if node.rank == stage.home:
+    def begin(self, ctx: RankContext, stage: Stage) -> Replica | MakerState:
+        if ctx.rank == stage.home:
             n = stage.num_workers
             tally = Tally(n, groups=[0] * n, conflicts=0)
             return MakerState(tally, groups=generator.opened(self.nodes(stage), stage.seed), last=[-1] * n)
         return Replica(*stage.trainer.init())
 
     async def join(
-        self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
+        self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Replica | MakerState] | None:
         if kept is None:
-            return await join(node, stages, Replica(*stages[0].trainer.init()))
+            return await join(ctx, stages, Replica(*stages[0].trainer.init()))
         index, state = kept
-        if node.rank == stages[0].home:
-            return await gather(node, stages, index, state)
-        return await join(node, stages, state, kept=True)
+        if ctx.rank == stages[0].home:
+            return await gather(ctx, stages, index, state)
+        return await join(ctx, stages, state, kept=True)
 
     def nodes(self, stage: Stage) -> tuple[int, ...]:
         """The machine of each worker."""
@@ -149,53 +149,53 @@ class GroupReply(NamedTuple):
 HEAD = len(GroupReply._fields)
 
 
-async def worker(node: Node, stage: Stage, state: Replica) -> int:
+async def worker(ctx: RankContext, stage: Stage, state: Replica) -> int:
     """Compute on its own model, average with whom the coordinator names, go on; returns the last word."""
-    state.enter(stage, node.rank)
+    state.enter(stage, ctx.rank)
     word = GO
     while word == GO:
-        node.mark(stage.index, state)
-        work = await local_work(node, stage, state)
-        reply, members = await meet(node, stage, state, work)
+        ctx.safe_point(stage.index, state)
+        work = await local_work(ctx, stage, state)
+        reply, members = await meet(ctx, stage, state, work)
         word = int(reply.word)
         if word != GO:
-            leave(node, stage, word, int(reply.end_ns))
+            leave(ctx, stage, word, int(reply.end_ns))
         how = (work.steps, int(reply.staleness))
-        node.round(stage.index, state.round, *how, dropped=word == STOP, loss=work.loss, group=list(members))
+        ctx.record_round(stage.index, state.round, *how, dropped=word == STOP, loss=work.loss, group=list(members))
         state.round += 1
     return word
 
 
-async def meet(node: Node, stage: Stage, state: Replica, work: Work) -> tuple[GroupReply, Members]:
+async def meet(ctx: RankContext, stage: Stage, state: Replica, work: Work) -> tuple[GroupReply, Members]:
     """Ask for a group and average in it. Once the stage is over, the worker takes part in all that is still in its
     buffer, as others may wait for it there: under NEXT its work is part of the first of these, under STOP of none."""
     body, meta, met = work.body, (work.steps, work.samples, work.loss), None
     while True:
-        await node.send(stage.home, stage.tag("ask"), meta=meta)
-        message = await node.recv(stage.tag("group", state.life), src=stage.home)
+        await ctx.send(stage.home, stage.tag("ask"), meta=meta)
+        message = await ctx.recv(stage.tag("group", state.life), src=stage.home)
         reply = GroupReply(*message.meta[:HEAD])
         numbers, gone = message.meta[HEAD : HEAD + int(reply.size)], message.meta[HEAD + int(reply.size) :]
         members, state.away = as_members(numbers), as_members(gone)
         body, met = None if reply.word == STOP else body, met or members
         team = Team(members, int(reply.epoch), lives_in(message))
-        result = await averaged(node, state.params, body, team, bool(reply.common))
+        result = await averaged(ctx, state.params, body, team, bool(reply.common))
         while result.__class__ is Broken:
-            team = await anew(node, stage, reply.group)
-            result = await averaged(node, state.params, body, team, bool(reply.common))
+            team = await anew(ctx, stage, reply.group)
+            result = await averaged(ctx, state.params, body, team, bool(reply.common))
         state.params, state.samples = result, int(reply.samples)
         if reply.joiner >= 0:
-            await node.send(int(reply.joiner), model_for(int(reply.life)), state.params)
-        if len(members) > 1 and (node.rank == members[0] or stage.elastic):
-            await node.send(stage.home, stage.tag("done"), meta=(reply.group,))
+            await ctx.send(int(reply.joiner), model_for(int(reply.life)), state.params)
+        if len(members) > 1 and (ctx.rank == members[0] or stage.elastic):
+            await ctx.send(stage.home, stage.tag("done"), meta=(reply.group,))
         while reply.word == GO and state.tick < reply.tick:  # its model now is what it was at each of them
             state.tick += 1
-            node.snapshot(state.params, tick=state.tick)
+            ctx.snapshot(state.params, tick=state.tick)
         if reply.word == GO or not members:
             return reply, met
         body, meta = None, (0, 0, 0.0)
 
 
-async def averaged(node: Node, params: Any, body: Any, team: Team, common: bool) -> Any:
+async def averaged(ctx: RankContext, params: Any, body: Any, team: Team, common: bool) -> Any:
     """(1/g)·Σ_j (x_j + Δ_j), summed in rank order; `Broken` where a member is lost. Members who share x exchange Δ
     alone: that is the sum of all-reduce, to the last bit."""
     mine = params if body is None else params + body
@@ -203,38 +203,38 @@ async def averaged(node: Node, params: Any, body: Any, team: Team, common: bool)
     if len(members) < 2:
         return mine
     if not common:
-        return await node.all_reduce(mine * (1 / len(members)), members, epoch=epoch, lives=lives)
-    total = await node.all_reduce(body * (1 / len(members)), members, epoch=epoch, lives=lives)
+        return await ctx.all_reduce(mine * (1 / len(members)), members, epoch=epoch, lives=lives)
+    total = await ctx.all_reduce(body * (1 / len(members)), members, epoch=epoch, lives=lives)
     return total if total.__class__ is Broken else params + total
 
 
-async def coordinator(node: Node, stage: Stage, state: MakerState) -> int:
+async def coordinator(ctx: RankContext, stage: Stage, state: MakerState) -> int:
     """Make groups until the stage is over, then serve those that were made; returns the last word."""
     tally, rule = state.tally, rule_in(stage)
-    state.enter(stage, node.now)
+    state.enter(stage, ctx.now)
     deadline_s, reason, ahead = stage.judge.deadline_s, None, None
     while state.word == GO:
-        node.mark(stage.index, state)
+        ctx.safe_point(stage.index, state)
         wakes = rule.wakes(state.groups)
         before_s = deadline_s if wakes is None else min(deadline_s, wakes / 1e9)
-        message = await node.recv(*heard_by(stage), before_s=before_s)
-        node.ledger.cut()  # nobody asks for the coordinator's rounds, so they are not kept
+        message = await ctx.recv(*heard_by(stage), before_s=before_s)
+        ctx.ledger.cut()  # nobody asks for the coordinator's rounds, so they are not kept
         if message is None and before_s == deadline_s:
             state.word, reason = STOP, "seconds"
             break
-        hear(node, stage, state, message)
-        state.word, reason = stop_decision(node, stage, tally)
+        hear(ctx, stage, state, message)
+        state.word, reason = stop_decision(ctx, stage, tally)
         if state.word != GO:
             ahead = message  # judged before anybody may go on
             break
-        await take_in(node, stage, state, message)
-        state.word, reason = stop_decision(node, stage, tally)
+        await take_in(ctx, stage, state, message)
+        state.word, reason = stop_decision(ctx, stage, tally)
     if state.word == STOP:
-        node.mark(stage.index, None)
-    await drain(node, stage, state, ahead)
-    record_end(node, stage, tally, reason)
+        ctx.safe_point(stage.index, None)
+    await drain(ctx, stage, state, ahead)
+    record_end(ctx, stage, tally, reason)
     if state.word == STOP:
-        node.ledger.close(tally.end_ns)
+        ctx.ledger.close(tally.end_ns)
     return state.word
 
 
@@ -243,24 +243,24 @@ def heard_by(stage: Stage) -> tuple[Tag, ...]:
     return stage.tag("done"), stage.tag("ask"), stage.tag("again"), LOST, JOIN
 
 
-def hear(node: Node, stage: Stage, state: MakerState, message: Message | None) -> None:
+def hear(ctx: RankContext, stage: Stage, state: MakerState, message: Message | None) -> None:
     """Note the loss of a worker that asks, or count a group that is done."""
     tally = state.tally
     if message is not None and message.tag[0] == "ask":
         tally.observe(message.src, tally.fastest - tally.clocks[message.src], message.meta[2])
     elif message is not None and message.tag[0] == "done":
-        count(node, stage, state, int(message.meta[0]))
+        count(ctx, stage, state, int(message.meta[0]))
 
 
-async def take_in(node: Node, stage: Stage, state: MakerState, message: Message | None) -> None:
+async def take_in(ctx: RankContext, stage: Stage, state: MakerState, message: Message | None) -> None:
     """A worker asks, a group is done, or (None) a moment has come that the scheduler waited for."""
-    now_ns, rule = node.now_ns, rule_in(stage)
+    now_ns, rule = ctx.now_ns, rule_in(stage)
     if message is None:
         started = generator.woken(state.groups, rule, now_ns)
     elif message.tag in (LOST, JOIN):
-        started = await changed(node, stage, state, message)
+        started = await changed(ctx, stage, state, message)
     elif message.tag[0] != "ask" and not reported(state, message):
-        started = await settled(node, stage, state, int(message.meta[0]))
+        started = await settled(ctx, stage, state, int(message.meta[0]))
     elif message.tag[0] != "ask":
         started = []
     else:
@@ -270,16 +270,16 @@ async def take_in(node: Node, stage: Stage, state: MakerState, message: Message 
     for group in started:  # grows while it is read
         work = [state.asked.pop(member) for member in group.members]
         state.running[group.id] = (group, [] if state.word == STOP else work)
-        await begin(node, stage, state, group, work)
+        await begin(ctx, stage, state, group, work)
         if stage.elastic and len(group.members) > 1:
             state.yet[group.id], state.broken[group.id] = set(group.members), set()
         if len(group.members) == 1:  # nobody to wait for
-            count(node, stage, state, group.id)
+            count(ctx, stage, state, group.id)
             del state.running[group.id]
             started += generator.done(state.groups, rule, group, now_ns)
 
 
-async def begin(node: Node, stage: Stage, state: MakerState, group: Group, work: Sequence[Done]) -> None:
+async def begin(ctx: RankContext, stage: Stage, state: MakerState, group: Group, work: Sequence[Done]) -> None:
     """Tell the members, who have all come with this work, who they are."""
     tally = state.tally
     fresh = state.word != STOP and all(steps for steps, _ in work)
@@ -292,21 +292,21 @@ async def begin(node: Node, stage: Stage, state: MakerState, group: Group, work:
         of = (state.word, group.id, applied, behind, common, state.ticks, tally.end_ns, state.losses)
         reply = GroupReply(*of, size=len(numbers))
         if state.donor_of and state.word == GO:
-            reply = await assign_joiner(node, stage, state, member, reply)
+            reply = await assign_joiner(ctx, stage, state, member, reply)
         tag = stage.tag("group", state.lives.get(member, 0))
-        await node.send(member, tag, lives_of(state, group.members), (*reply, *numbers, *gone))
+        await ctx.send(member, tag, lives_of(state, group.members), (*reply, *numbers, *gone))
 
 
-def count(node: Node, stage: Stage, state: MakerState, number: int) -> None:
+def count(ctx: RankContext, stage: Stage, state: MakerState, number: int) -> None:
     """What the members of this group had computed is now part of their models."""
     group, work = state.running[number]
     if not work:  # counted already, or dropped
         return
     state.running[number] = (group, [])
-    commit(node, stage, state, group.members, work)
+    commit(ctx, stage, state, group.members, work)
 
 
-def commit(node: Node, stage: Stage, state: MakerState, members: Members, work: Sequence[Done]) -> None:
+def commit(ctx: RankContext, stage: Stage, state: MakerState, members: Members, work: Sequence[Done]) -> None:
     """These workers have averaged, each with its own work; one alone has merged its own."""
     tally = state.tally
     assert tally.groups is not None
@@ -316,12 +316,12 @@ def commit(node: Node, stage: Stage, state: MakerState, members: Members, work: 
         if steps:  # else it averages once more, with work that was counted before
             tally.commit(member, steps, samples)
             tally.groups[member] += len(members) > 1
-    if stage.judge.take(state, node.now):
+    if stage.judge.take(state, ctx.now):
         state.ticks += 1
-        node.snapshot(None, tick=state.ticks, counts=tally.report(), without=tally.gone)
+        ctx.snapshot(None, tick=state.ticks, counts=tally.report(), without=tally.gone)
 
 
-async def drain(node: Node, stage: Stage, state: MakerState, message: Message | None) -> None:
+async def drain(ctx: RankContext, stage: Stage, state: MakerState, message: Message | None) -> None:
     """The stage is over, with this message not taken in yet. Who is still expected in a group averages in it, which
     leaves the mean of all models as it is; who is not expected anywhere leaves.
 
@@ -330,53 +330,53 @@ async def drain(node: Node, stage: Stage, state: MakerState, message: Message | 
     """
     tally, last = state.tally, state.word == STOP
     if last:
-        tally.end_ns = within(stage, node.now_ns)
+        tally.end_ns = within(stage, ctx.now_ns)
         for number in state.running:
-            count(node, stage, state, number)
+            count(ctx, stage, state, number)
         for worker, (steps, _) in state.asked.items():
             tally.drop(worker, steps, RUN_END)
     generator.close(state.groups)
     for joiner in joiners_without_donor(state):
-        await take_in(node, stage, state, joiner)
-    away = {*await let_go(node, stage, state)}
+        await take_in(ctx, stage, state, joiner)
+    away = {*await let_go(ctx, stage, state)}
     while len(away | tally.gone) < stage.num_workers:
         heard = message is not None
         if message is None:
-            message = await node.recv(*heard_by(stage))
+            message = await ctx.recv(*heard_by(stage))
         is_request = message.tag[0] == "ask"
         if last and is_request and message.start_ns <= tally.end_ns:
             tally.drop(message.src, int(message.meta[0]), RUN_END)
         elif not last and not heard and (not is_request or message.meta[0]):
-            hear(node, stage, state, message)
-        await take_in(node, stage, state, message)
+            hear(ctx, stage, state, message)
+        await take_in(ctx, stage, state, message)
         message = None
-        away.update(await let_go(node, stage, state))
+        away.update(await let_go(ctx, stage, state))
     if not last:
-        tally.end_ns = within(stage, node.now_ns)
-        await release_workers(node, stage, state, [worker for worker in stage.workers if worker not in tally.gone])
+        tally.end_ns = within(stage, ctx.now_ns)
+        await release_workers(ctx, stage, state, [worker for worker in stage.workers if worker not in tally.gone])
     elif stage.joins:
-        node.spawn(reject_late_joins(node, state))
+        ctx.spawn(reject_late_joins(ctx, state))
 
 
-async def let_go(node: Node, stage: Stage, state: MakerState) -> list[int]:
+async def let_go(ctx: RankContext, stage: Stage, state: MakerState) -> list[int]:
     """Those who are expected in no group any more: under STOP they leave, under NEXT their work counts first."""
     idle = generator.dismissed(state.groups)
     if state.word == STOP:
-        await release_workers(node, stage, state, idle)
+        await release_workers(ctx, stage, state, idle)
         return idle
     for worker in idle:
         if (work := state.asked.pop(worker))[0]:
-            commit(node, stage, state, (worker,), [work])
+            commit(ctx, stage, state, (worker,), [work])
             state.last[worker] = OWN - worker
     return idle
 
 
-async def release_workers(node: Node, stage: Stage, state: MakerState, workers: Sequence[int]) -> None:
+async def release_workers(ctx: RankContext, stage: Stage, state: MakerState, workers: Sequence[int]) -> None:
     """These workers may leave the stage."""
     for worker in workers:
         reply = GroupReply(state.word, -1, state.tally.samples, 0, False, state.ticks, state.tally.end_ns)
         meta = (*reply, *away(stage, state.tally.gone))
-        await node.send(worker, stage.tag("group", state.lives.get(worker, 0)), meta=meta)
+        await ctx.send(worker, stage.tag("group", state.lives.get(worker, 0)), meta=meta)
 
 
 # --- groups that lose a member, and workers that rejoin ---------------------------------------------------------------
@@ -444,21 +444,21 @@ def lives_in(message: Message) -> tuple[int, ...]:
 # --- at the coordinator
 
 
-async def changed(node: Node, stage: Stage, state: MakerState, message: Message) -> list[Group]:
+async def changed(ctx: RankContext, stage: Stage, state: MakerState, message: Message) -> list[Group]:
     """A worker is lost, or asks to take part; returns the groups that begin now. Raises AshlError where too few are
     left."""
     rank, started = message.src, list[Group]()
     if message.tag == LOST:
         state.losses += 1
         state.again[rank] = int(message.meta[0]) + 1
-        started = lost(node, stage, state, rank)
+        started = lost(ctx, stage, state, rank)
     else:
         state.donor_of[rank], state.lives[rank] = NOBODY, int(message.meta[0])
         if rank not in state.tally.gone and state.word != GO:  # nobody will give it a model in this stage any more
-            started = without(node, stage, state, rank)
+            started = without(ctx, stage, state, rank)
     if state.word == GO and not {*stage.workers} - state.tally.gone - state.donor_of.keys():  # nobody has one
         for joiner in [joiner for joiner, state_donor in state.donor_of.items() if state_donor == NOBODY]:
-            await admit(node, stage, state, joiner, NOBODY)
+            await admit(ctx, stage, state, joiner, NOBODY)
             del state.donor_of[joiner]
     return started
 
@@ -471,34 +471,34 @@ def joiners_without_donor(state: MakerState) -> list[Message]:
     return [Message(rank, JOIN, None, (state.lives[rank],), 0) for rank in waiting]
 
 
-def lost(node: Node, stage: Stage, state: MakerState, rank: int) -> list[Group]:
+def lost(ctx: RankContext, stage: Stage, state: MakerState, rank: int) -> list[Group]:
     tally = state.tally
     state.donor_of.pop(rank, None)  # whom it was to give its model hears of it, too, and asks again
     if rank in tally.gone:
         return []
-    started = without(node, stage, state, rank)
-    check_left(node, stage, rank, tally.present + len(tally.gone.intersection(state.donor_of)))
+    started = without(ctx, stage, state, rank)
+    check_left(ctx, stage, rank, tally.present + len(tally.gone.intersection(state.donor_of)))
     return started
 
 
-def without(node: Node, stage: Stage, state: MakerState, rank: int) -> list[Group]:
+def without(ctx: RankContext, stage: Stage, state: MakerState, rank: int) -> list[Group]:
     """Go on without a worker."""
     state.tally.lose(rank)
     steps, _ = state.asked.pop(rank, (0, 0))
     state.tally.drop(rank, steps, FAILURE)
-    started = generator.lose(state.groups, cast("GroupRule", stage.sync), rank, node.now_ns)
+    started = generator.lose(state.groups, cast("GroupRule", stage.sync), rank, ctx.now_ns)
     for number, members in state.yet.items():
         if rank in members | state.broken[number]:
             members.discard(rank)
             state.broken[number].discard(rank)
             if not members:
-                node.spawn(remind(node, stage, number))
+                ctx.spawn(remind(ctx, stage, number))
     return started
 
 
-async def remind(node: Node, stage: Stage, number: int) -> None:
+async def remind(ctx: RankContext, stage: Stage, number: int) -> None:
     """All who are left of a group have reported: that is taken in as if the last one did so now."""
-    await node.send(node.rank, stage.tag("again"), meta=(number,))
+    await ctx.send(ctx.rank, stage.tag("again"), meta=(number,))
 
 
 def reported(state: MakerState, message: Message) -> bool:
@@ -513,7 +513,7 @@ def reported(state: MakerState, message: Message) -> bool:
     return bool(state.yet[number])
 
 
-async def settled(node: Node, stage: Stage, state: MakerState, number: int) -> list[Group]:
+async def settled(ctx: RankContext, stage: Stage, state: MakerState, number: int) -> list[Group]:
     """All who are left of a group have said what came of it; returns the groups that begin now."""
     group, work = state.running[number]
     left = tuple(sorted(state.broken.get(number, ())))
@@ -524,7 +524,7 @@ async def settled(node: Node, stage: Stage, state: MakerState, number: int) -> l
         if work:  # nobody is left of it
             for member, (steps, _) in zip(group.members, work, strict=True):
                 state.tally.drop(member, steps, FAILURE)
-        return generator.done(state.groups, cast("GroupRule", stage.sync), group, node.now_ns)
+        return generator.done(state.groups, cast("GroupRule", stage.sync), group, ctx.now_ns)
     if work:
         each = dict(zip(group.members, work, strict=True))
         for member in each.keys() - {*left}:
@@ -534,22 +534,24 @@ async def settled(node: Node, stage: Stage, state: MakerState, number: int) -> l
     state.yet[number], state.broken[number] = set(left), set()
     for member in left:
         meta = (state.losses, *as_numbers(left))
-        await node.send(member, stage.tag("anew", number), lives_of(state, left), meta)
+        await ctx.send(member, stage.tag("anew", number), lives_of(state, left), meta)
     ended = Group(number, tuple(member for member in group.members if member not in left))
-    return generator.done(state.groups, cast("GroupRule", stage.sync), ended, node.now_ns)
+    return generator.done(state.groups, cast("GroupRule", stage.sync), ended, ctx.now_ns)
 
 
-async def assign_joiner(node: Node, stage: Stage, state: MakerState, state_donor: int, reply: GroupReply) -> GroupReply:
+async def assign_joiner(
+    ctx: RankContext, stage: Stage, state: MakerState, state_donor: int, reply: GroupReply
+) -> GroupReply:
     """The reply to a worker, with the newcomer that is to have its model, where one waits for it."""
     joiner = next((rank for rank, named in state.donor_of.items() if named == NOBODY and rank != state_donor), None)
     if joiner is None or state_donor in state.donor_of:
         return reply
     state.donor_of[joiner] = state_donor
-    await admit(node, stage, state, joiner, state_donor)
+    await admit(ctx, stage, state, joiner, state_donor)
     return reply._replace(joiner=joiner, life=state.lives[joiner])
 
 
-async def admit(node: Node, stage: Stage, state: MakerState, joiner: int, state_donor: int) -> None:
+async def admit(ctx: RankContext, stage: Stage, state: MakerState, joiner: int, state_donor: int) -> None:
     """A newcomer takes part from now on, with the model of this worker; with nobody's, the first one."""
     tally = state.tally
     if joiner in tally.gone:
@@ -557,17 +559,17 @@ async def admit(node: Node, stage: Stage, state: MakerState, joiner: int, state_
         generator.join(state.groups, joiner)
         state.last[joiner] = OWN - joiner
     admission = Admission(GO, 0, stage.index, state_donor, tally.samples, *tally.done_by(joiner), state.ticks)
-    await node.send(joiner, admission_tag(state.lives[joiner]), None, admission)
+    await ctx.send(joiner, admission_tag(state.lives[joiner]), None, admission)
 
 
-async def gather(node: Node, stages: Sequence[Stage], index: int, state: MakerState) -> tuple[int, MakerState]:
+async def gather(ctx: RankContext, stages: Sequence[Stage], index: int, state: MakerState) -> tuple[int, MakerState]:
     """From a checkpoint: nothing is on its way, and all workers come anew, as they were."""
     stage, tally, came = stages[index], state.tally, dict[int, Message]()
     generator.reopen(state.groups)
     state.asked, state.running, state.yet, state.broken, state.donor_of = {}, {}, {}, {}, {}
     state.last = [OWN - rank for rank in stage.workers]
     while len(came) < stage.num_workers:
-        message = await node.recv(JOIN)
+        message = await ctx.recv(JOIN)
         came[message.src] = message
     for rank, message in sorted(came.items()):
         life, rounds, steps = map(int, message.meta)
@@ -579,17 +581,17 @@ async def gather(node: Node, stages: Sequence[Stage], index: int, state: MakerSt
         state.lives[rank] = life
     for rank in stage.workers:
         admission = Admission(GO, 0, stage.index, NOBODY, tally.samples, tick=state.ticks)
-        await node.send(rank, admission_tag(state.lives[rank]), None, admission)
+        await ctx.send(rank, admission_tag(state.lives[rank]), None, admission)
     return index, state
 
 
-async def reject_late_joins(node: Node, state: MakerState) -> None:
+async def reject_late_joins(ctx: RankContext, state: MakerState) -> None:
     """Once all others are let go: whoever has come, or comes, learns that the run is over."""
     while True:
         for rank in state.donor_of:
-            await node.send(rank, admission_tag(state.lives[rank]), None, Admission(STOP, state.tally.end_ns))
+            await ctx.send(rank, admission_tag(state.lives[rank]), None, Admission(STOP, state.tally.end_ns))
         state.donor_of.clear()
-        message = await node.recv(JOIN, LOST)
+        message = await ctx.recv(JOIN, LOST)
         if message.tag == JOIN:
             state.donor_of[message.src], state.lives[message.src] = NOBODY, int(message.meta[0])
 
@@ -597,30 +599,30 @@ async def reject_late_joins(node: Node, state: MakerState) -> None:
 # --- at a worker
 
 
-async def anew(node: Node, stage: Stage, number: float) -> Team:
+async def anew(ctx: RankContext, stage: Stage, number: float) -> Team:
     """An average has come to nothing: who is left of this group."""
-    await node.send(stage.home, stage.tag("again"), meta=(number,))
-    message = await node.recv(stage.tag("anew", int(number)), src=stage.home)
+    await ctx.send(stage.home, stage.tag("again"), meta=(number,))
+    message = await ctx.recv(stage.tag("anew", int(number)), src=stage.home)
     epoch, *left = message.meta
     return Team(as_members(left), int(epoch), lives_in(message))
 
 
-async def join(node: Node, stages: Sequence[Stage], state: Replica, kept: bool = False) -> tuple[int, Any] | None:
+async def join(ctx: RankContext, stages: Sequence[Stage], state: Replica, kept: bool = False) -> tuple[int, Any] | None:
     """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
     is over. `kept`: all come, and this is its state from a checkpoint."""
     done = (state.round, state.step) if kept else ()
     while True:
-        while await node.recv(LOST, before_s=node.now):
+        while await ctx.recv(LOST, before_s=ctx.now):
             pass  # what was before is of no concern
-        state.life = int(float(node.now_ns)) + (state.life == node.now_ns)
-        await node.send(stages[0].home, JOIN, None, (state.life, *done))
-        admission = Admission(*(await node.recv(admission_tag(state.life), src=stages[0].home)).meta)
+        state.life = int(float(ctx.now_ns)) + (state.life == ctx.now_ns)
+        await ctx.send(stages[0].home, JOIN, None, (state.life, *done))
+        admission = Admission(*(await ctx.recv(admission_tag(state.life), src=stages[0].home)).meta)
         if admission.word == STOP:
-            node.ledger.close(int(admission.end_ns))
+            ctx.ledger.close(int(admission.end_ns))
             return None
         if admission.state_donor == NOBODY:
             break
-        message = await node.recv(model_for(state.life), LOST, src=int(admission.state_donor))
+        message = await ctx.recv(model_for(state.life), LOST, src=int(admission.state_donor))
         if message.tag != LOST:
             state.params = message.body
             break
@@ -628,7 +630,7 @@ async def join(node: Node, stages: Sequence[Stage], state: Replica, kept: bool =
     state.samples, state.tick = int(admission.samples), int(admission.tick)
     if kept:
         return stage.index, state
-    state.enter(stage, node.rank)
+    state.enter(stage, ctx.rank)
     state.round, state.step = int(admission.rounds), int(admission.done)
     state.drawn = state.step * state.batch
     return stage.index, state

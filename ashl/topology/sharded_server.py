@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Literal
 from ashl.errors import UsageError
 from ashl.option import Count, option
 from ashl.runtime.effects import JOIN, LOST, Message, Tag
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import together
 from ashl.stage.link import Body, Ends
 from ashl.stage.program import reassigned
@@ -103,21 +103,21 @@ class ShardedServer(Topology):
         up = sum(part.codec.payload(ratio, part.link.d) for part in parts(stage))
         return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(stage.server, rank, down)
 
-    def begin(self, node: Node, stage: Stage) -> ShardedWorker | PieceState:
+    def begin(self, ctx: RankContext, stage: Stage) -> ShardedWorker | PieceState:
         params, moments = stage.trainer.init()
-        if node.rank < stage.server:
+        if ctx.rank < stage.server:
             ends = [Ends() for _ in range(self.servers)]
             return ShardedWorker(params, moments, versions=[0] * self.servers, piece_ends=ends)
-        held = stage.fragments[node.rank - stage.server]
-        return PieceState(held.of(params), moments_of(stage, node.rank), Tally(stage.num_workers))
+        held = stage.fragments[ctx.rank - stage.server]
+        return PieceState(held.of(params), moments_of(stage, ctx.rank), Tally(stage.num_workers))
 
     async def join(
-        self, node: Node, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
+        self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Any] | None:
         assert kept is not None, "nobody comes while others run"
-        if node.rank >= stages[0].server:
-            return await gathered(node, stages, *kept)
-        return await taken_up(node, stages, kept[1])
+        if ctx.rank >= stages[0].server:
+            return await gathered(ctx, stages, *kept)
+        return await taken_up(ctx, stages, kept[1])
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if rank < stage.server:
@@ -154,12 +154,12 @@ def moments_of(stage: Stage, rank: int) -> tuple[Any, ...]:
     return tuple(held.of(moment) if moment.dim() else moment for moment in stage.trainer.moments())
 
 
-def entered(node: Node, stage: Stage, state: PieceState) -> Stage:
+def entered(ctx: RankContext, stage: Stage, state: PieceState) -> Stage:
     """A stage begins at a server, unless it goes on from a checkpoint; returns it as it is for its piece."""
-    own, begins = stage.fragment(node.rank - stage.server), state.entered != stage.index
-    state.enter(own, node.now)
+    own, begins = stage.fragment(ctx.rank - stage.server), state.entered != stage.index
+    state.enter(own, ctx.now)
     if begins:
-        state.moments = moments_of(stage, node.rank) if stage.resets else state.moments
+        state.moments = moments_of(stage, ctx.rank) if stage.resets else state.moments
         state.kept, state.due, state.last, state.leaving = {state.tally.version: state.params}, [], None, []
     return own
 
@@ -173,10 +173,10 @@ def word_tag(stage: Stage) -> Tag:
     return stage.tag("first")
 
 
-async def gathered(node: Node, stages: Sequence[Stage], index: int, state: PieceState) -> tuple[int, PieceState]:
+async def gathered(ctx: RankContext, stages: Sequence[Stage], index: int, state: PieceState) -> tuple[int, PieceState]:
     """At a server, from a checkpoint: all workers come anew. They are level from here on, as servers that count their
     leads from different pushes might wait for each other."""
-    await gather(node, stages, index, state)
+    await gather(ctx, stages, index, state)
     state.due = []
     for rank in stages[index].workers:
         state.tally.lose(rank)
@@ -185,21 +185,21 @@ async def gathered(node: Node, stages: Sequence[Stage], index: int, state: Piece
     return index, state
 
 
-async def taken_up(node: Node, stages: Sequence[Stage], kept: ShardedWorker) -> tuple[int, ShardedWorker]:
+async def taken_up(ctx: RankContext, stages: Sequence[Stage], kept: ShardedWorker) -> tuple[int, ShardedWorker]:
     """At a worker, from a checkpoint: as it was kept, with the model that the servers have, and as far as the first one
     counts."""
-    life, servers = int(float(node.now_ns)), all_servers(stages[0])
+    life, servers = int(float(ctx.now_ns)), all_servers(stages[0])
     for server in servers:
-        await node.send(server, JOIN, None, (life,))
-    messages = [await node.recv(admission_tag(life), src=server) for server in servers]
+        await ctx.send(server, JOIN, None, (life,))
+    messages = [await ctx.recv(admission_tag(life), src=server) for server in servers]
     admissions = [parsed(Admission, message.meta) for message in messages]
     state = ShardedWorker(together([message.body for message in messages]), kept.moments)
     if admissions[0].planned:
-        state.assigned = admissions[0].planned, (await node.recv(PLANNED, src=servers[0])).body
+        state.assigned = admissions[0].planned, (await ctx.recv(PLANNED, src=servers[0])).body
         stages = reassigned(stages, *state.assigned)
     stage = stages[admissions[0].stage]
     state.steps, state.samples, state.life = admissions[0].steps, admissions[0].samples, life
-    state.enter(stage, node.rank)
+    state.enter(stage, ctx.rank)
     state.follow(admissions[0])
     both = zip(parts(stage), kept.piece_ends, strict=True)
     state.piece_ends, state.moments = [part.taken_up(ends, state.samples) for part, ends in both], kept.moments
@@ -210,28 +210,28 @@ async def taken_up(node: Node, stages: Sequence[Stage], kept: ShardedWorker) -> 
     return stage.index, state
 
 
-async def worker(node: Node, stage: Stage, state: ShardedWorker) -> int:
+async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
     """Compute on the model last pulled, push its pieces, wait for all answers; returns the last word."""
     if state.entered != stage.index:
         both = zip(parts(stage), state.piece_ends, strict=True)
         state.piece_ends = [part.entered(ends, state.samples) for part, ends in both]
-    state.enter(stage, node.rank)
+    state.enter(stage, ctx.rank)
     servers, push, pull, word = all_servers(stage), stage.tag("push"), stage.tag("pull", state.life), GO
-    turn = [(node.rank + k) % len(servers) for k in range(len(servers))]
+    turn = [(ctx.rank + k) % len(servers) for k in range(len(servers))]
     while word == GO:
-        node.mark(stage.index, state)
-        work, bodies, loss = await produced(node, stage, state)
+        ctx.safe_point(stage.index, state)
+        work, bodies, loss = await produced(ctx, stage, state)
         for k in turn:
             meta = (work.steps, work.samples, loss, state.versions[k], work.step_s, state.pull_s)
-            await node.send(servers[k], push, bodies[k], meta)
-        asked, answers = node.now, [await node.recv(pull, src=server) for server in servers]
-        state.pull_s = node.now - max(asked, min(answer.start_ns for answer in answers) / 1e9)
+            await ctx.send(servers[k], push, bodies[k], meta)
+        asked, answers = ctx.now, [await ctx.recv(pull, src=server) for server in servers]
+        state.pull_s = ctx.now - max(asked, min(answer.start_ns for answer in answers) / 1e9)
         replies = [parsed(Pull, answer.meta) for answer in answers]
         taken_back(stage, state, bodies, [bool(reply.dropped) and not math.isnan(loss) for reply in replies])
         word, reply = max(reply.word for reply in replies), replies[0]
         for k in [k for k, one in enumerate(replies) if one.word < word]:  # it has not heard that the stage is over
-            await node.send(servers[k], push, None, (0, 0, 0.0, replies[k].version, 0.0, 0.0))
-            answers[k] = await node.recv(pull, src=servers[k])
+            await ctx.send(servers[k], push, None, (0, 0, 0.0, replies[k].version, 0.0, 0.0))
+            answers[k] = await ctx.recv(pull, src=servers[k])
             replies[k] = parsed(Pull, answers[k].meta)
         if any(answer.body is not None for answer in answers):
             both = zip(answers, stage.fragments, strict=True)
@@ -240,24 +240,24 @@ async def worker(node: Node, stage: Stage, state: ShardedWorker) -> int:
         state.versions, state.away = [one.version for one in replies], as_members(answers[0].meta[PULL_FIELDS:])
         state.version = min(state.versions)
         if word != GO:
-            leave(node, stage, word, max(reply.end_ns for reply in replies))
-        node.round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
+            leave(ctx, stage, word, max(reply.end_ns for reply in replies))
+        ctx.record_round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
         state.round += 1
     return word
 
 
-async def produced(node: Node, stage: Stage, state: ShardedWorker) -> tuple[Work, list[Body], float]:
+async def produced(ctx: RankContext, stage: Stage, state: ShardedWorker) -> tuple[Work, list[Body], float]:
     """(work, what of it goes to each server, loss)."""
-    work = await local_work(node, stage, state)
+    work = await local_work(ctx, stage, state)
     x = stage.aggregate.clip(work.body)
     pieces = [held.of(x) for held in stage.fragments]
     if stage.link.flags.lossless:
         return work, pieces, work.loss
-    if not_finite(node, stage, state, x):
+    if not_finite(ctx, stage, state, x):
         return work, pieces, math.nan
-    bodies = await node.compute(partial(encoded, stage, state, node.rank, pieces), work=1, kind="compress")
+    bodies = await ctx.compute(partial(encoded, stage, state, ctx.rank, pieces), work=1, kind="compress")
     links = [part.link for part in parts(stage)]
-    report_health(node, stage, state, x, list(zip(links, state.piece_ends, bodies, strict=True)))
+    report_health(ctx, stage, state, x, list(zip(links, state.piece_ends, bodies, strict=True)))
     return work, bodies, work.loss
 
 
@@ -280,11 +280,11 @@ def taken_back(stage: Stage, state: ShardedWorker, bodies: Sequence[Body], dropp
             part.link.undo(ends, body)
 
 
-async def answer(node: Node, stage: Stage, state: ServerState, without: Sequence[int] = ()) -> None:
+async def answer(ctx: RankContext, stage: Stage, state: ServerState, without: Sequence[int] = ()) -> None:
     """Release the workers that may proceed."""
     ranks = sorted(set(rule_of(stage).may_proceed(state.rule_state, state.tally)) - set(without))
-    for rank in in_turn(ranks, node.rank - stage.server, stage.topology.servers, stage.answer_block):
-        await reply(node, stage, state, rank)
+    for rank in in_turn(ranks, ctx.rank - stage.server, stage.topology.servers, stage.answer_block):
+        await reply(ctx, stage, state, rank)
 
 
 def in_turn(ranks: Sequence[int], place: int, servers: int, block: int) -> list[int]:
@@ -304,43 +304,43 @@ def in_turn(ranks: Sequence[int], place: int, servers: int, block: int) -> list[
     return order
 
 
-async def first(node: Node, stage: Stage, state: PieceState) -> int:
+async def first(ctx: RankContext, stage: Stage, state: PieceState) -> int:
     """At the server that counts and judges: merge and answer until the stage is over; returns the last word."""
-    tally, push, others, stage = state.tally, stage.tag("push"), all_servers(stage)[1:], entered(node, stage, state)
+    tally, push, others, stage = state.tally, stage.tag("push"), all_servers(stage)[1:], entered(ctx, stage, state)
     while state.newcomers:
-        await admit(node, stage, state, state.newcomers[0])
+        await admit(ctx, stage, state, state.newcomers[0])
     while True:
-        node.mark(stage.index, state)
-        message = await node.recv(push, LOST, before_s=stage.judge.deadline_s)
-        node.ledger.cut()
+        ctx.safe_point(stage.index, state)
+        message = await ctx.recv(push, LOST, before_s=stage.judge.deadline_s)
+        ctx.ledger.cut()
         if message is None:
             state.word, state.reason = STOP, "seconds"
             break
         take_in = on_push if message.tag == push else membership
-        if await take_in(node, stage, state, message) and stage.judge.take(state, node.now):
+        if await take_in(ctx, stage, state, message) and stage.judge.take(state, ctx.now):
             for server in others:
-                await node.send(server, word_tag(stage), None, (tally.version, GO))
-            node.snapshot(state.params, tick=tally.version if others else None, counts=tally.report())
-        word, reason = stop_decision(node, stage, tally)
+                await ctx.send(server, word_tag(stage), None, (tally.version, GO))
+            ctx.snapshot(state.params, tick=tally.version if others else None, counts=tally.report())
+        word, reason = stop_decision(ctx, stage, tally)
         if word == STOP or state.word == GO:
             state.word, state.reason = word, reason
         if state.word == STOP or (state.word == NEXT and len(tally.waiting) == tally.present):
             break
         if state.word == GO:
-            await answer(node, stage, state)
-    await merge_rest(node, stage, state)
-    end_ns = within(stage, node.now_ns)
+            await answer(ctx, stage, state)
+    await merge_rest(ctx, stage, state)
+    end_ns = within(stage, ctx.now_ns)
     for server in others:
-        await node.send(server, word_tag(stage), None, (tally.version, state.word, end_ns))
-    await finish_stage(node, stage, state, state.word, end_ns)
-    record_end(node, stage, tally, state.reason)
+        await ctx.send(server, word_tag(stage), None, (tally.version, state.word, end_ns))
+    await finish_stage(ctx, stage, state, state.word, end_ns)
+    record_end(ctx, stage, tally, state.reason)
     return state.word
 
 
-async def merge_rest(node: Node, stage: Stage, state: ServerState) -> None:
+async def merge_rest(ctx: RankContext, stage: Stage, state: ServerState) -> None:
     """Where another stage follows, what has come makes a merge, however little."""
     if state.word == NEXT and state.buffer:
-        await node.compute(partial(apply_merge, stage, state, None), work=stage.push_share, kind="apply")
+        await ctx.compute(partial(apply_merge, stage, state, None), work=stage.push_share, kind="apply")
 
 
 def followed(state: PieceState) -> bool:
@@ -352,20 +352,20 @@ def followed(state: PieceState) -> bool:
     return len(tally.waiting) == tally.present or (word == STOP and (tally.version >= version or bool(tally.diverged)))
 
 
-async def other(node: Node, stage: Stage, state: PieceState) -> int:
+async def other(ctx: RankContext, stage: Stage, state: PieceState) -> int:
     """At the others: merge and answer, until the first one says that the stage is over; returns the last word."""
-    tally, push, stage = state.tally, stage.tag("push"), entered(node, stage, state)
+    tally, push, stage = state.tally, stage.tag("push"), entered(ctx, stage, state)
     while state.newcomers:
-        await admit(node, stage, state, state.newcomers[0])
+        await admit(ctx, stage, state, state.newcomers[0])
     while not followed(state):
-        node.mark(stage.index, state)
-        message: Message = await node.recv(push, word_tag(stage), LOST)
-        node.ledger.cut()
+        ctx.safe_point(stage.index, state)
+        message: Message = await ctx.recv(push, word_tag(stage), LOST)
+        ctx.ledger.cut()
         if message.tag == push and not message.meta[0]:  # of a worker that has heard of the end
             state.leaving.append(message.src)
             tally.arrive(message.src, 0, late=True)
         elif message.tag in (push, LOST):
-            if await (on_push if message.tag == push else membership)(node, stage, state, message):
+            if await (on_push if message.tag == push else membership)(ctx, stage, state, message):
                 state.kept[tally.version] = state.params
                 state.kept.pop(tally.version - 2 * stage.num_workers, None)  # nobody is further behind
         elif message.meta[1] == GO:
@@ -373,16 +373,16 @@ async def other(node: Node, stage: Stage, state: PieceState) -> int:
         else:
             state.last = int(message.meta[0]), int(message.meta[1]), int(message.meta[2])
         for version in [version for version in state.due if version <= tally.version]:
-            node.snapshot(state.kept.get(version, state.params), tick=version)
+            ctx.snapshot(state.kept.get(version, state.params), tick=version)
             state.due.remove(version)
         if state.last is None:
-            await answer(node, stage, state, state.leaving)
+            await answer(ctx, stage, state, state.leaving)
     for version in state.due:  # what was dropped here, and not at the first one, never comes
-        node.snapshot(state.params, tick=version)
+        ctx.snapshot(state.params, tick=version)
     assert state.last is not None
     version, state.word, end_ns = state.last
-    await merge_rest(node, stage, state)
+    await merge_rest(ctx, stage, state)
     if state.word == STOP:
         state.params = state.kept.get(version, state.params)
-    await finish_stage(node, stage, state, state.word, end_ns)
+    await finish_stage(ctx, stage, state, state.word, end_ns)
     return state.word

@@ -1,4 +1,4 @@
-"""A metric of one's own is one line, `node.measure(name, value)`, and stands wherever a run's metrics stand."""
+"""A metric of one's own is one line, `ctx.measure(name, value)`, and stands wherever a run's metrics stand."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import pytest
 from ashl.cli.app import main
 from ashl.errors import AshlError
 from ashl.runtime.ledger import KINDS as TIMES
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import KINDS, Beat, Counts, Measured, Round, dumps, loads
 from ashl.tracking import mlflow
 
@@ -105,13 +105,13 @@ class Silent:
 
 
 def test_a_measure_keeps_its_last_value_and_its_mean() -> None:
-    node = Node(Silent(), 0)  # ty: ignore[invalid-argument-type]
+    ctx = RankContext(Silent(), 0)  # ty: ignore[invalid-argument-type]
     for value in (1.0, 2.0, 6.0):
-        node.measure("a/b", value)
-    assert node.measures == {"a/b": Measured(6.0, 9.0, 3)}
+        ctx.measure("a/b", value)
+    assert ctx.measures == {"a/b": Measured(6.0, 9.0, 3)}
     for name in ("", "a b", "a//b", "/a", "ü"):
         with pytest.raises(ValueError, match="a measure cannot be called"):
-            node.measure(name, 1.0)
+            ctx.measure(name, 1.0)
 
 
 COUNTS = Counts(2, 64, 1, [1, 0], [2, 0], [0, 0], [0, 0], [0, 0], 1, None, None, 0.5, None)

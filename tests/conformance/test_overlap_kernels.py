@@ -133,8 +133,8 @@ def test_teams_that_share_ranks_have_a_channel_each(groups, machines):
     assert results(on_processes(three, wide if machines is DECLARED else machines, 4, groups)) == expected
 
 
-async def three(node):
-    return await play.three_and_two_ranks(node) if node.rank < 3 else None
+async def three(ctx):
+    return await play.three_and_two_ranks(ctx) if ctx.rank < 3 else None
 
 
 PORTS = cluster(2, latency_s=0.01, bandwidth_mbit_s=0.32)  # 4000 bytes in 0.1 s; a sum: two rounds of 0.01 + 0.05
@@ -177,9 +177,9 @@ def test_a_collective_that_not_all_have_posted_is_an_error_at_the_end():
     assert ended[1].error != "still running"
 
 
-async def hasty(node):
+async def hasty(ctx):
     communicator.LINGER_S = 0.5
-    return await play.one_sided(node)
+    return await play.one_sided(ctx)
 
 
 def test_another_order_is_an_error():
@@ -225,11 +225,11 @@ def test_workers_of_one_machine_share_its_port_on_both_kernels():
     assert other >= one + 0.095, "and one behind the other"
 
 
-async def two_steps(node):
+async def two_steps(ctx):
     for _ in range(2):
-        await node.compute(int, work=1)
+        await ctx.compute(int, work=1)
     time.sleep(0.02)  # reads a loss, say
-    await node.sleep(0.01)
+    await ctx.sleep(0.01)
 
 
 def lag() -> None:
@@ -243,7 +243,7 @@ def test_what_a_device_has_not_done_yet_is_computing():
     assert ended.spent["compute"] >= 0.07
 
 
-async def watched(node):
+async def watched(ctx):
     """What the backend was asked by this rank, in order; nothing while something else was under way."""
     asked, busy = [], threading.Lock()
 
@@ -264,10 +264,10 @@ async def watched(node):
     collectives.dist = SimpleNamespace(
         ProcessGroup=None, ReduceOp=dist.ReduceOp, **{n: one_at_a_time(n) for n in names}
     )
-    tasks = [node.spawn(play.summed(node, 1.0, key=k, team=(0, 1, 2), size=1000 + k, credit=1)) for k in (3, 1, 2)]
-    await play.computing(node, 0.01)
-    sums = [(await node.join(task))[0] for task in tasks]
-    sums.append((await play.summed(node, 2.0, team=(0, 1, 2)))[0])
+    tasks = [ctx.spawn(play.summed(ctx, 1.0, key=k, team=(0, 1, 2), size=1000 + k, credit=1)) for k in (3, 1, 2)]
+    await play.computing(ctx, 0.01)
+    sums = [(await ctx.join(task))[0] for task in tasks]
+    sums.append((await play.summed(ctx, 2.0, team=(0, 1, 2)))[0])
     return sums, asked
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ashl.learn.trainer import Moments, SizeOnlyTrainer
 from ashl.planning.predict import WITHOUT
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.topology.members import as_members, as_numbers
 from ashl.topology.partial_all_reduce import PartialAllReduce, Team, averaged
 from tests.conf_option import conf_option
@@ -92,15 +92,15 @@ def test_one_average_is_symmetric_doubly_stochastic_and_idempotent(members: tupl
     n, rows = 5, {}
     cluster, stage = plain(conf_option("sync", "ripples_random"), PartialAllReduce(workers_per_node=4))
 
-    async def main(node: Node) -> None:
-        own = torch.eye(n)[node.rank] if node.rank < n else None
-        if node.rank not in members:
-            rows[node.rank] = own
+    async def main(ctx: RankContext) -> None:
+        own = torch.eye(n)[ctx.rank] if ctx.rank < n else None
+        if ctx.rank not in members:
+            rows[ctx.rank] = own
             return
         zero = torch.zeros(n)
-        rows[node.rank] = await averaged(node, own, zero, Team(members, 0, ()), common=False)
-        again = await averaged(node, rows[node.rank], zero, Team(members, 0, ()), common=False)
-        torch.testing.assert_close(again, rows[node.rank])
+        rows[ctx.rank] = await averaged(ctx, own, zero, Team(members, 0, ()), common=False)
+        again = await averaged(ctx, rows[ctx.rank], zero, Team(members, 0, ()), common=False)
+        torch.testing.assert_close(again, rows[ctx.rank])
 
     plan = replace(stage.plan, workers=stage.plan.workers[:1] * n)
     run(replace(cluster, num_workers=None, compute=(1.0,) * n), (replace(stage, plan=plan),), main=main)

@@ -15,7 +15,7 @@ from ashl.compression.base.select import largest
 from ashl.compression.contract import Collective, Layer, Turn
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.planning.predict import WITHOUT
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
 from ashl.stage.link import Ends
@@ -65,10 +65,10 @@ def together(
 
 
 async def worker(
-    node: Node, stage: Stage, rounds: Sequence[Sequence[Any]], weights: Sequence[float], came: list[list[Any]]
+    ctx: RankContext, stage: Stage, rounds: Sequence[Sequence[Any]], weights: Sequence[float], came: list[list[Any]]
 ) -> None:
-    state, rank, link = WorkerState(None, None), node.rank, stage.link
-    team = Team(node, stage, stage.workers, list(weights))
+    state, rank, link = WorkerState(None, None), ctx.rank, stage.link
+    team = Team(ctx, stage, stage.workers, list(weights))
     for number, vectors in enumerate(rounds):
         x, turn = vectors[rank], Turn(seed=3, worker=rank, round=number)
         x_sent = None if isinstance(x, SizeOnly) else link.before(state.ends, x, turn).x

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, Event
 from ashl.cluster.speed import Speed
-from ashl.runtime.node import Deaf, Node
+from ashl.runtime.rank_context import NullObserver, RankContext
 from ashl.runtime.sim import Sim
 from ashl.size_only import SizeOnly
 from tests.laws.machines import MS, cluster
@@ -23,15 +23,15 @@ def arrivals(machines: Cluster, sends: Sequence[tuple[int, int, int]], nbytes: i
     ranks = machines.num_workers + 1
     seen: list[tuple[int, int]] = []
 
-    async def main(node: Node) -> None:
-        for time_ns, _, dst in sorted(send for send in sends if send[1] == node.rank):
-            await node.sleep((time_ns - node.now_ns) / 1e9)
-            await node.send(dst, TAG, SizeOnly(nbytes))
-        for _ in [send for send in sends if send[2] == node.rank]:
-            message = await node.recv(TAG)
-            seen.append((message.src, node.now_ns))
+    async def main(ctx: RankContext) -> None:
+        for time_ns, _, dst in sorted(send for send in sends if send[1] == ctx.rank):
+            await ctx.sleep((time_ns - ctx.now_ns) / 1e9)
+            await ctx.send(dst, TAG, SizeOnly(nbytes))
+        for _ in [send for send in sends if send[2] == ctx.rank]:
+            message = await ctx.recv(TAG)
+            seen.append((message.src, ctx.now_ns))
 
-    sim = Sim(ranks, Speed(machines, 1, 0), network(machines, 4 * 1000), Deaf())
+    sim = Sim(ranks, Speed(machines, 1, 0), network(machines, 4 * 1000), NullObserver())
     sim.run(main, tick=lambda: None)
     return seen
 
@@ -115,9 +115,9 @@ def test_a_workers_link_factor_is_how_long_its_bytes_hold_the_machines_port() ->
 
 def test_a_ring_leaves_each_machine_once_however_its_workers_are_numbered() -> None:
     """Two machines of two workers: six rounds in which a quarter of the bytes crosses between the machines each way."""
-    for node in ((0, 0, 1, 1), (0, 1, 0, 1), (5, 3, 3, 5)):
-        net = network(cluster(4, **TWO_BY_TWO | {"node": node}), 4000)
-        assert net.all_reduce_ns((0, 1, 2, 3), NBYTES, 0) == pytest.approx(6 * 250 * MS, rel=1e-4), node
+    for places in ((0, 0, 1, 1), (0, 1, 0, 1), (5, 3, 3, 5)):
+        net = network(cluster(4, **TWO_BY_TWO | {"node": places}), 4000)
+        assert net.all_reduce_ns((0, 1, 2, 3), NBYTES, 0) == pytest.approx(6 * 250 * MS, rel=1e-4), places
 
 
 def test_groups_whose_rings_leave_the_same_machine_go_one_after_the_other() -> None:
@@ -125,29 +125,29 @@ def test_groups_whose_rings_leave_the_same_machine_go_one_after_the_other() -> N
     a machine for each worker they take one, and a message that leaves the machine waits until its port is free."""
     ends: dict[tuple[int, ...], int] = {}
 
-    async def main(node: Node) -> None:
-        group = (0, 2) if node.rank in (0, 2) else (1, 3)
-        if node.rank == 0:
-            await node.sleep(0.001)
-        elif node.rank == 4:
-            await node.recv(TAG)
-            ends[(4,)] = node.now_ns
+    async def main(ctx: RankContext) -> None:
+        group = (0, 2) if ctx.rank in (0, 2) else (1, 3)
+        if ctx.rank == 0:
+            await ctx.sleep(0.001)
+        elif ctx.rank == 4:
+            await ctx.recv(TAG)
+            ends[(4,)] = ctx.now_ns
             return
-        await node.all_reduce(SizeOnly(NBYTES), group)
-        ends[group] = node.now_ns
+        await ctx.all_reduce(SizeOnly(NBYTES), group)
+        ends[group] = ctx.now_ns
 
-    async def pushing(node: Node) -> None:
-        if node.rank == 0:
-            node.spawn(push(node))
-        await main(node)
+    async def pushing(ctx: RankContext) -> None:
+        if ctx.rank == 0:
+            ctx.spawn(push(ctx))
+        await main(ctx)
 
-    async def push(node: Node) -> None:
-        await node.sleep(0.5)
-        await node.send(4, TAG, SizeOnly(NBYTES))
+    async def push(ctx: RankContext) -> None:
+        await ctx.sleep(0.5)
+        await ctx.send(4, TAG, SizeOnly(NBYTES))
 
-    for node, end_s in (((0, 0, 1, 1), 2.0), ((0, 1, 2, 3), 1.001)):
-        machines = cluster(4, **TWO_BY_TWO | {"node": node})
-        Sim(5, Speed(machines, 1, 0), network(machines, 4000), Deaf()).run(pushing, tick=lambda: None)
+    for places, end_s in (((0, 0, 1, 1), 2.0), ((0, 1, 2, 3), 1.001)):
+        machines = cluster(4, **TWO_BY_TWO | {"node": places})
+        Sim(5, Speed(machines, 1, 0), network(machines, 4000), NullObserver()).run(pushing, tick=lambda: None)
         assert ends == {(1, 3): 1000 * MS, (0, 2): round(end_s * 1e9), (4,): round((end_s + 1.0) * 1e9)}
 
 
@@ -194,19 +194,19 @@ def message_by_message(machines: Cluster, group: tuple[int, ...], nbytes: int, r
     """When the last member of a ring, machine by machine, has had its last chunk, each sent as soon as the one before
     it came: plain sends and receives."""
     ends = []
-    node = machines.node or range(machines.num_workers or 0)
-    group = tuple(sorted(group, key=lambda rank: (node.index(node[rank]), rank)))
+    places = machines.node or range(machines.num_workers or 0)
+    group = tuple(sorted(group, key=lambda rank: (places.index(places[rank]), rank)))
 
-    async def main(node: Node) -> None:
-        if node.rank in group:
-            place = group.index(node.rank)
+    async def main(ctx: RankContext) -> None:
+        if ctx.rank in group:
+            place = group.index(ctx.rank)
             after, before = group[(place + 1) % len(group)], group[place - 1]
             for step in range(rounds):
-                await node.send(after, ("chunk", 0, step), SizeOnly(nbytes // len(group)))
-                await node.recv(("chunk", 0, step), src=before)
-            ends.append(node.now_ns)
+                await ctx.send(after, ("chunk", 0, step), SizeOnly(nbytes // len(group)))
+                await ctx.recv(("chunk", 0, step), src=before)
+            ends.append(ctx.now_ns)
 
-    machine = Sim(machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), Deaf())
+    machine = Sim(machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), NullObserver())
     machine.run(main, tick=lambda: None)
     return max(ends)
 
@@ -215,15 +215,15 @@ def collected(machines: Cluster, group: tuple[int, ...], nbytes: int, gather: bo
     """When the members have the result of a collective."""
     ends = set()
 
-    async def main(node: Node) -> None:
-        if node.rank in group:
+    async def main(ctx: RankContext) -> None:
+        if ctx.rank in group:
             if gather:
-                await node.all_gather(SizeOnly(nbytes // len(group)), group)
+                await ctx.all_gather(SizeOnly(nbytes // len(group)), group)
             else:
-                await node.all_reduce(SizeOnly(nbytes), group)
-            ends.add(node.now_ns)
+                await ctx.all_reduce(SizeOnly(nbytes), group)
+            ends.add(ctx.now_ns)
 
-    machine = Sim(machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), Deaf())
+    machine = Sim(machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), NullObserver())
     machine.run(main, tick=lambda: None)
     return ends
 
@@ -233,14 +233,14 @@ def test_bodies_of_many_lengths_travel_as_long_as_the_longest() -> None:
     spent = []
     for sizes in ((10, 20, 300), (300, 300, 300)):
 
-        async def main(node: Node, sizes: tuple[int, ...] = sizes) -> int:
-            parts = await node.all_gather(SizeOnly(sizes[node.rank]), (0, 1, 2))
+        async def main(ctx: RankContext, sizes: tuple[int, ...] = sizes) -> int:
+            parts = await ctx.all_gather(SizeOnly(sizes[ctx.rank]), (0, 1, 2))
             assert [part.nbytes for part in parts] == list(sizes)
-            return node.now_ns
+            return ctx.now_ns
 
-        machine = Sim(3, Speed(cluster(3), 1, 0), network(cluster(3), 4000), Deaf())
+        machine = Sim(3, Speed(cluster(3), 1, 0), network(cluster(3), 4000), NullObserver())
         ends = machine.run(main, tick=lambda: None)
-        spent.append((ends, [node.ledger.bytes_up for node in machine.nodes]))
+        spent.append((ends, [ctx.ledger.bytes_up for ctx in machine.contexts]))
     assert spent[0] == spent[1]
     assert spent[0][1] == [600] * 3
 

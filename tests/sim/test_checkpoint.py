@@ -14,8 +14,8 @@ from ashl.config.construct import construct
 from ashl.learn.device import HOST
 from ashl.planning.build import assemble
 from ashl.run.mean_model import ModelSet
-from ashl.runtime.node import Node
 from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim, resume
 from ashl.stage.program import program
 from tests.support import Ran, simulated
@@ -212,13 +212,13 @@ def test_what_comes_under_the_next_forward_pass_is_let_in_for_a_checkpoint(chose
 
 
 def test_what_is_measured_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    close = Node.round
+    close = RankContext.record_round
 
-    def measuring(node: Node, *args: int, **what: Any) -> None:
-        node.measure("loss", what["loss"])
-        close(node, *args, **what)
+    def measuring(ctx: RankContext, *args: int, **what: Any) -> None:
+        ctx.measure("loss", what["loss"])
+        close(ctx, *args, **what)
 
-    monkeypatch.setattr(Node, "round", measuring)
+    monkeypatch.setattr(RankContext, "record_round", measuring)
     assert simulated(*SHORT, *CASES["bsp"]).of("ledger")[0]["measures"]["loss"].count > 10
     test_a_resumed_run_equals_the_whole_one("bsp")
 

@@ -13,8 +13,8 @@ from ashl.learn.device import HOST
 from ashl.planning.build import assemble
 from ashl.run.mean_model import models_of
 from ashl.runtime.effects import Send
-from ashl.runtime.node import Node
 from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
 from ashl.topology import pairs
@@ -32,18 +32,18 @@ class Cut(Sim):
     kept: dict[int, tuple]
     refused = 0
 
-    def keeps(self, node: Node, version: int) -> bool:
-        return node.rank not in self.kept and self.due(node.rank, version, self.now_ns)
+    def checkpoint_due(self, ctx: RankContext, version: int) -> bool:
+        return ctx.rank not in self.kept and self.due(ctx.rank, version, self.now_ns)
 
-    def mark(self, node: Node, stage: int, state) -> bool:
-        if state is None or not self.keeps(node, state.version):
+    def safe_point(self, ctx: RankContext, stage: int, state) -> bool:
+        if state is None or not self.checkpoint_due(ctx, state.version):
             return False
-        self.kept[node.rank] = stage, packed(state)
+        self.kept[ctx.rank] = stage, packed(state)
         return True
 
-    def _send(self, node: Node, send: Send) -> None:
+    def _send(self, ctx: RankContext, send: Send) -> None:
         self.refused += send.tag[0] == "answer" and send.body is None
-        super()._send(node, send)
+        super()._send(ctx, send)
 
 
 def ran(*overrides: str, due: Due = lambda *_: False, kept: dict[int, tuple] | None = None) -> tuple[Ran, Cut]:
@@ -56,11 +56,11 @@ def ran(*overrides: str, due: Due = lambda *_: False, kept: dict[int, tuple] | N
     sim = Cut(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), found)
     sim.due, sim.kept = due, {}
 
-    def play(node: Node):
+    def play(ctx: RankContext):
         if kept is None:
-            return program(node, job.stages)
-        index, state = kept[node.rank]
-        return program(node, job.stages, saved=(index, unpacked(state, ("ashl",))), comes=True)
+            return program(ctx, job.stages)
+        index, state = kept[ctx.rank]
+        return program(ctx, job.stages, saved=(index, unpacked(state, ("ashl",))), comes=True)
 
     sim.run(play, tick=lambda: None)
     return found, sim
@@ -100,12 +100,12 @@ def test_the_mean_of_models_that_meet_in_pairs_is_whole(mode: str, monkeypatch) 
     that goes on from there, too: an average is in both of its models or in none."""
     steps, at_cut, report = dict[int, torch.Tensor](), dict[int, torch.Tensor](), pairs.report
 
-    async def counted(node: Node, stage, state, work, staleness: int) -> None:
-        if isinstance(node.kernel, Cut):  # and not where it is but planned
-            steps[node.rank] = steps.get(node.rank, 0) + work.body.double()
-            if node.rank not in node.kernel.kept:
-                at_cut[node.rank] = steps[node.rank]
-        await report(node, stage, state, work, staleness)
+    async def counted(ctx: RankContext, stage, state, work, staleness: int) -> None:
+        if isinstance(ctx.kernel, Cut):  # and not where it is but planned
+            steps[ctx.rank] = steps.get(ctx.rank, 0) + work.body.double()
+            if ctx.rank not in ctx.kernel.kept:
+                at_cut[ctx.rank] = steps[ctx.rank]
+        await report(ctx, stage, state, work, staleness)
 
     monkeypatch.setattr(pairs, "report", counted)
     line = [*SLOW, *mode.split()]

@@ -13,7 +13,7 @@ import torch
 
 from ashl.cli.app import main
 from ashl.learn.allocator import collecting_seldom
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.tracking import jsonl
 from tests.kernels import in_virtual_time
 from tests.laws.machines import cluster
@@ -75,12 +75,12 @@ def test_an_await_inside_a_torch_context_is_an_error_and_garbage_is_sought_as_be
     """It would leak into whichever task runs next. The collector does not look at what was there before a run."""
     before, seen = gc.get_threshold(), []
 
-    async def main(node: Node) -> None:
+    async def main(ctx: RankContext) -> None:
         with collecting_seldom():
             seen.append(gc.get_freeze_count() > 0)
         seen.append(gc.get_freeze_count() > 0)
         with torch.no_grad():
-            await node.sleep(0.1)
+            await ctx.sleep(0.1)
 
     with pytest.raises(AssertionError, match="await inside a torch context"):
         in_virtual_time(main, cluster(1))

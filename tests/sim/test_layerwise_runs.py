@@ -150,10 +150,10 @@ def test_the_chain_to_the_nanosecond() -> None:
     plan = chained(plan, [100] * 4, [3, 1, 2, 4], ratio=[0.22, 0.01, 0.01, 0.15])
     sim = simulation(plan)()
     assert sim.now_ns == 5 * 24 * 10**9
-    for node in sim.nodes:
-        totals = node.ledger.totals
+    for ctx in sim.contexts:
+        totals = ctx.ledger.totals
         assert (totals["compute"], totals["compress"], totals["wait"]) == (75 * 10**9, 20 * 10**9, 0)
-        assert node.ledger.collective_ns == 5 * 14 * 10**9
+        assert ctx.ledger.collective_ns == 5 * 14 * 10**9
 
 
 BASE = declared(0.03, 0.004, 20, 0.0005)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Speed
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Record, Snapshot, UpdateShown
 from ashl.runtime.sim import Sim, resume
 from ashl.size_only import SizeOnly, Vector
@@ -41,18 +41,18 @@ def chain(machines: Cluster, forward: int, backward: list[int], sizes: list[int]
     """When one step over these layers ends, in ms: backwards from the last to the first, each sum sent at once."""
     ends = []
 
-    async def main(node: Node) -> None:
-        await node.compute(lambda: None, forward)
+    async def main(ctx: RankContext) -> None:
+        await ctx.compute(lambda: None, forward)
         tasks = []
         for layer in reversed(range(len(sizes))):
-            await node.compute(lambda: None, backward[layer])
-            tasks.append(node.spawn(one(node, sizes[layer], layer + 1 if keyed else 0)))
+            await ctx.compute(lambda: None, backward[layer])
+            tasks.append(ctx.spawn(one(ctx, sizes[layer], layer + 1 if keyed else 0)))
         for task in tasks:
-            await node.join(task)
-        ends.append(node.now_ns)
+            await ctx.join(task)
+        ends.append(ctx.now_ns)
 
-    async def one(node: Node, size: int, key: int) -> None:
-        await node.all_reduce(SizeOnly(size * DENSE), (0, 1), key=key)
+    async def one(ctx: RankContext, size: int, key: int) -> None:
+        await ctx.all_reduce(SizeOnly(size * DENSE), (0, 1), key=key)
 
     Sim(2, Speed(machines, 1, 0), network(machines, DENSE), Quiet()).run(main, tick=lambda: None)
     assert len(set(ends)) == 1
@@ -85,13 +85,13 @@ def ends_of(machines: Cluster, teams: tuple[tuple[int, ...], ...]) -> list[int]:
     """When a collective of each team ends, in ms, all posted at once."""
     ends = [0] * len(teams)
 
-    async def one(node: Node, number: int) -> None:
-        await node.all_reduce(SizeOnly(DENSE), teams[number])
-        ends[number] = node.now_ns // MS
+    async def one(ctx: RankContext, number: int) -> None:
+        await ctx.all_reduce(SizeOnly(DENSE), teams[number])
+        ends[number] = ctx.now_ns // MS
 
-    async def main(node: Node) -> None:
-        for task in [node.spawn(one(node, i)) for i, team in enumerate(teams) if node.rank in team]:
-            await node.join(task)
+    async def main(ctx: RankContext) -> None:
+        for task in [ctx.spawn(one(ctx, i)) for i, team in enumerate(teams) if ctx.rank in team]:
+            await ctx.join(task)
 
     ranks = machines.num_workers
     Sim(ranks, Speed(machines, 1, 0), network(machines, DENSE), Quiet()).run(main, tick=lambda: None)
@@ -117,16 +117,16 @@ def test_what_a_node_computes_beside_its_loop_is_not_free() -> None:
     """Two units of work at once are done after two; whoever came first is served first, whatever the kind."""
     ends = {}
 
-    async def work(node: Node, name: str, kind: str) -> None:
-        await node.compute(lambda: None, 1, kind)
-        ends[name] = node.now_ns // MS
+    async def work(ctx: RankContext, name: str, kind: str) -> None:
+        await ctx.compute(lambda: None, 1, kind)
+        ends[name] = ctx.now_ns // MS
 
-    async def main(node: Node) -> None:
-        beside = [node.spawn(work(node, name, kind)) for name, kind in (("a", "compute"), ("b", "apply"))]
-        await node.sleep(0)
-        await work(node, "c", "compress")
+    async def main(ctx: RankContext) -> None:
+        beside = [ctx.spawn(work(ctx, name, kind)) for name, kind in (("a", "compute"), ("b", "apply"))]
+        await ctx.sleep(0)
+        await work(ctx, "c", "compress")
         for task in beside:
-            await node.join(task)
+            await ctx.join(task)
 
     machines = cluster(1, step_s=0.1, server_step_s=0.01, compress_s=0.001)
     in_virtual_time(main, machines)
@@ -140,10 +140,10 @@ def test_alike_is_computed_once_and_then_forgotten() -> None:
         calls.append(step)
         return [step]
 
-    async def main(node: Node) -> None:
+    async def main(ctx: RankContext) -> None:
         for step in range(3):
-            seen.append(node.alike((0, 1, 2), step, partial(make, step)))
-            await node.sleep(0.001 * (node.rank + 1))
+            seen.append(ctx.compute_once((0, 1, 2), step, partial(make, step)))
+            await ctx.sleep(0.001 * (ctx.rank + 1))
 
     machines = cluster(3)
     sim = Sim(3, Speed(machines, 1, 0), network(machines, DENSE), Quiet())
@@ -171,30 +171,30 @@ class Kept(Quiet):
         self.records.append((record, vector.tolist()))
 
 
-async def overlapping(node: Node, saved: tuple[int, Any] | None = None) -> None:
+async def overlapping(ctx: RankContext, saved: tuple[int, Any] | None = None) -> None:
     """Rounds of three layers, sums of a team under way while the node computes and others send, some of them into the
     next round of others."""
     state = saved[1] if saved else {"k": 0, "x": torch.zeros(3)}
     team, other = (0, 1, 2), (0, 1, 2, 3)
     while state["k"] < 12:
-        node.mark(0, state)
+        ctx.safe_point(0, state)
         k, tasks = state["k"], []
-        for layer in (2, 1, 0) if node.rank in team else ():
-            await node.compute(lambda: None, 1 + layer)
-            value = torch.full((500 * (layer + 1),), float(k + node.rank))
-            tasks.append(node.spawn(summed(node, value, team, layer)))
-        await node.send((node.rank + 1) % 4, ("ring", 0, k), torch.full((300,), float(k)))
-        got = await node.recv(("ring", 0, k))
-        sums = [float((await node.join(task))[0]) for task in tasks]
-        scale = node.alike(other, k, lambda k=k: float(k) / 2)
-        total = await node.all_reduce(torch.tensor([sum(sums) + scale]), other) if k % 3 == 2 else torch.zeros(1)
+        for layer in (2, 1, 0) if ctx.rank in team else ():
+            await ctx.compute(lambda: None, 1 + layer)
+            value = torch.full((500 * (layer + 1),), float(k + ctx.rank))
+            tasks.append(ctx.spawn(summed(ctx, value, team, layer)))
+        await ctx.send((ctx.rank + 1) % 4, ("ring", 0, k), torch.full((300,), float(k)))
+        got = await ctx.recv(("ring", 0, k))
+        sums = [float((await ctx.join(task))[0]) for task in tasks]
+        scale = ctx.compute_once(other, k, lambda k=k: float(k) / 2)
+        total = await ctx.all_reduce(torch.tensor([sum(sums) + scale]), other) if k % 3 == 2 else torch.zeros(1)
         state = {"k": k + 1, "x": state["x"] + torch.tensor([sum(sums), float(got.body[0]), float(total)])}
-        node.snapshot(state["x"], tick=k)
-        node.round(0, k, 1, 0, dropped=False, loss=0.0)
+        ctx.snapshot(state["x"], tick=k)
+        ctx.record_round(0, k, 1, 0, dropped=False, loss=0.0)
 
 
-async def summed(node: Node, value: torch.Tensor, team: tuple[int, ...], key: int) -> torch.Tensor:
-    return await node.all_reduce(value, team, key=key)
+async def summed(ctx: RankContext, value: torch.Tensor, team: tuple[int, ...], key: int) -> torch.Tensor:
+    return await ctx.all_reduce(value, team, key=key)
 
 
 @pytest.mark.parametrize(
@@ -206,14 +206,14 @@ def test_slices_to_a_server_queue_at_the_ports_that_they_share(port_mbit_s: floa
     latency, and those of both through a port of the server's that is no faster."""
     machines, came = cluster(2, latency_s=0.002, server_bandwidth_mbit_s=port_mbit_s), []
 
-    async def main(node: Node) -> None:
-        if node.rank < 2:
+    async def main(ctx: RankContext) -> None:
+        if ctx.rank < 2:
             for k in range(3):
-                await node.send(2, ("slice", 0, k), SizeOnly(2500))
+                await ctx.send(2, ("slice", 0, k), SizeOnly(2500))
             return
         for _ in range(6):
-            message = await node.recv(*[("slice", 0, k) for k in range(3)])
-            came.append((message.src, node.now_ns // MS))
+            message = await ctx.recv(*[("slice", 0, k) for k in range(3)])
+            came.append((message.src, ctx.now_ns // MS))
 
     Sim(3, Speed(machines, 1, 0), network(machines, 7500), Quiet()).run(main, tick=lambda: None)
     assert came == came_ms

@@ -24,7 +24,7 @@ from ashl.plan.profile import CodecCost, Profile
 from ashl.planning.build import declared_profile, layer_groups
 from ashl.planning.by_part import with_parts
 from ashl.planning.make import prepared
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.sync.timing import beside
 from tests.benchmarks.simulator import simulation
 from tests.support import planned, run, simulated
@@ -152,19 +152,19 @@ def test_what_sums_and_computing_cost_each_other_is_measured(workplace) -> None:
 @pytest.mark.parametrize(("round_s", "begun"), [(1.0, [0, 1, 2]), (15.0, [0, 15]), (60.0, [0])])
 def test_where_steps_take_long_that_is_measured_once(monkeypatch: pytest.MonkeyPatch, round_s, begun) -> None:
     """Steps of 2 s that take 4 beside a sum, which then takes 1.5 s instead of 1."""
-    node, times = SimpleNamespace(now=0.0), list[float]()
+    ctx, times = SimpleNamespace(now=0.0), list[float]()
     stage: Any = SimpleNamespace(workers=(0, 1), trainer=SimpleNamespace(dense_bytes=1000))
 
     async def instruct(*of: Any) -> None:
-        times.append(node.now)
+        times.append(ctx.now)
 
     async def answers(*of: Any) -> dict[int, tuple[float, ...]]:
-        node.now += round_s
+        ctx.now += round_s
         return {0: (1.0, 2.0, 1.5, 4.0)}
 
     monkeypatch.setattr(beside, "instruct", instruct)
     monkeypatch.setattr(beside, "answers", answers)
-    found = asyncio.run(beside.measured_beside(cast("Node", node), stage, 2.0, Line(1.0, 0.0)))
+    found = asyncio.run(beside.measured_beside(cast(RankContext, ctx), stage, 2.0, Line(1.0, 0.0)))
     assert (found, times) == (Beside(lost=0.5, slowed=1.5), begun)
 
 

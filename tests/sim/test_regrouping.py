@@ -14,7 +14,7 @@ from ashl.compression.around.sliced import cut, joined
 from ashl.compression.gtopk import Final, GTopK, family, within
 from ashl.errors import AshlError
 from ashl.planning.build import assemble
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.link import Ends, Link
@@ -178,14 +178,14 @@ def test_all_members_have_the_same_model(codec: str, monkeypatch: pytest.MonkeyP
     """Each merges for itself here, as processes do: compressors that share something begin anew with who comes."""
     merges = dict[Any, list[Tensor]]()
 
-    def alike(sim: Sim, node: Node, team: tuple[int, ...], key: Any, fn: Callable[[], Any]) -> Any:
+    def compute_once(sim: Sim, ctx: RankContext, team: tuple[int, ...], key: Any, fn: Callable[[], Any]) -> Any:
         value = fn()
         if key[0] == "merge":
             merges.setdefault((team, *key), []).append(value[0].params)  # beside the next round, as planned
         return value
 
     plan = planned(*RING, "sync=bsp", f"compression={codec}", "optimizer.momentum=0", "stop.steps=60")
-    monkeypatch.setattr(Sim, "alike", alike)
+    monkeypatch.setattr(Sim, "compute_once", compute_once)
     ran = run(with_events(plan, lost(1, 0.31), back(1, 0.62), lost(0, 0.9), back(0, 1.2)))
     assert ran.end["reason"] == "steps"
     assert {len(key[0]) for key in merges} == {2, 3}

@@ -58,9 +58,9 @@ def test_at_the_end_each_shows_its_piece_as_it_was_after_as_many_merges(monkeypa
     """Where nobody waits, the others are merges ahead when they hear of it."""
     seen: dict[tuple[int, int], torch.Tensor] = {}
 
-    async def noted(node, stage, state, message) -> bool:
-        merged = await on_push(node, stage, state, message)
-        seen[node.rank, state.tally.version] = state.params
+    async def noted(ctx, stage, state, message) -> bool:
+        merged = await on_push(ctx, stage, state, message)
+        seen[ctx.rank, state.tally.version] = state.params
         return merged
 
     monkeypatch.setattr(sharded_server, "on_push", noted)

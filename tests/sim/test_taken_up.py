@@ -9,8 +9,8 @@ from ashl.config.construct import construct
 from ashl.learn.device import HOST
 from ashl.planning.build import assemble
 from ashl.run.mean_model import models_of
-from ashl.runtime.node import Node
 from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
 from tests.support import Ran, planned, simulated
@@ -29,10 +29,10 @@ class Keeping(Sim):
 
     from_version = 10**9
 
-    def mark(self, node: Node, stage: int, state) -> None:
+    def safe_point(self, ctx: RankContext, stage: int, state) -> None:
         kept: dict[int, tuple] = self.__dict__.setdefault("kept", {})
-        if state is not None and state.version >= self.from_version and node.rank not in kept:
-            kept[node.rank] = stage, packed(state)
+        if state is not None and state.version >= self.from_version and ctx.rank not in kept:
+            kept[ctx.rank] = stage, packed(state)
 
 
 def ran(
@@ -47,11 +47,11 @@ def ran(
     sim = Keeping(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), found)
     sim.from_version = version
 
-    def play(node: Node):
+    def play(ctx: RankContext):
         if kept is None:
-            return program(node, job.stages)
-        index, state = kept[node.rank]
-        return program(node, job.stages, saved=(index, unpacked(state, ("ashl",))), comes=comes)
+            return program(ctx, job.stages)
+        index, state = kept[ctx.rank]
+        return program(ctx, job.stages, saved=(index, unpacked(state, ("ashl",))), comes=comes)
 
     sim.run(play, tick=lambda: None)
     return found, sim.__dict__.get("kept", {})

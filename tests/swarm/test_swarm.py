@@ -21,7 +21,7 @@ from ashl.plan.plan import Limits
 from ashl.planning.build import link_of
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.effects import Compute
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
 from ashl.size_only import SizeOnly
 from ashl.stage.link import Ends
@@ -194,9 +194,9 @@ def plain(sync: Any, topology: Any, limits: Limits = WITHOUT, n: int = 3) -> tup
 def deserting(stage: Stage, rank: int, rounds: int):
     """The program of all ranks, but this one leaves without a word in its round so-and-so."""
 
-    async def main(node: Node) -> None:
-        role = program(node, (stage,))
-        if node.rank != rank:
+    async def main(ctx: RankContext) -> None:
+        role = program(ctx, (stage,))
+        if ctx.rank != rank:
             return await role
         awaited, value = 0, None
         with suppress(StopIteration):
@@ -234,10 +234,10 @@ def test_a_message_that_nobody_receives_is_found() -> None:
     """The check of the swarm, checked."""
     cluster, stage = plain(BSP(exchange="gradient"), ParameterServer(pull_ratio=None), replace(WITHOUT, steps=6))
 
-    async def main(node: Node) -> None:
-        if node.rank == 0:
-            await node.send(1, ("stray", 0, 0))
-        await program(node, (stage,))
+    async def main(ctx: RankContext) -> None:
+        if ctx.rank == 0:
+            await ctx.send(1, ("stray", 0, 0))
+        await program(ctx, (stage,))
 
     sim, _ = run(cluster, (stage,), main=main)
     assert list(sim._mail[1].messages) == [("stray", 0, 0)]

@@ -18,7 +18,7 @@ from functools import partial
 
 from ashl.cluster.spec import Beside
 from ashl.plan.line import Line
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import Stage
 from ashl.sync.timing.exchanges import a_step, answers, blank, instruct
 from ashl.topology.local_work import WorkerState
@@ -29,43 +29,43 @@ LEAST_S, STEPS, SUMS = 0.05, 4, 4  # of which each takes at least so long, or so
 MOST_S = 20.0  # after which no other round begins
 
 
-async def time_beside(node: Node, stage: Stage, state: WorkerState, nbytes: int, count: int) -> tuple[float, ...]:
+async def time_beside(ctx: RankContext, stage: Stage, state: WorkerState, nbytes: int, count: int) -> tuple[float, ...]:
     """Seconds of a sum of so many bytes, of which so many go in a row, and of a step: each alone, and both at once."""
-    batch, body = stage.worker(node.rank).batch, blank(stage, nbytes)
-    step, begun = partial(a_step, node, stage, state, 0, batch), math.inf
+    batch, body = stage.worker(ctx.rank).batch, blank(stage, nbytes)
+    step, begun = partial(a_step, ctx, stage, state, 0, batch), math.inf
 
     async def sums() -> float:
-        await node.all_reduce(blank(stage, 4), stage.workers)  # till all are here
+        await ctx.all_reduce(blank(stage, 4), stage.workers)  # till all are here
         nonlocal begun
-        begun = node.now
+        begun = ctx.now
         for _ in range(count):
-            await node.all_reduce(body, stage.workers)
-        return (node.now - begun) / count
+            await ctx.all_reduce(body, stage.workers)
+        return (ctx.now - begun) / count
 
     alone_s = await sums()
-    steps, start = 0, node.now
-    while steps < STEPS or node.now - start < LEAST_S:
-        await node.compute(step, work=batch)
+    steps, start = 0, ctx.now
+    while steps < STEPS or ctx.now - start < LEAST_S:
+        await ctx.compute(step, work=batch)
         steps += 1
-    step_s = (node.now - start) / steps
+    step_s = (ctx.now - start) / steps
     begun, times = math.inf, list[float]()
-    task = node.spawn(sums())
+    task = ctx.spawn(sums())
     while not task.done:
-        start = node.now
-        await node.compute(step, work=batch)
+        start = ctx.now
+        await ctx.compute(step, work=batch)
         if start >= begun:  # others may come to it later
-            times.append(node.now - start)
-    return alone_s, step_s, await node.join(task), statistics.fmean(times[:-1] or times or [step_s])
+            times.append(ctx.now - start)
+    return alone_s, step_s, await ctx.join(task), statistics.fmean(times[:-1] or times or [step_s])
 
 
-async def measured_beside(node: Node, stage: Stage, step_s: float, line: Line) -> Beside | None:
+async def measured_beside(ctx: RankContext, stage: Stage, step_s: float, line: Line) -> Beside | None:
     """At the server; None where they cost each other nothing. Raises OverError."""
     dense = stage.trainer.dense_bytes
     count = max(SUMS, math.ceil(max(LEAST_S, STEPS * step_s) / max(line.seconds(dense), 1e-4)))
-    lost, slowed, end_s = list[float](), list[float](), node.now + MOST_S
-    while not lost or (len(lost) < ROUNDS and node.now < end_s):
-        await instruct(node, stage, stage.workers, BESIDE, dense, count)
-        found = (await answers(node, stage, stage.workers)).values()
+    lost, slowed, end_s = list[float](), list[float](), ctx.now + MOST_S
+    while not lost or (len(lost) < ROUNDS and ctx.now < end_s):
+        await instruct(ctx, stage, stage.workers, BESIDE, dense, count)
+        found = (await answers(ctx, stage, stage.workers)).values()
         sum_s, step_s, both_s, beside_s = map(statistics.fmean, zip(*found, strict=True))
         lost.append(1 - step_s / max(step_s, beside_s))
         slowed.append(max(both_s, sum_s) / sum_s if sum_s else 1.0)

@@ -14,7 +14,7 @@ import torch
 
 from ashl.compression.contract import Turn
 from ashl.plan.profile import CodecCost
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.link import Ends
 from ashl.stage.stage import Stage
@@ -26,34 +26,34 @@ REPEATS = (6, 1_000)  # at least and at most
 CODEC_S = 1.0  # seconds for each codec, after which no further repetition begins
 
 
-async def time_codec(node: Node, stage: Stage, state: WorkerState, k: int) -> torch.Tensor:
+async def time_codec(ctx: RankContext, stage: Stage, state: WorkerState, k: int) -> torch.Tensor:
     """Return (seconds of an encoding, seconds of a decoding) of the k-th codec at this worker. Raises OverError."""
     _, link = stage.timed[k]
-    batch, rows, end_s = stage.worker(node.rank).batch, list[tuple[float, float]](), node.now + CODEC_S
+    batch, rows, end_s = stage.worker(ctx.rank).batch, list[tuple[float, float]](), ctx.now + CODEC_S
     sender, receiver = Ends(), Ends()
-    turn = Turn(link.codec.ratio or 1.0, stage.seed, node.rank, round=1)
+    turn = Turn(link.codec.ratio or 1.0, stage.seed, ctx.rank, round=1)
     vector = state.params if isinstance(state.params, SizeOnly) else state.params[: link.d]
-    while len(rows) < REPEATS[0] or (len(rows) < REPEATS[1] and node.now < end_s):
-        await node.compute(partial(a_step, node, stage, state, len(rows), batch), work=batch)
-        await time_exchange(node, stage, BOTH)
-        start = node.now
-        body = await node.compute(partial(link.encode, sender, vector, turn), work=1, kind="compress")
-        encoded = node.now
-        decode = partial(link.merge, receiver, [body], [1.0], (node.rank,))
-        await node.compute(decode, work=1, kind="decode")
-        rows.append((encoded - start, node.now - encoded))
-        if node.stopping or node.now_ns >= stage.judge.deadline_ns:
+    while len(rows) < REPEATS[0] or (len(rows) < REPEATS[1] and ctx.now < end_s):
+        await ctx.compute(partial(a_step, ctx, stage, state, len(rows), batch), work=batch)
+        await time_exchange(ctx, stage, BOTH)
+        start = ctx.now
+        body = await ctx.compute(partial(link.encode, sender, vector, turn), work=1, kind="compress")
+        encoded = ctx.now
+        decode = partial(link.merge, receiver, [body], [1.0], (ctx.rank,))
+        await ctx.compute(decode, work=1, kind="decode")
+        rows.append((encoded - start, ctx.now - encoded))
+        if ctx.stopping or ctx.now_ns >= stage.judge.deadline_ns:
             break
     medians = [statistics.median(column) for column in zip(*(rows[1:] or rows), strict=True)]
     return torch.tensor(medians, dtype=torch.float64)
 
 
-async def measured_codecs(node: Node, stage: Stage) -> tuple[CodecCost, ...]:
+async def measured_codecs(ctx: RankContext, stage: Stage) -> tuple[CodecCost, ...]:
     """Return the costs of all codecs that are to be timed, which all workers time at once. Raises OverError."""
     costs = []
     for k, (name, _) in enumerate(stage.timed):
-        await instruct(node, stage, stage.workers, CODEC, k)
-        found = await answers(node, stage, stage.workers)
+        await instruct(ctx, stage, stage.workers, CODEC, k)
+        found = await answers(ctx, stage, stage.workers)
         encode_s = tuple(found[rank][0] for rank in stage.workers)
         decode_s = statistics.median(found[rank][1] for rank in stage.workers)
         costs.append(CodecCost(codec=name, encode_s=encode_s, decode_s=decode_s))

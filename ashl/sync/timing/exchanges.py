@@ -10,7 +10,7 @@ from ashl.aggregate.weighted import Push
 from ashl.learn.device import numbers
 from ashl.plan.noise import is_narrow
 from ashl.runtime.effects import Message
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import Stage
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerState
@@ -37,11 +37,11 @@ async def repeated(once: Callable[[], Coroutine[None, None, float | None]], leas
     return times
 
 
-async def time_sum(node: Node, stage: Stage, nbytes: int) -> float:
+async def time_sum(ctx: RankContext, stage: Stage, nbytes: int) -> float:
     """Return the seconds of a sum of so many bytes over all workers, from when this one has come to it."""
-    start = node.now
-    await node.all_reduce(blank(stage, nbytes), stage.workers)
-    return node.now - start
+    start = ctx.now
+    await ctx.all_reduce(blank(stage, nbytes), stage.workers)
+    return ctx.now - start
 
 
 def blank(stage: Stage, nbytes: int) -> Any:
@@ -49,53 +49,55 @@ def blank(stage: Stage, nbytes: int) -> Any:
     return stage.once(lambda stage: stage.trainer.blank(nbytes / stage.trainer.dense_bytes), ("blank", nbytes))
 
 
-async def time_exchange(node: Node, stage: Stage, what: int, nbytes: int | None = None) -> float:
+async def time_exchange(ctx: RankContext, stage: Stage, what: int, nbytes: int | None = None) -> float:
     """Seconds until a body of so many bytes, or of the dense model's, is there and its receipt is back. Raises
     OverError."""
     nbytes = stage.trainer.dense_bytes if nbytes is None else nbytes
-    body, start = blank(stage, nbytes) if what in (UP, BOTH) else None, node.now
-    await node.send(stage.server, stage.tag("ask"), body, (what, nbytes))
-    answer = await node.recv(stage.tag("answer"), stage.tag("order"))
+    body, start = blank(stage, nbytes) if what in (UP, BOTH) else None, ctx.now
+    await ctx.send(stage.server, stage.tag("ask"), body, (what, nbytes))
+    answer = await ctx.recv(stage.tag("answer"), stage.tag("order"))
     if answer.tag == stage.tag("order"):
         raise OverError(answer)
-    return node.now - start
+    return ctx.now - start
 
 
-async def instruct(node: Node, stage: Stage, members: Sequence[int], word: int, value: int = 0, count: int = 0) -> None:
+async def instruct(
+    ctx: RankContext, stage: Stage, members: Sequence[int], word: int, value: int = 0, count: int = 0
+) -> None:
     """Send these workers an order with its arguments."""
     for rank in members:
-        await node.send(rank, stage.tag("order"), None, (word, value, count))
+        await ctx.send(rank, stage.tag("order"), None, (word, value, count))
 
 
-async def answers(node: Node, stage: Stage, members: Sequence[int]) -> dict[int, tuple[float, ...]]:
+async def answers(ctx: RankContext, stage: Stage, members: Sequence[int]) -> dict[int, tuple[float, ...]]:
     """Return what these workers found; their exchanges are answered meanwhile. Raises OverError."""
     found: dict[int, tuple[float, ...]] = {}
     while len(found) < len(members):
-        message = await node.recv(stage.tag("ask"), before_s=stage.judge.deadline_s)
-        if message is None or node.stopping:
+        message = await ctx.recv(stage.tag("ask"), before_s=stage.judge.deadline_s)
+        if message is None or ctx.stopping:
             raise OverError
         what, *values = message.meta
         if what == RESULT:
             found[message.src] = (*values, *(() if message.body is None else message.body.tolist()))
         else:
             body = blank(stage, int(values[0])) if what in (DOWN, BOTH) else None
-            await node.send(message.src, stage.tag("answer"), body)
+            await ctx.send(message.src, stage.tag("answer"), body)
     return found
 
 
-async def time_apply(node: Node, stage: Stage, state: ServerState) -> float:
+async def time_apply(ctx: RankContext, stage: Stage, state: ServerState) -> float:
     """Return the seconds of applying one push; the model stays as it is."""
     push = Push(0, blank(stage, stage.trainer.dense_bytes), 1, 1, 0, 0.0, 0.0, 0.0, 0.0)
 
     def apply() -> None:
         stage.outer.step(state.outer_state, state.params, stage.aggregate.fold((push,), [1.0]), 0.0)
 
-    start = node.now
-    await node.compute(apply, work=1, kind="apply")
-    return node.now - start
+    start = ctx.now
+    await ctx.compute(apply, work=1, kind="apply")
+    return ctx.now - start
 
 
-def a_step(node: Node, stage: Stage, state: WorkerState, k: int, batch: int) -> list[float]:
+def a_step(ctx: RankContext, stage: Stage, state: WorkerState, k: int, batch: int) -> list[float]:
     """The k-th of so many samples; the model stays as it is."""
     span = range(k * batch, (k + 1) * batch)
-    return numbers([stage.trainer.local_step(state.params, state.moments, node.rank, k, 0.0, span)[0]])
+    return numbers([stage.trainer.local_step(state.params, state.moments, ctx.rank, k, 0.0, span)[0]])

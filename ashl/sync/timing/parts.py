@@ -25,7 +25,7 @@ from ashl.plan.line import Line
 from ashl.plan.noise import figure
 from ashl.plan.profile import WorkerProfile, ready_shares
 from ashl.runtime.effects import Tag
-from ashl.runtime.node import Node
+from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import Stage
 from ashl.sync.timing.exchanges import answers, instruct, time_sum
 from ashl.topology.local_work import WorkerState
@@ -42,56 +42,56 @@ def plans(groups: int) -> tuple[tuple[int, ...], ...]:
     return (groups,), (groups - groups // 2, groups // 2), (1,) * groups
 
 
-async def time_parts(node: Node, stage: Stage, state: WorkerState, number: int) -> torch.Tensor:
+async def time_parts(ctx: RankContext, stage: Stage, state: WorkerState, number: int) -> torch.Tensor:
     """Seconds of a step by each of these plans, and then of the sums that went beside the last one."""
-    await time_sum(node, stage, NUMBER)  # till all are here
+    await time_sum(ctx, stage, NUMBER)  # till all are here
     took_s, beside_s = list[float](), list[float]()
     for plan in plans(len(stage.parts)):
-        start = node.now
-        beside_s = await summed(node, stage, state, number, plan)
-        took_s.append(node.now - start)
+        start = ctx.now
+        beside_s = await summed(ctx, stage, state, number, plan)
+        took_s.append(ctx.now - start)
     return torch.tensor([*took_s, *beside_s], dtype=torch.float64)
 
 
-async def summed(node: Node, stage: Stage, state: WorkerState, number: int, plan: Sequence[int]) -> list[float]:
+async def summed(ctx: RankContext, stage: Stage, state: WorkerState, number: int, plan: Sequence[int]) -> list[float]:
     """A step with a sum for each message of a plan; seconds of each but the last."""
-    batch, parts = stage.worker(node.rank).batch, joined(stage.parts, plan)
-    what = state.params, node.rank, number, range(number * batch, (number + 1) * batch)
+    batch, parts = stage.worker(ctx.rank).batch, joined(stage.parts, plan)
+    what = state.params, ctx.rank, number, range(number * batch, (number + 1) * batch)
     found = list[float]()
     if len(plan) == 1:
-        await node.compute(lambda: numbers([stage.trainer.gradient(*what)[0]]), work=batch)
+        await ctx.compute(lambda: numbers([stage.trainer.gradient(*what)[0]]), work=batch)
     else:
         ready = tuple((part.ready, stage.tag("timed", k)) for k, part in enumerate(parts))
         *tags, last = (tag for _, tag in ready)
-        others = node.spawn(beside(node, stage, tags))
+        others = ctx.spawn(beside(ctx, stage, tags))
         compute = partial(stage.trainer.gradient_in_parts, *what, [(part.start, part.stop) for part in parts])
-        await node.compute(compute, work=batch, parts=ready)
-        found = await node.join(others)
-        await node.recv(last)
-    await time_sum(node, stage, NUMBER)
+        await ctx.compute(compute, work=batch, parts=ready)
+        found = await ctx.join(others)
+        await ctx.recv(last)
+    await time_sum(ctx, stage, NUMBER)
     return found
 
 
-async def beside(node: Node, stage: Stage, tags: Sequence[Tag]) -> list[float]:
+async def beside(ctx: RankContext, stage: Stage, tags: Sequence[Tag]) -> list[float]:
     """Seconds of a sum for each part, once it is there."""
     found = []
     for tag in tags:
-        await node.recv(tag)
-        found.append(await time_sum(node, stage, NUMBER))
+        await ctx.recv(tag)
+        found.append(await time_sum(ctx, stage, NUMBER))
     return found
 
 
 async def with_parts(
-    node: Node, stage: Stage, workers: Sequence[WorkerProfile], line: Line, known: Beside | None
+    ctx: RankContext, stage: Stage, workers: Sequence[WorkerProfile], line: Line, known: Beside | None
 ) -> Beside | None:
     """What is known of sums beside computing, with this; at the server. None where all of it costs nothing. Raises
     OverError."""
-    groups, end_s, rows = len(stage.parts), node.now + MOST_S, list[tuple[float, ...]]()
+    groups, end_s, rows = len(stage.parts), ctx.now + MOST_S, list[tuple[float, ...]]()
     if groups < 2:
         return known
-    while len(rows) < ROUNDS[0] or (len(rows) < ROUNDS[1] and node.now < end_s and not all_narrow(rows)):
-        await instruct(node, stage, stage.workers, PARTS, len(rows))
-        found = (await answers(node, stage, stage.workers)).values()
+    while len(rows) < ROUNDS[0] or (len(rows) < ROUNDS[1] and ctx.now < end_s and not all_narrow(rows)):
+        await instruct(ctx, stage, stage.workers, PARTS, len(rows))
+        found = (await answers(ctx, stage, stage.workers)).values()
         steps_s = map(statistics.fmean, zip(*(own[:3] for own in found), strict=True))
         rows.append((*steps_s, statistics.fmean(map(min, zip(*(own[3:] for own in found), strict=True)))))
     known = known or Beside(lost=0.0, slowed=1.0)

@@ -13,7 +13,7 @@ from ashl.runtime.effects import (
     AllReduce,
     Cancel,
     Compute,
-    Drop,
+    Discard,
     Join,
     Recv,
     Regroup,
@@ -63,7 +63,7 @@ class Observer(Protocol):
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None: ...
 
 
-class Deaf:
+class NullObserver:
     """An observer that keeps nothing, and says what it was given."""
 
     rounds: Rounds = "none"
@@ -102,7 +102,7 @@ class WorkerStates(Protocol):
 
 
 class Kernel(Protocol):
-    """The part of a kernel that a node calls without awaiting."""
+    """The part of a kernel that a rank context calls without awaiting."""
 
     observer: Observer
     worker_states: WorkerStates | None
@@ -110,21 +110,34 @@ class Kernel(Protocol):
     @property
     def now_ns(self) -> int: ...
 
-    def spawn(self, node: Node, coro: Coroutine, main: bool = False, stands: bool = False) -> Any: ...
+    def spawn(
+        self, ctx: RankContext, coro: Coroutine, main: bool = False, is_background_service: bool = False
+    ) -> Any: ...
 
-    def alike(self, node: Node, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T: ...
+    def compute_once(self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T: ...
 
-    def mark(self, node: Node, stage: int, state: Any) -> bool: ...
+    def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool: ...
 
-    def keeps(self, node: Node, version: int) -> bool: ...
+    def checkpoint_due(self, ctx: RankContext, version: int) -> bool: ...
 
-    def wants_mark(self, node: Node) -> bool: ...
+    def safe_point_wanted(self, ctx: RankContext) -> bool: ...
 
 
-class Node:
+class RankContext:
     """One rank of the job. Algorithms know this and nothing else of where they run."""
 
-    __slots__ = ("counter", "kernel", "knocks", "ledger", "life", "loss", "measures", "rank", "staleness", "steps")
+    __slots__ = (
+        "counter",
+        "join_pending",
+        "kernel",
+        "ledger",
+        "life",
+        "loss",
+        "measures",
+        "rank",
+        "staleness",
+        "steps",
+    )
     compute, send, regroup, sleep, join, cancel = Compute, Send, Regroup, Sleep, Join, Cancel  # to be awaited
 
     def __init__(self, kernel: Kernel, rank: int) -> None:
@@ -136,14 +149,14 @@ class Node:
         self.staleness: int | None = None  # of its last round, like `loss`
         self.loss: float | None = None
         self.measures: dict[str, Measured] = {}
-        self.knocks = False  # whether a worker has come and asks to be let in
+        self.join_pending = False  # whether a worker has come and asks to be let in
         self.life = 0  # how often this rank has been lost before
 
     def recv(self, *tags: Tag, src: int = ANY, before_s: float = math.inf) -> Recv:
         return Recv(tags, src, before_s)
 
-    def drop(self, *tags: Tag) -> Drop:
-        return Drop(tags)
+    def discard(self, *tags: Tag) -> Discard:
+        return Discard(tags)
 
     def all_reduce(
         self,
@@ -165,28 +178,28 @@ class Node:
         assert key >= 0, "keys of collectives count from 0"
         return AllGather(tensor, group, riders, key, 0, epoch)
 
-    def spawn(self, coro: Coroutine, stands: bool = False) -> Any:
+    def spawn(self, coro: Coroutine, is_background_service: bool = False) -> Any:
         """Start a task beside the main one. Its time is not the worker's time: only the main task is accounted for.
 
         One that `stands` is at the top of a loop of its own whenever another is, and keeps nothing there: where the run
         goes on from a checkpoint, the main task starts it anew before its mark.
         """
-        return self.kernel.spawn(self, coro, stands=stands)
+        return self.kernel.spawn(self, coro, is_background_service=is_background_service)
 
-    def alike(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
+    def compute_once(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
         """What all members of a team compute alike: `fn()`, which must be pure and whose value nobody changes.
 
         In virtual time it runs once for each (team, key), and every member gets the same object; on real processes it
         just runs. It costs no time. A run that goes on from a checkpoint may run it once more.
         """
-        return self.kernel.alike(self, team, key, fn)
+        return self.kernel.compute_once(self, team, key, fn)
 
-    def mark(self, stage: int, state: Any) -> bool:
+    def safe_point(self, stage: int, state: Any) -> bool:
         """Here is the top of a loop: `state` holds all that is needed to go on from here, in this stage. None = what
         follows hangs on when the run ends, and it may go on with another end: no checkpoint holds it.
 
         Returns whether a checkpoint has it without what others do at this moment, so that what follows is not in it."""
-        return self.kernel.mark(self, stage, state)
+        return self.kernel.safe_point(self, stage, state)
 
     @property
     def own_state(self) -> Any:
@@ -194,14 +207,14 @@ class Node:
         states = self.kernel.worker_states
         return None if states is None else states.worker_state(self.rank)
 
-    def keeps(self, version: int) -> bool:
+    def checkpoint_due(self, version: int) -> bool:
         """Whether such a checkpoint would have this rank at a mark of this version, as of now."""
-        return self.kernel.keeps(self, version)
+        return self.kernel.checkpoint_due(self, version)
 
     @property
-    def wants_mark(self) -> bool:
+    def safe_point_wanted(self) -> bool:
         """Whether a checkpoint waits for this rank to be at the top of a loop, with nothing going on beside it."""
-        return self.kernel.wants_mark(self)
+        return self.kernel.safe_point_wanted(self)
 
     @property
     def now_ns(self) -> int:
@@ -242,7 +255,7 @@ class Node:
         else:
             raise ValueError(f"a measure cannot be called {name!r}; take letters, digits, '_', '-', '.' and '/'")
 
-    def round(
+    def record_round(
         self,
         stage: int,
         round: int,
@@ -262,7 +275,7 @@ class Node:
             what = (self.rank, stage, round, steps, staleness, dropped, loss, start_ns, end_ns, spans, group)
             self.kernel.observer.emit(Round(*what, parts or None, messages or None))
 
-    def beat(self) -> Beat:
+    def heartbeat(self) -> Beat:
         """How this rank stands, for whoever watches; may be read from another thread."""
         totals_ns = self.ledger.live()  # before the clock is read, which is as far as they may reach
         bytes_up, bytes_down = self.ledger.sent()
@@ -280,7 +293,7 @@ class Node:
             collective_ns=self.ledger.collective_ns,
         )
 
-    def account(self) -> None:
+    def emit_totals(self) -> None:
         """Hand in what this rank's time went into, once it has ended."""
         ledger = self.ledger
         ledger.settle()
