@@ -3,6 +3,7 @@
 Its buffers are not broadcast, since each worker of ashl has its own.
 """
 
+import os
 import socket
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def one_of_two(rank: int, port: int, kind: type[nn.Module], indices: list[list],
         optimizer.zero_grad()
     torch.save({"state": beside(module), "learned": learned}, f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort a process that returns
 
 
 def distributed_torch(kind: type[nn.Module], batches: list[Batches], folder: Path) -> nn.Module:

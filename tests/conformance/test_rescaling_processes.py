@@ -76,9 +76,9 @@ def test_jobs_of_another_size(workplace: Path) -> None:
     until_saved(Path("run"), job)
     os.killpg(job.pid, signal.SIGKILL)
     ended(job)
-    less = torchrun(2, "--resume", "run", "-q")
-    (said,) = ended(less)
-    assert "run has 2 workers, and this job 1; take it on with cluster.num_workers=1" in said
+    unasked = torchrun(4, "--resume", "run", "-q")
+    (said,) = ended(unasked)
+    assert "run has 2 workers, and this job 3; take it on with cluster.num_workers=3" in said
     line = ("--resume", "run", "cluster.num_workers=3", "run.dir=three", "stop.seconds=8", "-q")
     more = torchrun(4, *line, restarts=1)
     until_saved(Path("three"), more)
