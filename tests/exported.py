@@ -10,7 +10,7 @@ from torch.nn.utils import vector_to_parameters
 
 from ashl.cli.app import main
 from ashl.plan.files import read_plan
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 
 
 def exported(run: Path, to: str) -> Any:

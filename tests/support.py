@@ -15,8 +15,8 @@ from ashl.config.construct import construct
 from ashl.learn.device import HOST, to_host
 from ashl.learn.learner import Learner
 from ashl.plan.plan import Plan
-from ashl.planning.build import assemble
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
+from ashl.planning.instantiate import assemble
 from ashl.run.evaluation import rises
 from ashl.run.mean_model import ModelSet, Whole, models_of
 from ashl.runtime.churn import Churn
@@ -126,7 +126,7 @@ def befallen(sim: Sim, cluster: Any, seed: int, stages: tuple[Stage, ...]) -> Ca
 
 
 def planned(*overrides: str) -> Plan:
-    return make_plan(compose(["runtime=sim", "tracking=none", *overrides], None))
+    return compile_plan(compose(["runtime=sim", "tracking=none", *overrides], None))
 
 
 def simulated(*overrides: str) -> Ran:

@@ -18,7 +18,7 @@ from ashl.cli.launch import LAUNCHED
 from ashl.config.catalog import CONF, catalog, parameters
 from ashl.config.compose import compose
 from ashl.errors import DataMissingError
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
 from ashl.study.grid import checked, grid_lines
 from tests.pages import CONFIGURATION, PAGES, ROOT, anchors, links, mentioned, modules, shown, words_of, written
 
@@ -132,7 +132,7 @@ def can_be_planned(point: tuple[str, ...], folder: Path | None, world_size: int 
     point = tuple(single for single in point if single != "dataset.download=true")  # nothing is fetched here
     try:
         if world_size is not None:
-            make_plan(compose(point, folder), world_size, point)
+            compile_plan(compose(point, folder), world_size, point)
         else:
             checked(point, lambda overrides: compose(overrides, folder), {})
     except DataMissingError:

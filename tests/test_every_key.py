@@ -10,7 +10,7 @@ import ashl
 from ashl.config.catalog import CONF, catalog, load, parameters
 from ashl.config.compose import PRESETS, compose
 from ashl.errors import AshlError, NoEffectError, UsageError
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
 from ashl.runtime.effects import PeerLostError
 from tests.every_key import (
     ALWAYS,
@@ -39,7 +39,7 @@ NAMES_A_KEY = re.compile(r"\w+\.\w+=|\w+=\w+|cluster\.node")
 @cache
 def recorded(overrides: tuple[str, ...], typed: tuple[str, ...] = ()) -> str:
     """Return the hash of what a run in virtual time records, with the model that it ends with and its scores."""
-    plan = make_plan(compose(overrides), None, typed, strict=True)
+    plan = compile_plan(compose(overrides), None, typed, strict=True)
     try:
         ran = run(plan)
     except (AshlError, PeerLostError) as error:  # how a run fails is recorded, too

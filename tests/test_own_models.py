@@ -23,8 +23,8 @@ from ashl.learn.making import make_module
 from ashl.learn.module_state import beside, mean_of, put_all
 from ashl.learn.trainer import Trainer
 from ashl.model.plain import PlainModel
-from ashl.planning.build import assemble
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
+from ashl.planning.instantiate import assemble
 from ashl.run.monitor import FINAL
 
 STEPS, RATE, MOMENTUM, DECAY = 12, 0.05, 0.9, 1e-3
@@ -66,7 +66,7 @@ def chosen(kind: type[nn.Module], workers: int, *more: str) -> tuple[str, ...]:
 
 
 def simulated(kind: type[nn.Module], workers: int, *more: str) -> Ran:
-    return run(make_plan(compose(["runtime=sim", *chosen(kind, workers, *more)], Path("options"))))
+    return run(compile_plan(compose(["runtime=sim", *chosen(kind, workers, *more)], Path("options"))))
 
 
 def made(kind: type[nn.Module]) -> nn.Module:

@@ -33,8 +33,8 @@ from ashl.data.rng import Purpose, torch_seed
 from ashl.learn.device import HOST, seeded
 from ashl.learn.module_state import beside, mean_of, put_all
 from ashl.learn.trainer import Trainer
-from ashl.planning.build import assemble
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
+from ashl.planning.instantiate import assemble
 from ashl.run.monitor import FINAL
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm|spectral_norm:FutureWarning")
@@ -48,7 +48,7 @@ def _options(workplace: Path) -> None:
 def trained(kind: type[nn.Module], workers: int) -> tuple[dict, list[Batches]]:
     """The last weights of a run on processes, and the batches of its workers."""
     ran = ashl.train(*chosen(kind, workers, "runtime=local"), config_dir="options")
-    plan = make_plan(compose(["runtime=sim", *chosen(kind, workers)], Path("options")))
+    plan = compile_plan(compose(["runtime=sim", *chosen(kind, workers)], Path("options")))
     trainer = assemble(plan, HOST).stages[0].trainer
     assert isinstance(trainer, Trainer)
     return torch.load(ran.folder / FINAL), trainer.batches

@@ -12,9 +12,9 @@ import pytest
 
 from ashl.config.compose import compose
 from ashl.errors import UsageError
-from ashl.planning import build
-from ashl.planning.build import assemble, parts_of
-from ashl.planning.make import make_plan, prepared
+from ashl.planning import instantiate
+from ashl.planning.compile_plan import compile_plan, prepare_plan
+from ashl.planning.instantiate import assemble, parts_of
 from ashl.stage.stage import PULLS
 from ashl.sync.bsp import BSP
 from ashl.sync.rennala import Rennala
@@ -30,20 +30,20 @@ def overrides(*more: str) -> list[str]:
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """Counts what is made from now on, by group and spec."""
     counts: Counter = Counter()
-    construct = build.construct
+    construct = instantiate.construct
 
     def counting(spec: Any, where: str, *rest: Any) -> Any:
         counts[where, json.dumps(spec, sort_keys=True)] += 1
         return construct(spec, where, *rest)
 
-    monkeypatch.setattr(build, "construct", counting)
+    monkeypatch.setattr(instantiate, "construct", counting)
     return counts
 
 
 @pytest.mark.parametrize("line", ["", "sync=bsp topology=all_reduce", "schedule=ashl_plus schedule.shl_scale=1"])
 def test_a_run_makes_each_option_once(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = made(monkeypatch)
-    plan, parts, data = prepared(compose(overrides(*line.split())))
+    plan, parts, data = prepare_plan(compose(overrides(*line.split())))
     assert counts["cluster", json.dumps(plan.cluster, sort_keys=True)] == 1
     assert set(counts.values()) == {1}, "planning"
     before = dict(counts)
@@ -54,21 +54,21 @@ def test_a_run_makes_each_option_once(line: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_process_makes_each_option_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, counts = make_plan(compose(overrides())), made(monkeypatch)
+    plan, counts = compile_plan(compose(overrides())), made(monkeypatch)
     assemble(plan, "cpu", parts_of(plan))
     assert set(counts.values()) == {1}
 
 
 def test_nobody_else_makes_options_of_a_plan() -> None:
     """`planning.build` does; `run.train` and `study.sweep` make tracking, `task.plain` the task that judges."""
-    root = Path(build.__file__).parents[1]
+    root = Path(instantiate.__file__).parents[1]
     makers = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if "construct(" in path.read_text()}
     own = {"config/construct.py", "planning/settings.py"}
     assert makers - own == {"planning/build.py", "run/train.py", "study/sweep.py", "task/plain.py"}
 
 
 def test_true_is_not_one() -> None:
-    options = build.Options(())
+    options = instantiate.Options(())
     spec = {"_target_": "ashl.sync.ripples_smart.RipplesSmart", "section_length": 1, "group_size": 2, "threshold": 1}
     assert options.of("sync", {**spec, "inter_intra": True}) is options.of("sync", {**spec, "inter_intra": True})
     with pytest.raises(UsageError, match="threshold=true is not possible"):
@@ -155,23 +155,23 @@ def test_a_given_plan_of_two_stages_runs(tmp_path: Path) -> None:
 
 def test_a_drawn_cluster_is_the_stated_distribution_drawn_with_the_seed() -> None:
     wide = overrides("sync=asp", "cluster=drawn", "runtime.gradients=false", "stop.steps=1")
-    many = make_plan(compose([*wide, "cluster.num_workers=400"])).cluster
+    many = compile_plan(compose([*wide, "cluster.num_workers=400"])).cluster
     logs = [math.log(factor) for factor in many["compute"]]
     assert fmean(logs) == pytest.approx(0.0, abs=0.075)  # three standard errors
     assert stdev(logs) == pytest.approx(0.5, abs=0.055)
-    few = make_plan(compose([*wide, "cluster.num_workers=3"])).cluster
+    few = compile_plan(compose([*wide, "cluster.num_workers=3"])).cluster
     assert few["compute"] == many["compute"][:3]
-    assert few["compute"] != make_plan(compose([*wide, "cluster.num_workers=3", "seed=1"])).cluster["compute"]
-    scaled = make_plan(compose([*wide, "cluster.compute=[2,2,2]"])).cluster
+    assert few["compute"] != compile_plan(compose([*wide, "cluster.num_workers=3", "seed=1"])).cluster["compute"]
+    scaled = compile_plan(compose([*wide, "cluster.compute=[2,2,2]"])).cluster
     assert scaled["compute"] == pytest.approx([2 * factor for factor in few["compute"]])
     assert {**many, "compute": 0, "num_workers": 0} == {**few, "compute": 0, "num_workers": 0}
 
 
 def test_a_given_plan_brings_the_cluster_that_its_seed_draws(tmp_path: Path) -> None:
     wide = overrides("sync=asp", "cluster=drawn", "cluster.num_workers=2", "stop.steps=1")
-    plan = make_plan(compose([*wide, "seed=5"]))
+    plan = compile_plan(compose([*wide, "seed=5"]))
     (tmp_path / "plan.json").write_text(plan.to_json())
-    given = make_plan(compose([*wide, f"plan={tmp_path}/plan.json"]))
+    given = compile_plan(compose([*wide, f"plan={tmp_path}/plan.json"]))
     assert (given.seed, given.cluster) == (5, plan.cluster)
 
 

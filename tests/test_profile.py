@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from ashl.errors import UsageError
-from ashl.plan.declared import declared
-from ashl.plan.noise import levelled
+from ashl.plan.confidence import equalize_costs
+from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.profile import SCHEMA, Profile, WorkerProfile
 from ashl.planner.assignment import Planner
 from ashl.planner.dylu import DyLU
@@ -145,7 +145,7 @@ def test_a_profile_of_something_else_is_refused(what: dict[str, Any], words: str
 
 
 def test_declared_exchange() -> None:
-    made = declared(conf_option("cluster", "ashl_paper", jitter=0.1), "LeNet", 1_000, 128)
+    made = profile_of_declared_costs(conf_option("cluster", "ashl_paper", jitter=0.1), "LeNet", 1_000, 128)
     assert [w.step_s for w in made.workers] == pytest.approx([0.04, 0.06, 0.08])
     assert [w.step_spread_s for w in made.workers] == pytest.approx([0.004, 0.006, 0.008])
     assert [w.push_s for w in made.workers] == [w.pull_s for w in made.workers] == pytest.approx([0.04, 0.06, 0.08])
@@ -157,15 +157,19 @@ def test_declared_exchange() -> None:
 def test_declared_links() -> None:
     """Latency + bytes over the slower of the two ports: 1 MB at 4 Mbit/s takes 2 s, at 1 Mbit/s 8 s."""
     ports = {"exchange_s": None, "bandwidth_mbit_s": 4.0, "latency_s": 0.25, "link": [1.0, 1.0, 4.0]}
-    made = declared(conf_option("cluster", "ashl_paper", **ports), "LeNet", 250_000, 128)
+    made = profile_of_declared_costs(conf_option("cluster", "ashl_paper", **ports), "LeNet", 250_000, 128)
     assert [w.push_s for w in made.workers] == pytest.approx([2.25, 2.25, 9.0])
     assert [w.push_of(0.5) for w in made.workers] == pytest.approx([1.25, 1.25, 5.0])
-    behind = declared(conf_option("cluster", "ashl_paper", **ports, server_bandwidth_mbit_s=2), "LeNet", 250_000, 128)
+    behind = profile_of_declared_costs(
+        conf_option("cluster", "ashl_paper", **ports, server_bandwidth_mbit_s=2), "LeNet", 250_000, 128
+    )
     assert [w.push_s for w in behind.workers] == pytest.approx([4.25, 4.25, 9.0])
 
 
 def test_free_links_cost_nothing_per_byte() -> None:
-    (first, *_) = declared(conf_option("cluster", "ashl_paper", exchange_s=0.0), "LeNet", 1_000, 128).workers
+    (first, *_) = profile_of_declared_costs(
+        conf_option("cluster", "ashl_paper", exchange_s=0.0), "LeNet", 1_000, 128
+    ).workers
     assert (first.push_s, first.push_bytes_s, first.push_of(0.1)) == (0.0, None, 0.0)
 
 
@@ -173,11 +177,13 @@ def test_free_links_cost_nothing_per_byte() -> None:
 def test_a_missing_cost_is_an_error(missing: str) -> None:
     named = "bandwidth_mbit_s" if missing == "exchange_s" else missing
     with pytest.raises(UsageError, match=f"cluster.{named}, which is not declared"):
-        declared(conf_option("cluster", "ashl_paper", **{missing: None}), "LeNet", 1_000, 128)
+        profile_of_declared_costs(conf_option("cluster", "ashl_paper", **{missing: None}), "LeNet", 1_000, 128)
 
 
 def test_a_profile_needs_nothing_of_the_server() -> None:
-    assert declared(conf_option("cluster", "ashl_paper", server_step_s=None), "LeNet", 1_000, 128).workers
+    assert profile_of_declared_costs(
+        conf_option("cluster", "ashl_paper", server_step_s=None), "LeNet", 1_000, 128
+    ).workers
 
 
 def test_the_table_of_a_profile_fits_80_columns() -> None:
@@ -193,7 +199,7 @@ def test_costs_within_their_noise_count_as_equal_and_are_said_to() -> None:
     """The third worker's step lies outside of the least one's interval; what has no noise is what it is."""
     steps = {0.040: 0.002, 0.042: 0.001, 0.050: 0.001}
     costs = [{**WORKER, "step_s": step, "step_noise_s": noise, "push_s": step} for step, noise in steps.items()]
-    level = levelled([WorkerProfile(**cost) for cost in costs])
+    level = equalize_costs([WorkerProfile(**cost) for cost in costs])
     assert [worker.step_s for worker in level] == pytest.approx([0.041, 0.041, 0.050])
     assert [worker.push_s for worker in level] == list(steps)
     screen = Console(file=io.StringIO(), width=80)
@@ -212,7 +218,7 @@ def test_workers_equal_within_their_noise_get_equal_steps_and_densities(planner:
     third = {"step_s": 0.1, "push_s": 0.05, "latency_s": 0.02, "compress_s": 0.02}
     workers = [WorkerProfile(**{**WORKER, **noise, **own}) for own in (*equal, third)]
     noises = {"latency_s": [0.0002] * 3, "compress_s": [0.0006] * 3}
-    found = replace(profile(), workers=levelled(workers, noises))
+    found = replace(profile(), workers=equalize_costs(workers, noises))
     assert found.workers[0] == found.workers[1]
     assert found.workers[2].step_s == 0.1
     for h_preset, r_preset in ((2, None), (2, 0.1), (5, 0.5)):

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from ashl.cluster.spec import RealCluster
 from ashl.config.compose import compose
 from ashl.errors import AshlError, DataMissingError, UsageError
-from ashl.plan.declared import declared
+from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.profile import Profile
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
 from ashl.run import interface
 from ashl.run import job as jobs
 from ashl.run.handshake import Hello, alike, difference, gathered, publish, read
@@ -138,10 +138,10 @@ def test_how_many_workers_a_job_has(mode: str, size: int, workers: int | None, f
     asked = [] if workers is None else [f"cluster.num_workers={workers}"]
     config = compose(["runtime=torchrun", "cluster=real", "sync=bsp", *mode.split(), *asked], None)
     if isinstance(found, int):
-        assert make_plan(config, world_size=size).num_workers == found
+        assert compile_plan(config, world_size=size).num_workers == found
         return
     with pytest.raises(UsageError, match=found):
-        make_plan(config, world_size=size)
+        compile_plan(config, world_size=size)
 
 
 def test_without_a_server_all_keep_their_order() -> None:
@@ -198,7 +198,7 @@ def test_two_workers_on_one_gpu() -> None:
 
 def profile(*hosts: str | None, server: str | None = None, bound: float | None = None, rates: tuple[float, ...] = ()):
     """A measured one, with the host and the rate of each worker, and the server's."""
-    known = declared(conf_option("cluster", "homogeneous", compute=[1] * len(hosts)), "mlp", 1000, 8)
+    known = profile_of_declared_costs(conf_option("cluster", "homogeneous", compute=[1] * len(hosts)), "mlp", 1000, 8)
     pairs = zip(known.workers, hosts, rates or (1e6,) * len(hosts), strict=True)
     workers = [replace(w, host=host, push_bytes_s=rate, pull_bytes_s=rate) for w, host, rate in pairs]
     return replace(known, source="measured", workers=tuple(workers), server_host=server, server_bytes_s=bound)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ashl.cluster.speed import Factors
-from ashl.cluster.trace import followed
+from ashl.cluster.trace import with_trace_events
 from ashl.config.construct import construct
 from ashl.errors import UsageError
 from tests.support import planned, simulated
@@ -59,7 +59,9 @@ def test_a_file_that_is_no_trace(tmp_path: Path, text: str, why: str) -> None:
     file = tmp_path / "trace.csv"
     file.write_text(text)
     with pytest.raises(UsageError) as error:
-        followed({"trace": str(file), "compute": [1, 2], "step_s": 0.1, "bandwidth_mbit_s": None, "events": []})
+        with_trace_events(
+            {"trace": str(file), "compute": [1, 2], "step_s": 0.1, "bandwidth_mbit_s": None, "events": []}
+        )
     assert why in str(error.value)
 
 

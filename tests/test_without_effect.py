@@ -9,8 +9,8 @@ from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.errors import NoEffectError
 from ashl.plan.plan import Plan
-from ashl.planning.build import declared_profile
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
+from ashl.planning.instantiate import declared_profile
 from ashl.planning.without_effect import CONDITIONS, COSTS, names
 from ashl.study.grid import grid_lines, make_grid
 from tests.support import simulated
@@ -99,7 +99,7 @@ INERT: list[tuple[str, str, str | None]] = [  # None: it takes what is not here,
 def planned(*overrides: str) -> Plan:
     texts = [text.strip("'") for text in " ".join(overrides).split()]
     texts = ["runtime=sim", "tracking=none", *texts]
-    return make_plan(compose(texts), None, texts, strict=True)
+    return compile_plan(compose(texts), None, texts, strict=True)
 
 
 @pytest.mark.usefixtures("short_forecasts")

@@ -22,7 +22,7 @@ from ashl.config.compose import compose
 from ashl.config.override import CommandLine, key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
 from ashl.report.compare import REPORT, Comparison, rewrite
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Target, describe
@@ -170,7 +170,7 @@ def answered(
     chosen = [*evaluated, *own.overrides, f"optimizer.lr={rate:g}"]
     where, command = follows.here(chosen)
     launch = follows.on_hosts(chosen, own.plan.num_workers)
-    plan = make_plan({**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, [])
+    plan = compile_plan({**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, [])
     flips = flipped(field, board, lambda: deadline.left_s < max(LEAST_S, deadline.budget_s / 20))
     notes = [*notes_of(scale), *known.notes(field)]
     words, sure = in_words(board, known, notes), board.second.probability if board.second else None

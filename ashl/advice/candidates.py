@@ -13,8 +13,8 @@ from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import UsageError
 from ashl.plan.plan import Plan
-from ashl.planning.build import declared_profile
-from ashl.planning.make import Prepared, make_plan, prepared
+from ashl.planning.compile_plan import PreparedPlan, compile_plan, prepare_plan
+from ashl.planning.instantiate import declared_profile
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.run.rank import evaluation_here
 
@@ -68,7 +68,7 @@ class Field:
     situation: Situation
     candidates: tuple[Candidate, ...]
     left_out: tuple[LeftOut, ...]
-    host: Prepared
+    host: PreparedPlan
     evaluation_s: float  # of one evaluation on this host
 
 
@@ -99,7 +99,7 @@ def field_of(wanted: Asked, config_dir: Path | None, progress: Callable[[int, in
     """Try every rule. Raises UsageError where fewer than two candidates remain."""
     progress(0, len(RULES), "this cluster and this machine")
     free = [text for text in wanted.fixed if key_of(text).partition(".")[0] not in CHOSEN]
-    plain = [prepared(compose([*free, *texts], config_dir), None, texts) for texts in PLAIN]
+    plain = [prepare_plan(compose([*free, *texts], config_dir), None, texts) for texts in PLAIN]
     host = plain[0]
     evaluation_s, first_loss = evaluation_here(*host)
     found = situation_of(plain, first_loss)
@@ -155,7 +155,7 @@ def restored(kept: dict[str, Any] | None, rules: Sequence[Rule]) -> tuple[list[C
     return taken, [LeftOut(*entry) for entry in kept["left_out"]]
 
 
-def situation_of(plain: Sequence[Prepared], first_loss: float) -> Situation:
+def situation_of(plain: Sequence[PreparedPlan], first_loss: float) -> Situation:
     """From BSP at a server and in a ring."""
     plan, parts, _ = plain[0]
     batch = plan.stages[0].workers[0].batch
@@ -184,7 +184,7 @@ def candidate(rule: Rule, s: Situation, wanted: Asked, config_dir: Path | None) 
     overrides = [*wanted.fixed, *own]
     config = compose(overrides, config_dir)
     refuse_others(config["choices"], wanted)
-    return Candidate(rule, own, config, make_plan(config, None, overrides), rule.reason(s))
+    return Candidate(rule, own, config, compile_plan(config, None, overrides), rule.reason(s))
 
 
 def refuse_others(chosen: Mapping[str, str], wanted: Asked) -> None:

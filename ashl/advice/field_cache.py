@@ -14,7 +14,7 @@ from typing import Any
 
 from ashl.config.catalog import CONF
 from ashl.config.override import key_of
-from ashl.planning.make import Prepared
+from ashl.planning.compile_plan import PreparedPlan
 from ashl.tracking import jsonl
 
 FOLDER = Path("runs/advice/candidates")
@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parents[1]
 FILES = ("profile", "plan")  # keys whose value names a file
 
 
-def place_of(wanted: Sequence[Any], fixed: Sequence[str], host: Prepared, config_dir: Path | None) -> Path | None:
+def place_of(wanted: Sequence[Any], fixed: Sequence[str], host: PreparedPlan, config_dir: Path | None) -> Path | None:
     """The file of these candidates, whether it is there or not; None where they must be planned each time."""
     if config_dir is not None or host.plan.allow_targets:
         return None

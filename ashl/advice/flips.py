@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ashl.advice.candidates import Candidate
 from ashl.config.workers import LISTS, repeated
 from ashl.errors import AshlError
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
 from ashl.report.crossover import Axis, Cell, Terrain, flip
 from ashl.report.measure import Measure
 
@@ -98,7 +98,7 @@ def predicted_s(own: Racer, spec: Spec) -> float | None:
     """Seconds for its steps at the predicted rates of its stages there; None where nothing is predicted."""
     config = {**own.candidate.config, "cluster": spec, "profile": None}
     try:
-        plan = make_plan(config, None, [])
+        plan = compile_plan(config, None, [])
     except AshlError:
         return None
     total_s = 0.0

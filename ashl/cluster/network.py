@@ -12,7 +12,7 @@ reduce of g members takes 2(g − 1) rounds in which everybody sends a chunk of 
 one has come from the one before; an all-gather takes g − 1 rounds. Its cost is that of these messages one by one, until
 the last has come, and it holds the ports that the ring runs over from its start to its end: it begins when what was
 sent before has left them, and what is sent afterwards queues behind it. Sums by another algorithm that was asked for
-cost what `ashl.cluster.summing` says, and hold the same ports.
+cost what `ashl.cluster.all_reduce_costs` says, and hold the same ports.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ashl.cluster.all_reduce_costs import AllReduceCosts, CostOf, cost_over_ports
+from ashl.cluster.all_reduce_rounds import Round
 from ashl.cluster.spec import Cluster, Measured
 from ashl.cluster.speed import NS, Factors
-from ashl.cluster.sum_rounds import Round
-from ashl.cluster.summing import CostOf, Summing, over_ports
 
 KEPT = 4096  # costs of rings that are remembered
 
@@ -65,7 +65,7 @@ class Exchange:
         self.outages = bool(self.factors.outages)
         self.steady = not cluster.events
         self._cache: dict[tuple[int, int, int], int] = {}
-        self.summing = None if algorithm is None else Summing(algorithm, cluster.node, self)
+        self.summing = None if algorithm is None else AllReduceCosts(algorithm, cluster.node, self)
 
     def cost_ns(self, src: int, dst: int, nbytes: int, now_ns: int) -> int:
         if not nbytes and not self.outages:
@@ -141,7 +141,7 @@ class Ports:
         self.steady = not cluster.events
         self._rings: dict[tuple[int, ...], Ring] = {}
         self._costs: dict[tuple[tuple[int, ...], int, int], int] = {}
-        self.summing = None if algorithm is None else Summing(algorithm, cluster.node, self)
+        self.summing = None if algorithm is None else AllReduceCosts(algorithm, cluster.node, self)
 
     def inner(self, src: int, dst: int) -> bool:
         return src < len(self._first) and self.machine(src) == self.machine(dst)
@@ -235,7 +235,7 @@ class Ports:
         latency = [[self.cluster.latency_of(rank, inner) for rank in group] for inner in kinds]
         bytes_s = self.cluster.bytes_s
         out, into = ([[bytes_s(rank, way, inner) for rank in group] for inner in kinds] for way in (True, False))
-        return over_ports(home, factors * latency, factors / out, factors / into)
+        return cost_over_ports(home, factors * latency, factors / out, factors / into)
 
     def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
         """The same, once round the ring, with as many bytes as all members have together."""

@@ -196,7 +196,7 @@ def check_events(events: Sequence[Event], n: int) -> None:
             there[event.worker] = event.rejoin
 
 
-def implied(cluster: object, dense_bytes: int) -> list[str]:
+def note_implied_bandwidth(cluster: object, dense_bytes: int) -> list[str]:
     """What to note where `exchange_s`, which holds whatever the model's size, asks more of a link than links have."""
     if type(cluster) is not Cluster or not cluster.exchange_s:  # what was measured is as it is
         return []

@@ -19,7 +19,7 @@ FACTORS = {"compute": "compute", "step_s": "compute", "link": "link", "mbit_s": 
 COLUMNS = ("time_s", "worker", *FACTORS)
 
 
-def followed(spec: Mapping[str, Any]) -> dict[str, Any]:
+def with_trace_events(spec: Mapping[str, Any]) -> dict[str, Any]:
     """A cluster's spec with its trace among its events. Raises UsageError for a file that is no trace of it."""
     path = spec.get("trace")
     cluster = dict(spec)
@@ -28,14 +28,14 @@ def followed(spec: Mapping[str, Any]) -> dict[str, Any]:
     name = f"cluster.trace={path}"
     try:
         with open(Path(str(path)).expanduser(), encoding="utf-8-sig", newline="") as file:
-            events = list(events_in(csv.DictReader(file, strict=True), cluster, name))
+            events = list(read_events(csv.DictReader(file, strict=True), cluster, name))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is no CSV text ({error})"
         raise UsageError(f"{name} cannot be read: {reason}") from error
     return {**cluster, "trace": None, "events": [*cluster["events"], *events]}
 
 
-def events_in(lines: csv.DictReader, cluster: Mapping[str, Any], name: str) -> Iterator[dict[str, Any]]:
+def read_events(lines: csv.DictReader, cluster: Mapping[str, Any], name: str) -> Iterator[dict[str, Any]]:
     """Each line's events. Raises UsageError, naming the line."""
     columns = lines.fieldnames or ()
     unknown = [column for column in columns if column not in COLUMNS]

@@ -23,7 +23,7 @@ from ashl.optimizer.schedule import Scheduled, with_horizon
 from ashl.overlap.chain import bare, joined
 from ashl.plan.files import read_plan
 from ashl.plan.plan import Plan
-from ashl.planning.build import Job, assemble, layer_groups
+from ashl.planning.instantiate import Job, assemble, layer_groups
 
 # Options that all scripts can express, and what differs by target.
 COMMON = {

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ashl.plan.line import Line
+from ashl.plan.alpha_beta import AlphaBeta
 
 LARGEST = sys.float_info.max  # a whole number may be beyond it
 LONGEST_S = 1e9  # 30 years: what a clock of nanoseconds can bear
@@ -17,7 +17,7 @@ def check_names(*names: object) -> None:
             raise ValueError(f"{name!r} stands where a name is expected")
 
 
-def check_line(line: Line | None, what: str) -> None:
+def check_line(line: AlphaBeta | None, what: str) -> None:
     if line is not None and not all(map(is_seconds, (line.latency_s, line.s_per_byte))):
         raise ValueError(f"{what} is {asdict(line)}, where seconds from 0 up are expected")
 

@@ -87,7 +87,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The whole run. Specs are `_target_` mappings that `ashl.planning.build` turns into objects in every process."""
+    """The whole run: each process makes objects of its specs, see `ashl.planning.instantiate`."""
 
     schema: int
     name: str

@@ -19,8 +19,8 @@ from ashl.cluster.spec import Beside, Cluster, Measured
 from ashl.cluster.speed import LEVELS
 from ashl.config.construct import explain
 from ashl.errors import UsageError, parsed
+from ashl.plan.alpha_beta import AlphaBeta
 from ashl.plan.checks import check_line, check_names, is_count, is_number, is_seconds, require_keys
-from ashl.plan.line import Line
 from ashl.plan.plan import Spec
 
 T = TypeVar("T")
@@ -56,8 +56,8 @@ class WorkerProfile:
     compress_s: float  # encoding the dense vector
     forward_s: tuple[float, ...] = ()  # of each layer group, the last layers first; empty = not measured
     backward_s: tuple[float, ...] = ()
-    push_line: Line | None = None  # what messages to the server cost by their bytes; None = not measured
-    pull_line: Line | None = None
+    push_line: AlphaBeta | None = None  # what messages to the server cost by their bytes; None = not measured
+    pull_line: AlphaBeta | None = None
     host: str | None = None  # where it was measured, and on which device; None = not known
     device: str | None = None
     step_times_s: tuple[float, ...] = ()  # quantiles of a step at `ashl.cluster.speed.LEVELS`; empty = not measured
@@ -122,7 +122,7 @@ class Profile:
     ports: bool  # whether a transfer occupies the ports of both ends
     workers: tuple[WorkerProfile, ...]
     group_bytes: tuple[int, ...] = ()  # of each layer group, the last layers first; empty = not measured
-    all_reduce: Line | None = None  # what a sum over all workers costs by its bytes; None = not measured
+    all_reduce: AlphaBeta | None = None  # what a sum over all workers costs by its bytes; None = not measured
     beside: Beside | None = None  # ... and what it and computing cost each other; None = nothing, as far as is known
     server_host: str | None = None
     codecs: tuple[CodecCost, ...] = ()  # of each codec that was timed
@@ -271,7 +271,7 @@ class Profile:
             **measured,
         }
 
-    def _latency_s(self, worker: WorkerProfile, line: Line | None, dense_s: float) -> float:
+    def _latency_s(self, worker: WorkerProfile, line: AlphaBeta | None, dense_s: float) -> float:
         """Return the latency of a message of any size; with the rate it gives the dense model what was measured."""
         if line is None or self.source == "declared":
             return worker.latency_s
@@ -346,11 +346,11 @@ def _list(values: Any, what: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _line(entry: Any, what: str) -> Line | None:
+def _line(entry: Any, what: str) -> AlphaBeta | None:
     if entry is None:
         return None
-    require_keys(entry, [field.name for field in fields(Line)], what)
-    return Line(**entry)
+    require_keys(entry, [field.name for field in fields(AlphaBeta)], what)
+    return AlphaBeta(**entry)
 
 
 def rate_of(seconds: float, dense_bytes: int) -> float | None:

@@ -1,7 +1,7 @@
 """Check that the chosen options work together.
 
 Each check takes options that are already made and raises UsageError: one sentence that names the clashing options, the
-reason, and an alternative. `ashl.planning.make` calls the checks while it makes a plan, in this order: single choices
+reason, and an alternative. `ashl.planning.compile_plan` calls the checks in this order: single choices
 (`check_combination`, `check_compression`), stages (`check_stages`, `check_annealed_values`), checkpoints and faults
 (`check_checkpoints`, `check_faults`), and several servers (`check_sharded_server`). The predicates beside them answer
 the same questions during a run: may it continue without a failed worker, may a worker rejoin, may the run resume with
@@ -19,8 +19,8 @@ from typing import Any
 
 from ashl.aggregate.fednova import FedNova
 from ashl.aggregate.weighted import Weighted
+from ashl.cluster.all_reduce_costs import contention_of
 from ashl.cluster.spec import FAIL, LINK_DOWN, SERVER_FAIL, Cluster, RealCluster
-from ashl.cluster.summing import beside_of
 from ashl.compression.around.wrapped import wrapped
 from ashl.compression.around.wrapper import innermost
 from ashl.compression.around.wrappers import Wrappers
@@ -42,8 +42,8 @@ from ashl.outer.contract import Outer
 from ashl.overlap.contract import Delayed
 from ashl.plan.plan import AVERAGE, TARGETS, Limits, Plan, Spec, StagePlan, WorkerPlan
 from ashl.planner.goodput import Goodput
-from ashl.planning.build import Parts, StageParts, layout_of
-from ashl.planning.device import by_nccl, device_of
+from ashl.planning.device import device_of, uses_nccl
+from ashl.planning.instantiate import Parts, StageParts, layout_of
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.stage.stage import (
     CAPABILITIES,
@@ -163,7 +163,7 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
                 "it a value, or measure with runtime=local"
             )
     else:
-        by_nccl(runtime, topology, cluster)
+        uses_nccl(runtime, topology, cluster)
 
 
 def list_compatible_topologies(sync: Rule) -> list[str]:
@@ -1006,7 +1006,7 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
     """Refuse to promise checkpoints where none can be made."""
     if every_s is None:
         return
-    real, slowed = parts.runtime.name != "sim", beside_of(parts.cluster) is not None
+    real, slowed = parts.runtime.name != "sim", contention_of(parts.cluster) is not None
     if slowed and not real and any(sums_beside(own.sync, own.topology, own.overlap) for own in parts.stages):
         raise UsageError(
             "run.checkpoint_s: by the profile sums and computing slow each other down, and no checkpoint holds how far "

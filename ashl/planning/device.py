@@ -33,7 +33,7 @@ def device_of(runtime: Any, local_rank: int = 0) -> str:
     return kind if kind == HOST else f"{kind}:{local_rank % torch.cuda.device_count()}"
 
 
-def gpu_of(device: str) -> str | None:
+def gpu_index(device: str) -> str | None:
     """Which of the machine's GPUs that is, whatever this process sees of them; None = none."""
     if device == HOST:
         return None
@@ -49,7 +49,7 @@ def use_device(device: str) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})"
 
 
-def by_nccl(runtime: Any, topology: Topology, cluster: Any) -> bool:
+def uses_nccl(runtime: Any, topology: Topology, cluster: Any) -> bool:
     """Whether NCCL carries vectors from device to device: sums, in one group, whose operations all ranks begin in one
     order; where it is asked for, a server's messages, too, as the server grants them (`ashl.runtime.plane`).
 

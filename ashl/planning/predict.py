@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from ashl.cluster.all_reduce_costs import contention_of
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, Measured
 from ashl.cluster.speed import NS, Speed, speed_of
-from ashl.cluster.summing import beside_of
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
-from ashl.planning.chains import Uncontended, chain_among
+from ashl.planning.step_timelines import Uncontended, make_group_timeline
 from ashl.runtime.contended_sim import simulator
 from ashl.runtime.records import Record, Round, Snapshot, StageEnd, UpdateShown
 from ashl.runtime.sampling import Rounds
@@ -36,7 +36,7 @@ WITHOUT = Limits(
 )
 
 
-class Mark(NamedTuple):
+class ProgressMark(NamedTuple):
     """How a stage stood at some moment."""
 
     steps: int
@@ -44,7 +44,7 @@ class Mark(NamedTuple):
     came_ns: Mapping[int, int]  # when each rank had come so far, where that is not the same moment for all
 
 
-class Watch:
+class StageObserver:
     """An observer that keeps how a stage stood on its way and at its end, and when its workers waited."""
 
     rounds: Rounds = "all"
@@ -56,12 +56,12 @@ class Watch:
         self.steps: dict[int, int] = {}  # by version of the model, at each evaluation
         self.came_ns: dict[int, dict[int, int]] = {}  # ... when those who count had come to it
         self.waits: list[tuple[int, int, int]] = []  # whose, from when, to when
-        self.end = Mark(0, 0, {})
+        self.end = ProgressMark(0, 0, {})
 
     def emit(self, record: Record) -> None:
         match record:
             case StageEnd():
-                self.end = Mark(record.counts.steps, record.end_ns, {})
+                self.end = ProgressMark(record.counts.steps, record.end_ns, {})
             case Round() if record.rank < self.num_workers:
                 self.waits += [(record.rank, start, end) for kind, start, end in record.spans_ns if kind == "wait"]
 
@@ -78,25 +78,27 @@ class Watch:
             return
         self.came_ns.setdefault(version, {})[record.rank] = record.time_ns
 
-    def half_and_whole(self) -> tuple[Mark, Mark]:
+    def half_and_whole(self) -> tuple[ProgressMark, ProgressMark]:
         """The mark nearest to half of the steps, and the end. What is counted because it had begun by the end is in no
         mark, so the last mark stands for the end where they are at one moment."""
         came = self.came_ns
-        marks = [Mark(steps, max(came[k].values()), came[k]) for k, steps in self.steps.items()] or [Mark(0, 0, {})]
+        marks = [ProgressMark(steps, max(came[k].values()), came[k]) for k, steps in self.steps.items()] or [
+            ProgressMark(0, 0, {})
+        ]
         whole = marks[-1] if marks[-1].time_ns == self.end.time_ns else self.end
         return min(marks, key=lambda mark: abs(2 * mark.steps - whole.steps)), whole
 
-    def waited_ns(self, mark: Mark) -> int:
+    def waited_ns(self, mark: ProgressMark) -> int:
         """What all workers together had waited by then, with who had come earlier waiting for the others."""
         own = [mark.came_ns.get(rank, mark.time_ns) for rank in range(self.num_workers)]
         before = sum(min(end, own[rank]) - start for rank, start, end in self.waits if start < own[rank])
         return before + sum(mark.time_ns - came for came in own)
 
 
-def timed(stage: Stage, cluster: Cluster, steps: int, cycles: int, batch: int) -> Watch:
+def simulate_stage(stage: Stage, cluster: Cluster, steps: int, cycles: int, batch: int) -> StageObserver:
     """How a stage stands on its way to so many steps, which are about so many cycles of every worker."""
     n = stage.num_workers
-    seen = Watch(n, stage.home)
+    seen = StageObserver(n, stage.home)
     limits = replace(WITHOUT, steps=steps, eval_every_commits=max(1, cycles * n // MARKS))
     bounded = replace(stage, index=0, plan=replace(stage.plan, until={}), following=False, limits=limits, elastic=False)
     num_ranks = n + extra_ranks(stage.topology, stage.sync, stage.nodes)
@@ -115,7 +117,7 @@ def steps_of(stage: Stage, worker: WorkerPlan, step_ns: int) -> int:
     return math.ceil(interval_ns / step_ns) if interval_ns else worker.local_steps
 
 
-def in_parts_ns(stage: Stage, speed: Speed, costs: Uncontended) -> list[int]:
+def bucketed_step_ns(stage: Stage, speed: Speed, costs: Uncontended) -> list[int]:
     """How long a step and its exchange take each worker in the long run, where messages go while it computes."""
     links = {(m.start, m.stop): link for m, link in zip(stage.messages, stage.links, strict=bool(stage.links))}
 
@@ -125,7 +127,7 @@ def in_parts_ns(stage: Stage, speed: Speed, costs: Uncontended) -> list[int]:
     cycles, known = [], dict[Hashable, int]()
     for rank in range(stage.num_workers):
         server = stage.topology.has_server
-        chain = chain_among((rank,), stage.plan, speed, costs, stage.parts, link_of if links else None, server)
+        chain = make_group_timeline((rank,), stage.plan, speed, costs, stage.parts, link_of if links else None, server)
         like = chain.ready_ns, chain.needed_ns, rank if server else None  # a sum costs all the same
         if like not in known:
             known[like] = stage.overlap.step_ns(chain)
@@ -145,16 +147,16 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     local_steps = [steps_of(stage, worker, cost) for worker, cost in zip(stage.plan.workers, step_ns, strict=True)]
     cycles = max(8, min(CYCLES, ROUNDS // n, STEPS // sum(local_steps)))
     drawn = replace(steady, jitter=cluster.jitter) if isinstance(cluster, Measured) and cluster.steps else steady
-    seen = timed(stage, drawn, cycles * sum(local_steps), cycles, batch)
+    seen = simulate_stage(stage, drawn, cycles * sum(local_steps), cycles, batch)
     half, whole = seen.half_and_whole()
     span_ns, waited_ns = whole.time_ns - half.time_ns, seen.waited_ns(whole) - seen.waited_ns(half)
     costs = Uncontended(network(steady, stage.trainer.dense_bytes, stage.topology.algorithm))
-    cycles_ns = in_parts_ns(stage, speed, costs) if stage.messages else []
+    cycles_ns = bucketed_step_ns(stage, speed, costs) if stage.messages else []
     for rank in range(n) if not stage.messages else ():
         steps, exchange_ns = local_steps[rank], stage.topology.exchange_ns(stage, costs, rank)
         hidden_ns = stage.delayed.beside(steps) * step_ns[rank] if stage.delayed else 0
         cycles_ns.append(steps * step_ns[rank] + max(0, exchange_ns - hidden_ns))
-    if (stage.by_priority or (stage.sums_beside and beside_of(cluster))) and span_ns:  # chains do not know all
+    if (stage.by_priority or (stage.sums_beside and contention_of(cluster))) and span_ns:  # chains do not know all
         cycles_ns = [round(span_ns * sum(local_steps) / (whole.steps - half.steps))] * n
     return replace(
         plan,

@@ -26,9 +26,9 @@ from ashl.learn.device import HOST
 from ashl.overlap.chain import bare, joined
 from ashl.overlap.contract import Delayed
 from ashl.plan.plan import TARGETS, Plan, StagePlan
-from ashl.planning.build import Parts, StageParts, layer_groups
 from ashl.planning.compatibility import capabilities_of
 from ashl.planning.device import device_of
+from ashl.planning.instantiate import Parts, StageParts, layer_groups
 from ashl.stage.stage import WEIGHTS
 from ashl.sync.lb_bsp import LBBSP
 from ashl.sync.profiling import Profiling
@@ -67,7 +67,7 @@ FAILURES = "workers that fail, as with 'cluster.churn={mtbf_s:100,mttr_s:10}'"
 MEET = "workers of one machine that exchange with each other, as with topology=all_reduce"
 
 
-class Given(NamedTuple):
+class EffectContext(NamedTuple):
     """What a condition is judged by."""
 
     config: Mapping[str, Any]
@@ -100,12 +100,12 @@ class Condition(NamedTuple):
 
     keys: tuple[str, ...]
     needs: str
-    counts: Callable[[Given], bool]
+    counts: Callable[[EffectContext], bool]
 
 
-def has(group: str, **fields: Callable[[Any], bool]) -> Callable[[Given], bool]:
+def has(group: str, **fields: Callable[[Any], bool]) -> Callable[[EffectContext], bool]:
     """Return a condition: in some stage, these fields of the group's option are such. An option without one counts."""
-    return lambda given: given.any(
+    return lambda context: context.any(
         group, lambda option: all(holds(getattr(option, name)) for name, holds in fields.items() if name in dir(option))
     )
 
@@ -114,23 +114,23 @@ def is_set(value: Any) -> bool:
     return value is not None and value is not False and value != 0
 
 
-def any_server(given: Given) -> bool:
-    return given.any("topology", lambda topology: topology.has_server)
+def any_server(context: EffectContext) -> bool:
+    return context.any("topology", lambda topology: topology.has_server)
 
 
-def workers_meet(given: Given) -> bool:
+def workers_meet(context: EffectContext) -> bool:
     """Return True if machines with several workers exchange inside."""
-    nodes = given.cluster.node or ()
-    near = given.any("topology", lambda topology: not topology.has_server or isinstance(topology, Halos))
+    nodes = context.cluster.node or ()
+    near = context.any("topology", lambda topology: not topology.has_server or isinstance(topology, Halos))
     return near and len(set(nodes)) < len(nodes)
 
 
-def nodes_matter(given: Given) -> bool:
+def nodes_matter(context: EffectContext) -> bool:
     def uses_nodes(own: StageParts) -> bool:
         by_itself = groups_by_machine(own) and getattr(own.topology, "workers_per_node", None) is None
         return by_itself or isinstance(own.topology, Halos) or own.topology.algorithm is not None
 
-    return not is_declared(given) or any(map(uses_nodes, given.stages))
+    return not is_declared(context) or any(map(uses_nodes, context.stages))
 
 
 def groups_by_machine(own: StageParts) -> bool:
@@ -139,16 +139,16 @@ def groups_by_machine(own: StageParts) -> bool:
     return partial and not isinstance(own.sync, RipplesFirstCome | RipplesRandom)
 
 
-def is_declared(given: Given) -> bool:
-    return given.cluster.exchange_s is not None
+def is_declared(context: EffectContext) -> bool:
+    return context.cluster.exchange_s is not None
 
 
-def is_stale(given: Given) -> bool:
+def is_stale(context: EffectContext) -> bool:
     """Return True if a push may be of an older model than the one that it is merged into."""
-    return any(not own.sync.in_rounds or isinstance(own.overlap, Delayed) for own in given.stages)
+    return any(not own.sync.in_rounds or isinstance(own.overlap, Delayed) for own in context.stages)
 
 
-def keeps_residual(given: Given) -> bool:
+def keeps_residual(context: EffectContext) -> bool:
     """Return True if a stage before the last may leave something out and keep it for later."""
 
     def keeps(stage: StagePlan, own: StageParts) -> bool:
@@ -157,89 +157,91 @@ def keeps_residual(given: Given) -> bool:
             return False
         return not isinstance(codec, Wrappers) or codec.feedback or codec.momentum is not None
 
-    return any(map(keeps, given.plan.stages[:-1], given.stages[:-1]))
+    return any(map(keeps, context.plan.stages[:-1], context.stages[:-1]))
 
 
-def several_machines(given: Given) -> bool:
-    n = given.plan.num_workers
+def several_machines(context: EffectContext) -> bool:
+    n = context.plan.num_workers
 
     def machines(topology: Any) -> int:
         if not isinstance(topology, PartialAllReduce):
             return n
-        if topology.workers_per_node is None and given.cluster.node is not None:
-            return len(set(given.cluster.node))
+        if topology.workers_per_node is None and context.cluster.node is not None:
+            return len(set(context.cluster.node))
         return -(-n // (topology.workers_per_node or 4))
 
-    return given.any("topology", lambda topology: machines(topology) > 1)
+    return context.any("topology", lambda topology: machines(topology) > 1)
 
 
-def speeds_vary(given: Given) -> bool:
+def speeds_vary(context: EffectContext) -> bool:
     """Return True if a worker's steps may take other times than those before them."""
-    cluster = given.cluster
+    cluster = context.cluster
     if not isinstance(cluster, Cluster):
         return True
     jitters = cluster.jitters if isinstance(cluster, Measured) else ()
     return bool(cluster.jitter or any(jitters) or cluster.events or cluster.churn)
 
 
-def plans_local_steps(given: Given) -> bool:
-    return any(stage.h_preset is not None for stage in given.plan.stages)
+def plans_local_steps(context: EffectContext) -> bool:
+    return any(stage.h_preset is not None for stage in context.plan.stages)
 
 
-def work_differs(given: Given) -> bool:
+def work_differs(context: EffectContext) -> bool:
     """Return True if in some stage the workers take different numbers of steps between two pushes."""
-    return plans_local_steps(given) or any(
-        len({worker.local_steps for worker in stage.workers}) > 1 for stage in given.plan.stages
+    return plans_local_steps(context) or any(
+        len({worker.local_steps for worker in stage.workers}) > 1 for stage in context.plan.stages
     )
 
 
-def ignores_targets(given: Given) -> bool:
+def ignores_targets(context: EffectContext) -> bool:
     """Return True if some target is one that the task ignores, or would ignore by default."""
-    ignored = {given.parts.task.ignore_index, usual("task.ignore_index", given)} - {None}
-    halves = (given.data.train.targets, given.data.test.targets)
+    ignored = {context.parts.task.ignore_index, usual("task.ignore_index", context)} - {None}
+    halves = (context.data.train.targets, context.data.test.targets)
     return any(bool((targets == value).any()) for targets in halves for value in ignored)
 
 
-def is_cut(given: Given) -> bool:
+def is_cut(context: EffectContext) -> bool:
     """Return True if a slice is shorter than the longest message, by the value or by the default."""
-    groups = layer_groups(given.plan)
-    before = usual("overlap.slice", given)
+    groups = layer_groups(context.plan)
+    before = usual("overlap.slice", context)
 
     def cuts(overlap: Any) -> bool:
         sizes = [size for size in (overlap.slice, before) if isinstance(size, int)]
         longest = max(stop - start for start, stop, *_ in joined(groups, overlap.messages(bare(groups))))
         return min(sizes, default=0) < longest
 
-    return given.any("overlap", lambda overlap: not hasattr(overlap, "slice") or cuts(overlap))
+    return context.any("overlap", lambda overlap: not hasattr(overlap, "slice") or cuts(overlap))
 
 
-def sums_weights(given: Given) -> bool:
+def sums_weights(context: EffectContext) -> bool:
     """Return True if some stage weighs what its workers push."""
-    return any(WEIGHTS in capabilities_of(own.topology, own.sync) for own in given.stages)
+    return any(WEIGHTS in capabilities_of(own.topology, own.sync) for own in context.stages)
 
 
-def run_ends(given: Given) -> bool:
-    stop = given.config["stop"]
+def run_ends(context: EffectContext) -> bool:
+    stop = context.config["stop"]
     return any(stop[key] is not None for key in ("epochs", "steps", "seconds"))
 
 
-def preset_ratios(given: Given) -> Sequence[float | None]:
-    return (getattr(given.schedule, "r_preset", None) or ()) if given.schedule.names_sync else ()
+def preset_ratios(context: EffectContext) -> Sequence[float | None]:
+    return (getattr(context.schedule, "r_preset", None) or ()) if context.schedule.names_sync else ()
 
 
 CONDITIONS = (
-    Condition(COSTS, "profile=null, as the costs of profile=FILE stand in for it", lambda given: not given.profiled),
+    Condition(
+        COSTS, "profile=null, as the costs of profile=FILE stand in for it", lambda context: not context.profiled
+    ),
     Condition(
         LINKS,
         "cluster.exchange_s=null, as a declared exchange_s holds whatever the links are",
-        lambda given: not is_declared(given),
+        lambda context: not is_declared(context),
     ),
     Condition(
         ("cluster.server_bandwidth_mbit_s", "cluster.server_step_s"),
         "a topology with a server, as topology=parameter_server",
         any_server,
     ),
-    Condition(INSIDE[:1], MEET, lambda given: workers_meet(given) or usual(INSIDE[0], given) is None),
+    Condition(INSIDE[:1], MEET, lambda context: workers_meet(context) or usual(INSIDE[0], context) is None),
     Condition(INSIDE[1:], MEET, workers_meet),
     Condition(
         ("cluster.node",),
@@ -249,27 +251,27 @@ CONDITIONS = (
     Condition(
         ("cluster.compress_s",),
         "a compression that encodes, as compression=topk",
-        lambda given: given.lossy or given.any("sync", lambda sync: bool(sync.codecs)),
+        lambda context: context.lossy or context.any("sync", lambda sync: bool(sync.codecs)),
     ),
     Condition(
         ("cluster.detect_s",),
         FAILURES,
-        lambda given: given.cluster.workers_fail,
+        lambda context: context.cluster.workers_fail,
     ),
     Condition(
         ("runtime.min_workers", "runtime.on_worker_failure"),
         FAILURES,
-        lambda given: given.parts.runtime.name != "sim" or given.cluster.workers_fail,
+        lambda context: context.parts.runtime.name != "sim" or context.cluster.workers_fail,
     ),
     Condition(
         ("runtime.share_gpu",),
         "a GPU, as with runtime.device=cuda",
-        lambda given: device_of(given.parts.runtime) != HOST,
+        lambda context: device_of(context.parts.runtime) != HOST,
     ),
     Condition(
         ("runtime.sums",),
         "workers that sum without a server, as topology=all_reduce",
-        lambda given: given.any("topology", lambda topology: not topology.has_server),
+        lambda context: context.any("topology", lambda topology: not topology.has_server),
     ),
     Condition(
         ("task.ignore_index",),
@@ -279,71 +281,71 @@ CONDITIONS = (
     Condition(
         ("dataset.partition",),
         "a plan of H, as sync.local_steps=plan schedule.h_preset=[8], as shards are equal otherwise",
-        lambda given: (
-            given.config["dataset"].get("partition") != "iid"
-            or plans_local_steps(given)
-            or given.parts.runtime.on_worker_failure == "reshard"
+        lambda context: (
+            context.config["dataset"].get("partition") != "iid"
+            or plans_local_steps(context)
+            or context.parts.runtime.on_worker_failure == "reshard"
         ),
     ),
     Condition(
         LEARNED,
         LEARNS,
-        lambda given: given.parts.runtime.gradients,
+        lambda context: context.parts.runtime.gradients,
     ),
     Condition(
         ("sync.alpha",),
         LEARNS,
-        lambda given: given.parts.runtime.gradients or given.any("sync", lambda sync: isinstance(sync, LBBSP)),
+        lambda context: context.parts.runtime.gradients or context.any("sync", lambda sync: isinstance(sync, LBBSP)),
     ),
     Condition(
         ("dataset.epochs",),
         "a run without another end: stop.epochs=null stop.steps=null stop.seconds=null",
-        lambda given: not run_ends(given),
+        lambda context: not run_ends(context),
     ),
     Condition(
         ("stop.target_hold",),
         "a target, as stop.target_accuracy=0.95",
-        lambda given: any(given.config["stop"][name] is not None for name in TARGETS),
+        lambda context: any(context.config["stop"][name] is not None for name in TARGETS),
     ),
-    Condition(("eval.every_commits",), "eval.every_s=null", lambda given: given.config["eval"]["every_s"] is None),
+    Condition(("eval.every_commits",), "eval.every_s=null", lambda context: context.config["eval"]["every_s"] is None),
     Condition(
         ("run.health_every", "run.health_layers", "run.health_mean"),
         "a compression that encodes, as compression=topk",
-        lambda given: given.lossy,
+        lambda context: context.lossy,
     ),
     Condition(
         ("run.health_layers", "run.health_mean"),
         "run.health_every=20, how often to look",
-        lambda given: given.config["run"]["health_every"] is not None,
+        lambda context: context.config["run"]["health_every"] is not None,
     ),
     Condition(
         ("run.health_mean",),
         "a barrier, as sync=bsp",
-        lambda given: any(
+        lambda context: any(
             not own.topology.replicas
-            and (not own.topology.has_server or own.sync.quorum(given.plan.num_workers) == given.plan.num_workers)
-            for own in given.stages
+            and (not own.topology.has_server or own.sync.quorum(context.plan.num_workers) == context.plan.num_workers)
+            for own in context.stages
         ),
     ),
     Condition(
-        ("tracking.experiment",), "tracking=mlflow", lambda given: given.config["tracking"].get("sink") == "mlflow"
+        ("tracking.experiment",), "tracking=mlflow", lambda context: context.config["tracking"].get("sink") == "mlflow"
     ),
     Condition(
         WRAPPED,
         "a topology that adds updates up, as topology=parameter_server, as replicas take what was sent as it is",
-        lambda given: given.any("topology", lambda topology: not topology.replicas),
+        lambda context: context.any("topology", lambda topology: not topology.replicas),
     ),
     Condition(
         ("compression.momentum",),
         "compression.masking=false, as this compression sends every element, and masking clears what was sent",
-        lambda given: given.any(
+        lambda context: context.any(
             "compression", lambda codec: not isinstance(codec, DENSE) or codec.momentum is None or not codec.masking
         ),
     ),
     Condition(
         ("compression.masking",),
         "momentum in the compression, as compression.momentum=0.9",
-        lambda given: given.any(
+        lambda context: context.any(
             "compression", lambda codec: is_set(codec.momentum) or (isinstance(codec, FetchSGD) and is_set(codec.decay))
         ),
     ),
@@ -355,7 +357,7 @@ CONDITIONS = (
     Condition(
         ("compression.ratio",),
         "schedule.r_preset=[null,null], as the stages keep what stands there",
-        lambda given: not preset_ratios(given) or None in preset_ratios(given),
+        lambda context: not preset_ratios(context) or None in preset_ratios(context),
     ),
     Condition(
         ("compression.levels",),
@@ -375,7 +377,7 @@ CONDITIONS = (
     Condition(
         ("compression.conv_bin",),
         "a model with convolutions, as model=cnn",
-        lambda given: any(len(shape) > 2 for _, shape in given.plan.layers),
+        lambda context: any(len(shape) > 2 for _, shape in context.plan.layers),
     ),
     Condition(
         ("optimizer.horizon_epochs",),
@@ -401,28 +403,30 @@ CONDITIONS = (
     Condition(
         ("schedule.momentum",),
         "an optimizer with momentum, as optimizer.momentum=0.9",
-        lambda given: given.any("optimizer", lambda optimizer: bool(optimizer.init(1))),
+        lambda context: context.any("optimizer", lambda optimizer: bool(optimizer.init(1))),
     ),
     Condition(
         ("schedule.profile_steps",),
         "a run that profiles itself: profile=null and, with schedule=ashl_next, no declared costs",
-        lambda given: (
-            getattr(given.schedule, "profile_steps", 0) == 0
-            or given.any("sync", lambda sync: isinstance(sync, Profiling))
+        lambda context: (
+            getattr(context.schedule, "profile_steps", 0) == 0
+            or context.any("sync", lambda sync: isinstance(sync, Profiling))
         ),
     ),
     Condition(
         ("schedule.pull_ratio",),
         "topology.pull_ratio=null and a compression, as compression=topk",
-        lambda given: given.lossy and given.config["topology"].get("pull_ratio") is None,
+        lambda context: context.lossy and context.config["topology"].get("pull_ratio") is None,
     ),
     Condition(
         ("schedule.fall", "schedule.loss_switch"),
         "schedule.rungs=2 or more",
-        lambda given: getattr(given.schedule, "rungs", 2) > 1,
+        lambda context: getattr(context.schedule, "rungs", 2) > 1,
     ),
     Condition(
-        ("schedule",), "plan=null, as a given plan says what the stages are", lambda given: given.config["plan"] is None
+        ("schedule",),
+        "plan=null, as a given plan says what the stages are",
+        lambda context: context.config["plan"] is None,
     ),
     Condition(
         ("planner",),
@@ -437,7 +441,7 @@ CONDITIONS = (
     Condition(
         ("aggregate.max_delay",),
         "pushes that may be stale by more than one merge, as those of sync=asp",
-        lambda given: given.any("sync", lambda sync: not sync.in_rounds),
+        lambda context: context.any("sync", lambda sync: not sync.in_rounds),
     ),
     Condition(("aggregate.weights",), "pushes that are weighed, as those of sync=bsp or sync=asp", sums_weights),
     Condition(
@@ -453,7 +457,7 @@ CONDITIONS = (
     Condition(
         ("topology.workers_per_node",),
         "groups by machine, as those of sync=ripples_smart or sync=ripples_static",
-        lambda given: any(map(groups_by_machine, given.stages)),
+        lambda context: any(map(groups_by_machine, context.stages)),
     ),
     Condition(
         ("sync.inter_intra",),
@@ -468,7 +472,7 @@ CONDITIONS = (
     Condition(
         ("sync.alpha",),
         "steps that take different times, as with cluster.jitter=0.1",
-        lambda given: given.any("sync", lambda sync: not isinstance(sync, LBBSP)) or speeds_vary(given),
+        lambda context: context.any("sync", lambda sync: not isinstance(sync, LBBSP)) or speeds_vary(context),
     ),
     Condition(
         ("overlap.own",),
@@ -479,18 +483,18 @@ CONDITIONS = (
     Condition(
         ("overlap.max_ratio",),
         "overlap.ratio=adaptive",
-        lambda given: given.config["overlap"].get("ratio") == "adaptive",
+        lambda context: context.config["overlap"].get("ratio") == "adaptive",
     ),
 )
 
 
-def refuse_without_effect(given: Given, overrides: Sequence[str]) -> None:
+def check_effects(context: EffectContext, overrides: Sequence[str]) -> None:
     """Raise NoEffectError, a UsageError, for the first typed value that changes nothing."""
     for override in overrides:
         key = key_of(override)
         for condition in CONDITIONS:
-            if names(condition, key) and applies(condition, given) and not condition.counts(given):
-                if is_default(key, given):
+            if names(condition, key) and applies(condition, context) and not condition.counts(context):
+                if is_default(key, context):
                     break
                 raise NoEffectError(
                     f"{override} has no effect here: it needs {condition.needs}; drop it otherwise", key
@@ -503,31 +507,31 @@ def names(condition: Condition, key: str) -> bool:
     return not {key, group, group + point}.isdisjoint(condition.keys)
 
 
-def applies(condition: Condition, given: Given) -> bool:
+def applies(condition: Condition, context: EffectContext) -> bool:
     """Return True unless it is about an emulated cluster, and there is none."""
     about = any(key.startswith("cluster.") for key in condition.keys)
-    return not about or isinstance(given.cluster, Cluster)
+    return not about or isinstance(context.cluster, Cluster)
 
 
-def is_default(key: str, given: Given) -> bool:
+def is_default(key: str, context: EffectContext) -> bool:
     """Return True if a typed value is that of its option's file. Of lists one that says how many workers there are is
     never without an effect."""
     group, _, name = key.partition(".")
     if not name:
-        return given.config["choices"].get(group) == defaults().get(group)
-    value = at(given.config[group], name)
+        return context.config["choices"].get(group) == defaults().get(group)
+    value = at(context.config[group], name)
     if key in LISTED and isinstance(value, list):
-        before = usual("cluster.compute", given)
-        return value == usual(key, given) or len(value) != len(before or value)
-    return value == usual(key, given)
+        before = usual("cluster.compute", context)
+        return value == usual(key, context) or len(value) != len(before or value)
+    return value == usual(key, context)
 
 
-def usual(key: str, given: Given) -> Any:
+def usual(key: str, context: EffectContext) -> Any:
     """Return a key's value in the file of the chosen option; None if that is not a file of this package."""
     group, _, name = key.partition(".")
     if group not in catalog():
         return at(load(CONF / "config.yaml").get(group, {}), name)
-    file = catalog()[group].get(given.config["choices"].get(group, ""))
+    file = catalog()[group].get(context.config["choices"].get(group, ""))
     return at(values(file), name) if file else None
 
 

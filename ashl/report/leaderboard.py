@@ -11,7 +11,7 @@ from typing import Any
 
 from ashl.config.override import command_text
 from ashl.errors import UsageError
-from ashl.planning import free_ports
+from ashl.planning import uncontended_link_note
 from ashl.report.measure import (
     Measure,
     Target,
@@ -193,7 +193,7 @@ def rank(
         *_stopped_note(counted, None if target is None else asked),
         *_pace_note(rows),
     )
-    notes += tuple(free_ports.of_comparison(run.config for run in counted))
+    notes += tuple(uncontended_link_note.note_comparison(run.config for run in counted))
     return Leaderboard(measure, asked, axes, rows, notes, left_out, badly, study.dropped, common_to(study))
 
 

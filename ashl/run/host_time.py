@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ashl.plan.plan import Plan
-from ashl.planning.make import Prepared
+from ashl.planning.compile_plan import PreparedPlan
 from ashl.run.rank import evaluation_here, step_here_s
 from ashl.runtime.ahead import WORTH_S, cores_for
 
@@ -19,7 +19,7 @@ class Costs(NamedTuple):
     epoch_samples: int
 
 
-def measured_costs(first: Prepared) -> Costs | None:
+def measured_costs(first: PreparedPlan) -> Costs | None:
     """Time a step and an evaluation of this run; None where nothing is computed (runtime.gradients=false)."""
     if not getattr(first.parts.runtime, "gradients", True):
         return None
@@ -54,7 +54,7 @@ def host_s(plan: Plan, costs: Costs, cores: int = 1) -> float | None:
     return START_S + steps * costs.step_s * OVERHEAD / at_once + evaluations * costs.evaluation_s
 
 
-def host_here_s(first: Prepared) -> float | None:
+def host_here_s(first: PreparedPlan) -> float | None:
     """Measure and predict a run by itself on this machine."""
     costs = measured_costs(first)
     asked = getattr(first.parts.runtime, "cores", 1)

@@ -18,9 +18,9 @@ from ashl.learn.device import HOST
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
 from ashl.plan.profile import Profile
-from ashl.planning.build import Parts
 from ashl.planning.compatibility import pluralize
-from ashl.planning.device import device_of, gpu_of, one_each
+from ashl.planning.device import device_of, gpu_index, one_each
+from ashl.planning.instantiate import Parts
 from ashl.run import interface, watch
 from ashl.run.attendance import PATIENCE_S, role
 from ashl.run.checkpoints import Saved, Savings
@@ -63,7 +63,7 @@ def enter(plan: Plan, parts: Parts, config: Mapping[str, Any], job: Membership) 
         job,
         plan=digest(text),
         device=device,
-        gpu=gpu_of(device),
+        gpu=gpu_index(device),
         address=chosen and chosen.address,
         interface_by=chosen and chosen.by,
     )

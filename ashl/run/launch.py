@@ -21,7 +21,7 @@ from ashl.errors import AshlError, UsageError, plain
 from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import admits_rejoin, survives_failure
-from ashl.planning.device import device_of, gpu_of, one_each
+from ashl.planning.device import device_of, gpu_index, one_each
 from ashl.run.attendance import Attendance, attend
 from ashl.run.checkpoints import Saved, Savings
 from ashl.run.desk import Desk
@@ -50,7 +50,7 @@ def check(plan: Plan, runtime: Any) -> None:
             f"{len(devices)} workers on {len(set(devices))} GPUs, and runtime.share_gpu is false; take as many workers "
             "as there are GPUs, or runtime.share_gpu=true"
         )
-    one_each([*map(gpu_of, devices)], runtime)
+    one_each([*map(gpu_index, devices)], runtime)
 
 
 def devices_of(plan: Plan, runtime: Any) -> list[str]:
@@ -71,7 +71,7 @@ def launch(plan: Plan, run_dir: Path, monitor: Monitor, savings: Savings, saved:
     place = Place(0, "127.0.0.1", port, secret, platform.node(), str(run_dir), monitor.rounds, True, through)
     place = place._replace(keeps=savings.every_s is not None)
     devices = devices_of(plan, runtime)
-    apart = one_each([*map(gpu_of, devices)], runtime)
+    apart = one_each([*map(gpu_index, devices)], runtime)
     if saved is not None:
         place = place._replace(saved=str(saved.folder), since_ns=saved.time_ns)
     places = [place._replace(rank=rank, device=device, one_each=apart) for rank, device in enumerate(devices)]

@@ -14,7 +14,7 @@ from ashl.learn.weights import BEST, FINAL
 from ashl.plan.plan import PATIENCE, Plan, assigned
 from ashl.plan.profile import Profile
 from ashl.planner.assignment import assignment_of
-from ashl.planning.build import Job
+from ashl.planning.instantiate import Job
 from ashl.run import weights
 from ashl.run.divergence import why_diverged
 from ashl.run.evaluation import Evaluation, Target, best_of, is_out_of_patience, scores_of

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ValidationError
 from ashl.cluster.spec import ProfileCluster
 from ashl.errors import AshlError, UsageError, plain
 from ashl.plan.files import read_plan
-from ashl.planning.build import Options
-from ashl.planning.make import drawn
+from ashl.planning.compile_plan import draw_compute_factors
+from ashl.planning.instantiate import OptionFactory
 from ashl.run.attendance import how_ended
 from ashl.run.hosts import master_address, ranks_environment, shared_out
 from ashl.run.node_agent import GRACE_S, KILL, PULSE, SILENCE_S, STOP
@@ -84,9 +84,9 @@ def run_job(where: Launch, size: int, argv: Sequence[str], may_lose: bool = Fals
 def job_size(config: Mapping[str, Any], where: Launch) -> int:
     """How many processes this run takes: all slots, where neither the user nor the configuration says. Raises
     UsageError where these do not agree, or there are fewer slots."""
-    asked, slots, options = where.size, where.slots, Options(config["allow_targets"])
+    asked, slots, options = where.size, where.slots, OptionFactory(config["allow_targets"])
     topology, schedule, sync = (options.of(group, config[group]) for group in ("topology", "schedule", "sync"))
-    cluster = options.of("cluster", drawn(config["cluster"], config["seed"]))
+    cluster = options.of("cluster", draw_compute_factors(config["cluster"], config["seed"]))
     if isinstance(cluster, ProfileCluster):
         raise UsageError("cluster=profile is in virtual time, which needs no hosts; take cluster=real, or leave it out")
     workers, extra = cluster.num_workers, extra_ranks(topology, None if schedule.names_sync else sync, cluster.node)
@@ -105,7 +105,7 @@ def job_size(config: Mapping[str, Any], where: Launch) -> int:
 
 def may_lose(config: Mapping[str, Any]) -> bool:
     """Whether such a run may go on without a worker."""
-    return FAULT_TOLERANT in Options(config["allow_targets"]).of("topology", config["topology"]).supports
+    return FAULT_TOLERANT in OptionFactory(config["allow_targets"]).of("topology", config["topology"]).supports
 
 
 def size_there(config: Mapping[str, Any], where: Launch) -> int | None:

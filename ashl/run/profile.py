@@ -11,9 +11,9 @@ from ashl.errors import AshlError, UsageError
 from ashl.learn.learner import Learner
 from ashl.plan.files import read_profile
 from ashl.plan.plan import Spec
-from ashl.planning.build import declared_profile
-from ashl.planning.by_part import with_parts
-from ashl.planning.make import prepared
+from ashl.planning.compile_plan import prepare_plan
+from ashl.planning.instantiate import declared_profile
+from ashl.planning.layer_group_costs import with_layer_group_costs
 from ashl.run.rank import step_here_s
 from ashl.run.train import folder, is_virtual, joined, run
 from ashl.tracking.forecast import forecast, show_profile
@@ -35,12 +35,12 @@ def profile(
     """
     config = {**config, "tracking": {**config["tracking"], "sink": "none"}}
     if is_virtual(config):
-        plan, parts, data = prepared(config, None, overrides)
+        plan, parts, data = prepare_plan(config, None, overrides)
         found = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, plan.stages[0].workers[0].batch)
         assert found is not None
         known = read_profile(config["profile"]) if config["profile"] else None
         learner = Learner(parts.model, data, parts.task, seed=plan.seed)
-        found = with_parts(found, plan, learner, parts.cluster, known)
+        found = with_layer_group_costs(found, plan, learner, parts.cluster, known)
         run_dir = folder({**config, "name": "profile"}, plan)
         recorder = Recorder(run_dir, "none")
         recorder.document("profile.json", found.to_json())
@@ -54,7 +54,7 @@ def profile(
         if not run_dir.joinpath("profile.json").exists():
             raise AshlError("the run ended before all was measured, so there is no profile; give stop.seconds more")
         found = read_profile(str(run_dir / "profile.json"))
-    plan, parts, data = prepared(config, world_size(config), overrides, found)
+    plan, parts, data = prepare_plan(config, world_size(config), overrides, found)
     run_dir.joinpath("plan.json").write_text(plan.to_json(), encoding="utf-8")
     if not quiet:
         console = Console(highlight=False)

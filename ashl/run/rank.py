@@ -27,15 +27,15 @@ from ashl.errors import AshlError
 from ashl.learn.device import HOST, numbers
 from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
-from ashl.planning.build import Parts, assemble, parts_of
 from ashl.planning.compatibility import (
     exchanges_by_collectives,
     retransmits_on_resume,
     runs_in_lockstep,
     survives_failure,
 )
-from ashl.planning.device import by_nccl, device_of, use_device
-from ashl.planning.summing import machines_of
+from ashl.planning.device import device_of, use_device, uses_nccl
+from ashl.planning.instantiate import Parts, assemble, parts_of
+from ashl.planning.reduction_algorithm import nodes_of_workers
 from ashl.run.handshake import compare_fingerprint
 from ashl.run.interface import Chosen, use
 from ashl.run.parts import Given, taken, through
@@ -210,14 +210,14 @@ def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Calla
     stage = stages[0]
     assert isinstance(stage.trainer, Trainer)
     compare_fingerprint(store, stage.trainer.learner.fingerprint(), lambda: reporter.end is not None)
-    nccl = place.one_each and by_nccl(parts.runtime, stage.topology, parts.cluster)
+    nccl = place.one_each and uses_nccl(parts.runtime, stage.topology, parts.cluster)
     if not place.life:
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         meet(backend, dist.PrefixStore("group", store), place.rank, plan.num_ranks)
     peers, all_others = peers_of(stages, place.rank), hearing(stages, place.rank)
     batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
     algorithm, exact = stage.topology.algorithm, parts.runtime.sums == "exact"
-    nodes = machines_of(parts.cluster) if algorithm == "hierarchical" else None
+    nodes = nodes_of_workers(parts.cluster) if algorithm == "hierarchical" else None
     hierarchy = None if nodes is None else hierarchy_of(nodes)
     kernel = TorchKernel(
         place.rank,

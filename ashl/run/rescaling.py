@@ -17,8 +17,8 @@ from ashl.cluster.spec import Cluster
 from ashl.errors import AshlError, UsageError
 from ashl.learn.module_state import mean_of
 from ashl.plan.plan import Plan
-from ashl.planning.build import Job
 from ashl.planning.compatibility import check_other_worker_count
+from ashl.planning.instantiate import Job
 from ashl.run import checkpoints
 from ashl.run.checkpoints import ANEW, LOCKSTEP, STATE, VIRTUAL, Saved
 from ashl.run.health import Health

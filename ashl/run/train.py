@@ -18,10 +18,10 @@ from ashl.config.identity import config_hash
 from ashl.config.recorded import config_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
-from ashl.planning.build import Job, Parts, assemble
 from ashl.planning.compatibility import runs_in_lockstep, saves_one_round
+from ashl.planning.compile_plan import PreparedPlan, prepare_plan
 from ashl.planning.device import device_of
-from ashl.planning.make import Prepared, prepared
+from ashl.planning.instantiate import Job, Parts, assemble
 from ashl.report.compare import REPORT, compare
 from ashl.report.records import COMMAND
 from ashl.run import checkpoints, launch, rescaling
@@ -89,7 +89,7 @@ def run(
     config, job = joined(config)
     with jobs.telling(job):
         tracking = construct(config["tracking"], "tracking", config["allow_targets"])
-        plan, parts, data = prepared(
+        plan, parts, data = prepare_plan(
             config, job.world_size if job else None, overrides, strict=strict and resume is None
         )
     plan, seat = seated(plan, parts, config, job)
@@ -309,7 +309,7 @@ def how_it_ended(monitor: Monitor, failure: Exception | None) -> tuple[str, str]
 def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None = None) -> None:
     """Compose, check, plan and estimate; run nothing. `processes`: how many a job will have."""
     config, job = joined(config)
-    plan, parts, data = prepared(config, job.world_size if job else processes, overrides, strict=True)
+    plan, parts, data = prepare_plan(config, job.world_size if job else processes, overrides, strict=True)
     construct(config["tracking"], "tracking", config["allow_targets"])
     if job or processes:
         size = job.world_size if job else processes or 0
@@ -317,7 +317,7 @@ def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None 
     if job is None or job.rank == 0:
         console = Console(highlight=False)
         forecast(console, plan, len(data.train))
-        if is_virtual(config) and (host_s := host_here_s(Prepared(plan, parts, data))) is not None:
+        if is_virtual(config) and (host_s := host_here_s(PreparedPlan(plan, parts, data))) is not None:
             console.print(f"on this machine about {seconds(host_s)} at most")
 
 

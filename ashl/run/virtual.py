@@ -10,7 +10,7 @@ from ashl.cluster.network import Exchange, Ports, network
 from ashl.cluster.speed import Speed, speed_of
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
-from ashl.planning.build import Job
+from ashl.planning.instantiate import Job
 from ashl.run import checkpoints
 from ashl.run.checkpoints import STATE, VIRTUAL, Saved
 from ashl.run.monitor import Monitor

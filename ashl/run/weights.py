@@ -11,7 +11,7 @@ from ashl.errors import AshlError, UsageError
 from ashl.learn.making import make_module
 from ashl.plan.files import read_plan
 from ashl.plan.plan import Plan
-from ashl.planning.build import Options
+from ashl.planning.instantiate import OptionFactory
 from ashl.runtime.packed import save
 
 
@@ -37,7 +37,7 @@ def load(run_dir: Path, weights: str, allow: Sequence[str]) -> nn.Module:
         raise UsageError(f"{run_dir} has no {file.name}; a run of a sweep leaves them with run.save_weights=true")
     allow = (*allow, *at_hand(plan))
     with own_faults(allow):
-        option = Options(allow).of("model", plan.model)
+        option = OptionFactory(allow).of("model", plan.model)
         return make_module(option, plan.sample_shape, plan.num_classes, plan.seed, str(file)).eval()
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from ashl.cluster.all_reduce_costs import AllReduceCost
 from ashl.cluster.network import Exchange, Ports
-from ashl.cluster.summing import Known
 from ashl.runtime.channel import Collective
 from ashl.runtime.effects import AllReduce
 from ashl.runtime.sums import HALVES_OF_A_SUM, sum_in_rank_order, together
@@ -12,7 +12,7 @@ from ashl.size_only import SizeOnly
 
 def collected(
     effect: Collective, tensors: list[Any], network: Exchange | Ports, now_ns: int
-) -> tuple[Any, int, int, Known | None]:
+) -> tuple[Any, int, int, AllReduceCost | None]:
     """(result, cost in ns, bytes that each member of the ring sends and receives, or of a sum by another algorithm
     those of each)."""
     g, group, size_only = len(tensors), effect.group, isinstance(tensors[0], SizeOnly)

@@ -16,7 +16,7 @@ from ashl.outer.contract import Outer
 from ashl.overlap.chain import Part, bare, joined
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.none import Serial
-from ashl.plan.line import LARGE, Line
+from ashl.plan.alpha_beta import LARGE, AlphaBeta
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan, assigned
 from ashl.plan.profile import CodecCost, Profile, WorkerProfile
 from ashl.planner.assignment import Assignment, Planner
@@ -102,7 +102,7 @@ class Topology(Contract, group="topology"):
     replicas: ClassVar[bool] = False  # whether every worker has a model of its own, so that their mean is evaluated
     pull_ratio: ClassVar[float | None] = None  # kept share of what a pull changes
     servers: ClassVar[int] = 1  # that hold the model together, where there are servers
-    algorithm: ClassVar[str | None] = None  # of its sums, where one is asked for, see `ashl.cluster.sum_rounds`
+    algorithm: ClassVar[str | None] = None  # of its sums, where one is asked for, see `ashl.cluster.all_reduce_rounds`
 
     def check(self, sync: Rule, num_workers: int, seed: int) -> None:
         """Raises UsageError where it is wrong for so many workers or for this sync mode."""
@@ -157,7 +157,7 @@ def extra_ranks(topology: Topology, sync: Rule | None, nodes: tuple[int, ...] | 
 
 T = TypeVar("T")
 Replan = Callable[
-    [tuple[WorkerProfile, ...], float, float | None, Line | None, Beside | None, tuple[CodecCost, ...]],
+    [tuple[WorkerProfile, ...], float, float | None, AlphaBeta | None, Beside | None, tuple[CodecCost, ...]],
     tuple[Profile, list[StagePlan]],
 ]
 SERIAL = Serial()

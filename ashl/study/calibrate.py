@@ -27,8 +27,8 @@ from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import AshlError, UsageError
 from ashl.plan.files import read_profile
-from ashl.planning.build import Options
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
+from ashl.planning.instantiate import OptionFactory
 from ashl.run.profile import profile as measure
 from ashl.run.train import is_virtual
 from ashl.study.slots import Job, read_summary, run_all
@@ -167,7 +167,7 @@ def within_cores(
     for name, line in chosen.items():
         config = compose([*typed, *line.split()], config_dir)
         try:
-            ranks = make_plan(config).num_ranks
+            ranks = compile_plan(config).num_ranks
         except UsageError as error:
             left_out[name] = str(error)
             continue
@@ -179,7 +179,7 @@ def within_cores(
 
 
 def is_paced(config: dict[str, Any]) -> bool:
-    return isinstance(Options(config["allow_targets"]).of("cluster", config["cluster"]), Cluster)
+    return isinstance(OptionFactory(config["allow_targets"]).of("cluster", config["cluster"]), Cluster)
 
 
 def profile_for(
@@ -213,7 +213,7 @@ def pairs_of(
         virtual = [text for text in virtual if key_of(text).partition(".")[0] != "runtime"]
         virtual += ["runtime=sim", "runtime.gradients=false"]
         virtual += [] if profile is None else ["cluster=profile", f"profile={profile}"]
-        plan = make_plan(compose(virtual, config_dir))
+        plan = compile_plan(compose(virtual, config_dir))
         rate = plan.stages[0].predicted_steps_per_s or 1.0
         a_round = sum(worker.local_steps for worker in plan.stages[0].workers)
         steps = a_round * max(LEAST_ROUNDS, min(MOST_STEPS, round(rate * run_s)) // a_round)

@@ -12,7 +12,7 @@ from ashl.config.identity import config_hash
 from ashl.config.override import key_of
 from ashl.errors import DataMissingError, NoEffectError, UnusedKeyError, UsageError
 from ashl.plan.plan import Plan
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
 
 MAX_POINTS = 10_000
 
@@ -237,7 +237,7 @@ def checked(
 def planned(config: dict[str, Any], point: Sequence[str], processes: Processes) -> Plan | UsageError:
     """The plan, or why there is none; missing data is missing for every point."""
     try:
-        return make_plan(config, processes(config), point, strict=True)
+        return compile_plan(config, processes(config), point, strict=True)
     except DataMissingError:
         raise
     except UsageError as error:

@@ -17,12 +17,12 @@ from ashl.config.compose import compose
 from ashl.config.override import key_of
 from ashl.config.recorded import config_of, typed_of
 from ashl.errors import AshlError, UsageError
+from ashl.plan.alpha_beta import AlphaBeta
+from ashl.plan.confidence import quantiles, trimmed_deviation
 from ashl.plan.files import read_plan
-from ashl.plan.line import Line
-from ashl.plan.noise import quantiles, spread
 from ashl.plan.plan import Plan
 from ashl.plan.profile import SCHEMA, TICK_S, Profile, WorkerProfile
-from ashl.planning.build import Options
+from ashl.planning.instantiate import OptionFactory
 from ashl.run.train import run
 from ashl.tracking import jsonl
 from ashl.tracking.console import number, percent, seconds
@@ -115,7 +115,7 @@ def worker_profile(rounds: Rounds, batch: int) -> WorkerProfile:
     pull_s = max(TICK_S, fmean(each["pull_s"] for each in rounds))
     return WorkerProfile(
         step_s=median(steps_s),
-        step_spread_s=spread(steps_s),
+        step_spread_s=trimmed_deviation(steps_s),
         step_noise_s=0.0,
         batch=batch,
         push_s=push_s,
@@ -128,8 +128,8 @@ def worker_profile(rounds: Rounds, batch: int) -> WorkerProfile:
         push_bytes_s=None,
         pull_bytes_s=None,
         compress_s=fmean(each["compress_s"] for each in rounds),
-        push_line=Line(push_s, 0.0),
-        pull_line=Line(pull_s, 0.0),
+        push_line=AlphaBeta(push_s, 0.0),
+        pull_line=AlphaBeta(pull_s, 0.0),
         step_times_s=quantiles(steps_s),
     )
 
@@ -149,11 +149,11 @@ def min_wait_s(rounds: Sequence[Rounds], kinds: Sequence[str]) -> float:
     return fmean(min(sum(each[kind] for kind in kinds) for each in together) for together in zip(*rounds, strict=False))
 
 
-def all_reduce_line(rounds: Sequence[Rounds], config: Mapping[str, Any], plan: Plan) -> Line:
+def all_reduce_line(rounds: Sequence[Rounds], config: Mapping[str, Any], plan: Plan) -> AlphaBeta:
     """Return what an all-reduce took after its last member had come; a gathering costs half of the same bytes."""
-    codec = Options(plan.allow_targets).of("compression", config["compression"])
+    codec = OptionFactory(plan.allow_targets).of("compression", config["compression"])
     gathers = not (codec.flags.lossless or codec.flags.linear)
-    return Line(min_wait_s(rounds, ("wait_s", "push_s", "pull_s")) * (2 if gathers else 1), 0.0)
+    return AlphaBeta(min_wait_s(rounds, ("wait_s", "push_s", "pull_s")) * (2 if gathers else 1), 0.0)
 
 
 def played(texts: Sequence[str], config_dir: Path | None, folder: Path) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from ashl.config.construct import construct
 from ashl.config.identity import config_hash
 from ashl.config.override import CommandLine, command_text, key_of
 from ashl.errors import AshlError, UsageError
-from ashl.planning import free_ports
-from ashl.planning.make import prepared
+from ashl.planning import uncontended_link_note
+from ashl.planning.compile_plan import prepare_plan
 from ashl.report import terminal
 from ashl.report.compare import Comparison, compare
 from ashl.report.leaderboard import named, usual_baseline
@@ -314,7 +314,7 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
         console.print(text, soft_wrap=True, markup=False)
     if grid.merged:
         console.print(f"points that came to the same as others, and run once: {grid.merged}", soft_wrap=True)
-    for note in free_ports.of_comparison(flat(setting.config) for setting in grid.settings):
+    for note in uncontended_link_note.note_comparison(flat(setting.config) for setting in grid.settings):
         console.print(f"note: {note}", soft_wrap=True)
     for skipped in grid.skipped[:MAX_ROWS]:
         console.print(f"skipped: {' '.join(skipped.overrides)}: {skipped.reason}", markup=False, soft_wrap=True)
@@ -355,7 +355,7 @@ def host_time(missing: Sequence[Setting], slots: int) -> str:
         for kind, setting in zip(kinds, missing, strict=True):
             if kind not in costs:
                 counting.update(len(costs), len(set(kinds)))
-                costs[kind] = measured_costs(prepared(setting.config, None, setting.overrides))
+                costs[kind] = measured_costs(prepare_plan(setting.config, None, setting.overrides))
             found = costs[kind]
             own_s = None if found is None or setting.plan is None else host_s(setting.plan, found)
             if own_s is None:

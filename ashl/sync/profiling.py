@@ -8,9 +8,9 @@ overlap count as equal. The server makes the profile, plans the stages that foll
 
 With `by_part` they also time both passes by layer group, and then messages of several sizes: each worker alone to the
 server and from there, and all workers in a sum, which counts from when the last one has come. Of each, latency and
-seconds per byte are fitted (`ashl.plan.line`); sizes go up for as long as there is time. What sums and steps cost each
-other is `ashl.sync.timing.beside`'s to measure, that a gradient leaves in parts `ashl.sync.timing.parts`', and what
-encoding and decoding cost by the chosen codec and by `codecs` `ashl.sync.timing.codecs`'.
+seconds per byte are fitted (`ashl.plan.alpha_beta`); sizes go up for as long as there is time. What sums and steps cost
+each other is `ashl.sync.timing.beside`'s to measure, that a gradient leaves in parts `ashl.sync.timing.parts`', and
+what encoding and decoding cost by the chosen codec and by `codecs` `ashl.sync.timing.codecs`'.
 
 `stop.seconds` and an interrupt end it at once, without a profile.
 
@@ -34,8 +34,8 @@ from ashl.compression.contract import Turn
 from ashl.learn.device import numbers
 from ashl.option import Natural, option
 from ashl.overlap.chain import passed
-from ashl.plan.line import LARGE, SMALL, Line, fitted
-from ashl.plan.noise import figure, is_narrow, levelled, quantiles, spread
+from ashl.plan.alpha_beta import LARGE, SMALL, AlphaBeta, fit_line
+from ashl.plan.confidence import equalize_costs, estimate, is_narrow, quantiles, trimmed_deviation
 from ashl.plan.plan import WorkerPlan
 from ashl.plan.profile import TICK_S, CodecCost, WorkerProfile
 from ashl.runtime.rank_context import RankContext
@@ -59,7 +59,7 @@ from ashl.sync.timing.exchanges import (
     time_exchange,
     time_sum,
 )
-from ashl.sync.timing.parts import PARTS, time_parts, with_parts
+from ashl.sync.timing.parts import PARTS, time_parts, with_layer_group_costs
 from ashl.topology.ending import leave, record_end, within
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import BarrierRule, ServerState
@@ -90,7 +90,7 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     before = stage.trainer.worker_state(ctx.rank)
     times = await time_steps(ctx, stage, state, max(1, stage.sync.steps), distribution=stage.sync.by_part)
     compress_s = await repeated(partial(time_encoding, ctx, stage, state), REPEATS, REPEATS)
-    found: tuple[float, ...] = (*figure(times), spread(times), *figure(compress_s))
+    found: tuple[float, ...] = (*estimate(times), trimmed_deviation(times), *estimate(compress_s))
     passes = None
     if stage.sync.by_part:
         own = await time_passes(ctx, stage, state, min(len(times), MOST * max(1, stage.sync.steps)))
@@ -208,7 +208,7 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
 
 async def measured(
     ctx: RankContext, stage: Stage, state: ServerState
-) -> tuple[tuple[WorkerProfile, ...], float, float | None, Line | None, Beside | None, tuple[CodecCost, ...]]:
+) -> tuple[tuple[WorkerProfile, ...], float, float | None, AlphaBeta | None, Beside | None, tuple[CodecCost, ...]]:
     """Return (workers, seconds of applying a push, bytes per second of the server's NIC, what all-reduces cost, what
     they and computing cost each other, what codecs cost). Raises OverError."""
     members = stage.workers
@@ -226,7 +226,7 @@ async def measured(
     for rank in members:
         together = [row[rank] for row in loaded]
         workers.append(worker_profile(stage, rank, steps[rank], times[rank], together))
-        noises["latency_s"].append(figure([empty_s for empty_s, *_ in times[rank]]).noise / 2)
+        noises["latency_s"].append(estimate([empty_s for empty_s, *_ in times[rank]]).noise / 2)
         noises["compress_s"].append(steps[rank][COSTS - 1])
     sums = beside = None
     if stage.sync.by_part:
@@ -234,11 +234,11 @@ async def measured(
         if len(members) > 1:
             (sums,) = await line(ctx, stage, SUM, members, LINES_S)
             beside = await measured_beside(ctx, stage, max(row[0] for row in steps.values()), sums)
-            beside = await with_parts(ctx, stage, workers, sums, beside)
+            beside = await with_layer_group_costs(ctx, stage, workers, sums, beside)
     server_bytes_s = port(workers, stage.trainer.dense_bytes)
     apply_s = await time_apply(ctx, stage, state)
     codecs = await measured_codecs(ctx, stage)
-    return levelled(workers, noises), apply_s, server_bytes_s, sums, beside, codecs
+    return equalize_costs(workers, noises), apply_s, server_bytes_s, sums, beside, codecs
 
 
 async def with_lines(ctx: RankContext, stage: Stage, worker: WorkerProfile, rank: int) -> WorkerProfile:
@@ -249,7 +249,7 @@ async def with_lines(ctx: RankContext, stage: Stage, worker: WorkerProfile, rank
     return replace(worker, push_line=up, pull_line=down)
 
 
-async def line(ctx: RankContext, stage: Stage, what: int, members: Sequence[int], budget_s: float) -> list[Line]:
+async def line(ctx: RankContext, stage: Stage, what: int, members: Sequence[int], budget_s: float) -> list[AlphaBeta]:
     """What these workers find of messages of several sizes: those of every kind that they time, the least over the
     workers. In rounds until all are narrow, and as time allows; two large sizes at least. Raises OverError."""
     times: dict[int, list[tuple[float, ...]]] = {}
@@ -265,7 +265,7 @@ async def line(ctx: RankContext, stage: Stage, what: int, members: Sequence[int]
                 sizes = tuple(size for size in sizes if size <= nbytes)
                 break
     kinds = range(len(times[LARGE[0]][0]))
-    return [fitted({nbytes: [row[kind] for row in rows] for nbytes, rows in times.items()}) for kind in kinds]
+    return [fit_line({nbytes: [row[kind] for row in rows] for nbytes, rows in times.items()}) for kind in kinds]
 
 
 def enough(rows: Sequence[Sequence[float]]) -> bool:
@@ -288,7 +288,7 @@ def worker_profile(
     """Of what was timed: steps with an encoding, and rows of an exchange of nothing, of a push and of a pull."""
     (step_s, step_noise_s, spread_s, compress_s, _), more = steps[:COSTS], steps[COSTS:]
     step_times_s, passes = more[: len(LEVELS)], more[len(LEVELS) :]
-    empty, up, down = (figure(times) for times in zip(*alone, strict=True))
+    empty, up, down = (estimate(times) for times in zip(*alone, strict=True))
     latency_s = empty.median / 2  # an exchange of nothing crosses the link twice
     push_s, pull_s = (max(way.median - latency_s, latency_s, TICK_S) for way in (up, down))
     loaded = [max(statistics.median(times) - latency_s, TICK_S) for times in zip(*together, strict=True)]

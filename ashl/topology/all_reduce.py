@@ -2,7 +2,8 @@
 
 Rule: one outer step on Σ_j c_j·Δ_j, or one optimizer step on Σ_j c_j·g_j, the same on every worker. A ring moves
 2(n − 1)/n of the model each way. Nobody can be late: a merge waits for the slowest. Where workers are lost or come it
-goes on as `ashl.topology.all_reduce` says. By which `algorithm` a sum travels is `ashl.cluster.sum_rounds`'s to say.
+goes on as `ashl.topology.all_reduce` says. By which `algorithm` a sum travels is
+`ashl.cluster.all_reduce_rounds`'s to say.
 
 Limit: all algorithms give the same model, bit for bit, where sums are exact.
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
@@ -19,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 
-from ashl.cluster.sum_rounds import Algorithm
+from ashl.cluster.all_reduce_rounds import Algorithm
 from ashl.compression.contract import Collective
 from ashl.errors import AshlError
 from ashl.learn.pieces import Pieces

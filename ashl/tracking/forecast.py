@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ashl.cluster.speed import LEVELS
-from ashl.plan.noise import alike
+from ashl.plan.confidence import group_equal_workers
 from ashl.plan.plan import Plan, StagePlan
 from ashl.plan.profile import NOISES, Profile
 from ashl.tracking.console import MAX_ROWS, milliseconds, number, percent, seconds
@@ -35,7 +35,7 @@ def show_profile(console: Console, profile: Profile) -> None:
         if loaded := [getattr(worker, f"{way}_loaded_s") or 0.0 for worker in profile.workers if worker.push_loaded_s]:
             console.print(f"all at once: a {way} takes {spanned(loaded)} ms")
     for cost, noise in NOISES.items():
-        for ranks in alike(profile.workers, cost, noise):
+        for ranks in group_equal_workers(profile.workers, cost, noise):
             listed = ", ".join(map(str, ranks[:MAX_ROWS])) + (", …" if len(ranks) > MAX_ROWS else "")
             console.print(f"equal within their noise: {cost.removesuffix('_s')} of workers {listed}")
     show_distributions(console, profile)

@@ -35,7 +35,7 @@ from ashl.cli.app import main as ashl
 from ashl.config.catalog import catalog
 from ashl.config.compose import compose
 from ashl.errors import AshlError
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
 from ashl.run.monitor import Monitor
 from ashl.runtime.records import Beat, Record
 from ashl.tracking import jsonl
@@ -88,7 +88,7 @@ def modes(topologies: Sequence[str]) -> Iterator[tuple[str, str, str]]:
         for sync in catalog(None)["sync"]:
             own = [word for word in SETTING if word != "-q"] + [f"topology={topology}", f"sync={sync}", "runtime=sim"]
             try:
-                plan = make_plan(compose(own, None), None, own)
+                plan = compile_plan(compose(own, None), None, own)
             except AshlError:
                 continue
             (stage,) = plan.stages

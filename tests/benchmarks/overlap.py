@@ -13,8 +13,8 @@ from ashl.overlap.dear import DeAR
 from ashl.overlap.layerwise import hidden
 from ashl.overlap.merged import greedy, optimal
 from ashl.overlap.priority import Priority
-from ashl.planning.build import layer_groups, layout_of, link_of
-from ashl.planning.chains import chain_of
+from ashl.planning.instantiate import layer_groups, layout_of, link_of
+from ashl.planning.step_timelines import make_timeline
 from tests.benchmarks.table import show
 from tests.conf_option import conf_option
 from tests.support import planned
@@ -33,7 +33,7 @@ def rows(cluster: str, model: str) -> list[list[str]]:
     groups, found = layer_groups(plan), []
     for bandwidth in MBIT_S:
         links = {"exchange_s": None, "bandwidth_mbit_s": bandwidth, "latency_s": LATENCY_S}
-        chain = chain_of(plan.stages[0], replace(construct(plan.cluster, "cluster"), **links), groups)
+        chain = make_timeline(plan.stages[0], replace(construct(plan.cluster, "cluster"), **links), groups)
         assert chain is not None
         n, best = len(groups), optimal(chain)
         serial = chain.end_ns((n,))
@@ -57,7 +57,7 @@ def compressed_rows(cluster: str, model: str) -> list[list[str]]:
     for bandwidth in MBIT_S:
         links = {"exchange_s": None, "bandwidth_mbit_s": bandwidth, "latency_s": LATENCY_S}
         machines = replace(construct(plan.cluster, "cluster"), compress_s=SELECT_S * plan.num_params, **links)
-        chain, dense = (chain_of(plan.stages[0], machines, groups, how) for how in (link, None))
+        chain, dense = (make_timeline(plan.stages[0], machines, groups, how) for how in (link, None))
         assert isinstance(chain, Compressed)
         assert dense is not None
         n, best = len(groups), optimal(chain)

@@ -28,8 +28,8 @@ from ashl.cluster.speed import speed_of
 from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.plan.plan import Plan
-from ashl.planning.build import assemble
-from ashl.planning.make import make_plan, prepared
+from ashl.planning.compile_plan import compile_plan, prepare_plan
+from ashl.planning.instantiate import assemble
 from ashl.runtime.ahead import cores_for, on_cores
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
@@ -251,7 +251,9 @@ def planning() -> None:
     rows = []
     for name, line in {"server, bsp": MODES["bsp"], **TOPOLOGIES}.items():
         configs = [without_server(line, n) for n in WORKERS]
-        rows.append([name, *(f"{min(cpu_s(partial(prepared, config)) for _ in range(3)):.2f}" for config in configs)])
+        rows.append(
+            [name, *(f"{min(cpu_s(partial(prepare_plan, config)) for _ in range(3)):.2f}" for config in configs)]
+        )
     show(
         "Processor seconds from a composed configuration to a plan with its predictions",
         ["", *(f"{n:,} workers" for n in WORKERS)],
@@ -263,7 +265,7 @@ def planning() -> None:
 def peak_mb(overrides: tuple[str, ...], n: int) -> float:
     """The most memory that this process has held, once it has planned and run that."""
     torch.set_num_threads(1)
-    simulation(make_plan(without_server(overrides, n)))()
+    simulation(compile_plan(without_server(overrides, n)))()
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) / 1024  # `ru_maxrss` would begin with that of the process that has started this one
 

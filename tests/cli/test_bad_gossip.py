@@ -8,7 +8,7 @@ import pytest
 
 from ashl.config.compose import compose
 from ashl.errors import UsageError
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
 
 FILES = {
     "apart": "0 1\n2 3\n",
@@ -77,4 +77,4 @@ def test_choco_with_too_large_a_step_diverges_and_says_why(gossips) -> None:
 def test_a_job_of_another_size_is_told_both_numbers(sync: str, has: int, needs: str) -> None:
     config = compose(["runtime=torchrun", "topology=gossip", f"sync={sync}"], None)
     with pytest.raises(UsageError, match=f"the job has {has} processes, but .*{needs}"):
-        make_plan(config, world_size=has)
+        compile_plan(config, world_size=has)

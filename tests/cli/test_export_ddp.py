@@ -16,7 +16,7 @@ from ashl.cli.app import main
 from ashl.overlap.chain import bare, joined
 from ashl.plan.files import read_plan
 from ashl.plan.plan import Plan
-from ashl.planning.build import Options, layer_groups
+from ashl.planning.instantiate import OptionFactory, layer_groups
 from tests.exported import exported, on_the_batches_of
 from tests.support import planned
 
@@ -72,7 +72,7 @@ def test_ddp_has_the_same_messages_and_learns_the_same(what: str, workplace, glo
 def messages_of(plan: Plan) -> list[set[int]]:
     """Return the indices of the parameters in each message, the last layers first."""
     groups = layer_groups(plan)
-    counts = Options(()).of("overlap", plan.stages[0].overlap).messages(bare(groups))
+    counts = OptionFactory(()).of("overlap", plan.stages[0].overlap).messages(bare(groups))
     stops = list(accumulate(prod(shape) for _, shape in plan.layers))
     return [{i for i, stop in enumerate(stops) if m.start < stop <= m.stop} for m in joined(groups, counts)]
 

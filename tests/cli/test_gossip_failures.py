@@ -11,7 +11,7 @@ from ashl.cli.app import main
 from ashl.config.catalog import catalog
 from ashl.config.compose import compose
 from ashl.errors import UsageError
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
 from ashl.topology.gossip import GossipRule
 from tests.conf_option import conf_option
 from tests.disturbed import LONG, check_records, ranks_of
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(90)
 def refusal(*own: str) -> str:
     """The sentence with which a run is refused when it is planned."""
     with pytest.raises(UsageError) as refused:
-        make_plan(compose([*own], None), None, own)
+        compile_plan(compose([*own], None), None, own)
     return str(refused.value)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ashl.cli.app import main
 from ashl.plan.plan import Plan
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.tracking import jsonl
 from tests.cli.test_lost_workers import check_return

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from ashl.config.construct import construct
-from ashl.plan.declared import declared
+from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.profile import Profile
-from ashl.planning.make import TAKES_COSTS
+from ashl.planning.compile_plan import TAKES_COSTS
 from tests.support import planned, simulated
 
 TIMED = ["runtime.gradients=false", "schedule=single", "stop.steps=60"]
@@ -24,7 +24,7 @@ DECLARED = {
 def profiled(*overrides: str) -> Profile:
     """The profile of a declared cluster, as a file."""
     plan = planned(*TIMED, "sync=bsp", *overrides)
-    found = declared(construct(plan.cluster, "cluster"), plan.choices["model"], plan.num_params, 32)
+    found = profile_of_declared_costs(construct(plan.cluster, "cluster"), plan.choices["model"], plan.num_params, 32)
     Path("profile.json").write_text(found.to_json())
     return found
 

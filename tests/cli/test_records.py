@@ -10,7 +10,7 @@ from rich.console import Console
 from ashl.config.compose import compose
 from ashl.config.identity import config_hash
 from ashl.data.digits import Digits
-from ashl.planning.make import make_plan, prepared
+from ashl.planning.compile_plan import compile_plan, prepare_plan
 from ashl.run import train as run
 from ashl.run.profile import profile as measure
 from ashl.tracking import forecast as forecasts
@@ -29,7 +29,7 @@ def trained(*overrides: str) -> None:
 def test_names_are_those_of_the_options() -> None:
     """Two depths of one class are two models, and no hash knows what an option is called."""
     config = compose([*SMALL, "sync=bsp", "model=resnet20", "dataset=synthetic", "runtime.gradients=false"])
-    plan = make_plan(config)
+    plan = compile_plan(config)
     assert plan.name == "bsp-resnet20-synthetic"
     assert (plan.choices["model"], plan.stages[0].name) == ("resnet20", "bsp")
     assert mlflow.flat(config)["model"] == "resnet20"
@@ -47,9 +47,9 @@ def test_a_profile_is_of_the_model_that_was_chosen(model: str, workplace) -> Non
     given = compose([*SMALL, "sync=ssp", "profile=profile.json"])
     if model == "cnn":
         with pytest.raises(Exception, match="the model cnn and this one is mlp"):
-            make_plan(given)
+            compile_plan(given)
     else:
-        assert make_plan(given)
+        assert compile_plan(given)
 
 
 @pytest.mark.parametrize("mode", ["sync=asp", "sync=bsp topology=all_reduce"])
@@ -99,7 +99,7 @@ def test_a_forecast_says_how_long(overrides: str, says: str) -> None:
 
 def test_a_forecast_of_many_workers_fits_a_screen(monkeypatch) -> None:
     monkeypatch.setattr(forecasts, "MAX_ROWS", 3)
-    plan, _, data = prepared(compose(SMALL))
+    plan, _, data = prepare_plan(compose(SMALL))
     console = Console(width=120)
     with console.capture() as shown:
         forecast(console, plan, len(data.train))

@@ -18,8 +18,8 @@ from ashl.errors import UsageError
 from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
 from ashl.planning import device
-from ashl.planning.build import assemble
 from ashl.planning.compatibility import survives_failure
+from ashl.planning.instantiate import assemble
 from ashl.runtime.pace import Pace
 from ashl.runtime.plane import NEVER, Carrier, Granted
 from ashl.runtime.process import TorchKernel

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ashl.config.compose import compose
-from ashl.planning.make import make_plan
+from ashl.planning.compile_plan import compile_plan
 from tests.benchmarks import kills as benchmark
 from tests.benchmarks.kills import ENDS, MOMENTS, ON, OVER, Kill, Outcome, each_moment, kills, modes, on_processes
 
@@ -46,8 +46,8 @@ def test_each_moment_of_each_mode_is_gone_on_from(workplace: Path, monkeypatch: 
 
 def test_a_plan_from_a_file_is_predicted_without_what_befalls_it(workplace: Path) -> None:
     own = ["runtime=sim", "topology=all_reduce", "sync=bsp", "model.hidden=[8]", "cluster.compute=[1,2]"]
-    plan = make_plan(compose(own, None), None, own)
+    plan = compile_plan(compose(own, None), None, own)
     Path("plan.json").write_text(plan.to_json())
     events = "cluster.events=[{time_s: 1.0, worker: 1, fail: true}]"
-    again = make_plan(compose([*own, "plan=plan.json", events], None), None, own)
+    again = compile_plan(compose([*own, "plan=plan.json", events], None), None, own)
     assert again.stages[0].predicted_steps_per_s == plan.stages[0].predicted_steps_per_s

@@ -14,7 +14,7 @@ from ashl.compression.grid import Grid
 from ashl.compression.wire.body import read_body
 from ashl.data.quadratic import optimum
 from ashl.errors import UsageError
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from ashl.size_only import SizeOnly
 from ashl.sync import asylpg, spy
 from ashl.sync.asylpg import read_model

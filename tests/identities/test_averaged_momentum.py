@@ -5,7 +5,7 @@ from functools import cache, partial
 import pytest
 import torch
 
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from tests.support import simulated
 
 BASE = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.01", "optimizer.lr=0.02", "stop.steps=24")

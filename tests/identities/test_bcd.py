@@ -7,7 +7,7 @@ import torch
 
 from ashl.errors import UsageError
 from ashl.optimizer.bcd import flat, padded, weights_of
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from tests.conf_option import conf_option
 from tests.support import planned, simulated
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ashl.data.quadratic import optimum
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from ashl.sync import d_admm
 from ashl.topology.graph import edge
 from tests.conf_option import conf_option

@@ -8,7 +8,7 @@ import torch
 from ashl.compression.contract import BodyError, Turn
 from ashl.data.quadratic import optimum
 from ashl.errors import UsageError
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from tests.conf_option import conf_option
 from tests.laws.codecs import bits, vector
 from tests.support import Ran, planned, simulated

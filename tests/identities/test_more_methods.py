@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ashl.aggregate.weighted import Push
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from ashl.stage.tally import Tally
 from ashl.sync.ringleader import Table
 from tests.conf_option import conf_option

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ashl.errors import UsageError
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from ashl.stage.tally import Tally
 from ashl.sync.zero_one_adam import ZeroOneAdam
 from tests.support import planned, simulated

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from tests.support import simulated
 
 whole = partial(simulated, "model.hidden=[16]", "cluster.num_workers=2", "sync.local_steps=3", "outer.lr=0.7")

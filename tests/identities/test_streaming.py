@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from ashl.planning.build import assemble, fragments_of, layer_groups, parts_of, size_only_trainer
+from ashl.planning.instantiate import assemble, fragments_of, layer_groups, parts_of, size_only_trainer
 from tests.support import planned, simulated
 
 BASE = (

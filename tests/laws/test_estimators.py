@@ -6,7 +6,7 @@ import torch
 
 from ashl.compression.contract import Turn
 from ashl.learn.trainer import Trainer
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from tests.conf_option import conf_option
 from tests.laws.codecs import bits, decoded
 from tests.support import planned, simulated

@@ -95,13 +95,15 @@ class Reducing(Codec):
 
 
 @option
-class Summing(Linear):
+class AllReduceCosts(Linear):
     """Says it in another word."""
 
     summd: ClassVar[Any] = None
 
 
-@pytest.mark.parametrize(("cls", "why"), [(Misspelt, "did you mean 'flags'"), (Summing, "did you mean 'summed'")])
+@pytest.mark.parametrize(
+    ("cls", "why"), [(Misspelt, "did you mean 'flags'"), (AllReduceCosts, "did you mean 'summed'")]
+)
 def test_a_misspelt_hook_is_an_error(cls: type[Codec], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         refuse_unasked(cls, "compression")

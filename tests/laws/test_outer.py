@@ -12,7 +12,7 @@ from ashl.optimizer.sgd import SGD
 from ashl.outer.average import Average
 from ashl.outer.contract import Outer
 from ashl.plan.plan import Plan
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from tests.conf_option import conf_option
 from tests.support import planned, simulated
 

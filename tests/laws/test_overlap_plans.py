@@ -156,7 +156,7 @@ def test_a_hundredth_of_backward_is_a_group_of_its_own() -> None:
 @pytest.mark.parametrize("model", ["mlp", "lenet", "resnet8"])
 def test_a_gradient_in_parts_is_the_gradient(model) -> None:
     """Bit for bit; the last layers come first, and what takes no part in the loss comes, too."""
-    from ashl.planning.build import assemble
+    from ashl.planning.instantiate import assemble
 
     plan = planned("sync=bsp", "topology=all_reduce", f"model={model}", "dataset=synthetic", "overlap=wfbp")
     trainer, messages = (stage := assemble(plan, "cpu").stages[0]).trainer, stage.parts

@@ -5,9 +5,9 @@ from math import ceil, log2
 import pytest
 import torch
 
+from ashl.cluster.all_reduce_rounds import BY_NAME, rounds_of
 from ashl.cluster.network import network
 from ashl.cluster.spec import Event
-from ashl.cluster.sum_rounds import BY_NAME, rounds_of
 from tests.laws.machines import MS, cluster
 
 NS_PER_BYTE = 8000  # at 1 Mbit/s

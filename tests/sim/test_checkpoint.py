@@ -12,7 +12,7 @@ from ashl.cluster.network import network
 from ashl.cluster.speed import speed_of
 from ashl.config.construct import construct
 from ashl.learn.device import HOST
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from ashl.run.mean_model import ModelSet
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.rank_context import RankContext

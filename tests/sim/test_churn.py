@@ -10,8 +10,8 @@ from torch import Tensor
 from ashl.cluster.spec import Churn, Event
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
-from ashl.planning.build import assemble, parts_of
 from ashl.planning.compatibility import check_faults
+from ashl.planning.instantiate import assemble, parts_of
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.link import Ends

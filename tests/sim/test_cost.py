@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ashl.config.compose import compose
-from ashl.planning.make import prepared
+from ashl.planning.compile_plan import prepare_plan
 from tests.benchmarks.simulator import simulation
 
 FEW, MANY = 25, 100
@@ -63,7 +63,7 @@ def steps_of(run: Callable[[], object]) -> int:
 def test_a_round_costs_a_worker_the_same_among_many(case: str) -> None:
     costs = []
     for n in (FEW, MANY):
-        run = simulation(prepared(composed(CASES[case], n)).plan)
+        run = simulation(prepare_plan(composed(CASES[case], n)).plan)
         run()  # what is kept from run to run is there
         costs.append(steps_of(run) / (ROUNDS * n))
     assert costs[1] < MOST * costs[0], f"{costs[0]:.0f} steps with {FEW} workers, {costs[1]:.0f} with {MANY}"
@@ -76,6 +76,6 @@ def test_planning_costs_by_the_worker(case: str, monkeypatch: pytest.MonkeyPatch
     costs = []
     for n in (FEW, MANY):
         config = composed(CASES[case], n)
-        prepared(config)
-        costs.append(steps_of(lambda config=config: prepared(config)) / n)
+        prepare_plan(config)
+        costs.append(steps_of(lambda config=config: prepare_plan(config)) / n)
     assert costs[1] < MOST * costs[0], f"{costs[0]:.0f} steps a worker of {FEW}, {costs[1]:.0f} of {MANY}"

@@ -8,7 +8,7 @@ import pytest
 from ashl.data.quadratic import optimum
 from ashl.learn.learner import Learner
 from ashl.plan.plan import WorkerPlan
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from ashl.topology import parameter_server
 from tests.support import planned, simulated
 

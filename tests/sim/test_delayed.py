@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from tests.conf_option import conf_option
 from tests.support import Ran, simulated
 

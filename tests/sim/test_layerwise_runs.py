@@ -20,8 +20,8 @@ from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.overlap.chain import joined, parts_of_tensors
 from ashl.overlap.none import Serial
 from ashl.plan.plan import SERIAL, Plan
-from ashl.planning.build import assemble, link_of
-from ashl.planning.chains import chain_of
+from ashl.planning.instantiate import assemble, link_of
+from ashl.planning.step_timelines import make_timeline
 from ashl.stage.stage import Stage
 from tests.benchmarks.simulator import simulation
 from tests.conf_option import conf_option
@@ -172,7 +172,7 @@ def test_random_chains_take_their_closed_form(drawn, latency_s, cut, ratio) -> N
     layout, groups = tuple(Layer(str(size), (size,)) for size in sizes), parts_of_tensors([(n,) for n in sizes], work)
     cluster, codec = construct(BASE.cluster | {"latency_s": latency_s}, "cluster"), conf_option("compression", "topk")
     link = partial(link_of, codec, layout)
-    chain = chain_of(BASE.stages[0], cluster, groups, link)
+    chain = make_timeline(BASE.stages[0], cluster, groups, link)
     option = conf_option("overlap", "layerwise", plan=cut, ratio=ratio, max_ratio=0.9).planned(chain)
     end_ns = chain.end_ns(option.plan, option.ratio)
     stage = replace(

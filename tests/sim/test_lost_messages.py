@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ashl.aggregate.weighted import Push
 from ashl.data.quadratic import optimum
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import halves, joined
 from ashl.stage.stage import Stage

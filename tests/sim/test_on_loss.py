@@ -10,7 +10,7 @@ import pytest
 from ashl.data.batches import Batches
 from ashl.data.partition import handed
 from ashl.errors import UsageError
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from tests.support import planned, run
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")

@@ -7,8 +7,8 @@ import pytest
 
 from ashl.config.construct import construct
 from ashl.plan.plan import Plan
-from ashl.planning.build import assemble, layer_groups
-from ashl.planning.chains import chain_of
+from ashl.planning.instantiate import assemble, layer_groups
+from ashl.planning.step_timelines import make_timeline
 from tests.benchmarks.simulator import simulation
 from tests.support import planned, simulated
 
@@ -87,7 +87,7 @@ def test_the_chain_of_the_literature_across_the_barrier(overlap, spec, latency_s
     """Each step takes that long but the last, which takes until all is in."""
     plan = four_layers(overlap, **{"plan": "layers", **spec})
     plan = replace(plan, cluster={**plan.cluster, "latency_s": latency_s})
-    chain = chain_of(plan.stages[0], construct(plan.cluster, "cluster"), layer_groups(plan))
+    chain = make_timeline(plan.stages[0], construct(plan.cluster, "cluster"), layer_groups(plan))
     assert construct(plan.stages[0].overlap, "overlap").step_ns(chain) == round(seconds * 10**9)
     sim = simulation(plan)()
     assert sim.now_ns == round((9 * seconds + last) * 10**9)

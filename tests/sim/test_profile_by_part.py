@@ -19,11 +19,11 @@ from ashl.config.construct import construct
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 from ashl.overlap.chain import FORWARD, bare, parts_of_tensors, passed
-from ashl.plan.line import LARGE, SMALL, Line, fitted
+from ashl.plan.alpha_beta import LARGE, SMALL, AlphaBeta, fit_line
 from ashl.plan.profile import CodecCost, Profile
-from ashl.planning.build import declared_profile, layer_groups
-from ashl.planning.by_part import with_parts
-from ashl.planning.make import prepared
+from ashl.planning.compile_plan import prepare_plan
+from ashl.planning.instantiate import declared_profile, layer_groups
+from ashl.planning.layer_group_costs import with_layer_group_costs
 from ashl.runtime.rank_context import RankContext
 from ashl.sync.timing import beside
 from tests.benchmarks.simulator import simulation
@@ -39,22 +39,22 @@ TIMED = ("runtime.gradients=false", "stop.steps=30")
 
 def declared(*overrides: str) -> Profile:
     """What `ashl profile` makes of a cluster in virtual time."""
-    plan, parts, data = prepared(compose(["runtime=sim", "sync=bsp", *CLUSTER, *(overrides or MODEL)]))
+    plan, parts, data = prepare_plan(compose(["runtime=sim", "sync=bsp", *CLUSTER, *(overrides or MODEL)]))
     batch = plan.stages[0].workers[0].batch
     profile = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, batch)
     assert profile is not None
-    return with_parts(profile, plan, Learner(parts.model, data, parts.task, seed=0), parts.cluster)
+    return with_layer_group_costs(profile, plan, Learner(parts.model, data, parts.task, seed=0), parts.cluster)
 
 
 def test_a_line_is_fitted_to_large_messages_and_to_small_ones() -> None:
     """A token bucket lets small ones pass ten times as fast, and now and then something else runs."""
-    true = Line(0.002, 1e-8)
+    true = AlphaBeta(0.002, 1e-8)
     quiet = {n: [true.seconds(n)] * 3 for n in (*SMALL, *LARGE)}
-    assert fitted(quiet).latency_s == pytest.approx(0.002)
+    assert fit_line(quiet).latency_s == pytest.approx(0.002)
     shaped = {n: [0.002 + (1e-9 if n < LARGE[0] else 1e-8) * n + noise for noise in (0, 0, 0.5)] for n in quiet}
-    found = fitted(shaped)
+    found = fit_line(shaped)
     assert (found.latency_s, found.s_per_byte) == (pytest.approx(0.002, rel=0.03), pytest.approx(1e-8))
-    assert fitted({n: [1.0 - 1e-9 * n] for n in quiet}).s_per_byte == 0
+    assert fit_line({n: [1.0 - 1e-9 * n] for n in quiet}).s_per_byte == 0
 
 
 def test_a_declared_cluster_has_its_own_costs_by_part() -> None:
@@ -91,7 +91,7 @@ def test_one_worker_sums_with_nobody(workplace, capsys) -> None:
 
 def measured(**changes: object) -> Profile:
     """As if it had been measured, with a step whose last group is there at once."""
-    profile = replace(declared(), source="measured", all_reduce=Line(0.005, 1e-7), **changes)
+    profile = replace(declared(), source="measured", all_reduce=AlphaBeta(0.005, 1e-7), **changes)
     workers = tuple(replace(w, forward_s=(0.0, 0.0, 0.001), backward_s=(0.001, 0.002, 0.006)) for w in profile.workers)
     profile = replace(profile, workers=workers)
     Path("profile.json").write_text(profile.to_json())
@@ -164,7 +164,7 @@ def test_where_steps_take_long_that_is_measured_once(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(beside, "instruct", instruct)
     monkeypatch.setattr(beside, "answers", answers)
-    found = asyncio.run(beside.measured_beside(cast(RankContext, ctx), stage, 2.0, Line(1.0, 0.0)))
+    found = asyncio.run(beside.measured_beside(cast(RankContext, ctx), stage, 2.0, AlphaBeta(1.0, 0.0)))
     assert (found, times) == (Beside(lost=0.5, slowed=1.5), begun)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ashl.compression.around.sliced import cut, joined
 from ashl.compression.gtopk import Final, GTopK, family, within
 from ashl.errors import AshlError
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
 from ashl.runtime.sums import sum_in_rank_order

@@ -11,7 +11,7 @@ from ashl.compression.around.feedback import Residual
 from ashl.compression.contract import Codec
 from ashl.compression.gtopk import GTopK
 from ashl.config.compose import compose
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from ashl.run import train as run
 from ashl.run.monitor import Monitor
 from ashl.runtime.records import StageEnd

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from ashl.planning.build import assemble
+from ashl.planning.instantiate import assemble
 from ashl.topology import sharded_server
 from ashl.topology.parameter_server import on_push
 from ashl.topology.sharded_server import ShardedServer

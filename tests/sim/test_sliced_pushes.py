@@ -8,8 +8,8 @@ import pytest
 from ashl.config.construct import construct
 from ashl.overlap.chain import Chain
 from ashl.plan.plan import Plan
-from ashl.planning.build import layer_groups
-from ashl.planning.chains import chain_of
+from ashl.planning.instantiate import layer_groups
+from ashl.planning.step_timelines import make_timeline
 from tests.benchmarks.simulator import simulation
 from tests.support import planned, run, simulated
 
@@ -125,7 +125,7 @@ def test_slices_take_what_their_plan_says(latency_s, slice) -> None:
     """The closed form of the plan, with latencies, and merges that take no time."""
     plan = four_layers("slices.Slices", 1, slice=slice)
     plan = replace(plan, cluster={**plan.cluster, "latency_s": latency_s})
-    chain = chain_of(plan.stages[0], construct(plan.cluster, "cluster"), layer_groups(plan), server=True)
+    chain = make_timeline(plan.stages[0], construct(plan.cluster, "cluster"), layer_groups(plan), server=True)
     step_ns = construct(plan.stages[0].overlap, "overlap").step_ns(chain)
     sim = simulation(plan)()
     assert sim.contexts[1].counter.tally.end_ns == 9 * step_ns + chain.end_ns((1, 1, 1, 1)), (
@@ -139,7 +139,7 @@ def by_priority(
     """Waited for layer by layer."""
     plan = four_layers("priority.Priority", workers, size, port, plan=[1, 1, 1, 1], **spec)
     plan = replace(plan, cluster={**plan.cluster, "latency_s": latency_s})
-    chain = chain_of(plan.stages[0], construct(plan.cluster, "cluster"), layer_groups(plan), server=True)
+    chain = make_timeline(plan.stages[0], construct(plan.cluster, "cluster"), layer_groups(plan), server=True)
     assert chain is not None
     return plan, chain
 

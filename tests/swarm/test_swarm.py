@@ -18,7 +18,7 @@ from ashl.overlap.chain import parts_of_tensors
 from ashl.overlap.layerwise import Layerwise
 from ashl.overlap.wfbp import WFBP
 from ashl.plan.plan import Limits
-from ashl.planning.build import link_of
+from ashl.planning.instantiate import link_of
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.effects import Compute
 from ashl.runtime.rank_context import RankContext

@@ -17,7 +17,7 @@ import statistics
 from functools import partial
 
 from ashl.cluster.spec import Beside
-from ashl.plan.line import Line
+from ashl.plan.alpha_beta import AlphaBeta
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import Stage
 from ashl.sync.timing.exchanges import a_step, answers, blank, instruct
@@ -58,7 +58,7 @@ async def time_beside(ctx: RankContext, stage: Stage, state: WorkerState, nbytes
     return alone_s, step_s, await ctx.join(task), statistics.fmean(times[:-1] or times or [step_s])
 
 
-async def measured_beside(ctx: RankContext, stage: Stage, step_s: float, line: Line) -> Beside | None:
+async def measured_beside(ctx: RankContext, stage: Stage, step_s: float, line: AlphaBeta) -> Beside | None:
     """At the server; None where they cost each other nothing. Raises OverError."""
     dense = stage.trainer.dense_bytes
     count = max(SUMS, math.ceil(max(LEAST_S, STEPS * step_s) / max(line.seconds(dense), 1e-4)))

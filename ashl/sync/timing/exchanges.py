@@ -8,7 +8,7 @@ from typing import Any
 
 from ashl.aggregate.weighted import Push
 from ashl.learn.device import numbers
-from ashl.plan.noise import is_narrow
+from ashl.plan.confidence import is_narrow
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import Stage

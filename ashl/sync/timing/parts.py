@@ -21,8 +21,8 @@ from ashl.cluster.spec import Beside, InParts
 from ashl.cluster.speed import NS
 from ashl.learn.device import numbers
 from ashl.overlap.chain import Chain, joined
-from ashl.plan.line import Line
-from ashl.plan.noise import figure
+from ashl.plan.alpha_beta import AlphaBeta
+from ashl.plan.confidence import estimate
 from ashl.plan.profile import WorkerProfile, ready_shares
 from ashl.runtime.effects import Tag
 from ashl.runtime.rank_context import RankContext
@@ -81,8 +81,8 @@ async def beside(ctx: RankContext, stage: Stage, tags: Sequence[Tag]) -> list[fl
     return found
 
 
-async def with_parts(
-    ctx: RankContext, stage: Stage, workers: Sequence[WorkerProfile], line: Line, known: Beside | None
+async def with_layer_group_costs(
+    ctx: RankContext, stage: Stage, workers: Sequence[WorkerProfile], line: AlphaBeta, known: Beside | None
 ) -> Beside | None:
     """What is known of sums beside computing, with this; at the server. None where all of it costs nothing. Raises
     OverError."""
@@ -130,4 +130,4 @@ def beyond(row: Sequence[float], chain: Chain, shares: Sequence[float]) -> list[
 def all_narrow(rows: Sequence[Sequence[float]]) -> bool:
     """Whether it is known well enough by how much they differ."""
     whole_s = statistics.median(row[0] for row in rows)
-    return all(figure([row[k] - row[0] for row in rows]).noise <= NARROW * whole_s for k in (1, 2))
+    return all(estimate([row[k] - row[0] for row in rows]).noise <= NARROW * whole_s for k in (1, 2))

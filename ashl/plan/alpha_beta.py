@@ -18,7 +18,7 @@ LARGE = (2**20, 2**21, 2**22, 2**23)
 
 
 @dataclass(frozen=True)
-class Line:
+class AlphaBeta:
     """Of a link one way, or of a sum over all workers."""
 
     latency_s: float
@@ -28,11 +28,11 @@ class Line:
         return self.latency_s + self.s_per_byte * nbytes
 
 
-def fitted(times: Mapping[int, Sequence[float]]) -> Line:
+def fit_line(times: Mapping[int, Sequence[float]]) -> AlphaBeta:
     """The line of these times by bytes, of which at least two sizes are large and one is small."""
     low = {nbytes: sorted(found)[(len(found) - 1) // 4] for nbytes, found in times.items()}
     large = sorted(nbytes for nbytes in low if nbytes >= LARGE[0])
     slopes = [(low[more] - low[less]) / (more - less) for less, more in combinations(large, 2)]
     s_per_byte = max(0.0, median(slopes))
     beyond = [low[nbytes] - s_per_byte * nbytes for nbytes in low if nbytes < LARGE[0]]
-    return Line(max(0.0, median(beyond)), s_per_byte)
+    return AlphaBeta(max(0.0, median(beyond)), s_per_byte)

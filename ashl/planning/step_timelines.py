@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+from ashl.cluster.all_reduce_costs import contention_of
 from ashl.cluster.network import Exchange, Ports, network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import NS, Speed, speed_of
-from ashl.cluster.summing import beside_of
 from ashl.compression.contract import Turn
 from ashl.overlap.chain import Chain, Compressed, Part, bare
 from ashl.plan.plan import StagePlan
@@ -54,7 +54,7 @@ class Uncontended:
         return self._gather_ns(group, total, now_ns)
 
 
-def chain_of(
+def make_timeline(
     stage: StagePlan,
     cluster: Any,
     groups: Sequence[Part],
@@ -70,10 +70,10 @@ def chain_of(
     steady = replace(cluster, jitter=0.0, events=())
     speed, costs = speed_of(steady, stage.workers[0].batch, seed=0), network(steady, 4 * groups[0].stop, algorithm)
     everybody = tuple(range(len(stage.workers)))
-    return chain_among(everybody, stage, speed, Uncontended(costs), groups, link, server)
+    return make_group_timeline(everybody, stage, speed, Uncontended(costs), groups, link, server)
 
 
-def chain_among(
+def make_group_timeline(
     members: Members,
     stage: StagePlan,
     speed: Speed,
@@ -98,7 +98,7 @@ def chain_among(
         half_ns=lambda nbytes: costs.all_gather_ns(team, -(-nbytes // (4 * len(team))) * 4 * len(team), 0),
         needed_ns=tuple(round(max(step_ns.values()) * group.needed) for group in groups),
     )
-    if (beside := beside_of(speed.cluster)) is not None:
+    if (beside := contention_of(speed.cluster)) is not None:
         chain = replace(chain, lost=beside.lost, slowed=beside.slowed, reached=tuple(group.ready for group in groups))
         if (more := beside.parts) is not None:
             own = {"split_ns": more.step_s * NS, "part_ns": more.part_s * NS, "start_ns": more.sum_s * NS}

@@ -151,6 +151,6 @@ def rounds_of(algorithm: str, homes: Sequence[int]) -> tuple[int, Iterator[Round
     return BY_NAME[algorithm]([np.flatnonzero(at == home) for home in dict.fromkeys(homes)])
 
 
-def homes_of(group: Sequence[int], node: Sequence[int] | None) -> tuple[int, ...]:
+def nodes_of_members(group: Sequence[int], node: Sequence[int] | None) -> tuple[int, ...]:
     """The machine of each member; where nobody says, each is on its own."""
     return tuple(group) if node is None else tuple(node[rank] for rank in group)

@@ -11,13 +11,13 @@ from ashl.cluster.speed import NS
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 from ashl.overlap.chain import bare, passed
-from ashl.plan.line import LARGE, SMALL, Line, fitted
+from ashl.plan.alpha_beta import LARGE, SMALL, AlphaBeta, fit_line
 from ashl.plan.plan import Plan
 from ashl.plan.profile import Profile
-from ashl.planning.build import layer_groups
+from ashl.planning.instantiate import layer_groups
 
 
-def as_measured(plan: Plan, known: Profile | None) -> Plan:
+def with_measured_readiness(plan: Plan, known: Profile | None) -> Plan:
     """The plan with the moments at which layer groups are ready, where a profile has them. Raises UsageError."""
     if known is None or known.source == "declared" or not known.group_bytes:
         return plan
@@ -26,19 +26,19 @@ def as_measured(plan: Plan, known: Profile | None) -> Plan:
     return replace(plan, shares=known.shares, needed=known.needed)
 
 
-def with_parts(
+def with_layer_group_costs(
     profile: Profile, plan: Plan, learner: Learner, cluster: Cluster, known: Profile | None = None
 ) -> Profile:
     """A declared profile with costs by layer group and by message, as the cluster has them; layer groups are ready when
     the profile says that the cluster is made of, where it is."""
-    groups = layer_groups(as_measured(replace(plan, work=plan.work or learner.work()), known))
+    groups = layer_groups(with_measured_readiness(replace(plan, work=plan.work or learner.work()), known))
     passes = [after - before for before, after in pairwise((0.0, *passed(groups)))]
     forward, backward = passes[: len(groups)][::-1], passes[len(groups) :]
     steady = replace(cluster, jitter=0.0, events=())
     costs, team, server = network(steady, profile.dense_bytes), tuple(range(profile.num_workers)), profile.num_workers
 
-    def line(cost_ns: Callable[[int], int]) -> Line:
-        return fitted({nbytes: [cost_ns(nbytes) / NS] for nbytes in (*SMALL, *LARGE)})
+    def line(cost_ns: Callable[[int], int]) -> AlphaBeta:
+        return fit_line({nbytes: [cost_ns(nbytes) / NS] for nbytes in (*SMALL, *LARGE)})
 
     workers = tuple(
         replace(

@@ -10,7 +10,7 @@ HIDES = (
 )
 
 
-def of_plan(config: Mapping[str, Any], num_workers: int) -> list[str]:
+def note_plan(config: Mapping[str, Any], num_workers: int) -> list[str]:
     """What a run leaves out by it."""
     topology, graph = config["choices"]["topology"], config["topology"].get("graph")
     if config["cluster"].get("exchange_s") is None:
@@ -26,7 +26,7 @@ def of_plan(config: Mapping[str, Any], num_workers: int) -> list[str]:
     return [HIDES.format(what=what)]
 
 
-def of_comparison(configs: Iterable[Mapping[str, Any]]) -> list[str]:
+def note_comparison(configs: Iterable[Mapping[str, Any]]) -> list[str]:
     """What a comparison of these runs leaves out by it; `configs` are flat, with the names of options."""
     free = [config for config in configs if config.get("cluster.exchange_s") is not None]
     graphs = {config.get("topology.graph") for config in free if config.get("topology") == "gossip"}

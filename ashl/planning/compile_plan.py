@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from ashl.cluster.spec import Cluster, ProfileCluster, implied
-from ashl.cluster.trace import followed
+from ashl.cluster.spec import Cluster, ProfileCluster, note_implied_bandwidth
+from ashl.cluster.trace import with_trace_events
 from ashl.compression.contract import Codec, Layout, size_of
 from ashl.config.construct import own_faults
 from ashl.config.override import key_of
@@ -22,24 +22,7 @@ from ashl.optimizer.schedule import with_horizon
 from ashl.plan.files import read_plan, read_profile
 from ashl.plan.plan import SCHEMA, Plan, Spec, StagePlan
 from ashl.plan.profile import Profile
-from ashl.planning import free_ports
-from ashl.planning.build import (
-    Deal,
-    Options,
-    Parts,
-    StageParts,
-    dealer,
-    declared_profile,
-    layout_of,
-    link_of,
-    links_of,
-    parts_of,
-    payload_of,
-    planner_for,
-    rules,
-    size_only_trainer,
-    with_shards,
-)
+from ashl.planning import uncontended_link_note
 from ashl.planning.compatibility import (
     check_annealed_values,
     check_checkpoints,
@@ -56,11 +39,28 @@ from ashl.planning.compatibility import (
     note_dense_pulls,
 )
 from ashl.planning.device import device_of
-from ashl.planning.overlapping import overlapped
+from ashl.planning.instantiate import (
+    Deal,
+    OptionFactory,
+    Parts,
+    StageParts,
+    bind_stages,
+    declared_profile,
+    layout_of,
+    link_of,
+    links_of,
+    make_dealer,
+    parts_of,
+    payload_of,
+    planner_for,
+    size_only_trainer,
+    with_shards,
+)
+from ashl.planning.overlap_plan import plan_overlap
 from ashl.planning.predict import predict
+from ashl.planning.reduction_algorithm import note_reduction_times
 from ashl.planning.settings import GROUPS, STAGE_GROUPS, Settings, limits_of, settings_of
-from ashl.planning.summing import sums_of
-from ashl.planning.without_effect import Given, refuse_without_effect
+from ashl.planning.without_effect import EffectContext, check_effects
 from ashl.schedule.choices import Choices
 from ashl.stage.stage import extra_ranks
 from ashl.task.contract import renamed
@@ -68,7 +68,7 @@ from ashl.task.contract import renamed
 TAKES_COSTS = "virtual time takes its costs from profile=FILE; of cluster.* only the number of workers has a say"
 
 
-class Prepared(NamedTuple):
+class PreparedPlan(NamedTuple):
     """A checked plan with the options that its specs stand for, and the data set, which a check has loaded."""
 
     plan: Plan
@@ -76,7 +76,7 @@ class Prepared(NamedTuple):
     data: Data
 
 
-def make_plan(
+def compile_plan(
     config: Mapping[str, Any],
     world_size: int | None = None,
     overrides: Sequence[str] = (),
@@ -84,18 +84,18 @@ def make_plan(
     *,
     strict: bool = False,
 ) -> Plan:
-    """The plan alone, see `prepared`."""
-    return prepared(config, world_size, overrides, profile, strict=strict).plan
+    """The plan alone, see `prepare_plan`."""
+    return prepare_plan(config, world_size, overrides, profile, strict=strict).plan
 
 
-def prepared(
+def prepare_plan(
     config: Mapping[str, Any],
     world_size: int | None = None,
     overrides: Sequence[str] = (),
     profile: Profile | None = None,
     *,
     strict: bool = False,
-) -> Prepared:
+) -> PreparedPlan:
     """Check every choice and every combination, and resolve them into a plan.
 
     `world_size` is the number of processes of the job that this one is part of, where there is one; `overrides` is what
@@ -105,25 +105,25 @@ def prepared(
     """
     settings = settings_of(config)
     with own_faults(settings.allow_targets):
-        config = {**config, "cluster": followed(config["cluster"])}
-        return _prepared(config, settings, world_size, overrides, profile, strict)
+        config = {**config, "cluster": with_trace_events(config["cluster"])}
+        return _prepare_plan(config, settings, world_size, overrides, profile, strict)
 
 
-def _prepared(
+def _prepare_plan(
     config: Mapping[str, Any],
     settings: Settings,
     world_size: int | None,
     overrides: Sequence[str],
     profile: Profile | None,
     strict: bool,
-) -> Prepared:
-    options = Options(settings.allow_targets)
+) -> PreparedPlan:
+    options = OptionFactory(settings.allow_targets)
     asked = config
     parts = {group: options.of(group, config[group]) for group in GROUPS}
-    cluster = drawn(config["cluster"], settings.seed)
+    cluster = draw_compute_factors(config["cluster"], settings.seed)
     parts["cluster"] = options.of("cluster", cluster)
     known = profile or (read_profile(settings.profile) if settings.profile else None)
-    if (replaced := clocked(parts, known, codec_of(config))) is not None:
+    if (replaced := choose_virtual_cluster(parts, known, codec_class(config))) is not None:
         config, cluster = {**config, "cluster": replaced}, replaced
         parts["cluster"] = options.of("cluster", replaced)
     if parts["schedule"].names_sync:
@@ -132,25 +132,25 @@ def _prepared(
     check_combination(parts, config["choices"])
     num_workers = count_workers(parts, world_size)
     check_worker_count(parts["sync"], parts["topology"], num_workers, settings.seed)
-    data, limits = loaded(parts["dataset"], settings.seed), limits_of(settings, parts["dataset"])
+    data, limits = load_data_set(parts["dataset"], settings.seed), limits_of(settings, parts["dataset"])
     with_horizon(parts["optimizer"], limits.epochs)  # refused here where it cannot be known
     check_targets(limits, parts["runtime"].gradients, parts["task"], config["choices"]["task"])
     device_of(parts["runtime"])
-    learner = learner_of(parts, data, settings)
+    learner = make_learner(parts, data, settings)
     num_params, layout = learner.num_params, layout_of(learner.layers)
     found = check_compression(parts, config["choices"], layout, num_workers)
     batch = parts["dataset"].batch_size
     if known is not None:
         check_profile(known, config, num_workers, num_params, batch)
-    stages = parts["schedule"].stages(choices_of(config, parts, num_workers, layout, known))
+    stages = parts["schedule"].stages(schedule_choices(config, parts, num_workers, layout, known))
     num_ranks = num_workers + extra_ranks(parts["topology"], parts["sync"], parts["cluster"].node)
-    taken = notes_of(known, parts["compression"], replaced, config["choices"])
-    taken += steps_of_a_round(parts["sync"], num_workers, config["choices"])
-    taken += ranks_beyond_cores(parts["cluster"], parts["runtime"], num_ranks)
+    taken = note_profile(known, parts["compression"], replaced, config["choices"])
+    taken += note_whole_steps(parts["sync"], num_workers, config["choices"])
+    taken += note_shared_cores(parts["cluster"], parts["runtime"], num_ranks)
     specs: dict[str, Any] = {g: dict(config[g]) for g in ("model", "dataset", "task", "runtime", "planner")}
     plan = Plan(
         schema=SCHEMA,
-        name=settings.name or name_of(config["choices"], parts),
+        name=settings.name or make_run_name(config["choices"], parts),
         seed=settings.seed,
         num_workers=num_workers,
         num_ranks=num_ranks,
@@ -167,8 +167,8 @@ def _prepared(
             *data.notes,
             *renamed(parts["task"].metric),
             *found,
-            *implied(parts["cluster"], 4 * num_params),
-            *free_ports.of_plan(config, num_workers),
+            *note_implied_bandwidth(parts["cluster"], 4 * num_params),
+            *uncontended_link_note.note_plan(config, num_workers),
             *taken,
         ),
         start_from=learner.start,
@@ -178,25 +178,27 @@ def _prepared(
         allow_targets=settings.allow_targets,
     )
     if settings.plan is not None:
-        plan = given_plan(settings.plan, plan, config, overrides)
-    resolved = usable(plan, options, settings.plan)
+        plan = take_stages_of_plan_file(settings.plan, plan, config, overrides)
+    resolved = resolve_plan(plan, options, settings.plan)
     check_checkpoints(settings.run.checkpoint_s, resolved, plan.stages)
     check_faults(resolved, plan.stages, settings.run.checkpoint_s)
-    clock, by = foretelling(parts["cluster"], known, replaced, codec_of(config), options)
-    plan = overlapped(plan, resolved, learner, known, clock)
+    clock, by = choose_prediction_cluster(parts["cluster"], known, replaced, codec_class(config), options)
+    plan = plan_overlap(plan, resolved, learner, known, clock)
     resolved = parts_of(plan, options)
-    plan = replace(plan, stages=tuple(sized(plan, *of) for of in zip(plan.stages, resolved.stages, strict=True)))
-    deal = dealer(plan, resolved, data)
+    plan = replace(
+        plan, stages=tuple(with_message_bytes(plan, *of) for of in zip(plan.stages, resolved.stages, strict=True))
+    )
+    deal = make_dealer(plan, resolved, data)
     plan = replace(plan, stages=tuple(with_shards(stage, deal) for stage in plan.stages))
-    plan = predicted(plan, resolved, clock, deal, len(data.train), batch, by)
+    plan = add_prediction(plan, resolved, clock, deal, len(data.train), batch, by)
     plan = replace(plan, notes=plan.notes + note_dense_pulls(plan, resolved))
     if strict:
-        given = Given(asked, plan, resolved, parts["schedule"], replaced is not None, data)
-        refuse_without_effect(given, overrides)
-    return Prepared(plan, resolved, data)
+        given = EffectContext(asked, plan, resolved, parts["schedule"], replaced is not None, data)
+        check_effects(given, overrides)
+    return PreparedPlan(plan, resolved, data)
 
 
-def loaded(dataset: Any, seed: int) -> Data:
+def load_data_set(dataset: Any, seed: int) -> Data:
     """Raises UsageError where there is no room for it, and DataMissingError."""
     try:
         return load_data(dataset, seed)
@@ -204,7 +206,7 @@ def loaded(dataset: Any, seed: int) -> Data:
         raise UsageError("the data set does not fit into this machine's memory; make dataset.* smaller") from error
 
 
-def learner_of(parts: Mapping[str, Any], data: Data, settings: Settings) -> Learner:
+def make_learner(parts: Mapping[str, Any], data: Data, settings: Settings) -> Learner:
     """Raises UsageError where the model does not take the data, or what it is to start from."""
     start = start_of(settings.run.start_from)
     try:
@@ -218,7 +220,7 @@ def learner_of(parts: Mapping[str, Any], data: Data, settings: Settings) -> Lear
     return learner
 
 
-def usable(plan: Plan, options: Options, path: str | None) -> Parts:
+def resolve_plan(plan: Plan, options: OptionFactory, path: str | None) -> Parts:
     """What a plan's specs stand for, where its stages can follow one another. Raises UsageError, naming the file."""
     try:
         resolved = parts_of(plan, options)
@@ -234,10 +236,10 @@ def usable(plan: Plan, options: Options, path: str | None) -> Parts:
     return resolved
 
 
-def drawn(cluster: Mapping[str, Any], seed: int) -> Spec:
+def draw_compute_factors(cluster: Mapping[str, Any], seed: int) -> Spec:
     """The cluster's spec with what its trace says, and the factors that are to be drawn: those of the first workers do
     not depend on how many follow."""
-    cluster = followed(cluster)
+    cluster = with_trace_events(cluster)
     if not (spread := cluster.get("compute_spread")):
         return cluster
     normal = stream(seed, Purpose.SPEED).standard_normal(len(cluster["compute"])).tolist()
@@ -245,7 +247,7 @@ def drawn(cluster: Mapping[str, Any], seed: int) -> Spec:
     return {**cluster, "compute": compute, "compute_spread": 0.0}
 
 
-def sized(plan: Plan, stage: StagePlan, own: StageParts) -> StagePlan:
+def with_message_bytes(plan: Plan, stage: StagePlan, own: StageParts) -> StagePlan:
     """The stage with the bytes of each worker's update, in however many messages."""
     whole = link_of(own.compression, layout_of(plan.layers), 0, plan.num_params)
     links = links_of(plan, own) or (whole,) * (1 + own.sync.momentum_travels)
@@ -259,7 +261,7 @@ def sized(plan: Plan, stage: StagePlan, own: StageParts) -> StagePlan:
     return replace(stage, workers=tuple(workers))
 
 
-def choices_of(
+def schedule_choices(
     config: Mapping[str, Any], parts: dict[str, Any], num_workers: int, layout: Layout, profile: Profile | None
 ) -> Choices:
     """What the schedule is given to make stages of."""
@@ -278,29 +280,29 @@ def choices_of(
     )
 
 
-def name_of(choices: Mapping[str, str], parts: dict[str, Any]) -> str:
+def make_run_name(choices: Mapping[str, str], parts: dict[str, Any]) -> str:
     """What was chosen, in short."""
     what = "sync" if parts["sync"] is not None else "schedule"
     return "-".join(choices[group] for group in (what, "model", "dataset"))
 
 
-def predicted(
+def add_prediction(
     plan: Plan, parts: Parts, cluster: Any, deal: Deal, epoch_samples: int, batch: int, known: Profile | None
 ) -> Plan:
     """The plan with what each stage should reach, where this cluster, chosen or the profile's, says what it costs.
     Raises UsageError where sums cannot go as they were asked to, or a model cannot be shared out."""
     check_sharded_server(plan, parts)
-    plan = replace(plan, notes=plan.notes + sums_of(plan, parts, cluster))
+    plan = replace(plan, notes=plan.notes + note_reduction_times(plan, parts, cluster))
     if not isinstance(cluster, Cluster) or cluster.missing():
         return plan
     size_only = size_only_trainer(plan, parts, epoch_samples)
-    stages = rules(plan, parts, [size_only] * len(plan.stages), deal)
+    stages = bind_stages(plan, parts, [size_only] * len(plan.stages), deal)
     with own_faults(plan.allow_targets, AshlError):  # the run fails before it has begun
         plan = replace(plan, stages=tuple(predict(stage, cluster, batch) for stage in stages))
-    return replace(plan, predicted_s=duration_s(plan, epoch_samples))
+    return replace(plan, predicted_s=predict_duration_s(plan, epoch_samples))
 
 
-def duration_s(plan: Plan, epoch_samples: int) -> float | None:
+def predict_duration_s(plan: Plan, epoch_samples: int) -> float | None:
     """What the run should take by its limits. Of stages that follow one another nobody knows beforehand when they
     change, so it is as long as the slowest of them would take for all."""
     rates = [s.predicted_steps_per_s for s in plan.stages if s.predicted_steps_per_s]  # 0 = too slow to foretell
@@ -309,7 +311,7 @@ def duration_s(plan: Plan, epoch_samples: int) -> float | None:
     return min((bound for bound in bounds if bound is not None), default=None)
 
 
-def clocked(parts: Mapping[str, Any], known: Profile | None, codec: str) -> Spec | None:
+def choose_virtual_cluster(parts: Mapping[str, Any], known: Profile | None, codec: str) -> Spec | None:
     """The cluster that drives virtual time in place of the chosen one: the profile's, where it says something else.
 
     Raises UsageError where a cluster is chosen that is nothing without a profile, or says what a profile cannot.
@@ -328,7 +330,7 @@ def clocked(parts: Mapping[str, Any], known: Profile | None, codec: str) -> Spec
     if cluster.num_workers not in (None, known.num_workers):
         raise UsageError(known.crowd(cluster.num_workers))
     if isinstance(cluster, Cluster):
-        if declares(cluster, known):
+        if declares_profile(cluster, known):
             return None
         if cluster.events:
             raise UsageError(
@@ -339,8 +341,8 @@ def clocked(parts: Mapping[str, Any], known: Profile | None, codec: str) -> Spec
     return known.cluster(codec) | {"churn": asdict(cluster.churn), "detect_s": cluster.detect_s}
 
 
-def foretelling(
-    cluster: Any, known: Profile | None, replaced: Spec | None, codec: str, options: Options
+def choose_prediction_cluster(
+    cluster: Any, known: Profile | None, replaced: Spec | None, codec: str, options: OptionFactory
 ) -> tuple[Any, Profile | None]:
     """The cluster by which is predicted what a run takes, and the profile that it is of, if it is."""
     if known is None or replaced is not None:
@@ -350,18 +352,18 @@ def foretelling(
     return options.of("cluster", known.cluster(codec)), known
 
 
-def declares(cluster: Cluster, known: Profile) -> bool:
+def declares_profile(cluster: Cluster, known: Profile) -> bool:
     """Whether the profile is what this cluster declares."""
     own = declared_profile(cluster, known.model, known.num_params, known.workers[0].batch)
     return own is not None and replace(own, device=known.device, source=known.source) == known.without_parts()
 
 
-def codec_of(config: Mapping[str, Any]) -> str:
+def codec_class(config: Mapping[str, Any]) -> str:
     """The class of the codec, by which a profile knows what it costs."""
     return config["compression"]["_target_"]
 
 
-def notes_of(known: Profile | None, codec: Codec, replaced: Spec | None, choices: Mapping[str, str]) -> list[str]:
+def note_profile(known: Profile | None, codec: Codec, replaced: Spec | None, choices: Mapping[str, str]) -> list[str]:
     """What a profile is taken for, and what it has not timed."""
     notes = [TAKES_COSTS] if replaced and choices["cluster"] != "profile" else []
     own = f"{type(codec).__module__}.{type(codec).__name__}"
@@ -373,7 +375,7 @@ def notes_of(known: Profile | None, codec: Codec, replaced: Spec | None, choices
     return notes
 
 
-def steps_of_a_round(sync: Any, num_workers: int, choices: Mapping[str, str]) -> list[str]:
+def note_whole_steps(sync: Any, num_workers: int, choices: Mapping[str, str]) -> list[str]:
     """Return the note for a sync mode that steps n times as far in a round as BSP does at the same rate."""
     if sync is None or not sync.whole_steps or num_workers == 1:
         return []
@@ -383,7 +385,7 @@ def steps_of_a_round(sync: Any, num_workers: int, choices: Mapping[str, str]) ->
     ]
 
 
-def ranks_beyond_cores(cluster: Any, runtime: Any, num_ranks: int) -> list[str]:
+def note_shared_cores(cluster: Any, runtime: Any, num_ranks: int) -> list[str]:
     """Return the note for unpaced ranks that share this host's cores, which the nodes of a cluster do not."""
     here = num_ranks if runtime.name == "local" else int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     cores = len(os.sched_getaffinity(0))
@@ -401,7 +403,7 @@ def check_profile(profile: Profile, config: Mapping[str, Any], num_workers: int,
     profile.check(num_workers, before if profile.model == before else model, num_params, batch)  # its class once
 
 
-def given_plan(path: str, own: Plan, config: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
+def take_stages_of_plan_file(path: str, own: Plan, config: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
     """The stages of a plan that the user gave, run where and for as long as this configuration says; a seed that was
     typed is this run's, for a plan does not depend on it."""
     plan = read_plan(path)
@@ -427,5 +429,5 @@ def given_plan(path: str, own: Plan, config: Mapping[str, Any], overrides: Seque
         planner=plan.planner,
         seed=seed,
         num_ranks=plan.num_ranks,
-        cluster=drawn(config["cluster"], seed),
+        cluster=draw_compute_factors(config["cluster"], seed),
     )

@@ -14,22 +14,22 @@ from ashl.plan.profile import NOISES, TICK_S, WorkerProfile
 NARROW = 0.05  # half an interval, as a share of its median
 
 
-class Figure(NamedTuple):
+class Estimate(NamedTuple):
     """A median of times, and half of its 95 % interval."""
 
     median: float
     noise: float
 
 
-def figure(times: Sequence[float]) -> Figure:
+def estimate(times: Sequence[float]) -> Estimate:
     """By order statistics: of n times, those √n to both sides of the middle (1.96/2 of it) bound the median."""
     ordered, n = sorted(times), len(times)
     k = max(0, int((n - 1.96 * math.sqrt(n)) / 2))
     noise = (ordered[n - 1 - k] - ordered[k]) / 2
-    return Figure(statistics.median(ordered), noise if noise >= TICK_S else 0.0)
+    return Estimate(statistics.median(ordered), noise if noise >= TICK_S else 0.0)
 
 
-def spread(times: Sequence[float]) -> float:
+def trimmed_deviation(times: Sequence[float]) -> float:
     """Standard deviation of times without their outermost tenths, where the machine did something else."""
     ordered, trim = sorted(times), len(times) // 10
     return statistics.pstdev(ordered[trim : len(ordered) - trim])
@@ -41,11 +41,11 @@ def quantiles(times: Sequence[float]) -> tuple[float, ...]:
 
 
 def is_narrow(times: Sequence[float]) -> bool:
-    found = figure(times)
+    found = estimate(times)
     return found.noise <= NARROW * found.median
 
 
-def levelled(
+def equalize_costs(
     workers: Sequence[WorkerProfile], noises: Mapping[str, Sequence[float]] | None = None
 ) -> tuple[WorkerProfile, ...]:
     """Return the workers with each cost made equal among those whose costs differ by no more than their noise.
@@ -56,19 +56,19 @@ def levelled(
     found = list(workers)
     known = {cost: [getattr(worker, noise) for worker in workers] for cost, noise in NOISES.items()}
     for cost, bounds in (known | dict(noises or {})).items():
-        for ranks in overlapping([getattr(worker, cost) for worker in workers], bounds):
+        for ranks in group_overlapping([getattr(worker, cost) for worker in workers], bounds):
             mean = math.fsum(getattr(workers[rank], cost) for rank in ranks) / len(ranks)
             for rank in ranks:
                 found[rank] = replace(found[rank], **{cost: mean})
     return tuple(found)
 
 
-def alike(workers: Sequence[WorkerProfile], cost: str, noise: str) -> list[list[int]]:
+def group_equal_workers(workers: Sequence[WorkerProfile], cost: str, noise: str) -> list[list[int]]:
     """Return the workers that count as equal in a cost."""
-    return overlapping([getattr(own, cost) for own in workers], [getattr(own, noise) for own in workers])
+    return group_overlapping([getattr(own, cost) for own in workers], [getattr(own, noise) for own in workers])
 
 
-def overlapping(costs: Sequence[float], noises: Sequence[float]) -> list[list[int]]:
+def group_overlapping(costs: Sequence[float], noises: Sequence[float]) -> list[list[int]]:
     """Return the ranks whose intervals overlap that of the least among them, where there are several and some noise."""
     groups: list[list[int]] = []
     for rank in sorted(range(len(costs)), key=costs.__getitem__):

@@ -28,20 +28,20 @@ from ashl.overlap.tictac import TicTac
 from ashl.overlap.wfbp import WFBP
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import Profile
-from ashl.planning.build import Parts, StageParts, balanced, layer_groups, layout_of, link_of
-from ashl.planning.by_part import as_measured
-from ashl.planning.chains import chain_of
 from ashl.planning.compatibility import capabilities_of
+from ashl.planning.instantiate import Parts, StageParts, balanced, layer_groups, layout_of, link_of
+from ashl.planning.layer_group_costs import with_measured_readiness
+from ashl.planning.step_timelines import make_timeline
 from ashl.stage.stage import DELAY, OVERLAP, Rule, Topology
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.parameter_server import UPDATES, ServerRule
 
 
-def overlapped(plan: Plan, parts: Parts, learner: Learner, known: Profile | None, clock: Any) -> Plan:
+def plan_overlap(plan: Plan, parts: Parts, learner: Learner, known: Profile | None, clock: Any) -> Plan:
     """The plan with the messages of each stage that overlaps, and what they bring as a note; `known` is the profile and
     `clock` the cluster that say what they cost. Raises UsageError."""
     if any(own.sync.by_part or not own.overlap.serial or own.overlap.fragments > 1 for own in parts.stages):
-        plan = as_measured(replace(plan, work=plan.work or learner.work()), known)
+        plan = with_measured_readiness(replace(plan, work=plan.work or learner.work()), known)
     for stage, own in zip(plan.stages, parts.stages, strict=True):
         if isinstance(own.overlap, Delayed):
             check_delayed(stage, own, own.overlap, plan.choices)
@@ -50,14 +50,14 @@ def overlapped(plan: Plan, parts: Parts, learner: Learner, known: Profile | None
                 "its steps and its exchange, and what is exchanged lands one round late"
             )
             if own.overlap.fragments:
-                text = streamed(plan, stage, own.overlap)
+                text = describe_fragments(plan, stage, own.overlap)
             plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, text))))
     groups, layout = layer_groups(plan), layout_of(plan.layers)
     stages, notes = list(plan.stages), list(plan.notes)
     for index, own in enumerate(parts.stages):
         if own.overlap.serial:
             continue
-        check(plan.stages[index], own, plan.choices, layout)
+        check_buckets(plan.stages[index], own, plan.choices, layout)
         link = None
         if own.overlap.compresses and not own.compression.flags.lossless:
             link = partial(link_of, own.compression, layout)
@@ -67,7 +67,7 @@ def overlapped(plan: Plan, parts: Parts, learner: Learner, known: Profile | None
                 "cluster.exchange_s no port is ever busy; give cluster.exchange_s=null with cluster.bandwidth_mbit_s "
                 "and cluster.latency_s"
             )
-        chain = chain_of(plan.stages[index], clock, groups, link, own.topology.has_server, own.topology.algorithm)
+        chain = make_timeline(plan.stages[index], clock, groups, link, own.topology.has_server, own.topology.algorithm)
         if chain is None and own.overlap.timed:
             raise UsageError(
                 f"overlap={plan.choices['overlap']} as it is set weighs the cost of a message against that of a step, "
@@ -81,13 +81,13 @@ def overlapped(plan: Plan, parts: Parts, learner: Learner, known: Profile | None
                 f"overlap.{own.overlap.untimed}"
             )
         planned = own.overlap.planned(chain or bare(groups))
-        stages[index] = replace(stages[index], overlap=spec_of(stages[index].overlap, planned))
+        stages[index] = replace(stages[index], overlap=overlap_spec(stages[index].overlap, planned))
         if chain is not None:
-            notes.append(worth(chain, planned, own.topology, groups, clock))
+            notes.append(describe_step_times(chain, planned, own.topology, groups, clock))
     return replace(plan, stages=tuple(stages), notes=tuple(dict.fromkeys(notes)))
 
 
-def whole(option: Codec, layout: Layout) -> tuple[str, str] | None:
+def why_whole_update(option: Codec, layout: Layout) -> tuple[str, str] | None:
     """Why a codec needs an update in one piece, and what to take instead; None where it does not."""
     codec = innermost(wrapped(option, layout))
     codec = codec.codec if isinstance(codec, Layerwise) else codec
@@ -104,12 +104,14 @@ def whole(option: Codec, layout: Layout) -> tuple[str, str] | None:
     return None
 
 
-def spec_of(spec: Spec, option: Overlap) -> Spec:
+def overlap_spec(spec: Spec, option: Overlap) -> Spec:
     """The option as a plan has it."""
     return {"_target_": spec["_target_"], **asdict(option)}  # ty: ignore[invalid-argument-type]
 
 
-def worth(chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Part], cluster: Cluster) -> str:
+def describe_step_times(
+    chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Part], cluster: Cluster
+) -> str:
     """How long a step and its exchange take, in words."""
     names = ("none", "wfbp", "merged greedy", "merged optimal")
     if isinstance(chain, Compressed):
@@ -152,7 +154,7 @@ def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: 
         why, instead = "it has messages of its own, which need the answer to the last ones", "sync=bsp"
     elif DELAY not in capabilities_of(own.topology, own.sync):
         why, instead = "what it exchanges is no update that could land later", "sync=local_sgd"
-    elif changes(own):
+    elif round_depends_on_merge(own):
         why, instead = "its rounds change, and the next one is begun before", "topology=parameter_server"
     elif type(own.optimizer).statistics is not Optimizer.statistics:
         why, instead = "its sweeps need the model that the last one made", "optimizer=sgd"
@@ -175,7 +177,7 @@ def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: 
     raise UsageError(f"overlap={choices['overlap']} makes no sense in stage {stage.name}: {why}; take {instead}")
 
 
-def streamed(plan: Plan, stage: StagePlan, overlap: Delayed) -> str:
+def describe_fragments(plan: Plan, stage: StagePlan, overlap: Delayed) -> str:
     """How large fragments are and how often each is exchanged, in words. Raises UsageError."""
     count, groups, name = overlap.fragments, layer_groups(plan), plan.choices["overlap"]
     if count > len(groups):
@@ -207,23 +209,23 @@ def streamed(plan: Plan, stage: StagePlan, overlap: Delayed) -> str:
     )
 
 
-def by_slice(own: StageParts) -> bool:
+def merges_slices(own: StageParts) -> bool:
     """Whether a server merges each slice by itself."""
     return own.overlap.by_slice or (own.topology.has_server and isinstance(own.overlap, Priority))
 
 
-def changes(own: StageParts) -> bool:
+def round_depends_on_merge(own: StageParts) -> bool:
     """Whether under all-reduce a merge says what the next round is."""
     return not own.topology.has_server and isinstance(own.sync, StepRule) and own.sync.changes
 
 
-def merges_by_slice(own: StageParts, workers: int) -> bool:
+def merges_all_workers(own: StageParts, workers: int) -> bool:
     """Whether a merge is of all workers, by a sum and a step that go element by element."""
     whole = own.sync.in_rounds and own.sync.quorum(workers) == workers
     return whole and type(own.sync).step is Rule.step and type(own.aggregate).fold is Weighted.fold
 
 
-def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout: Layout) -> None:
+def check_buckets(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout: Layout) -> None:
     """Refuse what leaves no gradient to send in parts. Raises UsageError."""
     name = f"overlap={choices['overlap']}"
     if OVERLAP not in own.topology.supports:
@@ -236,7 +238,7 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
         why, instead = "a server takes and merges a push as a whole", "topology=all_reduce, or overlap=priority"
     elif own.overlap.pulls and not own.topology.has_server:
         why, instead = "there is no server to pull from", "topology=parameter_server, or overlap=priority"
-    elif by_slice(own) and not merges_by_slice(own, len(stage.workers)):
+    elif merges_slices(own) and not merges_all_workers(own, len(stage.workers)):
         why, instead = "a slice is merged once it has come from all, by a sum and one step", "sync=bsp"
     elif isinstance(own.sync, ServerRule) and own.topology.has_server and own.sync.messages() is not UPDATES:
         why, instead = "it has messages of its own", "sync=bsp"
@@ -244,15 +246,15 @@ def check(stage: StagePlan, own: StageParts, choices: Mapping[str, str], layout:
         why, instead = "what it exchanges is not the gradient as it is", "sync=bsp"
     elif not own.compression.flags.lossless and not own.overlap.compresses:
         why, instead = "a codec sees the whole update", "compression=none, overlap=layerwise"
-    elif not own.compression.flags.lossless and (found := whole(own.compression, layout)):
+    elif not own.compression.flags.lossless and (found := why_whole_update(own.compression, layout)):
         why, instead = f"compression={choices['compression']} {found[0]}", found[1]
     elif own.sync.estimator or type(own.optimizer).statistics is not Optimizer.statistics:
         why, instead = "what is exchanged there is no gradient of one backward pass", "sync=bsp optimizer=sgd"
-    elif own.overlap.crosses and changes(own):
+    elif own.overlap.crosses and round_depends_on_merge(own):
         why, instead = "its batches change, and the next step is begun before", "overlap=wfbp"
     elif own.aggregate.clip_norm is not None:
         why, instead = "clipping needs the norm of the whole gradient", "aggregate.clip_norm=null"
-    elif (by_slice(own) or (own.overlap.crosses and not own.overlap.pulls)) and not own.optimizer.elementwise:
+    elif (merges_slices(own) or (own.overlap.crosses and not own.overlap.pulls)) and not own.optimizer.elementwise:
         why, instead = "the optimizer steps on one layer group at a time, and does not say elementwise", "optimizer=sgd"
     elif own.overlap.ratio is not None and own.compression.ratio is None:
         why, instead = "overlap.ratio is a kept share, and this compression has none", "overlap.ratio=null"

@@ -7,7 +7,7 @@ from ashl.errors import UsageError
 from ashl.plan.profile import SCHEMA, Profile, WorkerProfile, rate_of
 
 
-def declared(cluster: Cluster, model: str, num_params: int, batch: int) -> Profile:
+def profile_of_declared_costs(cluster: Cluster, model: str, num_params: int, batch: int) -> Profile:
     """The costs that the configuration declares, with the server's port free and before any event.
 
     Raises UsageError, by name, on a cost that is missing.

@@ -9,21 +9,21 @@ from ashl.cluster.spec import Cluster, RealCluster
 from ashl.compression.contract import Layout, size_of
 from ashl.errors import UsageError
 from ashl.plan.plan import Plan, StagePlan
-from ashl.planning.build import Parts, StageParts, layout_of, link_of
 from ashl.planning.compatibility import option_name
+from ashl.planning.instantiate import Parts, StageParts, layout_of, link_of
 
 LINKS = {"bandwidth_mbit_s", "latency_s", "inner_bandwidth_mbit_s"}
 DROP = "or drop topology.algorithm"
 
 
-def machines_of(cluster: Any) -> tuple[int, ...] | None:
+def nodes_of_workers(cluster: Any) -> tuple[int, ...] | None:
     """The machine of each worker; None where nobody says."""
     if isinstance(cluster, RealCluster) and cluster.hosts is not None:
         return tuple(map(cluster.hosts.index, cluster.hosts))
     return cluster.node
 
 
-def check_summing(parts: Parts, stages: Sequence[StagePlan], layout: Layout) -> None:
+def check_reduction_algorithm(parts: Parts, stages: Sequence[StagePlan], layout: Layout) -> None:
     """Raises UsageError, with what to take instead."""
     algorithm = parts.stages[0].topology.algorithm
     for stage, own in zip(stages, parts.stages, strict=True):
@@ -33,10 +33,10 @@ def check_summing(parts: Parts, stages: Sequence[StagePlan], layout: Layout) -> 
                 f"{stages[0].name} has {algorithm or 'null'}; give all stages of a run one"
             )
         if algorithm is not None:
-            check_stage(algorithm, stage, own, parts, layout)
+            check_stage_algorithm(algorithm, stage, own, parts, layout)
 
 
-def check_stage(algorithm: str, stage: StagePlan, own: StageParts, parts: Parts, layout: Layout) -> None:
+def check_stage_algorithm(algorithm: str, stage: StagePlan, own: StageParts, parts: Parts, layout: Layout) -> None:
     """Refuse a hierarchy without nodes, a choice without costs, an algorithm on processes, and what is no sum."""
     name, cluster = f"topology.algorithm={algorithm}", parts.cluster
     if parts.runtime.name != "sim" and algorithm != "hierarchical":
@@ -44,7 +44,7 @@ def check_stage(algorithm: str, stage: StagePlan, own: StageParts, parts: Parts,
             f"{name} is a cost of virtual time, and on processes gloo or NCCL chooses how a sum travels; take "
             f"runtime=sim, topology.algorithm=hierarchical, {DROP}"
         )
-    if algorithm == "hierarchical" and machines_of(cluster) is None:
+    if algorithm == "hierarchical" and nodes_of_workers(cluster) is None:
         where = "cluster.hosts" if isinstance(cluster, RealCluster) else "cluster.node"
         raise UsageError(
             f"{name} sums inside each machine first, and {where} does not say who shares one; give the machine of each "
@@ -71,10 +71,10 @@ def check_stage(algorithm: str, stage: StagePlan, own: StageParts, parts: Parts,
         )
 
 
-def sums_of(plan: Plan, parts: Parts, clock: Any) -> tuple[str, ...]:
+def note_reduction_times(plan: Plan, parts: Parts, clock: Any) -> tuple[str, ...]:
     """What a sum of all takes by the algorithm that was asked for, beside the others. Raises
     UsageError where they cannot go so."""
-    check_summing(parts, plan.stages, layout_of(plan.layers))
+    check_reduction_algorithm(parts, plan.stages, layout_of(plan.layers))
     algorithm, found = parts.stages[0].topology.algorithm, list[str]()
     if algorithm is None or plan.num_workers == 1:
         return ()

@@ -31,8 +31,8 @@ from ashl.outer.average import Average
 from ashl.outer.contract import Outer
 from ashl.overlap.chain import Part, bare, joined, parts_of_tensors
 from ashl.overlap.contract import Delayed, Overlap
-from ashl.plan.declared import declared
-from ashl.plan.line import Line
+from ashl.plan.alpha_beta import AlphaBeta
+from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import SCHEMA as PROFILE_SCHEMA
 from ashl.plan.profile import CodecCost, Profile, WorkerProfile
@@ -57,7 +57,7 @@ PLAIN: dict[str, Plain] = {  # groups whose classes need not be options, and wha
 Deal = Callable[[Sequence[float]], list[np.ndarray]]  # everybody's samples, by everybody's share
 
 
-class Options:
+class OptionFactory:
     """Makes an option of each spec, once: options never change, so that equal specs may share one."""
 
     def __init__(self, allow: Sequence[str]) -> None:
@@ -98,9 +98,9 @@ class Parts:
     stages: tuple[StageParts, ...]
 
 
-def parts_of(plan: Plan, options: Options | None = None) -> Parts:
+def parts_of(plan: Plan, options: OptionFactory | None = None) -> Parts:
     """What a plan's specs stand for; with `options` where some of them have been made. Raises UsageError."""
-    options = options or Options(plan.allow_targets)
+    options = options or OptionFactory(plan.allow_targets)
     return Parts(
         model=options.of("model", plan.model),
         dataset=options.of("dataset", plan.dataset),
@@ -112,7 +112,7 @@ def parts_of(plan: Plan, options: Options | None = None) -> Parts:
     )
 
 
-def stage_parts(stage: StagePlan, options: Options) -> StageParts:
+def stage_parts(stage: StagePlan, options: OptionFactory) -> StageParts:
     specs: dict[str, Spec] = {group: getattr(stage, group) for group in STAGE_GROUPS}
     try:
         return StageParts(**{group: options.of(group, spec) for group, spec in specs.items()})
@@ -134,7 +134,7 @@ def declared_profile(cluster: Any, model: str, num_params: int, batch: int) -> P
     """What the configuration declares of the workers; None where it has to be measured."""
     if not isinstance(cluster, Cluster) or cluster.missing():
         return None
-    return declared(cluster, model, num_params, batch)
+    return profile_of_declared_costs(cluster, model, num_params, batch)
 
 
 def answer_block(cluster: Any, fragments: Sequence[Fragment]) -> int:
@@ -228,7 +228,7 @@ def within(layout: Layout, start: int, stop: int) -> Iterator[Layer]:
 
 def timed_of(own: StageParts, layout: Layout, allow: Sequence[str]) -> tuple[tuple[str, Link], ...]:
     """Return the codecs whose cost is measured: the class of each, and its link of the whole model."""
-    options = [own.compression, *(Options(allow).of("compression", spec) for spec in own.sync.codecs)]
+    options = [own.compression, *(OptionFactory(allow).of("compression", spec) for spec in own.sync.codecs)]
     return tuple(
         (f"{type(option).__module__}.{type(option).__name__}", Link(wrapped(option, layout), size_of(layout)))
         for option in options
@@ -249,7 +249,7 @@ def payload_of(option: Codec, layout: Layout) -> Callable[[float | None], float]
     return lambda ratio: codec.payload(ratio, d) / (4 * d)
 
 
-def dealer(plan: Plan, parts: Parts, data: Data) -> Deal:
+def make_dealer(plan: Plan, parts: Parts, data: Data) -> Deal:
     """Everybody's samples, by everybody's share. Raises UsageError where a worker's do not fill a batch; without
     gradients nobody needs to."""
     dataset, rows = parts.dataset, zip(*(stage.workers for stage in plan.stages), strict=True)
@@ -266,7 +266,7 @@ def with_shards(stage: StagePlan, deal: Deal) -> StagePlan:
     return replace(stage, workers=tuple(replace(worker, data_share=size / sum(sizes)) for worker, size in rows))
 
 
-def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) -> tuple[Stage, ...]:
+def bind_stages(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) -> tuple[Stage, ...]:
     """Each stage's rules, bound to its workers."""
     stages = []
     batch = plan.stages[0].workers[0].batch
@@ -307,13 +307,13 @@ def rules(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) 
                 joins=parts.cluster.workers_rejoin or parts.runtime.name != "sim",
                 elastic=parts.cluster.workers_fail,
                 payload=payload_of(own.compression, layout),
-                replan=partial(replanned, plan, index + 1, parts, own.compression, deal),
+                replan=partial(replan_stages, plan, index + 1, parts, own.compression, deal),
             )
         )
     return tuple(stages)
 
 
-def replanned(
+def replan_stages(
     plan: Plan,
     first: int,
     parts: Parts,
@@ -322,7 +322,7 @@ def replanned(
     measured: tuple[WorkerProfile, ...],
     server_step_s: float,
     server_bytes_s: float | None,
-    all_reduce: Line | None,
+    all_reduce: AlphaBeta | None,
     beside: Beside | None,
     codecs: tuple[CodecCost, ...],
 ) -> tuple[Profile, list[StagePlan]]:
@@ -378,7 +378,7 @@ def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | N
     """Everything that a process needs to run or to evaluate a plan; `parts` and `data` where they are there already."""
     parts = parts or parts_of(plan)
     data = data or load_data(parts.dataset, plan.seed)
-    deal = dealer(plan, parts, data)
+    deal = make_dealer(plan, parts, data)
     learner = Learner(
         parts.model,
         data,
@@ -391,7 +391,7 @@ def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | N
     )
     if not parts.runtime.gradients:
         size_only = size_only_trainer(plan, parts, len(data.train))
-        return Job(parts, data, learner, rules(plan, parts, [size_only] * len(plan.stages), deal))
+        return Job(parts, data, learner, bind_stages(plan, parts, [size_only] * len(plan.stages), deal))
     sizes, shuffle = [worker.batch for worker in plan.stages[0].workers], parts.dataset.partition != "interleaved"
 
     def batches(shares: Sequence[float]) -> list[Batches]:
@@ -403,4 +403,4 @@ def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | N
         optimizer = with_horizon(own.optimizer, plan.limits.epochs).for_layers(learner.layers)
         shares = [worker.data_share for worker in stage.workers]
         trainers.append(Trainer(learner, optimizer, batches, shares, own.sync.in_rounds))
-    return Job(parts, data, learner, rules(plan, parts, trainers, deal))
+    return Job(parts, data, learner, bind_stages(plan, parts, trainers, deal))

@@ -1,4 +1,4 @@
-"""What a sum over all costs and moves by a chosen algorithm, see `ashl.cluster.sum_rounds`.
+"""What a sum over all costs and moves by a chosen algorithm, see `ashl.cluster.all_reduce_rounds`.
 
 A round takes as long as its slowest message, and a sum as long as its rounds one after the other; a ring's, where
 nobody waits for a round of others to end, as long as `ashl.cluster.network` says. `auto` is whichever takes least for
@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ashl.cluster.all_reduce_rounds import BY_NAME, Round, nodes_of_members, rounds_of
 from ashl.cluster.spec import Beside, Cluster, Measured
 from ashl.cluster.speed import NS, Factors
-from ashl.cluster.sum_rounds import BY_NAME, Round, homes_of, rounds_of
 
 KEPT = 4096  # sums that are remembered
 
@@ -22,12 +22,12 @@ Group = tuple[int, ...]
 CostOf = Callable[[Round, np.ndarray], int]  # of a round with so many bytes in each message
 
 
-def beside_of(cluster: Cluster) -> Beside | None:
+def contention_of(cluster: Cluster) -> Beside | None:
     """What sums cost whoever computes meanwhile; None = nothing."""
     return cluster.beside if isinstance(cluster, Measured) else None
 
 
-def over_ports(home: np.ndarray, latency: np.ndarray, out: np.ndarray, into: np.ndarray) -> CostOf:
+def cost_over_ports(home: np.ndarray, latency: np.ndarray, out: np.ndarray, into: np.ndarray) -> CostOf:
     """Of members on these machines: each one's latency, and seconds per byte out of its port and into it, between
     machines and inside (rows). Of messages that share a port, as a machine's members do, one goes after the other."""
     g = len(home)
@@ -44,7 +44,7 @@ def over_ports(home: np.ndarray, latency: np.ndarray, out: np.ndarray, into: np.
     return cost_ns
 
 
-class Known(NamedTuple):
+class AllReduceCost(NamedTuple):
     """A sum's algorithm, its cost at the beginning, and the bytes that each member sends and receives."""
 
     algorithm: str
@@ -53,7 +53,7 @@ class Known(NamedTuple):
     received: list[int]
 
 
-class Costs(Protocol):
+class CollectiveNetwork(Protocol):
     """What a network knows of sums. `steady`: whether it is always the same."""
 
     steady: bool
@@ -64,20 +64,20 @@ class Costs(Protocol):
     def round_ns(self, group: Group, now_ns: int) -> CostOf: ...
 
 
-class Summing:
+class AllReduceCosts:
     """The sums of a network."""
 
-    def __init__(self, algorithm: str, node: Sequence[int] | None, network: Costs) -> None:
+    def __init__(self, algorithm: str, node: Sequence[int] | None, network: CollectiveNetwork) -> None:
         self.algorithm, self.node, self._network = algorithm, node, network
-        self._known: dict[tuple[Group, int], Known] = {}
+        self._known: dict[tuple[Group, int], AllReduceCost] = {}
 
     def candidates(self, group: Group) -> list[str]:
         """The algorithms that `auto` weighs: no server, and no hierarchy without machines of several members."""
-        homes = homes_of(group, self.node)
+        homes = nodes_of_members(group, self.node)
         out = {"star"} if 1 < len(set(homes)) < len(homes) else {"star", "hierarchical"}
         return [name for name in BY_NAME if name not in out]
 
-    def known(self, group: Group, nbytes: int) -> Known:
+    def known(self, group: Group, nbytes: int) -> AllReduceCost:
         """The sum of so many bytes."""
         if (found := self._known.get((group, nbytes))) is None:
             if len(self._known) >= KEPT:
@@ -92,13 +92,13 @@ class Summing:
         known = self.known(group, nbytes)
         return known.cost_ns if self._network.steady else self.by(known.algorithm, group, nbytes, now_ns).cost_ns
 
-    def by(self, algorithm: str, group: Group, nbytes: int, now_ns: int) -> Known:
+    def by(self, algorithm: str, group: Group, nbytes: int, now_ns: int) -> AllReduceCost:
         """What it takes now by this algorithm."""
         g = len(group)
         if algorithm == "ring":
             moved = [2 * (g - 1) * nbytes // g] * g
-            return Known(algorithm, self._network.ring_ns(group, nbytes, now_ns), moved, moved)
-        pieces, rounds = rounds_of(algorithm, homes_of(group, self.node))
+            return AllReduceCost(algorithm, self._network.ring_ns(group, nbytes, now_ns), moved, moved)
+        pieces, rounds = rounds_of(algorithm, nodes_of_members(group, self.node))
         round_ns, cost_ns, sent, received = self._network.round_ns(group, now_ns), 0, np.zeros(g), np.zeros(g)
         for one in rounds:
             count = one.stop - one.start
@@ -106,4 +106,4 @@ class Summing:
             sent += np.bincount(one.src, count, g)
             received += np.bincount(one.dst, count, g)
         moved = ([nbytes * int(count) // pieces for count in way] for way in (sent, received))
-        return Known(algorithm, self._network.factors.stretched(group, cost_ns, now_ns), *moved)
+        return AllReduceCost(algorithm, self._network.factors.stretched(group, cost_ns, now_ns), *moved)
