@@ -22,7 +22,9 @@ def advise(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show where time goes, who competed, who did not, and why.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the candidates; run nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the candidates and what their race would take; run nothing.")
+    ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; default: all cores.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     debug: Debug = False,

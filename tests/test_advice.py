@@ -15,7 +15,7 @@ import pytest
 
 from ashl.advice import advise, candidates, contest, flips
 from ashl.advice.candidates import BSP, Candidate, Field, asked, field_of, origins, thinned
-from ashl.advice.contest import Tuned, front, ranked, steadier
+from ashl.advice.contest import Tuned, front, ranked, run_count, steadier
 from ashl.advice.flips import Racer, Way, axis_of, described, faster_links, terrain_of, with_slowest, with_workers
 from ashl.advice.rules import RULES, Rule
 from ashl.advice.scale import RATES, Load, Scale, load_of, scale_of
@@ -24,6 +24,7 @@ from ashl.cli.app import main
 from ashl.config.catalog import catalog, parameters
 from ashl.errors import UsageError
 from ashl.report.measure import Target, time_to
+from ashl.run.host_time import START_S
 from ashl.study import sweep
 from ashl.study.race import Course
 from ashl.study.slots import Job
@@ -260,6 +261,7 @@ TINY = ["cluster=one_slow", "model.hidden=[8]", "tracking=none", "run.dir=study"
         (["profile=broken.json"], 2, "profile=broken.json is no usable profile: line 1 is not JSON"),
         (["runtime=sim", "profile=other.json"], 2, "2 workers and the cluster has 4; say cluster.num_workers=2"),
         (["runtime=sim", "cluster=profile", "profile=other.json"], 2, "the model cnn and this one is mlp"),
+        (["runtime=sim", "runtime.gradients=false"], 2, "runtime.gradients=false: nothing is learned"),
         (["cluster=real", "runtime=sim"], 2, "cluster=real is what is there, and virtual time needs declared costs"),
     ],
 )
@@ -351,6 +353,41 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     for text in [*said.splitlines(), *texts]:
         assert text in report
     assert "this pays from 0.3 on" in report  # and with it who was left out
+
+
+def test_a_dry_run_says_what_the_race_takes_here(
+    workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dry run listed candidates alone. Its figures bound the runs of the race that the same command then runs."""
+    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP")))
+    monkeypatch.setattr(contest, "run_all", written)
+    monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
+    command = ["advise", *TINY, "--target", "0.9", "-q", "--jobs", "2"]
+    assert main([*command, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert not Path("study").exists()
+    assert "At most 26 runs: 10 to tune learning rates, 6 to compare seeds, 10 further seeds of the first two." in out
+    took = re.search(r"About ([0-9.]+) s on this machine, 2 runs at a time, .* a run takes up to ([0-9.]+) s", out)
+    assert took is not None
+    race_s, run_s = map(float, took.groups())
+    assert START_S <= run_s < race_s < 26 * run_s / 2
+    assert "Not known before the race: when runs reach the target" in out
+    assert "The race ends with --budget 300 s at the latest" in out
+    assert main(command) == 0
+    runs = len(list(Path("study").rglob("summary.json")))
+    assert 10 < runs <= 26
+    capsys.readouterr()
+    assert main([*command, "--dry-run"]) == 0
+    assert f"{runs} of them have ended before, in study." in capsys.readouterr().out
+    assert main(["advise", *TINY, "run.dir=other", "--dry-run", "--budget", "1", "-q"]) == 2
+    assert "--budget 1 is too small" in capsys.readouterr().err
+
+
+def test_no_race_has_more_runs_than_said() -> None:
+    """One learning rate is tuned for nobody; more of it is tried by those in front and the baseline alone."""
+    assert run_count(22, 1) == (0, 3 * 22, 10)
+    assert run_count(22, 3) == (22 + 2 * (1 + 8) + 2 * (1 + 5), 3 * (1 + 5), 10)
+    assert run_count(2, 3) == (2 + 2 * 2 + 2 * 2, 3 * 2, 10)
 
 
 def raced(reach_s: dict[str, float | None], only: Callable[[Job], bool] = lambda job: True) -> Any:

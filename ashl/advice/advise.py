@@ -10,9 +10,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ashl.advice.answer import HOSTS, Answered, Follows, announce, answered, hosts_of, report, show, show_field
+from ashl.advice.answer import (
+    HOSTS,
+    Answered,
+    Follows,
+    Forecast,
+    announce,
+    answered,
+    hosts_of,
+    report,
+    show,
+    show_field,
+    show_forecast,
+)
 from ashl.advice.candidates import Asked, Field, asked, field_of
-from ashl.advice.contest import Place, final, judged, race_grid, tuned
+from ashl.advice.contest import Place, final, judged, race_grid, run_count, tuned
 from ashl.advice.evidence import enough_s, evidence
 from ashl.advice.scale import RACING, Load, Scale, load_of, scale_of
 from ashl.config.compose import compose
@@ -27,6 +39,7 @@ from ashl.study.sweep import copied_to_mlflow, locked
 from ashl.tracking import jsonl
 from ashl.tracking.counting import Counting
 from ashl.tracking.deadline import Deadline
+from ashl.tracking.recorder import SUMMARY
 
 ADVICE = Path("runs/advice")
 FILE = "advice.json"
@@ -57,11 +70,13 @@ def advise(
     wanted, real = virtual(asked(typed, config_dir), config_dir, console)
     with Counting("planning candidates", quiet=quiet) as counting:
         field = field_of(wanted, config_dir, counting.update)
-    if dry_run:
-        show_field(console, field)
-        return
     folder = folder_of(field, wanted)
     place = Place(folder, command, wanted.fixed, slots or len(os.sched_getaffinity(0)), deadline, console, quiet)
+    if dry_run:
+        show_field(console, field)
+        load = loaded(field, place)
+        show_forecast(console, forecast(load, chosen_scale(load, wanted, place), place))
+        return
     with locked(folder):
         began_s, load = deadline.spent_s, loaded(field, place)
         scale = scaled(load, wanted, place)
@@ -145,12 +160,27 @@ def loaded(field: Field, place: Place) -> Load:
 
 
 def scaled(load: Load, wanted: Asked, place: Place) -> Scale:
-    """The size of the race: as when it began, where it is resumed, unless the budget allows a larger one now."""
-    before = None
+    """Choose the size of the race, and keep it for the same command again."""
+    scale = chosen_scale(load, wanted, place)
+    if scale != scale_before(place.folder):
+        jsonl.write_json(place.folder / FILE, {"schema": 1, "scale": asdict(scale), "slower": load.slower})
+    return scale
+
+
+def scale_before(folder: Path) -> Scale | None:
+    """Return the size of a race that has begun in a folder; None if none has."""
     with suppress(TypeError, KeyError):
-        known = (jsonl.whole(place.folder / FILE) or {})["scale"]
-        before = Scale(known["length"], tuple(known["rates"]), known["every_s"], known["target"])
-    deadline = place.deadline
+        known = (jsonl.whole(folder / FILE) or {})["scale"]
+        return Scale(known["length"], tuple(known["rates"]), known["every_s"], known["target"])
+    return None
+
+
+def chosen_scale(load: Load, wanted: Asked, place: Place) -> Scale:
+    """Return the size of the race. A resumed race keeps its size, unless the budget now allows a larger one.
+
+    Raises UsageError if not even one run fits into the budget.
+    """
+    before, deadline = scale_before(place.folder), place.deadline
     try:
         scale = scale_of(load, wanted.rates, RACING * deadline.budget_s - deadline.spent_s, deadline.budget_s)
     except UsageError:
@@ -159,8 +189,24 @@ def scaled(load: Load, wanted: Asked, place: Place) -> Scale:
         return before
     if before is not None and (before.length, len(before.rates)) >= (scale.length, len(scale.rates)):
         return before
-    jsonl.write_json(place.folder / FILE, {"schema": 1, "scale": asdict(scale), "slower": load.slower})
     return scale
+
+
+def forecast(load: Load, scale: Scale, place: Place) -> Forecast:
+    """Return what the race takes on this machine, as far as that can be said before it."""
+    tries = len(scale.rates)
+    return Forecast(
+        scale=scale,
+        count=run_count(load.candidates, tries),
+        ended=sum(1 for _ in place.folder.rglob(SUMMARY)),
+        folder=place.folder,
+        run_s=load.run_s(scale.length),
+        race_s=load.race_s(scale.length, tries),
+        slots=load.slots,
+        spent_s=place.deadline.spent_s,
+        budget_s=place.deadline.budget_s,
+        ends_early=load.ends_early,
+    )
 
 
 def keep(folder: Path, result: Answered, scale: Scale, slower: float) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ashl.advice.candidates import Candidate, Field
-from ashl.advice.contest import Tuned
+from ashl.advice.contest import RunCount, Tuned
 from ashl.advice.evidence import Evidence
 from ashl.advice.flips import Racer, flips_of
 from ashl.advice.scale import Scale
@@ -89,6 +89,26 @@ class Follows:
             return texts
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """What a race takes on this machine, as predicted before it.
+
+    Args: ended is the number of its runs that `folder` has already; run_s is host seconds of one run that nothing
+    ends early, race_s of the whole race with `slots` runs at a time; spent_s was used to plan and to measure.
+    """
+
+    scale: Scale
+    count: RunCount
+    ended: int
+    folder: Path
+    run_s: float
+    race_s: float
+    slots: int
+    spent_s: float
+    budget_s: float
+    ends_early: bool
+
+
 def hosts_of(plan: Plan) -> str:
     """The file of hosts with as many slots as the run has ranks, on this machine, to be filled in."""
     return (
@@ -130,6 +150,38 @@ def announce(console: Console, field: Field, scale: Scale, folder: Path) -> None
     console.print(f"{len(field.candidates)} candidates, {rest}; {rates}; folder {folder}", soft_wrap=True)
     for note in notes_of(scale):
         console.print(note, soft_wrap=True)
+
+
+def show_forecast(console: Console, found: Forecast) -> None:
+    """Print what the race would take, and what that prediction cannot know."""
+    console.print(Text("The race", style="bold"))
+    for text in (*forecast_lines(found), *notes_of(found.scale)):
+        console.print(text, markup=False, soft_wrap=True)
+
+
+def forecast_lines(found: Forecast) -> list[str]:
+    """Return what the race would take as sentences.
+
+    The prediction is from a few steps and an evaluation that were timed on this machine.
+    """
+    tuning, seeds, further = found.count
+    parts = [f"{tuning} to tune learning rates"] if tuning else []
+    parts += [f"{seeds} to compare seeds", f"{further} further seeds of the first two"]
+    lines = [f"At most {tuning + seeds + further} runs: {', '.join(parts)}."]
+    if found.ended:
+        lines.append(f"{found.ended} of them have ended before, in {found.folder}.")
+    lines.append(
+        f"About {seconds(found.race_s)} on this machine, {found.slots} runs at a time, without the further seeds; "
+        f"a run takes up to {seconds(found.run_s)}, as a few steps and an evaluation took here."
+    )
+    ends = "when runs reach the target and which runs are dropped" if found.ends_early else "which runs are dropped"
+    lines.append(
+        f"Not known before the race: {ends}, whether further seeds are needed, and what else this machine does."
+    )
+    lines.append(
+        f"The race ends with --budget {found.budget_s:g} s at the latest; planning has taken {seconds(found.spent_s)}."
+    )
+    return lines
 
 
 def notes_of(scale: Scale) -> list[str]:

@@ -101,6 +101,8 @@ def field_of(wanted: Asked, config_dir: Path | None, progress: Callable[[int, in
     free = [text for text in wanted.fixed if key_of(text).partition(".")[0] not in CHOSEN]
     plain = [prepare_plan(compose([*free, *texts], config_dir), None, texts) for texts in PLAIN]
     host = plain[0]
+    if not getattr(host.parts.runtime, "gradients", True):
+        raise UsageError("runtime.gradients=false: nothing is learned, so that no candidate is better; drop it")
     evaluation_s, first_loss = evaluation_here(*host)
     found = situation_of(plain, first_loss)
     typed = (TYPED,) if any(key_of(text).partition(".")[0] in CHOSEN for text in wanted.fixed) else ()

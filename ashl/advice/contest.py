@@ -191,9 +191,33 @@ def steadier(own: Tuned, pairs: Sequence[tuple[Tuned, Course | None]]) -> Tuned:
     return own if any(course is None for _, course in pairs) else min(pairs, key=total_s, default=(own, None))[0]
 
 
+class RunCount(NamedTuple):
+    """Runs of a race, at most: of the tuning, of the first seeds after it, and of further seeds of the first two."""
+
+    tuning: int
+    seeds: int
+    further: int
+
+
+def run_count(candidates: int, tries: int) -> RunCount:
+    """Return how many runs a race of so many candidates has at most, with `tries` learning rates each."""
+    ahead = min(candidates, 1 + share_of(FRONT, candidates))  # the baseline and those in front
+    rated = min(candidates, 1 + share_of(RATED, candidates))
+    tuning = candidates + (tries - 1) * rated + 2 * ahead if tries > 1 else 0
+    return RunCount(
+        tuning=tuning,
+        seeds=ROUNDS[0] * (ahead if tries > 1 else candidates),
+        further=2 * (ROUNDS[-1] - ROUNDS[0]),
+    )
+
+
 def most_of(bounds: tuple[int, float], field: Field) -> int:
+    return share_of(bounds, len(field.candidates))
+
+
+def share_of(bounds: tuple[int, float], candidates: int) -> int:
     least, share = bounds
-    return max(least, math.ceil(len(field.candidates) * share))
+    return max(least, math.ceil(candidates * share))
 
 
 def rates_of(own: Candidate, scale: Scale) -> list[float]:
