@@ -20,10 +20,10 @@ def join(
     It ends when the run does. Ctrl-C leaves the run, which goes on.
     """
     with starting():
-        from ashl.run.join import join as take_part
+        from ashl.run.join import join as run_as_rank
         from ashl.run.train import RUNS
 
     def say(text: str) -> None:
         print(text, flush=True)
 
-    return take_part(run, worker, RUNS, say)
+    return run_as_rank(run, worker, RUNS, say)

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from ashl.config.catalog import catalog, meant, parameters
 from ashl.config.override import key_of
 from ashl.errors import UsageError
-from ashl.run.hosts import copied_environment, idle, read_hosts, shared_out
+from ashl.run.hosts import assign_slots, copied_environment, describe_idle_slots, read_hosts
 
 from .train import Debug, DryRun, resumed, starting
 from .typed import TYPED_LAUNCH, launched
@@ -97,7 +97,7 @@ def launch(
 def start(where: "Launch", name: str, argv: list[str], params: dict[str, Any]) -> int:
     """`ashl train` or `ashl profile`, as its command line is understood here, on the hosts."""
     from ashl.config.compose import compose
-    from ashl.run.on_hosts import job_size, may_lose, run_job
+    from ashl.run.multi_node import job_size, may_lose, run_job
     from ashl.run.profile import through_server
     from ashl.run.train import dry_run, is_virtual
 
@@ -111,11 +111,11 @@ def start(where: "Launch", name: str, argv: list[str], params: dict[str, Any]) -
         config = through_server(config, in_job=True)
     size = job_size(config, where)
     if params["dry_run"]:
-        for share in shared_out(where.hosts, size):
+        for share in assign_slots(where.hosts, size):
             print(f"{share.host.name}  {', '.join(f'rank {rank}' for rank in share.ranks)}")
         dry_run(config, params["overrides"] if name == "train" else [], size)
         return 0
-    if not params["quiet"] and (left := idle(where.hosts, size)):
+    if not params["quiet"] and (left := describe_idle_slots(where.hosts, size)):
         print(f"ashl: nothing to do for {left}", file=sys.stderr)
     return run_job(where, size, argv, may_lose(config))
 

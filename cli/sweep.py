@@ -101,7 +101,7 @@ def sweep(
 def whole_grid(typed: list[str], config_dir: Path | None, strict: bool, where: "Launch | None") -> "Grid":
     """Composed and checked, for the hosts of `ashl launch` where there are such."""
     from ashl.config.compose import compose
-    from ashl.run.on_hosts import size_there
+    from ashl.run.multi_node import real_job_size
     from ashl.study.grid import alone, grid_lines, make_grid
     from ashl.study.sweep import Counting
 
@@ -111,16 +111,16 @@ def whole_grid(typed: list[str], config_dir: Path | None, strict: bool, where: "
             lambda point: compose(point, config_dir),
             strict=strict,
             progress=counting.update,
-            processes=partial(size_there, where=where) if where else alone,
+            processes=partial(real_job_size, where=where) if where else alone,
         )
 
 
 def there(where: "Launch", grid: "Grid", config_dir: Path | None) -> "Callable[[Job], int]":
     """What brings the runs to the hosts of `ashl launch`, all of which answer."""
-    from ashl.run.on_hosts import look_round, size_there
+    from ashl.run.multi_node import check_nodes, real_job_size
     from ashl.study import slots
 
-    look_round(where, max(size_there(setting.config, where) or 0 for setting in grid.settings))
+    check_nodes(where, max(real_job_size(setting.config, where) or 0 for setting in grid.settings))
     return partial(slots.on_hosts, where=where, config_dir=config_dir)
 
 

@@ -18,7 +18,7 @@ from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import assemble
 from ashl.run.evaluation import rises
-from ashl.run.mean_model import ModelSet, Whole, models_of
+from ashl.run.mean_model import EvaluatedModel, ModelSet, make_model_set
 from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
 from ashl.runtime.records import Joined, Lost, Record, Snapshot, UpdateShown, as_fields
@@ -50,16 +50,16 @@ class Ran:
             for whole in self.parts.lose(record.rank):
                 self.keep(whole)
         elif self.parts is not None and isinstance(record, Joined):
-            self.parts.come(record.rank)
+            self.parts.restore_worker(record.rank)
 
-    def keep(self, whole: Whole) -> None:
+    def keep(self, whole: EvaluatedModel) -> None:
         self.snapshots.append((flat(whole.snapshot) | {"consensus_distance": whole.distance}, whole.params))
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
         if isinstance(record, UpdateShown):
             return
         vector = to_host(vector) if isinstance(vector, Tensor) else vector
-        whole = Whole(record, vector)
+        whole = EvaluatedModel(record, vector)
         if self.parts is not None:
             if record.final and vector is not None:
                 self.models[record.rank] = vector
@@ -140,7 +140,7 @@ def run(plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage, dev
     cluster = construct(plan.cluster, "cluster")
     stages = tuple(map(rebound, job.stages))
     stage = stages[0]
-    ran = Ran(plan, parts=models_of(stage), learner=job.learner)
+    ran = Ran(plan, parts=make_model_set(stage), learner=job.learner)
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
     costs = network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm)
     sim = simulator(plan.num_ranks, speed, costs, ran, overlaps=stage.sums_beside)

@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from ashl.errors import AshlError, UsageError
 from ashl.planning.predict import WITHOUT
-from ashl.run import checkpoints, parts
-from ashl.run.checkpoints import LOCKSTEP, SERVER, Savings
+from ashl.run import checkpoint_upload, checkpoints
+from ashl.run.authenticated_store import AuthenticatedStore, new_secret
+from ashl.run.checkpoints import LOCKSTEP, SERVER, CheckpointManager
+from ashl.run.compression_metrics import Health
 from ashl.run.evaluation import Evaluation
-from ashl.run.health import Health
-from ashl.run.monitor import Books
-from ashl.run.sealed import Sealed, new_secret
-from ashl.run.starter import Membership
-from ashl.run.train import started_before
+from ashl.run.launcher_env import JobMembership
+from ashl.run.monitor import MonitorState
+from ashl.run.train import find_restarted_run
 from ashl.runtime.keeping import folder_of, numbered, part_of, write
 from ashl.runtime.records import Beat, Counts, Kept
 from ashl.tracking import jsonl
@@ -49,67 +49,72 @@ def beat(version: int, time_s: float) -> Beat:
     return Beat(2, round(time_s * SECOND), 0, 0, 0.0, {}, 0, 0, {}, counts)
 
 
-def made(savings: Savings, number: int, versions: tuple[int, ...], **other: object) -> None:
+def made(checkpoint_manager: CheckpointManager, number: int, versions: tuple[int, ...], **other: object) -> None:
     """All ranks keep their parts of a checkpoint, at these versions."""
     for rank, version in enumerate(versions):
-        digest = write(part_of(folder_of(savings.run_dir, number), rank), {"version": version})
-        savings.hear(Kept(rank, number, 0, version, 3 * SECOND + rank, digest, **other), Home())
+        digest = write(part_of(folder_of(checkpoint_manager.run_dir, number), rank), {"version": version})
+        checkpoint_manager.add_part(Kept(rank, number, 0, version, 3 * SECOND + rank, digest, **other), Home())
 
 
 def test_a_version_is_named_that_nobody_has_come_to(tmp_path: Path) -> None:
-    savings = Savings(tmp_path, 3, 2.0, "run")
-    assert [savings.name(beat(10 * k, k)) for k in range(2)] == [None, None]
-    assert savings.name(beat(20, 2.0)) == (0, 31)  # a second ahead
-    assert savings.name(beat(40, 4.0)) is None  # one at a time
-    made(savings, 0, (31, 31, 31))
-    assert savings.name(beat(50, 3.9)) is None
-    assert savings.name(beat(80, 4.1)) is not None
-    assert Savings(tmp_path, 3).name(beat(1, 100.0)) is None
+    checkpoint_manager = CheckpointManager(tmp_path, 3, 2.0, "run")
+    assert [checkpoint_manager.propose(beat(10 * k, k)) for k in range(2)] == [None, None]
+    assert checkpoint_manager.propose(beat(20, 2.0)) == (0, 31)  # a second ahead
+    assert checkpoint_manager.propose(beat(40, 4.0)) is None  # one at a time
+    made(checkpoint_manager, 0, (31, 31, 31))
+    assert checkpoint_manager.propose(beat(50, 3.9)) is None
+    assert checkpoint_manager.propose(beat(80, 4.1)) is not None
+    assert CheckpointManager(tmp_path, 3).propose(beat(1, 100.0)) is None
 
 
 @pytest.mark.parametrize("flipped", [False, True])
 def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(tmp_path: Path, flipped: bool) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store, document = Sealed(server, new_secret()), {"state": torch.arange(1_500_000.0), "stage": 0}  # in two pieces
-    savings, home = Savings(tmp_path, 1, 1.0, "run"), Home()
-    savings.wanted = (4, 31)
-    sha256, nbytes = parts.through(store, 0, 4, document)
+    store, document = (
+        AuthenticatedStore(server, new_secret()),
+        {"state": torch.arange(1_500_000.0), "stage": 0},
+    )  # in two pieces
+    checkpoint_manager, home = CheckpointManager(tmp_path, 1, 1.0, "run"), Home()
+    checkpoint_manager.wanted = (4, 31)
+    sha256, nbytes = checkpoint_upload.upload_checkpoint_part(store, 0, 4, document)
     record = Kept(0, 4, 0, 31, 3 * SECOND, sha256, nbytes)
-    content = parts.received(store, record)
+    content = checkpoint_upload.receive_checkpoint_part(store, record)
     assert content is not None
     content[-1] += flipped
-    savings.hear(record, home, content)
+    checkpoint_manager.add_part(record, home, content)
     if flipped:
         assert not numbered(tmp_path)
-        assert "rank 0 could not write its part (other bytes came than it sent)" in savings.warning
+        assert "rank 0 could not write its part (other bytes came than it sent)" in checkpoint_manager.warning
         return
     saved = checkpoints.newest(tmp_path, "run")
     for rank, what in ((0, saved), (1, None)):
-        parts.give(store, rank, what)
-    since_ns, file = parts.taken(store, 0, over=lambda: False)
+        checkpoint_upload.send_restore_point(store, rank, what)
+    since_ns, file = checkpoint_upload.await_restore_point(store, 0, over=lambda: False)
     assert since_ns == 3 * SECOND
     assert torch.equal(torch.load(file, weights_only=True)["state"], document["state"])
-    assert parts.taken(store, 1, over=lambda: False) == (0, None)
-    assert parts.taken(store, 2, over=lambda: True) is None, "the run is over before it has begun"
+    assert checkpoint_upload.await_restore_point(store, 1, over=lambda: False) == (0, None)
+    assert checkpoint_upload.await_restore_point(store, 2, over=lambda: True) is None, (
+        "the run is over before it has begun"
+    )
 
 
 def test_one_that_a_rank_was_past_is_none_and_the_next_is_further_ahead(tmp_path: Path) -> None:
-    savings = Savings(tmp_path, 2, 1.0, "run")
-    savings.name(beat(0, 0.5))
-    assert savings.name(beat(10, 1.0)) == (0, 31)
-    made(savings, 0, (31, 32))
+    checkpoint_manager = CheckpointManager(tmp_path, 2, 1.0, "run")
+    checkpoint_manager.propose(beat(0, 0.5))
+    assert checkpoint_manager.propose(beat(10, 1.0)) == (0, 31)
+    made(checkpoint_manager, 0, (31, 32))
     assert not folder_of(tmp_path, 0).exists()
-    assert savings.name(beat(40, 2.0)) == (1, 101)  # two seconds ahead
-    made(savings, 1, (101, 101), error="no space left on device")
-    assert "rank 1 could not write its part (no space left on device)" in savings.warning
+    assert checkpoint_manager.propose(beat(40, 2.0)) == (1, 101)  # two seconds ahead
+    made(checkpoint_manager, 1, (101, 101), error="no space left on device")
+    assert "rank 1 could not write its part (no space left on device)" in checkpoint_manager.warning
     assert not numbered(tmp_path)
 
 
 def test_at_their_own_pace_none_may_be_older_than_the_server(tmp_path: Path) -> None:
-    savings = Savings(tmp_path, 3, 1.0, "run", SERVER, home=2)
+    checkpoint_manager = CheckpointManager(tmp_path, 3, 1.0, "run", SERVER, home=2)
     for number, versions in enumerate([(33, 31, 31), (31, 30, 31)]):
-        savings.wanted, savings.kept = (number, 30), {}
-        made(savings, number, versions)
+        checkpoint_manager.wanted, checkpoint_manager.kept = (number, 30), {}
+        made(checkpoint_manager, number, versions)
     assert numbered(tmp_path) == [0]
     found = checkpoints.newest(tmp_path, "run")
     assert (found.how, found.time_ns, found.home_ns) == (SERVER, 3 * SECOND + 2, 3 * SECOND + 2)
@@ -118,10 +123,10 @@ def test_at_their_own_pace_none_may_be_older_than_the_server(tmp_path: Path) -> 
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     """A run folder with checkpoints 1 and 2; 0 is gone."""
-    savings = Savings(tmp_path, 2, 1.0, "run")
+    checkpoint_manager = CheckpointManager(tmp_path, 2, 1.0, "run")
     for number in range(3):
-        savings.wanted, savings.kept = (number, 31), {}
-        made(savings, number, (31, 31))
+        checkpoint_manager.wanted, checkpoint_manager.kept = (number, 31), {}
+        made(checkpoint_manager, number, (31, 31))
     assert numbered(tmp_path) == [1, 2]
     return tmp_path
 
@@ -162,14 +167,14 @@ def test_records_of_later_moments_are_taken_back(kept: Path) -> None:
     (kept / "metrics.jsonl").write_text('{"time_s": 3.0}\n{"time_s": 3.1}\n{"time_s": 9.0}\n')
     sizes = {"events.jsonl": len("".join(lines)), "metrics.jsonl": 32}
     saved = checkpoints.newest(kept, "run")._replace(sizes=sizes, home_ns=3 * SECOND + 1)
-    left = checkpoints.cut_back(kept, saved)
+    left = checkpoints.truncate_records(kept, saved)
     assert (kept / "events.jsonl").read_text() == "".join([*lines[:4], lines[-1]])
     assert left == {"events.jsonl": len("".join([*lines[:4], lines[-1]])), "metrics.jsonl": 16}
     with open(kept / "metrics.jsonl", "a") as file:
         file.write('{"time_s":')  # the run goes on, and is killed before its next checkpoint
     again = checkpoints.newest(kept, "run")
     assert again.sizes == left
-    assert checkpoints.cut_back(kept, again) == left
+    assert checkpoints.truncate_records(kept, again) == left
 
 
 def test_a_round_that_the_server_had_merged_stays_though_its_answer_came_later(kept: Path) -> None:
@@ -177,7 +182,7 @@ def test_a_round_that_the_server_had_merged_stays_though_its_answer_came_later(k
     lines = [json.dumps(line) + "\n" for line in rounds]
     (kept / "events.jsonl").write_text("".join(lines))
     sizes = {"events.jsonl": len("".join(lines))}
-    checkpoints.cut_back(kept, checkpoints.newest(kept, "run")._replace(sizes=sizes, how=SERVER, rounds=[1, 2]))
+    checkpoints.truncate_records(kept, checkpoints.newest(kept, "run")._replace(sizes=sizes, how=SERVER, rounds=[1, 2]))
     assert (kept / "events.jsonl").read_text() == "".join([*lines[:2], lines[3]])
 
 
@@ -201,9 +206,9 @@ def test_records_are_taken_back_whole_however_often_that_is_interrupted(kept: Pa
         with monkeypatch.context() as patch:
             patch.setattr(checkpoints.jsonl, "write_json", at)
             with pytest.raises(KilledError):
-                checkpoints.cut_back(kept, saved)
+                checkpoints.truncate_records(kept, saved)
         assert (kept / "metrics.jsonl").read_text() == text
-    assert checkpoints.cut_back(kept, saved) == {"metrics.jsonl": 32}
+    assert checkpoints.truncate_records(kept, saved) == {"metrics.jsonl": 32}
     assert (kept / "metrics.jsonl").read_text() == '{"time_s": 2.0}\n{"time_s": 3.0}\n'
 
 
@@ -212,7 +217,7 @@ def test_records_that_another_process_writes_are_left_alone(kept: Path) -> None:
     saved = checkpoints.newest(kept, "run")._replace(sizes={"metrics.jsonl": len(text)}, home_ns=3 * SECOND + 1)
     other = jsonl.Lines(kept / "metrics.jsonl", len(text))
     with pytest.raises(AshlError, match="another process is writing"):
-        checkpoints.cut_back(kept, saved)
+        checkpoints.truncate_records(kept, saved)
     other.close()
     assert (kept / "metrics.jsonl").read_text() == text
 
@@ -229,37 +234,37 @@ def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
                 )
                 for t, loss in enumerate(losses, start=1)
             ]
-            books = Books(Health(4), None, evaluations=found, scores={"rises": 2.0}, best=torch.ones(1))
-            return {"books": books}
+            run_state = MonitorState(Health(4), None, evaluations=found, scores={"rises": 2.0}, best=torch.ones(1))
+            return {"books": run_state}
 
-    savings = Savings(tmp_path, 1, 1.0, "run")
-    savings.wanted = (0, 31)
+    checkpoint_manager = CheckpointManager(tmp_path, 1, 1.0, "run")
+    checkpoint_manager.wanted = (0, 31)
     digest = write(part_of(folder_of(tmp_path, 0), 0), {})
-    savings.hear(Kept(0, 0, 0, 31, 3 * SECOND, digest), Judging())
-    books = checkpoints.monitor_of(checkpoints.newest(tmp_path, "run"), replace(WITHOUT, target_loss=1.0))["books"]
-    assert [one.train_loss for one in books.evaluations] == [2.0, 1.0, 1.5]
-    assert books.scores["train_loss"] == 1.5
-    assert books.scores["rises"] == 1.0
-    assert books.target.reached_s == 2
-    assert torch.equal(books.best, torch.ones(1)), "the best is among them"
+    checkpoint_manager.add_part(Kept(0, 0, 0, 31, 3 * SECOND, digest), Judging())
+    run_state = checkpoints.monitor_of(checkpoints.newest(tmp_path, "run"), replace(WITHOUT, target_loss=1.0))["books"]
+    assert [one.train_loss for one in run_state.evaluations] == [2.0, 1.0, 1.5]
+    assert run_state.scores["train_loss"] == 1.5
+    assert run_state.scores["rises"] == 1.0
+    assert run_state.target.reached_s == 2
+    assert torch.equal(run_state.best, torch.ones(1)), "the best is among them"
 
 
 def test_what_torchrun_starts_anew_goes_on_where_there_is_something_to_go_on_from(kept: Path, capsys) -> None:
-    first, again = (Membership(0, 2, "here", 1, 0, attempt=str(attempt)) for attempt in range(2))
+    first, again = (JobMembership(0, 2, "here", 1, 0, attempt=str(attempt)) for attempt in range(2))
     config, nowhere = {"run": {"dir": str(kept)}}, {"run": {"dir": None}}
-    assert [started_before(config, job) for job in (None, first)] == [None, None]
-    assert [started_before(run, again) for run in (config, nowhere)] == [kept, None]
+    assert [find_restarted_run(config, job) for job in (None, first)] == [None, None]
+    assert [find_restarted_run(run, again) for run in (config, nowhere)] == [kept, None]
     assert capsys.readouterr().err == f"ashl: started anew: the run in {kept} goes on from its last checkpoint\n"
     (kept / "summary.json").write_text('{"status": "interrupted"}')
-    assert started_before(config, again) == kept
+    assert find_restarted_run(config, again) == kept
     (kept / "summary.json").write_text('{"status": "finished"}')
-    assert started_before(config, again) is None
+    assert find_restarted_run(config, again) is None
 
 
 def test_a_run_that_is_to_stop_leaves_no_checkpoint(tmp_path: Path) -> None:
     """It would stop again as soon as it went on."""
-    home, savings = Home(), Savings(tmp_path, 1, 1.0, "run")
+    home, checkpoint_manager = Home(), CheckpointManager(tmp_path, 1, 1.0, "run")
     home.stopping = "interrupted"
-    savings.wanted = (0, 31)
-    savings.hear(Kept(0, 0, 0, 31, 3 * SECOND, write(part_of(folder_of(tmp_path, 0), 0), {})), home)
+    checkpoint_manager.wanted = (0, 31)
+    checkpoint_manager.add_part(Kept(0, 0, 0, 31, 3 * SECOND, write(part_of(folder_of(tmp_path, 0), 0), {})), home)
     assert not folder_of(tmp_path, 0).exists()

@@ -9,14 +9,14 @@ from ashl.config.compose import compose
 from ashl.errors import UsageError
 from ashl.run.hosts import (
     Host,
+    assign_slots,
     copied_environment,
-    idle,
+    describe_idle_slots,
     master_address,
     ranks_environment,
     read_hosts,
-    shared_out,
 )
-from ashl.run.on_hosts import Report, job_size
+from ashl.run.multi_node import Report, job_size
 from ashl.run.ssh import Launch, command, printable
 
 THREE = (Host("a", 2), Host("me@b.example.org", 1), Host("fe80::1", 2))
@@ -65,11 +65,11 @@ def test_a_hostfile_that_is_none(tmp_path: Path) -> None:
 
 
 def test_ranks_on_slots() -> None:
-    assert [share.ranks for share in shared_out(THREE, 5)] == [range(2), range(2, 3), range(3, 5)]
-    assert [share.host.name for share in shared_out(THREE, 2)] == ["a"]
-    assert idle(THREE, 5) == ""
-    assert idle(THREE, 1) == "a (1 of 2 slots), b.example.org, fe80::1"
-    last = shared_out(THREE, 4)[2]
+    assert [share.ranks for share in assign_slots(THREE, 5)] == [range(2), range(2, 3), range(3, 5)]
+    assert [share.host.name for share in assign_slots(THREE, 2)] == ["a"]
+    assert describe_idle_slots(THREE, 5) == ""
+    assert describe_idle_slots(THREE, 1) == "a (1 of 2 slots), b.example.org, fe80::1"
+    last = assign_slots(THREE, 4)[2]
     (env,) = ranks_environment(last, 2, 4, ("10.0.0.1", 29500)).values()
     assert env == {
         "RANK": "3",

@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from ashl.errors import AshlError, UsageError
-from ashl.run import on_hosts, ssh
+from ashl.run import multi_node, ssh
 from ashl.run.hosts import Host
-from ashl.run.node_agent import PULSE, SILENCE_S, Ear
-from ashl.run.on_hosts import run_job
+from ashl.run.multi_node import run_job
+from ashl.run.node_agent import PULSE, SILENCE_S, CommandReader
 from ashl.run.ssh import Launch
 
 SSH = """#!/bin/sh
@@ -97,13 +97,13 @@ def test_an_agent_that_is_ended_takes_its_ranks_along() -> None:
 
 def test_a_launcher_that_is_silent_for_long_is_gone() -> None:
     reading, writing = os.pipe()
-    ear = Ear(reading)
-    ear.heard_at -= SILENCE_S + 1
-    assert ear.gone()
+    reader = CommandReader(reading)
+    reader.heard_at -= SILENCE_S + 1
+    assert reader.launcher_gone()
     os.write(writing, PULSE + b"\n")
-    assert (ear.lines(1.0), ear.gone()) == ([PULSE], False)
+    assert (reader.lines(1.0), reader.launcher_gone()) == ([PULSE], False)
     os.close(writing)
-    assert (ear.lines(1.0), ear.gone()) == ([], True)
+    assert (reader.lines(1.0), reader.launcher_gone()) == ([], True)
     os.close(reading)
 
 
@@ -119,7 +119,7 @@ def where(tmp_path: Path) -> Launch:
 
 
 def run(where: Launch, code: str, monkeypatch: pytest.MonkeyPatch, size: int = 3) -> int:
-    monkeypatch.setattr(on_hosts, "RANK", ("-c",))
+    monkeypatch.setattr(multi_node, "RANK", ("-c",))
     return run_job(where, size, ["import os, sys; r = int(os.environ['RANK'])\n" + code])
 
 
@@ -139,7 +139,7 @@ if r == 2: print("careful", file=sys.stderr)
 def test_the_first_failure_ends_the_job(
     where: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(on_hosts, "SETTLE_S", 0.1)
+    monkeypatch.setattr(multi_node, "SETTLE_S", 0.1)
     wait = "import time; time.sleep(60)"
     assert run(where, f"if r == 1: sys.exit('ashl: no data')\n{wait}", monkeypatch) == 1
     assert capfd.readouterr().err == "127.0.0.2 r1 | ashl: no data\n"

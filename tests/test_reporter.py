@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ashl.errors import AshlError
-from ashl.run import vectors
-from ashl.run.desk import Desk
-from ashl.run.rank import Place, play
-from ashl.run.reporter import PENDING, RECORDS, Reporter
-from ashl.run.sealed import Sealed, new_secret
-from ashl.run.watch import Watch
+from ashl.run import model_upload
+from ashl.run.authenticated_store import AuthenticatedStore, new_secret
+from ashl.run.control_channel import ControlChannel
+from ashl.run.rank import RankSettings, run_rank
+from ashl.run.reporter import MAX_PENDING, RECORDS, Reporter
+from ashl.run.watchdog import Watchdog
 from ashl.runtime.news import End
 from ashl.runtime.records import Alive, Left, RankError, Record, Snapshot, UpdateShown, dumps
 from tests.support import planned
@@ -33,42 +33,42 @@ def server() -> dist.TCPStore:
 
 
 @pytest.fixture
-def store(server) -> Sealed:
-    return Sealed(server, SECRET)
+def store(server) -> AuthenticatedStore:
+    return AuthenticatedStore(server, SECRET)
 
 
 @pytest.fixture
-def watch() -> Iterator[Watch]:
-    made = Watch(60.0, "here", "home", 1)
+def watchdog() -> Iterator[Watchdog]:
+    made = Watchdog(60.0, "here", "home", 1)
     yield made
-    made.over()
+    made.stop()
 
 
-def received(store: Sealed) -> list[tuple[Record, Tensor | None]]:
+def received(store: AuthenticatedStore) -> list[tuple[Record, Tensor | None]]:
     """All that has come, as home hears it."""
-    desk, said = Desk(store.another(), 5, D), []
+    channel, said = ControlChannel(store.another(), 5, D), []
     try:
-        first, end = desk.drained, time.monotonic() + 10
-        while desk.drained == first:
-            said += desk.received()
+        first, end = channel.drained_s, time.monotonic() + 10
+        while channel.drained_s == first:
+            said += channel.receive_records()
             assert time.monotonic() < end
             time.sleep(0.001)
-        return [*said, *desk.received()]
+        return [*said, *channel.receive_records()]
     finally:
-        desk.close(End(0), range(5))
+        channel.close(End(0), range(5))
 
 
 @pytest.fixture
-def reporter(store, watch, monkeypatch) -> Iterator[Reporter]:
+def reporter(store, watchdog, monkeypatch) -> Iterator[Reporter]:
     """One that sends when it is told to."""
     monkeypatch.setattr("ashl.run.reporter.EVERY_S", 1000.0)
-    made = Reporter(store.another(), 3, rounds="all", watch=watch)
+    made = Reporter(store.another(), 3, rounds="all", watchdog=watchdog)
     yield made
     made.close()
 
 
 def test_a_model_travels_in_pieces(store, reporter, monkeypatch) -> None:
-    monkeypatch.setattr(vectors, "PIECE", 300)
+    monkeypatch.setattr(model_upload, "PIECE", 300)
     models = {tick: torch.randn(D) for tick in range(2)}
     for tick, model in models.items():
         reporter.snapshot(Snapshot(3, 5, tick), model)
@@ -87,24 +87,28 @@ def test_a_model_travels_in_pieces(store, reporter, monkeypatch) -> None:
 
 
 def test_what_the_monitor_cannot_keep_up_with_is_spared(store, reporter) -> None:
-    for tick in range(4 * PENDING):
+    for tick in range(4 * MAX_PENDING):
         reporter.snapshot(Snapshot(3, 0, tick), torch.zeros(D))
         if tick % 2:
             reporter._flush()
     reporter.snapshot(Snapshot(3, 0, final=True), torch.ones(D))
     reporter.close()
     said = [record for record, _ in received(store) if isinstance(record, Snapshot)]
-    assert [record.tick for record in said] == [*range(PENDING), None], "the last one always comes"
+    assert [record.tick for record in said] == [*range(MAX_PENDING), None], "the last one always comes"
 
 
-def test_what_a_life_that_is_over_still_says_is_not_heard(store, watch, monkeypatch) -> None:
+def test_what_a_life_that_is_over_still_says_is_not_heard(store, watchdog, monkeypatch) -> None:
     """Nor does a model that it was cut short with belong to what the next one says."""
     monkeypatch.setattr("ashl.run.reporter.EVERY_S", 1000.0)
-    first, second = (Reporter(store.another(), 3, rounds="all", watch=watch, life=life) for life in (0, 1))
-    vectors.post(store.another(), vectors.queue_of(Snapshot(3, 0), 0), Snapshot(3, 0), torch.zeros(D), lambda: None)
-    desk = Desk(store.another(), 5, D)
+    first, second = (
+        Reporter(store.another(), 3, rounds="all", watchdog=watchdog, incarnation=incarnation) for incarnation in (0, 1)
+    )
+    model_upload.upload_vector(
+        store.another(), model_upload.vector_queue(Snapshot(3, 0), 0), Snapshot(3, 0), torch.zeros(D), lambda: None
+    )
+    channel = ControlChannel(store.another(), 5, D)
     try:
-        desk.lives[3] = 1
+        channel.incarnations[3] = 1
         first.emit(RankError(3, "it was stopped", consequence=False))
         first.close()
         second.snapshot(Snapshot(3, 7, 0), torch.ones(D))
@@ -112,9 +116,9 @@ def test_what_a_life_that_is_over_still_says_is_not_heard(store, watch, monkeypa
         end, said = time.monotonic() + 10, []
         while not any(isinstance(record, Snapshot) for record, _ in said):
             assert time.monotonic() < end
-            said += desk.received()
+            said += channel.receive_records()
     finally:
-        desk.close(End(0), range(5))
+        channel.close(End(0), range(5))
     assert not any(isinstance(record, RankError) for record, _ in said)
     assert [vector.mean().item() for _, vector in said if vector is not None] == [1.0]
 
@@ -167,17 +171,20 @@ def line(server) -> Iterator[Line]:
 def test_a_store_that_no_longer_answers_holds_up_neither_a_rank_nor_home(line, monkeypatch) -> None:
     """Some calls of torch's would hold all threads, and with them the watch: the run hung for good."""
     ends: list[End] = []
-    monkeypatch.setattr("ashl.run.watch.leave", ends.append)
-    monkeypatch.setattr("ashl.run.reporter.leave", ends.append)
+    monkeypatch.setattr("ashl.run.watchdog.exit_process", ends.append)
+    monkeypatch.setattr("ashl.run.reporter.exit_process", ends.append)
     monkeypatch.setattr("ashl.run.reporter.EVERY_S", 0.01)
-    monkeypatch.setattr("ashl.run.desk.LAST_WORD_S", 0.1)
+    monkeypatch.setattr("ashl.run.control_channel.FINAL_SIGNAL_S", 0.1)
     base = dist.TCPStore("127.0.0.1", line.port, is_master=False)
-    watch = Watch(0.4, "here", "home", 1)
-    made, desk = Reporter(Sealed(base, SECRET), 3, rounds="all", watch=watch), Desk(Sealed(base.clone(), SECRET), 5, D)
+    watchdog = Watchdog(0.4, "here", "home", 1)
+    made, channel = (
+        Reporter(AuthenticatedStore(base, SECRET), 3, rounds="all", watchdog=watchdog),
+        ControlChannel(AuthenticatedStore(base.clone(), SECRET), 5, D),
+    )
     for tick in range(2):
         made.snapshot(Snapshot(3, 0, tick), torch.zeros(D))
     until = time.monotonic() + 10
-    while len([*desk.received()]) < 2:
+    while len([*channel.receive_records()]) < 2:
         assert time.monotonic() < until
         time.sleep(0.02)
     line.cut.set()
@@ -185,10 +192,10 @@ def test_a_store_that_no_longer_answers_holds_up_neither_a_rank_nor_home(line, m
     while not ends:
         assert time.monotonic() < until
         time.sleep(0.01)
-    watch.over()
+    watchdog.stop()
     assert ends[0] == End(1, "the job's store at here did not answer for 0.4 s (runtime.heartbeat_timeout_s)")
-    assert time.monotonic() - desk.answered > 0.2
-    desk.close(End(1), [])
+    assert time.monotonic() - channel.store_answered_s > 0.2
+    channel.close(End(1), [])
 
 
 def test_what_is_no_record_is_an_error(store) -> None:
@@ -203,15 +210,15 @@ def test_no_rank_speaks_for_another(store) -> None:
         received(store)
 
 
-def test_records_that_cannot_be_sent_end_the_run_with_their_reason(store, watch, monkeypatch) -> None:
+def test_records_that_cannot_be_sent_end_the_run_with_their_reason(store, watchdog, monkeypatch) -> None:
     """The thread died, and after a minute the rank was said not to have been heard of."""
     monkeypatch.setattr("ashl.run.reporter.EVERY_S", 0.001)
-    made = Reporter(store.another(), 3, rounds="all", watch=watch)
+    made = Reporter(store.another(), 3, rounds="all", watchdog=watchdog)
 
     def full() -> Alive:
         raise OSError(28, "No space left on device")
 
-    made.beat = full
+    made.make_heartbeat = full
     made._thread.join(10)
     made.emit(Left(3))
     made.close()
@@ -228,10 +235,10 @@ def test_a_full_disk_under_a_ranks_log(server, store, tmp_path, monkeypatch) -> 
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("sys.stderr", Full())
-    monkeypatch.setattr("ashl.run.rank.part", lambda *_: 1 / 0)
+    monkeypatch.setattr("ashl.run.rank.train_rank", lambda *_: 1 / 0)
     plan = planned("cluster=homogeneous", "sync=asp", "runtime=local")
-    place = Place(1, "127.0.0.1", server.port, SECRET, "here", str(tmp_path), "all", log=True)
+    settings = RankSettings(1, "127.0.0.1", server.port, SECRET, "here", str(tmp_path), "all", log=True)
     monkeypatch.setattr("ashl.run.rank.redirect", lambda path: None)
-    assert play(place, plan.to_json()).code == 1
+    assert run_rank(settings, plan.to_json()).code == 1
     errors = [record for record, _ in received(store) if isinstance(record, RankError)]
     assert errors == [RankError(1, "ZeroDivisionError: division by zero", consequence=False)]

@@ -18,11 +18,18 @@ from ashl.plan.profile import Profile
 from ashl.planning.compile_plan import compile_plan
 from ashl.run import interface
 from ashl.run import job as jobs
-from ashl.run.handshake import Hello, alike, difference, gathered, publish, read
+from ashl.run.authenticated_store import AuthenticatedStore, new_secret
+from ashl.run.handshake import Hello, first_difference, gather_hellos, parse_hello, publish_hello, settings_in_common
 from ashl.run.interface import Chosen
-from ashl.run.placing import Wanted, check_gpus, check_profile, placed, server_note, wanted_by
-from ashl.run.sealed import Sealed, new_secret
-from ashl.run.starter import Membership, hosts, membership
+from ashl.run.launcher_env import JobMembership, expand_nodelist, read_membership
+from ashl.run.rank_assignment import (
+    PlacementRequest,
+    assign_ranks,
+    check_gpus,
+    check_profile,
+    placement_by_profile,
+    server_note,
+)
 from tests.conf_option import conf_option
 from tests.support import planned
 
@@ -34,23 +41,23 @@ MPIRUN = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_W
 @pytest.mark.parametrize(
     ("env", "found"),
     [
-        (TORCHRUN, Membership(1, 4, "a", 29500, 1)),
+        (TORCHRUN, JobMembership(1, 4, "a", 29500, 1)),
         (
             TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"},
-            Membership(1, 4, "a", 29500, 1, True, "2"),
+            JobMembership(1, 4, "a", 29500, 1, True, "2"),
         ),
-        (TORCHRUN | SRUN, Membership(1, 4, "a", 29500, 1)),
-        (MPIRUN | SRUN | {"MASTER_ADDR": "b"}, Membership(2, 3, "b", 29500, 1)),
-        (SRUN | {"SLURM_JOB_ID": "40017"}, Membership(2, 3, "n07", 12017, 0)),
-        (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "77"}, Membership(2, 3, "b", 77, 0)),
+        (TORCHRUN | SRUN, JobMembership(1, 4, "a", 29500, 1)),
+        (MPIRUN | SRUN | {"MASTER_ADDR": "b"}, JobMembership(2, 3, "b", 29500, 1)),
+        (SRUN | {"SLURM_JOB_ID": "40017"}, JobMembership(2, 3, "n07", 12017, 0)),
+        (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "77"}, JobMembership(2, 3, "b", 77, 0)),
         (SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
         (SRUN | {"ENVIRONMENT": "BATCH"}, None),
         ({"MASTER_ADDR": "a", "SLURM_PROCID": "0"}, None),
         ({}, None),
     ],
 )
-def test_what_starters_say(env: dict[str, str], found: Membership | None) -> None:
-    assert membership(env) == found
+def test_what_starters_say(env: dict[str, str], found: JobMembership | None) -> None:
+    assert read_membership(env) == found
 
 
 @pytest.mark.parametrize(
@@ -73,12 +80,21 @@ def test_what_starters_say(env: dict[str, str], found: Membership | None) -> Non
 )
 def test_an_environment_that_makes_no_sense(env: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        membership(env)
+        read_membership(env)
 
 
 def test_lists_of_nodes() -> None:
-    assert list(hosts("a,b[1-3,07]c,gpu-[08-10]")) == ["a", "b1c", "b2c", "b3c", "b07c", "gpu-08", "gpu-09", "gpu-10"]
-    assert list(hosts("r[1-2]n[01-02].x")) == ["r1n01.x", "r1n02.x", "r2n01.x", "r2n02.x"]
+    assert list(expand_nodelist("a,b[1-3,07]c,gpu-[08-10]")) == [
+        "a",
+        "b1c",
+        "b2c",
+        "b3c",
+        "b07c",
+        "gpu-08",
+        "gpu-09",
+        "gpu-10",
+    ]
+    assert list(expand_nodelist("r[1-2]n[01-02].x")) == ["r1n01.x", "r1n02.x", "r2n01.x", "r2n02.x"]
 
 
 # --- who plays which rank ---------------------------------------------------------------------------------------------
@@ -94,24 +110,24 @@ JOB = (process(0, "a"), process(1, "a"), process(2, "b.lan"), process(3, "c"))
 @pytest.mark.parametrize(
     ("wanted", "found"),
     [
-        (Wanted(), (0, 2, 3, 1)),  # the server beside process 0, and behind it
-        (Wanted(server="c"), (0, 1, 2, 3)),
-        (Wanted(server="a:0"), (1, 2, 3, 0)),
-        (Wanted(("c", "b", "a")), (3, 2, 0, 1)),
-        (Wanted(("c", "a:1", "a")), (3, 1, 0, 2)),  # the server is what is left
-        (Wanted(("c", "a", "a"), server="b.lan"), (3, 0, 1, 2)),
-        (Wanted(("10.0.0.c", "b", "a"), server="a"), (3, 2, 0, 1)),
+        (PlacementRequest(), (0, 2, 3, 1)),  # the server beside process 0, and behind it
+        (PlacementRequest(server="c"), (0, 1, 2, 3)),
+        (PlacementRequest(server="a:0"), (1, 2, 3, 0)),
+        (PlacementRequest(("c", "b", "a")), (3, 2, 0, 1)),
+        (PlacementRequest(("c", "a:1", "a")), (3, 1, 0, 2)),  # the server is what is left
+        (PlacementRequest(("c", "a", "a"), server="b.lan"), (3, 0, 1, 2)),
+        (PlacementRequest(("10.0.0.c", "b", "a"), server="a"), (3, 2, 0, 1)),
     ],
 )
-def test_workers_and_a_server_find_their_processes(wanted: Wanted, found: tuple[int, ...]) -> None:
-    assert placed(JOB, 3, 4, wanted) == found
+def test_workers_and_a_server_find_their_processes(wanted: PlacementRequest, found: tuple[int, ...]) -> None:
+    assert assign_ranks(JOB, 3, 4, wanted) == found
 
 
 def test_a_server_without_a_process_of_its_own_is_a_child_of_process_0() -> None:
-    assert placed(JOB, 4, 5, Wanted()) == (0, 1, 2, 3, 0)
-    assert placed(JOB, 4, 5, Wanted(("c", "a", "b", "a"), server="a")) == (3, 0, 2, 1, 0)
+    assert assign_ranks(JOB, 4, 5, PlacementRequest()) == (0, 1, 2, 3, 0)
+    assert assign_ranks(JOB, 4, 5, PlacementRequest(("c", "a", "b", "a"), server="a")) == (3, 0, 2, 1, 0)
     with pytest.raises(UsageError, match=r"names c: .* shares the node of process 0, a; start one process more, on c"):
-        placed(JOB, 4, 5, Wanted(server="c"))
+        assign_ranks(JOB, 4, 5, PlacementRequest(server="c"))
 
 
 @pytest.mark.parametrize(
@@ -145,34 +161,37 @@ def test_how_many_workers_a_job_has(mode: str, size: int, workers: int | None, f
 
 
 def test_without_a_server_all_keep_their_order() -> None:
-    assert placed(JOB, 4, 4, Wanted()) == (0, 1, 2, 3)
-    assert placed(JOB, 4, 4, Wanted(("c", "a", "b", "a"))) == (3, 0, 2, 1)
+    assert assign_ranks(JOB, 4, 4, PlacementRequest()) == (0, 1, 2, 3)
+    assert assign_ranks(JOB, 4, 4, PlacementRequest(("c", "a", "b", "a"))) == (3, 0, 2, 1)
 
 
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
         (
-            Wanted(("a", "d", "c")),
+            PlacementRequest(("a", "d", "c")),
             r"cluster.hosts names d, and .* there are: a \(2 processes\), b.lan \(1 process\), c",
         ),
-        (Wanted(("a", "c", "c")), "cluster.hosts names c for 2 workers, and the job has 1 process there"),
-        (Wanted(("a", "b", "c"), server="c"), "names c for 1 worker beside the server, and the job has 1 process"),
-        (Wanted(("a:0", "a:0", "c")), "cluster.hosts names a:0, and it is named already"),
-        (Wanted(("a:2", "b", "c")), "cluster.hosts names a:2, and a has 2 processes"),
-        (Wanted(server="d"), "cluster.server_host names d"),
+        (PlacementRequest(("a", "c", "c")), "cluster.hosts names c for 2 workers, and the job has 1 process there"),
+        (
+            PlacementRequest(("a", "b", "c"), server="c"),
+            "names c for 1 worker beside the server, and the job has 1 process",
+        ),
+        (PlacementRequest(("a:0", "a:0", "c")), "cluster.hosts names a:0, and it is named already"),
+        (PlacementRequest(("a:2", "b", "c")), "cluster.hosts names a:2, and a has 2 processes"),
+        (PlacementRequest(server="d"), "cluster.server_host names d"),
     ],
 )
-def test_hosts_that_cannot_be(wanted: Wanted, said: str) -> None:
+def test_hosts_that_cannot_be(wanted: PlacementRequest, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        placed(JOB, 3, 4, wanted)
+        assign_ranks(JOB, 3, 4, wanted)
 
 
 def test_two_machines_of_one_name() -> None:
     twins = (process(0, "pi"), process(1, "pi")._replace(machine="another", address="10.0.0.9"))
     with pytest.raises(UsageError, match=r"several machines call .* so; take their addresses: 10.0.0.pi, "):
-        placed(twins, 2, 2, Wanted(("pi", "pi")))
-    assert placed(twins, 2, 2, Wanted(("10.0.0.9", "10.0.0.pi"))) == (1, 0)
+        assign_ranks(twins, 2, 2, PlacementRequest(("pi", "pi")))
+    assert assign_ranks(twins, 2, 2, PlacementRequest(("10.0.0.9", "10.0.0.pi"))) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +225,8 @@ def profile(*hosts: str | None, server: str | None = None, bound: float | None =
 
 def test_workers_are_where_their_profile_has_measured_them() -> None:
     known = profile("c", "b.lan", "a", server="a")
-    wanted = wanted_by(known, JOB, Wanted(), "FILE")
-    processes = placed(JOB, 3, 4, wanted)
+    wanted = placement_by_profile(known, JOB, PlacementRequest(), "FILE")
+    processes = assign_ranks(JOB, 3, 4, wanted)
     assert processes == (3, 2, 0, 1)
     check_profile(known, JOB, processes, "FILE")
     said = server_note("the server", "a", wanted, known, "FILE")
@@ -217,11 +236,11 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
     with pytest.raises(
         UsageError, match=r"profile=FILE names c for 1 worker beside the server, .*; profile again with"
     ):
-        placed(JOB, 3, 4, wanted._replace(server="c"))
-    given = Wanted(("a", "a", "c"))
-    assert wanted_by(known, JOB, given, "FILE") == given
+        assign_ranks(JOB, 3, 4, wanted._replace(server="c"))
+    given = PlacementRequest(("a", "a", "c"))
+    assert placement_by_profile(known, JOB, given, "FILE") == given
     for elsewhere in (profile("x", "y", "z", server="x"), profile(None, None, None), None):
-        assert wanted_by(elsewhere, JOB, Wanted(), "FILE") == Wanted()
+        assert placement_by_profile(elsewhere, JOB, PlacementRequest(), "FILE") == PlacementRequest()
         check_profile(elsewhere, JOB, (0, 2, 3, 1), "FILE")
 
 
@@ -236,7 +255,7 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
 )
 def test_a_link_that_is_better_than_the_servers(known: Profile, better: str | None) -> None:
     assert known.better_host == better
-    said = server_note("the server", None, Wanted(), known, "FILE")
+    said = server_note("the server", None, PlacementRequest(), known, "FILE")
     assert (f"cluster.server_host={better} would tell" in said) == (better is not None)
 
 
@@ -252,15 +271,15 @@ def test_a_profile_names_its_hosts() -> None:
 # --- the handshake ----------------------------------------------------------------------------------------------------
 
 
-def member(rank: int, size: int = 3) -> Membership:
-    return Membership(rank, size, "127.0.0.1", 29500, None)
+def member(rank: int, size: int = 3) -> JobMembership:
+    return JobMembership(rank, size, "127.0.0.1", 29500, None)
 
 
 def gather(*said: Hello, texts: tuple[str, ...] = (), size: int | None = None) -> tuple[Hello, ...]:
-    store = Sealed(dist.HashStore(), new_secret())
+    store = AuthenticatedStore(dist.HashStore(), new_secret())
     for rank, own in enumerate(said):
-        publish(store, own, texts[rank] if texts else "{}")
-    return gathered(store, member(0, size or len(said)), 0.05)
+        publish_hello(store, own, texts[rank] if texts else "{}")
+    return gather_hellos(store, member(0, size or len(said)), 0.05)
 
 
 def test_all_have_come() -> None:
@@ -294,10 +313,10 @@ def test_who_did_not_come_is_named() -> None:
 
 
 def test_a_rank_that_is_there_twice() -> None:
-    store = Sealed(dist.HashStore(), new_secret())
-    publish(store, JOB[2])
+    store = AuthenticatedStore(dist.HashStore(), new_secret())
+    publish_hello(store, JOB[2])
     with pytest.raises(AshlError, match=r"a process of rank 2 is there already, on b.lan; give every process a rank"):
-        publish(store, JOB[2]._replace(host="x"))
+        publish_hello(store, JOB[2]._replace(host="x"))
 
 
 @pytest.mark.parametrize(
@@ -312,8 +331,8 @@ def test_a_rank_that_is_there_twice() -> None:
 )
 def test_what_no_process_of_ours_says(text: str, why: str) -> None:
     with pytest.raises(AshlError, match=rf"what rank 0 said of itself makes no sense .*{why}.*; is another program"):
-        read(text, 0)
-    assert read(json.dumps(JOB[0]._asdict() | {"host": "a\x1b[2J"}), 0).host == "a [2J"
+        parse_hello(text, 0)
+    assert parse_hello(json.dumps(JOB[0]._asdict() | {"host": "a\x1b[2J"}), 0).host == "a [2J"
 
 
 def test_what_machines_may_have_each_its_own() -> None:
@@ -321,37 +340,43 @@ def test_what_machines_may_have_each_its_own() -> None:
     config: dict = {"dataset": {"root": "here", "batch_size": 8}, "runtime": {"interface": "eth0"}}
     other: dict = {"dataset": {"root": "there", "batch_size": 8}, "runtime": {"interface": None}}
     config["run"], other["run"] = ({"dir": folder, "checkpoint_s": None} for folder in ("run", None))
-    assert alike(config, plan) == alike(other, plan)
+    assert settings_in_common(config, plan) == settings_in_common(other, plan)
     often = {**config, "run": {"dir": None, "checkpoint_s": 1.0}}
-    assert difference(alike(often, plan), alike(other, plan)) == ("run.checkpoint_s=1.0", "run.checkpoint_s=null")
+    assert first_difference(settings_in_common(often, plan), settings_in_common(other, plan)) == (
+        "run.checkpoint_s=1.0",
+        "run.checkpoint_s=null",
+    )
     other["dataset"]["batch_size"] = 4
-    assert difference(alike(config, plan), alike(other, plan)) == ("dataset.batch_size=8", "dataset.batch_size=4")
-    assert difference("{", "{}") == ("another configuration", "its own")
+    assert first_difference(settings_in_common(config, plan), settings_in_common(other, plan)) == (
+        "dataset.batch_size=8",
+        "dataset.batch_size=4",
+    )
+    assert first_difference("{", "{}") == ("another configuration", "its own")
 
 
 def test_what_cannot_be_interrupted_is_bounded() -> None:
     with pytest.raises(AshlError, match="too late"):
-        jobs.within(0.01, lambda: time.sleep(0.2), "too late")
+        jobs.call_within(0.01, lambda: time.sleep(0.2), "too late")
     with pytest.raises(ZeroDivisionError):
-        jobs.within(1, lambda: 1 // 0, "too late")
-    assert jobs.within(1, lambda: 7, "too late") == 7
+        jobs.call_within(1, lambda: 1 // 0, "too late")
+    assert jobs.call_within(1, lambda: 7, "too late") == 7
 
 
 def test_a_master_that_does_not_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    job = Membership(1, 2, "127.0.0.1", port, None)
+    job = JobMembership(1, 2, "127.0.0.1", port, None)
     with pytest.raises(
         AshlError, match=rf"the master 127.0.0.1:{port} \(MASTER_ADDR.* 0.01 s .*: Connection refused; is"
     ):
-        jobs.connect(job, 0.01)
+        jobs.connect_store(job, 0.01)
 
 
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=rf"the port {port} \(MASTER_PORT\) is taken on .*; choose another"):
-            jobs.connect(Membership(0, 2, "127.0.0.1", port, None), 1)
+            jobs.connect_store(JobMembership(0, 2, "127.0.0.1", port, None), 1)
 
 
 # --- the interface ----------------------------------------------------------------------------------------------------

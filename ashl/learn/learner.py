@@ -36,7 +36,7 @@ from ashl.learn.allocator import keep_pages
 from ashl.learn.device import HOST, allow_tf32, numbers, seeded, to_device, to_host
 from ashl.learn.fingerprint import fingerprint, fingerprint_of_data
 from ashl.learn.making import make_module
-from ashl.learn.module_state import Carrier, Key, State, beside, changed, copied, put_all, state_of
+from ashl.learn.module_state import Carrier, Key, State, beside, changed, copied, put_all, state_queue
 from ashl.learn.pieces import Arriving, Pieces
 from ashl.learn.replica import Replica
 from ashl.model.plain import PlainModel
@@ -144,7 +144,7 @@ class Learner:
     def fingerprint(self) -> dict[str, list[Any]]:
         """Return what every process of a run has to have made alike: the whole first state of the module, by its own
         names, and the data."""
-        state = state_of(self._build())
+        state = state_queue(self._build())
         found = {f"the model's {name}": fingerprint(value) for name, value in state.items()}
         return found | fingerprint_of_data(self._data)
 

@@ -22,7 +22,7 @@ PLAIN = (bool, int, float, str, type(None))
 CONTAINERS = (list, tuple, set, deque)
 
 
-def state_of(module: nn.Module) -> dict[str, Tensor]:
+def state_queue(module: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and buffer by its name, those that no `state_dict` has among them."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
@@ -88,7 +88,7 @@ def changed(before: State, after: State) -> frozenset[Key]:
     )
 
 
-def held_by(module: nn.Module, kind: str, path: str) -> dict[str, Any]:
+def shard_sizes(module: nn.Module, kind: str, path: str) -> dict[str, Any]:
     """Return where a submodule has its values of this kind."""
     part: Any = module.get_submodule(path)
     return {PARAMETER: part._parameters, BUFFER: part._buffers, ATTRIBUTE: vars(part)}[kind]
@@ -97,7 +97,7 @@ def held_by(module: nn.Module, kind: str, path: str) -> dict[str, Any]:
 def put(module: nn.Module, key: Key, state: State) -> None:
     """Give a module what a state has under this key; remove it where the state has nothing there."""
     kind, path, name = key
-    held = held_by(module, kind, path)
+    held = shard_sizes(module, kind, path)
     if key not in state:
         if kind != ATTRIBUTE or is_plain(held.get(name)):  # else it holds a graph, which belongs to one step
             held.pop(name, None)
@@ -189,7 +189,7 @@ class Carrier:
                 marks.setdefault((BUFFER, path), [])
                 marks.setdefault((ATTRIBUTE, path), [])
         self._places = [
-            (held := held_by(module, kind, path), len(held), found) for (kind, path), found in marks.items()
+            (held := shard_sizes(module, kind, path), len(held), found) for (kind, path), found in marks.items()
         ]
 
     def take(self, module: nn.Module, worker: int) -> State | None:

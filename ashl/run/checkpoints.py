@@ -1,23 +1,24 @@
 """Checkpoints of runs: a folder each, with a manifest that says what is in it.
 
-Rule, on processes: every so many seconds home names a version of the model that nobody has come to yet. Each rank keeps
-its state when it is there (`ashl.runtime.keeping`) and says so, or sends it (`ashl.run.parts`); once all have, home
-writes what it knows itself and, last, a manifest with the hash of every file. In virtual time there is one file beside
-what home knows (`ashl.runtime.sim`). A checkpoint without a manifest, or with a file that is not what was
-written, is none: the newest whole one counts, and two are kept. Where a rank had been past the version when it heard of
-it, the next one is named further ahead. The run waits for nothing of this.
+On processes the controller names a version of the model that no rank has reached yet, every `run.checkpoint_s` s.
+Each rank saves its state when it reaches that version (`ashl.runtime.keeping`) and reports it, or uploads it
+(`ashl.run.checkpoint_upload`). Once all ranks have, the controller writes its own state and, last, a manifest with the
+hash of every file. In virtual time one file holds the state of all nodes (`ashl.runtime.sim`). A folder without a
+manifest, or with a file of another hash, is no checkpoint. The newest valid checkpoint counts, and two are kept. If a
+rank had passed the version when it heard of it, the next version lies further ahead. The run never waits.
 
-LOCKSTEP: all go round by round, so that nothing is on its way when they are at one version, but what is sent from there
-or is said again (`ashl.topology.gossip`), and the run goes on bit for bit.
-SERVER: workers go at their own pace, and each keeps its state when it next goes on
-with that version or a newer one, after the server has kept its own (all of them, where there are several); what is on
-its way then is lost, and computed again (`ashl.topology.parameter_server`). EACH: workers have own models, meet
-in groups or pairs, and each keeps its state when it hears of it (`topology.partial_all_reduce`, `topology.pairs`).
-ROUND: the same, but all at the begin of one round of their own, which is the version; so whatever comes from there on
-shows that it is later. ANEW: all are at the top of their loops at one moment, and nothing is on its way, as it is made
-of a run with another number of workers (`ashl.run.rescaling`): gone on from in virtual time and on processes.
+LOCKSTEP: all ranks go round by round. At one version nothing is in flight except what is sent from there on or is
+retransmitted (`ashl.topology.gossip`), so the resumed run is bit-identical.
+SERVER: workers are asynchronous. Each saves its state when it starts from that version or a newer one, after the
+servers have saved theirs. What is in flight then is lost and computed again (`ashl.topology.parameter_server`).
+EACH: workers have their own models, meet in groups or pairs, and each saves its state when it hears of the version
+(`topology.partial_all_reduce`, `topology.pairs`).
+ROUND: as EACH, but at the start of one round of their own, which is the version. Every later message shows that it is
+later.
+ANEW: all ranks are at their safe points at one moment, and nothing is in flight: made from a run with another number of
+workers (`ashl.run.rescaling`). It can be resumed in virtual time and on processes.
 
-What the records hold of later moments is forgotten when the run goes on, and written anew.
+On resume, records of later moments than the checkpoint are removed and written again.
 
 Source: coordinated checkpoints, Elnozahy et al., "A survey of rollback-recovery protocols in message-passing systems",
 ACM Computing Surveys 2002.
@@ -39,7 +40,7 @@ from torch import Tensor
 from ashl.errors import UsageError, parsed
 from ashl.plan.plan import Limits, Plan
 from ashl.run.evaluation import Target, best_of, scores_of
-from ashl.run.monitor import Books, Monitor
+from ashl.run.monitor import Monitor, MonitorState
 from ashl.runtime import keeping
 from ashl.runtime.keeping import MANIFEST, numbered
 from ashl.runtime.packed import packed, unpacked
@@ -47,7 +48,7 @@ from ashl.runtime.records import Beat, Kept
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS, writing
 
-SCHEMA = 9
+SCHEMA = 10
 CUT_BACK = "cut_back"  # in the manifest: the records hold nothing of later moments any more
 PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns", "rounds")
 LOCKSTEP, SERVER, EACH, ROUND, VIRTUAL, ANEW = "lockstep", "server", "each", "round", "virtual", "anew"
@@ -60,7 +61,7 @@ WHOLE = 2  # checkpoints that are kept
 
 
 @dataclass
-class Savings:
+class CheckpointManager:
     """Home's side: names versions, and makes checkpoints of what the ranks have kept."""
 
     run_dir: Path
@@ -78,7 +79,7 @@ class Savings:
     seen: tuple[int, int] | None = None  # the last version that home's rank reported, and when
     warning: str | None = None
 
-    def name(self, beat: Beat | None) -> tuple[int, int] | None:
+    def propose(self, beat: Beat | None) -> tuple[int, int] | None:
         """The checkpoint to make, as of what home's rank says of itself; None where it is not time for a new one."""
         if self.every_s is None or beat is None or beat.counts is None:
             return None
@@ -96,18 +97,18 @@ class Savings:
         self.number += 1
         return self.wanted
 
-    def hear(self, kept: Kept, monitor: Monitor, part: Tensor | None = None) -> None:
+    def add_part(self, kept: Kept, monitor: Monitor, part: Tensor | None = None) -> None:
         """A rank has kept its part, which comes with that where it has not written it itself; or could not."""
         if self.wanted is None or kept.number != self.wanted[0]:
             return
         if part is not None:
-            kept = self.put(kept, part.numpy().tobytes())
+            kept = self.write_part(kept, part.numpy().tobytes())
         self.kept[kept.rank] = kept
         if kept.error is not None:
             self.warning = f"no checkpoint was made: rank {kept.rank} could not write its part ({kept.error})"
-        self.settle(monitor)
+        self.finish_if_complete(monitor)
 
-    def put(self, kept: Kept, content: bytes) -> Kept:
+    def write_part(self, kept: Kept, content: bytes) -> Kept:
         """Write a part that a rank has sent; returns how that went."""
         path = keeping.part_of(keeping.folder_of(self.run_dir, kept.number), kept.rank)
         try:
@@ -117,7 +118,7 @@ class Savings:
             return kept._replace(error=str(error))
         return kept if keeping.digest(content) == kept.sha256 else kept._replace(error="other bytes came than it sent")
 
-    def settle(self, monitor: Monitor) -> None:
+    def finish_if_complete(self, monitor: Monitor) -> None:
         """Once all have kept their parts, and what they had shown before is evaluated: that is a checkpoint, or none.
         To be asked now and then."""
         if self.wanted is None or len(self.kept) < self.num_ranks:
@@ -126,14 +127,14 @@ class Savings:
             return
         folder = keeping.folder_of(self.run_dir, self.wanted[0])
         self.plan_next(max(kept.time_ns for kept in self.kept.values()))
-        if monitor.stopping is None and all(k.error is None for k in self.kept.values()) and self.fits():
-            self.finish(folder, monitor)
+        if monitor.stopping is None and all(k.error is None for k in self.kept.values()) and self.is_consistent():
+            self.write_checkpoint(folder, monitor)
         else:
             self.ahead_s, self.due_s = min(2 * self.ahead_s, LONGEST_S), 0.0
             shutil.rmtree(folder, ignore_errors=True)
         self.wanted = None
 
-    def fits(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether what the ranks have kept goes together: one version of the model, or none older than the server's, so
         that what a worker had pushed before is merged."""
         versions = [self.kept[rank].version for rank in range(self.num_ranks)]
@@ -148,7 +149,7 @@ class Savings:
         assert self.every_s is not None
         self.due_s = (now_ns // round(self.every_s * 1e9) + 1) * self.every_s
 
-    def finish(self, folder: Path, monitor: Monitor) -> None:
+    def write_checkpoint(self, folder: Path, monitor: Monitor) -> None:
         """All parts are there: what home knows, then the manifest."""
         ranks = [self.kept[rank] for rank in range(self.num_ranks)]
         ranks_ns = [kept.time_ns for kept in ranks]
@@ -190,7 +191,7 @@ def complete(
         shutil.rmtree(keeping.folder_of(run_dir, old), ignore_errors=True)
 
 
-class Saved(NamedTuple):
+class Checkpoint(NamedTuple):
     """A checkpoint to go on from."""
 
     number: int
@@ -204,7 +205,7 @@ class Saved(NamedTuple):
     broken: str | None  # what was the matter with a newer one
 
 
-def newest(run_dir: Path, identity: str) -> Saved:
+def newest(run_dir: Path, identity: str) -> Checkpoint:
     """The newest whole checkpoint of a run. Raises UsageError where there is none, or where it is of another run."""
     broken: str | None = None
     for number in reversed(numbered(run_dir)):
@@ -216,7 +217,7 @@ def newest(run_dir: Path, identity: str) -> Saved:
             for name, digest in manifest["files"].items():
                 if Path(name).name != name or keeping.hash_of(folder / name) != digest:
                     raise ValueError(f"{name} is not what was written")
-            found = Saved(number, folder, *(manifest[k] for k in PLACE), broken)
+            found = Checkpoint(number, folder, *(manifest[k] for k in PLACE), broken)
             if manifest["run"] != identity:
                 raise UsageError(f"the checkpoint in {run_dir} is of another run; {MAY_CHANGE}")
             return found
@@ -225,14 +226,14 @@ def newest(run_dir: Path, identity: str) -> Saved:
     raise UsageError(f"{broken}; run this setting anew" if broken else f"{run_dir} holds no checkpoint; {LEAVE}")
 
 
-def refuse_other_kernel(run_dir: Path, saved: Saved, *, virtual: bool) -> None:
+def refuse_other_kernel(run_dir: Path, saved: Checkpoint, *, virtual: bool) -> None:
     """Raise UsageError unless the checkpoint was made where it is to be resumed: in virtual time, or on processes."""
     if (saved.how == VIRTUAL) != virtual:
         began = "in virtual time" if saved.how == VIRTUAL else "on processes"
         raise UsageError(f"{run_dir} began {began}, and a checkpoint is resumed where it was made; drop runtime")
 
 
-def cut_back(run_dir: Path, saved: Saved) -> dict[str, int]:
+def truncate_records(run_dir: Path, saved: Checkpoint) -> dict[str, int]:
     """Take back what the records hold of later moments than the checkpoint's; returns how much is left, by file, which
     its manifest says from then on: a run may go on from it more than once. Raises AshlError while another process
     writes them.
@@ -276,25 +277,25 @@ def cut_back(run_dir: Path, saved: Saved) -> dict[str, int]:
         return manifest["sizes"]
 
 
-def plan_of(saved: Saved) -> Plan:
+def plan_of(saved: Checkpoint) -> Plan:
     """The plan that was under way."""
     return Plan.from_json(unpacked(torch.load(saved.folder / MONITOR, weights_only=True))["plan"])
 
 
-def monitor_of(saved: Saved, limits: Limits) -> dict[str, Any]:
+def monitor_of(saved: Checkpoint, limits: Limits) -> dict[str, Any]:
     """What home knew, without what came later."""
     state = unpacked(torch.load(saved.folder / MONITOR, weights_only=True))
     if saved.how == VIRTUAL:
         return state
-    books: Books = state["books"]
-    if books.parts is not None:
-        books.parts.forget()
+    run_state: MonitorState = state["books"]
+    if run_state.parts is not None:
+        run_state.parts.discard_pending()
     until_s = (saved.home_ns + 1) / 1e9
-    found = [one for one in books.evaluations if one.time_s <= until_s]
-    if len(found) < len(books.evaluations):
+    found = [one for one in run_state.evaluations if one.time_s <= until_s]
+    if len(found) < len(run_state.evaluations):
         target = Target()
         for one in found:
             target.judge(limits, one)
-        best = books.best if best_of(found) is best_of(books.evaluations) else None
-        state["books"] = replace(books, evaluations=found, scores=scores_of(found), best=best, target=target)
+        best = run_state.best if best_of(found) is best_of(run_state.evaluations) else None
+        state["books"] = replace(run_state, evaluations=found, scores=scores_of(found), best=best, target=target)
     return state

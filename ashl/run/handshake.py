@@ -18,10 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 from ashl import __version__
 from ashl.errors import AshlError, DataMissingError, UsageError, plain
 from ashl.learn.fingerprint import Fingerprint, differing
-from ashl.run.desk import POLL_S
-from ashl.run.sealed import Sealed
-from ashl.run.starter import Membership
-from ashl.run.watch import Awake
+from ashl.run.authenticated_store import AuthenticatedStore
+from ashl.run.control_channel import POLL_S
+from ashl.run.launcher_env import JobMembership
+from ashl.run.watchdog import AwakeTime
 from ashl.runtime.machine import machine
 from ashl.runtime.records import Text
 
@@ -51,33 +51,34 @@ class Hello(NamedTuple):
     exit_code: int = 0
 
 
-def hello(job: Membership, **known: Any) -> Hello:
+def make_hello(job: JobMembership, **known: Any) -> Hello:
     """This process's own; `known` are the fields that it cannot find out here."""
     version = torch.__version__.partition("+")[0]  # builds for CPUs and for CUDA go together
     python = ".".join(platform.python_version_tuple()[:2])
     return Hello(job.rank, platform.node(), machine(), job.local_rank, __version__, version, python, **known)
 
 
-def key(rank: int) -> str:
+def hello_key(rank: int) -> str:
     return f"hello/{rank}"
 
 
-def publish(store: Sealed, own: Hello, plan: str = "") -> None:
+def publish_hello(store: AuthenticatedStore, own: Hello, plan: str = "") -> None:
     """Say it. Raises AshlError where somebody has said it in this process's name."""
     text = json.dumps(own._asdict())
     store.set(f"plan/{own.rank}", plan)
-    there = store.compare_set(key(own.rank), "", text).decode(errors="replace")
+    there = store.compare_set(hello_key(own.rank), "", text).decode(errors="replace")
     if there != text:
+        host = parse_hello(there, own.rank).host
         raise AshlError(
-            f"a process of rank {own.rank} is there already, on {read(there, own.rank).host}; give every process a "
+            f"a process of rank {own.rank} is there already, on {host}; give every process a "
             "rank of its own, and every job a MASTER_PORT of its own"
         )
 
 
-def read(text: str | bytes, rank: int) -> Hello:
+def parse_hello(text: str | bytes, rank: int) -> Hello:
     """What the process of that rank said. Raises AshlError where it is nothing that one of ours would say."""
     try:
-        greeting = checker().validate_json(text, strict=True)
+        greeting = hello_adapter().validate_json(text, strict=True)
         if greeting.rank != rank:
             raise ValueError(f"it is said by rank {greeting.rank}")
         return greeting
@@ -90,65 +91,65 @@ def read(text: str | bytes, rank: int) -> Hello:
 
 
 @cache
-def checker() -> TypeAdapter[Hello]:
+def hello_adapter() -> TypeAdapter[Hello]:
     return TypeAdapter(Hello)
 
 
-def gathered(store: Sealed, job: Membership, timeout_s: float) -> tuple[Hello, ...]:
+def gather_hellos(store: AuthenticatedStore, job: JobMembership, timeout_s: float) -> tuple[Hello, ...]:
     """Everybody's, by rank. Raises AshlError, the same in all processes, where they do not fit together, and where not
     all have come in time, naming them."""
-    came: dict[int, Hello] = {}
-    awake = Awake()
-    while len(came) < job.world_size:
-        late = [rank for rank in range(job.world_size) if rank not in came]
+    hellos: dict[int, Hello] = {}
+    awake = AwakeTime()
+    while len(hellos) < job.world_size:
+        late = [rank for rank in range(job.world_size) if rank not in hellos]
         for rank in late:
-            if store.check([key(rank)]):
-                came[rank] = read(store.get(key(rank)), rank)
-        refuse(store, came)
-        if len(came) < job.world_size:
+            if store.check([hello_key(rank)]):
+                hellos[rank] = parse_hello(store.get(hello_key(rank)), rank)
+        check_hellos(store, hellos)
+        if len(hellos) < job.world_size:
             if awake.passed_s() > timeout_s:
-                raise AshlError(absent(came, job.world_size, timeout_s))
+                raise AshlError(explain_absence(hellos, job.world_size, timeout_s))
             time.sleep(POLL_S)
-    return tuple(came[rank] for rank in range(job.world_size))
+    return tuple(hellos[rank] for rank in range(job.world_size))
 
 
-def absent(came: Mapping[int, Hello], world_size: int, timeout_s: float) -> str:
+def explain_absence(hellos: Mapping[int, Hello], world_size: int, timeout_s: float) -> str:
     """Who did not come, and who did."""
-    late = [rank for rank in range(world_size) if rank not in came]
-    present = ", ".join(f"rank {rank} on {came[rank].host}" for rank in sorted(came))
+    late = [rank for rank in range(world_size) if rank not in hellos]
+    present = ", ".join(f"rank {rank} on {hellos[rank].host}" for rank in sorted(hellos))
     who = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
-    alone = ", or unset RANK and WORLD_SIZE where this process is no part of a job" if len(came) == 1 else ""
+    alone = ", or unset RANK and WORLD_SIZE where this process is no part of a job" if len(hellos) == 1 else ""
     return (
         f"{who} of the {world_size} processes did not come within {timeout_s:g} s (runtime.heartbeat_timeout_s); there "
-        f"{'is' if len(came) == 1 else 'are'} {present}; start all of them, each with a rank of its own{alone}"
+        f"{'is' if len(hellos) == 1 else 'are'} {present}; start all of them, each with a rank of its own{alone}"
     )
 
 
-def refuse(store: Sealed, came: Mapping[int, Hello]) -> None:
+def check_hellos(store: AuthenticatedStore, hellos: Mapping[int, Hello]) -> None:
     """Raises AshlError where one of these cannot run, or not with that of rank 0."""
-    for rank, greeting in sorted(came.items()):
+    for rank, greeting in sorted(hellos.items()):
         if greeting.error is not None:
             raise ERRORS.get(greeting.exit_code, AshlError)(f"rank {rank} on {greeting.host}: {greeting.error}")
-    if 0 not in came:
+    if 0 not in hellos:
         return
-    first = came[0]
-    for rank, greeting in sorted(came.items()):
+    first = hellos[0]
+    for rank, greeting in sorted(hellos.items()):
         pairs = [(f"{name} {getattr(greeting, name)}", f"{name} {getattr(first, name)}") for name in VERSIONS]
         own, other = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
         fix = "install the same on both"
         if own is None and greeting.plan != first.plan:
-            own, other = difference(*(store.get(f"plan/{of}").decode(errors="replace") for of in (rank, 0)))
+            own, other = first_difference(*(store.get(f"plan/{of}").decode(errors="replace") for of in (rank, 0)))
             fix = "give every process the same overrides"
         if own is not None:
             raise UsageError(f"rank {rank} on {greeting.host} has {own} and rank 0 on {first.host} has {other}; {fix}")
 
 
-def publish_fingerprint(store: Sealed, found: Fingerprint) -> None:
+def publish_fingerprint(store: AuthenticatedStore, found: Fingerprint) -> None:
     """Say what the process that keeps the records has made of model and data."""
     store.set(SAME, json.dumps(found))
 
 
-def compare_fingerprint(store: Sealed, own: Fingerprint, over: Callable[[], bool]) -> None:
+def compare_fingerprint(store: AuthenticatedStore, own: Fingerprint, over: Callable[[], bool]) -> None:
     """Wait for that, unless the run is `over`. Raises AshlError if this process has made something else."""
     while not store.check([SAME]):
         if over():
@@ -162,17 +163,17 @@ def compare_fingerprint(store: Sealed, own: Fingerprint, over: Callable[[], bool
         )
 
 
-def alike(config: Mapping[str, Any], plan: str) -> str:
+def settings_in_common(config: Mapping[str, Any], plan: str) -> str:
     """What has to be alike in all processes, as text: the configuration and the plan that was made of it, without what
     is the business of the process that records, or what machines may have each its own."""
     chosen = {key: value for key, value in config.items() if key not in RECORDING}
     chosen["run"] = {"checkpoint_s": config["run"]["checkpoint_s"]}  # ranks keep their parts of those
-    return json.dumps(without_own({**chosen, "plan": json.loads(plan)}))
+    return json.dumps(without_machine_settings({**chosen, "plan": json.loads(plan)}))
 
 
-def without_own(value: Any) -> Any:
+def without_machine_settings(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: without_own(part) for key, part in value.items() if key not in OWN}
+        return {key: without_machine_settings(part) for key, part in value.items() if key not in OWN}
     return value
 
 
@@ -180,10 +181,10 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def difference(own: str, other: str) -> tuple[str, str]:
+def first_difference(own: str, other: str) -> tuple[str, str]:
     """The first value in which two such texts differ, as each has it: what was chosen before what follows from it."""
     try:
-        ours, theirs = (dict(flat(json.loads(text))) for text in (own, other))
+        ours, theirs = (dict(flatten_values(json.loads(text))) for text in (own, other))
     except (ValueError, RecursionError):
         return "another configuration", "its own"
     for name in sorted({*ours, *theirs}, key=lambda name: (name[:8] != "choices.", name[:5] == "plan.", name)):
@@ -194,13 +195,13 @@ def difference(own: str, other: str) -> tuple[str, str]:
     return "another configuration", "its own"
 
 
-def flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def flatten_values(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """The values in a document, each with the way to it."""
     if isinstance(value, Mapping):
         for part, inner in value.items():
-            yield from flat(inner, f"{name}.{part}" if name else part)
+            yield from flatten_values(inner, f"{name}.{part}" if name else part)
     elif isinstance(value, Sequence) and not isinstance(value, str) and any(isinstance(v, Mapping) for v in value):
         for index, inner in enumerate(value):
-            yield from flat(inner, f"{name}.{index}")
+            yield from flatten_values(inner, f"{name}.{index}")
     else:
         yield name, value if isinstance(value, str) else json.dumps(value)

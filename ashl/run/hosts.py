@@ -25,7 +25,7 @@ class Host(NamedTuple):
         return self.login.rpartition("@")[2]
 
 
-class Seats(NamedTuple):
+class HostRanks(NamedTuple):
     """The ranks of a job that run on one host: consecutive, LOCAL_RANK by slot."""
 
     host: Host
@@ -61,19 +61,19 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     return tuple(host for _, host in found.values())
 
 
-def shared_out(hosts: Sequence[Host], size: int) -> tuple[Seats, ...]:
+def assign_slots(hosts: Sequence[Host], size: int) -> tuple[HostRanks, ...]:
     """Ranks 0 to size - 1 on the slots in their order; hosts that get none are left out."""
     shares, first = [], 0
     for host in hosts:
         if count := min(host.slots, size - first):
-            shares.append(Seats(host, range(first, first + count)))
+            shares.append(HostRanks(host, range(first, first + count)))
         first += count
     return tuple(shares)
 
 
-def idle(hosts: Sequence[Host], size: int) -> str:
+def describe_idle_slots(hosts: Sequence[Host], size: int) -> str:
     """What there is to do for nobody, as in `node2 (1 of 2 slots), node3`; "" where all slots are taken."""
-    taken = {share.host: len(share.ranks) for share in shared_out(hosts, size)}
+    taken = {share.host: len(share.ranks) for share in assign_slots(hosts, size)}
     left = {host: host.slots - taken.get(host, 0) for host in hosts}
     return ", ".join(
         host.name if host not in taken else f"{host.name} ({count} of {host.slots} slots)"
@@ -82,7 +82,7 @@ def idle(hosts: Sequence[Host], size: int) -> str:
     )
 
 
-def ranks_environment(share: Seats, group: int, size: int, master: tuple[str, int]) -> dict[int, dict[str, str]]:
+def ranks_environment(share: HostRanks, group: int, size: int, master: tuple[str, int]) -> dict[int, dict[str, str]]:
     """What torchrun would set for each rank of this host, the `group`-th."""
     common = {
         "WORLD_SIZE": size,

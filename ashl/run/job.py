@@ -21,18 +21,26 @@ from ashl.plan.profile import Profile
 from ashl.planning.compatibility import pluralize
 from ashl.planning.device import device_of, gpu_index, one_each
 from ashl.planning.instantiate import Parts
-from ashl.run import interface, watch
-from ashl.run.attendance import PATIENCE_S, role
-from ashl.run.checkpoints import Saved, Savings
-from ashl.run.desk import POLL_S, Desk
-from ashl.run.handshake import Hello, alike, digest, gathered, hello, publish
-from ashl.run.launch import conduct
+from ashl.run import interface, watchdog
+from ashl.run.authenticated_store import AuthenticatedStore, Secret, shared_secret
+from ashl.run.checkpoint_upload import send_restore_point
+from ashl.run.checkpoints import Checkpoint, CheckpointManager
+from ashl.run.control_channel import POLL_S, ControlChannel
+from ashl.run.handshake import Hello, digest, gather_hellos, make_hello, publish_hello, settings_in_common
+from ashl.run.launch import run_controller
+from ashl.run.launcher_env import JobMembership
 from ashl.run.monitor import Monitor
-from ashl.run.parts import give
-from ashl.run.placing import Wanted, check_gpus, check_profile, placed, server_note, shares_a_node, wanted_by
-from ashl.run.rank import Place, play
-from ashl.run.sealed import Sealed, Secret, shared_secret
-from ashl.run.starter import Membership
+from ashl.run.rank import RankSettings, run_rank
+from ashl.run.rank_assignment import (
+    PlacementRequest,
+    assign_ranks,
+    check_gpus,
+    check_profile,
+    placement_by_profile,
+    server_note,
+    shares_a_node,
+)
+from ashl.run.supervisor import PATIENCE_S, role_name
 from ashl.runtime.meeting import watched
 from ashl.runtime.news import End
 from ashl.runtime.plane import NEVER, first_line
@@ -40,26 +48,28 @@ from ashl.runtime.plane import NEVER, first_line
 T = TypeVar("T")
 
 
-class Seat(NamedTuple):
+class ProcessAssignment(NamedTuple):
     """What a process of a job knows once all have met."""
 
-    job: Membership
-    store: Sealed
-    place: Place
+    job: JobMembership
+    store: AuthenticatedStore
+    settings: RankSettings
     notes: tuple[str, ...]  # what is worth saying of who is where
-    beside: tuple[Place, ...] = ()  # of a server, or coordinator, that has no process and is a child of process 0
+    colocated: tuple[
+        RankSettings, ...
+    ] = ()  # of a server, or coordinator, that has no process and is a child of process 0
 
 
-def enter(plan: Plan, parts: Parts, config: Mapping[str, Any], job: Membership) -> Seat:
+def join_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership) -> ProcessAssignment:
     """Meet the others, and find out who plays which rank. Raises AshlError, in all processes, where that cannot be."""
     runtime = parts.runtime
     if interface.is_loopback(job.host):
         interface.check_loopback(f"MASTER_ADDR={job.host}")
-    with telling(job):
+    with reporting_error_to_job(job):
         chosen = interface.named(runtime.interface) or interface.towards(job.host, job.port)
         device = device_of(runtime, job.local_rank or 0)
-    text = alike(config, plan.to_json())
-    own = hello(
+    text = settings_in_common(config, plan.to_json())
+    own = make_hello(
         job,
         plan=digest(text),
         device=device,
@@ -67,72 +77,78 @@ def enter(plan: Plan, parts: Parts, config: Mapping[str, Any], job: Membership) 
         address=chosen and chosen.address,
         interface_by=chosen and chosen.by,
     )
-    store, came = met(job, own, text, runtime.heartbeat_timeout_s)
+    store, hellos = meet_processes(job, own, text, runtime.heartbeat_timeout_s)
     try:
-        check_interfaces(came)
-        processes, note = seated(plan, parts, config["profile"], came)
-        check_gpus(came, processes[: plan.num_workers], bool(runtime.share_gpu))
-        gpus = [peer.gpu and (peer.machine, peer.gpu) for peer in (came[process] for process in processes)]
+        check_interfaces(hellos)
+        processes, note = assign_processes(plan, parts, config["profile"], hellos)
+        check_gpus(hellos, processes[: plan.num_workers], bool(runtime.share_gpu))
+        gpus = [peer.gpu and (peer.machine, peer.gpu) for peer in (hellos[process] for process in processes)]
         apart = one_each(gpus, runtime)
     except UsageError:
-        leave(store, job)
+        leave_job(store, job)
         raise
-    elsewhere = [peer.address for peer in came if peer.machine != own.machine]
+    elsewhere = [peer.address for peer in hellos if peer.machine != own.machine]
     rank = processes.index(job.rank)
     if rank >= plan.num_workers and gpus[rank] in gpus[:rank]:
         device = HOST  # the GPU is a worker's
     through = interface.reaching(chosen, elsewhere) if elsewhere else chosen
-    where = job.host, job.port, secret_of(job), came[0].host
-    place = Place(rank, *where, ".", config["tracking"]["events"], False, through, device, apart)
-    place = place._replace(keeps=config["run"]["checkpoint_s"] is not None)
-    beside = [place._replace(rank=other) for other in range(rank + 1, plan.num_ranks) if processes[other] == job.rank]
-    if beside and gpus[rank] is not None:
-        beside = [other._replace(device=HOST) for other in beside]  # the GPU is the worker's
-    return Seat(job, store, place, note, tuple(beside))
+    where = job.host, job.port, job_secret(job), hellos[0].host
+    settings = RankSettings(rank, *where, ".", config["tracking"]["events"], False, through, device, apart)
+    settings = settings._replace(saves_checkpoints=config["run"]["checkpoint_s"] is not None)
+    colocated = [
+        settings._replace(rank=other) for other in range(rank + 1, plan.num_ranks) if processes[other] == job.rank
+    ]
+    if colocated and gpus[rank] is not None:
+        colocated = [other._replace(device=HOST) for other in colocated]  # the GPU is the worker's
+    return ProcessAssignment(job, store, settings, note, tuple(colocated))
 
 
-def seated(
-    plan: Plan, parts: Parts, path: str | None, came: tuple[Hello, ...]
+def assign_processes(
+    plan: Plan, parts: Parts, path: str | None, hellos: tuple[Hello, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The process of each rank of the plan, and what is to be said of the one that is no worker's."""
     profile = read_profile(path) if path else None
-    wanted = wanted_by(profile, came, wanted_places(parts), str(path))
-    processes = placed(came, plan.num_workers, plan.num_ranks, wanted)
-    check_profile(profile, came, processes, str(path))
-    shared = shares_a_node(came, plan.num_ranks)
-    return processes, server_notes(plan, came[processes[-1]].host, wanted, profile, str(path), shared)
+    request = placement_by_profile(profile, hellos, placement_of(parts), str(path))
+    processes = assign_ranks(hellos, plan.num_workers, plan.num_ranks, request)
+    check_profile(profile, hellos, processes, str(path))
+    shared = shares_a_node(hellos, plan.num_ranks)
+    return processes, server_notes(plan, hellos[processes[-1]].host, request, profile, str(path), shared)
 
 
-def wanted_places(parts: Parts) -> Wanted:
+def placement_of(parts: Parts) -> PlacementRequest:
     """Where workers and server are wanted by the configuration."""
     cluster = parts.cluster
-    return Wanted(cluster.hosts, server=cluster.server_host) if isinstance(cluster, RealCluster) else Wanted()
+    return (
+        PlacementRequest(cluster.hosts, server=cluster.server_host)
+        if isinstance(cluster, RealCluster)
+        else PlacementRequest()
+    )
 
 
-def foreseen(plan: Plan, parts: Parts, path: str | None, size: int) -> tuple[str, ...]:
+def notes_before_start(plan: Plan, parts: Parts, path: str | None, size: int) -> tuple[str, ...]:
     """What is to be said of the server before the processes, so many, have met."""
-    wanted, profile = wanted_places(parts), read_profile(path) if path else None
-    host = wanted.server
-    if profile is not None and profile.server_host is not None and wanted == Wanted():
-        host, wanted = profile.server_host, Wanted((), f"profile={path}")
-    return server_notes(plan, host, wanted, profile, str(path), plan.num_ranks > size)
+    request, profile = placement_of(parts), read_profile(path) if path else None
+    host = request.server
+    if profile is not None and profile.server_host is not None and request == PlacementRequest():
+        host, request = profile.server_host, PlacementRequest((), f"profile={path}")
+    return server_notes(plan, host, request, profile, str(path), plan.num_ranks > size)
 
 
 def server_notes(
-    plan: Plan, host: str | None, wanted: Wanted, profile: Profile | None, path: str, shared: bool
+    plan: Plan, host: str | None, request: PlacementRequest, profile: Profile | None, path: str, shared: bool
 ) -> tuple[str, ...]:
     """How many workers there are beside a server or coordinator, where that is, and what has decided it."""
     if plan.num_ranks == plan.num_workers:
         return ()
-    who = role(plan, plan.num_workers).partition(" (")[0]
+    who = role_name(plan, plan.num_workers).partition(" (")[0]
     count = f"the job is {pluralize(plan.num_workers, 'worker', 'workers')} and {who.replace('the', 'a', 1)}"
-    return count, server_note(who, host, wanted, profile, path, shared)
+    return count, server_note(who, host, request, profile, path, shared)
 
 
-def check_interfaces(came: tuple[Hello, ...]) -> None:
+def check_interfaces(hellos: tuple[Hello, ...]) -> None:
     """Raises UsageError where one is set to use loopback, and others are on other machines."""
-    for peer in came:
-        there = next((other for other in came if other.machine != peer.machine), None)
+    for peer in hellos:
+        there = next((other for other in hellos if other.machine != peer.machine), None)
         if there and peer.interface_by and peer.address and interface.is_loopback(peer.address):
             raise UsageError(
                 f"{peer.interface_by} of rank {peer.rank} on {peer.host} names loopback, and rank {there.rank} is on "
@@ -140,26 +156,28 @@ def check_interfaces(came: tuple[Hello, ...]) -> None:
             )
 
 
-def met(job: Membership, own: Hello, text: str, timeout_s: float) -> tuple[Sealed, tuple[Hello, ...]]:
+def meet_processes(
+    job: JobMembership, own: Hello, text: str, timeout_s: float
+) -> tuple[AuthenticatedStore, tuple[Hello, ...]]:
     """The job's store, and what everybody says in it."""
 
-    def meet() -> tuple[Sealed, tuple[Hello, ...]]:
-        store = connect(job, timeout_s)
+    def meet() -> tuple[AuthenticatedStore, tuple[Hello, ...]]:
+        store = connect_store(job, timeout_s)
         try:
-            publish(store, own, text)
-            return store, gathered(store, job, timeout_s)
+            publish_hello(store, own, text)
+            return store, gather_hellos(store, job, timeout_s)
         except AshlError:
-            leave(store, job)
+            leave_job(store, job)
             raise
 
     late = f"the master {job.host}:{job.port} does not answer as a job's store does; is another program using the port?"
-    return within(2 * timeout_s + PATIENCE_S, meet, late)
+    return call_within(2 * timeout_s + PATIENCE_S, meet, late)
 
 
-def within(limit_s: float, act: Callable[[], T], late: str) -> T:
+def call_within(limit_s: float, act: Callable[[], T], late: str) -> T:
     """What `act` returns or raises. What the store does cannot be interrupted, so that another thread waits for it.
     Raises AshlError where it takes longer."""
-    awake = watch.Awake()
+    awake = watchdog.AwakeTime()
     outcome = watched(act, lambda: awake.passed_s() > limit_s)
     if outcome is None:
         raise AshlError(late)
@@ -167,40 +185,40 @@ def within(limit_s: float, act: Callable[[], T], late: str) -> T:
 
 
 @contextmanager
-def waited_for(plan: Plan, seat: Seat | None) -> Generator[None]:
+def aborting_job_on_error(plan: Plan, assignment: ProcessAssignment | None) -> Generator[None]:
     """What keeps the process of rank 0 from beginning, once all have met, is reported to the others."""
     try:
         yield
     except AshlError as error:
-        if seat is not None:
-            call_off(plan, seat, End(error.exit_code, plain(str(error))))
+        if assignment is not None:
+            abort_job(plan, assignment, End(error.exit_code, plain(str(error))))
         raise
 
 
-def call_off(plan: Plan, seat: Seat, end: End) -> None:
+def abort_job(plan: Plan, assignment: ProcessAssignment, end: End) -> None:
     """All have met, and the run does not begin."""
-    desk = Desk(seat.store.another(), plan.num_ranks, plan.num_params)
-    desk.close(end, here=[place.rank for place in (seat.place, *seat.beside)])
-    leave(seat.store, seat.job)
+    channel = ControlChannel(assignment.store.another(), plan.num_ranks, plan.num_params)
+    channel.close(end, here=[settings.rank for settings in (assignment.settings, *assignment.colocated)])
+    leave_job(assignment.store, assignment.job)
 
 
 @contextmanager
-def telling(job: Membership | None) -> Generator[None]:
+def reporting_error_to_job(job: JobMembership | None) -> Generator[None]:
     """What keeps this process from taking part is reported to the others, who would wait for it."""
     try:
         yield
     except AshlError as error:
         if job is not None:
             with suppress(AshlError):
-                met(job, hello(job, error=plain(str(error)), exit_code=error.exit_code), "", PATIENCE_S)
+                meet_processes(job, make_hello(job, error=plain(str(error)), exit_code=error.exit_code), "", PATIENCE_S)
         raise
 
 
-def secret_of(job: Membership) -> Secret:
+def job_secret(job: JobMembership) -> Secret:
     return shared_secret(job.port, os.environ.get("TORCHELASTIC_RUN_ID", ""), job.attempt)
 
 
-def connect(job: Membership, timeout_s: float) -> Sealed:
+def connect_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:
     """The job's store. Raises AshlError where its port is taken, or nobody answers there in time."""
     master = job.rank == 0 and not job.agent_store
     if not master:
@@ -219,10 +237,10 @@ def connect(job: Membership, timeout_s: float) -> Sealed:
             "program using the port?"
         ) from error
     store.set_timeout(NEVER)
-    return Sealed(store, secret_of(job))
+    return AuthenticatedStore(store, job_secret(job))
 
 
-def await_master(job: Membership, timeout_s: float) -> None:
+def await_master(job: JobMembership, timeout_s: float) -> None:
     """Wait until something listens there."""
     end = time.monotonic() + timeout_s
     while True:
@@ -240,34 +258,46 @@ def await_master(job: Membership, timeout_s: float) -> None:
         time.sleep(3 * POLL_S)
 
 
-def join(
-    plan: Plan, run_dir: Path, monitor: Monitor, seat: Seat, savings: Savings, saved: Saved | None = None
+def run_as_controller(
+    plan: Plan,
+    run_dir: Path,
+    monitor: Monitor,
+    assignment: ProcessAssignment,
+    checkpoint_manager: CheckpointManager,
+    saved: Checkpoint | None = None,
 ) -> dict | None:
     """The process of rank 0 of the job: its rank of the plan is a child, so that evaluating snapshots and writing
     records never hold it up, and so is a server that has no process of its own. Where ranks keep their parts of
     checkpoints, the others are given theirs of the one that counts, as this process alone has the run folder. See
-    `conduct`."""
-    places = [
-        place._replace(run_dir=str(run_dir), rounds=monitor.rounds, log=True) for place in (seat.place, *seat.beside)
+    `run_controller`."""
+    rank_settings = [
+        settings._replace(run_dir=str(run_dir), rounds=monitor.rounds, log=True)
+        for settings in (assignment.settings, *assignment.colocated)
     ]
     if saved is not None:
-        places = [place._replace(saved=str(saved.folder), since_ns=saved.time_ns) for place in places]
-    for rank in set(range(plan.num_ranks)) - {place.rank for place in places} if seat.place.keeps else ():
-        give(seat.store, rank, saved)
-    return conduct(plan, run_dir, monitor, seat.store.another(), places, savings)
+        rank_settings = [
+            settings._replace(saved=str(saved.folder), since_ns=saved.time_ns) for settings in rank_settings
+        ]
+    for rank in (
+        set(range(plan.num_ranks)) - {settings.rank for settings in rank_settings}
+        if assignment.settings.saves_checkpoints
+        else ()
+    ):
+        send_restore_point(assignment.store, rank, saved)
+    return run_controller(plan, run_dir, monitor, assignment.store.another(), rank_settings, checkpoint_manager)
 
 
-def take_part(plan: Plan, seat: Seat) -> int:
+def run_as_rank(plan: Plan, assignment: ProcessAssignment) -> int:
     """Any other process of the job: it plays its rank here; returns the exit code. Where the run goes on without it,
     that is no failure to torchrun, which would end all others."""
 
-    def dropped(end: End) -> NoReturn:
-        watch.leave(end._replace(code=0) if seat.job.agent_store else end)
+    def exit_evicted(end: End) -> NoReturn:
+        watchdog.exit_process(end._replace(code=0) if assignment.job.agent_store else end)
 
-    return play(seat.place, plan.to_json(), dropped).code
+    return run_rank(assignment.settings, plan.to_json(), exit_evicted).code
 
 
-def leave(store: Sealed, job: Membership) -> None:
+def leave_job(store: AuthenticatedStore, job: JobMembership) -> None:
     """Whoever keeps the store outlives the others' last question to it."""
     store.set(f"out/{job.rank}", "1")
     if job.rank != 0 or job.agent_store:

@@ -22,17 +22,17 @@ from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import admits_rejoin, survives_failure
 from ashl.planning.device import device_of, gpu_index, one_each
-from ashl.run.attendance import Attendance, attend
-from ashl.run.checkpoints import Saved, Savings
-from ashl.run.desk import Desk
-from ashl.run.doors import opened
+from ashl.run.authenticated_store import AuthenticatedStore, new_secret
+from ashl.run.checkpoints import Checkpoint, CheckpointManager
+from ashl.run.control_channel import ControlChannel
 from ashl.run.handshake import publish_fingerprint
 from ashl.run.interface import LOOPBACK, Chosen, check_loopback, named
-from ashl.run.mean_model import held_by
+from ashl.run.join_endpoint import publish_join_endpoint
+from ashl.run.mean_model import shard_sizes
 from ashl.run.monitor import Monitor
-from ashl.run.rank import Place, play_in_child
-from ashl.run.sealed import Sealed, new_secret
-from ashl.run.watch import INTERRUPTS
+from ashl.run.rank import RankSettings, run_rank_in_child
+from ashl.run.supervisor import LivenessMonitor, supervise
+from ashl.run.watchdog import INTERRUPTS
 from ashl.runtime.news import End
 from ashl.runtime.plane import NEVER
 
@@ -40,7 +40,7 @@ SHORT = "/tmp"
 SOCKET_FOLDER_BYTES = 70  # the path of a socket has at most 107, of which multiprocessing's own names take 32
 
 
-def check(plan: Plan, runtime: Any) -> None:
+def check_local(plan: Plan, runtime: Any) -> None:
     """Raises UsageError where the ranks cannot be started here as they are asked for."""
     check_loopback("runtime=local")
     named(runtime.interface)
@@ -58,8 +58,10 @@ def devices_of(plan: Plan, runtime: Any) -> list[str]:
     return [device_of(runtime, rank) for rank in range(plan.num_ranks)]
 
 
-def launch(plan: Plan, run_dir: Path, monitor: Monitor, savings: Savings, saved: Saved | None = None) -> dict | None:
-    """All ranks on this machine, as they were saved or from the beginning; see `conduct`."""
+def launch(
+    plan: Plan, run_dir: Path, monitor: Monitor, checkpoint_manager: CheckpointManager, saved: Checkpoint | None = None
+) -> dict | None:
+    """All ranks on this machine, as they were saved or from the beginning; see `run_controller`."""
     runtime = monitor.job.parts.runtime
     through = named(runtime.interface) or Chosen(LOOPBACK, "127.0.0.1")
     listener = socket.create_server(("127.0.0.1", 0))
@@ -68,32 +70,41 @@ def launch(plan: Plan, run_dir: Path, monitor: Monitor, savings: Savings, saved:
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=NEVER, master_listen_fd=listener.detach()
     )
     secret = new_secret()
-    place = Place(0, "127.0.0.1", port, secret, platform.node(), str(run_dir), monitor.rounds, True, through)
-    place = place._replace(keeps=savings.every_s is not None)
+    settings = RankSettings(0, "127.0.0.1", port, secret, platform.node(), str(run_dir), monitor.rounds, True, through)
+    settings = settings._replace(saves_checkpoints=checkpoint_manager.every_s is not None)
     devices = devices_of(plan, runtime)
     apart = one_each([*map(gpu_index, devices)], runtime)
     if saved is not None:
-        place = place._replace(saved=str(saved.folder), since_ns=saved.time_ns)
-    places = [place._replace(rank=rank, device=device, one_each=apart) for rank, device in enumerate(devices)]
-    with opened(run_dir, "127.0.0.1", port, secret):
-        return conduct(plan, run_dir, monitor, Sealed(store, secret), places, savings)
+        settings = settings._replace(saved=str(saved.folder), since_ns=saved.time_ns)
+    rank_settings = [settings._replace(rank=rank, device=device, one_each=apart) for rank, device in enumerate(devices)]
+    with publish_join_endpoint(run_dir, "127.0.0.1", port, secret):
+        return run_controller(
+            plan, run_dir, monitor, AuthenticatedStore(store, secret), rank_settings, checkpoint_manager
+        )
 
 
-def conduct(
-    plan: Plan, run_dir: Path, monitor: Monitor, store: Sealed, places: Sequence[Place], savings: Savings
+def run_controller(
+    plan: Plan,
+    run_dir: Path,
+    monitor: Monitor,
+    store: AuthenticatedStore,
+    rank_settings: Sequence[RankSettings],
+    checkpoint_manager: CheckpointManager,
 ) -> dict | None:
     """Start these ranks here and attend to all ranks, until they have left; returns how well the pace was kept, None
     where somebody was interrupted and would not leave. Raises AshlError naming the rank that failed. However it ends,
     every process of the job is notified."""
     monitor.states_travel = True
     publish_fingerprint(store, monitor.job.learner.fingerprint())
-    desk = Desk(store, plan.num_ranks, plan.num_params, held_by(monitor.job.stages[0]))
+    channel = ControlChannel(store, plan.num_ranks, plan.num_params, shard_sizes(monitor.job.stages[0]))
     end, processes = End(130), dict[int, BaseProcess]()
     try:
-        with children(plan, places) as (processes, start):
-            parts, by_rank = monitor.job.parts, {place.rank: place for place in places}
-            seen = Attendance(plan, desk, processes, by_rank, start, survives_failure(parts), admits_rejoin(parts))
-            pace = attend(seen, run_dir, monitor, savings)
+        with rank_processes(plan, rank_settings) as (processes, start):
+            parts, by_rank = monitor.job.parts, {settings.rank: settings for settings in rank_settings}
+            seen = LivenessMonitor(
+                plan, channel, processes, by_rank, start, survives_failure(parts), admits_rejoin(parts)
+            )
+            pace = supervise(seen, run_dir, monitor, checkpoint_manager)
         if pace is not None:
             end = End(0)
         return pace
@@ -101,25 +112,25 @@ def conduct(
         end = End(1, plain(str(error)))
         raise
     finally:
-        desk.close(end, processes)
-        monitor.refused = desk.refused
+        channel.close(end, processes)
+        monitor.refused = channel.refused
 
 
 @contextmanager
-def children(
-    plan: Plan, places: Sequence[Place]
+def rank_processes(
+    plan: Plan, rank_settings: Sequence[RankSettings]
 ) -> Generator[tuple[dict[int, BaseProcess], Callable[[int, int], None]]]:
     """Processes for these ranks, and how a rank gets one in another life; whatever happens, none is left behind."""
     context: Any = mp.get_context("spawn" if torch.cuda.is_initialized() else "forkserver")
-    by_rank = {place.rank: place for place in places}
+    by_rank = {settings.rank: settings for settings in rank_settings}
     processes: dict[int, BaseProcess] = {}
-    everybody: list[BaseProcess] = []
+    all_processes: list[BaseProcess] = []
 
-    def start(rank: int, life: int) -> None:
-        place = by_rank[rank]._replace(life=life)
-        process = context.Process(target=play_in_child, args=(place, plan.to_json()), name=f"rank{rank}")
-        everybody.append(process)
-        with allowed_children():
+    def start(rank: int, incarnation: int) -> None:
+        settings = by_rank[rank]._replace(incarnation=incarnation)
+        process = context.Process(target=run_rank_in_child, args=(settings, plan.to_json()), name=f"rank{rank}")
+        all_processes.append(process)
+        with allow_children():
             process.start()
         processes[rank] = process
 
@@ -129,10 +140,10 @@ def children(
             start(rank, 0)
         yield processes, start
     finally:
-        for process in everybody:
+        for process in all_processes:
             if process.pid is not None and process.is_alive():
                 process.kill()
-        for process in everybody:
+        for process in all_processes:
             if process.pid is not None:
                 process.join()
 
@@ -189,7 +200,7 @@ def shorten_socket_paths() -> None:
 
 
 @contextmanager
-def allowed_children() -> Generator[None]:
+def allow_children() -> Generator[None]:
     """Let this process start others, also where it is a daemonic one of multiprocessing's: what it starts ends with
     it (`ashl.run.rank.die_with_parent`)."""
     process = mp.current_process()

@@ -20,7 +20,7 @@ from ashl.size_only import SizeOnly, Vector
 from ashl.stage.stage import Stage
 
 
-class Whole(NamedTuple):
+class EvaluatedModel(NamedTuple):
     """What one evaluation is made of. `distance`: of the models from their mean, where each worker has its own."""
 
     snapshot: Snapshot  # with the counts
@@ -56,7 +56,7 @@ class ModelSet:
     _gone: set[int] = field(default_factory=set)  # workers that are lost now
     _without: dict[int | None, set[int]] = field(default_factory=dict)  # ... and of whom nothing will come
 
-    def add(self, snapshot: Snapshot, params: Vector | None) -> Whole | None:
+    def add(self, snapshot: Snapshot, params: Vector | None) -> EvaluatedModel | None:
         """The whole once all have come: with the counts and the latest time."""
         tick, rank = snapshot.tick, snapshot.rank
         parts = self._parts.setdefault(tick, {})
@@ -67,7 +67,7 @@ class ModelSet:
         self._without.setdefault(tick, set(self._gone)).update(snapshot.without)
         return self._whole(tick)
 
-    def lose(self, rank: int) -> list[Whole]:
+    def lose(self, rank: int) -> list[EvaluatedModel]:
         """A worker is lost; what is whole without it. Of pieces no worker has any."""
         if self.pieces:
             return []
@@ -76,15 +76,15 @@ class ModelSet:
             without.add(rank)
         return [whole for tick in [*self._parts] if (whole := self._whole(tick))]
 
-    def come(self, rank: int) -> None:
+    def restore_worker(self, rank: int) -> None:
         """A worker is back."""
         self._gone.discard(rank)
 
-    def under_way(self, merges: int) -> bool:
+    def has_pending(self, merges: int) -> bool:
         """Of pieces: whether some are still to come of a model after at most so many merges."""
         return self.pieces and any(tick is not None and tick <= merges for tick in self._parts)
 
-    def forget(self) -> None:
+    def discard_pending(self) -> None:
         """What has not come yet will not."""
         self._parts.clear()
         self._without.clear()
@@ -93,7 +93,7 @@ class ModelSet:
         del self._parts[tick]
         del self._without[tick]
 
-    def _whole(self, tick: int | None) -> Whole | None:
+    def _whole(self, tick: int | None) -> EvaluatedModel | None:
         parts, without = self._parts[tick], self._without[tick]
         models = [model for _, (_, model) in sorted(parts.items()) if model is not None]
         home = next((part for part, _ in parts.values() if part.counts is not None), None)
@@ -102,17 +102,17 @@ class ModelSet:
         self._forget(tick)
         time_ns = home.time_ns if tick is None else max(part.time_ns for part, _ in parts.values())
         found = (together(models), None) if self.pieces else mean_of(models)
-        return Whole(home._replace(time_ns=time_ns), *found)
+        return EvaluatedModel(home._replace(time_ns=time_ns), *found)
 
 
-def held_by(stage: Stage) -> dict[int, int]:
+def shard_sizes(stage: Stage) -> dict[int, int]:
     """How many parameters each server has, where each holds a piece of the model."""
     if stage.topology.servers == 1:
         return {}
     return {stage.server + k: held.size for k, held in enumerate(stage.fragments)}
 
 
-def models_of(stage: Stage) -> ModelSet | None:
+def make_model_set(stage: Stage) -> ModelSet | None:
     """What puts a stage's evaluations together, where no rank has all of the model."""
     if stage.topology.servers > 1:
         return ModelSet(stage.topology.servers, pieces=True)

@@ -16,10 +16,10 @@ from ashl.plan.profile import Profile
 from ashl.planner.assignment import assignment_of
 from ashl.planning.instantiate import Job
 from ashl.run import weights
+from ashl.run.compression_metrics import Health
 from ashl.run.divergence import why_diverged
 from ashl.run.evaluation import Evaluation, Target, best_of, is_out_of_patience, scores_of
-from ashl.run.health import Health
-from ashl.run.mean_model import ModelSet, Whole, models_of
+from ashl.run.mean_model import EvaluatedModel, ModelSet, make_model_set
 from ashl.run.metrics import Waited, metrics_line, values_of
 from ashl.run.view import view
 from ashl.runtime.records import (
@@ -51,17 +51,17 @@ from ashl.tracking.recorder import Recorder
 
 
 @dataclass
-class Absence:
+class Outage:
     """A worker that was lost: when, why, and when it was back."""
 
     worker: int
     time_ns: int
     why: str
-    back_ns: int | None = None
+    rejoined_ns: int | None = None
 
 
 @dataclass
-class Books:
+class MonitorState:
     """What the monitor knows of a run, and a checkpoint keeps."""
 
     health: Health
@@ -73,7 +73,7 @@ class Books:
     stages: list[StageEnd] = field(default_factory=list)
     best: Tensor | None = None  # the model of the best evaluation
     best_state: Any = None  # ... and what forward passes had changed beside its parameters
-    absences: list[Absence] = field(default_factory=list)  # in the order in which they began
+    outages: list[Outage] = field(default_factory=list)  # in the order in which they began
     borders: list[dict[int, dict[str, int]]] = field(default_factory=list)  # by stage that gave way, by worker: totals
 
     @property
@@ -94,7 +94,7 @@ class Monitor:
     ) -> None:
         self.plan, self.job, self.recorder, self.progress = plan, job, recorder, progress
         self.rounds, self.weights = rounds, weights
-        self.books = Books(Health(4 * plan.num_params), models_of(job.stages[0]))
+        self.run_state = MonitorState(Health(4 * plan.num_params), make_model_set(job.stages[0]))
         self.beats: dict[int, Beat] = {}
         self.read_beats: Callable[[], list[Beat]] | None = None  # in virtual time: ask the nodes
         self.ledgers: dict[int, LedgerTotals] = {}
@@ -103,27 +103,27 @@ class Monitor:
         self.not_finite: str | None = None  # what was no number before any loss was
         self.sha256: str | None = None
         self.states_travel = False  # whether workers send what their modules keep, the last after their last model
-        self._waiting: Whole | None = None  # the last model, until they have
+        self._waiting: EvaluatedModel | None = None  # the last model, until they have
         self.refused = 0  # messages that came to a real run and were not of it
         self._started = time.monotonic()
         self._state_host_s: float | None = None  # in the latest `state`
 
     @property
     def stopping(self) -> str | None:
-        return self.books.stopping
+        return self.run_state.stopping
 
     @stopping.setter
     def stopping(self, reason: str | None) -> None:
-        self.books.stopping = reason
+        self.run_state.stopping = reason
 
     @property
     def scores(self) -> dict[str, float | None] | None:
-        return self.books.scores
+        return self.run_state.scores
 
     @property
-    def absent(self) -> dict[int, Absence]:
+    def current_outages(self) -> dict[int, Outage]:
         """Who is gone now."""
-        return {absence.worker: absence for absence in self.books.absences if absence.back_ns is None}
+        return {absence.worker: absence for absence in self.run_state.outages if absence.rejoined_ns is None}
 
     @property
     def host_s(self) -> float:
@@ -133,21 +133,23 @@ class Monitor:
         """What a checkpoint keeps of it."""
         self._state_host_s = self.host_s
         constants = self.job.learner.constants()
-        known = {"plan": self.plan.to_json(), "host_s": self._state_host_s, "books": self.books}
+        known = {"plan": self.plan.to_json(), "host_s": self._state_host_s, "books": self.run_state}
         return known | {"constants": constants}
 
-    def go_on(self, state: dict[str, Any]) -> None:
+    def resume_from(self, state: dict[str, Any]) -> None:
         """Take up what a checkpoint has kept; when the run ends, and where it runs, is as of now."""
         now = self.plan
         before = Plan.from_json(state["plan"])
         self.plan = replace(before, limits=now.limits, runtime=now.runtime, choices=now.choices, notes=now.notes)
         if state["host_s"] != self._state_host_s:  # its own state, read back, holds nothing from before it
             self._started -= state["host_s"]
-        self.books = state["books"]
+        self.run_state = state["books"]
         self.job.learner.set_constants(state["constants"])
         self.job.learner.set_constants(state["constants"])
-        if self.books.best is not None:
-            self.save(BEST, self.books.best, self.books.best_state)  # what came after the checkpoint has not been
+        if self.run_state.best is not None:
+            self.save(
+                BEST, self.run_state.best, self.run_state.best_state
+            )  # what came after the checkpoint has not been
 
     def emit(self, record: Record) -> None:
         """A record from a rank."""
@@ -159,44 +161,46 @@ class Monitor:
             case Placed():
                 self.hosts[record.rank] = record
             case Lost(rank, time_ns, why):
-                self.books.absences.append(Absence(rank, time_ns, why))
-                self.say(f"worker {rank} failed at {seconds(time_ns / 1e9)} ({why}); the run continues without it")
+                self.run_state.outages.append(Outage(rank, time_ns, why))
+                self.show_line(
+                    f"worker {rank} failed at {seconds(time_ns / 1e9)} ({why}); the run continues without it"
+                )
                 self.recorder.event(as_event(record))
-                for whole in self.books.parts.lose(rank) if self.books.parts else ():
+                for whole in self.run_state.parts.lose(rank) if self.run_state.parts else ():
                     self.evaluate(whole)
             case Joined(rank, time_ns):
-                self.absent[rank].back_ns = time_ns
-                self.say(f"worker {rank} rejoined at {seconds(time_ns / 1e9)}")
-                if self.books.parts:
-                    self.books.parts.come(rank)
+                self.current_outages[rank].rejoined_ns = time_ns
+                self.show_line(f"worker {rank} rejoined at {seconds(time_ns / 1e9)}")
+                if self.run_state.parts:
+                    self.run_state.parts.restore_worker(rank)
                 self.recorder.event(as_event(record))
             case LedgerTotals():
                 self.ledgers[record.rank] = record
-            case StageEnd() if record.stage < self.books.ended:
+            case StageEnd() if record.stage < self.run_state.ended:
                 pass  # from who stands in for a home rank that was lost after it had reported to us, and to nobody else
             case StageEnd():
-                self.books.stages.append(record)
+                self.run_state.stages.append(record)
                 self.recorder.event(as_event(record))
             case Border(rank, stage, totals_ns):
-                while len(self.books.borders) <= stage:
-                    self.books.borders.append({})
-                self.books.borders[stage][rank] = totals_ns
+                while len(self.run_state.borders) <= stage:
+                    self.run_state.borders.append({})
+                self.run_state.borders[stage][rank] = totals_ns
             case HealthReport():
-                self.books.health.add(record)
+                self.run_state.health.add(record)
             case NotFinite(_, where, number):
                 self.not_finite = self.not_finite or f"{where} is not finite in its round {number + 1}"
             case ProfileMeasured(_, profile):
-                self.recorder.document("profile.json", self.measured_where(profile))
+                self.recorder.document("profile.json", self.locate_profile(profile))
             case PlanMade(_, first, stages):
                 self.plan = replanned(self.plan, first, stages)
                 self.recorder.document("plan.json", self.plan.to_json())
 
-    def say(self, text: str) -> None:
+    def show_line(self, text: str) -> None:
         """Show a line at once. In virtual time, where many workers may fail in a second, the outcome tells it."""
         if self.read_beats is None:
             self.progress.say(text)
 
-    def measured_where(self, profile: str) -> str:
+    def locate_profile(self, profile: str) -> str:
         """A profile with the host and the device of each worker, and the server's host, where ranks reported them."""
         known = Profile.from_json(profile)
         workers = list(known.workers)
@@ -212,24 +216,24 @@ class Monitor:
         vector = to_host(vector) if isinstance(vector, Tensor) else vector
         if isinstance(record, UpdateShown):
             if isinstance(vector, Tensor):
-                self.books.health.update(record, vector, self.plan.num_workers)
-        elif self.books.parts is None:
-            self.evaluate(Whole(record, vector))
-        elif whole := self.books.parts.add(record, vector):
+                self.run_state.health.update(record, vector, self.plan.num_workers)
+        elif self.run_state.parts is None:
+            self.evaluate(EvaluatedModel(record, vector))
+        elif whole := self.run_state.parts.add(record, vector):
             self.evaluate(whole)
 
-    def take_state(self, rank: int, state: Any) -> None:
+    def set_module_state(self, rank: int, state: Any) -> None:
         """What forward passes have changed of a worker's module."""
         if state is not None:
             self.job.learner.set_worker_state(rank, state)
 
-    def settle(self) -> None:
+    def evaluate_pending(self) -> None:
         """All have said all: evaluate the last model, where that has waited for what the modules keep beside it."""
         whole, self._waiting, self.states_travel = self._waiting, None, False
         if whole is not None:
             self.evaluate(whole)
 
-    def evaluate(self, whole: Whole) -> None:
+    def evaluate(self, whole: EvaluatedModel) -> None:
         """Score one model; the last line of the metrics is left to `conclude`."""
         record, params, distance = whole
         counts = record.counts
@@ -241,7 +245,7 @@ class Monitor:
         if record.final and self.states_travel and self.job.learner.carries:
             self._waiting = whole
             return
-        last = self.books.evaluations[-1] if self.books.evaluations else None
+        last = self.run_state.evaluations[-1] if self.run_state.evaluations else None
         if record.final:
             self.sha256 = hashlib.sha256(params.numpy().tobytes()).hexdigest()
             self.save(FINAL, params)
@@ -250,18 +254,18 @@ class Monitor:
                 and not self.job.learner.carries
                 and (last.merges, last.consensus_distance) == (counts.merges, distance)
             ):
-                self.final = self.judged(counts, last, params)
+                self.final = self.with_divergence(counts, last, params)
                 return  # the model has not changed since the last evaluation
         found = self.score(params, record.time_ns / 1e9, counts.merges, distance)
         if record.final:
-            self.final = self.judged(counts, found, params)
-        hit = self.books.target.judge(self.plan.limits, found)
+            self.final = self.with_divergence(counts, found, params)
+        hit = self.run_state.target.judge(self.plan.limits, found)
         self.stopping = self.stopping or hit
-        if self.stopping is None and is_out_of_patience(self.plan.limits, self.books.evaluations):
+        if self.stopping is None and is_out_of_patience(self.plan.limits, self.run_state.evaluations):
             self.stopping = PATIENCE
         if not record.final:
             waited = [Waited(b.rank, b.totals_ns["wait"] / 1e9, b.bytes_up, b.bytes_down) for b in self.workers()]
-            self.recorder.metric(self.line(counts, found, found.time_s, waited))
+            self.recorder.metric(self.metrics_row(counts, found, found.time_s, waited))
 
     def score(self, params: Tensor, time_s: float, merges: int | None, distance: float | None = None) -> Evaluation:
         scores = self.job.learner.evaluate(params)
@@ -278,14 +282,14 @@ class Monitor:
             higher_is_better=self.job.parts.task.higher_is_better,
             consensus_distance=distance,
         )
-        self.books.evaluations.append(found)
-        self.books.scores = scores_of(self.books.evaluations)
-        if best_of(self.books.evaluations) is found:
-            self.books.best, self.books.best_state = params, self.job.learner.mean_state()
+        self.run_state.evaluations.append(found)
+        self.run_state.scores = scores_of(self.run_state.evaluations)
+        if best_of(self.run_state.evaluations) is found:
+            self.run_state.best, self.run_state.best_state = params, self.job.learner.mean_state()
             self.save(BEST, params)
         return found
 
-    def judged(self, counts: Counts, found: Evaluation, params: Tensor) -> Counts:
+    def with_divergence(self, counts: Counts, found: Evaluation, params: Tensor) -> Counts:
         """Return the last counts, with the reason if the run has diverged."""
         why = why_diverged(counts, found, params, self.job.learner, self.plan.num_workers)
         return counts._replace(diverged=why)
@@ -293,26 +297,28 @@ class Monitor:
     def shown_ns(self, merges: int) -> int | None:
         """When the last model after at most so many merges was shown, where servers show their pieces each for itself;
         None while some are still to come."""
-        parts = self.books.parts
+        parts = self.run_state.parts
         if parts is None or not parts.pieces:
             return 0
-        found = [one.time_s for one in self.books.evaluations if one.merges is not None and one.merges <= merges]
-        return None if parts.under_way(merges) else round(max(found, default=0.0) * 1e9)
+        found = [one.time_s for one in self.run_state.evaluations if one.merges is not None and one.merges <= merges]
+        return None if parts.has_pending(merges) else round(max(found, default=0.0) * 1e9)
 
     def save(self, name: str, params: Tensor, own: Any = None) -> None:
         """Leave a model in the run folder, where weights are wanted."""
         if self.weights:
             weights.write(self.recorder.run_dir / name, self.job.learner.state_dict(params, own))
 
-    def conclude(self, summary: Mapping[str, Any]) -> None:
+    def write_final_metrics(self, summary: Mapping[str, Any]) -> None:
         """The last line of metrics.jsonl, written once the ranks have accounted for what lies past the end: it agrees
         with the summary to the byte."""
-        if self.final is not None and self.books.evaluations and (time_s := summary["time_s"]):
+        if self.final is not None and self.run_state.evaluations and (time_s := summary["time_s"]):
             workers = [Waited(*(w[key] for key in Waited._fields)) for w in summary["workers"]]
-            self.recorder.metric(self.line(self.final, self.books.evaluations[-1], time_s, workers))
+            self.recorder.metric(self.metrics_row(self.final, self.run_state.evaluations[-1], time_s, workers))
 
-    def line(self, counts: Counts, found: Evaluation, time_s: float, workers: Sequence[Waited]) -> dict[str, Any]:
-        extra = self.books.health.metrics() | values_of(self.measures())
+    def metrics_row(
+        self, counts: Counts, found: Evaluation, time_s: float, workers: Sequence[Waited]
+    ) -> dict[str, Any]:
+        extra = self.run_state.health.metrics() | values_of(self.measures())
         if (hidden := self.hidden_share()) is not None:
             extra["perf/comm_hidden_share"] = hidden
         if own := self.own_metric(found):
@@ -345,17 +351,17 @@ class Monitor:
 
     def counts(self) -> Counts | None:
         """The latest counts of the home rank, or of the one that stands in for it."""
-        stages, beats = self.books.stages, sorted(self.beats.values(), key=lambda beat: beat.time_ns)
+        stages, beats = self.run_state.stages, sorted(self.beats.values(), key=lambda beat: beat.time_ns)
         latest = next((beat.counts for beat in reversed(beats) if beat.counts), None)
         return self.final or latest or (stages[-1].counts if stages else None)
 
-    def tick(self) -> None:
+    def draw_progress(self) -> None:
         """Draw the progress where it is due."""
         if self.progress.due(host_s := self.host_s):
-            workers, found = self.workers(), next(reversed(self.books.evaluations), None)
+            workers, found = self.workers(), next(reversed(self.run_state.evaluations), None)
             epoch = len(self.job.data.train)
             virtual = self.read_beats is not None
-            args = (self.plan, self.books.ended, self.counts(), workers, self.absent.keys(), epoch)
+            args = (self.plan, self.run_state.ended, self.counts(), workers, self.current_outages.keys(), epoch)
             self.progress.update(view(*args, found, found and self.own_metric(found), host_s, virtual))
 
 

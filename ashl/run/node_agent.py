@@ -29,34 +29,34 @@ STOP, KILL, PULSE = b"stop", b"kill", b""  # what the launcher says after its or
 STRANGE = ("TORCHELASTIC_", "OMPI_", "SLURM_", "PMI_")  # another starter's variables, which are not about this job
 
 
-class Voice:
+class OutputWriter:
     """What goes to the launcher, line by line, from any thread. Where nobody listens any longer, nothing is said."""
 
     def __init__(self, out: int) -> None:
         self.out, self.lock = out, threading.Lock()
 
-    def say(self, **what: object) -> None:
+    def write(self, **what: object) -> None:
         line = (json.dumps(what) + "\n").encode()
         with self.lock, suppress(OSError):
             while line:
                 line = line[os.write(self.out, line) :]
 
-    def pass_on(self, rank: int, kind: str, stream: IO[bytes]) -> None:
+    def forward(self, rank: int, kind: str, stream: IO[bytes]) -> None:
         for line in iter(lambda: stream.readline(MAX_LINE), b""):
-            self.say(rank=rank, **{kind: line.decode(errors="replace").rstrip("\r\n")})
+            self.write(rank=rank, **{kind: line.decode(errors="replace").rstrip("\r\n")})
 
 
-class Ear:
+class CommandReader:
     """What the launcher says."""
 
     def __init__(self, source: int) -> None:
         self.source, self.rest, self.over = source, b"", False
-        self.waiting: list[bytes] = []
+        self.pending: list[bytes] = []
         self.heard_at = time.monotonic()
 
     def lines(self, wait_s: float) -> list[bytes]:
         """The whole lines that come in this time."""
-        found, self.waiting = self.waiting, []
+        found, self.pending = self.pending, []
         if self.over:
             time.sleep(wait_s)
         elif select.select([self.source], [], [], wait_s)[0]:
@@ -66,21 +66,21 @@ class Ear:
             found += lines
         return found
 
-    def order(self) -> dict[str, Any] | None:
+    def read_order(self) -> dict[str, Any] | None:
         """The first line; None where the launcher goes without one."""
-        while not self.gone():
+        while not self.launcher_gone():
             if lines := self.lines(1.0):
-                first, *self.waiting = lines
+                first, *self.pending = lines
                 return json.loads(first)
         return None
 
-    def gone(self) -> bool:
+    def launcher_gone(self) -> bool:
         return self.over or time.monotonic() - self.heard_at > SILENCE_S
 
 
 class Rank(NamedTuple):
     process: subprocess.Popen[bytes]
-    speakers: tuple[threading.Thread, ...]
+    forwarders: tuple[threading.Thread, ...]
 
     def ended(self) -> bool:
         """Whether it has; then nothing is left of what it started, and all that it said is passed on."""
@@ -88,8 +88,8 @@ class Rank(NamedTuple):
             return False
         self.end(signal.SIGKILL)  # before it is waited for: until then nobody else's group can have its number
         self.process.wait()
-        for speaker in self.speakers:
-            speaker.join(1.0)
+        for forwarder in self.forwarders:
+            forwarder.join(1.0)
         return True
 
     def end(self, number: signal.Signals) -> None:
@@ -102,27 +102,27 @@ def main() -> int:
     """The exit code is that of the first rank that failed; 0 where none did."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the ranks inherit it, and are to hear of SIGINT
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
-    voice, ear = Voice(sys.stdout.fileno()), Ear(sys.stdin.fileno())
+        signal.signal(number, exit_on_signal)
+    writer, reader = OutputWriter(sys.stdout.fileno()), CommandReader(sys.stdin.fileno())
     where = os.environ.get("SSH_CONNECTION", "").split()
     seen_from, reached_at = (where[0], where[2]) if len(where) == 4 else (None, None)
     port = free_port(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
-    voice.say(ashl=__version__, port=port, reached_at=reached_at, seen_from=seen_from)
-    order = ear.order()
+    writer.write(ashl=__version__, port=port, reached_at=reached_at, seen_from=seen_from)
+    order = reader.read_order()
     running: dict[int, Rank] = {}
     try:
         if order is not None:
-            start(order, running, voice)
-        return attend(running, ear, voice)
+            start(order, running, writer)
+        return supervise_ranks(running, reader, writer)
     except OSError as error:
-        voice.say(failed=f"{error.strerror}: {error.filename}")
+        writer.write(failed=f"{error.strerror}: {error.filename}")
         return 1
     finally:
         for rank in running.values():
             rank.end(signal.SIGKILL)
 
 
-def leave(number: int, frame: object) -> None:
+def exit_on_signal(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
@@ -135,7 +135,7 @@ def free_port(asked: int) -> int | None:
         return None
 
 
-def start(order: Mapping[str, Any], running: dict[int, Rank], voice: Voice) -> None:
+def start(order: Mapping[str, Any], running: dict[int, Rank], writer: OutputWriter) -> None:
     """Each rank in a process group of its own."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(STRANGE)}
     for rank, env in order["ranks"]:
@@ -149,18 +149,18 @@ def start(order: Mapping[str, Any], running: dict[int, Rank], voice: Voice) -> N
             process_group=0,
         )
         streams = (("out", process.stdout), ("err", process.stderr))
-        speakers = tuple(threading.Thread(target=voice.pass_on, args=(rank, *s), daemon=True) for s in streams)
-        running[rank] = Rank(process, speakers)
-        for speaker in speakers:
-            speaker.start()
+        forwarders = tuple(threading.Thread(target=writer.forward, args=(rank, *s), daemon=True) for s in streams)
+        running[rank] = Rank(process, forwarders)
+        for forwarder in forwarders:
+            forwarder.start()
 
 
-def attend(running: dict[int, Rank], ear: Ear, voice: Voice) -> int:
+def supervise_ranks(running: dict[int, Rank], reader: CommandReader, writer: OutputWriter) -> int:
     """Until all have ended: as they like, or in order once the launcher wishes so, or is gone."""
     first_failure, ending_at = 0, None
     while running:
-        lines = ear.lines(POLL_S)
-        if ending_at is None and (STOP in lines or ear.gone()):
+        lines = reader.lines(POLL_S)
+        if ending_at is None and (STOP in lines or reader.launcher_gone()):
             ending_at = time.monotonic()
             for rank in running.values():
                 rank.end(signal.SIGINT)
@@ -170,7 +170,7 @@ def attend(running: dict[int, Rank], ear: Ear, voice: Voice) -> int:
         for number in [number for number, rank in running.items() if rank.ended()]:
             code = running.pop(number).process.returncode
             first_failure = first_failure or code
-            voice.say(rank=number, code=code)
+            writer.write(rank=number, code=code)
     return first_failure if first_failure >= 0 else 128 - first_failure
 
 

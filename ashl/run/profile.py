@@ -15,7 +15,7 @@ from ashl.planning.compile_plan import prepare_plan
 from ashl.planning.instantiate import declared_profile
 from ashl.planning.layer_group_costs import with_layer_group_costs
 from ashl.run.rank import step_here_s
-from ashl.run.train import folder, is_virtual, joined, run
+from ashl.run.train import detect_job, is_virtual, make_run_folder, run
 from ashl.tracking.forecast import forecast, show_profile
 from ashl.tracking.recorder import Recorder
 
@@ -41,7 +41,7 @@ def profile(
         known = read_profile(config["profile"]) if config["profile"] else None
         learner = Learner(parts.model, data, parts.task, seed=plan.seed)
         found = with_layer_group_costs(found, plan, learner, parts.cluster, known)
-        run_dir = folder({**config, "name": "profile"}, plan)
+        run_dir = make_run_folder({**config, "name": "profile"}, plan)
         recorder = Recorder(run_dir, "none")
         recorder.document("profile.json", found.to_json())
         recorder.leave()
@@ -83,7 +83,7 @@ def through_server(config: dict[str, Any], in_job: bool = False, codecs: Sequenc
     """The configuration of a run that measures: its links lead to a server, whatever the topology is. Raises UsageError
     where others have started the processes, and none for a server."""
     topology = config["choices"]["topology"]
-    if topology != "parameter_server" and (in_job or joined(config)[1]):
+    if topology != "parameter_server" and (in_job or detect_job(config)[1]):
         raise UsageError(
             f"`ashl profile` measures links to a server, for which a job with topology={topology} has no process; "
             "profile with topology=parameter_server and one process more, and train with profile=FILE"
@@ -104,5 +104,5 @@ def through_server(config: dict[str, Any], in_job: bool = False, codecs: Sequenc
 
 
 def world_size(config: dict[str, Any]) -> int | None:
-    job = joined(config)[1]
+    job = detect_job(config)[1]
     return job.world_size if job else None

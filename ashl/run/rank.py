@@ -36,14 +36,14 @@ from ashl.planning.compatibility import (
 from ashl.planning.device import device_of, use_device, uses_nccl
 from ashl.planning.instantiate import Parts, assemble, parts_of
 from ashl.planning.reduction_algorithm import nodes_of_workers
+from ashl.run.authenticated_store import AuthenticatedStore, Secret
+from ashl.run.checkpoint_upload import RestorePoint, await_restore_point, upload_checkpoint_part
 from ashl.run.handshake import compare_fingerprint
 from ashl.run.interface import Chosen, use
-from ashl.run.parts import Given, taken, through
+from ashl.run.membership_listener import MembershipListener
 from ashl.run.reporter import Reporter
-from ashl.run.roll import Roll
-from ashl.run.sealed import Sealed, Secret
 from ashl.run.streams import redirect
-from ashl.run.watch import ALONE, INTERRUPTS, Watch, handled, leave
+from ashl.run.watchdog import EXIT_CONTROLLER_SILENT, INTERRUPTS, Watchdog, exit_process, handle_signals
 from ashl.runtime import keeping
 from ashl.runtime.agreement import Agreement
 from ashl.runtime.effects import PeerLostError
@@ -69,11 +69,11 @@ BROKEN = (
     "connectFullMesh",
     "not connected",
 )  # gloo's words
-ORPHANED = 75  # exit code of a rank whose parent has died
-FAILED = 77  # ... of one that fails as its cluster says
+EXIT_ORPHANED = 75  # exit code of a rank whose parent has died
+EXIT_DECLARED_FAILURE = 77  # ... of one that fails as its cluster says
 
 
-class Place(NamedTuple):
+class RankSettings(NamedTuple):
     """Where a rank finds its job."""
 
     rank: int
@@ -87,18 +87,18 @@ class Place(NamedTuple):
     interface: Chosen | None = None  # of its messages; None = what gloo takes by itself
     device: str = HOST
     one_each: bool = False  # whether all ranks of the job have a GPU of their own
-    keeps: bool = False  # whether it keeps its part of checkpoints, in the run folder
+    saves_checkpoints: bool = False  # whether it keeps its part of checkpoints, in the run folder
     saved: str | None = None  # the folder of the checkpoint that it goes on from
     since_ns: int = 0  # ... and the moment
-    life: int = 0  # how often this rank has been lost before, and comes (back) while the others run
+    incarnation: int = 0  # how often this rank has been lost before, and comes (back) while the others run
 
 
-def play_in_child(place: Place, plan_json: str) -> None:
+def run_rank_in_child(settings: RankSettings, plan_json: str) -> None:
     """The whole of a rank's process: it logs to its own file, leaves interrupts to its parent and dies with it."""
     for number in INTERRUPTS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
-    leave(End(play(place, plan_json).code))  # no destructors: gloo's may hang when a peer is already gone
+    exit_process(End(run_rank(settings, plan_json).code))  # no destructors: gloo's may hang when a peer is already gone
 
 
 def die_with_parent() -> None:
@@ -110,15 +110,15 @@ def die_with_parent() -> None:
 
     def guard() -> None:
         wait([sentinel])
-        os._exit(ORPHANED)
+        os._exit(EXIT_ORPHANED)
 
     threading.Thread(target=guard, daemon=True, name="guard").start()
 
 
-def play(
-    place: Place,
+def run_rank(
+    settings: RankSettings,
     plan_json: str,
-    dropped: Callable[[End], NoReturn] = leave,
+    dropped: Callable[[End], NoReturn] = exit_process,
     say: Callable[[str], None] = lambda text: None,
 ) -> End:
     """Join the job, play this rank's part, leave; returns how it went. What goes wrong is reported to home. A rank that
@@ -126,50 +126,66 @@ def play(
     is what becomes of one without which the run has gone on; `say` tells who watches what it does."""
     plan = Plan.from_json(plan_json)
     timeout_s = plan.runtime["heartbeat_timeout_s"]
-    watch = Watch(timeout_s, f"{place.host}:{place.port}", place.home, ALONE if place.log else 1)
+    watchdog = Watchdog(
+        timeout_s, f"{settings.host}:{settings.port}", settings.home, EXIT_CONTROLLER_SILENT if settings.log else 1
+    )
     wait = timedelta(seconds=max(1.0, timeout_s))
-    store = Sealed(dist.TCPStore(place.host, place.port, is_master=False, timeout=wait), place.secret)
-    reporter = Reporter(store.another(), place.rank, place.rounds, watch, place.life)
-    reporter.dropped = dropped
-    if place.keeps and place.log:
-        reporter.keeper = Keeper(place.rank, partial(into_folder, Path(place.run_dir), place.rank), reporter.emit)
-    elif place.keeps:
-        reporter.keeper = Keeper(place.rank, partial(through, store.another(), place.rank), reporter.emit)
+    store = AuthenticatedStore(
+        dist.TCPStore(settings.host, settings.port, is_master=False, timeout=wait), settings.secret
+    )
+    reporter = Reporter(store.another(), settings.rank, settings.rounds, watchdog, settings.incarnation)
+    reporter.on_evicted = dropped
+    if settings.saves_checkpoints and settings.log:
+        reporter.keeper = Keeper(
+            settings.rank, partial(into_folder, Path(settings.run_dir), settings.rank), reporter.emit
+        )
+    elif settings.saves_checkpoints:
+        reporter.keeper = Keeper(
+            settings.rank, partial(upload_checkpoint_part, store.another(), settings.rank), reporter.emit
+        )
     try:
-        if place.log:
-            redirect(Path(place.run_dir) / f"rank{place.rank}.log")
-            asked: AbstractContextManager = nullcontext()
+        if settings.log:
+            redirect(Path(settings.run_dir) / f"rank{settings.rank}.log")
+            signals_handled: AbstractContextManager = nullcontext()
         else:
-            asked = handled(interrupt if place.life else lambda *_: reporter.emit(StopAsked(place.rank, "interrupted")))
-        with asked, own_faults(plan.allow_targets, AshlError):
-            part(place, plan, store, reporter, say)
-        reporter.emit(Left(place.rank))
+            signals_handled = handle_signals(
+                raise_interrupt
+                if settings.incarnation
+                else lambda *_: reporter.emit(StopAsked(settings.rank, "interrupted"))
+            )
+        with signals_handled, own_faults(plan.allow_targets, AshlError):
+            train_rank(settings, plan, store, reporter, say)
+        reporter.emit(Left(settings.rank))
         reporter.close()
-        end = End(0) if place.log else reporter.verdict() or End(1, "the job's store was gone before the run's end")
+        end = (
+            End(0)
+            if settings.log
+            else reporter.await_run_end() or End(1, "the job's store was gone before the run's end")
+        )
     except KeyboardInterrupt:
-        reporter.emit(Lost(place.rank, 0, "was interrupted"))
+        reporter.emit(Lost(settings.rank, 0, "was interrupted"))
         reporter.close()
-        leave(End(130))
+        exit_process(End(130))
     except Exception as error:
         sentence = str(error) if isinstance(error, AshlError) else f"{type(error).__name__}: {first_line(error)}"
-        consequence, blamed = blame(error)
-        reporter.emit(RankError(place.rank, sentence, consequence, blamed))
+        consequence, blamed = classify_error(error)
+        reporter.emit(RankError(settings.rank, sentence, consequence, blamed))
         reporter.close()
-        if place.log or not (consequence or isinstance(error, AshlError)):
+        if settings.log or not (consequence or isinstance(error, AshlError)):
             with suppress(OSError):  # its log may be on a full disk
                 traceback.print_exc()
-        if not place.log:
-            leave(reporter.verdict(VERDICT_S) or End(1, f"rank {place.rank}: {sentence}"))
+        if not settings.log:
+            exit_process(reporter.await_run_end(VERDICT_S) or End(1, f"rank {settings.rank}: {sentence}"))
         end = End(1, sentence)
-    watch.over()
+    watchdog.stop()
     return end
 
 
-def interrupt(number: int, frame: object) -> NoReturn:
+def raise_interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def blame(error: Exception) -> tuple[bool, int | None]:
+def classify_error(error: Exception) -> tuple[bool, int | None]:
     """Whether an error is but the consequence of another rank's end, and of whose, if that is known."""
     cause = error.__cause__ or error
     if isinstance(cause, PeerLostError):
@@ -177,113 +193,126 @@ def blame(error: Exception) -> tuple[bool, int | None]:
     return isinstance(cause, RuntimeError) and any(words in str(cause) for words in BROKEN), None
 
 
-def playable(
-    place: Place, plan: Plan, parts: Parts, store: Sealed, emit: Callable[[Record], None]
+def build_stages(
+    settings: RankSettings, plan: Plan, parts: Parts, store: AuthenticatedStore, emit: Callable[[Record], None]
 ) -> tuple[tuple[Stage, ...], Agreement | None]:
     """The stages as this rank plays them; where sums may lack a worker that is lost, its part in going on."""
-    stages = assemble(plan, place.device, parts).stages
-    if place.keeps or not survives_failure(parts):
+    stages = assemble(plan, settings.device, parts).stages
+    if settings.saves_checkpoints or not survives_failure(parts):
         return stages, None
     agreement = None
     if any(map(exchanges_by_collectives, parts.stages)):
-        agreement = Agreement(store, place.rank, stages[0].workers, emit, place.life)
+        agreement = Agreement(store, settings.rank, stages[0].workers, emit, settings.incarnation)
     return tuple(replace(stage, elastic=True) for stage in stages), agreement
 
 
-def given_to(place: Place, store: Sealed, over: Callable[[], bool]) -> Given | None:
+def find_restore_point(
+    settings: RankSettings, store: AuthenticatedStore, over: Callable[[], bool]
+) -> RestorePoint | None:
     """What this rank goes on from; None where the run is over before it has begun."""
-    if place.keeps and not place.log:
-        return taken(store, place.rank, over)
-    return Given(place.since_ns, None if place.saved is None else keeping.part_of(Path(place.saved), place.rank))
+    if settings.saves_checkpoints and not settings.log:
+        return await_restore_point(store, settings.rank, over)
+    return RestorePoint(
+        settings.since_ns, None if settings.saved is None else keeping.part_of(Path(settings.saved), settings.rank)
+    )
 
 
-def part(place: Place, plan: Plan, store: Sealed, reporter: Reporter, say: Callable[[str], None]) -> None:
+def train_rank(
+    settings: RankSettings, plan: Plan, store: AuthenticatedStore, reporter: Reporter, say: Callable[[str], None]
+) -> None:
     """Set up, run, leave."""
-    given = given_to(place, store, lambda: reporter.end is not None)
-    if given is None:
+    restore_point = find_restore_point(settings, store, lambda: reporter.end is not None)
+    if restore_point is None:
         return
     parts = parts_of(plan)
-    reporter.emit(Placed(place.rank, platform.node(), use_device(place.device), len(os.sched_getaffinity(0))))
+    reporter.emit(Placed(settings.rank, platform.node(), use_device(settings.device), len(os.sched_getaffinity(0))))
     torch.set_num_threads(parts.runtime.threads)
-    stages, agreement = playable(place, plan, parts, store, reporter.emit)
-    use(place.interface)
+    stages, agreement = build_stages(settings, plan, parts, store, reporter.emit)
+    use(settings.interface)
     stage = stages[0]
     assert isinstance(stage.trainer, Trainer)
     compare_fingerprint(store, stage.trainer.learner.fingerprint(), lambda: reporter.end is not None)
-    nccl = place.one_each and uses_nccl(parts.runtime, stage.topology, parts.cluster)
-    if not place.life:
+    nccl = settings.one_each and uses_nccl(parts.runtime, stage.topology, parts.cluster)
+    if not settings.incarnation:
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-        meet(backend, dist.PrefixStore("group", store), place.rank, plan.num_ranks)
-    peers, all_others = peers_of(stages, place.rank), hearing(stages, place.rank)
+        meet(backend, dist.PrefixStore("group", store), settings.rank, plan.num_ranks)
+    peers, all_others = peers_of(stages, settings.rank), hearing(stages, settings.rank)
     batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
     algorithm, exact = stage.topology.algorithm, parts.runtime.sums == "exact"
     nodes = nodes_of_workers(parts.cluster) if algorithm == "hierarchical" else None
     hierarchy = None if nodes is None else hierarchy_of(nodes)
     kernel = TorchKernel(
-        place.rank,
+        settings.rank,
         reporter,
-        lambda clock: Pace(parts.cluster, place.rank, batch, plan.seed, dense, clock, store, algorithm),
+        lambda clock: Pace(parts.cluster, settings.rank, batch, plan.seed, dense, clock, store, algorithm),
         peers=peers,
         max_bytes=max(stage.most_bytes for stage in stages),
         exact=exact,
-        groups={} if place.life else process_groups(stages, hierarchy),
-        device=place.device,
-        settle=None if place.device == HOST else torch.cuda.synchronize,
+        groups={} if settings.incarnation else process_groups(stages, hierarchy),
+        device=settings.device,
+        settle=None if settings.device == HOST else torch.cuda.synchronize,
         nccl=nccl,
         keeper=reporter.keeper,
         hierarchy=hierarchy,
         agreement=agreement,
-        bodies=granted_by_nccl(place.rank, stage.workers, stage.server, place.device)
+        bodies=granted_by_nccl(settings.rank, stage.workers, stage.server, settings.device)
         if nccl and stage.topology.has_server
         else None,
     )
-    kernel.ctx.life = place.life
+    kernel.ctx.life = settings.incarnation
     learner = stage.trainer.learner
     kernel.worker_states = learner
     saved, own = None, None
-    if given.file is not None:
-        known = keeping.read(given.file, ("ashl", *plan.allow_targets), place.device)
-        kernel.go_on(known, given.since_ns)
+    if restore_point.file is not None:
+        known = keeping.read(restore_point.file, ("ashl", *plan.allow_targets), settings.device)
+        kernel.go_on(known, restore_point.since_ns)
         saved, own = (known.stage, known.state), known.own
-    if place.rank < plan.num_workers:
-        warm_up(stage.trainer, place.rank)
-        learner.set_worker_state(place.rank, own)
+    if settings.rank < plan.num_workers:
+        warm_up(stage.trainer, settings.rank)
+        learner.set_worker_state(settings.rank, own)
         reporter.learner = learner
-    lives = dict.fromkeys(all_others, 0)
-    if place.life:
-        reporter.emit(Ready(place.rank))
-        entry = come_in(store, all_others, place.rank, place.life, lambda: reporter.news)
+    incarnations = dict.fromkeys(all_others, 0)
+    if settings.incarnation:
+        reporter.emit(Ready(settings.rank))
+        entry = come_in(store, all_others, settings.rank, settings.incarnation, lambda: reporter.news)
         if entry is None:
             return
         kernel.enter(entry)
-        lives |= entry.lives
-        reporter.emit(Joined(place.rank, kernel.now_ns))
+        incarnations |= entry.lives
+        reporter.emit(Joined(settings.rank, kernel.now_ns))
         say(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
-    roll = Roll(kernel, place.rank, place.life, lives, store, agreement)
-    reporter.heard, reporter.beat = roll.hear, kernel.heartbeat
+    listener = MembershipListener(kernel, settings.rank, settings.incarnation, incarnations, store, agreement)
+    reporter.on_update, reporter.make_heartbeat = listener.on_membership, kernel.heartbeat
     for event in parts.cluster.events if parts.cluster.fault_kinds else ():
-        late = place.life and event.time_s * 1e9 < kernel.now_ns
-        if event.fail and event.worker == place.rank and not late:
+        late = settings.incarnation and event.time_s * 1e9 < kernel.now_ns
+        if event.fail and event.worker == settings.rank and not late:
             threading.Thread(target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail").start()
     anew = saved is not None and (retransmits_on_resume(parts) or not runs_in_lockstep(parts, plan.num_workers))
-    kernel.run(partial(program, stages=stages, saved=saved, comes=anew or place.life > 0))
-    if place.rank < plan.num_workers and learner.carries:
-        reporter.show_last_state(learner.worker_state(place.rank))
+    kernel.run(partial(program, stages=stages, saved=saved, comes=anew or settings.incarnation > 0))
+    if settings.rank < plan.num_workers and learner.carries:
+        reporter.show_last_state(learner.worker_state(settings.rank))
     reporter.emit(kernel.pace.report())
-    leave_together(place, plan, store, kernel, roll, answers=stage.elastic or place.rank == stage.server)
+    leave_together(settings, plan, store, kernel, listener, answers=stage.elastic or settings.rank == stage.server)
 
 
-def leave_together(place: Place, plan: Plan, store: Sealed, kernel: TorchKernel, roll: Roll, answers: bool) -> None:
+def leave_together(
+    settings: RankSettings,
+    plan: Plan,
+    store: AuthenticatedStore,
+    kernel: TorchKernel,
+    listener: MembershipListener,
+    answers: bool,
+) -> None:
     """When all who are there are done, all say goodbye; whoever `answers` tells those who come until then that it is
     too late."""
     for rank in range(plan.num_ranks):
-        store.push(f"done/{rank}", place.rank, b"")
+        store.push(f"done/{rank}", settings.rank, b"")
     done: set[int] = set()
 
     def over() -> bool:
-        while item := store.pop(f"done/{place.rank}"):
+        while item := store.pop(f"done/{settings.rank}"):
             done.add(item[0])
-        return len(done | roll.away) == plan.num_ranks
+        return len(done | listener.failed_ranks) == plan.num_ranks
 
     if answers:
         kernel.linger(over)
@@ -296,7 +325,7 @@ def fail_at(kernel: TorchKernel, time_s: float) -> NoReturn:
     """End this process when its clock says so."""
     while not kernel.started or kernel.now_ns < time_s * 1e9:
         time.sleep(0.001)
-    os._exit(FAILED)
+    os._exit(EXIT_DECLARED_FAILURE)
 
 
 def process_groups(stages: Sequence[Stage], hierarchy: Hierarchy | None) -> dict[tuple[int, ...], dist.ProcessGroup]:

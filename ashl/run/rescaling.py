@@ -20,8 +20,8 @@ from ashl.plan.plan import Plan
 from ashl.planning.compatibility import check_other_worker_count
 from ashl.planning.instantiate import Job
 from ashl.run import checkpoints
-from ashl.run.checkpoints import ANEW, LOCKSTEP, STATE, VIRTUAL, Saved
-from ashl.run.health import Health
+from ashl.run.checkpoints import ANEW, LOCKSTEP, STATE, VIRTUAL, Checkpoint
+from ashl.run.compression_metrics import Health
 from ashl.run.monitor import Monitor
 from ashl.run.virtual import Saving
 from ashl.runtime import keeping
@@ -38,7 +38,7 @@ class Origin(NamedTuple):
     """What another run had come to: the checkpoint, the plan, where it stood, and what its nodes had counted."""
 
     run_dir: Path
-    saved: Saved
+    saved: Checkpoint
     plan: Plan
     stage: int
     state: Any  # that all agree on
@@ -97,7 +97,7 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     return Origin(run_dir, saved, before, stage, state, time_ns, nodes, drawn, own)
 
 
-def begin(origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> Saved:
+def begin(origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> Checkpoint:
     """The first checkpoint of the new run, with what its monitor knows by then. Raises AshlError where it cannot be
     written."""
     take_over(origin, plan, monitor)
@@ -130,11 +130,11 @@ def take_over(origin: Origin, plan: Plan, monitor: Monitor) -> None:
     """What home knew by then, and the lines of the metrics. Of a border that came right after that, nothing."""
     time_ns, n = origin.time_ns, plan.num_workers
     known = checkpoints.monitor_of(origin.saved._replace(how=LOCKSTEP, home_ns=time_ns), plan.limits)
-    books = known["books"]
-    books.health, books.absences = Health(4 * plan.num_params), []
-    books.stages = [end for end in books.stages if end.stage < origin.stage]
-    books.borders = [dict.fromkeys(range(n), mean([*of.values()])) for of in books.borders[: origin.stage]]
-    monitor.go_on({**known, "plan": plan.to_json()})
+    run_state = known["books"]
+    run_state.health, run_state.outages = Health(4 * plan.num_params), []
+    run_state.stages = [end for end in run_state.stages if end.stage < origin.stage]
+    run_state.borders = [dict.fromkeys(range(n), mean([*of.values()])) for of in run_state.borders[: origin.stage]]
+    monitor.resume_from({**known, "plan": plan.to_json()})
     try:
         lines = [line for line in jsonl.read(origin.run_dir / METRICS) if line["time_s"] * 1e9 <= time_ns + 1]
     except (OSError, ValueError, KeyError, TypeError) as error:

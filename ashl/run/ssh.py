@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from ashl import __version__
 from ashl.errors import AshlError, UsageError, plain
-from ashl.run.hosts import Host, Seats
+from ashl.run.hosts import Host, HostRanks
 from ashl.run.interface import LOCAL
 from ashl.run.node_agent import MAX_LINE
 
@@ -57,7 +57,7 @@ class Greeting(BaseModel):
 class Connection:
     """One ssh."""
 
-    share: Seats
+    share: HostRanks
     process: subprocess.Popen[bytes]
     stdin: IO[bytes]
     greeting: Greeting | None = None
@@ -91,7 +91,7 @@ class OutputLine(NamedTuple):
 Inbox = queue.SimpleQueue[OutputLine]
 
 
-class Wish:
+class InterruptRequest:
     """How often the user has asked that it end."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def command(where: Launch, host: Host, remote: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def connected(where: Launch, shares: Sequence[Seats]) -> Generator[tuple[list[Connection], Inbox]]:
+def connect_nodes(where: Launch, shares: Sequence[HostRanks]) -> Generator[tuple[list[Connection], Inbox]]:
     """An agent on every host, over ssh, in process groups of their own: a Ctrl-C here is not for them."""
     inbox: Inbox = queue.SimpleQueue()
     connections: list[Connection] = []
@@ -128,7 +128,7 @@ def connected(where: Launch, shares: Sequence[Seats]) -> Generator[tuple[list[Co
             assert process.stdin is not None
             connections.append(connection := Connection(share, process, process.stdin))
             for stream, error in ((process.stdout, False), (process.stderr, True)):
-                listener = threading.Thread(target=listen, args=(connection, stream, error, inbox), daemon=True)
+                listener = threading.Thread(target=read_stream, args=(connection, stream, error, inbox), daemon=True)
                 connection.listeners.append(listener)
                 listener.start()
         yield connections, inbox
@@ -149,7 +149,7 @@ def connected(where: Launch, shares: Sequence[Seats]) -> Generator[tuple[list[Co
                 listener.join(1.0)
 
 
-def listen(connection: Connection, stream: IO[bytes], error: bool, inbox: Inbox) -> None:
+def read_stream(connection: Connection, stream: IO[bytes], error: bool, inbox: Inbox) -> None:
     with stream:
         for line in iter(lambda: stream.readline(8 * MAX_LINE), b""):
             inbox.put(OutputLine(connection, line.decode(errors="replace").rstrip("\r\n"), error))
@@ -167,12 +167,14 @@ def next_line(inbox: Inbox, wait_s: float) -> OutputLine | None:
         return None
 
 
-def greeted(connections: Sequence[Connection], inbox: Inbox, wish: Wish, python: str) -> list[Greeting]:
+def await_greetings(
+    connections: Sequence[Connection], inbox: Inbox, interrupt: InterruptRequest, python: str
+) -> list[Greeting]:
     """What each has said as it began; none where the user does not wait for it. Raises AshlError naming all hosts that
     cannot take part."""
     end = time.monotonic() + GREETING_S
     while any(c.open and c.greeting is None for c in connections) and time.monotonic() < end:
-        if wish.times:
+        if interrupt.times:
             return []
         if (found := next_line(inbox, 0.1)) is None:
             continue
@@ -188,14 +190,14 @@ def greeted(connections: Sequence[Connection], inbox: Inbox, wish: Wish, python:
                 connection.words.append(line)
     faults: dict[str, list[str]] = {}
     for connection in connections:
-        if text := fault(connection, python):
+        if text := explain_fault(connection, python):
             faults.setdefault(text, []).append(connection.name)
     if faults:
         raise AshlError("; ".join(f"{', '.join(names)} {text}" for text, names in faults.items()) + ".")
     return [connection.greeting for connection in connections if connection.greeting]
 
 
-def fault(connection: Connection, python: str) -> str:
+def explain_fault(connection: Connection, python: str) -> str:
     """Why this host cannot take part, as said of it; "" where it can."""
     if (greeting := connection.greeting) is not None:
         same = greeting.ashl == __version__

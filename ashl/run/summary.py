@@ -7,7 +7,7 @@ from typing import Any
 
 from ashl.run.evaluation import Evaluation, best_of
 from ashl.run.metrics import summed_up
-from ashl.run.monitor import Absence, Monitor
+from ashl.run.monitor import Monitor, Outage
 from ashl.runtime.ledger import KINDS
 from ashl.runtime.records import Beat, Counts, LedgerTotals
 from ashl.task.contract import recorded_name
@@ -35,20 +35,20 @@ def settled(totals_ns: dict[str, int], time_ns: int, absent: bool) -> dict[str, 
 
 def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: dict | None = None) -> dict:
     """The outcome as one flat record (docs/outcome.md explains its keys)."""
-    plan, n, books = monitor.plan, monitor.plan.num_workers, monitor.books
+    plan, n, run_state = monitor.plan, monitor.plan.num_workers, monitor.run_state
     beats = {beat.rank: beat for beat in monitor.workers()}
     counts = monitor.counts() or nothing(n)
     latest_ns = max((beat.time_ns for beat in monitor.beats.values()), default=0)
-    time_ns = books.stages[-1].end_ns if books.stages else latest_ns
-    absences = [absence for absence in books.absences if absence.time_ns <= time_ns]
-    absent = {absence.worker for absence in absences if absence.back_ns is None or absence.back_ns > time_ns}
+    time_ns = run_state.stages[-1].end_ns if run_state.stages else latest_ns
+    outages = [absence for absence in run_state.outages if absence.time_ns <= time_ns]
+    absent = {absence.worker for absence in outages if absence.rejoined_ns is None or absence.rejoined_ns > time_ns}
     workers = [
         worker_summary(rank, counts, monitor.ledgers.get(rank) or beats.get(rank), time_ns, rank in absent)
         for rank in range(n)
     ]
     time_s = time_ns / 1e9
     server = monitor.job.stages[0].topology.has_server
-    last, best = books.evaluations[-1:], best_of(books.evaluations)
+    last, best = run_state.evaluations[-1:], best_of(run_state.evaluations)
     return {
         "schema": SCHEMA,
         "name": plan.name,
@@ -67,7 +67,7 @@ def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: di
         "samples": counts.samples,
         "steps_per_s": counts.steps / time_s if time_s else None,
         "samples_per_s": counts.samples / time_s if time_s else None,
-        "failed_workers": [of_absence(absence, time_ns) for absence in absences],
+        "failed_workers": [of_absence(absence, time_ns) for absence in outages],
         "goodput": goodput(monitor),
         "bytes_up": sum(w["bytes_up"] for w in workers),
         "bytes_down": sum(w["bytes_down"] for w in workers),
@@ -83,11 +83,11 @@ def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: di
         "target_accuracy": plan.limits.target_accuracy,
         "target_loss": plan.limits.target_loss,
         "target_metric": plan.limits.target_metric,
-        "time_to_target_s": books.target.reached_s,
+        "time_to_target_s": run_state.target.reached_s,
         "stages": stage_summaries(monitor, workers),
         "stages_not_begun": not_begun(monitor),
         "params_sha256": monitor.sha256,
-        "compression": books.health.report(),
+        "compression": run_state.health.report(),
         "measures": summed_up(monitor.measures()) or None,
         "pace": pace,
         "hosts": [placed._asdict() for _, placed in sorted(monitor.hosts.items())] or None,
@@ -100,17 +100,17 @@ def nothing(num_workers: int) -> Counts:
     return Counts(0, 0, 0, zeros, zeros, zeros, zeros, zeros, 0, None, None, math.nan, None)
 
 
-def of_absence(absence: Absence, time_ns: int) -> dict[str, Any]:
+def of_absence(absence: Outage, time_ns: int) -> dict[str, Any]:
     """Who was lost when and why, and when it was back, if that was before the end."""
-    back = absence.back_ns is not None and absence.back_ns <= time_ns
-    rejoined_s = absence.back_ns / 1e9 if back else None
+    back = absence.rejoined_ns is not None and absence.rejoined_ns <= time_ns
+    rejoined_s = absence.rejoined_ns / 1e9 if back else None
     return {"worker": absence.worker, "time_s": absence.time_ns / 1e9, "reason": absence.why, "rejoined_s": rejoined_s}
 
 
 def goodput(monitor: Monitor) -> float | None:
     """Steps that count per second, over those that the plan predicts where nothing fails; None without prediction."""
     steps, expected, start_ns, before = 0, 0.0, 0, 0
-    for end in monitor.books.stages:
+    for end in monitor.run_state.stages:
         predicted = monitor.plan.stages[end.stage].predicted_steps_per_s
         if predicted is not None:
             steps += end.counts.steps - before
@@ -143,8 +143,8 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
     rows, start_ns = [], 0
     waited_before = [0.0] * len(workers)
     before = nothing(len(workers))
-    borders = monitor.books.borders
-    for end in monitor.books.stages:
+    borders = monitor.run_state.borders
+    for end in monitor.run_state.stages:
         plan, seconds = monitor.plan.stages[end.stage], (end.end_ns - start_ns) / 1e9
         steps = end.counts.steps - before.steps
         if end.stage < len(borders):
@@ -179,12 +179,12 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
 def not_begun(monitor: Monitor) -> list[dict[str, Any]]:
     """The planned stages that never began, each with the rule that would have ended the stage before it, and with the
     best value of that rule in an evaluation of the last stage that ran."""
-    books, planned = monitor.books, monitor.plan.stages
-    last = books.stages[-1] if books.stages else None
+    run_state, planned = monitor.run_state, monitor.plan.stages
+    last = run_state.stages[-1] if run_state.stages else None
     gave_way = last is not None and (last.reason == "profiled" or last.reason in planned[last.stage].until)
-    begun = max(1, books.ended + gave_way)
-    start_s = books.stages[begun - 2].end_ns / 1e9 if begun > 1 else 0.0
-    seen = [found for found in books.evaluations if found.time_s >= start_s]
+    begun = max(1, run_state.ended + gave_way)
+    start_s = run_state.stages[begun - 2].end_ns / 1e9 if begun > 1 else 0.0
+    seen = [found for found in run_state.evaluations if found.time_s >= start_s]
     losses = [found.train_loss for found in seen if math.isfinite(found.train_loss)]
     accuracies = [found.test_accuracy for found in seen if found.test_accuracy is not None]
     best = {"evaluated_loss": min(losses, default=None), "accuracy": max(accuracies, default=None)}

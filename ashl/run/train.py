@@ -26,14 +26,14 @@ from ashl.report.compare import REPORT, compare
 from ashl.report.records import COMMAND
 from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
-from ashl.run.checkpoints import ANEW, EACH, LOCKSTEP, ROUND, SERVER, Saved, Savings
+from ashl.run.checkpoints import ANEW, EACH, LOCKSTEP, ROUND, SERVER, Checkpoint, CheckpointManager
 from ashl.run.host_time import host_here_s
+from ashl.run.launcher_env import JobMembership, read_membership
 from ashl.run.monitor import Monitor
 from ashl.run.rescaling import Origin
-from ashl.run.starter import Membership, membership
 from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
-from ashl.run.watch import handled
+from ashl.run.watchdog import handle_signals
 from ashl.runtime.keeping import numbered
 from ashl.tracking import jsonl, mlflow
 from ashl.tracking.console import Progress, outcome, seconds
@@ -47,7 +47,7 @@ OF_A_RUN = ("gradients", "threads", "device", "precision")  # of `runtime`: what
 MLFLOW_S = 30.0  # how long the end of a run waits for its copy in MLflow
 
 
-class Ran(NamedTuple):
+class RunOutcome(NamedTuple):
     """A run that ended as it should: its exit code and, in the process that records it, the folder and the summary."""
 
     code: int
@@ -78,7 +78,7 @@ def run(
     resume: Path | None = None,
     command: str = "",
     strict: bool = True,
-) -> Ran:
+) -> RunOutcome:
     """Plan, run, record. `resume` is the folder of a run to go on with from its checkpoint; `quiet` shows no progress,
     `silent` not even the outcome. `command` is what was typed, for its records; a run of a sweep has none of its own.
     With `strict`, a typed value without an effect is refused, unless the run is resumed.
@@ -86,24 +86,24 @@ def run(
     Raises UsageError and DataMissingError before anything is started, AshlError when the run failed or diverged, and
     KeyboardInterrupt when it was interrupted; the records are complete by then.
     """
-    config, job = joined(config)
-    with jobs.telling(job):
+    config, job = detect_job(config)
+    with jobs.reporting_error_to_job(job):
         tracking = construct(config["tracking"], "tracking", config["allow_targets"])
         plan, parts, data = prepare_plan(
             config, job.world_size if job else None, overrides, strict=strict and resume is None
         )
-    plan, seat = seated(plan, parts, config, job)
-    if seat and seat.job.rank != 0:
-        return Ran(jobs.take_part(plan, seat))
+    plan, assignment = assign_process(plan, parts, config, job)
+    if assignment and assignment.job.rank != 0:
+        return RunOutcome(jobs.run_as_rank(plan, assignment))
     runtime = parts.runtime
     torch.set_num_threads(runtime.threads)
-    with jobs.waited_for(plan, seat):
-        whole = assemble(plan, seat.place.device if seat else device_of(runtime), parts, data)
+    with jobs.aborting_job_on_error(plan, assignment):
+        whole = assemble(plan, assignment.settings.device if assignment else device_of(runtime), parts, data)
         if resume is not None:
             close_killed(resume)
-        resume, origin, plan = found(started_before(config, job) or resume, config, plan, whole)
-        saved, sizes = (None, None) if resume is None else taken_up(resume, config, plan)
-        run_dir = resume or folder(config, plan)
+        resume, origin, plan = resolve_resume(find_restarted_run(config, job) or resume, config, plan, whole)
+        saved, sizes = (None, None) if resume is None else load_checkpoint(resume, config, plan)
+        run_dir = resume or make_run_folder(config, plan)
         recorder = Recorder(run_dir, tracking.events, sizes)
         write_inputs(recorder, config, overrides, None if saved else plan, command)
     console = Console(highlight=False)
@@ -120,29 +120,29 @@ def run(
     )
     writer = start_mlflow(tracking, run_dir, plan, config, command)
     failure: Exception | None = None
-    with interrupts(monitor):
+    with stop_on_interrupt(monitor):
         try:
             with own_faults(plan.allow_targets, AshlError):
                 saving = Saving(identity(config), config["run"]["checkpoint_s"])
                 saved = saved if origin is None else rescaling.begin(origin, plan, monitor, saving)
-                pace = drive(plan, run_dir, monitor, seat, saving, saved)
+                pace = run_kernel(plan, run_dir, monitor, assignment, saving, saved)
         except KeyboardInterrupt:  # a second Ctrl-C
             pace = None
         except Exception as error:  # whatever it was, the records are finished first
             failure, pace = error, None
         finally:
             progress.close()
-        status, reason = how_it_ended(monitor, failure)
+        status, reason = run_status(monitor, failure)
         summary = summarise(monitor, runtime.name, status, reason, pace)
         finish(monitor, summary, failure)
-        unwritten = written(run_dir) if status == "finished" else None
+        unwritten = write_report(run_dir) if status == "finished" else None
         link, warning = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
     if not silent:
         outcome(console, summary, run_dir, link)
         if status == "interrupted" and numbered(run_dir):
-            console.print(f"go on with `{resuming(run_dir, config)}`", soft_wrap=True, markup=False)
+            console.print(f"go on with `{resume_command(run_dir, config)}`", soft_wrap=True, markup=False)
     for text in filter(
-        None, (monitor.books.health.warning, strangers(monitor), warning, None if silent else unwritten)
+        None, (monitor.run_state.health.warning, untrusted_messages(monitor), warning, None if silent else unwritten)
     ):
         Console(stderr=True, highlight=False).print(f"ashl: {text}", soft_wrap=True)
     if failure:
@@ -151,16 +151,16 @@ def run(
         raise AshlError(f"the run diverged: {reason}; lower optimizer.lr, say. Its records are in {run_dir}")
     if status == "interrupted":
         raise KeyboardInterrupt
-    return Ran(0, run_dir, summary)
+    return RunOutcome(0, run_dir, summary)
 
 
-def resuming(run_dir: Path, config: Mapping[str, Any]) -> str:
+def resume_command(run_dir: Path, config: Mapping[str, Any]) -> str:
     """The command that goes on with an interrupted run from its checkpoint."""
     packages = [f"allow_targets=[{','.join(config['allow_targets'])}]"] if config["allow_targets"] else []
     return shlex.join(["ashl", "train", "--resume", str(run_dir), *packages])
 
 
-def written(run_dir: Path) -> str | None:
+def write_report(run_dir: Path) -> str | None:
     """Its report, as `ashl compare RUN` writes one; why not, where that is so."""
     try:
         compare([run_dir], out=run_dir / REPORT)
@@ -169,10 +169,10 @@ def written(run_dir: Path) -> str | None:
     return None
 
 
-def joined(config: dict[str, Any]) -> tuple[dict[str, Any], Membership | None]:
+def detect_job(config: dict[str, Any]) -> tuple[dict[str, Any], JobMembership | None]:
     """The job that the environment names, if real processes are wanted: `ashl train` under torchrun joins it."""
     kind = config["runtime"].get("_target_", "").rsplit(".", 1)[-1]
-    job = membership() if kind in ("LocalRuntime", "TorchrunRuntime") else None
+    job = read_membership() if kind in ("LocalRuntime", "TorchrunRuntime") else None
     if job and kind == "LocalRuntime":
         config = {
             **config,
@@ -182,46 +182,48 @@ def joined(config: dict[str, Any]) -> tuple[dict[str, Any], Membership | None]:
     return config, job
 
 
-def seated(plan: Plan, parts: Parts, config: dict[str, Any], job: Membership | None) -> tuple[Plan, jobs.Seat | None]:
+def assign_process(
+    plan: Plan, parts: Parts, config: dict[str, Any], job: JobMembership | None
+) -> tuple[Plan, jobs.ProcessAssignment | None]:
     """The plan with what is to be said of who is where, and this process's seat in its job, once all have met."""
     if job is not None:
-        seat = jobs.enter(plan, parts, config, job)
-        return replace(plan, notes=(*plan.notes, *seat.notes)), seat
+        assignment = jobs.join_job(plan, parts, config, job)
+        return replace(plan, notes=(*plan.notes, *assignment.notes)), assignment
     if parts.runtime.name == "local":
-        launch.check(plan, parts.runtime)
+        launch.check_local(plan, parts.runtime)
     return plan, None
 
 
-def drive(
+def run_kernel(
     plan: Plan,
     run_dir: Path,
     monitor: Monitor,
-    seat: jobs.Seat | None,
+    assignment: jobs.ProcessAssignment | None,
     saving: Saving,
-    saved: Saved | None,
+    saved: Checkpoint | None,
 ) -> dict | None:
     """Run the plan where it wants to be run; returns how a paced run kept its pace."""
     warn(saved and saved.broken)
     if plan.runtime["_target_"].endswith("SimRuntime"):
         simulate(plan, monitor.job, monitor, saving, saved)
         return None
-    savings = savings_of(plan, run_dir, monitor, saving)
-    with jobs.waited_for(plan, seat):
+    checkpoint_manager = make_checkpoint_manager(plan, run_dir, monitor, saving)
+    with jobs.aborting_job_on_error(plan, assignment):
         if saved is not None:
-            monitor.go_on(checkpoints.monitor_of(saved, plan.limits))
+            monitor.resume_from(checkpoints.monitor_of(saved, plan.limits))
     if saved is not None:
-        savings.number = saved.number + 1
-        if savings.every_s is not None:
-            savings.plan_next(saved.time_ns)
-    if seat:
-        pace = jobs.join(plan, run_dir, monitor, seat, savings, saved)
+        checkpoint_manager.number = saved.number + 1
+        if checkpoint_manager.every_s is not None:
+            checkpoint_manager.plan_next(saved.time_ns)
+    if assignment:
+        pace = jobs.run_as_controller(plan, run_dir, monitor, assignment, checkpoint_manager, saved)
     else:
-        pace = launch.launch(plan, run_dir, monitor, savings, saved)
-    warn(savings.warning)
+        pace = launch.launch(plan, run_dir, monitor, checkpoint_manager, saved)
+    warn(checkpoint_manager.warning)
     return pace
 
 
-def savings_of(plan: Plan, run_dir: Path, monitor: Monitor, saving: Saving) -> Savings:
+def make_checkpoint_manager(plan: Plan, run_dir: Path, monitor: Monitor, saving: Saving) -> CheckpointManager:
     """How real processes leave checkpoints of this run."""
     how, replicas = SERVER, monitor.job.stages[0].replicas
     if runs_in_lockstep(monitor.job.parts, plan.num_workers):
@@ -230,7 +232,7 @@ def savings_of(plan: Plan, run_dir: Path, monitor: Monitor, saving: Saving) -> S
         how = ROUND if any(saves_one_round(own) for own in monitor.job.parts.stages) else EACH
     home = None if how == LOCKSTEP and replicas else plan.home
     servers = plan.num_ranks - plan.num_workers if how == SERVER else 1
-    return Savings(run_dir, plan.num_ranks, saving.every_s, saving.identity, how, home, servers)
+    return CheckpointManager(run_dir, plan.num_ranks, saving.every_s, saving.identity, how, home, servers)
 
 
 def warn(text: str | None) -> None:
@@ -244,7 +246,9 @@ def identity(config: dict[str, Any]) -> str:
     return config_hash({**config, "stop": None, "runtime": {key: runtime[key] for key in OF_A_RUN}})
 
 
-def found(resume: Path | None, config: dict[str, Any], plan: Plan, job: Job) -> tuple[Path | None, Origin | None, Plan]:
+def resolve_resume(
+    resume: Path | None, config: dict[str, Any], plan: Plan, job: Job
+) -> tuple[Path | None, Origin | None, Plan]:
     """The run to go on with in its own folder, or with other workers in one of theirs, and the plan, which says so."""
     if resume is None or not rescaling.rescales(config, resume):
         return resume, None, plan
@@ -252,7 +256,7 @@ def found(resume: Path | None, config: dict[str, Any], plan: Plan, job: Job) -> 
     return None, origin, replace(plan, notes=(*plan.notes, origin.note))
 
 
-def taken_up(run_dir: Path, config: dict[str, Any], plan: Plan) -> tuple[Saved, dict[str, int]]:
+def load_checkpoint(run_dir: Path, config: dict[str, Any], plan: Plan) -> tuple[Checkpoint, dict[str, int]]:
     """The checkpoint of this run, and how much of its records is from before. Raises UsageError where there is none, or
     where it is of another run."""
     saved = checkpoints.newest(run_dir, identity(config))
@@ -261,10 +265,10 @@ def taken_up(run_dir: Path, config: dict[str, Any], plan: Plan) -> tuple[Saved, 
         raise UsageError(f"{run_dir} has {before} workers, and this job {n}; take it on with cluster.num_workers={n}")
     if saved.how != ANEW:
         checkpoints.refuse_other_kernel(run_dir, saved, virtual=is_virtual(config))
-    return saved, checkpoints.cut_back(run_dir, saved)
+    return saved, checkpoints.truncate_records(run_dir, saved)
 
 
-def started_before(config: Mapping[str, Any], job: Membership | None) -> Path | None:
+def find_restarted_run(config: Mapping[str, Any], job: JobMembership | None) -> Path | None:
     """The folder of this run, where torchrun has started all of its processes anew, and it has left a checkpoint there
     to go on from."""
     if job is None or job.attempt == "0" or not config["run"]["dir"]:
@@ -280,7 +284,7 @@ def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:
     """Close the records. When the run has failed already (a full disk, say), that is what the user hears of."""
     try:
         try:
-            monitor.conclude(summary)
+            monitor.write_final_metrics(summary)
         finally:
             monitor.recorder.close(summary)
     except AshlError:
@@ -288,19 +292,19 @@ def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:
             raise
 
 
-def strangers(monitor: Monitor) -> str | None:
+def untrusted_messages(monitor: Monitor) -> str | None:
     """A warning where others have written into the job's store."""
     count = monitor.refused
     return f"{count} messages in the job's store were not of this run and were ignored" if count else None
 
 
-def how_it_ended(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
+def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
     """(status, reason)."""
     if failure is not None:
         return "failed", str(failure)
     if monitor.final is None:  # the ranks did not leave in order: nobody waited for them any longer
         return "interrupted", monitor.stopping or "interrupted"
-    reason = monitor.books.stages[-1].reason or ""
+    reason = monitor.run_state.stages[-1].reason or ""
     if monitor.final.diverged:
         return "diverged", monitor.not_finite or monitor.final.diverged
     return ("interrupted" if reason == "interrupted" else "finished"), reason
@@ -308,12 +312,12 @@ def how_it_ended(monitor: Monitor, failure: Exception | None) -> tuple[str, str]
 
 def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None = None) -> None:
     """Compose, check, plan and estimate; run nothing. `processes`: how many a job will have."""
-    config, job = joined(config)
+    config, job = detect_job(config)
     plan, parts, data = prepare_plan(config, job.world_size if job else processes, overrides, strict=True)
     construct(config["tracking"], "tracking", config["allow_targets"])
     if job or processes:
         size = job.world_size if job else processes or 0
-        plan = replace(plan, notes=(*plan.notes, *jobs.foreseen(plan, parts, config["profile"], size)))
+        plan = replace(plan, notes=(*plan.notes, *jobs.notes_before_start(plan, parts, config["profile"], size)))
     if job is None or job.rank == 0:
         console = Console(highlight=False)
         forecast(console, plan, len(data.train))
@@ -325,7 +329,7 @@ def is_virtual(config: Mapping[str, Any]) -> bool:
     return config["runtime"]["_target_"].endswith("SimRuntime")
 
 
-def folder(config: Mapping[str, Any], plan: Plan) -> Path:
+def make_run_folder(config: Mapping[str, Any], plan: Plan) -> Path:
     """Where this run writes: `run.dir`, or a new folder under runs/."""
     if config["run"]["dir"]:
         return Path(config["run"]["dir"]).expanduser()
@@ -372,7 +376,7 @@ def start_mlflow(
 
 
 @contextmanager
-def interrupts(monitor: Monitor) -> Generator[None]:
+def stop_on_interrupt(monitor: Monitor) -> Generator[None]:
     """The first Ctrl-C ends the run through ordinary replies, so that nothing is lost; the second one ends it now. A
     terminal that closes may send SIGHUP twice."""
 
@@ -381,5 +385,5 @@ def interrupts(monitor: Monitor) -> Generator[None]:
             raise KeyboardInterrupt
         monitor.stopping = "interrupted"
 
-    with handled(handle):
+    with handle_signals(handle):
         yield

@@ -12,7 +12,7 @@ from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.planning.instantiate import Job
 from ashl.run import checkpoints
-from ashl.run.checkpoints import STATE, VIRTUAL, Saved
+from ashl.run.checkpoints import STATE, VIRTUAL, Checkpoint
 from ashl.run.monitor import Monitor
 from ashl.runtime import keeping
 from ashl.runtime.ahead import on_cores
@@ -31,7 +31,7 @@ class Saving(NamedTuple):
     every_s: float | None = None
 
 
-def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Saved | None = None) -> Sim:
+def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Checkpoint | None = None) -> Sim:
     """Run the plan, from its beginning or from what was saved."""
     cluster, stage = job.parts.cluster, job.stages[0]
     overlaps = any(stage.sums_beside for stage in job.stages)
@@ -56,7 +56,7 @@ def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Save
         return following(document["time_ns"], saving.every_s)
 
     if saved is not None:
-        monitor.go_on(checkpoints.monitor_of(saved, plan.limits))
+        monitor.resume_from(checkpoints.monitor_of(saved, plan.limits))
     if (due := following(saved.time_ns if saved else 0, saving.every_s)) is not None:
         sim.save_at(due, keep)
     play = partial(program, stages=job.stages)
@@ -65,7 +65,7 @@ def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Save
     try:
         runtime = job.parts.runtime
         with on_cores(sim, runtime.cores if runtime.gradients else 1, plan.num_workers, job.learner):
-            sim.run(play, monitor.tick, saved and beginning(plan, job, saved))
+            sim.run(play, monitor.draw_progress, saved and beginning(plan, job, saved))
     except PeerLostError as loss:
         raise AshlError(
             f"worker {loss.rank} is lost ({loss.why}), and what is under way needs it, as profiling does: the run ends "
@@ -83,7 +83,7 @@ def simulation(
     return kind(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm), monitor)
 
 
-def beginning(plan: Plan, job: Job, saved: Saved) -> Begin:
+def beginning(plan: Plan, job: Job, saved: Checkpoint) -> Begin:
     """How a simulation comes to where the checkpoint was made, in virtual time or on processes."""
     packages, device = ("ashl", *plan.allow_targets), job.stages[0].trainer.device
     if saved.how == VIRTUAL:

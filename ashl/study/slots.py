@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ashl.errors import AshlError
-from ashl.run.attendance import KILLED
-from ashl.run.launch import allowed_children, start_fork_server
-from ashl.run.on_hosts import LOST, fetch, run_job, size_there
+from ashl.run.launch import allow_children, start_fork_server
+from ashl.run.launcher_env import clear_launcher_env
+from ashl.run.multi_node import LOST, fetch_run_folder, real_job_size, run_job
 from ashl.run.rank import die_with_parent
 from ashl.run.ssh import UNREACHED, Launch
-from ashl.run.starter import forget
 from ashl.run.streams import redirect
+from ashl.run.supervisor import KILLED
 from ashl.run.train import train
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import SUMMARY, UNWRITABLE
@@ -52,14 +52,14 @@ def here(job: Job) -> int:
 
 def on_hosts(job: Job, where: Launch, config_dir: Path | None) -> int:
     """Run it there, if it is real, and see to it that its records are here afterwards."""
-    size = size_there(job.config, where)
+    size = real_job_size(job.config, where)
     if size is None:
         return here(job)
     own = {"run.dir": str(job.folder), "run.save_weights": job.config["run"]["save_weights"], "tracking.sink": "none"}
     options = ["--quiet", *(["--config-dir", str(config_dir)] if config_dir else [])]
     argv = ["train", *options, *job.overrides, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
     code = run_job(where, size, argv)
-    if not (job.folder / SUMMARY).exists() and not fetch(where, job.folder) and code == 0:
+    if not (job.folder / SUMMARY).exists() and not fetch_run_folder(where, job.folder) and code == 0:
         raise AshlError(f"the records of this run are not on {where.hosts[0].name}, in {where.folder}, either")
     return code
 
@@ -85,7 +85,7 @@ def run_all(
                 if unwanted(job):
                     continue
                 process = context.Process(target=play, args=(job, run), name=job.folder.name)
-                with allowed_children():
+                with allow_children():
                     process.start()
                 running[process.sentinel] = (job, process)
             for sentinel in wait(list(running), timeout=POLL_S):
@@ -118,7 +118,7 @@ def play(job: Job, run: Callable[[Job], int]) -> None:
     parent, which passes them on as SIGTERM."""
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT, signal.SIGHUP})
     die_with_parent()
-    forget()
+    clear_launcher_env()
     job.folder.mkdir(parents=True, exist_ok=True)
     redirect(job.folder / LOG)
     code = 1

@@ -29,8 +29,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ashl.run import parts
-from ashl.run.sealed import Sealed, new_secret
+from ashl.run import checkpoint_upload
+from ashl.run.authenticated_store import AuthenticatedStore, new_secret
 from ashl.runtime import keeping
 from ashl.tracking import jsonl
 from tests.benchmarks.table import show
@@ -197,8 +197,8 @@ def cost(folder: str, *by: str) -> list[str]:
     began = time.process_time()
     for number in range(PARTS):
         if by:
-            _, nbytes = parts.through(store, 0, number, document)
-            content = parts.fetch(store, parts.kept(0, number), nbytes)
+            _, nbytes = checkpoint_upload.upload_checkpoint_part(store, 0, number, document)
+            content = checkpoint_upload.pop_bytes(store, checkpoint_upload.checkpoint_queue(0, number), nbytes)
             keeping.digest(content)
             (run / "again.pt").write_bytes(content)
         else:
@@ -208,8 +208,8 @@ def cost(folder: str, *by: str) -> list[str]:
     return [*row, f"{shares[0]:+.2%} to {shares[-1]:+.2%}"]
 
 
-def stores() -> Sealed:
-    return Sealed(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), new_secret())
+def stores() -> AuthenticatedStore:
+    return AuthenticatedStore(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), new_secret())
 
 
 def costs() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ashl.run.attendance import role
+from ashl.run.supervisor import role_name
 from tests.support import planned
 
 PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.002 topology=sharded_server"
@@ -40,4 +40,4 @@ def test_a_server_that_is_gone_is_called_one() -> None:
     for topology, called in (("sharded_server", "the server"), ("halos", "the server"), ("gossip", "the coordinator")):
         plan = planned("topology=parameter_server")
         stage = replace(plan.stages[0], topology={"_target_": f"ashl.topology.{topology}.Any"})
-        assert role(replace(plan, stages=(stage,)), 5) == f"{called} (rank 5)"
+        assert role_name(replace(plan, stages=(stage,)), 5) == f"{called} (rank 5)"

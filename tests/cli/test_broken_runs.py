@@ -18,8 +18,8 @@ import pytest
 import torch.distributed as dist
 
 from ashl.cli.app import main
+from ashl.run.authenticated_store import AuthenticatedStore, shared_secret
 from ashl.run.reporter import RECORDS
-from ashl.run.sealed import Sealed, shared_secret
 from ashl.runtime.news import End, News
 from ashl.runtime.records import Left, RankError, Snapshot, dumps
 from ashl.tracking import jsonl
@@ -48,7 +48,7 @@ def intrude(run: Path) -> None:
     for key in client.list_keys():
         client.set(key, "forged")
         client.delete_key(key)
-    impostor = Sealed(client, shared_secret("127.0.0.1", store))
+    impostor = AuthenticatedStore(client, shared_secret("127.0.0.1", store))
     end = News("interrupted", None, End(1, "\x1b[2Jforged")).dumps().encode()
     for rank in range(3):
         for record in (RankError(rank, "\x1b[2Jforged", consequence=False), Left(rank), Snapshot(rank, 0, nbytes=4)):

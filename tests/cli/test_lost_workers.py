@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ashl.cli.app import main
-from ashl.run.doors import Door, versions
+from ashl.run.join_endpoint import JoinEndpoint, versions
 from ashl.runtime.machine import machine
 from ashl.tracking import jsonl
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, wait_for
@@ -224,7 +224,7 @@ def test_nobody_joins_a_run_that_cannot_go_on_without_a_worker(train, capsys) ->
 
 
 def door(**other: object) -> str:
-    known = Door("127.0.0.1", 1, "00", machine(), "here", *versions())
+    known = JoinEndpoint("127.0.0.1", 1, "00", machine(), "here", *versions())
     return json.dumps(known._replace(**other)._asdict())
 
 

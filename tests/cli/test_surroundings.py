@@ -17,10 +17,10 @@ from ashl.cli.app import main
 from ashl.config.catalog import catalog
 from ashl.report.records import is_summary
 from ashl.run import streams
-from ashl.run.desk import Desk
+from ashl.run.control_channel import ControlChannel
+from ashl.run.launcher_env import LAUNCHERS, clear_launcher_env
 from ashl.run.monitor import Monitor
-from ashl.run.starter import STARTERS, forget
-from ashl.run.watch import handled
+from ashl.run.watchdog import handle_signals
 from ashl.tracking import jsonl
 from ashl.tracking.console import Progress
 from ashl.tracking.killed import close_killed
@@ -180,10 +180,10 @@ def test_without_loopback(job, tmp_path) -> None:
 
 def test_what_is_left_over_of_a_job(monkeypatch) -> None:
     """A run of a sweep is part of no job, whatever the shell has kept of one."""
-    for starter in STARTERS:
-        for name in (starter.rank, *starter.size, starter.local_rank):
+    for launcher in LAUNCHERS:
+        for name in (launcher.rank, *launcher.size, launcher.local_rank):
             monkeypatch.setenv(name, "1")
-    forget()
+    clear_launcher_env()
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"} & os.environ.keys()
 
 
@@ -213,7 +213,7 @@ def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workpla
 
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_an_interrupted_run_with_checkpoints_prints_how_to_go_on(checkpoints, workplace, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("ashl.run.train.how_it_ended", lambda *_: ("interrupted", "interrupted"))
+    monkeypatch.setattr("ashl.run.train.run_status", lambda *_: ("interrupted", "interrupted"))
     every = ["run.checkpoint_s=0.1"] if checkpoints else []
     overrides = ["runtime=sim", "sync=bsp", "stop.steps=40", "tracking=none", "run.dir=it's", *every]
     assert main(["train", "-q", *overrides]) == 130
@@ -226,8 +226,8 @@ def test_a_failure_is_a_line_when_it_happens_in_a_pipe_too() -> None:
     out = io.StringIO()
     progress = Progress(Console(file=out), name="run")
     told = SimpleNamespace(read_beats=None, progress=progress)
-    Monitor.say(told, "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it")
-    Monitor.say(SimpleNamespace(read_beats=list, progress=progress), "in virtual time")
+    Monitor.show_line(told, "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it")
+    Monitor.show_line(SimpleNamespace(read_beats=list, progress=progress), "in virtual time")
     assert out.getvalue() == "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it\n"
 
 
@@ -239,7 +239,7 @@ def test_sighup_is_handled_unless_it_is_ignored_as_under_nohup(ignored, monkeypa
     heard = []
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
-        with handled(lambda number, frame: heard.append(number)):
+        with handle_signals(lambda number, frame: heard.append(number)):
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
@@ -248,11 +248,11 @@ def test_sighup_is_handled_unless_it_is_ignored_as_under_nohup(ignored, monkeypa
 
 
 def test_ranks_are_not_silent_while_the_controller_is_stopped(monkeypatch) -> None:
-    desk = Desk.__new__(Desk)
-    desk.heard, desk.drained, desk.resumed = {0: 100.0, 1: 102.0}, 102.0, 0.0
-    desk._forgive(162.0, 60.0)
-    assert desk.heard == {0: 160.0, 1: 162.0}
-    assert desk.resumed == 162.0
+    channel = ControlChannel.__new__(ControlChannel)
+    channel.last_heard_s, channel.drained_s, channel.resumed_s = {0: 100.0, 1: 102.0}, 102.0, 0.0
+    channel._discount_stop(162.0, 60.0)
+    assert channel.last_heard_s == {0: 160.0, 1: 162.0}
+    assert channel.resumed_s == 162.0
 
 
 @pytest.mark.slow

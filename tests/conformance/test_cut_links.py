@@ -15,7 +15,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from ashl.run.watch import DROPPED
+from ashl.run.watchdog import EXIT_EVICTED
 from ashl.tracking import jsonl
 from tests.disturbed import wait_for
 from tests.namespaces import address, cut, machines, missing, start
@@ -232,5 +232,5 @@ def test_a_process_stands_still(job: Job) -> None:
 
     how = f"was not heard of for {TIMEOUT_S:g} s"
     why, code, said = goes_on(job, who, act)
-    assert (why, code) == (how, DROPPED)
+    assert (why, code) == (how, EXIT_EVICTED)
     assert said.endswith(f"{how} (runtime.heartbeat_timeout_s), and the run went on")

@@ -161,9 +161,9 @@ def test_all_end_with_the_same(name: str, n: int) -> None:
         assert len({(one.loss, one.word) for one in row}) == 1
         assert row[0].loss == pytest.approx(n * (n + 1) / 2)
         assert row[0].word == 5
-    size_only, books = together(option, [[SizeOnly(4 * D)] * n] * 3, weights, SHAPES)
+    size_only, run_state = together(option, [[SizeOnly(4 * D)] * n] * 3, weights, SHAPES)
     assert all(one.update == SizeOnly(4 * D) and one.word == 5 for row in size_only for one in row)
-    assert books.records == seen.records
+    assert run_state.records == seen.records
 
 
 @pytest.mark.parametrize("feedback", [True, False])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ashl.cluster.spec import Event
 from ashl.cluster.speed import Speed
-from ashl.run.pace_kept import kept_pace
+from ashl.run.pacing_stats import pacing_summary
 from ashl.runtime import pace as pacing
 from ashl.runtime.compute_unit import ComputeUnit
 from ashl.runtime.effects import Compute
@@ -143,10 +143,10 @@ def test_a_push_is_its_workers(monkeypatch) -> None:
         PaceKept(1, fine, [(2, late)]),
         PaceKept(2, idle, [(0, fine), (1, late)]),
     ]
-    pace = kept_pace(reports, 2)
+    pace = pacing_summary(reports, 2)
     assert [worker["slower_by"] for worker in pace["workers"]] == pytest.approx([0.0, 0.4 / 3])
     assert (pace["steps_slower_by"], pace["transfers_slower_by"]) == (0.0, pytest.approx(0.2))
-    assert kept_pace([PaceKept(0, idle, [])], 1) == {}
+    assert pacing_summary([PaceKept(0, idle, [])], 1) == {}
 
 
 def test_encoding_that_is_declared_to_cost_nothing_is_late_where_it_takes_time(monkeypatch) -> None:
@@ -158,7 +158,7 @@ def test_encoding_that_is_declared_to_cost_nothing_is_late_where_it_takes_time(m
         host.now += 5 * MS
         end = computed(pace, "compress", 1, end)
     assert pace.report().encodings == (10, 10, pytest.approx(0.05, rel=0.05), 0.0)
-    (worker,) = kept_pace([pace.report()._replace(rank=0)], 1)["workers"]
+    (worker,) = pacing_summary([pace.report()._replace(rank=0)], 1)["workers"]
     assert worker["encodings_slower_by"] == worker["slower_by"] == pytest.approx(1 / 9, rel=0.05)
     assert worker["steps_slower_by"] == 0.0
 

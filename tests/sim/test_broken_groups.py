@@ -134,6 +134,6 @@ def test_an_evaluation_does_not_wait_for_a_model_of_the_lost() -> None:
     (whole,) = models.lose(2)
     assert whole.params.tolist() == [0.5, 0.5]
     assert models.add(Snapshot(3, 7, tick=2, counts=counts), None) is None
-    models.come(2)
+    models.restore_worker(2)
     assert models.add(Snapshot(0, 7, tick=2), torch.ones(2)) is None
     assert models.add(Snapshot(1, 7, tick=2), torch.ones(2)) is not None, "who came later was not asked"

@@ -16,7 +16,7 @@ from ashl.compression.contract import Layer, Turn
 from ashl.compression.random_mask import RandomMask
 from ashl.compression.wire.body import Parts
 from ashl.learn.learner import Learner
-from ashl.run.health import OFTEN, Health
+from ashl.run.compression_metrics import OFTEN, Health
 from ashl.runtime import records
 from tests.conf_option import conf_option
 from tests.laws.codecs import vector

@@ -11,7 +11,7 @@ from ashl.cluster.speed import speed_of
 from ashl.config.construct import construct
 from ashl.learn.device import HOST
 from ashl.planning.instantiate import assemble
-from ashl.run.mean_model import models_of
+from ashl.run.mean_model import make_model_set
 from ashl.runtime.effects import Send
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.rank_context import RankContext
@@ -51,7 +51,7 @@ def ran(*overrides: str, due: Due = lambda *_: False, kept: dict[int, tuple] | N
     plan = planned(*RUN, *overrides)
     job, cluster = assemble(plan, HOST), construct(plan.cluster, "cluster")
     stage = job.stages[0]
-    found = Ran(plan, parts=models_of(stage), learner=job.learner)
+    found = Ran(plan, parts=make_model_set(stage), learner=job.learner)
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
     sim = Cut(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), found)
     sim.due, sim.kept = due, {}

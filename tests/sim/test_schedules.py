@@ -256,12 +256,12 @@ def test_a_border_between_equal_stages_changes_nothing(codec: str) -> None:
 def test_nothing_that_was_handed_in_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a border from gradients to differences between models, at one rate: the sum of what came is what was applied
     and what is kept, in units of the model."""
-    reduce, rate, books = GTopK.reduce, 0.05, []
+    reduce, rate, run_state = GTopK.reduce, 0.05, []
 
     def noted(self, memory, bodies, weights, d):
         left, x = reduce(self, memory, bodies, weights, d)
         came = sum(self.decode(None, body, d)[1] * weight for body, weight in zip(bodies, weights, strict=True))
-        books.append((came, x, left))
+        run_state.append((came, x, left))
         return left, x
 
     monkeypatch.setattr(GTopK, "reduce", noted)
@@ -273,11 +273,11 @@ def test_nothing_that_was_handed_in_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
     plain = ("optimizer.momentum=0", f"optimizer.lr={rate}", "compression=gtopk", "compression.ratio=0.02")
     ran = simulated("model.hidden=[16]", "cluster=ashl_paper", "stop.steps=100", *border, *plain)
     merges = ran.of("stage")[0]["merges"]
-    assert 5 < merges < len(books) - 5
-    units = [-rate if k < merges else 1.0 for k in range(len(books))]
-    came, applied = (sum(unit * book[i] for unit, book in zip(units, books, strict=True)) for i in (0, 1))
-    torch.testing.assert_close(came, applied + books[-1][2], rtol=1e-4, atol=1e-5)
-    assert float(books[merges - 1][2].norm()) * rate > 1e-3
+    assert 5 < merges < len(run_state) - 5
+    units = [-rate if k < merges else 1.0 for k in range(len(run_state))]
+    came, applied = (sum(unit * book[i] for unit, book in zip(units, run_state, strict=True)) for i in (0, 1))
+    torch.testing.assert_close(came, applied + run_state[-1][2], rtol=1e-4, atol=1e-5)
+    assert float(run_state[merges - 1][2].norm()) * rate > 1e-3
 
 
 def test_what_a_buffer_holds_at_a_border_is_merged(monkeypatch):

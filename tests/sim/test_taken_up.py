@@ -8,7 +8,7 @@ from ashl.cluster.speed import Speed
 from ashl.config.construct import construct
 from ashl.learn.device import HOST
 from ashl.planning.instantiate import assemble
-from ashl.run.mean_model import models_of
+from ashl.run.mean_model import make_model_set
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
@@ -42,7 +42,7 @@ def ran(
     plan = planned(*RUN, *overrides)
     job, cluster = assemble(plan, HOST), construct(plan.cluster, "cluster")
     stage = job.stages[0]
-    found = Ran(plan, parts=models_of(stage), learner=job.learner)
+    found = Ran(plan, parts=make_model_set(stage), learner=job.learner)
     speed = Speed(cluster, stage.plan.workers[0].batch, plan.seed)
     sim = Keeping(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), found)
     sim.from_version = version

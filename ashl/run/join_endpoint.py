@@ -20,16 +20,16 @@ import torch
 
 from ashl import __version__
 from ashl.errors import AshlError, UsageError, parsed
-from ashl.run.sealed import Secret
+from ashl.run.authenticated_store import Secret
 from ashl.runtime.machine import machine
 from ashl.runtime.records import Text, checked
 from ashl.runtime.sampling import Rounds
 
 FILE = "job.json"
-ASKS = "asks"  # a queue
+JOIN_REQUESTS = "asks"  # a queue
 
 
-class Door(NamedTuple):
+class JoinEndpoint(NamedTuple):
     """Where the store of a run is, and what whoever joins it has to have alike."""
 
     host: Text
@@ -42,7 +42,7 @@ class Door(NamedTuple):
     python: Text
 
 
-class Ask(NamedTuple):
+class JoinRequest(NamedTuple):
     """To take the place of a lost worker: of this one, or of any."""
 
     worker: int | None = None
@@ -51,16 +51,16 @@ class Ask(NamedTuple):
         return json.dumps(self._asdict()).encode()
 
     @staticmethod
-    def loads(text: bytes) -> Ask:
-        return checked(Ask, json.loads(text), "a question")
+    def loads(text: bytes) -> JoinRequest:
+        return checked(JoinRequest, json.loads(text), "a question")
 
 
-class Answer(NamedTuple):
+class JoinAnswer(NamedTuple):
     """The place that is given, in which life, or why none is."""
 
     refused: Text | None = None
     worker: int = 0
-    life: int = 0
+    incarnation: int = 0
     how: Text = ""  # the worker was lost
     plan: str = ""
     home: Text = ""
@@ -72,11 +72,11 @@ class Answer(NamedTuple):
         return json.dumps(self._asdict()).encode()
 
     @staticmethod
-    def loads(text: bytes) -> Answer:
-        return checked(Answer, json.loads(text), "an answer")
+    def loads(text: bytes) -> JoinAnswer:
+        return checked(JoinAnswer, json.loads(text), "an answer")
 
 
-def answers_to(number: int) -> str:
+def answer_queue(number: int) -> str:
     """The queue of the answer to whoever has drawn this number."""
     return f"answer/{number}"
 
@@ -86,15 +86,15 @@ def versions() -> tuple[str, str, str]:
 
 
 @contextmanager
-def opened(run_dir: Path, host: str, port: int, secret: Secret) -> Generator[None]:
+def publish_join_endpoint(run_dir: Path, host: str, port: int, secret: Secret) -> Generator[None]:
     """While this lasts, the run may be joined. Raises AshlError where the file cannot be written."""
     path = run_dir / FILE
-    door = Door(host, port, secret.hex(), machine(), platform.node(), *versions())
+    endpoint = JoinEndpoint(host, port, secret.hex(), machine(), platform.node(), *versions())
     try:
         path.unlink(missing_ok=True)  # of a run whose home was killed
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with open(file, "w", encoding="utf-8") as text:
-            json.dump(door._asdict(), text)
+            json.dump(endpoint._asdict(), text)
     except OSError as error:
         raise AshlError(f"cannot write {path} ({error.strerror}); choose another run.dir") from error
     try:
@@ -104,26 +104,26 @@ def opened(run_dir: Path, host: str, port: int, secret: Secret) -> Generator[Non
             path.unlink()
 
 
-def found(run_dir: Path) -> Door:
+def read_join_endpoint(run_dir: Path) -> JoinEndpoint:
     """Of a run that goes on here. Raises UsageError where there is none that this process could join."""
     path = run_dir / FILE
     try:
-        door = checked(Door, parsed(path.read_text(encoding="utf-8")), "something")
+        endpoint = checked(JoinEndpoint, parsed(path.read_text(encoding="utf-8")), "something")
     except FileNotFoundError:
-        raise UsageError(f"{run_dir}: {closed(run_dir)}") from None
+        raise UsageError(f"{run_dir}: {why_not_joinable(run_dir)}") from None
     except PermissionError:
         raise UsageError(f"{run_dir}: the run is another user's, and only that user may join it.") from None
     except (OSError, ValueError, AshlError) as error:
         raise UsageError(f"{path} says nothing that a run would ({error}).") from error
-    if door.machine != machine():
-        raise UsageError(f"{run_dir}: the run is on {door.name}, on its loopback; join it there.")
-    for name, theirs, own in zip(("ashl", "torch", "Python"), door[-3:], versions(), strict=True):
+    if endpoint.machine != machine():
+        raise UsageError(f"{run_dir}: the run is on {endpoint.name}, on its loopback; join it there.")
+    for name, theirs, own in zip(("ashl", "torch", "Python"), endpoint[-3:], versions(), strict=True):
         if theirs != own:
             raise UsageError(f"{run_dir}: the run has {name} {theirs}, and here is {own}; install the same on both.")
-    return door
+    return endpoint
 
 
-def closed(run_dir: Path) -> str:
+def why_not_joinable(run_dir: Path) -> str:
     """Why a run without such a file cannot be joined."""
     if (run_dir / "summary.json").exists():
         return "the run is over."
@@ -132,19 +132,19 @@ def closed(run_dir: Path) -> str:
     return "this run cannot be joined: it is in virtual time, was started by others, or was killed."
 
 
-def newest(runs: Path) -> Path:
+def newest_joinable_run(runs: Path) -> Path:
     """The folder of the run under this one that began last among those that go on. Raises UsageError where none
     does."""
-    doors: list[tuple[float, Path]] = []
+    joinable: list[tuple[float, Path]] = []
     for path in runs.glob(f"**/{FILE}"):
         with suppress(OSError):
-            doors.append((path.stat().st_mtime, path.parent))
-    if not doors:
+            joinable.append((path.stat().st_mtime, path.parent))
+    if not joinable:
         raise UsageError(f"No run under {runs} goes on that could be joined; name the folder of one.")
-    return max(doors)[1]
+    return max(joinable)[1]
 
 
-def wait_until(limit_s: float) -> Generator[None]:
+def poll_until(limit_s: float) -> Generator[None]:
     """Look again and again for so long."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ashl.run.attendance import Attendance, culprit, how_ended
-from ashl.run.lives import nothing_yet
-from ashl.run.rank import blame
-from ashl.run.watch import ALONE
+from ashl.run.incarnations import empty_totals
+from ashl.run.rank import classify_error
+from ashl.run.supervisor import LivenessMonitor, describe_exit, find_culprit
+from ashl.run.watchdog import EXIT_CONTROLLER_SILENT
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.news import News
 from ashl.runtime.records import Joined, Lost, Missed, RankError
@@ -39,75 +39,80 @@ def lost(rank: int, whom: int | None = None) -> RankError:
     ],
 )
 def test_the_culprit(errors, gone, silent, who, what) -> None:
-    assert culprit(errors, gone, silent) == (who, what)
+    assert find_culprit(errors, gone, silent) == (who, what)
 
 
 def test_an_error_says_whether_it_is_a_consequence_and_of_whose_end() -> None:
-    assert blame(PeerLostError(4, "Connection reset by peer")) == (True, 4)
-    assert blame(RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:4711")) == (True, None)
-    assert blame(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) == (False, None)
+    assert classify_error(PeerLostError(4, "Connection reset by peer")) == (True, 4)
+    assert classify_error(RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:4711")) == (True, None)
+    assert classify_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) == (False, None)
     wrapped = ValueError("an option of your own failed")
     wrapped.__cause__ = PeerLostError(1)
-    assert blame(wrapped) == (True, 1)
+    assert classify_error(wrapped) == (True, 1)
 
 
 def test_how_a_process_has_ended() -> None:
-    assert how_ended(-9) == "was killed by SIGKILL"
-    assert how_ended(3) == "ended with exit code 3"
-    assert "heard nothing" in how_ended(ALONE)
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(3) == "ended with exit code 3"
+    assert "heard nothing" in describe_exit(EXIT_CONTROLLER_SILENT)
 
 
-def attendance(**known: Any) -> tuple[Attendance, SimpleNamespace, list[Any]]:
+def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, list[Any]]:
     """Of two workers and a server, with a monitor, and what that is told."""
     emitted: list[Any] = []
     monitor = SimpleNamespace(emit=emitted.append, beats={})
     now = time.monotonic()
-    desk = SimpleNamespace(
-        lives=dict.fromkeys(range(3), 0),
-        heard=dict.fromkeys(range(3), now),
-        drained=now,
+    channel = SimpleNamespace(
+        incarnations=dict.fromkeys(range(3), 0),
+        last_heard_s=dict.fromkeys(range(3), now),
+        drained_s=now,
         news=News(),
         publish=lambda news: None,
     )
     plan = SimpleNamespace(num_workers=2, num_ranks=3, home=2)
-    return Attendance(plan, desk, {}, {}, lambda *_: None, True, True, **known), monitor, emitted
+    return LivenessMonitor(plan, channel, {}, {}, lambda *_: None, True, True, **known), monitor, emitted
 
 
 def test_what_a_lost_worker_had_still_said_counts_once() -> None:
     """Its last beat may be heard after its end; what its next life says is added to it."""
-    seen, monitor, emitted = attendance()
-    beat = nothing_yet(1)._replace(time_ns=5, steps=7)
+    liveness, monitor, emitted = liveness_monitor()
+    beat = empty_totals(1)._replace(time_ns=5, steps=7)
     monitor.beats[1] = beat
-    seen.without(monitor, 1, "was killed by SIGKILL")
-    seen.hear(monitor, beat, None)
+    liveness.continue_without(monitor, 1, "was killed by SIGKILL")
+    liveness.handle_record(monitor, beat, None)
     assert emitted[1:] == [beat]
-    seen.expect(monitor, 1)
-    seen.hear(monitor, Joined(1, 9), None)
-    seen.hear(monitor, beat, None)
+    liveness.expect_rejoin(monitor, 1)
+    liveness.handle_record(monitor, Joined(1, 9), None)
+    liveness.handle_record(monitor, beat, None)
     assert emitted[-1].steps == 14
 
 
 def test_a_worker_is_lost_when_its_last_words_are_heard() -> None:
     """Else it may be lost, by home's clock, before it said them: that is behind by as much as beats came late."""
-    seen, monitor, emitted = attendance()
-    seen.processes[1] = SimpleNamespace(exitcode=-9)
-    seen.zero_ns = time.monotonic_ns()
-    monitor.beats[1] = nothing_yet(1)._replace(steps=7)
-    seen.lose(monitor, 60.0, [], time.monotonic())
+    liveness, monitor, emitted = liveness_monitor()
+    liveness.processes[1] = SimpleNamespace(exitcode=-9)
+    liveness.clock_zero_ns = time.monotonic_ns()
+    monitor.beats[1] = empty_totals(1)._replace(steps=7)
+    liveness.detect_failures(monitor, 60.0, [], time.monotonic())
     assert not emitted, "what it had said by then may be unheard"
-    seen.hear(monitor, said := nothing_yet(1)._replace(time_ns=10**15, steps=8), None)
+    liveness.handle_record(monitor, said := empty_totals(1)._replace(time_ns=10**15, steps=8), None)
     monitor.beats[1] = said
-    seen.lose(monitor, 60.0, [], time.monotonic())
+    liveness.detect_failures(monitor, 60.0, [], time.monotonic())
     assert [type(record) for record in emitted] == [type(said), Lost]
     assert emitted[1].time_ns >= 10**15
 
 
 def test_who_is_missed_and_silent_has_vanished() -> None:
     """Sooner where the link is to it alone than where it is one of a team, of which that says something for a while."""
-    seen, monitor, _ = attendance()
-    seen.hear(monitor, Missed(2, 0, 0), None)
-    seen.hear(monitor, Missed(2, 1, 0, alone=False), None)
-    seen.hear(monitor, Missed(0, 1, 4), None)  # of another life
-    assert [seen.vanished(0, 0.5), seen.vanished(0, 1.0), seen.vanished(1, 1.0), seen.vanished(1, 3.0)] == [0, 1, 0, 1]
-    seen.missed[1] = False, time.monotonic() - 60
-    assert not seen.vanished(1, 3.0)
+    liveness, monitor, _ = liveness_monitor()
+    liveness.handle_record(monitor, Missed(2, 0, 0), None)
+    liveness.handle_record(monitor, Missed(2, 1, 0, alone=False), None)
+    liveness.handle_record(monitor, Missed(0, 1, 4), None)  # of another life
+    assert [
+        liveness.is_presumed_dead(0, 0.5),
+        liveness.is_presumed_dead(0, 1.0),
+        liveness.is_presumed_dead(1, 1.0),
+        liveness.is_presumed_dead(1, 3.0),
+    ] == [0, 1, 0, 1]
+    liveness.unreachable[1] = False, time.monotonic() - 60
+    assert not liveness.is_presumed_dead(1, 3.0)

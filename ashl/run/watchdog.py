@@ -18,58 +18,58 @@ from typing import NoReturn
 from ashl.runtime.news import End
 
 TICK_S = 0.1
-ALONE = 76  # exit code of a home's child that has heard nothing of it
+EXIT_CONTROLLER_SILENT = 76  # exit code of a home's child that has heard nothing of it
 INTERRUPTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # Ctrl-C, a queue, a terminal that closes
-ALIKE_S = 1.0  # between silences that have one cause
-DROPPED = 78  # exit code of a worker without which the run has gone on, as it was silent for too long
+SAME_CAUSE_S = 1.0  # between silences that have one cause
+EXIT_EVICTED = 78  # exit code of a worker without which the run has gone on, as it was silent for too long
 AWAKE_S = 0.5  # longer between two ticks, and the process was stopped
 
 
-class Watch:
+class Watchdog:
     """Ends this process when the store, or home, is silent for too long."""
 
-    def __init__(self, timeout_s: float, store: str, home: str, code: int) -> None:
+    def __init__(self, timeout_s: float, store: str, controller: str, code: int) -> None:
         """`store` is the address, `home` the host of the process that keeps the records, `code` the exit code."""
-        self._timeout_s, self._store, self._home, self._code = timeout_s, store, home, code
-        self._answered = self._heard = 0.0  # seconds since
-        self._end = threading.Event()
-        threading.Thread(target=self._loop, daemon=True, name="watch").start()
+        self._timeout_s, self._store, self._controller, self._code = timeout_s, store, controller, code
+        self._store_silent_s = self._controller_silent_s = 0.0  # seconds since
+        self._stopped = threading.Event()
+        threading.Thread(target=self._loop, daemon=True, name="watchdog").start()
 
-    def answered(self) -> None:
+    def record_store_answer(self) -> None:
         """The store has answered."""
-        self._answered = 0.0
+        self._store_silent_s = 0.0
 
-    def heard(self) -> None:
+    def record_controller_message(self) -> None:
         """There was news from home."""
-        self._heard = 0.0
+        self._controller_silent_s = 0.0
 
-    def over(self) -> None:
+    def stop(self) -> None:
         """There is nothing to wait for any longer."""
-        self._end.set()
+        self._stopped.set()
 
-    def look(self, passed_s: float) -> End | None:
+    def check_timeouts(self, passed_s: float) -> End | None:
         """Why this process has to end, where so long after the last look it has to."""
         awake_s = min(passed_s, AWAKE_S)
-        self._answered += awake_s
-        self._heard += awake_s
-        if max(self._answered, self._heard) <= self._timeout_s:
+        self._store_silent_s += awake_s
+        self._controller_silent_s += awake_s
+        if max(self._store_silent_s, self._controller_silent_s) <= self._timeout_s:
             return None
         for_so_long = f"for {self._timeout_s:g} s (runtime.heartbeat_timeout_s)"
-        if self._heard - self._answered < ALIKE_S:  # no news, because no answers
+        if self._controller_silent_s - self._store_silent_s < SAME_CAUSE_S:  # no news, because no answers
             return End(self._code, f"the job's store at {self._store} did not answer {for_so_long}")
-        home = f"the process that keeps the records, on {self._home},"
-        return End(self._code, f"nothing was heard of {home} {for_so_long}")
+        controller = f"the process that keeps the records, on {self._controller},"
+        return End(self._code, f"nothing was heard of {controller} {for_so_long}")
 
     def _loop(self) -> None:
         last = time.monotonic()
-        while not self._end.wait(TICK_S):
+        while not self._stopped.wait(TICK_S):
             now = time.monotonic()
-            if end := self.look(now - last):
-                leave(end)
+            if end := self.check_timeouts(now - last):
+                exit_process(end)
             last = now
 
 
-def leave(end: End) -> NoReturn:
+def exit_process(end: End) -> NoReturn:
     """The last words of a process whose other threads may be blocked for good. Its destructors would wait for them."""
     with suppress(OSError, ValueError):  # a full disk; a closed terminal
         if end.why:
@@ -79,7 +79,7 @@ def leave(end: End) -> NoReturn:
     os._exit(end.code)
 
 
-class Awake:
+class AwakeTime:
     """Seconds for which this process has not been stopped, if it is asked often: within `AWAKE_S`."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Awake:
 
 
 @contextmanager
-def handled(handle: Callable[[int, object], None]) -> Generator[None]:
+def handle_signals(handle: Callable[[int, object], None]) -> Generator[None]:
     """Handle Ctrl-C, SIGTERM and SIGHUP like this for a while, in the main thread. A SIGHUP that is ignored, as under
     nohup, stays so."""
     if threading.current_thread() is not threading.main_thread():

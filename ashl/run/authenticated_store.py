@@ -47,7 +47,7 @@ def shared_secret(*known: object) -> Secret:
     return Secret(hashlib.blake2b(text.encode(), digest_size=32, person=b"ashl job").digest())
 
 
-class Sealed(dist.Store):
+class AuthenticatedStore(dist.Store):
     """The job's store under its secret; gloo meets through it, too. One per thread, as of any client.
 
     Every call lets other threads go on while the store does not answer; torch's `queue_len` and `list_keys` do not.
@@ -60,29 +60,29 @@ class Sealed(dist.Store):
         self._store: Any = dist.PrefixStore(self._hash(b"prefix").hex(), store)
         self.refused = 0  # items in queues that were not of this job
         self._sent: dict[str, int] = {}
-        self._came: dict[tuple[str, int], int] = {}
+        self._received: dict[tuple[str, int], int] = {}
 
     @property
     def address(self) -> str:
         return f"{self._base.host}:{self._base.port}"
 
-    def another(self) -> Sealed:
+    def another(self) -> AuthenticatedStore:
         """The same store for another thread, by a connection of its own."""
-        return Sealed(self._base.clone(), self._secret)
+        return AuthenticatedStore(self._base.clone(), self._secret)
 
     # --- values under keys
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, self._sealed(key, value))
+        self._store.set(key, self._sign(key, value))
 
     def get(self, key: str) -> bytes:
         """Waits for it. Raises AshlError for a value that is not of this job."""
-        return self._opened(key, self._store.get(key))
+        return self._verify(key, self._store.get(key))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        expected = self._sealed(key, expected_value) if expected_value else ""
-        desired = self._sealed(key, desired_value)
-        return self._opened(key, self._store.compare_set(key, expected, desired))
+        expected = self._sign(key, expected_value) if expected_value else ""
+        desired = self._sign(key, desired_value)
+        return self._verify(key, self._store.compare_set(key, expected, desired))
 
     def add(self, key: str, value: int) -> int:
         return self._store.add(key, value)
@@ -123,8 +123,8 @@ class Sealed(dist.Store):
             right = self._hash(b"item", queue.encode(), head, content)
             if len(head) == FROM.size and hmac.compare_digest(right, item[:HASH_BYTES]):
                 sender, number = FROM.unpack(head)
-                if number > self._came.get((queue, sender), 0):
-                    self._came[queue, sender] = number
+                if number > self._received.get((queue, sender), 0):
+                    self._received[queue, sender] = number
                     return sender, bytes(content)
             self.refused += 1
 
@@ -133,11 +133,11 @@ class Sealed(dist.Store):
 
     # --- the seal
 
-    def _sealed(self, key: str, value: str | bytes) -> bytes:
+    def _sign(self, key: str, value: str | bytes) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)
         return self._hash(b"key", key.encode(), content) + content
 
-    def _opened(self, key: str, value: bytes) -> bytes:
+    def _verify(self, key: str, value: bytes) -> bytes:
         content = value[HASH_BYTES:]
         if not hmac.compare_digest(value[:HASH_BYTES], self._hash(b"key", key.encode(), content)):
             raise AshlError("the job's store holds what no process of this job has written; give the job another port")

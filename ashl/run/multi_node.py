@@ -19,13 +19,24 @@ from ashl.errors import AshlError, UsageError, plain
 from ashl.plan.files import read_plan
 from ashl.planning.compile_plan import draw_compute_factors
 from ashl.planning.instantiate import OptionFactory
-from ashl.run.attendance import how_ended
-from ashl.run.hosts import master_address, ranks_environment, shared_out
+from ashl.run.authenticated_store import SECRET
+from ashl.run.hosts import assign_slots, master_address, ranks_environment
 from ashl.run.node_agent import GRACE_S, KILL, PULSE, SILENCE_S, STOP
-from ashl.run.sealed import SECRET
-from ashl.run.ssh import Connection, Inbox, Launch, OutputLine, Wish, command, connected, greeted, next_line, printable
+from ashl.run.ssh import (
+    Connection,
+    Inbox,
+    InterruptRequest,
+    Launch,
+    OutputLine,
+    await_greetings,
+    command,
+    connect_nodes,
+    next_line,
+    printable,
+)
+from ashl.run.supervisor import describe_exit
 from ashl.run.train import is_virtual
-from ashl.run.watch import DROPPED, handled
+from ashl.run.watchdog import EXIT_EVICTED, handle_signals
 from ashl.stage.stage import FAULT_TOLERANT, extra_ranks
 
 PULSE_S = 2.0
@@ -62,9 +73,9 @@ def run_job(where: Launch, size: int, argv: Sequence[str], may_lose: bool = Fals
     The first Ctrl-C or SIGTERM ends the job in order, the second one at once. Raises AshlError naming the host where
     one cannot take part (then nothing was started anywhere) or is lost, and UsageError for a folder that is not there.
     """
-    shares, wish = shared_out(where.hosts, size), Wish()
-    with handled(wish), connected(where, shares) as (connections, inbox):
-        if not (greetings := greeted(connections, inbox, wish, where.python)):
+    shares, interrupt = assign_slots(where.hosts, size), InterruptRequest()
+    with handle_signals(interrupt), connect_nodes(where, shares) as (connections, inbox):
+        if not (greetings := await_greetings(connections, inbox, interrupt, where.python)):
             return 130
         first, *others = greetings
         if first.port is None:
@@ -78,7 +89,7 @@ def run_job(where: Launch, size: int, argv: Sequence[str], may_lose: bool = Fals
             own = ranks_environment(connection.share, group, size, (address, first.port))
             connection.running = set(own)
             connection.send(json.dumps({**order, "ranks": list(own.items())}).encode())
-        return attend(connections, inbox, wish, Report(where.verbose), may_lose)
+        return supervise_nodes(connections, inbox, interrupt, Report(where.verbose), may_lose)
 
 
 def job_size(config: Mapping[str, Any], where: Launch) -> int:
@@ -108,15 +119,15 @@ def may_lose(config: Mapping[str, Any]) -> bool:
     return FAULT_TOLERANT in OptionFactory(config["allow_targets"]).of("topology", config["topology"]).supports
 
 
-def size_there(config: Mapping[str, Any], where: Launch) -> int | None:
+def real_job_size(config: Mapping[str, Any], where: Launch) -> int | None:
     """The same of a run that is real; None in virtual time, which needs no hosts."""
     return None if is_virtual(config) else job_size(config, where)
 
 
-def look_round(where: Launch, size: int) -> None:
+def check_nodes(where: Launch, size: int) -> None:
     """Raises AshlError naming the hosts that could not take part in a job of this size."""
-    with connected(where, shared_out(where.hosts, size)) as (connections, inbox):
-        greeted(connections, inbox, Wish(), where.python)
+    with connect_nodes(where, assign_slots(where.hosts, size)) as (connections, inbox):
+        await_greetings(connections, inbox, InterruptRequest(), where.python)
 
 
 class Report:
@@ -157,25 +168,27 @@ def write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def attend(connections: Sequence[Connection], inbox: Inbox, wish: Wish, report: Report, may_lose: bool) -> int:
+def supervise_nodes(
+    connections: Sequence[Connection], inbox: Inbox, interrupt: InterruptRequest, report: Report, may_lose: bool
+) -> int:
     """Until every host is done; the first failure anywhere ends the job everywhere, in order."""
     failure: Failure | None = None
     asked_at, pulse_at = None, 0.0
     while any(connection.open for connection in connections):
         now = time.monotonic()
-        if wish.times > 1 or (asked_at is not None and now - asked_at > GRACE_S + SETTLE_S):
-            send(connections, KILL)
+        if interrupt.times > 1 or (asked_at is not None and now - asked_at > GRACE_S + SETTLE_S):
+            broadcast(connections, KILL)
             break
-        if asked_at is None and (wish.times or (failure is not None and now - failure.at > SETTLE_S)):
+        if asked_at is None and (interrupt.times or (failure is not None and now - failure.at > SETTLE_S)):
             asked_at, report.ending = now, True
-            send(connections, STOP)
+            broadcast(connections, STOP)
         if now - pulse_at > PULSE_S:
             pulse_at = now
-            send(connections, PULSE)
-        if (found := next_line(inbox, 0.1)) and (wrong := take_in(found, report, may_lose)) and failure is None:
+            broadcast(connections, PULSE)
+        if (found := next_line(inbox, 0.1)) and (wrong := handle_output(found, report, may_lose)) and failure is None:
             failure = wrong
     explained = report.close()
-    if wish.times:
+    if interrupt.times:
         return 130
     if failure is None:
         return 0
@@ -184,7 +197,7 @@ def attend(connections: Sequence[Connection], inbox: Inbox, wish: Wish, report: 
     return failure.code
 
 
-def take_in(found: OutputLine, report: Report, may_lose: bool) -> Failure | None:
+def handle_output(found: OutputLine, report: Report, may_lose: bool) -> Failure | None:
     """Show what a host says; returns what has gone wrong there, if something has that ends the job."""
     connection, line, error = found
     name, now = connection.name, time.monotonic()
@@ -216,14 +229,14 @@ def take_in(found: OutputLine, report: Report, may_lose: bool) -> Failure | None
     connection.running.discard(record.rank)
     if record.code == 0:
         return None
-    if may_lose and record.rank != HOME and (record.code < 0 or record.code == DROPPED):  # likewise
-        write(sys.stderr, f"ashl: rank {record.rank} on {name} {how_ended(record.code)}")
+    if may_lose and record.rank != HOME and (record.code < 0 or record.code == EXIT_EVICTED):  # likewise
+        write(sys.stderr, f"ashl: rank {record.rank} on {name} {describe_exit(record.code)}")
         return None
-    what = f"rank {record.rank} on {name} {how_ended(record.code)}"
+    what = f"rank {record.rank} on {name} {describe_exit(record.code)}"
     return Failure(record.code if record.code in CODES else 1, what, now)
 
 
-def fetch(where: Launch, run_dir: Path) -> bool:
+def fetch_run_folder(where: Launch, run_dir: Path) -> bool:
     """Bring the files of a run folder here from the first host, which keeps the records; whether there were any.
     Nothing but plain files of the folder itself is taken."""
     there, count = str(Path(where.folder, run_dir)), 0
@@ -239,6 +252,6 @@ def fetch(where: Launch, run_dir: Path) -> bool:
     return count > 0
 
 
-def send(connections: Sequence[Connection], line: bytes) -> None:
+def broadcast(connections: Sequence[Connection], line: bytes) -> None:
     for connection in connections:
         connection.send(line)

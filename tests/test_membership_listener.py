@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from ashl.run import roll as room
-from ashl.run.roll import Roll
+from ashl.run import membership_listener as room
+from ashl.run.membership_listener import MembershipListener
 from ashl.runtime import meeting
 from ashl.runtime.effects import LOST
 from ashl.runtime.meeting import Entry, come_in, known_to, let_in, name_of
@@ -72,14 +72,14 @@ def test_who_comes_before_a_newcomer_has_its_links_is_let_in_once_it_has(monkeyp
     store, kernel = Store(), kernel_of(Quiet())
     monkeypatch.setattr(room, "let_in", lambda *_: Silent())
     kernel.enter(Entry({}, {}, time.monotonic_ns()))
-    roll = Roll(kernel, 0, 1, {1: 0}, cast("Any", store), None)
-    roll.hear(ANEW)  # between its coming in and its first message
+    listener = MembershipListener(kernel, 0, 1, {1: 0}, cast("Any", store), None)
+    listener.on_membership(ANEW)  # between its coming in and its first message
     all_let_in()
     known = known_to(name_of(0, 1, 1))
     assert known not in store.known
 
     async def main(_: Any) -> bool:
-        roll.hear(ANEW)  # as home says again and again
+        listener.on_membership(ANEW)  # as home says again and again
         all_let_in()
         return known in store.known
 
@@ -89,11 +89,11 @@ def test_who_comes_before_a_newcomer_has_its_links_is_let_in_once_it_has(monkeyp
 def test_who_is_lost_before_a_rank_has_its_links_is_lost_there_too() -> None:
     kernel = kernel_of(Quiet(), (1,))
     kernel.enter(Entry({1: cast("Any", Silent())}, {1: 0}, time.monotonic_ns()))
-    roll, over = Roll(kernel, 0, 1, {1: 0}, cast("Any", Store()), None), News(lost=((1, 0),))
-    roll.hear(over)
+    listener, over = MembershipListener(kernel, 0, 1, {1: 0}, cast("Any", Store()), None), News(lost=((1, 0),))
+    listener.on_membership(over)
 
     async def main(ctx: Any) -> str:
-        roll.hear(over)
+        listener.on_membership(over)
         return (await ctx.recv(LOST, before_s=5.0)).tag[0]
 
     assert kernel.run(main) == "lost"

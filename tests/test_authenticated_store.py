@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 
 from ashl.errors import AshlError, plain
-from ashl.run.sealed import FROM, HASH_BYTES, Sealed, new_secret, shared_secret
+from ashl.run.authenticated_store import FROM, HASH_BYTES, AuthenticatedStore, new_secret, shared_secret
 from ashl.runtime.news import End, News
 from ashl.runtime.records import KINDS, Alive, ProfileMeasured, dumps, loads
 
@@ -22,17 +22,17 @@ def server() -> dist.TCPStore:
 
 
 @pytest.fixture
-def store(server) -> Sealed:
-    return Sealed(server, SECRET)
+def store(server) -> AuthenticatedStore:
+    return AuthenticatedStore(server, SECRET)
 
 
-def items(server: dist.TCPStore, store: Sealed, queue: str, *raw: bytes) -> None:
+def items(server: dist.TCPStore, store: AuthenticatedStore, queue: str, *raw: bytes) -> None:
     """Put there by somebody who knows a queue's name all the same."""
     for item in raw:
         store._store.queue_push(store._name(queue), item)
 
 
-def taken(server: dist.TCPStore, store: Sealed, queue: str) -> bytes:
+def taken(server: dist.TCPStore, store: AuthenticatedStore, queue: str) -> bytes:
     """An item as it lies in the store."""
     return store._store.queue_pop(store._name(queue), False)
 
@@ -41,7 +41,7 @@ def test_what_others_put_into_a_queue_is_passed_over_and_counted(server, store) 
     store.push("a", 3, b"first")
     old = taken(server, store, "a")
     flipped = old[:-1] + bytes([old[-1] ^ 1])
-    elsewhere = Sealed(server, new_secret())
+    elsewhere = AuthenticatedStore(server, new_secret())
     elsewhere.push("a", 3, b"of another secret")
     foreign = taken(server, elsewhere, "a")
     store.push("b", 3, b"of another queue")
@@ -76,7 +76,7 @@ def test_what_is_changed_if_nobody_else_has(server, store) -> None:
     assert store.compare_set("c", "", "one") == b"one"
     assert store.compare_set("c", "", "two") == b"one"
     assert store.compare_set("c", "one", "two") == b"two"
-    assert Sealed(server, SECRET).get("c") == b"two"
+    assert AuthenticatedStore(server, SECRET).get("c") == b"two"
 
 
 def test_where_a_secret_comes_from(monkeypatch) -> None:

@@ -2,7 +2,7 @@
 
 from typing import cast
 
-from ashl.run.lives import away_until, with_earlier
+from ashl.run.incarnations import add_prior_totals, outage_until
 from ashl.runtime.ledger import KINDS
 from ashl.runtime.rank_context import Kernel, RankContext
 from ashl.runtime.records import Beat, Border, LedgerTotals, Measured
@@ -14,17 +14,17 @@ def totals(**known: int) -> dict[str, int]:
 
 def test_the_times_of_all_lives_add_up() -> None:
     first = Beat(1, 90, 5, 0, 0.5, totals(compute=60, wait=30), 10, 20, {"a": Measured(1.0, 3.0, 2)}, collective_ns=4)
-    before = away_until(first, 200)
+    before = outage_until(first, 200)
     assert before.totals_ns == totals(compute=60, wait=30, down=110)
     last = LedgerTotals(1, totals(compute=80, push=20), 1, 2, {"a": Measured(5.0, 5.0, 1), "b": Measured(7.0, 7.0, 1)})
-    said = with_earlier(before, last)
+    said = add_prior_totals(before, last)
     assert isinstance(said, LedgerTotals)
     assert said.totals_ns == totals(compute=140, wait=30, push=20, down=110)
     assert sum(said.totals_ns.values()) == 300, "the run's time, which ended 100 later"
     assert (said.bytes_up, said.bytes_down, said.collective_ns) == (11, 22, 4)
     assert said.measures == {"a": Measured(5.0, 8.0, 3), "b": Measured(7.0, 7.0, 1)}
-    assert with_earlier(before, Border(1, 0, totals(wait=1))).totals_ns["wait"] == 31
-    beat = with_earlier(before, first._replace(time_ns=250, steps=2))
+    assert add_prior_totals(before, Border(1, 0, totals(wait=1))).totals_ns["wait"] == 31
+    beat = add_prior_totals(before, first._replace(time_ns=250, steps=2))
     assert isinstance(beat, Beat)
     assert (beat.steps, beat.time_ns) == (7, 250)
 

@@ -4,18 +4,18 @@ from ashl.runtime.ledger import KINDS
 from ashl.runtime.records import Beat, Border, LedgerTotals, Measured, Measures
 
 
-def nothing_yet(rank: int) -> Beat:
+def empty_totals(rank: int) -> Beat:
     """How a worker stands of which nothing has been heard."""
     return Beat(rank, 0, 0, None, None, dict.fromkeys(KINDS, 0), 0, 0, {})
 
 
-def away_until(before: Beat, time_ns: int) -> Beat:
+def outage_until(before: Beat, time_ns: int) -> Beat:
     """How a worker stood that was lost, when it is back at that moment: what is missing up to there it was down."""
     down = before.totals_ns["down"] + max(0, time_ns - sum(before.totals_ns.values()))
     return before._replace(totals_ns=before.totals_ns | {"down": down})
 
 
-def with_earlier(before: Beat, record: Beat | LedgerTotals | Border) -> Beat | LedgerTotals | Border:
+def add_prior_totals(before: Beat, record: Beat | LedgerTotals | Border) -> Beat | LedgerTotals | Border:
     """What a worker says of its present life, and what it had done before."""
     totals = {kind: before.totals_ns[kind] + ns for kind, ns in record.totals_ns.items()}
     if isinstance(record, Border):

@@ -6,7 +6,7 @@ from typing import Any
 from ashl.runtime.records import Lateness, PaceKept
 
 
-def kept_pace(reports: Sequence[PaceKept], num_workers: int) -> dict:
+def pacing_summary(reports: Sequence[PaceKept], num_workers: int) -> dict:
     """Where the machine was too slow to keep the declared pace: by worker, with the pushes that a server took in for
     it, which share of its steps and transfers was late and how much longer than declared they took; by how much of all
     that is declared its encoding took longer than declared (often nothing is); and the worst."""
@@ -21,14 +21,14 @@ def kept_pace(reports: Sequence[PaceKept], num_workers: int) -> dict:
         for src, counts in report.transfers:
             if worker or src < num_workers:  # what servers send to each other is nobody's
                 transfers[report.rank if worker else src].append(counts)
-    workers = [pace_of(rank, steps[rank], transfers[rank], encodings[rank]) for rank in range(num_workers)]
+    workers = [pacing_of(rank, steps[rank], transfers[rank], encodings[rank]) for rank in range(num_workers)]
     if not any(counts.count for rank in range(num_workers) for counts in steps[rank] + transfers[rank]):
         return {}
     worst = ("steps_slower_by", "transfers_slower_by", "encodings_slower_by", "slower_by")
     return {"workers": workers, **{key: max(worker[key] for worker in workers) for key in worst}}
 
 
-def pace_of(
+def pacing_of(
     rank: int, steps: Sequence[Lateness], transfers: Sequence[Lateness], encodings: Sequence[Lateness]
 ) -> dict[str, Any]:
     everything = [*steps, *transfers, *encodings]

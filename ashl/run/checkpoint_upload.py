@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ashl.errors import AshlError
-from ashl.run.checkpoints import Saved
-from ashl.run.sealed import Sealed
-from ashl.run.vectors import PIECE, pieces_of
+from ashl.run.authenticated_store import AuthenticatedStore
+from ashl.run.checkpoints import Checkpoint
+from ashl.run.model_upload import PIECE, num_pieces
 from ashl.runtime import keeping
 from ashl.runtime.packed import packed, unpacked
 from ashl.runtime.records import Kept, ModuleState
@@ -28,91 +28,95 @@ from ashl.runtime.records import Kept, ModuleState
 POLL_S = 0.02
 
 
-def kept(rank: int, number: int) -> str:
+def checkpoint_queue(rank: int, number: int) -> str:
     """The queue of a rank's part of this checkpoint, on its way to home."""
     return f"kept/{rank}/{number}"
 
 
-def given(rank: int) -> str:
+def restore_queue(rank: int) -> str:
     """The queue of what a rank goes on from, and the key that says how long it is."""
     return f"given/{rank}"
 
 
-def post(store: Sealed, queue: str, rank: int, content: bytes) -> None:
+def push_bytes(store: AuthenticatedStore, queue: str, rank: int, content: bytes) -> None:
     for start in range(0, len(content), PIECE):
         store.push(queue, rank, memoryview(content)[start : start + PIECE])
 
 
-def fetch(store: Sealed, queue: str, nbytes: int) -> bytes:
+def pop_bytes(store: AuthenticatedStore, queue: str, nbytes: int) -> bytes:
     """Raises AshlError where not all of it is there."""
-    items = [store.pop(queue) for _ in range(pieces_of(nbytes))]
+    items = [store.pop(queue) for _ in range(num_pieces(nbytes))]
     content = b"".join(item[1] for item in items if item)
     if len(content) != nbytes:
         raise AshlError(f"{len(content):,} of the {nbytes:,} bytes of a checkpoint came ({queue})")
     return content
 
 
-def through(store: Sealed, rank: int, number: int, document: dict[str, Any]) -> tuple[str, int]:
+def upload_checkpoint_part(
+    store: AuthenticatedStore, rank: int, number: int, document: dict[str, Any]
+) -> tuple[str, int]:
     """At a rank, to home: returns the hash of its part of a checkpoint, and how many bytes it has."""
     file = io.BytesIO()
     torch.save(document, file)
     content = file.getvalue()
-    post(store, kept(rank, number), rank, content)
+    push_bytes(store, checkpoint_queue(rank, number), rank, content)
     return keeping.digest(content), len(content)
 
 
-def state_of(rank: int, life: int) -> str:
+def state_queue(rank: int, incarnation: int) -> str:
     """The queue of what a worker's module keeps beside its parameters."""
-    return f"state/{rank}/{life}"
+    return f"state/{rank}/{incarnation}"
 
 
-def post_state(store: Sealed, rank: int, life: int, state: Any) -> int:
+def upload_state(store: AuthenticatedStore, rank: int, incarnation: int, state: Any) -> int:
     """At a worker, to home; returns how many bytes it has."""
     file = io.BytesIO()
     torch.save(packed(state), file)
-    post(store, state_of(rank, life), rank, file.getvalue())
+    push_bytes(store, state_queue(rank, incarnation), rank, file.getvalue())
     return len(file.getvalue())
 
 
-def received_state(store: Sealed, record: ModuleState, life: int) -> Tensor:
+def receive_state(store: AuthenticatedStore, record: ModuleState, incarnation: int) -> Tensor:
     """At home: the bytes that such a record comes with."""
-    return torch.frombuffer(bytearray(fetch(store, state_of(record.rank, life), record.nbytes)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(pop_bytes(store, state_queue(record.rank, incarnation), record.nbytes)), dtype=torch.uint8
+    )
 
 
-def state_in(content: Tensor, packages: tuple[str, ...]) -> Any:
+def decode_state(content: Tensor, packages: tuple[str, ...]) -> Any:
     """The state that these bytes are. Nothing is unpickled."""
     return unpacked(torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True), packages)
 
 
-def received(store: Sealed, record: Kept) -> Tensor | None:
+def receive_checkpoint_part(store: AuthenticatedStore, record: Kept) -> Tensor | None:
     """At home: the bytes that such a record comes with; None where the rank has written them itself."""
     if record.nbytes == 0:
         return None
-    content = fetch(store, kept(record.rank, record.number), record.nbytes)
+    content = pop_bytes(store, checkpoint_queue(record.rank, record.number), record.nbytes)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def give(store: Sealed, rank: int, saved: Saved | None) -> None:
+def send_restore_point(store: AuthenticatedStore, rank: int, saved: Checkpoint | None) -> None:
     """At home, to a rank: its part of the checkpoint that the run goes on from, if it does."""
     content = keeping.part_of(saved.folder, rank).read_bytes() if saved else b""
-    post(store, given(rank), rank, content)
+    push_bytes(store, restore_queue(rank), rank, content)
     since_ns = saved.time_ns if saved else 0
-    store.set(given(rank), json.dumps({"since_ns": since_ns, "nbytes": len(content)}))
+    store.set(restore_queue(rank), json.dumps({"since_ns": since_ns, "nbytes": len(content)}))
 
 
-class Given(NamedTuple):
+class RestorePoint(NamedTuple):
     """What a rank goes on from, and when on the run's clock; no file = from the beginning."""
 
     since_ns: int
     file: Path | io.BytesIO | None
 
 
-def taken(store: Sealed, rank: int, over: Callable[[], bool]) -> Given | None:
+def await_restore_point(store: AuthenticatedStore, rank: int, over: Callable[[], bool]) -> RestorePoint | None:
     """At a rank: waits for it; None where the run is over before that."""
-    while not store.check([given(rank)]):
+    while not store.check([restore_queue(rank)]):
         if over():
             return None
         time.sleep(POLL_S)
-    line = json.loads(store.get(given(rank)))
-    content = fetch(store, given(rank), line["nbytes"])
-    return Given(line["since_ns"], io.BytesIO(content) if content else None)
+    line = json.loads(store.get(restore_queue(rank)))
+    content = pop_bytes(store, restore_queue(rank), line["nbytes"])
+    return RestorePoint(line["since_ns"], io.BytesIO(content) if content else None)

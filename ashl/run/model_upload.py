@@ -11,29 +11,37 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.learn.staging import in_host
-from ashl.run.sealed import Sealed
+from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.runtime.records import NAMES, Snapshot, UpdateShown
 
 PIECE = 4_000_000  # bytes; the store refuses values of more than 8 MB
 
 
-def post(store: Sealed, queue: str, record: Snapshot | UpdateShown, vector: Tensor, between: Callable[[], None]) -> int:
+def upload_vector(
+    store: AuthenticatedStore,
+    queue: str,
+    record: Snapshot | UpdateShown,
+    vector: Tensor,
+    before_piece: Callable[[], None],
+) -> int:
     """Put a record's vector into this queue, calling `between` ahead of each piece; returns how many bytes it has."""
     with in_host(vector.to(torch.float32)) as here:
         content = memoryview(here.contiguous().numpy()).cast("B")
         for start in range(0, content.nbytes, PIECE):
-            between()
+            before_piece()
             store.push(queue, record.rank, content[start : start + PIECE])
         return content.nbytes
 
 
-def fetch(store: Sealed, queue: str, record: Snapshot | UpdateShown, num_params: int) -> Tensor | None:
+def receive_vector(
+    store: AuthenticatedStore, queue: str, record: Snapshot | UpdateShown, num_params: int
+) -> Tensor | None:
     """Take a record's vector out, if it has one. Raises AshlError for one of another size than the model's."""
     if record.nbytes is None:
         return None
     content = bytearray()
     if record.nbytes == 4 * num_params:
-        for _ in range(pieces_of(record.nbytes)):
+        for _ in range(num_pieces(record.nbytes)):
             item = store.pop(queue)
             content += item[1] if item else b""
     if len(content) != 4 * num_params:
@@ -42,10 +50,10 @@ def fetch(store: Sealed, queue: str, record: Snapshot | UpdateShown, num_params:
     return torch.frombuffer(content, dtype=torch.float32)
 
 
-def pieces_of(nbytes: int) -> int:
+def num_pieces(nbytes: int) -> int:
     return -(-nbytes // PIECE)
 
 
-def queue_of(record: Snapshot | UpdateShown, life: int) -> str:
+def vector_queue(record: Snapshot | UpdateShown, incarnation: int) -> str:
     """Each life of a rank has its own: what one that was cut short has left behind is nobody's."""
-    return f"{NAMES[type(record)]}/{record.rank}/{life}"
+    return f"{NAMES[type(record)]}/{record.rank}/{incarnation}"

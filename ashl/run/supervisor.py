@@ -1,0 +1,454 @@
+"""Home's judgement of a real run: who has left, who is gone, and whether the run ends for it, and by whose fault.
+
+That a process is gone is a fact (`LivenessMonitor.gone`), that the run ends a decision (`attend`).
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from torch import Tensor
+
+from ashl.errors import AshlError
+from ashl.plan.plan import Plan
+from ashl.planning.compatibility import admits_rejoin, can_block_forever, describe_modes
+from ashl.run.checkpoint_upload import decode_state
+from ashl.run.checkpoints import CheckpointManager
+from ashl.run.control_channel import PATIENCE_S, POLL_S, ControlChannel
+from ashl.run.incarnations import add_prior_totals, empty_totals, outage_until
+from ashl.run.join_endpoint import JoinAnswer, JoinRequest
+from ashl.run.monitor import Monitor
+from ashl.run.pacing_stats import pacing_summary
+from ashl.run.rank import EXIT_DECLARED_FAILURE, RankSettings
+from ashl.run.watchdog import AWAKE_S, EXIT_CONTROLLER_SILENT, EXIT_EVICTED, SAME_CAUSE_S
+from ashl.runtime.agreement import KNOWN_S
+from ashl.runtime.news import End
+from ashl.runtime.records import (
+    Alive,
+    Beat,
+    Border,
+    Joined,
+    Kept,
+    LedgerTotals,
+    Left,
+    Lost,
+    Missed,
+    ModuleState,
+    PaceKept,
+    RankError,
+    Ready,
+    Record,
+    Replan,
+    Round,
+    Snapshot,
+    StageEnd,
+    StopAsked,
+    UpdateShown,
+)
+
+KILLED = "was killed by"  # how it is reported, followed by the signal's name
+DECLARED = "failed, as cluster.events says"
+SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
+QUIET_S = 0.7  # of a rank that speaks five times a second, when another has lost the link to it: it has vanished
+SURE_S = 2.0  # ... where others have lost the link to one of several and cannot say to whom
+
+
+@dataclass
+class LivenessMonitor:
+    """What the ranks have said of themselves, and what is seen of them."""
+
+    plan: Plan
+    channel: ControlChannel
+    processes: dict[int, BaseProcess]  # of the ranks that run here
+    rank_settings: Mapping[int, RankSettings]  # ... in their first life
+    start: Callable[[int, int], None]  # here, a rank in this life
+    survives_failure: bool  # whether it may, without a worker
+    admits_rejoin: bool  # ... and that may come back
+    exited: set[int] = field(default_factory=set)
+    failed: dict[int, str] = field(default_factory=dict)  # workers without which the run goes on, and how they ended
+    last_failure_s: float = 0.0  # when the last of them was
+    exit_noticed_s: dict[int, float] = field(default_factory=dict)  # when it was seen that a process had ended
+    rejoining: dict[int, bool] = field(
+        default_factory=dict
+    )  # those of them that are coming back, and whether all is ready
+    prior_totals: dict[int, Beat] = field(default_factory=dict)  # how those stood in earlier lives that have come back
+    unreachable: dict[int, tuple[bool, float]] = field(
+        default_factory=dict
+    )  # to whom a link is broken: whether to nobody else, and when it was last said
+    killed_as_silent: set[int] = field(default_factory=set)  # whose process was ended here, as it stood still
+    restarts: Counter[int] = field(default_factory=Counter)  # how often a worker that was killed has been started anew
+    clock_zero_ns: int | None = None  # of the run's clock, by home's, as beats have it that came without delay
+    errors: list[RankError] = field(default_factory=list)
+    pace: list[PaceKept] = field(default_factory=list)
+
+    def handle_record(self, monitor: Monitor, record: Record, vector: Tensor | None) -> None:
+        if isinstance(record, Beat) and record.time_ns > 0:
+            zero_ns = time.monotonic_ns() - record.time_ns
+            self.clock_zero_ns = zero_ns if self.clock_zero_ns is None else min(self.clock_zero_ns, zero_ns)
+        match record:
+            case Round() | StageEnd() | Border() | Replan() if record.stage not in range(len(self.plan.stages)):
+                raise AshlError(f"rank {record.rank} tells of stage {record.stage + 1}, which the plan does not have")
+            case Alive() | Kept():
+                pass
+            case Left():
+                self.exited.add(record.rank)
+            case Ready(rank) if rank in self.rejoining:
+                self.rejoining[rank] = True
+                self.publish_membership()
+            case Joined(rank, time_ns) if rank in self.rejoining:
+                self.prior_totals[rank] = outage_until(self.prior_totals[rank], time_ns)
+                del self.rejoining[rank], self.failed[rank]
+                self.publish_membership()
+                monitor.emit(record)
+            case Lost(rank, why=why) if rank not in self.processes:
+                self.continue_without(monitor, rank, why)
+            case Missed(_, rank, incarnation, alone) if (
+                rank < self.plan.num_workers and incarnation == self.channel.incarnations[rank]
+            ):
+                self.unreachable[rank] = max(self.unreachable.get(rank, (False, 0.0)), (alone, time.monotonic()))
+            case RankError(rank) if rank in self.failed:
+                self.abandon_rejoin(rank)
+            case RankError():
+                self.errors.append(record)
+            case StopAsked():
+                monitor.stopping = monitor.stopping or record.reason
+            case PaceKept():
+                self.pace.append(record)
+            case Snapshot() | UpdateShown():
+                monitor.snapshot(record, vector)
+            case ModuleState():
+                assert vector is not None
+                monitor.set_module_state(record.rank, decode_state(vector, ("ashl", *self.plan.allow_targets)))
+            case Beat() | LedgerTotals() | Border() if record.rank in self.prior_totals:
+                monitor.emit(add_prior_totals(self.prior_totals[record.rank], record))
+            case _:
+                monitor.emit(record)
+
+    def unexpected_exits(self) -> dict[int, str]:
+        """The ranks here whose process has ended before it had said all, and how."""
+        away = self.exited.union(self.failed)
+        ended = {rank: process.exitcode for rank, process in self.processes.items() if rank not in away}
+        return {rank: describe_exit(code) for rank, code in ended.items() if code is not None}
+
+    def detect_failures(self, monitor: Monitor, timeout_s: float, late: Sequence[int], drained: float) -> None:
+        """Workers that were killed, failed as declared, or fell silent alone, and without which the run goes on, once
+        it has begun and their last words have been heard. `late`: who is silent for so long, `drained`: until when
+        what was said is heard."""
+        if not self.survives_failure or not any(beat.steps or beat.counts for beat in monitor.beats.values()):
+            return
+        for rank, how in self.unexpected_exits().items():
+            heard_out = drained > self.exit_noticed_s.setdefault(rank, time.monotonic())
+            if heard_out and rank < self.plan.num_workers and (how.startswith(KILLED) or how == DECLARED):
+                self.continue_without(monitor, rank, how)
+        for rank in [*self.rejoining]:
+            quiet_s = self.channel.drained_s - self.channel.last_heard_s[rank]
+            if quiet_s > timeout_s or self.is_presumed_dead(rank, quiet_s):
+                if rank in self.processes:
+                    self.processes[rank].kill()
+                self.abandon_rejoin(rank)
+        for rank in self.presumed_dead():
+            self.continue_without(monitor, rank, "vanished")
+        if late and self.can_continue_without(
+            monitor, {*self.silent_ranks(timeout_s - min(SAME_CAUSE_S, timeout_s / 2))}
+        ):
+            for rank in late:
+                how = f"was not heard of for {timeout_s:g} s"
+                self.channel.evict(
+                    rank, End(EXIT_EVICTED, f"worker {rank} {how} (runtime.heartbeat_timeout_s), and the run went on")
+                )
+                if rank in self.processes and (not self.admits_rejoin or can_block_forever(monitor.job.parts)):
+                    self.processes[rank].kill()  # others may wait for it in the middle of a sum
+                    self.killed_as_silent.add(rank)
+                self.continue_without(monitor, rank, how)
+
+    def is_presumed_dead(self, rank: int, quiet_s: float) -> bool:
+        """Whether who is silent for so long, and is missed, is taken for dead. It is a process elsewhere."""
+        alone, at = self.unreachable.get(rank, (False, -math.inf))
+        if rank in self.processes:
+            return False
+        return quiet_s > QUIET_S if alone else quiet_s > SURE_S and time.monotonic() - at < KNOWN_S
+
+    def presumed_dead(self) -> list[int]:
+        """The workers elsewhere that are taken for dead."""
+        return [
+            rank
+            for rank in self.silent_ranks(QUIET_S)
+            if self.is_presumed_dead(rank, self.channel.drained_s - self.channel.last_heard_s[rank])
+        ]
+
+    def can_continue_without(self, monitor: Monitor, alike: set[int]) -> bool:
+        """Whether the run goes on without these, who have fallen silent at about the same time."""
+        there = {*range(self.plan.num_workers)} - self.exited - self.failed.keys()
+        served = self.plan.home >= self.plan.num_workers  # else another worker stands in for home
+        if (served and self.plan.home in alike) or not alike < there or is_cut_off(self, monitor, alike):
+            return False
+        return not alike - self.processes.keys() or not can_block_forever(monitor.job.parts)
+
+    def continue_without(self, monitor: Monitor, rank: int, how: str) -> None:
+        """The run goes on without this worker."""
+        self.rejoining.pop(rank, None)
+        self.exit_noticed_s.pop(rank, None)
+        if rank in self.failed:
+            return self.publish_membership()
+        self.failed[rank], self.last_failure_s = how, time.monotonic()
+        now_ns = time.monotonic_ns() - (self.clock_zero_ns or 0)
+        if how == DECLARED:
+            declared = [round(e.time_s * 1e9) for e in monitor.job.parts.cluster.events if e.fail and e.worker == rank]
+            # home's clock may be a little behind
+            now_ns = min(declared, key=lambda time_ns: abs(time_ns - now_ns), default=now_ns)
+        monitor.emit(Lost(rank, now_ns, "declared" if how == DECLARED else how))
+        self.publish_membership()
+
+    def abandon_rejoin(self, rank: int) -> None:
+        """A worker that was coming will not."""
+        self.rejoining.pop(rank, None)
+        self.publish_membership()
+
+    def restart_workers(self, monitor: Monitor, max_restarts: int) -> None:
+        """Start anew who has taken note that it was dropped, and, so often, who was killed; give up on who died on its
+        way."""
+        for rank in [rank for rank in self.failed if rank in self.processes and self.admits_rejoin]:
+            code = self.processes[rank].exitcode
+            if code is None:
+                continue
+            if rank in self.rejoining:
+                self.abandon_rejoin(rank)
+            if (
+                code == EXIT_EVICTED
+                or rank in self.killed_as_silent
+                or (code < 0 and self.restarts[rank] < max_restarts)
+            ):
+                self.restarts[rank] += code != EXIT_EVICTED and rank not in self.killed_as_silent
+                self.killed_as_silent.discard(rank)
+                self.expect_rejoin(monitor, rank)
+                self.start(rank, self.channel.incarnations[rank])
+
+    def expect_rejoin(self, monitor: Monitor, rank: int) -> None:
+        """A worker that is lost is coming back."""
+        self.prior_totals[rank] = monitor.beats.get(rank) or empty_totals(rank)
+        self.channel.incarnations[rank] += 1
+        self.channel.last_heard_s[rank] = time.monotonic()
+        self.rejoining[rank] = False
+        self.unreachable.pop(rank, None)
+        self.publish_membership()
+
+    def publish_membership(self) -> None:
+        """Let all know who is there."""
+        incarnations = self.channel.incarnations
+        self.channel.absent = self.failed.keys() - self.rejoining.keys()
+        lost = tuple((rank, incarnations[rank] - (rank in self.rejoining)) for rank in self.failed)
+        ready = tuple((rank, incarnations[rank]) for rank, is_ready in self.rejoining.items() if is_ready)
+        self.channel.publish(self.channel.news._replace(lost=lost, ready=ready[:1]))  # one after the other
+
+    def silent_ranks(self, for_s: float) -> list[int]:
+        """Of whom nothing was heard for longer than that, as far as home has listened; longest first."""
+        away = self.exited.union(self.failed)
+        since = {
+            rank: self.channel.drained_s - at for rank, at in self.channel.last_heard_s.items() if rank not in away
+        }
+        return sorted((rank for rank in since if since[rank] > for_s), key=lambda rank: -since[rank])
+
+
+def supervise(
+    liveness: LivenessMonitor, run_dir: Path, monitor: Monitor, checkpoint_manager: CheckpointManager
+) -> dict | None:
+    """Take in what the ranks tell until all have left, as `run_controller` says."""
+    plan, channel, processes, runtime = liveness.plan, liveness.channel, liveness.processes, monitor.job.parts.runtime
+    timeout_s = runtime.heartbeat_timeout_s
+    channel.last_heard_s |= dict.fromkeys(processes, time.monotonic())  # they have only just been started
+    channel.publish(channel.news._replace(scores=monitor.scores))  # of before, where it goes on
+    announced, failed_at, interrupted_at = None, None, None
+    looked, answered, unanswered_s = time.monotonic(), 0.0, 0.0
+    while len(liveness.exited.union(liveness.failed)) < plan.num_ranks:
+        drained = channel.drained_s  # what was said until then is heard now
+        for record, vector in channel.receive_records():
+            liveness.handle_record(monitor, record, vector)
+            if isinstance(record, Snapshot):
+                channel.publish(channel.news._replace(scores=monitor.scores))
+            elif isinstance(record, Kept):
+                checkpoint_manager.add_part(record, monitor, vector)
+        now = time.monotonic()
+        unanswered_s += min(now - looked, AWAKE_S) if channel.store_answered_s == answered else -unanswered_s
+        looked, answered = now, channel.store_answered_s
+        if monitor.stopping and not announced:
+            announced, interrupted_at = monitor.stopping, now if monitor.stopping == "interrupted" else None
+            channel.publish(channel.news._replace(stopping=announced))
+        late = liveness.silent_ranks(timeout_s)
+        if checkpoint_manager.every_s is None:  # else the run is gone on with from its last checkpoint
+            liveness.detect_failures(monitor, timeout_s, late, drained)
+            if not announced and monitor.final is None:
+                liveness.restart_workers(monitor, runtime.max_restarts)
+        while channel.join_requests:
+            number, ask = channel.join_requests.popleft()
+            channel.send_join_answer(
+                number, answer_join_request(liveness, monitor, ask, checkpoint_manager.every_s is not None)
+            )
+        if not (
+            liveness.errors
+            or liveness.unexpected_exits()
+            or (checkpoint_manager.every_s is not None and liveness.presumed_dead())
+        ):
+            failed_at = None  # the run goes on without who was gone
+        elif failed_at is None:
+            failed_at = now
+        if failed_at is not None and drained - failed_at > SETTLE_S:
+            raise run_failure(liveness, run_dir, monitor)
+        if interrupted_at is not None and now - interrupted_at > PATIENCE_S:
+            if vanished := [rank for rank in liveness.silent_ranks(PATIENCE_S - SETTLE_S) if rank not in processes]:
+                raise AshlError(f"{rank_name(plan, monitor, vanished[0])} vanished, and the run was interrupted")
+            monitor.evaluate_pending()
+            return None
+        if unanswered_s > timeout_s:
+            raise AshlError(
+                f"{channel.store} did not answer for {timeout_s:g} s (runtime.heartbeat_timeout_s); the run ends here"
+            )
+        check_liveness(plan, monitor, liveness, timeout_s, bool({*late} - liveness.failed.keys()))
+        checkpoint_manager.finish_if_complete(monitor)
+        if wanted := checkpoint_manager.propose(monitor.beats.get(plan.home)):
+            channel.publish(channel.news._replace(wanted=wanted))
+        monitor.draw_progress()
+        time.sleep(POLL_S)
+    monitor.evaluate_pending()
+    if monitor.final is None and liveness.failed:
+        rank, how = [*liveness.failed.items()][-1]
+        raise AshlError(f"worker {rank} {how} when the run had ended, and with it the last model")
+    for rank, process in processes.items():
+        if rank not in liveness.failed:
+            process.join(PATIENCE_S)
+    return pacing_summary(liveness.pace, plan.num_workers)
+
+
+def run_failure(liveness: LivenessMonitor, run_dir: Path, monitor: Monitor) -> AshlError:
+    """What to say of a run that a rank has failed."""
+    rank, what = find_culprit(
+        liveness.errors, liveness.unexpected_exits() | liveness.failed, liveness.silent_ranks(QUIET_S)
+    )
+    log = log_path(run_dir, rank)
+    return AshlError(
+        f"{rank_name(liveness.plan, monitor, rank)}{what}" + (f"; its log is {log}" if log.exists() else "")
+    )
+
+
+def describe_exit(code: int) -> str:
+    if code == EXIT_CONTROLLER_SILENT:
+        return "heard nothing of this process for runtime.heartbeat_timeout_s, and left"
+    if code == EXIT_DECLARED_FAILURE:
+        return DECLARED
+    if code == EXIT_EVICTED:
+        return "was silent for too long, and the run went on without it"
+    return f"{KILLED} {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def find_culprit(errors: Sequence[RankError], gone: Mapping[int, str], silent: Collection[int]) -> tuple[int, str]:
+    """Whose fault a failure is, and what to say of it: an error of a rank's own comes first, then a process that has
+    ended, then one that others have lost and nothing is heard of, whoever complains of it. `silent`: longest first."""
+    own = next((error for error in errors if not error.consequence), None)
+    if own is not None:
+        return own.rank, f": {own.error}"
+    reported = {error.rank for error in errors}
+    blamed = {error.blames for error in errors}
+    quiet = [rank for rank in silent if rank not in reported]
+    named = [rank for rank in quiet if rank in blamed]
+    killed = [rank for rank in gone if rank not in reported]
+    if killed := [rank for rank in killed if rank in blamed] or (killed if not named else []):  # some long before
+        return killed[0], f" {gone[killed[0]]}"
+    if vanished := named or quiet:
+        return vanished[0], " vanished: its connections were closed, and nothing more was heard of it"
+    return errors[0].rank, f": {errors[0].error}"
+
+
+def log_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / f"rank{rank}.log"
+
+
+def role_name(plan: Plan, rank: int) -> str:
+    if rank < plan.num_workers:
+        return f"worker {rank}"
+    coordinated = plan.stages[0].topology["_target_"].split(".")[-2] in ("gossip", "partial_all_reduce")
+    return f"the {'coordinator' if coordinated else 'server'} (rank {rank})"
+
+
+def rank_name(plan: Plan, monitor: Monitor, rank: int) -> str:
+    """A rank by its role and, where there are several, its host."""
+    hosts = {place.host for place in monitor.hosts.values()}
+    place = monitor.hosts.get(rank)
+    return role_name(plan, rank) + (f" on {place.host}" if place and len(hosts) > 1 else "")
+
+
+def is_cut_off(liveness: LivenessMonitor, monitor: Monitor, late: set[int]) -> bool:
+    """Whether all ranks on other machines are silent, and none here, where there are several others."""
+    here = {*liveness.processes}
+    elsewhere = {place.host for rank, place in monitor.hosts.items() if rank not in here}
+    away = liveness.exited.union(liveness.failed)
+    return len(elsewhere) > 1 and not here & late and here | away | late == {*range(liveness.plan.num_ranks)}
+
+
+def check_liveness(plan: Plan, monitor: Monitor, liveness: LivenessMonitor, timeout_s: float, missing: bool) -> None:
+    """Raises AshlError when a rank is not heard of, or when all wait for each other, naming who."""
+    for_so_long = f"for {timeout_s:g} s (runtime.heartbeat_timeout_s)"
+    if missing:
+        late = liveness.silent_ranks(
+            timeout_s - min(SAME_CAUSE_S, timeout_s / 2)
+        )  # with those who fell silent at about the same time
+        if is_cut_off(liveness, monitor, {*late}):
+            own_host = monitor.hosts[min(liveness.processes)].host
+            raise AshlError(
+                f"nothing was heard of any other machine {for_so_long}; has {own_host}, "
+                "which keeps the records, lost its network?"
+            )
+        names = ", ".join(rank_name(plan, monitor, rank) for rank in sorted(late))
+        raise AshlError(f"{names} was not heard of {for_so_long} and is late; the run ends here")
+    there = [rank for rank in range(plan.num_ranks) if rank not in liveness.failed]
+    beats = [monitor.beats.get(rank) for rank in there]
+    stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > timeout_s]
+    since_s = time.monotonic() - max(liveness.last_failure_s, liveness.channel.resumed_s)
+    if len(stuck) == len(there) and since_s > timeout_s:
+        waits = "; ".join(f"rank {beat.rank} {beat.waiting}" for beat in stuck)
+        raise AshlError(f"deadlock: nothing has moved for {timeout_s:g} s: {waits}")
+
+
+# --- answers to whoever asks for the place of a failed worker ---------------------------------------------------------
+#
+# Home's answer to whoever asks for the place of a lost worker.
+
+
+def answer_join_request(liveness: LivenessMonitor, monitor: Monitor, ask: JoinRequest, keeps: bool) -> JoinAnswer:
+    """A place, which is taken with that, or why there is none. `keeps`: the run leaves checkpoints."""
+    if why := join_refusal(liveness, monitor, ask.worker, keeps):
+        return JoinAnswer(refused=why)
+    rank = min(liveness.failed.keys() - liveness.rejoining.keys()) if ask.worker is None else ask.worker
+    liveness.expect_rejoin(monitor, rank)
+    liveness.processes.pop(rank, None)
+    place = liveness.rank_settings[rank]
+    known = place.home, place.rounds, place.device, place.one_each
+    return JoinAnswer(
+        None, rank, liveness.channel.incarnations[rank], liveness.failed[rank], liveness.plan.to_json(), *known
+    )
+
+
+def join_refusal(liveness: LivenessMonitor, monitor: Monitor, worker: int | None, keeps: bool) -> str | None:
+    plan, parts = liveness.plan, monitor.job.parts
+    if not admits_rejoin(parts):
+        return f"a run with {describe_modes(parts)} takes nobody; a new run with run.checkpoint_s can be resumed."
+    if keeps:
+        return "a run that leaves checkpoints (run.checkpoint_s) takes nobody."
+    if monitor.final is not None or monitor.stopping:
+        return "the run is over."
+    if monitor.counts() is None:
+        return "the run has not begun."
+    if worker is not None and worker >= plan.num_workers:
+        return f"there is no worker {worker}; the run has workers 0 to {plan.num_workers - 1}."
+    if worker is not None and worker not in liveness.failed:
+        return f"worker {worker} is not lost."
+    if not liveness.failed:
+        return "no worker of this run is lost."
+    if liveness.rejoining.keys() >= ({*liveness.failed} if worker is None else {worker}):
+        return "who was lost is coming back already."
+    return None
