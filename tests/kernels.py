@@ -15,13 +15,13 @@ import torch.distributed as dist
 from ashl.cluster.network import network
 from ashl.cluster.spec import Cluster, RealCluster
 from ashl.cluster.speed import Speed
-from ashl.runtime.pace import Pace
-from ashl.runtime.plane import NEVER
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_context import RankContext
-from ashl.runtime.records import LedgerTotals, Record, Snapshot, UpdateShown
+from ashl.runtime.records import Record, Snapshot, TimeTotals, UpdateShown
 from ashl.runtime.sampling import Rounds
 from ashl.runtime.sim import Sim
+from ashl.runtime.throttle import Throttle
+from ashl.runtime.transport import NEVER
 from ashl.size_only import Vector
 
 DENSE = 4000  # bytes of the model that `exchange_s` is declared for
@@ -39,7 +39,7 @@ class Quiet:
         self.totals: dict[int, dict[str, int]] = {}
 
     def emit(self, record: Record) -> None:
-        if isinstance(record, LedgerTotals):
+        if isinstance(record, TimeTotals):
             self.totals[record.rank] = record.totals_ns
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None: ...
@@ -131,7 +131,7 @@ def play(
     kernel = TorchKernel(
         rank,
         seen,
-        lambda clock: Pace(machines, rank, 1, 0, DENSE, clock, store),
+        lambda clock: Throttle(machines, rank, 1, 0, DENSE, clock, store),
         peers=tuple(peer for peer in range(ranks) if peer != rank),
         max_bytes=100_000_000,
         exact=True,

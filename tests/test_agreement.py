@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.runtime import subset_sum
-from ashl.runtime.agreement import Agreement, knock
 from ashl.runtime.effects import Broken, Formed, Regroup
-from ashl.runtime.meeting import of_some
+from ashl.runtime.regroup_consensus import RegroupConsensus, knock
+from ashl.runtime.rendezvous import of_some
 from tests.disturbed import wait_for
 
 
@@ -40,21 +40,21 @@ class Work:
 
 
 def test_what_ends_as_a_look_is_over_has_ended() -> None:
-    agreement = Agreement(Store(), 0, (0, 1), [].append)
-    agreement.wait((0, 1), Work(None))
+    consensus = RegroupConsensus(Store(), 0, (0, 1), [].append)
+    consensus.wait((0, 1), Work(None))
     with pytest.raises(RuntimeError, match="closed by peer"):
-        agreement.wait((0, 1), Work("closed by peer"))
+        consensus.wait((0, 1), Work("closed by peer"))
 
 
 def test_who_is_lost_of_a_team_that_others_have_formed() -> None:
-    agreement = Agreement(Store(), 0, (0, 1, 2), [].append)
-    agreement.lose(1)
-    agreement.meet(1, 1)
-    assert agreement.lost_of((0, 1)) == {1}, "it is one of its first life"
-    assert agreement.lost_of((0, 1), (0, 1)) == frozenset()
-    assert agreement.broken((0, 1), RuntimeError()) == Broken(1)
-    agreement.lose(1, 1)
-    assert agreement.lost_of((0, 1, 2), (0, 1, 0)) == {1}
+    consensus = RegroupConsensus(Store(), 0, (0, 1, 2), [].append)
+    consensus.lose(1)
+    consensus.meet(1, 1)
+    assert consensus.lost_of((0, 1)) == {1}, "it is one of its first life"
+    assert consensus.lost_of((0, 1), (0, 1)) == frozenset()
+    assert consensus.broken((0, 1), RuntimeError()) == Broken(1)
+    consensus.lose(1, 1)
+    assert consensus.lost_of((0, 1, 2), (0, 1, 0)) == {1}
 
 
 def test_a_sum_by_groups_of_two() -> None:
@@ -86,17 +86,17 @@ class Stores:
         return self.store
 
 
-def members(ranks: Iterable[int], stores: Stores, lives: dict[int, int] | None = None) -> dict[int, Agreement]:
-    made = {rank: Agreement(stores, rank, (0, 1, 2), [].append, (lives or {}).get(rank, 0)) for rank in ranks}
-    for agreement in made.values():
-        agreement._group = lambda: None  # type: ignore[method-assign]
+def members(ranks: Iterable[int], stores: Stores, lives: dict[int, int] | None = None) -> dict[int, RegroupConsensus]:
+    made = {rank: RegroupConsensus(stores, rank, (0, 1, 2), [].append, (lives or {}).get(rank, 0)) for rank in ranks}
+    for consensus in made.values():
+        consensus._group = lambda: None  # type: ignore[method-assign]
     return made
 
 
-def regrouped(asks: dict[Agreement, Regroup]) -> list[Formed]:
+def regrouped(asks: dict[RegroupConsensus, Regroup]) -> list[Formed]:
     """What they come to when all ask at once."""
     with ThreadPoolExecutor(len(asks)) as threads:
-        found = [threads.submit(agreement.regroup, asked, lambda: 7) for agreement, asked in asks.items()]
+        found = [threads.submit(consensus.regroup, asked, lambda: 7) for consensus, asked in asks.items()]
         return [one.result(10)[0] for one in found]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from ashl.errors import AshlError, plain
 from ashl.run.authenticated_store import FROM, HASH_BYTES, AuthenticatedStore, new_secret, shared_secret
-from ashl.runtime.news import End, News
+from ashl.runtime.control_messages import ControlUpdate, End
 from ashl.runtime.records import KINDS, Alive, ProfileMeasured, dumps, loads
 
 SECRET = new_secret()
@@ -123,7 +123,7 @@ def read(parse: Callable[[str], object], line: str) -> tuple[object, str]:
 @settings(max_examples=60)
 @given(RECORD | st.text() | ANY.map(json.dumps) | st.binary())
 def test_whatever_comes_is_a_record_or_one_plain_sentence(line) -> None:
-    for parse in (loads, News.loads):
+    for parse in (loads, ControlUpdate.loads):
         found, sentence = read(parse, line)
         assert sentence.isprintable()
         assert isinstance(found, ProfileMeasured) or all(text.isprintable() for text in strings(found))
@@ -142,9 +142,9 @@ def test_a_record_without_its_fields(kind: str) -> None:
 
 
 def test_news_and_records_come_as_they_went() -> None:
-    news = News("stop.steps", {"test_loss": 0.5, "test_metric": None}, End(1, "worker 1 was killed"))
-    assert News.loads(news.dumps()) == news
-    assert News.loads(News().dumps()) == News()
+    news = ControlUpdate("stop.steps", {"test_loss": 0.5, "test_metric": None}, End(1, "worker 1 was killed"))
+    assert ControlUpdate.loads(news.dumps()) == news
+    assert ControlUpdate.loads(ControlUpdate().dumps()) == ControlUpdate()
     assert loads(dumps(Alive(3))) == Alive(3)
 
 

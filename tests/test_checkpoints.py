@@ -18,8 +18,8 @@ from ashl.run.evaluation import Evaluation
 from ashl.run.launcher_env import JobMembership
 from ashl.run.monitor import MonitorState
 from ashl.run.train import find_restarted_run
-from ashl.runtime.keeping import folder_of, numbered, part_of, write
-from ashl.runtime.records import Beat, Counts, Kept
+from ashl.runtime.rank_checkpoint import folder_of, numbered, part_of, write
+from ashl.runtime.records import CheckpointPartSaved, Counts, Heartbeat
 from ashl.tracking import jsonl
 
 SECOND = 1_000_000_000
@@ -44,16 +44,18 @@ class Home:
         return 0
 
 
-def beat(version: int, time_s: float) -> Beat:
+def beat(version: int, time_s: float) -> Heartbeat:
     counts = Counts(0, 0, version, [], [], [], [], [], 0, None, None, 0.0, None)
-    return Beat(2, round(time_s * SECOND), 0, 0, 0.0, {}, 0, 0, {}, counts)
+    return Heartbeat(2, round(time_s * SECOND), 0, 0, 0.0, {}, 0, 0, {}, counts)
 
 
 def made(checkpoint_manager: CheckpointManager, number: int, versions: tuple[int, ...], **other: object) -> None:
     """All ranks keep their parts of a checkpoint, at these versions."""
     for rank, version in enumerate(versions):
         digest = write(part_of(folder_of(checkpoint_manager.run_dir, number), rank), {"version": version})
-        checkpoint_manager.add_part(Kept(rank, number, 0, version, 3 * SECOND + rank, digest, **other), Home())
+        checkpoint_manager.add_part(
+            CheckpointPartSaved(rank, number, 0, version, 3 * SECOND + rank, digest, **other), Home()
+        )
 
 
 def test_a_version_is_named_that_nobody_has_come_to(tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(tmp_p
     checkpoint_manager, home = CheckpointManager(tmp_path, 1, 1.0, "run"), Home()
     checkpoint_manager.wanted = (4, 31)
     sha256, nbytes = checkpoint_upload.upload_checkpoint_part(store, 0, 4, document)
-    record = Kept(0, 4, 0, 31, 3 * SECOND, sha256, nbytes)
+    record = CheckpointPartSaved(0, 4, 0, 31, 3 * SECOND, sha256, nbytes)
     content = checkpoint_upload.receive_checkpoint_part(store, record)
     assert content is not None
     content[-1] += flipped
@@ -240,7 +242,7 @@ def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
     checkpoint_manager = CheckpointManager(tmp_path, 1, 1.0, "run")
     checkpoint_manager.wanted = (0, 31)
     digest = write(part_of(folder_of(tmp_path, 0), 0), {})
-    checkpoint_manager.add_part(Kept(0, 0, 0, 31, 3 * SECOND, digest), Judging())
+    checkpoint_manager.add_part(CheckpointPartSaved(0, 0, 0, 31, 3 * SECOND, digest), Judging())
     run_state = checkpoints.monitor_of(checkpoints.newest(tmp_path, "run"), replace(WITHOUT, target_loss=1.0))["books"]
     assert [one.train_loss for one in run_state.evaluations] == [2.0, 1.0, 1.5]
     assert run_state.scores["train_loss"] == 1.5
@@ -266,5 +268,7 @@ def test_a_run_that_is_to_stop_leaves_no_checkpoint(tmp_path: Path) -> None:
     home, checkpoint_manager = Home(), CheckpointManager(tmp_path, 1, 1.0, "run")
     home.stopping = "interrupted"
     checkpoint_manager.wanted = (0, 31)
-    checkpoint_manager.add_part(Kept(0, 0, 0, 31, 3 * SECOND, write(part_of(folder_of(tmp_path, 0), 0), {})), home)
+    checkpoint_manager.add_part(
+        CheckpointPartSaved(0, 0, 0, 31, 3 * SECOND, write(part_of(folder_of(tmp_path, 0), 0), {})), home
+    )
     assert not folder_of(tmp_path, 0).exists()

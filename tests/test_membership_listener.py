@@ -10,15 +10,15 @@ import pytest
 
 from ashl.run import membership_listener as room
 from ashl.run.membership_listener import MembershipListener
-from ashl.runtime import meeting
+from ashl.runtime import rendezvous
+from ashl.runtime.control_messages import ControlUpdate
 from ashl.runtime.effects import LOST
-from ashl.runtime.meeting import Entry, come_in, known_to, let_in, name_of
-from ashl.runtime.news import News
 from ashl.runtime.process import TorchKernel
-from ashl.runtime.records import Missed
+from ashl.runtime.records import PeerUnreachable
+from ashl.runtime.rendezvous import Entry, come_in, known_to, let_in, name_of
 from tests.kernels import Quiet
 
-ANEW = News(ready=((1, 1),))
+ANEW = ControlUpdate(ready=((1, 1),))
 
 
 class Store:
@@ -89,7 +89,7 @@ def test_who_comes_before_a_newcomer_has_its_links_is_let_in_once_it_has(monkeyp
 def test_who_is_lost_before_a_rank_has_its_links_is_lost_there_too() -> None:
     kernel = kernel_of(Quiet(), (1,))
     kernel.enter(Entry({1: cast("Any", Silent())}, {1: 0}, time.monotonic_ns()))
-    listener, over = MembershipListener(kernel, 0, 1, {1: 0}, cast("Any", Store()), None), News(lost=((1, 0),))
+    listener, over = MembershipListener(kernel, 0, 1, {1: 0}, cast("Any", Store()), None), ControlUpdate(lost=((1, 0),))
     listener.on_membership(over)
 
     async def main(ctx: Any) -> str:
@@ -104,10 +104,10 @@ def test_a_newcomer_knows_in_which_life_its_peers_are(monkeypatch: pytest.Monkey
     store, seen = cast("Any", Store()), Quiet()
     said: list[Any] = []
     monkeypatch.setattr(seen, "emit", said.append)
-    monkeypatch.setattr(meeting, "of_some", lambda *_: Silent(gone=True))
+    monkeypatch.setattr(rendezvous, "of_some", lambda *_: Silent(gone=True))
     let_in(store, 1, 2, 0, 1, lambda: 5)  # rank 1 has come back twice
     store.set(known_to(name_of(1, 0, 1)), "")
-    entry = come_in(store, [1], 0, 1, lambda: News(ready=((0, 1),)))
+    entry = come_in(store, [1], 0, 1, lambda: ControlUpdate(ready=((0, 1),)))
     assert entry is not None
     kernel = kernel_of(seen, (1,))
     kernel.enter(entry)
@@ -116,4 +116,4 @@ def test_a_newcomer_knows_in_which_life_its_peers_are(monkeypatch: pytest.Monkey
         await ctx.recv(LOST, before_s=5.0)
 
     kernel.run(main)
-    assert [record for record in said if isinstance(record, Missed)] == [Missed(0, 1, 2)]
+    assert [record for record in said if isinstance(record, PeerUnreachable)] == [PeerUnreachable(0, 1, 2)]

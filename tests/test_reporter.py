@@ -19,7 +19,7 @@ from ashl.run.control_channel import ControlChannel
 from ashl.run.rank import RankSettings, run_rank
 from ashl.run.reporter import MAX_PENDING, RECORDS, Reporter
 from ashl.run.watchdog import Watchdog
-from ashl.runtime.news import End
+from ashl.runtime.control_messages import End
 from ashl.runtime.records import Alive, Left, RankError, Record, Snapshot, UpdateShown, dumps
 from tests.support import planned
 

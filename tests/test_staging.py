@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ashl.learn.staging import LEAST, Staging, filled, in_host
-from ashl.runtime.plane import Direct, Pair
+from ashl.runtime.transport import HostPayloads, PeerConnection
 
 
 class Late:
@@ -122,8 +122,8 @@ def test_in_the_hosts_memory_nothing_is_copied() -> None:
 
     with in_host(body) as here:
         assert here.data_ptr() == body.data_ptr()
-    pair = cast(Pair, SimpleNamespace(group=SimpleNamespace(send=send, recv=recv), place=0))
-    Direct().send(pair, Direct().placed(body))
+    pair = cast(PeerConnection, SimpleNamespace(group=SimpleNamespace(send=send, recv=recv), place=0))
+    HostPayloads().send(pair, HostPayloads().placed(body))
     assert [x.data_ptr() for x in sent] == [body.data_ptr()]
-    assert torch.equal(Direct().recv(pair, 8, "cpu"), body)
+    assert torch.equal(HostPayloads().recv(pair, 8, "cpu"), body)
     assert filled(2, "cpu", lambda flat: flat.fill_(1)).tolist() == [1, 1]

@@ -10,9 +10,9 @@ from ashl.run.incarnations import empty_totals
 from ashl.run.rank import classify_error
 from ashl.run.supervisor import LivenessMonitor, describe_exit, find_culprit
 from ashl.run.watchdog import EXIT_CONTROLLER_SILENT
+from ashl.runtime.control_messages import ControlUpdate
 from ashl.runtime.effects import PeerLostError
-from ashl.runtime.news import News
-from ashl.runtime.records import Joined, Lost, Missed, RankError
+from ashl.runtime.records import Joined, Lost, PeerUnreachable, RankError
 
 BUG = RankError(2, "ValueError: no", consequence=False)
 KILLED = {3: "was killed by SIGKILL"}
@@ -66,7 +66,7 @@ def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, li
         incarnations=dict.fromkeys(range(3), 0),
         last_heard_s=dict.fromkeys(range(3), now),
         drained_s=now,
-        news=News(),
+        news=ControlUpdate(),
         publish=lambda news: None,
     )
     plan = SimpleNamespace(num_workers=2, num_ranks=3, home=2)
@@ -105,9 +105,9 @@ def test_a_worker_is_lost_when_its_last_words_are_heard() -> None:
 def test_who_is_missed_and_silent_has_vanished() -> None:
     """Sooner where the link is to it alone than where it is one of a team, of which that says something for a while."""
     liveness, monitor, _ = liveness_monitor()
-    liveness.handle_record(monitor, Missed(2, 0, 0), None)
-    liveness.handle_record(monitor, Missed(2, 1, 0, alone=False), None)
-    liveness.handle_record(monitor, Missed(0, 1, 4), None)  # of another life
+    liveness.handle_record(monitor, PeerUnreachable(2, 0, 0), None)
+    liveness.handle_record(monitor, PeerUnreachable(2, 1, 0, alone=False), None)
+    liveness.handle_record(monitor, PeerUnreachable(0, 1, 4), None)  # of another life
     assert [
         liveness.is_presumed_dead(0, 0.5),
         liveness.is_presumed_dead(0, 1.0),

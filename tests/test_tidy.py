@@ -75,7 +75,9 @@ HOMES = {
     "ashl.runtime.contended_sim": ("ashl/run/virtual.py", "ashl/planning/predict.py"),
     "ashl.runtime.process": ("ashl/runtime/", "ashl/run/"),
 }
-SEEN_BY_ALGORITHMS = tuple(f"ashl.runtime.{name}" for name in ("rank_context", "effects", "records", "sums", "packed"))
+SEEN_BY_ALGORITHMS = tuple(
+    f"ashl.runtime.{name}" for name in ("rank_context", "effects", "records", "sums", "plain_state")
+)
 
 
 def files(*folders: str) -> list[Path]:

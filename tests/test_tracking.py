@@ -96,7 +96,7 @@ def test_of_rounds_that_nobody_keeps_no_record_is_made(rounds):
     emitted = []
     ctx = RankContext(SimpleNamespace(observer=SimpleNamespace(rounds=rounds, emit=emitted.append)), 0)
     for number in range(1100):
-        ctx.ledger.mark("compute", number + 1)
+        ctx.time_accounting.mark("compute", number + 1)
         ctx.record_round(0, number, 1, 0, dropped=False, loss=0.5)
     assert [record.round for record in emitted] == [k for k in range(1100) if is_recorded(rounds, k)]
     assert [record.spans_ns for record in emitted] == [[("compute", r.round, r.round + 1)] for r in emitted]

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from ashl.run.view import view
-from ashl.runtime.ledger import KINDS
-from ashl.runtime.records import Beat
+from ashl.runtime.records import Heartbeat
+from ashl.runtime.time_accounting import KINDS
 from ashl.tracking import console as screen
 from ashl.tracking.console import Frame, Progress, WorkerFrame, outcome
 from ashl.tracking.sweep_progress import ending
@@ -168,6 +168,6 @@ def test_numbers_as_people_write_them():
 @pytest.mark.parametrize(("virtual", "eta_s"), [(False, 6.0), (True, 30.0)])
 def test_how_long_processes_took_to_start_does_not_count(virtual: bool, eta_s: float) -> None:
     """A quarter of 8 s is done, 10 s after the command was typed."""
-    beat = Beat(0, 2 * 10**9, 5, None, None, dict.fromkeys(KINDS, 0), 0, 0, {})
+    beat = Heartbeat(0, 2 * 10**9, 5, None, None, dict.fromkeys(KINDS, 0), 0, 0, {})
     shown = view(planned("sync=bsp", "stop.seconds=8"), 0, None, [beat], (), 1437, None, None, 10.0, virtual)
     assert shown.eta_host_s == eta_s

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from ashl.run.watchdog import Watchdog
-from ashl.runtime.news import End
+from ashl.runtime.control_messages import End
 
 STORE = End(1, "the job's store at host:29500 did not answer for 6 s (runtime.heartbeat_timeout_s)")
 HOME = End(

@@ -2,7 +2,8 @@
 
 A codec is an option derived from `Codec`. Its functions are pure: arguments are never changed, state is passed and
 returned. `sender` and `receiver` are its state at the two ends of one link, None at first; they belong to the link (see
-`ashl.stage.link`), so that drops, stage borders and replies to many clients have one place to be right. A body says
+`ashl.stage.compression_pipeline`), so that drops, stage borders and replies to many clients have one place to be
+right. A body says
 itself all that decoding needs. It is one flat tensor of its own (a lossless codec may send x itself); its bytes are
 what is counted and paid for.
 

@@ -51,7 +51,7 @@ def use_device(device: str) -> str:
 
 def uses_nccl(runtime: Any, topology: Topology, cluster: Any) -> bool:
     """Whether NCCL carries vectors from device to device: sums, in one group, whose operations all ranks begin in one
-    order; where it is asked for, a server's messages, too, as the server grants them (`ashl.runtime.plane`).
+    order; where it is asked for, a server's messages, too, as the server grants them (`ashl.runtime.transport`).
 
     Raises UsageError where it is asked for and cannot.
     """

@@ -40,8 +40,8 @@ from ashl.planner.assignment import Planner
 from ashl.planner.hidden import Hidden
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.schedule.choices import with_assignments
+from ashl.stage.compression_pipeline import CompressionPipeline
 from ashl.stage.fragment import Fragment
-from ashl.stage.link import Link
 from ashl.stage.stage import Rule, Stage, Topology
 from ashl.task.contract import Task
 from ashl.task.plain import plain_task
@@ -169,7 +169,7 @@ def layer_groups(plan: Plan) -> tuple[Part, ...]:
     return tuple(part._replace(ready=at, needed=needed) for part, at, needed in measured)
 
 
-def links_of(plan: Plan, own: StageParts, device: str = HOST) -> tuple[Link, ...]:
+def links_of(plan: Plan, own: StageParts, device: str = HOST) -> tuple[CompressionPipeline, ...]:
     """Those of the messages of one of a plan's stages, where a codec works in each by itself."""
     if not own.overlap.compresses or own.compression.flags.lossless:
         return ()
@@ -226,21 +226,24 @@ def within(layout: Layout, start: int, stop: int) -> Iterator[Layer]:
         at += layer.size
 
 
-def timed_of(own: StageParts, layout: Layout, allow: Sequence[str]) -> tuple[tuple[str, Link], ...]:
+def timed_of(own: StageParts, layout: Layout, allow: Sequence[str]) -> tuple[tuple[str, CompressionPipeline], ...]:
     """Return the codecs whose cost is measured: the class of each, and its link of the whole model."""
     options = [own.compression, *(OptionFactory(allow).of("compression", spec) for spec in own.sync.codecs)]
     return tuple(
-        (f"{type(option).__module__}.{type(option).__name__}", Link(wrapped(option, layout), size_of(layout)))
+        (
+            f"{type(option).__module__}.{type(option).__name__}",
+            CompressionPipeline(wrapped(option, layout), size_of(layout)),
+        )
         for option in options
         if not option.flags.lossless
     )
 
 
-def link_of(option: Codec, layout: Layout, start: int, stop: int, device: str = HOST) -> Link:
+def link_of(option: Codec, layout: Layout, start: int, stop: int, device: str = HOST) -> CompressionPipeline:
     """That of the tensors in the elements [start, stop)."""
     bounds = [0, *accumulate(layer.size for layer in layout)]
     first = bounds.index(start)
-    return Link(wrapped(option, layout[first : bounds.index(stop)]), stop - start, first, device)
+    return CompressionPipeline(wrapped(option, layout[first : bounds.index(stop)]), stop - start, first, device)
 
 
 def payload_of(option: Codec, layout: Layout) -> Callable[[float | None], float]:

@@ -16,7 +16,7 @@ from ashl.runtime.contended_sim import simulator
 from ashl.runtime.records import Record, Round, Snapshot, StageEnd, UpdateShown
 from ashl.runtime.sampling import Rounds
 from ashl.size_only import Vector
-from ashl.stage.link import Link
+from ashl.stage.compression_pipeline import CompressionPipeline
 from ashl.stage.program import program
 from ashl.stage.stage import Stage, extra_ranks
 
@@ -121,7 +121,7 @@ def bucketed_step_ns(stage: Stage, speed: Speed, costs: Uncontended) -> list[int
     """How long a step and its exchange take each worker in the long run, where messages go while it computes."""
     links = {(m.start, m.stop): link for m, link in zip(stage.messages, stage.links, strict=bool(stage.links))}
 
-    def link_of(start: int, stop: int) -> Link:
+    def link_of(start: int, stop: int) -> CompressionPipeline:
         return links.get((start, stop), stage.link)
 
     cycles, known = [], dict[Hashable, int]()

@@ -15,10 +15,10 @@ from ashl.compression.contract import Turn
 from ashl.overlap.chain import Chain, Compressed, Part, bare
 from ashl.plan.plan import StagePlan
 from ashl.size_only import SizeOnly
-from ashl.stage.link import Ends, Link
+from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from ashl.stage.stage import Members
 
-LinkOf = Callable[[int, int], Link]  # of the elements [start, stop)
+LinkOf = Callable[[int, int], CompressionPipeline]  # of the elements [start, stop)
 WARM = 1_000_000  # an epoch in which every warm-up is over
 
 
@@ -132,7 +132,7 @@ def compressed(chain: Chain, stage: StagePlan, costs: Uncontended, groups: Seque
     @cache
     def body_ns(first: int, last: int, share: float | None) -> int:
         own, turn = link(groups[last - 1].start, groups[first].stop), Turn(ratio=share, epoch=WARM)
-        body = own.encode(Ends(), SizeOnly(0), turn)
+        body = own.encode(CodecState(), SizeOnly(0), turn)
         if linear:
             return costs.all_reduce_ns(team, own.summand(body, turn).nbytes, 0)
         return costs.all_gather_ns(team, len(team) * body.nbytes, 0)

@@ -21,9 +21,9 @@ from ashl.errors import AshlError
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.checkpoints import Checkpoint
 from ashl.run.model_upload import PIECE, num_pieces
-from ashl.runtime import keeping
-from ashl.runtime.packed import packed, unpacked
-from ashl.runtime.records import Kept, ModuleState
+from ashl.runtime import rank_checkpoint
+from ashl.runtime.plain_state import from_plain, to_plain
+from ashl.runtime.records import CheckpointPartSaved, ModuleState
 
 POLL_S = 0.02
 
@@ -60,7 +60,7 @@ def upload_checkpoint_part(
     torch.save(document, file)
     content = file.getvalue()
     push_bytes(store, checkpoint_queue(rank, number), rank, content)
-    return keeping.digest(content), len(content)
+    return rank_checkpoint.digest(content), len(content)
 
 
 def state_queue(rank: int, incarnation: int) -> str:
@@ -71,7 +71,7 @@ def state_queue(rank: int, incarnation: int) -> str:
 def upload_state(store: AuthenticatedStore, rank: int, incarnation: int, state: Any) -> int:
     """At a worker, to home; returns how many bytes it has."""
     file = io.BytesIO()
-    torch.save(packed(state), file)
+    torch.save(to_plain(state), file)
     push_bytes(store, state_queue(rank, incarnation), rank, file.getvalue())
     return len(file.getvalue())
 
@@ -85,10 +85,10 @@ def receive_state(store: AuthenticatedStore, record: ModuleState, incarnation: i
 
 def decode_state(content: Tensor, packages: tuple[str, ...]) -> Any:
     """The state that these bytes are. Nothing is unpickled."""
-    return unpacked(torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True), packages)
+    return from_plain(torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True), packages)
 
 
-def receive_checkpoint_part(store: AuthenticatedStore, record: Kept) -> Tensor | None:
+def receive_checkpoint_part(store: AuthenticatedStore, record: CheckpointPartSaved) -> Tensor | None:
     """At home: the bytes that such a record comes with; None where the rank has written them itself."""
     if record.nbytes == 0:
         return None
@@ -98,7 +98,7 @@ def receive_checkpoint_part(store: AuthenticatedStore, record: Kept) -> Tensor |
 
 def send_restore_point(store: AuthenticatedStore, rank: int, saved: Checkpoint | None) -> None:
     """At home, to a rank: its part of the checkpoint that the run goes on from, if it does."""
-    content = keeping.part_of(saved.folder, rank).read_bytes() if saved else b""
+    content = rank_checkpoint.part_of(saved.folder, rank).read_bytes() if saved else b""
     push_bytes(store, restore_queue(rank), rank, content)
     since_ns = saved.time_ns if saved else 0
     store.set(restore_queue(rank), json.dumps({"since_ns": since_ns, "nbytes": len(content)}))

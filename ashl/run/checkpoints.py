@@ -1,7 +1,7 @@
 """Checkpoints of runs: a folder each, with a manifest that says what is in it.
 
 On processes the controller names a version of the model that no rank has reached yet, every `run.checkpoint_s` s.
-Each rank saves its state when it reaches that version (`ashl.runtime.keeping`) and reports it, or uploads it
+Each rank saves its state when it reaches that version (`ashl.runtime.rank_checkpoint`) and reports it, or uploads it
 (`ashl.run.checkpoint_upload`). Once all ranks have, the controller writes its own state and, last, a manifest with the
 hash of every file. In virtual time one file holds the state of all nodes (`ashl.runtime.sim`). A folder without a
 manifest, or with a file of another hash, is no checkpoint. The newest valid checkpoint counts, and two are kept. If a
@@ -41,10 +41,10 @@ from ashl.errors import UsageError, parsed
 from ashl.plan.plan import Limits, Plan
 from ashl.run.evaluation import Target, best_of, scores_of
 from ashl.run.monitor import Monitor, MonitorState
-from ashl.runtime import keeping
-from ashl.runtime.keeping import MANIFEST, numbered
-from ashl.runtime.packed import packed, unpacked
-from ashl.runtime.records import Beat, Kept
+from ashl.runtime import rank_checkpoint
+from ashl.runtime.plain_state import from_plain, to_plain
+from ashl.runtime.rank_checkpoint import MANIFEST, numbered
+from ashl.runtime.records import CheckpointPartSaved, Heartbeat
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS, writing
 
@@ -75,11 +75,11 @@ class CheckpointManager:
     due_s: float | None = None  # on the run's clock; None = as long after its beginning as between two
     ahead_s: float = AHEAD_S
     wanted: tuple[int, int] | None = None
-    kept: dict[int, Kept] = field(default_factory=dict)
+    kept: dict[int, CheckpointPartSaved] = field(default_factory=dict)
     seen: tuple[int, int] | None = None  # the last version that home's rank reported, and when
     warning: str | None = None
 
-    def propose(self, beat: Beat | None) -> tuple[int, int] | None:
+    def propose(self, beat: Heartbeat | None) -> tuple[int, int] | None:
         """The checkpoint to make, as of what home's rank says of itself; None where it is not time for a new one."""
         if self.every_s is None or beat is None or beat.counts is None:
             return None
@@ -97,7 +97,7 @@ class CheckpointManager:
         self.number += 1
         return self.wanted
 
-    def add_part(self, kept: Kept, monitor: Monitor, part: Tensor | None = None) -> None:
+    def add_part(self, kept: CheckpointPartSaved, monitor: Monitor, part: Tensor | None = None) -> None:
         """A rank has kept its part, which comes with that where it has not written it itself; or could not."""
         if self.wanted is None or kept.number != self.wanted[0]:
             return
@@ -108,15 +108,19 @@ class CheckpointManager:
             self.warning = f"no checkpoint was made: rank {kept.rank} could not write its part ({kept.error})"
         self.finish_if_complete(monitor)
 
-    def write_part(self, kept: Kept, content: bytes) -> Kept:
+    def write_part(self, kept: CheckpointPartSaved, content: bytes) -> CheckpointPartSaved:
         """Write a part that a rank has sent; returns how that went."""
-        path = keeping.part_of(keeping.folder_of(self.run_dir, kept.number), kept.rank)
+        path = rank_checkpoint.part_of(rank_checkpoint.folder_of(self.run_dir, kept.number), kept.rank)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         except OSError as error:
             return kept._replace(error=str(error))
-        return kept if keeping.digest(content) == kept.sha256 else kept._replace(error="other bytes came than it sent")
+        return (
+            kept
+            if rank_checkpoint.digest(content) == kept.sha256
+            else kept._replace(error="other bytes came than it sent")
+        )
 
     def finish_if_complete(self, monitor: Monitor) -> None:
         """Once all have kept their parts, and what they had shown before is evaluated: that is a checkpoint, or none.
@@ -125,7 +129,7 @@ class CheckpointManager:
             return
         if self.how == LOCKSTEP and monitor.shown_ns(max(kept.version for kept in self.kept.values())) is None:
             return
-        folder = keeping.folder_of(self.run_dir, self.wanted[0])
+        folder = rank_checkpoint.folder_of(self.run_dir, self.wanted[0])
         self.plan_next(max(kept.time_ns for kept in self.kept.values()))
         if monitor.stopping is None and all(k.error is None for k in self.kept.values()) and self.is_consistent():
             self.write_checkpoint(folder, monitor)
@@ -179,7 +183,7 @@ def complete(
     """All these files are there, of these hashes: what home knows, then the manifest. Older ones go. Raises OSError, or
     RuntimeError, which torch's writer makes of a full disk; then nothing is left of this one."""
     try:
-        files = {MONITOR: keeping.write(folder / MONITOR, packed(monitor.state())), **files}
+        files = {MONITOR: rank_checkpoint.write(folder / MONITOR, to_plain(monitor.state())), **files}
         sizes = monitor.recorder.sizes()
         manifest = {"schema": SCHEMA, "run": identity, "files": files, "sizes": sizes, "rounds": None, **about}
         jsonl.write_json(folder / MANIFEST, manifest)
@@ -188,7 +192,7 @@ def complete(
         raise
     run_dir = folder.parent.parent
     for old in numbered(run_dir)[:-WHOLE]:
-        shutil.rmtree(keeping.folder_of(run_dir, old), ignore_errors=True)
+        shutil.rmtree(rank_checkpoint.folder_of(run_dir, old), ignore_errors=True)
 
 
 class Checkpoint(NamedTuple):
@@ -209,13 +213,13 @@ def newest(run_dir: Path, identity: str) -> Checkpoint:
     """The newest whole checkpoint of a run. Raises UsageError where there is none, or where it is of another run."""
     broken: str | None = None
     for number in reversed(numbered(run_dir)):
-        folder = keeping.folder_of(run_dir, number)
+        folder = rank_checkpoint.folder_of(run_dir, number)
         try:
             manifest = parsed((folder / MANIFEST).read_text(encoding="utf-8"))
             if manifest["schema"] != SCHEMA:
                 raise ValueError(f"schema {manifest['schema']}")
             for name, digest in manifest["files"].items():
-                if Path(name).name != name or keeping.hash_of(folder / name) != digest:
+                if Path(name).name != name or rank_checkpoint.hash_of(folder / name) != digest:
                     raise ValueError(f"{name} is not what was written")
             found = Checkpoint(number, folder, *(manifest[k] for k in PLACE), broken)
             if manifest["run"] != identity:
@@ -279,12 +283,12 @@ def truncate_records(run_dir: Path, saved: Checkpoint) -> dict[str, int]:
 
 def plan_of(saved: Checkpoint) -> Plan:
     """The plan that was under way."""
-    return Plan.from_json(unpacked(torch.load(saved.folder / MONITOR, weights_only=True))["plan"])
+    return Plan.from_json(from_plain(torch.load(saved.folder / MONITOR, weights_only=True))["plan"])
 
 
 def monitor_of(saved: Checkpoint, limits: Limits) -> dict[str, Any]:
     """What home knew, without what came later."""
-    state = unpacked(torch.load(saved.folder / MONITOR, weights_only=True))
+    state = from_plain(torch.load(saved.folder / MONITOR, weights_only=True))
     if saved.how == VIRTUAL:
         return state
     run_state: MonitorState = state["books"]

@@ -15,9 +15,9 @@ from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.join_endpoint import JOIN_REQUESTS, JoinAnswer, JoinRequest, answer_queue
 from ashl.run.reporter import END_SEEN, RECORDS, control_queue, split_sender
 from ashl.run.watchdog import AWAKE_S
-from ashl.runtime.news import End, News
-from ashl.runtime.plane import first_line
-from ashl.runtime.records import Kept, ModuleState, Record, Snapshot, UpdateShown, loads
+from ashl.runtime.control_messages import ControlUpdate, End
+from ashl.runtime.records import CheckpointPartSaved, ModuleState, Record, Snapshot, UpdateShown, loads
+from ashl.runtime.transport import first_line
 
 POLL_S = 0.03
 PULSE_S = 0.25  # between news
@@ -43,7 +43,7 @@ class ControlChannel:
         self.resumed_s = 0.0  # when this process went on after it was stopped, as by Ctrl-Z, the ranks with it perhaps
         self.store = f"the job's store at {store.address}"
         self._store, self._sizes = store, dict.fromkeys(range(num_ranks), num_params) | dict(shard_sizes or {})
-        self.news = self._published = News()
+        self.news = self._published = ControlUpdate()
         self._due = 0.0
         self._outbox: deque[tuple[str, bytes]] = deque()  # to be pushed
         self.join_requests: deque[tuple[int, JoinRequest]] = deque()  # of newcomers, each by its number
@@ -73,14 +73,14 @@ class ControlChannel:
         if self._error is not None:
             raise AshlError(f"{self.store} is gone: {first_line(self._error)}") from self._error
 
-    def publish(self, news: News) -> None:
+    def publish(self, news: ControlUpdate) -> None:
         """From now on these are the news."""
         self.news = news
         self._wake.set()
 
     def evict(self, rank: int, end: End) -> None:
         """Tell the present life of a rank, whenever it listens again, that it is over."""
-        self._outbox.append((control_queue(rank, self.incarnations[rank]), News(end=end).dumps().encode()))
+        self._outbox.append((control_queue(rank, self.incarnations[rank]), ControlUpdate(end=end).dumps().encode()))
         self._wake.set()
 
     def close(self, end: End, here: Collection[int]) -> None:
@@ -144,7 +144,7 @@ class ControlChannel:
                     vector = model_upload.receive_vector(self._store, queue, record, self._sizes[rank])
                     self._prefetched += vector is not None
                     self._consumed_from[queue] += vector is not None
-                elif isinstance(record, Kept):
+                elif isinstance(record, CheckpointPartSaved):
                     vector = checkpoint_upload.receive_checkpoint_part(self._store, record)
                     self._prefetched += vector is not None
                 elif isinstance(record, ModuleState):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import PreparedPlan
 from ashl.run.rank import evaluation_here, step_here_s
-from ashl.runtime.ahead import WORTH_S, cores_for
+from ashl.runtime.parallel_sim import WORTH_S, count_cores
 
 START_S = 0.7  # host seconds to begin a run and to end it
 OVERHEAD = 1.4  # host seconds of a step in a run, divided by those of the step alone
@@ -58,4 +58,4 @@ def host_here_s(first: PreparedPlan) -> float | None:
     """Measure and predict a run by itself on this machine."""
     costs = measured_costs(first)
     asked = getattr(first.parts.runtime, "cores", 1)
-    return None if costs is None else host_s(first.plan, costs, cores_for(asked, first.plan.num_workers))
+    return None if costs is None else host_s(first.plan, costs, count_cores(asked, first.plan.num_workers))

@@ -41,9 +41,9 @@ from ashl.run.rank_assignment import (
     shares_a_node,
 )
 from ashl.run.supervisor import PATIENCE_S, role_name
-from ashl.runtime.meeting import watched
-from ashl.runtime.news import End
-from ashl.runtime.plane import NEVER, first_line
+from ashl.runtime.control_messages import End
+from ashl.runtime.rendezvous import watched
+from ashl.runtime.transport import NEVER, first_line
 
 T = TypeVar("T")
 

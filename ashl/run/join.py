@@ -29,7 +29,7 @@ from ashl.run.join_endpoint import (
     read_join_endpoint,
 )
 from ashl.run.rank import RankSettings, run_rank
-from ashl.runtime.news import End
+from ashl.runtime.control_messages import End
 
 AGAIN = ("-P", "-m", "ashl.cli", "join")  # to Python
 

@@ -33,8 +33,8 @@ from ashl.run.monitor import Monitor
 from ashl.run.rank import RankSettings, run_rank_in_child
 from ashl.run.supervisor import LivenessMonitor, supervise
 from ashl.run.watchdog import INTERRUPTS
-from ashl.runtime.news import End
-from ashl.runtime.plane import NEVER
+from ashl.runtime.control_messages import End
+from ashl.runtime.transport import NEVER
 
 SHORT = "/tmp"
 SOCKET_FOLDER_BYTES = 70  # the path of a socket has at most 107, of which multiprocessing's own names take 32

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Mapping
 
 from ashl.run.authenticated_store import AuthenticatedStore
-from ashl.runtime.agreement import Agreement
-from ashl.runtime.meeting import acquainted, let_in
-from ashl.runtime.news import News
+from ashl.runtime.control_messages import ControlUpdate
 from ashl.runtime.process import TorchKernel
+from ashl.runtime.regroup_consensus import RegroupConsensus
+from ashl.runtime.rendezvous import acquainted, let_in
 
 
 class MembershipListener:
@@ -22,15 +22,15 @@ class MembershipListener:
         incarnation: int,
         peers: Mapping[int, int],
         store: AuthenticatedStore,
-        agreement: Agreement | None,
+        consensus: RegroupConsensus | None,
     ) -> None:
         """`life` is this rank's, `peers` say that of each."""
-        self._kernel, self._rank, self._incarnation, self._store, self._agreement = (
+        self._kernel, self._rank, self._incarnation, self._store, self._consensus = (
             kernel,
             rank,
             incarnation,
             store,
-            agreement,
+            consensus,
         )
         self._incarnations = dict(peers)  # the last one of each that was let in
         self._failed: dict[int, int] = {}  # the last one of each that is over
@@ -44,7 +44,7 @@ class MembershipListener:
                 rank for rank, incarnation in self._failed.items() if incarnation >= self._incarnations.get(rank, 0)
             }
 
-    def on_membership(self, news: News) -> None:
+    def on_membership(self, news: ControlUpdate) -> None:
         if not self._kernel.started:
             return  # there are no links yet, and all is said again
         previous, lost = self._failed, dict(news.lost)
@@ -53,8 +53,8 @@ class MembershipListener:
         for rank, incarnation in lost.items():
             if incarnation >= self._incarnations.get(rank, 0) and previous.get(rank) != incarnation:
                 self._kernel.lose(rank, "the run goes on without it")
-                if self._agreement is not None:
-                    self._agreement.lose(rank, incarnation)
+                if self._consensus is not None:
+                    self._consensus.lose(rank, incarnation)
         for rank, incarnation in news.ready:
             if incarnation > self._incarnations.get(rank, incarnation):
                 with self._lock:
@@ -67,8 +67,8 @@ class MembershipListener:
         store = self._store.another()
         group = let_in(store, self._rank, self._incarnation, rank, incarnation, self._kernel.clock_ns)
         self._kernel.meet(rank, incarnation, group)
-        if self._agreement is not None:
-            self._agreement.meet(rank, incarnation)
+        if self._consensus is not None:
+            self._consensus.meet(rank, incarnation)
             self._kernel.ctx.join_pending = True
         if rank in self.failed_ranks:  # in the meantime
             self._kernel.lose(rank, "the run goes on without it")

@@ -23,11 +23,9 @@ from ashl.run.mean_model import EvaluatedModel, ModelSet, make_model_set
 from ashl.run.metrics import Waited, metrics_line, values_of
 from ashl.run.view import view
 from ashl.runtime.records import (
-    Beat,
-    Border,
     Counts,
+    Heartbeat,
     Joined,
-    LedgerTotals,
     Lost,
     Measures,
     NotFinite,
@@ -38,7 +36,9 @@ from ashl.runtime.records import (
     Replan,
     Round,
     Snapshot,
+    StageBoundary,
     StageEnd,
+    TimeTotals,
     UpdateShown,
 )
 from ashl.runtime.records import Health as HealthReport
@@ -95,9 +95,9 @@ class Monitor:
         self.plan, self.job, self.recorder, self.progress = plan, job, recorder, progress
         self.rounds, self.weights = rounds, weights
         self.run_state = MonitorState(Health(4 * plan.num_params), make_model_set(job.stages[0]))
-        self.beats: dict[int, Beat] = {}
-        self.read_beats: Callable[[], list[Beat]] | None = None  # in virtual time: ask the nodes
-        self.ledgers: dict[int, LedgerTotals] = {}
+        self.beats: dict[int, Heartbeat] = {}
+        self.read_beats: Callable[[], list[Heartbeat]] | None = None  # in virtual time: ask the nodes
+        self.ledgers: dict[int, TimeTotals] = {}
         self.hosts: dict[int, Placed] = {}  # of real processes
         self.final: Counts | None = None
         self.not_finite: str | None = None  # what was no number before any loss was
@@ -156,7 +156,7 @@ class Monitor:
         match record:
             case Round() | Replan():
                 self.recorder.event(as_event(record))
-            case Beat():
+            case Heartbeat():
                 self.beats[record.rank] = record
             case Placed():
                 self.hosts[record.rank] = record
@@ -174,14 +174,14 @@ class Monitor:
                 if self.run_state.parts:
                     self.run_state.parts.restore_worker(rank)
                 self.recorder.event(as_event(record))
-            case LedgerTotals():
+            case TimeTotals():
                 self.ledgers[record.rank] = record
             case StageEnd() if record.stage < self.run_state.ended:
                 pass  # from who stands in for a home rank that was lost after it had reported to us, and to nobody else
             case StageEnd():
                 self.run_state.stages.append(record)
                 self.recorder.event(as_event(record))
-            case Border(rank, stage, totals_ns):
+            case StageBoundary(rank, stage, totals_ns):
                 while len(self.run_state.borders) <= stage:
                     self.run_state.borders.append({})
                 self.run_state.borders[stage][rank] = totals_ns
@@ -343,7 +343,7 @@ class Monitor:
         """What the ranks have measured, as they said last."""
         return [beat.measures for _, beat in sorted((self.beats | self.ledgers).items())]
 
-    def workers(self) -> list[Beat]:
+    def workers(self) -> list[Heartbeat]:
         """How each worker stands."""
         if self.read_beats is not None:
             self.beats = {beat.rank: beat for beat in self.read_beats()}

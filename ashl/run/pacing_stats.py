@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ashl.runtime.records import Lateness, PaceKept
+from ashl.runtime.records import Lateness, PacingStats
 
 
-def pacing_summary(reports: Sequence[PaceKept], num_workers: int) -> dict:
+def pacing_summary(reports: Sequence[PacingStats], num_workers: int) -> dict:
     """Where the machine was too slow to keep the declared pace: by worker, with the pushes that a server took in for
     it, which share of its steps and transfers was late and how much longer than declared they took; by how much of all
     that is declared its encoding took longer than declared (often nothing is); and the worst."""

@@ -44,18 +44,18 @@ from ashl.run.membership_listener import MembershipListener
 from ashl.run.reporter import Reporter
 from ashl.run.streams import redirect
 from ashl.run.watchdog import EXIT_CONTROLLER_SILENT, INTERRUPTS, Watchdog, exit_process, handle_signals
-from ashl.runtime import keeping
-from ashl.runtime.agreement import Agreement
+from ashl.runtime import rank_checkpoint
+from ashl.runtime.control_messages import End
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.hierarchical_sum import Hierarchy, hierarchy_of
-from ashl.runtime.keeping import Keeper, into_folder
-from ashl.runtime.meeting import come_in, meet
-from ashl.runtime.news import End
-from ashl.runtime.pace import Pace
-from ashl.runtime.plane import NEVER, first_line, granted_by_nccl
 from ashl.runtime.process import TorchKernel
+from ashl.runtime.rank_checkpoint import RankCheckpointWriter, into_folder
 from ashl.runtime.records import Joined, Left, Lost, Placed, RankError, Ready, Record, StopAsked
+from ashl.runtime.regroup_consensus import RegroupConsensus
+from ashl.runtime.rendezvous import come_in, meet
 from ashl.runtime.sampling import Rounds
+from ashl.runtime.throttle import Throttle
+from ashl.runtime.transport import NEVER, first_line, granted_by_nccl
 from ashl.stage.program import hearing, peers_of, program
 from ashl.stage.stage import Stage
 
@@ -136,11 +136,11 @@ def run_rank(
     reporter = Reporter(store.another(), settings.rank, settings.rounds, watchdog, settings.incarnation)
     reporter.on_evicted = dropped
     if settings.saves_checkpoints and settings.log:
-        reporter.keeper = Keeper(
+        reporter.checkpoint_writer = RankCheckpointWriter(
             settings.rank, partial(into_folder, Path(settings.run_dir), settings.rank), reporter.emit
         )
     elif settings.saves_checkpoints:
-        reporter.keeper = Keeper(
+        reporter.checkpoint_writer = RankCheckpointWriter(
             settings.rank, partial(upload_checkpoint_part, store.another(), settings.rank), reporter.emit
         )
     try:
@@ -195,15 +195,15 @@ def classify_error(error: Exception) -> tuple[bool, int | None]:
 
 def build_stages(
     settings: RankSettings, plan: Plan, parts: Parts, store: AuthenticatedStore, emit: Callable[[Record], None]
-) -> tuple[tuple[Stage, ...], Agreement | None]:
+) -> tuple[tuple[Stage, ...], RegroupConsensus | None]:
     """The stages as this rank plays them; where sums may lack a worker that is lost, its part in going on."""
     stages = assemble(plan, settings.device, parts).stages
     if settings.saves_checkpoints or not survives_failure(parts):
         return stages, None
-    agreement = None
+    consensus = None
     if any(map(exchanges_by_collectives, parts.stages)):
-        agreement = Agreement(store, settings.rank, stages[0].workers, emit, settings.incarnation)
-    return tuple(replace(stage, elastic=True) for stage in stages), agreement
+        consensus = RegroupConsensus(store, settings.rank, stages[0].workers, emit, settings.incarnation)
+    return tuple(replace(stage, elastic=True) for stage in stages), consensus
 
 
 def find_restore_point(
@@ -213,7 +213,8 @@ def find_restore_point(
     if settings.saves_checkpoints and not settings.log:
         return await_restore_point(store, settings.rank, over)
     return RestorePoint(
-        settings.since_ns, None if settings.saved is None else keeping.part_of(Path(settings.saved), settings.rank)
+        settings.since_ns,
+        None if settings.saved is None else rank_checkpoint.part_of(Path(settings.saved), settings.rank),
     )
 
 
@@ -227,7 +228,7 @@ def train_rank(
     parts = parts_of(plan)
     reporter.emit(Placed(settings.rank, platform.node(), use_device(settings.device), len(os.sched_getaffinity(0))))
     torch.set_num_threads(parts.runtime.threads)
-    stages, agreement = build_stages(settings, plan, parts, store, reporter.emit)
+    stages, consensus = build_stages(settings, plan, parts, store, reporter.emit)
     use(settings.interface)
     stage = stages[0]
     assert isinstance(stage.trainer, Trainer)
@@ -244,7 +245,7 @@ def train_rank(
     kernel = TorchKernel(
         settings.rank,
         reporter,
-        lambda clock: Pace(parts.cluster, settings.rank, batch, plan.seed, dense, clock, store, algorithm),
+        lambda clock: Throttle(parts.cluster, settings.rank, batch, plan.seed, dense, clock, store, algorithm),
         peers=peers,
         max_bytes=max(stage.most_bytes for stage in stages),
         exact=exact,
@@ -252,9 +253,9 @@ def train_rank(
         device=settings.device,
         settle=None if settings.device == HOST else torch.cuda.synchronize,
         nccl=nccl,
-        keeper=reporter.keeper,
+        checkpoint_writer=reporter.checkpoint_writer,
         hierarchy=hierarchy,
-        agreement=agreement,
+        consensus=consensus,
         bodies=granted_by_nccl(settings.rank, stage.workers, stage.server, settings.device)
         if nccl and stage.topology.has_server
         else None,
@@ -264,7 +265,7 @@ def train_rank(
     kernel.worker_states = learner
     saved, own = None, None
     if restore_point.file is not None:
-        known = keeping.read(restore_point.file, ("ashl", *plan.allow_targets), settings.device)
+        known = rank_checkpoint.read(restore_point.file, ("ashl", *plan.allow_targets), settings.device)
         kernel.go_on(known, restore_point.since_ns)
         saved, own = (known.stage, known.state), known.own
     if settings.rank < plan.num_workers:
@@ -281,7 +282,7 @@ def train_rank(
         incarnations |= entry.lives
         reporter.emit(Joined(settings.rank, kernel.now_ns))
         say(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
-    listener = MembershipListener(kernel, settings.rank, settings.incarnation, incarnations, store, agreement)
+    listener = MembershipListener(kernel, settings.rank, settings.incarnation, incarnations, store, consensus)
     reporter.on_update, reporter.make_heartbeat = listener.on_membership, kernel.heartbeat
     for event in parts.cluster.events if parts.cluster.fault_kinds else ():
         late = settings.incarnation and event.time_s * 1e9 < kernel.now_ns
@@ -291,7 +292,7 @@ def train_rank(
     kernel.run(partial(program, stages=stages, saved=saved, comes=anew or settings.incarnation > 0))
     if settings.rank < plan.num_workers and learner.carries:
         reporter.show_last_state(learner.worker_state(settings.rank))
-    reporter.emit(kernel.pace.report())
+    reporter.emit(kernel.throttle.report())
     leave_together(settings, plan, store, kernel, listener, answers=stage.elastic or settings.rank == stage.server)
 
 

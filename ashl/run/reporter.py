@@ -19,11 +19,11 @@ from ashl.learn.learner import Learner
 from ashl.run import checkpoint_upload, model_upload
 from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.run.watchdog import EXIT_EVICTED, Watchdog, exit_process
-from ashl.runtime.keeping import Due, Keeper
-from ashl.runtime.news import End, News
-from ashl.runtime.plane import first_line
+from ashl.runtime.control_messages import ControlUpdate, End
+from ashl.runtime.rank_checkpoint import Due, RankCheckpointWriter
 from ashl.runtime.records import Alive, ModuleState, RankError, Record, Snapshot, UpdateShown, dumps
 from ashl.runtime.sampling import Rounds
+from ashl.runtime.transport import first_line
 from ashl.size_only import Vector
 
 EVERY_S = 0.2
@@ -45,11 +45,13 @@ class Reporter:
         self.stopping: str | None = None
         self.scores: dict[str, float | None] | None = None
         self.end: End | None = None  # of the run, once it has one
-        self.news = News()  # the last that came
-        self.on_update: Callable[[News], None] = lambda news: None  # who else wants to know, in this one's thread
+        self.news = ControlUpdate()  # the last that came
+        self.on_update: Callable[[ControlUpdate], None] = lambda news: (
+            None
+        )  # who else wants to know, in this one's thread
         self.rounds, self._rank, self._incarnation, self._broken = rounds, rank, incarnation, False
         self.on_evicted: Callable[[End], NoReturn] = exit_process  # where the run has gone on without this rank
-        self.keeper: Keeper | None = None  # of this rank's part of checkpoints
+        self.checkpoint_writer: RankCheckpointWriter | None = None  # of this rank's part of checkpoints
         self.make_heartbeat: Callable[[], Record] = lambda: Alive(rank)
         self.learner: Learner | None = None  # whose module's state is shown
         self._pending_states: deque[tuple[Any, bool]] = deque()
@@ -163,7 +165,7 @@ class Reporter:
     def _listen(self) -> None:
         """Take in the news. Where the run has failed, this process ends here, whatever it is doing."""
         while item := self._store.pop(control_queue(self._rank, self._incarnation)):
-            news = News.loads(item[1])
+            news = ControlUpdate.loads(item[1])
             self._watch.record_controller_message()
             self.stopping = self.stopping or news.stopping
             self.scores, self.end, self._consumed = news.scores, news.end, news.taken or {}
@@ -171,8 +173,8 @@ class Reporter:
             self.on_update(news)
             if news.end:
                 self._store.push(END_SEEN, sender_number(self._rank, self._incarnation), b"")
-            if self.keeper is not None and news.wanted is not None:
-                self.keeper.asked = Due(*news.wanted)
+            if self.checkpoint_writer is not None and news.wanted is not None:
+                self.checkpoint_writer.asked = Due(*news.wanted)
             if news.end and news.end.code:
                 (self.on_evicted if news.end.code == EXIT_EVICTED else exit_process)(news.end)
         self._watch.record_store_answer()

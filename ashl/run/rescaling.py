@@ -24,9 +24,9 @@ from ashl.run.checkpoints import ANEW, LOCKSTEP, STATE, VIRTUAL, Checkpoint
 from ashl.run.compression_metrics import Health
 from ashl.run.monitor import Monitor
 from ashl.run.virtual import Saving
-from ashl.runtime import keeping
-from ashl.runtime.ledger import KINDS, Ledger
-from ashl.runtime.packed import packed, unpacked
+from ashl.runtime import rank_checkpoint
+from ashl.runtime.plain_state import from_plain, to_plain
+from ashl.runtime.time_accounting import KINDS, TimeAccounting
 from ashl.topology.rescaling import rescaled
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS, writing
@@ -49,11 +49,11 @@ class Origin(NamedTuple):
 
     @property
     def note(self) -> str:
-        tally = self.state.tally
+        progress = self.state.progress
         return (
             f"goes on from {self.run_dir}, which had {self.plan.num_workers} workers, at {self.time_ns / 1e9:.4g} s "
-            f"and step {tally.steps:,}: model, moments of merged gradients, counts and clock are kept; each worker's "
-            "own momentum and what compression keeps begin anew"
+            f"and step {progress.steps:,}: model, moments of merged gradients, counts and clock are kept; each "
+            "worker's own momentum and what compression keeps begin anew"
         )
 
 
@@ -78,11 +78,14 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     if saved.how == VIRTUAL:
         document = torch.load(saved.folder / STATE, weights_only=True)
         mark, drawn = document["marks"][before.home], [mark["drawn"] for mark in document["marks"]]
-        stage, state, time_ns = mark["stage"], unpacked(mark["state"], packages, device), mark["time_ns"]
-        nodes = unpacked(document["nodes"])
-        states = [unpacked(mark["own"], packages, device) for mark in document["marks"]]
+        stage, state, time_ns = mark["stage"], from_plain(mark["state"], packages, device), mark["time_ns"]
+        nodes = from_plain(document["nodes"])
+        states = [from_plain(mark["own"], packages, device) for mark in document["marks"]]
     else:
-        ranks = [keeping.read(keeping.part_of(saved.folder, r), packages, device) for r in range(before.num_ranks)]
+        ranks = [
+            rank_checkpoint.read(rank_checkpoint.part_of(saved.folder, r), packages, device)
+            for r in range(before.num_ranks)
+        ]
         home = ranks[before.home]
         state, time_ns, states = home.state, home.time_ns, [rank.own for rank in ranks]
         stage, nodes, drawn = home.stage, [rank.context for rank in ranks], [rank.drawn for rank in ranks]
@@ -101,7 +104,7 @@ def begin(origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> Check
     """The first checkpoint of the new run, with what its monitor knows by then. Raises AshlError where it cannot be
     written."""
     take_over(origin, plan, monitor)
-    folder = keeping.folder_of(monitor.recorder.run_dir, 0)
+    folder = rank_checkpoint.folder_of(monitor.recorder.run_dir, 0)
     try:
         write(folder, origin, plan, monitor, saving)
     except (OSError, RuntimeError) as error:
@@ -117,11 +120,11 @@ def write(folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Sa
     for rank, state in enumerate(states):
         peers = origin.nodes[:n] if rank < plan.num_workers else origin.nodes[n:]
         node = taken_over(peers, rank % len(peers), plan.num_workers if rank < plan.num_workers else 1, time_ns)
-        document = {"stage": origin.stage, "state": packed(state), "context": packed(node), "time_ns": time_ns}
+        document = {"stage": origin.stage, "state": to_plain(state), "context": to_plain(node), "time_ns": time_ns}
         drawn = origin.drawn[rank] if rank < n else 0  # of jitter
-        document |= {"own": packed(origin.own if rank < plan.num_workers else None)}
-        path = keeping.part_of(folder, rank)
-        files[path.name] = keeping.write(path, {**document, "drawn": drawn})
+        document |= {"own": to_plain(origin.own if rank < plan.num_workers else None)}
+        path = rank_checkpoint.part_of(folder, rank)
+        files[path.name] = rank_checkpoint.write(path, {**document, "drawn": drawn})
     about = {"how": ANEW, "version": origin.state.version, "time_ns": time_ns, "home_ns": time_ns}
     checkpoints.complete(folder, saving.identity, monitor, files, {**about, "ranks_ns": [time_ns] * len(states)})
 
@@ -145,17 +148,17 @@ def take_over(origin: Origin, plan: Plan, monitor: Monitor) -> None:
 
 def taken_over(nodes: list[dict[str, Any]], first: int, n: int, time_ns: int) -> dict[str, Any]:
     """What one of n nodes has counted, in the place of these."""
-    ledgers = [Ledger() for _ in nodes]
+    ledgers = [TimeAccounting() for _ in nodes]
     for ledger, node in zip(ledgers, nodes, strict=True):
-        for name, value in node["ledger"].items():
+        for name, value in node["time_accounting"].items():
             setattr(ledger, name, value)
-    sent, own = [ledger.sent() for ledger in ledgers], Ledger()
+    sent, own = [ledger.sent() for ledger in ledgers], TimeAccounting()
     own.totals = mean([ledger.until(time_ns) for ledger in ledgers])
     own.bytes_up, own.bytes_down = (sum(nbytes) // n for nbytes in zip(*sent, strict=True))
     own.collective_ns = sum(ledger.collective_ns for ledger in ledgers) // len(nodes)
     own.begin(sum(own.totals.values()))  # what is lost by rounding was waiting
     steps = sum(node["steps"] for node in nodes) // n
-    return {**nodes[first], "steps": steps, "ledger": {name: getattr(own, name) for name in own.__slots__}}
+    return {**nodes[first], "steps": steps, "time_accounting": {name: getattr(own, name) for name in own.__slots__}}
 
 
 def mean(totals_ns: list[dict[str, int]]) -> dict[str, int]:

@@ -8,8 +8,8 @@ from typing import Any
 from ashl.run.evaluation import Evaluation, best_of
 from ashl.run.metrics import summed_up
 from ashl.run.monitor import Monitor, Outage
-from ashl.runtime.ledger import KINDS
-from ashl.runtime.records import Beat, Counts, LedgerTotals
+from ashl.runtime.records import Counts, Heartbeat, TimeTotals
+from ashl.runtime.time_accounting import KINDS
 from ashl.task.contract import recorded_name
 
 SCHEMA = 1
@@ -120,7 +120,7 @@ def goodput(monitor: Monitor) -> float | None:
 
 
 def worker_summary(
-    rank: int, counts: Counts, ledger: LedgerTotals | Beat | None, time_ns: int, absent: bool
+    rank: int, counts: Counts, ledger: TimeTotals | Heartbeat | None, time_ns: int, absent: bool
 ) -> dict[str, Any]:
     """What one worker did, and what its time went into."""
     commits = counts.commits[rank]

@@ -28,30 +28,30 @@ from ashl.run.monitor import Monitor
 from ashl.run.pacing_stats import pacing_summary
 from ashl.run.rank import EXIT_DECLARED_FAILURE, RankSettings
 from ashl.run.watchdog import AWAKE_S, EXIT_CONTROLLER_SILENT, EXIT_EVICTED, SAME_CAUSE_S
-from ashl.runtime.agreement import KNOWN_S
-from ashl.runtime.news import End
+from ashl.runtime.control_messages import End
 from ashl.runtime.records import (
     Alive,
-    Beat,
-    Border,
+    CheckpointPartSaved,
+    Heartbeat,
     Joined,
-    Kept,
-    LedgerTotals,
     Left,
     Lost,
-    Missed,
     ModuleState,
-    PaceKept,
+    PacingStats,
+    PeerUnreachable,
     RankError,
     Ready,
     Record,
     Replan,
     Round,
     Snapshot,
+    StageBoundary,
     StageEnd,
     StopAsked,
+    TimeTotals,
     UpdateShown,
 )
+from ashl.runtime.regroup_consensus import KNOWN_S
 
 KILLED = "was killed by"  # how it is reported, followed by the signal's name
 DECLARED = "failed, as cluster.events says"
@@ -78,7 +78,9 @@ class LivenessMonitor:
     rejoining: dict[int, bool] = field(
         default_factory=dict
     )  # those of them that are coming back, and whether all is ready
-    prior_totals: dict[int, Beat] = field(default_factory=dict)  # how those stood in earlier lives that have come back
+    prior_totals: dict[int, Heartbeat] = field(
+        default_factory=dict
+    )  # how those stood in earlier lives that have come back
     unreachable: dict[int, tuple[bool, float]] = field(
         default_factory=dict
     )  # to whom a link is broken: whether to nobody else, and when it was last said
@@ -86,16 +88,16 @@ class LivenessMonitor:
     restarts: Counter[int] = field(default_factory=Counter)  # how often a worker that was killed has been started anew
     clock_zero_ns: int | None = None  # of the run's clock, by home's, as beats have it that came without delay
     errors: list[RankError] = field(default_factory=list)
-    pace: list[PaceKept] = field(default_factory=list)
+    pace: list[PacingStats] = field(default_factory=list)
 
     def handle_record(self, monitor: Monitor, record: Record, vector: Tensor | None) -> None:
-        if isinstance(record, Beat) and record.time_ns > 0:
+        if isinstance(record, Heartbeat) and record.time_ns > 0:
             zero_ns = time.monotonic_ns() - record.time_ns
             self.clock_zero_ns = zero_ns if self.clock_zero_ns is None else min(self.clock_zero_ns, zero_ns)
         match record:
-            case Round() | StageEnd() | Border() | Replan() if record.stage not in range(len(self.plan.stages)):
+            case Round() | StageEnd() | StageBoundary() | Replan() if record.stage not in range(len(self.plan.stages)):
                 raise AshlError(f"rank {record.rank} tells of stage {record.stage + 1}, which the plan does not have")
-            case Alive() | Kept():
+            case Alive() | CheckpointPartSaved():
                 pass
             case Left():
                 self.exited.add(record.rank)
@@ -109,7 +111,7 @@ class LivenessMonitor:
                 monitor.emit(record)
             case Lost(rank, why=why) if rank not in self.processes:
                 self.continue_without(monitor, rank, why)
-            case Missed(_, rank, incarnation, alone) if (
+            case PeerUnreachable(_, rank, incarnation, alone) if (
                 rank < self.plan.num_workers and incarnation == self.channel.incarnations[rank]
             ):
                 self.unreachable[rank] = max(self.unreachable.get(rank, (False, 0.0)), (alone, time.monotonic()))
@@ -119,14 +121,14 @@ class LivenessMonitor:
                 self.errors.append(record)
             case StopAsked():
                 monitor.stopping = monitor.stopping or record.reason
-            case PaceKept():
+            case PacingStats():
                 self.pace.append(record)
             case Snapshot() | UpdateShown():
                 monitor.snapshot(record, vector)
             case ModuleState():
                 assert vector is not None
                 monitor.set_module_state(record.rank, decode_state(vector, ("ashl", *self.plan.allow_targets)))
-            case Beat() | LedgerTotals() | Border() if record.rank in self.prior_totals:
+            case Heartbeat() | TimeTotals() | StageBoundary() if record.rank in self.prior_totals:
                 monitor.emit(add_prior_totals(self.prior_totals[record.rank], record))
             case _:
                 monitor.emit(record)
@@ -272,7 +274,7 @@ def supervise(
             liveness.handle_record(monitor, record, vector)
             if isinstance(record, Snapshot):
                 channel.publish(channel.news._replace(scores=monitor.scores))
-            elif isinstance(record, Kept):
+            elif isinstance(record, CheckpointPartSaved):
                 checkpoint_manager.add_part(record, monitor, vector)
         now = time.monotonic()
         unanswered_s += min(now - looked, AWAKE_S) if channel.store_answered_s == answered else -unanswered_s

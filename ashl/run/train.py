@@ -34,7 +34,7 @@ from ashl.run.rescaling import Origin
 from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
 from ashl.run.watchdog import handle_signals
-from ashl.runtime.keeping import numbered
+from ashl.runtime.rank_checkpoint import numbered
 from ashl.tracking import jsonl, mlflow
 from ashl.tracking.console import Progress, outcome, seconds
 from ashl.tracking.forecast import forecast, notes

@@ -5,7 +5,7 @@ from statistics import fmean
 
 from ashl.plan.plan import Limits, Plan
 from ashl.run.evaluation import Evaluation
-from ashl.runtime.records import Beat, Counts
+from ashl.runtime.records import Counts, Heartbeat
 from ashl.tracking.console import Frame, WorkerFrame
 
 
@@ -13,7 +13,7 @@ def view(
     plan: Plan,
     ended: int,
     counts: Counts | None,
-    beats: Sequence[Beat],
+    beats: Sequence[Heartbeat],
     absent: Collection[int],
     epoch_samples: int,
     found: Evaluation | None,
@@ -45,7 +45,7 @@ def view(
     )
 
 
-def worker_frame(beat: Beat, batch: int, time_s: float, absent: bool) -> WorkerFrame:
+def worker_frame(beat: Heartbeat, batch: int, time_s: float, absent: bool) -> WorkerFrame:
     return WorkerFrame(
         rank=beat.rank,
         step=beat.steps,
@@ -57,7 +57,7 @@ def worker_frame(beat: Beat, batch: int, time_s: float, absent: bool) -> WorkerF
     )
 
 
-def waited(beat: Beat, time_s: float) -> float:
+def waited(beat: Heartbeat, time_s: float) -> float:
     return beat.totals_ns["wait"] / 1e9 / time_s if time_s else 0.0
 
 

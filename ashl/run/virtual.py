@@ -14,11 +14,11 @@ from ashl.planning.instantiate import Job
 from ashl.run import checkpoints
 from ashl.run.checkpoints import STATE, VIRTUAL, Checkpoint
 from ashl.run.monitor import Monitor
-from ashl.runtime import keeping
-from ashl.runtime.ahead import on_cores
+from ashl.runtime import rank_checkpoint
 from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
 from ashl.runtime.effects import PeerLostError
+from ashl.runtime.parallel_sim import use_cores
 from ashl.runtime.sim import Begin, Sim, go_on, resume
 from ashl.stage.program import hearing, program
 
@@ -44,10 +44,10 @@ def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Chec
         nonlocal number
         if monitor.stopping is not None:  # ranks may know of it already
             return None
-        folder = keeping.folder_of(monitor.recorder.run_dir, number)
+        folder = rank_checkpoint.folder_of(monitor.recorder.run_dir, number)
         about = {"how": VIRTUAL, "time_ns": document["time_ns"], "ranks_ns": [], "home_ns": document["time_ns"]}
         try:
-            files = {STATE: keeping.write(folder / STATE, document)}
+            files = {STATE: rank_checkpoint.write(folder / STATE, document)}
             checkpoints.complete(folder, saving.identity, monitor, files, about)
         except (OSError, RuntimeError) as error:
             text = f"cannot write the checkpoint {folder}; free some space or choose another run.dir"
@@ -64,7 +64,7 @@ def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Chec
         Churn(sim, cluster, plan.seed, stage.min_workers, partial(hearing, job.stages), play)
     try:
         runtime = job.parts.runtime
-        with on_cores(sim, runtime.cores if runtime.gradients else 1, plan.num_workers, job.learner):
+        with use_cores(sim, runtime.cores if runtime.gradients else 1, plan.num_workers, job.learner):
             sim.run(play, monitor.draw_progress, saved and beginning(plan, job, saved))
     except PeerLostError as loss:
         raise AshlError(
@@ -89,8 +89,8 @@ def beginning(plan: Plan, job: Job, saved: Checkpoint) -> Begin:
     if saved.how == VIRTUAL:
         document = torch.load(saved.folder / STATE, weights_only=True)
         return partial(resume, saved={**document, "packages": packages, "device": device})
-    files = [keeping.part_of(saved.folder, rank) for rank in range(plan.num_ranks)]
-    ranks = [keeping.read(file, packages, device) for file in files]
+    files = [rank_checkpoint.part_of(saved.folder, rank) for rank in range(plan.num_ranks)]
+    ranks = [rank_checkpoint.read(file, packages, device) for file in files]
     return partial(go_on, ranks=ranks, time_ns=saved.time_ns)
 
 

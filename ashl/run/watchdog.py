@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from ashl.runtime.news import End
+from ashl.runtime.control_messages import End
 
 TICK_S = 0.1
 EXIT_CONTROLLER_SILENT = 76  # exit code of a home's child that has heard nothing of it

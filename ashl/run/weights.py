@@ -12,7 +12,7 @@ from ashl.learn.making import make_module
 from ashl.plan.files import read_plan
 from ashl.plan.plan import Plan
 from ashl.planning.instantiate import OptionFactory
-from ashl.runtime.packed import save
+from ashl.runtime.plain_state import save
 
 
 def write(path: Path, weights: Mapping[str, Tensor]) -> None:

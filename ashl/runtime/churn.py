@@ -24,8 +24,8 @@ from ashl.data.rng import Purpose, stream
 from ashl.errors import AshlError
 from ashl.runtime.effects import Message, PeerLostError
 from ashl.runtime.kernel import Mailbox, Task
+from ashl.runtime.membership import SimMembership
 from ashl.runtime.records import Joined, Lost
-from ashl.runtime.teams import Teams
 
 if TYPE_CHECKING:
     from ashl.runtime.sim import Sim
@@ -61,7 +61,7 @@ class Churn:
             cluster.compute
         )  # so that somebody goes on whatever becomes of the workers
         self._places = count(FIRST)
-        self.teams = Teams(sim, len(cluster.compute))
+        self.membership = SimMembership(sim, len(cluster.compute))
         self._uninformed: set[tuple[int, int, int, str]] = set()  # (a peer, who is lost, since when, why)
         for event in cluster.events:
             if event.server_fail:
@@ -105,10 +105,12 @@ class Churn:
     def _fails_at_random(self, item: tuple[int, np.random.Generator]) -> None:
         rank, rng = item
         churn = self.cluster.churn
-        limit_ns = min(ctx.ledger.limit_ns for ctx in self.sim.contexts)
+        limit_ns = min(ctx.time_accounting.limit_ns for ctx in self.sim.contexts)
         if self.over or churn is None or self.sim.now_ns > LATE * limit_ns:
             return
-        left = len(self.cluster.compute) - len(self.sim.gone) if self.served else len(self.teams.knowing - {rank}) + 1
+        left = (
+            len(self.cluster.compute) - len(self.sim.gone) if self.served else len(self.membership.knowing - {rank}) + 1
+        )
         if rank in self.sim.gone or left > self.min_workers:
             self.fail(rank, "random")
             self._draw(rank, rng, churn.mttr_s, self._comes_at_random)
@@ -133,15 +135,15 @@ class Churn:
         for task in [task for task in sim._tasks if task.ctx.rank == rank]:
             sim._cancel(task)
         self._halted(rank)
-        sim.contexts[rank].ledger.broken(now)
+        sim.contexts[rank].time_accounting.broken(now)
         self._forget(rank)
         sim._unit_free[rank] = sim._push_end[rank] = now
         sim.contexts[rank].counter = None
         sim.observer.emit(Lost(rank, now, why))
         assert self.cluster.detect_s is not None
         peers = self.links(rank)
-        self.teams.lose(rank, peers)
-        if not self.served and not self.teams.knowing:
+        self.membership.lose(rank, peers)
+        if not self.served and not self.membership.knowing:
             raise AshlError(
                 f"worker {rank} is lost at {now / 1e9:.6g} s and 0 of {len(self.cluster.compute)} workers are left "
                 "that have the model: the run ends here"
@@ -156,12 +158,12 @@ class Churn:
         if item not in self._uninformed:
             return
         self._uninformed.remove(item)
-        loss = PeerLostError(rank, f"{why}, at {since_ns / 1e9:.6g} s", self.teams.losses[rank] - 1)
+        loss = PeerLostError(rank, f"{why}, at {since_ns / 1e9:.6g} s", self.membership.losses[rank] - 1)
         for task, value in sim._mail[peer].lose(loss, since_ns):
             if task.main:
-                task.ctx.ledger.idle(sim.now_ns)
+                task.ctx.time_accounting.idle(sim.now_ns)
             sim._resume(task, value)
-        self.teams.noticed_by(peer, rank)
+        self.membership.noticed_by(peer, rank)
 
     def come(self, rank: int) -> None:
         """A worker that is gone is back, and knows nothing."""
@@ -170,16 +172,16 @@ class Churn:
             return
         for item in sorted(item for item in self._uninformed if item[1] == rank):
             self._inform(item)
-        self.teams.without(rank)
+        self.membership.without(rank)
         self._forget(rank)
         sim.gone.remove(rank)
         sim._mail[rank] = Mailbox()
         for peer in self.links(rank):
             sim._mail[peer].lost.pop(rank, None)
         ctx = sim.contexts[rank]
-        ctx.life = self.teams.losses[rank]
-        ctx.ledger.limit_ns = min(other.ledger.limit_ns for other in sim.contexts)
-        ctx.ledger.mark("down", sim.now_ns)
+        ctx.life = self.membership.losses[rank]
+        ctx.time_accounting.limit_ns = min(other.time_accounting.limit_ns for other in sim.contexts)
+        ctx.time_accounting.mark("down", sim.now_ns)
         sim.observer.emit(Joined(rank, sim.now_ns))
         sim._mains[rank] = sim.spawn(ctx, self.start(ctx, comes=True), main=True)
 
@@ -187,7 +189,7 @@ class Churn:
         """Cut a rank's accounted time off at this instant."""
         sim = self.sim
         coming = [v[1].start_ns for _, _, target, v in sim._heap if target == sim._deliver and v[0] == rank]
-        sim.contexts[rank].ledger.halt(sim.now_ns, sim._push_end[rank], min(coming, default=sim.now_ns))
+        sim.contexts[rank].time_accounting.halt(sim.now_ns, sim._push_end[rank], min(coming, default=sim.now_ns))
 
     def _forget(self, rank: int) -> None:
         """Nothing comes any more of what goes on in this rank, or is on its way to it or from it."""

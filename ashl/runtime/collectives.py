@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ashl.errors import AshlError
-from ashl.runtime.meeting import world
+from ashl.runtime.rendezvous import world
 from ashl.runtime.sums import HALVES, sum_in_rank_order
 
 Wait = Callable[[Any], None]  # until what the backend was asked for has been done

@@ -1,10 +1,10 @@
-"""Collectives of one rank on real processes: its ends of the channels of its teams.
+"""Collectives of one rank on real processes: its local queues, one for each process group.
 
-A collective is carried out inline, in the thread that asks, while nothing else of the rank could go on meanwhile; else
-on a thread of its team's own. The rule of `ashl.runtime.channel` holds either way, so members need not agree on which:
-each knows what the others have posted before, and where a key above 0 leaves a choice, or a paced run has to know when
-the last member has come, they tell each other how many they have posted and when their ports are free, in one hop.
-Where a member is lost, see `ashl.runtime.agreement`.
+A collective runs inline, in the calling thread, while no other task of the rank could run meanwhile; otherwise it runs
+on a thread of its process group. The rule of `ashl.runtime.collective_queue` holds in both cases, so members need not
+choose alike: each knows what the others have posted before. Where a key above 0 leaves a choice, or a paced run needs
+the time when the last member has posted, members exchange in one hop how many collectives they have posted and when
+their NICs are free. `ashl.runtime.regroup_consensus` says what happens when a member fails.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ashl.errors import AshlError
 from ashl.learn.device import to_device, to_host
 from ashl.learn.staging import in_host
 from ashl.runtime import collectives, hierarchical_sum, subset_sum
-from ashl.runtime.agreement import Agreement, Groups
-from ashl.runtime.channel import Collective, committed
+from ashl.runtime.collective_queue import Collective, committed
 from ashl.runtime.effects import AllReduce, Formed, Regroup
 from ashl.runtime.hierarchical_sum import Hierarchy
 from ashl.runtime.kernel import waiting_for
-from ashl.runtime.meeting import world
-from ashl.runtime.pace import Pace
+from ashl.runtime.regroup_consensus import Groups, RegroupConsensus
+from ashl.runtime.rendezvous import world
 from ashl.runtime.sums import HALVES_OF_A_SUM
+from ashl.runtime.throttle import Throttle
 
 BATCHED = 64  # unpaced collectives whose waiting is found out together
 LINGER_S = 30.0  # how long a rank that has ended waits for collectives that it has posted
@@ -61,7 +61,7 @@ class Pending(NamedTuple):
     done: Callable[[Outcome | Exception], None]
 
 
-class Start(NamedTuple):
+class CollectiveTiming(NamedTuple):
     """An unpaced collective of all ranks, and whether it took the main task's time."""
 
     begin_ns: int
@@ -69,10 +69,10 @@ class Start(NamedTuple):
     main: bool
 
 
-class End:
+class LocalQueue:
     """This rank's end of one team's channel."""
 
-    def __init__(self, team: Team, lives: Lives, carry_out: Callable[[End], tuple[Pending, Outcome]]) -> None:
+    def __init__(self, team: Team, lives: Lives, carry_out: Callable[[LocalQueue], tuple[Pending, Outcome]]) -> None:
         self.team, self.lives, self._carry_out = team, lives, carry_out
         self.posted = 0
         self.pending: list[Pending] = []  # in the order of posting
@@ -161,38 +161,38 @@ class Communicator:
         rank: int,
         groups: Mapping[Team, dist.ProcessGroup],
         exact: bool,
-        pace: Pace,
+        throttle: Throttle,
         clock_ns: Callable[[], int],
         max_bytes: int,
         settle: Callable[[], None] | None = None,
         hierarchy: Hierarchy | None = None,
-        agreement: Agreement | None = None,
+        consensus: RegroupConsensus | None = None,
     ) -> None:
         """`groups` are those that the plan lists; a sum over any other part of the ranks does without. They carry what
         lies in the host's memory; with `settle` what lies on the device, too, and it waits until that is done. With a
         `hierarchy` sums over all workers go by it, unless they are exact. With an `agreement` a collective that lacks
         a member comes to `Broken`."""
-        self._rank, self._exact, self._pace, self._clock = rank, exact, pace, clock_ns
+        self._rank, self._exact, self._throttle, self._clock = rank, exact, throttle, clock_ns
         self._groups: Groups = {**groups}
-        self._max_bytes, self._settle, self._hierarchy, self._agreement = max_bytes, settle, hierarchy, agreement
-        self._ends: dict[tuple[Team, Lives], End] = {}
+        self._max_bytes, self._settle, self._hierarchy, self._consensus = max_bytes, settle, hierarchy, consensus
+        self._ends: dict[tuple[Team, Lives], LocalQueue] = {}
         self._ways: subset_sum.Ways = {}
         self._tags: dict[int, Team] = {}  # of teams without a process group
-        self._starts: list[Start] = []
+        self._starts: list[CollectiveTiming] = []
 
     @cached_property
     def _all(self) -> Team:
         """Who is there, for who is there from the start."""
         return tuple(range(dist.get_world_size())) if dist.is_initialized() else ()
 
-    def end(self, effect: Collective) -> End:
+    def end(self, effect: Collective) -> LocalQueue:
         """This rank's end of the channel of a team."""
         key = team, lives = effect.group, effect.lives if isinstance(effect, AllReduce) else ()
         end = self._ends.get(key)
         if end is None:
             if self._rank not in team:
                 raise AshlError(f"rank {self._rank} is no member of the team {list(team)}")
-            end = self._ends[key] = End(team, lives, self._carry_out)
+            end = self._ends[key] = LocalQueue(team, lives, self._carry_out)
         return end
 
     def meet(self, ways: subset_sum.Ways) -> None:
@@ -208,14 +208,14 @@ class Communicator:
         try:
             return self._waited()
         except RuntimeError:  # somebody is lost in the last moment
-            if self._agreement is None:
+            if self._consensus is None:
                 raise
             return []
 
     def regroup(self, asked: Regroup) -> Formed:
         """Agree with all who are there how to go on."""
-        assert self._agreement is not None
-        formed, groups = self._agreement.regroup(asked, self._clock)
+        assert self._consensus is not None
+        formed, groups = self._consensus.regroup(asked, self._clock)
         if groups is not None:
             never_taken_down(self._groups.values())
             self._all, self._groups, self._ends, self._starts = formed.ranks, groups, {}, []
@@ -224,29 +224,29 @@ class Communicator:
     @property
     def join_pending(self) -> bool:
         """Whether somebody asks to be let in."""
-        return self._agreement is not None and self._agreement.join_pending
+        return self._consensus is not None and self._consensus.join_pending
 
-    def _carry_out(self, end: End) -> tuple[Pending, Outcome]:
+    def _carry_out(self, end: LocalQueue) -> tuple[Pending, Outcome]:
         """Whatever is next in a team's channel."""
-        agreement = self._agreement
-        if agreement is None:
+        consensus = self._consensus
+        if consensus is None:
             return self._carried_out(end)
         try:
-            if agreement.lost.intersection(end.team) and not self._loose(end.team, end.lives):
+            if consensus.lost.intersection(end.team) and not self._loose(end.team, end.lives):
                 raise RuntimeError("a member of the team is lost")
             return self._carried_out(end)
         except RuntimeError as error:
-            pending, broken = (end.committed or end.pending)[0], agreement.broken(end.team, error, end.lives)
+            pending, broken = (end.committed or end.pending)[0], consensus.broken(end.team, error, end.lives)
         end.drop(pending)
         now = self._clock()
         return pending, Outcome(broken, now, now, (0, 0), [])
 
-    def _carried_out(self, end: End) -> tuple[Pending, Outcome]:
+    def _carried_out(self, end: LocalQueue) -> tuple[Pending, Outcome]:
         """The same, where nobody is lost. Raises RuntimeError where somebody is."""
         pending, g, free_ns = end.pending[0], len(end.team), 0
-        paced = g > 1 and self._pace.network is not None
+        paced = g > 1 and self._throttle.network is not None
         if g > 1 and (paced or (pending.effect.key and not end.committed)):
-            common, free_ns = self._agree(end, self._pace.free_ns(end.team))
+            common, free_ns = self._agree(end, self._throttle.free_ns(end.team))
             end.commit(common)
         if end.committed:
             pending = end.committed[0]
@@ -260,18 +260,18 @@ class Communicator:
                 value = to_device(value, str(pending.effect.tensor.device))
         end_ns = self._clock()
         if cost is not None:
-            self._pace.transfers[self._rank].add(cost, end_ns - begin)
+            self._throttle.transfers[self._rank].add(cost, end_ns - begin)
             if end_ns < begin + cost:
                 time.sleep((begin + cost - end_ns) / 1e9)
                 end_ns = begin + cost
         waited = []
         if not paced and g == len(self._all) > 1:
-            self._starts.append(Start(begin, end_ns, pending.main))
+            self._starts.append(CollectiveTiming(begin, end_ns, pending.main))
             waited = self._waited() if len(self._starts) == BATCHED else []
         end.drop(pending)
         return pending, Outcome(value, begin, end_ns, moved, waited)
 
-    def _agree(self, end: End, free_ns: int) -> tuple[int, int]:
+    def _agree(self, end: LocalQueue, free_ns: int) -> tuple[int, int]:
         """(how many collectives all have posted, when the ports of all are free); clocks were started together."""
         team, numbers = end.team, torch.tensor([-end.posted, free_ns])
         if not self._loose(team, end.lives):
@@ -280,7 +280,7 @@ class Communicator:
             try:
                 numbers = subset_sum.greatest(numbers, *self._between(team, end.lives))
             except RuntimeError:
-                if self._agreement is None:
+                if self._consensus is None:
                     raise  # else the others wait for its part in a sum that comes to nothing
         return -int(numbers[0]), int(numbers[1])
 
@@ -288,7 +288,7 @@ class Communicator:
         return collectives.all_reduce(numbers, team, "max", self._groups.get(team), self._exact, self._wait(team))
 
     def _wait(self, team: Team) -> collectives.Wait | None:
-        return None if self._agreement is None else partial(self._agreement.wait, team)
+        return None if self._consensus is None else partial(self._consensus.wait, team)
 
     @contextmanager
     def _near(self, effect: Collective) -> Generator[torch.Tensor]:
@@ -314,8 +314,8 @@ class Communicator:
                 value = (collectives.gathered if gathers else collectives.scattered)(tensor, g, pg, wait)
                 total = g * nbytes if gathers else g * value.nbytes
                 moved = total * (g - 1) // g
-                return value, (moved, moved), *self._pace.all_gathered(group, number, total, asked_ns)
-            begin, cost = self._pace.all_reduced(group, number, nbytes, asked_ns)
+                return value, (moved, moved), *self._throttle.all_gathered(group, number, total, asked_ns)
+            begin, cost = self._throttle.all_reduced(group, number, nbytes, asked_ns)
             moved = self._moved(group, nbytes)
             if self._hierarchy is not None and self._sums_by_nodes(group) and not loose:
                 value = hierarchical_sum.all_reduce(tensor, effect.op, self._rank, self._hierarchy, self._groups, wait)
@@ -329,7 +329,7 @@ class Communicator:
         parts, longest = collectives.all_gather(tensor, group, pg, self._max_bytes, wait)
         total = g * (longest - effect.riders)  # known only now
         moved = total * (g - 1) // g
-        return parts, (moved, moved), *self._pace.all_gathered(group, number, total, asked_ns)
+        return parts, (moved, moved), *self._throttle.all_gathered(group, number, total, asked_ns)
 
     def _sums_by_nodes(self, group: Team) -> bool:
         """Return True if a sum over this group goes by the hierarchy; after a failure its process groups are gone."""
@@ -340,7 +340,7 @@ class Communicator:
 
     def _moved(self, group: Team, nbytes: int) -> tuple[int, int]:
         """Return the bytes that this rank sends and receives in a sum: by the model of costs where there is one."""
-        network, g = self._pace.network, len(group)
+        network, g = self._throttle.network, len(group)
         if network is not None and network.summing is not None and g > 1:
             known, place = network.summing.known(group, nbytes), group.index(self._rank)
             return known.sent[place], known.received[place]
@@ -355,7 +355,7 @@ class Communicator:
 
     def _between(self, team: Team, lives: Lives) -> tuple[Team, int, int, subset_sum.Ways, Collection[int]]:
         """What a sum without a process group has to know."""
-        lost = self._agreement.lost_of(team, lives) if self._agreement is not None else frozenset[int]()
+        lost = self._consensus.lost_of(team, lives) if self._consensus is not None else frozenset[int]()
         if not self._all:  # it came later itself
             lost |= {*team} - {self._rank, *self._ways}
         return team, self._rank, self._tag(team), self._ways, lost

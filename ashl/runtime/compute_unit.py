@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from ashl.runtime.effects import Compute, Message, PeerLostError, Recv, Tag
 from ashl.runtime.kernel import Mailbox
-from ashl.runtime.ledger import Ledger
-from ashl.runtime.pace import Pace
+from ashl.runtime.throttle import Throttle
+from ashl.runtime.time_accounting import TimeAccounting
 
 IDLE = "idle"
 
@@ -27,21 +27,21 @@ class Ran(NamedTuple):
     def end_ns(self) -> int:
         return self.spans[-1][1]
 
-    def book(self, ledger: Ledger, start: int) -> None:
+    def book(self, time_accounting: TimeAccounting, start: int) -> None:
         """Enter it into the books of the main task, where it began then."""
-        ledger.mark("wait", start)
+        time_accounting.mark("wait", start)
         for kind, end in self.spans:
             if kind == IDLE:
-                ledger.idle(end)
+                time_accounting.idle(end)
             else:
-                ledger.mark(kind, end)
+                time_accounting.mark(kind, end)
 
 
 class ComputeUnit:
     """That of one rank. What a computation hands out goes to the inbox, as messages of the rank to itself."""
 
-    def __init__(self, rank: int, pace: Pace, inbox: queue.SimpleQueue, mail: Mailbox) -> None:
-        self._rank, self._pace, self._inbox, self._mail = rank, pace, inbox, mail
+    def __init__(self, rank: int, throttle: Throttle, inbox: queue.SimpleQueue, mail: Mailbox) -> None:
+        self._rank, self._throttle, self._inbox, self._mail = rank, throttle, inbox, mail
         self.busy = 0  # how many computations the thread has not finished
         self.standing: Recv | None = None  # what the thread waits for now
         self._needed: dict[Tag, Future] = {}  # messages that the thread waits for, or will
@@ -50,17 +50,17 @@ class ComputeUnit:
 
     def run(self, effect: Compute, start: int, needed: Sequence[Future] = ()) -> Ran:
         """A computation that began then, on this thread; `needed` will be the bodies that it takes on its way."""
-        cost, kind, encoding = self._pace.cost_ns(effect.kind, effect.work, start), effect.booked, effect.encoding
+        cost, kind, encoding = self._throttle.cost_ns(effect.kind, effect.work, start), effect.booked, effect.encoding
         if not effect.parts and not effect.needs:
-            return Ran(effect.fn(), [(kind, self._pace.computed(effect.kind, cost, start))])
+            return Ran(effect.fn(), [(kind, self._throttle.computed(effect.kind, cost, start))])
         spans: list[tuple[str, int]] = []
         began = start  # had nothing come between; without a declared cost, when the last part was there
 
         def reached(share: float) -> int:
             nonlocal began
             if cost is not None:
-                return self._pace.until(began + round(share * cost))
-            began = self._pace.computed(effect.kind, None, began)
+                return self._throttle.until(began + round(share * cost))
+            began = self._throttle.computed(effect.kind, None, began)
             return began
 
         def hand_out(k: int, tensor: Any) -> None:
@@ -71,7 +71,7 @@ class ComputeUnit:
                 spans.append((kind, now))
                 tensor = encoding.fn(k, tensor)
                 work = encoding.work[k] - (encoding.work[k - 1] if k else 0)
-                end = self._pace.computed("compress", self._pace.cost_ns("compress", work, now), now)
+                end = self._throttle.computed("compress", self._throttle.cost_ns("compress", work, now), now)
                 spans.append(("compress", end))
                 now, began = end, began + end - now
             self._inbox.put(Message(self._rank, tag, tensor, (), now))
@@ -83,14 +83,14 @@ class ComputeUnit:
             if not needed[k].done():
                 self.standing = Recv((tag,))
                 needed[k].exception()  # waits
-                self.standing, now = None, max(since, self._pace.clock())
+                self.standing, now = None, max(since, self._throttle.clock())
                 message = needed[k].result()
                 spans.extend([(kind, since), *self._stood(message, since, now)])
                 began += now - since
             return needed[k].result().body
 
         value = effect.fn(*([hand_out] if effect.parts else []), *([take] if effect.needs else []))
-        return Ran(value, [*spans, (kind, self._pace.computed(effect.kind, cost, began))])
+        return Ran(value, [*spans, (kind, self._throttle.computed(effect.kind, cost, began))])
 
     def post(self, effect: Compute, asked_ns: int, done: Callable[[Ran | Exception, int], None]) -> None:
         """Leave a computation to the thread; `done` is called from the main thread, with when it began."""

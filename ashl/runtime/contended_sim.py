@@ -16,8 +16,8 @@ from ashl.cluster.network import Exchange, Ports
 from ashl.cluster.spec import Beside, Measured
 from ashl.cluster.speed import NS, Speed
 from ashl.runtime import effects as fx
-from ashl.runtime.channel import Channel, Posted
-from ashl.runtime.collected import collected
+from ashl.runtime.collective_cost import price_collective
+from ashl.runtime.collective_queue import CollectiveQueue, Posted
 from ashl.runtime.effects import Compute, Message, Recv
 from ashl.runtime.kernel import Task
 from ashl.runtime.rank_context import Observer, RankContext
@@ -129,7 +129,7 @@ class ContendedSim(Sim):
         if effect.parts:
             value = effect.fn(bodies.__setitem__)
         else:
-            value = effect.fn() if self.ahead is None else self.ahead(effect)
+            value = effect.fn() if self.begin_compute is None else self.begin_compute(effect)
         segments = self._segments_of(task, effect, bodies, self._alone_ns(task.ctx.rank, effect))
         return self._run_segments(task, segments, value)
 
@@ -185,8 +185,8 @@ class ContendedSim(Sim):
 
     def _end_segment(self, task: Task, segment: Segment, value: Any, last: bool, began_ns: int) -> None:
         if task.main:
-            task.ctx.ledger.mark("wait", began_ns)
-            task.ctx.ledger.mark(segment.kind, self.now_ns)
+            task.ctx.time_accounting.mark("wait", began_ns)
+            task.ctx.time_accounting.mark(segment.kind, self.now_ns)
         if segment.then is not None:
             segment.then()
         if last and not task.done:
@@ -204,19 +204,19 @@ class ContendedSim(Sim):
         self._schedule(contention)
         callback(began_ns)
 
-    def _serve(self, channel: Channel) -> None:
-        if channel.ready and channel.free_ns <= self.now_ns:
-            self._begin(channel)
+    def _serve(self, collective_queue: CollectiveQueue) -> None:
+        if collective_queue.ready and collective_queue.free_ns <= self.now_ns:
+            self._begin(collective_queue)
 
-    def _begin(self, channel: Channel) -> None:
+    def _begin(self, collective_queue: CollectiveQueue) -> None:
         """Carry out the next collective; it ends when all of its members have done their share."""
-        posted, group = channel.take(self.now_ns), channel.team
+        posted, group = collective_queue.take(self.now_ns), collective_queue.team
         tensors = [posted.arrived[rank][1] for rank in group]
-        result, cost, moved, own = collected(posted.effect, tensors, self.network, self.now_ns)
+        result, cost, moved, own = price_collective(posted.effect, tensors, self.network, self.now_ns)
         cost += self._handover_ns(posted)
         start = self.network.hold(group, cost, self.now_ns)
         scattered = isinstance(posted.effect, fx.AllReduce) and posted.effect.op == "scatter"
-        working, channel.free_ns = set(group), LAST
+        working, collective_queue.free_ns = set(group), LAST
 
         def begin(_: None) -> None:
             for rank in group:
@@ -229,13 +229,15 @@ class ContendedSim(Sim):
                 self._at(max(start + cost, self.now_ns), end, None)
 
         def end(_: None) -> None:
-            channel.free_ns = self.now_ns
+            collective_queue.free_ns = self.now_ns
             for place, rank in enumerate(group):
-                member, ledger = posted.arrived[rank][0], self.contexts[rank].ledger
-                ledger.traffic(start, *((moved, moved) if own is None else (own.sent[place], own.received[place])))
-                ledger.collective(start, self.now_ns, member.main)
+                member, time_accounting = posted.arrived[rank][0], self.contexts[rank].time_accounting
+                time_accounting.traffic(
+                    start, *((moved, moved) if own is None else (own.sent[place], own.received[place]))
+                )
+                time_accounting.collective(start, self.now_ns, member.main)
                 self._at(self.now_ns, member, chunk(result, len(group), place) if scattered else result)
-            self._at_last(self.now_ns, self._serve, channel)
+            self._at_last(self.now_ns, self._serve, collective_queue)
 
         self._at(start, begin, None)
 

@@ -110,8 +110,8 @@ class AllReduce(NamedTuple):
 
     Several collectives of a group may be under way at once, from tasks of their own. All members post them in the same
     order, kind, `key` and `credit` alike; of those that all have posted the lowest key goes first, at most `credit` of
-    them committed at once (`ashl.runtime.channel`). Key 0 is the next one. What has been posted is carried out, also
-    when its task is cancelled.
+    them committed at once (`ashl.runtime.collective_queue`). Key 0 is the next one. What has been posted is carried
+    out, also when its task is cancelled.
 
     `epoch`: how many losses had been noticed when the group was formed. Where a member is lost after that,
     the others have `Broken` instead of the result, also where their sum is under way. `lives`: how often each member

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ashl.runtime.collectives import Wait
-from ashl.runtime.meeting import world
+from ashl.runtime.rendezvous import world
 
 Team = tuple[int, ...]
 

@@ -21,18 +21,18 @@ import torch.distributed as dist
 
 from ashl.learn.device import HOST
 from ashl.runtime import effects as fx
-from ashl.runtime.agreement import Agreement
-from ashl.runtime.channel import Collective
-from ashl.runtime.communicator import Communicator, End, Outcome
+from ashl.runtime.collective_queue import Collective
+from ashl.runtime.communicator import Communicator, LocalQueue, Outcome
 from ashl.runtime.compute_unit import ComputeUnit, Ran
 from ashl.runtime.hierarchical_sum import Hierarchy
-from ashl.runtime.keeping import Keeper, Restored, put_back
 from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step, waiting_for
-from ashl.runtime.meeting import MET, NEWCOMER, Entry, common_zero, world
-from ashl.runtime.pace import Pace
-from ashl.runtime.plane import Bodies, Delivered, Links
+from ashl.runtime.rank_checkpoint import RankCheckpointWriter, Restored, put_back
 from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
-from ashl.runtime.records import Beat, Missed
+from ashl.runtime.records import Heartbeat, PeerUnreachable
+from ashl.runtime.regroup_consensus import RegroupConsensus
+from ashl.runtime.rendezvous import MET, NEWCOMER, Entry, common_zero, world
+from ashl.runtime.throttle import Throttle
+from ashl.runtime.transport import Delivered, PayloadTransport, PeerConnections
 
 KEPT_UP_NS = 2_000_000
 LINGER_S = 0.01  # between two looks at whether it is over
@@ -46,7 +46,7 @@ class TorchKernel:
         self,
         rank: int,
         observer: Observer,
-        make_pace: Callable[[Callable[[], int]], Pace],
+        make_throttle: Callable[[Callable[[], int]], Throttle],
         peers: tuple[int, ...],
         max_bytes: int,
         exact: bool,
@@ -54,10 +54,10 @@ class TorchKernel:
         device: str = HOST,
         settle: Callable[[], None] | None = None,
         nccl: bool = False,
-        keeper: Keeper | None = None,
+        checkpoint_writer: RankCheckpointWriter | None = None,
         hierarchy: Hierarchy | None = None,
-        agreement: Agreement | None = None,
-        bodies: Bodies | None = None,
+        consensus: RegroupConsensus | None = None,
+        bodies: PayloadTransport | None = None,
     ) -> None:
         """`groups` are those that the plan lists; a sum over any other part of the ranks does without. Where a device
         goes on with a computation when its function has returned, `settle` waits until all are done; `nccl`: the groups
@@ -66,23 +66,23 @@ class TorchKernel:
         self.worker_states: WorkerStates | None = None
         self.ctx = RankContext(self, rank)
         self._zero = time.monotonic_ns()  # until all have come, see `run`
-        self._since_ns, self._keeper = 0, keeper
+        self._since_ns, self._checkpoint_writer = 0, checkpoint_writer
         self._entry: Entry | None = None  # where it comes while others run
-        self.pace = make_pace(self.clock_ns)
+        self.throttle = make_throttle(self.clock_ns)
         self._communicator = Communicator(
-            rank, groups, exact, self.pace, self.clock_ns, max_bytes, settle if nccl else None, hierarchy, agreement
+            rank, groups, exact, self.throttle, self.clock_ns, max_bytes, settle if nccl else None, hierarchy, consensus
         )
-        self._peers, self._max_bytes, self._device, self._bodies = peers, max_bytes, device, bodies
+        self._peers, self._max_bytes, self._device, self._payload_transport = peers, max_bytes, device, bodies
         self._settle, self._unsettled = settle, False
         self._mail, self._inbox = Mailbox(), queue.SimpleQueue[Any]()
-        self._links: Links | None = None
+        self._links: PeerConnections | None = None
         self._ready: deque[tuple[Task, Any]] = deque()
         self._timers: list[tuple[int, int, Callable[[], None]]] = []
         self._seq = itertools.count()
         self._live, self._push_end = 0, 0
         self._stand = list[Task]()  # tasks that stand wherever the main one is at the top of its loop
         self._main: Task | None = None
-        self._unit = ComputeUnit(rank, self.pace, self._inbox, self._mail)
+        self._unit = ComputeUnit(rank, self.throttle, self._inbox, self._mail)
         self._moved = time.monotonic_ns()  # when a task last went on
 
     @property
@@ -100,13 +100,17 @@ class TorchKernel:
     def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
         """The main task is at the top of its loop; kept where that is wanted, and all beside it stands, too."""
         beside = self._live - 1 - sum(not task.done for task in self._stand)
-        return self._keeper is not None and not beside and self._keeper.keep(ctx, stage, state, self.pace)
+        return (
+            self._checkpoint_writer is not None
+            and not beside
+            and self._checkpoint_writer.keep(ctx, stage, state, self.throttle)
+        )
 
     def checkpoint_due(self, ctx: RankContext, version: int) -> bool:
-        return self._keeper is not None and self._keeper.due(version)
+        return self._checkpoint_writer is not None and self._checkpoint_writer.due(version)
 
     def safe_point_wanted(self, ctx: RankContext) -> bool:
-        return self._keeper is not None and self._keeper.wanted is not None
+        return self._checkpoint_writer is not None and self._checkpoint_writer.wanted is not None
 
     def compute_once(self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
         return fn()
@@ -122,16 +126,16 @@ class TorchKernel:
         put_back(self.ctx, known.context)
         if self.worker_states is not None:
             self.worker_states.set_worker_state(self.ctx.rank, known.own)
-        self.ctx.ledger.mark("wait", time_ns)
-        if self.pace.speed:
-            self.pace.speed.draw_from(self.ctx.rank, known.drawn)
+        self.ctx.time_accounting.mark("wait", time_ns)
+        if self.throttle.speed:
+            self.throttle.speed.draw_from(self.ctx.rank, known.drawn)
         self._since_ns = time_ns
 
     def enter(self, entry: Entry) -> None:
         """To be called before `run`: the others run already."""
         self._entry, self._zero = entry, entry.zero_ns
         self._communicator.meet({peer: (group, MET) for peer, group in entry.groups.items()})
-        self.ctx.ledger.begin(self.now_ns)
+        self.ctx.time_accounting.begin(self.now_ns)
 
     def meet(self, peer: int, life: int, group: dist.ProcessGroup) -> None:
         """A worker has come (back) in this life, by this group of two. May be called from another thread."""
@@ -154,8 +158,8 @@ class TorchKernel:
             pairs = {peer: (group, MET, self._entry.lives[peer]) for peer, group in self._entry.groups.items()}
             for peer in set(self._peers) - pairs.keys():
                 self._inbox.put(fx.PeerLostError(peer, "it was lost before"))
-        when = self.clock_ns, self.pace.arrival
-        self._links = Links(pairs, self._inbox, *when, self._max_bytes, self._device, self._bodies)
+        when = self.clock_ns, self.throttle.arrival
+        self._links = PeerConnections(pairs, self._inbox, *when, self._max_bytes, self._device, self._payload_transport)
         self._main = self.spawn(self.ctx, main(self.ctx), main=True)
         try:
             while not self._main.done:
@@ -165,7 +169,7 @@ class TorchKernel:
                     self._next()
         finally:
             self._unit.close()
-        self.ctx.ledger.waited(*self._communicator.close())
+        self.ctx.time_accounting.waited(*self._communicator.close())
         self.ctx.emit_totals()
         return self._main.result
 
@@ -185,7 +189,7 @@ class TorchKernel:
         if self._links is not None:
             self._links.goodbye(timeout_s)
 
-    def heartbeat(self) -> Beat:
+    def heartbeat(self) -> Heartbeat:
         """How this rank stands: what its main task is blocked in (None while it computes), and since when nothing has
         moved. May be asked from another thread."""
         effect = self._unit.standing or (self._main.waiting if self._main else None)
@@ -205,18 +209,18 @@ class TorchKernel:
     def _take_in(self, item: Any) -> None:
         if isinstance(item, fx.Message):
             if item.src == self.ctx.rank:  # a part
-                self.ctx.ledger.part(item.start_ns)
+                self.ctx.time_accounting.part(item.start_ns)
                 return self._take_own(item)
             if item.body is not None:
-                self.ctx.ledger.traffic(item.start_ns, 0, item.body.nbytes)
+                self.ctx.time_accounting.traffic(item.start_ns, 0, item.body.nbytes)
             if not self._unit.deliver(item) and (task := self._mail.put(item)):
                 self._unblock(task, item.start_ns)
                 self._ready.append((task, item))
         elif isinstance(item, Delivered):
             self._push_end = max(self._push_end, item.end_ns)
-            self.ctx.ledger.pushed(*item)
+            self.ctx.time_accounting.pushed(*item)
         elif isinstance(item, fx.PeerLostError):
-            self.observer.emit(Missed(self.ctx.rank, item.rank, item.life))
+            self.observer.emit(PeerUnreachable(self.ctx.rank, item.rank, item.life))
             self._unit.lose(item)
             self._ready.extend(self._mail.lose(item, self.now_ns))
         else:
@@ -229,7 +233,7 @@ class TorchKernel:
 
     def _unblock(self, task: Task, pull_start_ns: int) -> None:
         if task.main:
-            self.ctx.ledger.blocked(self.now_ns, self._push_end, pull_start_ns)
+            self.ctx.time_accounting.blocked(self.now_ns, self._push_end, pull_start_ns)
 
     def _resume(self, task: Task, value: Any) -> None:
         """Run a task until it blocks or ends."""
@@ -282,17 +286,17 @@ class TorchKernel:
     def _wake(self, task: Task, value: Any) -> None:
         if not task.done:
             if task.main:
-                self.ctx.ledger.idle(self.now_ns)
+                self.ctx.time_accounting.idle(self.now_ns)
             self._ready.append((task, value))
 
     def _timer(self, due_ns: int, callback: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (due_ns, next(self._seq), callback))
 
     def _compute(self, effect: fx.Compute, main: bool) -> Any:
-        start = self.ctx.ledger.cursor if main else self.now_ns
+        start = self.ctx.time_accounting.cursor if main else self.now_ns
         ran = self._unit.run(effect, start)
         if main:
-            ran.book(self.ctx.ledger, start)
+            ran.book(self.ctx.time_accounting, start)
             self._unsettled = self._settle is not None
         return ran.value
 
@@ -300,7 +304,7 @@ class TorchKernel:
         """What was left of the main task's computations when their functions returned is computing, too."""
         assert self._settle is not None
         self._settle()
-        self.ctx.ledger.mark("compute", self.now_ns)
+        self.ctx.time_accounting.mark("compute", self.now_ns)
         self._unsettled = False
 
     def _compute_aside(self, task: Task, effect: fx.Compute) -> None:
@@ -310,19 +314,19 @@ class TorchKernel:
             if isinstance(ran, Exception):
                 raise ran
             if task.main:
-                ran.book(self.ctx.ledger, start)
+                ran.book(self.ctx.time_accounting, start)
                 self._unsettled = self._settle is not None
             if not task.done:
                 self._ready.append((task, ran.value))
 
-        self._unit.post(effect, self.ctx.ledger.cursor if task.main else self.now_ns, done)
+        self._unit.post(effect, self.ctx.time_accounting.cursor if task.main else self.now_ns, done)
 
     def _hands_out(self, effect: Collective) -> bool:
         """Whether the main task computes what leaves in parts, in order: all wait for this, so this thread may."""
         main = self._main.waiting if self._main else None
         return isinstance(main, fx.Compute) and bool(main.parts) and not (main.needs or effect.key)
 
-    def _collect_aside(self, end: End, task: Task, effect: Collective) -> None:
+    def _collect_aside(self, end: LocalQueue, task: Task, effect: Collective) -> None:
         """On the team's thread."""
 
         def done(outcome: Outcome | Exception) -> None:
@@ -336,10 +340,10 @@ class TorchKernel:
 
     def _collected(self, outcome: Outcome, main: bool) -> Any:
         """Enter a collective into the books; returns its value."""
-        ledger = self.ctx.ledger
-        ledger.traffic(outcome.begin_ns, *outcome.moved)
-        ledger.collective(outcome.begin_ns, outcome.end_ns, main)
-        ledger.waited(*outcome.waited_ns)
+        time_accounting = self.ctx.time_accounting
+        time_accounting.traffic(outcome.begin_ns, *outcome.moved)
+        time_accounting.collective(outcome.begin_ns, outcome.end_ns, main)
+        time_accounting.waited(*outcome.waited_ns)
         return outcome.value
 
     def _send(self, effect: fx.Send) -> None:
@@ -347,9 +351,9 @@ class TorchKernel:
         now = self._paced_now()
         if effect.dst == self.ctx.rank:
             return self._take_own(fx.Message(effect.dst, effect.tag, effect.body, effect.meta, now))
-        header_ns, body_ns, busy_ns = self.pace.departure(effect.dst, nbytes, now)
+        header_ns, body_ns, busy_ns = self.throttle.departure(effect.dst, nbytes, now)
         if nbytes:
-            self.ctx.ledger.traffic(now, nbytes, 0)
+            self.ctx.time_accounting.traffic(now, nbytes, 0)
             self._push_end = max(self._push_end, busy_ns)
         assert self._links is not None
         sent = self._sent if nbytes else lambda _: None
@@ -357,7 +361,7 @@ class TorchKernel:
 
     def _paced_now(self) -> int:
         """Where the last span should have ended, as long as the machine keeps up; else the clock."""
-        cursor, now = self.ctx.ledger.cursor, self.now_ns
+        cursor, now = self.ctx.time_accounting.cursor, self.now_ns
         return cursor if now - cursor < KEPT_UP_NS else now
 
     def _sent(self, end_ns: int) -> None:

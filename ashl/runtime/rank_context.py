@@ -21,18 +21,18 @@ from ashl.runtime.effects import (
     Sleep,
     Tag,
 )
-from ashl.runtime.ledger import Ledger
 from ashl.runtime.records import (
-    Beat,
     Counts,
-    LedgerTotals,
+    Heartbeat,
     Measured,
     Record,
     Round,
     Snapshot,
+    TimeTotals,
     UpdateShown,
 )
 from ashl.runtime.sampling import Rounds, is_recorded
+from ashl.runtime.time_accounting import TimeAccounting
 from ashl.size_only import Vector
 
 MEASURE = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)  # what files, MLflow and tables can bear
@@ -78,7 +78,7 @@ class NullObserver:
         pass
 
 
-class Progress(Protocol):
+class ReportsProgress(Protocol):
     """A run's progress."""
 
     def report(self) -> Counts: ...
@@ -90,7 +90,7 @@ class Counter(Protocol):
     """What counts a run's progress."""
 
     @property
-    def tally(self) -> Progress: ...
+    def progress(self) -> ReportsProgress: ...
 
 
 class WorkerStates(Protocol):
@@ -130,20 +130,20 @@ class RankContext:
         "counter",
         "join_pending",
         "kernel",
-        "ledger",
         "life",
         "loss",
         "measures",
         "rank",
         "staleness",
         "steps",
+        "time_accounting",
     )
     compute, send, regroup, sleep, join, cancel = Compute, Send, Regroup, Sleep, Join, Cancel  # to be awaited
 
     def __init__(self, kernel: Kernel, rank: int) -> None:
         self.kernel = kernel
         self.rank = rank
-        self.ledger = Ledger()
+        self.time_accounting = TimeAccounting()
         self.counter: Counter | None = None  # at the home rank: what counts the run's progress
         self.steps = 0
         self.staleness: int | None = None  # of its last round, like `loss`
@@ -269,17 +269,17 @@ class RankContext:
         """Close a round of this worker: from its last merge to now."""
         self.steps += steps
         self.staleness, self.loss = staleness, loss
-        spans, start_ns, end_ns = self.ledger.cut()
-        parts, messages = self.ledger.beside()
+        spans, start_ns, end_ns = self.time_accounting.cut()
+        parts, messages = self.time_accounting.beside()
         if is_recorded(self.kernel.observer.rounds, round):
             what = (self.rank, stage, round, steps, staleness, dropped, loss, start_ns, end_ns, spans, group)
             self.kernel.observer.emit(Round(*what, parts or None, messages or None))
 
-    def heartbeat(self) -> Beat:
+    def heartbeat(self) -> Heartbeat:
         """How this rank stands, for whoever watches; may be read from another thread."""
-        totals_ns = self.ledger.live()  # before the clock is read, which is as far as they may reach
-        bytes_up, bytes_down = self.ledger.sent()
-        return Beat(
+        totals_ns = self.time_accounting.live()  # before the clock is read, which is as far as they may reach
+        bytes_up, bytes_down = self.time_accounting.sent()
+        return Heartbeat(
             rank=self.rank,
             time_ns=self.now_ns,
             steps=self.steps,
@@ -288,17 +288,17 @@ class RankContext:
             totals_ns=totals_ns,
             bytes_up=bytes_up,
             bytes_down=bytes_down,
-            counts=self.counter.tally.report() if self.counter else None,
+            counts=self.counter.progress.report() if self.counter else None,
             measures=dict(self.measures),
-            collective_ns=self.ledger.collective_ns,
+            collective_ns=self.time_accounting.collective_ns,
         )
 
     def emit_totals(self) -> None:
         """Hand in what this rank's time went into, once it has ended."""
-        ledger = self.ledger
-        ledger.settle()
-        totals = (ledger.totals, ledger.bytes_up, ledger.bytes_down)
-        self.emit(LedgerTotals(self.rank, *totals, self.measures, ledger.collective_ns))
+        time_accounting = self.time_accounting
+        time_accounting.settle()
+        totals = (time_accounting.totals, time_accounting.bytes_up, time_accounting.bytes_down)
+        self.emit(TimeTotals(self.rank, *totals, self.measures, time_accounting.collective_ns))
 
     def snapshot(
         self,

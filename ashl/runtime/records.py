@@ -2,7 +2,7 @@
 
 In virtual time a record reaches the monitor as it is; a process sends it as a line of JSON, in which `kind` names the
 type. A field that has its default is left out. Nothing is ever unpickled: what comes is checked field by field, and
-text that will be shown loses what a terminal would obey. The other way goes `ashl.runtime.news`.
+text that will be shown loses what a terminal would obey. The other way goes `ashl.runtime.control_messages`.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from ashl.errors import AshlError, plain
-from ashl.runtime.ledger import KINDS as TIMES
-from ashl.runtime.ledger import Span
+from ashl.runtime.time_accounting import KINDS as TIMES
+from ashl.runtime.time_accounting import Span
 
 T = TypeVar("T")
 Text = Annotated[str, AfterValidator(plain)]
@@ -88,7 +88,7 @@ class StageEnd(NamedTuple):
     counts: Counts
 
 
-class Border(NamedTuple):
+class StageBoundary(NamedTuple):
     """What a worker's time had gone into when a stage gave way to the next one."""
 
     rank: int
@@ -104,7 +104,7 @@ class Lost(NamedTuple):
     why: Text
 
 
-class Missed(NamedTuple):
+class PeerUnreachable(NamedTuple):
     """The link from here to a peer, in this life of the peer, is broken; where it is not `alone`, or that to another of
     its team."""
 
@@ -121,7 +121,7 @@ class Joined(NamedTuple):
     time_ns: int
 
 
-class LedgerTotals(NamedTuple):
+class TimeTotals(NamedTuple):
     """What a rank's time went into and what it sent and measured, once it has ended."""
 
     rank: int
@@ -132,7 +132,7 @@ class LedgerTotals(NamedTuple):
     collective_ns: int = 0  # how long collectives were under way, whatever else went on meanwhile
 
 
-class Beat(NamedTuple):
+class Heartbeat(NamedTuple):
     """How a rank stands. On processes: what its main task is blocked in, and since when nothing has moved."""
 
     rank: int
@@ -147,7 +147,7 @@ class Beat(NamedTuple):
     counts: Counts | None = None  # at the home rank
     waiting: Text | None = None
     idle_s: float = 0.0
-    collective_ns: int = 0  # as of `LedgerTotals`
+    collective_ns: int = 0  # as of `TimeTotals`
 
 
 class Alive(NamedTuple):
@@ -235,7 +235,7 @@ class Lateness(NamedTuple):
 ON_TIME = Lateness(0, 0, 0.0, 0.0)
 
 
-class PaceKept(NamedTuple):
+class PacingStats(NamedTuple):
     """How well a process kept the declared pace: of its steps, of the transfers that came to it, by sender, and of what
     it encoded."""
 
@@ -267,7 +267,7 @@ class RankError(NamedTuple):
     blames: int | None = None
 
 
-class Kept(NamedTuple):
+class CheckpointPartSaved(NamedTuple):
     """A rank has written its part of a checkpoint, or could not: its state at the top of its loop."""
 
     rank: int
@@ -316,12 +316,12 @@ class UpdateShown(NamedTuple):
 Record = (
     Round
     | StageEnd
-    | Border
+    | StageBoundary
     | Lost
-    | Missed
+    | PeerUnreachable
     | Joined
-    | LedgerTotals
-    | Beat
+    | TimeTotals
+    | Heartbeat
     | Alive
     | Ready
     | Placed
@@ -330,11 +330,11 @@ Record = (
     | ProfileMeasured
     | PlanMade
     | Replan
-    | PaceKept
+    | PacingStats
     | Left
     | StopAsked
     | RankError
-    | Kept
+    | CheckpointPartSaved
     | ModuleState
     | Snapshot
     | UpdateShown
@@ -342,12 +342,12 @@ Record = (
 KINDS: dict[str, type[Record]] = {
     "round": Round,
     "stage": StageEnd,
-    "border": Border,
+    "border": StageBoundary,
     "worker_failed": Lost,
-    "missed": Missed,
+    "missed": PeerUnreachable,
     "worker_rejoined": Joined,
-    "ledger": LedgerTotals,
-    "beat": Beat,
+    "ledger": TimeTotals,
+    "beat": Heartbeat,
     "alive": Alive,
     "ready": Ready,
     "placed": Placed,
@@ -356,11 +356,11 @@ KINDS: dict[str, type[Record]] = {
     "profile": ProfileMeasured,
     "plan": PlanMade,
     "replan": Replan,
-    "pace": PaceKept,
+    "pace": PacingStats,
     "left": Left,
     "stop_asked": StopAsked,
     "error": RankError,
-    "kept": Kept,
+    "kept": CheckpointPartSaved,
     "module_state": ModuleState,
     "snapshot": Snapshot,
     "update": UpdateShown,

@@ -23,12 +23,12 @@ from ashl.errors import AshlError
 from ashl.learn.allocator import collecting_seldom
 from ashl.learn.device import HOST
 from ashl.runtime import effects as fx
-from ashl.runtime.channel import Channel, Channels, Collective, Shared
-from ashl.runtime.collected import collected
+from ashl.runtime.collective_cost import price_collective
+from ashl.runtime.collective_queue import Collective, CollectiveQueue, CollectiveQueues, SharedResult
 from ashl.runtime.effects import COLLECTIVES, Compute, Message, Recv, Send
-from ashl.runtime.keeping import Restored, counted, put_back
 from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resumed
-from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.plain_state import from_plain, to_plain
+from ashl.runtime.rank_checkpoint import Restored, counted, put_back
 from ashl.runtime.rank_context import NullObserver, Observer, RankContext, WorkerStates
 from ashl.runtime.sums import chunk
 
@@ -51,12 +51,12 @@ class Sim:
         self._heap: list[tuple[int, int, Any, Any]] = []
         self._seq = 0
         self._tasks: set[Task] = set()
-        self.channels = Channels()
+        self.collective_queues = CollectiveQueues()
         self._mains: list[Task] = []
         self.saving: Saving | None = None  # while a checkpoint is being made
         self.gone: set[int] = set()  # ranks that are lost
         self.worker_states: WorkerStates | None = None
-        self.ahead: Callable[[Compute], Any] | None = None  # runs a computation, or begins it on another core
+        self.begin_compute: Callable[[Compute], Any] | None = None  # runs a computation, or begins it on another core
 
     def spawn(self, ctx: RankContext, coro: Coroutine, main: bool = False, is_background_service: bool = False) -> Task:
         task = Task(ctx, coro, main, is_background_service)
@@ -65,10 +65,10 @@ class Sim:
         return task
 
     def compute_once(self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
-        channel = self.channels.of(team, self.now_ns)
+        collective_queue = self.collective_queues.of(team, self.now_ns)
         if self.saving is not None:
-            self.saving.asked(ctx, channel, key)
-        return channel.compute_once(ctx.rank, key, fn)
+            self.saving.asked(ctx, collective_queue, key)
+        return collective_queue.compute_once(ctx.rank, key, fn)
 
     def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
         if self.saving is not None:
@@ -110,17 +110,17 @@ class Sim:
         finally:
             for task in self._tasks:
                 task.coro.close()
-        end_ns = max((ctx.ledger.cursor for ctx in self.contexts if ctx.rank not in self.gone), default=0)
+        end_ns = max((ctx.time_accounting.cursor for ctx in self.contexts if ctx.rank not in self.gone), default=0)
         for ctx in self.contexts:
             if ctx.rank in self.gone:
-                ctx.ledger.close(end_ns, "down")
+                ctx.time_accounting.close(end_ns, "down")
             ctx.emit_totals()
         return [task.result for task in self._mains]
 
     def _check_end(self) -> None:
         if stuck := [task for task in self._mains if not task.done]:
             raise AshlError("deadlock: " + "; ".join(task.describe() for task in stuck))
-        if waiting := self.channels.waiting():
+        if waiting := self.collective_queues.waiting():
             here = ", ".join(map(str, sorted(waiting[0].arrived)))
             raise AshlError(f"only rank {here} came to {waiting[0].describe()}, and the run has ended")
 
@@ -161,7 +161,10 @@ class Sim:
                 if effect.parts:
                     value, end = self._in_parts(task, effect)
                 else:
-                    value, end = effect.fn() if self.ahead is None else self.ahead(effect), self._computed(task, effect)
+                    value, end = (
+                        effect.fn() if self.begin_compute is None else self.begin_compute(effect),
+                        self._computed(task, effect),
+                    )
                 if end > self.now_ns:
                     task.waiting = effect
                     return self._at(end, task, value)
@@ -204,7 +207,7 @@ class Sim:
         end = self._unit_free[rank] = start + cost + before
         if task.main:
             for kind, until in (*spans, ("compute", end)):
-                task.ctx.ledger.mark(kind, until)
+                task.ctx.time_accounting.mark(kind, until)
         return end
 
     def _in_steps(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
@@ -216,7 +219,7 @@ class Sim:
             reached = start + round(cost * share)
             if reached > self.now_ns:
                 if task.main:
-                    task.ctx.ledger.mark("compute", reached)
+                    task.ctx.time_accounting.mark("compute", reached)
                 yield fx.Sleep((reached - self.now_ns) / 1e9)
             needed.append((yield Recv((tag,))).body)
             start += max(0, self.now_ns - reached)  # it has stood still
@@ -228,7 +231,7 @@ class Sim:
 
     def _hand_out(self, item: tuple[Task, Message]) -> None:
         """A part of what a task computes is there, for its own rank."""
-        item[0].ctx.ledger.part(self.now_ns)
+        item[0].ctx.time_accounting.part(self.now_ns)
         self._deliver((item[1].src, item[1]))
 
     def _computed(self, task: Task, effect: Compute) -> int:
@@ -242,7 +245,7 @@ class Sim:
                 raise undeclared(effect.kind, rank)
         end = self._unit_free[rank] = start + cost
         if cost and task.main:
-            task.ctx.ledger.mark(effect.booked, end)
+            task.ctx.time_accounting.mark(effect.booked, end)
         return end
 
     def _started(self, task: Task, effect: Compute) -> tuple[int, int]:
@@ -250,7 +253,7 @@ class Sim:
         rank, now = task.ctx.rank, self.now_ns
         start = max(self._unit_free[rank], now)
         if start > now and task.main:
-            task.ctx.ledger.mark("wait", start)
+            task.ctx.time_accounting.mark("wait", start)
         return start, self._cost_ns(rank, effect.kind, effect.work, start)
 
     def _cost_ns(self, rank: int, kind: str, work: float, start_ns: int) -> int:
@@ -275,8 +278,8 @@ class Sim:
         if nbytes:
             if end > self._push_end[src]:
                 self._push_end[src] = end
-            ctx.ledger.traffic(now, nbytes, 0)
-            self.contexts[dst].ledger.traffic(now, 0, nbytes)
+            ctx.time_accounting.traffic(now, nbytes, 0)
+            self.contexts[dst].time_accounting.traffic(now, 0, nbytes)
 
     def _arrive(self, item: tuple[int, Message, int, int]) -> None:
         """The head of a message is at the receiver's port."""
@@ -292,9 +295,9 @@ class Sim:
         task = self._mail[dst].put(message)
         if task is not None:
             if task.main and message.src == dst:
-                task.ctx.ledger.idle(self.now_ns)
+                task.ctx.time_accounting.idle(self.now_ns)
             elif task.main:
-                task.ctx.ledger.blocked(self.now_ns, self._push_end[dst], message.start_ns)
+                task.ctx.time_accounting.blocked(self.now_ns, self._push_end[dst], message.start_ns)
             self._resume(task, message)
 
     def _block(self, task: Task, recv: Recv) -> None:
@@ -308,7 +311,7 @@ class Sim:
         if task.waiting is recv:
             self._mail[task.ctx.rank].waiters.remove(task)
             if task.main:
-                task.ctx.ledger.blocked(self.now_ns, self._push_end[task.ctx.rank], self.now_ns)
+                task.ctx.time_accounting.blocked(self.now_ns, self._push_end[task.ctx.rank], self.now_ns)
             self._resume(task, None)
 
     def _end(self, task: Task) -> None:
@@ -325,7 +328,7 @@ class Sim:
         if task.done:
             return
         if task.main:
-            task.ctx.ledger.idle(self.now_ns)
+            task.ctx.time_accounting.idle(self.now_ns)
         self._resume(task, value)
 
     def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
@@ -358,44 +361,44 @@ class Sim:
 
     def _post(self, task: Task, effect: Any) -> None:
         """A collective begins when its last member has come and its team's channel is free."""
-        channel = self.channels.of(effect.group, self.now_ns)
-        channel.post(task, effect)
-        if channel.ready and not channel.waking:
-            self._serve(channel)
-        if channel.ready and effect.credit and not channel.settling:
-            channel.settling = True
-            self._at_last(self.now_ns, self._settle, channel)
+        collective_queue = self.collective_queues.of(effect.group, self.now_ns)
+        collective_queue.post(task, effect)
+        if collective_queue.ready and not collective_queue.waking:
+            self._serve(collective_queue)
+        if collective_queue.ready and effect.credit and not collective_queue.settling:
+            collective_queue.settling = True
+            self._at_last(self.now_ns, self._settle, collective_queue)
 
-    def _settle(self, channel: Channel) -> None:
+    def _settle(self, collective_queue: CollectiveQueue) -> None:
         """All that is posted at this instant has been: commit what may be."""
-        channel.settling = False
-        channel.commit(self.now_ns)
+        collective_queue.settling = False
+        collective_queue.commit(self.now_ns)
 
-    def _serve(self, channel: Channel) -> None:
+    def _serve(self, collective_queue: CollectiveQueue) -> None:
         """Let the channel go on: now, or when what is under way has ended."""
-        if channel.free_ns <= self.now_ns:
-            self._begin(channel)
-        channel.waking = channel.ready > 0
-        if channel.waking:
-            keyed = any(posted.effect.key for posted in channel.pending.values())
-            (self._at_last if keyed else self._at)(channel.free_ns, self._serve, channel)
+        if collective_queue.free_ns <= self.now_ns:
+            self._begin(collective_queue)
+        collective_queue.waking = collective_queue.ready > 0
+        if collective_queue.waking:
+            keyed = any(posted.effect.key for posted in collective_queue.pending.values())
+            (self._at_last if keyed else self._at)(collective_queue.free_ns, self._serve, collective_queue)
 
-    def _begin(self, channel: Channel) -> None:
+    def _begin(self, collective_queue: CollectiveQueue) -> None:
         """Carry out the collective that is next."""
-        posted = channel.take(self.now_ns)
-        effect, group = posted.effect, channel.team
+        posted = collective_queue.take(self.now_ns)
+        effect, group = posted.effect, collective_queue.team
         tensors = [posted.arrived[rank][1] for rank in group]
-        result, cost, moved, own = collected(effect, tensors, self.network, self.now_ns)
+        result, cost, moved, own = price_collective(effect, tensors, self.network, self.now_ns)
         start = self.network.hold(group, cost, self.now_ns)
-        channel.free_ns = end = start + cost
+        collective_queue.free_ns = end = start + cost
         scattered = isinstance(effect, fx.AllReduce) and effect.op == "scatter"
         for place, rank in enumerate(group):
-            member, ledger = posted.arrived[rank][0], self.contexts[rank].ledger
+            member, time_accounting = posted.arrived[rank][0], self.contexts[rank].time_accounting
             if own is None:
-                ledger.traffic(start, moved, moved)
+                time_accounting.traffic(start, moved, moved)
             else:
-                ledger.traffic(start, own.sent[place], own.received[place])
-            ledger.collective(start, end, member.main)
+                time_accounting.traffic(start, own.sent[place], own.received[place])
+            time_accounting.collective(start, end, member.main)
             self._at(end, member, chunk(result, len(group), place) if scattered else result)
 
 
@@ -452,9 +455,9 @@ class Saving:
         self._shared_places: set[int] = set()  # those that no rank takes by itself
         self._numbers: dict[Task, int] = {}  # which of its rank's collectives a task waits for
         self._asked = {  # who had asked for what is computed alike, before its mark
-            (channel.team, key): set(shared.asked)
-            for channel in sim.channels.all()
-            for key, shared in channel.shared.items()
+            (collective_queue.team, key): set(shared.asked)
+            for collective_queue in sim.collective_queues.all()
+            for key, shared in collective_queue.shared.items()
         }
 
     def until_consistent(self) -> bool:
@@ -494,27 +497,27 @@ class Saving:
             return
         if any(task.ctx is ctx and not (task.main or task.is_background_service) for task in sim._tasks):
             return  # what runs beside it has no top of a loop
-        if any(ctx.rank in posted.arrived for posted in sim.channels.waiting()):
+        if any(ctx.rank in posted.arrived for posted in sim.collective_queues.waiting()):
             return  # nor has a collective that a cancelled task has left behind
         mail = sim._mail[ctx.rank].kept()
         self.marks[ctx.rank] = Mark(
             time_ns=sim.now_ns,
             stage=stage,
-            state=packed(state),
-            mail=packed(mail),
+            state=to_plain(state),
+            mail=to_plain(mail),
             drawn=sim.speed.drawn(ctx.rank),
-            own=packed(ctx.own_state),
+            own=to_plain(ctx.own_state),
             first=sim._seq,
             unit_free=sim._unit_free[ctx.rank],
         )
 
-    def asked(self, ctx: RankContext, channel: Channel, key: Hashable) -> None:
+    def asked(self, ctx: RankContext, collective_queue: CollectiveQueue, key: Hashable) -> None:
         """A rank asks for what its team computes alike. Once it has a mark, it will ask again."""
         if ctx.rank not in self.marks:
-            asked = self._asked.setdefault((channel.team, key), set())
+            asked = self._asked.setdefault((collective_queue.team, key), set())
             asked.add(ctx.rank)
-            if len(asked) == len(channel.team):
-                del self._asked[channel.team, key]
+            if len(asked) == len(collective_queue.team):
+                del self._asked[collective_queue.team, key]
 
     def post(self, task: Task, effect: Collective) -> None:
         sim, before = self.sim, self.sim._seq
@@ -524,12 +527,12 @@ class Saving:
         type(sim)._post(sim, task, effect)
         self._shared_places.update(range(before + 1, sim._seq + 1))
 
-    def begin(self, channel: Channel) -> None:
+    def begin(self, collective_queue: CollectiveQueue) -> None:
         sim, before = self.sim, self.sim._seq
-        waiting = {number: posted.arrived for number, posted in channel.pending.items()}
-        type(sim)._begin(sim, channel)
-        (begun,) = waiting.keys() - channel.pending.keys()
-        for rank, place in zip(channel.team, range(before + 1, sim._seq + 1), strict=True):
+        waiting = {number: posted.arrived for number, posted in collective_queue.pending.items()}
+        type(sim)._begin(sim, collective_queue)
+        (begun,) = waiting.keys() - collective_queue.pending.keys()
+        for rank, place in zip(collective_queue.team, range(before + 1, sim._seq + 1), strict=True):
             number = self._numbers.pop(waiting[begun][rank][0], OF_A_CANCELLED_TASK)
             self._results[place] = rank, number
             if number != OF_A_CANCELLED_TASK:
@@ -545,11 +548,13 @@ class Saving:
     def received(self, place: int, target: Any, value: Any) -> tuple[str, Any] | None:
         """What came from outside with this event; all else a rank does again by itself."""
         if place in self._results:
-            return RESULT, packed((*self._results[place], value))
+            return RESULT, to_plain((*self._results[place], value))
         name = "" if isinstance(target, Task) else target.__name__
         if name == "_serve":
-            return TURN, packed(value.team)
-        return (MESSAGE, packed(value)) if name == "_deliver" else (HEAD, packed(value)) if name == "_arrive" else None
+            return TURN, to_plain(value.team)
+        return (
+            (MESSAGE, to_plain(value)) if name == "_deliver" else (HEAD, to_plain(value)) if name == "_arrive" else None
+        )
 
     def document(self) -> dict[str, Any]:
         """All that the simulation needs to go on."""
@@ -562,24 +567,26 @@ class Saving:
             "events": sim.events,
             "marks": [vars(self.marks[rank]) for rank in range(len(sim.contexts))],
             "under_way": [(time_ns, place, *what) for time_ns, place, what in under_way if what],
-            "nodes": packed([counted(ctx) for ctx in sim.contexts]),
+            "nodes": to_plain([counted(ctx) for ctx in sim.contexts]),
             "push_end": list(sim._push_end),
-            "ports": packed(sim.network.saved()),
-            "channels": packed({channel.team: channel.free_ns for channel in sim.channels.all()}),
-            "asked": packed(self._asked),
+            "ports": to_plain(sim.network.saved()),
+            "channels": to_plain(
+                {collective_queue.team: collective_queue.free_ns for collective_queue in sim.collective_queues.all()}
+            ),
+            "asked": to_plain(self._asked),
         }
 
 
 def resume(sim: Sim, start: Callable[..., Coroutine], saved: Mapping[str, Any]) -> None:
     """Bring a fresh simulation to where the checkpoint was made. `start(ctx, saved=(stage, state))` is a rank's
     coroutine; `saved["packages"]` says whose classes a state may be of."""
-    restored = partial(unpacked, packages=tuple(saved["packages"]), device=saved.get("device", HOST))
+    restored = partial(from_plain, packages=tuple(saved["packages"]), device=saved.get("device", HOST))
     marks = [Mark(**mark) for mark in saved["marks"]]
     replay = Replay(sim, marks)
     for team, free_ns in restored(saved["channels"]).items():
-        sim.channels.of(team, 0).free_ns = free_ns
+        sim.collective_queues.of(team, 0).free_ns = free_ns
     for (team, key), asked in restored(saved["asked"]).items():
-        sim.channels.of(team, 0).shared.setdefault(key, Shared()).asked.update(asked)
+        sim.collective_queues.of(team, 0).shared.setdefault(key, SharedResult()).asked.update(asked)
     heap, cut = sim._heap, tuple(saved["cut"])
     for rank, mark in enumerate(marks):
         ctx = sim.contexts[rank]
@@ -612,7 +619,7 @@ def go_on(sim: Sim, start: Callable[..., Coroutine], ranks: Sequence[Restored], 
         put_back(ctx, known.context)
         if sim.worker_states is not None:
             sim.worker_states.set_worker_state(ctx.rank, known.own)
-        ctx.ledger.mark("wait", time_ns)
+        ctx.time_accounting.mark("wait", time_ns)
         sim.speed.draw_from(ctx.rank, known.drawn)
         sim._mains.append(sim.spawn(ctx, start(ctx, saved=(known.stage, known.state)), main=True))
 
@@ -632,9 +639,9 @@ class Replay:
     def event(self, what: str, value: Any) -> tuple[Any, Any]:
         """(target, value) of something that comes from outside."""
         if what == TURN:
-            channel = self.sim.channels.of(value, 0)
-            channel.waking = True
-            return self.sim._serve, channel
+            collective_queue = self.sim.collective_queues.of(value, 0)
+            collective_queue.waking = True
+            return self.sim._serve, collective_queue
         return {MESSAGE: self.sim._deliver, HEAD: self.sim._arrive, RESULT: self.result}[what], value
 
     def until(self, cut: tuple[int, int]) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ashl.runtime.meeting import world
+from ashl.runtime.rendezvous import world
 from ashl.runtime.sums import sum_in_rank_order
 
 MEET, CHUNKS, SUMS = range(3)  # planes of a team

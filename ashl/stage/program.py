@@ -16,7 +16,7 @@ async def program(
     """Play this rank's role in every stage, until one ends the run; with (stage, state) of a checkpoint, from there. A
     worker that `comes` while the others run begins where they are; from a checkpoint, where all of them do."""
     first = stages[0]
-    ctx.ledger.limit_ns = first.judge.deadline_ns
+    ctx.time_accounting.limit_ns = first.stop_criteria.deadline_ns
     if comes and saved is None:
         first.trainer.set_worker_state(ctx.rank, None)
     if comes and (saved := await first.topology.join(ctx, stages, saved)) is None:
@@ -33,8 +33,8 @@ async def program(
         if state.assigned is not None and state.assigned[0] == index + 1:
             stages = reassigned(stages, *state.assigned)
     if ctx.counter is not None:  # this is the home rank, or stands in for it
-        tally, without = state.tally, state.tally.gone if first.replicas else ()
-        ctx.snapshot(state.params, final=True, counts=tally.report(), time_ns=tally.end_ns, without=without)
+        progress, without = state.progress, state.progress.gone if first.replicas else ()
+        ctx.snapshot(state.params, final=True, counts=progress.report(), time_ns=progress.end_ns, without=without)
     elif first.replicas or (first.server < ctx.rank < first.server + first.topology.servers):
         ctx.snapshot(state.params, final=True)
 

@@ -22,10 +22,10 @@ from ashl.plan.profile import CodecCost, Profile, WorkerProfile
 from ashl.planner.assignment import Assignment, Planner
 from ashl.runtime.effects import Tag
 from ashl.runtime.rank_context import RankContext
+from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from ashl.stage.fragment import Fragment
-from ashl.stage.judge import Judge
-from ashl.stage.link import Ends, Link
-from ashl.stage.tally import Tally
+from ashl.stage.progress import Progress
+from ashl.stage.stopping import StopCriteria
 
 Loop = Callable[[RankContext, "Stage", Any], Coroutine[Any, Any, int]]  # of one rank through one stage; its last word
 Members = tuple[int, ...]  # sorted ranks
@@ -79,7 +79,7 @@ class Rule(Contract, group="sync", strict=True):
         moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact, place)
         return moments, state.outer_state, params
 
-    def sums_whole(self, stage: Stage, tally: Tally) -> bool:
+    def sums_whole(self, stage: Stage, progress: Progress) -> bool:
         """Whether the next sum over all workers is of updates as they are, whatever the codec."""
         return False
 
@@ -190,8 +190,10 @@ class Stage:
     parts: tuple[Part, ...] = ()  # its layer groups, where messages are made of them
     fragments: tuple[Fragment, ...] = ()  # of the model, where each is exchanged by itself
     size: int | None = None  # elements that are exchanged, where they are those of a fragment
-    links: tuple[Link, ...] = ()  # of each such message, where a codec works in it by itself
-    timed: tuple[tuple[str, Link], ...] = ()  # codecs whose cost is measured: class, and link of the whole model
+    links: tuple[CompressionPipeline, ...] = ()  # of each such message, where a codec works in it by itself
+    timed: tuple[
+        tuple[str, CompressionPipeline], ...
+    ] = ()  # codecs whose cost is measured: class, and link of the whole model
     health_every: int | None = None  # rounds between two looks at what compression loses
     health_layers: bool = False
     health_mean: bool = False
@@ -222,10 +224,10 @@ class Stage:
         return len(self.plan.workers)
 
     @cached_property
-    def link(self) -> Link:
+    def link(self) -> CompressionPipeline:
         """How updates travel, and pulls."""
         size = self.size or (1 + self.sync.momentum_travels) * self.trainer.num_params
-        return Link(self.codec, size, device=self.trainer.device)
+        return CompressionPipeline(self.codec, size, device=self.trainer.device)
 
     def fragment(self, k: int) -> Stage:
         """The stage as it is for one fragment of the model alone."""
@@ -295,8 +297,8 @@ class Stage:
         return self.overlap if isinstance(self.overlap, Delayed) else None
 
     @cached_property
-    def judge(self) -> Judge:
-        return Judge(self.limits, self.plan.until, self.epoch_samples)
+    def stop_criteria(self) -> StopCriteria:
+        return StopCriteria(self.limits, self.plan.until, self.epoch_samples)
 
     @cached_property
     def workers(self) -> tuple[int, ...]:
@@ -307,12 +309,12 @@ class Stage:
         """Whether momentum starts from zero here, instead of being handed over by the stage before."""
         return self.index > 0 and self.plan.handover.get("momentum") == "reset"
 
-    def entered(self, ends: Ends, samples: int) -> Ends:
+    def entered(self, ends: CodecState, samples: int) -> CodecState:
         """What the codec keeps at a rank that enters this stage once so many samples are applied."""
         keeps = Keeps(self.plan.handover.get("residual") != "drop", not self.resets)
         return self.link.enter(ends, keeps, self.sync.exchange != "difference", self.trainer.rate(samples))
 
-    def taken_up(self, ends: Ends, samples: int) -> Ends:
+    def taken_up(self, ends: CodecState, samples: int) -> CodecState:
         """The same of what it kept in this stage, from a checkpoint: nothing of it is dropped."""
         return self.link.enter(ends, Keeps(True, True), self.sync.exchange != "difference", self.trainer.rate(samples))
 
@@ -346,14 +348,14 @@ class Stage:
         here = self.workers
         return sum(self.round_steps[rank] for rank in here), sum(self.round_samples[rank] for rank in here)
 
-    def counted(self, tally: Tally, mean_loss: float, staleness: int = 0) -> Tally:
+    def counted(self, progress: Progress, mean_loss: float, staleness: int = 0) -> Progress:
         """The counts with one more merge of everybody's work; where it diverged, with that alone."""
-        tally = tally.copy()
-        tally.observe_all(staleness, mean_loss, "the workers' mean loss")
-        if not tally.diverged:
-            tally.commit_all(self.round_steps, self.round_totals[1])
-            tally.merge()
-        return tally
+        progress = progress.copy()
+        progress.observe_all(staleness, mean_loss, "the workers' mean loss")
+        if not progress.diverged:
+            progress.commit_all(self.round_steps, self.round_totals[1])
+            progress.merge()
+        return progress
 
     def rest(self, steps: int, samples: int, ahead: int = 0, gone: Collection[int] = ()) -> tuple[int, int] | None:
         """(a, b): after so many steps and samples and `ahead` rounds, a/b rounds are left to the count that ends the
@@ -374,7 +376,7 @@ class Stage:
             samples_of_all -= self.round_samples[rank]
         quorum = self.quorum_of(n)
         merged = (steps_of_all * quorum // n, samples_of_all * quorum // n)
-        left = self.judge.left(steps, samples, merged)
+        left = self.stop_criteria.left(steps, samples, merged)
         return left and (left[0] - ahead * left[1], left[1])
 
     def at_most(self, local_steps: int, rank: int, rest: tuple[int, int] | None) -> int:

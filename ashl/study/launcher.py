@@ -18,7 +18,7 @@ from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 from ashl.errors import AshlError
-from ashl.runtime.keeping import numbered
+from ashl.runtime.rank_checkpoint import numbered
 from ashl.study.slots import GONE, LEAVE_S, LOG, POLL_S, Job, record_failure, run_all
 
 PREFIX = "launcher-"

@@ -26,7 +26,7 @@ from ashl.report.leaderboard import named, usual_baseline
 from ashl.report.records import flat
 from ashl.run.host_time import Costs, host_s, measured_costs
 from ashl.run.train import RUNS, is_virtual
-from ashl.runtime.keeping import numbered
+from ashl.runtime.rank_checkpoint import numbered
 from ashl.study.grid import Grid, Setting, label
 from ashl.study.launcher import Launch, run_elsewhere
 from ashl.study.racing import Race

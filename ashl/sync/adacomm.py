@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from ashl.aggregate.weighted import Push
 from ashl.option import Count, Span, option
+from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
 from ashl.topology.all_reduce import Heard, StepRule
 from ashl.topology.parameter_server import Assignment, BarrierRule
 
@@ -41,39 +41,39 @@ class AdaComm(BarrierRule, StepRule):
     local_steps: Count
     every_s: Span
 
-    def begin(self, stage: Stage, tally: Tally) -> Period:
-        return Period(self.local_steps, self.local_steps, tally.now_s)
+    def begin(self, stage: Stage, progress: Progress) -> Period:
+        return Period(self.local_steps, self.local_steps, progress.now_s)
 
-    def rescaled(self, stage: Stage, state: Period, tally: Tally) -> Period:
+    def rescaled(self, stage: Stage, state: Period, progress: Progress) -> Period:
         return state
 
-    def observe(self, stage: Stage, state: Period, tally: Tally, push: Push) -> Period:
+    def observe(self, stage: Stage, state: Period, progress: Progress, push: Push) -> Period:
         """At a merge: is it time for another τ? Judged here, so that all workers that it lets go get the same."""
-        if len(tally.waiting) < tally.present:
+        if len(progress.waiting) < progress.present:
             return state
-        return self._adapted(stage, state, tally, tally.now_s, self.due(state, tally.now_s))
+        return self._adapted(stage, state, progress, progress.now_s, self.due(state, progress.now_s))
 
     def due(self, state: Period, now_s: float) -> bool:
         return now_s - state.since_s >= self.every_s
 
-    def hear(self, stage: Stage, state: Period, tally: Tally, heard: Heard) -> Period:
-        return self._adapted(stage, state, tally, heard.now_s, heard.due)
+    def hear(self, stage: Stage, state: Period, progress: Progress, heard: Heard) -> Period:
+        return self._adapted(stage, state, progress, heard.now_s, heard.due)
 
-    def in_round(self, stage: Stage, state: Period, tally: Tally) -> Stage:
+    def in_round(self, stage: Stage, state: Period, progress: Progress) -> Stage:
         return stage.taking(state.local_steps)
 
-    def _adapted(self, stage: Stage, state: Period, tally: Tally, now_s: float, due: bool) -> Period:
-        rate = stage.trainer.rate(tally.samples)
+    def _adapted(self, stage: Stage, state: Period, progress: Progress, now_s: float, due: bool) -> Period:
+        rate = stage.trainer.rate(progress.samples)
         top_rate = max(state.top_rate, rate)
-        first_loss = tally.loss if math.isnan(state.first_loss) else state.first_loss
+        first_loss = progress.loss if math.isnan(state.first_loss) else state.first_loss
         state = replace(state, top_rate=top_rate, first_loss=first_loss)
         if not due or not first_loss:  # without gradients there is no loss
             return state
-        by_loss = math.ceil(math.sqrt(tally.loss / first_loss) * self.local_steps)
+        by_loss = math.ceil(math.sqrt(progress.loss / first_loss) * self.local_steps)
         earned = by_loss if by_loss < state.earned else math.ceil(state.earned / 2)
         stretch = math.sqrt(top_rate / rate) if rate else 1.0
         steps = min(self.local_steps, math.ceil(stretch * earned))
         return replace(state, earned=earned, local_steps=steps, since_s=now_s)
 
-    def next_assignment(self, stage: Stage, state: Period, tally: Tally, rank: int) -> Assignment:
+    def next_assignment(self, stage: Stage, state: Period, progress: Progress, rank: int) -> Assignment:
         return Assignment(local_steps=state.local_steps)

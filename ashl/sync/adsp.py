@@ -6,7 +6,8 @@ takes real local steps in between; nobody waits. Here the interval is (what is l
 O_i, the same at a period's start, so that rounding up to whole steps does not add up. The server adds Δ_i / M
 (`aggregate=uniform`).
 
-C is searched on the run's tally: one period at C, one at C + 1, … while the reward grows, then back to the last C that
+C is searched on the run's counters: one period at C, one at C + 1, … while the reward grows, then back to the last C
+that
 paid. A period's reward is a² / (1/(l_target − c) − b), one over the predicted seconds from the search's start to the
 target, by l(t) = 1/(a²t + b) + c through the running loss at the period's start, middle and end. Where that curve never
 gets there (c ≥ l_target) the reward is no more than 0: t counts from the period's start, and the nearer c comes to the
@@ -30,8 +31,8 @@ from dataclasses import dataclass, field, replace
 
 from ashl.aggregate.weighted import Push
 from ashl.option import Count, Positive, Span, option
+from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
 from ashl.topology.parameter_server import Assignment, ServerRule
 
 Sample = tuple[float, float]  # (seconds, loss)
@@ -69,26 +70,26 @@ class ADSP(ServerRule):
         """Seconds of the first local work, before anything is measured."""
         return max(self.floor_s, self.gamma_s / self.commits)
 
-    def begin(self, stage: Stage, tally: Tally) -> Search:
+    def begin(self, stage: Stage, progress: Progress) -> Search:
         """The first period begins with the stage."""
-        now_s, searching = tally.now_s, self.search_s is not None
-        return Search(self.commits, now_s, self.commits, now_s, searching, [0.0] * tally.num_workers)
+        now_s, searching = progress.now_s, self.search_s is not None
+        return Search(self.commits, now_s, self.commits, now_s, searching, [0.0] * progress.num_workers)
 
-    def rescaled(self, stage: Stage, state: Search, tally: Tally) -> Search:
+    def rescaled(self, stage: Stage, state: Search, progress: Progress) -> Search:
         """Other workers are searched for anew."""
-        return replace(self.begin(stage, tally), searches=state.searches)
+        return replace(self.begin(stage, progress), searches=state.searches)
 
-    def observe(self, stage: Stage, state: Search, tally: Tally, push: Push) -> Search:
-        now_s = tally.now_s
+    def observe(self, stage: Stage, state: Search, progress: Progress, push: Push) -> Search:
+        now_s = progress.now_s
         state.overhead_s[push.worker] = push.push_s + push.pull_s
         if len(state.samples) * self.gamma_s / 2 <= now_s - state.start_s:
-            state.samples.append((now_s - state.since_s, tally.loss))
+            state.samples.append((now_s - state.since_s, progress.loss))
         if now_s >= state.start_s + self.gamma_s:
-            self._check(state, tally.loss, now_s)
+            self._check(state, progress.loss, now_s)
         return state
 
-    def next_assignment(self, stage: Stage, state: Search, tally: Tally, rank: int) -> Assignment:
-        left_s, owed = state.start_s + self.gamma_s - tally.now_s, state.target - tally.clocks[rank]
+    def next_assignment(self, stage: Stage, state: Search, progress: Progress, rank: int) -> Assignment:
+        left_s, owed = state.start_s + self.gamma_s - progress.now_s, state.target - progress.clocks[rank]
         while owed <= 0 or left_s <= 0:  # it has done its part of this period
             left_s, owed = left_s + self.gamma_s, owed + state.rate
         return Assignment(local_steps=1, interval_s=max(self.floor_s, left_s / owed - state.overhead_s[rank]))

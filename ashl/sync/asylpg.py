@@ -41,8 +41,8 @@ from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly, Vector
+from ashl.stage.progress import LATE, Progress
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, Stage
-from ashl.stage.tally import LATE, Tally
 from ashl.sync.prox import shrunk
 from ashl.topology.estimate import Anchor, over_shard, reduced
 from ashl.topology.local_work import Work, WorkerState, encoded
@@ -64,9 +64,9 @@ class Epoch:
     gathers: bool = True
     done: int = 0
 
-    def admits(self, tally: Tally) -> bool:
+    def admits(self, progress: Progress) -> bool:
         """Whether those that wait may go on: all at once at either end of the full gradients, else as they come."""
-        return len(tally.waiting) == tally.present or (not self.gathers and self.left > 0)
+        return len(progress.waiting) == progress.present or (not self.gathers and self.left > 0)
 
     def add_gradient(self, worker: int, gradient: Any, samples: int) -> bool:
         """A full gradient has come; whether there was none of this worker."""
@@ -99,8 +99,8 @@ class AsyLPG(ServerRule):
     mu: Positive | None
     l1: NonNegative
 
-    def may_proceed(self, state: Epoch | None, tally: Tally) -> Iterable[int]:
-        return tally.waiting if state is not None and state.admits(tally) else ()
+    def may_proceed(self, state: Epoch | None, progress: Progress) -> Iterable[int]:
+        return progress.waiting if state is not None and state.admits(progress) else ()
 
     def messages(self) -> Snapshots:
         return Snapshots(self)
@@ -130,38 +130,38 @@ class Snapshots(Updates):
         return await ctx.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
 
     def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
-        tally, worker, (steps, samples) = state.tally, message.src, message.meta[:2]
+        progress, worker, (steps, samples) = state.progress, message.src, message.meta[:2]
         if state.rule_state is None:
             state.rule_state = self.opened(stage, state)
         epoch = state.rule_state
         if stepped := worker not in epoch.owing:
-            tally.commit(worker, int(steps), int(samples))
+            progress.commit(worker, int(steps), int(samples))
             zeta = stage.link.decode(state.ends, worker, message.body)
-            lr = stage.trainer.rate(tally.samples)
+            lr = stage.trainer.rate(progress.samples)
             exact = stage.link.flags.lossless
             state.moments, x = stage.trainer.apply(state.params, state.moments, zeta + epoch.gradient, lr, exact)
             state.params = shrunk(x, lr * self.rule.l1)
-            tally.merge()
+            progress.merge()
             epoch.done, epoch.left = epoch.done + 1, max(0, epoch.left - 1)
         elif epoch.add_gradient(worker, message.body, int(samples)):
-            tally.commit(worker, int(steps), int(samples))
+            progress.commit(worker, int(steps), int(samples))
         else:
-            tally.drop(worker, int(steps), LATE)
-            tally.waiting[worker] = tally.waiting[worker][0], True
+            progress.drop(worker, int(steps), LATE)
+            progress.waiting[worker] = progress.waiting[worker][0], True
         self.renewed(stage, state)
         return stepped
 
     def renewed(self, stage: Stage, state: ServerState) -> None:
         """Full gradients are a mean once all are there, and an epoch is over once all have arrived."""
-        epoch, tally = state.rule_state, state.tally
+        epoch, progress = state.rule_state, state.progress
         epoch.settle()
-        if not epoch.left and 0 < len(tally.waiting) == tally.present:
+        if not epoch.left and 0 < len(progress.waiting) == progress.present:
             state.rule_state = self.opened(stage, state)
 
     def changed(self, stage: Stage, state: ServerState, rank: int) -> None:
         if state.rule_state is None:
             state.rule_state = self.opened(stage, state)
-        if rank in state.tally.gone:
+        if rank in state.progress.gone:
             state.rule_state.owing.discard(rank)
         else:
             state.rule_state.owing.add(rank)
@@ -180,7 +180,7 @@ class Snapshots(Updates):
             return epoch.anchor
         if not epoch.done:
             return None
-        turn = Turn(seed=stage.seed, worker=stage.server + 1 + rank, round=state.tally.version)
+        turn = Turn(seed=stage.seed, worker=stage.server + 1 + rank, round=state.progress.version)
         return written(state.params, epoch.anchor, turn, self.rule.mu)
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
@@ -195,7 +195,7 @@ class Snapshots(Updates):
     def opened(self, stage: Stage, state: ServerState) -> Epoch:
         """A new epoch; without `epoch_steps` it is as long as minibatches take to go over the data."""
         steps = self.rule.epoch_steps or max(1, stage.epoch_samples // stage.worker(0).batch)
-        return Epoch(state.params, set(stage.workers) - state.tally.gone, steps)
+        return Epoch(state.params, set(stage.workers) - state.progress.gone, steps)
 
 
 def written(x: Any, anchor: Any, turn: Turn, mu: float | None) -> Any:

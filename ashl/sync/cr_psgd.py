@@ -18,8 +18,8 @@ from pydantic import Field
 
 from ashl.aggregate.weighted import Push
 from ashl.option import Count, Number, option
+from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
 from ashl.topology.all_reduce import Heard, StepRule
 from ashl.topology.parameter_server import Assignment, BarrierRule
 
@@ -41,22 +41,22 @@ class CRPSGD(BarrierRule, StepRule):
     growth: Annotated[float, Number, Field(ge=1, le=1e6)]
     max_batch: Count | None
 
-    def begin(self, stage: Stage, tally: Tally) -> Growth:
-        return Growth(0, tally.version, tally.samples)
+    def begin(self, stage: Stage, progress: Progress) -> Growth:
+        return Growth(0, progress.version, progress.samples)
 
-    def rescaled(self, stage: Stage, state: Growth, tally: Tally) -> Growth:
+    def rescaled(self, stage: Stage, state: Growth, progress: Progress) -> Growth:
         return state
 
-    def observe(self, stage: Stage, state: Growth, tally: Tally, push: Push) -> Growth:
-        return state if tally.version == state.version else state._replace(t=state.t + 1, version=tally.version)
+    def observe(self, stage: Stage, state: Growth, progress: Progress, push: Push) -> Growth:
+        return state if progress.version == state.version else state._replace(t=state.t + 1, version=progress.version)
 
-    def next_assignment(self, stage: Stage, state: Growth, tally: Tally, rank: int) -> Assignment:
+    def next_assignment(self, stage: Stage, state: Growth, progress: Progress, rank: int) -> Assignment:
         return Assignment(local_steps=1, batch=self._batch(stage, state.t, rank))
 
-    def hear(self, stage: Stage, state: Growth, tally: Tally, heard: Heard) -> Growth:
-        return state._replace(t=state.t + 1, version=tally.version)
+    def hear(self, stage: Stage, state: Growth, progress: Progress, heard: Heard) -> Growth:
+        return state._replace(t=state.t + 1, version=progress.version)
 
-    def in_round(self, stage: Stage, state: Growth, tally: Tally) -> Stage:
+    def in_round(self, stage: Stage, state: Growth, progress: Progress) -> Stage:
         return stage.with_batches(tuple(self._batch(stage, state.t, rank) for rank in range(stage.num_workers)))
 
     def _batch(self, stage: Stage, t: int, rank: int) -> int:

@@ -15,8 +15,8 @@ from typing import Any
 from ashl.aggregate.weighted import Push
 from ashl.optimizer.absent import plus
 from ashl.option import Count, Positive, option
+from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
 from ashl.sync.cr_psgd import CRPSGD, Growth
 from ashl.topology.all_reduce import Heard
 
@@ -28,18 +28,18 @@ class CRPSGDCatalyst(CRPSGD):
     theta: Positive
     budget: Count
 
-    def observe(self, stage: Stage, state: Growth, tally: Tally, push: Push) -> Growth:
-        grown = super().observe(stage, state, tally, push)
-        return grown if grown == state else self._within_budget(stage, grown, tally)
+    def observe(self, stage: Stage, state: Growth, progress: Progress, push: Push) -> Growth:
+        grown = super().observe(stage, state, progress, push)
+        return grown if grown == state else self._within_budget(stage, grown, progress)
 
-    def hear(self, stage: Stage, state: Growth, tally: Tally, heard: Heard) -> Growth:
-        return self._within_budget(stage, super().hear(stage, state, tally, heard), tally)
+    def hear(self, stage: Stage, state: Growth, progress: Progress, heard: Heard) -> Growth:
+        return self._within_budget(stage, super().hear(stage, state, progress, heard), progress)
 
-    def _within_budget(self, stage: Stage, grown: Growth, tally: Tally) -> Growth:
+    def _within_budget(self, stage: Stage, grown: Growth, progress: Progress) -> Growth:
         """After a merge: this run goes on, or the next one begins."""
         following = sum(self._batch(stage, grown.t, rank) for rank in stage.workers)
-        over = tally.samples - grown.since + following > self.budget
-        return Growth(0, tally.version, tally.samples) if over else grown
+        over = progress.samples - grown.since + following > self.budget
+        return Growth(0, progress.version, progress.samples) if over else grown
 
     def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         """y takes the place of an outer optimizer's moments, which merged gradients have no other use for."""

@@ -21,8 +21,8 @@ from typing import ClassVar, Literal, NamedTuple
 from ashl.aggregate.weighted import Push
 from ashl.errors import UsageError
 from ashl.option import Count, Duration, option
+from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
 from ashl.topology.parameter_server import ServerRule
 
 
@@ -52,33 +52,33 @@ class Decoupled(ServerRule):
             )
         return num_workers + 1  # no number of pushes makes a merge: `closes_s` says when
 
-    def begin(self, stage: Stage, tally: Tally) -> Gathered:
-        return Gathered(tally.version)
+    def begin(self, stage: Stage, progress: Progress) -> Gathered:
+        return Gathered(progress.version)
 
-    def observe(self, stage: Stage, state: Gathered, tally: Tally, push: Push) -> Gathered:
-        now = self._now(state, tally)
-        return self._judged(now._replace(learners=(*now.learners, push.worker)), tally)
+    def observe(self, stage: Stage, state: Gathered, progress: Progress, push: Push) -> Gathered:
+        now = self._now(state, progress)
+        return self._judged(now._replace(learners=(*now.learners, push.worker)), progress)
 
-    def changed(self, stage: Stage, state: Gathered, tally: Tally, rank: int) -> Gathered:
-        now = self._now(state, tally)
-        return self._judged(now._replace(learners=tuple(other for other in now.learners if other != rank)), tally)
+    def changed(self, stage: Stage, state: Gathered, progress: Progress, rank: int) -> Gathered:
+        now = self._now(state, progress)
+        return self._judged(now._replace(learners=tuple(other for other in now.learners if other != rank)), progress)
 
-    def may_proceed(self, state: Gathered, tally: Tally) -> Iterable[int]:
-        held = self._now(state, tally).learners
-        return [rank for rank in tally.waiting if rank not in held]
+    def may_proceed(self, state: Gathered, progress: Progress) -> Iterable[int]:
+        held = self._now(state, progress).learners
+        return [rank for rank in progress.waiting if rank not in held]
 
-    def closes_s(self, state: Gathered, tally: Tally) -> float:
-        now = self._now(state, tally)
+    def closes_s(self, state: Gathered, progress: Progress) -> float:
+        now = self._now(state, progress)
         if now.enough_s is None:
             return -math.inf
-        return now.enough_s + (self.grace_s if len(now.learners) < tally.present else 0.0)
+        return now.enough_s + (self.grace_s if len(now.learners) < progress.present else 0.0)
 
-    def _now(self, state: Gathered, tally: Tally) -> Gathered:
+    def _now(self, state: Gathered, progress: Progress) -> Gathered:
         """What is held now: nothing after a merge."""
-        return state if state.version == tally.version else Gathered(tally.version)
+        return state if state.version == progress.version else Gathered(progress.version)
 
-    def _judged(self, state: Gathered, tally: Tally) -> Gathered:
+    def _judged(self, state: Gathered, progress: Progress) -> Gathered:
         """With the moment at which there were enough, where there are."""
-        if len(state.learners) < max(1, min(self.min_learners, tally.present)):
+        if len(state.learners) < max(1, min(self.min_learners, progress.present)):
             return state._replace(enough_s=None)
-        return state._replace(enough_s=tally.now_s) if state.enough_s is None else state
+        return state._replace(enough_s=progress.now_s) if state.enough_s is None else state

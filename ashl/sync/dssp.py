@@ -21,8 +21,8 @@ from pydantic import Field
 from ashl.aggregate.weighted import Push
 from ashl.errors import UsageError
 from ashl.option import Count, Natural, option
+from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
 from ashl.topology.parameter_server import ServerRule
 
 
@@ -50,36 +50,36 @@ class DSSP(ServerRule):
                 "sync.s_low=3 sync.s_high=15"
             )
 
-    def begin(self, stage: Stage, tally: Tally) -> Controller:
-        n, start_s = tally.num_workers, tally.now_s
+    def begin(self, stage: Stage, progress: Progress) -> Controller:
+        n, start_s = progress.num_workers, progress.now_s
         return Controller([(start_s, start_s)] * n, [0] * n)
 
-    def may_proceed(self, state: Controller, tally: Tally) -> list[int]:
-        ready, latest = tally.within(self.s_low), tally.latest
-        _, late = tally.waiting.get(latest, (0, True))  # a push that came too late is not observed
+    def may_proceed(self, state: Controller, progress: Progress) -> list[int]:
+        ready, latest = progress.within(self.s_low), progress.latest
+        _, late = progress.waiting.get(latest, (0, True))  # a push that came too late is not observed
         if state.granted and not late and latest not in ready:
             ready.append(latest)
         return ready
 
-    def observe(self, stage: Stage, state: Controller, tally: Tally, push: Push) -> Controller:
+    def observe(self, stage: Stage, state: Controller, progress: Progress, push: Push) -> Controller:
         """Note the time of the push and decide whether it may go beyond the lower bound."""
-        worker, lead = push.worker, tally.clocks[push.worker] - tally.slowest
-        state.times[worker] = (state.times[worker][1], tally.now_s)
+        worker, lead = push.worker, progress.clocks[push.worker] - progress.slowest
+        state.times[worker] = (state.times[worker][1], progress.now_s)
         state.granted = False
         if lead <= self.s_low:
             state.credit[worker] = 0
             return state
-        if not state.credit[worker] and tally.clocks[worker] == tally.fastest:
-            slowest = next(w for w, c in enumerate(tally.clocks) if c == tally.slowest and w not in tally.gone)
+        if not state.credit[worker] and progress.clocks[worker] == progress.fastest:
+            slowest = next(w for w, c in enumerate(progress.clocks) if c == progress.slowest and w not in progress.gone)
             state.credit[worker] = grant(state.times[worker], state.times[slowest], self.s_high - lead + 1)
         if state.credit[worker]:
             state.credit[worker] -= 1
             state.granted = True
         return state
 
-    def changed(self, stage: Stage, state: Controller, tally: Tally, rank: int) -> Controller:
+    def changed(self, stage: Stage, state: Controller, progress: Progress, rank: int) -> Controller:
         """A newcomer begins as at the start of a stage."""
-        state.times[rank], state.credit[rank] = (tally.now_s, tally.now_s), 0
+        state.times[rank], state.credit[rank] = (progress.now_s, progress.now_s), 0
         return state
 
 

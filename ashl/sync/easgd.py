@@ -56,8 +56,8 @@ class Springs(Updates):
         steps, samples = message.meta[:2]
         state.rule_state = (message.body - state.params) * self.alpha
         state.params = state.params + state.rule_state
-        state.tally.commit(message.src, int(steps), int(samples))
-        state.tally.merge()
+        state.progress.commit(message.src, int(steps), int(samples))
+        state.progress.merge()
         return True
 
     async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:

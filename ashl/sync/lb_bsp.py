@@ -25,8 +25,8 @@ from pydantic import Field
 from ashl.aggregate.weighted import Push
 from ashl.data.partition import apportion
 from ashl.option import option
+from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
 from ashl.topology.all_reduce import Heard, StepRule
 from ashl.topology.parameter_server import Assignment, BarrierRule
 
@@ -50,17 +50,17 @@ class LBBSP(BarrierRule, StepRule):
     tells: ClassVar[bool] = True
     alpha: Annotated[float, Field(gt=0, le=1)]
 
-    def begin(self, stage: Stage, tally: Tally) -> Balance:
+    def begin(self, stage: Stage, progress: Progress) -> Balance:
         return Balance()
 
-    def observe(self, stage: Stage, state: Balance, tally: Tally, push: Push) -> Balance:
+    def observe(self, stage: Stage, state: Balance, progress: Progress, push: Push) -> Balance:
         """Follow the worker's speed."""
         speed = push.samples / (push.steps * push.step_s)
         known = state.speeds.get(push.worker, speed)
         state.speeds[push.worker] = known + self.alpha * (speed - known)
-        return self.changed(stage, state, tally, push.worker)
+        return self.changed(stage, state, progress, push.worker)
 
-    def hear(self, stage: Stage, state: Balance, tally: Tally, heard: Heard) -> Balance:
+    def hear(self, stage: Stage, state: Balance, progress: Progress, heard: Heard) -> Balance:
         speeds, present = dict(state.speeds), [rank for rank, step_s in enumerate(heard.step_s) if step_s]
         for rank in present:
             speed = (state.batches.get(rank) or stage.worker(rank).batch) / heard.step_s[rank]
@@ -69,19 +69,19 @@ class LBBSP(BarrierRule, StepRule):
         sizes = share_out(whole_batch(stage), [speeds[rank] for rank in present])
         return Balance(speeds, dict(zip(present, sizes, strict=True)))
 
-    def in_round(self, stage: Stage, state: Balance, tally: Tally) -> Stage:
+    def in_round(self, stage: Stage, state: Balance, progress: Progress) -> Stage:
         planned = enumerate(stage.plan.workers)
         return stage.with_batches(tuple(state.batches.get(rank, worker.batch) for rank, worker in planned))
 
-    def changed(self, stage: Stage, state: Balance, tally: Tally, rank: int) -> Balance:
+    def changed(self, stage: Stage, state: Balance, progress: Progress, rank: int) -> Balance:
         """Share out the whole batch to those who are there, once all of them wait."""
-        if tally.waiting and len(tally.waiting) == tally.present:
-            present = sorted(tally.waiting)
+        if progress.waiting and len(progress.waiting) == progress.present:
+            present = sorted(progress.waiting)
             sizes = share_out(whole_batch(stage), [state.speeds[worker] for worker in present])
             state.batches = dict(zip(present, sizes, strict=True))
         return state
 
-    def next_assignment(self, stage: Stage, state: Balance, tally: Tally, rank: int) -> Assignment:
+    def next_assignment(self, stage: Stage, state: Balance, progress: Progress, rank: int) -> Assignment:
         return Assignment(local_steps=1, batch=state.batches.get(rank, 0))  # a newcomer's is as planned
 
 

@@ -1,4 +1,4 @@
-"""Profiling as a stage on the run's tally: what a step, a push, a pull and an encoding cost each worker.
+"""Profiling as a stage on the run's counters: what a step, a push, a pull and an encoding cost each worker.
 
 Rule: all workers time local steps at once, `steps` of them after one to warm up (the model stays as it is). Then they
 take turns to exchange with the server, alone: nothing, the dense model up, the dense model down; at last all at once,
@@ -40,7 +40,7 @@ from ashl.plan.plan import WorkerPlan
 from ashl.plan.profile import TICK_S, CodecCost, WorkerProfile
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import PlanMade, ProfileMeasured
-from ashl.stage.link import Ends
+from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.stage import GO, NEXT, STOP, Loop, Stage
 from ashl.sync.timing.beside import BESIDE, measured_beside, time_beside
 from ashl.sync.timing.codecs import CODEC, measured_codecs, time_codec
@@ -138,7 +138,7 @@ async def time_steps(
 
     async def step() -> float | None:
         nonlocal count
-        if count > 1 and (ctx.stopping or ctx.now_ns >= stage.judge.deadline_ns):
+        if count > 1 and (ctx.stopping or ctx.now_ns >= stage.stop_criteria.deadline_ns):
             return None
         start = ctx.now
         args = (state.params, state.moments, ctx.rank, state.step + count, 0.0)
@@ -159,7 +159,7 @@ async def time_encoding(ctx: RankContext, stage: Stage, state: WorkerState) -> f
     """Seconds of encoding a dense vector."""
     turn = Turn(min(worker.compression_ratio for worker in stage.plan.workers), stage.seed, ctx.rank)
     start = ctx.now
-    await ctx.compute(partial(stage.link.encode, Ends(), state.params, turn), work=1, kind="compress")
+    await ctx.compute(partial(stage.link.encode, CodecState(), state.params, turn), work=1, kind="compress")
     return ctx.now - start
 
 
@@ -182,7 +182,7 @@ async def time_passes(ctx: RankContext, stage: Stage, state: WorkerState, times:
 
 async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
     """Say whose turn it is, answer every exchange, plan; send everyone the plan, or that the run ends before."""
-    state.tally.begin(ctx.now)
+    state.progress.begin(ctx.now)
     assigned, word, reason = None, STOP, "profiled"
     try:
         costs = await measured(ctx, stage, state)
@@ -196,13 +196,13 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
         word = NEXT if stage.following else STOP
     except OverError:
         reason = ctx.stopping or "seconds"
-    state.tally.end_ns = within(stage, ctx.now_ns)
-    record_end(ctx, stage, state.tally, reason)
+    state.progress.end_ns = within(stage, ctx.now_ns)
+    record_end(ctx, stage, state.progress, reason)
     for rank in stage.workers:
-        state.tally.drops[rank] += 1  # a round that is part of no model
-        await ctx.send(rank, stage.tag("order"), assigned, (word, state.tally.end_ns, 0))
+        state.progress.drops[rank] += 1  # a round that is part of no model
+        await ctx.send(rank, stage.tag("order"), assigned, (word, state.progress.end_ns, 0))
     if word == STOP:
-        ctx.ledger.close(state.tally.end_ns)
+        ctx.time_accounting.close(state.progress.end_ns)
     return word
 
 

@@ -12,8 +12,8 @@ Limits: a constant rate with (α/η)² < H_base + 1 is local SGD with H_base; `h
 from typing import Literal
 
 from ashl.option import Count, Positive, option
+from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
 from ashl.topology.all_reduce import StepRule
 from ashl.topology.parameter_server import Assignment, BarrierRule
 
@@ -26,19 +26,21 @@ class QSR(BarrierRule, StepRule):
     alpha: Positive
     h_max: Count
 
-    def next_assignment(self, stage: Stage, state: None, tally: Tally, rank: int) -> Assignment:
-        return Assignment(local_steps=self._steps(stage, tally, stage.worker(rank).local_steps))
+    def next_assignment(self, stage: Stage, state: None, progress: Progress, rank: int) -> Assignment:
+        return Assignment(local_steps=self._steps(stage, progress, stage.worker(rank).local_steps))
 
-    def in_round(self, stage: Stage, state: None, tally: Tally) -> Stage:
-        if not tally.slowest:
+    def in_round(self, stage: Stage, state: None, progress: Progress) -> Stage:
+        if not progress.slowest:
             return stage
-        steps = tuple(self._steps(stage, tally, worker.local_steps) for worker in stage.plan.workers)
+        steps = tuple(self._steps(stage, progress, worker.local_steps) for worker in stage.plan.workers)
         return stage.once(lambda whole: whole.stepping(lambda rank, planned: steps[rank]), ("grown", steps))
 
-    def _steps(self, stage: Stage, tally: Tally, planned: int) -> int:
+    def _steps(self, stage: Stage, progress: Progress, planned: int) -> int:
         """H now of a worker that is planned to take so many steps."""
         base = stage.plan.h_preset or planned
-        return planned * self._grown(base, stage.trainer.rate(max(tally.samples, stage.trainer.warmup_samples))) // base
+        return (
+            planned * self._grown(base, stage.trainer.rate(max(progress.samples, stage.trainer.warmup_samples))) // base
+        )
 
     def _grown(self, base: int, lr: float) -> int:
         """H at this learning rate; a rate of 0, where nothing is learned, leaves it."""

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from ashl.aggregate.weighted import Push
 from ashl.option import Count, option
+from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
 from ashl.topology.parameter_server import ServerRule
 
 FOLLOWS = 0.2  # how much of a new cycle goes into the average
@@ -38,19 +38,19 @@ class RescaledASGD(ServerRule):
 
     local_steps: Count | Literal["plan"]
 
-    def begin(self, stage: Stage, tally: Tally) -> Cycles:
+    def begin(self, stage: Stage, progress: Progress) -> Cycles:
         return Cycles()
 
-    def observe(self, stage: Stage, state: Cycles, tally: Tally, push: Push) -> Cycles:
+    def observe(self, stage: Stage, state: Cycles, progress: Progress, push: Push) -> Cycles:
         worker, last = push.worker, state.came.get(push.worker)
         if last is not None:
-            known = state.cycle.get(worker, tally.now_s - last)
-            state.cycle[worker] = known + FOLLOWS * (tally.now_s - last - known)
-        state.came[worker] = tally.now_s
+            known = state.cycle.get(worker, progress.now_s - last)
+            state.cycle[worker] = known + FOLLOWS * (progress.now_s - last - known)
+        state.came[worker] = progress.now_s
         return state
 
     def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
-        cycles, worker = state.rule_state.cycle, state.tally.latest
+        cycles, worker = state.rule_state.cycle, state.progress.latest
         if worker in cycles and (total := math.fsum(cycles.values())):
             update = update * (cycles[worker] * len(cycles) / total)
         return super().step(stage, state, update, lr)

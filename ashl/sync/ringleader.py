@@ -28,8 +28,8 @@ from ashl.option import option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
+from ashl.stage.progress import FAILURE, Progress
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, WEIGHTS, Stage
-from ashl.stage.tally import FAILURE, Tally
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
 Sums = dict[int, Push]  # by worker: G_i, the b_i steps in it, and their samples
@@ -79,8 +79,8 @@ class Ringleader(ServerRule):
     whole_steps: ClassVar[bool] = True
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, FAULT_TOLERANT})
 
-    def begin(self, stage: Stage, tally: Tally) -> Table:
-        return Table().opened(there(stage, tally))
+    def begin(self, stage: Stage, progress: Progress) -> Table:
+        return Table().opened(there(stage, progress))
 
     def messages(self) -> Gradients:
         return GRADIENTS
@@ -93,35 +93,35 @@ class Gradients(Updates):
         return await ctx.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
 
     def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
-        table, tally, worker = state.rule_state, state.tally, message.src
+        table, progress, worker = state.rule_state, state.progress, message.src
         steps, samples, loss, version, *_ = message.meta
-        lr = stage.trainer.rate(tally.samples)
-        tally.commit(worker, int(steps), int(samples))
+        lr = stage.trainer.rate(progress.samples)
+        progress.commit(worker, int(steps), int(samples))
         body = stage.link.decode(state.ends, worker, message.body)
-        push = Push(worker, body, int(steps), int(samples), tally.version - int(version), loss, 0, 0, 0)
+        push = Push(worker, body, int(steps), int(samples), progress.version - int(version), loss, 0, 0, 0)
         if not table.add_push(push._replace(body=stage.aggregate.fold([push], [1.0]))):
             return False
         sums = [table.sums[rank] for rank in sorted(table.sums)]
-        weights = stage.handed(tally.gone).weights_of(sums, set(stage.workers) - table.sums.keys())
+        weights = stage.handed(progress.gone).weights_of(sums, set(stage.workers) - table.sums.keys())
         terms = [own.body * (weight / own.steps) for own, weight in zip(sums, weights, strict=True)]
         state.moments, _, state.params = stage.sync.step(stage, state, sum_in_rank_order(terms), lr)
         table.due.remove(worker)
         self.renewed(stage, state)
-        tally.merge()
+        progress.merge()
         return True
 
     def changed(self, stage: Stage, state: ServerState, rank: int) -> None:
-        tally = state.tally
-        for own in state.rule_state.forget(rank) if rank in tally.gone else ():
-            tally.take_back(rank, own.steps, own.steps, own.samples)
+        progress = state.progress
+        for own in state.rule_state.forget(rank) if rank in progress.gone else ():
+            progress.take_back(rank, own.steps, own.steps, own.samples)
             for _ in range(own.steps):
-                tally.drop(rank, 1, FAILURE)
+                progress.drop(rank, 1, FAILURE)
         self.renewed(stage, state)
 
     def renewed(self, stage: Stage, state: ServerState) -> None:
         """Once all have had their step the next round begins."""
         if not state.rule_state.due:
-            state.rule_state = state.rule_state.opened(there(stage, state.tally))
+            state.rule_state = state.rule_state.opened(there(stage, state.progress))
 
     async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         return state.params if state.rule_state.stepped == rank else None
@@ -130,5 +130,5 @@ class Gradients(Updates):
 GRADIENTS = Gradients()
 
 
-def there(stage: Stage, tally: Tally) -> list[int]:
-    return [rank for rank in stage.workers if rank not in tally.gone]
+def there(stage: Stage, progress: Progress) -> list[int]:
+    return [rank for rank in stage.workers if rank not in progress.gone]

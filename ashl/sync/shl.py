@@ -10,7 +10,7 @@ Environments", IEEE Transactions on Computers 73(1), 2024.
 from typing import Any, ClassVar
 
 from ashl.option import Natural, option
-from ashl.stage.tally import Tally
+from ashl.stage.progress import Progress
 from ashl.topology.parameter_server import ServerRule
 
 
@@ -21,5 +21,5 @@ class SHL(ServerRule):
     local_steps: ClassVar[str] = "plan"
     staleness: Natural
 
-    def may_proceed(self, state: Any, tally: Tally) -> list[int]:
-        return tally.within(self.staleness)
+    def may_proceed(self, state: Any, progress: Progress) -> list[int]:
+        return progress.within(self.staleness)

@@ -84,14 +84,14 @@ class SparseModels(Updates):
         return await ctx.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
 
     def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
-        tally, worker, (steps, samples) = state.tally, message.src, message.meta[:2]
+        progress, worker, (steps, samples) = state.progress, message.src, message.meta[:2]
         mean = state.params if state.rule_state is None else state.rule_state
-        tally.commit(worker, int(steps), int(samples))
-        tally.merge()
+        progress.commit(worker, int(steps), int(samples))
+        progress.merge()
         if isinstance(message.body, SizeOnly):
             return True
         mean = state.rule_state = mean + stage.link.made(read(message.body, mean.numel())) * stage.weights([worker])[0]
-        state.params = shrunk(mean, stage.trainer.rate(tally.samples) * self.rule.lam)
+        state.params = shrunk(mean, stage.trainer.rate(progress.samples) * self.rule.lam)
         return True
 
     async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:

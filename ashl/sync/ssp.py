@@ -11,7 +11,7 @@ import math
 from typing import Any, Literal
 
 from ashl.option import Count, Natural, option
-from ashl.stage.tally import Tally
+from ashl.stage.progress import Progress
 from ashl.topology.parameter_server import ServerRule
 
 
@@ -22,5 +22,5 @@ class SSP(ServerRule):
     staleness: Natural | None
     local_steps: Count | Literal["plan"]
 
-    def may_proceed(self, state: Any, tally: Tally) -> list[int]:
-        return tally.within(math.inf if self.staleness is None else self.staleness)
+    def may_proceed(self, state: Any, progress: Progress) -> list[int]:
+        return progress.within(math.inf if self.staleness is None else self.staleness)

@@ -28,8 +28,8 @@ from ashl.learn.device import numbers
 from ashl.option import Count, option
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
+from ashl.stage.progress import Progress
 from ashl.stage.stage import CODEC, WEIGHTS, Stage
-from ashl.stage.tally import Tally
 from ashl.sync.one_bit_adam import descended
 from ashl.topology.all_reduce import PeerState, StepRule
 from ashl.topology.estimate import draw
@@ -50,8 +50,8 @@ class ZeroOneAdam(StepRule):
     def work(self) -> Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]:
         return momenta
 
-    def sums_whole(self, stage: Stage, tally: Tally) -> bool:
-        at, gap = merges(stage, tally), 1
+    def sums_whole(self, stage: Stage, progress: Progress) -> bool:
+        at, gap = merges(stage, progress), 1
         if at >= self.freeze_step:
             return False
         while at >= self.update_scaler * gap:
@@ -59,8 +59,8 @@ class ZeroOneAdam(StepRule):
             gap *= 2
         return at % gap == gap - 1
 
-    def in_round(self, stage: Stage, state: None, tally: Tally) -> Stage:
-        return stage.taking(self._steps_at(merges(stage, tally) - self.freeze_step))
+    def in_round(self, stage: Stage, state: None, progress: Progress) -> Stage:
+        return stage.taking(self._steps_at(merges(stage, progress) - self.freeze_step))
 
     def _steps_at(self, merges: int) -> int:
         """H so many merges after the variance was frozen."""
@@ -75,7 +75,7 @@ class ZeroOneAdam(StepRule):
     def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         if isinstance(update, SizeOnly):
             return state.moments, state.outer_state, state.params
-        if self.sums_whole(stage, state.tally):
+        if self.sums_whole(stage, state.progress):
             moments, params = stage.trainer.apply(state.params, state.moments, update, lr)
             return moments, state.outer_state, params
         (count, _, second), steps = state.moments, stage.worker(0).local_steps
@@ -83,16 +83,16 @@ class ZeroOneAdam(StepRule):
         return (count, update / steps, second), state.outer_state, params
 
 
-def merges(stage: Stage, tally: Tally) -> int:
+def merges(stage: Stage, progress: Progress) -> int:
     """Those of this stage."""
-    return (tally.total_commits - tally.started.commits) // stage.num_workers
+    return (progress.total_commits - progress.started.commits) // stage.num_workers
 
 
 async def momenta(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     """A gradient that is summed whole, or the sum of the momenta of H steps."""
     assert isinstance(state, PeerState)
     start, lr, losses, total = ctx.now, stage.trainer.rate(state.samples), [], None
-    params, moments, whole = state.params, state.moments, stage.sync.sums_whole(stage, state.tally)
+    params, moments, whole = state.params, state.moments, stage.sync.sums_whole(stage, state.progress)
     for last in range(1 - state.local_steps, 1):
         step, span = draw(state)
         work = partial(momentum, stage, params, moments, whole, bool(last), (ctx.rank, step, span), lr)

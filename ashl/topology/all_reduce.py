@@ -27,10 +27,12 @@ from ashl.learn.pieces import Pieces
 from ashl.option import option
 from ashl.overlap.streaming import Fragmented
 from ashl.runtime.effects import LOST, Formed, Message, Tag
-from ashl.runtime.packed import opened, parcelled
+from ashl.runtime.plain_state import join_tensors, split_tensors
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import piece, together
-from ashl.stage.link import Ends
+from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.process_group import GroupBrokenError, ProcessGroup, whole
+from ashl.stage.progress import FAILURE, RUN_START, Progress, ProgressMark
 from ashl.stage.stage import (
     CODEC,
     DELAY,
@@ -48,8 +50,6 @@ from ashl.stage.stage import (
     Stage,
     Topology,
 )
-from ashl.stage.tally import FAILURE, NOTHING, Start, Tally
-from ashl.stage.team import Team, TeamBrokenError, whole
 from ashl.topology.ending import JOIN, REASONS, InTime, end_ridden, keep_in_time, local_stop, of_ending, within
 from ashl.topology.estimate import draw
 from ashl.topology.exchange import Coding, exchanged
@@ -78,7 +78,7 @@ class StepRule(Rule, contract=True):
 
     tells: ClassVar[bool] = False  # whether every worker hears what a step took each of them, by a small sum of its own
 
-    def begin(self, stage: Stage, tally: Tally) -> Any:
+    def begin(self, stage: Stage, progress: Progress) -> Any:
         """The rule's own state when the stage begins, equal on all workers."""
         return None
 
@@ -86,11 +86,11 @@ class StepRule(Rule, contract=True):
         """Return True if it is time for what `hear` is told with the next sum; asked at the lead rank alone."""
         return False
 
-    def hear(self, stage: Stage, state: Any, tally: Tally, heard: Heard) -> Any:
+    def hear(self, stage: Stage, state: Any, progress: Progress, heard: Heard) -> Any:
         """The rule's own state after a merge; `state` stays as it is."""
         return state
 
-    def in_round(self, stage: Stage, state: Any, tally: Tally) -> Stage:
+    def in_round(self, stage: Stage, state: Any, progress: Progress) -> Stage:
         """The stage as it is in the next round, where H or batches follow what has been counted and heard."""
         return stage
 
@@ -134,7 +134,9 @@ class AllReduce(Topology):
 
     def begin(self, ctx: RankContext, stage: Stage) -> PeerState:
         n = stage.num_workers
-        return PeerState(*stage.trainer.init(), tally=ctx.compute_once(stage.workers, "tally", lambda: Tally(n)))
+        return PeerState(
+            *stage.trainer.init(), progress=ctx.compute_once(stage.workers, "progress", lambda: Progress(n))
+        )
 
     async def join(
         self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
@@ -157,8 +159,8 @@ class PeerState(WorkerState):
     """A worker that also counts, alike on every rank. What all have alike is replaced and never changed, so that in
     virtual time all may hold the same one."""
 
-    tally: Tally = field(default_factory=lambda: Tally(0))
-    evaluated: Start = NOTHING  # at rank 0: the last evaluation
+    progress: Progress = field(default_factory=lambda: Progress(0))
+    evaluated: ProgressMark = RUN_START  # at rank 0: the last evaluation
     in_time: InTime | None = None  # once a merge has come too late
     word: str | None = None  # what rank 0 will tell the others with the next exchange
     outer_state: Any = None  # the outer optimizer's moments
@@ -170,24 +172,24 @@ class PeerState(WorkerState):
 
     def begin(self, ctx: RankContext, stage: Stage) -> Stage:
         """A stage begins, unless it goes on from a checkpoint; returns it as it is among those who are there."""
-        stage = stage.among(self.tally.gone)
+        stage = stage.among(self.progress.gone)
         if self.entered != stage.index:
-            opened = partial(begun, self.tally, ctx.now)
-            self.tally = ctx.compute_once(stage.workers, ("begin", stage.index), opened)
+            opened = partial(begun, self.progress, ctx.now)
+            self.progress = ctx.compute_once(stage.workers, ("begin", stage.index), opened)
             if stage.resets_outer:
                 self.outer_state = None
             self.kept = ()
             self.enter(stage, ctx.rank)
-            self.rule_state = rule_of(stage).begin(stage, self.tally)
+            self.rule_state = rule_of(stage).begin(stage, self.progress)
         return stage
 
     def adopt(self, result: Merged) -> None:
-        self.params, self.outer_state, self.tally = result.params, result.outer_state, result.tally
-        self.version, self.steps, self.samples = result.tally.version, result.tally.steps, result.tally.samples
+        self.params, self.outer_state, self.progress = result.params, result.outer_state, result.progress
+        self.version, self.steps, self.samples = result.progress.version, result.progress.steps, result.progress.samples
         if result.moments is not None:
             self.moments = result.moments
 
-    def plan(self, ahead: Ahead, rank: int) -> None:
+    def plan(self, ahead: ParallelCompute, rank: int) -> None:
         self.rest, self.rule_state = ahead.rest, ahead.rule_state
         self.set_round(ahead.own, rank)
 
@@ -202,10 +204,10 @@ class Merged(NamedTuple):
     params: Any
     moments: Any
     outer_state: Any
-    tally: Tally
+    progress: Progress
 
 
-class Ahead(NamedTuple):
+class ParallelCompute(NamedTuple):
     """What comes after a merge, alike on all ranks."""
 
     over: str | None  # why the run ends, as the counts say
@@ -216,10 +218,10 @@ class Ahead(NamedTuple):
     seen_ns: int = 0  # when a rank saw the merge first; who stands still sees it later
 
 
-def begun(tally: Tally, now_s: float) -> Tally:
-    tally = tally.copy()
-    tally.begin(now_s)
-    return tally
+def begun(progress: Progress, now_s: float) -> Progress:
+    progress = progress.copy()
+    progress.begin(now_s)
+    return progress
 
 
 def rule_of(stage: Stage) -> StepRule:
@@ -235,25 +237,25 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     """
     stage = state.begin(ctx, stage)
     rule = rule_of(stage)
-    team, home, do = Team.of(ctx, stage, state.epoch, state.lives), stage.home, rule.work()
+    team, home, do = ProcessGroup.of(ctx, stage, state.epoch, state.lives), stage.home, rule.work()
     planned, own = as_planned(stage, state, ctx.rank)
     while True:
         ctx.safe_point(stage.index, state if own is planned else None)
-        team = team if own is team.stage else Team.of(ctx, own, state.epoch, state.lives)
+        team = team if own is team.stage else ProcessGroup.of(ctx, own, state.epoch, state.lives)
         word = 0
         if ctx.rank == home:
             word = REASONS.index(state.word) + len(REASONS) * rule.due(state.rule_state, ctx.now)
         try:
             work, update = await sum_update(team, stage, state, do, word)
             step_s = await told(team, work) if rule.tells else ()
-        except TeamBrokenError:
+        except GroupBrokenError:
             stage, reason = await repaired(ctx, stage, state)
-            team, home = Team.of(ctx, stage, state.epoch, state.lives), stage.home
+            team, home = ProcessGroup.of(ctx, stage, state.epoch, state.lives), stage.home
             if reason:
                 return end(ctx, stage, state, reason)
             planned, own = as_planned(stage, state, ctx.rank)
             continue
-        moment = ("merge", stage.index, state.tally.version)
+        moment = ("merge", stage.index, state.progress.version)
         due, said = divmod(int(team.word), len(REASONS))
         heard = Heard(bool(due), ctx.now, step_s)
         merge = partial(merge_and_plan, stage, own, state, update, team.loss, now_ns=ctx.now_ns, heard=heard)
@@ -261,7 +263,7 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         late = keep_in_time(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
         state.adopt(result)
         state.plan(ahead, ctx.rank)
-        tally, planned, own = result.tally, ahead.planned, ahead.own
+        progress, planned, own = result.progress, ahead.planned, ahead.own
         reason, judge = ahead.over or REASONS[said], home
         if (
             reason and not stage.elastic and stage.topology.links(stage, ctx.rank)
@@ -271,32 +273,32 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
             state.redo = None
             if reason:
                 stage = await regrouped(ctx, stage, state, reason)
-                team, home, tally = Team.of(ctx, stage, state.epoch, state.lives), stage.home, state.tally
+                team, home, progress = ProcessGroup.of(ctx, stage, state.epoch, state.lives), stage.home, state.progress
                 planned, own = as_planned(stage, state, ctx.rank)
                 if state.redo is not None:  # others have not come so far
                     continue
                 judge = judge if judge in stage.workers else home
         ctx.record_round(stage.index, state.round, work.steps, 0, dropped=late, loss=work.loss)
         state.round += 1
-        if ctx.rank == judge and not late and stage.judge.take(state, ctx.now):
-            ctx.snapshot(state.params, counts=tally.report())
+        if ctx.rank == judge and not late and stage.stop_criteria.take(state, ctx.now):
+            ctx.snapshot(state.params, counts=progress.report())
         if reason and reason != JOIN:
             return end(ctx, stage, state, reason)
         if ctx.rank == home:
-            state.word = local_stop(ctx, stage, tally) or (JOIN if ctx.join_pending else None)
+            state.word = local_stop(ctx, stage, progress) or (JOIN if ctx.join_pending else None)
 
 
-async def sum_update(team: Team, stage: Stage, state: PeerState, do: Do, word: float) -> tuple[Work, Any]:
+async def sum_update(team: ProcessGroup, stage: Stage, state: PeerState, do: Do, word: float) -> tuple[Work, Any]:
     """(a round's work, or that of the round that is done once more, and the weighted sum of everybody's); `team.loss`
     and `team.word` are sums then. Raises TeamBrokenError where a worker is lost."""
-    version = state.tally.version
+    version = state.progress.version
     if stage.messages:
         return await sum_overlapped(team, stage, state, version, word)
     work = await do(team.ctx, stage, state) if state.redo is None else state.redo
     if stage.elastic:
         keep(state, work)
     team.begin(work.loss / team.size, word)
-    return work, await exchanged(team, stage, state, state.tally, version, stage.aggregate.clip(work.body))
+    return work, await exchanged(team, stage, state, state.progress, version, stage.aggregate.clip(work.body))
 
 
 async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
@@ -316,15 +318,15 @@ async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
             state.pending = await worked(ctx, stage, state)
             continue
         work, own = state.pending, stage.cut(state.pending_rest)
-        team = Team.of(ctx, own)
+        team = ProcessGroup.of(ctx, own)
         team.begin(work.loss / team.size, REASONS.index(state.word) if ctx.rank == 0 else 0)
         x = stage.aggregate.clip(work.body)
-        exchange = ctx.spawn(exchanged(team, stage, state, state.tally, state.tally.version, x))
+        exchange = ctx.spawn(exchanged(team, stage, state, state.progress, state.progress.version, x))
         await ctx.sleep(0)  # what is encoded is encoded first
         ahead = None if state.last or spent(state.rest) else await local_work(ctx, stage, state)
         update = await ctx.join(exchange)
         late = keep_in_time(ctx, stage, state, state.params)
-        moment, staleness = ("merge", stage.index, state.tally.version), state.tally.version - work.version
+        moment, staleness = ("merge", stage.index, state.progress.version), state.progress.version - work.version
         merge = partial(merge_and_plan, stage, own, state, update, team.loss, staleness, more=1)
         result, coming = ctx.compute_once(team.ranks, moment, merge)
         state.adopt(result)
@@ -336,12 +338,12 @@ async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
             await ctx.all_reduce(torch.zeros(1), team.ranks, riders=1)
         ctx.record_round(stage.index, state.round, work.steps, staleness, dropped=late, loss=work.loss)
         state.round += 1
-        if ctx.rank == 0 and not late and stage.judge.take(state, ctx.now):
-            ctx.snapshot(state.params, counts=state.tally.report())
+        if ctx.rank == 0 and not late and stage.stop_criteria.take(state, ctx.now):
+            ctx.snapshot(state.params, counts=state.progress.report())
         if reason and not state.last:
             return end(ctx, stage, state, reason)
         if ctx.rank == 0:
-            state.word = local_stop(ctx, stage, state.tally)
+            state.word = local_stop(ctx, stage, state.progress)
 
 
 def spent(rest: tuple[int, int] | None) -> bool:
@@ -351,13 +353,13 @@ def spent(rest: tuple[int, int] | None) -> bool:
 
 def as_planned(stage: Stage, state: PeerState, rank: int) -> tuple[Stage, Stage]:
     """The stage as it is in the next round, whose H and batch the worker takes: as planned, and what is left of it."""
-    planned = rule_of(stage).in_round(stage, state.rule_state, state.tally)
+    planned = rule_of(stage).in_round(stage, state.rule_state, state.progress)
     own = planned.cut(state.rest)
     state.set_round(own, rank)
     return planned, own
 
 
-async def told(team: Team, work: Work) -> tuple[float, ...]:
+async def told(team: ProcessGroup, work: Work) -> tuple[float, ...]:
     """Seconds of one step of each worker. Raises TeamBrokenError where one is lost."""
     own = torch.zeros(team.stage.num_workers, dtype=torch.float64)
     own[team.ctx.rank] = work.step_s
@@ -367,11 +369,11 @@ async def told(team: Team, work: Work) -> tuple[float, ...]:
 
 def compute_merge(stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0) -> Merged:
     """The same arithmetic on every rank, and the same as a server's; `state` stays as it is."""
-    tally = stage.counted(state.tally, mean_loss, staleness)
-    if tally.diverged:
-        return Merged(state.params, None, state.outer_state, tally)
-    moments, outer_state, params = stage.sync.step(stage, state, update, stage.trainer.rate(state.tally.samples))
-    return Merged(params, moments, outer_state, tally)
+    progress = stage.counted(state.progress, mean_loss, staleness)
+    if progress.diverged:
+        return Merged(state.params, None, state.outer_state, progress)
+    moments, outer_state, params = stage.sync.step(stage, state, update, stage.trainer.rate(state.progress.samples))
+    return Merged(params, moments, outer_state, progress)
 
 
 def merge_and_plan(
@@ -384,14 +386,16 @@ def merge_and_plan(
     more: int = 0,
     now_ns: int = 0,
     heard: Heard = NOTHING_HEARD,
-) -> tuple[Merged, Ahead]:
+) -> tuple[Merged, ParallelCompute]:
     """A round's work, which was `own` of the stage, is merged, and the next round planned, or the one so many later."""
     result = compute_merge(own, state, update, mean_loss, staleness)
     rule = rule_of(stage)
-    rule_state = rule.hear(stage, state.rule_state, result.tally, heard)
-    planned = rule.in_round(stage, rule_state, result.tally)
-    rest = planned.rest(result.tally.steps, result.tally.samples, more)
-    return result, Ahead(stage.judge.over(result.tally), rest, planned, planned.cut(rest), rule_state, now_ns)
+    rule_state = rule.hear(stage, state.rule_state, result.progress, heard)
+    planned = rule.in_round(stage, rule_state, result.progress)
+    rest = planned.rest(result.progress.steps, result.progress.samples, more)
+    return result, ParallelCompute(
+        stage.stop_criteria.over(result.progress), rest, planned, planned.cut(rest), rule_state, now_ns
+    )
 
 
 def end(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> int:
@@ -419,7 +423,7 @@ def end(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> int:
 async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     """One step after the other; returns the last word."""
     state.begin(ctx, stage)
-    team, exchange = Team.of(ctx, stage), None
+    team, exchange = ProcessGroup.of(ctx, stage), None
     groups = [(stage.tag("group", k), message) for k, message in enumerate(stage.messages)]
     while True:
         if exchange is not None and ctx.safe_point_wanted:
@@ -435,13 +439,13 @@ async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int
         team.begin(loss / team.size, REASONS.index(state.word) if ctx.rank == 0 else 0)
         await ctx.send(ctx.rank, stage.tag("loss"))
         await ctx.recv(stage.tag("counted"))
-        tally = state.tally
-        reason = stage.judge.over(tally) or REASONS[int(team.word)]
+        progress = state.progress
+        reason = stage.stop_criteria.over(progress) or REASONS[int(team.word)]
         if reason:
             await flush_exchange(ctx, stage, exchange)
         ctx.record_round(stage.index, state.round, 1, 0, dropped=state.in_time is not None, loss=loss)
         state.round += 1
-        state.word = local_stop(ctx, stage, tally) if ctx.rank == 0 and not reason else None
+        state.word = local_stop(ctx, stage, progress) if ctx.rank == 0 and not reason else None
         if reason:
             return end_ridden(ctx, stage, state, reason, ctx.now_ns)
         state.plan_round(stage, ctx.rank)
@@ -465,24 +469,25 @@ async def flush_exchange(ctx: RankContext, stage: Stage, exchange: Any) -> None:
             await ctx.recv(stage.tag("group", k))
 
 
-async def exchange_by_group(team: Team, stage: Stage, state: PeerState) -> bool:
+async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) -> bool:
     """Sum the gradient of one step, and make of it the model, group by group, for the next forward pass; returns
-    whether there is one. Once the first group is in, `team.loss` and `team.word` are sums, and `state.tally` counts the
+    whether there is one. Once the first group is in, `team.loss` and `team.word` are sums, and `state.progress` counts
+    the
     step."""
-    ctx, version = team.ctx, state.tally.version
+    ctx, version = team.ctx, state.progress.version
     sums = await (begin_half_sums if stage.overlap.halves else begin_slice_sums)(team, stage)
-    before, params, moments, made = state.tally, state.params, state.moments, list[Any]()
+    before, params, moments, made = state.progress, state.params, state.moments, list[Any]()
     rate = stage.trainer.rate(before.samples)
     for k in reversed(range(len(stage.messages))):
         message = stage.messages[k]
         total = piece(together([await ctx.join(task) for task in sums[k]]), 0, message.stop - message.start)
         if k == len(stage.messages) - 1:
             count = partial(stage.counted, before, team.loss)
-            state.tally = ctx.compute_once(team.ranks, ("count", stage.index, version), count)
-            tally = state.tally
-            state.version, state.steps, state.samples = tally.version, tally.steps, tally.samples
+            state.progress = ctx.compute_once(team.ranks, ("count", stage.index, version), count)
+            progress = state.progress
+            state.version, state.steps, state.samples = progress.version, progress.steps, progress.samples
             await ctx.send(ctx.rank, stage.tag("counted"))
-        if not state.tally.diverged:
+        if not state.progress.diverged:
             where, exact = (message.start, message.stop), stage.link.flags.lossless
             step = partial(stage.trainer.apply_slice, params, moments, *where, total, rate, exact)
             made.append(ctx.compute_once(team.ranks, ("group", stage.index, version, k), step))
@@ -491,12 +496,14 @@ async def exchange_by_group(team: Team, stage: Stage, state: PeerState) -> bool:
     if made:
         whole = partial(stage.trainer.joined, made)
         state.moments, state.params = ctx.compute_once(team.ranks, ("model", stage.index, version), whole)
-    if ctx.rank == 0 and not late and stage.judge.take(state, ctx.now):
-        ctx.snapshot(state.params, counts=state.tally.report())
+    if ctx.rank == 0 and not late and stage.stop_criteria.take(state, ctx.now):
+        ctx.snapshot(state.params, counts=state.progress.report())
     return bool(made)
 
 
-async def begin_sums(team: Team, stage: Stage, post: Callable[[int, Any, bool], list[Coroutine]]) -> list[list[Any]]:
+async def begin_sums(
+    team: ProcessGroup, stage: Stage, post: Callable[[int, Any, bool], list[Coroutine]]
+) -> list[list[Any]]:
     """The tasks that sum each part of the gradient, begun as it is ready, alike in order on all ranks."""
     ctx, tasks, last = team.ctx, list[list[Any]](), len(stage.messages) - 1
     for k in range(last + 1):
@@ -507,7 +514,7 @@ async def begin_sums(team: Team, stage: Stage, post: Callable[[int, Any, bool], 
     return tasks
 
 
-async def begin_slice_sums(team: Team, stage: Stage) -> list[list[Any]]:
+async def begin_slice_sums(team: ProcessGroup, stage: Stage) -> list[list[Any]]:
     """Slices of each part, those that forward needs first with the lowest key."""
 
     def post(k: int, x: Any, rides: bool) -> list[Coroutine]:
@@ -519,11 +526,11 @@ async def begin_slice_sums(team: Team, stage: Stage) -> list[list[Any]]:
     return await begin_sums(team, stage, post)
 
 
-async def sum_slice(team: Team, x: Any, key: int, credit: int) -> Any:
+async def sum_slice(team: ProcessGroup, x: Any, key: int, credit: int) -> Any:
     return await team.ctx.all_reduce(x, team.ranks, key=key, credit=credit)
 
 
-async def begin_half_sums(team: Team, stage: Stage) -> list[list[Any]]:
+async def begin_half_sums(team: ProcessGroup, stage: Stage) -> list[list[Any]]:
     """Each part's sum is scattered as it is ready; once all have been, they are gathered, those that forward needs
     first before the others."""
     scatters = await begin_sums(team, stage, lambda k, x, rides: [scatter_sum(team, x)])
@@ -533,11 +540,11 @@ async def begin_half_sums(team: Team, stage: Stage) -> list[list[Any]]:
     return [[task] for task in reversed(gathers)]
 
 
-async def scatter_sum(team: Team, x: Any) -> Any:
+async def scatter_sum(team: ProcessGroup, x: Any) -> Any:
     return await team.ctx.all_reduce(x, team.ranks, "scatter")
 
 
-async def gather_sum(team: Team, chunk: Any) -> Any:
+async def gather_sum(team: ProcessGroup, chunk: Any) -> Any:
     return await team.ctx.all_reduce(chunk, team.ranks, "gather")
 
 
@@ -559,7 +566,9 @@ async def gather_sum(team: Team, chunk: Any) -> Any:
 Bodies = list[Any]  # of messages, in the order in which they go
 
 
-async def sum_overlapped(team: Team, stage: Stage, state: PeerState, version: int, word: float) -> tuple[Work, Any]:
+async def sum_overlapped(
+    team: ProcessGroup, stage: Stage, state: PeerState, version: int, word: float
+) -> tuple[Work, Any]:
     """(one gradient, the weighted sum of everybody's); `team.loss` and `team.word` are sums then. Raises
     TeamBrokenError once the gradient is there."""
     coding = Coding.of(team, stage, state, version) if stage.links else None
@@ -573,14 +582,14 @@ async def sum_overlapped(team: Team, stage: Stage, state: PeerState, version: in
     if stage.elastic:
         keep(state, work)
     if len(came) < len(bodies) - 1:
-        raise TeamBrokenError
+        raise GroupBrokenError
     team.begin((work.loss if coding is None or coding.ended() else math.nan) / team.size, word)
     came.append(await sum_part(team, coding, len(came), bodies[-1]))
     return work, together(came[::-1]) if coding is None else await coding.decoded(came)
 
 
 async def compute_and_sum(
-    team: Team, coding: Coding | None, stage: Stage, state: PeerState
+    team: ProcessGroup, coding: Coding | None, stage: Stage, state: PeerState
 ) -> tuple[Work, Bodies, list[Any]]:
     """(the gradient in parts, what is sent of each, what has come of all but the last), which have been exchanged
     meanwhile, as long as nobody was lost."""
@@ -597,7 +606,7 @@ async def compute_and_sum(
     return Work(parts, loss, 1, state.batch, step_s, state.version), bodies, came
 
 
-async def sum_as_ready(team: Team, coding: Coding | None, tags: Sequence[Tag]) -> tuple[Bodies, list[Any]]:
+async def sum_as_ready(team: ProcessGroup, coding: Coding | None, tags: Sequence[Tag]) -> tuple[Bodies, list[Any]]:
     """(these messages, what came of them): each is exchanged once this rank has it, up to one that comes to nothing."""
     bodies, came = Bodies(), list[Any]()
     for k, tag in enumerate(tags):
@@ -607,18 +616,18 @@ async def sum_as_ready(team: Team, coding: Coding | None, tags: Sequence[Tag]) -
     return bodies, came
 
 
-async def sum_parts(team: Team, coding: Coding | None, bodies: Bodies, first: int = 0) -> list[Any]:
+async def sum_parts(team: ProcessGroup, coding: Coding | None, bodies: Bodies, first: int = 0) -> list[Any]:
     """What came of these messages, one after the other, up to the one that comes to nothing."""
     came = list[Any]()
     for k, body in enumerate(bodies, first):
         try:
             came.append(await sum_part(team, coding, k, body))
-        except TeamBrokenError:
+        except GroupBrokenError:
             break
     return came
 
 
-async def sum_part(team: Team, coding: Coding | None, k: int, body: Any) -> Any:
+async def sum_part(team: ProcessGroup, coding: Coding | None, k: int, body: Any) -> Any:
     return await (team.all_reduce(body, team.weight) if coding is None else coding.exchanged(team, k, body))
 
 
@@ -641,13 +650,13 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
         if pending is None:
             await finish_piece(ctx, stage, state, None, state.local_steps)
             continue
-        version = state.tally.version
+        version = state.progress.version
         k, own = version % count, stage.cut(state.pending_rest)
         part, staleness, fragment = own.fragment(k), version - pending.version, fragment_at(stage, version)
-        team = replace(Team.of(ctx, part), share=part.link.d / stage.link.d)
+        team = replace(ProcessGroup.of(ctx, part), share=part.link.d / stage.link.d)
         team.begin(pending.loss / team.size, REASONS.index(state.word) if ctx.rank == stage.home else 0)
         held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])
-        exchange = exchanged(team, part, held, state.tally, version, stage.aggregate.clip(pending.body))
+        exchange = exchanged(team, part, held, state.progress, version, stage.aggregate.clip(pending.body))
         total, ahead = state.local_steps, None
         more = overlap.delay > 0 and (state.rest is None or state.rest[0] > 0)  # alike on all, as `beside` need not be
         beside = overlap.beside(total) if more else 0
@@ -660,37 +669,45 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
             update = await exchange
         late = keep_in_time(ctx, stage, state, state.params)
         merge = partial(apply_fragment, own, state, k, update, team.loss, staleness)
-        state.params, state.outer_state, tally = ctx.compute_once(team.ranks, ("merge", stage.index, version), merge)
-        state.tally, state.version, state.steps, state.samples = tally, tally.version, tally.steps, tally.samples
+        state.params, state.outer_state, progress = ctx.compute_once(team.ranks, ("merge", stage.index, version), merge)
+        state.progress, state.version, state.steps, state.samples = (
+            progress,
+            progress.version,
+            progress.steps,
+            progress.samples,
+        )
         if state.start is not None:
             places = fragment.of(state.start), fragment.of(state.params), held.params + pending.body
             state.start = fragment.put(state.start, overlap.mixed(*places))
-        reason = stage.judge.over(tally) or REASONS[int(team.word)]
+        reason = stage.stop_criteria.over(progress) or REASONS[int(team.word)]
         if reason and more:  # nobody ends before the others
             await ctx.all_reduce(torch.zeros(1), team.ranks, riders=1)
         ctx.record_round(stage.index, state.round, pending.steps, staleness, dropped=late, loss=pending.loss)
         state.round += 1
-        if ctx.rank == stage.home and not late and stage.judge.take(state, ctx.now):
-            ctx.snapshot(state.params, counts=tally.report())
+        if ctx.rank == stage.home and not late and stage.stop_criteria.take(state, ctx.now):
+            ctx.snapshot(state.params, counts=progress.report())
         if reason:
             state.word = None
             return end_ridden(ctx, stage, state, reason, ctx.now_ns)
         await finish_piece(ctx, stage, state, ahead, total - beside)
         if ctx.rank == stage.home:
-            state.word = local_stop(ctx, stage, tally)
+            state.word = local_stop(ctx, stage, progress)
 
 
 def apply_fragment(
     stage: Stage, state: PeerState, k: int, update: Any, mean_loss: float, staleness: int
-) -> tuple[Any, Any, Tally]:
+) -> tuple[Any, Any, Progress]:
     """(model, outer moments of all fragments, counts) with this sum merged into a fragment; `state` stays as it is."""
-    tally = stage.counted(state.tally, mean_loss, staleness)
-    if tally.diverged:
-        return state.params, state.outer_state, tally
-    fragment, held = fragment_at(stage, state.tally.version), [*(state.outer_state or len(stage.fragments) * (None,))]
-    before, lr = fragment.of(state.params), stage.trainer.rate(state.tally.samples)
+    progress = stage.counted(state.progress, mean_loss, staleness)
+    if progress.diverged:
+        return state.params, state.outer_state, progress
+    fragment, held = (
+        fragment_at(stage, state.progress.version),
+        [*(state.outer_state or len(stage.fragments) * (None,))],
+    )
+    before, lr = fragment.of(state.params), stage.trainer.rate(state.progress.samples)
     held[k], params = fragment.outer.step(held[k], before, update, lr)
-    return fragment.put(state.params, params), tuple(held), tally
+    return fragment.put(state.params, params), tuple(held), progress
 
 
 # --- members that fail and rejoin -------------------------------------------------------------------------------------
@@ -725,7 +742,7 @@ class Known(NamedTuple):
     """What a newcomer receives beside the model."""
 
     stage: int
-    tally: Tally
+    progress: Progress
     rest: tuple[int, int] | None
     moments: Any  # of the optimizer, where all step alike
     outer_state: Any
@@ -743,8 +760,8 @@ async def repaired(ctx: RankContext, stage: Stage, state: PeerState) -> tuple[St
     """A sum has come to nothing: go on without who is lost, with that round once more (`state.redo`). Returns the stage
     as it is among those who are left, and why it ends instead, with what was to be summed dropped, where somebody sees
     that it is time. Raises AshlError where too few are left."""
-    reason = local_stop(ctx, stage, state.tally)
-    formed = await ctx.regroup(state.tally.version, word_of(stage, reason))
+    reason = local_stop(ctx, stage, state.progress)
+    formed = await ctx.regroup(state.progress.version, word_of(stage, reason))
     go_back(ctx, state, formed.version)
     stage = await among(ctx, stage, state, formed)
     if not formed.word:
@@ -752,9 +769,9 @@ async def repaired(ctx: RankContext, stage: Stage, state: PeerState) -> tuple[St
     if state.redo is not None:
         ctx.record_round(stage.index, state.round, state.redo.steps, 0, dropped=True, loss=state.redo.loss)
         state.round += 1
-    state.redo, state.tally, steps = None, state.tally.copy(), stage.cut(state.rest).round_steps
+    state.redo, state.progress, steps = None, state.progress.copy(), stage.cut(state.rest).round_steps
     for rank in stage.workers:
-        state.tally.drop(rank, steps[rank], of_ending(formed.word))
+        state.progress.drop(rank, steps[rank], of_ending(formed.word))
     return stage, reason if word_of(stage, reason) == formed.word else ENDS[formed.word]
 
 
@@ -762,8 +779,8 @@ async def regrouped(ctx: RankContext, stage: Stage, state: PeerState, reason: st
     """With this merge the stage ends for a reason, or a worker is let in. Returns the stage as it is among those who
     are there. Where some have not come so far, all go back to their round: then there is a `state.redo`. Raises
     AshlError where too few are left."""
-    formed = await ctx.regroup(state.tally.version, word_of(stage, reason), open=reason == JOIN)
-    if formed.version < state.tally.version:
+    formed = await ctx.regroup(state.progress.version, word_of(stage, reason), open=reason == JOIN)
+    if formed.version < state.progress.version:
         go_back(ctx, state, formed.version)
     return await among(ctx, stage, state, formed)
 
@@ -785,13 +802,13 @@ async def among(ctx: RankContext, stage: Stage, state: PeerState, formed: Formed
             f"{stage.num_workers} workers are left, fewer than runtime.min_workers={stage.min_workers}: the run ends "
             "here"
         )
-    state.tally = changed(stage, state, formed)
+    state.progress = changed(stage, state, formed)
     for rank in formed.lost:
         state.ends.forget(rank)
     if formed.came and not alone(stage, state.ends):
-        state.ends = Ends(gradients=state.ends.gradients)
+        state.ends = CodecState(gradients=state.ends.gradients)
     first = min(set(formed.ranks) - set(formed.came))
-    before, stage = stage, stage.among(state.tally.gone)
+    before, stage = stage, stage.among(state.progress.gone)
     if state.redo is None:
         state.plan_round(stage, ctx.rank)
     if ctx.rank == first:
@@ -804,7 +821,7 @@ async def among(ctx: RankContext, stage: Stage, state: PeerState, formed: Formed
 
 def go_back(ctx: RankContext, state: PeerState, version: int) -> None:
     """To the round of this version, with its work done."""
-    before = next(kept for kept in state.kept if kept.tally.version == version)
+    before = next(kept for kept in state.kept if kept.progress.version == version)
     if before is not state.kept[-1] and before.redo is not None:
         ctx.steps -= before.redo.steps  # that round is recorded once more
     taken, lives = state.evaluated, state.lives
@@ -812,24 +829,24 @@ def go_back(ctx: RankContext, state: PeerState, version: int) -> None:
     state.ends, state.evaluated, state.lives = before.ends.copy(), taken, lives
 
 
-def changed(stage: Stage, state: PeerState, formed: Formed) -> Tally:
+def changed(stage: Stage, state: PeerState, formed: Formed) -> Progress:
     """The counts without those who are lost, and with those who came. What the lost had handed in for a round that is
     done once more is dropped; where none is, they had nothing under way."""
-    planned = cast("StepRule", stage.sync).in_round(stage, state.rule_state, state.tally)
-    tally, steps = state.tally.copy(), planned.cut(state.rest).round_steps
-    tally.gone = set(tally.gone)
+    planned = cast("StepRule", stage.sync).in_round(stage, state.rule_state, state.progress)
+    progress, steps = state.progress.copy(), planned.cut(state.rest).round_steps
+    progress.gone = set(progress.gone)
     for rank in formed.lost:
-        tally.lose(rank)
+        progress.lose(rank)
         if formed.word == GO and state.redo is not None:
-            tally.drop(rank, steps[rank], FAILURE)
+            progress.drop(rank, steps[rank], FAILURE)
     for rank in {*stage.workers}.difference(formed.ranks, formed.lost):
-        tally.lose(rank)  # who waits for the model still
-    for rank in tally.gone.intersection(formed.came):
-        tally.join(rank)
-    return tally
+        progress.lose(rank)  # who waits for the model still
+    for rank in progress.gone.intersection(formed.came):
+        progress.join(rank)
+    return progress
 
 
-def alone(stage: Stage, ends: Ends) -> bool:
+def alone(stage: Stage, ends: CodecState) -> bool:
     """Whether what compressors keep is each worker's own business."""
     shared = isinstance(stage.link.innermost, Collective) or ends.memory is not None
     return not (shared or any(kept is not None for kept in ends.receivers.values()))
@@ -840,7 +857,7 @@ def stand_in(ctx: RankContext, stage: Stage, state: PeerState) -> None:
     here = ctx.rank == stage.home
     ctx.counter = state if here else None
     if here:
-        state.evaluated = state.tally.here(ctx.now)
+        state.evaluated = state.progress.here(ctx.now)
 
 
 def welcome_tag(epoch: int, k: int) -> Tag:
@@ -851,7 +868,7 @@ def welcome_tag(epoch: int, k: int) -> Tag:
 async def admit(ctx: RankContext, stage: Stage, state: PeerState, rank: int) -> None:
     """At the lowest of those who were there: let a newcomer know all that it needs."""
     alike = state.moments if stage.sync.exchange == "gradient" or stage.sync.momentum_travels else None
-    parcel = parcelled(Known(stage.index, state.tally, state.rest, alike, state.outer_state, state.rule_state))
+    parcel = split_tensors(Known(stage.index, state.progress, state.rest, alike, state.outer_state, state.rule_state))
     for k, body in enumerate((state.params, *parcel)):
         await ctx.send(rank, welcome_tag(state.epoch, k), body, (len(parcel),))
 
@@ -877,19 +894,19 @@ async def join(ctx: RankContext, stages: Sequence[Stage], state: PeerState) -> t
             pass  # what was before is of no concern
         formed = await ctx.regroup(NONE)
         if formed.word == STOP:
-            ctx.ledger.close(within(first, formed.time_ns))
+            ctx.time_accounting.close(within(first, formed.time_ns))
             return None
         host = min(set(formed.ranks) - set(formed.came))
         if (messages := await heard(ctx, formed.epoch, host)) is not None:
             break
     model, *parcel = [message.body for message in messages]
-    known = opened(parcel, ("ashl", type(first.outer).__module__.partition(".")[0]), first.trainer.device)
-    stage = stages[known.stage].among(known.tally.gone)
-    state.params, state.tally, state.outer_state = model, known.tally, known.outer_state
-    state.version, state.steps, state.samples = known.tally.version, known.tally.steps, known.tally.samples
+    known = join_tensors(parcel, ("ashl", type(first.outer).__module__.partition(".")[0]), first.trainer.device)
+    stage = stages[known.stage].among(known.progress.gone)
+    state.params, state.progress, state.outer_state = model, known.progress, known.outer_state
+    state.version, state.steps, state.samples = known.progress.version, known.progress.steps, known.progress.samples
     state.enter(stage, ctx.rank)
     state.moments = stage.trainer.moments() if known.moments is None else known.moments
-    state.round, state.step = known.tally.done_by(ctx.rank)
+    state.round, state.step = known.progress.done_by(ctx.rank)
     state.drawn = state.step * state.batch
     state.rest = known.rest
     state.rule_state = known.rule_state

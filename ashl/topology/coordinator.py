@@ -26,8 +26,8 @@ from typing import Any, Literal, NamedTuple
 
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
+from ashl.stage.progress import RUN_START, Progress, ProgressMark
 from ashl.stage.stage import GO, NEXT, STOP, Stage
-from ashl.stage.tally import NOTHING, Start, Tally
 from ashl.topology.ending import leave, of_ending, record_end, stop_decision, within
 from ashl.topology.local_work import WorkerState
 
@@ -63,8 +63,8 @@ class Resumed(NamedTuple):
 class CoordinatorState:
     """All that the coordinator needs to go on."""
 
-    tally: Tally
-    evaluated: Start = NOTHING  # the last evaluation
+    progress: Progress
+    evaluated: ProgressMark = RUN_START  # the last evaluation
     ticks: int = 0  # evaluations asked for so far
     params: Any = None  # it has no model
     assigned: tuple[int, Any] | None = None
@@ -73,12 +73,12 @@ class CoordinatorState:
     @property
     def version(self) -> int:
         """How often the foremost worker has merged."""
-        return max(self.tally.commits)
+        return max(self.progress.commits)
 
     def enter(self, stage: Stage, now_s: float) -> None:
         if self.entered != stage.index:  # else it goes on from a checkpoint
             self.entered = stage.index
-            self.tally.begin(now_s)
+            self.progress.begin(now_s)
 
 
 @dataclass
@@ -100,41 +100,41 @@ class RoamingState(WorkerState):
 
 async def coordinator(ctx: RankContext, stage: Stage, state: CoordinatorState) -> int:
     """Count and judge until the stage is over, then let everybody leave; returns the last word."""
-    tally = state.tally
+    progress = state.progress
     state.enter(stage, ctx.now)
     word, reason = GO, None
-    reported, deadline_s = stage.tag("report"), stage.judge.deadline_s
+    reported, deadline_s = stage.tag("report"), stage.stop_criteria.deadline_s
     while word == GO:
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(reported, before_s=deadline_s)
-        ctx.ledger.cut()  # nobody asks for the coordinator's rounds, so they are not kept
+        ctx.time_accounting.cut()  # nobody asks for the coordinator's rounds, so they are not kept
         if message is None:
             word, reason = STOP, "seconds"
             break
-        count_report(tally, message)
-        await ctx.send(message.src, stage.tag("go"), None, (tally.samples,))
-        if stage.judge.take(state, ctx.now):
+        count_report(progress, message)
+        await ctx.send(message.src, stage.tag("go"), None, (progress.samples,))
+        if stage.stop_criteria.take(state, ctx.now):
             await ask_snapshots(ctx, stage, state)
-        word, reason = stop_decision(ctx, stage, tally)
+        word, reason = stop_decision(ctx, stage, progress)
     if word == STOP:
         ctx.safe_point(stage.index, None)
     await finish_stage(ctx, stage, state, word, reason)
     return word
 
 
-def count_report(tally: Tally, message: Message) -> None:
+def count_report(progress: Progress, message: Message) -> None:
     """Count what a worker has merged."""
     report = Report(*message.meta)
-    tally.observe(message.src, int(report.staleness), report.loss)
-    tally.commit(message.src, int(report.steps), int(report.samples))
-    tally.merge()
+    progress.observe(message.src, int(report.staleness), report.loss)
+    progress.commit(message.src, int(report.steps), int(report.samples))
+    progress.merge()
 
 
 async def ask_snapshots(ctx: RankContext, stage: Stage, state: CoordinatorState) -> None:
     """Ask every worker for a snapshot, and hand in the counts that belong to them."""
     state.ticks += 1
     await say(ctx, stage, Word(SNAPSHOT, state.ticks))
-    ctx.snapshot(None, tick=state.ticks, counts=state.tally.report())
+    ctx.snapshot(None, tick=state.ticks, counts=state.progress.report())
 
 
 async def say(ctx: RankContext, stage: Stage, word: Word) -> None:
@@ -147,24 +147,24 @@ async def finish_stage(ctx: RankContext, stage: Stage, state: CoordinatorState, 
     """The stage is over: tell all, wait until all are done, let them go. At a border (NEXT) it ends when the last one
     is done. At the end of the run it has ended now; what is still reported was merged before its worker had heard of
     that, in virtual time at this very moment, and counts, since it is part of a model."""
-    tally = state.tally
-    tally.end_ns = within(stage, ctx.now_ns)
+    progress = state.progress
+    progress.end_ns = within(stage, ctx.now_ns)
     await say(ctx, stage, Word(word))
     working = set(stage.workers)
     while working:
         message = await ctx.recv(stage.tag("report"), stage.tag("done"))
         if message.tag[0] == "done":
-            tally.drop(message.src, int(message.meta[0]), of_ending(word))
+            progress.drop(message.src, int(message.meta[0]), of_ending(word))
             working.discard(message.src)
         else:
-            count_report(tally, message)
-            await ctx.send(message.src, stage.tag("go"), None, (tally.samples,))
+            count_report(progress, message)
+            await ctx.send(message.src, stage.tag("go"), None, (progress.samples,))
     if word == NEXT:
-        tally.end_ns = within(stage, ctx.now_ns)
-    await say(ctx, stage, Word(BYE, end_ns=tally.end_ns))
-    record_end(ctx, stage, tally, reason)
+        progress.end_ns = within(stage, ctx.now_ns)
+    await say(ctx, stage, Word(BYE, end_ns=progress.end_ns))
+    record_end(ctx, stage, progress, reason)
     if word == STOP:
-        ctx.ledger.close(tally.end_ns)
+        ctx.time_accounting.close(progress.end_ns)
 
 
 def obey(ctx: RankContext, state: RoamingState, message: Message) -> bool:
@@ -211,20 +211,20 @@ def left(ctx: RankContext, stage: Stage, state: RoamingState, dropped: int) -> i
 
 async def gather_workers(ctx: RankContext, stage: Stage, state: CoordinatorState) -> None:
     """Resume from a checkpoint: count what each worker's model contains. All workers are level from here on."""
-    tally, resumed = state.tally, dict[int, Resumed]()
-    before = sum(tally.commits)
+    progress, resumed = state.progress, dict[int, Resumed]()
+    before = sum(progress.commits)
     while len(resumed) < stage.num_workers:
         message = await ctx.recv(stage.tag("resume"))
         resumed[message.src] = Resumed(*message.meta)
     for rank, done in sorted(resumed.items()):
-        rounds, steps = tally.done_by(rank)
+        rounds, steps = progress.done_by(rank)
         more = int(done.steps) - steps
-        tally.take_back(rank, rounds - int(done.rounds), -more, -more * stage.worker(rank).batch)
-        tally.lose(rank)
-    tally.version += sum(tally.commits) - before
+        progress.take_back(rank, rounds - int(done.rounds), -more, -more * stage.worker(rank).batch)
+        progress.lose(rank)
+    progress.version += sum(progress.commits) - before
     for rank in sorted(resumed):
-        tally.join(rank)
-        await ctx.send(rank, stage.tag("resumed"), None, (tally.samples,))
+        progress.join(rank)
+        await ctx.send(rank, stage.tag("resumed"), None, (progress.samples,))
 
 
 async def resume_worker(ctx: RankContext, stage: Stage, state: RoamingState) -> None:

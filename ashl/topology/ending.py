@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 
 from ashl.plan.plan import PATIENCE, TARGETS
 from ashl.runtime.rank_context import RankContext
-from ashl.runtime.records import Border, StageEnd
+from ashl.runtime.records import StageBoundary, StageEnd
+from ashl.stage.progress import RUN_END, STAGE_END, Progress, RunProgress
 from ashl.stage.stage import GO, NEXT, STOP, Stage
-from ashl.stage.tally import RUN_END, STAGE_END, Progress, Tally
 
 JOIN = "join"
 # What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or that the stage does,
@@ -32,26 +32,27 @@ class InTime(NamedTuple):
     """The model and the counts of the last merge that ended within the budget."""
 
     params: Any
-    tally: Any
+    progress: Any
 
 
 class Budgeted(Protocol):
     """The state of a rank to which the last word rides."""
 
     params: Any
-    tally: Any
+    progress: Any
     in_time: InTime | None
 
 
 def keep_in_time(
-    ctx: RankContext, stage: Stage, state: Budgeted, params: Any, tally: Any = None, now_ns: int | None = None
+    ctx: RankContext, stage: Stage, state: Budgeted, params: Any, progress: Any = None, now_ns: int | None = None
 ) -> bool:
-    """Ridden: whether a merge comes too late. `params` and `tally` are the model and the counts before it, the latter
+    """Ridden: whether a merge comes too late. `params` and `progress` are the model and the counts before it, the
+    latter
     the state's where the merge has not been counted; `now_ns` is when it came, if not now."""
-    if state.in_time is None and (ctx.now_ns if now_ns is None else now_ns) > stage.judge.deadline_ns:
-        tally = tally or state.tally
-        counts = ctx.rank == stage.home or stage.elastic or not isinstance(tally, Tally)  # others only look at it
-        state.in_time = InTime(params, tally.copy() if counts else tally)
+    if state.in_time is None and (ctx.now_ns if now_ns is None else now_ns) > stage.stop_criteria.deadline_ns:
+        progress = progress or state.progress
+        counts = ctx.rank == stage.home or stage.elastic or not isinstance(progress, Progress)  # others only look at it
+        state.in_time = InTime(params, progress.copy() if counts else progress)
     return state.in_time is not None
 
 
@@ -59,11 +60,11 @@ def within_budget(ctx: RankContext, stage: Stage, state: Budgeted, reason: str) 
     """Ridden, at the end of the run: back to what was in time, with what came later dropped; returns the reason."""
     if state.in_time is None:
         return reason
-    late = state.tally
-    state.params, state.tally = state.in_time
+    late = state.progress
+    state.params, state.progress = state.in_time
     if ctx.rank == stage.home:
         for rank in stage.workers:
-            state.tally.drop(rank, late.steps_by[rank] - state.tally.steps_by[rank], RUN_END)
+            state.progress.drop(rank, late.steps_by[rank] - state.progress.steps_by[rank], RUN_END)
     return "seconds"
 
 
@@ -74,28 +75,28 @@ def of_ending(word: int) -> str:
 
 def within(stage: Stage, now_ns: int) -> int:
     """The moment at which a stage ends that ends now: within the budget, whatever is still being applied."""
-    return int(min(now_ns, stage.judge.deadline_ns))
+    return int(min(now_ns, stage.stop_criteria.deadline_ns))
 
 
-def stop_decision(ctx: RankContext, stage: Stage, tally: Progress) -> tuple[int, str | None]:
+def stop_decision(ctx: RankContext, stage: Stage, progress: RunProgress) -> tuple[int, str | None]:
     """Asked: (GO, NEXT or STOP, why)."""
-    if reason := stage.judge.over(tally) or ctx.stopping:
+    if reason := stage.stop_criteria.over(progress) or ctx.stopping:
         return STOP, reason
-    if stage.plan.until and (rule := stage.judge.reached(tally, ctx.now, ctx.scores)):
+    if stage.plan.until and (rule := stage.stop_criteria.reached(progress, ctx.now, ctx.scores)):
         return (NEXT if stage.following else STOP), rule
     return GO, None
 
 
-def local_stop(ctx: RankContext, stage: Stage, tally: Progress) -> str | None:
+def local_stop(ctx: RankContext, stage: Stage, progress: RunProgress) -> str | None:
     """Ridden: what rank 0 tells the others with the next exchange."""
-    if reason := ctx.stopping or ("seconds" if ctx.now >= stage.judge.deadline_s else None):
+    if reason := ctx.stopping or ("seconds" if ctx.now >= stage.stop_criteria.deadline_s else None):
         return reason
-    return "next" if stage.judge.reached(tally, ctx.now, ctx.scores) else None
+    return "next" if stage.stop_criteria.reached(progress, ctx.now, ctx.scores) else None
 
 
-def record_end(ctx: RankContext, stage: Stage, tally: Tally, reason: str | None) -> None:
+def record_end(ctx: RankContext, stage: Stage, progress: Progress, reason: str | None) -> None:
     """The home rank: how the stage ended, and what had been counted by then."""
-    ctx.emit(StageEnd(ctx.rank, stage.index, stage.plan.name, reason, tally.end_ns, tally.report()))
+    ctx.emit(StageEnd(ctx.rank, stage.index, stage.plan.name, reason, progress.end_ns, progress.report()))
 
 
 def end_ridden(ctx: RankContext, stage: Stage, state: Budgeted, reason: str, now_ns: int) -> int:
@@ -104,20 +105,20 @@ def end_ridden(ctx: RankContext, stage: Stage, state: Budgeted, reason: str, now
     word = NEXT if reason == "next" and stage.following else STOP
     if word == STOP:
         reason = within_budget(ctx, stage, state, reason)
-    tally = state.tally = replace(state.tally, end_ns=within(stage, now_ns))
+    progress = state.progress = replace(state.progress, end_ns=within(stage, now_ns))
     if ctx.rank == stage.home:
         if reason == "next":
-            rule = stage.judge.reached(tally, ctx.now, ctx.scores)
+            rule = stage.stop_criteria.reached(progress, ctx.now, ctx.scores)
             reason = rule or next(iter(stage.plan.until), reason)
         late = word == NEXT and state.in_time  # no later stage ends in time either, and the run goes back to this
-        record_end(ctx, stage, replace(state.in_time.tally, end_ns=tally.end_ns) if late else tally, reason)
-    return leave(ctx, stage, word, tally.end_ns)
+        record_end(ctx, stage, replace(state.in_time.progress, end_ns=progress.end_ns) if late else progress, reason)
+    return leave(ctx, stage, word, progress.end_ns)
 
 
 def leave(ctx: RankContext, stage: Stage, word: int, end_ns: int) -> int:
     """Close a rank's books of a stage that ended at `end_ns`; returns the word."""
     if word == NEXT:
-        ctx.emit(Border(ctx.rank, stage.index, ctx.ledger.until(end_ns)))
+        ctx.emit(StageBoundary(ctx.rank, stage.index, ctx.time_accounting.until(end_ns)))
     else:
-        ctx.ledger.close(end_ns)
+        ctx.time_accounting.close(end_ns)
     return word

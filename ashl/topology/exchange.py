@@ -5,7 +5,7 @@ summed on its way: 2(n − 1)/n of a body each way. The bodies of any other are 
 the length of the longest, and every worker decodes and sums all of them in rank order: it grows with n, and beats a
 dense sum while a body is shorter than 2/n of the vector. A `Collective` codec has a protocol of its own.
 
-What rides along is the team's, see `ashl.stage.team`.
+What rides along is the team's, see `ashl.stage.process_group`.
 
 Source: gathering as in Alistarh et al., "QSGD", NeurIPS 2017.
 """
@@ -26,18 +26,20 @@ from ashl.compression.contract import Collective, Turn
 from ashl.runtime.effects import Encoding
 from ashl.runtime.sums import together
 from ashl.size_only import SizeOnly, Vector
-from ashl.stage.link import Body, Ends
+from ashl.stage.compression_pipeline import Body, CodecState
+from ashl.stage.process_group import GroupBrokenError, ProcessGroup
+from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
-from ashl.stage.team import Team, TeamBrokenError
 from ashl.topology.local_work import WorkerState, all_finite, not_finite, report_health, reports_mean, turn_of
 
 
-async def exchanged(team: Team, stage: Stage, state: WorkerState, tally: Tally, tick: int, x: Vector) -> Vector:
+async def exchanged(
+    team: ProcessGroup, stage: Stage, state: WorkerState, progress: Progress, tick: int, x: Vector
+) -> Vector:
     """Σ c·C(x), or Σ c·x where the rule says so, at the merge of this number; `team.loss` and `team.word` are sums
     then. Of an update that is not finite nothing is made: the mean loss says so."""
     ctx = team.ctx
-    if stage.link.flags.lossless or stage.sync.sums_whole(stage, tally):
+    if stage.link.flags.lossless or stage.sync.sums_whole(stage, progress):
         return await team.all_reduce(x, team.weight)
     if not isinstance(x, SizeOnly) and not_finite(ctx, stage, state, x):
         x, team.loss = torch.zeros_like(x), math.nan
@@ -50,7 +52,7 @@ async def exchanged(team: Team, stage: Stage, state: WorkerState, tally: Tally, 
     return update
 
 
-async def compressed(team: Team, stage: Stage, state: WorkerState, tick: int, x: Vector) -> Vector:
+async def compressed(team: ProcessGroup, stage: Stage, state: WorkerState, tick: int, x: Vector) -> Vector:
     """The same by the codec's own way."""
     link, turn = stage.link, turn_of(stage, team.ctx.rank, state, tick)
     if isinstance(link.innermost, Collective):
@@ -65,7 +67,9 @@ async def compressed(team: Team, stage: Stage, state: WorkerState, tick: int, x:
     return await gathered(team, stage, state, x, body)
 
 
-async def by_protocol(team: Team, stage: Stage, state: WorkerState, codec: Collective, x: Vector, turn: Turn) -> Vector:
+async def by_protocol(
+    team: ProcessGroup, stage: Stage, state: WorkerState, codec: Collective, x: Vector, turn: Turn
+) -> Vector:
     """What a protocol over all workers comes to. Raises TeamBrokenError where a worker is lost."""
     link = stage.link
     try:
@@ -75,13 +79,13 @@ async def by_protocol(team: Team, stage: Stage, state: WorkerState, codec: Colle
             return x
         outcome = await codec.collective(team, link.before(state.ends, x, turn))
         await team.together()
-    except TeamBrokenError:
+    except GroupBrokenError:
         await team.give_up(codec.peers(team.place, team.size))
         raise
     return await team.compute(partial(link.after, state.ends, x, turn, outcome))
 
 
-async def gathered(team: Team, stage: Stage, state: WorkerState, x: Vector, body: Body) -> Vector:
+async def gathered(team: ProcessGroup, stage: Stage, state: WorkerState, x: Vector, body: Body) -> Vector:
     """Everybody's bodies, decoded and summed by everybody alike."""
     bodies = await team.all_gather(body)
     if isinstance(x, SizeOnly):
@@ -113,18 +117,18 @@ def least_ratio(stage: Stage) -> float:
 class Coding:
     """The messages of one gradient, counted from 0 as backward comes to them."""
 
-    team: Team
+    team: ProcessGroup
     stage: Stage
     state: WorkerState
     version: int
-    ends: list[Ends]  # of each message
+    ends: list[CodecState]  # of each message
     turns: list[Turn]
     vectors: dict[int, Vector] = field(default_factory=dict)  # what was to be sent
     bodies: dict[int, Body] = field(default_factory=dict)  # ... and what is
     finite: bool = True
 
     @classmethod
-    def of(cls, team: Team, stage: Stage, state: WorkerState, version: int) -> Coding:
+    def of(cls, team: ProcessGroup, stage: Stage, state: WorkerState, version: int) -> Coding:
         """Before the gradient is computed."""
         ends = [replace(state.ends, sender=cut(state.ends.sender, m.start, m.stop)) for m in stage.messages]
         turn, turns = turn_of(stage, team.ctx.rank, state, version), []
@@ -171,7 +175,7 @@ class Coding:
                 ctx.show_update(x, of=ctx.rank, tick=self.version, weight=self.team.weight)
         return self.finite
 
-    async def exchanged(self, team: Team, k: int, body: Body) -> Any:
+    async def exchanged(self, team: ProcessGroup, k: int, body: Body) -> Any:
         """The sum of everybody's message k, or everybody's."""
         link = self.stage.links[k]
         if link.flags.linear:

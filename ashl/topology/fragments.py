@@ -6,15 +6,15 @@ Source: Douillard et al., "Streaming DiLoCo with overlapping communication", arX
 from __future__ import annotations
 
 from ashl.runtime.rank_context import RankContext
+from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.fragment import Fragment
-from ashl.stage.link import Ends
 from ashl.stage.stage import Stage
 from ashl.topology.local_work import Work, WorkerState, local_work
 
 
-def ends_of(stage: Stage) -> tuple[Ends, ...]:
+def ends_of(stage: Stage) -> tuple[CodecState, ...]:
     """Of each fragment's links."""
-    return tuple(Ends() for _ in stage.fragments)
+    return tuple(CodecState() for _ in stage.fragments)
 
 
 def fragment_at(stage: Stage, version: int) -> Fragment:

@@ -32,8 +32,8 @@ from ashl.option import Count, option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
+from ashl.stage.progress import RUN_START, Progress, ProgressMark, RunProgress
 from ashl.stage.stage import GO, Loop, Network, Rule, Stage, Topology
-from ashl.stage.tally import NOTHING, Progress, Start, Tally
 from ashl.topology.coordinator import CoordinatorState, Kept, RoamingState, coordinator, gather_workers, resume_worker
 from ashl.topology.ending import REASONS, InTime, end_ridden, keep_in_time, local_stop
 from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_of, sources_of
@@ -165,11 +165,11 @@ class Gossip(Topology):
 
     def begin(self, ctx: RankContext, stage: Stage) -> CoordinatorState | RoamingState | RoundState:
         if ctx.rank == stage.server:
-            return CoordinatorState(Tally(stage.num_workers))
+            return CoordinatorState(Progress(stage.num_workers))
         if stage.home == stage.server:
             return RoamingState(*stage.trainer.init())
         n = stage.num_workers
-        return RoundState(*stage.trainer.init(), tally=Tally(n) if ctx.rank == stage.home else Progress(n))
+        return RoundState(*stage.trainer.init(), progress=Progress(n) if ctx.rank == stage.home else RunProgress(n))
 
     async def join(
         self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
@@ -225,8 +225,8 @@ def neighbours_in(stage: Stage) -> Sources:
 class RoundState(WorkerState):
     """A worker that goes round by round, and counts as all others do; rank 0 keeps the books by worker, too."""
 
-    tally: Progress = field(default_factory=lambda: Progress(0))
-    evaluated: Start = NOTHING  # the last evaluation
+    progress: RunProgress = field(default_factory=lambda: RunProgress(0))
+    evaluated: ProgressMark = RUN_START  # the last evaluation
     in_time: InTime | None = None  # once a round has come too late
     header: GossipHeader = NOTHING_HEARD
     k: int = 0  # rounds of this stage so far
@@ -236,7 +236,7 @@ class RoundState(WorkerState):
         again = self.entered == stage.index
         super().enter(stage, rank)
         if not again:
-            self.tally.begin(now_s)
+            self.progress.begin(now_s)
             self.k, self.header, self.under_way = 0, NOTHING_HEARD, ()
             self.rule_state = rule_in(stage).begin(stage, self, rank)
 
@@ -264,10 +264,10 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
         asked = state.header.snapshot_after == k  # before rank 0 asks for the next one
         if rank == stage.home:
             look_ahead(ctx, stage, state, k)
-        due = stage.limits.eval_every_s is None and stage.judge.take(state, ctx.now)
+        due = stage.limits.eval_every_s is None and stage.stop_criteria.take(state, ctx.now)
         if (due or asked) and not late:
-            counts = state.tally.report() if rank == stage.home and isinstance(state.tally, Tally) else None
-            ctx.snapshot(state.params, tick=state.tally.version, counts=counts)
+            counts = state.progress.report() if rank == stage.home and isinstance(state.progress, Progress) else None
+            ctx.snapshot(state.params, tick=state.progress.version, counts=counts)
         word = await ended(ctx, stage, state)
         ctx.record_round(stage.index, state.round, work.steps, rule.lag, dropped=late, loss=work.loss)
         state.round += 1
@@ -290,7 +290,7 @@ async def ended(ctx: RankContext, stage: Stage, state: RoundState) -> int:
 
 def over(stage: Stage, state: RoundState) -> str | None:
     """Why the stage is over after this round."""
-    if (reason := stage.judge.spent(state.tally)) or not state.header.verdict or state.k < state.header.last:
+    if (reason := stage.stop_criteria.spent(state.progress)) or not state.header.verdict or state.k < state.header.last:
         return reason
     return VERDICTS[int(state.header.verdict)]
 
@@ -331,26 +331,26 @@ def learn(state: RoundState, rank: int, loss: float, heard: Mapping[int, Message
 
 def count_round(stage: Stage, state: RoundState) -> None:
     """Count one more merge of every worker."""
-    tally = state.tally
-    if isinstance(tally, Tally):
-        tally.observe_all(rule_in(stage).lag, state.header.loss, "the workers' loss", commits=1)
-        tally.commit_all(stage.round_steps, stage.round_totals[1])
-        tally.merge()
+    progress = state.progress
+    if isinstance(progress, Progress):
+        progress.observe_all(rule_in(stage).lag, state.header.loss, "the workers' loss", commits=1)
+        progress.commit_all(stage.round_steps, stage.round_totals[1])
+        progress.merge()
     else:
-        tally.advance(*stage.round_totals, stage.num_workers)
-        tally.version += 1
-    state.version, state.steps, state.samples = tally.version, tally.steps, tally.samples
+        progress.advance(*stage.round_totals, stage.num_workers)
+        progress.version += 1
+    state.version, state.steps, state.samples = progress.version, progress.steps, progress.samples
 
 
 def look_ahead(ctx: RankContext, stage: Stage, state: RoundState, k: int) -> None:
     """Rank 0 alone: what all others have to know, and the round after which they do."""
-    tally, header = state.tally, state.header
+    progress, header = state.progress, state.header
     if header.not_finite:
-        why = f"the loss of worker {int(header.not_finite) - 1} became no number near step {tally.steps}"
-        tally.diverged = why + rule_in(stage).suspect
-    reason = "diverged" if tally.diverged else local_stop(ctx, stage, tally)
+        why = f"the loss of worker {int(header.not_finite) - 1} became no number near step {progress.steps}"
+        progress.diverged = why + rule_in(stage).suspect
+    reason = "diverged" if progress.diverged else local_stop(ctx, stage, progress)
     timed = header.snapshot_after <= k and stage.limits.eval_every_s is not None
-    snapshot = timed and stage.judge.take(state, ctx.now)
+    snapshot = timed and stage.stop_criteria.take(state, ctx.now)
     if (reason and not header.verdict) or snapshot:
         known = k + rounds_to_all(stage, k + 1)
         if reason and not header.verdict:

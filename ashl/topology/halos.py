@@ -36,8 +36,8 @@ from ashl.outer.contract import Rate
 from ashl.outer.delayed_nesterov import DelayedNesterov
 from ashl.runtime.effects import Tag
 from ashl.runtime.rank_context import RankContext
+from ashl.stage.progress import Progress
 from ashl.stage.stage import CODEC, GO, NEXT, OUTER, STOP, WEIGHTS, Loop, Members, Network, Rule, Stage, Topology
-from ashl.stage.tally import Tally
 from ashl.topology.ending import of_ending, record_end, stop_decision, within
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import (
@@ -53,7 +53,7 @@ from ashl.topology.parameter_server import (
     worker,
 )
 
-REPORTED = ("commits", "steps_by", "dropped_by", "stale_sum", "stale_max")  # of a region's tally, by worker
+REPORTED = ("commits", "steps_by", "dropped_by", "stale_sum", "stale_max")  # of a region's progress, by worker
 
 
 @option
@@ -132,11 +132,11 @@ class Halos(Topology):
         if ctx.rank < stage.server:
             return WorkerState(params, moments)
         if ctx.rank == stage.server:
-            return GlobalServerState(params, moments, Tally(stage.num_workers))
-        tally = Tally(stage.num_workers)
+            return GlobalServerState(params, moments, Progress(stage.num_workers))
+        progress = Progress(stage.num_workers)
         for rank in set(stage.workers) - set(self.members(stage.nodes)[ctx.rank - stage.server - 1]):
-            tally.lose(rank)  # of another region: nobody here waits for it, or weighs it
-        return RegionState(params, moments, tally)
+            progress.lose(rank)  # of another region: nobody here waits for it, or weighs it
+        return RegionState(params, moments, progress)
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if rank < stage.server:
@@ -178,83 +178,83 @@ def word_tag(stage: Stage) -> Tag:
 
 async def region_server(ctx: RankContext, stage: Stage, state: RegionState) -> int:
     """Merge and answer as a parameter server does, hand in every K merges and mix; returns the last word."""
-    topology, tally, push = stage.topology, state.tally, stage.tag("push")
+    topology, progress, push = stage.topology, state.progress, stage.tag("push")
     assert isinstance(topology, Halos)
     if state.entered != stage.index:
         state.enter(stage, ctx.now)
-        state.sent, state.away, state.merges = state.params, False, tally.version
+        state.sent, state.away, state.merges = state.params, False, progress.version
     while True:
         ctx.safe_point(stage.index, state)
-        message = await ctx.recv(push, word_tag(stage), before_s=stage.judge.deadline_s)
-        ctx.ledger.cut()
+        message = await ctx.recv(push, word_tag(stage), before_s=stage.stop_criteria.deadline_s)
+        ctx.time_accounting.cut()
         if message is None:
             state.word = STOP
         elif message.tag == push:
-            before, losses = tally.samples, state.losses
+            before, losses = progress.samples, state.losses
             await on_push(ctx, stage, state, message)
-            state.samples += tally.samples - before
+            state.samples += progress.samples - before
             state.losses = losses[0] + message.meta[2], losses[1] + 1
         else:
             state.word = int(message.meta[0])
             if state.word == GO:
                 state.params = state.params * (1 - topology.mixing) + message.body * topology.mixing
-                state.sent, state.away, state.merges = state.params, False, tally.version
-                here = sum(tally.steps_by), state.samples
+                state.sent, state.away, state.merges = state.params, False, progress.version
+                here = sum(progress.steps_by), state.samples
                 ahead = [own - handed for own, handed in zip(here, state.behind, strict=True)]
-                tally.steps, tally.samples = (int(message.meta[1 + k]) + ahead[k] for k in (0, 1))
-        if state.word == STOP or (state.word == NEXT and len(tally.waiting) == tally.present):
+                progress.steps, progress.samples = (int(message.meta[1 + k]) + ahead[k] for k in (0, 1))
+        if state.word == STOP or (state.word == NEXT and len(progress.waiting) == progress.present):
             break
         if state.word == GO:
-            if (tally.version - state.merges >= topology.updates and not state.away) or tally.diverged:
+            if (progress.version - state.merges >= topology.updates and not state.away) or progress.diverged:
                 await hand_in(ctx, stage, state)
-            for rank in sorted(rule_of(stage).may_proceed(state.rule_state, tally)):
+            for rank in sorted(rule_of(stage).may_proceed(state.rule_state, progress)):
                 await reply(ctx, stage, state, rank)
     return await close(ctx, stage, state)
 
 
 async def close(ctx: RankContext, stage: Stage, state: RegionState) -> int:
     """The last of a region's stage: hand in what there is, hear when it ended, and tell the workers."""
-    before = state.tally.samples
+    before = state.progress.samples
     if state.word == NEXT and state.buffer:
         await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
-    state.samples += state.tally.samples - before
+    state.samples += state.progress.samples - before
     await hand_in(ctx, stage, state, last=True)
     message = await ctx.recv(stage.tag("end"))
     word, end_ns, steps, samples = map(int, message.meta)
     state.params = state.params if message.body is None else message.body
-    state.tally.steps, state.tally.samples = steps, samples
+    state.progress.steps, state.progress.samples = steps, samples
     await finish_stage(ctx, stage, state, word, end_ns)
-    await ctx.send(stage.server, stage.tag("counts"), counted(state.tally))
+    await ctx.send(stage.server, stage.tag("counts"), counted(state.progress))
     return word
 
 
 async def hand_in(ctx: RankContext, stage: Stage, state: RegionState, last: bool = False) -> None:
     """Tell the global server what has come of this region's model since, and of whose work; the last time nothing of it
     where the run is over."""
-    tally, (total, heard) = state.tally, state.losses
+    progress, (total, heard) = state.progress, state.losses
     body = None if last and state.word == STOP else state.params - state.sent
-    about = (last, total / max(1, heard), heard, tally.latest, state.samples, tally.max_lead)
+    about = (last, total / max(1, heard), heard, progress.latest, state.samples, progress.max_lead)
     state.sent, state.away, state.losses = state.params, True, (0.0, 0)
-    state.behind = sum(tally.steps_by), state.samples
+    state.behind = sum(progress.steps_by), state.samples
     await ctx.send(stage.server, stage.tag("update"), body, about)
-    await ctx.send(stage.server, stage.tag("counts"), counted(tally))
+    await ctx.send(stage.server, stage.tag("counts"), counted(progress))
 
 
-def counted(tally: Tally) -> Tensor:
+def counted(progress: Progress) -> Tensor:
     """What a region has counted so far of each worker."""
-    return torch.tensor([getattr(tally, name) for name in REPORTED], dtype=torch.int64).flatten()
+    return torch.tensor([getattr(progress, name) for name in REPORTED], dtype=torch.int64).flatten()
 
 
 async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState) -> int:
     """At the global server: merge what regions hand in, and answer with the model, until the stage is over and all
     regions have closed; returns the last word."""
-    tally, deadline_s, update = state.tally, stage.judge.deadline_s, stage.tag("update")
+    progress, deadline_s, update = state.progress, stage.stop_criteria.deadline_s, stage.tag("update")
     state.enter(stage, ctx.now)
     regions = above(stage)
     while len(state.flush_requested) < len(regions):
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(update, before_s=math.inf if state.word == STOP else deadline_s)
-        ctx.ledger.cut()
+        ctx.time_accounting.cut()
         if message is None:
             state.word, state.reason = STOP, "seconds"
             continue
@@ -266,18 +266,18 @@ async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState
             continue
         await ctx.compute(partial(climb, stage, state, message.body), work=1, kind="apply")
         take_over(stage, state, message.src, counts.view(len(REPORTED), -1).tolist(), int(samples))
-        tally.max_lead = max(tally.max_lead, int(lead))
+        progress.max_lead = max(progress.max_lead, int(lead))
         for _ in range(int(heard)):
-            tally.hear(loss, int(latest))
-        if stage.judge.take(state, ctx.now):
-            ctx.snapshot(state.params, counts=tally.report())
-        before, (word, reason) = state.word, stop_decision(ctx, stage, tally)
+            progress.hear(loss, int(latest))
+        if stage.stop_criteria.take(state, ctx.now):
+            ctx.snapshot(state.params, counts=progress.report())
+        before, (word, reason) = state.word, stop_decision(ctx, stage, progress)
         if word == STOP or before == GO:
             state.word, state.reason = word, reason
         receivers = (message.src,) if state.word == GO else regions if before != state.word else ()
         for rank in receivers:
             body = state.params if state.word == GO else None
-            await ctx.send(rank, word_tag(stage), body, (state.word, tally.steps, tally.samples))
+            await ctx.send(rank, word_tag(stage), body, (state.word, progress.steps, progress.samples))
     return await end(ctx, stage, state, regions)
 
 
@@ -287,42 +287,42 @@ def climb(stage: Stage, state: ServerState, difference: Any) -> None:
     assert isinstance(topology, Halos)
     momentum = DelayedNesterov(buffer=topology.buffer, beta=topology.beta, spread=0.0)
     state.outer_state, state.params = momentum.step(state.outer_state, state.params, difference * topology.lr, 0.0)
-    state.tally.merge()
+    state.progress.merge()
 
 
 def take_over(stage: Stage, state: GlobalServerState, src: int, counts: Sequence[Sequence[int]], samples: int) -> None:
     """Count what is part of the global model now, as the region has counted it."""
-    tally = state.tally
+    progress = state.progress
     assert isinstance(stage.topology, Halos)
     members = stage.topology.members(stage.nodes)[src - stage.server - 1]
-    commits, steps = sum(tally.commits), sum(tally.steps_by)
+    commits, steps = sum(progress.commits), sum(progress.steps_by)
     for name, row in zip(REPORTED, counts, strict=True):
         for rank in members:
-            getattr(tally, name)[rank] = row[rank]
+            getattr(progress, name)[rank] = row[rank]
     more = samples - state.samples.get(src, 0)
-    tally.advance(sum(tally.steps_by) - steps, more, sum(tally.commits) - commits)
+    progress.advance(sum(progress.steps_by) - steps, more, sum(progress.commits) - commits)
     state.samples[src] = samples
 
 
 async def end(ctx: RankContext, stage: Stage, state: ServerState, regions: Sequence[int]) -> int:
     """At the global server, once all regions have closed: the stage ended now; what they have counted beyond the model
     is dropped."""
-    tally, end_ns = state.tally, within(stage, ctx.now_ns)
-    tally.end_ns = end_ns
+    progress, end_ns = state.progress, within(stage, ctx.now_ns)
+    progress.end_ns = end_ns
     body = state.params if state.word == NEXT else None
     for rank in regions:
-        await ctx.send(rank, stage.tag("end"), body, (state.word, end_ns, tally.steps, tally.samples))
+        await ctx.send(rank, stage.tag("end"), body, (state.word, end_ns, progress.steps, progress.samples))
     for place, rank in enumerate(regions):
         counts = (await ctx.recv(stage.tag("counts"), src=rank)).body.view(len(REPORTED), -1).tolist()
         found = dict(zip(REPORTED, counts, strict=True))
         assert isinstance(stage.topology, Halos)
         for member in stage.topology.members(stage.nodes)[place]:
-            beyond = found["steps_by"][member] - tally.steps_by[member]
-            tally.dropped_by[member] = found["dropped_by"][member] + beyond
+            beyond = found["steps_by"][member] - progress.steps_by[member]
+            progress.dropped_by[member] = found["dropped_by"][member] + beyond
             if beyond:
                 reason = of_ending(state.word)
-                tally.dropped_for[reason] = tally.dropped_for.get(reason, 0) + beyond
-    record_end(ctx, stage, tally, state.reason)
+                progress.dropped_for[reason] = progress.dropped_for.get(reason, 0) + beyond
+    record_end(ctx, stage, progress, state.reason)
     if state.word == STOP:
-        ctx.ledger.close(end_ns)
+        ctx.time_accounting.close(end_ns)
     return state.word

@@ -22,7 +22,7 @@ from ashl.learn.device import numbers, to_host
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Health, NotFinite
 from ashl.size_only import SizeOnly, Vector
-from ashl.stage.link import Body, Ends, Link
+from ashl.stage.compression_pipeline import Body, CodecState, CompressionPipeline
 from ashl.stage.stage import WEIGHTS, Stage
 from ashl.topology.estimate import draw, estimated
 from ashl.topology.replies import Admission, Pull
@@ -35,7 +35,7 @@ class WorkerState:
 
     params: Any
     moments: Any
-    ends: Ends = field(default_factory=Ends)  # what the codec keeps here
+    ends: CodecState = field(default_factory=CodecState)  # what the codec keeps here
     step: int = 0
     drawn: int = 0
     round: int = 0
@@ -56,7 +56,7 @@ class WorkerState:
     start: Any = None  # what the next steps start from, where it is not `params`
     pending: Any = None  # work that is to be exchanged next, where exchanges are delayed
     pending_rest: tuple[int, int] | None = None  # of the stage's rounds, when that was begun
-    fragment_ends: tuple[Ends, ...] = ()  # what the codec keeps here of each, where fragments are exchanged
+    fragment_ends: tuple[CodecState, ...] = ()  # what the codec keeps here of each, where fragments are exchanged
     own_moments: Any = None  # of outer steps on what of its work has not landed yet
     last: bool = False  # whether nothing is computed beyond it
     away: tuple[int, ...] = ()  # who is gone, where it has a part of their data
@@ -165,7 +165,11 @@ async def encoded(ctx: RankContext, stage: Stage, state: WorkerState, work: Work
 
 
 def report_health(
-    ctx: RankContext, stage: Stage, state: WorkerState, x: Vector, sent: Sequence[tuple[Link, Ends, Body]]
+    ctx: RankContext,
+    stage: Stage,
+    state: WorkerState,
+    x: Vector,
+    sent: Sequence[tuple[CompressionPipeline, CodecState, Body]],
 ) -> None:
     """Every so often, say what compression loses of what was sent of x, piece by piece, with what is kept of each."""
     every, codec = stage.health_every, stage.link.innermost

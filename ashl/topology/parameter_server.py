@@ -33,9 +33,10 @@ from ashl.runtime.effects import JOIN, LOST, Message, PeerLostError, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Replan
 from ashl.runtime.sums import piece, together
+from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.fragment import Fragment
-from ashl.stage.link import Ends
 from ashl.stage.program import reassigned
+from ashl.stage.progress import DIVERGED, FAILURE, LATE, RUN_START, Progress, ProgressMark
 from ashl.stage.stage import (
     CODEC,
     DELAY,
@@ -54,7 +55,6 @@ from ashl.stage.stage import (
     Stage,
     Topology,
 )
-from ashl.stage.tally import DIVERGED, FAILURE, LATE, NOTHING, Start, Tally
 from ashl.topology.ending import leave, of_ending, record_end, stop_decision, within
 from ashl.topology.estimate import draw
 from ashl.topology.fragments import ends_of, finish_piece, fragment_at, steps
@@ -92,8 +92,8 @@ class Updates:
         state.params = body
 
     def changed(self, stage: Stage, state: ServerState, rank: int) -> None:
-        """This worker is gone, or is about to come (`tally.gone` says which)."""
-        state.rule_state = rule_of(stage).changed(stage, state.rule_state, state.tally, rank)
+        """This worker is gone, or is about to come (`progress.gone` says which)."""
+        state.rule_state = rule_of(stage).changed(stage, state.rule_state, state.progress, rank)
 
     def apply_push(
         self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
@@ -107,7 +107,7 @@ class Updates:
             return await answer_fragment(ctx, stage, state, rank)
         if not changed or stage.topology.pull_ratio is None:
             return state.params if changed else None
-        turn = Turn(stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.tally.version)
+        turn = Turn(stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.progress.version)
         pull = partial(stage.link.pull, state.ends, rank, state.params, turn)
         return await ctx.compute(pull, work=1, kind="compress")
 
@@ -133,35 +133,35 @@ class ServerRule(Rule, contract=True):
         """Whether a push is used at all; if not, it is dropped and counted."""
         return True
 
-    def begin(self, stage: Stage, tally: Tally) -> Any:
+    def begin(self, stage: Stage, progress: Progress) -> Any:
         """The rule's own state when a stage begins."""
         return None
 
-    def may_proceed(self, state: Any, tally: Tally) -> Iterable[int]:
+    def may_proceed(self, state: Any, progress: Progress) -> Iterable[int]:
         """The waiting workers that may go on now."""
-        return tally.waiting
+        return progress.waiting
 
-    def observe(self, stage: Stage, state: Any, tally: Tally, push: Push) -> Any:
-        """A push has been taken in, at `tally.now_s`: the rule's state from here on."""
+    def observe(self, stage: Stage, state: Any, progress: Progress, push: Push) -> Any:
+        """A push has been taken in, at `progress.now_s`: the rule's state from here on."""
         return state
 
-    def closes_s(self, state: Any, tally: Tally) -> float:
+    def closes_s(self, state: Any, progress: Progress) -> float:
         """With `takes_all`: when what has come is merged, however few; until then more is taken in. -inf: by a quorum
         alone."""
         return -math.inf
 
-    def next_assignment(self, stage: Stage, state: Any, tally: Tally, rank: int) -> Assignment | None:
-        """What this worker, which goes on at `tally.now_s`, does next; None = as planned."""
+    def next_assignment(self, stage: Stage, state: Any, progress: Progress, rank: int) -> Assignment | None:
+        """What this worker, which goes on at `progress.now_s`, does next; None = as planned."""
         return None
 
-    def changed(self, stage: Stage, state: Any, tally: Tally, rank: int) -> Any:
-        """This worker is gone, or has come (`tally.gone` says which): the rule's state from here on."""
+    def changed(self, stage: Stage, state: Any, progress: Progress, rank: int) -> Any:
+        """This worker is gone, or has come (`progress.gone` says which): the rule's state from here on."""
         return state
 
-    def rescaled(self, stage: Stage, state: Any, tally: Tally) -> Any:
-        """The run goes on with another number of workers, from `tally.now_s` on: what of the rule's state holds for
+    def rescaled(self, stage: Stage, state: Any, progress: Progress) -> Any:
+        """The run goes on with another number of workers, from `progress.now_s` on: what of the rule's state holds for
         them, too."""
-        return self.begin(stage, tally)
+        return self.begin(stage, progress)
 
     def lr_scale(self, state: Any) -> float:
         """What the server's learning rate is multiplied with."""
@@ -184,8 +184,8 @@ class BarrierRule(ServerRule, contract=True):
     def accepts(self, staleness: int) -> bool:
         return staleness == 0
 
-    def may_proceed(self, state: Any, tally: Tally) -> Iterable[int]:
-        return tally.behind()
+    def may_proceed(self, state: Any, progress: Progress) -> Iterable[int]:
+        return progress.behind()
 
 
 UPDATES = Updates()
@@ -218,7 +218,7 @@ class ParameterServer(Topology):
     def begin(self, ctx: RankContext, stage: Stage) -> WorkerState | ServerState:
         params, moments = stage.trainer.init()
         if ctx.rank == stage.server:
-            return ServerState(params, moments, Tally(stage.num_workers))
+            return ServerState(params, moments, Progress(stage.num_workers))
         return WorkerState(params, moments)
 
     async def join(
@@ -240,13 +240,13 @@ class ServerState:
 
     params: Any
     moments: Any  # of the optimizer, where gradients are exchanged
-    tally: Tally
-    evaluated: Start = NOTHING  # the last evaluation
+    progress: Progress
+    evaluated: ProgressMark = RUN_START  # the last evaluation
     buffer: list[Push] = field(default_factory=list)  # pushes that came and are not merged yet
     slices: dict[int, list[Push]] = field(default_factory=dict)  # ... by number, where slices are merged
     made: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # (moments, elements) of those that were merged
-    ends: Ends = field(default_factory=Ends)  # what the codec keeps here
-    fragment_ends: tuple[Ends, ...] = ()  # ... of each, where fragments are exchanged
+    ends: CodecState = field(default_factory=CodecState)  # what the codec keeps here
+    fragment_ends: tuple[CodecState, ...] = ()  # ... of each, where fragments are exchanged
     outer_state: Any = None  # the outer optimizer's moments
     profile: Profile | None = None  # as measured by a profiling stage
     assigned: tuple[int, Any] | None = None  # what profiling has planned, from this stage on
@@ -268,7 +268,7 @@ class ServerState:
     @property
     def version(self) -> int:
         """Of the model."""
-        return self.tally.version
+        return self.progress.version
 
     def enter(self, stage: Stage, now_s: float) -> None:
         """A stage begins: its workers, codecs that begin anew at both ends, and momentum as it is handed over."""
@@ -276,10 +276,10 @@ class ServerState:
             return  # it goes on from a checkpoint
         self.entered, self.word, self.flush_requested, self.reason, self.ahead = stage.index, GO, (), None, None
         self.slices, self.made, self.counted = {}, {}, 0
-        self.tally.begin(now_s)
-        self.rule_state = rule_of(stage).begin(stage, self.tally)
-        self.workers, self.ends = stage.plan.workers, stage.entered(self.ends, self.tally.samples)
-        self.quorum = stage.quorum_of(self.tally.present)
+        self.progress.begin(now_s)
+        self.rule_state = rule_of(stage).begin(stage, self.progress)
+        self.workers, self.ends = stage.plan.workers, stage.entered(self.ends, self.progress.samples)
+        self.quorum = stage.quorum_of(self.progress.present)
         self.pulls = [stage.tag("pull", self.lives.get(rank, 0)) for rank in stage.workers]
         if stage.resets:
             self.moments = stage.trainer.moments()
@@ -333,10 +333,10 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
 
     Before the next stage begins, the work that is under way is waited for and merged; at the end of the run it is not.
     """
-    tally, rule, push = state.tally, rule_of(stage), stage.tag("push")
+    progress, rule, push = state.progress, rule_of(stage), stage.tag("push")
     state.enter(stage, ctx.now)
     slices = {stage.tag("slice"): taken} if stage.overlap.by_slice or stage.by_priority else {}
-    incoming, others, deadline_s = (push, *slices, LOST, JOIN), {**slices, CLOSE: close}, stage.judge.deadline_s
+    incoming, others, deadline_s = (push, *slices, LOST, JOIN), {**slices, CLOSE: close}, stage.stop_criteria.deadline_s
     endless = ctx.recv(*incoming) if math.isinf(deadline_s) else None
     while state.newcomers:
         await admit(ctx, stage, state, state.newcomers[0])
@@ -344,21 +344,21 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
         ctx.safe_point(stage.index, state)
         message = state.ahead or await (endless or ctx.recv(*incoming, before_s=deadline_s))
         state.ahead = None
-        ctx.ledger.cut()  # nobody asks for the server's rounds, so they are not kept
+        ctx.time_accounting.cut()  # nobody asks for the server's rounds, so they are not kept
         if message is None:
             state.word, state.reason = STOP, "seconds"
             break
         take_in = on_push if message.tag == push else others.get(message.tag, membership)
-        if await take_in(ctx, stage, state, message) and stage.judge.take(state, ctx.now):
-            ctx.snapshot(state.params, counts=tally.report())
-        word, reason = stop_decision(ctx, stage, tally)
+        if await take_in(ctx, stage, state, message) and stage.stop_criteria.take(state, ctx.now):
+            ctx.snapshot(state.params, counts=progress.report())
+        word, reason = stop_decision(ctx, stage, progress)
         if word == STOP or state.word == GO:
             state.word, state.reason = word, reason
         if state.word == STOP:
             break
         if state.word == NEXT:
             await flush_pending(ctx, stage, state)
-            if len(tally.waiting) == tally.present:
+            if len(progress.waiting) == progress.present:
                 if state.buffer:
                     await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
                 break
@@ -367,7 +367,7 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
             state.ahead = await more(ctx, stage, state, incoming)
         if state.ahead is None:
             ranks = []
-            for rank in sorted(rule.may_proceed(state.rule_state, tally)):
+            for rank in sorted(rule.may_proceed(state.rule_state, progress)):
                 if await reply(ctx, stage, state, rank):
                     ranks.append(rank)
             if stage.overlap.pulls:
@@ -377,7 +377,7 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
         ctx.safe_point(stage.index, None)
     await ctx.discard(*slices)  # of pushes that are too late
     await finish_stage(ctx, stage, state, state.word)
-    record_end(ctx, stage, tally, state.reason)
+    record_end(ctx, stage, progress, state.reason)
     return state.word
 
 
@@ -397,18 +397,18 @@ def rule_of(stage: Stage) -> ServerRule:
 
 async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
     """Take in one push; returns whether the model changed."""
-    tally, worker, rule = state.tally, message.src, rule_of(stage)
+    progress, worker, rule = state.progress, message.src, rule_of(stage)
     if stage.messages:
         message, stage = await put_together(ctx, stage, message), await after_slices(ctx, stage, state)
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
-    staleness = tally.version - version
+    staleness = progress.version - version
     all_late = staleness > 0 and rule.in_rounds and stage.delayed is not None  # by one round, so that nobody is
     beyond = staleness - 1 if all_late else staleness
     late = not (rule.accepts(beyond) and stage.aggregate.accepts(beyond))
-    tally.observe(worker, 0 if late else staleness, loss)  # staleness is counted of what was applied
-    tally.arrive(worker, staleness, late)
-    if late or tally.diverged:
-        tally.drop(worker, steps, LATE if late else DIVERGED)
+    progress.observe(worker, 0 if late else staleness, loss)  # staleness is counted of what was applied
+    progress.arrive(worker, staleness, late)
+    if late or progress.diverged:
+        progress.drop(worker, steps, LATE if late else DIVERGED)
         return False
     if stage.by_priority:
         return counted(stage, state, message)
@@ -417,7 +417,7 @@ async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: M
 
 async def more(ctx: RankContext, stage: Stage, state: ServerState, tags: Sequence[Tag]) -> Message | None:
     """What else has come, where the rule takes in all of it, or comes until what has come is merged."""
-    closes_s, deadline_s = rule_of(stage).closes_s(state.rule_state, state.tally), stage.judge.deadline_s
+    closes_s, deadline_s = rule_of(stage).closes_s(state.rule_state, state.progress), stage.stop_criteria.deadline_s
     message = await ctx.recv(*tags, before_s=max(ctx.now, min(closes_s, deadline_s)))
     due = message is None and -math.inf < closes_s <= deadline_s
     return Message(ctx.rank, CLOSE, None, (), int(ctx.now_ns)) if due else message
@@ -431,16 +431,16 @@ async def close(ctx: RankContext, stage: Stage, state: ServerState, message: Mes
 
 async def merge_push(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
     """Decode an update, fold it in, and let the rule and the planner see it; returns whether the model changed."""
-    tally, worker = state.tally, message.src
+    progress, worker = state.progress, message.src
     steps, samples, loss, version, step_s, pull_s = message.meta
     body = stage.link.arrived(state.ends, worker, message.body)
-    staleness, push_s = tally.version - int(version), ctx.now - message.start_ns / 1e9
+    staleness, push_s = progress.version - int(version), ctx.now - message.start_ns / 1e9
     push = Push(worker, body, int(steps), int(samples), staleness, loss, step_s, push_s, pull_s)
     update = await ctx.compute(partial(apply_merge, stage, state, push), stage.push_share, "apply")
-    if update is not None and not stage.codec.flags.lossless and reports_mean(stage, tally.version - 1):
-        ctx.show_update(update, of=None, tick=tally.version - 1)
-    tally.now_s = ctx.now
-    state.rule_state = rule_of(stage).observe(stage, state.rule_state, tally, push)
+    if update is not None and not stage.codec.flags.lossless and reports_mean(stage, progress.version - 1):
+        ctx.show_update(update, of=None, tick=progress.version - 1)
+    progress.now_s = ctx.now
+    state.rule_state = rule_of(stage).observe(stage, state.rule_state, progress, push)
     if stage.plan.h_preset is not None and stage.planner is not None and stage.planner.follows:
         replan(ctx, stage, state, push, stage.planner)
     return update is not None
@@ -450,7 +450,7 @@ def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     """Fold a push into the model: one outer step on Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i; returns that sum.
     Until a quorum has come it is kept (None); with push None those that were are folded in, however few: at a border,
     or where the others of the quorum are gone."""
-    tally = state.tally
+    progress = state.progress
     members = state.buffer
     if push is not None:
         members.append(push)
@@ -458,20 +458,20 @@ def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
             return None
     if len(members) > 1:
         members.sort(key=attrgetter("worker"))
-    weights = stage.doing(state.workers).handed(tally.gone).weights_of(members, tally.gone)
+    weights = stage.doing(state.workers).handed(progress.gone).weights_of(members, progress.gone)
     if stage.codec.flags.reduces:
         update: Any = stage.link.reduce(state.ends, [member.body for member in members], weights)
     else:
         update = stage.aggregate.fold(members, weights)
     state.buffer = []
-    lr = stage.trainer.rate(tally.samples) * rule_of(stage).lr_scale(state.rule_state)
+    lr = stage.trainer.rate(progress.samples) * rule_of(stage).lr_scale(state.rule_state)
     step = joined if state.made else stage.sync.step
     moments, state.outer_state, state.params = step(stage, state, update, lr)
     if moments is not None:
         state.moments = moments
-    tally.merge()
+    progress.merge()
     for member in members:
-        tally.commit(member.worker, member.steps, member.samples)
+        progress.commit(member.worker, member.steps, member.samples)
     return update
 
 
@@ -487,7 +487,7 @@ def replan(ctx: RankContext, stage: Stage, state: ServerState, push: Push, plann
     averages = planner.hear(averages, push.worker, push.body, push.steps, push.samples)
     assert stage.plan.h_preset is not None
     presets = (stage.plan.h_preset, stage.plan.r_preset)
-    there = [rank for rank in stage.workers if rank not in state.tally.gone]
+    there = [rank for rank in stage.workers if rank not in state.progress.gone]
     current = [state.workers[rank] for rank in there]
     seen, rows = planner.replan(averages.of(there), current, *presets, stage.payload)
     state.averages = replace(averages, commits=seen.commits)
@@ -503,29 +503,29 @@ async def reply(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
 
     Raises UsageError where the rule lets go who does not wait.
     """
-    tally = state.tally
-    if rank not in tally.waiting:
+    progress = state.progress
+    if rank not in progress.waiting:
         who = f"{quoted(type(stage.sync))} lets worker {rank} go on, which does not wait"
-        raise UsageError(f"{who}; let its `may_proceed` return some of `tally.waiting`.")
-    changed = tally.pulled[rank] != tally.version  # since this worker's last pull
-    staleness, late = tally.release(rank)
-    tally.now_s = ctx.now
+        raise UsageError(f"{who}; let its `may_proceed` return some of `progress.waiting`.")
+    changed = progress.pulled[rank] != progress.version  # since this worker's last pull
+    staleness, late = progress.release(rank)
+    progress.now_s = ctx.now
     local_steps, ratio, interval_s, batch = assignment_of(stage, state, rank)
     body = await rule_of(stage).messages().answer(ctx, stage, state, rank, changed)
     body = head(stage, body) if stage.messages and changed else body
-    counts = tally.version, tally.steps, tally.samples
+    counts = progress.version, progress.steps, progress.samples
     meta = Pull(GO, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
-    await ctx.send(rank, state.pulls[rank], body, (*meta, *away(stage, tally.gone)) if stage.reshards else meta)
+    await ctx.send(rank, state.pulls[rank], body, (*meta, *away(stage, progress.gone)) if stage.reshards else meta)
     return changed
 
 
 def assignment_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, float, float, int]:
     """What this worker, which goes on now, does next: `Assignment` in full."""
-    tally, plan = state.tally, state.workers[rank]
-    assignment = rule_of(stage).next_assignment(stage, state.rule_state, tally, rank) or AS_PLANNED
+    progress, plan = state.progress, state.workers[rank]
+    assignment = rule_of(stage).next_assignment(stage, state.rule_state, progress, rank) or AS_PLANNED
     planned = plan.local_steps if assignment.local_steps is None else assignment.local_steps
     ahead = int(stage.delayed is not None)
-    rest = None if planned == 1 else stage.rest(tally.steps, tally.samples, ahead, tally.gone)
+    rest = None if planned == 1 else stage.rest(progress.steps, progress.samples, ahead, progress.gone)
     ratio = plan.compression_ratio if assignment.ratio is None else assignment.ratio
     return stage.at_most(planned, rank, rest), ratio, assignment.interval_s, assignment.batch
 
@@ -596,21 +596,21 @@ def check_left(ctx: RankContext, stage: Stage, rank: int, left: int) -> None:
 async def lost(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> bool:
     """Go on without a worker; returns whether the model changed, as the round was whole without it. Raises AshlError
     where too few are left."""
-    tally, rule = state.tally, rule_of(stage)
+    progress, rule = state.progress, rule_of(stage)
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
-    if rank in tally.gone:
+    if rank in progress.gone:
         return False
-    tally.lose(rank)
-    state.quorum = stage.quorum_of(tally.present)
+    progress.lose(rank)
+    state.quorum = stage.quorum_of(progress.present)
     state.ends.forget(rank)
-    check_left(ctx, stage, rank, tally.present + len(state.newcomers))
-    tally.now_s = ctx.now
+    check_left(ctx, stage, rank, progress.present + len(state.newcomers))
+    progress.now_s = ctx.now
     rule.messages().changed(stage, state, rank)
     if not rule.in_rounds:
         return False
     for push in state.buffer:
         if push.worker == rank:
-            tally.drop(rank, push.steps, FAILURE)
+            progress.drop(rank, push.steps, FAILURE)
     state.buffer = [push for push in state.buffer if push.worker != rank]
     if not state.buffer or len(state.buffer) < state.quorum:
         return False
@@ -620,21 +620,21 @@ async def lost(ctx: RankContext, stage: Stage, state: ServerState, rank: int) ->
 
 async def admit(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> None:
     """Let a newcomer take part, from this model on."""
-    tally = state.tally
+    progress = state.progress
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
-    tally.join(rank)
-    state.quorum, state.pulls[rank] = stage.quorum_of(tally.present), stage.tag("pull", state.lives[rank])
-    tally.now_s = ctx.now
+    progress.join(rank)
+    state.quorum, state.pulls[rank] = stage.quorum_of(progress.present), stage.tag("pull", state.lives[rank])
+    progress.now_s = ctx.now
     messages = rule_of(stage).messages()
     messages.changed(stage, state, rank)
     stage.link.gave(state.ends, rank, state.params)
     planned, rows = state.assigned or (0, None)
-    applied, what = (tally.version, tally.steps, tally.samples), assignment_of(stage, state, rank)
-    held, (rounds, done) = [push.steps for push in state.buffer if push.worker == rank], tally.done_by(rank)
+    applied, what = (progress.version, progress.steps, progress.samples), assignment_of(stage, state, rank)
+    held, (rounds, done) = [push.steps for push in state.buffer if push.worker == rank], progress.done_by(rank)
     pushed = rounds + len(held), done + sum(held)
     admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *what)
     body = messages.admission_payload(stage, state)
-    await ctx.send(rank, admission_tag(state.lives[rank]), body, (*admission, *away(stage, tally.gone)))
+    await ctx.send(rank, admission_tag(state.lives[rank]), body, (*admission, *away(stage, progress.gone)))
     if rows is not None:
         await ctx.send(rank, PLANNED, rows)
 
@@ -652,12 +652,12 @@ async def reject_late_joins(ctx: RankContext, state: ServerState, end_ns: int) -
 
 async def gather(ctx: RankContext, stages: Sequence[Stage], index: int, state: ServerState) -> tuple[int, ServerState]:
     """At the server, from a checkpoint: nothing is on its way, and all workers come anew."""
-    stage, tally, heard = stages[index], state.tally, set[int]()
+    stage, progress, heard = stages[index], state.progress, set[int]()
     state.newcomers, state.flush_requested, state.ahead, state.buffer = (), (), None, []
     for rank in stage.workers:
         state.ends.forget(rank)
-        if rank in tally.waiting:
-            tally.answer(rank)
+        if rank in progress.waiting:
+            progress.answer(rank)
     while len(heard) < stage.num_workers:
         message = await ctx.recv(JOIN, LOST)
         heard.add(message.src)
@@ -678,7 +678,7 @@ async def join(
     message = await ctx.recv(admission_tag(life))
     admission = parsed(Admission, message.meta)
     if admission.word == STOP:
-        ctx.ledger.close(admission.end_ns)
+        ctx.time_accounting.close(admission.end_ns)
         return None
     params, moments = stages[0].trainer.init()
     state = WorkerState(params, moments if kept is None else kept.moments)
@@ -705,11 +705,11 @@ async def join(
 
 async def flush_pending(ctx: RankContext, stage: Stage, state: ServerState) -> None:
     """Delayed: who waits has computed something meanwhile; each is asked once to hand that in, and computes no more."""
-    tally = state.tally
-    applied = (tally.version, tally.steps, tally.samples)
-    for rank in sorted(set(tally.waiting) - set(state.flush_requested)) if stage.delayed else ():
+    progress = state.progress
+    applied = (progress.version, progress.steps, progress.samples)
+    for rank in sorted(set(progress.waiting) - set(state.flush_requested)) if stage.delayed else ():
         state.flush_requested += (rank,)
-        staleness, late = tally.answer(rank)
+        staleness, late = progress.answer(rank)
         await ctx.send(rank, state.pulls[rank], None, Pull(LAST, *applied, staleness, late, 0))
 
 
@@ -717,17 +717,17 @@ async def finish_stage(
     ctx: RankContext, stage: Stage, state: ServerState, word: int, end_ns: int | None = None
 ) -> None:
     """Tell every worker that the stage ended now, or then. What came before and was not merged is dropped."""
-    tally, end_ns = state.tally, within(stage, ctx.now_ns) if end_ns is None else end_ns
-    tally.end_ns, applied = end_ns, (tally.version, tally.steps, tally.samples)
+    progress, end_ns = state.progress, within(stage, ctx.now_ns) if end_ns is None else end_ns
+    progress.end_ns, applied = end_ns, (progress.version, progress.steps, progress.samples)
     unmerged = {push.worker for push in state.buffer}
     for push in state.buffer:
-        tally.drop(push.worker, push.steps, of_ending(word))
+        progress.drop(push.worker, push.steps, of_ending(word))
     state.buffer = []
-    working = set(stage.workers) - set(tally.waiting) - tally.gone
-    for rank in sorted(tally.waiting):
-        staleness, late = tally.answer(rank)
+    working = set(stage.workers) - set(progress.waiting) - progress.gone
+    for rank in sorted(progress.waiting):
+        staleness, late = progress.answer(rank)
         stage.link.gave(state.ends, rank, state.params)
-        meta = (*Pull(word, *applied, staleness, late or rank in unmerged, end_ns), *away(stage, tally.gone))
+        meta = (*Pull(word, *applied, staleness, late or rank in unmerged, end_ns), *away(stage, progress.gone))
         await ctx.send(rank, state.pulls[rank], state.params if word == NEXT else None, meta)
     while working:
         message = await ctx.recv(stage.tag("push"), LOST, JOIN)
@@ -739,12 +739,12 @@ async def finish_stage(
             continue
         message = await put_together(ctx, stage, message) if stage.messages else message
         if message.start_ns <= end_ns:
-            tally.drop(message.src, int(message.meta[0]), of_ending(word))
+            progress.drop(message.src, int(message.meta[0]), of_ending(word))
         await ctx.send(message.src, state.pulls[message.src], None, Pull(word, *applied, 0, True, end_ns))
     if word == STOP:
         if stage.joins and ctx.rank == stage.server:
             ctx.spawn(reject_late_joins(ctx, state, end_ns))
-        ctx.ledger.close(end_ns)
+        ctx.time_accounting.close(end_ns)
 
 
 # --- messages in parts ------------------------------------------------------------------------------------------------
@@ -943,9 +943,9 @@ def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> No
         return
     del state.slices[number]
     members.sort(key=attrgetter("worker"))
-    weights = stage.doing(state.workers).weights_of(members, state.tally.gone)
+    weights = stage.doing(state.workers).weights_of(members, state.progress.gone)
     scale = cast("ServerRule", stage.sync).lr_scale(state.rule_state)
-    lr = stage.trainer.rate(state.tally.samples - state.counted) * scale
+    lr = stage.trainer.rate(state.progress.samples - state.counted) * scale
     step_on(stage, state, number, stage.aggregate.fold(members, weights), lr)
 
 
@@ -1075,14 +1075,14 @@ async def given_up(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
 def counted(stage: Stage, state: ServerState, message: Message) -> bool:
     """A worker has ended a step: once all have, it counts. Returns whether the model has changed."""
     steps, samples, loss, version = message.meta[:4]
-    tally, staleness = state.tally, state.tally.version - int(version)
+    progress, staleness = state.progress, state.progress.version - int(version)
     state.buffer.append(Push(message.src, None, int(steps), int(samples), staleness, loss, 0.0, 0.0, 0.0))
     if len(state.buffer) < state.quorum:
         return False
     members, state.buffer = state.buffer, []
-    tally.merge()
+    progress.merge()
     for member in members:
-        tally.commit(member.worker, member.steps, member.samples)
+        progress.commit(member.worker, member.steps, member.samples)
         state.counted += member.samples
     return whole(stage, state)
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from ashl.option import Count, option
 from ashl.runtime.effects import JOIN, LOST, Broken, Message, Tag
 from ashl.runtime.rank_context import RankContext
+from ashl.stage.progress import FAILURE, RUN_END, Progress
 from ashl.stage.stage import FAULT_TOLERANT, GO, STOP, Loop, Members, Network, Rule, Stage, Topology
-from ashl.stage.tally import FAILURE, RUN_END, Tally
 from ashl.topology import group_generator as generator
 from ashl.topology.coordinator import CoordinatorState
 from ashl.topology.ending import leave, record_end, stop_decision, within
@@ -64,8 +64,8 @@ class PartialAllReduce(Topology):
     def begin(self, ctx: RankContext, stage: Stage) -> Replica | MakerState:
         if ctx.rank == stage.home:
             n = stage.num_workers
-            tally = Tally(n, groups=[0] * n, conflicts=0)
-            return MakerState(tally, groups=generator.opened(self.nodes(stage), stage.seed), last=[-1] * n)
+            progress = Progress(n, groups=[0] * n, conflicts=0)
+            return MakerState(progress, groups=generator.opened(self.nodes(stage), stage.seed), last=[-1] * n)
         return Replica(*stage.trainer.init())
 
     async def join(
@@ -122,7 +122,7 @@ class MakerState(CoordinatorState):
     def enter(self, stage: Stage, now_s: float) -> None:
         if self.entered == stage.index:
             return  # it goes on from a checkpoint
-        self.tally.begin(now_s)
+        self.progress.begin(now_s)
         if self.entered is not None:
             generator.reopen(self.groups)
         self.entered, self.word, self.asked, self.running = stage.index, GO, {}, {}
@@ -210,31 +210,31 @@ async def averaged(ctx: RankContext, params: Any, body: Any, team: Team, common:
 
 async def coordinator(ctx: RankContext, stage: Stage, state: MakerState) -> int:
     """Make groups until the stage is over, then serve those that were made; returns the last word."""
-    tally, rule = state.tally, rule_in(stage)
+    progress, rule = state.progress, rule_in(stage)
     state.enter(stage, ctx.now)
-    deadline_s, reason, ahead = stage.judge.deadline_s, None, None
+    deadline_s, reason, ahead = stage.stop_criteria.deadline_s, None, None
     while state.word == GO:
         ctx.safe_point(stage.index, state)
         wakes = rule.wakes(state.groups)
         before_s = deadline_s if wakes is None else min(deadline_s, wakes / 1e9)
         message = await ctx.recv(*heard_by(stage), before_s=before_s)
-        ctx.ledger.cut()  # nobody asks for the coordinator's rounds, so they are not kept
+        ctx.time_accounting.cut()  # nobody asks for the coordinator's rounds, so they are not kept
         if message is None and before_s == deadline_s:
             state.word, reason = STOP, "seconds"
             break
         hear(ctx, stage, state, message)
-        state.word, reason = stop_decision(ctx, stage, tally)
+        state.word, reason = stop_decision(ctx, stage, progress)
         if state.word != GO:
             ahead = message  # judged before anybody may go on
             break
         await take_in(ctx, stage, state, message)
-        state.word, reason = stop_decision(ctx, stage, tally)
+        state.word, reason = stop_decision(ctx, stage, progress)
     if state.word == STOP:
         ctx.safe_point(stage.index, None)
     await drain(ctx, stage, state, ahead)
-    record_end(ctx, stage, tally, reason)
+    record_end(ctx, stage, progress, reason)
     if state.word == STOP:
-        ctx.ledger.close(tally.end_ns)
+        ctx.time_accounting.close(progress.end_ns)
     return state.word
 
 
@@ -245,9 +245,9 @@ def heard_by(stage: Stage) -> tuple[Tag, ...]:
 
 def hear(ctx: RankContext, stage: Stage, state: MakerState, message: Message | None) -> None:
     """Note the loss of a worker that asks, or count a group that is done."""
-    tally = state.tally
+    progress = state.progress
     if message is not None and message.tag[0] == "ask":
-        tally.observe(message.src, tally.fastest - tally.clocks[message.src], message.meta[2])
+        progress.observe(message.src, progress.fastest - progress.clocks[message.src], message.meta[2])
     elif message is not None and message.tag[0] == "done":
         count(ctx, stage, state, int(message.meta[0]))
 
@@ -281,15 +281,15 @@ async def take_in(ctx: RankContext, stage: Stage, state: MakerState, message: Me
 
 async def begin(ctx: RankContext, stage: Stage, state: MakerState, group: Group, work: Sequence[Done]) -> None:
     """Tell the members, who have all come with this work, who they are."""
-    tally = state.tally
+    progress = state.progress
     fresh = state.word != STOP and all(steps for steps, _ in work)
     common = fresh and len({state.last[member] for member in group.members}) == 1
-    applied = tally.samples + (0 if state.word == STOP else sum(samples for _, samples in work))
-    numbers, gone = as_numbers(group.members), away(stage, tally.gone)
+    applied = progress.samples + (0 if state.word == STOP else sum(samples for _, samples in work))
+    numbers, gone = as_numbers(group.members), away(stage, progress.gone)
     for member in group.members:
         state.last[member] = group.id
-        behind = tally.fastest - tally.clocks[member]
-        of = (state.word, group.id, applied, behind, common, state.ticks, tally.end_ns, state.losses)
+        behind = progress.fastest - progress.clocks[member]
+        of = (state.word, group.id, applied, behind, common, state.ticks, progress.end_ns, state.losses)
         reply = GroupReply(*of, size=len(numbers))
         if state.donor_of and state.word == GO:
             reply = await assign_joiner(ctx, stage, state, member, reply)
@@ -308,17 +308,17 @@ def count(ctx: RankContext, stage: Stage, state: MakerState, number: int) -> Non
 
 def commit(ctx: RankContext, stage: Stage, state: MakerState, members: Members, work: Sequence[Done]) -> None:
     """These workers have averaged, each with its own work; one alone has merged its own."""
-    tally = state.tally
-    assert tally.groups is not None
-    tally.merge()
-    tally.conflicts = state.groups.conflicts
+    progress = state.progress
+    assert progress.groups is not None
+    progress.merge()
+    progress.conflicts = state.groups.conflicts
     for member, (steps, samples) in zip(members, work, strict=True):
         if steps:  # else it averages once more, with work that was counted before
-            tally.commit(member, steps, samples)
-            tally.groups[member] += len(members) > 1
-    if stage.judge.take(state, ctx.now):
+            progress.commit(member, steps, samples)
+            progress.groups[member] += len(members) > 1
+    if stage.stop_criteria.take(state, ctx.now):
         state.ticks += 1
-        ctx.snapshot(None, tick=state.ticks, counts=tally.report(), without=tally.gone)
+        ctx.snapshot(None, tick=state.ticks, counts=progress.report(), without=progress.gone)
 
 
 async def drain(ctx: RankContext, stage: Stage, state: MakerState, message: Message | None) -> None:
@@ -328,32 +328,32 @@ async def drain(ctx: RankContext, stage: Stage, state: MakerState, message: Mess
     STOP: it ended now. Groups that run count, what else was computed is dropped. NEXT: it ends when the last worker has
     come, and everybody's work counts, that of who is in no group as its own model's.
     """
-    tally, last = state.tally, state.word == STOP
+    progress, last = state.progress, state.word == STOP
     if last:
-        tally.end_ns = within(stage, ctx.now_ns)
+        progress.end_ns = within(stage, ctx.now_ns)
         for number in state.running:
             count(ctx, stage, state, number)
         for worker, (steps, _) in state.asked.items():
-            tally.drop(worker, steps, RUN_END)
+            progress.drop(worker, steps, RUN_END)
     generator.close(state.groups)
     for joiner in joiners_without_donor(state):
         await take_in(ctx, stage, state, joiner)
     away = {*await let_go(ctx, stage, state)}
-    while len(away | tally.gone) < stage.num_workers:
+    while len(away | progress.gone) < stage.num_workers:
         heard = message is not None
         if message is None:
             message = await ctx.recv(*heard_by(stage))
         is_request = message.tag[0] == "ask"
-        if last and is_request and message.start_ns <= tally.end_ns:
-            tally.drop(message.src, int(message.meta[0]), RUN_END)
+        if last and is_request and message.start_ns <= progress.end_ns:
+            progress.drop(message.src, int(message.meta[0]), RUN_END)
         elif not last and not heard and (not is_request or message.meta[0]):
             hear(ctx, stage, state, message)
         await take_in(ctx, stage, state, message)
         message = None
         away.update(await let_go(ctx, stage, state))
     if not last:
-        tally.end_ns = within(stage, ctx.now_ns)
-        await release_workers(ctx, stage, state, [worker for worker in stage.workers if worker not in tally.gone])
+        progress.end_ns = within(stage, ctx.now_ns)
+        await release_workers(ctx, stage, state, [worker for worker in stage.workers if worker not in progress.gone])
     elif stage.joins:
         ctx.spawn(reject_late_joins(ctx, state))
 
@@ -374,8 +374,8 @@ async def let_go(ctx: RankContext, stage: Stage, state: MakerState) -> list[int]
 async def release_workers(ctx: RankContext, stage: Stage, state: MakerState, workers: Sequence[int]) -> None:
     """These workers may leave the stage."""
     for worker in workers:
-        reply = GroupReply(state.word, -1, state.tally.samples, 0, False, state.ticks, state.tally.end_ns)
-        meta = (*reply, *away(stage, state.tally.gone))
+        reply = GroupReply(state.word, -1, state.progress.samples, 0, False, state.ticks, state.progress.end_ns)
+        meta = (*reply, *away(stage, state.progress.gone))
         await ctx.send(worker, stage.tag("group", state.lives.get(worker, 0)), meta=meta)
 
 
@@ -454,9 +454,9 @@ async def changed(ctx: RankContext, stage: Stage, state: MakerState, message: Me
         started = lost(ctx, stage, state, rank)
     else:
         state.donor_of[rank], state.lives[rank] = NOBODY, int(message.meta[0])
-        if rank not in state.tally.gone and state.word != GO:  # nobody will give it a model in this stage any more
+        if rank not in state.progress.gone and state.word != GO:  # nobody will give it a model in this stage any more
             started = without(ctx, stage, state, rank)
-    if state.word == GO and not {*stage.workers} - state.tally.gone - state.donor_of.keys():  # nobody has one
+    if state.word == GO and not {*stage.workers} - state.progress.gone - state.donor_of.keys():  # nobody has one
         for joiner in [joiner for joiner, state_donor in state.donor_of.items() if state_donor == NOBODY]:
             await admit(ctx, stage, state, joiner, NOBODY)
             del state.donor_of[joiner]
@@ -466,26 +466,28 @@ async def changed(ctx: RankContext, stage: Stage, state: MakerState, message: Me
 def joiners_without_donor(state: MakerState) -> list[Message]:
     """Newcomers of a stage that is over, who will have no model in it: as if they came now."""
     waiting = [
-        rank for rank, state_donor in state.donor_of.items() if state_donor == NOBODY and rank not in state.tally.gone
+        rank
+        for rank, state_donor in state.donor_of.items()
+        if state_donor == NOBODY and rank not in state.progress.gone
     ]
     return [Message(rank, JOIN, None, (state.lives[rank],), 0) for rank in waiting]
 
 
 def lost(ctx: RankContext, stage: Stage, state: MakerState, rank: int) -> list[Group]:
-    tally = state.tally
+    progress = state.progress
     state.donor_of.pop(rank, None)  # whom it was to give its model hears of it, too, and asks again
-    if rank in tally.gone:
+    if rank in progress.gone:
         return []
     started = without(ctx, stage, state, rank)
-    check_left(ctx, stage, rank, tally.present + len(tally.gone.intersection(state.donor_of)))
+    check_left(ctx, stage, rank, progress.present + len(progress.gone.intersection(state.donor_of)))
     return started
 
 
 def without(ctx: RankContext, stage: Stage, state: MakerState, rank: int) -> list[Group]:
     """Go on without a worker."""
-    state.tally.lose(rank)
+    state.progress.lose(rank)
     steps, _ = state.asked.pop(rank, (0, 0))
-    state.tally.drop(rank, steps, FAILURE)
+    state.progress.drop(rank, steps, FAILURE)
     started = generator.lose(state.groups, cast("GroupRule", stage.sync), rank, ctx.now_ns)
     for number, members in state.yet.items():
         if rank in members | state.broken[number]:
@@ -523,12 +525,12 @@ async def settled(ctx: RankContext, stage: Stage, state: MakerState, number: int
         del state.running[number]
         if work:  # nobody is left of it
             for member, (steps, _) in zip(group.members, work, strict=True):
-                state.tally.drop(member, steps, FAILURE)
+                state.progress.drop(member, steps, FAILURE)
         return generator.done(state.groups, cast("GroupRule", stage.sync), group, ctx.now_ns)
     if work:
         each = dict(zip(group.members, work, strict=True))
         for member in each.keys() - {*left}:
-            state.tally.drop(member, each[member][0], FAILURE)
+            state.progress.drop(member, each[member][0], FAILURE)
         work = [each[member] for member in left]
     state.running[number] = Group(number, left), work
     state.yet[number], state.broken[number] = set(left), set()
@@ -553,18 +555,18 @@ async def assign_joiner(
 
 async def admit(ctx: RankContext, stage: Stage, state: MakerState, joiner: int, state_donor: int) -> None:
     """A newcomer takes part from now on, with the model of this worker; with nobody's, the first one."""
-    tally = state.tally
-    if joiner in tally.gone:
-        tally.join(joiner)
+    progress = state.progress
+    if joiner in progress.gone:
+        progress.join(joiner)
         generator.join(state.groups, joiner)
         state.last[joiner] = OWN - joiner
-    admission = Admission(GO, 0, stage.index, state_donor, tally.samples, *tally.done_by(joiner), state.ticks)
+    admission = Admission(GO, 0, stage.index, state_donor, progress.samples, *progress.done_by(joiner), state.ticks)
     await ctx.send(joiner, admission_tag(state.lives[joiner]), None, admission)
 
 
 async def gather(ctx: RankContext, stages: Sequence[Stage], index: int, state: MakerState) -> tuple[int, MakerState]:
     """From a checkpoint: nothing is on its way, and all workers come anew, as they were."""
-    stage, tally, came = stages[index], state.tally, dict[int, Message]()
+    stage, progress, came = stages[index], state.progress, dict[int, Message]()
     generator.reopen(state.groups)
     state.asked, state.running, state.yet, state.broken, state.donor_of = {}, {}, {}, {}, {}
     state.last = [OWN - rank for rank in stage.workers]
@@ -573,14 +575,14 @@ async def gather(ctx: RankContext, stages: Sequence[Stage], index: int, state: M
         came[message.src] = message
     for rank, message in sorted(came.items()):
         life, rounds, steps = map(int, message.meta)
-        counted, before = tally.done_by(rank)
+        counted, before = progress.done_by(rank)
         more = steps - before
-        tally.take_back(rank, counted - rounds, -more, -more * stage.worker(rank).batch)
-        tally.lose(rank)
-        tally.join(rank)
+        progress.take_back(rank, counted - rounds, -more, -more * stage.worker(rank).batch)
+        progress.lose(rank)
+        progress.join(rank)
         state.lives[rank] = life
     for rank in stage.workers:
-        admission = Admission(GO, 0, stage.index, NOBODY, tally.samples, tick=state.ticks)
+        admission = Admission(GO, 0, stage.index, NOBODY, progress.samples, tick=state.ticks)
         await ctx.send(rank, admission_tag(state.lives[rank]), None, admission)
     return index, state
 
@@ -589,7 +591,7 @@ async def reject_late_joins(ctx: RankContext, state: MakerState) -> None:
     """Once all others are let go: whoever has come, or comes, learns that the run is over."""
     while True:
         for rank in state.donor_of:
-            await ctx.send(rank, admission_tag(state.lives[rank]), None, Admission(STOP, state.tally.end_ns))
+            await ctx.send(rank, admission_tag(state.lives[rank]), None, Admission(STOP, state.progress.end_ns))
         state.donor_of.clear()
         message = await ctx.recv(JOIN, LOST)
         if message.tag == JOIN:
@@ -618,7 +620,7 @@ async def join(ctx: RankContext, stages: Sequence[Stage], state: Replica, kept: 
         await ctx.send(stages[0].home, JOIN, None, (state.life, *done))
         admission = Admission(*(await ctx.recv(admission_tag(state.life), src=stages[0].home)).meta)
         if admission.word == STOP:
-            ctx.ledger.close(int(admission.end_ns))
+            ctx.time_accounting.close(int(admission.end_ns))
             return None
         if admission.state_donor == NOBODY:
             break

@@ -15,11 +15,11 @@ Source: as in Or, Zhang and Freedman, "Resource elasticity in distributed deep l
 from dataclasses import fields
 
 from ashl.data.partition import apportion
-from ashl.stage.link import Ends
+from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.progress import Progress, RunProgress
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Progress, Tally
 from ashl.topology import all_reduce
-from ashl.topology.all_reduce import Ahead, PeerState
+from ashl.topology.all_reduce import ParallelCompute, PeerState
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerRule, ServerState, assignment_of, rule_of
 
@@ -31,16 +31,16 @@ def rescaled(stage: Stage, state: ServerState | PeerState, now_s: float) -> list
 
 def by_server(stage: Stage, before: ServerState, now_s: float) -> list[WorkerState | ServerState]:
     """The workers', then the server's."""
-    tally, n = tally_of(stage, before.tally), stage.num_workers
-    tally.now_s = now_s
-    server = ServerState(before.params, before.moments, tally, before.evaluated, outer_state=before.outer_state)
+    progress, n = tally_of(stage, before.progress), stage.num_workers
+    progress.now_s = now_s
+    server = ServerState(before.params, before.moments, progress, before.evaluated, outer_state=before.outer_state)
     server.entered, server.workers, server.quorum = stage.index, stage.plan.workers, stage.quorum
-    server.ends, server.pulls = stage.entered(Ends(), tally.samples), [stage.tag("pull")] * n
-    server.rule_state = rule_of(stage).rescaled(stage, before.rule_state, tally)
+    server.ends, server.pulls = stage.entered(CodecState(), progress.samples), [stage.tag("pull")] * n
+    server.rule_state = rule_of(stage).rescaled(stage, before.rule_state, progress)
     states = list[WorkerState | ServerState]()
     for rank in stage.workers:
         state = WorkerState(before.params, stage.trainer.moments())
-        begin(stage, rank, state, tally)
+        begin(stage, rank, state, progress)
         state.local_steps, state.ratio, state.interval_s, batch = assignment_of(stage, server, rank)
         state.batch = batch or state.batch
         if stage.topology.pull_ratio is not None:
@@ -51,43 +51,53 @@ def by_server(stage: Stage, before: ServerState, now_s: float) -> list[WorkerSta
 
 def by_sums(stage: Stage, before: PeerState, now_s: float) -> list[PeerState]:
     """Those of workers that count alike."""
-    tally, alike, states = tally_of(stage, before.tally), stage.sync.exchange == "gradient", list[PeerState]()
-    tally.now_s = now_s
+    progress, alike, states = tally_of(stage, before.progress), stage.sync.exchange == "gradient", list[PeerState]()
+    progress.now_s = now_s
     rule = all_reduce.rule_of(stage)
-    kept = rule.rescaled(stage, before.rule_state, tally) if isinstance(rule, ServerRule) else rule.begin(stage, tally)
-    planned = rule.in_round(stage, kept, tally)
-    rest = planned.rest(tally.steps, tally.samples)
+    kept = (
+        rule.rescaled(stage, before.rule_state, progress)
+        if isinstance(rule, ServerRule)
+        else rule.begin(stage, progress)
+    )
+    planned = rule.in_round(stage, kept, progress)
+    rest = planned.rest(progress.steps, progress.samples)
     for rank in stage.workers:
-        state = PeerState(before.params, None, tally=tally, evaluated=before.evaluated, outer_state=before.outer_state)
-        begin(stage, rank, state, tally)
+        state = PeerState(
+            before.params, None, progress=progress, evaluated=before.evaluated, outer_state=before.outer_state
+        )
+        begin(stage, rank, state, progress)
         state.moments = before.moments if alike else stage.trainer.moments()
-        state.plan(Ahead(None, rest, planned, planned.cut(rest), kept), rank)
+        state.plan(ParallelCompute(None, rest, planned, planned.cut(rest), kept), rank)
         states.append(state)
     return states
 
 
-def begin(stage: Stage, rank: int, state: WorkerState, tally: Tally) -> None:
+def begin(stage: Stage, rank: int, state: WorkerState, progress: Progress) -> None:
     """A worker enters this stage, where these counts are."""
-    state.version, state.steps, state.samples = tally.version, tally.steps, tally.samples
+    state.version, state.steps, state.samples = progress.version, progress.steps, progress.samples
     state.enter(stage, rank)
-    state.round, _ = tally.done_by(rank)
-    state.step = round(tally.samples * stage.worker(rank).data_share / state.batch)
+    state.round, _ = progress.done_by(rank)
+    state.step = round(progress.samples * stage.worker(rank).data_share / state.batch)
     state.drawn = state.step * state.batch
 
 
-def tally_of(stage: Stage, before: Tally) -> Tally:
+def tally_of(stage: Stage, before: Progress) -> Progress:
     """The counts, with those of each worker dealt out by what it has of the data. Leads begin anew, and what counts per
     worker from the begin of the stage on, or from the best loss, is as far as it was."""
     shares = [worker.data_share for worker in stage.plan.workers]
     n = stage.num_workers
-    tally = Tally(n)
-    for own in fields(Progress)[1:]:
-        setattr(tally, own.name, getattr(before, own.name))
+    progress = Progress(n)
+    for own in fields(RunProgress)[1:]:
+        setattr(progress, own.name, getattr(before, own.name))
     for name in ("commits", "steps_by", "dropped_by", "drops", "stale_sum"):
-        setattr(tally, name, apportion(sum(getattr(before, name)), shares).tolist())
-    tally.dropped_for = dict(before.dropped_for)
-    tally.pulled, tally.stale_max, tally.max_lead = [before.version] * n, [max(before.stale_max)] * n, before.max_lead
-    made, each = tally.total_commits, n / before.num_workers
-    tally.started = before.started._replace(commits=made - round((made - before.started.commits) * each))
-    tally.best = before.best[0], made - round((made - before.best[1]) * each)
-    return tally
+        setattr(progress, name, apportion(sum(getattr(before, name)), shares).tolist())
+    progress.dropped_for = dict(before.dropped_for)
+    progress.pulled, progress.stale_max, progress.max_lead = (
+        [before.version] * n,
+        [max(before.stale_max)] * n,
+        before.max_lead,
+    )
+    made, each = progress.total_commits, n / before.num_workers
+    progress.started = before.started._replace(commits=made - round((made - before.started.commits) * each))
+    progress.best = before.best[0], made - round((made - before.best[1]) * each)
+    return progress

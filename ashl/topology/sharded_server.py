@@ -33,10 +33,10 @@ from ashl.option import Count, option
 from ashl.runtime.effects import JOIN, LOST, Message, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import together
-from ashl.stage.link import Body, Ends
+from ashl.stage.compression_pipeline import Body, CodecState
 from ashl.stage.program import reassigned
+from ashl.stage.progress import Progress
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, GO, NEXT, OUTER, STOP, WEIGHTS, Loop, Network, Rule, Stage, Topology
-from ashl.stage.tally import Tally
 from ashl.topology.ending import leave, record_end, stop_decision, within
 from ashl.topology.local_work import Work, WorkerState, local_work, not_finite, report_health, turn_of
 from ashl.topology.members import as_members
@@ -106,10 +106,10 @@ class ShardedServer(Topology):
     def begin(self, ctx: RankContext, stage: Stage) -> ShardedWorker | PieceState:
         params, moments = stage.trainer.init()
         if ctx.rank < stage.server:
-            ends = [Ends() for _ in range(self.servers)]
+            ends = [CodecState() for _ in range(self.servers)]
             return ShardedWorker(params, moments, versions=[0] * self.servers, piece_ends=ends)
         held = stage.fragments[ctx.rank - stage.server]
-        return PieceState(held.of(params), moments_of(stage, ctx.rank), Tally(stage.num_workers))
+        return PieceState(held.of(params), moments_of(stage, ctx.rank), Progress(stage.num_workers))
 
     async def join(
         self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
@@ -130,7 +130,7 @@ class ShardedWorker(WorkerState):
     """A worker with a model whose pieces come from several servers."""
 
     versions: list[int] = field(default_factory=list)  # of each piece
-    piece_ends: list[Ends] = field(default_factory=list)  # what the codec keeps here of each
+    piece_ends: list[CodecState] = field(default_factory=list)  # what the codec keeps here of each
 
 
 @dataclass
@@ -160,7 +160,7 @@ def entered(ctx: RankContext, stage: Stage, state: PieceState) -> Stage:
     state.enter(own, ctx.now)
     if begins:
         state.moments = moments_of(stage, ctx.rank) if stage.resets else state.moments
-        state.kept, state.due, state.last, state.leaving = {state.tally.version: state.params}, [], None, []
+        state.kept, state.due, state.last, state.leaving = {state.progress.version: state.params}, [], None, []
     return own
 
 
@@ -179,9 +179,9 @@ async def gathered(ctx: RankContext, stages: Sequence[Stage], index: int, state:
     await gather(ctx, stages, index, state)
     state.due = []
     for rank in stages[index].workers:
-        state.tally.lose(rank)
+        state.progress.lose(rank)
     for rank in stages[index].workers:
-        state.tally.join(rank)
+        state.progress.join(rank)
     return index, state
 
 
@@ -282,7 +282,7 @@ def taken_back(stage: Stage, state: ShardedWorker, bodies: Sequence[Body], dropp
 
 async def answer(ctx: RankContext, stage: Stage, state: ServerState, without: Sequence[int] = ()) -> None:
     """Release the workers that may proceed."""
-    ranks = sorted(set(rule_of(stage).may_proceed(state.rule_state, state.tally)) - set(without))
+    ranks = sorted(set(rule_of(stage).may_proceed(state.rule_state, state.progress)) - set(without))
     for rank in in_turn(ranks, ctx.rank - stage.server, stage.topology.servers, stage.answer_block):
         await reply(ctx, stage, state, rank)
 
@@ -306,34 +306,39 @@ def in_turn(ranks: Sequence[int], place: int, servers: int, block: int) -> list[
 
 async def first(ctx: RankContext, stage: Stage, state: PieceState) -> int:
     """At the server that counts and judges: merge and answer until the stage is over; returns the last word."""
-    tally, push, others, stage = state.tally, stage.tag("push"), all_servers(stage)[1:], entered(ctx, stage, state)
+    progress, push, others, stage = (
+        state.progress,
+        stage.tag("push"),
+        all_servers(stage)[1:],
+        entered(ctx, stage, state),
+    )
     while state.newcomers:
         await admit(ctx, stage, state, state.newcomers[0])
     while True:
         ctx.safe_point(stage.index, state)
-        message = await ctx.recv(push, LOST, before_s=stage.judge.deadline_s)
-        ctx.ledger.cut()
+        message = await ctx.recv(push, LOST, before_s=stage.stop_criteria.deadline_s)
+        ctx.time_accounting.cut()
         if message is None:
             state.word, state.reason = STOP, "seconds"
             break
         take_in = on_push if message.tag == push else membership
-        if await take_in(ctx, stage, state, message) and stage.judge.take(state, ctx.now):
+        if await take_in(ctx, stage, state, message) and stage.stop_criteria.take(state, ctx.now):
             for server in others:
-                await ctx.send(server, word_tag(stage), None, (tally.version, GO))
-            ctx.snapshot(state.params, tick=tally.version if others else None, counts=tally.report())
-        word, reason = stop_decision(ctx, stage, tally)
+                await ctx.send(server, word_tag(stage), None, (progress.version, GO))
+            ctx.snapshot(state.params, tick=progress.version if others else None, counts=progress.report())
+        word, reason = stop_decision(ctx, stage, progress)
         if word == STOP or state.word == GO:
             state.word, state.reason = word, reason
-        if state.word == STOP or (state.word == NEXT and len(tally.waiting) == tally.present):
+        if state.word == STOP or (state.word == NEXT and len(progress.waiting) == progress.present):
             break
         if state.word == GO:
             await answer(ctx, stage, state)
     await merge_rest(ctx, stage, state)
     end_ns = within(stage, ctx.now_ns)
     for server in others:
-        await ctx.send(server, word_tag(stage), None, (tally.version, state.word, end_ns))
+        await ctx.send(server, word_tag(stage), None, (progress.version, state.word, end_ns))
     await finish_stage(ctx, stage, state, state.word, end_ns)
-    record_end(ctx, stage, tally, state.reason)
+    record_end(ctx, stage, progress, state.reason)
     return state.word
 
 
@@ -345,34 +350,36 @@ async def merge_rest(ctx: RankContext, stage: Stage, state: ServerState) -> None
 
 def followed(state: PieceState) -> bool:
     """Whether the first server's stage is over and as much is merged here, or nobody is left who could push."""
-    tally = state.tally
+    progress = state.progress
     if state.last is None:
         return False
     version, word, _ = state.last
-    return len(tally.waiting) == tally.present or (word == STOP and (tally.version >= version or bool(tally.diverged)))
+    return len(progress.waiting) == progress.present or (
+        word == STOP and (progress.version >= version or bool(progress.diverged))
+    )
 
 
 async def other(ctx: RankContext, stage: Stage, state: PieceState) -> int:
     """At the others: merge and answer, until the first one says that the stage is over; returns the last word."""
-    tally, push, stage = state.tally, stage.tag("push"), entered(ctx, stage, state)
+    progress, push, stage = state.progress, stage.tag("push"), entered(ctx, stage, state)
     while state.newcomers:
         await admit(ctx, stage, state, state.newcomers[0])
     while not followed(state):
         ctx.safe_point(stage.index, state)
         message: Message = await ctx.recv(push, word_tag(stage), LOST)
-        ctx.ledger.cut()
+        ctx.time_accounting.cut()
         if message.tag == push and not message.meta[0]:  # of a worker that has heard of the end
             state.leaving.append(message.src)
-            tally.arrive(message.src, 0, late=True)
+            progress.arrive(message.src, 0, late=True)
         elif message.tag in (push, LOST):
             if await (on_push if message.tag == push else membership)(ctx, stage, state, message):
-                state.kept[tally.version] = state.params
-                state.kept.pop(tally.version - 2 * stage.num_workers, None)  # nobody is further behind
+                state.kept[progress.version] = state.params
+                state.kept.pop(progress.version - 2 * stage.num_workers, None)  # nobody is further behind
         elif message.meta[1] == GO:
             state.due.append(int(message.meta[0]))
         else:
             state.last = int(message.meta[0]), int(message.meta[1]), int(message.meta[2])
-        for version in [version for version in state.due if version <= tally.version]:
+        for version in [version for version in state.due if version <= progress.version]:
             ctx.snapshot(state.kept.get(version, state.params), tick=version)
             state.due.remove(version)
         if state.last is None:

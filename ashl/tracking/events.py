@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ashl.runtime.ledger import KINDS
 from ashl.runtime.records import NAMES, Joined, Lost, Replan, Round, StageEnd
+from ashl.runtime.time_accounting import KINDS
 
 
 def as_event(record: Round | StageEnd | Replan | Lost | Joined) -> dict[str, Any]:

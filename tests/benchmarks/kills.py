@@ -37,7 +37,7 @@ from ashl.config.compose import compose
 from ashl.errors import AshlError
 from ashl.planning.compile_plan import compile_plan
 from ashl.run.monitor import Monitor
-from ashl.runtime.records import Beat, Record
+from ashl.runtime.records import Heartbeat, Record
 from ashl.tracking import jsonl
 from tests.benchmarks.table import show
 from tests.disturbed import ranks_of
@@ -161,7 +161,7 @@ def struck(
     zeros, killed, over, emit = list[float](), list[float](), threading.Event(), Monitor.emit
 
     def listening(monitor: Monitor, record: Record) -> None:
-        if isinstance(record, Beat) and record.time_ns > 0:
+        if isinstance(record, Heartbeat) and record.time_ns > 0:
             zeros.append(time.monotonic() - record.time_ns / 1e9)
         emit(monitor, record)
 

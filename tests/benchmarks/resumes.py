@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from ashl.run import checkpoint_upload
 from ashl.run.authenticated_store import AuthenticatedStore, new_secret
-from ashl.runtime import keeping
+from ashl.runtime import rank_checkpoint
 from ashl.tracking import jsonl
 from tests.benchmarks.table import show
 from tests.disturbed import ranks_of
@@ -199,10 +199,10 @@ def cost(folder: str, *by: str) -> list[str]:
         if by:
             _, nbytes = checkpoint_upload.upload_checkpoint_part(store, 0, number, document)
             content = checkpoint_upload.pop_bytes(store, checkpoint_upload.checkpoint_queue(0, number), nbytes)
-            keeping.digest(content)
+            rank_checkpoint.digest(content)
             (run / "again.pt").write_bytes(content)
         else:
-            keeping.write(run / "again.pt", document)
+            rank_checkpoint.write(run / "again.pt", document)
     wrote = f"{(time.process_time() - began) / PARTS / EVERY_S:.2%}"
     row = [f"{len(near)}", f"{size / 1e6:.1f} MB", f"{usual / AFTER_S:.0f}", wrote, f"{statistics.median(shares):+.2%}"]
     return [*row, f"{shares[0]:+.2%} to {shares[-1]:+.2%}"]

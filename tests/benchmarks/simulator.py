@@ -30,7 +30,7 @@ from ashl.config.construct import construct
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan, prepare_plan
 from ashl.planning.instantiate import assemble
-from ashl.runtime.ahead import cores_for, on_cores
+from ashl.runtime.parallel_sim import count_cores, use_cores
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
 from tests.benchmarks.table import alternate, ratio, show, thousands
@@ -79,7 +79,7 @@ def simulation(plan: Plan, cores: int = 1, device: str = "cpu") -> Callable[[], 
     def run() -> Sim:
         speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
         sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), Ran(plan, rounds="none"))
-        with on_cores(sim, cores, plan.num_workers, job.learner):
+        with use_cores(sim, cores, plan.num_workers, job.learner):
             sim.run(partial(program, stages=job.stages), tick=lambda: None)
         return sim
 
@@ -151,7 +151,7 @@ def wall_s(run: Callable[[], object]) -> float:
 
 
 def on_all_cores() -> None:
-    cores = cores_for("auto", SPREAD)
+    cores = count_cores("auto", SPREAD)
     base = (f"cluster.num_workers={SPREAD}", "stop.steps=400", "eval.every_s=null", "eval.every_commits=1000000000")
     rows = []
     for case, (overrides, _) in CASES.items():

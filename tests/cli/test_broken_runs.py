@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ashl.cli.app import main
 from ashl.run.authenticated_store import AuthenticatedStore, shared_secret
 from ashl.run.reporter import RECORDS
-from ashl.runtime.news import End, News
+from ashl.runtime.control_messages import ControlUpdate, End
 from ashl.runtime.records import Left, RankError, Snapshot, dumps
 from ashl.tracking import jsonl
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
@@ -49,7 +49,7 @@ def intrude(run: Path) -> None:
         client.set(key, "forged")
         client.delete_key(key)
     impostor = AuthenticatedStore(client, shared_secret("127.0.0.1", store))
-    end = News("interrupted", None, End(1, "\x1b[2Jforged")).dumps().encode()
+    end = ControlUpdate("interrupted", None, End(1, "\x1b[2Jforged")).dumps().encode()
     for rank in range(3):
         for record in (RankError(rank, "\x1b[2Jforged", consequence=False), Left(rank), Snapshot(rank, 0, nbytes=4)):
             impostor.push(RECORDS, rank, dumps(record).encode())

@@ -7,9 +7,9 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.errors import AshlError
-from ashl.runtime.ledger import KINDS as TIMES
 from ashl.runtime.rank_context import RankContext
-from ashl.runtime.records import KINDS, Beat, Counts, Measured, Round, dumps, loads
+from ashl.runtime.records import KINDS, Counts, Heartbeat, Measured, Round, dumps, loads
+from ashl.runtime.time_accounting import KINDS as TIMES
 from ashl.tracking import mlflow
 
 PACKAGE = '''
@@ -121,7 +121,9 @@ COUNTS = Counts(2, 64, 1, [1, 0], [2, 0], [0, 0], [0, 0], [0, 0], 1, None, None,
     "record",
     [
         Round(1, 0, 7, 2, 0, False, None, 10, 30, [("compute", 10, 30)], group=[0, 1]),
-        Beat(0, 5, 2, None, None, dict.fromkeys(TIMES, 1), 0, 0, {"x": Measured(1.0, 3.0, 2)}, COUNTS, "waits", 0.5),
+        Heartbeat(
+            0, 5, 2, None, None, dict.fromkeys(TIMES, 1), 0, 0, {"x": Measured(1.0, 3.0, 2)}, COUNTS, "waits", 0.5
+        ),
     ],
 )
 def test_a_record_travels_as_json(record) -> None:

@@ -20,10 +20,10 @@ from ashl.plan.plan import Plan
 from ashl.planning import device
 from ashl.planning.compatibility import survives_failure
 from ashl.planning.instantiate import assemble
-from ashl.runtime.pace import Pace
-from ashl.runtime.plane import NEVER, Carrier, Granted
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import Counts, Record, Snapshot, StageEnd
+from ashl.runtime.throttle import Throttle
+from ashl.runtime.transport import NEVER, GrantedPayloads, PairwiseGroups
 from ashl.stage.program import peers_of, program
 from tests.conf_option import conf_option
 from tests.kernels import Quiet, say, started
@@ -44,7 +44,7 @@ RUN = (
 PLAIN = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0")  # what sync=spy asks for
 
 
-class Strict(Carrier):
+class Strict(PairwiseGroups):
     """Over gloo. A body's number and size go before it, and what came is said before the other side goes on."""
 
     def __init__(self, rank: int) -> None:
@@ -115,12 +115,12 @@ def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
         kernel = TorchKernel(
             rank,
             seen,
-            lambda clock: Pace(job.parts.cluster, rank, 16, 0, 4000, clock, store),
+            lambda clock: Throttle(job.parts.cluster, rank, 16, 0, 4000, clock, store),
             peers=peers_of(job.stages, rank),
             max_bytes=1_000_000,
             exact=True,
             groups={},
-            bodies=Granted(carrier, rank == WORKERS),
+            bodies=GrantedPayloads(carrier, rank == WORKERS),
         )
         kernel.run(partial(program, stages=job.stages))
         store.add(f"done/{number}", 1)

@@ -10,8 +10,8 @@ from torch.distributed import HashStore
 from ashl.cluster.spec import RealCluster
 from ashl.config.compose import compose
 from ashl.run import train as run
-from ashl.runtime.pace import Pace
 from ashl.runtime.process import TorchKernel
+from ashl.runtime.throttle import Throttle
 from tests.kernels import Quiet
 from tests.support import simulated
 
@@ -165,5 +165,5 @@ def test_nothing_is_left_behind(tmp_path):
 def test_a_clock_runs_from_when_all_have_come() -> None:
     """Not from when a process has made its kernel: what is declared for a moment of the run would come too early."""
     real = RealCluster(num_workers=2, hosts=None, server_host=None)
-    kernel = TorchKernel(0, Quiet(), lambda clock: Pace(real, 0, 1, 0, 4, clock, HashStore()), (1,), 8, True, {})
+    kernel = TorchKernel(0, Quiet(), lambda clock: Throttle(real, 0, 1, 0, 4, clock, HashStore()), (1,), 8, True, {})
     assert not kernel.started

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from ashl.config.compose import compose
 from ashl.run.train import train
-from ashl.runtime.meeting import world
-from ashl.runtime.plane import Carrier
+from ashl.runtime.rendezvous import world
+from ashl.runtime.transport import PairwiseGroups
 from tests.kernels import say, started
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -48,7 +48,7 @@ def echo(end: Connection, port: int, rank: int, ranks: int) -> None:
     torch.cuda.set_device(0)
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, wait_for_workers=False)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
-    carrier = Carrier({1 - rank: (world(), 1 - rank)}, "cuda:0")
+    carrier = PairwiseGroups({1 - rank: (world(), 1 - rank)}, "cuda:0")
 
     def echoed() -> tuple[bool, None, dict[str, float]]:
         same = True

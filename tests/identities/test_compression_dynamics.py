@@ -9,7 +9,7 @@ from ashl.compression.around.feedback import Feedback
 from ashl.compression.around.wrapped import wrapped
 from ashl.compression.contract import Turn
 from ashl.compression.diana import Diana
-from ashl.stage.link import Link
+from ashl.stage.compression_pipeline import CompressionPipeline
 from tests.conf_option import conf_option
 from tests.support import simulated
 
@@ -104,7 +104,7 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
     kept: dict[int, Tensor] = {}
     owner: dict[int, tuple[int, Tensor]] = {}  # by the address of a body, which is kept alive
 
-    encode, undo, decode = Feedback.encode, Feedback.undo, Link.decode
+    encode, undo, decode = Feedback.encode, Feedback.undo, CompressionPipeline.decode
 
     def watched_encode(self, sender, x, turn):
         state, body = encode(self, sender, x, turn)
@@ -126,7 +126,7 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Feedback, "encode", watched_encode)
     monkeypatch.setattr(Feedback, "undo", watched_undo)
-    monkeypatch.setattr(Link, "decode", watched_decode)
+    monkeypatch.setattr(CompressionPipeline, "decode", watched_decode)
     ran = simulated(*BACKUP, "compression=topk")
     assert sum(ran.end["dropped_by"]) > 10
     assert set(given) == set(range(ran.plan.num_workers))

@@ -7,7 +7,7 @@ import torch
 
 from ashl.errors import UsageError
 from ashl.planning.instantiate import assemble
-from ashl.stage.tally import Tally
+from ashl.stage.progress import Progress
 from ashl.topology.halos import GlobalServerState, climb
 from tests.support import simulated
 
@@ -42,13 +42,13 @@ def test_the_global_server_steps_as_its_rule_says() -> None:
     plan = tree("topology.lr=0.5", "topology.beta=0.25", "stop.steps=8", "runtime.gradients=false").plan
     stage = assemble(plan, "cpu").stages[0]
     one, two, three, four = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
-    state = GlobalServerState(torch.zeros(5), (), Tally(4))
+    state = GlobalServerState(torch.zeros(5), (), Progress(4))
     for difference in (one, two, three, four):
         climb(stage, state, difference)
     first = 0.5 * (one + two)
     second = 0.25 * first + 0.5 * (three + four)
     torch.testing.assert_close(state.params, 0.5 * (one + two + three + four) + 0.25 * (first + second))
-    assert state.tally.version == 4
+    assert state.progress.version == 4
 
 
 def test_what_a_region_does_reaches_the_other_by_mixing_alone() -> None:

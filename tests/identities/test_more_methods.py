@@ -8,7 +8,7 @@ import torch
 
 from ashl.aggregate.weighted import Push
 from ashl.planning.instantiate import assemble
-from ashl.stage.tally import Tally
+from ashl.stage.progress import Progress
 from ashl.sync.ringleader import Table
 from tests.conf_option import conf_option
 from tests.support import simulated
@@ -147,12 +147,14 @@ def test_a_ringleader_by_hand(discount):
 def test_rescaled_asgd_steps_by_how_long_a_workers_cycle_is():
     """One comes every second and then after two, another every third one."""
     rule, stage = conf_option("sync", "rescaled_asgd"), SimpleNamespace(outer=conf_option("outer", "average"))
-    cycles = rule.begin(stage, Tally(2))
+    cycles = rule.begin(stage, Progress(2))
     for worker, now_s in ((0, 1), (1, 1), (0, 2), (1, 4), (0, 4)):
         cycles = rule.observe(stage, cycles, SimpleNamespace(now_s=now_s), pushed(worker, 0.0))
     assert cycles.cycle == pytest.approx({0: 1.2, 1: 3.0})
     for worker, factor in ((0, 1.2 / 2.1), (1, 3 / 2.1)):
-        state = SimpleNamespace(rule_state=cycles, tally=SimpleNamespace(latest=worker), outer_state=None, params=1.0)
+        state = SimpleNamespace(
+            rule_state=cycles, progress=SimpleNamespace(latest=worker), outer_state=None, params=1.0
+        )
         assert rule.step(stage, state, 1.0, 0.1)[2] == pytest.approx(1 + factor)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from ashl.errors import UsageError
 from ashl.planning.instantiate import assemble
-from ashl.stage.tally import Tally
+from ashl.stage.progress import Progress
 from ashl.sync.zero_one_adam import ZeroOneAdam
 from tests.support import planned, simulated
 
@@ -115,12 +115,12 @@ def test_0_1_adam_by_hand():
 
 
 def test_the_variance_is_learned_ever_less_often():
-    tally, stage = Tally(1), SimpleNamespace(num_workers=1)
+    progress, stage = Progress(1), SimpleNamespace(num_workers=1)
     rule = ZeroOneAdam(freeze_step=20, update_scaler=2, local_step_scaler=8, local_step_clipper=6)
     whole = []
     for k in range(30):
-        tally.total_commits = k
-        whole += [k] if rule.sums_whole(stage, tally) else []
+        progress.total_commits = k
+        whole += [k] if rule.sums_whole(stage, progress) else []
     assert whole == [0, 1, 3, 5, 9, 13]
     assert [rule._steps_at(k) for k in (-5, 0, 7, 8, 11, 12, 13, 14, 99)] == [1, 1, 1, 2, 2, 4, 4, 6, 6]
 

@@ -18,9 +18,9 @@ from ashl.planning.predict import WITHOUT
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
-from ashl.stage.link import Ends
+from ashl.stage.compression_pipeline import CodecState
+from ashl.stage.process_group import ProcessGroup
 from ashl.stage.stage import Stage
-from ashl.stage.team import Team
 from ashl.sync.bsp import BSP
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.exchange import by_protocol
@@ -68,7 +68,7 @@ async def worker(
     ctx: RankContext, stage: Stage, rounds: Sequence[Sequence[Any]], weights: Sequence[float], came: list[list[Any]]
 ) -> None:
     state, rank, link = WorkerState(None, None), ctx.rank, stage.link
-    team = Team(ctx, stage, stage.workers, list(weights))
+    team = ProcessGroup(ctx, stage, stage.workers, list(weights))
     for number, vectors in enumerate(rounds):
         x, turn = vectors[rank], Turn(seed=3, worker=rank, round=number)
         x_sent = None if isinstance(x, SizeOnly) else link.before(state.ends, x, turn).x
@@ -76,7 +76,7 @@ async def worker(
         if isinstance(link.innermost, Collective):
             update = await by_protocol(team, stage, state, link.innermost, x, turn)
         else:
-            body = link.encode(Ends(), x * weights[rank], turn)
+            body = link.encode(CodecState(), x * weights[rank], turn)
             update = link.summed(state.ends, body, await team.all_reduce(link.summand(body, turn)))
         came[number][rank] = Round(x_sent, update, state.ends.sender, team.loss, int(team.word))
 

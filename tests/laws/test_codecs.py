@@ -15,7 +15,7 @@ from ashl.compression.around.wrapped import handed_over, wrapped
 from ashl.compression.contract import BodyError, Codec, Turn
 from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
-from ashl.stage.link import Ends, Link
+from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.conf_option import conf_option
 from tests.laws.codecs import (
     CASES,
@@ -117,14 +117,14 @@ def test_two_workers_and_two_rounds_draw_apart(name: str) -> None:
 @every_codec
 @pytest.mark.parametrize("d", SIZES)
 def test_what_is_only_timed_is_as_long(name: str, d: int) -> None:
-    for link in (Link(ROWS[name], d), Link(Feedback(ROWS[name]), d)):
+    for link in (CompressionPipeline(ROWS[name], d), CompressionPipeline(Feedback(ROWS[name]), d)):
         for ratio in RATIOS:
-            ends = Ends()
+            ends = CodecState()
             body = link.encode(ends, SizeOnly(4 * d), Turn(ratio))
             link.undo(ends, body)
             assert body == link.encode(ends, SizeOnly(4 * d), Turn(ratio)) == SizeOnly(link.codec.payload(ratio, d))
             assert link.decode(ends, 0, body) == SizeOnly(4 * d)
-            assert ends == Ends()
+            assert ends == CodecState()
 
 
 @every_codec
@@ -345,7 +345,7 @@ def test_a_residual_goes_on_into_the_next_stage() -> None:
 def test_a_compressed_pull(name: str, ratio: float) -> None:
     """Both ends hold the same; what was left out comes later; a ratio of 1 is the plain pull."""
     model = vector("normal", 1000)
-    link, server, worker = Link(ROWS[name], 1000), Ends(), torch.zeros(1000)
+    link, server, worker = CompressionPipeline(ROWS[name], 1000), CodecState(), torch.zeros(1000)
     for version in range(20):
         seen = [model, *server.held.values()]
         before = [bits(v) for v in seen]
@@ -366,7 +366,7 @@ def test_a_compressed_pull(name: str, ratio: float) -> None:
 
 @every_codec
 def test_a_compressed_pull_without_content(name: str) -> None:
-    link, server, size_only = Link(ROWS[name], 1000), Ends(), SizeOnly(4000)
+    link, server, size_only = CompressionPipeline(ROWS[name], 1000), CodecState(), SizeOnly(4000)
     first, second = (link.pull(server, 0, size_only, Turn(0.1)) for _ in range(2))
     assert (first.nbytes, second.nbytes) == (4000, link.pull_bytes(0.1))
     assert link.pulled(size_only, second) == link.pulled(size_only, first) == server.held[0] == size_only

@@ -8,7 +8,7 @@ from ashl.compression.contract import Turn
 from ashl.compression.wire.bits import pack, unpack
 from ashl.compression.wire.there import block_sums
 from ashl.data.by_index import ByIndex
-from ashl.stage.link import Ends, Link
+from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import ROWS, bits, every_codec, vector
 from tests.laws.test_codecs_there import KINDS, LAST_BIT, of_kind
 
@@ -20,16 +20,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_the_same_bytes(name: str, d: int) -> None:
     for kind in KINDS if not ROWS[name].on_host else ("normal",):
         x, turn = of_kind(kind, d), Turn(ratio=0.1, seed=3)
-        here, there = Link(ROWS[name], d), Link(ROWS[name], d, device="cuda")
-        body, same = here.encode(Ends(), x, turn), there.encode(Ends(), x.cuda(), turn)
+        here, there = CompressionPipeline(ROWS[name], d), CompressionPipeline(ROWS[name], d, device="cuda")
+        body, same = here.encode(CodecState(), x, turn), there.encode(CodecState(), x.cuda(), turn)
         assert same.is_cuda != ROWS[name].on_host
         alike = name not in LAST_BIT and kind != "nan"  # of what is no number the bits are a device's own
         if not here.flags.reduces:
-            found, expected = there.decode(Ends(), 0, body).cpu(), here.decode(Ends(), 0, body)
+            found, expected = there.decode(CodecState(), 0, body).cpu(), here.decode(CodecState(), 0, body)
             alike = alike and not expected.isnan().any()
             assert torch.equal(found.isnan(), expected.isnan())
             assert torch.equal(found.nan_to_num(), expected.nan_to_num()), kind
-            assert there.decode(Ends(), 0, same).is_cuda
+            assert there.decode(CodecState(), 0, same).is_cuda
         if alike:
             assert bits(same.cpu()) == bits(body), kind
 

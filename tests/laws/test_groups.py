@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ashl.data.rng import Purpose, chosen, permutation
 from ashl.option import option
-from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.plain_state import from_plain, to_plain
 from ashl.sync.ripples_static import phase
 from ashl.topology import group_generator as gg
 from ashl.topology.group_generator import GroupRule, machines
@@ -94,7 +94,7 @@ class Played:
             number: sum(ready.get(member) != number for member in group.members) for number, group in pending.items()
         }
         assert all(state._missing.values()), "what can begin has begun"
-        assert unpacked(packed(state)) == state
+        assert from_plain(to_plain(state)) == state
 
 
 def play(seed: int, scheduler: str, steps: int = 60) -> Played:

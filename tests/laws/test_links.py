@@ -17,8 +17,8 @@ from ashl.compression.wire.body import HEADER, Parts
 from ashl.errors import UsageError
 from ashl.option import option, refuse_unasked
 from ashl.planning.compatibility import check_codec_roles
-from ashl.runtime.packed import packed, unpacked
-from ashl.stage.link import Ends, Link
+from ashl.runtime.plain_state import from_plain, to_plain
+from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import codec, vector
 
 D = 200
@@ -29,12 +29,12 @@ OWN = {  # what a wrapper has not: fields of the option, which `wrapped` reads, 
 
 
 def test_a_link_goes_on_from_a_checkpoint() -> None:
-    link = Link(wrapped(codec("topk", ratio=0.1, momentum=0.9, critical_ratio=0.5), ()), D)
-    ends = Ends()
+    link = CompressionPipeline(wrapped(codec("topk", ratio=0.1, momentum=0.9, critical_ratio=0.5), ()), D)
+    ends = CodecState()
     for k in range(4):
         link.decode(ends, k % 2, link.encode(ends, vector("normal", D, k), Turn(round=k, epoch=k)))
         link.pull(ends, k % 2, vector("normal", D, k), Turn(0.1))
-    again = unpacked(packed(ends))
+    again = from_plain(to_plain(ends))
     x, turn = vector("normal", D, 9), Turn(round=9, epoch=9)
     assert torch.equal(link.encode(ends, x, turn), link.encode(again, x, turn))
     assert torch.equal(link.pull(ends, 1, x, Turn(0.1)), link.pull(again, 1, x, Turn(0.1)))
@@ -42,7 +42,7 @@ def test_a_link_goes_on_from_a_checkpoint() -> None:
 
 
 def test_a_dropped_message_leaves_nothing_behind() -> None:
-    link, ends, x = Link(wrapped(codec("topk", ratio=0.1), ()), D), Ends(), vector("normal", D)
+    link, ends, x = CompressionPipeline(wrapped(codec("topk", ratio=0.1), ()), D), CodecState(), vector("normal", D)
     link.undo(ends, link.encode(ends, x, Turn()))
     assert torch.equal(link.kept(ends), x)
 
@@ -50,23 +50,23 @@ def test_a_dropped_message_leaves_nothing_behind() -> None:
 def test_what_a_stage_takes_over() -> None:
     """The residual where it is kept, and what workers hold, always."""
     held, residual = {0: torch.ones(D)}, Residual(torch.ones(D))
-    ends = Ends(sender=residual, receivers={0: "state"}, memory="state", held=held)
-    plain, feedback = (Link(wrapped(codec("topk", feedback=on), ()), D) for on in (False, True))
+    ends = CodecState(sender=residual, receivers={0: "state"}, memory="state", held=held)
+    plain, feedback = (CompressionPipeline(wrapped(codec("topk", feedback=on), ()), D) for on in (False, True))
     keeps, drops = Keeps(), Keeps(residual=False)
-    assert feedback.enter(ends, keeps, False, 0.1) == Ends(sender=residual, held=held)
-    assert plain.enter(ends, keeps, False, 0.1) == feedback.enter(ends, drops, False, 0.1) == Ends(held=held)
+    assert feedback.enter(ends, keeps, False, 0.1) == CodecState(sender=residual, held=held)
+    assert plain.enter(ends, keeps, False, 0.1) == feedback.enter(ends, drops, False, 0.1) == CodecState(held=held)
 
 
 def test_what_is_kept_of_a_sum_is_taken_over_in_the_units_of_the_stage() -> None:
     """Of gradients, what a step at the rate of the border makes of them, and the other way round."""
-    gtopk, fetch = (Link(wrapped(codec(name), ()), D) for name in ("gtopk", "fetch_sgd"))
+    gtopk, fetch = (CompressionPipeline(wrapped(codec(name), ()), D) for name in ("gtopk", "fetch_sgd"))
     left, sketches = torch.full((D,), 2.0), Sketches(torch.full((9,), 4.0), torch.full((9,), 2.0), 3)
-    of_gradients, of_models = (Ends(memory=left, gradients=on) for on in (True, False))
+    of_gradients, of_models = (CodecState(memory=left, gradients=on) for on in (True, False))
     assert torch.equal(gtopk.enter(of_models, Keeps(), False, 0.5).memory, left)
     assert torch.equal(gtopk.enter(of_gradients, Keeps(), False, 0.5).memory, -0.5 * left)
     assert torch.equal(gtopk.enter(of_models, Keeps(), True, 0.5).memory, -2 * left)
     assert gtopk.enter(of_models, Keeps(residual=False), False, 0.5).memory is None
-    again = unpacked(packed(fetch.enter(Ends(memory=sketches), Keeps(momentum=False), False, 0.5)))
+    again = from_plain(to_plain(fetch.enter(CodecState(memory=sketches), Keeps(momentum=False), False, 0.5)))
     assert (again.memory.momentum.tolist(), again.memory.error.tolist(), again.memory.seed) == ([0.0] * 9, [2.0] * 9, 3)
     assert fetch.enter(of_models, Keeps(), False, 0.5).memory is None
 
@@ -151,17 +151,17 @@ def test_a_codec_of_ones_own_has_a_number_of_its_own(code: int, monkeypatch: pyt
 
 
 def test_a_codec_writes_as_many_bytes_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = Link(Half(), D)
-    assert link.encode(Ends(), torch.ones(D), Turn()).nbytes == 20 + 2 * D
+    link = CompressionPipeline(Half(), D)
+    assert link.encode(CodecState(), torch.ones(D), Turn()).nbytes == 20 + 2 * D
     monkeypatch.setattr(Half, "said", 3)
     with pytest.raises(UsageError, match=f"Half wrote 420 bytes for {D} elements, and its payload says 620;"):
-        link.encode(Ends(), torch.ones(D), Turn())
+        link.encode(CodecState(), torch.ones(D), Turn())
     monkeypatch.setattr(Half, "flags", Flags(variable=True))
-    link = Link(Half(), D)
-    assert link.encode(Ends(), torch.ones(D), Turn()).nbytes == 420
+    link = CompressionPipeline(Half(), D)
+    assert link.encode(CodecState(), torch.ones(D), Turn()).nbytes == 420
     monkeypatch.setattr(Half, "said", 1)
     with pytest.raises(UsageError, match="its payload says at most 220"):
-        link.encode(Ends(), torch.ones(D), Turn())
+        link.encode(CodecState(), torch.ones(D), Turn())
 
 
 def test_what_is_near_to_nothing_is_a_codecs_own() -> None:

@@ -17,7 +17,7 @@ from ashl.compression.contract import BodyError, Layer, Turn, size_of
 from ashl.compression.wire.body import Parts, write_body
 from ashl.errors import AshlError, UsageError
 from ashl.runtime import collectives
-from ashl.runtime.plane import Links
+from ashl.runtime.transport import PeerConnections
 from tests.laws.codecs import codec, vector
 
 LAYOUT = (Layer("weight", (10, 12)), Layer("bias", (10,)), Layer("conv", (4, 3, 3, 3)))
@@ -125,6 +125,6 @@ def test_a_gathered_body_that_cannot_be_is_not_waited_for(monkeypatch: pytest.Mo
 
 
 def test_a_message_longer_than_any_can_be_is_not_sent() -> None:
-    links = Links({}, queue.SimpleQueue(), lambda: 0, lambda *_: 0, 1000)
+    links = PeerConnections({}, queue.SimpleQueue(), lambda: 0, lambda *_: 0, 1000)
     with pytest.raises(AshlError, match="a codec writes more than its payload says"):
         links.post(1, ("push", 0, 0), torch.zeros(1001, dtype=torch.uint8), (), (0, 0), print)

@@ -14,7 +14,7 @@ from ashl.compression.contract import BodyError, Layer, Turn
 from ashl.compression.dryden import learned
 from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
-from ashl.stage.link import Ends, Link
+from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import bits, codec, decoded, length, vector
 
 # --- Strom ------------------------------------------------------------------------------------------------------------
@@ -224,12 +224,12 @@ def test_alpha_is_that_of_the_quantizer(norm: str, omega: float) -> None:
 
 def test_diana_without_content_and_malformed() -> None:
     diana = codec("diana")
-    link, ends = Link(diana, 100), Ends()
+    link, ends = CompressionPipeline(diana, 100), CodecState()
     body = link.encode(ends, SizeOnly(400), Turn())
     assert body == SizeOnly(diana.payload(None, 100))
     link.undo(ends, body)
     assert link.decode(ends, 0, body) == SizeOnly(400)
-    assert ends == Ends()
+    assert ends == CodecState()
     _, body = diana.encode(None, vector("normal", 100))
     for bad in (body[:-1], body[:10], torch.cat([body, body]), None):
         with pytest.raises(BodyError):

@@ -240,7 +240,7 @@ def test_bodies_of_many_lengths_travel_as_long_as_the_longest() -> None:
 
         machine = Sim(3, Speed(cluster(3), 1, 0), network(cluster(3), 4000), NullObserver())
         ends = machine.run(main, tick=lambda: None)
-        spent.append((ends, [ctx.ledger.bytes_up for ctx in machine.contexts]))
+        spent.append((ends, [ctx.time_accounting.bytes_up for ctx in machine.contexts]))
     assert spent[0] == spent[1]
     assert spent[0][1] == [600] * 3
 

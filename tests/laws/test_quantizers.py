@@ -20,7 +20,7 @@ from ashl.compression.wire.value_code import WIDTHS, ValueCode, read_values, val
 from ashl.errors import UsageError
 from ashl.planning.compatibility import check_signs
 from ashl.size_only import SizeOnly
-from ashl.stage.link import Ends, Link
+from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.conf_option import conf_option
 from tests.laws.codecs import decoded, length, vector
 
@@ -210,7 +210,7 @@ def test_a_majority_decides(n: int) -> None:
     assert torch.equal(codec.reduce(None, bodies, [1 / n] * n, 500)[1], votes.sign())
     weights = [1.0] + [0.1 / n] * (n - 1)
     assert torch.equal(codec.reduce(None, bodies, weights, 500)[1], xs[0].sign())
-    assert Link(codec, 500).reduce(Ends(), [SizeOnly(83)] * n, weights) == SizeOnly(2000)
+    assert CompressionPipeline(codec, 500).reduce(CodecState(), [SizeOnly(83)] * n, weights) == SizeOnly(2000)
     assert codec.pulled().flags.contraction
 
 
@@ -225,7 +225,7 @@ def test_signum_sends_the_signs_of_a_running_mean() -> None:
         assert torch.allclose(sender.mean, mean, atol=1e-6)
         assert torch.equal(decoded(codec, body, 100), sender.mean.sign())
         assert codec.undo(sender, body) == sender
-    assert Link(codec, 100).encode(Ends(), SizeOnly(400), Turn()) == SizeOnly(20 + 13)
+    assert CompressionPipeline(codec, 100).encode(CodecState(), SizeOnly(400), Turn()) == SizeOnly(20 + 13)
 
 
 def test_a_residual_goes_on_behind_a_running_mean() -> None:

@@ -17,7 +17,7 @@ from ashl.compression.power_sgd import LowRank, orthonormal
 from ashl.compression.wire.body import HEADER
 from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
-from ashl.stage.link import Ends, Link
+from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import bits, codec, decoded, length, vector
 from tests.laws.protocols import drawn, together, top, weighted, whole
 from tests.support import planned, simulated
@@ -282,7 +282,7 @@ def test_the_server_half_of_gtopk() -> None:
         kept = memory
     forgets = codec("gtopk", ratio=0.1, feedback=False)
     assert forgets.reduce(None, [forgets.encode(None, xs[0])[1]], [1.0], d)[0] is None
-    assert Link(option, d).reduce(Ends(), [SizeOnly(9)], [1.0]) == SizeOnly(4 * d)
+    assert CompressionPipeline(option, d).reduce(CodecState(), [SizeOnly(9)], [1.0]) == SizeOnly(4 * d)
 
 
 # --- what makes no sense, and runs ------------------------------------------------------------------------------------

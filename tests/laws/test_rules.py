@@ -12,8 +12,8 @@ from ashl.config.catalog import catalog, target
 from ashl.config.construct import BASES, construct, found
 from ashl.errors import UsageError
 from ashl.option import Count, option, refuse_unasked
+from ashl.stage.progress import Progress
 from ashl.stage.stage import Rule, Topology
-from ashl.stage.tally import Tally
 from ashl.sync.ssp import SSP
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import Assignment, BarrierRule, ParameterServer, ServerRule
@@ -47,7 +47,7 @@ def test_every_shipped_option_says_what_is_asked_for(group: str, name: str, file
 
 def test_a_misspelt_hook_is_refused_with_the_right_name(mine) -> None:
     class Steers(ServerRule):
-        def next_assignments(self, stage: Any, state: Any, tally: Tally, rank: int) -> Assignment:
+        def next_assignments(self, stage: Any, state: Any, progress: Progress, rank: int) -> Assignment:
             return Assignment(local_steps=1)
 
     with pytest.raises(
@@ -89,8 +89,8 @@ def test_what_cannot_be_asked_is_no_hook(hook: Any, mine) -> None:
 
 def test_nobody_awaits_an_answer(mine) -> None:
     class Mine(ServerRule):
-        async def may_proceed(self, state: Any, tally: Tally) -> Any:  # type: ignore[override]
-            return tally.waiting
+        async def may_proceed(self, state: Any, progress: Progress) -> Any:  # type: ignore[override]
+            return progress.waiting
 
     with pytest.raises(UsageError, match="'may_proceed' cannot be asked"):
         made(mine, option(Mine), "sync")
@@ -168,15 +168,15 @@ def test_a_field_in_place_of_a_class_variable_is_required(mine) -> None:
 class AsksTwice(SSP):
     """As SSP; what it is asked first, it forgets."""
 
-    def may_proceed(self, state: Any, tally: Tally) -> list[int]:
-        tally.behind()
-        tally.within(self.staleness)
-        return super().may_proceed(state, tally)
+    def may_proceed(self, state: Any, progress: Progress) -> list[int]:
+        progress.behind()
+        progress.within(self.staleness)
+        return super().may_proceed(state, progress)
 
 
 class BarrierTwice(BarrierRule):
-    def may_proceed(self, state: Any, tally: Tally) -> Any:
-        return [rank for rank in tally.behind() if rank in tally.behind() and tally.waiting]
+    def may_proceed(self, state: Any, progress: Progress) -> Any:
+        return [rank for rank in progress.behind() if rank in progress.behind() and progress.waiting]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -201,26 +201,26 @@ def test_a_tally_answers_as_counting_does(seed: int) -> None:
     """In whatever order things happen: `behind`, `within`, `slowest` and `fastest` are what they are by definition."""
     rng = random.Random(seed)
     n = rng.randint(1, 6)
-    tally = Tally(n)
+    progress = Progress(n)
     for _ in range(60):
-        computing = [rank for rank in range(n) if rank not in tally.waiting]
+        computing = [rank for rank in range(n) if rank not in progress.waiting]
         what = rng.choice(["arrive", "commit", "merge", "release", "begin"])
         if what == "arrive" and computing:
-            tally.arrive(rng.choice(computing), rng.randint(0, 3), rng.random() < 0.3)
+            progress.arrive(rng.choice(computing), rng.randint(0, 3), rng.random() < 0.3)
         elif what == "commit":
-            tally.commit(rng.randrange(n), 1, 8)
+            progress.commit(rng.randrange(n), 1, 8)
         elif what == "merge":
-            tally.merge()
-        elif what == "release" and tally.waiting:
-            tally.release(rng.choice(sorted(tally.waiting)))
-        elif what == "begin" and not tally.waiting and rng.random() < 0.2:
-            tally.begin(1.0)
+            progress.merge()
+        elif what == "release" and progress.waiting:
+            progress.release(rng.choice(sorted(progress.waiting)))
+        elif what == "begin" and not progress.waiting and rng.random() < 0.2:
+            progress.begin(1.0)
         bound = rng.choice([0, 1, 3])
-        assert (tally.slowest, tally.fastest) == (min(tally.clocks), max(tally.clocks))
+        assert (progress.slowest, progress.fastest) == (min(progress.clocks), max(progress.clocks))
         for _twice in range(2):
-            assert set(tally.behind()) == {
-                rank for rank, (_, late) in tally.waiting.items() if late or tally.pulled[rank] < tally.version
+            assert set(progress.behind()) == {
+                rank for rank, (_, late) in progress.waiting.items() if late or progress.pulled[rank] < progress.version
             }
-            ahead = {rank for rank in tally.waiting if tally.clocks[rank] <= min(tally.clocks) + bound}
-            assert set(tally.within(bound)) == ahead
-            assert set(tally.within(float("inf"))) == set(tally.waiting)
+            ahead = {rank for rank in progress.waiting if progress.clocks[rank] <= min(progress.clocks) + bound}
+            assert set(progress.within(bound)) == ahead
+            assert set(progress.within(float("inf"))) == set(progress.waiting)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from ashl.cluster.spec import Event
 from ashl.cluster.speed import Speed
 from ashl.run.pacing_stats import pacing_summary
-from ashl.runtime import pace as pacing
+from ashl.runtime import throttle as pacing
 from ashl.runtime.compute_unit import ComputeUnit
 from ashl.runtime.effects import Compute
 from ashl.runtime.kernel import Mailbox
-from ashl.runtime.pace import Pace
-from ashl.runtime.records import Lateness, PaceKept
+from ashl.runtime.records import Lateness, PacingStats
+from ashl.runtime.throttle import Throttle
 from tests.laws.machines import MS, cluster
 
 BATCH = 10
@@ -78,11 +78,11 @@ class Host:
     def sleep(self, seconds: float) -> None:
         self.now += round(seconds * 1e9) + 60_000  # sleeps overshoot
 
-    def pace(self, **costs) -> Pace:
-        return Pace(cluster(2, compute=(1.0, 3.0), **costs), 1, BATCH, 0, 4000, lambda: self.now, dist.HashStore())
+    def pace(self, **costs) -> Throttle:
+        return Throttle(cluster(2, compute=(1.0, 3.0), **costs), 1, BATCH, 0, 4000, lambda: self.now, dist.HashStore())
 
 
-def computed(pace: Pace, kind: str, work: float, start_ns: int) -> int:
+def computed(pace: Throttle, kind: str, work: float, start_ns: int) -> int:
     return pace.computed(kind, pace.cost_ns(kind, work, start_ns), start_ns)
 
 
@@ -139,14 +139,14 @@ def test_a_push_is_its_workers(monkeypatch) -> None:
     fine, late = (Lateness(10, n, n / 10, 1.0) for n in (0, 2))
     idle = Lateness(0, 0, 0.0, 0.0)
     reports = [
-        PaceKept(0, fine, [(2, fine)]),
-        PaceKept(1, fine, [(2, late)]),
-        PaceKept(2, idle, [(0, fine), (1, late)]),
+        PacingStats(0, fine, [(2, fine)]),
+        PacingStats(1, fine, [(2, late)]),
+        PacingStats(2, idle, [(0, fine), (1, late)]),
     ]
     pace = pacing_summary(reports, 2)
     assert [worker["slower_by"] for worker in pace["workers"]] == pytest.approx([0.0, 0.4 / 3])
     assert (pace["steps_slower_by"], pace["transfers_slower_by"]) == (0.0, pytest.approx(0.2))
-    assert pacing_summary([PaceKept(0, idle, [])], 1) == {}
+    assert pacing_summary([PacingStats(0, idle, [])], 1) == {}
 
 
 def test_encoding_that_is_declared_to_cost_nothing_is_late_where_it_takes_time(monkeypatch) -> None:
@@ -174,7 +174,7 @@ def test_without_a_declared_cost_the_host_is_slowed_down_by_the_factor(monkeypat
 def test_processes_that_decide_at_the_same_moment_queue_at_the_port_that_they_share() -> None:
     """Each has a second's bytes to send at 0; a sum of two, begun at 0, comes after them, at the same time for both."""
     machines, store = cluster(4, node=(0, 0, 0, 1), inner_bandwidth_mbit_s=1e6), dist.HashStore()
-    paces = [Pace(machines, rank, 1, 0, 4000, lambda: 0, store) for rank in range(4)]
+    paces = [Throttle(machines, rank, 1, 0, 4000, lambda: 0, store) for rank in range(4)]
     with ThreadPoolExecutor(3) as pool:
         tails = list(pool.map(lambda pace: pace.departure(3, 125_000, 0)[2], paces[:3]))
     assert sorted(tails) == [1000 * MS, 2000 * MS, 3000 * MS]

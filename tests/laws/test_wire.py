@@ -9,44 +9,44 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.runtime import wire
+from ashl.runtime import framing
 from ashl.runtime.effects import Message
-from ashl.runtime.plane import Links
+from ashl.runtime.transport import PeerConnections
 from ashl.size_only import SizeOnly
 
 MAX_BYTES = 10_000
 INT64 = st.integers(-(2**63), 2**63 - 1)
 names = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=16)
 tags = st.tuples(names, st.integers(0, 2**31 - 1), st.integers(0, 2**62 - 1))
-metas = st.lists(st.floats(), max_size=2 * wire.META).map(tuple)
+metas = st.lists(st.floats(), max_size=2 * framing.META).map(tuple)
 bodies = st.one_of(
     st.none(),
     st.builds(
-        lambda dtype, n: torch.zeros(n, dtype=dtype), st.sampled_from(wire.DTYPES), st.integers(0, MAX_BYTES // 8)
+        lambda dtype, n: torch.zeros(n, dtype=dtype), st.sampled_from(framing.DTYPES), st.integers(0, MAX_BYTES // 8)
     ),
 )
 
 
-def read(raw: torch.Tensor) -> wire.Header:
+def read(raw: torch.Tensor) -> framing.Header:
     """What a header is taken for, with what follows it."""
 
     def rest(count: int) -> torch.Tensor:
-        assert 0 < count <= wire.MOST - wire.META, "checked before memory is taken"
-        return torch.cat([raw[wire.HEADER_WORDS :], torch.zeros(wire.MOST, dtype=torch.int64)])[:count]
+        assert 0 < count <= framing.MOST - framing.META, "checked before memory is taken"
+        return torch.cat([raw[framing.HEADER_WORDS :], torch.zeros(framing.MOST, dtype=torch.int64)])[:count]
 
-    return wire.decode(raw[: wire.HEADER_WORDS], MAX_BYTES, rest)
+    return framing.decode(raw[: framing.HEADER_WORDS], MAX_BYTES, rest)
 
 
 def bits(meta: tuple[float, ...]) -> bytes:
     return struct.pack(f"<{len(meta)}d", *meta)
 
 
-@given(st.sampled_from([wire.MESSAGE, wire.BYE]), tags, bodies, metas)
+@given(st.sampled_from([framing.MESSAGE, framing.BYE]), tags, bodies, metas)
 def test_round_trip(kind, tag, body, meta) -> None:
-    raw = wire.encode(kind, tag, body, meta)
+    raw = framing.encode(kind, tag, body, meta)
     assert (raw.dtype, tuple(raw.shape)) == (
         torch.int64,
-        (wire.HEADER_WORDS + max(0, len(meta) - wire.META),),
+        (framing.HEADER_WORDS + max(0, len(meta) - framing.META),),
     )
     header = read(raw)
     assert header[:3] == (kind, tag, 0 if body is None else body.nbytes)
@@ -55,37 +55,39 @@ def test_round_trip(kind, tag, body, meta) -> None:
 
 
 @given(
-    st.lists(INT64, min_size=wire.HEADER_WORDS, max_size=wire.HEADER_WORDS).filter(lambda words: words[0] != wire.MAGIC)
+    st.lists(INT64, min_size=framing.HEADER_WORDS, max_size=framing.HEADER_WORDS).filter(
+        lambda words: words[0] != framing.MAGIC
+    )
 )
 def test_noise_is_refused(words) -> None:
-    with pytest.raises(wire.WireError):
+    with pytest.raises(framing.FramingError):
         read(torch.tensor(words))
 
 
-@given(tags, bodies, metas, st.dictionaries(st.integers(1, wire.HEADER_WORDS - 1), INT64, max_size=4))
+@given(tags, bodies, metas, st.dictionaries(st.integers(1, framing.HEADER_WORDS - 1), INT64, max_size=4))
 def test_a_header_with_words_replaced_is_refused_or_within_bounds(tag, body, meta, replaced) -> None:
-    raw = wire.encode(wire.MESSAGE, tag, body, meta)
+    raw = framing.encode(framing.MESSAGE, tag, body, meta)
     for index, word in replaced.items():
         raw[index] = word
     try:
         header = read(raw)
-    except wire.WireError:
+    except framing.FramingError:
         return
     name, stage, iteration = header.tag
-    assert header.kind in (wire.MESSAGE, wire.BYE)
+    assert header.kind in (framing.MESSAGE, framing.BYE)
     assert 0 <= header.nbytes <= MAX_BYTES
     assert header.nbytes % header.dtype.itemsize == 0 if header.dtype else header.nbytes == 0
     assert len(name) <= 16
     assert name.isascii()
     assert min(stage, iteration) >= 0
-    assert len(header.meta) <= wire.MOST
+    assert len(header.meta) <= framing.MOST
 
 
 @pytest.mark.parametrize(
     ("index", "word"),
     [
         (0, 0),
-        (0, wire.MAGIC + 1),  # another version
+        (0, framing.MAGIC + 1),  # another version
         (1, -1),  # a name that is not ASCII
         (3, -1),
         (3, 2**31),
@@ -98,33 +100,33 @@ def test_a_header_with_words_replaced_is_refused_or_within_bounds(tag, body, met
         (6, MAX_BYTES + 4),
         (6, 2**62),  # would be an allocation of exabytes
         (7, -1),
-        (7, len(wire.DTYPES)),
+        (7, len(framing.DTYPES)),
         (8, -1),
-        (8, wire.MOST + 1),
+        (8, framing.MOST + 1),
         (8, 2**40),
-        (wire.RECEIPT, -1),
-        (wire.RECEIPT + 1, -1),
+        (framing.RECEIPT, -1),
+        (framing.RECEIPT + 1, -1),
     ],
 )
 def test_each_word_is_checked(index: int, word: int) -> None:
-    raw = wire.encode(wire.MESSAGE, ("push", 0, 0), torch.zeros(8), (1.0,))
+    raw = framing.encode(framing.MESSAGE, ("push", 0, 0), torch.zeros(8), (1.0,))
     raw[index] = word
-    with pytest.raises(wire.WireError):
+    with pytest.raises(framing.FramingError):
         read(raw)
 
 
 def test_what_does_not_fit_is_refused_by_the_sender() -> None:
     with pytest.raises(ValueError, match="does not fit"):
-        wire.encode(wire.MESSAGE, ("a-name-of-17-char", 0, 0))
+        framing.encode(framing.MESSAGE, ("a-name-of-17-char", 0, 0))
     with pytest.raises(ValueError, match="does not fit"):
-        wire.encode(wire.MESSAGE, ("push", 0, 0), meta=(0.0,) * (wire.MOST + 1))
+        framing.encode(framing.MESSAGE, ("push", 0, 0), meta=(0.0,) * (framing.MOST + 1))
 
 
 class Pipe:
     """A group of two in one process, as strict about lengths as gloo: of whoever sends, and of whoever receives."""
 
     def __init__(self) -> None:
-        self.lines = {plane: queue.SimpleQueue[torch.Tensor]() for plane in (wire.HEADERS, wire.BODIES)}
+        self.lines = {plane: queue.SimpleQueue[torch.Tensor]() for plane in (framing.HEADERS, framing.BODIES)}
 
     def send(self, tensors: list[torch.Tensor], _place: int, plane: int) -> Any:
         self.lines[plane].put(tensors[0].clone())
@@ -143,10 +145,10 @@ class Pipe:
 def test_more_numbers_than_a_header_holds_arrive_and_what_comes_after_them_too() -> None:
     """With data dealt anew an answer names who is gone: of 300 workers in more numbers than a header has."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    links = Links(
+    links = PeerConnections(
         {1: (cast("Any", Pipe()), 1, 0)}, inbox, lambda: 0, lambda *_: 0, MAX_BYTES
     )  # what it sends comes back
-    body, metas = torch.arange(5.0), [tuple(map(float, range(n))) for n in (wire.META, wire.META + 1, 400, 2)]
+    body, metas = torch.arange(5.0), [tuple(map(float, range(n))) for n in (framing.META, framing.META + 1, 400, 2)]
     for round_, meta in enumerate(metas):
         links.post(1, ("pull", 0, round_), body, meta, (0, 0), lambda _: None)
     came = [next(item for item in iter(inbox.get, None) if isinstance(item, Message)) for _ in metas]

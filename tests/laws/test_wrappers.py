@@ -14,7 +14,7 @@ from ashl.compression.around.wrapper import innermost
 from ashl.compression.contract import BodyError, Codec, Layer, Turn
 from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
-from ashl.stage.link import Ends, Link
+from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.conf_option import conf_option
 from tests.laws.codecs import decoded, vector
 
@@ -140,8 +140,8 @@ def test_warm_up_is_the_papers() -> None:
     """25, 6.3, 1.6, 0.4 and 0.1 % of a million."""
     option, d = conf_option("compression", "topk", ratio=0.001, warmup_epochs=4), 1_000_000
     codec = wrapped(option, (Layer("all", (d,)),))
-    link, x = Link(codec, d), SizeOnly(4 * d)
-    sizes = [link.encode(Ends(), x, Turn(0.001, epoch=epoch)).nbytes for epoch in (0, 1.5, 2, 3, 4, 90)]
+    link, x = CompressionPipeline(codec, d), SizeOnly(4 * d)
+    sizes = [link.encode(CodecState(), x, Turn(0.001, epoch=epoch)).nbytes for epoch in (0, 1.5, 2, 3, 4, 90)]
     shares = (0.2512, 0.0631, 0.01585, 0.00398, 0.001, 0.001)
     assert sizes == pytest.approx([option.payload(share, d) for share in shares], rel=2e-3)
 
@@ -182,7 +182,7 @@ def test_each_layer_by_itself() -> None:
     expected = out + decoded(codec, body, D)
     codec.add(out, body)
     assert torch.equal(out, expected)
-    assert Link(codec, D).encode(Ends(), SizeOnly(4 * D), Turn()) == SizeOnly(body.nbytes)
+    assert CompressionPipeline(codec, D).encode(CodecState(), SizeOnly(4 * D), Turn()) == SizeOnly(body.nbytes)
     for broken in (body[:-1], torch.cat([body, body[:1]]), body[:30]):
         with pytest.raises(BodyError):
             codec.decode(None, broken, D)

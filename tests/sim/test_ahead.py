@@ -10,8 +10,8 @@ import pytest
 from ashl.cli.app import main
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
-from ashl.runtime.ahead import TRIED, WORTH_S, Ahead, on_cores
 from ashl.runtime.effects import Compute
+from ashl.runtime.parallel_sim import TRIED, WORTH_S, ParallelCompute, use_cores
 from tests.support import planned
 
 RUN = "runtime=sim tracking=none cluster.compute=[1,2,3] stop.steps=60 model.hidden=[16] eval.every_commits=20"
@@ -61,8 +61,8 @@ def test_one_core_where_the_model_draws_from_the_only_generator() -> None:
     class Simulation:
         ahead = None
 
-    with on_cores(Simulation, 4, 4, Drawing()):
-        assert Simulation.ahead is None
+    with use_cores(Simulation, 4, 4, Drawing()):
+        assert Simulation.begin_compute is None
 
 
 @pytest.mark.parametrize(("takes_s", "elsewhere"), [(0.0, False), (2 * WORTH_S, True)])
@@ -71,7 +71,7 @@ def test_short_steps_are_not_handed_over_by_themselves(takes_s: float, elsewhere
         def submit(self, fn):
             return "begun"
 
-    ahead = Ahead(Pool, TRIED)
+    ahead = ParallelCompute(Pool, TRIED)
     effect = Compute(lambda: time.sleep(takes_s), 1)
     assert [ahead(effect) for _ in range(TRIED)] == [None] * TRIED
     assert ahead(effect) == ("begun" if elsewhere else None)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ashl.stage.tally import Tally
+from ashl.stage.progress import Progress
 from ashl.sync.adsp import ADSP, reward
 from ashl.sync.dssp import Controller, grant
 from ashl.sync.lb_bsp import share_out
@@ -78,15 +78,15 @@ def test_adsp_sees_no_reward_in_what_does_not_fall():
 
 def checked(rule, periods):
     """C after each check of Γ = 2 s, by the losses at the middle and the end of each period; the first starts at 3."""
-    tally = Tally(1, loss=3.0)
-    state = rule.begin(None, tally)
+    progress = Progress(1, loss=3.0)
+    state = rule.begin(None, progress)
     rates = []
     push = SimpleNamespace(worker=0, push_s=0.0, pull_s=0.0)
-    rule.observe(None, state, tally, push)
+    rule.observe(None, state, progress, push)
     for number, losses in enumerate(periods):
         for half, loss in enumerate(losses, start=1):
-            tally.now_s, tally.loss = 2.0 * number + half, loss
-            rule.observe(None, state, tally, push)
+            progress.now_s, progress.loss = 2.0 * number + half, loss
+            rule.observe(None, state, progress, push)
         rates.append(state.rate)
     return rates
 
@@ -127,17 +127,17 @@ def test_dssp_stays_in_its_range(cluster):
 
 def test_dssp_grants_nothing_to_a_push_that_came_too_late():
     """It was let go for what had been granted to the push before."""
-    rule, tally = conf_option("sync", "dssp", s_low=0, s_high=3), Tally(3)
+    rule, progress = conf_option("sync", "dssp", s_low=0, s_high=3), Progress(3)
     for worker in (1, 1, 2, 2):
-        tally.commit(worker, 1, 1)
-    tally.arrive(1, 0, False)
-    tally.latest = 1
+        progress.commit(worker, 1, 1)
+    progress.arrive(1, 0, False)
+    progress.latest = 1
     granted = Controller([], [], granted=True)
-    assert rule.may_proceed(granted, tally) == [1]
-    tally.release(1)
-    tally.arrive(2, 5, True)
-    tally.latest = 2
-    assert rule.may_proceed(granted, tally) == []
+    assert rule.may_proceed(granted, progress) == [1]
+    progress.release(1)
+    progress.arrive(2, 5, True)
+    progress.latest = 2
+    assert rule.may_proceed(granted, progress) == []
 
 
 def test_dssp_grants_what_waits_least():
@@ -162,12 +162,12 @@ def test_adacomm_shortens_its_period_as_the_loss_falls():
 def test_adacomm_stretches_under_a_falling_rate_only():
     """Halved to one step by the third check, stretched by √(0.1/0.025) = 2 where the rate has fallen to a quarter."""
     rule, rates = conf_option("sync", "adacomm", local_steps=8, every_s=1.0), iter([0.1, 0.1, 0.1, 0.1, 0.025, 0.1])
-    tally = SimpleNamespace(now_s=0.0, waiting=[0], present=1, loss=1.0, samples=0)
+    progress = SimpleNamespace(now_s=0.0, waiting=[0], present=1, loss=1.0, samples=0)
     stage = SimpleNamespace(num_workers=1, trainer=SimpleNamespace(rate=lambda samples: next(rates)))
-    periods, state = [], rule.begin(stage, tally)
+    periods, state = [], rule.begin(stage, progress)
     for second in range(6):
-        tally.now_s = float(second)
-        state = rule.observe(stage, state, tally, None)
+        progress.now_s = float(second)
+        state = rule.observe(stage, state, progress, None)
         periods.append(state.local_steps)
     assert periods == [8, 4, 2, 1, 2, 1]
 

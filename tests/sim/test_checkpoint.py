@@ -14,7 +14,7 @@ from ashl.config.construct import construct
 from ashl.learn.device import HOST
 from ashl.planning.instantiate import assemble
 from ashl.run.mean_model import ModelSet
-from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.plain_state import from_plain, to_plain
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim, resume
 from ashl.stage.program import program
@@ -146,7 +146,7 @@ def run(ran: Ran, saved: dict | None = None, save_at_ns: int | None = None, devi
     def keep(document: dict) -> int:
         file = io.BytesIO()
         torch.save(document, file)
-        kept.append((file.getvalue(), len(ran.records), len(ran.snapshots), packed(ran.parts)))
+        kept.append((file.getvalue(), len(ran.records), len(ran.snapshots), to_plain(ran.parts)))
         return document["time_ns"] + 700_000_000
 
     if save_at_ns is not None:
@@ -177,7 +177,7 @@ def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
     for file, records, snapshots, parts in kept[:: max(1, len(kept) // 2)]:
         saved = {**torch.load(io.BytesIO(file), weights_only=True), "packages": ("ashl",)}
         again = Ran(ran.plan, records=whole.records[:records], snapshots=whole.snapshots[:snapshots])
-        again.parts, again.learner = unpacked(parts), whole.learner
+        again.parts, again.learner = from_plain(parts), whole.learner
         run(again, saved)
         assert again.records == whole.records
         assert again.sha256 == whole.sha256
@@ -224,11 +224,11 @@ def test_what_is_measured_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_checkpoint_names_no_foreign_code() -> None:
-    state = packed({"a": (1, [2.0, None]), ("k", True): {3}})
-    assert unpacked(state) == {"a": (1, [2.0, None]), ("k", True): {3}}
+    state = to_plain({"a": (1, [2.0, None]), ("k", True): {3}})
+    assert from_plain(state) == {"a": (1, [2.0, None]), ("k", True): {3}}
     for name in ("os:system", "ashl.runtime.sim:Sim", "ashl.run.train:train"):
         with pytest.raises(ValueError, match="checkpoint names"):
-            unpacked({"kind": "dataclass", "name": name, "items": {}})
+            from_plain({"kind": "dataclass", "name": name, "items": {}})
 
 
 @pytest.mark.parametrize("local_steps", [20, 36, 40])

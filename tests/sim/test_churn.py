@@ -14,7 +14,7 @@ from ashl.planning.compatibility import check_faults
 from ashl.planning.instantiate import assemble, parts_of
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.sums import sum_in_rank_order
-from ashl.stage.link import Ends
+from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.stage import FAULT_TOLERANT, Rule, Stage
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.local_work import WorkerState, turn_of
@@ -47,7 +47,7 @@ class Alone:
         self.params, self.moments = stage.trainer.init()
         self.version = self.samples = 0
         self.workers = [WorkerState(self.params, stage.trainer.moments()) for _ in range(n)]
-        self.server = Ends()
+        self.server = CodecState()
         for rank, worker in enumerate(self.workers):
             worker.enter(stage, rank)
 

@@ -13,7 +13,7 @@ from ashl.learn.device import HOST
 from ashl.planning.instantiate import assemble
 from ashl.run.mean_model import make_model_set
 from ashl.runtime.effects import Send
-from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.plain_state import from_plain, to_plain
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
@@ -38,7 +38,7 @@ class Cut(Sim):
     def safe_point(self, ctx: RankContext, stage: int, state) -> bool:
         if state is None or not self.checkpoint_due(ctx, state.version):
             return False
-        self.kept[ctx.rank] = stage, packed(state)
+        self.kept[ctx.rank] = stage, to_plain(state)
         return True
 
     def _send(self, ctx: RankContext, send: Send) -> None:
@@ -60,7 +60,7 @@ def ran(*overrides: str, due: Due = lambda *_: False, kept: dict[int, tuple] | N
         if kept is None:
             return program(ctx, job.stages)
         index, state = kept[ctx.rank]
-        return program(ctx, job.stages, saved=(index, unpacked(state, ("ashl",))), comes=True)
+        return program(ctx, job.stages, saved=(index, from_plain(state, ("ashl",))), comes=True)
 
     sim.run(play, tick=lambda: None)
     return found, sim
@@ -68,7 +68,7 @@ def ran(*overrides: str, due: Due = lambda *_: False, kept: dict[int, tuple] | N
 
 def states(sim: Cut) -> list:
     """Of the workers, as they were kept."""
-    return [unpacked(state, ("ashl",)) for rank, (_, state) in sorted(sim.kept.items())][:-1]
+    return [from_plain(state, ("ashl",)) for rank, (_, state) in sorted(sim.kept.items())][:-1]
 
 
 def later_by_rank(rank: int, version: int, now_ns: int) -> bool:

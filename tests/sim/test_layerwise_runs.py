@@ -151,9 +151,9 @@ def test_the_chain_to_the_nanosecond() -> None:
     sim = simulation(plan)()
     assert sim.now_ns == 5 * 24 * 10**9
     for ctx in sim.contexts:
-        totals = ctx.ledger.totals
+        totals = ctx.time_accounting.totals
         assert (totals["compute"], totals["compress"], totals["wait"]) == (75 * 10**9, 20 * 10**9, 0)
-        assert ctx.ledger.collective_ns == 5 * 14 * 10**9
+        assert ctx.time_accounting.collective_ns == 5 * 14 * 10**9
 
 
 BASE = declared(0.03, 0.004, 20, 0.0005)

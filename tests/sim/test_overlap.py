@@ -150,13 +150,13 @@ def test_alike_is_computed_once_and_then_forgotten() -> None:
     sim.run(main, tick=lambda: None)
     assert calls == [0, 1, 2]
     assert len({id(value) for value in seen}) == 3
-    assert not sim.channels.all()[0].shared
+    assert not sim.collective_queues.all()[0].shared
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-class Kept(Quiet):
+class CheckpointPartSaved(Quiet):
     """An observer that keeps everything."""
 
     def __init__(self, records: list[tuple]) -> None:
@@ -224,7 +224,7 @@ def test_a_checkpoint_amid_overlapping_collectives(links) -> None:
     machines = cluster(4, compute=(1.0, 1.3, 1.7, 2.0), link=(1.0, 2.0, 1.0, 1.0), jitter=0.3, step_s=0.02, **links)
 
     def simulation(records: list[tuple]) -> Sim:
-        return Sim(4, Speed(machines, 1, 3), network(machines, DENSE), Kept(records))
+        return Sim(4, Speed(machines, 1, 3), network(machines, DENSE), CheckpointPartSaved(records))
 
     whole: list[tuple] = []
     simulation(whole).run(overlapping, tick=lambda: None)
@@ -248,4 +248,4 @@ def test_a_checkpoint_amid_overlapping_collectives(links) -> None:
         sim = simulation(again)
         sim.run(overlapping, tick=lambda: None, begin=saved and partial(resume, saved=saved))
         assert again == whole
-        assert not [channel.shared for channel in sim.channels.all() if channel.shared], "all have asked"
+        assert not [channel.shared for channel in sim.collective_queues.all() if channel.shared], "all have asked"

@@ -52,7 +52,7 @@ def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, seconds, h
     sim = simulation(four_layers(overlap, **spec))()
     assert sim.now_ns == 10 * seconds * 10**9
     if hidden is not None:
-        for ledger in (ctx.ledger for ctx in sim.contexts):
+        for ledger in (ctx.time_accounting for ctx in sim.contexts):
             exposed = ledger.totals["push"] + ledger.totals["pull"]
             assert ledger.totals["compute"] == 150 * 10**9
             assert 1 - exposed / ledger.collective_ns == pytest.approx(hidden)
@@ -91,7 +91,7 @@ def test_the_chain_of_the_literature_across_the_barrier(overlap, spec, latency_s
     assert construct(plan.stages[0].overlap, "overlap").step_ns(chain) == round(seconds * 10**9)
     sim = simulation(plan)()
     assert sim.now_ns == round((9 * seconds + last) * 10**9)
-    for ledger in (ctx.ledger for ctx in sim.contexts):
+    for ledger in (ctx.time_accounting for ctx in sim.contexts):
         assert ledger.totals["compute"] == 150 * 10**9
         assert ledger.totals["wait"] == 0
         assert sum(ledger.totals.values()) == sim.now_ns

@@ -17,7 +17,7 @@ from ashl.planning.instantiate import assemble
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
 from ashl.runtime.sums import sum_in_rank_order
-from ashl.stage.link import Ends, Link
+from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from ashl.stage.stage import Stage
 from ashl.topology.local_work import WorkerState, turn_of
 from tests.sim.test_churn import DETECT_S, RUN, back, lost, with_events
@@ -100,7 +100,9 @@ class Alone:
         merged = [link.after(*each) for each in zip(ends, updates, turns, outcomes, strict=True)]
         return merged[0]
 
-    def coded(self, link: Link, ends: list[Ends], updates: list[Tensor], members: Sequence[int]) -> Tensor:
+    def coded(
+        self, link: CompressionPipeline, ends: list[CodecState], updates: list[Tensor], members: Sequence[int]
+    ) -> Tensor:
         turns = [turn_of(self.stage, rank, self.workers[rank], self.version) for rank in members]
         turns = [turn._replace(layer=link.layer) for turn in turns]
         bodies = [link.encode(*both) for both in zip(ends, updates, turns, strict=True)]
@@ -109,7 +111,7 @@ class Alone:
     def by_message(self, members: Sequence[int], updates: list[Tensor]) -> Tensor:
         """Each of a gradient's messages by itself, with what is kept of it."""
         kept, sums = [self.workers[rank].ends for rank in members], list[Tensor]()
-        pieces = list[list[Ends]]()
+        pieces = list[list[CodecState]]()
         for part, link in zip(self.stage.messages[::-1], self.stage.links[::-1], strict=True):
             pieces.append([replace(ends, sender=cut(ends.sender, part.start, part.stop)) for ends in kept])
             sums.append(self.coded(link, pieces[-1], [x[part.start : part.stop] for x in updates], members))

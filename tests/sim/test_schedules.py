@@ -15,9 +15,9 @@ from ashl.planning.instantiate import assemble
 from ashl.run import train as run
 from ashl.run.monitor import Monitor
 from ashl.runtime.records import StageEnd
-from ashl.stage.link import Ends, Link
+from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
+from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.stage.tally import Tally
 from ashl.sync.asp import ASP
 from ashl.topology.local_work import WorkerState, turn_of
 from ashl.topology.parameter_server import ServerState
@@ -196,7 +196,7 @@ def entering(index, codec, **handover):
     stage = SimpleNamespace(
         index=index,
         plan=plan,
-        link=Link(codec, 4),
+        link=CompressionPipeline(codec, 4),
         trainer=trainer,
         sync=ASP(local_steps=1),
         resets=resets,
@@ -213,22 +213,24 @@ def entering(index, codec, **handover):
 
 
 def test_what_a_worker_takes_over():
-    state = WorkerState(params=None, moments=("old",), ends=Ends(sender=Residual("error", "inner")))
+    state = WorkerState(params=None, moments=("old",), ends=CodecState(sender=Residual("error", "inner")))
     state.enter(entering(1, Codec()), 0)
     assert (state.moments, state.local_steps, state.ratio) == (("old",), 4, 0.5)
-    assert state.ends == Ends()  # this codec keeps no residual
+    assert state.ends == CodecState()  # this codec keeps no residual
     state.entered = None  # a stage is entered once, also by a run that goes on from a checkpoint
     state.enter(entering(1, Codec(), momentum="reset", residual="drop"), 0)
-    assert (state.moments, state.ends) == (("zero",), Ends())
+    assert (state.moments, state.ends) == (("zero",), CodecState())
     state.moments = ("old",)
     state.enter(entering(0, Codec(), momentum="reset"), 0)
     assert state.moments == ("old",)  # nothing came before the first stage
 
 
 def test_what_a_server_takes_over():
-    state = ServerState(None, ("old",), Tally(1), ends=Ends(receivers={0: "state of a codec"}), outer_state="momentum")
+    state = ServerState(
+        None, ("old",), Progress(1), ends=CodecState(receivers={0: "state of a codec"}), outer_state="momentum"
+    )
     state.enter(entering(1, Codec(), momentum="keep"), 0.0)
-    assert (state.moments, state.outer_state, state.ends) == (("old",), "momentum", Ends())
+    assert (state.moments, state.outer_state, state.ends) == (("old",), "momentum", CodecState())
     state.entered = None
     state.enter(entering(1, Codec(), momentum="reset"), 0.0)
     assert (state.moments, state.outer_state) == (("zero",), None)

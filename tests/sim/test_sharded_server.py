@@ -60,7 +60,7 @@ def test_at_the_end_each_shows_its_piece_as_it_was_after_as_many_merges(monkeypa
 
     async def noted(ctx, stage, state, message) -> bool:
         merged = await on_push(ctx, stage, state, message)
-        seen[ctx.rank, state.tally.version] = state.params
+        seen[ctx.rank, state.progress.version] = state.params
         return merged
 
     monkeypatch.setattr(sharded_server, "on_push", noted)

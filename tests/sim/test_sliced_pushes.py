@@ -75,7 +75,7 @@ def four_layers(overlap: str, workers: int, size: int = 250, server: float | Non
 )
 def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, workers, seconds) -> None:
     sim = simulation(four_layers(overlap, workers, **spec))()
-    assert sim.contexts[workers].counter.tally.end_ns == seconds * 10**9
+    assert sim.contexts[workers].counter.progress.end_ns == seconds * 10**9
 
 
 @pytest.mark.limit("overlap=slices", "overlap=tictac")
@@ -128,7 +128,7 @@ def test_slices_take_what_their_plan_says(latency_s, slice) -> None:
     chain = make_timeline(plan.stages[0], construct(plan.cluster, "cluster"), layer_groups(plan), server=True)
     step_ns = construct(plan.stages[0].overlap, "overlap").step_ns(chain)
     sim = simulation(plan)()
-    assert sim.contexts[1].counter.tally.end_ns == 9 * step_ns + chain.end_ns((1, 1, 1, 1)), (
+    assert sim.contexts[1].counter.progress.end_ns == 9 * step_ns + chain.end_ns((1, 1, 1, 1)), (
         "the last ends with its push"
     )
 
@@ -148,7 +148,7 @@ def step_of(plan: Plan, steps: tuple[int, int] = (8, 16)) -> float:
     """In the long run, in virtual time."""
     n = plan.num_workers
     before, after = (
-        simulation(replace(plan, limits=replace(plan.limits, steps=n * count)))().nodes[n].counter.tally.end_ns
+        simulation(replace(plan, limits=replace(plan.limits, steps=n * count)))().nodes[n].counter.progress.end_ns
         for count in steps
     )
     return (after - before) / (steps[1] - steps[0])

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ashl.cli.app import main
-from ashl.stage import tally
-from ashl.stage.judge import Judge
-from ashl.stage.tally import Progress
+from ashl.stage import progress
+from ashl.stage.progress import RunProgress
+from ashl.stage.stopping import StopCriteria
 from ashl.tracking.stages import REASONS, RULES, never_began, why_ended
 
 FEW = ["runtime=sim", "tracking=none", "model.hidden=[8]", "-q"]
@@ -76,10 +76,13 @@ def test_each_dropped_step_has_a_reason(case: str, workplace: Path, capsys: pyte
 
 
 def test_words_for_every_reason_and_rule() -> None:
-    known = (tally.LATE, tally.STAGE_END, tally.RUN_END, tally.FAILURE, tally.DIVERGED)
+    known = (progress.LATE, progress.STAGE_END, progress.RUN_END, progress.FAILURE, progress.DIVERGED)
     assert REASONS.keys() == {*known}
     for rule, (fell, _) in RULES.items():
-        assert Judge(limits=None, until={rule: 1e9}, epoch_samples=1).reached(Progress(1), 0.0, None) in (None, rule)
+        assert StopCriteria(limits=None, until={rule: 1e9}, epoch_samples=1).reached(RunProgress(1), 0.0, None) in (
+            None,
+            rule,
+        )
         assert why_ended({"exit_reason": rule, "until": {rule: 2.0}}) == fell.format("2")
         assert "2" in never_began([{"name": "b", "until": {rule: 2.0}, "best": {}}])
     late = {"name": "shl", "until": {"evaluated_loss": 0.3}, "best": {"evaluated_loss": 0.1}}

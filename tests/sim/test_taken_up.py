@@ -9,7 +9,7 @@ from ashl.config.construct import construct
 from ashl.learn.device import HOST
 from ashl.planning.instantiate import assemble
 from ashl.run.mean_model import make_model_set
-from ashl.runtime.packed import packed, unpacked
+from ashl.runtime.plain_state import from_plain, to_plain
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
 from ashl.stage.program import program
@@ -32,7 +32,7 @@ class Keeping(Sim):
     def safe_point(self, ctx: RankContext, stage: int, state) -> None:
         kept: dict[int, tuple] = self.__dict__.setdefault("kept", {})
         if state is not None and state.version >= self.from_version and ctx.rank not in kept:
-            kept[ctx.rank] = stage, packed(state)
+            kept[ctx.rank] = stage, to_plain(state)
 
 
 def ran(
@@ -51,7 +51,7 @@ def ran(
         if kept is None:
             return program(ctx, job.stages)
         index, state = kept[ctx.rank]
-        return program(ctx, job.stages, saved=(index, unpacked(state, ("ashl",))), comes=comes)
+        return program(ctx, job.stages, saved=(index, from_plain(state, ("ashl",))), comes=comes)
 
     sim.run(play, tick=lambda: None)
     return found, sim.__dict__.get("kept", {})
@@ -91,8 +91,8 @@ def test_alone_a_worker_goes_on_bit_for_bit(mode: str) -> None:
 def test_what_the_server_had_merged_counts_and_the_rest_is_computed_again(mode: str) -> None:
     line = [*mode.split(), "cluster.compute=[1,2,4]", "stop.steps=240"]
     _, kept = ran(*line, version=3)
-    server = unpacked(kept[3][1], ("ashl",))
-    before = server.tally.report()
+    server = from_plain(kept[3][1], ("ashl",))
+    before = server.progress.report()
     assert 0 < before.steps < 240
     rest, _ = ran(*line, kept=kept)
     end = rest.end
@@ -100,14 +100,14 @@ def test_what_the_server_had_merged_counts_and_the_rest_is_computed_again(mode: 
     assert all(now >= then for now, then in zip(end["steps_by"], before.steps_by, strict=True))
     assert sum(end["commits"]) > sum(before.commits)
     first = [min(r["round"] for r in rest.of("round") if r["rank"] == rank) for rank in range(3)]
-    assert first == server.tally.rounds()
+    assert first == server.progress.rounds()
 
 
 @pytest.mark.parametrize("overlap", [1, 3])
 def test_messages_of_push_sum_that_were_on_their_way_are_said_again(overlap: int) -> None:
     line = f"topology=gossip sync=sgp sync.overlap={overlap} topology.graph=ring cluster.compute=[1,3,2] stop.steps=60"
     whole, kept = ran(*line.split(), version=7)
-    assert [len(unpacked(state, ("ashl",)).under_way) for _, state in kept.values()] == [overlap] * 3
+    assert [len(from_plain(state, ("ashl",)).under_way) for _, state in kept.values()] == [overlap] * 3
     rest, _ = ran(*line.split(), kept=kept)
     assert rest.sha256 == whole.sha256 == simulated(*RUN, *line.split()).sha256
 

@@ -24,7 +24,7 @@ from ashl.runtime.effects import Compute
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
 from ashl.size_only import SizeOnly
-from ashl.stage.link import Ends
+from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.program import program
 from ashl.stage.stage import Stage
 from ashl.sync.asp import ASP
@@ -134,7 +134,7 @@ def messages_bytes(stage: Stage) -> list[int]:
     if not stage.links:
         return [2 * (n - 1) * 4 * (part.stop - part.start) // n for part in stage.messages]
     turns = [Turn(ratio=share) for share in stage.overlap.shares]
-    bodies = [own.encode(Ends(), SizeOnly(0), turn) for own, turn in zip(stage.links, turns, strict=True)]
+    bodies = [own.encode(CodecState(), SizeOnly(0), turn) for own, turn in zip(stage.links, turns, strict=True)]
     if not link.flags.linear:
         return [(n - 1) * body.nbytes for body in bodies]
     summed = [own.summand(*coded).nbytes for own, *coded in zip(stage.links, bodies, turns, strict=True)]

@@ -17,12 +17,14 @@ from ashl.stage.stage import Stage, extra_ranks
 from tests.swarm.drawn import BATCH, Seen, each
 from tests.swarm.test_swarm_gossip import drawn
 
-Kept = list[tuple[bytes, int]]  # each checkpoint, and how much had been said
+CheckpointPartSaved = list[tuple[bytes, int]]  # each checkpoint, and how much had been said
 
 
-def play(cluster: Cluster, stages: list[Stage], seen: Seen, save_at_ns: int | None = None, file: bytes = b"") -> Kept:
+def play(
+    cluster: Cluster, stages: list[Stage], seen: Seen, save_at_ns: int | None = None, file: bytes = b""
+) -> CheckpointPartSaved:
     """From the beginning or from a checkpoint; returns the one that it makes."""
-    first, kept = stages[0], Kept()
+    first, kept = stages[0], CheckpointPartSaved()
     num_ranks = cluster.num_workers + extra_ranks(first.topology, first.sync, first.nodes)
     sim = Sim(num_ranks, Speed(cluster, BATCH, 0), network(cluster, first.trainer.dense_bytes), seen)
 

@@ -12,8 +12,8 @@ from ashl.compression.around.wrapped import wrapped
 from ashl.errors import AshlError
 from ashl.overlap.late import Late
 from ashl.planning.predict import WITHOUT
+from ashl.stage.progress import Progress
 from ashl.stage.stage import SERIAL, Stage
-from ashl.stage.tally import Tally
 from ashl.topology.parameter_server import ParameterServer
 from tests.conf_option import conf_option
 from tests.swarm.drawn import bound, check_books, drawn_cluster, each, run
@@ -98,21 +98,21 @@ class Counted:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.came, self.settled = Counter[int](), Counter[int]()
         for name, counter in (("arrive", self.came), ("commit", self.settled), ("drop", self.settled)):
-            patch.setattr(Tally, name, self.counting(getattr(Tally, name), counter))
-        patch.setattr(Tally, "take_back", self.taking_back(Tally.take_back))
+            patch.setattr(Progress, name, self.counting(getattr(Progress, name), counter))
+        patch.setattr(Progress, "take_back", self.taking_back(Progress.take_back))
 
     def taking_back(self, method):
-        def taken_back(tally, worker, rounds, *rest):
+        def taken_back(progress, worker, rounds, *rest):
             self.settled[worker] -= rounds
-            return method(tally, worker, rounds, *rest)
+            return method(progress, worker, rounds, *rest)
 
         return taken_back
 
     @staticmethod
     def counting(method, counter):
-        def counted(tally, worker, *rest):
+        def counted(progress, worker, *rest):
             counter[worker] += 1
-            return method(tally, worker, *rest)
+            return method(progress, worker, *rest)
 
         return counted
 

@@ -16,7 +16,7 @@ from ashl.compression.contract import Turn
 from ashl.plan.profile import CodecCost
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
-from ashl.stage.link import Ends
+from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.stage import Stage
 from ashl.sync.timing.exchanges import BOTH, a_step, answers, instruct, time_exchange
 from ashl.topology.local_work import WorkerState
@@ -30,7 +30,7 @@ async def time_codec(ctx: RankContext, stage: Stage, state: WorkerState, k: int)
     """Return (seconds of an encoding, seconds of a decoding) of the k-th codec at this worker. Raises OverError."""
     _, link = stage.timed[k]
     batch, rows, end_s = stage.worker(ctx.rank).batch, list[tuple[float, float]](), ctx.now + CODEC_S
-    sender, receiver = Ends(), Ends()
+    sender, receiver = CodecState(), CodecState()
     turn = Turn(link.codec.ratio or 1.0, stage.seed, ctx.rank, round=1)
     vector = state.params if isinstance(state.params, SizeOnly) else state.params[: link.d]
     while len(rows) < REPEATS[0] or (len(rows) < REPEATS[1] and ctx.now < end_s):
@@ -42,7 +42,7 @@ async def time_codec(ctx: RankContext, stage: Stage, state: WorkerState, k: int)
         decode = partial(link.merge, receiver, [body], [1.0], (ctx.rank,))
         await ctx.compute(decode, work=1, kind="decode")
         rows.append((encoded - start, ctx.now - encoded))
-        if ctx.stopping or ctx.now_ns >= stage.judge.deadline_ns:
+        if ctx.stopping or ctx.now_ns >= stage.stop_criteria.deadline_ns:
             break
     medians = [statistics.median(column) for column in zip(*(rows[1:] or rows), strict=True)]
     return torch.tensor(medians, dtype=torch.float64)

@@ -73,7 +73,7 @@ async def answers(ctx: RankContext, stage: Stage, members: Sequence[int]) -> dic
     """Return what these workers found; their exchanges are answered meanwhile. Raises OverError."""
     found: dict[int, tuple[float, ...]] = {}
     while len(found) < len(members):
-        message = await ctx.recv(stage.tag("ask"), before_s=stage.judge.deadline_s)
+        message = await ctx.recv(stage.tag("ask"), before_s=stage.stop_criteria.deadline_s)
         if message is None or ctx.stopping:
             raise OverError
         what, *values = message.meta

@@ -1,10 +1,10 @@
-"""A team: the ranks that merge, as a codec's protocol (`ashl.compression.contract.Team`) and an all-reduce see them.
+"""Collectives of the workers that merge: for all-reduce and for protocols of codecs (`ashl.compression.contract.Team`).
 
-Where a member is lost, what is under way ends at once, wherever in a protocol: `TeamBrokenError`, for who merges to
-catch. Who waits for a message hears of it from the kernel, or from whom it waits for, who has heard (`give_up`).
+When a member fails, a collective or protocol in flight raises `GroupBrokenError`, which the caller of the merge
+catches. A rank that waits for a message learns of the failure from the kernel, or from its peer (`give_up`).
 
-With every merge two scalars ride along: a share of the mean loss, and what rank 0 alone has to say. They go with the
-first message of each, count for neither bytes nor time, and come back as sums; who merges needs not know of them.
+Every merge piggybacks two scalars: a share of the mean loss, and the control signal of rank 0. They travel with the
+first message of each member, count for neither bytes nor time, and are returned as sums.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ NUMBERS = 2  # that ride along
 GIVEN_UP = "given up"
 
 
-class TeamBrokenError(Exception):
+class GroupBrokenError(Exception):
     """A member is gone, and with it what was awaited of all."""
 
 
 def whole(result: Any) -> Any:
     """What came of a collective. Raises TeamBrokenError where a member is lost."""
     if result.__class__ is Broken:
-        raise TeamBrokenError
+        raise GroupBrokenError
     return result
 
 
 @dataclass
-class Team:
+class ProcessGroup:
     """The workers of a stage at one rank. `loss` and `word` are this rank's before a merge and the sums after it."""
 
     ctx: RankContext
@@ -56,7 +56,7 @@ class Team:
     lives: tuple[int, ...] = ()  # how often each member had been lost by then, where one had
 
     @classmethod
-    def of(cls, ctx: RankContext, stage: Stage, epoch: int = 0, lives: tuple[int, ...] = ()) -> Team:
+    def of(cls, ctx: RankContext, stage: Stage, epoch: int = 0, lives: tuple[int, ...] = ()) -> ProcessGroup:
         """All workers of a stage."""
         return cls(ctx, stage, stage.workers, stage.team_weights, epoch=epoch, lives=lives)
 
@@ -135,7 +135,7 @@ class Team:
         tags = (tag, given_up, LOST) if self.stage.elastic else (tag,)
         while (message := await self.ctx.recv(*tags, src=self.ranks[place])).tag != tag:
             if message.tag == given_up or message.meta[0] >= (self.lives[place] if self.lives else 0):
-                raise TeamBrokenError  # else it was an earlier life that is over
+                raise GroupBrokenError  # else it was an earlier life that is over
         loss, word, *numbers = message.meta
         self._carry(*((loss, word) if final else (self.loss + loss, self.word + word)))
         return message.body, tuple(numbers)

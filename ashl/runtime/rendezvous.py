@@ -17,9 +17,9 @@ from typing import NamedTuple, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from ashl.runtime.control_messages import ControlUpdate
 from ashl.runtime.machine import boot
-from ashl.runtime.news import News
-from ashl.runtime.plane import NEVER
+from ashl.runtime.transport import NEVER
 
 MET, NEWCOMER = 0, 1  # places in a group of two
 POLL_S = 0.02
@@ -28,7 +28,7 @@ T = TypeVar("T")
 _all: dist.ProcessGroup | None = None
 
 
-class Shared(Protocol):
+class SharedStore(Protocol):
     """The job's store, which each thread has a connection of its own to."""
 
     def another(self) -> dist.Store: ...
@@ -120,7 +120,9 @@ def acquainted(store: dist.Store, peer: int, worker: int, life: int) -> None:
     store.set(known_to(name_of(peer, worker, life)), "")
 
 
-def come_in(shared: Shared, peers: Iterable[int], worker: int, life: int, news: Callable[[], News]) -> Entry | None:
+def come_in(
+    shared: SharedStore, peers: Iterable[int], worker: int, life: int, news: Callable[[], ControlUpdate]
+) -> Entry | None:
     """At the worker: None where the run is over before it is let in. Who is lost by then lets nobody in: one comes
     after the other, so each of two who come finds the other there, or will be found. In the end all others know it."""
     while (worker, life) not in news().ready:

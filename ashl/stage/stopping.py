@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from ashl.plan.plan import Limits
-from ashl.stage.tally import Progress, Start
+from ashl.stage.progress import ProgressMark, RunProgress
 
 Scores = Mapping[str, float | None]  # of an evaluation
 
@@ -15,12 +15,12 @@ Scores = Mapping[str, float | None]  # of an evaluation
 class Counting(Protocol):
     """The state of a rank that counts."""
 
-    tally: Any
-    evaluated: Start
+    progress: Any
+    evaluated: ProgressMark
 
 
 @dataclass(frozen=True)
-class Judge:
+class StopCriteria:
     """The limits of the run and the rule by which a stage gives way. Asked in one place, at the home rank; what is
     judged from counts alone, every rank that counts alike decides alike."""
 
@@ -47,19 +47,19 @@ class Judge:
         sooner = by_steps is not None and by_steps[0] / by_steps[1] <= by_samples[0] / by_samples[1]
         return by_steps if sooner else by_samples
 
-    def over(self, tally: Progress) -> str | None:
+    def over(self, progress: RunProgress) -> str | None:
         """Why the run ends, judged from counts alone."""
-        return "diverged" if tally.diverged else self.spent(tally)
+        return "diverged" if progress.diverged else self.spent(progress)
 
-    def spent(self, tally: Progress) -> str | None:
+    def spent(self, progress: RunProgress) -> str | None:
         """The same where one rank alone knows of the workers' losses: it has to tell the others first."""
-        if self.limits.steps is not None and tally.steps >= self.limits.steps:
+        if self.limits.steps is not None and progress.steps >= self.limits.steps:
             return "steps"
-        if self.limits.epochs is not None and tally.samples >= self.limits.epochs * self.epoch_samples:
+        if self.limits.epochs is not None and progress.samples >= self.limits.epochs * self.epoch_samples:
             return "epochs"
         return None
 
-    def reached(self, tally: Progress, now_s: float, scores: Scores | None) -> str | None:
+    def reached(self, progress: RunProgress, now_s: float, scores: Scores | None) -> str | None:
         """The rule by which this stage gives way to the next one (for the last stage: by which the run ends).
 
         loss: the running loss of the workers' minibatches is at most this. evaluated_loss, accuracy: as last evaluated.
@@ -69,16 +69,16 @@ class Judge:
         """
         if not self.until:
             return None
-        n, start, scores = tally.num_workers, tally.started, scores or {}
+        n, start, scores = progress.num_workers, progress.started, scores or {}
         loss, accuracy = scores.get("train_loss"), scores.get("test_accuracy")
         now = {
-            "loss": -tally.loss,
+            "loss": -progress.loss,
             "evaluated_loss": -math.inf if loss is None else -loss,
             "accuracy": -math.inf if accuracy is None else accuracy,
             "rises": scores.get("rises") or 0.0,
-            "plateau": (tally.total_commits - tally.best[1]) / n,
-            "epochs": (tally.samples - start.samples) / self.epoch_samples,
-            "commits": (tally.total_commits - start.commits) / n,
+            "plateau": (progress.total_commits - progress.best[1]) / n,
+            "epochs": (progress.samples - start.samples) / self.epoch_samples,
+            "commits": (progress.total_commits - start.commits) / n,
             "seconds": now_s - start.seconds,
         }
         for rule, bound in self.until.items():
@@ -86,18 +86,18 @@ class Judge:
                 return rule
         return None
 
-    def due(self, tally: Progress, last: Start, now_s: float) -> bool:
+    def due(self, progress: RunProgress, last: ProgressMark, now_s: float) -> bool:
         """Whether an evaluation is due, with the last one here: every so many seconds or commits; if neither, each
         epoch."""
         limits = self.limits
         if limits.eval_every_s is not None:
             return now_s // limits.eval_every_s > last.seconds // limits.eval_every_s
         if limits.eval_every_commits is not None:
-            return tally.total_commits // limits.eval_every_commits > last.commits // limits.eval_every_commits
-        return tally.samples // self.epoch_samples > last.samples // self.epoch_samples
+            return progress.total_commits // limits.eval_every_commits > last.commits // limits.eval_every_commits
+        return progress.samples // self.epoch_samples > last.samples // self.epoch_samples
 
     def take(self, state: Counting, now_s: float) -> bool:
         """The same; if so it is taken now, and the next one is counted from here."""
-        if due := self.due(state.tally, state.evaluated, now_s):
-            state.evaluated = state.tally.here(now_s)
+        if due := self.due(state.progress, state.evaluated, now_s):
+            state.evaluated = state.progress.here(now_s)
         return due

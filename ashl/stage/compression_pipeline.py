@@ -9,8 +9,8 @@ and one that would be no shorter, is the model itself, hence a ratio of 1 is the
 A codec works where vectors lie, or in the host's memory alone (`on_host`); what it is given goes there, and what it
 makes comes back, here.
 
-`Ends` lies in a rank's state, so that a checkpoint has it, and nobody else touches it. Where a run is only timed, what
-goes in and comes out is `SizeOnly`, and the codec is asked for nothing but its `payload`.
+`CodecState` is part of a rank's state, so that a checkpoint holds it, and only this module changes it. In a run that is
+only timed, vectors and bodies are `SizeOnly`, and of the codec only `payload` is called.
 
 Source: pulls are EF21-P of Gruntkowska, Tyurin and Richtárik, "EF21-P and Friends", ICML 2023, with one copy per worker
 because workers pull at different times.
@@ -40,7 +40,7 @@ BESIDE = 1_000_000  # bytes
 
 
 @dataclass
-class Ends:
+class CodecState:
     """What a codec keeps at this rank's ends of its links."""
 
     sender: State = None  # on the way up
@@ -49,7 +49,7 @@ class Ends:
     gradients: bool = False  # whether they are of gradients, and not of differences between models
     held: dict[int, Vector] = field(default_factory=dict)  # by a server: the model that each worker has
 
-    def copy(self) -> Ends:
+    def copy(self) -> CodecState:
         """The same, to go on with; what codecs keep is never changed."""
         return replace(self, receivers=dict(self.receivers), held=dict(self.held))
 
@@ -60,7 +60,7 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class Link:
+class CompressionPipeline:
     """A codec as a stage uses it, for vectors of d elements."""
 
     codec: Codec  # with what is wrapped around it
@@ -106,7 +106,7 @@ class Link:
         """Whether that exchanges any."""
         return bool(self.peers(0, 2))
 
-    def enter(self, ends: Ends, keeps: Keeps, gradients: bool, rate: float) -> Ends:
+    def enter(self, ends: CodecState, keeps: Keeps, gradients: bool, rate: float) -> CodecState:
         """The ends when a stage begins with this link, at this learning rate. Both begin anew, but for what workers
         hold, and for what is kept of updates, at a sender or where bodies are reduced, if the codec takes that up."""
         memory = None
@@ -114,7 +114,7 @@ class Link:
             worth = 1.0 if gradients == ends.gradients or not rate else -1 / rate if gradients else -rate
             memory = self.innermost.taken_over(ends.memory, keeps, worth)
         sender = self._moved(handed_over(ends.sender, self.codec)) if keeps.residual else None
-        return Ends(sender, memory=memory, gradients=gradients, held=ends.held)
+        return CodecState(sender, memory=memory, gradients=gradients, held=ends.held)
 
     def _moved(self, state: State) -> State:
         """What another codec kept, where this one works."""
@@ -124,7 +124,7 @@ class Link:
 
     # --- up
 
-    def encode(self, ends: Ends, x: Vector, turn: Turn) -> Body:
+    def encode(self, ends: CodecState, x: Vector, turn: Turn) -> Body:
         if isinstance(x, SizeOnly):
             return SizeOnly(self.codec.payload(self.codec.share(turn), self.d))
         ends.sender, body = self.codec.encode(ends.sender, self.placed(self.codec, x), turn)
@@ -152,16 +152,16 @@ class Link:
                 "agree, or set variable in its flags and let payload be the most"
             )
 
-    def undo(self, ends: Ends, body: Body) -> None:
+    def undo(self, ends: CodecState, body: Body) -> None:
         """A body was dropped on the way: the sender takes back what was in it."""
         if not isinstance(body, SizeOnly) and body.dtype == torch.uint8:  # else it was sent as it is
             ends.sender = self.codec.undo(ends.sender, body)
 
-    def kept(self, ends: Ends) -> Tensor | None:
+    def kept(self, ends: CodecState) -> Tensor | None:
         """What the sender keeps for later."""
         return self.codec.residual(ends.sender)
 
-    def decode(self, ends: Ends, worker: int, body: Body) -> Vector:
+    def decode(self, ends: CodecState, worker: int, body: Body) -> Vector:
         """What a worker sent. Raises BodyError."""
         if isinstance(body, SizeOnly):
             return self.unread
@@ -170,11 +170,11 @@ class Link:
         )
         return self.made(x)
 
-    def arrived(self, ends: Ends, worker: int, body: Body) -> Vector | Body:
+    def arrived(self, ends: CodecState, worker: int, body: Body) -> Vector | Body:
         """The same, but the body as it is where bodies are reduced together."""
         return body if self.flags.reduces else self.decode(ends, worker, body)
 
-    def reduce(self, ends: Ends, bodies: Sequence[Body], weights: Sequence[float]) -> Vector:
+    def reduce(self, ends: CodecState, bodies: Sequence[Body], weights: Sequence[float]) -> Vector:
         """What the bodies of a merge are together, with `flags.reduces`. Raises BodyError."""
         real = [self.placed(self.innermost, body) for body in bodies if isinstance(body, Tensor)]
         if len(real) < len(bodies):
@@ -183,7 +183,9 @@ class Link:
         ends.memory, x = self.innermost.reduce(ends.memory, real, weights, self.d)
         return self.made(x)
 
-    def merge(self, ends: Ends, bodies: Sequence[Body], weights: Sequence[float], workers: Sequence[int]) -> Vector:
+    def merge(
+        self, ends: CodecState, bodies: Sequence[Body], weights: Sequence[float], workers: Sequence[int]
+    ) -> Vector:
         """Σ c·C(x) of the bodies of these workers, or what else they are together. Raises BodyError."""
         if self.flags.reduces:
             return self.reduce(ends, bodies, weights)
@@ -199,7 +201,7 @@ class Link:
             return SizeOnly(self.innermost.summed_bytes(self.codec.share(turn), self.d))
         return self.innermost.summand(body)
 
-    def summed(self, ends: Ends, body: Body, total: Body) -> Vector:
+    def summed(self, ends: CodecState, body: Body, total: Body) -> Vector:
         """What a sum of summands decodes to, where this worker's body was this one. Raises BodyError."""
         if isinstance(body, SizeOnly) or isinstance(total, SizeOnly):
             return self.unread
@@ -209,11 +211,11 @@ class Link:
             return self.reduce(ends, [whole], [1.0])
         return self.made(self.innermost.decode(None, whole, self.d)[1])
 
-    def before(self, ends: Ends, x: Tensor, turn: Turn) -> CodecInput:
+    def before(self, ends: CodecState, x: Tensor, turn: Turn) -> CodecInput:
         """What a protocol of the codec's own is given of x."""
         return before(self.codec, ends.sender, self.placed(self.codec, x), turn)
 
-    def after(self, ends: Ends, x: Tensor, turn: Turn, outcome: Outcome) -> Tensor:
+    def after(self, ends: CodecState, x: Tensor, turn: Turn, outcome: Outcome) -> Tensor:
         """The update that the protocol came to; the sender keeps what of x is not in it."""
         ends.sender = after(self.codec, ends.sender, self.placed(self.codec, x), turn, outcome)
         return self.made(outcome.update)
@@ -234,7 +236,7 @@ class Link:
         """Bytes of a pull of this share; None = of the model."""
         return 4 * self.d if ratio is None else min(4 * self.d, self.down.payload(ratio, self.d))
 
-    def pull(self, ends: Ends, worker: int, model: Vector, turn: Turn) -> Body:
+    def pull(self, ends: CodecState, worker: int, model: Vector, turn: Turn) -> Body:
         """At the server: what to send a worker that is to have this model."""
         held = ends.held.get(worker)
         if held is None or self.down.payload(turn.ratio, self.d) >= model.nbytes:
@@ -246,7 +248,7 @@ class Link:
         ends.held[worker] = self.pulled(held, body)
         return body
 
-    def gave(self, ends: Ends, worker: int, model: Vector) -> None:
+    def gave(self, ends: CodecState, worker: int, model: Vector) -> None:
         """At the server: this worker has been sent the model itself."""
         ends.held[worker] = model
 

@@ -27,7 +27,7 @@ WORTH_S = 7e-4  # a computation that takes less is not handed to another thread 
 TRIED = 16  # computations, of which the median decides
 
 
-class Ahead:
+class ParallelCompute:
     """Runs a computation now or on another thread; returns what came of it, or what will."""
 
     def __init__(self, begin: Callable[[], ThreadPoolExecutor], tried: int) -> None:
@@ -48,7 +48,7 @@ class Ahead:
         return value
 
 
-def cores_for(asked: int | Literal["auto"], num_workers: int) -> int:
+def count_cores(asked: int | Literal["auto"], num_workers: int) -> int:
     """How many to use: all of them, but one where this process is one of several, as a run of a sweep."""
     if asked != "auto":
         return asked
@@ -58,10 +58,10 @@ def cores_for(asked: int | Literal["auto"], num_workers: int) -> int:
 
 
 @contextmanager
-def on_cores(sim: Sim, asked: int | Literal["auto"], num_workers: int, learner: Learner) -> Generator[None]:
+def use_cores(sim: Sim, asked: int | Literal["auto"], num_workers: int, learner: Learner) -> Generator[None]:
     """Let a simulation compute on several cores, but where one does it all, or the model draws random numbers from the
     only generator that there is. What was begun and nobody waits for is thrown away."""
-    count = cores_for(asked, num_workers)
+    count = count_cores(asked, num_workers)
     if count < 2 or learner.device != HOST or not learner.threadsafe:
         yield
         return
@@ -83,7 +83,7 @@ def on_cores(sim: Sim, asked: int | Literal["auto"], num_workers: int, learner: 
             task.result()
         return pool
 
-    sim.ahead, sim._resume = Ahead(begin, TRIED if asked == "auto" else 0), resume  # type: ignore[method-assign]
+    sim.begin_compute, sim._resume = ParallelCompute(begin, TRIED if asked == "auto" else 0), resume  # type: ignore[method-assign]
     try:
         yield
     finally:

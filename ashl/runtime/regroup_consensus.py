@@ -33,8 +33,8 @@ import torch.distributed as dist
 
 from ashl.errors import AshlError
 from ashl.runtime.effects import Broken, Formed, Regroup
-from ashl.runtime.meeting import LOOK_S, Shared, of_some, watched
-from ashl.runtime.records import Missed
+from ashl.runtime.records import PeerUnreachable
+from ashl.runtime.rendezvous import LOOK_S, SharedStore, of_some, watched
 
 T = TypeVar("T")
 Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
@@ -59,11 +59,16 @@ class Decision(NamedTuple):
     out: Sequence[int] = ()
 
 
-class Agreement:
+class RegroupConsensus:
     """One rank's part in all agreements of a run."""
 
     def __init__(
-        self, store: Shared, rank: int, workers: Iterable[int], emit: Callable[[Missed], None], life: int = 0
+        self,
+        store: SharedStore,
+        rank: int,
+        workers: Iterable[int],
+        emit: Callable[[PeerUnreachable], None],
+        life: int = 0,
     ) -> None:
         """`emit` tells home, `life` is above 0 where it comes while the others run."""
         self.lost: frozenset[int] = frozenset()
@@ -105,7 +110,7 @@ class Agreement:
         until = time.monotonic() + KNOWN_S
         known = dict(zip(team, lives, strict=True)) if lives else self._lives
         for rank in {*team} - {self._rank} if not self.lost_of(team, lives) else ():
-            self._emit(Missed(self._rank, rank, known[rank], alone=False))
+            self._emit(PeerUnreachable(self._rank, rank, known[rank], alone=False))
         while not (gone := self.lost_of(team, lives)):
             if time.monotonic() > until:
                 raise error

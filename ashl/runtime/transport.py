@@ -1,7 +1,7 @@
 """Point-to-point links of one rank over torch.distributed: a sender and a listener thread for each peer.
 
 Headers and bodies are separate planes (a tag each on gloo), so that something else can carry the bodies: see
-`ashl.runtime.plane`. Threads, and not polling: on gloo an `irecv` never reports completion until it is waited for.
+`ashl.runtime.transport`. Threads, and not polling: on gloo an `irecv` never reports completion until it is waited for.
 Groups get a timeout that never strikes, because a receive that times out closes every pair of its group; who is late is
 found by the monitor instead.
 
@@ -29,13 +29,13 @@ from torch import Tensor
 from ashl.errors import AshlError
 from ashl.learn.device import HOST, to_device
 from ashl.learn.staging import filled, in_host
-from ashl.runtime import wire
+from ashl.runtime import framing
 from ashl.runtime.effects import Message, PeerLostError, Tag
 
 NEVER = timedelta(days=30)
 
 
-class Parcel(NamedTuple):
+class OutgoingMessage(NamedTuple):
     """A message on its way out. The header leaves at `header_ns` and the body at `body_ns` of the rank's clock."""
 
     header: torch.Tensor
@@ -52,14 +52,14 @@ class Delivered(NamedTuple):
     end_ns: int
 
 
-class Pair:
+class PeerConnection:
     """The link to one peer, over a group in which the peer has this place: a sender and a listener thread. Where what
-    comes is to be taken for something, and when, `Links` says."""
+    comes is to be taken for something, and when, `PeerConnections` says."""
 
-    def __init__(self, links: Links, peer: int, group: dist.ProcessGroup, place: int, life: int) -> None:
+    def __init__(self, links: PeerConnections, peer: int, group: dist.ProcessGroup, place: int, life: int) -> None:
         self.links, self.peer, self.life, self.group, self.place = links, peer, life, group, place
         self.lost = False  # what is sent there may never come back
-        self.out: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self.out: queue.SimpleQueue[OutgoingMessage | None] = queue.SimpleQueue()
         self._came = 0, 0  # bodies from there, and what the last one took
         self._left: deque[int] = deque()  # when the others left, still unanswered
         self._known = 0  # how many of them are answered
@@ -86,19 +86,19 @@ class Pair:
 
     def say(self, header: torch.Tensor) -> None:
         """Send a header with what follows it, one at a time."""
-        words = wire.HEADER_WORDS
+        words = framing.HEADER_WORDS
         parts = [header] if header.numel() == words else [header[:words], header[words:]]
         with self._saying:
             for part in parts:
-                self.group.send([part], self.place, wire.HEADERS).wait()
+                self.group.send([part], self.place, framing.HEADERS).wait()
 
-    def header(self) -> wire.Header:
+    def header(self) -> framing.Header:
         """The next one that comes. Raises WireError."""
-        return wire.decode(self._words(wire.HEADER_WORDS), self.links.max_bytes, self._words)
+        return framing.decode(self._words(framing.HEADER_WORDS), self.links.max_bytes, self._words)
 
     def _words(self, count: int) -> torch.Tensor:
         raw = torch.empty(count, dtype=torch.int64)
-        self.group.recv([raw], self.place, wire.HEADERS).wait()
+        self.group.recv([raw], self.place, framing.HEADERS).wait()
         return raw
 
     def _put(self, item: Message | Delivered) -> None:
@@ -111,14 +111,14 @@ class Pair:
         try:
             while (parcel := self.out.get()) is not None:
                 self._wait_until(parcel.header_ns)
-                parcel.header[wire.RECEIPT : wire.HEADER_WORDS] = torch.tensor(self._came)
+                parcel.header[framing.RECEIPT : framing.HEADER_WORDS] = torch.tensor(self._came)
                 self.say(parcel.header)
                 if parcel.body is not None and parcel.body.numel():
                     self._left.append(clock())
                     self._wait_until(parcel.body_ns)
                     self.links.bodies.send(self, parcel.body.view(torch.uint8))
                 parcel.sent(clock())
-            self.say(wire.encode(wire.BYE, ("bye", 0, 0)))
+            self.say(framing.encode(framing.BYE, ("bye", 0, 0)))
         except RuntimeError as error:
             self.lose(first_line(error))
 
@@ -128,9 +128,9 @@ class Pair:
             while True:
                 header = self.header()
                 start = links.clock()
-                if header.kind == wire.BYE:
+                if header.kind == framing.BYE:
                     return
-                if header.kind == wire.GRANT:
+                if header.kind == framing.GRANT:
                     links.bodies.granted(self, header.tag[0])
                     continue
                 self._answered(*header.receipt)
@@ -144,7 +144,7 @@ class Pair:
                         self._came = self._came[0] + 1, links.clock() - start
                     body = to_device(body, links.device) if body.is_floating_point() else body
                 self._put(Message(peer, header.tag, body, header.meta, start))
-        except (RuntimeError, wire.WireError) as error:
+        except (RuntimeError, framing.FramingError) as error:
             self.lose(first_line(error))
 
     def _answered(self, bodies: int, took_ns: int) -> None:
@@ -160,7 +160,7 @@ class Pair:
             time.sleep(left / 1e9)
 
 
-class Links:
+class PeerConnections:
     """The peers of this rank. What comes is put into `inbox` as a Message, or as a PeerLostError, and what is learned
     of what was sent as a Delivered."""
 
@@ -172,14 +172,14 @@ class Links:
         due_ns: Callable[[int, int, int, int], int],
         max_bytes: int,
         device: str = HOST,
-        bodies: Bodies | None = None,
+        bodies: PayloadTransport | None = None,
     ) -> None:
         """`pairs`: by which group each peer is reached, its place there, and its life. `due_ns(src, nbytes, header,
         now)` says when a paced message counts as delivered. `bodies` are carried by gloo unless something else is
         given."""
-        self.bodies = bodies or Direct()
+        self.bodies = bodies or HostPayloads()
         self.inbox, self.clock, self.due, self.max_bytes, self.device = inbox, clock_ns, due_ns, max_bytes, device
-        self._pairs = {peer: Pair(self, peer, *way) for peer, way in pairs.items()}
+        self._pairs = {peer: PeerConnection(self, peer, *way) for peer, way in pairs.items()}
 
     def post(
         self, dst: int, tag: Tag, body: Any, meta: tuple[float, ...], times: tuple[int, int], sent: Callable
@@ -192,7 +192,9 @@ class Links:
                 )
             body = self.bodies.placed(body).contiguous()
         if dst in self._pairs:  # else it was lost before this rank came
-            self._pairs[dst].out.put(Parcel(wire.encode(wire.MESSAGE, tag, body, meta), body, *times, sent))
+            self._pairs[dst].out.put(
+                OutgoingMessage(framing.encode(framing.MESSAGE, tag, body, meta), body, *times, sent)
+            )
 
     def lose(self, peer: int, why: str) -> None:
         """The peer counts as gone, whether or not its connection broke."""
@@ -204,7 +206,7 @@ class Links:
         `back`, then what it says."""
         self.lose(peer, "it has come anew")
         self.inbox.put(back)
-        self._pairs[peer] = Pair(self, peer, group, place, life)
+        self._pairs[peer] = PeerConnection(self, peer, group, place, life)
 
     def goodbye(self, timeout_s: float) -> None:
         """Send what is still queued, then send each peer that nothing more will come, and wait for the same from it."""
@@ -228,14 +230,14 @@ def first_line(error: BaseException) -> str:
 # grants them.
 #
 # NCCL wants all operations of a device begun by one thread and in one order, and what has begun on one side spins on
-# its device until the other side begins it, too. So with `Granted` headers go by gloo, as ever, and a body goes once
-# it is granted: the server takes what it is to receive and what it has to send in the order in which that came up,
+# its device until the other side begins it, too. So with `GrantedPayloads` headers go by gloo, as ever, and a body goes
+# once it is granted: the server takes what it is to receive and what it has to send in the order in which that came up,
 # tells the worker by a header of kind GRANT, and both begin this one body; the next is granted when it is through. A
 # worker has the server for its only peer and at most one granted body, the server one under way. So nobody waits for
 # what is not begun on both sides, and nothing spins for longer than a header takes.
 #
-# A communicator for each worker carries both ways, which never overlap: `Carrier`. That they are begun in one order,
-# by one thread, and one at a time, holds on gloo as well, where tests look at it.
+# `PairwiseGroups` has one communicator for each worker, for both directions, which never overlap. That they are begun
+# in one order, by one thread, and one at a time, holds on gloo as well, where tests look at it.
 
 
 UP, DOWN = "up", "down"  # which way a granted body goes
@@ -243,7 +245,7 @@ AT_ONCE_S = 10.0  # a body is asked for before its header leaves, or right after
 UNASKED = "a grant that nobody asked for"
 
 
-class Bodies(Protocol):
+class PayloadTransport(Protocol):
     """What a pair's threads ask of what carries its bodies; each call returns when it is done."""
 
     @property
@@ -255,20 +257,20 @@ class Bodies(Protocol):
         """Where it can be sent from."""
         ...
 
-    def send(self, pair: Pair, body: Tensor) -> None:
+    def send(self, pair: PeerConnection, body: Tensor) -> None:
         """uint8, whose header has left."""
         ...
 
-    def recv(self, pair: Pair, nbytes: int, device: str) -> Tensor:
+    def recv(self, pair: PeerConnection, nbytes: int, device: str) -> Tensor:
         """uint8, whose header has come, and which is to lie there."""
         ...
 
-    def granted(self, pair: Pair, way: str) -> None:
+    def granted(self, pair: PeerConnection, way: str) -> None:
         """A header says that this pair's next body is to go."""
         ...
 
 
-class Direct:
+class HostPayloads:
     """By gloo, on the plane beside the headers."""
 
     last_to_leave = False
@@ -276,18 +278,18 @@ class Direct:
     def placed(self, body: Tensor) -> Tensor:
         return body  # the sender's thread brings it to the host
 
-    def send(self, pair: Pair, body: Tensor) -> None:
+    def send(self, pair: PeerConnection, body: Tensor) -> None:
         with in_host(body) as flat:
-            pair.group.send([flat], pair.place, wire.BODIES).wait()
+            pair.group.send([flat], pair.place, framing.BODIES).wait()
 
-    def recv(self, pair: Pair, nbytes: int, device: str) -> Tensor:
-        return filled(nbytes, device, lambda flat: pair.group.recv([flat], pair.place, wire.BODIES).wait())
+    def recv(self, pair: PeerConnection, nbytes: int, device: str) -> Tensor:
+        return filled(nbytes, device, lambda flat: pair.group.recv([flat], pair.place, framing.BODIES).wait())
 
-    def granted(self, pair: Pair, way: str) -> None:
-        raise wire.WireError(UNASKED)
+    def granted(self, pair: PeerConnection, way: str) -> None:
+        raise framing.FramingError(UNASKED)
 
 
-class Carrier:
+class PairwiseGroups:
     """Bodies between a server and each of its workers, by a group of the two."""
 
     def __init__(self, groups: Mapping[int, tuple[dist.ProcessGroup, int]], device: str) -> None:
@@ -308,10 +310,10 @@ class Carrier:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-class Granted:
+class GrantedPayloads:
     """From device to device, as the server grants it."""
 
-    def __init__(self, carrier: Carrier, grants: bool) -> None:
+    def __init__(self, carrier: PairwiseGroups, grants: bool) -> None:
         """`grants`: this rank is the server."""
         self.last_to_leave = grants
         self._carrier, self._grants = carrier, grants
@@ -321,32 +323,32 @@ class Granted:
     def placed(self, body: Tensor) -> Tensor:
         return to_device(body, self._carrier.device)
 
-    def send(self, pair: Pair, body: Tensor) -> None:
+    def send(self, pair: PeerConnection, body: Tensor) -> None:
         if self._grants:
             return self._grant(pair, DOWN, lambda: self._carrier.send(pair.peer, body))
         through = Future[None]()
         self._asked.put((body, through))
         return through.result()
 
-    def recv(self, pair: Pair, nbytes: int, device: str) -> Tensor:
+    def recv(self, pair: PeerConnection, nbytes: int, device: str) -> Tensor:
         flat = torch.empty(nbytes, dtype=torch.uint8, device=self._carrier.device)
         if self._grants:
             self._grant(pair, UP, lambda: self._carrier.recv(pair.peer, flat))
             return flat
-        while (grant := pair.header()).kind == wire.GRANT and grant.tag[0] == UP:
+        while (grant := pair.header()).kind == framing.GRANT and grant.tag[0] == UP:
             self.granted(pair, UP)
-        if grant.kind != wire.GRANT or grant.tag[0] != DOWN:
-            raise wire.WireError("a header came where a body was to be granted")
+        if grant.kind != framing.GRANT or grant.tag[0] != DOWN:
+            raise framing.FramingError("a header came where a body was to be granted")
         self._turn(lambda: self._carrier.recv(pair.peer, flat))
         return flat
 
-    def granted(self, pair: Pair, way: str) -> None:
+    def granted(self, pair: PeerConnection, way: str) -> None:
         if way != UP or self._grants:
-            raise wire.WireError(UNASKED)
+            raise framing.FramingError(UNASKED)
         try:
             body, through = self._asked.get(timeout=AT_ONCE_S)
         except queue.Empty as error:
-            raise wire.WireError(UNASKED) from error
+            raise framing.FramingError(UNASKED) from error
         try:
             self._turn(lambda: self._carrier.send(pair.peer, body))
         except RuntimeError as error:
@@ -354,9 +356,9 @@ class Granted:
             raise
         through.set_result(None)
 
-    def _grant(self, pair: Pair, way: str, begin: Callable[[], None]) -> None:
+    def _grant(self, pair: PeerConnection, way: str, begin: Callable[[], None]) -> None:
         def granting() -> None:
-            pair.say(wire.encode(wire.GRANT, (way, 0, 0)))
+            pair.say(framing.encode(framing.GRANT, (way, 0, 0)))
             begin()
 
         self._turn(granting)
@@ -365,10 +367,10 @@ class Granted:
         self._turns.submit(begin).result()
 
 
-def granted_by_nccl(rank: int, workers: Sequence[int], server: int, device: str) -> Granted:
+def granted_by_nccl(rank: int, workers: Sequence[int], server: int, device: str) -> GrantedPayloads:
     """To be made by all ranks alike: a communicator for each worker, each warmed up, in rank order."""
     groups = dict[int, tuple[dist.ProcessGroup, int]]()
-    carrier = Carrier(groups, device)
+    carrier = PairwiseGroups(groups, device)
     for worker in workers:
         group = dist.new_group([worker, server], backend="nccl")
         if rank in (worker, server):
@@ -376,4 +378,4 @@ def granted_by_nccl(rank: int, workers: Sequence[int], server: int, device: str)
             groups[peer] = group, place
             first = torch.zeros(1, dtype=torch.uint8, device=device)
             (carrier.send if rank == worker else carrier.recv)(peer, first)
-    return Granted(carrier, rank == server)
+    return GrantedPayloads(carrier, rank == server)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 KEY = "ports"
 
 
-class SharedPorts:
+class SharedNics:
     """One process's view. Not for several threads at once."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from ashl.cluster.network import Exchange, Ports, network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Factors, Speed
-from ashl.runtime.records import Lateness, PaceKept
-from ashl.runtime.shared_ports import SharedPorts
+from ashl.runtime.nic_emulation import SharedNics
+from ashl.runtime.records import Lateness, PacingStats
 
 T = TypeVar("T")
 SLACK = 1.02  # a step or transfer this much longer than declared is late
 
 
-class Punctuality:
+class LatenessCounter:
     """How often something took longer than declared, and by how much. One thread counts."""
 
     __slots__ = ("count", "declared_ns", "late", "late_ns")
@@ -42,7 +42,7 @@ class Punctuality:
         return Lateness(self.count, self.late, self.late_ns / 1e9, self.declared_ns / 1e9)
 
 
-class Pace:
+class Throttle:
     """The emulated costs of one rank; for a real cluster, none."""
 
     def __init__(
@@ -59,8 +59,10 @@ class Pace:
         """In `store` the job's processes tell each other when the ports are free that they share; `algorithm`: the one
         of sums, where one was asked for."""
         self.rank, self.clock = rank, clock_ns
-        self.steps, self.encodings = Punctuality(), Punctuality()
-        self.transfers: defaultdict[int, Punctuality] = defaultdict(Punctuality)  # by the rank that they came from
+        self.steps, self.encodings = LatenessCounter(), LatenessCounter()
+        self.transfers: defaultdict[int, LatenessCounter] = defaultdict(
+            LatenessCounter
+        )  # by the rank that they came from
         self.speed: Speed | None = None
         self.network: Exchange | Ports | None = None
         self.compute = self.link = None
@@ -71,7 +73,7 @@ class Pace:
             if cluster.exchange_s is not None or cluster.bandwidth_mbit_s is not None:
                 self.network = network(cluster, dense_bytes, algorithm)
         shares = isinstance(self.network, Ports) and cluster.node is not None
-        self._shared = SharedPorts(store, rank) if shares else None
+        self._shared = SharedNics(store, rank) if shares else None
 
     def cost_ns(self, kind: str, work: float, start_ns: int) -> int | None:
         """What a computation that starts then is declared to cost; to be asked once, as jitter is drawn."""
@@ -150,7 +152,7 @@ class Pace:
         with self._lock:
             return change(network) if self._shared is None else self._shared.ask(network, change)
 
-    def report(self) -> PaceKept:
+    def report(self) -> PacingStats:
         """How well the machine kept the declared pace."""
         transfers = [(src, late.report()) for src, late in self.transfers.items()]
-        return PaceKept(self.rank, self.steps.report(), transfers, self.encodings.report())
+        return PacingStats(self.rank, self.steps.report(), transfers, self.encodings.report())

@@ -15,7 +15,7 @@ class End(NamedTuple):
     why: Text = ""
 
 
-class News(NamedTuple):
+class ControlUpdate(NamedTuple):
     """What the process that keeps the records lets every rank know, again and again: that it is there, whether to
     stop, how the model was judged last, of which version of it the next checkpoint is to be (number, version), and at
     last how it all ended."""
@@ -32,9 +32,9 @@ class News(NamedTuple):
         return json.dumps(self)
 
     @staticmethod
-    def loads(line: str | bytes) -> News:
+    def loads(line: str | bytes) -> ControlUpdate:
         try:
             fields = json.loads(line)
         except (ValueError, RecursionError):
             fields = None
-        return checked(News, fields, "news")
+        return checked(ControlUpdate, fields, "news")

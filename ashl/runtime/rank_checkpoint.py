@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ashl.runtime.pace import Pace
-from ashl.runtime.packed import packed, save, unpacked
-from ashl.runtime.plane import first_line
+from ashl.runtime.plain_state import from_plain, save, to_plain
 from ashl.runtime.rank_context import RankContext
-from ashl.runtime.records import Kept
+from ashl.runtime.records import CheckpointPartSaved
+from ashl.runtime.throttle import Throttle
+from ashl.runtime.transport import first_line
 
 MANIFEST = "manifest.json"
 
@@ -31,11 +31,14 @@ class Due(NamedTuple):
     version: int
 
 
-class Keeper:
+class RankCheckpointWriter:
     """Puts one rank's state away, in a thread, and says so."""
 
     def __init__(
-        self, rank: int, put: Callable[[int, dict[str, Any]], tuple[str, int]], emit: Callable[[Kept], None]
+        self,
+        rank: int,
+        put: Callable[[int, dict[str, Any]], tuple[str, int]],
+        emit: Callable[[CheckpointPartSaved], None],
     ) -> None:
         """`put(number, document)` returns the hash of its part of this checkpoint, and how many bytes of it home has
         yet to write."""
@@ -54,20 +57,20 @@ class Keeper:
         wanted = self.wanted
         return wanted is not None and version >= wanted.version
 
-    def keep(self, ctx: RankContext, stage: int, state: Any, pace: Pace) -> bool:
+    def keep(self, ctx: RankContext, stage: int, state: Any, throttle: Throttle) -> bool:
         """At the top of the loop, where that is wanted, with how far the draws of jitter are; returns whether it is."""
         wanted = self.wanted
         if wanted is None or state is None or state.version < wanted.version:
             return False
         self._done, number, time_ns = wanted.number, wanted.number, ctx.now_ns
-        drawn = pace.speed.drawn(ctx.rank) if pace.speed else 0
+        drawn = throttle.speed.drawn(ctx.rank) if throttle.speed else 0
         document = document_of(ctx, stage, state, time_ns, drawn)
-        counted = None if ctx.counter is None else ctx.counter.tally.rounds()
-        kept = Kept(self._rank, number, stage, state.version, time_ns, rounds=counted)
+        counted = None if ctx.counter is None else ctx.counter.progress.rounds()
+        kept = CheckpointPartSaved(self._rank, number, stage, state.version, time_ns, rounds=counted)
         threading.Thread(target=self._write, args=(document, kept), name="keeper").start()  # which the end waits for
         return True
 
-    def _write(self, document: dict[str, Any], kept: Kept) -> None:
+    def _write(self, document: dict[str, Any], kept: CheckpointPartSaved) -> None:
         try:
             sha256, nbytes = self._put(kept.number, document)
             self._emit(kept._replace(sha256=sha256, nbytes=nbytes))
@@ -76,7 +79,7 @@ class Keeper:
 
 
 def into_folder(run_dir: Path, rank: int, number: int, document: dict[str, Any]) -> tuple[str, int]:
-    """Where a rank has the run folder at hand, for its `Keeper`."""
+    """Where a rank has the run folder at hand, for its `RankCheckpointWriter`."""
     return write(part_of(folder_of(run_dir, number), rank), document), 0
 
 
@@ -115,8 +118,8 @@ def part_of(folder: Path, rank: int) -> Path:
 
 def document_of(ctx: RankContext, stage: int, state: Any, time_ns: int, drawn: int) -> dict[str, Any]:
     """A rank at the top of its loop, so many draws of jitter into the run: plain values, from which `read` has it."""
-    known = {"stage": stage, "state": packed(state), "context": packed(counted(ctx))}
-    return known | {"time_ns": time_ns, "drawn": drawn, "own": packed(ctx.own_state)}
+    known = {"stage": stage, "state": to_plain(state), "context": to_plain(counted(ctx))}
+    return known | {"time_ns": time_ns, "drawn": drawn, "own": to_plain(ctx.own_state)}
 
 
 class Restored(NamedTuple):
@@ -134,22 +137,22 @@ def read(file: Path | BytesIO, packages: tuple[str, ...], device: str) -> Restor
     """What a rank kept; states may be of classes of these packages. Nothing is unpickled."""
     document = torch.load(file, weights_only=True)
     for name in ("state", "context", "own"):
-        document[name] = unpacked(document[name], packages, device)
+        document[name] = from_plain(document[name], packages, device)
     return Restored(**document)
 
 
-KEPT = ("steps", "staleness", "loss", "measures")  # of a context, beside its ledger
+KEPT = ("steps", "staleness", "loss", "measures")  # of a context, beside its time accounting
 
 
 def counted(ctx: RankContext) -> dict[str, Any]:
     """Return the counters of a context."""
-    ledger = {name: getattr(ctx.ledger, name) for name in ctx.ledger.__slots__}
-    return {"ledger": ledger} | {name: getattr(ctx, name) for name in KEPT}
+    time_accounting = {name: getattr(ctx.time_accounting, name) for name in ctx.time_accounting.__slots__}
+    return {"time_accounting": time_accounting} | {name: getattr(ctx, name) for name in KEPT}
 
 
 def put_back(ctx: RankContext, known: dict[str, Any]) -> None:
     """Set a fresh context's counters."""
-    for name, value in known["ledger"].items():
-        setattr(ctx.ledger, name, value)
+    for name, value in known["time_accounting"].items():
+        setattr(ctx.time_accounting, name, value)
     for name in KEPT:
         setattr(ctx, name, known[name])

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.runtime.ledger import KINDS, Ledger
+from ashl.runtime.time_accounting import KINDS, TimeAccounting
 
 times = st.integers(0, 10**6)
 actions = st.lists(
@@ -18,31 +18,31 @@ actions = st.lists(
 )
 
 
-def replayed(actions) -> tuple[Ledger, list]:
+def replayed(actions) -> tuple[TimeAccounting, list]:
     """A ledger after these actions, on a clock that only moves on, and the rounds that were cut."""
-    ledger, rounds = Ledger(), []
+    time_accounting, rounds = TimeAccounting(), []
     now = 0
     for name, *values in actions:
         if name == "cut":
-            rounds.append(ledger.cut())
+            rounds.append(time_accounting.cut())
         elif name == "mark":
-            ledger.mark(values[0], values[1])
+            time_accounting.mark(values[0], values[1])
         elif name == "blocked":
-            now = max(now, ledger.cursor) + values[0]
-            ledger.blocked(now, values[1], values[2])
+            now = max(now, time_accounting.cursor) + values[0]
+            time_accounting.blocked(now, values[1], values[2])
         elif name == "pushed":
-            waited = ledger.live()["wait"]
-            ledger.pushed(*values)
-            assert 0 <= waited - ledger.live()["wait"] <= max(0, values[1] - values[0])
+            waited = time_accounting.live()["wait"]
+            time_accounting.pushed(*values)
+            assert 0 <= waited - time_accounting.live()["wait"] <= max(0, values[1] - values[0])
         else:
-            ledger.traffic(*values)
-    return ledger, rounds
+            time_accounting.traffic(*values)
+    return time_accounting, rounds
 
 
 @given(actions)
 def test_live_totals_reach_to_the_cursor(actions) -> None:
-    ledger, _ = replayed(actions)
-    assert sum(ledger.live().values()) == ledger.cursor
+    time_accounting, _ = replayed(actions)
+    assert sum(time_accounting.live().values()) == time_accounting.cursor
 
 
 @given(actions)
@@ -60,75 +60,82 @@ def test_rounds_follow_each_other_without_a_gap(actions) -> None:
 
 @given(actions)
 def test_settled_totals_are_those_of_all_spans(actions) -> None:
-    ledger, _ = replayed(actions)
-    expected, cursor = ledger.live(), ledger.cursor
-    ledger.settle()
-    assert ledger.totals == expected
-    assert sum(ledger.totals.values()) == cursor
+    time_accounting, _ = replayed(actions)
+    expected, cursor = time_accounting.live(), time_accounting.cursor
+    time_accounting.settle()
+    assert time_accounting.totals == expected
+    assert sum(time_accounting.totals.values()) == cursor
 
 
 @given(actions, st.integers(0, 2 * 10**6))
 def test_closing_cuts_off_what_lies_past_the_end(actions, extra) -> None:
     """At any moment that is not in a round which is folded already: two rounds back is as far as a worker can learn
     late of the end."""
-    ledger, rounds = replayed(actions)
+    time_accounting, rounds = replayed(actions)
     folded = rounds[-2][2] if len(rounds) > 1 else 0
     end = folded + extra
-    before = {kind: total for kind, total in ledger.live().items()}
-    ledger.close(end)
-    ledger.settle()
-    assert sum(ledger.totals.values()) == end
-    assert min(ledger.totals.values()) >= 0
-    assert all(ledger.totals[kind] <= before[kind] for kind in KINDS if kind != "wait")
+    before = {kind: total for kind, total in time_accounting.live().items()}
+    time_accounting.close(end)
+    time_accounting.settle()
+    assert sum(time_accounting.totals.values()) == end
+    assert min(time_accounting.totals.values()) >= 0
+    assert all(time_accounting.totals[kind] <= before[kind] for kind in KINDS if kind != "wait")
 
 
 @given(actions, times)
 def test_traffic_counts_when_it_began_by_the_end(actions, end) -> None:
     """What was folded two rounds ago is final."""
-    ledger, rounds = replayed(actions)
+    time_accounting, rounds = replayed(actions)
     sent, cuts = [], 0
     for name, *values in actions:
         cuts += name == "cut"
         if name == "traffic":
             sent.append((cuts, *values))
-    assert ledger.sent() == (sum(up for *_, up, _ in sent), sum(down for *_, down in sent))
-    ledger.close(end)
-    ledger.settle()
+    assert time_accounting.sent() == (sum(up for *_, up, _ in sent), sum(down for *_, down in sent))
+    time_accounting.close(end)
+    time_accounting.settle()
     kept = [(up, down) for cut, start, up, down in sent if start <= end or cut <= len(rounds) - 2]
-    assert (ledger.bytes_up, ledger.bytes_down) == (sum(up for up, _ in kept), sum(down for _, down in kept))
+    assert (time_accounting.bytes_up, time_accounting.bytes_down) == (
+        sum(up for up, _ in kept),
+        sum(down for _, down in kept),
+    )
 
 
 @given(actions)
 def test_a_round_that_was_cut_stays_as_it_was_then(actions) -> None:
-    ledger, kept = Ledger(), []
+    time_accounting, kept = TimeAccounting(), []
     for name, *values in actions:
-        found = getattr(ledger, name)(*values)
+        found = getattr(time_accounting, name)(*values)
         if name == "cut":
             kept.append((found[0], [*found[0]]))
     assert all(spans == then for spans, then in kept)
 
 
 def test_blocked_time_is_pushing_then_waiting_then_pulling() -> None:
-    ledger = Ledger()
-    ledger.mark("compute", 10)
-    ledger.blocked(50, push_end_ns=20, pull_start_ns=45)
-    spans, _, _ = ledger.cut()
+    time_accounting = TimeAccounting()
+    time_accounting.mark("compute", 10)
+    time_accounting.blocked(50, push_end_ns=20, pull_start_ns=45)
+    spans, _, _ = time_accounting.cut()
     assert spans == [("compute", 0, 10), ("push", 10, 20), ("wait", 20, 45), ("pull", 45, 50)]
 
 
 def test_what_was_asked_for_early_was_never_waited_for() -> None:
     """A transfer that began before the worker blocked: there is a push or a pull, and no waiting."""
-    ledger = Ledger()
-    ledger.mark("compute", 10)
-    ledger.blocked(30, push_end_ns=0, pull_start_ns=5)
-    assert ledger.cut()[0] == [("compute", 0, 10), ("pull", 10, 30)]
+    time_accounting = TimeAccounting()
+    time_accounting.mark("compute", 10)
+    time_accounting.blocked(30, push_end_ns=0, pull_start_ns=5)
+    assert time_accounting.cut()[0] == [("compute", 0, 10), ("pull", 10, 30)]
 
 
 def test_what_a_collective_waited_is_neither_moved_nor_hidden() -> None:
     """80 of 100 ns were waiting for the last member; the rest is as exposed as before."""
-    ledger = Ledger()
-    ledger.collective(0, 100, main=True)
-    ledger.settle()
-    ledger.waited(80)
-    assert (ledger.totals["push"], ledger.totals["pull"], ledger.totals["wait"]) == (10, 10, 80)
-    assert ledger.collective_ns == 20
+    time_accounting = TimeAccounting()
+    time_accounting.collective(0, 100, main=True)
+    time_accounting.settle()
+    time_accounting.waited(80)
+    assert (time_accounting.totals["push"], time_accounting.totals["pull"], time_accounting.totals["wait"]) == (
+        10,
+        10,
+        80,
+    )
+    assert time_accounting.collective_ns == 20

@@ -13,7 +13,7 @@ from heapq import heapify
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from ashl.runtime.channel import Channel, Collective
+from ashl.runtime.collective_queue import Collective, CollectiveQueue
 from ashl.runtime.effects import Broken, Formed, Regroup
 from ashl.runtime.kernel import Task
 from ashl.runtime.rank_context import RankContext
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ashl.runtime.sim import Sim
 
 
-class Teams:
+class SimMembership:
     """Stands between a simulation and its channels. `noticed` are the losses so far, in the order in which others knew
     of them: how many of these a team has taken into account is its epoch."""
 
@@ -74,12 +74,12 @@ class Teams:
             self.knowing.add(ctx.rank)
         return type(self.sim).safe_point(self.sim, ctx, stage, state)
 
-    def begin(self, channel: Channel) -> None:
-        if not channel.ready:
+    def begin(self, collective_queue: CollectiveQueue) -> None:
+        if not collective_queue.ready:
             return  # the team has lost a member
-        type(self.sim)._begin(self.sim, channel)
+        type(self.sim)._begin(self.sim, collective_queue)
         self._under_way = [one for one in self._under_way if one[0] > self.sim.now_ns]
-        self._under_way.append((channel.free_ns, channel.team))
+        self._under_way.append((collective_queue.free_ns, collective_queue.team))
 
     def _at(self, task: Task, value: Any) -> None:
         """Resume the task at this instant."""
@@ -95,7 +95,7 @@ class Teams:
         self.knowing.discard(rank)
         self._asked.pop(rank, None)
         self._stuck.pop(rank, None)
-        for task in sim.channels.lose(rank):
+        for task in sim.collective_queues.lose(rank):
             if task.ctx.rank != rank:
                 self._stuck.setdefault(task.ctx.rank, []).append((task, task.waiting))
         for _, team in [one for one in self._under_way if rank in one[1] and one[0] > now]:
@@ -110,8 +110,8 @@ class Teams:
         waiting = sorted((task for task in waiting if task.ctx.rank in ranks), key=lambda task: task.ctx.rank)
         for task in waiting:
             if task.main:
-                task.ctx.ledger.halt(now, now, now)
-            task.ctx.ledger.broken(now)
+                task.ctx.time_accounting.halt(now, now, now)
+            task.ctx.time_accounting.broken(now)
             self._stuck.setdefault(task.ctx.rank, []).append((task, task.waiting))
         sim._heap[:] = [event for event in sim._heap if event[2] not in waiting]
         heapify(sim._heap)
@@ -124,7 +124,7 @@ class Teams:
         for task, effect in stuck:
             if rank in effect.group:
                 if task.main:
-                    task.ctx.ledger.idle(sim.now_ns)
+                    task.ctx.time_accounting.idle(sim.now_ns)
                 sim._resume(task, Broken(rank))
             else:
                 self._stuck.setdefault(peer, []).append((task, effect))

@@ -4,13 +4,13 @@ from typing import Any
 
 from ashl.cluster.all_reduce_costs import AllReduceCost
 from ashl.cluster.network import Exchange, Ports
-from ashl.runtime.channel import Collective
+from ashl.runtime.collective_queue import Collective
 from ashl.runtime.effects import AllReduce
 from ashl.runtime.sums import HALVES_OF_A_SUM, sum_in_rank_order, together
 from ashl.size_only import SizeOnly
 
 
-def collected(
+def price_collective(
     effect: Collective, tensors: list[Any], network: Exchange | Ports, now_ns: int
 ) -> tuple[Any, int, int, AllReduceCost | None]:
     """(result, cost in ns, bytes that each member of the ring sends and receives, or of a sum by another algorithm

@@ -15,7 +15,7 @@ LATE, STAGE_END, RUN_END, FAILURE, DIVERGED = "late", "stage_end", "run_end", "f
 BY_WORKER = ("commits", "clocks", "steps_by", "dropped_by", "drops", "pulled", "stale_sum", "stale_max")
 
 
-class Start(NamedTuple):
+class ProgressMark(NamedTuple):
     """Where something began, or was last done: in commits, samples and seconds of the run."""
 
     commits: int = 0
@@ -23,11 +23,11 @@ class Start(NamedTuple):
     seconds: float = 0.0
 
 
-NOTHING = Start()
+RUN_START = ProgressMark()
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """How far a run is, all workers together: what every rank can count that knows what each round holds."""
 
     num_workers: int
@@ -37,17 +37,17 @@ class Progress:
     total_commits: int = 0
     loss: float = math.nan  # running mean of the workers' minibatch losses
     diverged: str | None = None
-    started: Start = NOTHING  # where this stage began
+    started: ProgressMark = RUN_START  # where this stage began
     best: tuple[float, int] = (math.inf, 0)  # the lowest running loss of this stage, and at how many commits
     end_ns: int = 0  # when the last stage ended
     now_s: float = 0.0  # the moment that questions are asked at
 
-    def copy(self) -> Progress:
+    def copy(self) -> RunProgress:
         """The same, to count on with."""
         return replace(self)
 
-    def here(self, now_s: float) -> Start:
-        return Start(self.total_commits, self.samples, now_s)
+    def here(self, now_s: float) -> ProgressMark:
+        return ProgressMark(self.total_commits, self.samples, now_s)
 
     def begin(self, now_s: float) -> None:
         """A stage begins: limits are counted from here."""
@@ -81,7 +81,7 @@ class Progress:
 
 
 @dataclass
-class Tally(Progress):
+class Progress(RunProgress):
     """The same by worker, as a server counts it (without one: as every worker does, alike).
 
     `commits[w]` pushes of worker w applied, `clocks[w]` those of this stage, `drops[w]` those that are part of no
@@ -122,7 +122,7 @@ class Tally(Progress):
         """How many workers there are now."""
         return self.num_workers - len(self.gone)
 
-    def copy(self) -> Tally:
+    def copy(self) -> Progress:
         """The same, to count on with; of a rank that nobody waits for."""
         twin = copy(self)  # each round makes one: `replace` would go through all fields
         for name in BY_WORKER:

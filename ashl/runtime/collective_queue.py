@@ -64,7 +64,7 @@ class Posted:
         return f"{type(self.effect).__name__} with key {self.effect.key} of ranks {list(self.effect.group)}"
 
 
-class Shared:
+class SharedResult:
     """What the members of a team compute alike, until all have asked."""
 
     __slots__ = ("asked", "value")
@@ -79,7 +79,7 @@ def order_of(effect: Collective) -> tuple[Any, ...]:
     return effect.__class__, effect.key, effect.credit, effect.epoch
 
 
-class Channel:
+class CollectiveQueue:
     """A team in virtual time, where one object stands for the ends of all members."""
 
     __slots__ = (
@@ -103,7 +103,7 @@ class Channel:
         self.waking = False  # whether an event will come then
         self.settling = False  # ... and one at the end of this instant, to commit what has been posted
         self.committed: list[Posted] = []  # of those that are pending
-        self.shared: dict[Hashable, Shared] = {}
+        self.shared: dict[Hashable, SharedResult] = {}
 
     def post(self, task: Task, effect: Collective) -> None:
         """Raises AshlError where a member breaks the rule."""
@@ -158,7 +158,7 @@ class Channel:
         """`fn()` of whoever asks first."""
         shared = self.shared.get(key)
         if shared is None:
-            shared = self.shared[key] = Shared()
+            shared = self.shared[key] = SharedResult()
         if shared.value is UNKNOWN:
             shared.value = fn()
         shared.asked.add(rank)
@@ -167,38 +167,38 @@ class Channel:
         return shared.value
 
 
-class Channels:
+class CollectiveQueues:
     """The channels of all teams, made when they are first asked for and forgotten when nothing goes on in them."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[int, ...], Channel] = {}
-        self._last = Channel(())
+        self._of: dict[tuple[int, ...], CollectiveQueue] = {}
+        self._last = CollectiveQueue(())
         self._most = 64
 
-    def of(self, team: tuple[int, ...], now_ns: int) -> Channel:
+    def of(self, team: tuple[int, ...], now_ns: int) -> CollectiveQueue:
         last = self._last
         if last.team is team:  # the members of a large team mostly come one after the other, and to hash it takes long
             return last
-        channel = self._of.get(team)
-        if channel is None:
+        collective_queue = self._of.get(team)
+        if collective_queue is None:
             if len(self._of) >= self._most:
                 self._of = {known: one for known, one in self._of.items() if not one.idle(now_ns)}
                 self._most = max(64, 2 * len(self._of))
-            channel = self._of[team] = Channel(team)
-        self._last = channel
-        return channel
+            collective_queue = self._of[team] = CollectiveQueue(team)
+        self._last = collective_queue
+        return collective_queue
 
     def lose(self, rank: int) -> list[Task]:
         """Forget the channels of teams that have lost this member; returns who waits there."""
-        lost = [channel for channel in self._of.values() if rank in channel.team]
-        for channel in lost:
-            del self._of[channel.team]
-        self._last = Channel(())
-        return [task for channel in lost for task in channel.broken()]
+        lost = [collective_queue for collective_queue in self._of.values() if rank in collective_queue.team]
+        for collective_queue in lost:
+            del self._of[collective_queue.team]
+        self._last = CollectiveQueue(())
+        return [task for collective_queue in lost for task in collective_queue.broken()]
 
-    def all(self) -> list[Channel]:
+    def all(self) -> list[CollectiveQueue]:
         return list(self._of.values())
 
     def waiting(self) -> list[Posted]:
         """Collectives to which not all members have come, or that wait for their turn."""
-        return [posted for channel in self._of.values() for posted in channel.pending.values()]
+        return [posted for collective_queue in self._of.values() for posted in collective_queue.pending.values()]

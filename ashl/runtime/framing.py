@@ -33,7 +33,7 @@ DTYPES = (torch.uint8, torch.float32, torch.float64, torch.float16, torch.bfloat
 NO_BODY = len(DTYPES)
 
 
-class WireError(Exception):
+class FramingError(Exception):
     """A header that none of ours would send."""
 
 
@@ -65,16 +65,16 @@ def decode(header: Tensor, max_bytes: int, rest: Callable[[int], Tensor]) -> Hea
     words = header.tolist()
     magic, name_a, name_b, stage, iteration, kind, nbytes, dtype, count = words[:9]
     if magic != MAGIC or kind not in (MESSAGE, BYE, GRANT) or not 0 <= count <= MOST or not 0 <= dtype <= NO_BODY:
-        raise WireError("a header of another version or program")
+        raise FramingError("a header of another version or program")
     element = None if dtype == NO_BODY else DTYPES[dtype]
     if not 0 <= nbytes <= max_bytes or (nbytes % element.itemsize if element else nbytes):
-        raise WireError(f"a body of {nbytes} bytes, where at most {max_bytes} were expected")
+        raise FramingError(f"a body of {nbytes} bytes, where at most {max_bytes} were expected")
     text = struct.pack("<2q", name_a, name_b).rstrip(b"\0")
     if not text.isascii() or not 0 <= stage < 2**31 or not 0 <= iteration < 2**62:
-        raise WireError("a tag that is none")
+        raise FramingError("a tag that is none")
     bodies, took_ns = words[RECEIPT:]
     if bodies < 0 or took_ns < 0:
-        raise WireError("a receipt that is none")
+        raise FramingError("a receipt that is none")
     numbers = words[9 : min(9 + count, RECEIPT)] + (rest(count - META).tolist() if count > META else [])
     meta = struct.unpack(f"<{count}d", struct.pack(f"<{count}q", *numbers))
     return Header(kind, (text.decode("ascii"), stage, iteration), nbytes, element, meta, (bodies, took_ns))

@@ -35,7 +35,7 @@ def save(path: Path, document: Any) -> None:
         raise
 
 
-def packed(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Plain containers of tensors, numbers and text. Tensors are shared, or fetched from their device; everything that
     can change is copied. Raises TypeError for what is no state."""
     if type(value) in PLAIN:
@@ -45,18 +45,18 @@ def packed(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):
-        own = {field.name: packed(getattr(value, field.name)) for field in fields(value)}
+        own = {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
         return {KIND: "dataclass", NAME: name_of(value), ITEMS: own}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {KIND: "named", NAME: name_of(value), ITEMS: [packed(item) for item in value]}
+        return {KIND: "named", NAME: name_of(value), ITEMS: [to_plain(item) for item in value]}
     if isinstance(value, list | tuple | set | deque):
-        return {KIND: type(value).__name__, ITEMS: [packed(item) for item in value]}
+        return {KIND: type(value).__name__, ITEMS: [to_plain(item) for item in value]}
     if isinstance(value, dict):
-        return {KIND: "dict", ITEMS: [(packed(key), packed(item)) for key, item in value.items()]}
+        return {KIND: "dict", ITEMS: [(to_plain(key), to_plain(item)) for key, item in value.items()]}
     raise TypeError(f"a {type(value).__name__} cannot be kept in a checkpoint")
 
 
-def unpacked(value: Any, packages: tuple[str, ...] = ("ashl",), device: str = HOST) -> Any:
+def from_plain(value: Any, packages: tuple[str, ...] = ("ashl",), device: str = HOST) -> Any:
     """What `packed` was given, what was on a device on this one; classes are looked up in `packages` only. Raises
     ValueError for anything else."""
     if type(value) in PLAIN or isinstance(value, Tensor):
@@ -67,20 +67,20 @@ def unpacked(value: Any, packages: tuple[str, ...] = ("ashl",), device: str = HO
     if kind == THERE:
         return to_device(items, device)
     if kind == "dict":
-        return {unpacked(key, packages): unpacked(item, packages, device) for key, item in items}
+        return {from_plain(key, packages): from_plain(item, packages, device) for key, item in items}
     if kind == "dataclass":
         cls = class_of(value[NAME], packages)
         made = object.__new__(cls)
         for name in (field.name for field in fields(cls)):
-            object.__setattr__(made, name, unpacked(items[name], packages, device))
+            object.__setattr__(made, name, from_plain(items[name], packages, device))
         return made
-    parts = [unpacked(item, packages, device) for item in items]
+    parts = [from_plain(item, packages, device) for item in items]
     if kind == "named":
         return class_of(value[NAME], packages)(*parts)
     return {"list": list, "tuple": tuple, "set": set, "deque": deque}[kind](parts)
 
 
-def parcelled(value: Any) -> list[Tensor]:
+def split_tensors(value: Any) -> list[Tensor]:
     """A value to send, as `packed` takes it: the tensors in it, after a first one that says in JSON what they are."""
     tensors = list[Tensor]()
 
@@ -92,11 +92,11 @@ def parcelled(value: Any) -> list[Tensor]:
             return {key: apart(part) for key, part in item.items()}
         return [apart(part) for part in item] if isinstance(item, list | tuple) else item
 
-    text = json.dumps(apart(packed(value)))
+    text = json.dumps(apart(to_plain(value)))
     return [torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8), *tensors]
 
 
-def opened(parcel: Sequence[Tensor], packages: tuple[str, ...], device: str) -> Any:
+def join_tensors(parcel: Sequence[Tensor], packages: tuple[str, ...], device: str) -> Any:
     """What `parcelled` was given; see `unpacked`."""
 
     def whole(item: Any) -> Any:
@@ -106,7 +106,7 @@ def opened(parcel: Sequence[Tensor], packages: tuple[str, ...], device: str) -> 
             return {key: whole(part) for key, part in item.items()}
         return [whole(part) for part in item] if isinstance(item, list) else item
 
-    return unpacked(whole(json.loads(parcel[0].numpy().tobytes())), packages, device)
+    return from_plain(whole(json.loads(parcel[0].numpy().tobytes())), packages, device)
 
 
 def name_of(value: Any) -> str:

@@ -11,7 +11,7 @@ KINDS = ("compute", "compress", "push", "pull", "wait", "down")
 Span = tuple[str, int, int]
 
 
-class Ledger:
+class TimeAccounting:
     """Spans in integer nanoseconds and bytes of one rank."""
 
     __slots__ = (
