@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "pydantic", "typer", "rich", "mlflow")
 PATIENCE_S = 2.0  # for a name or a server that may not answer
 
-BROKEN, MISSING = "BROKEN", "MISSING"
+FAIL, MISSING = "FAIL", "MISSING"
 Row = tuple[str, str]
 T = TypeVar("T")
 
@@ -50,11 +50,9 @@ def doctor(
         try:
             rows.extend(check())
         except Exception as error:  # a broken installation is what this command is for
-            rows.append(
-                (check.__name__.strip("_"), f"{BROKEN}: {type(error).__name__}: {' '.join(str(error).split())}")
-            )
+            rows.append((check.__name__.strip("_"), f"{FAIL}: {type(error).__name__}: {' '.join(str(error).split())}"))
     show("", rows)
-    if any(text.startswith((BROKEN, MISSING)) for _, text in rows):
+    if any(text.startswith((FAIL, MISSING)) for _, text in rows):
         raise AshlError("Something above is broken or missing; install ashl into a fresh environment to mend it.")
 
 
@@ -67,19 +65,19 @@ def _compression() -> None:
     stated = [(name, law) for name, held in found.items() for law in held if law.kept is not None]
     broken = [(name, law.name, law.stated, law.measured, law.verdict) for name, law in stated if not law.kept]
     if broken:
-        show("codec, broken law, stated, measured", [*broken, ("",) * 5])
+        show("codec, failed law, stated, measured", [*broken, ("",) * 5])
     lost = "‖C(x) − x‖²/‖x‖² of a normal and of a heavy-tailed x"
-    show(f"codec, laws kept, measured (stated): bits an element, {lost}", _rows(found))
-    last = f"{len(stated) - len(broken)} of {len(stated)} laws are kept by {len(found)} codecs"
+    show(f"codec, laws passed, measured (stated): bits an element, {lost}", _rows(found))
+    last = f"{len(stated) - len(broken)} of {len(stated)} laws pass for {len(found)} codecs"
     if broken:
-        raise AshlError(f"{last}; those on top are broken on this machine: say so in an issue, with this table")
+        raise AshlError(f"{last}; those listed first fail on this machine; report them in an issue, with this table")
     print(f"\n{last}; `ashl list compression NAME` shows those of one")
 
 
 def _rows(found: Mapping[str, Sequence["Law"]]) -> Iterator[tuple[str, ...]]:
     for name, laws in found.items():
         kept = [law.kept for law in laws if law.kept is not None]
-        shown = [law for law in laws if law.name.startswith(("bits", "lost"))]
+        shown = [law for law in laws if law.name.startswith(("bits", "relative error"))]
         cells = (f"{law.measured} ({law.stated})" if law.stated != "-" else law.measured for law in shown)
         yield name, f"{sum(kept)} of {len(kept)}", *(cell.replace("at most ", "≤ ") for cell in cells)
 

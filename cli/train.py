@@ -119,7 +119,7 @@ def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dic
         if group != "stop" or name not in config["stop"]:
             raise UsageError(
                 f"{key}: only stop.*, runtime and the number of workers (cluster.num_workers) may change when a run "
-                f"goes on; a new one with other settings takes its weights along with run.start_from={run_dir}."
+                f"goes on; a new one with other settings takes its weights along with run.init_weights={run_dir}."
             )
         config["stop"][name] = asked["stop"][name]
     if (new := with_workers(config, asked, others)) != config:

@@ -16,13 +16,13 @@ from ashl.config.catalog import catalog, parameters, target, values
 from ashl.config.compose import PRESETS
 from ashl.config.construct import found
 
-ALWAYS = "runtime=sim tracking=none stop.steps=48 run.health_every=null"
+ALWAYS = "runtime=sim tracking=none stop.steps=48 run.compression_stats_every=null"
 PLAIN = "optimizer.momentum=0 optimizer.weight_decay=0"
 RING = "topology=all_reduce"
 GOSSIP = "topology=gossip"
 GROUPS = "topology=partial_all_reduce"
 LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.001"
-NODES = f"{LINKS} cluster.node=[0,0,1,1] cluster.inner_bandwidth_mbit_s=200"
+NODES = f"{LINKS} cluster.node=[0,0,1,1] cluster.intra_node_bandwidth_mbit_s=200"
 SLOW = "cluster=one_slow"
 FAILS = "cluster.events=[{time_s:0.1,worker:0,fail:true}]"
 DRIFT = "stop.steps=240 cluster.events=[{time_s:0.5,worker:1,compute:6},{time_s:1,worker:0,link:5}]"
@@ -102,11 +102,11 @@ BESIDE: dict[str, str] = {
     "planner=goodput": f"schedule=ashl {DRIFT}",
     "planner=online": f"{PLANNED} {DRIFT}",
     "schedule=ashl": ASHL,
-    "schedule=ashl_next": "schedule.rungs=3 optimizer.lr=1 eval.every_commits=8 stop.steps=120",
+    "schedule=ashl_next": "schedule.decay_stages=3 optimizer.lr=1 eval.every_commits=8 stop.steps=120",
     "schedule=ashl_plus": ASHL,
     "schedule=ashl_reversed": ASHL,
-    "schedule=falling": "schedule.rungs=3 sync=local_sgd sync.local_steps=plan schedule.h_preset=[4] optimizer.lr=1 "
-    "eval.every_commits=4 stop.steps=400",
+    "schedule=decay_on_rise": "schedule.decay_stages=3 sync=local_sgd sync.local_steps=plan schedule.h_preset=[4] "
+    "optimizer.lr=1 eval.every_commits=4 stop.steps=400",
     "schedule=one_bit_adam": "schedule.warmup_epochs=1 stop.steps=120",
     "schedule=post_local": "schedule.switch_epochs=1 schedule.local_steps=4 stop.steps=120",
     "schedule=profile_only": "",
@@ -194,12 +194,12 @@ VALUES: dict[str, str] = {  # by key, or by option and key
     "compression.bits": "4",
     "compression=variance compression.alpha": "2.0",
     "schedule.loss_switch": "0.05",
-    "schedule.rungs": "1",
-    "schedule.fall": "0.95",
-    "schedule=falling schedule.loss_switch": "[0.9,0.5]",
+    "schedule.decay_stages": "1",
+    "schedule.decay_factor": "0.95",
+    "schedule=decay_on_rise schedule.loss_switch": "[0.9,0.5]",
     "schedule=ashl_next schedule.loss_switch": "[0.9,0.5]",
     "schedule=single schedule.h_preset": "[8]",
-    "schedule=falling schedule.h_preset": "[8]",
+    "schedule=decay_on_rise schedule.h_preset": "[8]",
     "schedule=single schedule.r_preset": "[0.5]",
     "schedule=ashl_next schedule.r_preset": "[0.5]",
     "schedule=one_bit_adam schedule.warmup_epochs": "0.5",
@@ -210,7 +210,7 @@ VALUES: dict[str, str] = {  # by key, or by option and key
     "cluster.events": "[{time_s:0.1,worker:0,compute:4}]",
     "cluster.churn": "{mtbf_s:1,mttr_s:0.2}",
     "cluster.node": "[0,0,0,1]",
-    "cluster.inner_bandwidth_mbit_s": "5",
+    "cluster.intra_node_bandwidth_mbit_s": "5",
     "cluster.link": "[3,1,1,1]",
     "cluster.num_workers": "2",
     "aggregate.discount": "0.5",
@@ -236,14 +236,14 @@ COUNTS: dict[str, str] = {  # by key, or by option and key
     "overlap.max_ratio": "overlap.ratio=adaptive",
     "aggregate.momentum": "sync.local_steps=plan schedule.h_preset=[3]",
     "cluster.compress_s": "compression=topk",
-    "cluster.detect_s": "cluster.churn={mtbf_s:1,mttr_s:0.2}",
+    "cluster.failure_detection_s": "cluster.churn={mtbf_s:1,mttr_s:0.2}",
     "cluster.bandwidth_mbit_s": LINKS,
     "cluster.latency_s": LINKS,
     "cluster.server_bandwidth_mbit_s": LINKS,
-    "cluster.inner_bandwidth_mbit_s": "topology=all_reduce",
-    "cluster.inner_latency_s": "topology=all_reduce",
-    "cluster=mixed cluster.inner_bandwidth_mbit_s": f"{NODES} topology=all_reduce",
-    "cluster=mixed cluster.inner_latency_s": f"{NODES} topology=all_reduce",
+    "cluster.intra_node_bandwidth_mbit_s": "topology=all_reduce",
+    "cluster.intra_node_latency_s": "topology=all_reduce",
+    "cluster=mixed cluster.intra_node_bandwidth_mbit_s": f"{NODES} topology=all_reduce",
+    "cluster=mixed cluster.intra_node_latency_s": f"{NODES} topology=all_reduce",
     "cluster.node": f"{NODES} topology=all_reduce",
     "compression.feedback_gain": "compression.feedback=true",
     "compression.feedback_decay": "compression.feedback=true",
@@ -295,7 +295,7 @@ OUTSIDE: dict[str, str] = {  # by key, or by option
     "cluster.trace": "needs a file; tests/test_trace.py has one",
     "dataset.path": "needs a file",
     "schedule.codecs": "is timed by real processes alone",
-    "schedule.by_part": "is timed by real processes alone",
+    "schedule.per_layer_group": "is timed by real processes alone",
     "sync=profiling": "is what schedules put before their stages; schedule=profile_only has its keys",
     "sync=one_bit_adam": "is what schedule=one_bit_adam puts behind its first stage",
     "topology.regions": "says of real processes what cluster.node says in virtual time",
@@ -347,21 +347,21 @@ OWN: dict[str, tuple[str, str]] = {  # keys of config.yaml itself: a value, and 
     "stop.target_accuracy": ("0.1", OFTEN),
     "stop.target_loss": ("5.0", OFTEN),
     "stop.target_metric": ("-5.0", f"{OFTEN} task=regression dataset=quadratic model=linear optimizer.lr=0.02"),
-    "stop.target_hold": ("3", f"{OFTEN} stop.target_accuracy=0.1"),
+    "stop.target_consecutive_evals": ("3", f"{OFTEN} stop.target_accuracy=0.1"),
     "stop.patience": ("1", "eval.every_commits=1"),
     "eval.every_s": ("0.2", ""),
     "eval.every_commits": ("8", ""),
     "run.save_weights": ("false", ""),
-    "run.health_every": ("3", "compression=topk"),
-    "run.health_layers": ("true", "compression=topk run.health_every=4"),
-    "run.health_mean": ("true", "compression=topk run.health_every=4"),
+    "run.compression_stats_every": ("3", "compression=topk"),
+    "run.compression_stats_per_layer": ("true", "compression=topk run.compression_stats_every=4"),
+    "run.compression_stats_vs_mean": ("true", "compression=topk run.compression_stats_every=4"),
     "run.checkpoint_s": ("0.2", ""),
     "tracking.events": ("none", ""),
 }
 OWN_OUTSIDE: dict[str, str] = {  # likewise, each with what it is about
     "name": "names the run folder",
     "run.dir": "is the run folder",
-    "run.start_from": "needs weights; tests/test_start_from.py has them",
+    "run.init_weights": "needs weights; tests/test_init_weights.py has them",
     "plan": "needs a file; test_a_profile_stands_in_for_costs_and_a_plan_for_the_schedule has one",
     "profile": "needs a file; test_a_profile_stands_in_for_costs_and_a_plan_for_the_schedule has one",
     "sweep": "is what `ashl sweep` runs",

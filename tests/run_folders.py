@@ -34,7 +34,7 @@ def write_run(
     config: dict[str, Any] = {
         "choices": {"sync": "bsp", "schedule": "single", **(choices or {})},
         "seed": seed,
-        "stop": {"target_accuracy": target, "target_hold": 1},
+        "stop": {"target_accuracy": target, "target_consecutive_evals": 1},
         "sync": {"_target_": "ashl.sync.bsp.BSP"},
         "run": {"dir": str(folder)},
     }

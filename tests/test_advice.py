@@ -339,7 +339,7 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     assert {own["name"] for own in record["candidates"]} == {"BSP", "ASP"}
     assert [out["name"] for out in record["left_out"]] == ["BSP Top-K"]
     assert "this pays from 0.3 on" in out
-    end = r"stop.target_accuracy=0.9 stop.target_hold=2 eval.every_s=[0-9.]+ sync=asp optimizer.lr=0.1$"
+    end = r"stop.target_accuracy=0.9 stop.target_consecutive_evals=2 eval.every_s=[0-9.]+ sync=asp optimizer.lr=0.1$"
     assert re.search(end, record["command"])
     assert json.loads(Path("study/plan.json").read_text())["stages"][0]["name"] == "asp"
     before = {path: path.stat().st_mtime_ns for path in Path("study").rglob("summary.json")}

@@ -24,7 +24,8 @@ TOPOLOGIES = {
     "pairs": "topology=gossip sync=swarm",
     "partial_all_reduce": "topology=partial_all_reduce sync=ripples_static",
     "sharded_server": f"topology=sharded_server sync=bsp {PORTS}",
-    "halos": f"topology=halos sync=async_local_sgd cluster.node=[0,0,1,1] {PORTS} cluster.inner_bandwidth_mbit_s=1000",
+    "halos": f"topology=halos sync=async_local_sgd cluster.node=[0,0,1,1] {PORTS} "
+    "cluster.intra_node_bandwidth_mbit_s=1000",
 }
 EPOCHS = ("tracking=none", "stop.epochs=2")
 

@@ -14,7 +14,7 @@ LIMITS = Limits(
     seconds=None,
     target_accuracy=0.9,
     target_loss=0.2,
-    target_hold=2,
+    target_consecutive_evals=2,
     eval_every_s=None,
     eval_every_commits=None,
 )
@@ -43,7 +43,10 @@ def test_each_target_holds_by_itself(found: list[tuple[float, float]], reached: 
 
 @pytest.mark.parametrize(("higher", "reached_s"), [(True, 0.0), (False, 2.0)])
 def test_the_metric_of_a_task_is_a_target_in_its_own_direction(higher: bool, reached_s: float) -> None:
-    limits, target = replace(LIMITS, target_loss=None, target_accuracy=None, target_hold=1, target_metric=5.0), Target()
+    limits, target = (
+        replace(LIMITS, target_loss=None, target_accuracy=None, target_consecutive_evals=1, target_metric=5.0),
+        Target(),
+    )
     for second, metric in enumerate((7.0, 5.5, 4.9)):
         target.judge(
             limits,

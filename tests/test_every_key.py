@@ -132,7 +132,9 @@ def left_by(*overrides: str) -> tuple[list[str], list[str]]:
     return files, [re.sub(r'"host_s": [^,}]*', "", text) for text in texts]
 
 
-@pytest.mark.parametrize("key", quick(OWN, ("stop.target_hold", "eval.every_s", "run.health_layers")))
+@pytest.mark.parametrize(
+    "key", quick(OWN, ("stop.target_consecutive_evals", "eval.every_s", "run.compression_stats_per_layer"))
+)
 def test_every_key_of_the_run_itself_changes_its_records(key: str, workplace) -> None:
     value, beside = OWN[key]
     base = beside.split()

@@ -226,7 +226,7 @@ def test_a_run_that_starts_from_another_takes_its_whole_state(own: list[str]) ->
     weights["shift"] += 2
     torch.save(weights, "weights.pt")
     second = ashl.train(
-        *chosen, "seed=5", "run.start_from=weights.pt", "stop.steps=2", "optimizer.lr=1e-30", config_dir="options"
+        *chosen, "seed=5", "run.init_weights=weights.pt", "stop.steps=2", "optimizer.lr=1e-30", config_dir="options"
     )
     after = torch.load(second.folder / "final.pt")
     assert all(torch.equal(after[name], weights[name]) for name in weights)

@@ -154,7 +154,7 @@ def test_a_given_plan_of_two_stages_runs(tmp_path: Path) -> None:
 
 
 def test_a_drawn_cluster_is_the_stated_distribution_drawn_with_the_seed() -> None:
-    wide = overrides("sync=asp", "cluster=drawn", "runtime.gradients=false", "stop.steps=1")
+    wide = overrides("sync=asp", "cluster=random", "runtime.gradients=false", "stop.steps=1")
     many = compile_plan(compose([*wide, "cluster.num_workers=400"])).cluster
     logs = [math.log(factor) for factor in many["compute"]]
     assert fmean(logs) == pytest.approx(0.0, abs=0.075)  # three standard errors
@@ -168,7 +168,7 @@ def test_a_drawn_cluster_is_the_stated_distribution_drawn_with_the_seed() -> Non
 
 
 def test_a_given_plan_brings_the_cluster_that_its_seed_draws(tmp_path: Path) -> None:
-    wide = overrides("sync=asp", "cluster=drawn", "cluster.num_workers=2", "stop.steps=1")
+    wide = overrides("sync=asp", "cluster=random", "cluster.num_workers=2", "stop.steps=1")
     plan = compile_plan(compose([*wide, "seed=5"]))
     (tmp_path / "plan.json").write_text(plan.to_json())
     given = compile_plan(compose([*wide, f"plan={tmp_path}/plan.json"]))

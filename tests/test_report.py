@@ -402,7 +402,7 @@ def test_a_bare_sweep_has_no_runs(tmp_path) -> None:
 
 def test_hold_counts_for_all(tmp_path) -> None:
     folders = [
-        write_run(tmp_path / n, values={"stop.target_hold": h}, choices={"sync": n})
+        write_run(tmp_path / n, values={"stop.target_consecutive_evals": h}, choices={"sync": n})
         for n, h in (("bsp", 1), ("ssp", 2))
     ]
     with pytest.raises(UsageError, match="2 times in a row"):

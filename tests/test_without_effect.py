@@ -16,7 +16,7 @@ from ashl.study.grid import grid_lines, make_grid
 from tests.support import simulated
 
 PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.001"
-NODES = f"{PORTS} cluster.node=[0,0,1,1] cluster.inner_bandwidth_mbit_s=200"
+NODES = f"{PORTS} cluster.node=[0,0,1,1] cluster.intra_node_bandwidth_mbit_s=200"
 FAILS = "'cluster.events=[{time_s:1,worker:0,fail:true}]'"
 PLANNED = "sync=local_sgd sync.local_steps=plan schedule.h_preset=[8]"
 CHOCO = "compression=topk optimizer.momentum=0"
@@ -26,19 +26,19 @@ GROUPS = "topology=partial_all_reduce sync=ripples_smart"
 INERT: list[tuple[str, str, str | None]] = [  # None: it takes what is not here, as a GPU
     ("cluster.bandwidth_mbit_s=20", "sync=bsp", f"{PORTS}"),
     ("cluster.latency_s=0.01", "sync=bsp cluster=homogeneous", f"{PORTS}"),
-    ("cluster.server_bandwidth_mbit_s=20", "sync=bsp cluster=drawn", f"{PORTS}"),
+    ("cluster.server_bandwidth_mbit_s=20", "sync=bsp cluster=random", f"{PORTS}"),
     ("cluster.server_bandwidth_mbit_s=20", f"sync=bsp topology=all_reduce {PORTS}", "topology=parameter_server"),
     ("cluster.server_step_s=0.1", "sync=bsp topology=all_reduce", "topology=parameter_server"),
-    ("cluster.inner_bandwidth_mbit_s=9", f"{GROUPS} cluster.node=[0,0,1,1]", f"{PORTS}"),
-    ("cluster.inner_bandwidth_mbit_s=9", "sync=bsp cluster=four_nodes", "topology=all_reduce"),
-    ("cluster.inner_latency_s=0.1", "sync=bsp cluster=four_nodes", "topology=all_reduce"),
-    ("cluster.node=[0,0,1,1]", "sync=bsp", f"{PORTS} cluster.inner_bandwidth_mbit_s=200"),
+    ("cluster.intra_node_bandwidth_mbit_s=9", f"{GROUPS} cluster.node=[0,0,1,1]", f"{PORTS}"),
+    ("cluster.intra_node_bandwidth_mbit_s=9", "sync=bsp cluster=four_nodes", "topology=all_reduce"),
+    ("cluster.intra_node_latency_s=0.1", "sync=bsp cluster=four_nodes", "topology=all_reduce"),
+    ("cluster.node=[0,0,1,1]", "sync=bsp", f"{PORTS} cluster.intra_node_bandwidth_mbit_s=200"),
     ("cluster.node=[0,0,1,1]", "sync=bsp topology=all_reduce", f"{GROUPS}"),
     ("cluster.compress_s=0.1", "sync=bsp", "compression=topk"),
-    ("cluster.detect_s=0.5", "sync=asp", FAILS),
+    ("cluster.failure_detection_s=0.5", "sync=asp", FAILS),
     ("runtime.min_workers=2", "sync=asp", FAILS),
     ("runtime.on_worker_failure=reshard", "sync=asp", FAILS),
-    ("runtime.sums=native", "runtime=local sync=bsp", "topology=all_reduce"),
+    ("runtime.reduction=backend", "runtime=local sync=bsp", "topology=all_reduce"),
     ("optimizer.lr=0.5", "sync=bsp runtime.gradients=false", "runtime.gradients=true"),
     ("sync.alpha=0.5", "sync=easgd runtime.gradients=false", "runtime.gradients=true"),
     ("sync.alpha=0.5", "sync=lb_bsp", "cluster.jitter=0.1"),
@@ -57,11 +57,15 @@ INERT: list[tuple[str, str, str | None]] = [  # None: it takes what is not here,
     ("runtime.share_gpu=true", "runtime=local sync=bsp runtime.device=cpu", None),
     ("run.save_weights=true", "sync=bsp runtime.gradients=false", "runtime.gradients=true"),
     ("dataset.epochs=3", "sync=bsp stop.steps=9", "stop.steps=null"),
-    ("stop.target_hold=2", "sync=bsp", "stop.target_accuracy=0.9"),
+    ("stop.target_consecutive_evals=2", "sync=bsp", "stop.target_accuracy=0.9"),
     ("eval.every_commits=5", "sync=bsp eval.every_s=1", "eval.every_s=null"),
-    ("run.health_every=5", "sync=bsp", "compression=topk"),
-    ("run.health_layers=true", "sync=bsp compression=topk run.health_every=null", "run.health_every=20"),
-    ("run.health_mean=true", "sync=asp compression=topk", "sync=bsp"),
+    ("run.compression_stats_every=5", "sync=bsp", "compression=topk"),
+    (
+        "run.compression_stats_per_layer=true",
+        "sync=bsp compression=topk run.compression_stats_every=null",
+        "run.compression_stats_every=20",
+    ),
+    ("run.compression_stats_vs_mean=true", "sync=asp compression=topk", "sync=bsp"),
     ("tracking.experiment=mine", "sync=bsp tracking=none", "tracking=mlflow"),
     ("compression.masking=false", "sync=bsp compression=topk optimizer.momentum=0", "compression.momentum=0.9"),
     ("compression.feedback_gain=0.5", "sync=bsp compression=natural", "compression.feedback=true"),
@@ -80,7 +84,7 @@ INERT: list[tuple[str, str, str | None]] = [  # None: it takes what is not here,
     ("schedule.momentum=reset", "schedule=post_local optimizer.momentum=0", "optimizer.momentum=0.9"),
     ("schedule.profile_steps=9", "schedule=ashl_next", "runtime=local cluster=real cluster.num_workers=2"),
     ("schedule.pull_ratio=0.2", "schedule=ashl_plus topology.pull_ratio=0.1", "topology.pull_ratio=null"),
-    ("schedule.fall=0.5", "schedule=falling sync=asp schedule.rungs=1", "schedule.rungs=2"),
+    ("schedule.decay_factor=0.5", "schedule=decay_on_rise sync=asp schedule.decay_stages=1", "schedule.decay_stages=2"),
     ("planner=dylu", "sync=local_sgd", "sync.local_steps=plan schedule.h_preset=[8]"),
     ("planner.h_max=9", "sync=local_sgd", "sync.local_steps=plan schedule.h_preset=[8]"),
     ("aggregate.discount=0.5", "sync=bsp", "sync=asp"),
@@ -128,7 +132,11 @@ def test_every_condition_has_an_example_and_names_what_makes_its_keys_count() ->
 
 def test_a_default_that_is_typed_and_a_value_of_a_preset_are_no_error() -> None:
     planned(
-        "sync=bsp", "cluster.bandwidth_mbit_s=null", "planner=balanced", "cluster.compress_s=0.0", "stop.target_hold=1"
+        "sync=bsp",
+        "cluster.bandwidth_mbit_s=null",
+        "planner=balanced",
+        "cluster.compress_s=0.0",
+        "stop.target_consecutive_evals=1",
     )
     planned("experiment=diloco")
 
@@ -169,10 +177,10 @@ TYPED = {  # of each scalar key of an emulated cluster, a value that none of the
     "server_bandwidth_mbit_s": "3",
     "compress_s": "0.02",
     "server_step_s": "0.02",
-    "inner_bandwidth_mbit_s": "5",
-    "inner_latency_s": "0.03",
+    "intra_node_bandwidth_mbit_s": "5",
+    "intra_node_latency_s": "0.03",
     "jitter": "0.3",
-    "detect_s": "0.5",
+    "failure_detection_s": "0.5",
 }
 MEETINGS = {
     "server": "sync=asp",

@@ -111,8 +111,8 @@ def with_target(overrides: Sequence[str], target: float | None) -> list[str]:
             raise UsageError(f"--target {target:g} is no accuracy; give a share, as in --target 0.9")
         found.append(f"stop.target_accuracy={target:g}")
     keys = {key_of(text) for text in found}
-    if keys & {f"stop.{target}" for target in TARGETS} and "stop.target_hold" not in keys:
-        found.append(f"stop.target_hold={HOLD}")
+    if keys & {f"stop.{target}" for target in TARGETS} and "stop.target_consecutive_evals" not in keys:
+        found.append(f"stop.target_consecutive_evals={HOLD}")
     return found
 
 

@@ -18,7 +18,7 @@ from ashl.report.measure import Measure
 
 MEASURED = ("jitters", "encode_s", "latencies", "up_bytes_s", "down_bytes_s")  # lists of a measured cluster, by worker
 MEASURED += ("steps", "pull_latencies", "empty_s")  # ... of what `ashl profile` measures
-RATES = ("bandwidth_mbit_s", "server_bandwidth_mbit_s", "inner_bandwidth_mbit_s", "server_bytes_s")
+RATES = ("bandwidth_mbit_s", "server_bandwidth_mbit_s", "intra_node_bandwidth_mbit_s", "server_bytes_s")
 FACTORS = tuple(2.0**k for k in range(-4, 5))
 SLOWNESS = (1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0)
 

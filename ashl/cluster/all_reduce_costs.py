@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ashl.cluster.all_reduce_rounds import BY_NAME, Round, nodes_of_members, rounds_of
-from ashl.cluster.spec import Beside, Cluster, Measured
+from ashl.cluster.spec import Cluster, ContentionCosts, Measured
 from ashl.cluster.speed import NS, Factors
 
 KEPT = 4096  # sums that are remembered
@@ -22,9 +22,9 @@ Group = tuple[int, ...]
 CostOf = Callable[[Round, np.ndarray], int]  # of a round with so many bytes in each message
 
 
-def contention_of(cluster: Cluster) -> Beside | None:
+def contention_of(cluster: Cluster) -> ContentionCosts | None:
     """What sums cost whoever computes meanwhile; None = nothing."""
-    return cluster.beside if isinstance(cluster, Measured) else None
+    return cluster.contention if isinstance(cluster, Measured) else None
 
 
 def cost_over_ports(home: np.ndarray, latency: np.ndarray, out: np.ndarray, into: np.ndarray) -> CostOf:

@@ -72,12 +72,12 @@ class Cluster:
     compress_s: Duration | None
     server_step_s: Duration | None
     node: tuple[Natural, ...] | None
-    inner_bandwidth_mbit_s: Rate | None
-    inner_latency_s: Duration | None
+    intra_node_bandwidth_mbit_s: Rate | None
+    intra_node_latency_s: Duration | None
     jitter: Annotated[NonNegative, Field(le=10)]
     events: tuple[Event, ...]
     churn: Churn | None
-    detect_s: Duration | None
+    failure_detection_s: Duration | None
     trace: str | None = None  # a file, whose content planning puts among the events
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class Cluster:
                     f"cluster.{name} has {len(values)} entries and cluster.compute has {n}; give one entry per worker"
                     + (", or cluster.link=null where all links are equal" if name == "link" else "")
                 )
-        for name in ("inner_bandwidth_mbit_s", "inner_latency_s"):
+        for name in ("intra_node_bandwidth_mbit_s", "intra_node_latency_s"):
             if getattr(self, name) is not None and self.node is None:
                 text = f"cluster.{name} needs cluster.node: which machine is each worker on?"
                 raise NoEffectError(text, f"cluster.{name}")
@@ -143,7 +143,7 @@ class Cluster:
     def latency_of(self, rank: int, inner: bool = False) -> float:
         """Seconds at link factor 1, where ports are occupied."""
         assert self.latency_s is not None
-        return self.inner_latency_s if inner and self.inner_latency_s is not None else self.latency_s
+        return self.intra_node_latency_s if inner and self.intra_node_latency_s is not None else self.latency_s
 
     def bytes_s(self, rank: int, out: bool, inner: bool) -> float:
         """Bytes per second through this rank's port at link factor 1, out of it or into it."""
@@ -151,18 +151,18 @@ class Cluster:
         if beyond == 0 or (beyond > 0 and self.node is None):
             mbit_s = math.inf if self.server_bandwidth_mbit_s is None else self.server_bandwidth_mbit_s
         else:
-            mbit_s = (self.inner_bandwidth_mbit_s if inner else self.bandwidth_mbit_s) or 0.0
+            mbit_s = (self.intra_node_bandwidth_mbit_s if inner else self.bandwidth_mbit_s) or 0.0
         return mbit_s * MBIT_BYTES
 
     def missing(self) -> list[str]:
         """The costs that exact virtual time needs and nobody declared. A missing cost is an error, never zero."""
         names = [name for name in ("step_s", "compress_s", "server_step_s") if getattr(self, name) is None]
-        if self.detect_s is None and self.workers_fail:
-            names.append("detect_s")
+        if self.failure_detection_s is None and self.workers_fail:
+            names.append("failure_detection_s")
         if self.exchange_s is None:
             names += [name for name in ("bandwidth_mbit_s", "latency_s") if getattr(self, name) is None]
-            if self.node is not None and self.inner_bandwidth_mbit_s is None:
-                names.append("inner_bandwidth_mbit_s")
+            if self.node is not None and self.intra_node_bandwidth_mbit_s is None:
+                names.append("intra_node_bandwidth_mbit_s")
         return names
 
 
@@ -231,11 +231,11 @@ class InParts:
 
 
 @option
-class Beside:
-    """What a sum and computing take from each other while both go on."""
+class ContentionCosts:
+    """Compute-communication contention: how a collective and computing slow each other down while both are active."""
 
-    lost: Annotated[NonNegative, Field(lt=1)]  # the share of its pace that computing loses
-    slowed: Annotated[Positive, Field(ge=1)]  # how many times as long the sum takes
+    pace_reduction: Annotated[NonNegative, Field(lt=1)]  # fraction of its pace that computing loses
+    collective_slowdown: Annotated[Positive, Field(ge=1)]  # factor by which the collective takes longer
     parts: InParts | None = None  # what it costs beyond that; null = nothing
 
 
@@ -255,7 +255,7 @@ class Measured(Cluster):
     down_bytes_s: tuple[Positive | None, ...]
     server_bytes_s: Positive | None  # of the server's own port; null = never the bottleneck
     all_reduce: Sums | None  # of all workers, as measured; null = by their links
-    beside: Beside | None = None  # what they cost whoever computes meanwhile; null = nothing
+    contention: ContentionCosts | None = None  # what they cost whoever computes meanwhile; null = nothing
     steps: tuple[tuple[Positive, ...], ...] = ()
     pull_latencies: tuple[Duration, ...] = ()  # seconds of a pull beyond its bytes; empty = as of a push
     empty_s: tuple[Duration, ...] = ()  # seconds of a message without a body, each way; empty = the latency
@@ -278,7 +278,7 @@ class Measured(Cluster):
         return math.inf if own is None else own
 
     def missing(self) -> list[str]:
-        own = ("server_step_s", "detect_s")
+        own = ("server_step_s", "failure_detection_s")
         return [name for name in super().missing() if name in own]
 
 

@@ -78,7 +78,7 @@ class Limits:
     seconds: float | None
     target_accuracy: float | None
     target_loss: float | None
-    target_hold: int
+    target_consecutive_evals: int
     eval_every_s: float | None
     eval_every_commits: int | None
     target_metric: float | None = None
@@ -112,10 +112,10 @@ class Plan:
     stages: tuple[StagePlan, ...]
     predicted_s: float | None = None  # the whole run on its own clock, if no target ends it before
     allow_targets: tuple[str, ...] = ()
-    start_from: str | None = None  # a file of weights to begin with; None = drawn by the seed
-    health_every: int | None = None  # rounds between two looks at what compression loses
-    health_layers: bool = False
-    health_mean: bool = False
+    init_weights: str | None = None  # a file of weights to begin with; None = drawn by the seed
+    compression_stats_every: int | None = None  # rounds between two looks at what compression loses
+    compression_stats_per_layer: bool = False
+    compression_stats_vs_mean: bool = False
     notes: tuple[str, ...] = ()  # what is legal and worth knowing
 
     @property

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from ashl.cluster.spec import Beside, Cluster, Measured
+from ashl.cluster.spec import Cluster, ContentionCosts, Measured
 from ashl.cluster.speed import LEVELS
 from ashl.config.construct import explain
 from ashl.errors import UsageError, parsed
@@ -123,7 +123,7 @@ class Profile:
     workers: tuple[WorkerProfile, ...]
     group_bytes: tuple[int, ...] = ()  # of each layer group, the last layers first; empty = not measured
     all_reduce: AlphaBeta | None = None  # what a sum over all workers costs by its bytes; None = not measured
-    beside: Beside | None = None  # ... and what it and computing cost each other; None = nothing, as far as is known
+    contention: ContentionCosts | None = None  # of collectives and computing; None = none measured
     server_host: str | None = None
     codecs: tuple[CodecCost, ...] = ()  # of each codec that was timed
 
@@ -201,7 +201,7 @@ class Profile:
             workers=tuple(replace(w, **bare) for w in self.workers),
             group_bytes=(),
             all_reduce=None,
-            beside=None,
+            contention=None,
             codecs=(),
         )
 
@@ -267,7 +267,7 @@ class Profile:
             "down_bytes_s": [rate_of(w.pull_s - s, self.dense_bytes) for w, s in zip(workers, down, strict=True)],
             "server_bytes_s": self.server_bytes_s,
             "all_reduce": None if self.all_reduce is None or self.source == "declared" else asdict(self.all_reduce),
-            "beside": None if self.beside is None else asdict(self.beside),
+            "contention": None if self.contention is None else asdict(self.contention),
             **measured,
         }
 
@@ -288,7 +288,7 @@ class Profile:
             raise ValueError(f"the profile's schema is {data['schema']!r} where {SCHEMA} was expected; profile again")
         require_keys(data, [field.name for field in fields(Profile)], "the profile")
         data["all_reduce"] = _line(data["all_reduce"], "the profile's all_reduce")
-        data["beside"] = _option(Beside, data["beside"], "the profile's beside")
+        data["contention"] = _option(ContentionCosts, data["contention"], "the profile's contention")
         data["codecs"] = tuple(map(_codec, _list(data["codecs"], "the profile's codecs")))
         data["group_bytes"] = _list(data["group_bytes"], "the profile's group_bytes")
         if not isinstance(data["workers"], list):

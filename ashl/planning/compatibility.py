@@ -889,7 +889,7 @@ def check_other_worker_count(parts: Parts, run_dir: Path) -> None:
         if overlaps_steps(own) or not (alike and plain) or not has_failure_protocol(own):
             raise UsageError(
                 f"a run with {describe_modes(parts)} cannot go on with another number of workers, as what it keeps "
-                f"belongs to those that it has; a new one takes its weights along: run.start_from={run_dir}"
+                f"belongs to those that it has; a new one takes its weights along: run.init_weights={run_dir}"
             )
 
 

@@ -171,10 +171,10 @@ def _prepare_plan(
             *uncontended_link_note.note_plan(config, num_workers),
             *taken,
         ),
-        start_from=learner.start,
-        health_every=settings.run.health_every,
-        health_layers=settings.run.health_layers,
-        health_mean=settings.run.health_mean,
+        init_weights=learner.start,
+        compression_stats_every=settings.run.compression_stats_every,
+        compression_stats_per_layer=settings.run.compression_stats_per_layer,
+        compression_stats_vs_mean=settings.run.compression_stats_vs_mean,
         allow_targets=settings.allow_targets,
     )
     if settings.plan is not None:
@@ -208,7 +208,7 @@ def load_data_set(dataset: Any, seed: int) -> Data:
 
 def make_learner(parts: Mapping[str, Any], data: Data, settings: Settings) -> Learner:
     """Raises UsageError where the model does not take the data, or what it is to start from."""
-    start = start_of(settings.run.start_from)
+    start = start_of(settings.run.init_weights)
     try:
         learner = Learner(parts["model"], data, parts["task"], seed=settings.seed, start=start)
     except RuntimeError as error:  # what torch raises, which has no kind of its own for it on the host
@@ -338,7 +338,7 @@ def choose_virtual_cluster(parts: Mapping[str, Any], known: Profile | None, code
             )
     if not isinstance(cluster, Cluster) or cluster.churn is None:
         return known.cluster(codec)
-    return known.cluster(codec) | {"churn": asdict(cluster.churn), "detect_s": cluster.detect_s}
+    return known.cluster(codec) | {"churn": asdict(cluster.churn), "failure_detection_s": cluster.failure_detection_s}
 
 
 def choose_prediction_cluster(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ashl.aggregate.weighted import Weighted
-from ashl.cluster.spec import Beside, Cluster
+from ashl.cluster.spec import Cluster, ContentionCosts
 from ashl.compression.around.wrapped import wrapped
 from ashl.compression.base.code import kept
 from ashl.compression.contract import Codec, Layer, Layout, size_of
@@ -289,9 +289,9 @@ def bind_stages(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: 
                 layout=layout,
                 overlap=own.overlap,
                 fragments=fragments,
-                parts=() if own.overlap.serial and not own.sync.by_part else layer_groups(plan),
+                parts=() if own.overlap.serial and not own.sync.per_layer_group else layer_groups(plan),
                 links=links_of(plan, own, trainer.device),
-                timed=timed_of(own, layout, plan.allow_targets) if own.sync.by_part else (),
+                timed=timed_of(own, layout, plan.allow_targets) if own.sync.per_layer_group else (),
                 trainer=trainer,
                 limits=plan.limits,
                 epoch_samples=trainer.epoch_samples,
@@ -299,9 +299,9 @@ def bind_stages(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: 
                 new_outer=index > 0 and stage.outer != plan.stages[index - 1].outer,
                 planner=planner_for(own.overlap, parts.planner),
                 profile=known,
-                health_every=plan.health_every,
-                health_layers=plan.health_layers,
-                health_mean=plan.health_mean,
+                compression_stats_every=plan.compression_stats_every,
+                compression_stats_per_layer=plan.compression_stats_per_layer,
+                compression_stats_vs_mean=plan.compression_stats_vs_mean,
                 seed=plan.seed,
                 nodes=parts.cluster.node,
                 answer_block=answer_block(parts.cluster, fragments),
@@ -326,7 +326,7 @@ def replan_stages(
     server_step_s: float,
     server_bytes_s: float | None,
     all_reduce: AlphaBeta | None,
-    beside: Beside | None,
+    contention: ContentionCosts | None,
     codecs: tuple[CodecCost, ...],
 ) -> tuple[Profile, list[StagePlan]]:
     """The profile of what was measured during a run, and the stages from `first` on planned from it."""
@@ -343,7 +343,7 @@ def replan_stages(
         workers=measured,
         group_bytes=bare(layer_groups(plan)).nbytes if measured[0].backward_s else (),
         all_reduce=all_reduce,
-        beside=beside,
+        contention=contention,
         codecs=codecs,
     )
     payload = payload_of(codec, layout_of(plan.layers))
@@ -390,7 +390,7 @@ def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | N
         device=device,
         precision=parts.runtime.precision,
         graphs=parts.runtime.graphs == "on" and device != HOST,
-        start=plan.start_from,
+        start=plan.init_weights,
     )
     if not parts.runtime.gradients:
         size_only = size_only_trainer(plan, parts, len(data.train))

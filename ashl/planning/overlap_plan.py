@@ -40,7 +40,7 @@ from ashl.topology.parameter_server import UPDATES, ServerRule
 def plan_overlap(plan: Plan, parts: Parts, learner: Learner, known: Profile | None, clock: Any) -> Plan:
     """The plan with the messages of each stage that overlaps, and what they bring as a note; `known` is the profile and
     `clock` the cluster that say what they cost. Raises UsageError."""
-    if any(own.sync.by_part or not own.overlap.serial or own.overlap.fragments > 1 for own in parts.stages):
+    if any(own.sync.per_layer_group or not own.overlap.serial or own.overlap.fragments > 1 for own in parts.stages):
         plan = with_measured_readiness(replace(plan, work=plan.work or learner.work()), known)
     for stage, own in zip(plan.stages, parts.stages, strict=True):
         if isinstance(own.overlap, Delayed):

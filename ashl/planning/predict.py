@@ -30,7 +30,7 @@ WITHOUT = Limits(
     seconds=None,
     target_accuracy=None,
     target_loss=None,
-    target_hold=1,
+    target_consecutive_evals=1,
     eval_every_s=None,
     eval_every_commits=None,
 )

@@ -12,7 +12,7 @@ from ashl.plan.plan import Plan, StagePlan
 from ashl.planning.compatibility import option_name
 from ashl.planning.instantiate import Parts, StageParts, layout_of, link_of
 
-LINKS = {"bandwidth_mbit_s", "latency_s", "inner_bandwidth_mbit_s"}
+LINKS = {"bandwidth_mbit_s", "latency_s", "intra_node_bandwidth_mbit_s"}
 DROP = "or drop topology.algorithm"
 
 
@@ -89,9 +89,13 @@ def note_reduction_times(plan: Plan, parts: Parts, clock: Any) -> tuple[str, ...
         text = f"topology.algorithm={algorithm}" + (f" picks {best.algorithm}" if algorithm == "auto" else "")
         times = ", ".join(f"{known.algorithm} {known.cost_ns / 1e6:.4g}" for known in taken)
         found.append(f"{text}: a sum of {nbytes} bytes takes {best.cost_ns / 1e6:.4g} ms (ms: {times})")
-    if isinstance(parts.cluster, RealCluster) and parts.runtime.name != "sim" and parts.runtime.sums == "exact":
+    if (
+        isinstance(parts.cluster, RealCluster)
+        and parts.runtime.name != "sim"
+        and parts.runtime.reduction == "deterministic"
+    ):
         found.append(
-            "topology.algorithm=hierarchical has no effect with runtime.sums=exact, which sums in rank order; take "
-            "runtime.sums=native"
+            "topology.algorithm=hierarchical has no effect with runtime.reduction=deterministic, which sums in rank "
+            "order; take runtime.reduction=backend"
         )
     return tuple(found)

@@ -24,7 +24,7 @@ class Stop:
     target_accuracy: Ratio | None
     target_loss: NonNegative | None
     target_metric: Annotated[float, Number, Field(allow_inf_nan=False)] | None
-    target_hold: Count
+    target_consecutive_evals: Count
     patience: Count | None
 
 
@@ -42,10 +42,10 @@ class Run:
 
     dir: str | None
     save_weights: bool | None
-    start_from: str | None
-    health_every: Count | None
-    health_layers: bool
-    health_mean: bool
+    init_weights: str | None
+    compression_stats_every: Count | None
+    compression_stats_per_layer: bool
+    compression_stats_vs_mean: bool
     checkpoint_s: Span | None
 
 
@@ -94,7 +94,7 @@ def limits_of(settings: Settings, dataset: Any) -> Limits:
         target_accuracy=stop.target_accuracy,
         target_loss=stop.target_loss,
         target_metric=stop.target_metric,
-        target_hold=stop.target_hold,
+        target_consecutive_evals=stop.target_consecutive_evals,
         patience=stop.patience,
         eval_every_s=settings.eval.every_s,
         eval_every_commits=settings.eval.every_commits,

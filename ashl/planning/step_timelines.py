@@ -98,9 +98,14 @@ def make_group_timeline(
         half_ns=lambda nbytes: costs.all_gather_ns(team, -(-nbytes // (4 * len(team))) * 4 * len(team), 0),
         needed_ns=tuple(round(max(step_ns.values()) * group.needed) for group in groups),
     )
-    if (beside := contention_of(speed.cluster)) is not None:
-        chain = replace(chain, lost=beside.lost, slowed=beside.slowed, reached=tuple(group.ready for group in groups))
-        if (more := beside.parts) is not None:
+    if (contention := contention_of(speed.cluster)) is not None:
+        chain = replace(
+            chain,
+            lost=contention.pace_reduction,
+            slowed=contention.collective_slowdown,
+            reached=tuple(group.ready for group in groups),
+        )
+        if (more := contention.parts) is not None:
             own = {"split_ns": more.step_s * NS, "part_ns": more.part_s * NS, "start_ns": more.sum_s * NS}
             chain = replace(chain, **own)
     if server:

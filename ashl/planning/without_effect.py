@@ -38,14 +38,14 @@ from ashl.topology.halos import Halos
 from ashl.topology.partial_all_reduce import PartialAllReduce
 
 LISTED = ("cluster.compute", "cluster.link", "cluster.node")  # one that is typed may say how many workers there are
-INSIDE = ("cluster.inner_bandwidth_mbit_s", "cluster.inner_latency_s")
+INSIDE = ("cluster.intra_node_bandwidth_mbit_s", "cluster.intra_node_latency_s")
 LINKS = ("cluster.bandwidth_mbit_s", "cluster.latency_s", "cluster.server_bandwidth_mbit_s", *INSIDE)
 COSTS = (
     *("cluster.compute_spread", "cluster.link", "cluster.step_s", "cluster.exchange_s", "cluster.compress_s"),
     *("cluster.server_step_s", "cluster.jitter", "cluster.compute", "cluster.node", *LINKS),
 )
 LEARNED = (  # what is learned hangs on them, and neither time nor bytes do
-    *("task.", "optimizer.", "outer", "model.heads", "model.norm", "run.save_weights", "run.start_from"),
+    *("task.", "optimizer.", "outer", "model.heads", "model.norm", "run.save_weights", "run.init_weights"),
     *("aggregate.scale", "aggregate.weights", "aggregate.discount", "aggregate.clip_norm", "aggregate.momentum"),
     *("compression.feedback", "compression.feedback_gain", "compression.feedback_decay", "compression.momentum"),
     *("compression.masking", "compression.clip_norm", "compression.norm", "compression.alpha", "compression.beta"),
@@ -254,7 +254,7 @@ CONDITIONS = (
         lambda context: context.lossy or context.any("sync", lambda sync: bool(sync.codecs)),
     ),
     Condition(
-        ("cluster.detect_s",),
+        ("cluster.failure_detection_s",),
         FAILURES,
         lambda context: context.cluster.workers_fail,
     ),
@@ -269,7 +269,7 @@ CONDITIONS = (
         lambda context: device_of(context.parts.runtime) != HOST,
     ),
     Condition(
-        ("runtime.sums",),
+        ("runtime.reduction",),
         "workers that sum without a server, as topology=all_reduce",
         lambda context: context.any("topology", lambda topology: not topology.has_server),
     ),
@@ -303,23 +303,23 @@ CONDITIONS = (
         lambda context: not run_ends(context),
     ),
     Condition(
-        ("stop.target_hold",),
+        ("stop.target_consecutive_evals",),
         "a target, as stop.target_accuracy=0.95",
         lambda context: any(context.config["stop"][name] is not None for name in TARGETS),
     ),
     Condition(("eval.every_commits",), "eval.every_s=null", lambda context: context.config["eval"]["every_s"] is None),
     Condition(
-        ("run.health_every", "run.health_layers", "run.health_mean"),
+        ("run.compression_stats_every", "run.compression_stats_per_layer", "run.compression_stats_vs_mean"),
         "a compression that encodes, as compression=topk",
         lambda context: context.lossy,
     ),
     Condition(
-        ("run.health_layers", "run.health_mean"),
-        "run.health_every=20, how often to look",
-        lambda context: context.config["run"]["health_every"] is not None,
+        ("run.compression_stats_per_layer", "run.compression_stats_vs_mean"),
+        "run.compression_stats_every=20, how often to look",
+        lambda context: context.config["run"]["compression_stats_every"] is not None,
     ),
     Condition(
-        ("run.health_mean",),
+        ("run.compression_stats_vs_mean",),
         "a barrier, as sync=bsp",
         lambda context: any(
             not own.topology.replicas
@@ -419,8 +419,8 @@ CONDITIONS = (
         lambda context: context.lossy and context.config["topology"].get("pull_ratio") is None,
     ),
     Condition(
-        ("schedule.fall", "schedule.loss_switch"),
-        "schedule.rungs=2 or more",
+        ("schedule.decay_factor", "schedule.loss_switch"),
+        "schedule.decay_stages=2 or more",
         lambda context: getattr(context.schedule, "rungs", 2) > 1,
     ),
     Condition(

@@ -114,7 +114,9 @@ def own_target(run: Run) -> Target:
     if accuracy is None and bound is not None and metric is None:  # an accuracy by its other name
         accuracy = bound
     asked = any(found is not None for found in (accuracy, loss, metric))
-    return Target(accuracy, loss, metric, int(run.config.get("stop.target_hold") or 1)) if asked else Target()
+    return (
+        Target(accuracy, loss, metric, int(run.config.get("stop.target_consecutive_evals") or 1)) if asked else Target()
+    )
 
 
 def describe(target: Target) -> str:

@@ -266,7 +266,7 @@ def truncate_records(run_dir: Path, saved: Checkpoint) -> dict[str, int]:
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise UsageError(
                         f"{run_dir / name} is damaged, so that the run cannot go on; a new one takes its weights along "
-                        f"with run.start_from={run_dir}"
+                        f"with run.init_weights={run_dir}"
                     ) from error
             for name, text in left.items():
                 if text is None:

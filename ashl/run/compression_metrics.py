@@ -27,18 +27,18 @@ class Health:
 
     def add(self, report: records.Health) -> None:
         """A worker has looked at a message of its own."""
-        rank, lost = report.rank, report.lost
+        rank, error = report.rank, report.relative_error
         self.latest[rank] = report
-        grows = lost is not None and lost > 1 and not report.unbiased
+        grows = error is not None and error > 1 and not report.unbiased
         self.grown[rank] = self.grown.get(rank, 0) + 1 if grows else 0
         if self.grown[rank] == OFTEN and self.warning is None:
-            layers = {name: found["lost"] or 0.0 for name, found in (report.layers or {}).items()}
+            layers = {name: found["relative_error"] or 0.0 for name, found in (report.layers or {}).items()}
             worst = max(layers, key=lambda name: layers[name], default=None)
             where = f", most of all in layer {worst}" if worst else ""
             self.warning = (
-                f"compression enlarges what it is given: at worker {rank} what was lost is {lost:.3g} times as long "
-                f"(squared) as what was to be sent{where}; training may diverge by it. Take more bits or a larger "
-                "ratio, or a codec that is a contraction"
+                f"the codec is not a contraction: at worker {rank} the relative error of messages is {error:.3g}, "
+                f"above 1{where}; training may diverge. Take more bits, a larger ratio, or a codec that is a "
+                "contraction"
             )
 
     def update(self, shown: UpdateShown, vector: Tensor, num_workers: int) -> None:
@@ -59,7 +59,7 @@ class Health:
         """Means over the workers' latest reports."""
         rows = self.latest.values()
         columns = {
-            "lost": [row.lost for row in rows if row.lost is not None],
+            "relative_error": [row.relative_error for row in rows if row.relative_error is not None],
             "residual": [row.residual for row in rows if row.residual is not None],
             "cosine": [row.cosine for row in rows if row.cosine is not None],
             "aggregate_cosine": [self.aggregate_cosine] if self.aggregate_cosine is not None else [],

@@ -59,7 +59,7 @@ class Target:
             "target_metric": found.reaches(limits.target_metric),
         }
         self.held = {name: self.held.get(name, 0) + 1 if hit else 0 for name, hit in met.items()}
-        reached = [name for name, held in self.held.items() if held >= limits.target_hold]
+        reached = [name for name, held in self.held.items() if held >= limits.target_consecutive_evals]
         if not reached or self.reached_s is not None:
             return None
         self.reached_s = found.time_s

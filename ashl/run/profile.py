@@ -92,7 +92,7 @@ def through_server(config: dict[str, Any], in_job: bool = False, codecs: Sequenc
         "schedule": {
             "_target_": "ashl.schedule.profile_only.ProfileOnly",
             "profile_steps": 20,
-            "by_part": True,
+            "per_layer_group": True,
             "codecs": list(codecs),
         },
         "overlap": {"_target_": "ashl.overlap.none.Serial"},

@@ -239,7 +239,7 @@ def train_rank(
         meet(backend, dist.PrefixStore("group", store), settings.rank, plan.num_ranks)
     peers, all_others = peers_of(stages, settings.rank), hearing(stages, settings.rank)
     batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
-    algorithm, exact = stage.topology.algorithm, parts.runtime.sums == "exact"
+    algorithm, exact = stage.topology.algorithm, parts.runtime.reduction == "deterministic"
     nodes = nodes_of_workers(parts.cluster) if algorithm == "hierarchical" else None
     hierarchy = None if nodes is None else hierarchy_of(nodes)
     kernel = TorchKernel(

@@ -95,7 +95,7 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     if state.assigned is not None and not (isinstance(cluster, Cluster) and not cluster.missing()):
         raise UsageError(
             f"{run_dir} is planned by what it has measured of its {before.num_workers} workers, and nothing is known "
-            f"of others; a new run takes its weights along, and measures them: run.start_from={run_dir}"
+            f"of others; a new run takes its weights along, and measures them: run.init_weights={run_dir}"
         )
     return Origin(run_dir, saved, before, stage, state, time_ns, nodes, drawn, own)
 

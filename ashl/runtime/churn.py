@@ -1,8 +1,8 @@
 """Inject faults into a simulation: workers fail and rejoin, or the server fails.
 
 A worker that fails is gone at that instant, with all that it knew, what was on its way to it, and what it had sent that
-had not arrived; ports that were to take that in still do. Who has a link to it hears of it `detect_s` later, or when it
-is back, if that is sooner: a loss comes before the next life.
+had not arrived; ports that were to take that in still do. Who has a link to it hears of it `failure_detection_s`
+later, or when it is back, if that is sooner: a loss comes before the next life.
 
 At random: worker i is well for the k-th time for an Exp(mtbf_s), and away after that for an Exp(mttr_s), each the k-th
 draw of the worker's own stream, whatever the others do. A failure that would leave fewer than `min_workers` does not
@@ -140,7 +140,7 @@ class Churn:
         sim._unit_free[rank] = sim._push_end[rank] = now
         sim.contexts[rank].counter = None
         sim.observer.emit(Lost(rank, now, why))
-        assert self.cluster.detect_s is not None
+        assert self.cluster.failure_detection_s is not None
         peers = self.links(rank)
         self.membership.lose(rank, peers)
         if not self.served and not self.membership.knowing:
@@ -150,7 +150,7 @@ class Churn:
             )
         for peer in peers:
             self._uninformed.add(item := (peer, rank, now, why))
-            self._at_ns(now + round(self.cluster.detect_s * 1e9), self._inform, item)
+            self._at_ns(now + round(self.cluster.failure_detection_s * 1e9), self._inform, item)
 
     def _inform(self, item: tuple[int, int, int, str]) -> None:
         """A peer hears that a worker is lost, unless it has already."""

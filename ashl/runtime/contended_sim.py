@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ashl.cluster.network import Exchange, Ports
-from ashl.cluster.spec import Beside, Measured
+from ashl.cluster.spec import ContentionCosts, Measured
 from ashl.cluster.speed import NS, Speed
 from ashl.runtime import effects as fx
 from ashl.runtime.collective_cost import price_collective
@@ -31,8 +31,9 @@ Work = tuple[float, Callable[[int], None]]  # nanoseconds when alone, and what i
 class Contention:
     """The two FIFO queues of one rank, which share its machine."""
 
-    def __init__(self, beside: Beside) -> None:
-        self.rates = (1 - beside.lost, 1 / beside.slowed)  # progress of each queue while both are active
+    def __init__(self, beside: ContentionCosts) -> None:
+        # progress of each queue while both are active
+        self.rates = (1 - beside.pace_reduction, 1 / beside.collective_slowdown)
         self.queues: tuple[deque[Work], deque[Work]] = (deque(), deque())
         self.remaining = [0.0, 0.0]  # of the first work of each queue, in nanoseconds when alone
         self.began_ns = [0, 0]  # when the first work of each queue began
@@ -111,7 +112,7 @@ class ContendedSim(Sim):
     """Drive the coroutines of all ranks under a virtual clock, with contention between computing and collectives."""
 
     def __init__(
-        self, num_ranks: int, speed: Speed, network: Exchange | Ports, observer: Observer, beside: Beside
+        self, num_ranks: int, speed: Speed, network: Exchange | Ports, observer: Observer, beside: ContentionCosts
     ) -> None:
         super().__init__(num_ranks, speed, network, observer)
         self.contexts = [ContendedContext(self, rank) for rank in range(num_ranks)]
@@ -253,7 +254,7 @@ def simulator(
 ) -> Sim:
     """Return the simulator for a cluster; `overlaps`: collectives may be in flight while ranks compute."""
     cluster = speed.cluster
-    beside = cluster.beside if overlaps and isinstance(cluster, Measured) else None
+    beside = cluster.contention if overlaps and isinstance(cluster, Measured) else None
     if beside is None or not isinstance(costs, Ports):
         return Sim(num_ranks, speed, costs, observer)
     return ContendedSim(num_ranks, speed, costs, observer, beside)

@@ -171,7 +171,7 @@ class Placed(NamedTuple):
     cores: int  # that it may use there
 
 
-Loss = dict[str, float | None]  # lost, residual and cosine, see `ashl.compression.around.lost`
+Loss = dict[str, float | None]  # relative error, residual and cosine, see `ashl.compression.around.lost`
 
 
 class Health(NamedTuple):
@@ -180,7 +180,7 @@ class Health(NamedTuple):
     rank: int
     round: int
     time_ns: int
-    lost: float | None
+    relative_error: float | None
     residual: float | None
     cosine: float | None
     split: tuple[int, int, int, int]  # bytes of headers, scales, values and indices

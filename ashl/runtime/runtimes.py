@@ -34,7 +34,7 @@ class Processes:
 
     gradients: ClassVar[bool] = True
     backend: Literal["auto", "gloo", "nccl"]
-    sums: Literal["exact", "native"]
+    reduction: Literal["deterministic", "backend"]
     threads: Threads
     device: Device
     precision: Precision

@@ -54,9 +54,11 @@ class ASHL(Schedule):
         return {"evaluated_loss" if self.loss == "evaluated" else "loss": self.loss_switch}
 
 
-def profiling(choices: Choices, steps: int, by_part: bool = False, codecs: Sequence[Spec] = ()) -> list[StagePlan]:
+def profiling(
+    choices: Choices, steps: int, per_layer_group: bool = False, codecs: Sequence[Spec] = ()
+) -> list[StagePlan]:
     """The stage that measures, where it is wanted."""
-    spec: Spec = {"_target_": "ashl.sync.profiling.Profiling", "steps": steps, "by_part": by_part}
+    spec: Spec = {"_target_": "ashl.sync.profiling.Profiling", "steps": steps, "per_layer_group": per_layer_group}
     spec |= {"codecs": list(codecs)}
     return (
         [choices.stage("profile", sync=spec, local_steps=1, overlap=SERIAL.copy())]

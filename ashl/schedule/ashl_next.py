@@ -1,15 +1,15 @@
-"""ASHL as a ladder: exchanges that are hidden, the smallest H, and a step that falls each time the loss rises.
+"""ASHL with hidden exchanges, the smallest H, and a server learning rate that decays each time the loss rises.
 
-Rule: as in `falling`, rung k = 0, 1, … has the server add `fall`^k times what it would and gives way at the first
-evaluation in which the training loss is above that of the one before. All rungs but the last are AHL's, where nobody
-waits; the last one is SHL, with the bound `staleness`. H and the preset ratio of the slowest worker follow the rungs
-as `h_preset` and `r_preset` list them, the last of which holds for all further ones, and the planner makes cycles
-equal and shards as large as their worker is quick. Push and pull keep a share with error feedback, as in `ashl_plus`,
-and with `overlap=late` they travel while the next steps are computed, so that H = 1 costs no time. Only costs that
-nobody declares are profiled beforehand: the online planner goes on from either.
+Rule: as in `decay_on_rise`, in stage k = 0, 1, … the server multiplies each update by `decay_factor`^k, and the stage
+ends at the first evaluation whose training loss is above that of the one before. All stages but the last are AHL, in
+which no worker waits. The last one is SHL, with the bound `staleness`. `h_preset` and `r_preset` list H and the preset
+ratio of the slowest worker by stage; the last value holds for all later stages. The planner makes cycles equal and
+shards proportional to speed. Pushes and pulls are sparse with error feedback, as in `ashl_plus`. With `overlap=late`
+they travel while the next steps are computed, so that H = 1 costs no time. Only costs that are not declared are
+profiled beforehand: the online planner corrects either.
 
-Limits: two rungs with `loss_switch` are `ashl_plus` of that loss, with `shl_scale` = `fall` and the same overlap; one
-rung is `single` with sync=shl.
+Limits: two stages with `loss_switch` are `ashl_plus` of that loss, with `shl_scale` = `decay_factor` and the same
+overlap; one stage is `single` with sync=shl.
 
 Source: departs from Shen et al., "ASHL", IEEE TC 2024, Algorithms 1 to 3; an H and a step that follow the loss, as in
 AdaComm (Wang and Joshi, MLSys 2019).
@@ -24,12 +24,12 @@ from ashl.plan.plan import Spec, StagePlan
 from ashl.schedule.ashl import profiling
 from ashl.schedule.ashl_plus import pulling
 from ashl.schedule.choices import Choices, Schedule
-from ashl.schedule.falling import Ladder
+from ashl.schedule.decay_on_rise import DecayStages
 
 
 @option
-class ASHLNext(Schedule, Ladder):
-    """Hidden exchanges, small H, ever smaller steps."""
+class ASHLNext(Schedule, DecayStages):
+    """Hidden exchanges, small H, and a decaying server learning rate."""
 
     names_sync: ClassVar[bool] = True
     h_preset: Annotated[tuple[Count, ...], Field(min_length=1)]
@@ -41,11 +41,11 @@ class ASHLNext(Schedule, Ladder):
     def stages(self, choices: Choices) -> list[StagePlan]:
         choices = pulling(choices, self.pull_ratio)
 
-        def rung(k: int) -> StagePlan:
+        def stage_of(k: int) -> StagePlan:
             sync: Spec = {"_target_": "ashl.sync.ahl.AHL"}
-            if k == self.rungs - 1:
+            if k == self.decay_stages - 1:
                 sync = {"_target_": "ashl.sync.shl.SHL", "staleness": self.staleness}
             h, r = self.h_preset[: k + 1][-1], self.r_preset[: k + 1][-1]
             return choices.stage("", sync=sync, local_steps="plan", h_preset=h, r_preset=r)
 
-        return [*profiling(choices, 0 if choices.profile else self.profile_steps), *self.laddered(rung)]
+        return [*profiling(choices, 0 if choices.profile else self.profile_steps), *self.decaying(stage_of)]

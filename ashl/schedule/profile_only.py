@@ -18,10 +18,10 @@ class ProfileOnly(Schedule):
 
     names_sync: ClassVar[bool] = True
     profile_steps: Count
-    by_part: bool
+    per_layer_group: bool
     codecs: tuple[dict[str, Any], ...]
 
     def stages(self, choices: Choices) -> list[StagePlan]:
         if choices.profiled:
             raise UsageError("costs are given, so there is nothing to measure; drop profile=")
-        return profiling(choices, self.profile_steps, self.by_part, self.codecs)
+        return profiling(choices, self.profile_steps, self.per_layer_group, self.codecs)

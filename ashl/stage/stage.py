@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from ashl.aggregate.weighted import Push, Weighted
-from ashl.cluster.spec import Beside
+from ashl.cluster.spec import ContentionCosts
 from ashl.compression.contract import Codec, Estimator, Keeps, Layout
 from ashl.learn.trainer import AnyTrainer
 from ashl.option import Contract, Count, Duration
@@ -63,7 +63,9 @@ class Rule(Contract, group="sync", strict=True):
     momentum_travels: ClassVar[bool] = False  # whether the optimizer's momentum goes along in every message
     codecs: ClassVar[tuple[dict[str, Any], ...]] = ()  # whose encoding is timed then, beside the chosen one's, as specs
     after_adam: ClassVar[bool] = False  # whether it goes on with the moments that Adam has left in the stage before
-    by_part: ClassVar[bool] = False  # whether costs are measured by layer group, and of large messages and of sums
+    per_layer_group: ClassVar[bool] = (
+        False  # whether costs are measured by layer group, and of large messages and of sums
+    )
     supports: ClassVar[frozenset[str] | None] = None  # None = what the topology supports
 
     def quorum(self, num_workers: int) -> int:
@@ -126,7 +128,7 @@ class Topology(Contract, group="topology"):
 
     def groups(self, stage: Stage) -> Sequence[Members]:
         """Groups that are known before the run, so that processes can set them up."""
-        return (stage.workers,) if stage.sync.by_part and stage.num_workers > 1 else ()
+        return (stage.workers,) if stage.sync.per_layer_group and stage.num_workers > 1 else ()
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What an exchange takes, uncontended."""
@@ -157,7 +159,7 @@ def extra_ranks(topology: Topology, sync: Rule | None, nodes: tuple[int, ...] | 
 
 T = TypeVar("T")
 Replan = Callable[
-    [tuple[WorkerProfile, ...], float, float | None, AlphaBeta | None, Beside | None, tuple[CodecCost, ...]],
+    [tuple[WorkerProfile, ...], float, float | None, AlphaBeta | None, ContentionCosts | None, tuple[CodecCost, ...]],
     tuple[Profile, list[StagePlan]],
 ]
 SERIAL = Serial()
@@ -194,9 +196,9 @@ class Stage:
     timed: tuple[
         tuple[str, CompressionPipeline], ...
     ] = ()  # codecs whose cost is measured: class, and link of the whole model
-    health_every: int | None = None  # rounds between two looks at what compression loses
-    health_layers: bool = False
-    health_mean: bool = False
+    compression_stats_every: int | None = None  # rounds between two looks at what compression loses
+    compression_stats_per_layer: bool = False
+    compression_stats_vs_mean: bool = False
     seed: int = 0  # of what all ranks draw alike: graphs, matchings, whom to meet
     nodes: tuple[int, ...] | None = None  # the machine of each worker, where the cluster says
     answer_block: int = 1  # workers that several servers answer while one worker takes in all its pieces
@@ -233,12 +235,14 @@ class Stage:
         """The stage as it is for one fragment of the model alone."""
         own = self.fragments[k]
         its = {"size": own.size, "layout": own.layout, "codec": own.codec, "outer": own.outer}
-        return self.once(lambda whole: replace(whole, fragments=(), health_mean=False, **its), ("fragment", k))
+        return self.once(
+            lambda whole: replace(whole, fragments=(), compression_stats_vs_mean=False, **its), ("fragment", k)
+        )
 
     @property
     def most_bytes(self) -> int:
         """Bytes that no message exceeds."""
-        return max(self.link.most_bytes, LARGE[-1] if self.sync.by_part else 0, WORDS if self.elastic else 0)
+        return max(self.link.most_bytes, LARGE[-1] if self.sync.per_layer_group else 0, WORDS if self.elastic else 0)
 
     @property
     def server(self) -> int:
@@ -507,7 +511,7 @@ class Stage:
 
 def sums_beside(sync: Rule, topology: Topology, overlap: Overlap) -> bool:
     """Whether the workers of such a stage compute while something of theirs is summed."""
-    return sync.by_part or not (topology.has_server or isinstance(overlap, Serial))
+    return sync.per_layer_group or not (topology.has_server or isinstance(overlap, Serial))
 
 
 def did(worker: WorkerPlan, push: Push) -> WorkerPlan:

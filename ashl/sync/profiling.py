@@ -6,11 +6,11 @@ which is a figure of its own. A transfer is timed until its receipt is there, le
 cost is a median of as many repetitions as its 95 % interval takes to be narrow, up to a bound; workers whose intervals
 overlap count as equal. The server makes the profile, plans the stages that follow, and sends everyone the plan.
 
-With `by_part` they also time both passes by layer group, and then messages of several sizes: each worker alone to the
-server and from there, and all workers in a sum, which counts from when the last one has come. Of each, latency and
-seconds per byte are fitted (`ashl.plan.alpha_beta`); sizes go up for as long as there is time. What sums and steps cost
-each other is `ashl.sync.timing.beside`'s to measure, that a gradient leaves in parts `ashl.sync.timing.parts`', and
-what encoding and decoding cost by the chosen codec and by `codecs` `ashl.sync.timing.codecs`'.
+With `per_layer_group` they also time both passes by layer group, and then messages of several sizes: each worker alone
+to the server and from there, and all workers in a sum, which counts from when the last one has come. Of each, latency
+and seconds per byte are fitted (`ashl.plan.alpha_beta`); sizes go up for as long as there is time. What sums and steps
+cost each other is `ashl.sync.timing.beside`'s to measure, that a gradient leaves in parts `ashl.sync.timing.parts`',
+and what encoding and decoding cost by the chosen codec and by `codecs` `ashl.sync.timing.codecs`'.
 
 `stop.seconds` and an interrupt end it at once, without a profile.
 
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from ashl.cluster.spec import Beside
+from ashl.cluster.spec import ContentionCosts
 from ashl.cluster.speed import LEVELS
 from ashl.compression.contract import Turn
 from ashl.learn.device import numbers
@@ -77,7 +77,7 @@ class Profiling(BarrierRule):
     """Its loops stand in for the topology's: nothing is learned here."""
 
     steps: Natural
-    by_part: bool
+    per_layer_group: bool
     codecs: tuple[dict[str, Any], ...]
 
     def loop(self, stage: Stage, rank: int) -> Loop:
@@ -88,11 +88,11 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     """Measure, and again whenever the server says so; take over the plan that it sends at the end."""
     assert isinstance(stage.sync, Profiling)
     before = stage.trainer.worker_state(ctx.rank)
-    times = await time_steps(ctx, stage, state, max(1, stage.sync.steps), distribution=stage.sync.by_part)
+    times = await time_steps(ctx, stage, state, max(1, stage.sync.steps), distribution=stage.sync.per_layer_group)
     compress_s = await repeated(partial(time_encoding, ctx, stage, state), REPEATS, REPEATS)
     found: tuple[float, ...] = (*estimate(times), trimmed_deviation(times), *estimate(compress_s))
     passes = None
-    if stage.sync.by_part:
+    if stage.sync.per_layer_group:
         own = await time_passes(ctx, stage, state, min(len(times), MOST * max(1, stage.sync.steps)))
         passes = torch.cat([torch.tensor(quantiles(times), dtype=torch.float64), own])
     try:
@@ -208,7 +208,9 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
 
 async def measured(
     ctx: RankContext, stage: Stage, state: ServerState
-) -> tuple[tuple[WorkerProfile, ...], float, float | None, AlphaBeta | None, Beside | None, tuple[CodecCost, ...]]:
+) -> tuple[
+    tuple[WorkerProfile, ...], float, float | None, AlphaBeta | None, ContentionCosts | None, tuple[CodecCost, ...]
+]:
     """Return (workers, seconds of applying a push, bytes per second of the server's NIC, what all-reduces cost, what
     they and computing cost each other, what codecs cost). Raises OverError."""
     members = stage.workers
@@ -229,7 +231,7 @@ async def measured(
         noises["latency_s"].append(estimate([empty_s for empty_s, *_ in times[rank]]).noise / 2)
         noises["compress_s"].append(steps[rank][COSTS - 1])
     sums = beside = None
-    if stage.sync.by_part:
+    if stage.sync.per_layer_group:
         workers = [await with_lines(ctx, stage, worker, rank) for rank, worker in zip(members, workers, strict=True)]
         if len(members) > 1:
             (sums,) = await line(ctx, stage, SUM, members, LINES_S)

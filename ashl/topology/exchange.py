@@ -161,7 +161,7 @@ class Coding:
 
     def ended(self) -> bool:
         """Everything has been encoded: whether it was finite."""
-        ctx, stage, state, every = self.team.ctx, self.stage, self.state, self.stage.health_every
+        ctx, stage, state, every = self.team.ctx, self.stage, self.state, self.stage.compression_stats_every
         state.ends.sender = joined([ends.sender for ends in reversed(self.ends)])
         if isinstance(self.vectors[0], SizeOnly):
             return True

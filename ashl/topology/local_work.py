@@ -172,7 +172,7 @@ def report_health(
     sent: Sequence[tuple[CompressionPipeline, CodecState, Body]],
 ) -> None:
     """Every so often, say what compression loses of what was sent of x, piece by piece, with what is kept of each."""
-    every, codec = stage.health_every, stage.link.innermost
+    every, codec = stage.compression_stats_every, stage.link.innermost
     if every is None or state.round % every or isinstance(x, SizeOnly):
         return
     pieces = [(link.innermost, link.d, to_host(body)) for link, _, body in sent if isinstance(body, Tensor)]
@@ -181,14 +181,19 @@ def report_health(
     else:
         kept = [rest for link, ends, _ in sent if (rest := link.kept(ends)) is not None]
         back = torch.cat([to_host(rest) for rest in kept]) if kept else None
-        found = measured_loss(pieces, back, to_host(x), stage.layout, stage.health_layers)
+        found = measured_loss(pieces, back, to_host(x), stage.layout, stage.compression_stats_per_layer)
     ctx.emit(Health(ctx.rank, state.round, ctx.now_ns, **found))
 
 
 def reports_mean(stage: Stage, version: int) -> bool:
     """Whether everybody hands in what was to be sent at this merge: only where all of it is merged at once."""
     barrier = not stage.topology.has_server or stage.quorum == stage.num_workers
-    return stage.health_mean and barrier and stage.health_every is not None and not version % stage.health_every
+    return (
+        stage.compression_stats_vs_mean
+        and barrier
+        and stage.compression_stats_every is not None
+        and not version % stage.compression_stats_every
+    )
 
 
 def turn_of(stage: Stage, rank: int, state: WorkerState, version: int) -> Turn:

@@ -197,9 +197,13 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
         late = " and ".join(f"{kind} {percent(slower)}" for kind, slower in parts if slower)
         yield "pace", f"{late} longer than declared: this machine is too slow for this cluster"
     yield "traffic", f"{megabytes(summary.get('bytes_up'))} up, {megabytes(summary.get('bytes_down'))} down"
-    if lost := summary.get("compression"):  # at the last messages that the workers reported
-        parts = [f"{number(lost['bits'])} bits an element"]
-        parts += [f"{name} {number(lost[name])}" for name in ("lost", "cosine") if lost.get(name) is not None]
+    if stats := summary.get("compression"):  # at the last messages that the workers reported
+        parts = [f"{number(stats['bits'])} bits an element"]
+        parts += [
+            f"{name.replace('_', ' ')} {number(stats[name])}"
+            for name in ("relative_error", "cosine")
+            if stats.get(name) is not None
+        ]
         yield "messages", ", ".join(parts)
     if measures := summary.get("measures"):
         yield "measures", ", ".join(f"{name} {number(found['last'])}" for name, found in measures.items())

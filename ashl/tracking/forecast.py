@@ -93,9 +93,11 @@ def show_parts(console: Console, profile: Profile) -> None:
         if lines:
             latencies, rates = [line.latency_s for line in lines], [1e6 * line.s_per_byte for line in lines]
             console.print(f"{what}: {spanned(latencies)} ms, and {spanned(rates)} ms for each MB")
-    if (beside := profile.beside) is not None:
-        lost, slowed = f"{100 * beside.lost:.2g} %", f"{beside.slowed:.3g}"
-        console.print(f"while a sum goes on, computing is {lost} slower, and it takes {slowed} times as long")
+    if (beside := profile.contention) is not None:
+        less, longer = f"{100 * beside.pace_reduction:.2g} %", f"{beside.collective_slowdown:.3g}"
+        console.print(
+            f"while a collective is active, computing is {less} slower, and the collective takes {longer} times as long"
+        )
         if (parts := beside.parts) is not None:
             step, part, start = (milliseconds(cost) for cost in (parts.step_s, parts.part_s, parts.sum_s))
             console.print(f"a gradient in parts takes {step} ms more, {part} ms for each, and {start} ms for each sum")

@@ -33,7 +33,7 @@ from ashl.tracking.sweep_progress import SweepProgress
 CLUSTERS = ("one_slow", "ashl_paper", "homogeneous", "mixed", "four_nodes")
 SEEDS, SLOTS, BUDGET_S = (1, 2, 3), 2, 1500.0
 TASK = ["runtime=sim", "tracking=none", "tracking.events=none", "stop.epochs=30"]
-TARGET = ["stop.target_accuracy=0.95", "stop.target_hold=2"]
+TARGET = ["stop.target_accuracy=0.95", "stop.target_consecutive_evals=2"]
 LINE = command_line("advise", TASK)
 
 Times = dict[tuple[str, str], list[float]]  # by candidate and learning rate: seconds to the target

@@ -70,8 +70,8 @@ def compared(device: str, workers: int) -> list[list[str]]:
         ddp = partial(torch_ddp.samples_per_s, compose(chosen, None), steps, workers=workers, device=device)
         found = alternate(
             {
-                "exact": partial(ours, *chosen, "runtime.sums=exact"),
-                "native": partial(ours, *chosen, "runtime.sums=native"),
+                "exact": partial(ours, *chosen, "runtime.reduction=deterministic"),
+                "native": partial(ours, *chosen, "runtime.reduction=backend"),
                 "DDP": lambda ddp=ddp: ddp(port=free_port()),
             },
             TURNS,

@@ -91,7 +91,7 @@ class Study:
             self.place = Path(folder)
             with_server = [*self.machines, self.machines[0]]
             profile = self.ashl("profile", "topology=parameter_server", machines=with_server) / "profile.json"
-            self.beside = json.loads(profile.read_text())["beside"]
+            self.beside = json.loads(profile.read_text())["contention"]
             chosen = dict.fromkeys(["none", *options])
             contestants = {name: partial(self.ours, name, f"profile={profile}") for name in chosen}
             contestants |= {"DDP": partial(self.ddp, None)}

@@ -138,7 +138,7 @@ def place(workplace: Path):
         Path("options/model/mine.yaml").write_text(f"_target_: netmodels.{kind}\n")
         shutil.rmtree("out", ignore_errors=True)
         own = ["--config-dir", "options", "allow_targets=[netmodels]", "model=mine", "dataset=mine", "run.dir=out"]
-        fixed = ["tracking=none", "dataset.partition=interleaved", "run.start_from=start.pt", "cluster=homogeneous"]
+        fixed = ["tracking=none", "dataset.partition=interleaved", "run.init_weights=start.pt", "cluster=homogeneous"]
         code = main(["train", "-q", *own, *fixed, "optimizer.weight_decay=0.1", "optimizer.lr=0.05", *overrides])
         return torch.load("out/final.pt") if not code else {"code": code}
 

@@ -249,7 +249,7 @@ def test_doctor_finds_what_is_there(capsys, workplace) -> None:
     assert main(["doctor"]) == 1
     out, err = capsys.readouterr()
     assert "MNIST" in out
-    assert "BROKEN: DatabaseError" in out
+    assert "FAIL: DatabaseError" in out
     assert "Traceback" not in out + err
 
 

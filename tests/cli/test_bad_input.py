@@ -33,7 +33,7 @@ SIM, SPY = ["-q", "runtime=sim", "tracking=none"], "sync=spy optimizer.momentum=
         ("cluster.num_workers=1000000", "should be less than or equal to 100000"),
         ("cluster.compute_spread=9", "cluster.compute_spread=9 is not possible: should be less than or equal to 3"),
         ("cluster.jitter=-0.1", "cluster.jitter=-0.1 is not possible"),
-        ("cluster.inner_bandwidth_mbit_s=9", "needs cluster.node"),
+        ("cluster.intra_node_bandwidth_mbit_s=9", "needs cluster.node"),
         ("'cluster.events=[{time_s: 1, worker: 4, link: 2}]'", "there are only workers 0 to 3"),
         ("'cluster.events=[{time_s: 1, worker: 0}]'", "changes nothing; add compute=, link= or link_down="),
         ("cluster.step_s=null", "runtime=sim needs cluster.step_s, which is not declared"),

@@ -22,7 +22,10 @@ PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0
         (f"sync=bsp {PORTS} optimizer=muon", "steps on whole layers, and a server has a piece of the model"),
         (f"sync=easgd {PORTS}", "has a loop, messages or a step of its own; take sync=bsp"),
         (f"sync=local_sgd {PORTS} outer=heloco", "outer=heloco goes layer by layer; take outer=nesterov"),
-        (f"sync=bsp {PORTS} cluster.node=[0,0,1,1] cluster.inner_bandwidth_mbit_s=9", "take cluster.node=null, or"),
+        (
+            f"sync=bsp {PORTS} cluster.node=[0,0,1,1] cluster.intra_node_bandwidth_mbit_s=9",
+            "take cluster.node=null, or",
+        ),
         (f"sync=bsp {PORTS} overlap=wfbp", "overlap=wfbp makes no sense"),
         (
             f"sync=bsp {PORTS} cluster.churn={{mtbf_s:9,mttr_s:1}}",

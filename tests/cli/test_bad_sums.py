@@ -21,7 +21,7 @@ HOSTLESS = "runtime=local cluster=real cluster.num_workers=2"
         (f"{SUMS}tree compression=topk", "gathered round a ring; take compression=none"),
         (f"{SUMS}mesh", "topology.algorithm"),
         ("sync=bsp topology.algorithm=tree", "algorithm"),
-        (f"{SUMS}hierarchical cluster.node=[0,0,1,1] runtime=local {PORTS}", "inner_bandwidth_mbit_s"),
+        (f"{SUMS}hierarchical cluster.node=[0,0,1,1] runtime=local {PORTS}", "intra_node_bandwidth_mbit_s"),
     ],
 )
 def test_a_wrong_algorithm(overrides, says, said) -> None:

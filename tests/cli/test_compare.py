@@ -134,7 +134,7 @@ GROUPS = [group for group in defaults() if group not in ("experiment", "debug")]
 
 
 @pytest.mark.parametrize("loose", [False, True], ids=["sweep", "folder"])
-@pytest.mark.parametrize("recorded", [None, {"lost": 0.5}, "of the run"], ids=["null", "report", "text"])
+@pytest.mark.parametrize("recorded", [None, {"relative_error": 0.5}, "of the run"], ids=["null", "report", "text"])
 @pytest.mark.parametrize("key", [*GROUPS, "plan", "profile"])
 def test_what_was_typed_is_what_is_exported(key: str, recorded, *, loose: bool, workplace) -> None:
     """`compression=none` vanished: a summary has a `compression` of its own, which is null without a codec."""

@@ -102,7 +102,7 @@ def test_values_are_overridden() -> None:
     )
     assert config["sync"]["_target_"] == "ashl.sync.bsp.BSP"
     assert (config["seed"], config["cluster"]["compute"], config["name"]) == (7, [1, 9], "a, b")
-    assert (config["stop"]["steps"], config["stop"]["target_hold"]) == (5, 1)
+    assert (config["stop"]["steps"], config["stop"]["target_consecutive_evals"]) == (5, 1)
     assert compose(["cluster.events=[{time_s: 1, worker: 0}]"])["cluster"]["events"] == [{"time_s": 1, "worker": 0}]
 
 
@@ -284,7 +284,7 @@ TABLE = {
     "one stage": f"{ONE} schedule.h_preset=[2] optimizer.lr=0.02",
     "ASHL": "schedule=ashl compression=none schedule.loss_switch=1.8 optimizer.lr=0.01",
     "ASHL next dense": "schedule=ashl_next schedule.h_preset=[2] compression=none optimizer.lr=0.02",
-    "ADSP falling": f"{ADSP} schedule=falling sync.search_s=null sync.commits=2 optimizer.lr=0.02",
+    "ADSP falling": f"{ADSP} schedule=decay_on_rise sync.search_s=null sync.commits=2 optimizer.lr=0.02",
     "ASHL as printed": "schedule=ashl compression.feedback=false schedule.loss_switch=1.8 optimizer.lr=0.02",
     "BSP Top-K": f"sync=bsp {TOPK} optimizer.lr=0.015",
     "local SGD Top-K": f"{TOPK} sync=local_sgd sync.local_steps=8 optimizer.lr=0.02",
@@ -293,12 +293,12 @@ TABLE = {
     "ASHL+": f"{PLUS} optimizer.lr=0.03",
     "ASHL+ late": f"{PLUS} overlap=late schedule.h_preset=[2,1] optimizer.lr=0.03",
     "ASHL next": "schedule=ashl_next optimizer.lr=0.03",
-    "ADSP Top-K falling": f"{ADSP} {TOPK} schedule=falling optimizer.lr=0.03",
+    "ADSP Top-K falling": f"{ADSP} {TOPK} schedule=decay_on_rise optimizer.lr=0.03",
     "ADSP Top-K falling late": (
-        f"{ADSP} {TOPK} schedule=falling schedule.fall=0.5 overlap=late sync.search_s=null sync.commits=32 "
-        "optimizer.lr=0.03"
+        f"{ADSP} {TOPK} schedule=decay_on_rise schedule.decay_factor=0.5 overlap=late sync.search_s=null "
+        "sync.commits=32 optimizer.lr=0.03"
     ),
-    "ASHL next same steps": "schedule=ashl_next schedule.rungs=1 optimizer.lr=0.03",
+    "ASHL next same steps": "schedule=ashl_next schedule.decay_stages=1 optimizer.lr=0.03",
     "ASHL+ same steps": f"{PLUS} schedule.shl_scale=1 optimizer.lr=0.02",
     "ADSP Top-K cosine": f"{ADSP} {TOPK} {COSINE} optimizer.lr=0.03",
     "one stage Top-K cosine": f"{ONE} {TOPK} {COSINE} schedule.h_preset=[4] optimizer.lr=0.03",

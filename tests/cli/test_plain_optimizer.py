@@ -160,7 +160,7 @@ def place(workplace: Path, capsys: pytest.CaptureFixture[str]):
         shutil.rmtree("out", ignore_errors=True)
         own = ["--config-dir", "options", "allow_targets=[ownsteps,torch]", "model=mine", "dataset=mine"]
         fixed = ["optimizer=mine", "run.dir=out", "tracking=none", "dataset.partition=interleaved"]
-        fixed += ["run.start_from=start.pt", "cluster=homogeneous", "cluster.step_s=0.001", "sync=bsp"]
+        fixed += ["run.init_weights=start.pt", "cluster=homogeneous", "cluster.step_s=0.001", "sync=bsp"]
         code = main(["train", "-q", *own, *fixed, f"stop.steps={STEPS}", "cluster.compute=[1]", *overrides])
         return capsys.readouterr().err if code else torch.load("out/final.pt")
 

@@ -94,7 +94,7 @@ class Smooth(Task):
         return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-1, label_smoothing=0.1)
 '''
 SMALL = ["runtime=sim", "tracking=none", "cluster=homogeneous", "cluster.compute=[1,1]", "optimizer.lr=0.1"]
-ANSWERS = ["dataset.partition=interleaved", "dataset.batch_size=8", "stop.steps=20", "run.start_from=start.pt"]
+ANSWERS = ["dataset.partition=interleaved", "dataset.batch_size=8", "stop.steps=20", "run.init_weights=start.pt"]
 PORTS = ["cluster.exchange_s=null", "cluster.bandwidth_mbit_s=100", "cluster.latency_s=0.001"]
 IN_ROUNDS = (
     ["sync=bsp"],

@@ -13,7 +13,7 @@ LOCAL = "sync=local_sgd sync.local_steps=4"
 RING = "topology=all_reduce"
 PLAN = "sync=local_sgd sync.local_steps=plan schedule.h_preset=[1] planner.h_max=1"
 LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=100 cluster.latency_s=0.0005"
-THREE = f"{LINKS} cluster.num_workers=3 cluster.node=[0,0,1] cluster.inner_bandwidth_mbit_s=1000"
+THREE = f"{LINKS} cluster.num_workers=3 cluster.node=[0,0,1] cluster.intra_node_bandwidth_mbit_s=1000"
 LIMITS = {  # (the method at its limit, what it is there)
     "DiLoCo": (f"{LOCAL} outer=nesterov outer.lr=1 outer.momentum=0", LOCAL),
     "SlowMo": (f"{LOCAL} {RING} outer=slowmo outer.alpha=1 outer.beta=0", f"{LOCAL} {RING}"),

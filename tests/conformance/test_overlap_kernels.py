@@ -215,7 +215,7 @@ def test_a_push_lasts_until_its_last_byte_is_there():
 
 def test_workers_of_one_machine_share_its_port_on_both_kernels():
     """Two machines of two: 0.1 s for a message and for a sum. One after the other they take 0.4 s, and not 0.2."""
-    machines = cluster(4, node=(0, 0, 1, 1), inner_bandwidth_mbit_s=1000.0, bandwidth_mbit_s=0.32)
+    machines = cluster(4, node=(0, 0, 1, 1), intra_node_bandwidth_mbit_s=1000.0, bandwidth_mbit_s=0.32)
     virtual = results(in_virtual_time(play.through_one_port, machines))
     assert virtual[2:] == [pytest.approx([0.1, 0.3]), pytest.approx([0.2, 0.4])]
     real = results(on_processes(play.through_one_port, machines, 4))

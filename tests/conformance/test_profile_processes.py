@@ -21,7 +21,7 @@ def test_a_profile_of_processes_plans_messages(workplace, capsys) -> None:
         assert 0 < sum(worker["forward_s"] + worker["backward_s"]) < 10 * worker["step_s"]
         assert worker["push_line"]["s_per_byte"] >= 0
     assert profile["all_reduce"]["latency_s"] > 0
-    assert 0 <= (profile["beside"] or {"lost": 0})["lost"] < 1
+    assert 0 <= (profile["contention"] or {"pace_reduction": 0})["pace_reduction"] < 1
     assert sum(plan["stages"][0]["overlap"]["plan"]) == len(profile["group_bytes"])
     assert plan["shares"] == sorted(plan["shares"])
     assert plan["shares"][-1] == 1

@@ -114,7 +114,9 @@ def test_a_stage_gives_way_by_the_evaluated_loss(topology: str, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_ladder_goes_down_as_the_loss_rises(tmp_path: Path) -> None:
     swings = ("optimizer.lr=1", "eval.every_commits=5", "stop.steps=600", "cluster.num_workers=2")
-    summary = real(tmp_path / "run", *QUICK, "cluster=homogeneous", "schedule=ashl_next", "schedule.rungs=3", *swings)
+    summary = real(
+        tmp_path / "run", *QUICK, "cluster=homogeneous", "schedule=ashl_next", "schedule.decay_stages=3", *swings
+    )
     assert [stage["exit_reason"] for stage in summary["stages"]] == ["rises", "rises", "steps"]
-    assert [stage["name"] for stage in summary["stages"]] == ["rung1", "rung2", "rung3"]
+    assert [stage["name"] for stage in summary["stages"]] == ["decay1", "decay2", "decay3"]
     assert adds_up(summary)

@@ -12,7 +12,7 @@ LINKS = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=100", "cluster.lat
 def check(folder, workers, node, *chosen):
     machines = (f"cluster.compute={[1] * workers}",)
     if node is not None:
-        machines += (f"cluster.node={node}", "cluster.inner_bandwidth_mbit_s=1000")
+        machines += (f"cluster.node={node}", "cluster.intra_node_bandwidth_mbit_s=1000")
     quick = [key for key in QUICK if not ("optimizer=adam" in chosen and key.startswith("optimizer.momentum"))]
     mode = (*quick, *LINKS, *machines, "topology=all_reduce", *chosen)
     summary, sim = real(folder, *mode), simulated(*mode)
@@ -37,8 +37,8 @@ def test_whole_gradients_then_momenta_in_bits_then_local_steps(tmp_path) -> None
 @pytest.mark.slow
 def test_backend_sums_by_nodes_are_the_flat_ones_to_rounding(tmp_path) -> None:
     """Three workers on two nodes: a reduce inside the first one, a sum across, a broadcast inside."""
-    chosen = ("topology=all_reduce", "sync=bsp", "stop.steps=24", "model.hidden=[16]", "runtime.sums=native")
-    chosen += (*LINKS, "cluster.compute=[1,1,1]", "cluster.node=[0,0,1]", "cluster.inner_bandwidth_mbit_s=1000")
+    chosen = ("topology=all_reduce", "sync=bsp", "stop.steps=24", "model.hidden=[16]", "runtime.reduction=backend")
+    chosen += (*LINKS, "cluster.compute=[1,1,1]", "cluster.node=[0,0,1]", "cluster.intra_node_bandwidth_mbit_s=1000")
     real(tmp_path / "flat", *chosen)
     real(tmp_path / "nodes", *chosen, "topology.algorithm=hierarchical")
     flat, nodes = (torch.load(tmp_path / name / "final.pt", weights_only=True) for name in ("flat", "nodes"))

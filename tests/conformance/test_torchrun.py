@@ -16,7 +16,10 @@ TWO = ["cluster.compute=[1,1]", "cluster.link=null", "cluster.step_s=0.005", "cl
 SHORT = [*TWO, "runtime=torchrun", "tracking=none", "stop.steps=80", "eval.every_commits=20", "run.dir=run", "--quiet"]
 MODES = {
     "parameter_server": (3, ["sync=ssp"]),
-    "all_reduce": (2, ["sync=bsp", "compression=topk", "run.health_every=4", "run.health_mean=true"]),
+    "all_reduce": (
+        2,
+        ["sync=bsp", "compression=topk", "run.compression_stats_every=4", "run.compression_stats_vs_mean=true"],
+    ),
     "gossip": (2, ["sync=d_psgd", "topology.graph=ring"]),
     "partial_all_reduce": (3, ["sync=ripples_first_come", "sync.group_size=2"]),
 }

@@ -44,7 +44,7 @@ GROUPS = "topology=partial_all_reduce schedule=single"
 SLICED = "overlap=priority overlap.slice=300 overlap.credit=2"
 LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.001"
 PORTS = f"{LINKS} cluster.server_bandwidth_mbit_s=30"
-NODES = f"{LINKS} cluster.node=[0,0,1,1] cluster.inner_bandwidth_mbit_s=200"
+NODES = f"{LINKS} cluster.node=[0,0,1,1] cluster.intra_node_bandwidth_mbit_s=200"
 PAPER = "cluster=ashl_paper"
 SLOW = "cluster=one_slow"
 EIGHT = "cluster=homogeneous cluster.compute=[1,1,1,1,2,1,1.5,3]"
@@ -295,8 +295,10 @@ def stages() -> dict[str, Row]:
             by_bits=True,
             twin=True,
         ),
-        "ashl-next": Row(f"schedule=ashl_next schedule.rungs=3 {swings}", by_bits=True),
-        "falling": Row(f"schedule=falling schedule.rungs=3 sync=local_sgd sync.local_steps=4 {swings}", by_bits=True),
+        "ashl-next": Row(f"schedule=ashl_next schedule.decay_stages=3 {swings}", by_bits=True),
+        "falling": Row(
+            f"schedule=decay_on_rise schedule.decay_stages=3 sync=local_sgd sync.local_steps=4 {swings}", by_bits=True
+        ),
         "ashl-reversed": Row(f"schedule=ashl_reversed {soon}", by_bits=True),
         "ashl-reversed-reset": Row(
             f"schedule=ashl_reversed schedule.momentum=reset schedule.residual=drop {soon}", by_bits=True, twin=True

@@ -12,8 +12,8 @@ from ashl.topology.halos import GlobalServerState, climb
 from tests.support import simulated
 
 BASE = ("optimizer.lr=0.02", "model.hidden=[8]", "sync=async_local_sgd", "sync.local_steps=2", "sync.max_delay=null")
-LINKS = ("cluster.exchange_s=null", "cluster.latency_s=0.002", "cluster.inner_latency_s=0.0001")
-PORTS = ("cluster.bandwidth_mbit_s=20", "cluster.inner_bandwidth_mbit_s=1000")
+LINKS = ("cluster.exchange_s=null", "cluster.latency_s=0.002", "cluster.intra_node_latency_s=0.0001")
+PORTS = ("cluster.bandwidth_mbit_s=20", "cluster.intra_node_bandwidth_mbit_s=1000")
 run = partial(simulated, *BASE)
 tree = partial(run, *LINKS, *PORTS, "topology=halos", "cluster.node=[0,0,1,1]", "topology.updates=4")
 
@@ -90,7 +90,7 @@ def test_only_what_is_handed_in_leaves_a_region() -> None:
     assert ran.end["merges"] - 1 <= up[4] // dense <= ran.end["merges"], "a model for each but the last"
     assert sum(up[rank] for rank in range(4)) >= 4 * dense * ran.end["merges"]
     one = ("topology=parameter_server", "cluster.node=[0,0,1,1]", "cluster.bandwidth_mbit_s=1", *LINKS)
-    server = run(*one, "cluster.inner_bandwidth_mbit_s=1000", "stop.steps=96", "runtime.gradients=false")
+    server = run(*one, "cluster.intra_node_bandwidth_mbit_s=1000", "stop.steps=96", "runtime.gradients=false")
     assert ran.time_ns < 0.8 * server.time_ns
 
 

@@ -140,7 +140,7 @@ def test_elements_that_were_drawn_are_averaged_and_what_was_learned_meanwhile_is
 @pytest.mark.parametrize("overlap", ["loscar", "streaming"])
 def test_a_budget_before_a_round_that_is_cut_ends_it_for_all(overlap: str) -> None:
     """The slow have no step left to take beside the exchange in which the word comes, and the quick have."""
-    planned = ("schedule=falling", "schedule.rungs=1", "schedule.h_preset=[2]", "sync.local_steps=plan")
+    planned = ("schedule=decay_on_rise", "schedule.decay_stages=1", "schedule.h_preset=[2]", "sync.local_steps=plan")
     for seconds in (0.27, 0.3, 0.34):
         ran = simulated(
             "topology=all_reduce",

@@ -80,36 +80,36 @@ def test_a_port_serves_in_the_order_in_which_heads_arrive() -> None:
 
 def test_inner_links_are_ports_of_their_own() -> None:
     """A transfer inside a machine is faster, and is not held up by what leaves the machine."""
-    machines = cluster(3, node=(0, 0, 1), inner_bandwidth_mbit_s=10.0)
+    machines = cluster(3, node=(0, 0, 1), intra_node_bandwidth_mbit_s=10.0)
     assert sorted(arrivals(machines, [(0, 0, 2), (0, 0, 1)])) == [(0, 100 * MS), (0, 1000 * MS)]
-    both = arrivals(cluster(2, node=(0, 0), inner_bandwidth_mbit_s=10.0), [(0, 0, 1), (0, 1, 0)])
+    both = arrivals(cluster(2, node=(0, 0), intra_node_bandwidth_mbit_s=10.0), [(0, 0, 1), (0, 1, 0)])
     assert both == [(0, 100 * MS), (1, 100 * MS)], "each worker has its own"
 
 
 def test_a_link_inside_a_machine_has_a_latency_of_its_own() -> None:
     """Where none is declared, the one of all links."""
     for declared, found in ((0.001, 1), (None, 50)):
-        near = {"node": (0, 0, 1), "inner_bandwidth_mbit_s": 1e6, "inner_latency_s": declared}
+        near = {"node": (0, 0, 1), "intra_node_bandwidth_mbit_s": 1e6, "intra_node_latency_s": declared}
         seen = arrivals(cluster(3, latency_s=0.05, **near), [(0, 0, 1), (0, 1, 2)], nbytes=0)
         assert sorted(seen) == [(0, found * MS), (1, 50 * MS)]
 
 
-TWO_BY_TWO = {"node": (0, 0, 1, 1), "inner_bandwidth_mbit_s": 1e6}  # two machines; inside them nothing takes long
+TWO_BY_TWO = {"node": (0, 0, 1, 1), "intra_node_bandwidth_mbit_s": 1e6}  # two machines; inside them nothing takes long
 
 
 def test_workers_of_one_machine_share_its_port() -> None:
     """Two that push at once to a server on another machine take twice the bytes over the bandwidth, and so do its two
     answers; a worker on another machine is not held up."""
-    machines = cluster(3, node=(0, 0, 1), inner_bandwidth_mbit_s=10.0)
+    machines = cluster(3, node=(0, 0, 1), intra_node_bandwidth_mbit_s=10.0)
     assert arrivals(machines, [(0, i, 3) for i in range(3)]) == [(0, 1000 * MS), (2, 1000 * MS), (1, 2000 * MS)]
     assert [time for _, time in arrivals(machines, [(0, 3, 0), (0, 3, 1)])] == [1000 * MS, 2000 * MS]
     assert [time for _, time in arrivals(machines, [(0, 0, 2), (0, 1, 2)])] == [1000 * MS, 2000 * MS]
-    alone = cluster(3, node=(0, 1, 2), inner_bandwidth_mbit_s=10.0)
+    alone = cluster(3, node=(0, 1, 2), intra_node_bandwidth_mbit_s=10.0)
     assert arrivals(alone, [(0, i, 3) for i in range(3)]) == arrivals(cluster(3), [(0, i, 3) for i in range(3)])
 
 
 def test_a_workers_link_factor_is_how_long_its_bytes_hold_the_machines_port() -> None:
-    machines = cluster(2, node=(0, 0), inner_bandwidth_mbit_s=10.0, link=(3.0, 1.0))
+    machines = cluster(2, node=(0, 0), intra_node_bandwidth_mbit_s=10.0, link=(3.0, 1.0))
     assert arrivals(machines, [(0, 0, 2), (0, 1, 2)]) == [(0, 3000 * MS), (1, 4000 * MS)]
 
 
@@ -251,7 +251,10 @@ def rings(draw: st.DrawFn) -> tuple[Cluster, tuple[int, ...]]:
     equal = draw(st.booleans())
     link = (draw(st.floats(1, 8)),) * n if equal else tuple(draw(st.floats(1, 8)) for _ in range(n))
     nodes = draw(st.none() | st.tuples(*[st.integers(0, 2)] * n))
-    own = {"inner_bandwidth_mbit_s": draw(st.floats(0.5, 20)), "inner_latency_s": draw(st.none() | st.floats(0, 2))}
+    own = {
+        "intra_node_bandwidth_mbit_s": draw(st.floats(0.5, 20)),
+        "intra_node_latency_s": draw(st.none() | st.floats(0, 2)),
+    }
     inner = {"node": nodes, **own} if nodes else {}
     group = tuple(sorted(draw(st.sets(st.integers(0, n - 1), min_size=2))))
     return cluster(n, link=link, latency_s=draw(st.floats(0, 2)), **inner), group

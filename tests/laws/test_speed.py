@@ -173,7 +173,7 @@ def test_without_a_declared_cost_the_host_is_slowed_down_by_the_factor(monkeypat
 
 def test_processes_that_decide_at_the_same_moment_queue_at_the_port_that_they_share() -> None:
     """Each has a second's bytes to send at 0; a sum of two, begun at 0, comes after them, at the same time for both."""
-    machines, store = cluster(4, node=(0, 0, 0, 1), inner_bandwidth_mbit_s=1e6), dist.HashStore()
+    machines, store = cluster(4, node=(0, 0, 0, 1), intra_node_bandwidth_mbit_s=1e6), dist.HashStore()
     paces = [Throttle(machines, rank, 1, 0, 4000, lambda: 0, store) for rank in range(4)]
     with ThreadPoolExecutor(3) as pool:
         tails = list(pool.map(lambda pace: pace.departure(3, 125_000, 0)[2], paces[:3]))

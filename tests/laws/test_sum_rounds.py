@@ -69,7 +69,7 @@ def test_closed_forms_on_equal_machines(n) -> None:
 @pytest.mark.parametrize(("m", "k"), [(1, 4), (2, 4), (4, 1), (3, 2)])
 def test_a_hierarchy_takes_the_sum_of_its_parts(m, k) -> None:
     """Inside at ten times the rate and a third of the latency; a machine's port is shared by all who are on it."""
-    links = {"latency_s": 0.003, "inner_latency_s": 0.001, "inner_bandwidth_mbit_s": 10.0}
+    links = {"latency_s": 0.003, "intra_node_latency_s": 0.001, "intra_node_bandwidth_mbit_s": 10.0}
     costs = network(cluster(m * k, node=tuple(i // k for i in range(m * k)), **links), 1, "hierarchical")
     a, sb = LATENCY_NS, S * NS_PER_BYTE
     inside = 2 * (k - 1) * a // 3 + 2 * (k - 1) * sb // (10 * k)
@@ -107,4 +107,7 @@ def test_auto_is_whichever_takes_least() -> None:
     assert picked(S) == "halving"
     assert picked(S, 7) == "ring"
     assert picked(8, 4, link=(1.0, 1.0, 1.0, 9.0)) == "tree"  # whose last leaf takes part in two rounds
-    assert picked(S, n=6, node=(0, 0, 0, 1, 1, 1), inner_bandwidth_mbit_s=100.0, inner_latency_s=0.0) == "hierarchical"
+    assert (
+        picked(S, n=6, node=(0, 0, 0, 1, 1, 1), intra_node_bandwidth_mbit_s=100.0, intra_node_latency_s=0.0)
+        == "hierarchical"
+    )

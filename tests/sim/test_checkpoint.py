@@ -69,7 +69,7 @@ CASES = {
     "through": ("sync=local_sgd", "overlap=streaming", "outer=nesterov", "compression=topk", "topology.pull_ratio=0.3"),
     "drawn": ("sync=local_sgd", "topology=all_reduce", "overlap=loscar"),
     "decoupled": ("sync=decoupled", "sync.grace_s=0.01", "outer=nesterov", "stop.epochs=8"),
-    "late-ladder": ("schedule=ashl_next", "schedule.rungs=3", "optimizer.lr=0.5", "stop.epochs=8"),
+    "late-ladder": ("schedule=ashl_next", "schedule.decay_stages=3", "optimizer.lr=0.5", "stop.epochs=8"),
     "layerwise": (
         "sync=bsp",
         "topology=all_reduce",

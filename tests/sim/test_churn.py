@@ -306,4 +306,4 @@ def test_what_cannot_go_on_is_refused_with_what_to_take() -> None:
     refused("no server that could fail", befallen=replace(parts.cluster, events=(server,)), topology=AllReduce())
     with pytest.raises(UsageError, match="min_workers=4, and there are 3 workers; take at most 3"):
         check_faults(replace(parts, runtime=replace(parts.runtime, min_workers=4)), plan.stages, None)
-    assert "detect_s" in replace(random, detect_s=None).missing(), "a missing cost is never zero"
+    assert "failure_detection_s" in replace(random, failure_detection_s=None).missing(), "a missing cost is never zero"

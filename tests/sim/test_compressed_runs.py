@@ -59,7 +59,7 @@ def test_what_was_looked_at() -> None:
     found = measured_loss([(codec, x.numel(), body)], link.residual(sender), x, layout, layers=True)
     sent = codec.decode(None, body, 100)[1]
     left = float(((x - sent) ** 2).sum() / (x**2).sum())
-    assert found["lost"] == pytest.approx(left)
+    assert found["relative_error"] == pytest.approx(left)
     assert found["residual"] == pytest.approx(left**0.5)
     assert found["cosine"] == pytest.approx((1 - left) ** 0.5)
     assert set(found["layers"]) == {"a", "b"}
@@ -77,12 +77,12 @@ def test_health_is_a_metric(workplace: Path, capsys: pytest.CaptureFixture[str])
         "runtime=sim",
         "tracking=none",
         "run.dir=out",
-        "run.health_mean=true",
-        "run.health_every=5",
+        "run.compression_stats_vs_mean=true",
+        "run.compression_stats_every=5",
     )
     assert main([*command, *BASE]) == 0
     line = json.loads((workplace / "out/metrics.jsonl").read_text().splitlines()[-1])
-    assert 0 < line["compress/lost"] < 1
+    assert 0 < line["compress/relative_error"] < 1
     assert 0 < line["compress/cosine"] < 1
     assert 0.5 < line["compress/aggregate_cosine"] < 1
     assert line["compress/residual"] > 0
@@ -97,11 +97,14 @@ def test_health_is_a_metric(workplace: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_codec_that_enlarges_is_named() -> None:
     health = Health(dense_bytes=400)
-    layers: dict[str, dict[str, float | None]] = {"a.weight": {"lost": 0.3}, "b.weight": {"lost": 1.9}}
+    layers: dict[str, dict[str, float | None]] = {
+        "a.weight": {"relative_error": 0.3},
+        "b.weight": {"relative_error": 1.9},
+    }
     growing = records.Health(1, 0, 0, 1.4, None, 0.1, (20, 0, 0, 0), nbytes=20, unbiased=False, layers=layers)
     for _ in range(OFTEN - 1):
         health.add(growing)
-    health.add(growing._replace(lost=0.9))
+    health.add(growing._replace(relative_error=0.9))
     assert health.warning is None
     for _ in range(OFTEN):
         health.add(growing)

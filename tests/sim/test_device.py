@@ -44,7 +44,12 @@ RUNS = {
         "compression.clip_norm=0.1",
         "optimizer.momentum=0",
     ),
-    "1 bit, measured": ("sync=asp", "compression=one_bit", "run.health_every=3", "run.health_layers=true"),
+    "1 bit, measured": (
+        "sync=asp",
+        "compression=one_bit",
+        "run.compression_stats_every=3",
+        "run.compression_stats_per_layer=true",
+    ),
     "all-reduce, PowerSGD": ("topology=all_reduce", "sync=bsp", "compression=power_sgd"),
     "PowerSGD": ("sync=asp", "compression=power_sgd", "compression.feedback=true"),
     "TernGrad, one scale": (

@@ -14,15 +14,15 @@ SWINGS = ("optimizer.lr=1", "eval.every_commits=5")
 ONE_H = ("sync=ssp", "sync.local_steps=plan", "schedule.h_preset=[2]", "compression=topk")
 
 
-@pytest.mark.parametrize("schedule", [("ashl_next",), ("falling", *ONE_H)], ids=lambda schedule: schedule[0])
+@pytest.mark.parametrize("schedule", [("ashl_next",), ("decay_on_rise", *ONE_H)], ids=lambda schedule: schedule[0])
 def test_a_rung_gives_way_each_time_the_evaluated_loss_has_risen(schedule):
     name, *more = schedule
-    ran = simulated(*BASE, f"schedule={name}", "schedule.rungs=3", "schedule.fall=0.5", *SWINGS, *more)
+    ran = simulated(*BASE, f"schedule={name}", "schedule.decay_stages=3", "schedule.decay_factor=0.5", *SWINGS, *more)
     stages = ran.of("stage")
     assert [(stage["name"], stage["reason"]) for stage in stages] == [
-        ("rung1", "rises"),
-        ("rung2", "rises"),
-        ("rung3", "epochs"),
+        ("decay1", "rises"),
+        ("decay2", "rises"),
+        ("decay3", "epochs"),
     ]
     assert [stage.aggregate["scale"] for stage in ran.plan.stages] == [1, 0.5, 0.25]
     merges = [record["merges"] for record, _ in ran.snapshots]
@@ -35,37 +35,37 @@ def test_a_rung_gives_way_each_time_the_evaluated_loss_has_risen(schedule):
 @pytest.mark.limit("schedule=ashl_next")
 def test_two_rungs_with_a_loss_between_are_ashl_plus():
     alike = ("overlap=late", "schedule.h_preset=[2,1]")
-    own = simulated(*NEXT, *alike, "schedule.rungs=2", "schedule.loss_switch=[1.0]", "schedule.fall=0.4")
+    own = simulated(*NEXT, *alike, "schedule.decay_stages=2", "schedule.loss_switch=[1.0]", "schedule.decay_factor=0.4")
     plus = ("schedule=ashl_plus", "schedule.profile_steps=0", "schedule.loss_switch=1.0", "schedule.shl_scale=0.4")
     other = simulated(*BASE, *plus, *alike)
-    assert [stage["name"] for stage in own.of("stage")] == ["rung1", "rung2"]
+    assert [stage["name"] for stage in own.of("stage")] == ["decay1", "decay2"]
     assert (own.sha256, own.time_ns, own.ledgers) == (other.sha256, other.time_ns, other.ledgers)
 
 
-@pytest.mark.limit("schedule=ashl_next", "schedule=falling")
+@pytest.mark.limit("schedule=ashl_next", "schedule=decay_on_rise")
 def test_one_rung_is_a_single_stage():
-    own = simulated(*NEXT, "schedule.rungs=1")
+    own = simulated(*NEXT, "schedule.decay_stages=1")
     codec = ("compression=topk", "topology.pull_ratio=0.1", "aggregate=uniform", "planner=online", "overlap=late")
     presets = ("schedule.h_preset=[1]", "schedule.r_preset=[0.1]")
     single = simulated(*BASE, "schedule=single", "sync=shl", *codec, *presets)
     assert (own.sha256, own.time_ns) == (single.sha256, single.time_ns)
-    falling = planned(*BASE, "schedule=falling", "schedule.rungs=1", *ONE_H).stages
+    falling = planned(*BASE, "schedule=decay_on_rise", "schedule.decay_stages=1", *ONE_H).stages
     assert [replace(stage, name="ssp") for stage in falling] == list(planned(*BASE, "schedule=single", *ONE_H).stages)
 
 
 def test_only_costs_that_nobody_declares_are_profiled():
     plan = planned(*NEXT, "runtime=local", "cluster=real", "cluster.num_workers=2")
-    assert [stage.name for stage in plan.stages] == ["profile", *(f"rung{k}" for k in range(1, 9))]
-    assert planned(*NEXT).stages[0].name == "rung1"
+    assert [stage.name for stage in plan.stages] == ["profile", *(f"decay{k}" for k in range(1, 9))]
+    assert planned(*NEXT).stages[0].name == "decay1"
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["schedule.loss_switch=[1.0]"], "give 7 falling losses"),
-        (["schedule.rungs=3", "schedule.loss_switch=[1.0,1.0]"], "at a lower loss than the one before"),
-        (["schedule.rungs=0"], "schedule.rungs"),
-        (["schedule.fall=1.5"], "schedule.fall"),
+        (["schedule.loss_switch=[1.0]"], "need 7 losses"),
+        (["schedule.decay_stages=3", "schedule.loss_switch=[1.0,1.0]"], "each lower than the one before"),
+        (["schedule.decay_stages=0"], "schedule.decay_stages"),
+        (["schedule.decay_factor=1.5"], "schedule.decay_factor"),
         (["schedule.h_preset=[]"], "schedule.h_preset"),
         (["topology=all_reduce"], "no rule for topology=all_reduce"),
         (["runtime.gradients=false"], "ends by rises"),
@@ -82,12 +82,12 @@ def test_what_is_no_ladder_is_refused(overrides, said):
 
 @pytest.mark.parametrize("sync", ["bsp", "bsp topology=all_reduce", "ringleader"])
 def test_where_the_optimizer_steps_no_servers_step_can_fall(sync: str) -> None:
-    falling = ("schedule=falling", *f"sync={sync}".split())
-    with pytest.raises(UsageError, match=rf"in stage rung2, and sync={sync.split()[0]} has none: it merges gradients"):
+    falling = ("schedule=decay_on_rise", *f"sync={sync}".split())
+    with pytest.raises(UsageError, match=rf"in stage decay2, and sync={sync.split()[0]} has none: it merges gradients"):
         planned(*BASE, *falling)
-    assert len(planned(*BASE, *falling, "schedule.rungs=1").stages) == 1
+    assert len(planned(*BASE, *falling, "schedule.decay_stages=1").stages) == 1
 
 
 def test_a_ladder_on_whose_last_rung_no_step_is_left() -> None:
-    with pytest.raises(UsageError, match=r"fall=0\.01 no step is left on the last of schedule\.rungs=500; take fewer"):
-        planned("schedule=falling", "schedule.fall=0.01", "schedule.rungs=500")
+    with pytest.raises(UsageError, match=r"decay_factor=0\.01: .* last of schedule\.decay_stages=500 stages is 0"):
+        planned("schedule=decay_on_rise", "schedule.decay_factor=0.01", "schedule.decay_stages=500")

@@ -30,7 +30,7 @@ from tests.swarm.drawn import run as drawn_run
 
 LINKS = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=20", "cluster.latency_s=0.0005", "cluster.step_s=0.03")
 RING = ("topology=all_reduce", "sync=bsp", "cluster.compress_s=0.004", *LINKS)
-DEEP = ("model.hidden=[32,32,32]", "stop.steps=14", "run.health_every=null")
+DEEP = ("model.hidden=[32,32,32]", "stop.steps=14", "run.compression_stats_every=null")
 UNEQUAL = ("cluster.compute=[1,1,3]", "cluster.link=[1,2,1]")
 MOMENTUM = "optimizer.momentum=0.9"
 CORRECTED = ("compression.momentum=0.9", "optimizer.momentum=0")
@@ -226,7 +226,7 @@ def test_what_is_kept_goes_over_a_border() -> None:
     ],
 )
 def test_health_is_that_of_one_message(codec, cut, headers) -> None:
-    common = (*RING, *DEEP, *UNEQUAL, *codec, "run.health_every=1", "run.health_mean=true")
+    common = (*RING, *DEEP, *UNEQUAL, *codec, "run.compression_stats_every=1", "run.compression_stats_vs_mean=true")
     plain, ours = (simulated(*common, *more).of("health") for more in ((), (LAYERWISE, f"overlap.plan={cut}")))
     assert plain
     sizes = ("split", "nbytes", "time_ns")

@@ -109,7 +109,7 @@ def test_teams_share_ports_and_nothing_else() -> None:
 
 
 def test_inner_and_outer_collectives_do_not_share_ports() -> None:
-    two_machines = cluster(4, node=(0, 0, 1, 1), bandwidth_mbit_s=0.32, inner_bandwidth_mbit_s=3.2)
+    two_machines = cluster(4, node=(0, 0, 1, 1), bandwidth_mbit_s=0.32, intra_node_bandwidth_mbit_s=3.2)
     assert ends_of(two_machines, ((0, 1), (2, 3), (0, 2))) == [10, 10, 100]
 
 

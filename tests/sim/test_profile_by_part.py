@@ -12,7 +12,7 @@ import pytest
 
 from ashl.cli.app import main
 from ashl.cluster.network import network
-from ashl.cluster.spec import Beside, InParts
+from ashl.cluster.spec import ContentionCosts, InParts
 from ashl.cluster.speed import LEVELS, speed_of
 from ashl.config.compose import compose
 from ashl.config.construct import construct
@@ -73,7 +73,7 @@ def test_a_declared_cluster_has_its_own_costs_by_part() -> None:
 
 @pytest.mark.parametrize("overrides", [MODEL, ("runtime.gradients=false",), ("model=cnn", "dataset.batch_size=8")])
 def test_what_is_measured_is_what_is_declared(overrides) -> None:
-    ran = simulated("schedule=profile_only", "schedule.by_part=true", *CLUSTER, *overrides)
+    ran = simulated("schedule=profile_only", "schedule.per_layer_group=true", *CLUSTER, *overrides)
     found, expected = json.loads(ran.of("profile")[0]["profile"]), json.loads(declared(*overrides).to_json())
     for key in ("group_bytes", "all_reduce"):
         assert found[key] == pytest.approx(expected[key], rel=1e-6)
@@ -85,7 +85,7 @@ def test_what_is_measured_is_what_is_declared(overrides) -> None:
 def test_one_worker_sums_with_nobody(workplace, capsys) -> None:
     assert main(["profile", "runtime=sim", *RING, "cluster.compute=[1]", "run.dir=one"]) == 0
     assert "sums are not measured: there is one worker" in capsys.readouterr().out
-    ran = simulated("schedule=profile_only", "schedule.by_part=true", "cluster.compute=[1]")
+    ran = simulated("schedule=profile_only", "schedule.per_layer_group=true", "cluster.compute=[1]")
     assert json.loads(ran.of("profile")[0]["profile"])["all_reduce"] is None
 
 
@@ -124,7 +124,7 @@ IN_PARTS = InParts(step_s=0.004, part_s=0.0015, sum_s=0.002)
 @pytest.mark.parametrize("overlap", ["wfbp", "merged overlap.plan=[2,1]", "merged", "priority"])
 def test_virtual_time_has_what_sums_and_computing_cost_each_other(workplace, overlap, parts) -> None:
     """As the plan's chain says; where sums go on under the next forward pass, it cannot know all of it."""
-    measured(beside=Beside(lost=0.4, slowed=1.5, parts=parts))
+    measured(contention=ContentionCosts(pace_reduction=0.4, collective_slowdown=1.5, parts=parts))
     plan = planned(*RING, *TIMED, f"overlap={overlap}".split()[0], *overlap.split()[1:], *OF_PROFILE)
     (note,) = [note for note in plan.notes if "a step and its sum" in note]
     assert "computes 40 % slower, as measured" in note
@@ -140,12 +140,19 @@ def test_virtual_time_has_what_sums_and_computing_cost_each_other(workplace, ove
 
 
 def test_what_sums_and_computing_cost_each_other_is_measured(workplace) -> None:
-    plan = planned("schedule=profile_only", "schedule.by_part=true", *CLUSTER, *MODEL)
+    plan = planned("schedule=profile_only", "schedule.per_layer_group=true", *CLUSTER, *MODEL)
     for parts in (None, IN_PARTS):
-        ran = run(replace(plan, cluster=measured(beside=Beside(lost=0.4, slowed=1.5, parts=parts)).cluster()))
-        found = json.loads(ran.of("profile")[0]["profile"])["beside"]
+        ran = run(
+            replace(
+                plan,
+                cluster=measured(
+                    contention=ContentionCosts(pace_reduction=0.4, collective_slowdown=1.5, parts=parts)
+                ).cluster(),
+            )
+        )
+        found = json.loads(ran.of("profile")[0]["profile"])["contention"]
         own = found.pop("parts")
-        assert found == pytest.approx({"lost": 0.4, "slowed": 1.5}, rel=0.05)
+        assert found == pytest.approx({"pace_reduction": 0.4, "collective_slowdown": 1.5}, rel=0.05)
         assert own == (parts and pytest.approx(asdict(parts), rel=0.05))
 
 
@@ -165,7 +172,7 @@ def test_where_steps_take_long_that_is_measured_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(beside, "instruct", instruct)
     monkeypatch.setattr(beside, "answers", answers)
     found = asyncio.run(beside.measured_beside(cast(RankContext, ctx), stage, 2.0, AlphaBeta(1.0, 0.0)))
-    assert (found, times) == (Beside(lost=0.5, slowed=1.5), begun)
+    assert (found, times) == (ContentionCosts(pace_reduction=0.5, collective_slowdown=1.5), begun)
 
 
 def test_where_parts_cost_more_than_they_hide_a_gradient_goes_in_one_piece(workplace) -> None:
@@ -174,7 +181,7 @@ def test_where_parts_cost_more_than_they_hide_a_gradient_goes_in_one_piece(workp
     of = (*RING, "stop.steps=6", *OF_PROFILE)
     ends = []
     for parts, overlap in ((None, "merged"), (dear, "merged"), (dear, "none"), (dear, "wfbp")):
-        measured(beside=Beside(lost=0.0, slowed=1.0, parts=parts))
+        measured(contention=ContentionCosts(pace_reduction=0.0, collective_slowdown=1.0, parts=parts))
         ran = simulated(*of, f"overlap={overlap}")
         ends.append((ran.time_ns, ran.sha256))
     assert len({sha256 for _, sha256 in ends}) == 1
@@ -182,13 +189,13 @@ def test_where_parts_cost_more_than_they_hide_a_gradient_goes_in_one_piece(workp
 
 
 def test_a_run_in_virtual_time_is_slowed_down_by_its_sums(workplace) -> None:
-    measured(beside=Beside(lost=0.4, slowed=1.5))
+    measured(contention=ContentionCosts(pace_reduction=0.4, collective_slowdown=1.5))
     assert main(["train", "runtime=sim", *RING, *TIMED, "overlap=wfbp", *OF_PROFILE, "run.dir=run"]) == 0
     assert json.loads(Path("run/summary.json").read_text())["time_s"] == pytest.approx(0.732424, rel=1e-4)
 
 
 def test_no_checkpoint_is_promised_where_sums_slow_computing_down(workplace) -> None:
-    measured(beside=Beside(lost=0.4, slowed=1.5))
+    measured(contention=ContentionCosts(pace_reduction=0.4, collective_slowdown=1.5))
     of = (*RING, *TIMED, *OF_PROFILE, "run.checkpoint_s=0.1")
     with pytest.raises(UsageError, match="slow each other down, and no checkpoint holds how far both are"):
         planned(*of, "overlap=wfbp")
@@ -225,12 +232,21 @@ def test_a_profile_that_does_not_say_enough_is_refused(workplace) -> None:
         ({"group_bytes": None}, "group_bytes is None, where a list is expected"),
         ({"all_reduce": {"latency_s": -1, "s_per_byte": 0}}, "all_reduce is .*, where seconds from 0 up"),
         ({"all_reduce": {"latency_s": 1}}, "all_reduce lacks s_per_byte"),
-        ({"beside": {"lost": 1.5, "slowed": 1}}, "the profile's beside.lost=1.5 is not possible"),
         (
-            {"beside": {"lost": 0, "slowed": 1, "parts": {"step_s": -1, "part_s": 0, "sum_s": 0}}},
+            {"contention": {"pace_reduction": 1.5, "collective_slowdown": 1}},
+            "the profile's contention.pace_reduction=1.5 is not possible",
+        ),
+        (
+            {
+                "contention": {
+                    "pace_reduction": 0,
+                    "collective_slowdown": 1,
+                    "parts": {"step_s": -1, "part_s": 0, "sum_s": 0},
+                }
+            },
             "parts.step_s=-1 is not",
         ),
-        ({"beside": 3}, "beside is 3, where keys and values are expected"),
+        ({"contention": 3}, "contention is 3, where keys and values are expected"),
     ],
 )
 def test_a_broken_profile(change, says) -> None:
@@ -265,7 +281,7 @@ def test_codecs_are_timed_by_name_and_cost_what_was_measured(workplace) -> None:
     topk = "ashl.compression.topk.TopK"
     ran = simulated(
         "schedule=profile_only",
-        "schedule.by_part=true",
+        "schedule.per_layer_group=true",
         *CLUSTER,
         *MODEL,
         "compression=topk",

@@ -136,7 +136,7 @@ def test_the_number_of_workers_is_an_axis() -> None:
 
 
 def test_each_seed_draws_its_own_cluster_and_its_own_prediction() -> None:
-    found = grid("sync=bsp", "cluster=drawn", "seed=0,1")
+    found = grid("sync=bsp", "cluster=random", "seed=0,1")
     assert found.settings[0].predicted_s != found.settings[1].predicted_s
 
 

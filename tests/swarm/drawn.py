@@ -87,12 +87,12 @@ def drawn_cluster(rng: random.Random) -> Cluster:
         compress_s=0.0,
         server_step_s=rng.choice([0.0, 0.0, 0.003]),
         node=tuple(rng.randrange(3) for _ in range(n)) if nodes else None,
-        inner_bandwidth_mbit_s=1000.0 if nodes else None,
-        inner_latency_s=None,
+        intra_node_bandwidth_mbit_s=1000.0 if nodes else None,
+        intra_node_latency_s=None,
         jitter=rng.choice([0.0, 0.0, 0.2, 1.5]),
         events=tuple(events),
         churn=None,
-        detect_s=0.02,
+        failure_detection_s=0.02,
     )
 
 

@@ -184,7 +184,7 @@ def plain(sync: Any, topology: Any, limits: Limits = WITHOUT, n: int = 3) -> tup
     """A small cluster and stage without any chance in it."""
     cluster, stage = drawn(0)
     none = dict.fromkeys(("link", "bandwidth_mbit_s", "latency_s", "server_bandwidth_mbit_s", "node"))
-    costs = {"step_s": 0.01, "exchange_s": 0.01, "server_step_s": 0.0, "inner_bandwidth_mbit_s": None}
+    costs = {"step_s": 0.01, "exchange_s": 0.01, "server_step_s": 0.0, "intra_node_bandwidth_mbit_s": None}
     cluster = replace(cluster, num_workers=None, compute=(1.0, 2.0, 3.0)[:n], jitter=0.0, events=(), **none, **costs)
     workers = (replace(stage.plan.workers[0], local_steps=1, batch=BATCH),) * n
     stage = replace(stage, sync=sync, topology=topology, limits=limits, plan=replace(stage.plan, workers=workers))

@@ -61,7 +61,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
         step_s=max(0.001, cluster.step_s or 0.0),
         events=tuple(events),
         churn=churn,
-        detect_s=rng.choice([0.0, 0.02, 0.3]),
+        failure_detection_s=rng.choice([0.0, 0.02, 0.3]),
     )
     topology = ParameterServer(pull_ratio=rng.choice([None, None, 0.1]))
     seconds = rng.choice([0.5, 5.0, 5.0 if churn else None])  # who fails sooner than a round ends gets nowhere

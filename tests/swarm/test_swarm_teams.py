@@ -33,8 +33,8 @@ def befallen_cluster(rng: random.Random) -> Cluster:
     until_s = rng.choice([0.05, 0.5, 3.0])
     churn = Churn(mtbf_s=rng.uniform(0.1, 3), mttr_s=rng.uniform(0.01, 1)) if rng.random() < 0.4 else None
     events = sorted((*cluster.events, *drawn_events(rng, cluster.num_workers, until_s)), key=lambda event: event.time_s)
-    detect_s, step_s = rng.choice([0.0, 0.02, 0.3]), max(0.001, cluster.step_s or 0.0)
-    return replace(cluster, step_s=step_s, events=tuple(events), churn=churn, detect_s=detect_s)
+    failure_detection_s, step_s = rng.choice([0.0, 0.02, 0.3]), max(0.001, cluster.step_s or 0.0)
+    return replace(cluster, step_s=step_s, events=tuple(events), churn=churn, failure_detection_s=failure_detection_s)
 
 
 def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:

@@ -1,8 +1,9 @@
 """How compression does while it runs: what it loses, what is kept back, and where a body's bytes go.
 
-Measures: with p what was encoded and C(p) what the other end makes of it, `lost` = ‖p − C(p)‖²/‖p‖², above 1 where the
-codec enlarges; `residual` = ‖p − C(p)‖/‖x‖ where it is kept for later; `cosine` of C(p) and the update x itself. The
-same by layer. What the workers' mean becomes under way is compared by the monitor: see `ashl.run.compression_metrics`.
+Measures: with p what was encoded and C(p) what the other end makes of it, `relative_error` = ‖p − C(p)‖²/‖p‖², above 1
+where the codec enlarges; `residual` = ‖p − C(p)‖/‖x‖ where it is kept for later; `cosine` of C(p) and the update x
+itself. The same by layer. What the workers' mean becomes under way is compared by the monitor: see
+`ashl.run.compression_metrics`.
 
 Source: Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019 (the contraction, measured along training).
 """
@@ -37,16 +38,16 @@ def measured_loss(
 
 def sizes(bodies: Sequence[Tensor]) -> dict[str, Any]:
     """What can be said of any messages."""
-    unknown = dict.fromkeys(("lost", "residual", "cosine"))
+    unknown = dict.fromkeys(("relative_error", "residual", "cosine"))
     together = Split(*map(sum, zip(*map(split, bodies), strict=True)))
     return {**unknown, "split": together, "nbytes": sum(body.nbytes for body in bodies), "unbiased": True}
 
 
 def measures(x: Tensor, sent: Tensor, rest: Tensor, kept: bool) -> dict[str, float | None]:
-    """Lost, residual and cosine; None where they are of nothing."""
+    """Return relative error, residual and cosine; None where they are of nothing."""
     whole, left, length = norm(sent + rest), norm(rest), norm(x)
     return {
-        "lost": (left / whole) ** 2 if whole else None,
+        "relative_error": (left / whole) ** 2 if whole else None,
         "residual": left / length if kept and length else None,
         "cosine": cosine(sent, x),
     }

@@ -1,9 +1,9 @@
 """What a codec promises, measured: on this machine, in a second, beside what it states.
 
-Measures on vectors of standard normal and of heavy-tailed elements, d elements in a matrix and a bias: *lost* is the
-mean of ‖C(x) − x‖²/‖x‖², stated as `bound`; *bias* the length of mean C(x) − x against ‖x‖, of which chance alone
-explains √(lost/draws); *bits* an element on the wire, declared and sent. A codec with memory is given the same vector
-again and again, and *lost* is what its last message leaves.
+Measures on vectors of standard normal and of heavy-tailed elements, d elements in a matrix and a bias: *relative
+error* is the mean of ‖C(x) − x‖²/‖x‖², stated as `bound`; *bias* the length of mean C(x) − x against ‖x‖, of which
+chance alone explains √(relative error/draws); *bits* an element on the wire, declared and sent. A codec with memory is
+given the same vector again and again, and *relative error* is that of its last message.
 
 Source: the laws are those of Beznosikov et al., "On Biased Compression for Distributed Learning", JMLR 2023.
 """
@@ -33,7 +33,7 @@ class Law(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        return "" if self.kept is None else "kept" if self.kept else "BROKEN"
+        return "" if self.kept is None else "pass" if self.kept else "FAIL"
 
 
 def laws(option: Codec) -> list[Law]:
@@ -95,7 +95,7 @@ def losses(codec: Codec, name: str, x: Tensor) -> list[Law]:
     bound = codec.bound(None, D)
     stated = "-" if not np.isfinite(bound) else f"at most {bound:.3g}"
     kept = None if not np.isfinite(bound) else mean - CHANCE * error <= bound * (1 + 1e-6)
-    rows = [Law(f"lost of a {name} vector{', in the end' if memory else ''}", stated, f"{mean:.3g}", kept)]
+    rows = [Law(f"relative error on a {name} vector{', in the end' if memory else ''}", stated, f"{mean:.3g}", kept)]
     if codec.flags.unbiased and not codec.flags.lossless and not memory:
         bias = float(torch.linalg.vector_norm(total / DRAWS - x)) / whole**0.5
         chance = (mean / DRAWS) ** 0.5

@@ -16,7 +16,7 @@ import math
 import statistics
 from functools import partial
 
-from ashl.cluster.spec import Beside
+from ashl.cluster.spec import ContentionCosts
 from ashl.plan.alpha_beta import AlphaBeta
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import Stage
@@ -58,7 +58,7 @@ async def time_beside(ctx: RankContext, stage: Stage, state: WorkerState, nbytes
     return alone_s, step_s, await ctx.join(task), statistics.fmean(times[:-1] or times or [step_s])
 
 
-async def measured_beside(ctx: RankContext, stage: Stage, step_s: float, line: AlphaBeta) -> Beside | None:
+async def measured_beside(ctx: RankContext, stage: Stage, step_s: float, line: AlphaBeta) -> ContentionCosts | None:
     """At the server; None where they cost each other nothing. Raises OverError."""
     dense = stage.trainer.dense_bytes
     count = max(SUMS, math.ceil(max(LEAST_S, STEPS * step_s) / max(line.seconds(dense), 1e-4)))
@@ -69,5 +69,5 @@ async def measured_beside(ctx: RankContext, stage: Stage, step_s: float, line: A
         sum_s, step_s, both_s, beside_s = map(statistics.fmean, zip(*found, strict=True))
         lost.append(1 - step_s / max(step_s, beside_s))
         slowed.append(max(both_s, sum_s) / sum_s if sum_s else 1.0)
-    beside = Beside(lost=statistics.median(lost), slowed=statistics.median(slowed))
-    return beside if beside.lost > 1e-6 or beside.slowed > 1 + 1e-6 else None
+    beside = ContentionCosts(pace_reduction=statistics.median(lost), collective_slowdown=statistics.median(slowed))
+    return beside if beside.pace_reduction > 1e-6 or beside.collective_slowdown > 1 + 1e-6 else None

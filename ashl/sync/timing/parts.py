@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from ashl.cluster.spec import Beside, InParts
+from ashl.cluster.spec import ContentionCosts, InParts
 from ashl.cluster.speed import NS
 from ashl.learn.device import numbers
 from ashl.overlap.chain import Chain, joined
@@ -82,8 +82,8 @@ async def beside(ctx: RankContext, stage: Stage, tags: Sequence[Tag]) -> list[fl
 
 
 async def with_layer_group_costs(
-    ctx: RankContext, stage: Stage, workers: Sequence[WorkerProfile], line: AlphaBeta, known: Beside | None
-) -> Beside | None:
+    ctx: RankContext, stage: Stage, workers: Sequence[WorkerProfile], line: AlphaBeta, known: ContentionCosts | None
+) -> ContentionCosts | None:
     """What is known of sums beside computing, with this; at the server. None where all of it costs nothing. Raises
     OverError."""
     groups, end_s, rows = len(stage.parts), ctx.now + MOST_S, list[tuple[float, ...]]()
@@ -94,12 +94,14 @@ async def with_layer_group_costs(
         found = (await answers(ctx, stage, stage.workers)).values()
         steps_s = map(statistics.fmean, zip(*(own[:3] for own in found), strict=True))
         rows.append((*steps_s, statistics.fmean(map(min, zip(*(own[3:] for own in found), strict=True)))))
-    known = known or Beside(lost=0.0, slowed=1.0)
+    known = known or ContentionCosts(pace_reduction=0.0, collective_slowdown=1.0)
     dense_s = line.seconds(stage.trainer.dense_bytes)
-    sum_s = handed_over_s(dense_s, line.seconds(NUMBER), statistics.median(row[3] for row in rows) / known.slowed)
-    known = replace(known, slowed=max(1.0, known.slowed * dense_s / (dense_s + sum_s)))
+    sum_s = handed_over_s(
+        dense_s, line.seconds(NUMBER), statistics.median(row[3] for row in rows) / known.collective_slowdown
+    )
+    known = replace(known, collective_slowdown=max(1.0, known.collective_slowdown * dense_s / (dense_s + sum_s)))
     chain = Chain((), (NUMBER,) * groups, lambda nbytes: round(line.seconds(nbytes) * NS))
-    chain = replace(chain, lost=known.lost, slowed=known.slowed, start_ns=sum_s * NS)
+    chain = replace(chain, lost=known.pace_reduction, slowed=known.collective_slowdown, start_ns=sum_s * NS)
     shares = ready_shares(workers)
     more = zip(*(beyond(row, chain, shares) for row in rows), strict=True)
     two_s, each_s = map(statistics.median, more)
@@ -107,7 +109,7 @@ async def with_layer_group_costs(
     parts = InParts(step_s=max(0.0, two_s - 2 * part_s), part_s=part_s, sum_s=sum_s)
     if max(parts.step_s, parts.part_s, parts.sum_s) > 1e-6:
         known = replace(known, parts=parts)
-    return known if known.parts or known.lost > 1e-6 or known.slowed > 1 + 1e-6 else None
+    return known if known.parts or known.pace_reduction > 1e-6 or known.collective_slowdown > 1 + 1e-6 else None
 
 
 def handed_over_s(dense_s: float, alone_s: float, beside_s: float) -> float:
