@@ -23,7 +23,7 @@ from .table import show
 from .train import Debug
 
 if TYPE_CHECKING:
-    from ashl.compression.base.laws import Law
+    from ashl.compression.common.laws import Law
 
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "pydantic", "typer", "rich", "mlflow")
 PATIENCE_S = 2.0  # for a name or a server that may not answer
@@ -58,7 +58,7 @@ def doctor(
 
 def _compression() -> None:
     """What is broken, in full, then one line for each codec."""
-    from ashl.compression.base.laws import laws
+    from ashl.compression.common.laws import laws
     from ashl.config.construct import construct
 
     found = {n: laws(construct(values(file), "compression", ())) for n, file in catalog()["compression"].items()}

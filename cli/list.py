@@ -147,7 +147,7 @@ def _topologies(name: str) -> str:
 
 def _laws(file: Path) -> None:
     """What a codec promises, and whether it keeps it here."""
-    from ashl.compression.base.laws import D, laws, promises
+    from ashl.compression.common.laws import D, laws, promises
     from ashl.config.construct import construct
 
     codec = construct(values(file), "compression", (target(file).partition(".")[0],))

@@ -21,10 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.around.feedback import Residual, rescaled, restored
-from ashl.compression.around.layers import with_layout
-from ashl.compression.base.code import Sparse
-from ashl.compression.contract import TURN, BodyError, Flags, Layer, Layout, State, Turn, size_of
+from ashl.compression.common.code import Sparse
+from ashl.compression.contract import ENCODE_CONTEXT, EncodeContext, Layer, Layout, PayloadError, State, Traits, size_of
 from ashl.compression.wire.arrays import (
     Array,
     array_of,
@@ -39,8 +37,10 @@ from ashl.compression.wire.arrays import (
     where_true,
 )
 from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes, unpack_truths
-from ashl.compression.wire.body import HEADER, Parts, typed, write_body
 from ashl.compression.wire.index_code import IndexCode, index_room, read_indices, write_indices
+from ashl.compression.wire.payload_format import HEADER, Parts, typed, write_payload
+from ashl.compression.wrappers.feedback import Residual, rescaled, restored
+from ashl.compression.wrappers.layers import with_layout
 from ashl.option import Count, option
 
 
@@ -50,7 +50,7 @@ class AdaComp(Sparse):
 
     code: ClassVar[int] = 57
     on_host: ClassVar[bool] = False
-    flags: ClassVar[Flags] = Flags(variable=True)
+    traits: ClassVar[Traits] = Traits(variable=True)
     layout: ClassVar[Layout | None] = None
     conv_bin: Count
     dense_bin: Count
@@ -59,24 +59,26 @@ class AdaComp(Sparse):
     def shaped(self, layout: Layout) -> AdaComp:
         return with_layout(self, layout)
 
-    def encode(self, sender: Residual | None, x: Tensor, turn: Turn = TURN) -> tuple[Residual, Tensor]:
+    def encode(
+        self, sender: Residual | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[Residual, Tensor]:
         error, _, lr = sender or Residual()
         g = array_of(x)
-        old = rescaled(error, lr, turn.lr)
+        old = rescaled(error, lr, context.lr)
         with np.errstate(over="ignore", invalid="ignore"):
             whole = g if old is None else g + array_of(old)
             parts, places = self.chosen(whole, g)
             rest = array_of(x.clone()) if whole is g else whole
             rest[places] -= self.meant(parts, places, len(g))
-        return Residual(tensor_of(rest), None, turn.lr), write_body(self.code, len(g), parts)
+        return Residual(tensor_of(rest), None, context.lr), write_payload(self.code, len(g), parts)
 
-    def undo(self, sender: Residual, body: Tensor) -> Residual:
-        return sender._replace(error=restored(self, sender.error, body))
+    def restore_dropped(self, sender: Residual, payload: Tensor) -> Residual:
+        return sender._replace(error=restored(self, sender.error, payload))
 
     def residual(self, sender: Residual | None) -> Tensor | None:
         return sender and sender.error
 
-    def adopt(self, kept: State) -> State:
+    def import_state(self, kept: State) -> State:
         return kept if isinstance(kept, Residual) else None
 
     def chosen(self, whole: Array, g: Array) -> tuple[Parts, Array]:
@@ -109,7 +111,7 @@ class AdaComp(Sparse):
         typed(parts.scales, "<f4", len(sizes), "scales")
         typed(parts.values, "u1", packed_bytes(k, 1), "signs")
         if parts.form or not (k or not len(parts.indices)):
-            raise BodyError(f"what came are not {k} signs")
+            raise PayloadError(f"what came are not {k} signs")
         places = read_indices(self.indices, parts.indices, k, d) if k else placed(parts.values, np.empty(0, np.int64))
         return places, self.meant(parts, places, d)
 
@@ -123,14 +125,14 @@ class AdaComp(Sparse):
             values = np.repeat(scales, np.diff(np.searchsorted(places, ends), prepend=0))
         return ops(places).where(negative, -values, values)
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 * len(self.bins(d)) + packed_bytes(d, 1) + index_room(self.indices, d, d)
 
     def bins(self, d: int) -> list[tuple[int, int]]:
         """The size of each layer, and how long its bins are."""
         layout = self.layout or (Layer("all", (d,)),)
         if d != size_of(layout):
-            raise BodyError(f"a vector of {d} elements came for layers of another size")
+            raise PayloadError(f"a vector of {d} elements came for layers of another size")
         return [(layer.size, self.conv_bin if len(layer.shape) > 2 else self.dense_bin) for layer in layout]
 
 

@@ -25,14 +25,14 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ashl.compression.base.alike import outer_sum
-from ashl.compression.base.code import Code
-from ashl.compression.base.select import largest
-from ashl.compression.base.sparsifier import Share
-from ashl.compression.contract import BodyError, Codec, Flags, Layout, Turn
+from ashl.compression.common.code import Code
+from ashl.compression.common.deterministic_matmul import outer_sum
+from ashl.compression.common.select import largest
+from ashl.compression.common.sparsifier import Share
+from ashl.compression.contract import Codec, EncodeContext, Layout, PayloadError, Traits
 from ashl.compression.wire.bits import blocks
-from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed
 from ashl.compression.wire.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
+from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, typed
 from ashl.option import option
 
 ENTRIES, SINGULAR, DENSE = 0, 1, 2  # forms of a body
@@ -46,7 +46,7 @@ class Atomo(Code, Share):
     """Atomic sparsification."""
 
     code: ClassVar[int] = 32
-    flags: ClassVar[Flags] = Flags(unbiased=True, variable=True)
+    traits: ClassVar[Traits] = Traits(unbiased=True, variable=True)
     atoms: Literal["entries", "singular"]
     indices: IndexCode
 
@@ -57,10 +57,10 @@ class Atomo(Code, Share):
         shapes = ((layer.shape[0], prod(layer.shape[1:])) if layer.shape else (1, 1) for layer in layout)
         return Spectral(self, tuple(shapes))
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+    def pack(self, x: np.ndarray, context: EncodeContext) -> Parts:
         if self.atoms == "singular":
-            return Spectral(self, (square(x.size),)).pack(x, turn)
-        places, values = drawn(x, self.kept(turn.ratio, x.size), turn.stream())
+            return Spectral(self, (square(x.size),)).pack(x, context)
+        places, values = drawn(x, self.kept(context.ratio, x.size), context.stream())
         k = places.size
         if 4 * k + index_bytes(self.indices, k, x.size) >= 4 * x.size:
             dense = np.zeros(x.size, np.float32)
@@ -72,20 +72,20 @@ class Atomo(Code, Share):
         if self.atoms == "singular":
             return Spectral(self, (square(d),)).unpack(parts, d)
         if parts.scales.size or parts.form not in (ENTRIES, DENSE):
-            raise BodyError(f"what came are no entries: form {parts.form}, {parts.scales.size} bytes of scales")
+            raise PayloadError(f"what came are no entries: form {parts.form}, {parts.scales.size} bytes of scales")
         values = typed(parts.values, "<f4", parts.count, "values")
         if parts.form == DENSE:
             if parts.count != d or parts.indices.size:
-                raise BodyError(f"a whole vector of {d} elements says that it holds {parts.count}")
+                raise PayloadError(f"a whole vector of {d} elements says that it holds {parts.count}")
             return values.copy()
         x = np.zeros(d, np.float32)
         if parts.count or parts.indices.size:
             x[read_indices(self.indices, parts.indices, parts.count, d)] = values
         return x
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         if self.atoms == "singular":
-            return Spectral(self, (square(d),)).payload(ratio, d)
+            return Spectral(self, (square(d),)).encoded_nbytes(ratio, d)
         k = most(self.kept(ratio, d), d)
         return HEADER.size + min(4 * d, 4 * k + index_room(self.indices, k, d))
 
@@ -101,7 +101,7 @@ class Spectral(Code):
     of the vector, which is then filled up with zeros."""
 
     code: ClassVar[int] = Atomo.code
-    flags: ClassVar[Flags] = Atomo.flags
+    traits: ClassVar[Traits] = Atomo.traits
     option: Atomo
     shapes: Shapes
 
@@ -109,15 +109,15 @@ class Spectral(Code):
     def ratio(self) -> float:
         return self.option.ratio
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        rng, counts, pieces = turn.stream(), [], []
+    def pack(self, x: np.ndarray, context: EncodeContext) -> Parts:
+        rng, counts, pieces = context.stream(), [], []
         for start, (rows, columns) in self._matrices():
             matrix = np.zeros(rows * columns, np.float32)
             part = x[start : start + matrix.size]
             matrix[: part.size] = part
             triples = None
             if min(rows, columns) > 1:
-                triples = decomposed(matrix.reshape(rows, columns), self._budget(rows, columns, turn.ratio), rng)
+                triples = decomposed(matrix.reshape(rows, columns), self._budget(rows, columns, context.ratio), rng)
             if triples is None or triples.size >= part.size:
                 sent = part if triples is None else composed(triples, rows, columns).reshape(-1)[: part.size]
                 counts.append(ELEMENTS)
@@ -131,23 +131,23 @@ class Spectral(Code):
         counts = typed(parts.scales, "<u4", len(self.shapes), "numbers of triples").tolist()
         values = typed(parts.values, "<f4", parts.values.size // 4, "triples")
         if parts.form != SINGULAR or parts.count or parts.indices.size:
-            raise BodyError(f"what came are no singular triples: form {parts.form}, {parts.count} values")
+            raise PayloadError(f"what came are no singular triples: form {parts.form}, {parts.count} values")
         x = np.zeros(d, np.float32)
         at = 0
         for (start, (rows, columns)), count in zip(self._matrices(), counts, strict=True):
             out = x[start : start + rows * columns]
             size = out.size if count == ELEMENTS else count * (rows + columns)
             if (count != ELEMENTS and size > out.size) or at + size > values.size:
-                raise BodyError(f"{count} triples of a {rows} x {columns} matrix came in {values.size - at} numbers")
+                raise PayloadError(f"{count} triples of a {rows} x {columns} matrix came in {values.size - at} numbers")
             piece = values[at : at + size]
             whole = piece if count == ELEMENTS else composed(piece.reshape(count, rows + columns), rows, columns)
             out[:] = whole.reshape(-1)[: out.size]
             at += size
         if at != values.size:
-            raise BodyError(f"{values.size} numbers came where those of the triples are {at}")
+            raise PayloadError(f"{values.size} numbers came where those of the triples are {at}")
         return x
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         total, left = HEADER.size + 4 * len(self.shapes), d
         for rows, columns in self.shapes:
             budget, size = self._budget(rows, columns, ratio), min(rows * columns, left)

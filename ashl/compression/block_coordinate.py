@@ -18,12 +18,12 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.code import Sparse
-from ashl.compression.base.linear import SummedValues
-from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.common.code import Sparse
+from ashl.compression.common.linear import SummedValues
+from ashl.compression.contract import EncodeContext, PayloadError, Traits
 from ashl.compression.wire.arrays import Array, read
-from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Count, option
 
 
@@ -38,14 +38,14 @@ class BlockCoordinate(Sparse, SummedValues, Wrappers):
     scaled: bool
 
     @property
-    def flags(self) -> Flags:
+    def traits(self) -> Traits:
         random = self.order == "random"
         unbiased, contraction, drains = self.scaled and random, not self.scaled and random, not (self.scaled or random)
-        return Flags(unbiased=unbiased, contraction=contraction, drains=drains, linear=True, variable=True)
+        return Traits(unbiased=unbiased, contraction=contraction, drains=drains, linear=True, variable=True)
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
         count = self.number(len(x))
-        block = turn.common % count if self.order == "cyclic" else int(turn.shared().integers(count))
+        block = context.common % count if self.order == "cyclic" else int(context.shared().integers(count))
         values = x[self.place(block, len(x))]
         if self.scaled and count > 1:
             values = values * float(count)
@@ -54,16 +54,16 @@ class BlockCoordinate(Sparse, SummedValues, Wrappers):
     def unpack(self, parts: Parts, d: int) -> Any:
         block = int(typed(read(parts.scales), "<u4", 1, "scales")[0])
         if block >= self.number(d) or parts.form or len(parts.indices):
-            raise BodyError(f"block {block} came of {self.number(d)}")
+            raise PayloadError(f"block {block} came of {self.number(d)}")
         place = self.place(block, d)
         return place, typed(parts.values, "<f4", place.stop - place.start, "values")
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + 4 * -(-d // self.number(d))
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
         """What an all-reduce sums of a body: its values alone."""
-        return self.payload(ratio, d) - HEADER.size - 4
+        return self.encoded_nbytes(ratio, d) - HEADER.size - 4
 
     def bound(self, ratio: float | None, d: int) -> float:
         count = self.number(d)

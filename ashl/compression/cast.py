@@ -17,12 +17,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.code import Code
-from ashl.compression.contract import Flags, Linear, Turn
+from ashl.compression.common.code import Code
+from ashl.compression.contract import EncodeContext, Linear, Traits
 from ashl.compression.wire.arrays import Array, cast, uncast
-from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.levels import whole
+from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wrappers.options import Wrappers
 from ashl.option import option
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -37,17 +37,17 @@ class Cast(Code, Linear, Wrappers):
     dtype: Literal["fp16", "bf16"]
 
     @property
-    def flags(self) -> Flags:
-        return Flags(contraction=self.dtype == "bf16", linear=True)
+    def traits(self) -> Traits:
+        return Traits(contraction=self.dtype == "bf16", linear=True)
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
         return Parts(len(x), cast(x, TYPES[self.dtype]))
 
     def unpack(self, parts: Parts, d: int) -> Array:
         typed(parts.scales, "u1", 0, "scales")
         return uncast(typed(whole(parts, d), "<i2", d, "values"), TYPES[self.dtype])
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 2 * d
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
@@ -57,10 +57,10 @@ class Cast(Code, Linear, Wrappers):
     def bound(self, ratio: float | None, d: int) -> float:
         return 2.0**-16 if self.dtype == "bf16" else 1.0
 
-    def summand(self, body: Tensor) -> Tensor:
+    def summand(self, payload: Tensor) -> Tensor:
         """The values of a body in 16 bits."""
-        return body[HEADER.size :].view(TYPES[self.dtype])
+        return payload[HEADER.size :].view(TYPES[self.dtype])
 
-    def summed(self, body: Tensor, total: Tensor) -> Tensor:
+    def summed(self, payload: Tensor, total: Tensor) -> Tensor:
         """A body like this one, with these values."""
-        return torch.cat([body[: HEADER.size], total.to(TYPES[self.dtype]).contiguous().view(torch.uint8)])
+        return torch.cat([payload[: HEADER.size], total.to(TYPES[self.dtype]).contiguous().view(torch.uint8)])

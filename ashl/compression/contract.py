@@ -8,11 +8,11 @@ itself all that decoding needs. It is one flat tensor of its own (a lossless cod
 what is counted and paid for.
 
 What comes with methods of its own is a class to derive from, too: `Reduces`, `Linear`, `Collective`. Most codecs have
-no state: they are two functions on arrays, see `ashl.compression.base.code`. What is kept between messages, clipped or
-scheduled around any of them is in `ashl.compression.around.wrapped`. Where a run is only timed no codec is asked to
-encode: `payload` is all that is needed, and of a `Collective` what it says in `timed`.
+no state: they are two functions on arrays, see `ashl.compression.common.code`. Memory, clipping and
+schedules around them are in `ashl.compression.wrappers.compose`. A run that is only timed asks no codec to
+encode: `encoded_nbytes` is all that is needed, and of a `Collective` what it says in `timed`.
 
-A body of another program, version or length raises `BodyError`; nothing of it is believed before it is checked.
+A body of another program, version or length raises `PayloadError`; nothing of it is believed before it is checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
-from ashl.data.by_index import ByIndex, by_index
+from ashl.data.counter_rng import CounterRng, counter_rng
 from ashl.data.rng import Purpose, quick
 from ashl.errors import AshlError
 from ashl.option import Contract
@@ -55,7 +55,7 @@ def size_of(layout: Layout) -> int:
     return sum(layer.size for layer in layout)
 
 
-class Flags(NamedTuple):
+class Traits(NamedTuple):
     """What a codec promises of C; rules and collectives are chosen by it."""
 
     unbiased: bool = False  # E C(x) = x
@@ -69,7 +69,7 @@ class Flags(NamedTuple):
     scale_free: bool = False  # the length of x is lost: makes sense of gradients, not of differences between models
 
 
-class Turn(NamedTuple):
+class EncodeContext(NamedTuple):
     """What one message is encoded for. (seed, worker, round, layer) name its random streams, where `round` counts the
     worker's own messages. What all draw alike goes by `version` instead, that of the model that x was computed on:
     workers share it however many messages each has sent. None = all have sent as many.
@@ -97,9 +97,9 @@ class Turn(NamedTuple):
         """This worker's own random numbers for this message, drawn one after the other by the host."""
         return quick(self.seed, Purpose.CODEC, self.worker, self.round, self.layer)
 
-    def words(self, *more: int) -> ByIndex:
+    def words(self, *more: int) -> CounterRng:
         """The same by element, wherever it lies; `more` tells streams of one message apart."""
-        return by_index(self.seed, Purpose.CODEC, self.worker, self.round, self.layer, *more)
+        return counter_rng(self.seed, Purpose.CODEC, self.worker, self.round, self.layer, *more)
 
     @property
     def common(self) -> int:
@@ -111,16 +111,16 @@ class Turn(NamedTuple):
         return quick(self.seed, Purpose.CODEC, ALL, self.common, self.layer)
 
 
-TURN = Turn()
+ENCODE_CONTEXT = EncodeContext()
 
 
 class Codec(Contract, group="compression"):
     """The contract, with what holds of a codec that has nothing to say of it. A field of the option may stand in for
     any of these."""
 
-    code: ClassVar[int] = 0  # its number on the wire, one for each codec that writes `wire.body`
+    code: ClassVar[int] = 0  # its number on the wire, one for each codec that writes `wire.payload_format`
     parts: ClassVar[int] = 1  # of a minibatch, with `estimator = "moments"`
-    layers: ClassVar[bool] = False  # whether each layer is encoded by itself, by `around.layers`
+    layers: ClassVar[bool] = False  # whether each layer is encoded by itself, by `wrappers.layers`
     entropy: ClassVar[str] = "none"
     warmup_epochs: ClassVar[int] = 0
     critical_ratio: ClassVar[float | None] = None
@@ -143,9 +143,9 @@ class Codec(Contract, group="compression"):
         return "minibatch"
 
     @property
-    def flags(self) -> Flags:
+    def traits(self) -> Traits:
         """What may be relied on."""
-        return Flags()
+        return Traits()
 
     @property
     def on_host(self) -> bool:
@@ -154,21 +154,21 @@ class Codec(Contract, group="compression"):
 
     # --- what goes on the wire
 
-    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
+    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
         """(sender, body): a flat vector [d] becomes what goes on the wire."""
         raise NotImplementedError
 
-    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
+    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
         """(receiver, x): ... and a vector again, of the d elements that are expected. Raises BodyError."""
         raise NotImplementedError
 
-    def payload(self, ratio: float | None, d: int) -> int:
-        """Bytes of a body, exactly; an upper bound where `flags.variable`."""
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
+        """Bytes of a body, exactly; an upper bound where `traits.variable`."""
         raise NotImplementedError
 
-    def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
+    def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
         """out += scale · content, in place; not where decoding has state."""
-        _, x = self.decode(None, body, out.numel())
+        _, x = self.decode(None, payload, out.numel())
         out.add_(x, alpha=scale)
 
     def bound(self, ratio: float | None, d: int) -> float:
@@ -177,7 +177,7 @@ class Codec(Contract, group="compression"):
 
     # --- what the sender keeps
 
-    def undo(self, sender: State, body: Tensor) -> State:
+    def restore_dropped(self, sender: State, payload: Tensor) -> State:
         """The sender, once a body was dropped on the way."""
         return sender
 
@@ -185,7 +185,7 @@ class Codec(Contract, group="compression"):
         """What a sender keeps of x for later."""
         return None
 
-    def adopt(self, kept: State) -> State:
+    def import_state(self, kept: State) -> State:
         """The sender that takes up what another codec's `Residual` or `Velocity` kept; None where it has no use for
         it."""
         return None
@@ -200,9 +200,9 @@ class Codec(Contract, group="compression"):
         """For pulls, which are differences between models."""
         return self
 
-    def share(self, turn: Turn) -> float | None:
+    def share(self, context: EncodeContext) -> float | None:
         """The kept share of a message, by whatever schedule there is around the codec."""
-        return turn.ratio
+        return context.ratio
 
 
 class Keeps(NamedTuple):
@@ -213,9 +213,11 @@ class Keeps(NamedTuple):
 
 
 class Reduces(Codec, contract=True):
-    """With `flags.reduces`: the bodies of one merge together are not Σ weight · decode."""
+    """With `traits.reduces`: the bodies of one merge together are not Σ weight · decode."""
 
-    def reduce(self, memory: State, bodies: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[State, Tensor]:
+    def reduce(
+        self, memory: State, payloads: Sequence[Tensor], weights: Sequence[float], d: int
+    ) -> tuple[State, Tensor]:
         """(memory, x): what they are; the memory is kept where the sum is. Raises BodyError."""
         raise NotImplementedError
 
@@ -226,13 +228,13 @@ class Reduces(Codec, contract=True):
 
 
 class Linear(Codec, contract=True):
-    """With `flags.linear`: an all-reduce may sum a part of the bodies."""
+    """With `traits.linear`: an all-reduce may sum a part of the bodies."""
 
-    def summand(self, body: Tensor) -> Tensor:
+    def summand(self, payload: Tensor) -> Tensor:
         """The flat tensor to sum."""
         raise NotImplementedError
 
-    def summed(self, body: Tensor, total: Tensor) -> Tensor:
+    def summed(self, payload: Tensor, total: Tensor) -> Tensor:
         """The body whose content is that of the sum."""
         raise NotImplementedError
 
@@ -246,7 +248,7 @@ class CodecInput(NamedTuple):
 
     inner: State
     x: Tensor
-    turn: Turn
+    context: EncodeContext
 
 
 class Outcome(NamedTuple):
@@ -288,7 +290,7 @@ class Team(Protocol):
         """Everybody's bytes, uint8 of any lengths."""
         ...
 
-    async def send(self, place: int, name: str, body: Tensor, *numbers: float) -> None:
+    async def send(self, place: int, name: str, payload: Tensor, *numbers: float) -> None:
         """To one other; numbers cost nothing."""
         ...
 
@@ -321,5 +323,5 @@ class Collective(Codec, contract=True):
         raise NotImplementedError
 
 
-class BodyError(AshlError):
+class PayloadError(AshlError):
     """What came is no body of the codec that was to read it."""

@@ -22,18 +22,18 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ashl.compression.around.layers import with_layout
-from ashl.compression.base.alike import mirrored, wholes_of
-from ashl.compression.base.code import Code, kept
-from ashl.compression.base.select import largest_of_rows
-from ashl.compression.base.sparsifier import DENSE, SPARSE, Share
-from ashl.compression.contract import BodyError, Flags, Layer, Layout, Turn
+from ashl.compression.common.code import Code, kept
+from ashl.compression.common.deterministic_matmul import mirrored, wholes_of
+from ashl.compression.common.select import largest_of_rows
+from ashl.compression.common.sparsifier import DENSE, SPARSE, Share
+from ashl.compression.contract import EncodeContext, Layer, Layout, PayloadError, Traits
 from ashl.compression.wire.arrays import Array, as_bytes, beside, holds, joined, looked_up, ops, over, read, zeros
 from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack
-from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.index_code import width
 from ashl.compression.wire.levels import reach_of
+from ashl.compression.wire.payload_format import HEADER, Parts, typed
 from ashl.compression.wire.value_code import ValueCode, read_values, value_bound, value_bytes, write_values
+from ashl.compression.wrappers.layers import with_layout
 from ashl.option import option
 
 SIDE = 64  # of a block, at most
@@ -173,15 +173,15 @@ class DeMo(Code, Share):
 
     code: ClassVar[int] = 62
     on_host: ClassVar[bool] = False
-    flags: ClassVar[Flags] = Flags(contraction=True)
+    traits: ClassVar[Traits] = Traits(contraction=True)
     layout: ClassVar[Layout | None] = None
     values: ValueCode
 
     def shaped(self, layout: Layout) -> DeMo:
         return with_layout(self, layout)
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
-        grids = self.grids(turn.ratio, len(x))
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
+        grids = self.grids(context.ratio, len(x))
         if self.form(grids, len(x)) == DENSE:
             return Parts(len(x), x, form=DENSE)
         top = reach_of(x)
@@ -196,9 +196,9 @@ class DeMo(Code, Share):
                 chosen.append(along.reshape(-1))
                 found.append(inside.reshape(-1))
             places.append(pack(joined(found), width(grid.size)))
-        values, scales = write_values(self.values, joined(chosen), turn)
+        values, scales = write_values(self.values, joined(chosen), context)
         scales = joined([beside(scales, np.array([top], "<f4").view(np.uint8)), as_bytes(scales)])
-        share = np.array([self.ratio if turn.ratio is None else turn.ratio], "<f8").view(np.uint8)
+        share = np.array([self.ratio if context.ratio is None else context.ratio], "<f8").view(np.uint8)
         return Parts(counted(grids), values, joined([beside(x, share), *places]), scales)
 
     def unpack(self, parts: Parts, d: int) -> Any:
@@ -206,21 +206,21 @@ class DeMo(Code, Share):
         if parts.form == DENSE and not size + len(parts.scales) and parts.count == d:
             return typed(parts.values, "<f4", d, "values")
         if parts.form != SPARSE or size < 8 or len(parts.scales) < 4:
-            raise BodyError(f"what came are no blocks of coefficients: form {parts.form}, {size} bytes")
+            raise PayloadError(f"what came are no blocks of coefficients: form {parts.form}, {size} bytes")
         share = np.frombuffer(read(parts.indices[:8]).tobytes(), "<f8")[0]
         if not 0 < share <= 1:
-            raise BodyError(f"a share of {share} of the coefficients came")
+            raise PayloadError(f"a share of {share} of the coefficients came")
         grids = self.grids(float(share), d)
         sizes = [packed_bytes(grid.sent, width(grid.size)) for grid in grids]
         if parts.count != counted(grids) or size != 8 + sum(sizes):
-            raise BodyError(f"{parts.count} coefficients of {d} elements came with {size} bytes")
+            raise PayloadError(f"{parts.count} coefficients of {d} elements came with {size} bytes")
         values = read_values(self.values, parts.values, parts.scales[4:], parts.count)
         top = read(parts.scales[:4]).view("<f4")[0]
         x, value, start = zeros(values, d), 0, 8
         for grid, size in zip(grids, sizes, strict=True):
             inside = unpack(parts.indices[start : start + size], width(grid.size), grid.sent).reshape(-1, grid.kept)
             if not holds((inside < grid.size).all() & (inside[:, 1:] > inside[:, :-1]).all()):
-                raise BodyError(f"the places that came are not {grid.kept} ascending numbers below {grid.size}")
+                raise PayloadError(f"the places that came are not {grid.kept} ascending numbers below {grid.size}")
             content = values[value : value + grid.sent].reshape(inside.shape)
             for strip in grid.strips(x):
                 part = slice(strip.start * grid.cut[1], strip.stop * grid.cut[1])
@@ -231,7 +231,7 @@ class DeMo(Code, Share):
             value, start = value + grid.sent, start + size
         return x
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + min(4 * d, self.sparse_bytes(self.grids(ratio, d)))
 
     def bound(self, ratio: float | None, d: int) -> float:
@@ -257,5 +257,5 @@ class DeMo(Code, Share):
             grids.append(Grid(start, rows, layer.size // rows, share))
             start += layer.size
         if start != d:
-            raise BodyError(f"a vector of {d} elements came where the layers have {start}")
+            raise PayloadError(f"a vector of {d} elements came where the layers have {start}")
         return grids

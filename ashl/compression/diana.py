@@ -20,11 +20,11 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.around.wrappers import PLAIN
-from ashl.compression.contract import TURN, Codec, Estimator, Flags, Turn
+from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, Estimator, Traits
 from ashl.compression.natural import NaturalCompression
 from ashl.compression.qsgd import QSGD
 from ashl.compression.wire.entropy_code import EntropyCode
+from ashl.compression.wrappers.options import PLAIN
 from ashl.option import Count, Number, Ratio, option
 
 
@@ -60,27 +60,29 @@ class Diana(Codec):
         return self.inner.on_host
 
     @property
-    def flags(self) -> Flags:
-        return Flags(unbiased=True, variable=self.inner.flags.variable)
+    def traits(self) -> Traits:
+        return Traits(unbiased=True, variable=self.inner.traits.variable)
 
-    def encode(self, sender: Learned | None, x: Tensor, turn: Turn = TURN) -> tuple[Learned, Tensor]:
+    def encode(
+        self, sender: Learned | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[Learned, Tensor]:
         h = None if sender is None else sender.h
-        _, body = self.inner.encode(None, x if h is None else x - h, turn)
-        after, _ = self.decode(h, body, x.numel())
-        return Learned(after, h), body
+        _, payload = self.inner.encode(None, x if h is None else x - h, context)
+        after, _ = self.decode(h, payload, x.numel())
+        return Learned(after, h), payload
 
-    def decode(self, receiver: Tensor | None, body: Tensor, d: int) -> tuple[Tensor, Tensor]:
-        _, m = self.inner.decode(None, body, d)
+    def decode(self, receiver: Tensor | None, payload: Tensor, d: int) -> tuple[Tensor, Tensor]:
+        _, m = self.inner.decode(None, payload, d)
         alpha = 1 / (1 + self.inner.bound(None, d)) if self.alpha is None else self.alpha
         return (m * alpha, m) if receiver is None else (receiver + m * alpha, receiver + m)
 
-    def undo(self, sender: Learned | None, body: Tensor) -> Learned | None:
+    def restore_dropped(self, sender: Learned | None, payload: Tensor) -> Learned | None:
         return sender if sender is None else Learned(sender.before)
 
-    def payload(self, ratio: float | None, d: int) -> int:
-        return self.inner.payload(None, d)
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
+        return self.inner.encoded_nbytes(None, d)
 
-    def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
+    def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
         raise NotImplementedError("what a body of DIANA is worth depends on the receiver")
 
     def bound(self, ratio: float | None, d: int) -> float:

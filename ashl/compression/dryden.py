@@ -23,15 +23,15 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from torch import Tensor
 
-from ashl.compression.base.code import Sparse, kept
-from ashl.compression.base.select import NEGATIVE, POSITIVE, largest
-from ashl.compression.base.sparsifier import DENSE, SPARSE, Share
-from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.common.code import Sparse, kept
+from ashl.compression.common.select import NEGATIVE, POSITIVE, largest
+from ashl.compression.common.sparsifier import DENSE, SPARSE, Share
+from ashl.compression.contract import EncodeContext, PayloadError, Traits
 from ashl.compression.wire.arrays import Array, beside, holds, ops, placed, read, zeros
 from ashl.compression.wire.bits import pack, packed_bytes, unpack
-from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed
 from ashl.compression.wire.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
 from ashl.compression.wire.levels import ends_of
+from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, typed
 from ashl.learn.device import numbers
 from ashl.option import Count, option
 
@@ -46,14 +46,14 @@ class Dryden(Sparse, Share):
 
     code: ClassVar[int] = 31
     on_host: ClassVar[bool] = False
-    flags: ClassVar[Flags] = Flags(contraction=True, variable=True)
+    traits: ClassVar[Traits] = Traits(contraction=True, variable=True)
     levels: LevelsRule
     num_levels: Count
     indices: IndexCode
     layers: bool
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
-        share = self.ratio if turn.ratio is None else turn.ratio
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
+        share = self.ratio if context.ratio is None else context.ratio
         if holds(ops(x).isnan(ends_of(x)).any()):  # of either sign they go with the positive ones
             x = ops(x).where(ops(x).isnan(x), zeros(x, 1) + np.nan, x)
         sides = []
@@ -98,16 +98,16 @@ class Dryden(Sparse, Share):
             return placed(parts.values, places), beside(parts.values, values)
         scales = typed(parts.scales, "<f4", 2 * count, "levels")
         if form != SPARSE or parts.values.size != packed_bytes(k, self._width + 1):
-            raise BodyError(f"what came is no vector of levels: form {form}, {k} values, {parts.values.size} bytes")
+            raise PayloadError(f"what came is no vector of levels: form {form}, {k} values, {parts.values.size} bytes")
         numbers = unpack(parts.values, self._width + 1, k)
         level = numbers & ((1 << self._width) - 1)
         if k and int(level.max()) >= count:
-            raise BodyError(f"level {int(level.max())} came where there are {count}")
+            raise PayloadError(f"level {int(level.max())} came where there are {count}")
         places = read_indices(self.indices, parts.indices, k, d) if k or parts.indices.size else np.empty(0, np.int64)
         signed = np.concatenate([scales[:count], -scales[count:]])
         return places, signed[level + count * (numbers >> self._width)]
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         share = self.ratio if ratio is None else ratio
         kept(share, d)
         most = min(d, int(share * d) + 2)  # each side rounds for itself

@@ -21,13 +21,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ashl.compression.around.wrappers import PLAIN
-from ashl.compression.contract import TURN, Codec, Estimator, Flags, Turn
+from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, Estimator, Traits
 from ashl.compression.natural import NaturalCompression
 from ashl.compression.sign import Sign
 from ashl.compression.topk import TopK
 from ashl.compression.wire.index_code import IndexCode
 from ashl.compression.wire.value_code import ValueCode
+from ashl.compression.wrappers.options import PLAIN
 from ashl.option import Fraction, Ratio, option
 
 
@@ -67,37 +67,37 @@ class EF21(Codec):
         return self.inner.on_host
 
     @property
-    def flags(self) -> Flags:
-        return Flags(variable=self.inner.flags.variable)
+    def traits(self) -> Traits:
+        return Traits(variable=self.inner.traits.variable)
 
-    def encode(self, sender: Known | None, x: Tensor, turn: Turn = TURN) -> tuple[Known, Tensor]:
+    def encode(self, sender: Known | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[Known, Tensor]:
         known, error, *_ = sender or Known()
         target = x if error is None else x + error * self._gain
-        if self._whole(turn.ratio, x.numel()):
-            body = target.clone().view(torch.uint8)
+        if self._whole(context.ratio, x.numel()):
+            payload = target.clone().view(torch.uint8)
         else:
-            _, body = self.inner.encode(None, target if known is None else target - known, turn)
-        after, _ = self.decode(known, body, x.numel())
+            _, payload = self.inner.encode(None, target if known is None else target - known, context)
+        after, _ = self.decode(known, payload, x.numel())
         rest = None
         if self._gain:
             rest = x - after if error is None else error + x - after
-        return Known(after, rest, known, error), body
+        return Known(after, rest, known, error), payload
 
-    def decode(self, receiver: Tensor | None, body: Tensor, d: int) -> tuple[Tensor, Tensor]:
-        if body.nbytes == 4 * d:  # those of C are shorter
-            whole = body.clone().view(torch.float32)
+    def decode(self, receiver: Tensor | None, payload: Tensor, d: int) -> tuple[Tensor, Tensor]:
+        if payload.nbytes == 4 * d:  # those of C are shorter
+            whole = payload.clone().view(torch.float32)
             return whole, whole
-        _, change = self.inner.decode(None, body, d)
+        _, change = self.inner.decode(None, payload, d)
         after = change if receiver is None else receiver + change
         return after, after
 
-    def undo(self, sender: Known | None, body: Tensor) -> Known | None:
+    def restore_dropped(self, sender: Known | None, payload: Tensor) -> Known | None:
         return sender and Known(sender.sum_before, sender.error_before)
 
-    def payload(self, ratio: float | None, d: int) -> int:
-        return 4 * d if self._whole(ratio, d) else self.inner.payload(ratio, d)
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
+        return 4 * d if self._whole(ratio, d) else self.inner.encoded_nbytes(ratio, d)
 
-    def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
+    def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
         raise NotImplementedError("what a body of EF21 is worth depends on the receiver")
 
     def bound(self, ratio: float | None, d: int) -> float:
@@ -108,4 +108,4 @@ class EF21(Codec):
         return sender and sender.error
 
     def _whole(self, ratio: float | None, d: int) -> bool:
-        return self.inner.payload(ratio, d) >= 4 * d
+        return self.inner.encoded_nbytes(ratio, d) >= 4 * d

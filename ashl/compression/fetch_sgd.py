@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.base.count_sketch import CountSketch, cells_of, dense, recovered
+from ashl.compression.common.count_sketch import CountSketch, cells_of, dense, recovered
 from ashl.compression.contract import Keeps, State
 from ashl.option import Fraction, option
 
@@ -47,9 +47,9 @@ class FetchSGD(CountSketch):
     error: Literal["zero", "subtract"]
 
     def reduce(
-        self, memory: Sketches | None, bodies: Sequence[Tensor], weights: Sequence[float], d: int
+        self, memory: Sketches | None, payloads: Sequence[Tensor], weights: Sequence[float], d: int
     ) -> tuple[Sketches, Tensor]:
-        table, momentum = self.together(bodies, weights, d)
+        table, momentum = self.together(payloads, weights, d)
         error = np.zeros_like(momentum)
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
             if memory is not None and memory.seed == table.seed:

@@ -18,13 +18,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.base.code import Code
-from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.common.code import Code
+from ashl.compression.contract import EncodeContext, PayloadError, Traits
 from ashl.compression.wire.arrays import Array, over
 from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack, unpack_bytes
-from ashl.compression.wire.body import HEADER, Parts, typed
-from ashl.compression.wire.dither import dither_of, dithered
 from ashl.compression.wire.levels import TOGETHER, reach_of
+from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.stochastic_rounding import round_to_int32, rounding_noise
 from ashl.option import Number, option
 
 MOST = 16  # bits
@@ -37,16 +37,16 @@ class Grid(Code):
 
     code: ClassVar[int] = 102
     on_host: ClassVar[bool] = False
-    flags: ClassVar[Flags] = Flags(unbiased=True)
+    traits: ClassVar[Traits] = Traits(unbiased=True)
     bits: Annotated[int, Number, Field(ge=2, le=MOST)]
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
-        return rounded(x, self.bits, turn)
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
+        return quantize_to_grid(x, self.bits, context)
 
     def unpack(self, parts: Parts, d: int) -> Array:
         return meant(parts, d)
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + packed_bytes(d, self.bits)
 
     def bound(self, ratio: float | None, d: int) -> float:
@@ -58,21 +58,21 @@ def most(bits: int) -> int:
     return 2 ** (bits - 1) - 1
 
 
-def rounded(x: Array, bits: int, turn: Turn) -> Parts:
+def quantize_to_grid(x: Array, bits: int, context: EncodeContext) -> Parts:
     """x on the grid of so many bits."""
     steps, top = most(bits), reach_of(x)
-    dither = dither_of(x, turn.words(), steps)
-    end = steps * dither.unit
+    noise = rounding_noise(x, context.words(), steps)
+    end = steps * noise.unit
     scales = np.array([top if np.isfinite(top) else np.nan], "<f4")
     if isinstance(x, Tensor):
         lowest = x.new_zeros(len(x), dtype=torch.int32)
-        levels = dithered(over(x, float(top)) * end, dither, 0, steps) if scales[0] > 0 else lowest
+        levels = round_to_int32(over(x, float(top)) * end, noise, 0, steps) if scales[0] > 0 else lowest
         return Parts(len(x), pack(levels, bits), scales=scales, form=bits)
     stream, step = np.zeros(packed_bytes(x.size, bits), np.uint8), TOGETHER * BLOCK
     for start in range(0, x.size if scales[0] > 0 else 0, step):
         y = x[start : start + step] / top
         y *= np.float32(end)
-        piece = pack(dithered(y, dither, start, steps), bits)
+        piece = pack(round_to_int32(y, noise, start, steps), bits)
         stream[start * bits // 8 :][: piece.size] = piece
     return Parts(x.size, stream, scales=scales, form=bits)
 
@@ -81,13 +81,13 @@ def meant(parts: Parts, d: int) -> Array:
     """What such a body decodes to. Raises BodyError."""
     bits, count = parts.form, parts.count
     if count != d or len(parts.indices) or not (bits == WHOLE or 2 <= bits <= MOST):
-        raise BodyError(f"what came is no grid of {d} elements: form {bits}, {count} values")
+        raise PayloadError(f"what came is no grid of {d} elements: form {bits}, {count} values")
     if bits == WHOLE:
         typed(parts.scales, "<f4", 0, "scales")
         values = typed(parts.values, "<f4", d, "values")
         return values.clone() if isinstance(values, Tensor) else values.copy()
     if len(parts.values) != packed_bytes(d, bits):
-        raise BodyError(f"{d} numbers of {bits} bits came in {len(parts.values)} bytes")
+        raise PayloadError(f"{d} numbers of {bits} bits came in {len(parts.values)} bytes")
     top, steps = typed(parts.scales, "<f4", 1, "scales"), np.float32(most(bits))
     numbers = (unpack_bytes if bits <= 8 else unpack)(parts.values, bits, d)
     if isinstance(numbers, Tensor):

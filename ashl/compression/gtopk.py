@@ -29,13 +29,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.base.select import largest
-from ashl.compression.base.sparsifier import SPARSE
-from ashl.compression.contract import BodyError, CodecInput, Collective, Flags, Keeps, Outcome, Reduces, State, Team
+from ashl.compression.common.select import largest
+from ashl.compression.common.sparsifier import SPARSE
+from ashl.compression.contract import CodecInput, Collective, Keeps, Outcome, PayloadError, Reduces, State, Team, Traits
 from ashl.compression.topk import TopK
 from ashl.compression.wire.arrays import array_of, beside, placed, read, tensor_of
-from ashl.compression.wire.body import EMPTY, Parts, read_body, typed, write_body
 from ashl.compression.wire.index_code import write_indices
+from ashl.compression.wire.payload_format import EMPTY, Parts, read_payload, typed, write_payload
 from ashl.option import option
 
 UP, DOWN = "gtopk_up", "gtopk_down"  # messages along the tree
@@ -61,7 +61,7 @@ class GTopK(TopK, Reduces, Collective):
     """Selects together with all others."""
 
     code: ClassVar[int] = 81
-    promises: ClassVar[Flags] = Flags(contraction=True, reduces=True)
+    promises: ClassVar[Traits] = Traits(contraction=True, reduces=True)
     values: Literal["fp32"]
     layers: Literal[False]
 
@@ -74,14 +74,14 @@ class GTopK(TopK, Reduces, Collective):
         d, (parent, children) = source.x.numel(), family(team.place, team.size)
         sets = [await team.compute(partial(self.selected, source, team.weight), work=1)]
         for child in children:
-            body, _ = await team.recv(child, UP)
-            sets.append(await team.compute(partial(self.merge_few, sets[-1], body, d)))
+            payload, _ = await team.recv(child, UP)
+            sets.append(await team.compute(partial(self.merge_few, sets[-1], payload, d)))
         if parent is None:
             final = Final(sets[-1], np.ones(sets[-1].places.size, bool))
         else:
             await team.send(parent, UP, self.written_few(sets[-1], d))
-            body, _ = await team.recv(parent, DOWN, final=True)
-            final = await team.compute(partial(self.read_final, body, d))
+            payload, _ = await team.recv(parent, DOWN, final=True)
+            final = await team.compute(partial(self.read_final, payload, d))
         for child, merged in zip(reversed(children), reversed(sets), strict=False):
             final = final._replace(alive=final.alive & within(final.few, merged))
             await team.send(child, DOWN, self.written_few(final.few, d, final.alive))
@@ -107,14 +107,14 @@ class GTopK(TopK, Reduces, Collective):
     def selected(self, source: CodecInput, weight: float) -> Few:
         """What a worker starts with: c·p at its own places."""
         p, d = array_of(source.x), source.x.numel()
-        k = self.kept(source.turn.ratio, d)
+        k = self.kept(source.context.ratio, d)
         places = largest(p, k) if self.form(k, d) == SPARSE else placed(p, np.arange(d))
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
             return Few(read(places), read(p[places]) * np.float32(weight))
 
-    def merge_few(self, own: Few, body: Tensor, d: int) -> Few:
+    def merge_few(self, own: Few, payload: Tensor, d: int) -> Few:
         """The largest of the sums with a child's."""
-        other = self.read_few(read_body(body, self.code, d), d)
+        other = self.read_few(read_payload(payload, self.code, d), d)
         places = np.concatenate([own.places, other.places])
         order = places.argsort(kind="stable")  # of equal places the own comes first
         places = places[order]
@@ -132,15 +132,15 @@ class GTopK(TopK, Reduces, Collective):
             bits[: -(-k // 8)] = np.packbits(alive, bitorder="little")
         form = self.form(k, d)
         indices = write_indices(self.indices, few.places, d) if form == SPARSE else EMPTY
-        return write_body(self.code, d, Parts(k, few.values, indices, bits, form))
+        return write_payload(self.code, d, Parts(k, few.values, indices, bits, form))
 
     def read_few(self, parts: Parts, d: int) -> Few:
         places, values = self.unpack(parts, d)
         return Few(np.arange(d) if isinstance(places, slice) else places.astype(np.int64), values)
 
-    def read_final(self, body: Tensor, d: int) -> Final:
+    def read_final(self, payload: Tensor, d: int) -> Final:
         """What a parent sends down. Raises BodyError."""
-        parts = read_body(body, self.code, d)
+        parts = read_payload(payload, self.code, d)
         bits = typed(parts.scales, "u1", bits_bytes(parts.count), "bits")
         alive = np.unpackbits(bits, count=parts.count, bitorder="little").view(bool)
         return Final(self.read_few(parts._replace(scales=EMPTY), d), alive)
@@ -154,14 +154,16 @@ class GTopK(TopK, Reduces, Collective):
         sent[through] = source.x[through]
         return Outcome(update, sent)
 
-    def reduce(self, memory: State, bodies: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[State, Tensor]:
+    def reduce(
+        self, memory: State, payloads: Sequence[Tensor], weights: Sequence[float], d: int
+    ) -> tuple[State, Tensor]:
         """At a server: the k largest of the sum; what is left of it is kept for the next merge."""
-        total = torch.zeros(d, device=str(bodies[0].device)) if memory is None else memory.clone()
-        for body, weight in zip(bodies, weights, strict=True):
-            self.add(total, body, weight)
-        k = max(read_body(body, self.code, d).count for body in bodies)
+        total = torch.zeros(d, device=str(payloads[0].device)) if memory is None else memory.clone()
+        for payload, weight in zip(payloads, weights, strict=True):
+            self.add(total, payload, weight)
+        k = max(read_payload(payload, self.code, d).count for payload in payloads)
         if not k:
-            raise BodyError("nothing was selected by anybody")
+            raise PayloadError("nothing was selected by anybody")
         places, x = tensor_of(largest(array_of(total), k)), torch.zeros_like(total)
         x[places], total[places] = total[places], 0.0
         return (total if self.feedback or self.momentum is not None else None), x

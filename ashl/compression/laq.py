@@ -30,11 +30,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.contract import TURN, BodyError, Codec, Estimator, Flags, Turn
+from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, Estimator, PayloadError, Traits
 from ashl.compression.wire.arrays import Array, array_of, as_bytes, over, read, tensor_of, wide, zeros
 from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack, unpack_bytes
-from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
 from ashl.compression.wire.levels import reach_of
+from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed, write_payload
 from ashl.learn.device import numbers
 from ashl.option import Count, NonNegative, Number, option
 
@@ -66,39 +66,39 @@ class LAQ(Codec):
     max_age: Count
 
     @property
-    def flags(self) -> Flags:
-        return Flags(variable=True, full_gradient=True)
+    def traits(self) -> Traits:
+        return Traits(variable=True, full_gradient=True)
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + (4 * d if self.bits is None else 4 + packed_bytes(d, self.bits))
 
-    def encode(self, sender: Lazy | None, x: Tensor, turn: Turn = TURN) -> tuple[Lazy, Tensor]:
-        state, g = moved(sender or Lazy(), turn.params, self.memory), array_of(x)
+    def encode(self, sender: Lazy | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[Lazy, Tensor]:
+        state, g = moved(sender or Lazy(), context.params, self.memory), array_of(x)
         sent = zeros(g, len(g)) if state.sent is None else array_of(state.sent)
         with np.errstate(over="ignore", invalid="ignore"):
             parts = self._parts(g, sent)
             now = self._applied(parts, sent)
             change, error = distance(now, sent), distance(g, now)
-        reach = self.xi / self.memory * sum(state.moves) / turn.lr**2 if turn.lr else 0.0
+        reach = self.xi / self.memory * sum(state.moves) / context.lr**2 if context.lr else 0.0
         lazy = change <= reach + 3 * (error + state.error) and state.age < self.max_age
         before = (state.sent, state.error, state.age)
         if lazy and state.sent is not None:
             return state._replace(age=state.age + 1, before=before), x[:0].to(torch.uint8)
         after = state._replace(sent=tensor_of(now), error=error, age=0, before=before)
-        return after, write_body(self.code, x.numel(), parts)
+        return after, write_payload(self.code, x.numel(), parts)
 
-    def decode(self, receiver: Tensor | None, body: Tensor, d: int) -> tuple[Tensor, Tensor]:
-        if isinstance(body, Tensor) and not body.numel():
+    def decode(self, receiver: Tensor | None, payload: Tensor, d: int) -> tuple[Tensor, Tensor]:
+        if isinstance(payload, Tensor) and not payload.numel():
             if receiver is None:
-                raise BodyError("a gradient was left out before any had come")
+                raise PayloadError("a gradient was left out before any had come")
             return receiver, receiver
-        parts = read_body(body, self.code, d)
+        parts = read_payload(payload, self.code, d)
         sent = zeros(parts.values, d) if receiver is None else array_of(receiver)
         with np.errstate(over="ignore", invalid="ignore"):
             now = tensor_of(self._applied(parts, sent))
             return now, now
 
-    def undo(self, sender: Lazy, body: Tensor) -> Lazy:
+    def restore_dropped(self, sender: Lazy, payload: Tensor) -> Lazy:
         sent, error, age = sender.before
         return sender._replace(sent=sent, error=error, age=age)
 
@@ -131,14 +131,14 @@ class LAQ(Codec):
         d = len(sent)
         form = WHOLE if self.bits is None else LEVELS
         if parts.count != d or len(parts.indices) or parts.form != form:
-            raise BodyError(f"what came is no gradient of {d} elements: form {parts.form}, {parts.count} values")
+            raise PayloadError(f"what came is no gradient of {d} elements: form {parts.form}, {parts.count} values")
         values = as_bytes(parts.values)
         if self.bits is None:
             typed(parts.scales, "<f4", 0, "scales")
             return array_of(tensor_of(typed(values, "<f4", d, "values")).clone())
         reach = typed(read(parts.scales).view(np.uint8), "<f4", 1, "scales")[0]
         if len(values) != packed_bytes(d, self.bits):
-            raise BodyError(f"{d} levels of {self.bits} bits came in {len(values)} bytes")
+            raise PayloadError(f"{d} levels of {self.bits} bits came in {len(values)} bytes")
         unpacked = unpack_bytes if self.bits <= 8 else unpack
         if isinstance(sent, Tensor):
             levels = unpacked(values, self.bits, d).to(torch.float32)

@@ -13,13 +13,13 @@ Source: Horváth et al., "Natural Compression for Distributed Deep Learning", 20
 
 from typing import ClassVar
 
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.code import Code
-from ashl.compression.contract import Flags, Turn
+from ashl.compression.common.code import Code
+from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.levels import whole
+from ashl.compression.wire.payload_format import HEADER, Parts, typed
 from ashl.compression.wire.powers import OMEGA, natural_bytes, read_natural, write_natural
+from ashl.compression.wrappers.options import Wrappers
 from ashl.option import option
 
 
@@ -29,15 +29,15 @@ class NaturalCompression(Code, Wrappers):
 
     code: ClassVar[int] = 17
     on_host: ClassVar[bool] = False
-    flags: ClassVar[Flags] = Flags(unbiased=True, contraction=True)
+    traits: ClassVar[Traits] = Traits(unbiased=True, contraction=True)
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
-        return Parts(len(x), write_natural(x, turn.words()))
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
+        return Parts(len(x), write_natural(x, context.words()))
 
     def unpack(self, parts: Parts, d: int) -> Array:
         return read_natural(typed(whole(parts, d), "u1", natural_bytes(d), "signs and exponents"), d)
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + natural_bytes(d)
 
     def bound(self, ratio: float | None, d: int) -> float:

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import TURN, BodyError, Codec, Flags, State, Turn
+from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, PayloadError, State, Traits
 from ashl.option import option
 
 
@@ -13,18 +13,18 @@ from ashl.option import option
 class Dense(Codec):
     """What goes in comes out."""
 
-    flags: ClassVar[Flags] = Flags(unbiased=True, contraction=True, linear=True, lossless=True)
+    traits: ClassVar[Traits] = Traits(unbiased=True, contraction=True, linear=True, lossless=True)
     on_host: ClassVar[bool] = False
 
-    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
+    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
         return sender, x
 
-    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
-        if body.nbytes != 4 * d or body.dtype != torch.float32:
-            raise BodyError(f"a body of {body.nbytes} bytes came where a dense one of {d} float32 was expected")
-        return receiver, body
+    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
+        if payload.nbytes != 4 * d or payload.dtype != torch.float32:
+            raise PayloadError(f"a body of {payload.nbytes} bytes came where a dense one of {d} float32 was expected")
+        return receiver, payload
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return 4 * d
 
     def bound(self, ratio: float | None, d: int) -> float:

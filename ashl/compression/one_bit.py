@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.around.layers import slices
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.code import Code
-from ashl.compression.contract import Flags, Layout, Turn
+from ashl.compression.common.code import Code
+from ashl.compression.contract import EncodeContext, Layout, Traits
 from ashl.compression.wire.arrays import Array
 from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes, unpack
-from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.device_kernels import block_sums
 from ashl.compression.wire.levels import row_sums, whole
-from ashl.compression.wire.there import block_sums
+from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wrappers.layers import slices
+from ashl.compression.wrappers.options import Wrappers
 from ashl.learn.device import numbers
 from ashl.option import option
 
@@ -40,7 +40,7 @@ class OneBit(Code, Wrappers):
     """Two means, of the whole vector or of parts of it."""
 
     code: ClassVar[int] = 12
-    flags: ClassVar[Flags] = Flags(contraction=True)
+    traits: ClassVar[Traits] = Traits(contraction=True)
     per: Literal["vector", "layer", "row", "column"]
 
     def shaped(self, layout: Layout) -> Code:
@@ -57,14 +57,14 @@ class OneBit(Code, Wrappers):
     def on_host(self) -> bool:
         return self.per in ("row", "column")
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
-        return TwoMeans(((1, len(x), False),)).pack(x, turn)
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
+        return TwoMeans(((1, len(x), False),)).pack(x, context)
 
     def unpack(self, parts: Parts, d: int) -> Array:
         return TwoMeans(((1, d, False),)).unpack(parts, d)
 
-    def payload(self, ratio: float | None, d: int) -> int:
-        return TwoMeans(((1, d, False),)).payload(ratio, d)
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
+        return TwoMeans(((1, d, False),)).encoded_nbytes(ratio, d)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return 1 - 1 / d
@@ -75,7 +75,7 @@ class TwoMeans(Code):
     """The same for matrices that follow each other."""
 
     code: ClassVar[int] = OneBit.code
-    flags: ClassVar[Flags] = OneBit.flags
+    traits: ClassVar[Traits] = OneBit.traits
     matrices: tuple[Matrix, ...]
 
     @property
@@ -89,7 +89,7 @@ class TwoMeans(Code):
             matrix = x[place].reshape(rows, columns)
             yield matrix.T if turned else matrix
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
         means = [two_means(rows) for rows in self.split(x)]
         return Parts(len(x), pack_signs(x), scales=np.concatenate(means).astype(np.float32))
 
@@ -112,7 +112,7 @@ class TwoMeans(Code):
             start += len(rows)
         return x.view(np.float32)
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + packed_bytes(d, 1) + 8 * self._count()
 
     def bound(self, ratio: float | None, d: int) -> float:

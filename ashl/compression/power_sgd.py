@@ -31,16 +31,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.around.layers import slices
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.alike import outer_sum
-from ashl.compression.contract import TURN, BodyError, CodecInput, Collective, Flags, Layout, Outcome, State, Team, Turn
+from ashl.compression.common.deterministic_matmul import outer_sum
+from ashl.compression.contract import (
+    ENCODE_CONTEXT,
+    CodecInput,
+    Collective,
+    EncodeContext,
+    Layout,
+    Outcome,
+    PayloadError,
+    State,
+    Team,
+    Traits,
+)
 from ashl.compression.wire.arrays import array_of, beside, holds, tensor_of
-from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
+from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed, write_payload
+from ashl.compression.wrappers.layers import slices
+from ashl.compression.wrappers.options import Wrappers
 from ashl.learn.device import to_device, to_host
 from ashl.option import Count, option
 
-LOW_RANK = Flags(contraction=True)
+LOW_RANK = Traits(contraction=True)
 DEPENDENT = 1e-6  # of a column's length: less than that, beside the columns before it, is rounding
 
 
@@ -48,19 +59,19 @@ DEPENDENT = 1e-6  # of a column's length: less than that, beside the columns bef
 class PowerSGD(Wrappers):
     """Low rank, with a warm start."""
 
-    flags: ClassVar[Flags] = LOW_RANK
+    traits: ClassVar[Traits] = LOW_RANK
     on_host: ClassVar[bool] = False
     rank: Count
 
     def shaped(self, layout: Layout) -> LowRank:
         return LowRank(self.rank, tuple(layer.shape for layer in layout))
 
-    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
+    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
         """Without layers there are no matrices: as it is."""
-        return LowRank(self.rank, ((x.numel(),),)).encode(sender, x, turn)
+        return LowRank(self.rank, ((x.numel(),),)).encode(sender, x, context)
 
-    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
-        return LowRank(self.rank, ((d,),)).decode(receiver, body, d)
+    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
+        return LowRank(self.rank, ((d,),)).decode(receiver, payload, d)
 
 
 class Basis(NamedTuple):
@@ -84,7 +95,7 @@ class LowRank(Collective):
     """PowerSGD for layers of these shapes."""
 
     code: ClassVar[int] = 80
-    flags: ClassVar[Flags] = LOW_RANK
+    traits: ClassVar[Traits] = LOW_RANK
     on_host: ClassVar[bool] = False
     rank: int
     shapes: tuple[tuple[int, ...], ...]
@@ -112,28 +123,28 @@ class LowRank(Collective):
         left = sum(a.m * a.r for a in self.matrices)
         return left, sum(a.n * a.r for a in self.matrices), sum(part.stop - part.start for part in self._split[1])
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 * sum(self.counts)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return 1.0 if self.matrices else 0.0
 
-    def encode(self, sender: Basis | None, x: Tensor, turn: Turn = TURN) -> tuple[Basis, Tensor]:
+    def encode(self, sender: Basis | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[Basis, Tensor]:
         sender = sender or Basis()
         flat = tensor_of(array_of(x))
-        left = self.orthonormal(self.left(flat, self.begin(sender.q, flat, turn.stream())))
+        left = self.orthonormal(self.left(flat, self.begin(sender.q, flat, context.stream())))
         right = self.right(flat, left)
         values = torch.cat([left, right, self.others(flat)])
-        return Basis(right, sender.q), write_body(self.code, x.numel(), Parts(values.numel(), array_of(values)))
+        return Basis(right, sender.q), write_payload(self.code, x.numel(), Parts(values.numel(), array_of(values)))
 
-    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
-        parts = read_body(body, self.code, d)
+    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
+        parts = read_payload(payload, self.code, d)
         if d != self.size or len(parts.indices) or len(parts.scales) or parts.count != sum(self.counts):
-            raise BodyError(f"what came are no layers of low rank: {parts.count} values for {d} elements")
+            raise PayloadError(f"what came are no layers of low rank: {parts.count} values for {d} elements")
         values = tensor_of(typed(parts.values, "<f4", parts.count, "values")).clone()
         return receiver, self.whole(*values.split(self.counts))
 
-    def undo(self, sender: Basis, body: Tensor) -> Basis:
+    def restore_dropped(self, sender: Basis, payload: Tensor) -> Basis:
         return Basis(sender.before)
 
     @property
@@ -200,7 +211,7 @@ class LowRank(Collective):
     def _first(self, source: CodecInput) -> Tensor:
         """What is summed first: every P, and what is sent as it is."""
         q = source.inner.q if source.inner else None
-        return torch.cat([self.left(source.x, self.begin(q, source.x, source.turn.shared())), self.others(source.x)])
+        return torch.cat([self.left(source.x, self.begin(q, source.x, source.context.shared())), self.others(source.x)])
 
     def _second(self, source: CodecInput, total: Tensor) -> tuple[Tensor, Tensor]:
         """The common basis, and what is summed next: every Q."""

@@ -19,15 +19,15 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.code import Code
-from ashl.compression.contract import Flags, Turn
-from ashl.compression.wire import there
+from ashl.compression.common.code import Code
+from ashl.compression.contract import EncodeContext, Traits
+from ashl.compression.wire import device_kernels
 from ashl.compression.wire.arrays import Array, over, zeros
-from ashl.compression.wire.body import HEADER, Parts, typed
-from ashl.compression.wire.dither import dither_of, rounded
 from ashl.compression.wire.entropy_code import EntropyCode
 from ashl.compression.wire.levels import block_rows, level_bytes, packed, rows_of, spread, unpacked, whole
+from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.stochastic_rounding import round_to_uint8, rounding_noise
+from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Count, Number, option
 
 LARGEST = np.finfo(np.float32).max
@@ -45,18 +45,18 @@ class QSGD(Code, Wrappers):
     entropy: EntropyCode
 
     @property
-    def flags(self) -> Flags:
+    def traits(self) -> Traits:
         small, variable = self.bound(None, self.bucket) < 1, self.entropy != "none"
-        return Flags(unbiased=True, contraction=small, variable=variable)
+        return Traits(unbiased=True, contraction=small, variable=variable)
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
-        row, top, dither = min(self.bucket, len(x)), 2 * self.levels, dither_of(x, turn.words(), self.levels)
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
+        row, top, noise = min(self.bucket, len(x)), 2 * self.levels, rounding_noise(x, context.words(), self.levels)
         norms = zeros(x, -(-len(x) // row), 1)
 
         def numbers(where: slice, block: Array) -> Array:
             norms[where] = lengths(block) if self.norm == "l2" else largest(block)
-            y = spread(block, norms[where], self.levels * dither.unit)
-            return rounded(y, dither, where.start * row, self.levels)
+            y = spread(block, norms[where], self.levels * noise.unit)
+            return round_to_uint8(y, noise, where.start * row, self.levels)
 
         stream = packed(len(x), top, (numbers(where, block) for where, block in rows_of(x, row)), self.entropy)
         return Parts(len(x), stream, scales=norms)
@@ -71,7 +71,7 @@ class QSGD(Code, Wrappers):
 
         return unpacked(whole(parts, d), d, row, 2 * self.levels, meant, self.entropy)
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         buckets = -(-d // min(self.bucket, d))
         return HEADER.size + level_bytes(d, 2 * self.levels, self.entropy) + 4 * buckets
 
@@ -89,7 +89,7 @@ def lengths(rows: Array) -> Array:
     """‖·‖₂ of each row [n, m] as float32 [n, 1]; of what is finite the largest float32, where it is beyond that. On a
     device it may be another in the last bit."""
     if isinstance(rows, Tensor):
-        return there.lengths(rows)
+        return device_kernels.lengths(rows)
     step = block_rows(rows.shape[1])
     return np.concatenate([_lengths(rows[start : start + step]) for start in range(0, len(rows), step)])
 

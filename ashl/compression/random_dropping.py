@@ -18,12 +18,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from ashl.compression.base.select import largest
-from ashl.compression.base.sparsifier import DENSE, SPARSE, Sparsifier
-from ashl.compression.contract import Flags, Turn
+from ashl.compression.common.select import largest
+from ashl.compression.common.sparsifier import DENSE, SPARSE, Sparsifier
+from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.wire.bits import BLOCK, blocks
-from ashl.compression.wire.body import EMPTY, HEADER, Parts
 from ashl.compression.wire.index_code import write_indices
+from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts
 from ashl.compression.wire.value_code import value_bound, write_values
 from ashl.option import option
 
@@ -39,29 +39,29 @@ class RandomDropping(Sparsifier):
     on_host: ClassVar[bool] = True  # draws one number after the other
 
     @property
-    def flags(self) -> Flags:
-        return Flags(unbiased=self.values == "fp32", variable=True)
+    def traits(self) -> Traits:
+        return Traits(unbiased=self.values == "fp32", variable=True)
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        k = self.kept(turn.ratio, x.size)
+    def pack(self, x: np.ndarray, context: EncodeContext) -> Parts:
+        k = self.kept(context.ratio, x.size)
         if self.whole(k, x.size):
             return Parts(x.size, x, form=DENSE)
         top = max(x.max(), -x.min())
         if top == 0:
             return Parts(0, EMPTY)
         if not np.isfinite(top):
-            return self.written(x, k, largest(x, k), turn)
+            return self.written(x, k, largest(x, k), context)
         steep = slope(x, top, k)
-        places = np.flatnonzero(x) if steep == math.inf else drawn(x, top, steep, turn.stream())
+        places = np.flatnonzero(x) if steep == math.inf else drawn(x, top, steep, context.stream())
         places = places[: most(k, x.size)]
         if not places.size:
             return Parts(0, EMPTY)
         kept = x[places]
         kept = np.copysign(np.maximum(np.abs(kept), np.float32(top / steep)), kept)
-        values, scales = write_values(self.values, kept, turn)
+        values, scales = write_values(self.values, kept, context)
         return Parts(places.size, values, write_indices(self.indices, places, x.size), scales)
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         k = self.kept(ratio, d)
         return HEADER.size + 4 * d if self.whole(k, d) else self.room(most(k, d), d)
 

@@ -12,12 +12,12 @@ Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
 
 from typing import ClassVar, Literal
 
-from ashl.compression.base.seeded import Seeded, distinct
-from ashl.compression.base.sparsifier import SPARSE
-from ashl.compression.contract import Flags, Turn
+from ashl.compression.common.seeded import Seeded, distinct
+from ashl.compression.common.sparsifier import SPARSE
+from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.wire.arrays import Array, placed
-from ashl.compression.wire.body import Parts
 from ashl.compression.wire.index_code import VARIABLE, IndexCode, index_bytes, read_indices, write_indices
+from ashl.compression.wire.payload_format import Parts
 from ashl.option import option
 
 
@@ -29,8 +29,8 @@ class RandomK(Seeded):
     indices: Literal["seed"] | IndexCode
 
     @property
-    def flags(self) -> Flags:
-        return Flags(contraction=True, variable=self.indices in VARIABLE)
+    def traits(self) -> Traits:
+        return Traits(contraction=True, variable=self.indices in VARIABLE)
 
     def place_bytes(self, k: int, d: int) -> int:
         return super().place_bytes(k, d) if self.indices == "seed" else index_bytes(self.indices, k, d)
@@ -40,14 +40,14 @@ class RandomK(Seeded):
             return super().read_places(buffer, k, d)
         return read_indices(self.indices, buffer, k, d)
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
         if self.indices == "seed":
-            return self.drawn(x, turn.stream(), turn)
-        k = self.kept(turn.ratio, len(x))
+            return self.drawn(x, context.stream(), context)
+        k = self.kept(context.ratio, len(x))
         if self.form(k, len(x)) != SPARSE:
-            return self.parts_of(x, k, None, None, turn)
-        places = placed(x, distinct(turn.stream(), k, len(x)))
-        return self.parts_of(x, k, x[places], write_indices(self.indices, places, len(x)), turn)
+            return self.parts_of(x, k, None, None, context)
+        places = placed(x, distinct(context.stream(), k, len(x)))
+        return self.parts_of(x, k, x[places], write_indices(self.indices, places, len(x)), context)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return self.loss(self.kept(ratio, d), d)

@@ -12,10 +12,10 @@ Source: Konečný et al., "Federated Learning: Strategies for Improving Communic
 
 from typing import ClassVar
 
-from ashl.compression.base.seeded import Seeded
-from ashl.compression.contract import Flags, Turn
+from ashl.compression.common.seeded import Seeded
+from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.body import Parts
+from ashl.compression.wire.payload_format import Parts
 from ashl.option import option
 
 
@@ -26,11 +26,11 @@ class RandomMask(Seeded):
     code: ClassVar[int] = 50
 
     @property
-    def flags(self) -> Flags:
-        return Flags(contraction=True, linear=self.values == "fp32")
+    def traits(self) -> Traits:
+        return Traits(contraction=True, linear=self.values == "fp32")
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
-        return self.drawn(x, turn.shared(), turn)
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
+        return self.drawn(x, context.shared(), context)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return self.loss(self.kept(ratio, d), d)

@@ -25,18 +25,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.alike import hadamard_sums, signs_of
-from ashl.compression.base.code import Code
-from ashl.compression.contract import Flags, Turn
+from ashl.compression.common.code import Code
+from ashl.compression.common.deterministic_matmul import hadamard_sums, signs_of
+from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.uniform import Levels, placed
-from ashl.compression.wire import there
+from ashl.compression.wire import device_kernels
 from ashl.compression.wire.arrays import Array, as_bytes, beside, joined, over, read, viewed, zeros
-from ashl.compression.wire.body import HEADER, Parts, typed
-from ashl.compression.wire.dither import dither_of, rounded
 from ashl.compression.wire.entropy_code import EntropyCode
 from ashl.compression.wire.levels import level_bytes, packed, rows_of, unpacked, whole
-from ashl.data.by_index import ByIndex
+from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.stochastic_rounding import round_to_uint8, rounding_noise
+from ashl.compression.wrappers.options import Wrappers
+from ashl.data.counter_rng import CounterRng
 from ashl.option import option
 
 LARGEST = 4096
@@ -54,20 +54,20 @@ class Rotated(Code, Wrappers):
     entropy: EntropyCode
 
     @property
-    def flags(self) -> Flags:
+    def traits(self) -> Traits:
         small, variable = self.bound(None, LARGEST) < 1, self.entropy != "none"
-        return Flags(unbiased=True, contraction=small, variable=variable)
+        return Traits(unbiased=True, contraction=small, variable=variable)
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
         row, top = block_of(len(x)), self.levels - 1
-        dither = dither_of(x, turn.words(), top)
-        rows, seed = -(-len(x) // row), turn.shared().bit_generator.random_raw(1).astype(SEED)
-        ends, flips = zeros(x, rows, 2), ByIndex(int(seed[0]))
+        noise = rounding_noise(x, context.words(), top)
+        rows, seed = -(-len(x) // row), context.shared().bit_generator.random_raw(1).astype(SEED)
+        ends, flips = zeros(x, rows, 2), CounterRng(int(seed[0]))
 
         def numbers(where: slice, block: Array) -> Array:
             z = rotate(flipped(flips, where.start * row, block), row)
             ends[where, 0], ends[where, 1] = (z.amin(1), z.amax(1)) if isinstance(z, Tensor) else (z.min(1), z.max(1))
-            return rounded(placed(z, ends[where], top * dither.unit), dither, where.start * row)
+            return round_to_uint8(placed(z, ends[where], top * noise.unit), noise, where.start * row)
 
         blocks = (numbers(where, block) for where, block in rows_of(x, row))
         stream = packed(rows * row, top, blocks, self.entropy)
@@ -78,14 +78,14 @@ class Rotated(Code, Wrappers):
         rows = -(-d // row)
         scales = typed(parts.scales, "u1", SEED.itemsize + 8 * rows, "seed and ends")
         ends = viewed(scales[SEED.itemsize :], "<f4").reshape(rows, 2)
-        flips = ByIndex(int(read(scales[: SEED.itemsize]).view(SEED)[0]))
+        flips = CounterRng(int(read(scales[: SEED.itemsize]).view(SEED)[0]))
 
         def meant(where: slice, block: Array) -> None:
             block[:] = flipped(flips, where.start * row, rotated_back(block, ends[where], top))
 
         return unpacked(whole(parts, d), rows * row, row, top, meant, self.entropy)[:d]
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         row = block_of(d)
         rows = -(-d // row)
         return HEADER.size + SEED.itemsize + 8 * rows + level_bytes(rows * row, self.levels - 1, self.entropy)
@@ -100,11 +100,11 @@ def block_of(d: int) -> int:
     return min(LARGEST, 1 << (d - 1).bit_length())
 
 
-def flipped(flips: ByIndex, start: int, rows: Array) -> Array:
+def flipped(flips: CounterRng, start: int, rows: Array) -> Array:
     """diag(σ)·x of these rows, in a new array; `start`, a multiple of 64, counts elements before them."""
     if isinstance(rows, Tensor):
         words = flips.words(rows, start // 64, -(-rows.numel() // 64)).view(torch.uint8)
-        return there.flipped(words, rows)
+        return device_kernels.flipped(words, rows)
     words = flips.words(rows, start // 64, -(-rows.size // 64))
     signs = np.unpackbits(words.view(np.uint8), count=rows.size, bitorder="little").astype(np.uint32)
     signs <<= np.uint32(31)

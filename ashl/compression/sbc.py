@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ashl.compression.base.code import Sparse
-from ashl.compression.base.select import NEGATIVE, POSITIVE, Order, largest
-from ashl.compression.base.sparsifier import Share
-from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.common.code import Sparse
+from ashl.compression.common.select import NEGATIVE, POSITIVE, Order, largest
+from ashl.compression.common.sparsifier import Share
+from ashl.compression.contract import EncodeContext, PayloadError, Traits
 from ashl.compression.wire.arrays import Array, beside, read, viewed
-from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.index_code import IndexCode, index_room, read_indices, write_indices
+from ashl.compression.wire.payload_format import HEADER, Parts, typed
 from ashl.option import option
 
 
@@ -31,12 +31,12 @@ class SBC(Sparse, Share):
 
     code: ClassVar[int] = 58
     on_host: ClassVar[bool] = False
-    flags: ClassVar[Flags] = Flags(contraction=True, variable=True)
+    traits: ClassVar[Traits] = Traits(contraction=True, variable=True)
     indices: IndexCode
     layers: bool
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
-        k = self.kept(turn.ratio, len(x))
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
+        k = self.kept(context.ratio, len(x))
         (up, above), (down, below) = side(x, k, POSITIVE), side(x, k, NEGATIVE)
         places, mean = (up, above) if abs(above) >= abs(below) or np.isnan(above) else (down, below)
         if not len(places):
@@ -45,13 +45,13 @@ class SBC(Sparse, Share):
 
     def unpack(self, parts: Parts, d: int) -> Any:
         if len(parts.values) or parts.form or not (parts.count or len(parts.indices) + len(parts.scales) == 0):
-            raise BodyError(f"what came is not one number at {parts.count} places")
+            raise PayloadError(f"what came is not one number at {parts.count} places")
         if not parts.count:
             return slice(0), viewed(parts.values, "<f4")
         mean = typed(parts.scales, "<f4", 1, "scales")
         return read_indices(self.indices, parts.indices, parts.count, d), mean
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + index_room(self.indices, self.kept(ratio, d), d)
 
     def bound(self, ratio: float | None, d: int) -> float:

@@ -26,13 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.code import Code
-from ashl.compression.contract import Flags, Reduces, State, Turn
+from ashl.compression.common.code import Code
+from ashl.compression.contract import EncodeContext, Reduces, State, Traits
 from ashl.compression.wire.arrays import Array
 from ashl.compression.wire.bits import pack_signs, packed_bytes, signed
-from ashl.compression.wire.body import EMPTY, HEADER, Parts, typed
 from ashl.compression.wire.levels import mean_magnitude, whole
+from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, typed
+from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Fraction, option
 
 ONE = np.ones(1, np.float32)
@@ -50,15 +50,15 @@ class Sign(Code, Reduces, Wrappers):
     layers: bool
 
     @property
-    def flags(self) -> Flags:
+    def traits(self) -> Traits:
         scaled, votes = self.scale == "mean", self.vote == "majority"
-        return Flags(contraction=scaled and not votes, reduces=votes, scale_free=not scaled or votes)
+        return Traits(contraction=scaled and not votes, reduces=votes, scale_free=not scaled or votes)
 
     def pulled(self) -> Sign:
         """The codec of pulls: signs of differences between models make no sense without a scale."""
         return replace(self, scale="mean", vote="mean")
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
         return Parts(len(x), pack_signs(x), scales=mean_magnitude(x) if self.scale == "mean" else EMPTY)
 
     def unpack(self, parts: Parts, d: int) -> Array:
@@ -66,15 +66,19 @@ class Sign(Code, Reduces, Wrappers):
         scale = typed(parts.scales, "<f4", 1 if self.scale == "mean" else 0, "scales")
         return signed(bits, d, scale if len(scale) else ONE)
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + packed_bytes(d, 1) + (4 if self.scale == "mean" else 0)
 
     def bound(self, ratio: float | None, d: int) -> float:
-        return 1 - 1 / d if self.flags.contraction else float("inf")
+        return 1 - 1 / d if self.traits.contraction else float("inf")
 
-    def reduce(self, memory: State, bodies: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[State, Tensor]:
+    def reduce(
+        self, memory: State, payloads: Sequence[Tensor], weights: Sequence[float], d: int
+    ) -> tuple[State, Tensor]:
         """The sign of the weighted sum of signs."""
-        total, most = torch.zeros(d, device=str(bodies[0].device)), max(weights)
-        for body, weight in zip(bodies, weights, strict=True):  # equal weights add up exactly, so that even is even
-            replace(self, scale="none").add(total, body, weight / most)
+        total, most = torch.zeros(d, device=str(payloads[0].device)), max(weights)
+        for payload, weight in zip(
+            payloads, weights, strict=True
+        ):  # equal weights add up exactly, so that even is even
+            replace(self, scale="none").add(total, payload, weight / most)
         return memory, torch.sign(total)

@@ -14,11 +14,11 @@ Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent
 
 from typing import ClassVar
 
-from ashl.compression.base.select import estimated, largest, reaching
-from ashl.compression.base.sparsifier import DENSE, Sparsifier
-from ashl.compression.contract import Flags, Turn
+from ashl.compression.common.select import estimated, largest, reaching
+from ashl.compression.common.sparsifier import DENSE, Sparsifier
+from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.body import Parts
+from ashl.compression.wire.payload_format import Parts
 from ashl.option import option
 
 
@@ -27,17 +27,17 @@ class SingleThreshold(Sparsifier):
     """Keeps about a share of the elements."""
 
     code: ClassVar[int] = 55
-    promises: ClassVar[Flags] = Flags(contraction=True, variable=True)
+    promises: ClassVar[Traits] = Traits(contraction=True, variable=True)
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
-        k = self.kept(turn.ratio, len(x))
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
+        k = self.kept(context.ratio, len(x))
         bound = estimated(x, k)
         places = reaching(x, bound) if bound > 0 and k < len(x) else ()
         if not k <= 2 * len(places) <= 4 * k:
             places = largest(x, k)
-        return self.written(x, len(places), places, turn)
+        return self.written(x, len(places), places, context)
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.room(min(d, 2 * self.kept(ratio, d)), d)
 
     def bound(self, ratio: float | None, d: int) -> float:

@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.count_sketch import CountSketch, dense, recovered, sketched
-from ashl.compression.base.select import largest
-from ashl.compression.contract import CodecInput, Collective, Flags, Outcome, State, Team
+from ashl.compression.common.count_sketch import CountSketch, dense, recovered, sketched
+from ashl.compression.common.select import largest
+from ashl.compression.contract import CodecInput, Collective, Outcome, State, Team, Traits
 from ashl.compression.wire.arrays import array_of
+from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Count, option
 
 
@@ -38,7 +38,7 @@ class SketchSGD(CountSketch, Collective, Wrappers):
     """Finds what is large in the sum, then asks for it."""
 
     code: ClassVar[int] = 82
-    flags: ClassVar[Flags] = Flags(linear=True, reduces=True, drains=True)  # drains: in its two rounds
+    traits: ClassVar[Traits] = Traits(linear=True, reduces=True, drains=True)  # drains: in its two rounds
     candidates: Count
 
     def asked(self, d: int) -> int:
@@ -61,13 +61,13 @@ class SketchSGD(CountSketch, Collective, Wrappers):
         """What is summed first."""
         p = array_of(source.x)
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
-            return torch.from_numpy(sketched(p, self.table(p.size, source.turn.seed)))
+            return torch.from_numpy(sketched(p, self.table(p.size, source.context.seed)))
 
     def wanted(self, source: CodecInput, total: Tensor) -> tuple[np.ndarray, Tensor]:
         """(the candidates' places, this worker's values there)."""
         d = source.x.numel()
         with np.errstate(over="ignore", invalid="ignore"):
-            places, _ = recovered(total.numpy(), self.table(d, source.turn.seed), d, self.asked(d))
+            places, _ = recovered(total.numpy(), self.table(d, source.context.seed), d, self.asked(d))
         return places, source.x[places]
 
     def ended(self, source: CodecInput, places: np.ndarray, exact: Tensor) -> Outcome:
@@ -78,7 +78,9 @@ class SketchSGD(CountSketch, Collective, Wrappers):
         sent[places[chosen]] = source.x[places[chosen]]
         return Outcome(dense(places[chosen], exact.numpy()[chosen], d), sent)
 
-    def reduce(self, memory: State, bodies: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[State, Tensor]:
+    def reduce(
+        self, memory: State, payloads: Sequence[Tensor], weights: Sequence[float], d: int
+    ) -> tuple[State, Tensor]:
         """At a server: what the sum of the sketches says."""
-        table, cells = self.together(bodies, weights, d)
+        table, cells = self.together(payloads, weights, d)
         return memory, dense(*recovered(cells, table, d, self.k(d)), d)

@@ -20,14 +20,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.base.code import kept
-from ashl.compression.base.select import largest_of_rows
-from ashl.compression.base.sparsifier import DENSE, SPARSE, Selection, Share
-from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.common.code import kept
+from ashl.compression.common.select import largest_of_rows
+from ashl.compression.common.sparsifier import DENSE, SPARSE, Selection, Share
+from ashl.compression.contract import EncodeContext, PayloadError, Traits
 from ashl.compression.wire.arrays import Array, as_index, beside, holds, joined, read
 from ashl.compression.wire.bits import pack, packed_bytes, unpack
-from ashl.compression.wire.body import Parts
 from ashl.compression.wire.index_code import width
+from ashl.compression.wire.payload_format import Parts
 from ashl.compression.wire.value_code import value_bound
 from ashl.option import Count, option
 
@@ -37,7 +37,7 @@ class SparseLoCo(Selection, Share):
     """Keeps a share of each chunk."""
 
     code: ClassVar[int] = 61
-    flags: ClassVar[Flags] = Flags(contraction=True)
+    traits: ClassVar[Traits] = Traits(contraction=True)
     chunk: Annotated[Count, Field(le=2**20)]
 
     def kept(self, ratio: float | None, d: int) -> int:
@@ -55,18 +55,18 @@ class SparseLoCo(Selection, Share):
     def place_bytes(self, k: int, d: int) -> int:
         return 4 + packed_bytes(k, width(self.chunk))
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
-        each, d = self.each(turn.ratio), len(x)
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
+        each, d = self.each(context.ratio), len(x)
         k = self.total(each, d)
         if self.form(k, d) != SPARSE:
-            return self.parts_of(x, k, None, None, turn)
+            return self.parts_of(x, k, None, None, context)
         whole = d - d % self.chunk
         columns = [largest_of_rows(x[:whole].reshape(-1, self.chunk), each).reshape(-1)] if whole else []
         if d > whole:
             columns.append(largest_of_rows(x[None, whole:], k - whole // self.chunk * each)[0])
         inside = joined(columns)
         coded = joined([beside(x, np.array([each], "<u4").view(np.uint8)), pack(inside, width(self.chunk))])
-        return self.parts_of(x, k, x[inside + self.starts(x, each, k)], coded, turn)
+        return self.parts_of(x, k, x[inside + self.starts(x, each, k)], coded, context)
 
     def starts(self, like: Array, each: int, k: int) -> Array:
         """Where the chunk of each of the k values begins."""
@@ -76,15 +76,15 @@ class SparseLoCo(Selection, Share):
     def read_places(self, buffer: Array, k: int, d: int) -> Array:
         each = int.from_bytes(read(buffer[:4]).tobytes(), "little")
         if len(buffer) != self.place_bytes(k, d) or not 1 <= each <= self.chunk or self.total(each, d) != k:
-            raise BodyError(f"{k} places in chunks of {self.chunk} came as {each} each in {len(buffer)} bytes")
+            raise PayloadError(f"{k} places in chunks of {self.chunk} came as {each} each in {len(buffer)} bytes")
         places = as_index(unpack(buffer[4:], width(self.chunk), k))
         inside = (places < self.chunk).all()
         places += self.starts(places, each, k)
         if not holds(inside & (places[-1] < d) & (places[1:] > places[:-1]).all()):
-            raise BodyError(f"the places that came are not {k} ascending numbers below {d}")
+            raise PayloadError(f"the places that came are not {k} ascending numbers below {d}")
         return places
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.size(self.kept(ratio, d), d)
 
     def bound(self, ratio: float | None, d: int) -> float:

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.code import Sparse
-from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.common.code import Sparse
+from ashl.compression.contract import EncodeContext, PayloadError, Traits
 from ashl.compression.wire.arrays import Array, as_bytes, holds, looked_up, ops, read, where_true
 from ashl.compression.wire.bits import BLOCK, pack, pack_truths, packed_bytes, unpack, unpack_truths
-from ashl.compression.wire.body import HEADER, Parts, typed
 from ashl.compression.wire.index_code import index_bytes, read_indices, write_indices
+from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Positive, option
 
 WORDS, INDICES, DENSE = 0, 1, 2  # forms of a body
@@ -39,12 +39,12 @@ class Strom(Sparse, Wrappers):
 
     code: ClassVar[int] = 30
     on_host: ClassVar[bool] = False
-    flags: ClassVar[Flags] = Flags(drains=True, variable=True)
+    traits: ClassVar[Traits] = Traits(drains=True, variable=True)
     threshold: Positive
     indices: Literal["words", "int32", "packed", "bitmap", "golomb"]
     dense: bool
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
         places, finite = beyond(x, self.threshold)
         scales = np.array([self.threshold if finite else np.nan], "<f4")
         negative = x[places] < 0
@@ -64,19 +64,19 @@ class Strom(Sparse, Wrappers):
             _expect(parts, packed_bytes(d, 2), indices=False)
             codes = unpack(parts.values, 2, d)
             if not holds(codes.max() <= 2):
-                raise BodyError("an element of two bits is 3, where 0, 1 and 2 were expected")
+                raise PayloadError("an element of two bits is 3, where 0, 1 and 2 were expected")
             return slice(None), looked_up(np.array([0, tau, -tau], np.float32), codes)
         if form == WORDS:
             _expect(parts, 4 * k, indices=False)
             words = typed(parts.values, "<i4", k, "words")
             return read_indices("int32", as_bytes(words & SIGN - 1), k, d), either(words < 0, tau)
         if form != INDICES or self.indices == "words":
-            raise BodyError(f"what came is no vector of thresholds: form {form}, {k} values of {d}")
+            raise PayloadError(f"what came is no vector of thresholds: form {form}, {k} values of {d}")
         _expect(parts, -(-k // 8), indices=True)
         negative = unpack_truths(parts.values, k)
         return read_indices(self.indices, parts.indices, k, d), either(negative, tau)
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + packed_bytes(d, 2)
 
     def bound(self, ratio: float | None, d: int) -> float:
@@ -110,4 +110,4 @@ def beyond(x: Array, threshold: float) -> tuple[Array, bool]:
 
 def _expect(parts: Parts, size: int, indices: bool) -> None:
     if len(parts.values) != size or (len(parts.indices) and not indices):
-        raise BodyError(f"{len(parts.values)} and {len(parts.indices)} bytes of {parts.count} signs came")
+        raise PayloadError(f"{len(parts.values)} and {len(parts.indices)} bytes of {parts.count} signs came")

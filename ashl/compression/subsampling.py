@@ -13,11 +13,11 @@ Source: Konečný and Richtárik, "Randomized Distributed Mean Estimation: Accur
 import math
 from typing import ClassVar
 
-from ashl.compression.base.seeded import Seeded
-from ashl.compression.base.sparsifier import DENSE
-from ashl.compression.contract import Flags, Turn
+from ashl.compression.common.seeded import Seeded
+from ashl.compression.common.sparsifier import DENSE
+from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.body import Parts
+from ashl.compression.wire.payload_format import Parts
 from ashl.compression.wire.value_code import value_bound
 from ashl.option import option
 
@@ -30,13 +30,13 @@ class Subsampling(Seeded):
     shared: bool
 
     @property
-    def flags(self) -> Flags:
+    def traits(self) -> Traits:
         exact = self.values == "fp32"
-        return Flags(unbiased=exact, linear=exact and self.shared)
+        return Traits(unbiased=exact, linear=exact and self.shared)
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
-        rng = turn.shared() if self.shared else turn.stream()
-        return self.drawn(x, rng, turn, scale=len(x) / self.kept(turn.ratio, len(x)))
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
+        rng = context.shared() if self.shared else context.stream()
+        return self.drawn(x, rng, context, scale=len(x) / self.kept(context.ratio, len(x)))
 
     def bound(self, ratio: float | None, d: int) -> float:
         k = self.kept(ratio, d)

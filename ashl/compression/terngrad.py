@@ -27,29 +27,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.around.layers import slices
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.code import Code
+from ashl.compression.common.code import Code
 from ashl.compression.contract import (
-    TURN,
+    ENCODE_CONTEXT,
     Codec,
     CodecInput,
     Collective,
-    Flags,
+    EncodeContext,
     Layout,
     Outcome,
     State,
     Team,
-    Turn,
+    Traits,
     size_of,
 )
 from ashl.compression.wire.arrays import Array, array_of, beside, bytes_of, joined, read, tensor_of
 from ashl.compression.wire.bits import BLOCK, blocks, pack, unpack
-from ashl.compression.wire.body import HEADER, Parts, typed
-from ashl.compression.wire.dither import dither_of
 from ashl.compression.wire.entropy_code import EntropyCode
 from ashl.compression.wire.levels import ends_of, level_bytes, packed, unpacked, whole
-from ashl.compression.wire.trits import read_ternary, ternary, trit_bytes, write_ternary
+from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.stochastic_rounding import rounding_noise
+from ashl.compression.wire.ternary_packing import read_ternary, round_ternary, ternary_nbytes, write_ternary
+from ashl.compression.wrappers.layers import slices
+from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Positive, option
 
 WIDTHS = (2, 4, 8, 16)  # of the sums of ternaries
@@ -67,19 +67,19 @@ class TernGrad(Code, Wrappers):
     entropy: EntropyCode
 
     @property
-    def flags(self) -> Flags:
-        return Flags(unbiased=self.clip_sigmas is None, variable=self.entropy != "none")
+    def traits(self) -> Traits:
+        return Traits(unbiased=self.clip_sigmas is None, variable=self.entropy != "none")
 
     def shaped(self, layout: Layout) -> Codec:
         """The codec for a model's layers; layers without a shared scale are kept apart around it."""
         sizes = tuple(layer.size for layer in layout) if self.layers else (size_of(layout),)
         return SharedScale(self, sizes) if self.shared_scale else self
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
-        top, dither, beyond = self.top(x), dither_of(x, turn.words(), 1), self.beyond
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
+        top, noise, beyond = self.top(x), rounding_noise(x, context.words(), 1), self.beyond
         if self.entropy == "none":
-            return Parts(len(x), write_ternary(x, top, dither, beyond), scales=top)
-        numbers = (ternary(x[where], top, dither, where.start, beyond) for where in pieces(x))
+            return Parts(len(x), write_ternary(x, top, noise, beyond), scales=top)
+        numbers = (round_ternary(x[where], top, noise, where.start, beyond) for where in pieces(x))
         return Parts(len(x), packed(len(x), 2, numbers, self.entropy), scales=top)
 
     def unpack(self, parts: Parts, d: int) -> Array:
@@ -93,8 +93,8 @@ class TernGrad(Code, Wrappers):
 
         return unpacked(whole(parts, d), d, min(BLOCK // 8, d), 2, meant, self.entropy)
 
-    def payload(self, ratio: float | None, d: int) -> int:
-        return HEADER.size + 4 + (trit_bytes(d) if self.entropy == "none" else level_bytes(d, 2, self.entropy))
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
+        return HEADER.size + 4 + (ternary_nbytes(d) if self.entropy == "none" else level_bytes(d, 2, self.entropy))
 
     def bound(self, ratio: float | None, d: int) -> float:
         return (d**0.5 - 1) / 2 + (self.clip_sigmas is not None)
@@ -124,17 +124,17 @@ class SharedScale(Collective):
     sizes: tuple[int, ...]  # of the parts with an m each
 
     @property
-    def flags(self) -> Flags:
-        return self.codec.flags
+    def traits(self) -> Traits:
+        return self.codec.traits
 
-    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
-        return self.codec.encode(sender, x, turn)
+    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
+        return self.codec.encode(sender, x, context)
 
-    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
-        return self.codec.decode(receiver, body, d)
+    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
+        return self.codec.decode(receiver, payload, d)
 
-    def payload(self, ratio: float | None, d: int) -> int:
-        return self.codec.payload(ratio, d)
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
+        return self.codec.encoded_nbytes(ratio, d)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return self.codec.bound(ratio, d)
@@ -147,7 +147,7 @@ class SharedScale(Collective):
         if team.lost:
             return Outcome(torch.zeros_like(x))
         tops = np.max([one.clone().numpy().view(np.float32) for one in all_tops], axis=0)
-        words = await team.compute(partial(self.words, x, tops, source.turn, team.size), work=1)
+        words = await team.compute(partial(self.words, x, tops, source.context, team.size), work=1)
         total = await team.all_reduce(words)
         return Outcome(await team.compute(partial(self.update, total, tops, team.size)))
 
@@ -159,13 +159,13 @@ class SharedScale(Collective):
         """m of each part."""
         return np.concatenate([read(self.codec.top(array_of(x[part]))) for part in slices(self.sizes)])
 
-    def words(self, x: Tensor, tops: np.ndarray, turn: Turn, workers: int) -> Tensor:
+    def words(self, x: Tensor, tops: np.ndarray, context: EncodeContext, workers: int) -> Tensor:
         """int32: the ternaries of all parts, as numbers 0, 1 and 2 with room for the sum over all workers."""
         array, numbers = array_of(x), []
         for i, part in enumerate(slices(self.sizes)):
             one = array[part]
-            dither = dither_of(one, turn.words(i), 1)
-            numbers.append(ternary(one, beside(one, tops[i : i + 1]), dither, beyond=self.codec.beyond))
+            noise = rounding_noise(one, context.words(i), 1)
+            numbers.append(round_ternary(one, beside(one, tops[i : i + 1]), noise, beyond=self.codec.beyond))
         stream = pack(joined(numbers), sum_width(workers))
         return tensor_of(joined([stream, beside(stream, np.zeros(-len(stream) % 4, np.uint8))])).view(torch.int32)
 

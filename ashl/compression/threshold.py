@@ -15,11 +15,11 @@ Communication", AAAI 2020, and Sahu et al., "Rethinking Gradient Sparsification 
 
 from typing import ClassVar
 
-from ashl.compression.base.select import reaching
-from ashl.compression.base.sparsifier import Indexed
-from ashl.compression.contract import Flags, Turn
+from ashl.compression.common.select import reaching
+from ashl.compression.common.sparsifier import Indexed
+from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.body import Parts
+from ashl.compression.wire.payload_format import Parts
 from ashl.option import Positive, option
 
 
@@ -28,14 +28,14 @@ class Threshold(Indexed):
     """Keeps what is large."""
 
     code: ClassVar[int] = 54
-    promises: ClassVar[Flags] = Flags(drains=True, variable=True)
+    promises: ClassVar[Traits] = Traits(drains=True, variable=True)
     threshold: Positive
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
         places = reaching(x, self.threshold)
-        return self.written(x, len(places), places, turn)
+        return self.written(x, len(places), places, context)
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.room(d, d)
 
     def bound(self, ratio: float | None, d: int) -> float:

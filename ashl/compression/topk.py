@@ -14,11 +14,11 @@ et al., "Sparsified SGD with Memory", NeurIPS 2018.
 
 from typing import ClassVar
 
-from ashl.compression.base.select import largest
-from ashl.compression.base.sparsifier import SPARSE, Sparsifier
-from ashl.compression.contract import Flags, Turn
+from ashl.compression.common.select import largest
+from ashl.compression.common.sparsifier import SPARSE, Sparsifier
+from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.body import Parts
+from ashl.compression.wire.payload_format import Parts
 from ashl.option import option
 
 
@@ -27,8 +27,8 @@ class TopK(Sparsifier):
     """Keeps a share of the elements."""
 
     code: ClassVar[int] = 2
-    promises: ClassVar[Flags] = Flags(contraction=True)
+    promises: ClassVar[Traits] = Traits(contraction=True)
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
-        k = self.kept(turn.ratio, len(x))
-        return self.written(x, k, largest(x, k) if self.form(k, len(x)) == SPARSE else None, turn)
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
+        k = self.kept(context.ratio, len(x))
+        return self.written(x, k, largest(x, k) if self.form(k, len(x)) == SPARSE else None, context)

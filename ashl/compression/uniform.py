@@ -14,15 +14,15 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.code import Code
-from ashl.compression.contract import Flags, Turn
+from ashl.compression.common.code import Code
+from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.wire.arrays import Array, over
 from ashl.compression.wire.bits import BLOCK
-from ashl.compression.wire.body import HEADER, Parts, typed
-from ashl.compression.wire.dither import dither_of, rounded
 from ashl.compression.wire.entropy_code import EntropyCode
 from ashl.compression.wire.levels import ends_of, level_bytes, packed, rows_of, spread, unpacked, whole
+from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.stochastic_rounding import round_to_uint8, rounding_noise
+from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Number, option
 
 ROW = BLOCK // 8  # eight rows are a block, see `levels.row_step`
@@ -40,15 +40,15 @@ class StochasticUniform(Code, Wrappers):
     entropy: EntropyCode
 
     @property
-    def flags(self) -> Flags:
-        return Flags(unbiased=True, variable=self.entropy != "none")
+    def traits(self) -> Traits:
+        return Traits(unbiased=True, variable=self.entropy != "none")
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
         ends, top, row = ends_of(x)[None], self.levels - 1, min(ROW, len(x))
-        dither = dither_of(x, turn.words(), top)
+        noise = rounding_noise(x, context.words(), top)
 
         def numbers(where: slice, block: Array) -> Array:
-            return rounded(placed(block, ends, top * dither.unit), dither, where.start * row)
+            return round_to_uint8(placed(block, ends, top * noise.unit), noise, where.start * row)
 
         blocks = (numbers(where, block) for where, block in rows_of(x, row))
         return Parts(len(x), packed(len(x), top, blocks, self.entropy), scales=ends)
@@ -58,7 +58,7 @@ class StochasticUniform(Code, Wrappers):
         row = min(ROW, d)
         return unpacked(whole(parts, d), d, row, top, lambda _, block: between(block, ends, top), self.entropy)
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 8 + level_bytes(d, self.levels - 1, self.entropy)
 
     def bound(self, ratio: float | None, d: int) -> float:

@@ -23,9 +23,8 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.around.feedback import rescaled
-from ashl.compression.base.code import Sparse
-from ashl.compression.contract import TURN, BodyError, Flags, Layout, Turn, size_of
+from ashl.compression.common.code import Sparse
+from ashl.compression.contract import ENCODE_CONTEXT, EncodeContext, Layout, PayloadError, Traits, size_of
 from ashl.compression.wire.arrays import (
     Array,
     array_of,
@@ -39,7 +38,8 @@ from ashl.compression.wire.arrays import (
     wide,
 )
 from ashl.compression.wire.bits import pack
-from ashl.compression.wire.body import HEADER, Parts, typed, write_body
+from ashl.compression.wire.payload_format import HEADER, Parts, typed, write_payload
+from ashl.compression.wrappers.feedback import rescaled
 from ashl.errors import UsageError
 from ashl.option import Count, Fraction, Number, option
 
@@ -64,7 +64,7 @@ class Variance(Sparse):
 
     code: ClassVar[int] = 101
     on_host: ClassVar[bool] = False
-    flags: ClassVar[Flags] = Flags(variable=True)
+    traits: ClassVar[Traits] = Traits(variable=True)
     estimator: ClassVar[str] = "moments"
     alpha: Annotated[float, Number, Field(ge=1, allow_inf_nan=False)]
     zeta: Fraction
@@ -79,16 +79,18 @@ class Variance(Sparse):
             )
         return self
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + 4 * d
 
-    def encode(self, sender: Waiting | None, x: Tensor, turn: Turn = TURN) -> tuple[Waiting, Tensor]:
+    def encode(
+        self, sender: Waiting | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[Waiting, Tensor]:
         old = sender or Waiting()
         g = array_of(x)
-        fresh = ops(g).zeros_like(g) if turn.squares is None else array_of(turn.squares)
+        fresh = ops(g).zeros_like(g) if context.squares is None else array_of(context.squares)
         with np.errstate(over="ignore", invalid="ignore"):
-            sums = g + self._kept(old.error, old.lr, turn.lr, 1)
-            squares = fresh + self._kept(old.squares, old.lr, turn.lr, 2)
+            sums = g + self._kept(old.error, old.lr, context.lr, 1)
+            squares = fresh + self._kept(old.squares, old.lr, context.lr, 2)
             # Not «greater than»: what is no number has to be sent.
             places = where_true(~(wide(sums) ** 2 <= self.alpha * wide(squares)))
             top, signs, steps = rounded(sums[places])
@@ -97,8 +99,8 @@ class Variance(Sparse):
             values = sums[places]
             squares *= self.zeta
             sums[places] = squares[places] = 0
-        after = Waiting(*map(tensor_of, (sums, squares, places, values)), lr=turn.lr)
-        return after, write_body(self.code, x.numel(), Parts(len(places), pack(words | places, 32), scales=top))
+        after = Waiting(*map(tensor_of, (sums, squares, places, values)), lr=context.lr)
+        return after, write_payload(self.code, x.numel(), Parts(len(places), pack(words | places, 32), scales=top))
 
     def unpack(self, parts: Parts, d: int) -> Any:
         top = typed(read(parts.scales), "<f4", 1, "scales")
@@ -106,14 +108,14 @@ class Variance(Sparse):
         places = as_index(words & 2**PLACE_BITS - 1)
         sound = not len(places) or holds((places[-1] < d) & (places[1:] > places[:-1]).all())
         if parts.form or len(parts.indices) or not sound:
-            raise BodyError(f"the places that came are not {parts.count} ascending numbers below {d}")
+            raise PayloadError(f"the places that came are not {parts.count} ascending numbers below {d}")
         levels = np.ldexp(top, -np.arange(SMALLEST + 1, dtype=np.int32))
         return places, looked_up(np.concatenate([levels, -levels]), words >> PLACE_BITS & 2 * SMALLEST + 1)
 
     def residual(self, sender: Waiting | None) -> Tensor | None:
         return sender and sender.error
 
-    def undo(self, sender: Waiting, body: Tensor) -> Waiting:
+    def restore_dropped(self, sender: Waiting, payload: Tensor) -> Waiting:
         assert sender.error is not None
         sums = sender.error.clone()
         sums[sender.places] = sender.values

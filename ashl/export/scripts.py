@@ -13,14 +13,14 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ashl.compression.base.sparsifier import SPARSE
+from ashl.compression.common.sparsifier import SPARSE
 from ashl.compression.topk import TopK
 from ashl.config.construct import arguments
 from ashl.errors import UsageError, parsed
 from ashl.learn.device import HOST
 from ashl.model.plain import PlainModel
 from ashl.optimizer.schedule import Scheduled, with_horizon
-from ashl.overlap.chain import bare, joined
+from ashl.overlap.timeline import merge_buckets, untimed_timeline
 from ashl.plan.files import read_plan
 from ashl.plan.plan import Plan
 from ashl.planning.instantiate import Job, assemble, layer_groups
@@ -128,7 +128,7 @@ def template_values(plan: Plan, job: Job) -> dict[str, Any]:
     assert isinstance(inner, Scheduled)
     warmup, horizon = (stage.epoch_samples * (epochs or 0) for epochs in (inner.warmup_epochs, inner.horizon_epochs))
     groups = layer_groups(plan)
-    counts = (len(groups),) if own.overlap.serial else own.overlap.messages(bare(groups))
+    counts = (len(groups),) if own.overlap.serial else own.overlap.messages(untimed_timeline(groups))
     sent: list[int] = []
     if isinstance(own.compression, TopK):
         # A worker sends its whole update if values and indices would take no fewer bytes.
@@ -145,7 +145,7 @@ def template_values(plan: Plan, job: Job) -> dict[str, Any]:
         "call_of": call_of,
         "steps": steps_in_round(job),
         "weights": [round(weight, 9) for weight in stage.weights(stage.workers)],
-        "messages": [4 * (part.stop - part.start) for part in reversed(joined(groups, counts))],
+        "messages": [4 * (part.stop - part.start) for part in reversed(merge_buckets(groups, counts))],
         "sent": sent,
         "differences": stage.sync.exchange == "difference",
     }

@@ -40,7 +40,7 @@ class HeLoCo(MLA):
     turn: NonNegative
     kappa: NonNegative
 
-    def for_layers(self, layers: Layers) -> HeLoCo:
+    def codec_for_layers(self, layers: Layers) -> HeLoCo:
         shaped = copy(self)
         object.__setattr__(shaped, "_layers", tuple(layers))
         return shaped

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ashl.option import Contract
-from ashl.overlap.chain import Chain, Part
+from ashl.overlap.timeline import Bucket, StepTimeline
 
 
 class Overlap(Contract, group="overlap", strict=True):
@@ -15,8 +15,10 @@ class Overlap(Contract, group="overlap", strict=True):
     serial: ClassVar[bool] = False  # whether the gradient goes in one piece, once backward is over
     compresses: ClassVar[bool] = False  # whether a codec works in each message by itself, instead of not at all
     ratio: ClassVar[tuple[float, ...] | str | None] = None  # the kept share of each message; None = compression.ratio
-    crosses: ClassVar[bool] = False  # whether the next forward pass begins before all sums are in
-    halves: ClassVar[bool] = False  # ... and sums are scattered during backward, and gathered during that
+    overlaps_next_forward: ClassVar[bool] = False  # whether the next forward pass begins before all sums are in
+    reduce_scatter_all_gather: ClassVar[bool] = (
+        False  # ... and sums are scattered during backward, and gathered during that
+    )
     pulls: ClassVar[bool] = False  # ... at a parameter server, whose model comes back in parts
     by_slice: ClassVar[bool] = False  # ... which merges each slice once it has come from all, and sends it back at once
     fragments: ClassVar[int] = 0  # into how many the model is cut, each exchanged by itself; 0 = it is exchanged whole
@@ -33,11 +35,11 @@ class Overlap(Contract, group="overlap", strict=True):
         """The kept share of each message as planned; None = of all that of the whole update."""
         return self.ratio if isinstance(self.ratio, tuple) else None
 
-    def messages(self, chain: Chain) -> tuple[int, ...]:
+    def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         """How many layer groups each message holds, in the order in which backward comes to them. Raises UsageError."""
         raise NotImplementedError
 
-    def cuts(self, message: Part) -> list[tuple[int, int]]:
+    def cuts(self, message: Bucket) -> list[tuple[int, int]]:
         """Which elements of a message travel together, as (start, stop) within it."""
         return [(0, message.stop - message.start)]
 
@@ -46,11 +48,11 @@ class Overlap(Contract, group="overlap", strict=True):
         """How many slices may be committed at once, none of which is overtaken."""
         return 0
 
-    def step_ns(self, chain: Chain) -> int:
+    def step_ns(self, timeline: StepTimeline) -> int:
         """How long a step and its exchange take in the long run."""
-        return chain.end_ns(self.messages(chain), self.shares) + chain.answer_ns
+        return timeline.end_ns(self.messages(timeline), self.shares) + timeline.answer_ns
 
-    def planned(self, chain: Chain) -> Overlap:
+    def planned(self, timeline: StepTimeline) -> Overlap:
         """The same with its plan made, as it stands in plan.json: alike on all ranks."""
         return self
 
@@ -66,8 +68,8 @@ class Delayed(Overlap, contract=True):
     needs_steps: ClassVar[bool] = False  # whether it makes sense of local steps only, and not of gradients
     steps_ahead: ClassVar[bool] = False  # whether workers take outer steps of their own on what has not landed
 
-    def messages(self, chain: Chain) -> tuple[int, ...]:
-        return (len(chain.ready_ns),)
+    def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
+        return (len(timeline.ready_ns),)
 
     def border(self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]) -> tuple[Any, Any]:
         """Between two pieces of local steps: (what is exchanged of the one that is done, the model that the next one

@@ -18,25 +18,29 @@ from itertools import accumulate
 from typing import ClassVar, Literal
 
 from ashl.option import option
-from ashl.overlap.chain import Chain
 from ashl.overlap.contract import Overlap
 from ashl.overlap.merged import CAPS, Counts, as_listed, by_bytes, optimal
+from ashl.overlap.timeline import StepTimeline
 
 
 class Crossing(Overlap, contract=True):
     """Sums that may go on under the next forward pass."""
 
-    crosses: ClassVar[bool] = True
+    overlaps_next_forward: ClassVar[bool] = True
     plan: ClassVar[tuple[int, ...] | str] = "layers"
 
-    def messages(self, chain: Chain) -> tuple[int, ...]:
+    def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         if not isinstance(self.plan, str):
-            return as_listed(self.plan, len(chain.ready_ns))
+            return as_listed(self.plan, len(timeline.ready_ns))
         if self.plan == "bytes":
-            return by_bytes(chain, (CAPS[1], CAPS[1]))
-        return min(plans(chain), key=lambda plan: self.whole_ns(chain, plan)) if self.plan == "tuned" else each(chain)
+            return by_bytes(timeline, (CAPS[1], CAPS[1]))
+        return (
+            min(plans(timeline), key=lambda plan: self.whole_ns(timeline, plan))
+            if self.plan == "tuned"
+            else each(timeline)
+        )
 
-    def whole_ns(self, chain: Chain, messages: tuple[int, ...]) -> int:
+    def whole_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
         """How long a step takes in the long run with these messages in one piece each."""
         raise NotImplementedError
 
@@ -51,40 +55,41 @@ class TwoWay(Crossing, contract=True):
     def timed(self) -> bool:
         return self.plan == "tuned"
 
-    def up_ns(self, chain: Chain, nbytes: int) -> int:
+    def up_ns(self, timeline: StepTimeline, nbytes: int) -> int:
         """What so many bytes take on their way up; they come back at `chain.half_ns`."""
         raise NotImplementedError
 
-    def step_ns(self, chain: Chain) -> int:
-        return self.whole_ns(chain, self.messages(chain))
+    def step_ns(self, timeline: StepTimeline) -> int:
+        return self.whole_ns(timeline, self.messages(timeline))
 
-    def whole_ns(self, chain: Chain, messages: tuple[int, ...]) -> int:
-        return took_ns(chain, messages, partial(self.up_ns, chain))
+    def whole_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
+        return took_ns(timeline, messages, partial(self.up_ns, timeline))
 
-    def planned(self, chain: Chain) -> TwoWay:
-        return replace(self, plan=self.messages(chain))
+    def planned(self, timeline: StepTimeline) -> TwoWay:
+        return replace(self, plan=self.messages(timeline))
 
 
-def took_ns(chain: Chain, messages: Sequence[int], up_ns: Callable[[int], int]) -> int:
+def took_ns(timeline: StepTimeline, messages: Sequence[int], up_ns: Callable[[int], int]) -> int:
     """How long a step takes in the long run whose messages go up at this cost as they are ready, and come back at that
     of a half once all have gone."""
     ends, now = list(accumulate(messages)), 0
-    sizes = [sum(chain.nbytes[end - n : end]) for end, n in zip(ends, messages, strict=True)]
+    sizes = [sum(timeline.nbytes[end - n : end]) for end, n in zip(ends, messages, strict=True)]
     for end, size in zip(ends, sizes, strict=True):
-        now = max(now, chain.ready_ns[end - 1]) + up_ns(size)
-    done = accumulate((chain.half_ns(size) for size in reversed(sizes)), initial=now)
-    return chain.period_ns(list(done)[:0:-1], messages)
+        now = max(now, timeline.ready_ns[end - 1]) + up_ns(size)
+    done = accumulate((timeline.half_ns(size) for size in reversed(sizes)), initial=now)
+    return timeline.period_ns(list(done)[:0:-1], messages)
 
 
-def each(chain: Chain) -> tuple[int, ...]:
+def each(timeline: StepTimeline) -> tuple[int, ...]:
     """A message for each layer group."""
-    return (1,) * len(chain.ready_ns)
+    return (1,) * len(timeline.ready_ns)
 
 
-def plans(chain: Chain) -> list[tuple[int, ...]]:
+def plans(timeline: StepTimeline) -> list[tuple[int, ...]]:
     """Those that are tried, the ones of fewest messages first."""
-    n = len(chain.nbytes)
-    caps = {sum(chain.nbytes[i:j]) for i in range(n) for j in range(i + 1, n + 1)}
+    n = len(timeline.nbytes)
+    caps = {sum(timeline.nbytes[i:j]) for i in range(n) for j in range(i + 1, n + 1)}
     return sorted(
-        {each(chain), optimal(chain), *(by_bytes(chain, (cap, cap)) for cap in caps)}, key=lambda p: (len(p), p)
+        {each(timeline), optimal(timeline), *(by_bytes(timeline, (cap, cap)) for cap in caps)},
+        key=lambda p: (len(p), p),
     )

@@ -16,15 +16,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ashl.option import option
-from ashl.overlap.chain import Chain
 from ashl.overlap.crossing import TwoWay
+from ashl.overlap.timeline import StepTimeline
 
 
 @option
 class DeAR(TwoWay):
     """Half of each sum under the backward pass, the other half under the next forward pass."""
 
-    halves: ClassVar[bool] = True
+    reduce_scatter_all_gather: ClassVar[bool] = True
 
-    def up_ns(self, chain: Chain, nbytes: int) -> int:
-        return chain.half_ns(nbytes)
+    def up_ns(self, timeline: StepTimeline, nbytes: int) -> int:
+        return timeline.half_ns(nbytes)

@@ -33,9 +33,9 @@ from typing import ClassVar, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Ratio, option
-from ashl.overlap.chain import Chain, Compressed
 from ashl.overlap.contract import Overlap
 from ashl.overlap.merged import Counts, as_listed, greedy, optimal
+from ashl.overlap.timeline import CompressedTimeline, StepTimeline
 
 
 @option
@@ -52,23 +52,23 @@ class Layerwise(Overlap):
     def timed(self) -> bool:
         return self.plan in ("greedy", "optimal") or self.ratio == "adaptive"
 
-    def messages(self, chain: Chain) -> tuple[int, ...]:
+    def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         if not isinstance(self.plan, str):
-            return as_listed(self.plan, len(chain.ready_ns))
-        each = (1,) * len(chain.ready_ns)
-        return each if self.plan == "none" else {"greedy": greedy, "optimal": optimal}[self.plan](chain)
+            return as_listed(self.plan, len(timeline.ready_ns))
+        each = (1,) * len(timeline.ready_ns)
+        return each if self.plan == "none" else {"greedy": greedy, "optimal": optimal}[self.plan](timeline)
 
-    def planned(self, chain: Chain) -> Layerwise:
-        messages, ratio = self.messages(chain), self.ratio
+    def planned(self, timeline: StepTimeline) -> Layerwise:
+        messages, ratio = self.messages(timeline), self.ratio
         if ratio == "adaptive":
-            assert isinstance(chain, Compressed)
-            assert chain.ratio is not None
-            if chain.ratio > self.max_ratio:
+            assert isinstance(timeline, CompressedTimeline)
+            assert timeline.ratio is not None
+            if timeline.ratio > self.max_ratio:
                 raise UsageError(
-                    f"compression.ratio={chain.ratio:g} is the least that overlap.ratio=adaptive keeps, and "
+                    f"compression.ratio={timeline.ratio:g} is the least that overlap.ratio=adaptive keeps, and "
                     f"overlap.max_ratio={self.max_ratio:g} the most; give the least first"
                 )
-            ratio = hidden(chain, messages, chain.ratio, self.max_ratio)
+            ratio = hidden(timeline, messages, timeline.ratio, self.max_ratio)
         elif ratio is not None and len(ratio) != len(messages):
             raise UsageError(
                 f"overlap.ratio lists {len(ratio)} and there are {len(messages)} messages; give a kept share for each, "
@@ -77,16 +77,16 @@ class Layerwise(Overlap):
         return replace(self, plan=messages, ratio=ratio)
 
 
-def hidden(chain: Chain, messages: Sequence[int], least: float, most: float) -> tuple[float, ...]:
+def hidden(timeline: StepTimeline, messages: Sequence[int], least: float, most: float) -> tuple[float, ...]:
     """How much of each message is kept, so that it has ended when the next one is ready."""
     ratios, end, bounds = [], 0, [0, *accumulate(messages)]
     for place, (first, last) in enumerate(pairwise(bounds)):
-        begin, ratio, elements = max(end, chain.ready_ns[last - 1]), least, sum(chain.nbytes[first:last]) // 4
+        begin, ratio, elements = max(end, timeline.ready_ns[last - 1]), least, sum(timeline.nbytes[first:last]) // 4
         if last < bounds[-1]:
-            due = chain.ready_ns[bounds[place + 2] - 1]
+            due = timeline.ready_ns[bounds[place + 2] - 1]
             counts = range(max(1, round(least * elements)), int(most * elements) + 1)
-            fit = bisect_right(counts, due, key=lambda k: begin + chain.cost(first, last, k / elements))
+            fit = bisect_right(counts, due, key=lambda k: begin + timeline.cost(first, last, k / elements))
             ratio = counts[fit - 1] / elements if fit else least
         ratios.append(ratio)
-        end = begin + chain.cost(first, last, ratio)
+        end = begin + timeline.cost(first, last, ratio)
     return tuple(ratios)

@@ -27,8 +27,8 @@ from pydantic import Field
 
 from ashl.errors import UsageError
 from ashl.option import Count, option
-from ashl.overlap.chain import Chain
 from ashl.overlap.contract import Overlap
+from ashl.overlap.timeline import StepTimeline
 
 MIB = 2**20
 CAPS = (MIB, 25 * MIB)  # of the first message, and of the others
@@ -45,13 +45,13 @@ class Merged(Overlap):
     def timed(self) -> bool:
         return self.plan in ("greedy", "optimal")
 
-    def messages(self, chain: Chain) -> tuple[int, ...]:
+    def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         if not isinstance(self.plan, str):
-            return as_listed(self.plan, len(chain.ready_ns))
-        return {"greedy": greedy, "optimal": optimal, "bytes": by_bytes}[self.plan](chain)
+            return as_listed(self.plan, len(timeline.ready_ns))
+        return {"greedy": greedy, "optimal": optimal, "bytes": by_bytes}[self.plan](timeline)
 
-    def planned(self, chain: Chain) -> Merged:
-        return replace(self, plan=self.messages(chain))
+    def planned(self, timeline: StepTimeline) -> Merged:
+        return replace(self, plan=self.messages(timeline))
 
 
 def as_listed(plan: tuple[int, ...], groups: int) -> tuple[int, ...]:
@@ -64,41 +64,41 @@ def as_listed(plan: tuple[int, ...], groups: int) -> tuple[int, ...]:
     return plan
 
 
-def greedy(chain: Chain) -> tuple[int, ...]:
+def greedy(timeline: StepTimeline) -> tuple[int, ...]:
     """MG-WFBP's plan."""
-    latency, messages = chain.cost_ns(0), []
+    latency, messages = timeline.cost_ns(0), []
     first = free = 0  # where the message under way begins, and when the channel is free for it
-    for group in range(1, len(chain.ready_ns)):
-        start = max(free, chain.ready_ns[group - 1])
-        if chain.ready_ns[group] >= start + latency:
-            free = start + chain.cost(first, group)
+    for group in range(1, len(timeline.ready_ns)):
+        start = max(free, timeline.ready_ns[group - 1])
+        if timeline.ready_ns[group] >= start + latency:
+            free = start + timeline.cost(first, group)
             messages.append(group - first)
             first = group
-    return (*messages, len(chain.ready_ns) - first)
+    return (*messages, len(timeline.ready_ns) - first)
 
 
-def optimal(chain: Chain) -> tuple[int, ...]:
+def optimal(timeline: StepTimeline) -> tuple[int, ...]:
     """The plan that ends first; of several the one whose last messages hold most.
 
     Where each message costs the step something, those of two messages, of three and so on are tried, until no plan ends
     sooner by what so many cost, or the best does with no more.
     """
-    n = len(chain.ready_ns)
-    if not (chain.split_ns or chain.part_ns):
-        return quickest(chain)
+    n = len(timeline.ready_ns)
+    if not (timeline.split_ns or timeline.part_ns):
+        return quickest(timeline)
     best: tuple[int, ...] = (n,)
     for count in range(2, n + 1):
-        split = chain.split(count)
+        split = timeline.split(count)
         bound = quickest(split)
-        if split.end_ns(bound) >= chain.end_ns(best):
+        if split.end_ns(bound) >= timeline.end_ns(best):
             break
-        if len(bound) <= count or not chain.part_ns:
+        if len(bound) <= count or not timeline.part_ns:
             return bound
-        best = min(best, quickest(split, count), key=chain.end_ns)
+        best = min(best, quickest(split, count), key=timeline.end_ns)
     return best
 
 
-def quickest(chain: Chain, messages: int | None = None) -> tuple[int, ...]:
+def quickest(timeline: StepTimeline, messages: int | None = None) -> tuple[int, ...]:
     """The plan of so many messages, or of any number, that ends first; what their number costs is in the chain.
 
     Who ends no later and lets computing stand no further back is no worse however it goes on, so that of the first j
@@ -106,15 +106,15 @@ def quickest(chain: Chain, messages: int | None = None) -> tuple[int, ...]:
     of the time until then, which who ends later computes meanwhile; where a message that begins later may end earlier,
     as it slows computing down by less, it is what it has still to do.
     """
-    n, waits = len(chain.ready_ns), chain.lost * chain.slowed > 1
+    n, waits = len(timeline.ready_ns), timeline.lost * timeline.slowed > 1
     counted, count = messages is not None, messages or 0
     fronts = {(0, 0): [Ending(0.0, 0.0, 0, 0, 0.0)]}  # of the first j groups in k messages; 0 = in any number
-    costs = {(i, j): chain.cost(i, j) for j in range(1, n + 1) for i in range(j)}
+    costs = {(i, j): timeline.cost(i, j) for j in range(1, n + 1) for i in range(j)}
     for j, k in product(range(1, n + 1), range(counted, count + 1)):
         found = list[Ending]()
         for i in range(j):
             for place, own in enumerate(fronts.get((i, k - counted), ())):
-                end, done = chain.after(own.end, own.done, j, costs[i, j])
+                end, done = timeline.after(own.end, own.done, j, costs[i, j])
                 found.append(Ending(end, -done if waits else end - done, i, place, done))
         front = fronts[j, k] = list[Ending]()
         for own in sorted(found):
@@ -138,10 +138,10 @@ class Ending(NamedTuple):
     done: float  # how far computing has come by then, in its own time
 
 
-def by_bytes(chain: Chain, caps: tuple[int, int] = CAPS) -> tuple[int, ...]:
+def by_bytes(timeline: StepTimeline, caps: tuple[int, int] = CAPS) -> tuple[int, ...]:
     """A message is full once it has reached its cap."""
     messages, count, held = [], 0, 0
-    for nbytes in chain.nbytes:
+    for nbytes in timeline.nbytes:
         count, held = count + 1, held + nbytes
         if held >= caps[min(len(messages), 1)]:
             messages.append(count)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ashl.option import option
-from ashl.overlap.chain import Chain
 from ashl.overlap.contract import Overlap
+from ashl.overlap.timeline import StepTimeline
 
 
 @option
@@ -20,5 +20,5 @@ class Serial(Overlap):
 
     serial: ClassVar[bool] = True
 
-    def messages(self, chain: Chain) -> tuple[int, ...]:
-        return (len(chain.ready_ns),)
+    def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
+        return (len(timeline.ready_ns),)

@@ -34,9 +34,9 @@ from itertools import accumulate
 from typing import ClassVar, Literal
 
 from ashl.option import Count, option
-from ashl.overlap.chain import Chain, Part
 from ashl.overlap.crossing import Crossing
 from ashl.overlap.merged import Counts
+from ashl.overlap.timeline import Bucket, StepTimeline
 
 LEAST, MOST = 1_000, 500  # parameters in a slice, and slices of a model, that are tried
 CREDITS = (1, 2, 4, 8)  # slices
@@ -61,62 +61,68 @@ class Priority(Crossing):
         assert self.credit != "auto"
         return self.credit
 
-    def cuts(self, message: Part) -> list[tuple[int, int]]:
+    def cuts(self, message: Bucket) -> list[tuple[int, int]]:
         assert self.slice != "auto"
         return in_slices(message, self.slice)
 
-    def step_ns(self, chain: Chain) -> int:
+    def step_ns(self, timeline: StepTimeline) -> int:
         assert self.slice != "auto"
-        messages = self.messages(chain)
-        return chain.period_ns(done_ns(chain, messages, 4 * self.slice, self.most_committed), messages)
+        messages = self.messages(timeline)
+        return timeline.period_ns(done_ns(timeline, messages, 4 * self.slice, self.most_committed), messages)
 
-    def whole_ns(self, chain: Chain, messages: tuple[int, ...]) -> int:
-        return chain.period_ns(done_ns(chain, messages, longest(chain, messages), 1), messages)
+    def whole_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
+        return timeline.period_ns(done_ns(timeline, messages, longest(timeline, messages), 1), messages)
 
-    def planned(self, chain: Chain) -> Priority:
-        made = replace(self, plan=self.messages(chain))
+    def planned(self, timeline: StepTimeline) -> Priority:
+        made = replace(self, plan=self.messages(timeline))
         if made.slice != "auto":
-            return made._with_credit(chain)
-        sizes = sizes_tried(chain, made.messages(chain))
-        return min((replace(made, slice=n)._with_credit(chain) for n in sizes), key=lambda one: one.step_ns(chain))
+            return made._with_credit(timeline)
+        sizes = sizes_tried(timeline, made.messages(timeline))
+        return min(
+            (replace(made, slice=n)._with_credit(timeline) for n in sizes), key=lambda one: one.step_ns(timeline)
+        )
 
-    def _with_credit(self, chain: Chain) -> Priority:
+    def _with_credit(self, timeline: StepTimeline) -> Priority:
         """With the largest credit that costs next to nothing."""
         if self.credit != "auto" or self.slice == "auto":
             return self
         made = [replace(self, credit=count) for count in CREDITS]
-        least = min(one.step_ns(chain) for one in made)
-        return max((one for one in made if one.step_ns(chain) <= WORTH * least), key=lambda one: one.most_committed)
+        least = min(one.step_ns(timeline) for one in made)
+        return max((one for one in made if one.step_ns(timeline) <= WORTH * least), key=lambda one: one.most_committed)
 
 
-def in_slices(message: Part, size: int) -> list[tuple[int, int]]:
+def in_slices(message: Bucket, size: int) -> list[tuple[int, int]]:
     """The elements [start, stop) of a message in slices of so many parameters, counted from its beginning."""
     count = message.stop - message.start
     return [(start, min(count, start + size)) for start in range(0, count, size)]
 
 
-def sizes_tried(chain: Chain, messages: Sequence[int]) -> list[int]:
+def sizes_tried(timeline: StepTimeline, messages: Sequence[int]) -> list[int]:
     """Parameters of a slice, the largest first."""
-    sizes = [longest(chain, messages) // 4]
-    while sizes[-1] > max(2 * LEAST, sum(chain.nbytes) // (2 * MOST)):
+    sizes = [longest(timeline, messages) // 4]
+    while sizes[-1] > max(2 * LEAST, sum(timeline.nbytes) // (2 * MOST)):
         sizes.append(sizes[-1] // 2)
     return sizes
 
 
-def longest(chain: Chain, messages: Sequence[int]) -> int:
+def longest(timeline: StepTimeline, messages: Sequence[int]) -> int:
     """Bytes of the longest message."""
-    return max(sum(chain.nbytes[end - count : end]) for end, count in zip(accumulate(messages), messages, strict=True))
+    return max(
+        sum(timeline.nbytes[end - count : end]) for end, count in zip(accumulate(messages), messages, strict=True)
+    )
 
 
-def done_ns(chain: Chain, messages: Sequence[int], slice_bytes: int, credit: int) -> list[int]:
+def done_ns(timeline: StepTimeline, messages: Sequence[int], slice_bytes: int, credit: int) -> list[int]:
     """When each message is in, of a step that has begun at 0: as the simulator has it, slice by slice, of which at most
     `credit` are committed at once. A server sends each slice back, and its word that it has one, which gives the credit
     back, behind those that are on their way."""
     ends = list(accumulate(messages))
-    sizes = [sum(chain.nbytes[end - count : end]) for end, count in zip(ends, messages, strict=True)]
-    down_ns, word_ns = (chain.half_ns, 2 * chain.latency_ns) if chain.answer_ns else (lambda nbytes: 0, 0)
+    sizes = [sum(timeline.nbytes[end - count : end]) for end, count in zip(ends, messages, strict=True)]
+    down_ns, word_ns = (timeline.half_ns, 2 * timeline.latency_ns) if timeline.answer_ns else (lambda nbytes: 0, 0)
     waiting: list[tuple[int, int, int]] = []  # heap: (place in forward, start, bytes)
-    coming = [(chain.ready_ns[end - 1], k, 0) for k, end in enumerate(ends)]  # heap: (when, message, slices given back)
+    coming = [
+        (timeline.ready_ns[end - 1], k, 0) for k, end in enumerate(ends)
+    ]  # heap: (when, message, slices given back)
     done, up, down, held = [0] * len(ends), 0, 0, 0
     while coming:
         now = coming[0][0]
@@ -128,7 +134,7 @@ def done_ns(chain: Chain, messages: Sequence[int], slice_bytes: int, credit: int
         while waiting and held < credit:
             place, _, nbytes = heappop(waiting)
             held += 1
-            up = max(up, now) + chain.cost_ns(nbytes)
+            up = max(up, now) + timeline.cost_ns(nbytes)
             heappush(coming, (max(up, down) + word_ns, -place, 1))
             done[-place] = down = max(up, down) + down_ns(nbytes)
     return done

@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import ClassVar, Literal
 
 from ashl.option import Count, option
-from ashl.overlap.chain import Chain, Part
 from ashl.overlap.contract import Overlap
 from ashl.overlap.crossing import each
 from ashl.overlap.priority import in_slices, sizes_tried
+from ashl.overlap.timeline import Bucket, StepTimeline
 
 
 @option
@@ -37,25 +37,25 @@ class Slices(Overlap):
     def timed(self) -> bool:
         return self.slice == "auto"
 
-    def messages(self, chain: Chain) -> tuple[int, ...]:
-        return each(chain)
+    def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
+        return each(timeline)
 
-    def cuts(self, message: Part) -> list[tuple[int, int]]:
+    def cuts(self, message: Bucket) -> list[tuple[int, int]]:
         assert self.slice != "auto"
         return in_slices(message, self.slice)
 
-    def step_ns(self, chain: Chain) -> int:
+    def step_ns(self, timeline: StepTimeline) -> int:
         assert self.slice != "auto"
         pushed = back = 0
-        for ready, nbytes in zip(chain.ready_ns, chain.nbytes, strict=True):
+        for ready, nbytes in zip(timeline.ready_ns, timeline.nbytes, strict=True):
             for start in range(0, nbytes, 4 * self.slice):
                 size = min(4 * self.slice, nbytes - start)
-                pushed = max(pushed, ready) + chain.cost_ns(size)
-                back = max(back, pushed) + chain.half_ns(size)
-        return back + chain.latency_ns
+                pushed = max(pushed, ready) + timeline.cost_ns(size)
+                back = max(back, pushed) + timeline.half_ns(size)
+        return back + timeline.latency_ns
 
-    def planned(self, chain: Chain) -> Slices:
+    def planned(self, timeline: StepTimeline) -> Slices:
         if self.slice != "auto":
             return self
-        made = [replace(self, slice=n) for n in sizes_tried(chain, each(chain))]
-        return min(made, key=lambda one: one.step_ns(chain))
+        made = [replace(self, slice=n) for n in sizes_tried(timeline, each(timeline))]
+        return min(made, key=lambda one: one.step_ns(timeline))

@@ -18,8 +18,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ashl.option import option
-from ashl.overlap.chain import Chain
 from ashl.overlap.crossing import TwoWay
+from ashl.overlap.timeline import StepTimeline
 
 
 @option
@@ -28,5 +28,5 @@ class TicTac(TwoWay):
 
     pulls: ClassVar[bool] = True
 
-    def up_ns(self, chain: Chain, nbytes: int) -> int:
-        return chain.cost_ns(nbytes)
+    def up_ns(self, timeline: StepTimeline, nbytes: int) -> int:
+        return timeline.cost_ns(nbytes)

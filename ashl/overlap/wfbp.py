@@ -15,13 +15,13 @@ USENIX ATC 2017.
 from __future__ import annotations
 
 from ashl.option import option
-from ashl.overlap.chain import Chain
 from ashl.overlap.contract import Overlap
+from ashl.overlap.timeline import StepTimeline
 
 
 @option
 class WFBP(Overlap):
     """A message for each layer group, as it is ready."""
 
-    def messages(self, chain: Chain) -> tuple[int, ...]:
-        return (1,) * len(chain.ready_ns)
+    def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
+        return (1,) * len(timeline.ready_ns)

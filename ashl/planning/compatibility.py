@@ -21,16 +21,16 @@ from ashl.aggregate.fednova import FedNova
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.all_reduce_costs import contention_of
 from ashl.cluster.spec import FAIL, LINK_DOWN, SERVER_FAIL, Cluster, RealCluster
-from ashl.compression.around.wrapped import wrapped
-from ashl.compression.around.wrapper import innermost
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.code import Code
-from ashl.compression.base.count_sketch import CountSketch
+from ashl.compression.common.code import Code
+from ashl.compression.common.count_sketch import CountSketch
 from ashl.compression.contract import Codec, Collective, Layout, Linear, Reduces, size_of
 from ashl.compression.fetch_sgd import FetchSGD
 from ashl.compression.sign import Sign
 from ashl.compression.terngrad import TernGrad
 from ashl.compression.wire.entropy_code import check_code
+from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers.options import Wrappers
+from ashl.compression.wrappers.wrapper import innermost
 from ashl.config.override import key_of
 from ashl.errors import NoEffectError, UnusedKeyError, UsageError
 from ashl.learn.device import HOST
@@ -194,7 +194,7 @@ def check_stage_options(sync: Rule, parts: Mapping[str, Any], choices: Mapping[s
     topology: Topology = parts["topology"]
     if topology.pull_ratio is not None and PULLS not in topology.supports:
         raise UsageError(f"topology={choices['topology']} has no compressed pulls; drop topology.pull_ratio")
-    if topology.pull_ratio is not None and parts["compression"].flags.lossless:
+    if topology.pull_ratio is not None and parts["compression"].traits.lossless:
         text = "topology.pull_ratio needs a compression to pull with; take compression=topk, or drop it"
         raise NoEffectError(text, "topology.pull_ratio")
 
@@ -213,7 +213,7 @@ def check_capabilities(sync: Rule, parts: Mapping[str, Any], choices: Mapping[st
     """What travels beside plain updates has to be carried by the topology, or by the sync mode where it says so."""
     topology: Topology = parts["topology"]
     carried = capabilities_of(topology, sync)
-    if CODEC not in carried and not parts["compression"].flags.lossless:
+    if CODEC not in carried and not parts["compression"].traits.lossless:
         if sync.supports is None and not topology.replicas:
             raise UsageError(
                 f"compression={choices['compression']} makes no sense with topology={choices['topology']}, which does "
@@ -244,7 +244,7 @@ def check_closed_form_optimizer(parts: Mapping[str, Any], choices: Mapping[str, 
         raise UsageError(f"{name} fits classes or values; take task=classification or task=regression")
     if not isinstance(sync, StepRule) or sync.exchange != "gradient" or STATISTICS not in parts["topology"].supports:
         raise UsageError(f"{name} needs sums over all workers at once; take sync=bsp topology=all_reduce")
-    if not parts["compression"].flags.lossless:
+    if not parts["compression"].traits.lossless:
         raise UsageError(f"{name} exchanges no updates that a codec would know; take compression=none")
     if choices["aggregate"] != "mean" or aggregate.weights != "samples" or aggregate.clip_norm or aggregate.scale != 1:
         raise UsageError(f"{name} needs means over all samples as they are; leave aggregate as it is")
@@ -255,7 +255,7 @@ def check_message_protocol(messages: Updates, parts: Mapping[str, Any], choices:
     sync, optimizer = f"sync={choices['sync']}", parts["optimizer"]
     if parts["topology"].pull_ratio is not None:
         raise UsageError(f"{sync} has pulls of its own; drop topology.pull_ratio")
-    if messages.unbiased and not parts["compression"].flags.unbiased:
+    if messages.unbiased and not parts["compression"].traits.unbiased:
         raise UsageError(
             f"{sync} needs a codec that keeps the mean, and compression={choices['compression']} does not; take "
             "compression=grid, or none"
@@ -494,20 +494,20 @@ def check_compression(
     option, topology, sync = parts["compression"], parts["topology"], parts["sync"]
     name = f"compression={choices['compression']}"
     check_signs(name, option, parts["optimizer"])
-    codec = wrapped(option, layout)
-    if codec.flags.lossless:
+    codec = wrap_codec(option, layout)
+    if codec.traits.lossless:
         return []
     check_codec_roles(name, innermost(codec))
     check_wrappers(name, option, parts["optimizer"], layout)
     check_code(option.entropy)
     if sync is not None:
         check_codec_exchange(name, option, sync, choices["sync"], parts["optimizer"])
-    elif codec.estimator != "minibatch" or codec.flags.full_gradient:
+    elif codec.estimator != "minibatch" or codec.traits.full_gradient:
         raise UsageError(
             f"{name} is about gradients at one model, and the stages of schedule={choices['schedule']} exchange "
             "differences between models; take schedule=single sync=bsp"
         )
-    if codec.flags.reduces:
+    if codec.traits.reduces:
         check_merged_aggregate(name, parts["aggregate"], choices["aggregate"])
     if isinstance(option, CountSketch):
         check_sketch(name, option, topology, parts["optimizer"])
@@ -520,7 +520,7 @@ def check_compression(
     if (
         topology.has_server
         and topology.pull_ratio is not None
-        and not (isinstance(pulled, Code) and pulled.flags.contraction and not pulled.flags.reduces)
+        and not (isinstance(pulled, Code) and pulled.traits.contraction and not pulled.traits.reduces)
     ):
         raise UsageError(
             f"topology.pull_ratio makes no sense with {name}: a pull needs a codec without memory that never enlarges "
@@ -535,7 +535,7 @@ def check_compression(
             "memory that never enlarges what it is given; take one, as compression=topk"
         )
     alone = option.critical_ratio is not None  # each worker decides how much it sends
-    if alone and codec.flags.linear and choices["topology"] == "all_reduce":
+    if alone and codec.traits.linear and choices["topology"] == "all_reduce":
         raise UsageError(
             f"{name} is summed on its way, for which all must send as much, and with compression.critical_ratio each "
             "worker decides for itself; drop it, or take topology=parameter_server"
@@ -550,7 +550,7 @@ def check_codec_roles(name: str, codec: Codec) -> None:
             f"{name} writes bodies with code = {codec.code}; give {type(codec).__name__} a `code: ClassVar[int]` from "
             f"{OWN_CODES[0]} to {OWN_CODES[-1]}, its number on the wire"
         )
-    for role, promised in {Reduces: codec.flags.reduces, Linear: codec.flags.linear, Collective: False}.items():
+    for role, promised in {Reduces: codec.traits.reduces, Linear: codec.traits.linear, Collective: False}.items():
         asked = {key for key in vars(role) if not key.startswith("_")}
         if not isinstance(codec, role) and (promised or asked & set(dir(codec))):
             raise UsageError(
@@ -561,8 +561,8 @@ def check_codec_roles(name: str, codec: Codec) -> None:
 
 def shrinks_differences(option: Codec, d: int) -> bool:
     """Whether differences that are sent again and again shrink."""
-    flags = option.flags
-    return not flags.scale_free and (flags.contraction or flags.drains or option.bound(None, d) < 1)
+    traits = option.traits
+    return not traits.scale_free and (traits.contraction or traits.drains or option.bound(None, d) < 1)
 
 
 def check_wrappers(name: str, option: Codec, optimizer: Optimizer, layout: Layout) -> None:
@@ -573,7 +573,7 @@ def check_wrappers(name: str, option: Codec, optimizer: Optimizer, layout: Layou
                 f"compression.momentum={option.momentum:g} is momentum correction, and optimizer.momentum="
                 f"{momentum:g} would count every velocity twice; set optimizer.momentum=0"
             )
-        if option.feedback and not (option.flags.contraction or option.flags.drains):
+        if option.feedback and not (option.traits.contraction or option.traits.drains):
             raise UsageError(f"{name} enlarges what it is given, so nothing may be kept; drop compression.momentum")
     d = size_of(layout)
     ratio, critical = option.ratio, option.critical_ratio
@@ -600,14 +600,14 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
 def check_codec_exchange(name: str, codec: Codec, sync: Rule, sync_name: str, optimizer: Optimizer) -> None:
     """Whether what this sync mode exchanges is what the codec is for."""
     gradients = "sync=bsp" + (", or compression.scale=mean" if isinstance(codec, Sign) else "")
-    if codec.flags.scale_free and sync.exchange != "gradient":
+    if codec.traits.scale_free and sync.exchange != "gradient":
         raise UsageError(
             f"{name} forgets how long an update is, so that it is for gradients, and sync={sync_name} exchanges "
             f"differences between models; take {gradients}"
         )
     estimator = codec.estimator
-    curved = codec.flags.full_gradient and not is_plain_sgd(optimizer)
-    if (codec.flags.full_gradient or estimator != "minibatch") and sync.exchange != "gradient":
+    curved = codec.traits.full_gradient and not is_plain_sgd(optimizer)
+    if (codec.traits.full_gradient or estimator != "minibatch") and sync.exchange != "gradient":
         raise UsageError(
             f"{name} is about gradients at one model, and sync={sync_name} exchanges differences between models; take "
             f"sync=bsp{' optimizer=sgd optimizer.momentum=0' if curved else ''}"
@@ -679,11 +679,11 @@ def note_dense_pulls(plan: Plan, parts: Parts) -> tuple[str, ...]:
     for stage, own in zip(plan.stages, parts.stages, strict=True):
         topology, codec, sync = own.topology, own.compression, own.sync
         plain = isinstance(sync, ServerRule) and sync.messages() is UPDATES
-        if not plain or codec.flags.lossless or PULLS not in topology.supports or topology.pull_ratio is not None:
+        if not plain or codec.traits.lossless or PULLS not in topology.supports or topology.pull_ratio is not None:
             continue
         sent = max(worker.message_bytes or 0 for worker in stage.workers)
         pulled = codec.pulled()
-        if sent < 4 * d and isinstance(pulled, Code) and pulled.flags.contraction and not pulled.flags.reduces:
+        if sent < 4 * d and isinstance(pulled, Code) and pulled.traits.contraction and not pulled.traits.reduces:
             return (
                 f"pushes are compressed and pulls are not ({4 * d / 1e6:.3g} MB each); topology.pull_ratio=0.1 "
                 "compresses pulls, too",
@@ -698,12 +698,12 @@ def note_compression(
     found = []
     topology, sync, momentum = parts["topology"], parts["sync"], parts["optimizer"].momentum
     keeps = not isinstance(option, Wrappers) or option.feedback or option.momentum is not None
-    if isinstance(option, Code) and not option.flags.unbiased and not keeps and not option.flags.reduces:
+    if isinstance(option, Code) and not option.traits.unbiased and not keeps and not option.traits.reduces:
         found.append(
             f"{name} without compression.feedback=true is biased: what it leaves out is lost, and training may stand "
             "still"
         )
-    if codec.flags.full_gradient and codec.estimator == "minibatch":
+    if codec.traits.full_gradient and codec.estimator == "minibatch":
         found.append(
             f"{name} with compression.estimator=minibatch takes the noise of gradients for change: hardly anything is "
             "ever left out"
@@ -714,15 +714,16 @@ def note_compression(
             f"{name} keeps most of an update for later, which optimizer.momentum={momentum:g} carries on once more: "
             "training may overshoot; optimizer.momentum=0 with a larger optimizer.lr, or compression.momentum, may help"
         )
-    if topology.has_server and not codec.flags.variable and codec.payload(ratio, d) >= 4 * d:
+    if topology.has_server and not codec.traits.variable and codec.encoded_nbytes(ratio, d) >= 4 * d:
         found.append(
-            f"{name} shortens nothing here: {codec.payload(ratio, d) / 1e6:.3g} MB a push, as without compression"
+            f"{name} shortens nothing here: "
+            f"{codec.encoded_nbytes(ratio, d) / 1e6:.3g} MB a push, as without compression"
         )
-    if not topology.has_server and not codec.flags.linear and not isinstance(innermost(codec), Collective):
-        each = codec.payload(ratio, d) * (num_workers - 1)
+    if not topology.has_server and not codec.traits.linear and not isinstance(innermost(codec), Collective):
+        each = codec.encoded_nbytes(ratio, d) * (num_workers - 1)
         ring = 2 * (num_workers - 1) / num_workers * 4 * d
         if each >= ring:
-            most = "up to " if codec.flags.variable else ""
+            most = "up to " if codec.traits.variable else ""
             found.append(
                 f"{name} does not add up on its way, so its bodies are gathered: {most}{each / 1e6:.3g} MB a round, "
                 f"where summing without compression moves {ring / 1e6:.3g} MB"
@@ -754,7 +755,7 @@ def explain_unseen_updates(own: StageParts, parts: Parts) -> str | None:
         return "there are none (runtime.gradients=false)"
     if not own.topology.has_server or isinstance(own.topology, Halos):
         return f"topology={option_name(own.topology)} has no server that sees them"
-    if own.compression.flags.reduces:
+    if own.compression.traits.reduces:
         return f"compression={option_name(own.compression)} makes them only of all bodies together"
     if own.overlap.fragments:
         return f"overlap={option_name(own.overlap)} brings a fragment at a time"
@@ -809,7 +810,7 @@ def check_sharded_stage(name: str, stage: StagePlan, own: StageParts, parts: Par
             f"{name}: optimizer={option_name(own.optimizer)} steps on whole layers, and a server has a piece of the "
             f"model; take optimizer=sgd, or {ONE_SERVER}"
         )
-    if type(outer).for_layers is not Outer.for_layers:
+    if type(outer).codec_for_layers is not Outer.codec_for_layers:
         raise UsageError(
             f"{name}: outer={option_name(outer)} goes layer by layer; take outer=nesterov, or {ONE_SERVER}"
         )
@@ -824,7 +825,11 @@ def blocks_on_failure(own: StageParts) -> bool:
     """... so that none can go on without another. With a server that merges whole updates they are its own affair, and
     sums of parts that end with the step are all done once more."""
     whole = isinstance(own.topology, ParameterServer) and isinstance(own.overlap, Delayed) and not own.overlap.fragments
-    parts = isinstance(own.topology, AllReduce) and not isinstance(own.overlap, Delayed) and not own.overlap.crosses
+    parts = (
+        isinstance(own.topology, AllReduce)
+        and not isinstance(own.overlap, Delayed)
+        and not own.overlap.overlaps_next_forward
+    )
     return overlaps_steps(own) and not (whole or parts)
 
 

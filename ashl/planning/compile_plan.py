@@ -255,7 +255,7 @@ def with_message_bytes(plan: Plan, stage: StagePlan, own: StageParts) -> StagePl
     @cache
     def nbytes(ratio: float) -> int:
         shares = own.overlap.shares or [ratio] * len(links)
-        return sum(link.codec.payload(share, link.d) for link, share in zip(links, shares, strict=True))
+        return sum(link.codec.encoded_nbytes(share, link.d) for link, share in zip(links, shares, strict=True))
 
     workers = (replace(worker, message_bytes=nbytes(worker.compression_ratio)) for worker in stage.workers)
     return replace(stage, workers=tuple(workers))
@@ -367,7 +367,7 @@ def note_profile(known: Profile | None, codec: Codec, replaced: Spec | None, cho
     """What a profile is taken for, and what it has not timed."""
     notes = [TAKES_COSTS] if replaced and choices["cluster"] != "profile" else []
     own = f"{type(codec).__module__}.{type(codec).__name__}"
-    if known is not None and known.codecs and not codec.flags.lossless and known.codec(own) is None:
+    if known is not None and known.codecs and not codec.traits.lossless and known.codec(own) is None:
         notes.append(
             f"the profile has not timed {choices['compression']}: encoding is taken to last as long as by the codec "
             "that it was measured with"

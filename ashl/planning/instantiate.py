@@ -10,9 +10,9 @@ import numpy as np
 
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import Cluster, ContentionCosts
-from ashl.compression.around.wrapped import wrapped
-from ashl.compression.base.code import kept
+from ashl.compression.common.code import kept
 from ashl.compression.contract import Codec, Layer, Layout, size_of
+from ashl.compression.wrappers.compose import wrap_codec
 from ashl.config.construct import Plain, construct
 from ashl.data.batches import Batches
 from ashl.data.dataset import Data
@@ -29,8 +29,8 @@ from ashl.optimizer.plain import plain_optimizer
 from ashl.optimizer.schedule import with_horizon
 from ashl.outer.average import Average
 from ashl.outer.contract import Outer
-from ashl.overlap.chain import Part, bare, joined, parts_of_tensors
 from ashl.overlap.contract import Delayed, Overlap
+from ashl.overlap.timeline import Bucket, buckets_of_tensors, merge_buckets, untimed_timeline
 from ashl.plan.alpha_beta import AlphaBeta
 from ashl.plan.declared_costs import profile_of_declared_costs
 from ashl.plan.plan import Plan, Spec, StagePlan
@@ -160,9 +160,9 @@ def layout_of(layers: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
     return tuple(Layer(*layer) for layer in layers)
 
 
-def layer_groups(plan: Plan) -> tuple[Part, ...]:
+def layer_groups(plan: Plan) -> tuple[Bucket, ...]:
     """A model's, as messages are made of them, by what its tensors cost; there when they were measured to be."""
-    parts = parts_of_tensors([shape for _, shape in plan.layers], plan.work)
+    parts = buckets_of_tensors([shape for _, shape in plan.layers], plan.work)
     if not plan.shares:
         return parts
     measured = zip(parts, plan.shares, plan.needed or (0.0,) * len(parts), strict=True)
@@ -171,18 +171,20 @@ def layer_groups(plan: Plan) -> tuple[Part, ...]:
 
 def links_of(plan: Plan, own: StageParts, device: str = HOST) -> tuple[CompressionPipeline, ...]:
     """Those of the messages of one of a plan's stages, where a codec works in each by itself."""
-    if not own.overlap.compresses or own.compression.flags.lossless:
+    if not own.overlap.compresses or own.compression.traits.lossless:
         return ()
     groups = layer_groups(plan)
     link = partial(link_of, own.compression, layout_of(plan.layers), device=device)
-    return tuple(link(start, stop) for start, stop, *_ in joined(groups, own.overlap.messages(bare(groups))))
+    return tuple(
+        link(start, stop) for start, stop, *_ in merge_buckets(groups, own.overlap.messages(untimed_timeline(groups)))
+    )
 
 
 def outer_of(own: StageParts, trainer: AnyTrainer, layout: Layout) -> Outer:
     """The outer optimizer of these layers; sizes have no moments."""
     if isinstance(trainer, SizeOnlyTrainer):
         return Average()
-    return own.outer.for_layers([(layer.name, layer.shape) for layer in layout])
+    return own.outer.codec_for_layers([(layer.name, layer.shape) for layer in layout])
 
 
 def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Fragment, ...]:
@@ -200,11 +202,11 @@ def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Frag
         layers = tuple(layer for start, stop in runs for layer in within(layout, start, stop))
         own_outer, first = outer_of(own, trainer, layers), runs[0][0]
         number = starts.index(first) if first in starts else (k + 1) * len(starts)  # no other fragment's
-        found.append(Fragment(tuple(runs), layers, wrapped(own.compression, layers), own_outer, first=number))
+        found.append(Fragment(tuple(runs), layers, wrap_codec(own.compression, layers), own_outer, first=number))
     return tuple(found)
 
 
-def balanced(groups: Sequence[Part], count: int) -> list[list[tuple[int, int]]]:
+def balanced(groups: Sequence[Bucket], count: int) -> list[list[tuple[int, int]]]:
     """The layer groups as so many fragments of nearly equal size, each as runs of elements: the largest group first,
     each to the fragment that has the fewest elements so far. Of groups of one size each fragment has every P-th."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
@@ -232,10 +234,10 @@ def timed_of(own: StageParts, layout: Layout, allow: Sequence[str]) -> tuple[tup
     return tuple(
         (
             f"{type(option).__module__}.{type(option).__name__}",
-            CompressionPipeline(wrapped(option, layout), size_of(layout)),
+            CompressionPipeline(wrap_codec(option, layout), size_of(layout)),
         )
         for option in options
-        if not option.flags.lossless
+        if not option.traits.lossless
     )
 
 
@@ -243,13 +245,13 @@ def link_of(option: Codec, layout: Layout, start: int, stop: int, device: str = 
     """That of the tensors in the elements [start, stop)."""
     bounds = [0, *accumulate(layer.size for layer in layout)]
     first = bounds.index(start)
-    return CompressionPipeline(wrapped(option, layout[first : bounds.index(stop)]), stop - start, first, device)
+    return CompressionPipeline(wrap_codec(option, layout[first : bounds.index(stop)]), stop - start, first, device)
 
 
 def payload_of(option: Codec, layout: Layout) -> Callable[[float | None], float]:
     """Bytes on the wire at a ratio, as a share of the dense vector's."""
-    codec, d = wrapped(option, layout), size_of(layout)
-    return lambda ratio: codec.payload(ratio, d) / (4 * d)
+    codec, d = wrap_codec(option, layout), size_of(layout)
+    return lambda ratio: codec.encoded_nbytes(ratio, d) / (4 * d)
 
 
 def make_dealer(plan: Plan, parts: Parts, data: Data) -> Deal:
@@ -285,7 +287,7 @@ def bind_stages(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: 
                 sync=own.sync,
                 aggregate=own.aggregate,
                 outer=outer_of(own, trainer, layout),
-                codec=wrapped(own.compression, layout),
+                codec=wrap_codec(own.compression, layout),
                 layout=layout,
                 overlap=own.overlap,
                 fragments=fragments,
@@ -341,7 +343,7 @@ def replan_stages(
         server_bytes_s=server_bytes_s,
         ports=True,
         workers=measured,
-        group_bytes=bare(layer_groups(plan)).nbytes if measured[0].backward_s else (),
+        group_bytes=untimed_timeline(layer_groups(plan)).nbytes if measured[0].backward_s else (),
         all_reduce=all_reduce,
         contention=contention,
         codecs=codecs,
@@ -403,7 +405,7 @@ def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | N
     trainers = []
     for stage, own in zip(plan.stages, parts.stages, strict=True):
         check_writes(learner, own.sync)
-        optimizer = with_horizon(own.optimizer, plan.limits.epochs).for_layers(learner.layers)
+        optimizer = with_horizon(own.optimizer, plan.limits.epochs).codec_for_layers(learner.layers)
         shares = [worker.data_share for worker in stage.workers]
         trainers.append(Trainer(learner, optimizer, batches, shares, own.sync.in_rounds))
     return Job(parts, data, learner, bind_stages(plan, parts, trainers, deal))

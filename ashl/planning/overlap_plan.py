@@ -7,16 +7,15 @@ from typing import Any
 
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import Cluster
-from ashl.compression.around.layers import Layerwise
-from ashl.compression.around.wrapped import wrapped
-from ashl.compression.around.wrapper import innermost
-from ashl.compression.base.code import Code
+from ashl.compression.common.code import Code
 from ashl.compression.contract import Codec, Collective, Layout
+from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers.layers import Layerwise
+from ashl.compression.wrappers.wrapper import innermost
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
 from ashl.optimizer.contract import Optimizer
 from ashl.outer.average import Average
-from ashl.overlap.chain import Chain, Compressed, Part, bare, joined
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.dear import DeAR
 from ashl.overlap.merged import Merged
@@ -25,6 +24,7 @@ from ashl.overlap.priority import Priority
 from ashl.overlap.slices import Slices
 from ashl.overlap.streaming import Fragmented
 from ashl.overlap.tictac import TicTac
+from ashl.overlap.timeline import Bucket, CompressedTimeline, StepTimeline, merge_buckets, untimed_timeline
 from ashl.overlap.wfbp import WFBP
 from ashl.plan.plan import Plan, Spec, StagePlan
 from ashl.plan.profile import Profile
@@ -59,7 +59,7 @@ def plan_overlap(plan: Plan, parts: Parts, learner: Learner, known: Profile | No
             continue
         check_buckets(plan.stages[index], own, plan.choices, layout)
         link = None
-        if own.overlap.compresses and not own.compression.flags.lossless:
+        if own.overlap.compresses and not own.compression.traits.lossless:
             link = partial(link_of, own.compression, layout)
         if own.topology.has_server and isinstance(clock, Cluster) and clock.exchange_s is not None:
             raise UsageError(
@@ -67,8 +67,10 @@ def plan_overlap(plan: Plan, parts: Parts, learner: Learner, known: Profile | No
                 "cluster.exchange_s no port is ever busy; give cluster.exchange_s=null with cluster.bandwidth_mbit_s "
                 "and cluster.latency_s"
             )
-        chain = make_timeline(plan.stages[index], clock, groups, link, own.topology.has_server, own.topology.algorithm)
-        if chain is None and own.overlap.timed:
+        timeline = make_timeline(
+            plan.stages[index], clock, groups, link, own.topology.has_server, own.topology.algorithm
+        )
+        if timeline is None and own.overlap.timed:
             raise UsageError(
                 f"overlap={plan.choices['overlap']} as it is set weighs the cost of a message against that of a step, "
                 "and the cluster does not declare them; take profile=FILE of `ashl profile`, declare cluster.step_s, "
@@ -80,20 +82,20 @@ def plan_overlap(plan: Plan, parts: Parts, learner: Learner, known: Profile | No
                 f"run has measured for itself, has none; profile again with `ashl profile`, or take "
                 f"overlap.{own.overlap.untimed}"
             )
-        planned = own.overlap.planned(chain or bare(groups))
+        planned = own.overlap.planned(timeline or untimed_timeline(groups))
         stages[index] = replace(stages[index], overlap=overlap_spec(stages[index].overlap, planned))
-        if chain is not None:
-            notes.append(describe_step_times(chain, planned, own.topology, groups, clock))
+        if timeline is not None:
+            notes.append(describe_step_times(timeline, planned, own.topology, groups, clock))
     return replace(plan, stages=tuple(stages), notes=tuple(dict.fromkeys(notes)))
 
 
 def why_whole_update(option: Codec, layout: Layout) -> tuple[str, str] | None:
     """Why a codec needs an update in one piece, and what to take instead; None where it does not."""
-    codec = innermost(wrapped(option, layout))
+    codec = innermost(wrap_codec(option, layout))
     codec = codec.codec if isinstance(codec, Layerwise) else codec
     if isinstance(codec, Collective):
         return "has a protocol over all workers' whole updates", "compression=topk"
-    if codec.flags.reduces:
+    if codec.traits.reduces:
         return "merges the bodies of whole updates at once", "compression=topk"
     if not isinstance(codec, Code) or type(codec).encode is not Code.encode:
         return "keeps a state of its own for the whole update", "compression=topk"
@@ -110,33 +112,33 @@ def overlap_spec(spec: Spec, option: Overlap) -> Spec:
 
 
 def describe_step_times(
-    chain: Chain, chosen: Overlap, topology: Topology, groups: Sequence[Part], cluster: Cluster
+    timeline: StepTimeline, chosen: Overlap, topology: Topology, groups: Sequence[Bucket], cluster: Cluster
 ) -> str:
     """How long a step and its exchange take, in words."""
     names = ("none", "wfbp", "merged greedy", "merged optimal")
-    if isinstance(chain, Compressed):
+    if isinstance(timeline, CompressedTimeline):
         names = ("in one", "plan=none", "greedy", "optimal")
     plans = (Serial(), WFBP(), Merged(plan="greedy"), Merged(plan="optimal"))
     options: dict[str, Overlap] = dict(zip(names, plans, strict=True))
     if topology.has_server:
         options["tictac"] = TicTac(plan="tuned")
-        options["slices"] = Slices(slice="auto").planned(chain)
-    elif chain.needed_ns and not chain.slows:
+        options["slices"] = Slices(slice="auto").planned(timeline)
+    elif timeline.needed_ns and not timeline.slows:
         options["dear"] = DeAR(plan="tuned")
     if topology.has_server or "dear" in options:
-        options["priority"] = Priority(plan="tuned", slice="auto", credit="auto").planned(chain)
-    times = ", ".join(f"{name} {option.step_ns(chain) / 1e6:.4g}" for name, option in options.items())
-    count = sum(len(chosen.cuts(message)) for message in joined(groups, chosen.messages(chain)))
+        options["priority"] = Priority(plan="tuned", slice="auto", credit="auto").planned(timeline)
+    times = ", ".join(f"{name} {option.step_ns(timeline) / 1e6:.4g}" for name, option in options.items())
+    count = sum(len(chosen.cuts(message)) for message in merge_buckets(groups, chosen.messages(timeline)))
     what = "a step, its push and its pull" if topology.has_server else "a step and its sum"
     sent = f"{count} message{'s' * (count > 1)}"
-    least = "at least " * (chosen.crosses and chain.slows)
-    text = f"{what} take {least}{chosen.step_ns(chain) / 1e6:.4g} ms in {sent} (ms: {times})"
+    least = "at least " * (chosen.overlaps_next_forward and timeline.slows)
+    text = f"{what} take {least}{chosen.step_ns(timeline) / 1e6:.4g} ms in {sent} (ms: {times})"
     if chosen.shares:
         text += f", of which {', '.join(f'{100 * share:.3g}' for share in chosen.shares)} % are kept"
-    if chain.lost or chain.slowed > 1:
-        text += f"; while it sums a worker computes {100 * chain.lost:.2g} % slower, as measured"
-    if chain.in_parts:
-        more = f"{chain.split_ns / 1e6:.3g} + {(chain.part_ns + chain.start_ns) / 1e6:.3g} for each message"
+    if timeline.lost or timeline.slowed > 1:
+        text += f"; while it sums a worker computes {100 * timeline.lost:.2g} % slower, as measured"
+    if timeline.in_parts:
+        more = f"{timeline.split_ns / 1e6:.3g} + {(timeline.part_ns + timeline.start_ns) / 1e6:.3g} for each message"
         text += f"; a gradient in parts costs {more} ms more, as measured"
     if cluster.exchange_s is not None:
         text += "; cluster.exchange_s has no latency, so merging gains nothing: give bandwidth and latency to compare"
@@ -168,7 +170,7 @@ def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: 
         why, instead = "all are late alike, and aggregate.discount tells who is later", "aggregate.scale instead"
     elif overlap.fragments and own.topology.has_server and not (own.sync.in_rounds and own.sync.quorum(n) == n):
         why, instead = "a server steps on a fragment once it has come from all", "sync=local_sgd, or overlap=late"
-    elif overlap.share is not None and not own.compression.flags.lossless:
+    elif overlap.share is not None and not own.compression.traits.lossless:
         why, instead = "the elements that it draws are its compression", "compression=none"
     elif overlap.share is not None and not isinstance(own.outer, Average):
         why, instead = "elements are drawn anew each time, and momentum would be of others", "outer=average"
@@ -234,7 +236,7 @@ def check_buckets(stage: StagePlan, own: StageParts, choices: Mapping[str, str],
         why, instead = "it measures, and exchanges nothing to learn from", "another sync mode"
     elif own.sync.exchange != "gradient":
         why, instead = "local steps make one update, and only after the last is there anything to send", "sync=bsp"
-    elif own.topology.has_server and (own.overlap.compresses or own.overlap.halves):
+    elif own.topology.has_server and (own.overlap.compresses or own.overlap.reduce_scatter_all_gather):
         why, instead = "a server takes and merges a push as a whole", "topology=all_reduce, or overlap=priority"
     elif own.overlap.pulls and not own.topology.has_server:
         why, instead = "there is no server to pull from", "topology=parameter_server, or overlap=priority"
@@ -244,17 +246,19 @@ def check_buckets(stage: StagePlan, own: StageParts, choices: Mapping[str, str],
         why, instead = "it has messages of its own", "sync=bsp"
     elif OVERLAP not in capabilities_of(own.topology, own.sync):
         why, instead = "what it exchanges is not the gradient as it is", "sync=bsp"
-    elif not own.compression.flags.lossless and not own.overlap.compresses:
+    elif not own.compression.traits.lossless and not own.overlap.compresses:
         why, instead = "a codec sees the whole update", "compression=none, overlap=layerwise"
-    elif not own.compression.flags.lossless and (found := why_whole_update(own.compression, layout)):
+    elif not own.compression.traits.lossless and (found := why_whole_update(own.compression, layout)):
         why, instead = f"compression={choices['compression']} {found[0]}", found[1]
     elif own.sync.estimator or type(own.optimizer).statistics is not Optimizer.statistics:
         why, instead = "what is exchanged there is no gradient of one backward pass", "sync=bsp optimizer=sgd"
-    elif own.overlap.crosses and round_depends_on_merge(own):
+    elif own.overlap.overlaps_next_forward and round_depends_on_merge(own):
         why, instead = "its batches change, and the next step is begun before", "overlap=wfbp"
     elif own.aggregate.clip_norm is not None:
         why, instead = "clipping needs the norm of the whole gradient", "aggregate.clip_norm=null"
-    elif (merges_slices(own) or (own.overlap.crosses and not own.overlap.pulls)) and not own.optimizer.elementwise:
+    elif (
+        merges_slices(own) or (own.overlap.overlaps_next_forward and not own.overlap.pulls)
+    ) and not own.optimizer.elementwise:
         why, instead = "the optimizer steps on one layer group at a time, and does not say elementwise", "optimizer=sgd"
     elif own.overlap.ratio is not None and own.compression.ratio is None:
         why, instead = "overlap.ratio is a kept share, and this compression has none", "overlap.ratio=null"

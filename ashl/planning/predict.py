@@ -127,10 +127,12 @@ def bucketed_step_ns(stage: Stage, speed: Speed, costs: Uncontended) -> list[int
     cycles, known = [], dict[Hashable, int]()
     for rank in range(stage.num_workers):
         server = stage.topology.has_server
-        chain = make_group_timeline((rank,), stage.plan, speed, costs, stage.parts, link_of if links else None, server)
-        like = chain.ready_ns, chain.needed_ns, rank if server else None  # a sum costs all the same
+        timeline = make_group_timeline(
+            (rank,), stage.plan, speed, costs, stage.parts, link_of if links else None, server
+        )
+        like = timeline.ready_ns, timeline.needed_ns, rank if server else None  # a sum costs all the same
         if like not in known:
-            known[like] = stage.overlap.step_ns(chain)
+            known[like] = stage.overlap.step_ns(timeline)
         cycles.append(known[like])
     return cycles
 

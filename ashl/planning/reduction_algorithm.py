@@ -59,7 +59,7 @@ def check_stage_algorithm(algorithm: str, stage: StagePlan, own: StageParts, par
             f"{name} weighs declared costs, and this cluster does not say what its links are; declare "
             "cluster.bandwidth_mbit_s and cluster.latency_s, or name the algorithm, as in topology.algorithm=halving"
         )
-    if own.overlap.halves:
+    if own.overlap.reduce_scatter_all_gather:
         raise UsageError(
             f"{name} makes no sense with overlap={option_name(own.overlap)}, which sends sums in two halves round a "
             f"ring; take overlap=priority, {DROP}"

@@ -11,8 +11,8 @@ from ashl.cluster.all_reduce_costs import contention_of
 from ashl.cluster.network import Exchange, Ports, network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import NS, Speed, speed_of
-from ashl.compression.contract import Turn
-from ashl.overlap.chain import Chain, Compressed, Part, bare
+from ashl.compression.contract import EncodeContext
+from ashl.overlap.timeline import Bucket, CompressedTimeline, StepTimeline, untimed_timeline
 from ashl.plan.plan import StagePlan
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
@@ -57,11 +57,11 @@ class Uncontended:
 def make_timeline(
     stage: StagePlan,
     cluster: Any,
-    groups: Sequence[Part],
+    groups: Sequence[Bucket],
     link: LinkOf | None = None,
     server: bool = False,
     algorithm: str | None = None,
-) -> Chain | None:
+) -> StepTimeline | None:
     """A step of the slowest worker, and what exchanges over all cost: sums, by the codec of a message's `link` where it
     is compressed; or pushes and pulls of all at once through a server's port, where messages under way at once share
     their latency. None where that is not declared."""
@@ -78,46 +78,46 @@ def make_group_timeline(
     stage: StagePlan,
     speed: Speed,
     costs: Uncontended,
-    groups: Sequence[Part],
+    groups: Sequence[Bucket],
     link: LinkOf | None,
     server: bool,
-) -> Chain:
+) -> StepTimeline:
     """The same of the slowest of some workers, with no other push or pull than theirs; sums are over all."""
     team, d = tuple(range(len(stage.workers))), groups[0].stop
     step_ns = {rank: speed.cost_ns(rank, "compute", stage.workers[rank].batch, 0) or 0 for rank in members}
 
-    def ready_ns(group: Part) -> int:
+    def ready_ns(group: Bucket) -> int:
         done = (d - group.start) / d if link else 0.0  # of an encoding
         encoded_ns = {rank: speed.cost_ns(rank, "compress", done, 0) or 0 for rank in members}
         return max(round(step_ns[rank] * group.ready) + encoded_ns[rank] for rank in members)
 
-    chain = Chain(
+    timeline = StepTimeline(
         ready_ns=tuple(map(ready_ns, groups)),
-        nbytes=bare(groups).nbytes,
+        nbytes=untimed_timeline(groups).nbytes,
         cost_ns=partial(costs.all_reduce_ns, team, now_ns=0),
         half_ns=lambda nbytes: costs.all_gather_ns(team, -(-nbytes // (4 * len(team))) * 4 * len(team), 0),
         needed_ns=tuple(round(max(step_ns.values()) * group.needed) for group in groups),
     )
     if (contention := contention_of(speed.cluster)) is not None:
-        chain = replace(
-            chain,
+        timeline = replace(
+            timeline,
             lost=contention.pace_reduction,
             slowed=contention.collective_slowdown,
             reached=tuple(group.ready for group in groups),
         )
         if (more := contention.parts) is not None:
             own = {"split_ns": more.step_s * NS, "part_ns": more.part_s * NS, "start_ns": more.sum_s * NS}
-            chain = replace(chain, **own)
+            timeline = replace(timeline, **own)
     if server:
         home = len(team)
         latency_ns = max(costs.latency_ns(rank, home) for rank in members)
         up_ns, down_ns = (partial(costs.at_server_ns, members, home, out=out) for out in (False, True))
-        chain = replace(
-            chain,
-            ready_ns=tuple(ready + latency_ns for ready in chain.ready_ns),
+        timeline = replace(
+            timeline,
+            ready_ns=tuple(ready + latency_ns for ready in timeline.ready_ns),
             cost_ns=up_ns,
             half_ns=down_ns,
-            needed_ns=tuple(needed - latency_ns for needed in chain.needed_ns),
+            needed_ns=tuple(needed - latency_ns for needed in timeline.needed_ns),
             answer_ns=latency_ns + down_ns(4 * d),
             lost=0.0,
             slowed=1.0,
@@ -125,35 +125,37 @@ def make_group_timeline(
             part_ns=0.0,
             start_ns=0.0,
         )
-    return chain if link is None else compressed(chain, stage, costs, groups, link)
+    return timeline if link is None else compressed(timeline, stage, costs, groups, link)
 
 
-def compressed(chain: Chain, stage: StagePlan, costs: Uncontended, groups: Sequence[Part], link: LinkOf) -> Compressed:
+def compressed(
+    timeline: StepTimeline, stage: StagePlan, costs: Uncontended, groups: Sequence[Bucket], link: LinkOf
+) -> CompressedTimeline:
     """The chain with messages as long as their codecs make them."""
     whole, team = link(0, groups[0].stop), tuple(range(len(stage.workers)))
     shares = [worker.compression_ratio for worker in stage.workers]
-    linear = whole.flags.linear
+    linear = whole.traits.linear
 
     @cache
     def body_ns(first: int, last: int, share: float | None) -> int:
-        own, turn = link(groups[last - 1].start, groups[first].stop), Turn(ratio=share, epoch=WARM)
-        body = own.encode(CodecState(), SizeOnly(0), turn)
+        own, context = link(groups[last - 1].start, groups[first].stop), EncodeContext(ratio=share, epoch=WARM)
+        body = own.encode(CodecState(), SizeOnly(0), context)
         if linear:
-            return costs.all_reduce_ns(team, own.summand(body, turn).nbytes, 0)
+            return costs.all_reduce_ns(team, own.summand(body, context).nbytes, 0)
         return costs.all_gather_ns(team, len(team) * body.nbytes, 0)
 
     latency_ns = (costs.all_reduce_ns if linear else costs.all_gather_ns)(team, 0, 0)
     ratio = None if whole.codec.ratio is None else min(shares) if linear else max(shares)  # as `topology.exchange` does
-    return Compressed(
-        chain.ready_ns,
-        chain.nbytes,
+    return CompressedTimeline(
+        timeline.ready_ns,
+        timeline.nbytes,
         lambda _: latency_ns,
-        lost=chain.lost,
-        slowed=chain.slowed,
-        split_ns=chain.split_ns,
-        part_ns=chain.part_ns,
-        start_ns=chain.start_ns,
-        reached=chain.reached,
+        lost=timeline.lost,
+        slowed=timeline.slowed,
+        split_ns=timeline.split_ns,
+        part_ns=timeline.part_ns,
+        start_ns=timeline.start_ns,
+        reached=timeline.reached,
         ratio=ratio,
         body_ns=body_ns,
     )

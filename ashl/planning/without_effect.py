@@ -11,20 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ashl.cluster.spec import Cluster, Measured
-from ashl.compression.around.wrappers import Wrappers
 from ashl.compression.cast import Cast
 from ashl.compression.fetch_sgd import FetchSGD
 from ashl.compression.natural import NaturalCompression
 from ashl.compression.one_bit import OneBit
 from ashl.compression.power_sgd import PowerSGD
 from ashl.compression.sign import Sign
+from ashl.compression.wrappers.options import Wrappers
 from ashl.config.catalog import CONF, catalog, defaults, load, values
 from ashl.config.override import key_of
 from ashl.data.dataset import Data
 from ashl.errors import NoEffectError
 from ashl.learn.device import HOST
-from ashl.overlap.chain import bare, joined
 from ashl.overlap.contract import Delayed
+from ashl.overlap.timeline import merge_buckets, untimed_timeline
 from ashl.plan.plan import TARGETS, Plan, StagePlan
 from ashl.planning.compatibility import capabilities_of
 from ashl.planning.device import device_of
@@ -87,7 +87,7 @@ class EffectContext(NamedTuple):
 
     @property
     def lossy(self) -> bool:
-        return any(not own.compression.flags.lossless for own in self.stages)
+        return any(not own.compression.traits.lossless for own in self.stages)
 
     def any(self, group: str, holds: Callable[[Any], bool]) -> bool:
         """Return True if this holds of an option of a group in any stage."""
@@ -153,7 +153,7 @@ def keeps_residual(context: EffectContext) -> bool:
 
     def keeps(stage: StagePlan, own: StageParts) -> bool:
         codec = own.compression
-        if codec.flags.lossless or stage.r_preset == 1.0 or isinstance(own.sync, Profiling):
+        if codec.traits.lossless or stage.r_preset == 1.0 or isinstance(own.sync, Profiling):
             return False
         return not isinstance(codec, Wrappers) or codec.feedback or codec.momentum is not None
 
@@ -207,7 +207,9 @@ def is_cut(context: EffectContext) -> bool:
 
     def cuts(overlap: Any) -> bool:
         sizes = [size for size in (overlap.slice, before) if isinstance(size, int)]
-        longest = max(stop - start for start, stop, *_ in joined(groups, overlap.messages(bare(groups))))
+        longest = max(
+            stop - start for start, stop, *_ in merge_buckets(groups, overlap.messages(untimed_timeline(groups)))
+        )
         return min(sizes, default=0) < longest
 
     return context.any("overlap", lambda overlap: not hasattr(overlap, "slice") or cuts(overlap))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ashl.compression.around.lost import cosine
+from ashl.compression.wrappers.error_metrics import cosine
 from ashl.runtime import records
 from ashl.runtime.records import UpdateShown
 

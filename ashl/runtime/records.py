@@ -171,7 +171,7 @@ class Placed(NamedTuple):
     cores: int  # that it may use there
 
 
-Loss = dict[str, float | None]  # relative error, residual and cosine, see `ashl.compression.around.lost`
+Loss = dict[str, float | None]  # relative error, residual and cosine, see `ashl.compression.wrappers.error_metrics`
 
 
 class Health(NamedTuple):

@@ -10,7 +10,7 @@ A codec works where vectors lie, or in the host's memory alone (`on_host`); what
 makes comes back, here.
 
 `CodecState` is part of a rank's state, so that a checkpoint holds it, and only this module changes it. In a run that is
-only timed, vectors and bodies are `SizeOnly`, and of the codec only `payload` is called.
+only timed, vectors and bodies are `SizeOnly`, and of the codec only `encoded_nbytes` is called.
 
 Source: pulls are EF21-P of Gruntkowska, Tyurin and Richtárik, "EF21-P and Friends", ICML 2023, with one copy per worker
 because workers pull at different times.
@@ -26,10 +26,21 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ashl.compression.around import wrapper
-from ashl.compression.around.stand_in import after, before
-from ashl.compression.around.wrapped import handed_over
-from ashl.compression.contract import Codec, CodecInput, Collective, Flags, Keeps, Linear, Outcome, Reduces, State, Turn
+from ashl.compression.contract import (
+    Codec,
+    CodecInput,
+    Collective,
+    EncodeContext,
+    Keeps,
+    Linear,
+    Outcome,
+    Reduces,
+    State,
+    Traits,
+)
+from ashl.compression.wrappers import wrapper
+from ashl.compression.wrappers.compose import convert_sender
+from ashl.compression.wrappers.two_pass import capture_codec_input, update_sender
 from ashl.errors import UsageError
 from ashl.learn.device import HOST, to_device, to_host
 from ashl.runtime.sums import sum_in_rank_order
@@ -74,8 +85,8 @@ class CompressionPipeline:
         return wrapper.innermost(self.codec)
 
     @cached_property
-    def flags(self) -> Flags:
-        return self.codec.flags
+    def traits(self) -> Traits:
+        return self.codec.traits
 
     @cached_property
     def down(self) -> Codec:
@@ -90,12 +101,12 @@ class CompressionPipeline:
     @property
     def most_bytes(self) -> int:
         """Bytes that no message exceeds: two models, or a body of all elements, and a little that goes beside them."""
-        return BESIDE + max(8 * self.d, *(self.codec.payload(share, self.d) for share in (None, 1.0)))
+        return BESIDE + max(8 * self.d, *(self.codec.encoded_nbytes(share, self.d) for share in (None, 1.0)))
 
     @property
     def adds_up(self) -> bool:
         """Whether an all-reduce carries messages of one body's size, whatever the number of workers."""
-        return self.flags.lossless or self.flags.linear or isinstance(self.innermost, Collective)
+        return self.traits.lossless or self.traits.linear or isinstance(self.innermost, Collective)
 
     def peers(self, place: int, size: int) -> tuple[int, ...]:
         """The ranks that a protocol of the codec's own exchanges messages with."""
@@ -113,7 +124,7 @@ class CompressionPipeline:
         if ends.memory is not None and isinstance(self.innermost, Reduces):
             worth = 1.0 if gradients == ends.gradients or not rate else -1 / rate if gradients else -rate
             memory = self.innermost.taken_over(ends.memory, keeps, worth)
-        sender = self._moved(handed_over(ends.sender, self.codec)) if keeps.residual else None
+        sender = self._moved(convert_sender(ends.sender, self.codec)) if keeps.residual else None
         return CodecState(sender, memory=memory, gradients=gradients, held=ends.held)
 
     def _moved(self, state: State) -> State:
@@ -124,12 +135,12 @@ class CompressionPipeline:
 
     # --- up
 
-    def encode(self, ends: CodecState, x: Vector, turn: Turn) -> Body:
+    def encode(self, ends: CodecState, x: Vector, context: EncodeContext) -> Body:
         if isinstance(x, SizeOnly):
-            return SizeOnly(self.codec.payload(self.codec.share(turn), self.d))
-        ends.sender, body = self.codec.encode(ends.sender, self.placed(self.codec, x), turn)
-        if turn.round == 0:
-            self.check_size(body, turn)
+            return SizeOnly(self.codec.encoded_nbytes(self.codec.share(context), self.d))
+        ends.sender, body = self.codec.encode(ends.sender, self.placed(self.codec, x), context)
+        if context.round == 0:
+            self.check_size(body, context)
         return body
 
     def placed(self, codec: Codec, x: Tensor) -> Tensor:
@@ -142,20 +153,20 @@ class CompressionPipeline:
         """A vector that the codec made."""
         return to_device(x, self.device)
 
-    def check_size(self, body: Tensor, turn: Turn) -> None:
+    def check_size(self, body: Tensor, context: EncodeContext) -> None:
         """A first message is as long as the codec says: by that runs are planned and timed. Raises UsageError."""
-        size, most = self.codec.payload(self.codec.share(turn), self.d), self.flags.variable
+        size, most = self.codec.encoded_nbytes(self.codec.share(context), self.d), self.traits.variable
         if body.nbytes > size or (body.nbytes < size and not most):
             name, at = type(self.innermost).__name__, "at most " if most else ""
             raise UsageError(
-                f"{name} wrote {body.nbytes} bytes for {self.d} elements, and its payload says {at}{size}; make them "
-                "agree, or set variable in its flags and let payload be the most"
+                f"{name} wrote {body.nbytes} bytes for {self.d} elements, but encoded_nbytes says {at}{size}; make "
+                "them agree, or set variable in its traits and let encoded_nbytes be the most"
             )
 
-    def undo(self, ends: CodecState, body: Body) -> None:
+    def restore_dropped(self, ends: CodecState, body: Body) -> None:
         """A body was dropped on the way: the sender takes back what was in it."""
         if not isinstance(body, SizeOnly) and body.dtype == torch.uint8:  # else it was sent as it is
-            ends.sender = self.codec.undo(ends.sender, body)
+            ends.sender = self.codec.restore_dropped(ends.sender, body)
 
     def kept(self, ends: CodecState) -> Tensor | None:
         """What the sender keeps for later."""
@@ -172,10 +183,10 @@ class CompressionPipeline:
 
     def arrived(self, ends: CodecState, worker: int, body: Body) -> Vector | Body:
         """The same, but the body as it is where bodies are reduced together."""
-        return body if self.flags.reduces else self.decode(ends, worker, body)
+        return body if self.traits.reduces else self.decode(ends, worker, body)
 
     def reduce(self, ends: CodecState, bodies: Sequence[Body], weights: Sequence[float]) -> Vector:
-        """What the bodies of a merge are together, with `flags.reduces`. Raises BodyError."""
+        """What the bodies of a merge are together, with `traits.reduces`. Raises BodyError."""
         real = [self.placed(self.innermost, body) for body in bodies if isinstance(body, Tensor)]
         if len(real) < len(bodies):
             return self.unread
@@ -187,18 +198,18 @@ class CompressionPipeline:
         self, ends: CodecState, bodies: Sequence[Body], weights: Sequence[float], workers: Sequence[int]
     ) -> Vector:
         """Σ c·C(x) of the bodies of these workers, or what else they are together. Raises BodyError."""
-        if self.flags.reduces:
+        if self.traits.reduces:
             return self.reduce(ends, bodies, weights)
         each = zip(workers, bodies, weights, strict=True)
         return sum_in_rank_order([self.decode(ends, worker, body) * weight for worker, body, weight in each])
 
     # --- up, summed on the way
 
-    def summand(self, body: Body, turn: Turn) -> Body:
-        """What of a body an all-reduce sums, with `flags.linear`."""
+    def summand(self, body: Body, context: EncodeContext) -> Body:
+        """What of a body an all-reduce sums, with `traits.linear`."""
         assert isinstance(self.innermost, Linear), "a codec that is linear is derived from Linear"
         if isinstance(body, SizeOnly):
-            return SizeOnly(self.innermost.summed_bytes(self.codec.share(turn), self.d))
+            return SizeOnly(self.innermost.summed_bytes(self.codec.share(context), self.d))
         return self.innermost.summand(body)
 
     def summed(self, ends: CodecState, body: Body, total: Body) -> Vector:
@@ -207,26 +218,26 @@ class CompressionPipeline:
             return self.unread
         assert isinstance(self.innermost, Linear)
         whole = self.innermost.summed(body, self.placed(self.innermost, total))
-        if self.flags.reduces:
+        if self.traits.reduces:
             return self.reduce(ends, [whole], [1.0])
         return self.made(self.innermost.decode(None, whole, self.d)[1])
 
-    def before(self, ends: CodecState, x: Tensor, turn: Turn) -> CodecInput:
+    def before(self, ends: CodecState, x: Tensor, context: EncodeContext) -> CodecInput:
         """What a protocol of the codec's own is given of x."""
-        return before(self.codec, ends.sender, self.placed(self.codec, x), turn)
+        return capture_codec_input(self.codec, ends.sender, self.placed(self.codec, x), context)
 
-    def after(self, ends: CodecState, x: Tensor, turn: Turn, outcome: Outcome) -> Tensor:
+    def after(self, ends: CodecState, x: Tensor, context: EncodeContext, outcome: Outcome) -> Tensor:
         """The update that the protocol came to; the sender keeps what of x is not in it."""
-        ends.sender = after(self.codec, ends.sender, self.placed(self.codec, x), turn, outcome)
+        ends.sender = update_sender(self.codec, ends.sender, self.placed(self.codec, x), context, outcome)
         return self.made(outcome.update)
 
     # --- differences between models
 
-    def difference(self, x: Vector, turn: Turn) -> Body:
+    def difference(self, x: Vector, context: EncodeContext) -> Body:
         """x by the codec alone, without state."""
         if isinstance(x, SizeOnly):
-            return SizeOnly(self.innermost.payload(turn.ratio, self.d))
-        return self.innermost.encode(None, self.placed(self.innermost, x), turn)[1]
+            return SizeOnly(self.innermost.encoded_nbytes(context.ratio, self.d))
+        return self.innermost.encode(None, self.placed(self.innermost, x), context)[1]
 
     def added(self, vector: Vector, bodies: Sequence[tuple[Body, float]]) -> Vector:
         """vector + Σ weight · content of such bodies, a new vector. Raises BodyError."""
@@ -234,17 +245,17 @@ class CompressionPipeline:
 
     def pull_bytes(self, ratio: float | None) -> int:
         """Bytes of a pull of this share; None = of the model."""
-        return 4 * self.d if ratio is None else min(4 * self.d, self.down.payload(ratio, self.d))
+        return 4 * self.d if ratio is None else min(4 * self.d, self.down.encoded_nbytes(ratio, self.d))
 
-    def pull(self, ends: CodecState, worker: int, model: Vector, turn: Turn) -> Body:
+    def pull(self, ends: CodecState, worker: int, model: Vector, context: EncodeContext) -> Body:
         """At the server: what to send a worker that is to have this model."""
         held = ends.held.get(worker)
-        if held is None or self.down.payload(turn.ratio, self.d) >= model.nbytes:
+        if held is None or self.down.encoded_nbytes(context.ratio, self.d) >= model.nbytes:
             ends.held[worker] = model
             return model
         if isinstance(model, SizeOnly) or isinstance(held, SizeOnly):
-            return SizeOnly(self.down.payload(turn.ratio, self.d))
-        _, body = self.down.encode(None, self.placed(self.down, model - held), turn)
+            return SizeOnly(self.down.encoded_nbytes(context.ratio, self.d))
+        _, body = self.down.encode(None, self.placed(self.down, model - held), context)
         ends.held[worker] = self.pulled(held, body)
         return body
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.base.seeded import new_seed, places_of
-from ashl.compression.contract import TURN, Codec, Layout, size_of
+from ashl.compression.common.seeded import new_seed, places_of
+from ashl.compression.contract import ENCODE_CONTEXT, Codec, Layout, size_of
 from ashl.outer.contract import Outer
 from ashl.runtime.sums import piece, together
 from ashl.size_only import SizeOnly, Vector
@@ -61,5 +61,5 @@ class Fragment:
 
 @lru_cache(maxsize=2)  # each is asked for by every worker, and twice
 def drawn(seed: int, version: int, size: int, whole: int) -> Tensor:
-    turn = TURN._replace(seed=seed, version=version)
-    return torch.from_numpy(places_of(new_seed(turn.shared()), size, whole).astype(np.int64))
+    context = ENCODE_CONTEXT._replace(seed=seed, version=version)
+    return torch.from_numpy(places_of(new_seed(context.shared()), size, whole).astype(np.int64))

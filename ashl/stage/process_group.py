@@ -124,9 +124,9 @@ class ProcessGroup:
         self._carry(*to_host(sums).tolist())
         return [part[: -tail.numel()] for part in parts]
 
-    async def send(self, place: int, name: str, body: Any, *numbers: float) -> None:
+    async def send(self, place: int, name: str, payload: Any, *numbers: float) -> None:
         tag = self.stage.tag(name, self.epoch)
-        await self.ctx.send(self.ranks[place], tag, body, (self.loss, self.word, *numbers))
+        await self.ctx.send(self.ranks[place], tag, payload, (self.loss, self.word, *numbers))
 
     async def recv(self, place: int, name: str, final: bool = False) -> tuple[Any, tuple[float, ...]]:
         """(body, numbers) from one other. What rides along is added up, but `final` from one who has everything. Raises

@@ -13,9 +13,9 @@ from ashl.compression.contract import Codec, Estimator, Keeps, Layout
 from ashl.learn.trainer import AnyTrainer
 from ashl.option import Contract, Count, Duration
 from ashl.outer.contract import Outer
-from ashl.overlap.chain import Part, bare, joined
 from ashl.overlap.contract import Delayed, Overlap
 from ashl.overlap.none import Serial
+from ashl.overlap.timeline import Bucket, merge_buckets, untimed_timeline
 from ashl.plan.alpha_beta import LARGE, AlphaBeta
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan, assigned
 from ashl.plan.profile import CodecCost, Profile, WorkerProfile
@@ -77,7 +77,7 @@ class Rule(Contract, group="sync", strict=True):
         gradients are merged. Moments are None where each worker keeps its own. `state` stays as it is."""
         if self.exchange == "difference":
             return None, *stage.outer.step(state.outer_state, state.params, update, lr)
-        exact, place = stage.link.flags.lossless, f"at merge {state.version}"
+        exact, place = stage.link.traits.lossless, f"at merge {state.version}"
         moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact, place)
         return moments, state.outer_state, params
 
@@ -179,7 +179,7 @@ class Stage:
     sync: Rule
     aggregate: Weighted
     outer: Outer
-    codec: Codec  # of a worker's link, see `compression.around.wrapped`
+    codec: Codec  # of a worker's link, see `compression.wrappers.compose`
     trainer: AnyTrainer
     limits: Limits
     epoch_samples: int
@@ -189,7 +189,7 @@ class Stage:
     profile: Profile | None = None  # what the configuration declares of the workers
     layout: Layout = ()  # the model's layers
     overlap: Overlap = SERIAL
-    parts: tuple[Part, ...] = ()  # its layer groups, where messages are made of them
+    parts: tuple[Bucket, ...] = ()  # its layer groups, where messages are made of them
     fragments: tuple[Fragment, ...] = ()  # of the model, where each is exchanged by itself
     size: int | None = None  # elements that are exchanged, where they are those of a fragment
     links: tuple[CompressionPipeline, ...] = ()  # of each such message, where a codec works in it by itself
@@ -259,13 +259,13 @@ class Stage:
         return self.topology.replicas
 
     @cached_property
-    def messages(self) -> tuple[Part, ...]:
+    def messages(self) -> tuple[Bucket, ...]:
         """What each message of a gradient holds that travels in parts, in the order in which they are ready. One alone
         that is to be summed as it is goes as without overlap."""
         if self.overlap.serial or not self.parts:
             return ()
-        found = joined(self.parts, self.overlap.messages(bare(self.parts)))
-        whole = len(found) == 1 and not (self.overlap.crosses or self.links or self.topology.has_server)
+        found = merge_buckets(self.parts, self.overlap.messages(untimed_timeline(self.parts)))
+        whole = len(found) == 1 and not (self.overlap.overlaps_next_forward or self.links or self.topology.has_server)
         return () if whole else found
 
     @cached_property
@@ -288,7 +288,7 @@ class Stage:
     @cached_property
     def by_priority(self) -> bool:
         """Whether a server merges slice by slice while the next forward pass goes on."""
-        return self.topology.has_server and self.overlap.crosses and not self.overlap.pulls
+        return self.topology.has_server and self.overlap.overlaps_next_forward and not self.overlap.pulls
 
     @property
     def sums_beside(self) -> bool:

@@ -152,7 +152,7 @@ def min_wait_s(rounds: Sequence[Rounds], kinds: Sequence[str]) -> float:
 def all_reduce_line(rounds: Sequence[Rounds], config: Mapping[str, Any], plan: Plan) -> AlphaBeta:
     """Return what an all-reduce took after its last member had come; a gathering costs half of the same bytes."""
     codec = OptionFactory(plan.allow_targets).of("compression", config["compression"])
-    gathers = not (codec.flags.lossless or codec.flags.linear)
+    gathers = not (codec.traits.lossless or codec.traits.linear)
     return AlphaBeta(min_wait_s(rounds, ("wait_s", "push_s", "pull_s")) * (2 if gathers else 1), 0.0)
 
 

@@ -32,10 +32,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ashl.compression.contract import Turn
-from ashl.compression.grid import MOST, WHOLE, Grid, meant, rounded
+from ashl.compression.contract import EncodeContext
+from ashl.compression.grid import MOST, WHOLE, Grid, meant, quantize_to_grid
 from ashl.compression.wire.arrays import array_of
-from ashl.compression.wire.body import HEADER, Parts, read_body, write_body
+from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, write_payload
 from ashl.learn.device import numbers, to_host
 from ashl.option import Count, NonNegative, Positive, option
 from ashl.runtime.effects import Message
@@ -138,7 +138,7 @@ class Snapshots(Updates):
             progress.commit(worker, int(steps), int(samples))
             zeta = stage.link.decode(state.ends, worker, message.body)
             lr = stage.trainer.rate(progress.samples)
-            exact = stage.link.flags.lossless
+            exact = stage.link.traits.lossless
             state.moments, x = stage.trainer.apply(state.params, state.moments, zeta + epoch.gradient, lr, exact)
             state.params = shrunk(x, lr * self.rule.l1)
             progress.merge()
@@ -180,8 +180,8 @@ class Snapshots(Updates):
             return epoch.anchor
         if not epoch.done:
             return None
-        turn = Turn(seed=stage.seed, worker=stage.server + 1 + rank, round=state.progress.version)
-        return written(state.params, epoch.anchor, turn, self.rule.mu)
+        context = EncodeContext(seed=stage.seed, worker=stage.server + 1 + rank, round=state.progress.version)
+        return written(state.params, epoch.anchor, context, self.rule.mu)
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         """The model after a pull; a dense one is a snapshot."""
@@ -198,14 +198,14 @@ class Snapshots(Updates):
         return Epoch(state.params, set(stage.workers) - state.progress.gone, steps)
 
 
-def written(x: Any, anchor: Any, turn: Turn, mu: float | None) -> Any:
+def written(x: Any, anchor: Any, context: EncodeContext, mu: float | None) -> Any:
     """The body of Q(x)."""
     if isinstance(x, SizeOnly):
         bits = 32 if mu is None else MOST // 2
         return SizeOnly(HEADER.size + 4 + -(-bits * (x.nbytes // 4) // 8))
     array, few = array_of(to_host(x)), bits_of(x, anchor, mu)
-    parts = Parts(array.size, array, form=WHOLE) if few is None else rounded(array, few, turn)
-    return write_body(Grid.code, x.numel(), parts)
+    parts = Parts(array.size, array, form=WHOLE) if few is None else quantize_to_grid(array, few, context)
+    return write_payload(Grid.code, x.numel(), parts)
 
 
 def bits_of(x: Any, anchor: Any, mu: float | None) -> int | None:
@@ -224,4 +224,4 @@ def is_encoded(body: Vector) -> bool:
 
 def read_model(body: Any, d: int) -> Any:
     """Q(x) as a vector. Raises BodyError."""
-    return torch.from_numpy(meant(read_body(body, Grid.code, d), d))
+    return torch.from_numpy(meant(read_payload(body, Grid.code, d), d))

@@ -25,7 +25,7 @@ from ashl.size_only import Vector
 from ashl.stage.stage import CODEC, Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.graph import Round
-from ashl.topology.local_work import report_health, turn_of
+from ashl.topology.local_work import context_of, report_health
 from ashl.topology.mixing import mixed
 
 
@@ -69,8 +69,8 @@ class Choco(RoundRule):
             state.rule_state = Replicas(state.params, None, state.params)
             return dict.fromkeys(targets, (state.params, ()))
         ahead = state.params - own
-        encode = partial(link.difference, ahead, turn_of(stage, ctx.rank, state, state.round))
-        if link.innermost.flags.lossless:
+        encode = partial(link.difference, ahead, context_of(stage, ctx.rank, state, state.round))
+        if link.innermost.traits.lossless:
             body = encode()
         else:
             body = await ctx.compute(encode, work=1, kind="compress")

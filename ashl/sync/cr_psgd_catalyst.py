@@ -44,6 +44,6 @@ class CRPSGDCatalyst(CRPSGD):
     def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
         """y takes the place of an outer optimizer's moments, which merged gradients have no other use for."""
         y = state.outer_state if state.rule_state.t else state.params
-        update, exact = plus(update, (state.params - y) * self.theta), stage.link.flags.lossless
+        update, exact = plus(update, (state.params - y) * self.theta), stage.link.traits.lossless
         moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact)
         return moments, y, params

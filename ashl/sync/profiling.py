@@ -30,10 +30,10 @@ import torch
 
 from ashl.cluster.spec import ContentionCosts
 from ashl.cluster.speed import LEVELS
-from ashl.compression.contract import Turn
+from ashl.compression.contract import EncodeContext
 from ashl.learn.device import numbers
 from ashl.option import Natural, option
-from ashl.overlap.chain import passed
+from ashl.overlap.timeline import end_shares
 from ashl.plan.alpha_beta import LARGE, SMALL, AlphaBeta, fit_line
 from ashl.plan.confidence import equalize_costs, estimate, is_narrow, quantiles, trimmed_deviation
 from ashl.plan.plan import WorkerPlan
@@ -157,9 +157,9 @@ async def time_steps(
 
 async def time_encoding(ctx: RankContext, stage: Stage, state: WorkerState) -> float:
     """Seconds of encoding a dense vector."""
-    turn = Turn(min(worker.compression_ratio for worker in stage.plan.workers), stage.seed, ctx.rank)
+    context = EncodeContext(min(worker.compression_ratio for worker in stage.plan.workers), stage.seed, ctx.rank)
     start = ctx.now
-    await ctx.compute(partial(stage.link.encode, CodecState(), state.params, turn), work=1, kind="compress")
+    await ctx.compute(partial(stage.link.encode, CodecState(), state.params, context), work=1, kind="compress")
     return ctx.now - start
 
 
@@ -167,7 +167,7 @@ async def time_passes(ctx: RankContext, stage: Stage, state: WorkerState, times:
     """Seconds of forward of each layer group, and of backward, the last layers first: medians of so many steps."""
     count, step = len(stage.parts), state.step
     tags = [stage.tag("passed", k) for k in range(2 * count)]
-    ready = tuple(zip(passed(stage.parts), tags, strict=True))
+    ready = tuple(zip(end_shares(stage.parts), tags, strict=True))
     slices = [(part.start, part.stop) for part in stage.parts]
     rows = []
     for k in range(times):

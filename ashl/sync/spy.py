@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import BodyError, Turn
+from ashl.compression.contract import EncodeContext, PayloadError
 from ashl.compression.wire.arrays import array_of
-from ashl.compression.wire.body import EMPTY, HEADER, Parts, read_body, typed, write_body
 from ashl.compression.wire.index_code import index_bytes, read_indices, write_indices
+from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, read_payload, typed, write_payload
 from ashl.learn.device import to_device, to_host
 from ashl.option import NonNegative, Ratio, option
 from ashl.runtime.effects import Message
@@ -74,8 +74,10 @@ class SparseModels(Updates):
         loss, gradient, samples = await estimated(ctx, stage, state)
         work = Work(gradient, loss, 1, samples, ctx.now - start, state.version)
         point = state.params if state.rule_state is None else state.rule_state
-        turn = Turn(seed=stage.seed, worker=ctx.rank, round=state.round, lr=stage.trainer.rate(state.samples))
-        move = partial(moved, state.params, gradient, point, turn, self.rule.share)
+        context = EncodeContext(
+            seed=stage.seed, worker=ctx.rank, round=state.round, lr=stage.trainer.rate(state.samples)
+        )
+        move = partial(moved, state.params, gradient, point, context, self.rule.share)
         state.rule_state, body = await ctx.compute(move, work=1, kind="compress")
         return work, body, loss
 
@@ -104,12 +106,12 @@ class SparseModels(Updates):
         return stage.link.made(read(body, stage.trainer.num_params)) if body.dtype == torch.uint8 else body
 
 
-def moved(x: Any, gradient: Any, point: Any, turn: Turn, share: float) -> tuple[Any, Any]:
+def moved(x: Any, gradient: Any, point: Any, context: EncodeContext, share: float) -> tuple[Any, Any]:
     """(x_i, the body of Δ)."""
     if isinstance(x, SizeOnly):
         return point, SizeOnly(size(max(1, round(share * (x.nbytes // 4))), x.nbytes // 4))
-    drawn = turn.stream().integers(0, 2**32, x.numel(), np.uint32) < share * 2**32
-    change = x - gradient * turn.lr - point
+    drawn = context.stream().integers(0, 2**32, x.numel(), np.uint32) < share * 2**32
+    change = x - gradient * context.lr - point
     change[(x == 0) & ~to_device(torch.from_numpy(drawn), str(x.device))] = 0
     return point + change, written(change)
 
@@ -129,19 +131,19 @@ def written(x: Tensor) -> Tensor:
     array = array_of(to_host(x))
     places = np.flatnonzero(array)
     if size(places.size, array.size) == HEADER.size + array.nbytes:
-        return write_body(CODE, array.size, Parts(array.size, array, form=WHOLE))
+        return write_payload(CODE, array.size, Parts(array.size, array, form=WHOLE))
     indices = write_indices("packed", places, array.size) if places.size else EMPTY
-    return write_body(CODE, array.size, Parts(places.size, array[places], indices))
+    return write_payload(CODE, array.size, Parts(places.size, array[places], indices))
 
 
 def read(body: Tensor, d: int) -> Tensor:
     """The vector again. Raises BodyError."""
-    parts = read_body(body, CODE, d)
+    parts = read_payload(body, CODE, d)
     typed(parts.scales, "<f4", 0, "scales")
     if parts.form == WHOLE and parts.count == d and not parts.indices.size:
         return torch.from_numpy(typed(parts.values, "<f4", d, "values").copy())
     if parts.form != SPARSE:
-        raise BodyError(f"what came is no sparse vector: form {parts.form}, {parts.count} values of {d}")
+        raise PayloadError(f"what came is no sparse vector: form {parts.form}, {parts.count} values of {d}")
     x = torch.zeros(d)
     x.numpy()[read_indices("packed", parts.indices, parts.count, d)] = typed(parts.values, "<f4", parts.count, "values")
     return x

@@ -24,10 +24,10 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from ashl.compression.contract import Turn
+from ashl.compression.contract import EncodeContext
 from ashl.compression.wire.arrays import array_of
-from ashl.compression.wire.body import read_body, write_body
-from ashl.compression.wire.modulo import CODE, body_bytes, nearest, residues
+from ashl.compression.wire.modulo import CODE, nearest, payload_nbytes, residues
+from ashl.compression.wire.payload_format import read_payload, write_payload
 from ashl.learn.device import to_device, to_host
 from ashl.option import Count, Number, option
 from ashl.size_only import SizeOnly, Vector
@@ -57,19 +57,19 @@ class Swarm(PairRule):
         if self.bits is None:
             return x
         if isinstance(x, SizeOnly):
-            return SizeOnly(body_bytes(x.nbytes // 4, self.bits))
+            return SizeOnly(payload_nbytes(x.nbytes // 4, self.bits))
         step = (apart or 0.0) / max(2 ** (self.bits - 1) / REACH, FINENESS)
         if not float(x.abs().max()) < step * 2**52:
             return x
-        turn = Turn(seed=stage.seed, worker=rank, round=state.version, layer=int(asks))
-        return write_body(CODE, x.numel(), residues(array_of(to_host(x)), step, self.bits, turn))
+        context = EncodeContext(seed=stage.seed, worker=rank, round=state.version, layer=int(asks))
+        return write_payload(CODE, x.numel(), residues(array_of(to_host(x)), step, self.bits, context))
 
     def read(self, state: RoamingState, body: Any, near: Vector) -> Any:
         if self.bits is None or isinstance(body, SizeOnly) or isinstance(near, SizeOnly):
             return near if isinstance(near, SizeOnly) else body
         y = to_host(near)
         if body.dtype == torch.uint8:
-            found = nearest(read_body(to_host(body), CODE, y.numel()), array_of(y))
+            found = nearest(read_payload(to_host(body), CODE, y.numel()), array_of(y))
             x = y if found is None else torch.from_numpy(found)
         else:
             x = to_host(body)

@@ -128,7 +128,7 @@ class AllReduce(Topology):
             parts = (stage.fragment(k) for k in range(len(stage.fragments)))
             return max(self.exchange_ns(part, network, rank) for part in parts)
         if stage.link.adds_up:
-            nbytes = stage.codec.payload(stage.worker(rank).compression_ratio, stage.link.d)
+            nbytes = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
             return network.all_reduce_ns(stage.workers, nbytes, 0)
         return network.all_gather_ns(stage.workers, stage.num_workers * stage.once(longest_body), 0)
 
@@ -146,12 +146,12 @@ class AllReduce(Topology):
     def role(self, stage: Stage, rank: int) -> Loop:
         if stage.delayed is not None:
             return run_streaming if stage.fragments else run_delayed
-        return run_pipelined if stage.overlap.crosses else worker
+        return run_pipelined if stage.overlap.overlaps_next_forward else worker
 
 
 def longest_body(stage: Stage) -> int:
     shares = {worker.compression_ratio for worker in stage.plan.workers}
-    return max(stage.codec.payload(share, stage.link.d) for share in shares)
+    return max(stage.codec.encoded_nbytes(share, stage.link.d) for share in shares)
 
 
 @dataclass
@@ -183,7 +183,7 @@ class PeerState(WorkerState):
             self.rule_state = rule_of(stage).begin(stage, self.progress)
         return stage
 
-    def adopt(self, result: Merged) -> None:
+    def apply_merge(self, result: Merged) -> None:
         self.params, self.outer_state, self.progress = result.params, result.outer_state, result.progress
         self.version, self.steps, self.samples = result.progress.version, result.progress.steps, result.progress.samples
         if result.moments is not None:
@@ -261,7 +261,7 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         merge = partial(merge_and_plan, stage, own, state, update, team.loss, now_ns=ctx.now_ns, heard=heard)
         result, ahead = ctx.compute_once(team.ranks, moment, merge)
         late = keep_in_time(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
-        state.adopt(result)
+        state.apply_merge(result)
         state.plan(ahead, ctx.rank)
         progress, planned, own = result.progress, ahead.planned, ahead.own
         reason, judge = ahead.over or REASONS[said], home
@@ -329,7 +329,7 @@ async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         moment, staleness = ("merge", stage.index, state.progress.version), state.progress.version - work.version
         merge = partial(merge_and_plan, stage, own, state, update, team.loss, staleness, more=1)
         result, coming = ctx.compute_once(team.ranks, moment, merge)
-        state.adopt(result)
+        state.apply_merge(result)
         state.pending, state.pending_rest = ahead and at_border(ctx, stage, state, ahead), state.rest
         state.plan(coming, ctx.rank)
         reason = coming.over or REASONS[int(team.word)] or ("next" if state.last else None)
@@ -475,7 +475,7 @@ async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) 
     the
     step."""
     ctx, version = team.ctx, state.progress.version
-    sums = await (begin_half_sums if stage.overlap.halves else begin_slice_sums)(team, stage)
+    sums = await (begin_half_sums if stage.overlap.reduce_scatter_all_gather else begin_slice_sums)(team, stage)
     before, params, moments, made = state.progress, state.params, state.moments, list[Any]()
     rate = stage.trainer.rate(before.samples)
     for k in reversed(range(len(stage.messages))):
@@ -488,7 +488,7 @@ async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) 
             state.version, state.steps, state.samples = progress.version, progress.steps, progress.samples
             await ctx.send(ctx.rank, stage.tag("counted"))
         if not state.progress.diverged:
-            where, exact = (message.start, message.stop), stage.link.flags.lossless
+            where, exact = (message.start, message.stop), stage.link.traits.lossless
             step = partial(stage.trainer.apply_slice, params, moments, *where, total, rate, exact)
             made.append(ctx.compute_once(team.ranks, ("group", stage.index, version, k), step))
             await ctx.send(ctx.rank, stage.tag("group", k), made[-1][1])

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from ashl.compression.around.sliced import cut, joined
-from ashl.compression.contract import Collective, Turn
+from ashl.compression.contract import Collective, EncodeContext
+from ashl.compression.wrappers.state_slices import join_states, slice_state
 from ashl.runtime.effects import Encoding
 from ashl.runtime.sums import together
 from ashl.size_only import SizeOnly, Vector
@@ -30,7 +30,7 @@ from ashl.stage.compression_pipeline import Body, CodecState
 from ashl.stage.process_group import GroupBrokenError, ProcessGroup
 from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.topology.local_work import WorkerState, all_finite, not_finite, report_health, reports_mean, turn_of
+from ashl.topology.local_work import WorkerState, all_finite, context_of, not_finite, report_health, reports_mean
 
 
 async def exchanged(
@@ -39,7 +39,7 @@ async def exchanged(
     """Σ c·C(x), or Σ c·x where the rule says so, at the merge of this number; `team.loss` and `team.word` are sums
     then. Of an update that is not finite nothing is made: the mean loss says so."""
     ctx = team.ctx
-    if stage.link.flags.lossless or stage.sync.sums_whole(stage, progress):
+    if stage.link.traits.lossless or stage.sync.sums_whole(stage, progress):
         return await team.all_reduce(x, team.weight)
     if not isinstance(x, SizeOnly) and not_finite(ctx, stage, state, x):
         x, team.loss = torch.zeros_like(x), math.nan
@@ -54,35 +54,35 @@ async def exchanged(
 
 async def compressed(team: ProcessGroup, stage: Stage, state: WorkerState, tick: int, x: Vector) -> Vector:
     """The same by the codec's own way."""
-    link, turn = stage.link, turn_of(stage, team.ctx.rank, state, tick)
+    link, context = stage.link, context_of(stage, team.ctx.rank, state, tick)
     if isinstance(link.innermost, Collective):
-        return await by_protocol(team, stage, state, link.innermost, x, turn)
-    if link.flags.linear:  # what adds up is alike in shape
-        x, turn = x * team.weight, turn._replace(ratio=least_ratio(stage), weight=team.weight)
-    body = await team.compute(partial(link.encode, state.ends, x, turn), work=1)
+        return await by_protocol(team, stage, state, link.innermost, x, context)
+    if link.traits.linear:  # what adds up is alike in shape
+        x, context = x * team.weight, context._replace(ratio=least_ratio(stage), weight=team.weight)
+    body = await team.compute(partial(link.encode, state.ends, x, context), work=1)
     report_health(team.ctx, stage, state, x, [(link, state.ends, body)])
-    if link.flags.linear:
-        total = await team.all_reduce(link.summand(body, turn))
+    if link.traits.linear:
+        total = await team.all_reduce(link.summand(body, context))
         return await team.decode(partial(link.summed, state.ends, body, total), 1)
     return await gathered(team, stage, state, x, body)
 
 
 async def by_protocol(
-    team: ProcessGroup, stage: Stage, state: WorkerState, codec: Collective, x: Vector, turn: Turn
+    team: ProcessGroup, stage: Stage, state: WorkerState, codec: Collective, x: Vector, context: EncodeContext
 ) -> Vector:
     """What a protocol over all workers comes to. Raises TeamBrokenError where a worker is lost."""
     link = stage.link
     try:
         if isinstance(x, SizeOnly):
-            await codec.timed(team, link.codec.share(turn), link.d)
+            await codec.timed(team, link.codec.share(context), link.d)
             await team.together()
             return x
-        outcome = await codec.collective(team, link.before(state.ends, x, turn))
+        outcome = await codec.collective(team, link.before(state.ends, x, context))
         await team.together()
     except GroupBrokenError:
         await team.give_up(codec.peers(team.place, team.size))
         raise
-    return await team.compute(partial(link.after, state.ends, x, turn, outcome))
+    return await team.compute(partial(link.after, state.ends, x, context, outcome))
 
 
 async def gathered(team: ProcessGroup, stage: Stage, state: WorkerState, x: Vector, body: Body) -> Vector:
@@ -122,7 +122,7 @@ class Coding:
     state: WorkerState
     version: int
     ends: list[CodecState]  # of each message
-    turns: list[Turn]
+    contexts: list[EncodeContext]
     vectors: dict[int, Vector] = field(default_factory=dict)  # what was to be sent
     bodies: dict[int, Body] = field(default_factory=dict)  # ... and what is
     finite: bool = True
@@ -130,14 +130,14 @@ class Coding:
     @classmethod
     def of(cls, team: ProcessGroup, stage: Stage, state: WorkerState, version: int) -> Coding:
         """Before the gradient is computed."""
-        ends = [replace(state.ends, sender=cut(state.ends.sender, m.start, m.stop)) for m in stage.messages]
-        turn, turns = turn_of(stage, team.ctx.rank, state, version), []
-        if stage.link.flags.linear:  # what adds up is alike in shape
-            turn = turn._replace(ratio=least_ratio(stage), weight=team.weight)
+        ends = [replace(state.ends, sender=slice_state(state.ends.sender, m.start, m.stop)) for m in stage.messages]
+        context, contexts = context_of(stage, team.ctx.rank, state, version), []
+        if stage.link.traits.linear:  # what adds up is alike in shape
+            context = context._replace(ratio=least_ratio(stage), weight=team.weight)
         for k, link in enumerate(stage.links):
-            ratio = stage.overlap.shares[k] if stage.overlap.shares else turn.ratio
-            turns.append(turn._replace(ratio=ratio, layer=link.layer))
-        return cls(team, stage, state, version, ends, turns)
+            ratio = stage.overlap.shares[k] if stage.overlap.shares else context.ratio
+            contexts.append(context._replace(ratio=ratio, layer=link.layer))
+        return cls(team, stage, state, version, ends, contexts)
 
     @property
     def encoding(self) -> Encoding:
@@ -150,9 +150,9 @@ class Coding:
         self.vectors[k], link = x, self.stage.links[k]
         if not isinstance(x, SizeOnly) and not all_finite(x):
             x, self.finite = torch.zeros_like(x), False
-        if link.flags.linear:
+        if link.traits.linear:
             x = x * self.team.weight
-        self.bodies[k] = link.encode(self.ends[k], x, self.turns[k])
+        self.bodies[k] = link.encode(self.ends[k], x, self.contexts[k])
         return self.bodies[k]
 
     def encoded(self, vectors: Sequence[Vector]) -> list[Body]:
@@ -162,13 +162,13 @@ class Coding:
     def ended(self) -> bool:
         """Everything has been encoded: whether it was finite."""
         ctx, stage, state, every = self.team.ctx, self.stage, self.state, self.stage.compression_stats_every
-        state.ends.sender = joined([ends.sender for ends in reversed(self.ends)])
+        state.ends.sender = join_states([ends.sender for ends in reversed(self.ends)])
         if isinstance(self.vectors[0], SizeOnly):
             return True
         if not self.finite:
             not_finite(ctx, stage, state, in_order(self.vectors))
         elif every is not None and not (state.round % every and self.version % every):
-            x, weight = in_order(self.vectors), self.team.weight if stage.link.flags.linear else 1.0
+            x, weight = in_order(self.vectors), self.team.weight if stage.link.traits.linear else 1.0
             sent = [(link, self.ends[k], self.bodies[k]) for k, link in enumerate(stage.links)]
             report_health(ctx, stage, state, x * weight, sent[::-1])
             if reports_mean(stage, self.version):
@@ -178,8 +178,8 @@ class Coding:
     async def exchanged(self, team: ProcessGroup, k: int, body: Body) -> Any:
         """The sum of everybody's message k, or everybody's."""
         link = self.stage.links[k]
-        if link.flags.linear:
-            return await team.all_reduce(link.summand(body, self.turns[k]))
+        if link.traits.linear:
+            return await team.all_reduce(link.summand(body, self.contexts[k]))
         return await team.all_gather(body)
 
     async def decoded(self, came: Sequence[Any]) -> Vector:
@@ -197,7 +197,7 @@ class Coding:
     def sum(self, came: Sequence[Any]) -> Vector:
         sums = {}
         for k, (link, ends) in enumerate(zip(self.stage.links, self.ends, strict=True)):
-            if link.flags.linear:
+            if link.traits.linear:
                 sums[k] = link.summed(ends, self.bodies[k], came[k])
             else:
                 sums[k] = link.merge(ends, came[k], self.team.weights, self.team.ranks)

@@ -124,7 +124,7 @@ class Halos(Topology):
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What a push to the region's server and a pull take, uncontended."""
         near = self.server_of(stage, rank)
-        up = stage.codec.payload(stage.worker(rank).compression_ratio, stage.link.d)
+        up = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
         return network.transfer_ns(rank, near, up) + network.transfer_ns(near, rank, stage.link.pull_bytes(None))
 
     def begin(self, ctx: RankContext, stage: Stage) -> WorkerState | ServerState:

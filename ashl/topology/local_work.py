@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ashl.compression.around.layers import Layerwise, layer_at
-from ashl.compression.around.lost import measured_loss, sizes
-from ashl.compression.base.code import Code
-from ashl.compression.contract import Turn
+from ashl.compression.common.code import Code
+from ashl.compression.contract import EncodeContext
+from ashl.compression.wrappers.error_metrics import measure_compression_error, sizes
+from ashl.compression.wrappers.layers import Layerwise, layer_at
 from ashl.learn.device import numbers, to_host
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Health, NotFinite
@@ -151,11 +151,11 @@ async def encoded(ctx: RankContext, stage: Stage, state: WorkerState, work: Work
     """(body, loss) of what is to be sent. What is not finite is not encoded, and shows in a loss that is none: it would
     reach every element, and the run is lost."""
     x = stage.aggregate.clip(work.body)
-    if stage.link.flags.lossless:
+    if stage.link.traits.lossless:
         return x, work.loss
     if not_finite(ctx, stage, state, x):
         return x, math.nan
-    encode = partial(stage.link.encode, state.ends, x, turn_of(stage, ctx.rank, state, state.version))
+    encode = partial(stage.link.encode, state.ends, x, context_of(stage, ctx.rank, state, state.version))
     body = await ctx.compute(encode, work=1, kind="compress")
     report_health(ctx, stage, state, x, [(stage.link, state.ends, body)])
     if reports_mean(stage, state.version):
@@ -176,12 +176,12 @@ def report_health(
     if every is None or state.round % every or isinstance(x, SizeOnly):
         return
     pieces = [(link.innermost, link.d, to_host(body)) for link, _, body in sent if isinstance(body, Tensor)]
-    if codec.flags.reduces or not isinstance(codec, Code | Layerwise):
+    if codec.traits.reduces or not isinstance(codec, Code | Layerwise):
         found = sizes([body for _, _, body in pieces])  # bodies alone do not say what comes of them
     else:
         kept = [rest for link, ends, _ in sent if (rest := link.kept(ends)) is not None]
         back = torch.cat([to_host(rest) for rest in kept]) if kept else None
-        found = measured_loss(pieces, back, to_host(x), stage.layout, stage.compression_stats_per_layer)
+        found = measure_compression_error(pieces, back, to_host(x), stage.layout, stage.compression_stats_per_layer)
     ctx.emit(Health(ctx.rank, state.round, ctx.now_ns, **found))
 
 
@@ -196,9 +196,9 @@ def reports_mean(stage: Stage, version: int) -> bool:
     )
 
 
-def turn_of(stage: Stage, rank: int, state: WorkerState, version: int) -> Turn:
+def context_of(stage: Stage, rank: int, state: WorkerState, version: int) -> EncodeContext:
     """What a worker's next message is encoded for, which is about a model of this version."""
-    return Turn(
+    return EncodeContext(
         ratio=state.ratio,
         seed=stage.seed,
         worker=rank,

@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, cast
 
 from ashl.aggregate.weighted import Push
-from ashl.compression.contract import Turn
+from ashl.compression.contract import EncodeContext
 from ashl.errors import AshlError, UsageError
 from ashl.learn.pieces import Pieces
 from ashl.option import Ratio, option, quoted
@@ -107,8 +107,8 @@ class Updates:
             return await answer_fragment(ctx, stage, state, rank)
         if not changed or stage.topology.pull_ratio is None:
             return state.params if changed else None
-        turn = Turn(stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.progress.version)
-        pull = partial(stage.link.pull, state.ends, rank, state.params, turn)
+        context = EncodeContext(stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.progress.version)
+        pull = partial(stage.link.pull, state.ends, rank, state.params, context)
         return await ctx.compute(pull, work=1, kind="compress")
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
@@ -211,7 +211,7 @@ class ParameterServer(Topology):
         if stage.fragments:
             parts = (stage.fragment(k) for k in range(len(stage.fragments)))
             return max(self.exchange_ns(part, network, rank) for part in parts)
-        up = stage.codec.payload(stage.worker(rank).compression_ratio, stage.link.d)
+        up = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
         down = stage.link.pull_bytes(self.pull_ratio)
         return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(stage.server, rank, down)
 
@@ -306,8 +306,8 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
         word = reply.word
         if stage.reshards:
             state.away = as_members(message.meta[PULL_FIELDS:])
-        if reply.dropped and not stage.codec.flags.lossless and not math.isnan(loss):
-            stage.link.undo(state.ends, body)
+        if reply.dropped and not stage.codec.traits.lossless and not math.isnan(loss):
+            stage.link.restore_dropped(state.ends, body)
         if message.body is not None:
             if in_parts and word == GO:
                 state.coming = message.body
@@ -437,7 +437,7 @@ async def merge_push(ctx: RankContext, stage: Stage, state: ServerState, message
     staleness, push_s = progress.version - int(version), ctx.now - message.start_ns / 1e9
     push = Push(worker, body, int(steps), int(samples), staleness, loss, step_s, push_s, pull_s)
     update = await ctx.compute(partial(apply_merge, stage, state, push), stage.push_share, "apply")
-    if update is not None and not stage.codec.flags.lossless and reports_mean(stage, progress.version - 1):
+    if update is not None and not stage.codec.traits.lossless and reports_mean(stage, progress.version - 1):
         ctx.show_update(update, of=None, tick=progress.version - 1)
     progress.now_s = ctx.now
     state.rule_state = rule_of(stage).observe(stage, state.rule_state, progress, push)
@@ -459,7 +459,7 @@ def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     if len(members) > 1:
         members.sort(key=attrgetter("worker"))
     weights = stage.doing(state.workers).handed(progress.gone).weights_of(members, progress.gone)
-    if stage.codec.flags.reduces:
+    if stage.codec.traits.reduces:
         update: Any = stage.link.reduce(state.ends, [member.body for member in members], weights)
     else:
         update = stage.aggregate.fold(members, weights)
@@ -951,7 +951,7 @@ def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> No
 
 def step_on(stage: Stage, state: ServerState, number: int, update: Any, lr: float) -> None:
     start, stop = stage.once(slices)[number]
-    exact = stage.link.flags.lossless
+    exact = stage.link.traits.lossless
     state.made[number] = stage.trainer.apply_slice(state.params, state.moments, start, stop, update, lr, exact)
 
 

@@ -38,7 +38,7 @@ from ashl.stage.program import reassigned
 from ashl.stage.progress import Progress
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, GO, NEXT, OUTER, STOP, WEIGHTS, Loop, Network, Rule, Stage, Topology
 from ashl.topology.ending import leave, record_end, stop_decision, within
-from ashl.topology.local_work import Work, WorkerState, local_work, not_finite, report_health, turn_of
+from ashl.topology.local_work import Work, WorkerState, context_of, local_work, not_finite, report_health
 from ashl.topology.members import as_members
 from ashl.topology.parameter_server import (
     PLANNED,
@@ -100,7 +100,7 @@ class ShardedServer(Topology):
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What a push and a pull take, uncontended: all pieces go through the worker's port."""
         ratio, down = stage.worker(rank).compression_ratio, stage.trainer.dense_bytes
-        up = sum(part.codec.payload(ratio, part.link.d) for part in parts(stage))
+        up = sum(part.codec.encoded_nbytes(ratio, part.link.d) for part in parts(stage))
         return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(stage.server, rank, down)
 
     def begin(self, ctx: RankContext, stage: Stage) -> ShardedWorker | PieceState:
@@ -217,11 +217,11 @@ async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
         state.piece_ends = [part.entered(ends, state.samples) for part, ends in both]
     state.enter(stage, ctx.rank)
     servers, push, pull, word = all_servers(stage), stage.tag("push"), stage.tag("pull", state.life), GO
-    turn = [(ctx.rank + k) % len(servers) for k in range(len(servers))]
+    context = [(ctx.rank + k) % len(servers) for k in range(len(servers))]
     while word == GO:
         ctx.safe_point(stage.index, state)
         work, bodies, loss = await produced(ctx, stage, state)
-        for k in turn:
+        for k in context:
             meta = (work.steps, work.samples, loss, state.versions[k], work.step_s, state.pull_s)
             await ctx.send(servers[k], push, bodies[k], meta)
         asked, answers = ctx.now, [await ctx.recv(pull, src=server) for server in servers]
@@ -251,7 +251,7 @@ async def produced(ctx: RankContext, stage: Stage, state: ShardedWorker) -> tupl
     work = await local_work(ctx, stage, state)
     x = stage.aggregate.clip(work.body)
     pieces = [held.of(x) for held in stage.fragments]
-    if stage.link.flags.lossless:
+    if stage.link.traits.lossless:
         return work, pieces, work.loss
     if not_finite(ctx, stage, state, x):
         return work, pieces, math.nan
@@ -263,21 +263,23 @@ async def produced(ctx: RankContext, stage: Stage, state: ShardedWorker) -> tupl
 
 def encoded(stage: Stage, state: ShardedWorker, rank: int, pieces: Sequence[Any]) -> list[Body]:
     """A body of each piece, which the codec knows as a model of its own."""
-    turn, bodies = turn_of(stage, rank, state, state.version), []
+    context, bodies = context_of(stage, rank, state, state.version), []
     for k, (held, part, x) in enumerate(zip(stage.fragments, parts(stage), pieces, strict=True)):
-        squares = None if turn.squares is None else held.of(turn.squares)
-        own = turn._replace(layer=held.first, version=state.versions[k], params=held.of(state.params), squares=squares)
+        squares = None if context.squares is None else held.of(context.squares)
+        own = context._replace(
+            layer=held.first, version=state.versions[k], params=held.of(state.params), squares=squares
+        )
         bodies.append(part.link.encode(state.piece_ends[k], x, own))
     return bodies
 
 
 def taken_back(stage: Stage, state: ShardedWorker, bodies: Sequence[Body], dropped: Sequence[bool]) -> None:
     """What a server has dropped, the codec takes up again."""
-    if stage.link.flags.lossless:
+    if stage.link.traits.lossless:
         return
     for part, ends, body, lost in zip(parts(stage), state.piece_ends, bodies, dropped, strict=True):
         if lost:
-            part.link.undo(ends, body)
+            part.link.restore_dropped(ends, body)
 
 
 async def answer(ctx: RankContext, stage: Stage, state: ServerState, without: Sequence[int] = ()) -> None:

@@ -20,8 +20,8 @@ SERVE = """
 import sys, time
 from functools import partial
 import numpy as np, torch
-from ashl.compression.around.wrapped import for_layers
-import ashl.compression.contract as contract, ashl.compression.around.layers as layers
+from ashl.compression.wrappers.compose import for_layers
+import ashl.compression.contract as contract, ashl.compression.wrappers.layers as layers
 from ashl.learn.allocator import keep_pages
 from tests.conf_option import conf_option
 Layer = (contract if "Layer" in vars(contract) else layers).Layer

@@ -15,9 +15,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-from ashl.compression.around.wrapped import for_layers
-from ashl.compression.base.select import largest
-from ashl.compression.contract import Layer, Turn
+from ashl.compression.common.select import largest
+from ashl.compression.contract import EncodeContext, Layer
+from ashl.compression.wrappers.compose import codec_for_layers
 from ashl.learn.allocator import keep_pages
 from tests.benchmarks.table import ratio, show
 from tests.conf_option import CONF, conf_option
@@ -26,20 +26,23 @@ TURNS = 5
 SIZES = (1_000_000, 25_600_000)
 RATIOS = (0.001, 0.01, 0.05)
 AIMS = {"sign": 3, "cast": 3, "qsgd": 5, "terngrad": 5, "natural": 5, "topk": 15}  # encodings on a device, in copies
-KINDS = ("ashl.compression.wire.arrays.at_home", "ashl.compression.wire.body.at_home")  # what tells arrays from tensors
+KINDS = (
+    "ashl.compression.wire.arrays.at_home",
+    "ashl.compression.wire.payload_format.at_home",
+)  # what tells arrays from tensors
 
 
 def turns(*tasks: Callable[[], object]) -> list[list[float]]:
     """Milliseconds of each task by turn, after one turn that does not count."""
     finish = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     taken: list[list[float]] = [[] for _ in tasks]
-    for turn in range(TURNS + 1):
+    for context in range(TURNS + 1):
         for task, times in zip(tasks, taken, strict=True):
             finish()
             start = time.perf_counter()
             task()
             finish()
-            if turn:
+            if context:
                 times.append(1e3 * (time.perf_counter() - start))
     return taken
 
@@ -68,15 +71,15 @@ def catalogue(x: torch.Tensor, names: Sequence[str]) -> list[list[str]]:
     layout = (Layer("weight", (d // 1024, 1024)),)
     rows = []
     for name in names:
-        codec = for_layers(conf_option("compression", name), layout)
-        sender, body = codec.encode(None, x, Turn())
+        codec = codec_for_layers(conf_option("compression", name), layout)
+        sender, body = codec.encode(None, x, EncodeContext())
         if body is None:
             continue
-        if codec.flags.reduces:
+        if codec.traits.reduces:
             decode = partial(codec.reduce, None, [body], [1.0], d)
         else:
             decode = partial(codec.decode, None, body, d)
-        encode = partial(codec.encode, sender, x, Turn(round=1))
+        encode = partial(codec.encode, sender, x, EncodeContext(round=1))
         encoding, decoding, copying = turns(encode, decode, lambda: buffer.copy_(x))
         bits = f"{32 * body.nbytes / x.nbytes:.3g}"
         rows.append([name, bits, ms(encoding), ratio(encoding, copying), ms(decoding), ratio(decoding, copying)])
@@ -90,12 +93,12 @@ def on_device(x: torch.Tensor, names: Sequence[str]) -> tuple[list[list[str]], l
     best, copy = turns(lambda: torch.topk(torch.abs(x, out=buffer), d // 100, sorted=False), lambda: buffer.copy_(x))
     rows = [["torch.topk of 1 %", "", ms(best), ratio(best, copy), "", "", ""]]
     for name in names:
-        codec = for_layers(conf_option("compression", name), layout)
+        codec = codec_for_layers(conf_option("compression", name), layout)
         if codec.on_host:
             elsewhere.append(name)
             continue
-        body = codec.encode(None, x, Turn(ratio=0.01))[1]
-        encode = partial(codec.encode, None, x, Turn(ratio=0.01, round=1))
+        body = codec.encode(None, x, EncodeContext(ratio=0.01))[1]
+        encode = partial(codec.encode, None, x, EncodeContext(ratio=0.01, round=1))
         encoding, decoding, copying = turns(encode, partial(codec.decode, None, body, d), lambda: buffer.copy_(x))
         bits, aim = f"{32 * body.nbytes / x.nbytes:.3g}", f"{AIMS[name]}" if name in AIMS else ""
         rows.append([name, bits, ms(encoding), ratio(encoding, copying), aim, ms(decoding), ratio(decoding, copying)])

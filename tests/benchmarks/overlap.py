@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 from ashl.config.construct import construct
-from ashl.overlap.chain import Compressed, joined
 from ashl.overlap.dear import DeAR
 from ashl.overlap.layerwise import hidden
 from ashl.overlap.merged import greedy, optimal
 from ashl.overlap.priority import Priority
+from ashl.overlap.timeline import CompressedTimeline, merge_buckets
 from ashl.planning.instantiate import layer_groups, layout_of, link_of
 from ashl.planning.step_timelines import make_timeline
 from tests.benchmarks.table import show
@@ -58,13 +58,13 @@ def compressed_rows(cluster: str, model: str) -> list[list[str]]:
         links = {"exchange_s": None, "bandwidth_mbit_s": bandwidth, "latency_s": LATENCY_S}
         machines = replace(construct(plan.cluster, "cluster"), compress_s=SELECT_S * plan.num_params, **links)
         chain, dense = (make_timeline(plan.stages[0], machines, groups, how) for how in (link, None))
-        assert isinstance(chain, Compressed)
+        assert isinstance(chain, CompressedTimeline)
         assert dense is not None
         n, best = len(groups), optimal(chain)
         one, each = chain.end_ns((n,)), (1,) * n
         ends = (chain.end_ns(each), chain.end_ns(greedy(chain)), chain.end_ns(best), dense.end_ns(optimal(dense)))
         shares = hidden(chain, best, SHARE, 0.1)
-        sizes = [part.stop - part.start for part in joined(groups, best)]
+        sizes = [part.stop - part.start for part in merge_buckets(groups, best)]
         kept = sum(share * size for share, size in zip(shares, sizes, strict=True)) / plan.num_params
         row = [f"{cluster}, {model}", f"{bandwidth:,}", f"{one / 1e6:,.4g}", *(f"{end / one:.3f}" for end in ends)]
         found.append([*row, f"{len(best)} of {n}", f"{100 * kept:.2g} %"])

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from ashl.cli.app import main
-from ashl.compression.base import laws
-from ashl.compression.contract import Flags
+from ashl.compression.common import laws
+from ashl.compression.contract import Traits
 from ashl.config.catalog import catalog
 
 
@@ -85,4 +85,4 @@ def test_the_doctor_has_a_line_for_each_codec(kept: bool, workplace, capsys, mon
 
 
 def test_every_flag_is_explained() -> None:
-    assert set(laws.MEANT) == set(Flags._fields)
+    assert set(laws.MEANT) == set(Traits._fields)

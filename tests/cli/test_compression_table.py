@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ashl.compression.around.wrapped import wrapped
-from ashl.compression.around.wrapper import innermost
 from ashl.compression.contract import Collective, Layer
+from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers.wrapper import innermost
 from ashl.config.catalog import catalog
 from ashl.errors import UsageError
 from ashl.planning.compatibility import check_combination, check_compression
@@ -42,10 +42,10 @@ def allowed(name: str, topology: str, sync: str, **fields: Any) -> bool:
 
 def way(name: str) -> str:
     """How an all-reduce carries it."""
-    codec = wrapped(conf_option("compression", name), LAYOUT)
+    codec = wrap_codec(conf_option("compression", name), LAYOUT)
     if isinstance(innermost(codec), Collective):
         return "own protocol"
-    return "summed" if codec.flags.linear else "gathered"
+    return "summed" if codec.traits.linear else "gathered"
 
 
 def row(name: str) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ashl.cli.app import main
-from ashl.overlap.chain import bare, joined
+from ashl.overlap.timeline import merge_buckets, untimed_timeline
 from ashl.plan.files import read_plan
 from ashl.plan.plan import Plan
 from ashl.planning.instantiate import OptionFactory, layer_groups
@@ -45,7 +45,7 @@ def test_ddp_has_the_same_messages_and_learns_the_same(what: str, workplace, glo
     written = on_the_batches_of(run, exported(run, "ddp"), 6)
     steps: list[list[set[int]]] = []
 
-    def wrapped(net: torch.nn.Module, **keys: Any) -> DistributedDataParallel:
+    def wrap_codec(net: torch.nn.Module, **keys: Any) -> DistributedDataParallel:
         indices = {id(p): i for i, p in enumerate(net.parameters())}
         net = DistributedDataParallel(net, **keys)
 
@@ -58,7 +58,7 @@ def test_ddp_has_the_same_messages_and_learns_the_same(what: str, workplace, glo
         net.register_comm_hook(None, summed)
         return net
 
-    monkeypatch.setattr(written, "DistributedDataParallel", wrapped)
+    monkeypatch.setattr(written, "DistributedDataParallel", wrap_codec)
     losses = []
     training = written.train(0)
     for _ in range(6):
@@ -72,9 +72,9 @@ def test_ddp_has_the_same_messages_and_learns_the_same(what: str, workplace, glo
 def messages_of(plan: Plan) -> list[set[int]]:
     """Return the indices of the parameters in each message, the last layers first."""
     groups = layer_groups(plan)
-    counts = OptionFactory(()).of("overlap", plan.stages[0].overlap).messages(bare(groups))
+    counts = OptionFactory(()).of("overlap", plan.stages[0].overlap).messages(untimed_timeline(groups))
     stops = list(accumulate(prod(shape) for _, shape in plan.layers))
-    return [{i for i, stop in enumerate(stops) if m.start < stop <= m.stop} for m in joined(groups, counts)]
+    return [{i for i, stop in enumerate(stops) if m.start < stop <= m.stop} for m in merge_buckets(groups, counts)]
 
 
 @pytest.mark.parametrize(

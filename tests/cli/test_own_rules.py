@@ -3,9 +3,9 @@
 import pytest
 
 RULES = """
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.code import Code
-from ashl.compression.contract import Flags
+from ashl.compression.wrappers.options import Wrappers
+from ashl.compression.common.code import Code
+from ashl.compression.contract import Traits
 from ashl.option import option
 from ashl.topology.parameter_server import ServerRule
 
@@ -17,7 +17,7 @@ class Short(ServerRule):
 @option
 class Silent(Code, Wrappers):
     code = 200
-    flags = Flags()
+    traits = Traits()
 
 @option
 class Unmade(ServerRule):
@@ -61,7 +61,7 @@ class Stranger(ServerRule):
         ),
         (
             "sync=bsp compression=natural compression._target_=my_rules.Silent",
-            "'my_rules.Silent' does not say 'payload'; it has no default, so give the class one",
+            "'my_rules.Silent' does not say 'encoded_nbytes'; it has no default, so give the class one",
             2,
         ),
     ],

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from ashl.compression.wire.modulo import body_bytes
+from ashl.compression.wire.modulo import payload_nbytes
 from tests.conformance.test_kernels import QUICK, adds_up, real
 from tests.support import simulated
 
@@ -62,7 +62,7 @@ def test_models_in_few_bits_are_read_and_as_long_as_in_virtual_time(overlap, tmp
     mode = (*QUICK, *three, "sync=swarm", "sync.local_steps=3", "sync.bits=8", f"sync.overlap={overlap}")
     summary, sim = real(tmp_path / "run", *mode), simulated(*mode)
     d, n = sim.plan.num_params, 3
-    small = body_bytes(d, 8)
+    small = payload_nbytes(d, 8)
     for sent, commits in (
         (summary["bytes_up"], summary["commits"]),
         (sum(r["bytes_up"] for r in sim.of("ledger")), sum(sim.end["commits"])),

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.compression.contract import BodyError, Turn
+from ashl.compression.contract import EncodeContext, PayloadError
 from ashl.compression.grid import Grid
-from ashl.compression.wire.body import read_body
+from ashl.compression.wire.payload_format import read_payload
 from ashl.data.quadratic import optimum
 from ashl.errors import UsageError
 from ashl.planning.instantiate import assemble
@@ -57,11 +57,11 @@ def test_a_pull_is_as_exact_as_the_model_is_near_its_snapshot(mu: float, apart: 
     """E‖Q(x) − x‖² ≤ μ‖x − x̃‖², with as few bits as do it."""
     rule, x = conf_option("sync", "asylpg", mu=mu), vector("normal", 2000)
     anchor = x + apart * vector("normal", 2000, 1)
-    bodies = [asylpg.written(x, anchor, Turn(round=k), rule.mu) for k in range(20)]
+    bodies = [asylpg.written(x, anchor, EncodeContext(round=k), rule.mu) for k in range(20)]
     errors = [float(((read_model(body, 2000) - x) ** 2).sum()) for body in bodies]
     allowed = mu * float(((x - anchor) ** 2).sum())
     assert np.mean(errors) <= allowed
-    bits = read_body(bodies[0], Grid.code, 2000).form
+    bits = read_payload(bodies[0], Grid.code, 2000).form
     assert bits == 0 or np.mean(errors) > allowed / 10
 
 
@@ -95,24 +95,31 @@ def test_zeros_are_not_told_of() -> None:
     assert body.nbytes == 20 + 3 * 4 + 4  # 3 places of 10 bits
     torch.testing.assert_close(spy.read(body, 1000), x, equal_nan=True)
     rule = conf_option("sync", "spy", share=0.1)
-    point, change = spy.moved(x.nan_to_num(), vector("normal", 1000), torch.zeros(1000), Turn(lr=0.1), rule.share)
+    point, change = spy.moved(
+        x.nan_to_num(), vector("normal", 1000), torch.zeros(1000), EncodeContext(lr=0.1), rule.share
+    )
     nonzero = int(spy.read(change, 1000).count_nonzero())
     assert 60 < nonzero < 150
     assert int(point.count_nonzero()) == nonzero
     assert torch.equal(spy.read(change, 1000), point)
-    assert spy.moved(SizeOnly(4000), SizeOnly(4000), SizeOnly(4000), Turn(), rule.share)[1].nbytes == 20 + 100 * 4 + 125
+    assert (
+        spy.moved(SizeOnly(4000), SizeOnly(4000), SizeOnly(4000), EncodeContext(), rule.share)[1].nbytes
+        == 20 + 100 * 4 + 125
+    )
 
 
 @given(st.binary(max_size=80), st.sampled_from(list(VECTORS)), st.integers(0, 79))
 def test_a_malformed_body_is_refused_or_read(noise: bytes, kind: str, at: int) -> None:
     for body in (
         spy.written(vector(kind, 30) * (vector("normal", 30) > 1)),
-        asylpg.written(vector("normal", 30), vector("normal", 30, 1), Turn(), conf_option("sync", "asylpg").mu),
+        asylpg.written(
+            vector("normal", 30), vector("normal", 30, 1), EncodeContext(), conf_option("sync", "asylpg").mu
+        ),
     ):
         wire = bytearray(body.numpy().tobytes())
         wire[at % len(wire) : at % len(wire) + len(noise)] = noise
         for read in (spy.read, read_model):
-            with suppress(BodyError):
+            with suppress(PayloadError):
                 assert read(torch.frombuffer(wire, dtype=torch.uint8), 30).shape == (30,)
 
 

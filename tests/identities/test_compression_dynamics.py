@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.around.feedback import Feedback
-from ashl.compression.around.wrapped import wrapped
-from ashl.compression.contract import Turn
+from ashl.compression.contract import EncodeContext
 from ashl.compression.diana import Diana
+from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers.feedback import Feedback
 from ashl.stage.compression_pipeline import CompressionPipeline
 from tests.conf_option import conf_option
 from tests.support import simulated
@@ -33,14 +33,14 @@ def test_momentum_correction_of_everything_is_momentum_sgd() -> None:
 
 def descent(option, gradients, start: list[float], steps: int, rate) -> Tensor:
     """x after steps along the mean of what the workers' gradients decode to."""
-    codec, x = wrapped(option, ()), torch.tensor(start, dtype=torch.float64)
+    codec, x = wrap_codec(option, ()), torch.tensor(start, dtype=torch.float64)
     senders: list = [None] * len(gradients)
     receivers = list(senders)
     for step in range(steps):
         update = torch.zeros_like(x)
         for worker, gradient in enumerate(gradients):
-            turn = Turn(seed=1, worker=worker, round=step, lr=rate(step))
-            senders[worker], body = codec.encode(senders[worker], gradient(x), turn)
+            context = EncodeContext(seed=1, worker=worker, round=step, lr=rate(step))
+            senders[worker], body = codec.encode(senders[worker], gradient(x), context)
             receivers[worker], got = codec.decode(receivers[worker], body, x.numel())
             update += got / len(gradients)
         x = x - rate(step) * update
@@ -104,17 +104,17 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
     kept: dict[int, Tensor] = {}
     owner: dict[int, tuple[int, Tensor]] = {}  # by the address of a body, which is kept alive
 
-    encode, undo, decode = Feedback.encode, Feedback.undo, CompressionPipeline.decode
+    encode, restore_dropped, decode = Feedback.encode, Feedback.restore_dropped, CompressionPipeline.decode
 
-    def watched_encode(self, sender, x, turn):
-        state, body = encode(self, sender, x, turn)
-        owner[body.data_ptr()] = (turn.worker, body)
-        given[turn.worker] = given.get(turn.worker, 0) + x.double()
-        kept[turn.worker] = state.error
+    def watched_encode(self, sender, x, context):
+        state, body = encode(self, sender, x, context)
+        owner[body.data_ptr()] = (context.worker, body)
+        given[context.worker] = given.get(context.worker, 0) + x.double()
+        kept[context.worker] = state.error
         return state, body
 
-    def watched_undo(self, sender, body):
-        state = undo(self, sender, body)
+    def watched_restore(self, sender, body):
+        state = restore_dropped(self, sender, body)
         kept[owner[body.data_ptr()][0]] = state.error
         return state
 
@@ -125,7 +125,7 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
         return x
 
     monkeypatch.setattr(Feedback, "encode", watched_encode)
-    monkeypatch.setattr(Feedback, "undo", watched_undo)
+    monkeypatch.setattr(Feedback, "restore_dropped", watched_restore)
     monkeypatch.setattr(CompressionPipeline, "decode", watched_decode)
     ran = simulated(*BACKUP, "compression=topk")
     assert sum(ran.end["dropped_by"]) > 10
@@ -142,9 +142,9 @@ def test_both_ends_of_diana_hold_the_same(mode: tuple[str, ...], monkeypatch: py
     encode, decode = Diana.encode, Diana.decode
     decoded = []
 
-    def watched_encode(self, sender, x, turn):
+    def watched_encode(self, sender, x, context):
         monkeypatch.setattr(Diana, "decode", decode)
-        state, body = encode(self, sender, x, turn)
+        state, body = encode(self, sender, x, context)
         monkeypatch.setattr(Diana, "decode", watched_decode)
         held[body.data_ptr()] = (state.before, body)
         return state, body

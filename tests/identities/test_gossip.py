@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ashl.compression.contract import BodyError, Turn
-from ashl.compression.wire.body import read_body, write_body
-from ashl.compression.wire.modulo import CODE, body_bytes, nearest, residues
+from ashl.compression.contract import EncodeContext, PayloadError
+from ashl.compression.wire.modulo import CODE, nearest, payload_nbytes, residues
+from ashl.compression.wire.payload_format import read_payload, write_payload
 from ashl.sync.hop import mixed as hop_mean
 from ashl.sync.matcha import sampling
 from ashl.sync.relay_sum import relayed, tree
@@ -134,7 +134,7 @@ def test_residues_are_read_by_who_is_near_and_by_nobody_else():
     near = x + np.float32(0.9) * np.sin(np.arange(1000)).astype(np.float32)
     sums = np.zeros(1000)
     for number in range(400):
-        parts = residues(x, 0.25, 4, Turn(round=number))
+        parts = residues(x, 0.25, 4, EncodeContext(round=number))
         found = nearest(parts, near)
         assert found is not None
         assert np.abs(found - x).max() <= 0.2501
@@ -142,10 +142,10 @@ def test_residues_are_read_by_who_is_near_and_by_nobody_else():
     assert np.abs(sums / 400 - x).max() < 0.05, "of the mean nothing is lost"
     assert nearest(parts, near + 4) is None
     assert nearest(parts, np.full(1000, np.nan, np.float32)) is None
-    body = write_body(CODE, 1000, parts)
-    assert body.nbytes == body_bytes(1000, 4)
-    with pytest.raises(BodyError, match="no 900 residues"):
-        nearest(read_body(body, CODE, 1000), near[:900])
+    body = write_payload(CODE, 1000, parts)
+    assert body.nbytes == payload_nbytes(1000, 4)
+    with pytest.raises(PayloadError, match="no 900 residues"):
+        nearest(read_payload(body, CODE, 1000), near[:900])
 
 
 @pytest.mark.parametrize("mode", KEEPING)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from ashl.compression.contract import BodyError, Turn
+from ashl.compression.contract import EncodeContext, PayloadError
 from ashl.data.quadratic import optimum
 from ashl.errors import UsageError
 from ashl.planning.instantiate import assemble
@@ -78,11 +78,11 @@ def test_both_ends_keep_the_same(width: int | None) -> None:
         x = x + 0.3 * 0.9**k * vector("normal", 300, 100 + k)
         before = (bits(x), bits(model))
         old = sender
-        sender, body = codec.encode(sender, x, Turn(params=model))
+        sender, body = codec.encode(sender, x, EncodeContext(params=model))
         assert (bits(x), bits(model)) == before
         ages.append(sender.age)
         if k and rng.random() < 0.2:
-            sender = codec.undo(sender, body)
+            sender = codec.restore_dropped(sender, body)
             assert (sender.sent is old.sent, sender.error, sender.age) == (True, old.error, old.age)
         else:
             kept = receiver
@@ -90,7 +90,7 @@ def test_both_ends_keep_the_same(width: int | None) -> None:
             assert body.numel() or receiver is kept
             assert torch.equal(got, receiver)
         assert torch.equal(sender.sent, receiver)
-        assert body.nbytes in (0, codec.payload(None, 300))
+        assert body.nbytes in (0, codec.encoded_nbytes(None, 300))
     assert max(ages) == 3, "and none is older than it may be"
     assert ages.count(0) < 50
 
@@ -99,12 +99,12 @@ def test_the_error_of_a_message_is_half_a_step() -> None:
     codec, x = conf_option("compression", "laq", bits=6), vector("normal", 1000)
     sender, body = codec.encode(None, x)
     assert float((sender.sent - x).abs().max()) <= float(x.abs().max()) / (2**6 - 1) * (1 + 1e-5)
-    again, body = codec.encode(sender, x * 0.5, Turn())
+    again, body = codec.encode(sender, x * 0.5, EncodeContext())
     assert body.nbytes == 20 + 4 + 750
     assert float((again.sent - 0.5 * x).abs().max()) <= float((sender.sent - 0.5 * x).abs().max()) / (2**6 - 1) * 1.0001
 
 
 def test_nothing_before_anything_is_refused() -> None:
     codec = conf_option("compression", "laq")
-    with pytest.raises(BodyError, match="before any had come"):
+    with pytest.raises(PayloadError, match="before any had come"):
         codec.decode(None, torch.empty(0, dtype=torch.uint8), 8)

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.around.wrapped import wrapped
-from ashl.compression.base.select import largest
-from ashl.compression.contract import Collective, Layer, Turn
+from ashl.compression.common.select import largest
+from ashl.compression.contract import Collective, EncodeContext, Layer
+from ashl.compression.wrappers.compose import wrap_codec
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.rank_context import RankContext
@@ -53,7 +53,7 @@ def together(
     d = x.nbytes // 4
     layout = tuple(Layer(str(i), shape) for i, shape in enumerate(shapes or [(d,)]))
     stage = bound(random.Random(0), BSP(exchange="gradient"), AllReduce(), n, WITHOUT)
-    stage = replace(stage, codec=wrapped(option, layout), layout=layout, trainer=SizeOnlyTrainer(d, 100))
+    stage = replace(stage, codec=wrap_codec(option, layout), layout=layout, trainer=SizeOnlyTrainer(d, 100))
     came: list[list[Any]] = [[None] * n for _ in rounds]
     sim, seen = run(
         cluster(n, step_s=0.001, latency_s=0.001),
@@ -70,14 +70,14 @@ async def worker(
     state, rank, link = WorkerState(None, None), ctx.rank, stage.link
     team = ProcessGroup(ctx, stage, stage.workers, list(weights))
     for number, vectors in enumerate(rounds):
-        x, turn = vectors[rank], Turn(seed=3, worker=rank, round=number)
-        x_sent = None if isinstance(x, SizeOnly) else link.before(state.ends, x, turn).x
+        x, context = vectors[rank], EncodeContext(seed=3, worker=rank, round=number)
+        x_sent = None if isinstance(x, SizeOnly) else link.before(state.ends, x, context).x
         team.begin(rank + 1.0, 5 if rank == 0 else 0)
         if isinstance(link.innermost, Collective):
-            update = await by_protocol(team, stage, state, link.innermost, x, turn)
+            update = await by_protocol(team, stage, state, link.innermost, x, context)
         else:
-            body = link.encode(CodecState(), x * weights[rank], turn)
-            update = link.summed(state.ends, body, await team.all_reduce(link.summand(body, turn)))
+            body = link.encode(CodecState(), x * weights[rank], context)
+            update = link.summed(state.ends, body, await team.all_reduce(link.summand(body, context)))
         came[number][rank] = Round(x_sent, update, state.ends.sender, team.loss, int(team.word))
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ashl.compression.around.feedback import Feedback, Residual
-from ashl.compression.around.wrapped import handed_over, wrapped
-from ashl.compression.contract import BodyError, Codec, Turn
+from ashl.compression.contract import Codec, EncodeContext, PayloadError
+from ashl.compression.wrappers.compose import convert_sender, wrap_codec
+from ashl.compression.wrappers.feedback import Feedback, Residual
 from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
@@ -58,40 +58,40 @@ cases = given(
 @cases
 def test_encode_and_decode(name: str, case: tuple[str, int], ratio: float | None, seed: int, more: bool) -> None:
     """Nothing is changed, the size is the declared one, decoding repeatable, and what is promised of lengths holds."""
-    codec, d, turn = ROWS[name], case[1], Turn(ratio, seed, round=seed % 7)
+    codec, d, context = ROWS[name], case[1], EncodeContext(ratio, seed, round=seed % 7)
     x = vector(*case, seed)
     before = bits(x)
-    _, body = codec.encode(None, x, turn)
+    _, body = codec.encode(None, x, context)
     wire = bits(body)
     got = decoded(codec, body, d)
     assert (got.shape, got.dtype) == (x.shape, torch.float32)
-    declared = codec.payload(ratio, d)
-    assert body.nbytes <= declared if codec.flags.variable else body.nbytes == declared
-    assert bits(codec.encode(None, x, turn)[1]) == wire
+    declared = codec.encoded_nbytes(ratio, d)
+    assert body.nbytes <= declared if codec.traits.variable else body.nbytes == declared
+    assert bits(codec.encode(None, x, context)[1]) == wire
     out = vector("normal", d, seed + 1)
     expected = out + got
     codec.add(out, body)
     assert torch.allclose(out, expected, rtol=0, atol=0, equal_nan=True)
     assert (bits(x), bits(body)) == (before, wire)
-    if codec.flags.lossless:
+    if codec.traits.lossless:
         assert bits(got) == before
-    if codec.flags.contraction and not codec.flags.unbiased and name not in RANDOM:
+    if codec.traits.contraction and not codec.traits.unbiased and name not in RANDOM:
         assert length(x.double() - got.double()) <= codec.bound(ratio, d) * length(x) * (1 + 1e-6) + d * TINY**2
     beyond = case[0] == "huge" or float(x.abs().max()) > LARGEST.get(name, math.inf)
-    assert codec.flags.scale_free or got.isfinite().all() or beyond
+    assert codec.traits.scale_free or got.isfinite().all() or beyond
 
 
 @pytest.mark.parametrize(("name", "kind", "d"), IN_THE_MEAN)
 def test_what_is_promised_in_the_mean(name: str, kind: str, d: int) -> None:
     """E C(x) = x within five standard errors, and E‖C(x) − x‖² ≤ bound · ‖x‖²."""
     codec, x = ROWS[name], vector(kind, d, 5)
-    if codec.flags.lossless or not (codec.flags.unbiased or name in RANDOM):
+    if codec.traits.lossless or not (codec.traits.unbiased or name in RANDOM):
         return
     for ratio in (None, 0.3) if hasattr(codec, "ratio") else (None,):
         draws = torch.stack(
-            [decoded(codec, codec.encode(None, x, Turn(ratio, 1, round=k))[1], d) for k in range(DRAWS)]
+            [decoded(codec, codec.encode(None, x, EncodeContext(ratio, 1, round=k))[1], d) for k in range(DRAWS)]
         )
-        if codec.flags.unbiased:
+        if codec.traits.unbiased:
             error = (draws.double().mean(0) - x).abs()
             spread = draws.double().std(0) / DRAWS**0.5
             rarely = x.abs() * (30 * codec.bound(ratio, d) / DRAWS) ** 0.5  # where few draws may have come, or none
@@ -106,12 +106,19 @@ def test_what_is_promised_in_the_mean(name: str, kind: str, d: int) -> None:
 def test_two_workers_and_two_rounds_draw_apart(name: str) -> None:
     """... where anything is drawn, and layers too."""
     codec, x = ROWS[name], vector("normal", 1000)
-    if name not in RANDOM and not (codec.flags.unbiased and not codec.flags.lossless):
+    if name not in RANDOM and not (codec.traits.unbiased and not codec.traits.lossless):
         return
-    turns = (Turn(seed=3), Turn(seed=4), Turn(seed=3, round=1), Turn(seed=3, layer=1))
-    assert len({bits(codec.encode(None, x, turn)[1]) for turn in turns}) == len(turns)
-    if not codec.flags.linear:
-        assert bits(codec.encode(None, x, turns[0])[1]) != bits(codec.encode(None, x, Turn(seed=3, worker=1))[1])
+    turns = (
+        EncodeContext(seed=3),
+        EncodeContext(seed=4),
+        EncodeContext(seed=3, round=1),
+        EncodeContext(seed=3, layer=1),
+    )
+    assert len({bits(codec.encode(None, x, context)[1]) for context in turns}) == len(turns)
+    if not codec.traits.linear:
+        assert bits(codec.encode(None, x, turns[0])[1]) != bits(
+            codec.encode(None, x, EncodeContext(seed=3, worker=1))[1]
+        )
 
 
 @every_codec
@@ -120,9 +127,13 @@ def test_what_is_only_timed_is_as_long(name: str, d: int) -> None:
     for link in (CompressionPipeline(ROWS[name], d), CompressionPipeline(Feedback(ROWS[name]), d)):
         for ratio in RATIOS:
             ends = CodecState()
-            body = link.encode(ends, SizeOnly(4 * d), Turn(ratio))
-            link.undo(ends, body)
-            assert body == link.encode(ends, SizeOnly(4 * d), Turn(ratio)) == SizeOnly(link.codec.payload(ratio, d))
+            body = link.encode(ends, SizeOnly(4 * d), EncodeContext(ratio))
+            link.restore_dropped(ends, body)
+            assert (
+                body
+                == link.encode(ends, SizeOnly(4 * d), EncodeContext(ratio))
+                == SizeOnly(link.codec.encoded_nbytes(ratio, d))
+            )
             assert link.decode(ends, 0, body) == SizeOnly(4 * d)
             assert ends == CodecState()
 
@@ -148,12 +159,12 @@ def test_what_is_not_finite_stays_so(name: str, bad: float, d: int) -> None:
     """A run that diverges is seen at the other end."""
     codec, x = ROWS[name], vector("normal", d)
     x[d // 2] = bad
-    _, body = codec.encode(None, x, Turn(ratio=0.5))
+    _, body = codec.encode(None, x, EncodeContext(ratio=0.5))
     got = decoded(codec, body, d)
     assert got.shape == (d,)
-    if not codec.flags.scale_free:
+    if not codec.traits.scale_free:
         assert not got.isfinite().all() or not got[d // 2]  # or it was not selected
-        full = decoded(codec, codec.encode(None, x, Turn(ratio=1.0))[1], d)
+        full = decoded(codec, codec.encode(None, x, EncodeContext(ratio=1.0))[1], d)
         assert not full.isfinite().all() or hasattr(codec, "blocks")  # one of them was sent
 
 
@@ -162,21 +173,21 @@ def test_what_is_not_finite_stays_so(name: str, bad: float, d: int) -> None:
 @cases
 def test_feedback_loses_nothing(name: str, case: tuple[str, int], ratio: float | None, seed: int, more: bool) -> None:
     """sent + residual = x + residual before, bit for bit where C keeps elements as they are; undo puts it all back."""
-    if not (ROWS[name].flags.contraction or ROWS[name].flags.drains) or case[0] == "huge":
+    if not (ROWS[name].traits.contraction or ROWS[name].traits.drains) or case[0] == "huge":
         return
     codec, d = Feedback(ROWS[name]), case[1]
     sender = None
-    for turn in range(3):
-        x = vector(*case, seed + turn)
+    for context in range(3):
+        x = vector(*case, seed + context)
         carried = x if sender is None else x + sender.error
         before = [bits(v) for v in (x, *([sender.error] if sender else []))]
         old = sender
-        sender, body = codec.encode(old, x, Turn(None if turn == 1 else ratio, seed, round=turn))
+        sender, body = codec.encode(old, x, EncodeContext(None if context == 1 else ratio, seed, round=context))
         assert [bits(v) for v in (x, *([old.error] if old else []))] == before
         assert same(name, decoded(codec, body, d) + sender.error, carried)
         if more:
             dropped = sender
-            sender = codec.undo(dropped, body)
+            sender = codec.restore_dropped(dropped, body)
             assert same(name, sender.error, carried)
             assert same(name, decoded(codec, body, d) + dropped.error, carried)
 
@@ -194,7 +205,7 @@ def test_a_malformed_body_is_refused_or_read(name: str, data: st.DataObject) -> 
     codec = ROWS[name]
     d = data.draw(st.sampled_from((1, 5, 64, 1000)))
     body = np.frombuffer(
-        bits(codec.encode(None, vector("normal", d), Turn(data.draw(st.sampled_from(RATIOS))))[1]), np.uint8
+        bits(codec.encode(None, vector("normal", d), EncodeContext(data.draw(st.sampled_from(RATIOS))))[1]), np.uint8
     )
     kind = data.draw(st.sampled_from(("noise", "bytes", "longer", "shorter", "words")))
     if kind == "noise":
@@ -215,8 +226,8 @@ def test_a_malformed_body_is_refused_or_read(name: str, data: st.DataObject) -> 
     wire, room = torch.from_numpy(body.copy()), torch.zeros(d + 2)
     try:
         got = decoded(codec, wire, d)
-    except BodyError:
-        with pytest.raises(BodyError):
+    except PayloadError:
+        with pytest.raises(PayloadError):
             codec.add(room[1:-1], wire)
         assert not room.any()
     else:
@@ -229,7 +240,7 @@ def test_a_malformed_body_is_refused_or_read(name: str, data: st.DataObject) -> 
 def test_a_body_of_another_length_is_refused(name: str) -> None:
     _, body = ROWS[name].encode(None, vector("normal", 100))
     for d in (99, 101, 1):
-        with pytest.raises(BodyError, match=f"{d}"):
+        with pytest.raises(PayloadError, match=f"{d}"):
             ROWS[name].decode(None, body, d)
 
 
@@ -241,7 +252,7 @@ def test_bytes_of_topk(code: str, d: int) -> None:
     for ratio in RATIOS:
         k = max(1, round((0.01 if ratio is None else ratio) * d))
         places = {"int32": 4 * k, "packed": math.ceil(k * math.ceil(math.log2(d)) / 8), "bitmap": math.ceil(d / 8)}
-        assert codec.payload(ratio, d) == 20 + min(4 * d, 4 * k + places[code])
+        assert codec.encoded_nbytes(ratio, d) == 20 + min(4 * d, 4 * k + places[code])
 
 
 def packed_body(
@@ -286,7 +297,7 @@ def words(*numbers: int) -> bytes:
 )
 def test_what_is_refused(indices: str, d: int, body: Any, why: str) -> None:
     codec = conf_option("compression", "topk", indices=indices)
-    with pytest.raises(BodyError, match=why) as refusal:
+    with pytest.raises(PayloadError, match=why) as refusal:
         codec.decode(None, body, d)
     assert "\n" not in str(refusal.value)
 
@@ -294,7 +305,7 @@ def test_what_is_refused(indices: str, d: int, body: Any, why: str) -> None:
 @pytest.mark.parametrize("ratio", [0.0, -0.1, 1.1, math.nan])
 def test_a_ratio_that_is_none(ratio: float) -> None:
     with pytest.raises(ValueError, match="kept share"):
-        conf_option("compression", "topk").encode(None, torch.ones(9), Turn(ratio))
+        conf_option("compression", "topk").encode(None, torch.ones(9), EncodeContext(ratio))
     with pytest.raises(ValueError, match="ratio"):
         conf_option("compression", "topk", ratio=ratio)
 
@@ -304,9 +315,9 @@ def test_what_is_not_finite_is_sent_first(bad: float) -> None:
     """A run that diverges is seen at the server; the sizes stay."""
     x = vector("normal", 1000)
     x[[7, 500]] = bad
-    codec = wrapped(conf_option("compression", "topk", ratio=0.002), ())
+    codec = wrap_codec(conf_option("compression", "topk", ratio=0.002), ())
     _, body = codec.encode(None, x)
-    assert body.nbytes == codec.payload(None, 1000)
+    assert body.nbytes == codec.encoded_nbytes(None, 1000)
     got = decoded(codec, body, 1000)
     assert torch.equal(got[[7, 500]].isnan(), x[[7, 500]].isnan())
     assert got[[7, 500]].isfinite().logical_not().all()
@@ -315,30 +326,30 @@ def test_what_is_not_finite_is_sent_first(bad: float) -> None:
 
 def test_feedback_is_where_it_was_asked_for_and_only_where_it_is_sound() -> None:
     plain, kept = (conf_option("compression", "topk", feedback=on) for on in (False, True))
-    assert wrapped(plain, ()) is plain
-    assert wrapped(kept, ()) == Feedback(kept)
-    assert wrapped(conf_option("compression", "none"), ()) == conf_option("compression", "none")
-    assert Feedback(kept).flags.contraction
+    assert wrap_codec(plain, ()) is plain
+    assert wrap_codec(kept, ()) == Feedback(kept)
+    assert wrap_codec(conf_option("compression", "none"), ()) == conf_option("compression", "none")
+    assert Feedback(kept).traits.contraction
 
     class Scaled(Codec):
-        flags = plain.flags._replace(contraction=False)
+        traits = plain.traits._replace(contraction=False)
         feedback, feedback_gain, feedback_decay = True, 1.0, 1.0
 
     with pytest.raises(UsageError, match=r"compression\.feedback=false"):
-        wrapped(Scaled(), ())
+        wrap_codec(Scaled(), ())
 
 
 def test_a_residual_goes_on_into_the_next_stage() -> None:
-    first, second = (wrapped(conf_option("compression", "topk", ratio=r), ()) for r in (0.1, 0.5))
+    first, second = (wrap_codec(conf_option("compression", "topk", ratio=r), ()) for r in (0.1, 0.5))
     x = vector("normal", 100)
     sender, body = first.encode(None, x)
-    after = handed_over(sender, second)
+    after = convert_sender(sender, second)
     assert torch.equal(after.error, sender.error)
-    _, rest = second.encode(after, torch.zeros(100), Turn(1.0))
+    _, rest = second.encode(after, torch.zeros(100), EncodeContext(1.0))
     assert torch.equal(decoded(first, body, 100) + decoded(second, rest, 100), x)
-    assert handed_over(sender, conf_option("compression", "none")) is None
-    assert handed_over(None, second) is None
-    assert handed_over(Residual(x, "state of the codec before"), second) == Residual(x, None)
+    assert convert_sender(sender, conf_option("compression", "none")) is None
+    assert convert_sender(None, second) is None
+    assert convert_sender(Residual(x, "state of the codec before"), second) == Residual(x, None)
 
 
 @pytest.mark.parametrize(("name", "ratio"), PULLS)
@@ -349,24 +360,24 @@ def test_a_compressed_pull(name: str, ratio: float) -> None:
     for version in range(20):
         seen = [model, *server.held.values()]
         before = [bits(v) for v in seen]
-        body = link.pull(server, 3, model, Turn(ratio))
+        body = link.pull(server, 3, model, EncodeContext(ratio))
         assert [bits(v) for v in seen] == before
         worker = link.pulled(worker, body)
         assert bits(worker) == bits(server.held[3])
         declared = 4000 if version == 0 else link.pull_bytes(ratio)
-        assert body.nbytes <= declared if ROWS[name].flags.variable else body.nbytes == declared
+        assert body.nbytes <= declared if ROWS[name].traits.variable else body.nbytes == declared
         if version == 0 or (ratio == 1.0 and name in EXACT):
             assert bits(worker) == bits(model)
         if version < 9:
             model = model + 0.01 * vector("heavy", 1000, version)
     for _ in range(math.ceil(1 / ratio)):  # the model stands still: every element comes over
-        worker = link.pulled(worker, link.pull(server, 3, model, Turn(ratio)))
-    assert not ROWS[name].flags.contraction or name not in EXACT or torch.allclose(worker, model, rtol=1e-6, atol=1e-9)
+        worker = link.pulled(worker, link.pull(server, 3, model, EncodeContext(ratio)))
+    assert not ROWS[name].traits.contraction or name not in EXACT or torch.allclose(worker, model, rtol=1e-6, atol=1e-9)
 
 
 @every_codec
 def test_a_compressed_pull_without_content(name: str) -> None:
     link, server, size_only = CompressionPipeline(ROWS[name], 1000), CodecState(), SizeOnly(4000)
-    first, second = (link.pull(server, 0, size_only, Turn(0.1)) for _ in range(2))
+    first, second = (link.pull(server, 0, size_only, EncodeContext(0.1)) for _ in range(2))
     assert (first.nbytes, second.nbytes) == (4000, link.pull_bytes(0.1))
     assert link.pulled(size_only, second) == link.pulled(size_only, first) == server.held[0] == size_only

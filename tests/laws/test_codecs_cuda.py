@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from ashl.compression.contract import Turn
+from ashl.compression.contract import EncodeContext
 from ashl.compression.wire.bits import pack, unpack
-from ashl.compression.wire.there import block_sums
-from ashl.data.by_index import ByIndex
+from ashl.compression.wire.device_kernels import block_sums
+from ashl.data.counter_rng import CounterRng
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import ROWS, bits, every_codec, vector
-from tests.laws.test_codecs_there import KINDS, LAST_BIT, of_kind
+from tests.laws.test_codecs_device import KINDS, LAST_BIT, of_kind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("d", [1, 1000, 70_001, 300_000])
 def test_the_same_bytes(name: str, d: int) -> None:
     for kind in KINDS if not ROWS[name].on_host else ("normal",):
-        x, turn = of_kind(kind, d), Turn(ratio=0.1, seed=3)
+        x, context = of_kind(kind, d), EncodeContext(ratio=0.1, seed=3)
         here, there = CompressionPipeline(ROWS[name], d), CompressionPipeline(ROWS[name], d, device="cuda")
-        body, same = here.encode(CodecState(), x, turn), there.encode(CodecState(), x.cuda(), turn)
+        body, same = here.encode(CodecState(), x, context), there.encode(CodecState(), x.cuda(), context)
         assert same.is_cuda != ROWS[name].on_host
         alike = name not in LAST_BIT and kind != "nan"  # of what is no number the bits are a device's own
-        if not here.flags.reduces:
+        if not here.traits.reduces:
             found, expected = there.decode(CodecState(), 0, body).cpu(), here.decode(CodecState(), 0, body)
             alike = alike and not expected.isnan().any()
             assert torch.equal(found.isnan(), expected.isnan())
@@ -44,11 +44,11 @@ def test_packing(width: int) -> None:
 
 
 def test_random_words() -> None:
-    stream, like = Turn(seed=5).words(), np.empty(0)
+    stream, like = EncodeContext(seed=5).words(), np.empty(0)
     assert (
         stream.words(torch.empty(0).cuda(), 3, 10**6).cpu().numpy().tobytes() == stream.words(like, 3, 10**6).tobytes()
     )
-    assert ByIndex(0).words(torch.empty(0).cuda(), 0, 1).tolist() == [0]
+    assert CounterRng(0).words(torch.empty(0).cuda(), 0, 1).tolist() == [0]
 
 
 def test_sums() -> None:

@@ -7,24 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.overlap.chain import Chain
 from ashl.overlap.crossing import took_ns
 from ashl.overlap.dear import DeAR
 from ashl.overlap.merged import optimal
 from ashl.overlap.priority import Priority, done_ns
 from ashl.overlap.slices import Slices
+from ashl.overlap.timeline import StepTimeline
 
 cost = st.integers(0, 20)
 layers = st.lists(st.tuples(cost, st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=7)
 
 
-def chain(drawn: list[tuple[int, int, int]], latency: int = 0, scale: int = 1) -> Chain:
+def chain(drawn: list[tuple[int, int, int]], latency: int = 0, scale: int = 1) -> StepTimeline:
     """Of (forward, backward, size) by group, the last one first; sizes are in slices of two bytes of time each."""
     forwards = [scale * forward for forward, _, _ in drawn]
     ready = accumulate((scale * backward for _, backward, _ in drawn), initial=sum(forwards))
     needed = [sum(forwards[k + 1 :]) for k in range(len(drawn))]
     sizes = tuple(size for _, _, size in drawn)
-    return Chain(
+    return StepTimeline(
         tuple(ready)[1:],
         sizes,
         lambda size: scale * 2 * (latency + size),
@@ -33,15 +33,15 @@ def chain(drawn: list[tuple[int, int, int]], latency: int = 0, scale: int = 1) -
     )
 
 
-def priority(of: Chain, slices: int = 1, credit: int = 1) -> int:
+def priority(of: StepTimeline, slices: int = 1, credit: int = 1) -> int:
     return of.period_ns(done_ns(of, (1,) * len(of.nbytes), slices, credit), (1,) * len(of.nbytes))
 
 
-def dear(of: Chain) -> int:
+def dear(of: StepTimeline) -> int:
     return took_ns(of, (1,) * len(of.nbytes), of.half_ns)
 
 
-def tails(of: Chain) -> list[tuple[int, int, int]]:
+def tails(of: StepTimeline) -> list[tuple[int, int, int]]:
     """(q_k, R_k, S_k) of each group, in time the forward time in R and out of q."""
     spent = list(accumulate(of.cost_ns(size) for size in reversed(of.nbytes)))[::-1]
     return [(-needed, ready, sent) for needed, ready, sent in zip(of.needed_ns, of.ready_ns, spent, strict=True)]
@@ -131,7 +131,7 @@ def test_what_is_tuned_is_no_slower_than_what_it_is_tuned_from(drawn, latency) -
 @pytest.mark.parametrize(("slices", "credit", "latency", "seconds"), [(1, 1, 0, 20), (1, 4, 0, 22), (1, 1, 0.2, 21.6)])
 def test_the_chain_of_the_literature(slices, credit, latency, seconds) -> None:
     """In tenths of a second, as times are whole numbers."""
-    four = Chain(
+    four = StepTimeline(
         (90, 110, 120, 150), (6, 1, 1, 5), lambda n: round(10 * (latency + n)), lambda n: 5 * n, (30, 20, 15, 0)
     )
     assert priority(four, slices, credit) == 10 * seconds

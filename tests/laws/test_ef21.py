@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ashl.compression.contract import BodyError, Turn
+from ashl.compression.contract import EncodeContext, PayloadError
 from tests.laws.codecs import codec, length, vector
 from tests.support import simulated
 
@@ -20,12 +20,12 @@ D = 300
 @pytest.mark.parametrize("name", KINDS)
 def test_both_ends_agree_to_the_bit_and_a_dropped_message_leaves_no_trace(name: str) -> None:
     kind, sender, receiver = KINDS[name], None, None
-    for turn in range(9):
+    for context in range(9):
         before = sender
-        sender, body = kind.encode(sender, vector("normal", D, turn), Turn(round=turn))
-        assert body.nbytes == kind.payload(None, D)
-        if turn % 3 == 1:
-            sender = kind.undo(sender, body)
+        sender, body = kind.encode(sender, vector("normal", D, context), EncodeContext(round=context))
+        assert body.nbytes == kind.encoded_nbytes(None, D)
+        if context % 3 == 1:
+            sender = kind.restore_dropped(sender, body)
             lost = [None if state is None else state[:2] for state in (before, sender)]
             assert all(a is b or torch.equal(a, b) for a, b in zip(*lost, strict=True))
             continue
@@ -37,8 +37,8 @@ def test_both_ends_agree_to_the_bit_and_a_dropped_message_leaves_no_trace(name: 
 @pytest.mark.parametrize("name", ["ef21", "ef21-sign", "ef21-natural", "whole"])
 def test_a_vector_that_stays_is_learned(name: str) -> None:
     kind, sender, x = KINDS[name], None, vector("normal", D)
-    for turn in range(200):
-        sender, body = kind.encode(sender, x, Turn(round=turn))
+    for context in range(200):
+        sender, body = kind.encode(sender, x, EncodeContext(round=context))
     assert length(x - kind.decode(sender.sum_before, body, D)[1]) <= 1e-3 * length(x)
 
 
@@ -47,8 +47,8 @@ def test_econtrol_is_the_published_recursion_and_ef21_forgets() -> None:
     """Δ = C(η·e + x − h), e ← e + x − h − Δ, h ← h + Δ."""
     control, top = KINDS["econtrol"], codec("topk", ratio=0.1, feedback=False)
     sender, h, e = None, torch.zeros(D), torch.zeros(D)
-    for turn in range(6):
-        x = vector("normal", D, turn)
+    for context in range(6):
+        x = vector("normal", D, context)
         change = top.decode(None, top.encode(None, 0.3 * e + x - h)[1], D)[1]
         e, h = e + x - h - change, h + change
         sender, _ = control.encode(sender, x)
@@ -60,7 +60,7 @@ def test_econtrol_is_the_published_recursion_and_ef21_forgets() -> None:
 
 def test_a_body_of_another_length_is_refused() -> None:
     for body in (torch.zeros(299), torch.zeros(1199, dtype=torch.uint8)):
-        with pytest.raises(BodyError):
+        with pytest.raises(PayloadError):
             KINDS["whole"].decode(None, body, 300)
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ashl.compression.contract import BodyError
+from ashl.compression.contract import PayloadError
 from ashl.compression.wire.entropy_code import (
     bound_bytes,
     check_code,
@@ -78,7 +78,7 @@ def test_a_malformed_buffer_is_refused_or_read(code: str, data: st.DataObject) -
     buffer = buffer[: max(0, buffer.size - cut)] if data.draw(st.booleans()) else np.append(buffer, np.uint8(cut))
     try:
         levels = read_levels(code, buffer, count, num_levels)
-    except BodyError:
+    except PayloadError:
         return
     assert levels.shape == (count,)
     assert levels.min() >= 0
@@ -90,7 +90,7 @@ def test_what_is_cut_is_refused(code: str) -> None:
     levels = drawn(np.random.default_rng(0), "steep", 5000, 30)
     buffer = write_levels(code, levels, 30)
     for cut in (buffer[:-4], buffer[:3], buffer[:0], np.append(buffer, np.zeros(4, np.uint8))):
-        with pytest.raises(BodyError):
+        with pytest.raises(PayloadError):
             read_levels(code, cut, 5000, 30)
 
 
@@ -131,7 +131,7 @@ def test_the_omega_code() -> None:
     numbers = np.append(numbers.reshape(-1), [2**32 - 1, 1])
     stream = write_prefix(numbers, omega)
     assert np.array_equal(read_prefix(stream, numbers.size, read_omega), numbers)
-    with pytest.raises(BodyError, match="cannot hold"):
+    with pytest.raises(PayloadError, match="cannot hold"):
         read_prefix(stream, 8 * stream.size + 1, read_omega)
 
 

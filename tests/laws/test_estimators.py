@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ashl.compression.contract import Turn
+from ashl.compression.contract import EncodeContext
 from ashl.learn.trainer import Trainer
 from ashl.planning.instantiate import assemble
 from tests.conf_option import conf_option
@@ -107,7 +107,7 @@ def test_the_variance_criterion_element_by_element() -> None:
         x = torch.from_numpy((rng.standard_normal(200) * np.logspace(-3, 0, 200) + 0.01).astype(np.float32))
         spread = torch.from_numpy(rng.random(200).astype(np.float32) * np.logspace(-6, 0, 200).astype(np.float32))
         before = bits(x)
-        sender, body = codec.encode(sender, x, Turn(squares=spread))
+        sender, body = codec.encode(sender, x, EncodeContext(squares=spread))
         assert bits(x) == before
         got = decoded(codec, body, 200).double().numpy()
         sums, squares = sums + x.double().numpy(), squares + spread.double().numpy()
@@ -121,7 +121,7 @@ def test_the_variance_criterion_element_by_element() -> None:
         assert body.nbytes == 24 + 4 * sent.sum()
         lost = k % 5 == 3
         if lost:
-            sender = codec.undo(sender, body)
+            sender = codec.restore_dropped(sender, body)
         sums = np.where(sent & (not lost), 0, sums)
         squares = np.where(sent, 0, squares * 0.9)
         np.testing.assert_allclose(sender.error.numpy(), sums, rtol=1e-4, atol=1e-6)
@@ -130,7 +130,7 @@ def test_the_variance_criterion_element_by_element() -> None:
 
 def test_what_waits_is_kept_in_units_of_the_model() -> None:
     codec, x, much = conf_option("compression", "variance"), torch.ones(8), torch.full((8,), 100.0)
-    sender, _ = codec.encode(None, x, Turn(squares=much, lr=0.1))
-    again, _ = codec.encode(sender, 0 * x, Turn(squares=0 * much, lr=0.2))
+    sender, _ = codec.encode(None, x, EncodeContext(squares=much, lr=0.1))
+    again, _ = codec.encode(sender, 0 * x, EncodeContext(squares=0 * much, lr=0.2))
     torch.testing.assert_close(again.error, x / 2)
     torch.testing.assert_close(again.squares, much / 4 * 0.999**2)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.around.feedback import Feedback, Residual
-from ashl.compression.around.wrapped import wrapped
-from ashl.compression.around.wrapper import Wrapper, inwards
-from ashl.compression.base.code import Code
-from ashl.compression.contract import Codec, Flags, Keeps, Linear, Turn
+from ashl.compression.common.code import Code
+from ashl.compression.contract import Codec, EncodeContext, Keeps, Linear, Traits
 from ashl.compression.fetch_sgd import Sketches
-from ashl.compression.wire.body import HEADER, Parts
+from ashl.compression.wire.payload_format import HEADER, Parts
+from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers.feedback import Feedback, Residual
+from ashl.compression.wrappers.wrapper import Wrapper, inwards
 from ashl.errors import UsageError
 from ashl.option import option, refuse_unasked
 from ashl.planning.compatibility import check_codec_roles
@@ -29,21 +29,21 @@ OWN = {  # what a wrapper has not: fields of the option, which `wrapped` reads, 
 
 
 def test_a_link_goes_on_from_a_checkpoint() -> None:
-    link = CompressionPipeline(wrapped(codec("topk", ratio=0.1, momentum=0.9, critical_ratio=0.5), ()), D)
+    link = CompressionPipeline(wrap_codec(codec("topk", ratio=0.1, momentum=0.9, critical_ratio=0.5), ()), D)
     ends = CodecState()
     for k in range(4):
-        link.decode(ends, k % 2, link.encode(ends, vector("normal", D, k), Turn(round=k, epoch=k)))
-        link.pull(ends, k % 2, vector("normal", D, k), Turn(0.1))
+        link.decode(ends, k % 2, link.encode(ends, vector("normal", D, k), EncodeContext(round=k, epoch=k)))
+        link.pull(ends, k % 2, vector("normal", D, k), EncodeContext(0.1))
     again = from_plain(to_plain(ends))
-    x, turn = vector("normal", D, 9), Turn(round=9, epoch=9)
-    assert torch.equal(link.encode(ends, x, turn), link.encode(again, x, turn))
-    assert torch.equal(link.pull(ends, 1, x, Turn(0.1)), link.pull(again, 1, x, Turn(0.1)))
+    x, context = vector("normal", D, 9), EncodeContext(round=9, epoch=9)
+    assert torch.equal(link.encode(ends, x, context), link.encode(again, x, context))
+    assert torch.equal(link.pull(ends, 1, x, EncodeContext(0.1)), link.pull(again, 1, x, EncodeContext(0.1)))
     assert torch.equal(link.kept(ends), link.kept(again))
 
 
 def test_a_dropped_message_leaves_nothing_behind() -> None:
-    link, ends, x = CompressionPipeline(wrapped(codec("topk", ratio=0.1), ()), D), CodecState(), vector("normal", D)
-    link.undo(ends, link.encode(ends, x, Turn()))
+    link, ends, x = CompressionPipeline(wrap_codec(codec("topk", ratio=0.1), ()), D), CodecState(), vector("normal", D)
+    link.restore_dropped(ends, link.encode(ends, x, EncodeContext()))
     assert torch.equal(link.kept(ends), x)
 
 
@@ -51,7 +51,7 @@ def test_what_a_stage_takes_over() -> None:
     """The residual where it is kept, and what workers hold, always."""
     held, residual = {0: torch.ones(D)}, Residual(torch.ones(D))
     ends = CodecState(sender=residual, receivers={0: "state"}, memory="state", held=held)
-    plain, feedback = (CompressionPipeline(wrapped(codec("topk", feedback=on), ()), D) for on in (False, True))
+    plain, feedback = (CompressionPipeline(wrap_codec(codec("topk", feedback=on), ()), D) for on in (False, True))
     keeps, drops = Keeps(), Keeps(residual=False)
     assert feedback.enter(ends, keeps, False, 0.1) == CodecState(sender=residual, held=held)
     assert plain.enter(ends, keeps, False, 0.1) == feedback.enter(ends, drops, False, 0.1) == CodecState(held=held)
@@ -59,7 +59,7 @@ def test_what_a_stage_takes_over() -> None:
 
 def test_what_is_kept_of_a_sum_is_taken_over_in_the_units_of_the_stage() -> None:
     """Of gradients, what a step at the rate of the border makes of them, and the other way round."""
-    gtopk, fetch = (CompressionPipeline(wrapped(codec(name), ()), D) for name in ("gtopk", "fetch_sgd"))
+    gtopk, fetch = (CompressionPipeline(wrap_codec(codec(name), ()), D) for name in ("gtopk", "fetch_sgd"))
     left, sketches = torch.full((D,), 2.0), Sketches(torch.full((9,), 4.0), torch.full((9,), 2.0), 3)
     of_gradients, of_models = (CodecState(memory=left, gradients=on) for on in (True, False))
     assert torch.equal(gtopk.enter(of_models, Keeps(), False, 0.5).memory, left)
@@ -102,7 +102,7 @@ class AllReduceCosts(Linear):
 
 
 @pytest.mark.parametrize(
-    ("cls", "why"), [(Misspelt, "did you mean 'flags'"), (AllReduceCosts, "did you mean 'summed'")]
+    ("cls", "why"), [(Misspelt, "did you mean 'traits'"), (AllReduceCosts, "did you mean 'summed'")]
 )
 def test_a_misspelt_hook_is_an_error(cls: type[Codec], why: str) -> None:
     with pytest.raises(UsageError, match=why):
@@ -112,7 +112,7 @@ def test_a_misspelt_hook_is_an_error(cls: type[Codec], why: str) -> None:
 class Promising(Codec):
     """Promises what it has no methods for."""
 
-    flags = Flags(reduces=True)
+    traits = Traits(reduces=True)
 
 
 class Hiding(Codec):
@@ -134,10 +134,10 @@ class Half(Code):
     code: ClassVar[int] = 200
     said = 2
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
+    def pack(self, x: np.ndarray, context: EncodeContext) -> Parts:
         return Parts(x.size, x.astype("<f2"))
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + self.said * d
 
 
@@ -152,16 +152,16 @@ def test_a_codec_of_ones_own_has_a_number_of_its_own(code: int, monkeypatch: pyt
 
 def test_a_codec_writes_as_many_bytes_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     link = CompressionPipeline(Half(), D)
-    assert link.encode(CodecState(), torch.ones(D), Turn()).nbytes == 20 + 2 * D
+    assert link.encode(CodecState(), torch.ones(D), EncodeContext()).nbytes == 20 + 2 * D
     monkeypatch.setattr(Half, "said", 3)
-    with pytest.raises(UsageError, match=f"Half wrote 420 bytes for {D} elements, and its payload says 620;"):
-        link.encode(CodecState(), torch.ones(D), Turn())
-    monkeypatch.setattr(Half, "flags", Flags(variable=True))
+    with pytest.raises(UsageError, match=f"Half wrote 420 bytes for {D} elements, but encoded_nbytes says 620;"):
+        link.encode(CodecState(), torch.ones(D), EncodeContext())
+    monkeypatch.setattr(Half, "traits", Traits(variable=True))
     link = CompressionPipeline(Half(), D)
-    assert link.encode(CodecState(), torch.ones(D), Turn()).nbytes == 420
+    assert link.encode(CodecState(), torch.ones(D), EncodeContext()).nbytes == 420
     monkeypatch.setattr(Half, "said", 1)
-    with pytest.raises(UsageError, match="its payload says at most 220"):
-        link.encode(CodecState(), torch.ones(D), Turn())
+    with pytest.raises(UsageError, match="encoded_nbytes says at most 220"):
+        link.encode(CodecState(), torch.ones(D), EncodeContext())
 
 
 def test_what_is_near_to_nothing_is_a_codecs_own() -> None:

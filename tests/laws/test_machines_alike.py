@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ashl.compression.around.wrapped import for_layers
 from ashl.compression.contract import Layer, size_of
 from ashl.compression.power_sgd import orthonormal
+from ashl.compression.wrappers.compose import codec_for_layers
 from tests.laws.codecs import codec, vector
 
 LAYOUT = (Layer("weight", (150, 130)), Layer("bias", (130,)), Layer("conv", (24, 3, 5, 5)))
@@ -35,7 +35,7 @@ def digests(folder: Path) -> dict[str, str]:
     found = {"basis": orthonormal(torch.from_numpy(np.load(folder / "p.npy"))).numpy()}
     for name, option in CODECS.items():
         body = torch.from_numpy(np.load(folder / f"{name}.npy"))
-        found[name] = for_layers(option, LAYOUT).decode(None, body, size_of(LAYOUT))[1].numpy()
+        found[name] = codec_for_layers(option, LAYOUT).decode(None, body, size_of(LAYOUT))[1].numpy()
     return {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in found.items()}
 
 
@@ -44,7 +44,7 @@ def test_what_is_decoded_does_not_hang_on_the_matrix_library(tmp_path: Path) -> 
     x = vector("normal", size_of(LAYOUT))
     np.save(tmp_path / "p.npy", x[: 150 * 4].view(150, 4).numpy())
     for name, option in CODECS.items():
-        np.save(tmp_path / f"{name}.npy", for_layers(option, LAYOUT).encode(None, x)[1].numpy())
+        np.save(tmp_path / f"{name}.npy", codec_for_layers(option, LAYOUT).encode(None, x)[1].numpy())
     elsewhere = subprocess.run(
         [sys.executable, "-m", "tests.laws.test_machines_alike", tmp_path],
         env=os.environ | OLD,

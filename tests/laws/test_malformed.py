@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.around.wrapped import for_layers
-from ashl.compression.contract import BodyError, Layer, Turn, size_of
-from ashl.compression.wire.body import Parts, write_body
+from ashl.compression.contract import EncodeContext, Layer, PayloadError, size_of
+from ashl.compression.wire.payload_format import Parts, write_payload
+from ashl.compression.wrappers.compose import codec_for_layers
 from ashl.errors import AshlError, UsageError
 from ashl.runtime import collectives
 from ashl.runtime.transport import PeerConnections
@@ -69,27 +69,27 @@ def damaged(body: np.ndarray, rng: random.Random) -> Tensor:
 def messages(codec: Any) -> Iterator[tuple[Any, np.ndarray]]:
     """The receiver's state before each of three messages, and the message."""
     sender = receiver = None
-    for turn in range(3):
-        sender, body = codec.encode(sender, vector("normal", D, turn), Turn(round=turn))
+    for context in range(3):
+        sender, body = codec.encode(sender, vector("normal", D, context), EncodeContext(round=context))
         yield receiver, body.numpy()
         receiver, _ = codec.decode(receiver, body, D)
 
 
 @pytest.mark.parametrize("name", CODECS)
 def test_a_damaged_body_is_refused_or_read(name: str) -> None:
-    whole, rng, refused = for_layers(CODECS[name], LAYOUT), random.Random(name), 0
+    whole, rng, refused = codec_for_layers(CODECS[name], LAYOUT), random.Random(name), 0
     tracemalloc.start()
     try:
         for receiver, body in messages(whole):
             for _ in range(40 if body.size else 0):
                 wire = damaged(body, rng)
                 try:
-                    if whole.flags.reduces:
+                    if whole.traits.reduces:
                         _, got = whole.reduce(None, [wire, torch.from_numpy(body)], [0.5, 0.5], D)
                     else:
                         _, got = whole.decode(receiver, wire, D)
                     assert got.shape == (D,)
-                except BodyError:
+                except PayloadError:
                     refused += 1
         assert tracemalloc.get_traced_memory()[1] < MOST
     finally:
@@ -101,20 +101,20 @@ def test_a_damaged_body_is_refused_or_read(name: str) -> None:
 @pytest.mark.parametrize("bit", range(8))
 def test_the_element_type_is_not_believed(name: str, bit: int) -> None:
     """One flipped bit made float64 of a vector, or rounded it to 16 bits."""
-    whole = for_layers({**CODECS, "topk": codec("topk")}[name], LAYOUT)
-    body = whole.encode(None, vector("normal", D), Turn())[1].clone()
+    whole = codec_for_layers({**CODECS, "topk": codec("topk")}[name], LAYOUT)
+    body = whole.encode(None, vector("normal", D), EncodeContext())[1].clone()
     body[3] ^= 1 << bit
-    with pytest.raises(BodyError, match="where float32 was expected"):
-        whole.reduce(None, [body], [1.0], D) if whole.flags.reduces else whole.decode(None, body, D)
+    with pytest.raises(PayloadError, match="where float32 was expected"):
+        whole.reduce(None, [body], [1.0], D) if whole.traits.reduces else whole.decode(None, body, D)
 
 
 def test_what_its_header_cannot_count_is_not_sent() -> None:
     """What is behind is no memory: one byte that is said to be many."""
     many = np.broadcast_to(np.zeros(1, np.uint8), 2**32)
     with pytest.raises(UsageError, match="4294967296 bytes of values, and its header counts up to 4294967295"):
-        write_body(1, 100, Parts(3, many))
+        write_payload(1, 100, Parts(3, many))
     with pytest.raises(UsageError, match="a message of 4294967296 elements"):
-        write_body(1, 2**32, Parts(3, many[:4]))
+        write_payload(1, 2**32, Parts(3, many[:4]))
 
 
 def test_a_gathered_body_that_cannot_be_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

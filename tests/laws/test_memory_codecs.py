@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.around.feedback import Feedback
-from ashl.compression.around.wrapped import wrapped
 from ashl.compression.atomo import drawn, odds
-from ashl.compression.contract import BodyError, Layer, Turn
+from ashl.compression.contract import EncodeContext, Layer, PayloadError
 from ashl.compression.dryden import learned
+from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers.feedback import Feedback
 from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
@@ -40,11 +40,11 @@ def test_bytes_of_a_threshold(indices: str, each: float) -> None:
 
 def test_the_residual_of_a_threshold_stays_below_it() -> None:
     """... while updates do, although nothing is sent of many: all is sent in the end."""
-    strom = wrapped(codec("strom", threshold=1.0), ())
+    strom = wrap_codec(codec("strom", threshold=1.0), ())
     rng, sender, sent, whole = np.random.default_rng(0), None, torch.zeros(100), torch.zeros(100)
-    for turn in range(200):
+    for context in range(200):
         x = torch.from_numpy(rng.uniform(-1, 0.8, 100).astype(np.float32))
-        sender, body = strom.encode(sender, x, Turn(round=turn))
+        sender, body = strom.encode(sender, x, EncodeContext(round=context))
         sent, whole = sent + decoded(strom, body, 100), whole + x
         assert float(sender.error.abs().max()) <= 1.0
     assert torch.allclose(sent + sender.error, whole, atol=1e-4)
@@ -139,22 +139,24 @@ def test_singular_triples_of_a_model() -> None:
     atomo = codec("atomo", atoms="singular", ratio=0.05).shaped(layout)
     low = (torch.outer(torch.arange(20.0), torch.arange(30.0)) + torch.outer(torch.ones(20), x[:30])).reshape(-1)
     x[-600:] = low
-    everything = decoded(atomo, atomo.encode(None, x, Turn(1.0))[1], x.numel())
+    everything = decoded(atomo, atomo.encode(None, x, EncodeContext(1.0))[1], x.numel())
     assert torch.allclose(everything, x, rtol=1e-4, atol=1e-4 * float(x.abs().max()))
-    draws = torch.stack([decoded(atomo, atomo.encode(None, x, Turn(round=k))[1], x.numel()) for k in range(400)])
+    draws = torch.stack(
+        [decoded(atomo, atomo.encode(None, x, EncodeContext(round=k))[1], x.numel()) for k in range(400)]
+    )
     assert torch.equal(draws[0][216:224], x[216:224])
     lost = ((draws - x).double() ** 2).sum(1).mean()
     assert lost <= atomo.bound(None, x.numel()) * length(x)
     error = (draws.double().mean(0) - x).abs()
     assert (error <= 5.5 * draws.double().std(0) / 20 + 1e-4 * x.abs().max()).all()
     assert atomo.encode(None, x)[1].nbytes < x.nbytes
-    with pytest.raises(BodyError):
+    with pytest.raises(PayloadError):
         atomo.decode(None, codec("atomo", atoms="singular").encode(None, x)[1], x.numel())
 
 
 def test_unbiased_atoms_take_no_feedback() -> None:
     with pytest.raises(UsageError, match=r"compression\.feedback=false"):
-        wrapped(codec("atomo", feedback=True), ())
+        wrap_codec(codec("atomo", feedback=True), ())
 
 
 # --- DIANA ------------------------------------------------------------------------------------------------------------
@@ -173,14 +175,14 @@ def test_both_ends_learn_the_same(fields: dict) -> None:
     """... to the bit, through messages that are dropped; nothing is changed in place, sizes are as declared."""
     diana = codec("diana", **fields)
     sender = receiver = None
-    for turn in range(12):
-        x = vector("normal", 1000, turn)
+    for context in range(12):
+        x = vector("normal", 1000, context)
         before, old = bits(x), sender
-        sender, body = diana.encode(old, x, Turn(seed=1, round=turn))
+        sender, body = diana.encode(old, x, EncodeContext(seed=1, round=context))
         assert bits(x) == before
-        assert body.nbytes == diana.payload(None, 1000)
-        if turn % 3 == 1:
-            sender = diana.undo(sender, body)
+        assert body.nbytes == diana.encoded_nbytes(None, 1000)
+        if context % 3 == 1:
+            sender = diana.restore_dropped(sender, body)
             assert (sender.h is None) if old is None else torch.equal(sender.h, old.h)
             continue
         held = None if receiver is None else bits(receiver)
@@ -197,8 +199,8 @@ def test_what_is_learned_goes_to_what_stays(fields: dict) -> None:
     diana, x = codec("diana", **fields), vector("heavy", 512)
     alpha = diana.alpha or 1 / (1 + diana.bound(None, 512))
     sender = receiver = None
-    for turn in range(200):
-        sender, body = diana.encode(sender, x, Turn(seed=1, round=turn))
+    for context in range(200):
+        sender, body = diana.encode(sender, x, EncodeContext(seed=1, round=context))
         receiver, got = diana.decode(receiver, body, 512)
     assert length(x - receiver) <= 3 * (1 - alpha) ** 200 * length(x) + 1e-12 * length(x)
     assert length(x - got) <= 10 * (1 + diana.bound(None, 512)) * (1 - alpha) ** 199 * length(x) + 1e-12 * length(x)
@@ -208,7 +210,7 @@ def test_what_is_learned_goes_to_what_stays(fields: dict) -> None:
 def test_diana_is_unbiased_whatever_was_learned() -> None:
     diana, x = codec("diana"), vector("normal", 64)
     sender, _ = diana.encode(None, vector("normal", 64, 1))
-    draws = [diana.decode(sender.h, diana.encode(sender, x, Turn(round=k))[1], 64)[1] for k in range(2000)]
+    draws = [diana.decode(sender.h, diana.encode(sender, x, EncodeContext(round=k))[1], 64)[1] for k in range(2000)]
     found = torch.stack(draws).double()
     assert ((found.mean(0) - x).abs() <= 5.5 * found.std(0) / 2000**0.5 + 0.02).all()
 
@@ -225,16 +227,16 @@ def test_alpha_is_that_of_the_quantizer(norm: str, omega: float) -> None:
 def test_diana_without_content_and_malformed() -> None:
     diana = codec("diana")
     link, ends = CompressionPipeline(diana, 100), CodecState()
-    body = link.encode(ends, SizeOnly(400), Turn())
-    assert body == SizeOnly(diana.payload(None, 100))
-    link.undo(ends, body)
+    body = link.encode(ends, SizeOnly(400), EncodeContext())
+    assert body == SizeOnly(diana.encoded_nbytes(None, 100))
+    link.restore_dropped(ends, body)
     assert link.decode(ends, 0, body) == SizeOnly(400)
     assert ends == CodecState()
     _, body = diana.encode(None, vector("normal", 100))
     for bad in (body[:-1], body[:10], torch.cat([body, body]), None):
-        with pytest.raises(BodyError):
+        with pytest.raises(PayloadError):
             diana.decode(torch.zeros(100), bad, 100)
     x: Tensor = vector("normal", 100)
     x[3] = math.nan
     assert not diana.decode(None, diana.encode(None, x)[1], 100)[1].isfinite().all()
-    assert not isinstance(wrapped(diana, ()), Feedback)
+    assert not isinstance(wrap_codec(diana, ()), Feedback)

@@ -9,14 +9,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.overlap.chain import FORWARD, Chain, Compressed, bare, joined, parts_of_tensors
 from ashl.overlap.layerwise import hidden
 from ashl.overlap.merged import by_bytes, greedy, optimal
+from ashl.overlap.timeline import (
+    FORWARD,
+    CompressedTimeline,
+    StepTimeline,
+    buckets_of_tensors,
+    merge_buckets,
+    untimed_timeline,
+)
 from ashl.overlap.wfbp import WFBP
 from tests.support import planned
 
 
-class Counted(Chain):
+class Counted(StepTimeline):
     """Counts how many messages are weighed."""
 
     weighed: ClassVar[list[int]] = []
@@ -30,10 +37,10 @@ costs = st.integers(0, 20)
 layers = st.lists(st.tuples(costs, st.integers(1, 20)), min_size=1, max_size=8)
 
 
-def chain(forward: int, drawn: list[tuple[int, int]], latency: int, rate: int = 1) -> Chain:
+def chain(forward: int, drawn: list[tuple[int, int]], latency: int, rate: int = 1) -> StepTimeline:
     """Of (backward, size) by group, the last one first."""
     ready = tuple(forward + total for total in accumulate(backward for backward, _ in drawn))
-    return Chain(ready, tuple(size for _, size in drawn), lambda size: latency + rate * size)
+    return StepTimeline(ready, tuple(size for _, size in drawn), lambda size: latency + rate * size)
 
 
 def every_plan(groups: int) -> list[tuple[int, ...]]:
@@ -46,13 +53,13 @@ def every_plan(groups: int) -> list[tuple[int, ...]]:
 
 def test_the_chain_of_the_literature() -> None:
     """f = 1.5, .5, 1, 2, b = 3, 1, 2, 4, c = 5, 1, 1, 6: 28 without overlap, 22 with a message for each."""
-    four = Chain((9, 11, 12, 15), (6, 1, 1, 5), lambda size: size)
+    four = StepTimeline((9, 11, 12, 15), (6, 1, 1, 5), lambda size: size)
     assert four.end_ns((4,)) == 28
     assert four.end_ns(WFBP().messages(four)) == four.end_ns(optimal(four)) == four.end_ns(greedy(four)) == 22
 
 
 def test_where_merging_greedily_is_not_best() -> None:
-    three = Chain((1, 10, 19), (8, 1, 1), lambda size: 10 + size)
+    three = StepTimeline((1, 10, 19), (8, 1, 1), lambda size: 10 + size)
     assert [three.end_ns(plan) for plan in ((1, 1, 1), (3,), greedy(three), optimal(three))] == [41, 39, 39, 31]
     assert optimal(three) == (1, 2)
 
@@ -111,7 +118,7 @@ def test_the_more_sums_and_computing_slow_each_other_down_the_longer_a_step(
     assert most.end_ns(messages) <= serial * (1 + most.lost * most.slowed)
 
 
-def grouped(of: Chain, messages: tuple[int, ...]) -> list[int]:
+def grouped(of: StepTimeline, messages: tuple[int, ...]) -> list[int]:
     ends = list(accumulate(messages))
     return [sum(of.nbytes[end - count : end]) for end, count in zip(ends, messages, strict=True)]
 
@@ -119,7 +126,7 @@ def grouped(of: Chain, messages: tuple[int, ...]) -> list[int]:
 def test_a_chain_whose_sums_take_half_of_the_core() -> None:
     """Backward alone ends at 100, and sums of one group take 40 each: the first begins at 20 and ends at 60, by when
     backward has come to 40 instead of 60. The second is ready at 70, and by its end, at 110, backward is at 70."""
-    slow = Chain((20, 50, 100), (10, 10, 10), lambda size: 30 + size, lost=0.5)
+    slow = StepTimeline((20, 50, 100), (10, 10, 10), lambda size: 30 + size, lost=0.5)
     assert [slow.end_ns(plan) for plan in ((1, 1, 1), (3,), (2, 1), (1, 2))] == [180, 160, 165, 170]
     assert optimal(slow) == (3,)
     assert replace(slow, slowed=2.0).end_ns((2, 1)) == 50 + 2 * 50 + 40
@@ -127,29 +134,29 @@ def test_a_chain_whose_sums_take_half_of_the_core() -> None:
 
 def test_messages_by_bytes_are_full_once_they_reach_their_cap() -> None:
     mib = 2**20
-    sizes = Chain((0,) * 5, (mib // 2, mib, 20 * mib, 20 * mib, 1), lambda size: 0)
+    sizes = StepTimeline((0,) * 5, (mib // 2, mib, 20 * mib, 20 * mib, 1), lambda size: 0)
     assert by_bytes(sizes) == (2, 2, 1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 1000)), min_size=1, max_size=12))
 def test_layer_groups_cover_the_model_and_none_is_tiny(drawn) -> None:
     shapes, work = [(size,) for size, _ in drawn], [share for _, share in drawn]
-    parts = parts_of_tensors(shapes, work)
+    parts = buckets_of_tensors(shapes, work)
     assert parts[0].stop == sum(size for size, _ in drawn)
     assert parts[-1].start == 0
     assert all(later.stop == part.start for part, later in pairwise(parts))
     shares = [b - a for a, b in pairwise([FORWARD, *(part.ready for part in parts)])]
     assert min(shares) >= (1 - FORWARD) * 0.01 - 1e-12
     assert parts[-1].ready == 1
-    whole = joined(parts, (len(parts),))
+    whole = merge_buckets(parts, (len(parts),))
     assert whole == ((0, parts[0].stop, 1.0, 0.0),)
     assert all(0 <= part.needed <= FORWARD for part in parts)
-    assert sum(bare(parts).nbytes) == 4 * parts[0].stop
+    assert sum(untimed_timeline(parts).nbytes) == 4 * parts[0].stop
 
 
 def test_a_hundredth_of_backward_is_a_group_of_its_own() -> None:
     """And what is less goes with the layer below it, or with the first."""
-    parts = parts_of_tensors([(2,), (3,), (5,), (7,)], [0.5, 98, 0.5, 1])
+    parts = buckets_of_tensors([(2,), (3,), (5,), (7,)], [0.5, 98, 0.5, 1])
     assert [(part.start, part.stop) for part in parts] == [(10, 17), (0, 10)]
 
 
@@ -179,7 +186,7 @@ def test_an_adaptive_message_keeps_the_most_that_is_hidden(forward, drawn, laten
     def body(first: int, last: int, share: float) -> int:
         return latency + round(share * sum(elements[first:last]))
 
-    own = Compressed(plain.ready_ns, plain.nbytes, plain.cost_ns, ratio=0.1, body_ns=body)
+    own = CompressedTimeline(plain.ready_ns, plain.nbytes, plain.cost_ns, ratio=0.1, body_ns=body)
     each = (1,) * len(drawn)
     shares = hidden(own, each, 0.1, most / 10)
     assert own.end_ns(each, shares) == own.end_ns(each)
@@ -199,7 +206,7 @@ def test_greedy_is_the_rule_of_omgs(forward, drawn, latency, select) -> None:
     than t_c(l) + t_c(l − 1) − t_c(both), with selection in line with backward."""
     totals = accumulate(backward + select * size for backward, size in drawn)
     sizes = tuple(size for _, size in drawn)
-    own = Chain(tuple(forward + total for total in totals), sizes, lambda size: latency + size)
+    own = StepTimeline(tuple(forward + total for total in totals), sizes, lambda size: latency + size)
     plan, free, held = [], 0, [0]
     for group in range(1, len(sizes)):
         done, size = own.ready_ns[group - 1], sum(sizes[place] for place in held)
@@ -216,7 +223,7 @@ def test_greedy_is_the_rule_of_omgs(forward, drawn, latency, select) -> None:
 in_parts = st.tuples(st.integers(0, 30), st.integers(0, 10), st.integers(0, 10))
 
 
-def split(of: Chain, costs: tuple[int, int, int]) -> Chain:
+def split(of: StepTimeline, costs: tuple[int, int, int]) -> StepTimeline:
     step, part, start = costs
     reached = tuple(ready / of.ready_ns[-1] if of.ready_ns[-1] else 1.0 for ready in of.ready_ns)
     return replace(of, split_ns=step, part_ns=part, start_ns=start, reached=reached)
@@ -234,7 +241,7 @@ def test_optimal_is_the_best_of_all_plans_where_parts_cost_something(forward, dr
 
 def test_a_chain_in_parts_that_do_not_pay() -> None:
     """In two messages backward takes 10 + 2·5 more, evenly spread, and the first sum 7 more."""
-    three = split(Chain((1, 10, 20), (8, 1, 1), lambda size: 10 + size), (10, 5, 7))
+    three = split(StepTimeline((1, 10, 20), (8, 1, 1), lambda size: 10 + size), (10, 5, 7))
     assert three.end_ns((3,)) == 20 + 20
     assert three.end_ns((2, 1)) == max(10 + 10 + 19 + 7, 40) + 11
     assert three.end_ns((1, 2)) == max(1 + 1 + 18 + 7, 40) + 12

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.around.layers import Layerwise
-from ashl.compression.around.running_mean import RunningMean
-from ashl.compression.around.wrapped import for_layers, handed_over, wrapped
-from ashl.compression.contract import BodyError, Layer, Turn
+from ashl.compression.contract import EncodeContext, Layer, PayloadError
 from ashl.compression.rotated import rotate
 from ashl.compression.terngrad import SharedScale, sum_width
 from ashl.compression.wire.bits import pack, pack_signs, packed_bytes, signed, unpack
-from ashl.compression.wire.trits import pack_trits, unpack_trits
+from ashl.compression.wire.ternary_packing import pack_ternary, unpack_ternary
 from ashl.compression.wire.value_code import WIDTHS, ValueCode, read_values, value_bound, value_bytes, write_values
+from ashl.compression.wrappers.compose import codec_for_layers, convert_sender, wrap_codec
+from ashl.compression.wrappers.layers import Layerwise
+from ashl.compression.wrappers.running_mean import RunningMean
 from ashl.errors import UsageError
 from ashl.planning.compatibility import check_signs
 from ashl.size_only import SizeOnly
@@ -33,7 +33,7 @@ def option(name: str, /, **fields: Any) -> Any:
 
 
 def draw(codec: Any, x: Tensor, k: int = 0, worker: int = 0) -> Tensor:
-    return decoded(codec, codec.encode(None, x, Turn(seed=7, round=k, worker=worker))[1], x.numel())
+    return decoded(codec, codec.encode(None, x, EncodeContext(seed=7, round=k, worker=worker))[1], x.numel())
 
 
 def lost(codec: Any, x: Tensor, draws: int) -> tuple[float, float]:
@@ -63,11 +63,11 @@ def test_signs_and_trits_come_back() -> None:
     for count in (*SIZES, 70_001):
         x = rng.standard_normal(count, np.float32)
         assert np.array_equal(signed(pack_signs(x), count, np.array([2.5])), np.copysign(np.float32(2.5), x))
-        trits = rng.integers(0, 3, count, np.uint8)
-        assert np.array_equal(unpack_trits(pack_trits(trits), count), trits)
+        digits = rng.integers(0, 3, count, np.uint8)
+        assert np.array_equal(unpack_ternary(pack_ternary(digits), count), digits)
     assert pack_signs(np.array([0.0, -0.0, np.nan, -np.inf], np.float32)).tolist() == [0b1010]
-    with pytest.raises(BodyError, match="243"):
-        unpack_trits(np.array([243], np.uint8), 5)
+    with pytest.raises(PayloadError, match="243"):
+        unpack_ternary(np.array([243], np.uint8), 5)
 
 
 # --- the bounds of the papers -----------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_variance_of_qsgd(norm: str, d: int, bucket: int, levels: int) -> None:
     b, s = bucket, levels
     expected = min(b / s**2, b**0.5 / s) if norm == "l2" else min(b / (4 * s * s), (1 + b**0.5) / (2 * s))
     assert codec.bound(None, d) == pytest.approx(expected)
-    assert codec.flags.contraction == (expected < 1)
+    assert codec.traits.contraction == (expected < 1)
 
 
 def test_an_eighth_is_lost_by_natural_compression_at_worst() -> None:
@@ -156,8 +156,8 @@ def test_clipping_makes_ternaries_biased() -> None:
         got = torch.stack([draw(codec, x, k) for k in range(4)]).double().mean(0)
         assert float(got @ x.double()) / length(x) == pytest.approx(slope, abs=0.004)
         assert len(set(draw(codec, x).tolist())) == 3
-    assert option("terngrad").flags.unbiased
-    assert not option("terngrad", clip_sigmas=2.5).flags.unbiased
+    assert option("terngrad").traits.unbiased
+    assert not option("terngrad", clip_sigmas=2.5).traits.unbiased
 
 
 # --- one bit ----------------------------------------------------------------------------------------------------------
@@ -185,9 +185,9 @@ def test_one_bit_by_parts(per: str) -> None:
             assert got[here].tolist() == pytest.approx([float(x[here].mean())] * len(here))
     count = {"layer": 3, "row": 3 + 1 + 2, "column": 4 + 1 + 4}[per]
     body = codec.encode(None, x)[1]
-    assert body.nbytes == codec.payload(None, 23) == 20 + 3 + 8 * count
+    assert body.nbytes == codec.encoded_nbytes(None, 23) == 20 + 3 + 8 * count
     assert length(got - x) <= codec.bound(None, 23) * length(x)
-    with pytest.raises(BodyError, match="means"):
+    with pytest.raises(PayloadError, match="means"):
         option("one_bit").decode(None, body, 23)
     assert option("one_bit", per="vector").shaped(LAYOUT) == option("one_bit", per="vector")
 
@@ -196,7 +196,7 @@ def test_signs_with_a_scale_and_without() -> None:
     x = torch.tensor([1.0, -3.0, 0.0, -0.0])
     assert draw(option("sign"), x).tolist() == [1, -1, 1, -1]
     assert draw(option("sign", scale="none"), 7 * x).tolist() == [1, -1, 1, -1]
-    plain, scaled = option("sign", scale="none").flags, option("sign").flags
+    plain, scaled = option("sign", scale="none").traits, option("sign").traits
     assert (plain.contraction, plain.scale_free, scaled.contraction, scaled.scale_free) == (False, True, True, False)
 
 
@@ -211,30 +211,30 @@ def test_a_majority_decides(n: int) -> None:
     weights = [1.0] + [0.1 / n] * (n - 1)
     assert torch.equal(codec.reduce(None, bodies, weights, 500)[1], xs[0].sign())
     assert CompressionPipeline(codec, 500).reduce(CodecState(), [SizeOnly(83)] * n, weights) == SizeOnly(2000)
-    assert codec.pulled().flags.contraction
+    assert codec.pulled().traits.contraction
 
 
 def test_signum_sends_the_signs_of_a_running_mean() -> None:
-    codec = wrapped(option("sign", scale="none", feedback=False, beta=0.75), ())
+    codec = wrap_codec(option("sign", scale="none", feedback=False, beta=0.75), ())
     assert isinstance(codec, RunningMean)
     sender, mean = None, torch.zeros(100)
     for k in range(4):
         x = vector("normal", 100, k)
         before, mean = sender, 0.75 * mean + 0.25 * x
-        sender, body = codec.encode(before, x, Turn(round=k))
+        sender, body = codec.encode(before, x, EncodeContext(round=k))
         assert torch.allclose(sender.mean, mean, atol=1e-6)
         assert torch.equal(decoded(codec, body, 100), sender.mean.sign())
-        assert codec.undo(sender, body) == sender
-    assert CompressionPipeline(codec, 100).encode(CodecState(), SizeOnly(400), Turn()) == SizeOnly(20 + 13)
+        assert codec.restore_dropped(sender, body) == sender
+    assert CompressionPipeline(codec, 100).encode(CodecState(), SizeOnly(400), EncodeContext()) == SizeOnly(20 + 13)
 
 
 def test_a_residual_goes_on_behind_a_running_mean() -> None:
-    plain, averaged = wrapped(option("sign"), ()), wrapped(option("sign", beta=0.5), ())
+    plain, averaged = wrap_codec(option("sign"), ()), wrap_codec(option("sign", beta=0.5), ())
     sender, _ = plain.encode(None, vector("normal", 50))
-    after = handed_over(sender, averaged)
+    after = convert_sender(sender, averaged)
     assert torch.equal(after.inner.error, sender.error)
     later, _ = averaged.encode(after, torch.zeros(50))
-    assert handed_over(later, plain).error is later.inner.error
+    assert convert_sender(later, plain).error is later.inner.error
 
 
 @pytest.mark.parametrize(
@@ -277,12 +277,12 @@ def test_the_range_of_a_cast() -> None:
 @pytest.mark.parametrize("layers", [True, False])
 def test_ternaries_of_a_shared_scale_add_up(n: int, layers: bool) -> None:
     """The sum of the words is that of the ternaries, each layer with the largest scale of all workers."""
-    codec = for_layers(option("terngrad", shared_scale=True, layers=layers), LAYOUT)
+    codec = codec_for_layers(option("terngrad", shared_scale=True, layers=layers), LAYOUT)
     assert isinstance(codec, SharedScale)
     xs = [vector("normal", 23, seed) for seed in range(n)]
     tops = np.max([codec.tops(x) for x in xs], axis=0)
     assert tops.size == (3 if layers else 1)
-    words = [codec.words(x, tops, Turn(worker=k), n) for k, x in enumerate(xs)]
+    words = [codec.words(x, tops, EncodeContext(worker=k), n) for k, x in enumerate(xs)]
     total = codec.update(torch.stack(words).sum(0, dtype=torch.int32), tops, n)
     sizes = [layer.size for layer in LAYOUT] if layers else [23]
     scale = torch.from_numpy(np.repeat(tops, sizes))
@@ -296,8 +296,8 @@ def test_ternaries_of_a_shared_scale_add_up(n: int, layers: bool) -> None:
 
 
 def test_layers_of_ternaries_without_a_shared_scale() -> None:
-    assert isinstance(for_layers(option("terngrad"), LAYOUT), Layerwise)
-    assert for_layers(option("terngrad", layers=False), LAYOUT) == option("terngrad", layers=False)
+    assert isinstance(codec_for_layers(option("terngrad"), LAYOUT), Layerwise)
+    assert codec_for_layers(option("terngrad", layers=False), LAYOUT) == option("terngrad", layers=False)
 
 
 # --- value codes ------------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_values_in_few_bits(code: ValueCode) -> None:
     for k in (0, 1, 2, 1023, 1024, 1025, 3000):
         for kind in ("normal", "heavy", "zero", "constant"):
             x = vector(kind, max(1, k), 1).numpy()[:k]
-            values, scales = write_values(code, x, Turn())
+            values, scales = write_values(code, x, EncodeContext())
             assert values.nbytes + scales.nbytes == value_bytes(code, k)
             got = read_values(code, values.view(np.uint8), scales.view(np.uint8), k)
             assert (got.dtype, got.shape) == (np.float32, (k,))

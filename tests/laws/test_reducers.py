@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from ashl.compression.around.feedback import Feedback
-from ashl.compression.around.wrapped import wrapped
-from ashl.compression.contract import BodyError, Layer, Turn, size_of
+from ashl.compression.contract import EncodeContext, Layer, PayloadError, size_of
 from ashl.compression.gtopk import bits_bytes, family
 from ashl.compression.power_sgd import LowRank, orthonormal
-from ashl.compression.wire.body import HEADER
+from ashl.compression.wire.payload_format import HEADER
+from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers.feedback import Feedback
 from ashl.errors import UsageError
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
@@ -41,7 +41,7 @@ def test_a_body_of_low_rank() -> None:
     before = bits(x)
     sender, body = own.encode(None, x)
     got = decoded(own, body, D)
-    assert body.nbytes == own.payload(None, D) == HEADER.size + 4 * (2 * (12 + 10) + 12 + 2 * (6 + 12) + 10)
+    assert body.nbytes == own.encoded_nbytes(None, D) == HEADER.size + 4 * (2 * (12 + 10) + 12 + 2 * (6 + 12) + 10)
     assert bits(own.encode(None, x)[1]) == bits(body)
     assert bits(x) == before
     for layer, a, b in zip(
@@ -77,7 +77,7 @@ def test_a_warm_start_finds_the_largest_singular_values() -> None:
     x = torch.from_numpy((left * values @ right).astype(np.float32)).view(-1)
     own, sender, lost = LowRank(2, ((20, 20),)), None, []
     for t in range(12):
-        sender, body = own.encode(sender, x, Turn(round=t))
+        sender, body = own.encode(sender, x, EncodeContext(round=t))
         lost.append(length(x - decoded(own, body, 400)))
     assert lost[-1] == pytest.approx((values[2:] ** 2).sum(), rel=1e-4)
     assert all(b <= a * (1 + 1e-6) for a, b in pairwise(lost))
@@ -89,7 +89,7 @@ def test_columns_that_were_zero_come_back() -> None:
     sender, body = own.encode(None, torch.zeros(D))
     assert not decoded(own, body, D).any()
     assert not sender.q.any()
-    sender, body = own.encode(sender, vector("normal", D), Turn(round=1))
+    sender, body = own.encode(sender, vector("normal", D), EncodeContext(round=1))
     assert decoded(own, body, D).count_nonzero() == D
     assert sender.q.all()
 
@@ -97,8 +97,8 @@ def test_columns_that_were_zero_come_back() -> None:
 def test_a_dropped_message_of_low_rank() -> None:
     own = Feedback(low_rank())
     sender, _ = own.encode(None, vector("normal", D))
-    after, body = own.encode(sender, vector("normal", D, 1), Turn(round=1))
-    back = own.undo(after, body)
+    after, body = own.encode(sender, vector("normal", D, 1), EncodeContext(round=1))
+    back = own.restore_dropped(after, body)
     assert torch.equal(back.inner.q, sender.inner.q)
     assert torch.allclose(back.error, sender.error + vector("normal", D, 1), atol=1e-5)
 
@@ -124,15 +124,15 @@ def test_a_malformed_body_of_low_rank() -> None:
     _, body = own.encode(None, vector("normal", D))
     rng = np.random.default_rng(0)
     for cut in (0, 19, 20, body.numel() - 1):
-        with pytest.raises(BodyError):
+        with pytest.raises(PayloadError):
             own.decode(None, body[:cut], D)
-    with pytest.raises(BodyError):
+    with pytest.raises(PayloadError):
         own.decode(None, torch.cat([body, body[:4]]), D)
     for place in range(20):
         for value in rng.integers(0, 256, 4):
             wrong = body.clone()
             wrong[place] = int(value)
-            with suppress(BodyError):
+            with suppress(PayloadError):
                 assert own.decode(None, wrong, D)[1].shape == (D,)
 
 
@@ -233,7 +233,7 @@ def test_a_tree_of_any_size(n: int) -> None:
 @pytest.mark.limit("compression=gtopk")
 def test_gtopk_of_one_worker_is_topk() -> None:
     rounds, _ = together(codec("gtopk", ratio=0.1), drawn(500, 1, 3), [1.0])
-    own, sender = wrapped(codec("topk", ratio=0.1), ()), None
+    own, sender = wrap_codec(codec("topk", ratio=0.1), ()), None
     for (one,), (x,) in zip(rounds, drawn(500, 1, 3), strict=True):
         sender, body = own.encode(sender, x)
         assert torch.equal(one.update, decoded(own, body, 500))
@@ -262,7 +262,7 @@ def test_bytes_of_gtopk() -> None:
     """A set for each edge up, and a set with a bit for each element down."""
     option, n, d = codec("gtopk", ratio=0.1), 5, 1000
     _, seen = together(option, drawn(d, n, 1), [0.2] * n)
-    size = option.payload(None, d)
+    size = option.encoded_nbytes(None, d)
     sent = {record["rank"]: record["bytes_up"] for record in seen.of("ledger")}
     down = size + bits_bytes(100)
     assert (bits_bytes(100), bits_bytes(96), bits_bytes(97)) == (16, 12, 16)

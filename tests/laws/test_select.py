@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.compression.base import select
-from ashl.compression.base.select import SMALL, largest
+from ashl.compression.common import select
+from ashl.compression.common.select import SMALL, largest
 from ashl.compression.wire.index_code import (
     INDEX_CODES,
     VARIABLE,

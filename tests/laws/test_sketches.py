@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.base.count_sketch import Table, cells_of, estimated, hashed, median, recovered, sketched
-from ashl.compression.contract import BodyError, Turn
+from ashl.compression.common.count_sketch import Table, cells_of, estimated, hashed, median, recovered, sketched
+from ashl.compression.contract import EncodeContext, PayloadError
 from tests.laws.codecs import bits, codec, decoded, length, vector
 from tests.laws.protocols import drawn, together, top, weighted, whole
 
@@ -21,7 +21,7 @@ def test_sketches_add_up() -> None:
     x, y = (v.numpy() for v in whole(d, 2))
     assert np.array_equal(sketched(x, TABLE) + sketched(y, TABLE), sketched(x + y, TABLE))
     option = codec("fetch_sgd")
-    bodies = [option.encode(None, torch.from_numpy(v), Turn(seed=7))[1] for v in (x, y, x + y)]
+    bodies = [option.encode(None, torch.from_numpy(v), EncodeContext(seed=7))[1] for v in (x, y, x + y)]
     one, other, both = (option.summand(body) for body in bodies)
     assert bits(option.summed(bodies[0], one + other)) == bits(bodies[2])
     assert one.nbytes == option.summed_bytes(None, d)
@@ -72,8 +72,8 @@ def test_heavy_elements_are_recovered() -> None:
 @pytest.mark.parametrize("name", ["sketch_sgd", "fetch_sgd"])
 def test_sketches_of_other_seeds_do_not_add_up(name: str) -> None:
     option, x = codec(name), vector("normal", 1000)
-    bodies = [option.encode(None, x, Turn(seed=seed))[1] for seed in (1, 2)]
-    with pytest.raises(BodyError, match="seeds"):
+    bodies = [option.encode(None, x, EncodeContext(seed=seed))[1] for seed in (1, 2)]
+    with pytest.raises(PayloadError, match="seeds"):
         option.reduce(None, bodies, [0.5, 0.5], 1000)
 
 

@@ -10,22 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ashl.compression.around.wrapped import for_layers, wrapped
-from ashl.compression.base.seeded import distinct
-from ashl.compression.base.select import SMALL, estimated, largest_of_rows, reaching
-from ashl.compression.contract import BodyError, Layer, Turn
+from ashl.compression.common.seeded import distinct
+from ashl.compression.common.select import SMALL, estimated, largest_of_rows, reaching
+from ashl.compression.contract import EncodeContext, Layer, PayloadError
 from ashl.compression.random_dropping import slope
 from ashl.compression.wire.index_code import INDEX_CODES, index_bytes, index_room, read_indices, write_indices
+from ashl.compression.wrappers.compose import codec_for_layers, wrap_codec
 from ashl.errors import UsageError
 from tests.laws.codecs import codec, decoded, length, vector
 
 SPARSIFIERS = ("random_mask", "random_k", "stc", "sbc", "single_threshold", "sparse_loco", "demo")
 
 
-def sent(option: Any, x: Any, turn: Turn | None = None) -> Tensor:
+def sent(option: Any, x: Any, context: EncodeContext | None = None) -> Tensor:
     """What C(x) is at the other end."""
     x = torch.as_tensor(x, dtype=torch.float32)
-    return decoded(option, option.encode(None, x, turn or Turn())[1], x.numel())
+    return decoded(option, option.encode(None, x, context or EncodeContext())[1], x.numel())
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def test_golomb_of_noise_is_refused_or_read(noise: bytes, d: int, less: int) -> 
     k = max(1, d - less)
     try:
         indices = read_indices("golomb", np.frombuffer(noise, np.uint8), k, d)
-    except BodyError:
+    except PayloadError:
         return
     assert indices.size == k
     assert indices[0] >= 0
@@ -100,14 +100,14 @@ def test_every_place_and_every_pair_is_as_likely(k: int) -> None:
 @pytest.mark.parametrize("name", ["random_mask", "random_k"])
 def test_unscaled_keeps_k_of_d_of_the_length(name: str) -> None:
     x, option = vector("normal", 1000), codec(name, ratio=0.1)
-    lost = [length(x - sent(option, x, Turn(round=k))) / length(x) for k in range(400)]
+    lost = [length(x - sent(option, x, EncodeContext(round=k))) / length(x) for k in range(400)]
     assert np.mean(lost) == pytest.approx(0.9, abs=0.003)
     assert option.bound(None, 1000) == 0.9
 
 
 def test_scaled_loses_d_by_k_less_one() -> None:
     x, option = vector("normal", 1000), codec("subsampling", ratio=0.1)
-    lost = [length(x - sent(option, x, Turn(round=k))) / length(x) for k in range(400)]
+    lost = [length(x - sent(option, x, EncodeContext(round=k))) / length(x) for k in range(400)]
     assert np.mean(lost) == pytest.approx(9, rel=0.02)
     assert option.bound(None, 1000) == 9
 
@@ -122,11 +122,11 @@ def test_workers_draw_alike_what_they_share(option: Any) -> None:
     """... and take numbers from nobody else."""
     x = vector("normal", 1000)
     before = repr(np.random.get_state()), torch.get_rng_state()
-    own = Turn(seed=5, round=3).stream().integers(2**32, size=4)
-    places = {sent(option, x, Turn(seed=5, worker=w, round=3)).ne(0).numpy().tobytes() for w in range(4)}
+    own = EncodeContext(seed=5, round=3).stream().integers(2**32, size=4)
+    places = {sent(option, x, EncodeContext(seed=5, worker=w, round=3)).ne(0).numpy().tobytes() for w in range(4)}
     assert len(places) == 1
-    assert sent(option, x, Turn(seed=5, round=4)).ne(0).numpy().tobytes() not in places
-    assert np.array_equal(own, Turn(seed=5, round=3).stream().integers(2**32, size=4))
+    assert sent(option, x, EncodeContext(seed=5, round=4)).ne(0).numpy().tobytes() not in places
+    assert np.array_equal(own, EncodeContext(seed=5, round=3).stream().integers(2**32, size=4))
     assert repr(np.random.get_state()) == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
 
@@ -140,46 +140,46 @@ def test_workers_draw_alike_what_they_share(option: Any) -> None:
         codec("block_coordinate"),
         codec("block_coordinate", order="random", scaled=True),
     ],
-    ids=lambda option: f"{type(option).__name__}-{option.flags.unbiased}",
+    ids=lambda option: f"{type(option).__name__}-{option.traits.unbiased}",
 )
 def test_the_sum_of_bodies_is_the_body_of_the_sum(option: Any, ratio: float) -> None:
-    turns = [Turn(ratio, 1, worker, round=2) for worker in range(3)]
+    turns = [EncodeContext(ratio, 1, worker, round=2) for worker in range(3)]
     xs = [torch.from_numpy(np.random.default_rng(w).integers(-99, 99, 1001).astype(np.float32)) for w in range(3)]
-    bodies = [option.encode(None, x, turn)[1] for x, turn in zip(xs, turns, strict=True)]
+    bodies = [option.encode(None, x, context)[1] for x, context in zip(xs, turns, strict=True)]
     total = torch.stack([option.summand(body) for body in bodies]).sum(0)
     whole = decoded(option, option.summed(bodies[0], total), 1001)
-    assert option.flags.linear
+    assert option.traits.linear
     assert torch.allclose(whole, torch.stack([decoded(option, body, 1001) for body in bodies]).sum(0), rtol=1e-6)
     assert torch.equal(option.summand(bodies[0]), option.summand(option.summed(bodies[1], option.summand(bodies[0]))))
 
 
 def test_what_is_not_linear() -> None:
     layout = (Layer("a", (3, 4)), Layer("b", (4,)))
-    assert not codec("random_mask", values="bf16").flags.linear
-    assert not codec("subsampling", shared=False).flags.linear
-    assert not codec("random_k").flags.linear
-    assert not for_layers(codec("random_mask", layers=True), layout).flags.linear
-    assert wrapped(codec("random_mask"), layout).flags.linear
+    assert not codec("random_mask", values="bf16").traits.linear
+    assert not codec("subsampling", shared=False).traits.linear
+    assert not codec("random_k").traits.linear
+    assert not codec_for_layers(codec("random_mask", layers=True), layout).traits.linear
+    assert wrap_codec(codec("random_mask"), layout).traits.linear
 
 
 def test_what_is_scaled_up_takes_no_feedback() -> None:
     for option in ("subsampling", "random_dropping"):
         with pytest.raises(UsageError, match=r"compression\.feedback=false"):
-            wrapped(codec(option, feedback=True), ())
+            wrap_codec(codec(option, feedback=True), ())
     with pytest.raises(UsageError, match=r"compression\.feedback=false"):
-        wrapped(codec("block_coordinate", feedback=True, scaled=True), ())
+        wrap_codec(codec("block_coordinate", feedback=True, scaled=True), ())
 
 
 def test_a_seed_takes_eight_bytes() -> None:
-    assert codec("random_k", ratio=0.1).payload(None, 1000) == 20 + 400 + 8
-    assert codec("random_mask", ratio=0.1).payload(None, 1000) == 20 + 400 + 8
-    assert codec("random_k", ratio=0.1, indices="packed").payload(None, 1000) == 20 + 400 + 125
+    assert codec("random_k", ratio=0.1).encoded_nbytes(None, 1000) == 20 + 400 + 8
+    assert codec("random_mask", ratio=0.1).encoded_nbytes(None, 1000) == 20 + 400 + 8
+    assert codec("random_k", ratio=0.1, indices="packed").encoded_nbytes(None, 1000) == 20 + 400 + 125
 
 
 @pytest.mark.parametrize("name", SPARSIFIERS)
 def test_the_share_follows_its_schedule(name: str) -> None:
-    link, x = wrapped(codec(name, ratio=0.01, warmup_epochs=3), ()), vector("normal", 20_000)
-    sizes = [link.encode(None, x, Turn(epoch=epoch))[1].nbytes for epoch in range(5)]
+    link, x = wrap_codec(codec(name, ratio=0.01, warmup_epochs=3), ()), vector("normal", 20_000)
+    sizes = [link.encode(None, x, EncodeContext(epoch=epoch))[1].nbytes for epoch in range(5)]
     assert sizes[0] > sizes[1] > sizes[2] > sizes[3] == sizes[4]
 
 
@@ -190,14 +190,14 @@ def test_the_share_follows_its_schedule(name: str) -> None:
 @pytest.mark.parametrize(("d", "blocks"), [(100, 10), (101, 10), (7, 10), (1, 3), (1000, 7)])
 def test_a_sweep_moves_every_element_once(d: int, blocks: int) -> None:
     option, x = codec("block_coordinate", blocks=blocks), vector("normal", d)
-    sweep = [sent(option, x, Turn(round=k)) for k in range(min(blocks, d))]
+    sweep = [sent(option, x, EncodeContext(round=k)) for k in range(min(blocks, d))]
     assert torch.equal(torch.stack(sweep).sum(0), x)
     assert torch.equal(torch.stack([part != 0 for part in sweep]).sum(0), torch.ones(d, dtype=torch.int64))
 
 
 def test_random_blocks_come_all() -> None:
     option, x = codec("block_coordinate", blocks=5, order="random"), torch.ones(10)
-    counts = torch.stack([sent(option, x, Turn(round=k)) for k in range(1000)]).sum(0)
+    counts = torch.stack([sent(option, x, EncodeContext(round=k)) for k in range(1000)]).sum(0)
     assert bool(((counts - 200).abs() < 5 * math.sqrt(1000 * 0.16)).all())
 
 
@@ -230,11 +230,11 @@ def test_what_reaches_the_threshold_is_sent_as_it_is() -> None:
     assert sent(option, [0.5, -1.0, 0.99, 7, -0.1]).tolist() == [0, -1, 0, 7, 0]
     nothing = option.encode(None, torch.full((50,), -0.5))[1]
     assert nothing.nbytes == 20
-    link, sender, rounds = wrapped(codec("threshold", threshold=1.0), ()), None, []
-    for turn in range(10):
+    link, sender, rounds = wrap_codec(codec("threshold", threshold=1.0), ()), None, []
+    for context in range(10):
         sender, body = link.encode(sender, torch.tensor([0.25, -0.375]))
         rounds.append(decoded(link, body, 2).tolist())
-        assert turn or sender.error.tolist() == [0.25, -0.375]
+        assert context or sender.error.tolist() == [0.25, -0.375]
     assert rounds[2:4] == [[0, -1.125], [1, 0]]
 
 
@@ -258,7 +258,7 @@ def test_adacomp_by_hand() -> None:
     # G = g, |2g| ≥ (2, 4): elements 0 and 1, and 4 and 5; the scale is (2 + 4)/2
     assert decoded(option, body, 6).tolist() == [3, -3, 0, 0, 3, 3]
     assert sender.error.tolist() == [-2, 1, 0.5, 0, 1, -1]
-    dropped = option.undo(sender, body)
+    dropped = option.restore_dropped(sender, body)
     assert dropped.error.tolist() == [1, -2, 0.5, 0, 4, 2]
     sender, body = option.encode(sender, torch.tensor([-1.0, 0, 0.5, 0, 0, 0]))
     # G = (-3, 1, 1, 0, 1, -1), G + g = (-4, 1, 1.5, 0, 1, -1) against (3, 1): scale 2
@@ -269,11 +269,11 @@ def test_adacomp_by_hand() -> None:
 def test_adacomp_knows_layers() -> None:
     """Each with bins of its kind, and a scale of its own."""
     layout = (Layer("conv", (2, 1, 1, 3)), Layer("bias", (2,)), Layer("dense", (2, 4)))
-    option = for_layers(codec("adacomp", conv_bin=4, dense_bin=5), layout)
+    option = codec_for_layers(codec("adacomp", conv_bin=4, dense_bin=5), layout)
     assert option.bins(16) == [(6, 4), (2, 5), (8, 5)]
     x = torch.tensor([1.0, 0, 0, 0, 3, 0, 5, 0, 7, 0, 0, 0, 0, 0, 0, 9])
     assert sent(option, x).tolist() == [2, 0, 0, 0, 2, 0, 5, 0, 8, 0, 0, 0, 0, 0, 0, 8]
-    with pytest.raises(BodyError, match="another size"):
+    with pytest.raises(PayloadError, match="another size"):
         option.bins(17)
 
 
@@ -304,7 +304,7 @@ def test_stc_by_hand_and_of_everything() -> None:
     x = vector("normal", 1000)
     scaled_sign = float(x.double().abs().mean()) * x.sign()
     assert torch.allclose(sent(codec("stc", ratio=1.0), x), scaled_sign, rtol=1e-6)
-    assert codec("stc", ratio=1.0).payload(None, 1000) == 20 + 4 + 125
+    assert codec("stc", ratio=1.0).encoded_nbytes(None, 1000) == 20 + 4 + 125
 
 
 def test_random_dropping_gives_to_others_what_is_cut_off() -> None:
@@ -315,7 +315,7 @@ def test_random_dropping_gives_to_others_what_is_cut_off() -> None:
     assert slope(x, np.float32(10), 6) == math.inf
     assert slope(x, np.float32(10), 1) == pytest.approx(10 / 14)
     x, option = vector("heavy", 2000, 1), codec("random_dropping", ratio=0.05)
-    draws = torch.stack([sent(option, x, Turn(round=k)) for k in range(400)])
+    draws = torch.stack([sent(option, x, EncodeContext(round=k)) for k in range(400)])
     count = (draws != 0).sum(1).double()
     assert float(count.mean()) == pytest.approx(100, abs=5 * 10 / 20)
     assert len(draws[0].abs().unique()) <= int((x.abs() >= draws[draws != 0].abs().min()).sum()) + 2
@@ -342,7 +342,7 @@ def test_sparse_loco_takes_from_every_chunk() -> None:
     option = codec("sparse_loco", values="fp32", chunk=4, ratio=0.5)
     assert sent(option, x).tolist() == [0, 0, 3, 4, 0, 0, 7, 8, 0, 10]
     assert codec("sparse_loco", chunk=10, ratio=0.3).kept(None, 25) == 3 + 3 + 2, "of the last five 1.5, rounded up"
-    assert codec("sparse_loco", ratio=1 / 64).payload(None, 4096 * 16) == 20 + 4 + 16 * 64 * (2 + 12) // 8 + 8
+    assert codec("sparse_loco", ratio=1 / 64).encoded_nbytes(None, 4096 * 16) == 20 + 4 + 16 * 64 * (2 + 12) // 8 + 8
     assert torch.equal(
         sent(codec("sparse_loco", values="fp32", chunk=1000, ratio=0.1), x), sent(codec("topk", ratio=0.1), x)
     )
@@ -351,11 +351,11 @@ def test_sparse_loco_takes_from_every_chunk() -> None:
 @pytest.mark.parametrize(("name", "decay"), [("sparse_loco", 0.95), ("demo", 0.999)])
 def test_feedback_as_the_papers_have_it(name: str, decay: float) -> None:
     """m ← β·m + x, send C(m), m ← m − C(m)."""
-    link, m, sender = wrapped(codec(name), ()), torch.zeros(5000), None
-    for turn in range(6):
-        x = vector("normal", 5000, turn)
+    link, m, sender = wrap_codec(codec(name), ()), torch.zeros(5000), None
+    for context in range(6):
+        x = vector("normal", 5000, context)
         m = decay * m + x
-        sender, body = link.encode(sender, x, Turn(round=turn))
+        sender, body = link.encode(sender, x, EncodeContext(round=context))
         assert torch.allclose(decoded(link, body, 5000), sent(link.codec, m), atol=2e-5)
         m = m - decoded(link, body, 5000)
         assert torch.allclose(sender.error, m, atol=2e-5)
@@ -363,18 +363,18 @@ def test_feedback_as_the_papers_have_it(name: str, decay: float) -> None:
 
 def test_a_cosine_is_one_number() -> None:
     layout = (Layer("matrix", (128, 64)), Layer("bias", (64,)), Layer("one", ()))
-    option = for_layers(codec("demo", ratio=0.0005), layout)
+    option = codec_for_layers(codec("demo", ratio=0.0005), layout)
     wave = np.cos(np.pi / 64 * 5 * (np.arange(64) + 0.5))
     matrix = np.concatenate([np.outer(wave, wave), 3 * np.ones((64, 64))])
     x = torch.from_numpy(np.concatenate([matrix.reshape(-1), wave, [7]]).astype(np.float32))
-    assert option.encode(None, x)[1].nbytes == option.payload(None, 8257) < 20 + 12 + 4 * (4 + 3) + 8
+    assert option.encode(None, x)[1].nbytes == option.encoded_nbytes(None, 8257) < 20 + 12 + 4 * (4 + 3) + 8
     assert torch.allclose(sent(option, x), x, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(10, 84), (1,), (5, 1, 3, 3), (997,), (65, 65), (64, 64)])
 def test_cosines_keep_lengths_and_come_back(shape: tuple[int, ...]) -> None:
     d = math.prod(shape)
-    option = for_layers(codec("demo"), (Layer("layer", shape),))
+    option = codec_for_layers(codec("demo"), (Layer("layer", shape),))
     x = vector("normal", d)
     (grid,) = option.grids(0.9, d)
     back, total = np.empty(d, np.float32), 0.0
@@ -386,4 +386,4 @@ def test_cosines_keep_lengths_and_come_back(shape: tuple[int, ...]) -> None:
     assert 4 * total == pytest.approx(length(x), rel=1e-5)
     assert np.allclose(2 * back, x.numpy(), atol=1e-5)
     for ratio in (0.01, 0.3):
-        assert length(x - sent(option, x, Turn(ratio))) <= option.bound(ratio, d) * length(x)
+        assert length(x - sent(option, x, EncodeContext(ratio))) <= option.bound(ratio, d) * length(x)

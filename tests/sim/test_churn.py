@@ -17,7 +17,7 @@ from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.stage import FAULT_TOLERANT, Rule, Stage
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.local_work import WorkerState, turn_of
+from ashl.topology.local_work import WorkerState, context_of
 from ashl.topology.parameter_server import ParameterServer, ServerRule
 from tests.conf_option import CONF, conf_option
 from tests.laws.machines import cluster
@@ -65,9 +65,9 @@ class Alone:
                 rate = trainer.rate(self.samples)
                 _, worker.moments, local = trainer.local_step(local, worker.moments, rank, step, rate, span)
                 x = local - self.params
-        if not stage.link.flags.lossless:
-            turn = turn_of(stage, rank, worker, self.version)
-            x = stage.link.decode(self.server, rank, stage.link.encode(worker.ends, x, turn))
+        if not stage.link.traits.lossless:
+            context = context_of(stage, rank, worker, self.version)
+            x = stage.link.decode(self.server, rank, stage.link.encode(worker.ends, x, context))
         worker.round += 1
         return x
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ashl.cli.app import main
-from ashl.compression.around.lost import measured_loss, split
-from ashl.compression.around.wrapped import wrapped
-from ashl.compression.contract import Layer, Turn
+from ashl.compression.contract import EncodeContext, Layer
 from ashl.compression.random_mask import RandomMask
-from ashl.compression.wire.body import Parts
+from ashl.compression.wire.payload_format import Parts
+from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers.error_metrics import measure_compression_error, split
 from ashl.learn.learner import Learner
 from ashl.run.compression_metrics import OFTEN, Health
 from ashl.runtime import records
@@ -46,7 +46,7 @@ def test_bytes_of_a_gathering_are_those_of_the_others_bodies() -> None:
     ran = simulated(*BASE, GATHER)
     (ledger,) = {(r["bytes_up"], r["bytes_down"]) for r in ran.of("ledger")}
     n, merges = ran.plan.num_workers, ran.end["merges"]
-    body = conf_option("compression", "topk").payload(None, ran.plan.num_params)
+    body = conf_option("compression", "topk").encoded_nbytes(None, ran.plan.num_params)
     assert ledger == (merges * (n - 1) * body,) * 2
 
 
@@ -54,9 +54,9 @@ def test_what_was_looked_at() -> None:
     """p = x + e, and with Top-K the lost share is what was not sent."""
     layout = (Layer("a", (30,)), Layer("b", (70,)))
     codec = conf_option("compression", "topk", ratio=0.1)
-    link, x = wrapped(codec, layout), vector("normal", 100)
+    link, x = wrap_codec(codec, layout), vector("normal", 100)
     sender, body = link.encode(None, x)
-    found = measured_loss([(codec, x.numel(), body)], link.residual(sender), x, layout, layers=True)
+    found = measure_compression_error([(codec, x.numel(), body)], link.residual(sender), x, layout, layers=True)
     sent = codec.decode(None, body, 100)[1]
     left = float(((x - sent) ** 2).sum() / (x**2).sum())
     assert found["relative_error"] == pytest.approx(left)
@@ -65,7 +65,7 @@ def test_what_was_looked_at() -> None:
     assert set(found["layers"]) == {"a", "b"}
     assert sum(found["split"]) == found["nbytes"] == body.nbytes
     assert found["split"] == (20, 0, 40, 9)
-    layered = wrapped(conf_option("compression", "topk", ratio=0.1, layers=True), layout)
+    layered = wrap_codec(conf_option("compression", "topk", ratio=0.1, layers=True), layout)
     _, body = layered.encode(None, x)
     assert split(body) == (20 + 8 + 40, 0, 40, 2 + 7)
 
@@ -158,10 +158,10 @@ def test_who_computes_on_one_model_shares_a_mask(monkeypatch: pytest.MonkeyPatch
     """A worker whose pushes came too late now and then had another mask than all others ever after."""
     drawn, masks = RandomMask.pack, defaultdict(set)
 
-    def pack(self: RandomMask, x: np.ndarray, turn: Turn) -> Parts:
-        parts = drawn(self, x, turn)
-        assert turn.params is not None
-        masks[turn.params.numpy().tobytes()].add((turn.worker, parts.indices.tobytes()))
+    def pack(self: RandomMask, x: np.ndarray, context: EncodeContext) -> Parts:
+        parts = drawn(self, x, context)
+        assert context.params is not None
+        masks[context.params.numpy().tobytes()].add((context.worker, parts.indices.tobytes()))
         return parts
 
     monkeypatch.setattr(RandomMask, "pack", pack)

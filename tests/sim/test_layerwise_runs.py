@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ashl.compression.around.layers import Layerwise
-from ashl.compression.around.stand_in import inside
-from ashl.compression.around.wrapped import wrapped
-from ashl.compression.around.wrapper import innermost
 from ashl.compression.contract import Layer
-from ashl.compression.wire.body import HEADER
+from ashl.compression.wire.payload_format import HEADER
+from ashl.compression.wrappers.compose import wrap_codec
+from ashl.compression.wrappers.layers import Layerwise
+from ashl.compression.wrappers.two_pass import replace_innermost
+from ashl.compression.wrappers.wrapper import innermost
 from ashl.config.construct import construct
 from ashl.learn.trainer import SizeOnlyTrainer
-from ashl.overlap.chain import joined, parts_of_tensors
 from ashl.overlap.none import Serial
+from ashl.overlap.timeline import buckets_of_tensors, merge_buckets
 from ashl.plan.plan import SERIAL, Plan
 from ashl.planning.instantiate import assemble, link_of
 from ashl.planning.step_timelines import make_timeline
@@ -41,7 +41,7 @@ SPEC = {"_target_": "ashl.overlap.layerwise.Layerwise", "plan": "none", "ratio":
 def by_groups(stage: Stage) -> Stage:
     """The stage without overlap, its codec applied to each of its messages by itself."""
     codec = Layerwise(innermost(stage.codec), tuple(part.stop - part.start for part in reversed(stage.messages)))
-    return replace(stage, overlap=Serial(), parts=(), links=(), codec=inside(stage.codec, codec))
+    return replace(stage, overlap=Serial(), parts=(), links=(), codec=replace_innermost(stage.codec, codec))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ BOUND = assemble(BASE, "cpu").stages[0]
 @settings(max_examples=50)
 def test_random_chains_take_their_closed_form(drawn, latency_s, cut, ratio) -> None:
     sizes, work = zip(*drawn, strict=True)
-    layout, groups = tuple(Layer(str(size), (size,)) for size in sizes), parts_of_tensors([(n,) for n in sizes], work)
+    layout, groups = tuple(Layer(str(size), (size,)) for size in sizes), buckets_of_tensors([(n,) for n in sizes], work)
     cluster, codec = construct(BASE.cluster | {"latency_s": latency_s}, "cluster"), conf_option("compression", "topk")
     link = partial(link_of, codec, layout)
     chain = make_timeline(BASE.stages[0], cluster, groups, link)
@@ -179,9 +179,9 @@ def test_random_chains_take_their_closed_form(drawn, latency_s, cut, ratio) -> N
         BOUND,
         overlap=option,
         parts=groups,
-        links=tuple(link(part.start, part.stop) for part in joined(groups, option.plan)),
+        links=tuple(link(part.start, part.stop) for part in merge_buckets(groups, option.plan)),
         layout=layout,
-        codec=wrapped(codec, layout),
+        codec=wrap_codec(codec, layout),
         trainer=SizeOnlyTrainer(sum(sizes), 100),
     )
     sim, _ = drawn_run(cluster, (stage,))

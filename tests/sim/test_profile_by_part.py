@@ -18,7 +18,7 @@ from ashl.config.compose import compose
 from ashl.config.construct import construct
 from ashl.errors import UsageError
 from ashl.learn.learner import Learner
-from ashl.overlap.chain import FORWARD, bare, parts_of_tensors, passed
+from ashl.overlap.timeline import FORWARD, buckets_of_tensors, end_shares, untimed_timeline
 from ashl.plan.alpha_beta import LARGE, SMALL, AlphaBeta, fit_line
 from ashl.plan.profile import CodecCost, Profile
 from ashl.planning.compile_plan import prepare_plan
@@ -60,7 +60,7 @@ def test_a_line_is_fitted_to_large_messages_and_to_small_ones() -> None:
 def test_a_declared_cluster_has_its_own_costs_by_part() -> None:
     """A ring of three, the slow link last to be over: 2(g − 1) hops, and as many chunks of a third."""
     profile, groups = declared(), layer_groups(planned(*RING, *CLUSTER, "overlap=wfbp"))
-    assert profile.group_bytes == bare(groups).nbytes
+    assert profile.group_bytes == untimed_timeline(groups).nbytes
     assert profile.shares == pytest.approx([group.ready for group in groups])
     for worker in profile.workers:
         assert sum(worker.forward_s) == pytest.approx(FORWARD * worker.step_s)
@@ -256,8 +256,8 @@ def test_a_broken_profile(change, says) -> None:
 
 
 def test_shares_of_both_passes() -> None:
-    parts = parts_of_tensors([(2,), (2,), (4,)], [1, 1, 2])
-    assert passed(parts) == pytest.approx([1 / 12, 1 / 6, 1 / 3, 2 / 3, 5 / 6, 1])
+    parts = buckets_of_tensors([(2,), (2,), (4,)], [1, 1, 2])
+    assert end_shares(parts) == pytest.approx([1 / 12, 1 / 6, 1 / 3, 2 / 3, 5 / 6, 1])
 
 
 def test_steps_are_drawn_from_the_measured_distribution(workplace) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.around.sliced import cut, joined
 from ashl.compression.gtopk import Final, GTopK, family, within
+from ashl.compression.wrappers.state_slices import join_states, slice_state
 from ashl.errors import AshlError
 from ashl.planning.instantiate import assemble
 from ashl.runtime.rank_context import RankContext
@@ -19,7 +19,7 @@ from ashl.runtime.sim import Sim
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from ashl.stage.stage import Stage
-from ashl.topology.local_work import WorkerState, turn_of
+from ashl.topology.local_work import WorkerState, context_of
 from tests.sim.test_churn import DETECT_S, RUN, back, lost, with_events
 from tests.support import Ran, planned, run, simulated
 
@@ -60,7 +60,7 @@ class Alone:
         """The model after a round of these."""
         stage, link = self.stage, self.stage.link
         updates = [self.update(rank) for rank in members]
-        if link.flags.lossless:
+        if link.traits.lossless:
             total = sum_in_rank_order([x * (1 / len(members)) for x in updates])
         elif stage.links:
             total = self.by_message(members, updates)
@@ -84,8 +84,8 @@ class Alone:
         link, n, d = self.stage.link, len(members), self.stage.link.d
         codec, ends = link.innermost, [self.workers[rank].ends for rank in members]
         assert isinstance(codec, GTopK)
-        turns = [turn_of(self.stage, rank, self.workers[rank], self.version) for rank in members]
-        sources = [link.before(*each) for each in zip(ends, updates, turns, strict=True)]
+        contexts = [context_of(self.stage, rank, self.workers[rank], self.version) for rank in members]
+        sources = [link.before(*each) for each in zip(ends, updates, contexts, strict=True)]
         sets = [[codec.selected(source, 1 / n)] for source in sources]
         for place in reversed(range(n)):
             for child in family(place, n)[1]:
@@ -97,15 +97,15 @@ class Alone:
                 finals[place] = finals[place]._replace(alive=finals[place].alive & within(few, merged))
                 finals[child] = finals[place]
         outcomes = [codec.ended(sources[place], sets[place][0], finals[place]) for place in range(n)]
-        merged = [link.after(*each) for each in zip(ends, updates, turns, outcomes, strict=True)]
+        merged = [link.after(*each) for each in zip(ends, updates, contexts, outcomes, strict=True)]
         return merged[0]
 
     def coded(
         self, link: CompressionPipeline, ends: list[CodecState], updates: list[Tensor], members: Sequence[int]
     ) -> Tensor:
-        turns = [turn_of(self.stage, rank, self.workers[rank], self.version) for rank in members]
-        turns = [turn._replace(layer=link.layer) for turn in turns]
-        bodies = [link.encode(*both) for both in zip(ends, updates, turns, strict=True)]
+        contexts = [context_of(self.stage, rank, self.workers[rank], self.version) for rank in members]
+        contexts = [context._replace(layer=link.layer) for context in contexts]
+        bodies = [link.encode(*both) for both in zip(ends, updates, contexts, strict=True)]
         return link.merge(ends[0], bodies, [1 / len(members)] * len(members), members)
 
     def by_message(self, members: Sequence[int], updates: list[Tensor]) -> Tensor:
@@ -113,10 +113,10 @@ class Alone:
         kept, sums = [self.workers[rank].ends for rank in members], list[Tensor]()
         pieces = list[list[CodecState]]()
         for part, link in zip(self.stage.messages[::-1], self.stage.links[::-1], strict=True):
-            pieces.append([replace(ends, sender=cut(ends.sender, part.start, part.stop)) for ends in kept])
+            pieces.append([replace(ends, sender=slice_state(ends.sender, part.start, part.stop)) for ends in kept])
             sums.append(self.coded(link, pieces[-1], [x[part.start : part.stop] for x in updates], members))
         for ends, own in zip(kept, zip(*pieces, strict=True), strict=True):
-            ends.sender = joined([piece.sender for piece in own])
+            ends.sender = join_states([piece.sender for piece in own])
         return torch.cat(sums)
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ashl.compression.around.feedback import Residual
 from ashl.compression.contract import Codec
 from ashl.compression.gtopk import GTopK
+from ashl.compression.wrappers.feedback import Residual
 from ashl.config.compose import compose
 from ashl.planning.instantiate import assemble
 from ashl.run import train as run
@@ -19,7 +19,7 @@ from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
 from ashl.sync.asp import ASP
-from ashl.topology.local_work import WorkerState, turn_of
+from ashl.topology.local_work import WorkerState, context_of
 from ashl.topology.parameter_server import ServerState
 from tests.conf_option import conf_option
 from tests.support import planned, simulated
@@ -177,8 +177,8 @@ def test_momentum_is_handed_over_as_declared(topology):
 def test_what_is_kept_knows_which_way_it_moves_the_model(exchange):
     """Residuals of gradients and of differences between models have opposite signs: w − lr·g and w + Δ."""
     stage = assemble(planned("sync=bsp", f"sync.exchange={exchange}", "optimizer.lr=0.25"), "cpu").stages[0]
-    turn = turn_of(stage, 0, WorkerState(*stage.trainer.init()), 0)
-    assert turn.lr == (-0.25 if exchange == "gradient" else 1.0)
+    context = context_of(stage, 0, WorkerState(*stage.trainer.init()), 0)
+    assert context.lr == (-0.25 if exchange == "gradient" else 1.0)
 
 
 def test_residuals_are_handed_over_as_declared():

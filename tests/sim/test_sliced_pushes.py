@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from ashl.config.construct import construct
-from ashl.overlap.chain import Chain
+from ashl.overlap.timeline import StepTimeline
 from ashl.plan.plan import Plan
 from ashl.planning.instantiate import layer_groups
 from ashl.planning.step_timelines import make_timeline
@@ -135,7 +135,7 @@ def test_slices_take_what_their_plan_says(latency_s, slice) -> None:
 
 def by_priority(
     latency_s: float, workers: int, size: int = 250, port: float | None = None, **spec: object
-) -> tuple[Plan, Chain]:
+) -> tuple[Plan, StepTimeline]:
     """Waited for layer by layer."""
     plan = four_layers("priority.Priority", workers, size, port, plan=[1, 1, 1, 1], **spec)
     plan = replace(plan, cluster={**plan.cluster, "latency_s": latency_s})

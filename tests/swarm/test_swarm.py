@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from ashl.cluster.spec import Cluster
-from ashl.compression.around.wrapped import wrapped
-from ashl.compression.contract import Layer, Turn
+from ashl.compression.contract import EncodeContext, Layer
+from ashl.compression.wrappers.compose import wrap_codec
 from ashl.errors import AshlError
-from ashl.overlap.chain import parts_of_tensors
 from ashl.overlap.layerwise import Layerwise
+from ashl.overlap.timeline import buckets_of_tensors
 from ashl.overlap.wfbp import WFBP
 from ashl.plan.plan import Limits
 from ashl.planning.instantiate import link_of
@@ -65,14 +65,14 @@ def drawn_in_parts(rng: random.Random, n: int) -> Stage:
     d = stage.trainer.num_params
     bounds = sorted({0, d, *(rng.randint(1, d) for _ in range(rng.randint(0, 5)))})
     layout = tuple(Layer(str(a), (b - a,)) for a, b in pairwise(bounds))
-    parts = parts_of_tensors([layer.shape for layer in layout], [rng.random() for _ in layout])
+    parts = buckets_of_tensors([layer.shape for layer in layout], [rng.random() for _ in layout])
     shares = tuple(rng.choice([0.01, 0.3]) for _ in parts)
     overlap = rng.choice([WFBP(), Layerwise(plan="none", ratio=shares, max_ratio=1.0)])
     if not overlap.compresses:
         return replace(stage, overlap=overlap, parts=parts)
     codec = conf_option("compression", rng.choice(["topk", "random_mask", "qsgd"]))
     links = tuple(link_of(codec, layout, part.start, part.stop) for part in parts)
-    return replace(stage, overlap=overlap, parts=parts, links=links, layout=layout, codec=wrapped(codec, layout))
+    return replace(stage, overlap=overlap, parts=parts, links=links, layout=layout, codec=wrap_codec(codec, layout))
 
 
 def drawn(seed: int) -> tuple[Cluster, Stage]:
@@ -133,11 +133,13 @@ def messages_bytes(stage: Stage) -> list[int]:
         return [2 * (n - 1) * 4 * link.d // n]
     if not stage.links:
         return [2 * (n - 1) * 4 * (part.stop - part.start) // n for part in stage.messages]
-    turns = [Turn(ratio=share) for share in stage.overlap.shares]
-    bodies = [own.encode(CodecState(), SizeOnly(0), turn) for own, turn in zip(stage.links, turns, strict=True)]
-    if not link.flags.linear:
+    contexts = [EncodeContext(ratio=share) for share in stage.overlap.shares]
+    bodies = [
+        own.encode(CodecState(), SizeOnly(0), context) for own, context in zip(stage.links, contexts, strict=True)
+    ]
+    if not link.traits.linear:
         return [(n - 1) * body.nbytes for body in bodies]
-    summed = [own.summand(*coded).nbytes for own, *coded in zip(stage.links, bodies, turns, strict=True)]
+    summed = [own.summand(*coded).nbytes for own, *coded in zip(stage.links, bodies, contexts, strict=True)]
     return [2 * (n - 1) * nbytes // n for nbytes in summed]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ashl.cluster.spec import Churn, Cluster, Event
-from ashl.compression.around.wrapped import wrapped
+from ashl.compression.wrappers.compose import wrap_codec
 from ashl.errors import AshlError
 from ashl.overlap.late import Late
 from ashl.planning.predict import WITHOUT
@@ -79,7 +79,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
                 stage,
                 index=index,
                 plan=plan,
-                codec=wrapped(codec, ()) if compressed else stage.codec,
+                codec=wrap_codec(codec, ()) if compressed else stage.codec,
                 overlap=other.choice([SERIAL, SERIAL, Late(own=1), Late(own=0.5)]) if plain(sync) else SERIAL,
                 trainer=stages[0].trainer if stages else stage.trainer,
                 min_workers=1 if rng.random() < 0.8 else rng.randint(1, n),

@@ -8,12 +8,12 @@ from itertools import accumulate, pairwise
 import pytest
 
 from ashl.cluster.spec import Cluster
-from ashl.overlap.chain import FORWARD, Part
 from ashl.overlap.dear import DeAR
 from ashl.overlap.none import Serial
 from ashl.overlap.priority import Priority
 from ashl.overlap.slices import Slices
 from ashl.overlap.tictac import TicTac
+from ashl.overlap.timeline import FORWARD, Bucket
 from ashl.overlap.wfbp import WFBP
 from ashl.stage.stage import Stage
 from ashl.sync.bsp import BSP
@@ -26,7 +26,7 @@ SEEDS = 120
 CHUNK = 40
 
 
-def drawn_parts(rng: random.Random, size: int) -> tuple[Part, ...]:
+def drawn_parts(rng: random.Random, size: int) -> tuple[Bucket, ...]:
     """Layer groups of any sizes and costs, the last one first."""
     cuts = sorted({0, size, *(rng.randrange(size + 1) for _ in range(rng.randint(0, 6)))})
     shares = [rng.choice([0.0, rng.random()]) for _ in cuts[1:]]
@@ -34,7 +34,7 @@ def drawn_parts(rng: random.Random, size: int) -> tuple[Part, ...]:
     done = [FORWARD + (1 - FORWARD) * part / total for part in accumulate(reversed(shares))]
     done[-1] = 1.0
     pieces = zip(reversed(list(pairwise(cuts))), done, strict=True)
-    return tuple(Part(start, stop, ready, (1 - ready) * FORWARD / (1 - FORWARD)) for (start, stop), ready in pieces)
+    return tuple(Bucket(start, stop, ready, (1 - ready) * FORWARD / (1 - FORWARD)) for (start, stop), ready in pieces)
 
 
 def drawn(seed: int) -> tuple[Cluster, Stage]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ashl.cluster.spec import Cluster
-from ashl.compression.around.wrapped import wrapped
 from ashl.compression.contract import Layer, size_of
 from ashl.compression.gtopk import bits_bytes
+from ashl.compression.wrappers.compose import wrap_codec
 from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.stage.stage import Stage
 from ashl.sync.bsp import BSP
@@ -37,7 +37,7 @@ def drawn(seed: int) -> tuple[Cluster, Stage, str]:
     cluster, name = drawn_cluster(rng), rng.choice(list(OPTIONS))
     sync: Any = rng.choice([BSP(exchange="gradient"), LocalSGD(local_steps=rng.randint(1, 5))])
     stage = bound(rng, sync, AllReduce(), cluster.num_workers, drawn_limits(rng))
-    codec = wrapped(conf_option("compression", name, **OPTIONS[name]), LAYOUT)
+    codec = wrap_codec(conf_option("compression", name, **OPTIONS[name]), LAYOUT)
     workers = tuple(replace(worker, compression_ratio=0.05) for worker in stage.plan.workers)
     plan = replace(stage.plan, workers=workers)
     return cluster, replace(stage, plan=plan, codec=codec, trainer=SizeOnlyTrainer(D, 100)), name

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from ashl.cluster.spec import Cluster
-from ashl.compression.around.wrapped import wrapped
+from ashl.compression.wrappers.compose import wrap_codec
 from ashl.overlap.late import Late
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.sim import Sim
@@ -117,7 +117,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
                 stage,
                 index=index,
                 plan=replace(stage.plan, until=until, handover=handover if index else {}),
-                codec=wrapped(codec, ()) if compressed else stage.codec,
+                codec=wrap_codec(codec, ()) if compressed else stage.codec,
                 trainer=stages[0].trainer if stages else stage.trainer,
                 overlap=random.Random(f"{seed} {index}").choice([SERIAL, SERIAL, Late(own=1)])
                 if plain(stage.sync)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from ashl.cluster.spec import Churn, Cluster
-from ashl.compression.around.wrapped import wrapped
+from ashl.compression.wrappers.compose import wrap_codec
 from ashl.errors import AshlError
 from ashl.overlap.wfbp import WFBP
 from ashl.planning.predict import WITHOUT
@@ -57,7 +57,7 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
                 stage,
                 index=index,
                 plan=replace(stage.plan, until={rng.choice(["commits", "seconds", "epochs"]): rng.uniform(0, 2)}),
-                codec=wrapped(codec, ())
+                codec=wrap_codec(codec, ())
                 if rng.random() < 0.3 and not (codec.layers or sync.momentum_travels)
                 else stage.codec,
                 trainer=stages[0].trainer if stages else stage.trainer,
@@ -67,7 +67,7 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
                 elastic=cluster.workers_fail,
             )
         )
-        if other.random() < 0.4 and sync.exchange == "gradient" and stages[-1].link.flags.lossless:
+        if other.random() < 0.4 and sync.exchange == "gradient" and stages[-1].link.traits.lossless:
             parts = drawn_parts(other, stage.trainer.num_params)
             stages[-1] = replace(stages[-1], overlap=WFBP(), parts=parts)
     stages[-1] = replace(stages[-1], plan=replace(stages[-1].plan, until={}))

@@ -1,7 +1,7 @@
 """Two kinds of arrays: NumPy's in the host's memory, torch's tensors on a device, and what differs between them.
 
 A codec that works on both takes what both understand (slices, comparisons, + − ×, `len`, `reshape`), these functions,
-and the kernels of this folder, which for tensors are those of `there`.
+and the kernels of this folder, which for tensors are those of `device_kernels`.
 """
 
 from collections.abc import Sequence

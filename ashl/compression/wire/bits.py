@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.wire import there
+from ashl.compression.wire import device_kernels
 from ashl.compression.wire.arrays import Array
 
 GROUP = 32  # numbers of w bits fill w words of 32 bits
@@ -34,7 +34,7 @@ def packed_bytes(count: int, width: int) -> int:
 def pack(numbers: Array, width: int) -> Array:
     """uint8 [packed_bytes] of the low `width` bits, 1 to 32, of each number."""
     if isinstance(numbers, Tensor):
-        return there.pack(numbers, width)
+        return device_kernels.pack(numbers, width)
     if width in (8, 16, 32):
         return numbers.astype(f"<u{width // 8}").view(np.uint8)
     write = _pack_bytes if width < 8 else _pack_words
@@ -49,7 +49,7 @@ def unpack(buffer: Array, width: int, count: int) -> Array:
     """The first `count` numbers of such a stream, uint32, on a device int32; the stream must be long
     enough."""
     if isinstance(buffer, Tensor):
-        return there.unpack(buffer, width, count).to(torch.int32)
+        return device_kernels.unpack(buffer, width, count).to(torch.int32)
     if width in (16, 32):
         return buffer[: count * width // 8].view(f"<u{width // 8}").astype(np.uint32)
     return _unpacked(_unpack_bytes if width <= 8 else _unpack_words, buffer, width, np.empty(count, np.uint32))
@@ -58,14 +58,14 @@ def unpack(buffer: Array, width: int, count: int) -> Array:
 def unpack_bytes(buffer: Array, width: int, count: int) -> Array:
     """As `unpack`, for a width of at most 8: uint8."""
     if isinstance(buffer, Tensor):
-        return there.unpack(buffer, width, count)
+        return device_kernels.unpack(buffer, width, count)
     return _unpacked(_unpack_bytes, buffer, width, np.empty(count, np.uint8))
 
 
 def pack_signs(x: Array) -> Array:
     """uint8 [⌈d/8⌉]: 1 where x is negative; of zeros and NaNs it is the sign bit that counts."""
     if isinstance(x, Tensor):
-        return there.pack_signs(x)
+        return device_kernels.pack_signs(x)
     packed, signs = np.empty(-(-x.size // 8), np.uint8), np.empty(min(BLOCK, x.size), bool)
     for start in range(0, x.size, BLOCK):
         part = x[start : start + BLOCK]
@@ -76,20 +76,20 @@ def pack_signs(x: Array) -> Array:
 
 def pack_truths(truths: Array) -> Array:
     """uint8 [⌈d/8⌉] of bool [d]."""
-    return there.pack(truths, 1) if isinstance(truths, Tensor) else np.packbits(truths, bitorder="little")
+    return device_kernels.pack(truths, 1) if isinstance(truths, Tensor) else np.packbits(truths, bitorder="little")
 
 
 def unpack_truths(stream: Array, count: int) -> Array:
     """bool [count] again."""
     if isinstance(stream, Tensor):
-        return there.unpack(stream, 1, count).view(torch.bool)
+        return device_kernels.unpack(stream, 1, count).view(torch.bool)
     return np.unpackbits(stream, count=count, bitorder="little").view(bool)
 
 
 def signed(buffer: Array, count: int, magnitude: Array) -> Array:
     """float32 [count]: a magnitude, float32 [1], with the signs of such a stream."""
     if isinstance(buffer, Tensor):
-        return there.signed(buffer, count, magnitude)
+        return device_kernels.signed(buffer, count, magnitude)
     x = np.empty(count, np.uint32)
     pattern = magnitude.astype(np.float32).view(np.uint32)
     for start in range(0, count, BLOCK):

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ashl.compression.contract import BodyError
+from ashl.compression.contract import PayloadError
 from ashl.compression.wire.bits import blocks, pack, packed_bytes, unpack
 from ashl.compression.wire.prefix_code import omega, read_omega, read_prefix, write_prefix
 from ashl.errors import UsageError
@@ -82,7 +82,7 @@ def read_levels(code: EntropyCode, buffer: np.ndarray, count: int, num_levels: i
     """The levels [count]. Raises BodyError where the buffer is none of theirs."""
     if code != "none":
         if not buffer.size:
-            raise BodyError(f"no bytes came where {count} levels were expected")
+            raise PayloadError(f"no bytes came where {count} levels were expected")
         form, buffer = buffer[0], buffer[1:]
         if form == CODED and count and num_levels <= MOST_LEVELS:
             read = {"huffman": _read_huffman, "elias": _read_elias, "range": _read_range}[code]
@@ -90,9 +90,9 @@ def read_levels(code: EntropyCode, buffer: np.ndarray, count: int, num_levels: i
         if form == CONSTANT:
             return _below(np.full(count, _taken(buffer, 1, exactly=True)[0][0], np.uint32), num_levels)
         if form != PLAIN:
-            raise BodyError(f"what came is no {code} code: form {form}, {count} levels")
+            raise PayloadError(f"what came is no {code} code: form {form}, {count} levels")
     if buffer.size != packed_bytes(count, _width(num_levels)):
-        raise BodyError(f"{count} levels below {num_levels} came in {buffer.size} bytes")
+        raise PayloadError(f"{count} levels below {num_levels} came in {buffer.size} bytes")
     return _below(unpack(buffer, _width(num_levels), count), num_levels)
 
 
@@ -102,7 +102,7 @@ def _width(num_levels: int) -> int:
 
 def _below(levels: np.ndarray, num_levels: int) -> np.ndarray:
     if levels.size and (int(levels.max()) >= num_levels or int(levels.min()) < 0):
-        raise BodyError(f"a level of {int(levels.max())} came where all are below {num_levels}")
+        raise PayloadError(f"a level of {int(levels.max())} came where all are below {num_levels}")
     return levels
 
 
@@ -121,7 +121,7 @@ def _words(*numbers: Any) -> np.ndarray:
 def _taken(buffer: np.ndarray, count: int, exactly: bool = False) -> tuple[list[int], np.ndarray]:
     """The first numbers of 32 bits, and what follows them."""
     if buffer.size < 4 * count or (exactly and buffer.size != 4 * count):
-        raise BodyError(f"{buffer.size} bytes of levels came where {4 * count} were expected")
+        raise PayloadError(f"{buffer.size} bytes of levels came where {4 * count} were expected")
     return buffer[: 4 * count].copy().view("<u4").tolist(), buffer[4 * count :]
 
 
@@ -139,7 +139,7 @@ def _read_table(buffer: np.ndarray, num_levels: int) -> tuple[np.ndarray, np.nda
     """(numbers, what follows them)."""
     (used, size), rest = _taken(buffer, 2)
     if not 0 < used <= num_levels or size > rest.size:
-        raise BodyError(f"a table of {used} levels came where there are {num_levels}")
+        raise PayloadError(f"a table of {used} levels came where there are {num_levels}")
     return read_prefix(rest[:size], used, read_omega) - 1, rest[size:]
 
 
@@ -163,10 +163,10 @@ def _read_huffman(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray
     order = np.lexsort((np.arange(lengths.size), lengths))
     order = order[lengths[order] > 0]
     if not 0 < longest <= LONGEST + 1 or lengths.min() < 0:
-        raise BodyError(f"codewords of {longest} bits came where {LONGEST + 1} are the most")
+        raise PayloadError(f"codewords of {longest} bits came where {LONGEST + 1} are the most")
     steps = 1 << (longest - lengths[order])
     if steps.sum() != 1 << longest:
-        raise BodyError("the lengths of codewords that came are those of no complete code")
+        raise PayloadError("the lengths of codewords that came are those of no complete code")
     symbols, sizes = np.repeat(order, steps), np.repeat(lengths[order], steps)
 
     def decode(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -223,12 +223,12 @@ def _read_elias(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray:
     (found, size), rest = _taken(buffer, 2)
     split = size + -(-found // 8)
     if found > count or split > rest.size:
-        raise BodyError(f"{found} levels beside 0 came where there are {count} in all")
+        raise PayloadError(f"{found} levels beside 0 came where there are {count} in all")
     gaps = read_prefix(rest[:size], found, read_omega)
     magnitudes = read_prefix(rest[split:], found, read_omega)
     places = np.cumsum(gaps) - 1
     if found and (gaps.min() < 1 or places[-1] >= count or magnitudes.min() < 1 or magnitudes.max() > num_levels):
-        raise BodyError(f"the places or magnitudes of levels that came are not those of {count} below {num_levels}")
+        raise PayloadError(f"the places or magnitudes of levels that came are not those of {count} below {num_levels}")
     levels = np.zeros(count, np.uint32)
     levels[places] = 2 * magnitudes - np.unpackbits(rest[size:split], count=found, bitorder="little")
     return levels
@@ -257,12 +257,12 @@ def _read_range(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray:
     (size,), stream = _taken(rest, 1)
     used = np.flatnonzero(counts)
     if counts.min() < 0 or counts.sum() != count or used.size < 2 or stream.size != 4 * size:
-        raise BodyError(f"a histogram of {counts.sum()} levels came with {stream.size} bytes for {count}")
+        raise PayloadError(f"a histogram of {counts.sum()} levels came with {stream.size} bytes for {count}")
     coder = library.stream.queue.RangeDecoder(stream.copy().view("<u4").astype(np.uint32))
     try:
         return used[coder.decode(_model(counts[used]), count)]
     except Exception as wrong:
-        raise BodyError(f"what came is no range code of {count} levels") from wrong
+        raise PayloadError(f"what came is no range code of {count} levels") from wrong
 
 
 def _model(counts: np.ndarray) -> Any:

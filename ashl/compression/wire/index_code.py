@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import BodyError
+from ashl.compression.contract import PayloadError
 from ashl.compression.wire.arrays import Array, beside, holds, joined, read, viewed, where_true
 from ashl.compression.wire.bits import pack, pack_truths, packed_bytes, unpack, unpack_truths
 
@@ -66,7 +66,7 @@ def read_indices(code: IndexCode, buffer: Array, k: int, d: int) -> Array:
     """The indices [k], ascending. Raises BodyError where they are of another size, out of order or beyond d."""
     size = index_bytes(code, k, d)
     if len(buffer) > size or (len(buffer) < size and code not in VARIABLE):
-        raise BodyError(f"{k} {code} indices below {d} take {size} bytes, but {len(buffer)} came")
+        raise PayloadError(f"{k} {code} indices below {d} take {size} bytes, but {len(buffer)} came")
     if code == "int32":
         indices = viewed(buffer, "<i4")
     elif code == "packed":
@@ -80,7 +80,7 @@ def read_indices(code: IndexCode, buffer: Array, k: int, d: int) -> Array:
     if len(indices) != k or not holds(
         (indices[0] >= 0) & (indices[-1] < d) & (indices[1:] > indices[:-1]).all()  # one reading
     ):
-        raise BodyError(f"the indices that came are not {k} ascending numbers below {d}")
+        raise PayloadError(f"the indices that came are not {k} ascending numbers below {d}")
     return indices
 
 
@@ -119,10 +119,10 @@ def _read_golomb(buffer: Array, k: int, d: int) -> Array:
         return np.empty(0, np.int64)
     b = int(read(buffer[:1])[0]) if len(buffer) else -1
     if b != low_bits(k, d) or len(buffer) < (first := 1 + packed_bytes(k, b)):
-        raise BodyError(f"{k} golomb indices below {d} came with {b} low bits in {len(buffer)} bytes")
+        raise PayloadError(f"{k} golomb indices below {d} came with {b} low bits in {len(buffer)} bytes")
     ends = where_true(unpack_truths(buffer[first:], 8 * (len(buffer) - first)))
     if len(ends) != k or not holds(ends[-1] // 8 == len(buffer) - first - 1):
-        raise BodyError(f"{len(ends)} golomb indices below {d} came where {k} were expected")
+        raise PayloadError(f"{len(ends)} golomb indices below {d} came where {k} were expected")
     before = beside(ends, np.arange(k))  # of each end the ones below it; what else is below it are high bits of gaps
     indices = ends - before
     indices <<= b

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import BodyError
-from ashl.compression.wire import there
+from ashl.compression.contract import PayloadError
+from ashl.compression.wire import device_kernels
 from ashl.compression.wire.arrays import Array, beside, holds, read
 from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack_bytes
-from ashl.compression.wire.body import Parts
 from ashl.compression.wire.entropy_code import EntropyCode, bound_bytes, folded, read_levels, unfolded, write_levels
+from ashl.compression.wire.payload_format import Parts
 
 SMALL = np.float32(2.0**-64)  # below it float32 may have no reciprocal
 ENLARGED = np.float32(2.0**64)
@@ -44,7 +44,7 @@ def rows_of(x: Array, row: int) -> Iterator[tuple[slice, Array]]:
 def spread(x: Array, span: Array, top: float) -> Array:
     """x/span·top, for spans [n, 1] or [1, 1] of the rows of x [n, m]; 0 where a span is none."""
     if isinstance(x, Tensor):
-        return there.spread(x, span, SHORT * top, float(SMALL), float(ENLARGED))
+        return device_kernels.spread(x, span, SHORT * top, float(SMALL), float(ENLARGED))
     if span.min() >= SMALL and span.max() < np.inf:
         return x * (np.float32(SHORT * top) / span)
     small = span < SMALL
@@ -97,7 +97,7 @@ def unpacked(
         to_middle = (unfolded(np.arange(top + 1)) + (top + 1) // 2).astype(np.uint8)
         stream, bits = beside(stream, to_middle.take(read_levels(entropy, read(stream), count, top + 1))), 8
     if len(stream) != packed_bytes(count, bits):
-        raise BodyError(f"{count} numbers of {bits} bits came in {len(stream)} bytes")
+        raise PayloadError(f"{count} numbers of {bits} bits came in {len(stream)} bytes")
     there = isinstance(stream, Tensor)
     x = torch.empty((rows, row), device=str(stream.device)) if there else np.empty((rows, row), np.float32)
     step = rows if there else row_step(row)
@@ -106,7 +106,7 @@ def unpacked(
         flat = part.reshape(-1)
         numbers = unpack_bytes(stream[start * row * bits // 8 :], bits, min(len(flat), count - start * row))
         if not holds(numbers.max() <= top):
-            raise BodyError(f"a number from 0 to {top} is larger")
+            raise PayloadError(f"a number from 0 to {top} is larger")
         flat[: len(numbers)] = numbers
         flat[len(numbers) :] = 0
         meant(slice(start, start + len(part)), part)
@@ -116,7 +116,7 @@ def unpacked(
 def whole(parts: Parts, d: int) -> Array:
     """The values of a body that says something of all d elements, and of no places. Raises BodyError."""
     if parts.count != d or parts.form or len(parts.indices):
-        raise BodyError(f"what came is no vector of {d} elements: form {parts.form}, {parts.count} values")
+        raise PayloadError(f"what came is no vector of {d} elements: form {parts.form}, {parts.count} values")
     return parts.values
 
 
@@ -133,7 +133,7 @@ def block_rows(row: int) -> int:
 def ends_of(x: Array) -> Array:
     """The least and the largest element, float32 [2]; NaN where one is."""
     if isinstance(x, Tensor):
-        return there.ends_of(x)
+        return device_kernels.ends_of(x)
     return np.array([float(end) for end in torch.aminmax(torch.from_numpy(x))], np.float32) + np.float32(0)  # no -0
 
 
@@ -145,7 +145,7 @@ def reach_of(x: Array) -> np.float32:
 def mean_magnitude(x: Array) -> np.ndarray:
     """‖x‖₁/d as float32 [1], in the host's memory; 0 of nothing."""
     if isinstance(x, Tensor):
-        return np.array([sum(there.block_sums(x.abs(), BLOCK)) / max(1, len(x))], np.float32)
+        return np.array([sum(device_kernels.block_sums(x.abs(), BLOCK)) / max(1, len(x))], np.float32)
     total, buffer = 0.0, np.empty(min(BLOCK, x.size), np.float32)
     for where in blocks(x.size):
         part = x[where]

@@ -12,20 +12,20 @@ import zlib
 
 import numpy as np
 
-from ashl.compression.contract import BodyError, Turn
+from ashl.compression.contract import EncodeContext, PayloadError
 from ashl.compression.wire.bits import pack, packed_bytes, unpack
-from ashl.compression.wire.body import HEADER, Parts, typed
+from ashl.compression.wire.payload_format import HEADER, Parts, typed
 
 CODE = 104  # of such bodies on the wire
 
 
-def body_bytes(d: int, bits: int) -> int:
+def payload_nbytes(d: int, bits: int) -> int:
     return HEADER.size + 12 + packed_bytes(d, bits)
 
 
-def residues(x: np.ndarray, step: float, bits: int, turn: Turn) -> Parts:
+def residues(x: np.ndarray, step: float, bits: int, context: EncodeContext) -> Parts:
     """x on a grid of this step."""
-    drawn = (turn.words().words(x, 0, x.size) >> np.uint64(11)) * 2.0**-53
+    drawn = (context.words().words(x, 0, x.size) >> np.uint64(11)) * 2.0**-53
     numbers = np.floor(x.astype(np.float64) / step + drawn).astype(np.int64)
     about = np.array([step], "<f8").tobytes() + checksum(numbers, bits).to_bytes(4, "little")
     low = (numbers & (2**bits - 1)).astype(np.uint32)
@@ -36,11 +36,11 @@ def nearest(parts: Parts, near: np.ndarray) -> np.ndarray | None:
     """float32, what such a body holds, for who has a vector near it; None where that is too far. Raises BodyError."""
     bits, d = parts.form, near.size
     if parts.count != d or not 2 <= bits <= 16 or parts.values.size != packed_bytes(d, bits):
-        raise BodyError(f"what came are no {d} residues: form {bits}, {parts.count} values")
+        raise PayloadError(f"what came are no {d} residues: form {bits}, {parts.count} values")
     about = typed(parts.scales, "u1", 12, "scales").tobytes()
     step, low = float(np.frombuffer(about, "<f8", 1)[0]), unpack(parts.values, bits, d).astype(np.int64)
     if not 0 < step < np.inf:
-        raise BodyError(f"residues came with a step of {step}")
+        raise PayloadError(f"residues came with a step of {step}")
     with np.errstate(invalid="ignore"):  # where the reader's own is no number, nothing is read
         numbers = low + np.rint((near / step - low) / 2**bits).astype(np.int64) * 2**bits
     right = checksum(numbers, bits) == int.from_bytes(about[8:], "little")

@@ -6,10 +6,10 @@ Rule and limits: see `ashl.compression.natural`. E‖C(x) − x‖² ≤ OMEGA·
 import numpy as np
 from torch import Tensor
 
-from ashl.compression.wire import there
+from ashl.compression.wire import device_kernels
 from ashl.compression.wire.arrays import Array
 from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes
-from ashl.data.by_index import ByIndex
+from ashl.data.counter_rng import CounterRng
 
 OMEGA = 1 / 8
 MANTISSA = np.uint32(23)  # bits
@@ -22,10 +22,10 @@ def natural_bytes(d: int) -> int:
     return d + packed_bytes(d, 1)
 
 
-def write_natural(x: Array, words: ByIndex) -> Array:
+def write_natural(x: Array, words: CounterRng) -> Array:
     """uint8 [natural_bytes]."""
     if isinstance(x, Tensor):
-        return there.write_natural(x, words)
+        return device_kernels.write_natural(x, words)
     stream = np.empty(natural_bytes(x.size), np.uint8)
     for start in range(0, x.size, BLOCK):
         part = x[start : start + BLOCK]
@@ -33,11 +33,11 @@ def write_natural(x: Array, words: ByIndex) -> Array:
         if not (part.max() < 2.0**127 and part.min() > -(2.0**127)):
             size = bits & np.uint32(0x7FFFFFFF)
             bits = np.where(size >= INFINITE, INFINITE, np.minimum(size, TOP))
-        dither = words.words(bits, start // 2, -(-part.size // 2)).view(np.uint32)[: part.size]
-        dither >>= np.uint32(32 - 23)
-        dither += bits
-        dither >>= MANTISSA
-        stream[start : start + part.size] = dither.astype(np.uint8)  # of sign and exponent, the exponent
+        noise = words.words(bits, start // 2, -(-part.size // 2)).view(np.uint32)[: part.size]
+        noise >>= np.uint32(32 - 23)
+        noise += bits
+        noise >>= MANTISSA
+        stream[start : start + part.size] = noise.astype(np.uint8)  # of sign and exponent, the exponent
     stream[x.size :] = pack_signs(x)
     return stream
 
@@ -45,7 +45,7 @@ def write_natural(x: Array, words: ByIndex) -> Array:
 def read_natural(stream: Array, d: int) -> Array:
     """float32 [d] again."""
     if isinstance(stream, Tensor):
-        return there.read_natural(stream, d)
+        return device_kernels.read_natural(stream, d)
     x = np.empty(d, np.uint32)
     for start in range(0, d, BLOCK):
         part = x[start : start + BLOCK]

@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 
-from ashl.compression.contract import BodyError
+from ashl.compression.contract import PayloadError
 
 BLOCK = 1 << 14  # codewords written, or bits read, at a time
 WINDOW = 57  # bits that a codeword may have
@@ -52,7 +52,7 @@ def read_prefix(buffer: np.ndarray, count: int, decode: Coder) -> np.ndarray:
     decode(windows) -> (symbols, lengths ≥ 1) of the codewords that WINDOW high bits of uint64 begin with.
     """
     if count > 8 * buffer.size:
-        raise BodyError(f"{buffer.size} bytes cannot hold {count} codewords")
+        raise PayloadError(f"{buffer.size} bytes cannot hold {count} codewords")
     found: list[np.ndarray] = []
     at, left = 0, count
     while left and at < 8 * buffer.size:
@@ -63,7 +63,7 @@ def read_prefix(buffer: np.ndarray, count: int, decode: Coder) -> np.ndarray:
         left -= places.size
         at = base + int(places[-1]) + int(lengths[places[-1]])
     if left or -(-at // 8) != buffer.size:
-        raise BodyError(f"{buffer.size} bytes are not those of {count} codewords")
+        raise PayloadError(f"{buffer.size} bytes are not those of {count} codewords")
     return np.concatenate(found) if found else np.empty(0, np.int64)
 
 

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import Turn
+from ashl.compression.contract import EncodeContext
 from ashl.compression.wire.arrays import Array, beside, cast, read, uncast
 from ashl.compression.wire.bits import pack, pack_signs, packed_bytes, signed, unpack
-from ashl.compression.wire.body import EMPTY, typed
 from ashl.compression.wire.levels import mean_magnitude
+from ashl.compression.wire.payload_format import EMPTY, typed
 from ashl.compression.wire.powers import OMEGA, natural_bytes, read_natural, write_natural
-from ashl.compression.wire.trits import BLOCK, pack_trits, read_ternary, trit_bytes
+from ashl.compression.wire.ternary_packing import BLOCK, pack_ternary, read_ternary, ternary_nbytes
 
 ValueCode = Literal["fp32", "fp16", "bf16", "natural", "int8", "int4", "int2", "ternary", "mean"]
 WIDTHS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4, "int2": 2, "mean": 1}
@@ -37,7 +37,7 @@ VALUES = 1  # the word that tells the random numbers of values from those of pla
 def value_bytes(code: ValueCode, k: int) -> int:
     """The size of k values and of their scales."""
     if code in ("natural", "ternary"):
-        return natural_bytes(k) if code == "natural" else trit_bytes(k) + 4 * _scales(code, k)
+        return natural_bytes(k) if code == "natural" else ternary_nbytes(k) + 4 * _scales(code, k)
     return packed_bytes(k, WIDTHS[code]) + 4 * _scales(code, k)
 
 
@@ -53,10 +53,10 @@ def value_bound(code: ValueCode, k: int) -> float:
     return {"fp32": 0.0, "fp16": 2.0**-20, "bf16": 2.0**-16, "natural": OMEGA}[code]
 
 
-def write_values(code: ValueCode, values: Array, turn: Turn) -> tuple[Array, Array]:
+def write_values(code: ValueCode, values: Array, context: EncodeContext) -> tuple[Array, Array]:
     """(values, scales) as they go into a body."""
     if code in BY_HOST and isinstance(values, Tensor):
-        coded, scales = write_values(code, read(values), turn)
+        coded, scales = write_values(code, read(values), context)
         return beside(values, coded), scales
     if code == "fp32":
         return values, EMPTY
@@ -69,7 +69,7 @@ def write_values(code: ValueCode, values: Array, turn: Turn) -> tuple[Array, Arr
         scale = np.abs(values).max(keepdims=True, initial=0)
         return (values / np.where(scale == 0, np.float32(1), scale)).astype("<f2"), scale
     if code == "natural":
-        return write_natural(values, turn.words(VALUES)), EMPTY
+        return write_natural(values, context.words(VALUES)), EMPTY
     if code == "mean":
         return pack_signs(values), mean_magnitude(values)[: len(values)]
     if code == "ternary":
@@ -135,7 +135,7 @@ def _write_ternary(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     low = magnitude < LOW * mean_magnitude(v)
     numbers = np.where(low, 1, np.where(np.signbit(v), 0, 2)).astype(np.uint8)
     stream = np.concatenate(
-        [pack_trits(numbers[start : start + BLOCK]) for start in range(0, v.size, BLOCK)] or [EMPTY]
+        [pack_ternary(numbers[start : start + BLOCK]) for start in range(0, v.size, BLOCK)] or [EMPTY]
     )
     return stream, mean_magnitude(magnitude[~low])[: v.size]
 

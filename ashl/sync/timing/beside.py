@@ -5,7 +5,7 @@ or fewer where that takes long. Computing has lost the share by which steps were
 many times as it took longer: the mean over the workers, and of the three the median. That holds for whatever they
 share, cores, caches or the system's own work for a link, in which no process is seen to be at work.
 
-Both shares are where they are used: `ashl.overlap.chain` weighs plans by them.
+Both shares are where they are used: `ashl.overlap.timeline` weighs plans by them.
 
 Limits: forward is taken for as easily disturbed as backward, and a short message for as disturbing as a long one.
 """

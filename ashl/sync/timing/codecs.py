@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from ashl.compression.contract import Turn
+from ashl.compression.contract import EncodeContext
 from ashl.plan.profile import CodecCost
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
@@ -31,13 +31,13 @@ async def time_codec(ctx: RankContext, stage: Stage, state: WorkerState, k: int)
     _, link = stage.timed[k]
     batch, rows, end_s = stage.worker(ctx.rank).batch, list[tuple[float, float]](), ctx.now + CODEC_S
     sender, receiver = CodecState(), CodecState()
-    turn = Turn(link.codec.ratio or 1.0, stage.seed, ctx.rank, round=1)
+    context = EncodeContext(link.codec.ratio or 1.0, stage.seed, ctx.rank, round=1)
     vector = state.params if isinstance(state.params, SizeOnly) else state.params[: link.d]
     while len(rows) < REPEATS[0] or (len(rows) < REPEATS[1] and ctx.now < end_s):
         await ctx.compute(partial(a_step, ctx, stage, state, len(rows), batch), work=batch)
         await time_exchange(ctx, stage, BOTH)
         start = ctx.now
-        body = await ctx.compute(partial(link.encode, sender, vector, turn), work=1, kind="compress")
+        body = await ctx.compute(partial(link.encode, sender, vector, context), work=1, kind="compress")
         encoded = ctx.now
         decode = partial(link.merge, receiver, [body], [1.0], (ctx.rank,))
         await ctx.compute(decode, work=1, kind="decode")

@@ -2,7 +2,7 @@
 
 Rule: all workers take a step whole, in two parts and in all of its layer groups, and sum a number for each part as a
 run would sum that part, over and over. Of both in parts, what they took longer than the whole one and the chain of
-`ashl.overlap.chain` says is what a step and each part cost. What those sums took longer that were handed over to a
+`ashl.overlap.timeline` says is what a step and each part cost. What those sums took longer that were handed over to a
 thread, counted from who came last to each, is what each sum but the last costs; the medians of all rounds.
 
 Limits: spread evenly over a step, and alike for all parts, on all workers.
@@ -20,7 +20,7 @@ import torch
 from ashl.cluster.spec import ContentionCosts, InParts
 from ashl.cluster.speed import NS
 from ashl.learn.device import numbers
-from ashl.overlap.chain import Chain, joined
+from ashl.overlap.timeline import StepTimeline, merge_buckets
 from ashl.plan.alpha_beta import AlphaBeta
 from ashl.plan.confidence import estimate
 from ashl.plan.profile import WorkerProfile, ready_shares
@@ -55,7 +55,7 @@ async def time_parts(ctx: RankContext, stage: Stage, state: WorkerState, number:
 
 async def summed(ctx: RankContext, stage: Stage, state: WorkerState, number: int, plan: Sequence[int]) -> list[float]:
     """A step with a sum for each message of a plan; seconds of each but the last."""
-    batch, parts = stage.worker(ctx.rank).batch, joined(stage.parts, plan)
+    batch, parts = stage.worker(ctx.rank).batch, merge_buckets(stage.parts, plan)
     what = state.params, ctx.rank, number, range(number * batch, (number + 1) * batch)
     found = list[float]()
     if len(plan) == 1:
@@ -100,10 +100,10 @@ async def with_layer_group_costs(
         dense_s, line.seconds(NUMBER), statistics.median(row[3] for row in rows) / known.collective_slowdown
     )
     known = replace(known, collective_slowdown=max(1.0, known.collective_slowdown * dense_s / (dense_s + sum_s)))
-    chain = Chain((), (NUMBER,) * groups, lambda nbytes: round(line.seconds(nbytes) * NS))
-    chain = replace(chain, lost=known.pace_reduction, slowed=known.collective_slowdown, start_ns=sum_s * NS)
+    timeline = StepTimeline((), (NUMBER,) * groups, lambda nbytes: round(line.seconds(nbytes) * NS))
+    timeline = replace(timeline, lost=known.pace_reduction, slowed=known.collective_slowdown, start_ns=sum_s * NS)
     shares = ready_shares(workers)
-    more = zip(*(beyond(row, chain, shares) for row in rows), strict=True)
+    more = zip(*(beyond(row, timeline, shares) for row in rows), strict=True)
     two_s, each_s = map(statistics.median, more)
     part_s = max(0.0, each_s - two_s) / (groups - 2) if groups > 2 else 0.0
     parts = InParts(step_s=max(0.0, two_s - 2 * part_s), part_s=part_s, sum_s=sum_s)
@@ -120,11 +120,11 @@ def handed_over_s(dense_s: float, alone_s: float, beside_s: float) -> float:
     return max(0.0, dense_s * (beside_s - alone_s) / (dense_s - beside_s))
 
 
-def beyond(row: Sequence[float], chain: Chain, shares: Sequence[float]) -> list[float]:
+def beyond(row: Sequence[float], timeline: StepTimeline, shares: Sequence[float]) -> list[float]:
     """By how many seconds the steps in parts took longer than the whole one and the chain say."""
     whole, *others = plans(len(shares))
-    step_ns = row[0] * NS - chain.cost(0, len(shares))
-    own = replace(chain, ready_ns=tuple(max(0, round(step_ns * share)) for share in shares))
+    step_ns = row[0] * NS - timeline.cost(0, len(shares))
+    own = replace(timeline, ready_ns=tuple(max(0, round(step_ns * share)) for share in shares))
     hidden_s = [(own.end_ns(whole) - own.end_ns(plan)) / NS for plan in others]
     return [took_s - row[0] + less_s for took_s, less_s in zip(row[1:3], hidden_s, strict=True)]
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ashl.compression.wire import there
+from ashl.compression.wire import device_kernels
 from ashl.compression.wire.arrays import Array, viewed
-from ashl.data.by_index import ByIndex
+from ashl.data.counter_rng import CounterRng
 
 FIRST = 16  # bits of u that are an element's own
 LANES = 64 // FIRST  # of them in a word
@@ -23,10 +23,10 @@ SHARED = 1 << 14  # elements that have the bits behind these for themselves
 REST = 1 << 62  # the words from here on hold those
 
 
-class Dither(NamedTuple):
+class RoundingNoise(NamedTuple):
     """Every u of a message."""
 
-    words: ByIndex
+    words: CounterRng
     bits: int  # behind the point
     rest: Array  # int32 [SHARED, or less]: those of them that are shared
 
@@ -36,42 +36,42 @@ class Dither(NamedTuple):
         return 2.0**self.bits
 
 
-def dither_of(x: Array, words: ByIndex, top: int) -> Dither:
+def rounding_noise(x: Array, words: CounterRng, top: int) -> RoundingNoise:
     """For y from −top to top, below 2¹⁵, of the elements of x."""
     bits, count = 31 - top.bit_length(), min(SHARED, len(x))
     rest = viewed(words.words(x, REST, -(-count // 2)), "<i4")[:count]
-    return Dither(words, bits, rest >> 8 & (1 << bits - FIRST) - 1)
+    return RoundingNoise(words, bits, rest >> 8 & (1 << bits - FIRST) - 1)
 
 
-def rounded(y: Array, dither: Dither, start: int, zero: int = 0) -> Array:
-    """uint8: ⌊y + u⌋ + zero, for y ≥ −zero in units of `dither`, in any form; `start`, a multiple of 4, counts elements
+def round_to_uint8(y: Array, noise: RoundingNoise, start: int, zero: int = 0) -> Array:
+    """uint8: ⌊y + u⌋ + zero, for y ≥ −zero in units of `noise`, in any form; `start`, a multiple of 4, counts elements
     before."""
     if isinstance(y, Tensor):
-        return dithered(y, dither, start, zero).to(there.TYPES["u1"])
-    levels = _sums(y, dither, start).astype(np.uint8)
+        return round_to_int32(y, noise, start, zero).to(device_kernels.TYPES["u1"])
+    levels = _sums(y, noise, start).astype(np.uint8)
     if zero:
         levels += np.uint8(zero)  # modulo 256, so what was negative no longer is
     return levels
 
 
-def dithered(y: Array, dither: Dither, start: int, zero: int = 0) -> Array:
-    """int32: the same, for whatever `dither` is made for."""
+def round_to_int32(y: Array, noise: RoundingNoise, start: int, zero: int = 0) -> Array:
+    """int32: the same, for whatever `noise` is made for."""
     if isinstance(y, Tensor):
-        return there.dithered(y, dither.words, dither.rest.roll(-start), start, dither.bits, FIRST) + zero
-    levels = _sums(y, dither, start)
+        return device_kernels.round_to_int32(y, noise.words, noise.rest.roll(-start), start, noise.bits, FIRST) + zero
+    levels = _sums(y, noise, start)
     if zero:
         levels += zero
     return levels
 
 
-def _sums(y: np.ndarray, dither: Dither, start: int) -> np.ndarray:
+def _sums(y: np.ndarray, noise: RoundingNoise, start: int) -> np.ndarray:
     """⌊y + u⌋, int32."""
     levels = y.astype(np.int32)
-    flat, rest, whole = levels.reshape(-1), np.roll(dither.rest, -start), levels.size // len(dither.rest)
+    flat, rest, whole = levels.reshape(-1), np.roll(noise.rest, -start), levels.size // len(noise.rest)
     rows, last = np.split(flat, [whole * len(rest)])
     rows.reshape(whole, len(rest))[:] += rest
     last += rest[: len(last)]
-    levels >>= dither.bits - FIRST
-    flat += dither.words.words(y, start // LANES, -(-flat.size // LANES)).view(np.uint16)[: flat.size]
+    levels >>= noise.bits - FIRST
+    flat += noise.words.words(y, start // LANES, -(-flat.size // LANES)).view(np.uint16)[: flat.size]
     levels >>= FIRST
     return levels

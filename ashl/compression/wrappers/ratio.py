@@ -16,8 +16,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ashl.compression.around.wrapper import Stateful, Wrapper
-from ashl.compression.contract import TURN, State, Turn
+from ashl.compression.contract import ENCODE_CONTEXT, EncodeContext, State
+from ashl.compression.wrappers.wrapper import Stateful, Wrapper
 from ashl.learn.device import numbers
 
 CHANGE = 0.5  # η
@@ -29,13 +29,13 @@ class WarmUp(Wrapper):
 
     epochs: int
 
-    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
-        return self.codec.encode(sender, x, turn._replace(ratio=self.share(turn)))
+    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
+        return self.codec.encode(sender, x, context._replace(ratio=self.share(context)))
 
-    def share(self, turn: Turn) -> float:
-        ratio = self.codec.ratio if turn.ratio is None else turn.ratio
+    def share(self, context: EncodeContext) -> float:
+        ratio = self.codec.ratio if context.ratio is None else context.ratio
         assert ratio is not None, "a codec without a share has no warm-up"
-        return ratio ** min(1.0, (int(turn.epoch) + 1) / (self.epochs + 1))
+        return ratio ** min(1.0, (int(context.epoch) + 1) / (self.epochs + 1))
 
 
 class Regime(NamedTuple):
@@ -56,20 +56,22 @@ class Accordion(Stateful):
     state: ClassVar[Callable[..., State]] = Regime
     critical_ratio: float
 
-    def encode(self, sender: Regime | None, x: Tensor, turn: Turn = TURN) -> tuple[Regime, Tensor]:
-        state = sender or Regime(epoch=int(turn.epoch))
-        if int(turn.epoch) > state.epoch and state.total is not None:
+    def encode(
+        self, sender: Regime | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[Regime, Tensor]:
+        state = sender or Regime(epoch=int(context.epoch))
+        if int(context.epoch) > state.epoch and state.total is not None:
             norm = numbers([torch.linalg.vector_norm(state.total, dtype=torch.float64)])[0]
             critical = state.before is None or abs(state.before - norm) >= CHANGE * state.before
-            state = Regime(int(turn.epoch), None, norm, critical, state.inner)
+            state = Regime(int(context.epoch), None, norm, critical, state.inner)
         elif state.total is None:  # the first update of a stage
-            state = state._replace(epoch=int(turn.epoch))
+            state = state._replace(epoch=int(context.epoch))
         total = x if state.total is None else state.total + x
         if state.critical:
-            turn = turn._replace(ratio=self.critical_ratio)
-        inner, body = self.codec.encode(state.inner, x, turn)
-        return state._replace(total=total, inner=inner), body
+            context = context._replace(ratio=self.critical_ratio)
+        inner, payload = self.codec.encode(state.inner, x, context)
+        return state._replace(total=total, inner=inner), payload
 
-    def share(self, turn: Turn) -> float | None:
+    def share(self, context: EncodeContext) -> float | None:
         """That of a critical epoch, at most."""
-        return self.codec.share(turn._replace(ratio=self.critical_ratio))
+        return self.codec.share(context._replace(ratio=self.critical_ratio))

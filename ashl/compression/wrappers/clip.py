@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ashl.compression.around.wrapper import Wrapper
-from ashl.compression.contract import TURN, State, Turn
+from ashl.compression.contract import ENCODE_CONTEXT, EncodeContext, State
+from ashl.compression.wrappers.wrapper import Wrapper
 from ashl.learn.device import numbers
 
 
@@ -22,7 +22,7 @@ class Clipped(Wrapper):
 
     norm: float
 
-    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
+    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
         length = numbers([torch.linalg.vector_norm(x, dtype=torch.float64)])[0]
-        bound = abs(turn.weight) * self.norm / turn.workers**0.5
-        return self.codec.encode(sender, x if length <= bound else x * (bound / length), turn)
+        bound = abs(context.weight) * self.norm / context.workers**0.5
+        return self.codec.encode(sender, x if length <= bound else x * (bound / length), context)

@@ -7,23 +7,23 @@ Efficiency", 2016.
 from torch import Tensor, float32, uint8
 
 from ashl.compression.contract import Linear
-from ashl.compression.wire.body import HEADER, header_of
+from ashl.compression.wire.payload_format import HEADER, header_of
 
 
 class SummedValues(Linear):
     """All workers have drawn the same places, so that only the values differ."""
 
-    def summand(self, body: Tensor) -> Tensor:
+    def summand(self, payload: Tensor) -> Tensor:
         """The values of a body, float32."""
-        return body[_values(body)].view(float32)
+        return payload[_values(payload)].view(float32)
 
-    def summed(self, body: Tensor, total: Tensor) -> Tensor:
+    def summed(self, payload: Tensor, total: Tensor) -> Tensor:
         """A body like this one, with these values."""
-        whole = body.clone()
-        whole[_values(body)] = total.to(float32).contiguous().view(uint8)
+        whole = payload.clone()
+        whole[_values(payload)] = total.to(float32).contiguous().view(uint8)
         return whole
 
 
-def _values(body: Tensor) -> slice:
-    *_, scale_bytes, value_bytes = header_of(body)
+def _values(payload: Tensor) -> slice:
+    *_, scale_bytes, value_bytes = header_of(payload)
     return slice(HEADER.size + scale_bytes, HEADER.size + scale_bytes + value_bytes)

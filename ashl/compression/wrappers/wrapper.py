@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ashl.compression.contract import Codec, Flags, State, Turn
+from ashl.compression.contract import Codec, EncodeContext, State, Traits
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Wrapper(Codec):
     codec: Codec
 
     @property
-    def flags(self) -> Flags:
-        return self.codec.flags
+    def traits(self) -> Traits:
+        return self.codec.traits
 
     @property
     def on_host(self) -> bool:
@@ -32,26 +32,26 @@ class Wrapper(Codec):
     def estimator(self) -> str:
         return self.codec.estimator
 
-    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
-        return self.codec.decode(receiver, body, d)
+    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
+        return self.codec.decode(receiver, payload, d)
 
-    def undo(self, sender: State, body: Tensor) -> State:
-        return self.codec.undo(sender, body)
+    def restore_dropped(self, sender: State, payload: Tensor) -> State:
+        return self.codec.restore_dropped(sender, payload)
 
     def residual(self, sender: State) -> Tensor | None:
         return self.codec.residual(sender)
 
-    def adopt(self, kept: State) -> State:
-        return self.codec.adopt(kept)
+    def import_state(self, kept: State) -> State:
+        return self.codec.import_state(kept)
 
-    def payload(self, ratio: float | None, d: int) -> int:
-        return self.codec.payload(ratio, d)
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
+        return self.codec.encoded_nbytes(ratio, d)
 
-    def share(self, turn: Turn) -> float | None:
-        return self.codec.share(turn)
+    def share(self, context: EncodeContext) -> float | None:
+        return self.codec.share(context)
 
-    def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
-        self.codec.add(out, body, scale)
+    def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
+        self.codec.add(out, payload, scale)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return self.codec.bound(ratio, d)
@@ -62,14 +62,14 @@ class Stateful(Wrapper):
 
     state: ClassVar[Callable[..., State]]
 
-    def undo(self, sender: State, body: Tensor) -> State:
-        return sender._replace(inner=self.codec.undo(sender.inner, body))
+    def restore_dropped(self, sender: State, payload: Tensor) -> State:
+        return sender._replace(inner=self.codec.restore_dropped(sender.inner, payload))
 
     def residual(self, sender: State) -> Tensor | None:
         return sender and self.codec.residual(sender.inner)
 
-    def adopt(self, kept: State) -> State:
-        inner = self.codec.adopt(kept)
+    def import_state(self, kept: State) -> State:
+        inner = self.codec.import_state(kept)
         return None if inner is None else self.state(inner=inner)
 
 

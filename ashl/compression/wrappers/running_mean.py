@@ -12,8 +12,8 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ashl.compression.around.wrapper import Stateful
-from ashl.compression.contract import TURN, State, Turn
+from ashl.compression.contract import ENCODE_CONTEXT, EncodeContext, State
+from ashl.compression.wrappers.wrapper import Stateful
 
 
 class Average(NamedTuple):
@@ -30,8 +30,10 @@ class RunningMean(Stateful):
     state: ClassVar[Callable[..., State]] = Average
     decay: float
 
-    def encode(self, sender: Average | None, x: Tensor, turn: Turn = TURN) -> tuple[Average, Tensor]:
+    def encode(
+        self, sender: Average | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[Average, Tensor]:
         mean, inner = sender or Average()
         mean = x * (1 - self.decay) if mean is None else (mean * self.decay).add_(x, alpha=1 - self.decay)
-        inner, body = self.codec.encode(inner, mean, turn)
-        return Average(mean, inner), body
+        inner, payload = self.codec.encode(inner, mean, context)
+        return Average(mean, inner), payload

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ashl.compression.wire.dither import SHARED, Dither, dither_of, rounded
-from ashl.data.by_index import ByIndex
+from ashl.compression.wire.stochastic_rounding import SHARED, RoundingNoise, round_to_uint8, rounding_noise
+from ashl.data.counter_rng import CounterRng
 
 ALL = 2**16
 NONE = np.empty(ALL, np.float32)
@@ -24,36 +24,36 @@ class Words:
 WORDS: Any = Words()
 
 
-def dither(share: float) -> Dither:
+def noise(share: float) -> RoundingNoise:
     """For levels up to 7, with these of the shared bits for all."""
-    found = dither_of(NONE, ByIndex(0), 7)
+    found = rounding_noise(NONE, CounterRng(0), 7)
     return found._replace(words=WORDS, rest=np.full(SHARED, share * 2 ** (found.bits - 16), np.int32))
 
 
 @pytest.mark.parametrize("y", [2.0**-18, 3 * 2.0**-18, -(2.0**-18), 1 - 2.0**-18, 0.75 - 2.0**-18, 0.5, 3.0, -1.0, 0.0])
 def test_the_mean_is_kept_to_the_last_bit(y: float) -> None:
     """What was below 2⁻¹⁷ of a level was never sent, and all else was wrong by up to as much."""
-    dithers = [dither(share) for share in (0.0, 0.25, 0.5, 0.75)]
-    levels = [rounded(np.full(ALL, y * one.unit, np.float32), one, 0, zero=7) for one in dithers]
+    noises = [noise(share) for share in (0.0, 0.25, 0.5, 0.75)]
+    levels = [round_to_uint8(np.full(ALL, y * one.unit, np.float32), one, 0, zero=7) for one in noises]
     assert sum(int(each.sum(dtype=np.int64)) for each in levels) / (4 * ALL) - 7 == y
 
 
 @pytest.mark.parametrize("y", [1e-30, 254.99, 255.0])
 def test_nothing_is_rounded_beyond_the_next_level(y: float) -> None:
-    found = dither_of(NONE, ByIndex(0), 255)
+    found = rounding_noise(NONE, CounterRng(0), 255)
     last = found._replace(words=WORDS, rest=np.full(SHARED, 2 ** (found.bits - 16) - 1, np.int32))
-    levels = rounded(np.full(ALL, y * last.unit, np.float32), last, 0)
+    levels = round_to_uint8(np.full(ALL, y * last.unit, np.float32), last, 0)
     assert set(levels.tolist()) <= {int(y), int(np.ceil(y))}
 
 
 def test_what_is_shared_is_shared_by_place() -> None:
     """In whatever blocks: of arrays and of tensors."""
-    count, words = 2 * SHARED + 12, ByIndex(3)
+    count, words = 2 * SHARED + 12, CounterRng(3)
     x = np.full(count, 2.0**-17, np.float32)
-    one, there = dither_of(x, words, 1), dither_of(torch.from_numpy(x), words, 1)
+    one, there = rounding_noise(x, words, 1), rounding_noise(torch.from_numpy(x), words, 1)
     assert 0 <= one.rest.min() <= one.rest.max() < 2 ** (one.bits - 16) < 3 * one.rest.mean()
     y = x * np.float32(one.unit)
-    whole = rounded(y, one, 0, 1)
-    parts = [rounded(y[start : start + 1000], one, start, 1) for start in range(0, count, 1000)]
+    whole = round_to_uint8(y, one, 0, 1)
+    parts = [round_to_uint8(y[start : start + 1000], one, start, 1) for start in range(0, count, 1000)]
     assert whole.tobytes() == np.concatenate(parts).tobytes()
-    assert whole.tobytes() == rounded(torch.from_numpy(y), there, 0, 1).numpy().tobytes()
+    assert whole.tobytes() == round_to_uint8(torch.from_numpy(y), there, 0, 1).numpy().tobytes()

@@ -1,25 +1,25 @@
 """From the option to the codec of a link: its layers, its schedule, its memory, its clipping, from the inside out."""
 
-from ashl.compression.around.clip import Clipped
-from ashl.compression.around.feedback import Feedback, Residual
-from ashl.compression.around.layers import Layerwise
-from ashl.compression.around.momentum import MomentumCorrection, Velocity
-from ashl.compression.around.ratio import Accordion, Regime, WarmUp
-from ashl.compression.around.running_mean import Average, RunningMean
 from ashl.compression.contract import Codec, Layout, State
+from ashl.compression.wrappers.clip import Clipped
+from ashl.compression.wrappers.feedback import Feedback, Residual
+from ashl.compression.wrappers.layers import Layerwise
+from ashl.compression.wrappers.momentum import MomentumCorrection, Velocity
+from ashl.compression.wrappers.ratio import Accordion, Regime, WarmUp
+from ashl.compression.wrappers.running_mean import Average, RunningMean
 from ashl.errors import UsageError
 
 
-def wrapped(option: Codec, layout: Layout) -> Codec:
-    """The codec as a worker's link uses it: `for_layers` with the wrappers that the option asks for. Raises
+def wrap_codec(option: Codec, layout: Layout) -> Codec:
+    """The codec as a worker's link uses it: `codec_for_layers` with the wrappers that the option asks for. Raises
     UsageError."""
-    codec = for_layers(option, layout)
+    codec = codec_for_layers(option, layout)
     if option.momentum is not None:
         codec = MomentumCorrection(codec, option.momentum, option.masking)
     elif option.feedback:
         codec = Feedback(codec, option.feedback_gain, option.feedback_decay)
     keeps = isinstance(codec, Feedback | MomentumCorrection)
-    if keeps and not (codec.flags.contraction or codec.flags.drains):
+    if keeps and not (codec.traits.contraction or codec.traits.drains):
         key, fix = ("feedback=true", "set compression.feedback=false")
         if isinstance(codec, MomentumCorrection):
             key, fix = f"momentum={option.momentum:g}", "set compression.momentum=null, and optimizer.momentum instead"
@@ -38,14 +38,14 @@ def wrapped(option: Codec, layout: Layout) -> Codec:
     return codec
 
 
-def for_layers(option: Codec, layout: Layout) -> Codec:
+def codec_for_layers(option: Codec, layout: Layout) -> Codec:
     """The codec alone, as a pull and gossip use it: for the model's layers where it treats them as such."""
     codec = option.shaped(layout)
     return Layerwise(codec, tuple(layer.size for layer in layout)) if codec.layers else codec
 
 
-def handed_over(sender: State, codec: Codec) -> State:
+def convert_sender(sender: State, codec: Codec) -> State:
     """What a sender keeps when a stage with another codec begins: its residual, where that codec takes it up."""
     while isinstance(sender, Regime | Average):
         sender = sender.inner
-    return codec.adopt(sender._replace(inner=None)) if isinstance(sender, Residual | Velocity) else None
+    return codec.import_state(sender._replace(inner=None)) if isinstance(sender, Residual | Velocity) else None

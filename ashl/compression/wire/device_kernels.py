@@ -1,4 +1,4 @@
-"""The kernels of codecs for tensors, whole vectors at once: what `bits`, `dither`, `levels`, `trits`, `powers` and
+"""The kernels of codecs for tensors, whole vectors at once: what `bits`, `levels`, `powers` and
 `select` do for arrays block by block, here for a device, with the same bits.
 
 Equal on every device: integers, shifts, comparisons, and one float operation after the other, each rounded once. So
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.wire.arrays import TYPES, Array, read
-from ashl.data.by_index import ByIndex
+from ashl.data.counter_rng import CounterRng
 from ashl.learn.device import to_host
 
 LEAF, LANES = 128, 8  # of NumPy's sums
@@ -125,7 +125,7 @@ def _chosen(keys: Tensor, k: int) -> Tensor:
 # --- levels
 
 
-def dithered(y: Tensor, words: ByIndex, rest: Tensor, start: int, bits: int, own: int) -> Tensor:
+def round_to_int32(y: Tensor, words: CounterRng, rest: Tensor, start: int, bits: int, own: int) -> Tensor:
     count, lanes = y.numel(), 64 // own
     first = words.words(y, start // lanes, -(-count // lanes)).view(torch.int16)[:count].to(torch.int32)
     sums = y.reshape(-1).to(torch.int32) + rest.repeat(-(-count // len(rest)))[:count]
@@ -155,33 +155,33 @@ def lengths(rows: Tensor) -> Tensor:
 # --- ternary numbers
 
 
-def pack_trits(numbers: Tensor, trits: int, block: int) -> Tensor:
-    """Each block of `numbers` as `pack_trits` of the host has it."""
+def pack_ternary(numbers: Tensor, digits: int, block: int) -> Tensor:
+    """Each block of `numbers` as `pack_ternary` of the host has it."""
     whole = len(numbers) // block * block
-    pieces = [_trits(numbers[:whole].view(-1, trits, block // trits))] if whole else []
+    pieces = [_pack_planes(numbers[:whole].view(-1, digits, block // digits))] if whole else []
     if rest := len(numbers) - whole:
-        pieces.append(_trits(torch.nn.functional.pad(numbers[whole:], (0, -rest % trits)).view(1, trits, -1)))
+        pieces.append(_pack_planes(torch.nn.functional.pad(numbers[whole:], (0, -rest % digits)).view(1, digits, -1)))
     return torch.cat(pieces)
 
 
-def _trits(planes: Tensor) -> Tensor:
+def _pack_planes(planes: Tensor) -> Tensor:
     packed = planes[:, -1].clone()
     for j in reversed(range(planes.shape[1] - 1)):
         packed = packed * 3 + planes[:, j]
     return packed.reshape(-1)
 
 
-def unpack_trits(stream: Tensor, count: int, trits: int, block: int) -> Tensor:
+def unpack_ternary(stream: Tensor, count: int, digits: int, block: int) -> Tensor:
     whole = count // block * block
-    pieces = [_planes(stream[: whole // trits].view(-1, block // trits), trits)] if whole else []
+    pieces = [_unpack_planes(stream[: whole // digits].view(-1, block // digits), digits)] if whole else []
     if count > whole:
-        pieces.append(_planes(stream[None, whole // trits :], trits))
+        pieces.append(_unpack_planes(stream[None, whole // digits :], digits))
     return torch.cat(pieces)[:count]
 
 
-def _planes(packed: Tensor, trits: int) -> Tensor:
+def _unpack_planes(packed: Tensor, digits: int) -> Tensor:
     planes = []
-    for _ in range(trits):
+    for _ in range(digits):
         rest = packed.div(3, rounding_mode="floor")
         planes.append(packed - rest * 3)
         packed = rest
@@ -191,11 +191,11 @@ def _planes(packed: Tensor, trits: int) -> Tensor:
 # --- signs and exponents
 
 
-def write_natural(x: Tensor, words: ByIndex) -> Tensor:
+def write_natural(x: Tensor, words: CounterRng) -> Tensor:
     size = magnitudes(x)
     size = torch.where(size >= INFINITE, INFINITE, size.clamp(max=TOP))
-    dither = words.words(x, 0, -(-len(x) // 2)).view(torch.int32)[: len(x)] >> 32 - MANTISSA & (1 << MANTISSA) - 1
-    return torch.cat([(dither + size >> MANTISSA).to(torch.uint8), pack_signs(x)])
+    noise = words.words(x, 0, -(-len(x) // 2)).view(torch.int32)[: len(x)] >> 32 - MANTISSA & (1 << MANTISSA) - 1
+    return torch.cat([(noise + size >> MANTISSA).to(torch.uint8), pack_signs(x)])
 
 
 def read_natural(stream: Tensor, d: int) -> Tensor:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ashl.compression.contract import Turn
-from ashl.data.by_index import PIECE, ByIndex
+from ashl.compression.contract import EncodeContext
+from ashl.data.counter_rng import PIECE, CounterRng
 
 PUBLISHED = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
 NONE = np.empty(0, np.float32)
@@ -13,29 +13,35 @@ NONE = np.empty(0, np.float32)
 
 def test_they_are_splitmix64() -> None:
     """Its words of the seed 1234567, from its first step on."""
-    assert ByIndex(1234567).words(NONE, 1, 5).tolist() == list(PUBLISHED)
+    assert CounterRng(1234567).words(NONE, 1, 5).tolist() == list(PUBLISHED)
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 0), (0, 1), (3, PIECE), (PIECE - 1, 2 * PIECE + 3), (2**40, 5)])
 def test_of_arrays_and_of_tensors(start: int, count: int) -> None:
     for key in (0, 7, 2**63 + 5, 2**64 - 1):
-        stream = ByIndex(key)
+        stream = CounterRng(key)
         words = stream.words(NONE, start, count)
         assert words.tobytes() == stream.words(torch.empty(0), start, count).numpy().tobytes()
         assert words[: count // 2].tobytes() == stream.words(NONE, start, count // 2).tobytes()
 
 
 def test_every_name_is_a_stream_of_its_own() -> None:
-    names = [Turn(), Turn(seed=1), Turn(worker=1), Turn(round=1), Turn(layer=1)]
-    keys = {turn.words(*more).key for turn in names for more in ((), (1,))}
-    assert len(keys) == 10 == len({turn.words(*more).key for turn in names for more in ((), (1,))} | keys)
+    names = [
+        EncodeContext(),
+        EncodeContext(seed=1),
+        EncodeContext(worker=1),
+        EncodeContext(round=1),
+        EncodeContext(layer=1),
+    ]
+    keys = {context.words(*more).key for context in names for more in ((), (1,))}
+    assert len(keys) == 10 == len({context.words(*more).key for context in names for more in ((), (1,))} | keys)
 
 
 def test_they_are_spread_evenly() -> None:
     """Of each of the four dithers in a word, the mean, the variance, and what one says of its neighbour and of the same
     element of the next message."""
     count = 50_000
-    one, other = (Turn(round=k).words().words(NONE, 0, count).view(np.uint16) / 2.0**16 - 0.5 for k in (0, 1))
+    one, other = (EncodeContext(round=k).words().words(NONE, 0, count).view(np.uint16) / 2.0**16 - 0.5 for k in (0, 1))
     noise = 5 / (4 * count) ** 0.5
     assert abs(one.mean()) < noise / 12**0.5
     assert abs(12 * one.var() - 1) < noise

@@ -15,32 +15,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ashl.compression.around.layers import Layerwise, slices
 from ashl.compression.contract import Codec, Layout
-from ashl.compression.wire.body import HEADER, Split
+from ashl.compression.wire.payload_format import HEADER, Split
+from ashl.compression.wrappers.layers import Layerwise, slices
 
 
-def measured_loss(
+def measure_compression_error(
     pieces: Sequence[tuple[Codec, int, Tensor]], kept_back: Tensor | None, x: Tensor, layout: Layout, layers: bool
 ) -> dict[str, Any]:
     """The measures of what was sent of x, in one message or piece by piece, as plain values: of each the codec, one
     whose bodies are read without state, its elements and its body. `kept_back` is what the sender keeps for later."""
-    sent = torch.cat([codec.decode(None, body, d)[1] for codec, d, body in pieces])
+    sent = torch.cat([codec.decode(None, payload, d)[1] for codec, d, payload in pieces])
     kept = kept_back is not None
     rest = x - sent if kept_back is None else kept_back
-    found = sizes([body for _, _, body in pieces]) | measures(x, sent, rest, kept)
-    found["unbiased"] = pieces[0][0].flags.unbiased  # what it loses evens out, and may well be longer than what is sent
+    found = sizes([payload for _, _, payload in pieces]) | measures(x, sent, rest, kept)
+    found["unbiased"] = pieces[0][
+        0
+    ].traits.unbiased  # what it loses evens out, and may well be longer than what is sent
     if layers:
         parts = zip(layout, slices([layer.size for layer in layout]), strict=True)
         found["layers"] = {layer.name: measures(x[part], sent[part], rest[part], kept) for layer, part in parts}
     return found
 
 
-def sizes(bodies: Sequence[Tensor]) -> dict[str, Any]:
+def sizes(payloads: Sequence[Tensor]) -> dict[str, Any]:
     """What can be said of any messages."""
     unknown = dict.fromkeys(("relative_error", "residual", "cosine"))
-    together = Split(*map(sum, zip(*map(split, bodies), strict=True)))
-    return {**unknown, "split": together, "nbytes": sum(body.nbytes for body in bodies), "unbiased": True}
+    together = Split(*map(sum, zip(*map(split, payloads), strict=True)))
+    return {**unknown, "split": together, "nbytes": sum(payload.nbytes for payload in payloads), "unbiased": True}
 
 
 def measures(x: Tensor, sent: Tensor, rest: Tensor, kept: bool) -> dict[str, float | None]:
@@ -62,15 +64,15 @@ def norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
-def split(body: Tensor) -> Split:
+def split(payload: Tensor) -> Split:
     """Where the bytes of an encoded vector go."""
-    if not body.numel():
+    if not payload.numel():
         return Split(0, 0, 0, 0)  # nothing was sent
-    memory = body.numpy()
+    memory = payload.numpy()
     _, code, _, _, _, _, scales, values = HEADER.unpack_from(memory.data)
     if code != Layerwise.code:
         return Split(HEADER.size, scales, values, memory.size - HEADER.size - scales - values)
     start = HEADER.size + scales
-    pieces = body[start : start + values].split(memory[HEADER.size : start].view("<u4").tolist())
+    pieces = payload[start : start + values].split(memory[HEADER.size : start].view("<u4").tolist())
     sums = [sum(column) for column in zip(*map(split, pieces), strict=True)]
     return Split(start + sums[0], *sums[1:])

@@ -6,13 +6,13 @@ Source: the split follows Sattler et al., "Sparse Binary Compression", IJCNN 201
 
 from typing import Any, ClassVar
 
-from ashl.compression.around.wrappers import Wrappers
-from ashl.compression.base.code import Sparse, kept
-from ashl.compression.contract import BodyError, Flags, Turn
+from ashl.compression.common.code import Sparse, kept
+from ashl.compression.contract import EncodeContext, PayloadError, Traits
 from ashl.compression.wire.arrays import Array, viewed
-from ashl.compression.wire.body import EMPTY, HEADER, Parts
 from ashl.compression.wire.index_code import VARIABLE, IndexCode, index_bytes, index_room, read_indices, write_indices
+from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts
 from ashl.compression.wire.value_code import ValueCode, read_values, value_bound, value_bytes, write_values
+from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Natural, Ratio, option
 
 SPARSE, WHOLE, DENSE = 0, 1, 2  # forms of a body: some values with their places, all of them, all of them as float32
@@ -63,28 +63,28 @@ class Selection(Sparse, Wrappers):
     def _sparse_bytes(self, k: int, d: int) -> int:
         return value_bytes(self.values, k) + self.place_bytes(k, d)
 
-    def parts_of(self, x: Array, k: int, kept: Any, coded: Any, turn: Turn) -> Parts:
+    def parts_of(self, x: Array, k: int, kept: Any, coded: Any, context: EncodeContext) -> Parts:
         """k values `kept` of x, whose places are written as `coded`; neither is read where all of x is sent."""
         form = self.form(k, len(x))
         if form == DENSE:
             return Parts(len(x), x, form=form)
         if not k:
             return Parts(0, x[:0])
-        values, scales = write_values(self.values, x if form == WHOLE else kept, turn)
+        values, scales = write_values(self.values, x if form == WHOLE else kept, context)
         return Parts(k, values, coded if form == SPARSE else EMPTY, scales, form)
 
     def unpack(self, parts: Parts, d: int) -> Any:
         k, form = parts.count, parts.form
         if form in (WHOLE, DENSE):
             if k != d or len(parts.indices):
-                raise BodyError(f"a whole vector of {d} elements says that it holds {k}")
+                raise PayloadError(f"a whole vector of {d} elements says that it holds {k}")
             code = self.values if form == WHOLE else "fp32"
             return slice(None), read_values(code, parts.values, parts.scales, d)
-        if form != SPARSE or not (k or self.flags.variable):
-            raise BodyError(f"what came is no sparse vector: form {form}, {k} values of {d}")
+        if form != SPARSE or not (k or self.traits.variable):
+            raise PayloadError(f"what came is no sparse vector: form {form}, {k} values of {d}")
         if not k:
             if len(parts.values) or len(parts.indices) or len(parts.scales):
-                raise BodyError("a vector without values says something all the same")
+                raise PayloadError("a vector without values says something all the same")
             return slice(0), viewed(parts.values, "<f4")
         values = read_values(self.values, parts.values, parts.scales, k)
         return self.read_places(parts.indices, k, d), values
@@ -94,11 +94,11 @@ class Selection(Sparse, Wrappers):
 class Indexed(Selection):
     """Whose places are written as they are."""
 
-    promises: ClassVar[Flags]  # its flags, whatever the index code
+    promises: ClassVar[Traits]  # its flags, whatever the index code
     indices: IndexCode
 
     @property
-    def flags(self) -> Flags:
+    def traits(self) -> Traits:
         return self.promises._replace(variable=self.promises.variable or self.indices in VARIABLE)
 
     def place_bytes(self, k: int, d: int) -> int:
@@ -112,18 +112,18 @@ class Indexed(Selection):
     def read_places(self, buffer: Array, k: int, d: int) -> Array:
         return read_indices(self.indices, buffer, k, d)
 
-    def written(self, x: Array, k: int, places: Any, turn: Turn) -> Parts:
+    def written(self, x: Array, k: int, places: Any, context: EncodeContext) -> Parts:
         """x at these k ascending places; of `places` nothing is read where all of x is sent."""
         if self.form(k, len(x)) != SPARSE:
-            return self.parts_of(x, k, None, None, turn)
-        return self.parts_of(x, k, x[places], write_indices(self.indices, places, len(x)), turn)
+            return self.parts_of(x, k, None, None, context)
+        return self.parts_of(x, k, x[places], write_indices(self.indices, places, len(x)), context)
 
 
 @option
 class Sparsifier(Indexed, Share):
     """A share of the elements is kept."""
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.size(self.kept(ratio, d), d)
 
     def bound(self, ratio: float | None, d: int) -> float:

@@ -6,7 +6,7 @@
 Where a codec is not `on_host`, x and the parts may be tensors on a device instead: it takes kernels and operators that
 arrays and tensors both have, and what it says of x is the same to the bit. `parts` come from anywhere: `unpack` checks
 each length and index before it believes them, and raises BodyError. What is not finite in x must show in what is
-decoded, as NaN or infinity somewhere, except where `flags.scale_free`.
+decoded, as NaN or infinity somewhere, except where `traits.scale_free`.
 """
 
 from typing import Any, ClassVar
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import TURN, Codec, State, Turn
+from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, State
 from ashl.compression.wire.arrays import Array, array_of, tensor_of, zeros
-from ashl.compression.wire.body import Parts, read_body, write_body
+from ashl.compression.wire.payload_format import Parts, read_payload, write_payload
 
 
 class Code(Codec, contract=True):
@@ -25,19 +25,19 @@ class Code(Codec, contract=True):
 
     code: ClassVar[int]  # its number on the wire, one for each codec
 
-    def pack(self, x: Array, turn: Turn) -> Parts:
+    def pack(self, x: Array, context: EncodeContext) -> Parts:
         raise NotImplementedError
 
     def unpack(self, parts: Parts, d: int) -> Any:
         raise NotImplementedError
 
-    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
+    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # of a run that diverges
-            parts = self.pack(array_of(x), turn)
-        return sender, write_body(self.code, x.numel(), parts)
+            parts = self.pack(array_of(x), context)
+        return sender, write_payload(self.code, x.numel(), parts)
 
-    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
-        parts = read_body(body, self.code, d)
+    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
+        parts = read_payload(payload, self.code, d)
         with np.errstate(over="ignore", invalid="ignore"):
             return receiver, tensor_of(self.unpack(parts, d))
 
@@ -45,18 +45,18 @@ class Code(Codec, contract=True):
 class Sparse(Code):
     """A codec without state that sends some elements and their places."""
 
-    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
-        parts = read_body(body, self.code, d)
+    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
+        parts = read_payload(payload, self.code, d)
         with np.errstate(over="ignore", invalid="ignore"):
             places, values = self.unpack(parts, d)
         x = zeros(values, d)
         x[places] = values
         return receiver, tensor_of(x)
 
-    def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
-        parts = read_body(body, self.code, out.numel())
+    def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
+        parts = read_payload(payload, self.code, out.numel())
         if out.dtype != torch.float32:
-            super().add(out, body, scale)
+            super().add(out, payload, scale)
             return
         with np.errstate(over="ignore", invalid="ignore"):
             places, values = self.unpack(parts, out.numel())

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.around.wrapped import for_layers
-from ashl.compression.base.alike import outer_sum
-from ashl.compression.contract import BodyError, Layer, Turn
+from ashl.compression.common.deterministic_matmul import outer_sum
+from ashl.compression.contract import EncodeContext, Layer, PayloadError
 from ashl.compression.wire.bits import pack, unpack
-from ashl.compression.wire.body import HEADER
+from ashl.compression.wire.payload_format import HEADER
+from ashl.compression.wrappers.compose import codec_for_layers
 from ashl.learn.device import to_device, to_host
 from tests.conf_option import CONF
 from tests.laws.codecs import ROWS, VECTORS, bits, codec, decoded, vector
@@ -75,23 +75,23 @@ def of_kind(kind: str, d: int) -> Tensor:
     return vector(kind, d)
 
 
-def cases(whole: bool) -> Iterator[tuple[str, Tensor, Turn]]:
+def cases(whole: bool) -> Iterator[tuple[str, Tensor, EncodeContext]]:
     for d, kinds in CASES.items():
         for kind in KINDS if whole else kinds:
-            yield kind, of_kind(kind, d), Turn(ratio=0.03, seed=3, round=d, lr=0.1)
+            yield kind, of_kind(kind, d), EncodeContext(ratio=0.03, seed=3, round=d, lr=0.1)
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in TWINS)) for name in PORTED])
 def test_the_same_bytes_and_the_same_vector(name: str, whole: bool) -> None:
     row: Any = PORTED[name]
-    for kind, x, turn in cases(whole):
+    for kind, x, context in cases(whole):
         d, where = len(x), (kind, len(x))
-        body = row.encode(None, x, turn)[1]
+        body = row.encode(None, x, context)[1]
         with guarded():
-            same = row.encode(None, there(x), turn)[1]
+            same = row.encode(None, there(x), context)[1]
             assert isinstance(same, There), where
-            same, found = to_host(same), None if row.flags.reduces else to_host(decoded(row, there(body), d))
+            same, found = to_host(same), None if row.traits.reduces else to_host(decoded(row, there(body), d))
         assert (same.dtype, len(same)) == (body.dtype, len(body)), where
         if kind != "nan" and name not in LAST_BIT:
             assert bits(same) == bits(body), where
@@ -103,25 +103,25 @@ def test_the_same_bytes_and_the_same_vector(name: str, whole: bool) -> None:
 @pytest.mark.parametrize("name", KEEPS)
 def test_what_is_kept_is_kept_alike(name: str) -> None:
     """Over four messages, of which one is dropped; of small moves, so that something is left out."""
-    row, d = for_layers(KEEPS[name], (Layer("a", (20, 30)), Layer("b", (400,)))), 1000
+    row, d = codec_for_layers(KEEPS[name], (Layer("a", (20, 30)), Layer("b", (400,)))), 1000
     sender = sender_there = receiver = receiver_there = None
     for i in range(4):
         x = vector("heavy", d, seed=i) + 10 * vector("normal", d, seed=9)
         params, squares = vector("normal", d, seed=9) * (1 + i / 1000), vector("normal", d, seed=i) ** 2
-        turn = Turn(ratio=0.1, seed=3, round=i, lr=-0.1, params=params, squares=squares)
-        sender, body = row.encode(sender, x, turn)
+        context = EncodeContext(ratio=0.1, seed=3, round=i, lr=-0.1, params=params, squares=squares)
+        sender, body = row.encode(sender, x, context)
         kept = row.residual(sender)
         with guarded():
-            moved = turn._replace(params=there(params), squares=there(squares))
+            moved = context._replace(params=there(params), squares=there(squares))
             sender_there, same = row.encode(sender_there, there(x), moved)
             kept_there = row.residual(sender_there)
             assert (kept is None) == (kept_there is None)
             if kept is not None and kept_there is not None:
                 assert bits(to_host(kept_there)) == bits(kept)
             if i == 2:
-                sender, sender_there = row.undo(sender, body), row.undo(sender_there, same)
+                sender, sender_there = row.restore_dropped(sender, body), row.restore_dropped(sender_there, same)
                 continue
-            if not row.flags.reduces:
+            if not row.traits.reduces:
                 receiver_there, found = row.decode(receiver_there, same, d)
                 same, found = to_host(same), to_host(found)
                 receiver, expected = row.decode(receiver, body, d)
@@ -132,9 +132,9 @@ def test_what_is_kept_is_kept_alike(name: str) -> None:
 def test_lengths_are_right_to_the_last_bits() -> None:
     """And what is rounded by them is, but for a few elements that lie on the edge."""
     row, d = PORTED["qsgd-127"], 70_001
-    here = row.encode(None, vector("heavy", d), Turn())[1]
+    here = row.encode(None, vector("heavy", d), EncodeContext())[1]
     with guarded():
-        same = to_host(row.encode(None, there(vector("heavy", d)), Turn())[1])
+        same = to_host(row.encode(None, there(vector("heavy", d)), EncodeContext())[1])
     ends = HEADER.size + 4 * -(-d // row.bucket)
     norms, others = (body[HEADER.size : ends].view(torch.int32) for body in (here, same))
     assert (norms - others).abs().max() <= 8  # of those that the host adds up in float32
@@ -161,15 +161,15 @@ OTHERS = [
 )
 def test_what_is_no_body_is_refused_there_too(name: str) -> None:
     row, d = PORTED[name], 1000
-    body = row.encode(None, vector("normal", d), Turn(ratio=0.03))[1]
+    body = row.encode(None, vector("normal", d), EncodeContext(ratio=0.03))[1]
     with guarded():
         for wrong in (body[:-1], torch.cat([body, body[-1:]]), body[:10]):
-            with pytest.raises(BodyError):
+            with pytest.raises(PayloadError):
                 row.decode(None, there(wrong), d)
         if name == "topk-int32":
             places = body.clone()
             places[-1] = 127
-            with pytest.raises(BodyError, match="ascending numbers below 1000"):
+            with pytest.raises(PayloadError, match="ascending numbers below 1000"):
                 row.decode(None, there(places), d)
 
 
@@ -193,7 +193,7 @@ def test_sums_of_outer_products_are_alike(terms: int) -> None:
 
 def test_the_page_lists_those_that_work_there() -> None:
     names = {option.stem for option in (CONF / "compression").glob("[!_]*.yaml")}
-    found = {name for name in names if not for_layers(codec(name), (Layer("weight", (4, 4)),)).on_host}
+    found = {name for name in names if not codec_for_layers(codec(name), (Layer("weight", (4, 4)),)).on_host}
     text = (CONF.parent / "docs/compression.md").read_text(encoding="utf-8")
     listed = text.partition("these codecs work there")[2].partition("All others")[0]
     assert set(re.findall(r"`(\w+)`", listed)) == found

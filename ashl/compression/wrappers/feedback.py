@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ashl.compression.around.wrapper import Wrapper
-from ashl.compression.contract import TURN, Codec, Flags, State, Turn
+from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, State, Traits
+from ashl.compression.wrappers.wrapper import Wrapper
 
 
 class Residual(NamedTuple):
@@ -36,35 +36,39 @@ class Feedback(Wrapper):
     decay: float = 1.0
 
     @property
-    def flags(self) -> Flags:
-        return self.codec.flags._replace(unbiased=False)
+    def traits(self) -> Traits:
+        return self.codec.traits._replace(unbiased=False)
 
-    def encode(self, sender: Residual | None, x: Tensor, turn: Turn = TURN) -> tuple[Residual, Tensor]:
+    def encode(
+        self, sender: Residual | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[Residual, Tensor]:
         error, inner, lr = sender or Residual()
-        error = rescaled(error, lr, turn.lr)
+        error = rescaled(error, lr, context.lr)
         p = x if error is None else x + (error if self.gain == 1 else error * self.gain)
-        inner, body = self.codec.encode(inner, p, turn)
+        inner, payload = self.codec.encode(inner, p, context)
         if error is not None and self.gain != self.decay:
             p = x + error * self.decay
-        rest = p.clone() if p is x or p is body else p
-        self.codec.add(rest, body, -1.0)
-        return Residual(rest, inner, turn.lr), body
+        rest = p.clone() if p is x or p is payload else p
+        self.codec.add(rest, payload, -1.0)
+        return Residual(rest, inner, context.lr), payload
 
-    def undo(self, sender: Residual, body: Tensor) -> Residual:
-        return Residual(restored(self.codec, sender.error, body), self.codec.undo(sender.inner, body), sender.lr)
+    def restore_dropped(self, sender: Residual, payload: Tensor) -> Residual:
+        return Residual(
+            restored(self.codec, sender.error, payload), self.codec.restore_dropped(sender.inner, payload), sender.lr
+        )
 
     def residual(self, sender: Residual | None) -> Tensor | None:
         return sender and sender.error
 
-    def adopt(self, kept: State) -> State:
+    def import_state(self, kept: State) -> State:
         return kept if isinstance(kept, Residual) else None
 
 
-def restored(codec: Codec, error: Tensor | None, body: Tensor) -> Tensor:
+def restored(codec: Codec, error: Tensor | None, payload: Tensor) -> Tensor:
     """What was kept, with the content of a body that was dropped."""
     assert error is not None
     whole = error.clone()
-    codec.add(whole, body)
+    codec.add(whole, payload)
     return whole
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.wire import there
+from ashl.compression.wire import device_kernels
 from ashl.compression.wire.arrays import Array, beside
 from ashl.compression.wire.bits import BLOCK
 
@@ -44,7 +44,7 @@ def wholes_of(values: Array, bits: int) -> tuple[Array, Array]:
     of them is worth, [n, 1]."""
     if isinstance(values, Tensor):
         shift = bits - torch.frexp(values.abs().amax(1, keepdim=True)).exponent
-        return (values.to(torch.float64) * there.power(shift)).round(), there.power(-shift)
+        return (values.to(torch.float64) * device_kernels.power(shift)).round(), device_kernels.power(-shift)
     shift = bits - np.frexp(np.abs(values).max(1, keepdims=True))[1]
     whole = values.astype(np.float64)
     whole *= np.ldexp(1.0, shift)  # a power of two, so exact

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.wire import there
+from ashl.compression.wire import device_kernels
 from ashl.compression.wire.arrays import Array
 from ashl.compression.wire.bits import BLOCK
 
@@ -38,7 +38,7 @@ def largest(x: Array, k: int, order: Order = MAGNITUDE) -> Array:
         bits = x.view(torch.int32)
         keys = bits & int(operand) if operation is np.bitwise_and else bits ^ int(operand)
         sample = keys[_spread_out(len(x))]
-        return there.largest(keys, k, _rank(len(sample), k, len(x)), sample)
+        return device_kernels.largest(keys, k, _rank(len(sample), k, len(x)), sample)
     bits = x.view(np.int32)
     bound = _bound(bits, k, order)
     if bound is not None:
@@ -55,13 +55,13 @@ def reaching(x: Array, bound: float) -> Array:
     """Ascending indices of all |x| ≥ bound > 0, for x float32 [d]; a NaN reaches every bound."""
     least = np.maximum(np.float32(bound).view(np.int32), 1)
     if isinstance(x, Tensor):
-        return there.reaching(there.magnitudes(x), int(least))
+        return device_kernels.reaching(device_kernels.magnitudes(x), int(least))
     return _reaching(x.view(np.int32), least, MAGNITUDE)[0]
 
 
 def estimated(x: Array, k: int) -> float:
     """A bound that about k of |x| reach, from a sample; for short vectors one that k reach. NaN where that is one."""
-    sample = _keys(there.read(x[_spread_out(len(x))]).view(np.int32), MAGNITUDE)
+    sample = _keys(device_kernels.read(x[_spread_out(len(x))]).view(np.int32), MAGNITUDE)
     rank = min(sample.size, max(1, round(k * sample.size / len(x))))
     return float(np.partition(sample, sample.size - rank)[sample.size - rank].view(np.float32))
 
@@ -69,7 +69,7 @@ def estimated(x: Array, k: int) -> float:
 def largest_of_rows(x: Array, k: int) -> Array:
     """Ascending column indices [rows, k] of the k largest |x| of each row, for x float32 [rows, columns]."""
     if isinstance(x, Tensor):
-        return there.largest_of_rows(there.magnitudes(x), k)
+        return device_kernels.largest_of_rows(device_kernels.magnitudes(x), k)
     rows, columns = x.shape
     found = np.empty((rows, k), np.int32)
     step = max(1, BLOCK // columns)

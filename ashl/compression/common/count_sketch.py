@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.base.code import Sparse, kept
-from ashl.compression.base.linear import SummedValues
-from ashl.compression.base.select import largest
-from ashl.compression.contract import ALL, BodyError, Flags, Reduces, Turn
+from ashl.compression.common.code import Sparse, kept
+from ashl.compression.common.linear import SummedValues
+from ashl.compression.common.select import largest
+from ashl.compression.contract import ALL, EncodeContext, PayloadError, Reduces, Traits
 from ashl.compression.wire.bits import BLOCK
-from ashl.compression.wire.body import HEADER, Parts, read_body, typed
+from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed
 from ashl.data.rng import Purpose, quick
 from ashl.option import Ratio, option
 
@@ -118,8 +118,8 @@ def estimated(cells: np.ndarray, table: Table, d: int) -> np.ndarray:
 def median(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Of an odd number of rows, element by element; they are overwritten. NaN where one is NaN."""
     rows, spare = list(rows), np.empty_like(rows[0])
-    for turn in range(len(rows)):  # odd-even transposition: every pair once in order, all done after as many turns
-        for j in range(turn % 2, len(rows) - 1, 2):
+    for context in range(len(rows)):  # odd-even transposition: every pair once in order, all done after as many turns
+        for j in range(context % 2, len(rows) - 1, 2):
             np.minimum(rows[j], rows[j + 1], out=spare)
             np.maximum(rows[j], rows[j + 1], out=rows[j + 1])
             rows[j], spare = spare, rows[j]
@@ -137,7 +137,7 @@ def recovered(cells: np.ndarray, table: Table, d: int, k: int) -> tuple[np.ndarr
 class CountSketch(Sparse, SummedValues, Reduces):
     """The fields and the body of every codec that sends a sketch."""
 
-    flags: ClassVar[Flags] = Flags(linear=True, reduces=True)
+    traits: ClassVar[Traits] = Traits(linear=True, reduces=True)
     rows: Literal[1, 3, 5, 7, 9]
     size: Ratio
     kept: Ratio
@@ -149,7 +149,7 @@ class CountSketch(Sparse, SummedValues, Reduces):
     def k(self, d: int) -> int:
         return kept(self.kept, d)
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + SEED_BYTES + 4 * self.table(d).cells
 
     def bound(self, ratio: float | None, d: int) -> float:
@@ -157,8 +157,8 @@ class CountSketch(Sparse, SummedValues, Reduces):
         k = self.k(d)
         return 1.0 + k * d if self.table(d).rows else 1 - k / d
 
-    def pack(self, x: np.ndarray, turn: Turn) -> Parts:
-        table = self.table(x.size, turn.seed)
+    def pack(self, x: np.ndarray, context: EncodeContext) -> Parts:
+        table = self.table(x.size, context.seed)
         return Parts(table.cells, sketched(x, table), scales=np.array([table.seed], "<u8"))
 
     def unpack(self, parts: Parts, d: int) -> Any:
@@ -170,18 +170,20 @@ class CountSketch(Sparse, SummedValues, Reduces):
         seed = int.from_bytes(typed(parts.scales, "u1", SEED_BYTES, "seed").tobytes(), "little")
         table = self.table(d, seed)
         if parts.count != table.cells or parts.indices.size:
-            raise BodyError(f"a sketch of {parts.count} cells came where {table.cells} were expected")
+            raise PayloadError(f"a sketch of {parts.count} cells came where {table.cells} were expected")
         return table, typed(parts.values, "<f4", table.cells, "cells")
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
         """What an all-reduce sums of a body: its cells alone."""
         return 4 * self.table(d).cells
 
-    def together(self, bodies: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[Table, np.ndarray]:
+    def together(self, payloads: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[Table, np.ndarray]:
         """(form, cells) of Σ weight · body, a new array. Raises BodyError where their hashes differ."""
-        tables, sketches = zip(*(self.read(read_body(body, self.code, d), d) for body in bodies), strict=True)
+        tables, sketches = zip(
+            *(self.read(read_payload(payload, self.code, d), d) for payload in payloads), strict=True
+        )
         if len(set(tables)) > 1:
-            raise BodyError("sketches of different seeds came, which do not add up")
+            raise PayloadError("sketches of different seeds came, which do not add up")
         total = np.zeros(tables[0].cells, np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
             for cells, weight in zip(sketches, weights, strict=True):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import BodyError
+from ashl.compression.contract import PayloadError
 from ashl.compression.wire.arrays import Array, as_bytes, beside, viewed
 from ashl.errors import UsageError
 from ashl.learn.device import at_home, to_host
@@ -51,7 +51,7 @@ class Split(NamedTuple):
     indices: int
 
 
-def write_body(code: int, d: int, parts: Parts) -> Tensor:
+def write_payload(code: int, d: int, parts: Parts) -> Tensor:
     """A new body, uint8, where the values lie. Raises UsageError where it is longer than its header can say."""
     count, values, indices, scales, form = parts
     if max(d, scales.nbytes, values.nbytes) > MOST:
@@ -64,49 +64,54 @@ def write_body(code: int, d: int, parts: Parts) -> Tensor:
         head = np.frombuffer(bytearray(HEADER.pack(*said)), np.uint8)
         there = [beside(values, part) for part in (head, scales, values, indices)]
         return torch.cat([as_bytes(part) for part in there])
-    body = np.empty(HEADER.size + scales.nbytes + values.nbytes + indices.nbytes, np.uint8)
-    HEADER.pack_into(body.data, 0, *said)
+    payload = np.empty(HEADER.size + scales.nbytes + values.nbytes + indices.nbytes, np.uint8)
+    HEADER.pack_into(payload.data, 0, *said)
     start = HEADER.size
     for part in (scales, values, indices):
         if part.nbytes:
-            body[start : start + part.nbytes].view(part.dtype)[:] = part.reshape(-1)
+            payload[start : start + part.nbytes].view(part.dtype)[:] = part.reshape(-1)
             start += part.nbytes
-    return torch.from_numpy(body)
+    return torch.from_numpy(payload)
 
 
-def read_body(body: Any, code: int, d: int) -> Parts:
+def read_payload(payload: Any, code: int, d: int) -> Parts:
     """What a body holds. Raises BodyError unless it is one of this codec with d elements."""
-    if not isinstance(body, Tensor) or body.dtype != torch.uint8 or body.dim() != 1 or body.numel() < HEADER.size:
-        raise BodyError(f"what came is no encoded vector: {HEADER.size} bytes of header or more were expected")
-    memory = np.ascontiguousarray(body.numpy()) if at_home(body) else body
-    said = header_of(body) if isinstance(memory, Tensor) else HEADER.unpack_from(memory.data)
+    if (
+        not isinstance(payload, Tensor)
+        or payload.dtype != torch.uint8
+        or payload.dim() != 1
+        or payload.numel() < HEADER.size
+    ):
+        raise PayloadError(f"what came is no encoded vector: {HEADER.size} bytes of header or more were expected")
+    memory = np.ascontiguousarray(payload.numpy()) if at_home(payload) else payload
+    said = header_of(payload) if isinstance(memory, Tensor) else HEADER.unpack_from(memory.data)
     version, codec, form, dtype, elements, count, scale_bytes, value_bytes = said
     if version != VERSION:
-        raise BodyError("what came was encoded by another version or program")
+        raise PayloadError("what came was encoded by another version or program")
     if dtype != FLOAT32:
-        raise BodyError(f"an encoded vector of element type {dtype} came where float32 was expected")
+        raise PayloadError(f"an encoded vector of element type {dtype} came where float32 was expected")
     if codec != code:
-        raise BodyError(f"what came was encoded by codec {codec} where {code} was expected")
+        raise PayloadError(f"what came was encoded by codec {codec} where {code} was expected")
     if elements != d:
-        raise BodyError(f"an encoded vector of {elements} elements came where {d} were expected")
+        raise PayloadError(f"an encoded vector of {elements} elements came where {d} were expected")
     values = HEADER.size + scale_bytes
     indices = values + value_bytes
     if count > d or indices > len(memory):
-        raise BodyError(
+        raise PayloadError(
             f"an encoded vector of {d} elements says that it holds {count} values and {scale_bytes} and {value_bytes} "
             f"bytes, in {len(memory)} bytes"
         )
     return Parts(count, memory[values:indices], memory[indices:], memory[HEADER.size : values], form)
 
 
-def header_of(body: Tensor) -> tuple[int, ...]:
+def header_of(payload: Tensor) -> tuple[int, ...]:
     """The numbers of a body's header, which the host reads."""
-    return HEADER.unpack(to_host(body[: HEADER.size]).numpy().tobytes())
+    return HEADER.unpack(to_host(payload[: HEADER.size]).numpy().tobytes())
 
 
 def typed(part: Array, dtype: str, count: int, what: str) -> Array:
     """`count` elements of a numpy type, as a view of a body's bytes. Raises BodyError where there are more or fewer."""
     size = np.dtype(dtype).itemsize
     if len(part) != size * count:
-        raise BodyError(f"an encoded vector holds {len(part)} bytes of {what} where {size * count} were expected")
+        raise PayloadError(f"an encoded vector holds {len(part)} bytes of {what} where {size * count} were expected")
     return viewed(part, dtype)

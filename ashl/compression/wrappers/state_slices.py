@@ -12,16 +12,16 @@ from torch import Tensor
 from ashl.compression.contract import State
 
 
-def cut(state: State, start: int, stop: int) -> State:
+def slice_state(state: State, start: int, stop: int) -> State:
     """Of the elements [start, stop), as views."""
     if isinstance(state, Tensor):
         return state[start:stop]
-    return type(state)(*(cut(field, start, stop) for field in state)) if isinstance(state, tuple) else state
+    return type(state)(*(slice_state(field, start, stop) for field in state)) if isinstance(state, tuple) else state
 
 
-def joined(states: Sequence[State]) -> State:
+def join_states(states: Sequence[State]) -> State:
     """Of the whole vector, of its parts in order."""
     first = states[0]
     if isinstance(first, Tensor):
         return torch.cat(list(states))
-    return type(first)(*map(joined, zip(*states, strict=True))) if isinstance(first, tuple) else first
+    return type(first)(*map(join_states, zip(*states, strict=True))) if isinstance(first, tuple) else first

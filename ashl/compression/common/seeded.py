@@ -10,11 +10,11 @@ import math
 
 import numpy as np
 
-from ashl.compression.base.linear import SummedValues
-from ashl.compression.base.sparsifier import SPARSE, Selection, Share
-from ashl.compression.contract import BodyError, Turn
+from ashl.compression.common.linear import SummedValues
+from ashl.compression.common.sparsifier import SPARSE, Selection, Share
+from ashl.compression.contract import EncodeContext, PayloadError
 from ashl.compression.wire.arrays import Array, placed, read
-from ashl.compression.wire.body import HEADER, Parts
+from ashl.compression.wire.payload_format import HEADER, Parts
 from ashl.option import option
 
 SEED_BYTES = 8
@@ -30,21 +30,21 @@ class Seeded(Selection, SummedValues, Share):
     def read_places(self, buffer: Array, k: int, d: int) -> Array:
         return placed(buffer, places_of(read(buffer), k, d))
 
-    def payload(self, ratio: float | None, d: int) -> int:
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.size(self.kept(ratio, d), d)
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
         """What an all-reduce sums of a body: its values alone."""
         seed = SEED_BYTES if self.form(self.kept(ratio, d), d) == SPARSE else 0
-        return self.payload(ratio, d) - HEADER.size - seed
+        return self.encoded_nbytes(ratio, d) - HEADER.size - seed
 
-    def drawn(self, x: Array, rng: np.random.Generator, turn: Turn, scale: float = 1.0) -> Parts:
+    def drawn(self, x: Array, rng: np.random.Generator, context: EncodeContext, scale: float = 1.0) -> Parts:
         """x at places that are drawn with a new seed of `rng`, scaled unless all of x is sent."""
-        k, seed = self.kept(turn.ratio, len(x)), new_seed(rng)
+        k, seed = self.kept(context.ratio, len(x)), new_seed(rng)
         if self.form(k, len(x)) != SPARSE:
-            return self.parts_of(x, k, None, None, turn)
+            return self.parts_of(x, k, None, None, context)
         kept = x[placed(x, places_of(seed, k, len(x)))]
-        return self.parts_of(x, k, kept if scale == 1 else kept * scale, seed, turn)
+        return self.parts_of(x, k, kept if scale == 1 else kept * scale, seed, context)
 
 
 def new_seed(rng: np.random.Generator) -> np.ndarray:
@@ -55,7 +55,7 @@ def new_seed(rng: np.random.Generator) -> np.ndarray:
 def places_of(seed: np.ndarray, k: int, d: int) -> np.ndarray:
     """The ascending places [k] of d that a seed stands for. Raises BodyError where it is none."""
     if seed.size != SEED_BYTES:
-        raise BodyError(f"a seed of {seed.size} bytes came where {SEED_BYTES} were expected")
+        raise PayloadError(f"a seed of {seed.size} bytes came where {SEED_BYTES} were expected")
     sequence = np.random.SeedSequence(np.frombuffer(seed.tobytes(), "<u4").tolist())
     return distinct(np.random.Generator(np.random.SFC64(sequence)), k, d)
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import TURN, BodyError, Codec, Flags, Layout, State, Turn
+from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, Layout, PayloadError, State, Traits
 from ashl.compression.wire.arrays import bytes_of, read, tensor_of
-from ashl.compression.wire.body import HEADER, Parts, read_body, typed, write_body
+from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed, write_payload
 
 C = TypeVar("C", bound=Codec)
 
@@ -54,8 +54,8 @@ class Layerwise(Codec):
     sizes: tuple[int, ...]
 
     @property
-    def flags(self) -> Flags:
-        return self.codec.flags._replace(linear=False, reduces=False)
+    def traits(self) -> Traits:
+        return self.codec.traits._replace(linear=False, reduces=False)
 
     @property
     def on_host(self) -> bool:
@@ -65,24 +65,24 @@ class Layerwise(Codec):
     def ratio(self) -> float | None:
         return self.codec.ratio
 
-    def encode(self, sender: State, x: Tensor, turn: Turn = TURN) -> tuple[State, Tensor]:
-        bodies = [
-            self.codec.encode(None, x[part], turn._replace(layer=turn.layer + layer))[1]
+    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
+        payloads = [
+            self.codec.encode(None, x[part], context._replace(layer=context.layer + layer))[1]
             for layer, part in enumerate(slices(self.sizes))
         ]
-        lengths = np.array([len(body) for body in bodies])
-        parts = Parts(x.numel(), bytes_of(torch.cat(bodies)), scales=lengths.astype("<u4"))
-        return sender, write_body(self.code, x.numel(), parts)
+        lengths = np.array([len(payload) for payload in payloads])
+        parts = Parts(x.numel(), bytes_of(torch.cat(payloads)), scales=lengths.astype("<u4"))
+        return sender, write_payload(self.code, x.numel(), parts)
 
-    def decode(self, receiver: State, body: Tensor, d: int) -> tuple[State, Tensor]:
-        pieces = [self.codec.decode(None, piece, part.stop - part.start)[1] for part, piece in self._pieces(body, d)]
+    def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
+        pieces = [self.codec.decode(None, piece, part.stop - part.start)[1] for part, piece in self._pieces(payload, d)]
         return receiver, torch.cat(pieces)
 
-    def payload(self, ratio: float | None, d: int) -> int:
-        return HEADER.size + sum(4 + self.codec.payload(ratio, size) for size in self.sizes)
+    def encoded_nbytes(self, ratio: float | None, d: int) -> int:
+        return HEADER.size + sum(4 + self.codec.encoded_nbytes(ratio, size) for size in self.sizes)
 
-    def add(self, out: Tensor, body: Tensor, scale: float = 1.0) -> None:
-        pieces = list(self._pieces(body, out.numel()))
+    def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
+        pieces = list(self._pieces(payload, out.numel()))
         for part, piece in pieces:  # all are read before anything is written
             self.codec.decode(None, piece, part.stop - part.start)
         for part, piece in pieces:
@@ -91,11 +91,11 @@ class Layerwise(Codec):
     def bound(self, ratio: float | None, d: int) -> float:
         return max(self.codec.bound(ratio, size) for size in self.sizes)
 
-    def _pieces(self, body: Tensor, d: int) -> Iterator[tuple[slice, Tensor]]:
+    def _pieces(self, payload: Tensor, d: int) -> Iterator[tuple[slice, Tensor]]:
         """Where each layer lies, and its body."""
-        parts = read_body(body, self.code, d)
+        parts = read_payload(payload, self.code, d)
         lengths = typed(read(parts.scales), "<u4", len(self.sizes), "lengths").astype(np.int64)
         if lengths.sum() != len(parts.values) or len(parts.indices):
-            raise BodyError(f"the layers that came are {lengths.sum()} bytes long in {len(parts.values)}")
-        bodies = tensor_of(parts.values).split(lengths.tolist())
-        return zip(slices(self.sizes), bodies, strict=True)
+            raise PayloadError(f"the layers that came are {lengths.sum()} bytes long in {len(parts.values)}")
+        payloads = tensor_of(parts.values).split(lengths.tolist())
+        return zip(slices(self.sizes), payloads, strict=True)

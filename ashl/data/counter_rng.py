@@ -25,7 +25,7 @@ WORD = 2**64
 PIECE = 1 << 14  # words that stay in the cache between two operations
 
 
-class ByIndex(NamedTuple):
+class CounterRng(NamedTuple):
     """A stream of words of 64 bits."""
 
     key: int
@@ -46,9 +46,9 @@ class ByIndex(NamedTuple):
         return words
 
 
-def by_index(seed: int, purpose: Purpose, *words: int) -> ByIndex:
+def counter_rng(seed: int, purpose: Purpose, *words: int) -> CounterRng:
     """The stream of these non-negative words."""
-    return ByIndex(int(np.random.SeedSequence((seed, int(purpose), *words)).generate_state(1, np.uint64)[0]))
+    return CounterRng(int(np.random.SeedSequence((seed, int(purpose), *words)).generate_state(1, np.uint64)[0]))
 
 
 @cache

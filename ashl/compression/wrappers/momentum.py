@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ashl.compression.around.feedback import rescaled, restored
-from ashl.compression.around.wrapper import Wrapper
-from ashl.compression.contract import TURN, Flags, State, Turn
+from ashl.compression.contract import ENCODE_CONTEXT, EncodeContext, State, Traits
+from ashl.compression.wrappers.feedback import rescaled, restored
+from ashl.compression.wrappers.wrapper import Wrapper
 
 
 class Velocity(NamedTuple):
@@ -37,30 +37,32 @@ class MomentumCorrection(Wrapper):
     masking: bool
 
     @property
-    def flags(self) -> Flags:
-        return self.codec.flags._replace(unbiased=False, lossless=False)
+    def traits(self) -> Traits:
+        return self.codec.traits._replace(unbiased=False, lossless=False)
 
-    def encode(self, sender: Velocity | None, x: Tensor, turn: Turn = TURN) -> tuple[Velocity, Tensor]:
+    def encode(
+        self, sender: Velocity | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[Velocity, Tensor]:
         state = sender or Velocity()
         velocity = state.velocity
-        if state.lr * turn.lr < 0:  # a gradient after a difference, or the other way round
-            velocity = rescaled(velocity, state.lr, turn.lr)
+        if state.lr * context.lr < 0:  # a gradient after a difference, or the other way round
+            velocity = rescaled(velocity, state.lr, context.lr)
         u = x.clone() if velocity is None else x + velocity * self.decay
-        error = rescaled(state.error, state.lr, turn.lr)
+        error = rescaled(state.error, state.lr, context.lr)
         v = u.clone() if error is None else u + error
-        inner, body = self.codec.encode(state.inner, v, turn)
+        inner, payload = self.codec.encode(state.inner, v, context)
         sent = torch.zeros_like(v)
-        self.codec.add(sent, body)
+        self.codec.add(sent, payload)
         masked = torch.where(sent == 0, u, 0) if self.masking else u
-        return Velocity(masked, v - sent, u if self.masking else None, inner, turn.lr), body
+        return Velocity(masked, v - sent, u if self.masking else None, inner, context.lr), payload
 
-    def undo(self, sender: Velocity, body: Tensor) -> Velocity:
+    def restore_dropped(self, sender: Velocity, payload: Tensor) -> Velocity:
         velocity = sender.velocity if sender.before is None else sender.before
-        whole = restored(self.codec, sender.error, body)
-        return Velocity(velocity, whole, None, self.codec.undo(sender.inner, body), sender.lr)
+        whole = restored(self.codec, sender.error, payload)
+        return Velocity(velocity, whole, None, self.codec.restore_dropped(sender.inner, payload), sender.lr)
 
     def residual(self, sender: Velocity | None) -> Tensor | None:
         return sender and sender.error
 
-    def adopt(self, kept: State) -> State:
+    def import_state(self, kept: State) -> State:
         return kept if isinstance(kept, Velocity) else None

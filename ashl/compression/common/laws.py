@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.around.wrapped import for_layers
-from ashl.compression.contract import Codec, Layer, Linear, Turn, size_of
+from ashl.compression.contract import Codec, EncodeContext, Layer, Linear, size_of
+from ashl.compression.wrappers.compose import codec_for_layers
 
 LAYOUT = (Layer("weight", (64, 48)), Layer("bias", (64,)))
 D = size_of(LAYOUT)
@@ -38,12 +38,12 @@ class Law(NamedTuple):
 
 def laws(option: Codec) -> list[Law]:
     """The laws of an option, measured."""
-    codec = for_layers(option, LAYOUT)
+    codec = codec_for_layers(option, LAYOUT)
     rng = np.random.default_rng(0)
     vectors = {"normal": vector(rng.standard_normal(D)), "heavy": vector(rng.standard_cauchy(D))}
     found = [size(codec, vectors["normal"])]
     found += [law for name, x in vectors.items() for law in losses(codec, name, x)]
-    if codec.flags.linear and isinstance(codec, Linear):
+    if codec.traits.linear and isinstance(codec, Linear):
         found.append(linearity(codec, *vectors.values()))
     return [*found, repeatable(codec, vectors["normal"])]
 
@@ -63,8 +63,8 @@ MEANT = {
 
 def promises(option: Codec) -> list[tuple[str, str]]:
     """Its flags, and what they mean."""
-    flags = for_layers(option, LAYOUT).flags._asdict()
-    return [(name.replace("_", " "), MEANT[name]) for name, on in flags.items() if on] or [("none", "")]
+    traits = codec_for_layers(option, LAYOUT).traits._asdict()
+    return [(name.replace("_", " "), MEANT[name]) for name, on in traits.items() if on] or [("none", "")]
 
 
 def vector(x: np.ndarray) -> Tensor:
@@ -73,9 +73,9 @@ def vector(x: np.ndarray) -> Tensor:
 
 def size(codec: Codec, x: Tensor) -> Law:
     """Bytes sent against bytes declared."""
-    sent, declared = codec.encode(None, x, Turn())[1].nbytes, codec.payload(None, D)
-    kept = sent <= declared if codec.flags.variable else sent == declared
-    most = "at most " if codec.flags.variable else ""
+    sent, declared = codec.encode(None, x, EncodeContext())[1].nbytes, codec.encoded_nbytes(None, D)
+    kept = sent <= declared if codec.traits.variable else sent == declared
+    most = "at most " if codec.traits.variable else ""
     return Law("bits an element", f"{most}{8 * declared / D:.3g}", f"{8 * sent / D:.3g}", kept)
 
 
@@ -85,8 +85,8 @@ def losses(codec: Codec, name: str, x: Tensor) -> list[Law]:
     total, lost, draws = torch.zeros(D, dtype=torch.float64), [], []
     whole = float((x.double() ** 2).sum())
     for k in range(DRAWS):
-        sender, body = codec.encode(sender, x, Turn(round=k))
-        receiver, got = codec.decode(receiver, body, D)
+        sender, payload = codec.encode(sender, x, EncodeContext(round=k))
+        receiver, got = codec.decode(receiver, payload, D)
         total += got
         draws.append(float(((got.double() - x) ** 2).sum()) / whole)
     memory = sender is not None or receiver is not None
@@ -96,7 +96,7 @@ def losses(codec: Codec, name: str, x: Tensor) -> list[Law]:
     stated = "-" if not np.isfinite(bound) else f"at most {bound:.3g}"
     kept = None if not np.isfinite(bound) else mean - CHANCE * error <= bound * (1 + 1e-6)
     rows = [Law(f"relative error on a {name} vector{', in the end' if memory else ''}", stated, f"{mean:.3g}", kept)]
-    if codec.flags.unbiased and not codec.flags.lossless and not memory:
+    if codec.traits.unbiased and not codec.traits.lossless and not memory:
         bias = float(torch.linalg.vector_norm(total / DRAWS - x)) / whole**0.5
         chance = (mean / DRAWS) ** 0.5
         rows.append(Law(f"bias on a {name} vector", "0", f"{bias:.2g} (chance: {chance:.2g})", bias <= CHANCE * chance))
@@ -105,9 +105,9 @@ def losses(codec: Codec, name: str, x: Tensor) -> list[Law]:
 
 def linearity(codec: Linear, x: Tensor, y: Tensor) -> Law:
     """Whether the sum of two bodies decodes to the sum."""
-    one, other = (codec.encode(None, v, Turn(worker=rank))[1] for rank, v in enumerate((x, y)))
-    if codec.flags.reduces:  # what it makes of a sum is no sum
-        whole = codec.summand(codec.encode(None, x + y, Turn())[1])
+    one, other = (codec.encode(None, v, EncodeContext(worker=rank))[1] for rank, v in enumerate((x, y)))
+    if codec.traits.reduces:  # what it makes of a sum is no sum
+        whole = codec.summand(codec.encode(None, x + y, EncodeContext())[1])
         off = float(torch.linalg.vector_norm(codec.summand(one) + codec.summand(other) - whole))
         off /= float(torch.linalg.vector_norm(whole))
         return Law("sum of bodies is the body of the sum", "yes", f"off by {off:.1g}", off < 0.02)
@@ -119,5 +119,5 @@ def linearity(codec: Linear, x: Tensor, y: Tensor) -> Law:
 
 def repeatable(codec: Codec, x: Tensor) -> Law:
     """Whether the same message is encoded to the same bytes."""
-    one, other = (codec.encode(None, x, Turn(seed=1))[1] for _ in range(2))
+    one, other = (codec.encode(None, x, EncodeContext(seed=1))[1] for _ in range(2))
     return Law("same message, same bytes", "yes", "yes" if torch.equal(one, other) else "no", torch.equal(one, other))

@@ -34,7 +34,7 @@ FORWARD = 1 / 3  # of a step: backward takes two products where forward takes on
 LEAST = 0.01  # of backward, for a group of its own
 
 
-class Part(NamedTuple):
+class Bucket(NamedTuple):
     """A run of tensors: elements [start, stop) of the flat vector, there after this share of a step."""
 
     start: int
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chain:
+class StepTimeline:
     """What is known of a step when its messages are planned; groups in the order in which backward comes to them."""
 
     ready_ns: tuple[int, ...]  # on the slowest worker
@@ -87,10 +87,10 @@ class Chain:
 
     def end_ns(self, messages: Sequence[int], shares: Sequence[float] | None = None) -> int:
         """When the last of these messages has ended, of which such shares are kept; None = as planned."""
-        end, done, first, chain = 0.0, 0.0, 0, self.split(len(messages))
+        end, done, first, timeline = 0.0, 0.0, 0, self.split(len(messages))
         for k, count in enumerate(messages):
             last = first + count
-            end, done = chain.after(end, done, last, self.cost(first, last, shares[k] if shares else None))
+            end, done = timeline.after(end, done, last, self.cost(first, last, shares[k] if shares else None))
             first = last
         return round(end)
 
@@ -113,7 +113,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Compressed(Chain):
+class CompressedTimeline(StepTimeline):
     """The same where messages are compressed: ready once they are encoded."""
 
     ratio: float | None = field(kw_only=True)  # the kept share as planned, where there is one
@@ -123,25 +123,25 @@ class Compressed(Chain):
         return self.body_ns(first, last, share or self.ratio)
 
 
-def parts_of_tensors(shapes: Sequence[tuple[int, ...]], work: Sequence[float]) -> tuple[Part, ...]:
+def buckets_of_tensors(shapes: Sequence[tuple[int, ...]], work: Sequence[float]) -> tuple[Bucket, ...]:
     """The layer groups of tensors of these shapes with these shares of the work, the last one first."""
     sizes = [math.prod(shape) for shape in shapes]
     whole = sum(work)
     shares = [w / whole for w in work] if whole else [size / sum(sizes) for size in sizes]
     bounds = [0, *accumulate(sizes)]
-    parts: list[Part] = []
+    parts: list[Bucket] = []
     stop, share, done = bounds[-1], 0.0, 0.0
     for i in reversed(range(len(sizes))):
         share += shares[i]
         if share >= LEAST:
             done += share
-            parts.append(Part(bounds[i], stop, FORWARD + (1 - FORWARD) * done, FORWARD * (1 - done)))
+            parts.append(Bucket(bounds[i], stop, FORWARD + (1 - FORWARD) * done, FORWARD * (1 - done)))
             stop, share = bounds[i], 0.0
     last = parts.pop()  # with what is left of the first layers
     return (*parts, last._replace(start=0, ready=1.0, needed=0.0))
 
 
-def passed(parts: Sequence[Part]) -> tuple[float, ...]:
+def end_shares(parts: Sequence[Bucket]) -> tuple[float, ...]:
     """The shares of a step after which forward has ended with each group, the first layers first, and then those after
     which backward has: of a forward pass that is shared out as backward is."""
     forward = min(FORWARD, parts[0].ready)
@@ -151,12 +151,12 @@ def passed(parts: Sequence[Part]) -> tuple[float, ...]:
     return (*(min(end, forward) for end in ends), *(part.ready for part in parts))
 
 
-def bare(parts: Sequence[Part]) -> Chain:
+def untimed_timeline(parts: Sequence[Bucket]) -> StepTimeline:
     """What is known of a chain without costs."""
-    return Chain((0,) * len(parts), tuple(4 * (part.stop - part.start) for part in parts), lambda _: 0)
+    return StepTimeline((0,) * len(parts), tuple(4 * (part.stop - part.start) for part in parts), lambda _: 0)
 
 
-def joined(parts: Sequence[Part], messages: Sequence[int]) -> tuple[Part, ...]:
+def merge_buckets(parts: Sequence[Bucket], messages: Sequence[int]) -> tuple[Bucket, ...]:
     """What each message holds."""
     ends = list(accumulate(messages))
     return tuple(

@@ -2,7 +2,7 @@
 
 Rule, in the order of a message: x is shortened to clip_norm/√n where it is longer (n workers); it is added to the
 velocity (`momentum`) or to what earlier messages left out (`feedback`); the sum is encoded; what was not sent is kept.
-The wrappers that do it are made by `ashl.compression.around.wrapped`.
+The wrappers that do it are made by `ashl.compression.wrappers.compose`.
 
 Source: error feedback, Seide et al., Interspeech 2014; ECQ-SGD, Wu et al., ICML 2018; momentum correction, factor
 masking, clipping and warm-up, Lin et al., "Deep Gradient Compression", ICLR 2018.
