@@ -143,7 +143,7 @@ def _guest() -> Generator[None]:
     as Python would have them do: so it needs no `if __name__ == "__main__"`."""
     import torch
 
-    from ashl.run.streams import standard_streams
+    from ashl.run.process_setup import standard_streams
 
     main, threads = sys.modules["__main__"], torch.get_num_threads()
     sys.modules["__main__"] = ModuleType("__main__")

@@ -14,7 +14,7 @@ from ashl import __version__
 from ashl.config.catalog import CONF, defaults, meant, nearest, parameters
 from ashl.config.override import command_text
 from ashl.errors import AshlError, UsageError, plain
-from ashl.run.streams import standard_streams
+from ashl.run.process_setup import standard_streams
 
 from .advise import advise
 from .calibrate import calibrate

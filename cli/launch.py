@@ -14,13 +14,12 @@ from typer.core import TyperGroup
 from ashl.config.catalog import catalog, meant, parameters
 from ashl.config.override import key_of
 from ashl.errors import UsageError
-from ashl.run.hosts import assign_slots, copied_environment, describe_idle_slots, read_hosts
 
 from .train import Debug, DryRun, resumed, starting
 from .typed import TYPED_LAUNCH, launched
 
 if TYPE_CHECKING:
-    from ashl.run.ssh import Launch
+    from ashl.run.multi_node import Launch
 
 LAUNCHED = ("train", "profile", "sweep")
 
@@ -57,6 +56,9 @@ def launch(
     if name not in LAUNCHED:
         hint = "; write `-- train`, `-- profile` or `-- sweep` behind its options."
         raise UsageError(f"`ashl launch` cannot run {name}{meant(name, LAUNCHED, hint)}")
+    with starting(quiet="-q" in args or "--quiet" in args):
+        from ashl.run.multi_node import Launch, copied_environment, read_hosts
+
     found, copied = read_hosts(hosts), copied_environment(os.environ, env or [])
     assert ctx.parent is not None
     group = ctx.parent.command
@@ -72,9 +74,6 @@ def launch(
     params["overrides"] = [*(params["overrides"] or []), *own]
     if params.get("cfg"):
         return inner.command.invoke(inner)
-    with starting(params["quiet"]):
-        from ashl.run.ssh import Launch
-
     columns = str(shutil.get_terminal_size().columns)
     where = Launch(
         found,
@@ -97,7 +96,7 @@ def launch(
 def start(where: "Launch", name: str, argv: list[str], params: dict[str, Any]) -> int:
     """`ashl train` or `ashl profile`, as its command line is understood here, on the hosts."""
     from ashl.config.compose import compose
-    from ashl.run.multi_node import job_size, may_lose, run_job
+    from ashl.run.multi_node import assign_slots, describe_idle_slots, job_size, may_lose, run_job
     from ashl.run.profile import through_server
     from ashl.run.train import dry_run, is_virtual
 

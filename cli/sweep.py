@@ -16,7 +16,7 @@ from .train import ConfigDir, ConfigFile, Debug, Overrides, as_yaml, starting
 from .typed import typed as typed_line
 
 if TYPE_CHECKING:
-    from ashl.run.ssh import Launch
+    from ashl.run.multi_node import Launch
     from ashl.study.grid import Grid
     from ashl.study.slots import Job
 

@@ -17,8 +17,7 @@ from ashl.learn.learner import Learner
 from ashl.plan.plan import Plan
 from ashl.planning.compile_plan import compile_plan
 from ashl.planning.instantiate import assemble
-from ashl.run.evaluation import rises
-from ashl.run.mean_model import EvaluatedModel, ModelSet, make_model_set
+from ashl.run.evaluation import EvaluatedModel, ModelSet, make_model_set, rises
 from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
 from ashl.runtime.records import Joined, Lost, Record, Snapshot, UpdateShown, as_fields

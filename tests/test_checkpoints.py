@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from ashl.errors import AshlError, UsageError
 from ashl.planning.predict import WITHOUT
-from ashl.run import checkpoint_upload, checkpoints
+from ashl.run import checkpoints, uploads
 from ashl.run.authenticated_store import AuthenticatedStore, new_secret
 from ashl.run.checkpoints import LOCKSTEP, SERVER, CheckpointManager
-from ashl.run.compression_metrics import Health
 from ashl.run.evaluation import Evaluation
 from ashl.run.launcher_env import JobMembership
+from ashl.run.metrics import Health
 from ashl.run.monitor import MonitorState
 from ashl.run.train import find_restarted_run
 from ashl.runtime.rank_checkpoint import folder_of, numbered, part_of, write
@@ -78,9 +78,9 @@ def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(tmp_p
     )  # in two pieces
     checkpoint_manager, home = CheckpointManager(tmp_path, 1, 1.0, "run"), Home()
     checkpoint_manager.wanted = (4, 31)
-    sha256, nbytes = checkpoint_upload.upload_checkpoint_part(store, 0, 4, document)
+    sha256, nbytes = uploads.upload_checkpoint_part(store, 0, 4, document)
     record = CheckpointPartSaved(0, 4, 0, 31, 3 * SECOND, sha256, nbytes)
-    content = checkpoint_upload.receive_checkpoint_part(store, record)
+    content = uploads.receive_checkpoint_part(store, record)
     assert content is not None
     content[-1] += flipped
     checkpoint_manager.add_part(record, home, content)
@@ -90,14 +90,12 @@ def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(tmp_p
         return
     saved = checkpoints.newest(tmp_path, "run")
     for rank, what in ((0, saved), (1, None)):
-        checkpoint_upload.send_restore_point(store, rank, what)
-    since_ns, file = checkpoint_upload.await_restore_point(store, 0, over=lambda: False)
+        uploads.send_restore_point(store, rank, what)
+    since_ns, file = uploads.await_restore_point(store, 0, over=lambda: False)
     assert since_ns == 3 * SECOND
     assert torch.equal(torch.load(file, weights_only=True)["state"], document["state"])
-    assert checkpoint_upload.await_restore_point(store, 1, over=lambda: False) == (0, None)
-    assert checkpoint_upload.await_restore_point(store, 2, over=lambda: True) is None, (
-        "the run is over before it has begun"
-    )
+    assert uploads.await_restore_point(store, 1, over=lambda: False) == (0, None)
+    assert uploads.await_restore_point(store, 2, over=lambda: True) is None, "the run is over before it has begun"
 
 
 def test_one_that_a_rank_was_past_is_none_and_the_next_is_further_ahead(tmp_path: Path) -> None:

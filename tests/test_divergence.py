@@ -10,8 +10,7 @@ import torch
 
 import ashl
 from ashl.errors import AshlError
-from ashl.run.divergence import why_diverged
-from ashl.run.evaluation import Evaluation
+from ashl.run.evaluation import Evaluation, why_diverged
 from ashl.run.summary import nothing
 from tests.support import simulated
 

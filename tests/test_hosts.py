@@ -7,17 +7,20 @@ import pytest
 from ashl.cli.launch import implied
 from ashl.config.compose import compose
 from ashl.errors import UsageError
-from ashl.run.hosts import (
+from ashl.run.multi_node import (
     Host,
+    Launch,
+    Report,
     assign_slots,
+    command,
     copied_environment,
     describe_idle_slots,
+    job_size,
     master_address,
+    printable,
     ranks_environment,
     read_hosts,
 )
-from ashl.run.multi_node import Report, job_size
-from ashl.run.ssh import Launch, command, printable
 
 THREE = (Host("a", 2), Host("me@b.example.org", 1), Host("fe80::1", 2))
 

@@ -2,7 +2,7 @@
 
 from typing import cast
 
-from ashl.run.incarnations import add_prior_totals, outage_until
+from ashl.run.supervisor import add_prior_totals, outage_until
 from ashl.runtime.rank_context import Kernel, RankContext
 from ashl.runtime.records import Heartbeat, Measured, StageBoundary, TimeTotals
 from ashl.runtime.time_accounting import KINDS

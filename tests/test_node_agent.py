@@ -17,11 +17,9 @@ import psutil
 import pytest
 
 from ashl.errors import AshlError, UsageError
-from ashl.run import multi_node, ssh
-from ashl.run.hosts import Host
-from ashl.run.multi_node import run_job
+from ashl.run import multi_node
+from ashl.run.multi_node import Host, Launch, run_job
 from ashl.run.node_agent import PULSE, SILENCE_S, CommandReader
-from ashl.run.ssh import Launch
 
 SSH = """#!/bin/sh
 # Stands in for ssh: drops options and the host, and runs the command here.
@@ -188,6 +186,6 @@ def test_a_port_that_is_taken_and_another_version(where: Launch, monkeypatch: py
 
     with socket.create_server(("", 0)) as taken, pytest.raises(UsageError, match="is taken on localhost"):
         run(replace(where, port=taken.getsockname()[1]), "", monkeypatch)
-    monkeypatch.setattr(ssh, "__version__", "0.0.7")
+    monkeypatch.setattr(multi_node, "__version__", "0.0.7")
     with pytest.raises(AshlError, match=r"localhost, 127.0.0.2 has ashl 0.1.0, and this machine 0.0.7: "):
         run(where, "", monkeypatch)

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ashl.errors import AshlError
-from ashl.run import model_upload
+from ashl.run import uploads
 from ashl.run.authenticated_store import AuthenticatedStore, new_secret
-from ashl.run.control_channel import ControlChannel
+from ashl.run.control_channel import MAX_PENDING, RECORDS, ControlChannel, Reporter
+from ashl.run.membership_listener import Watchdog
 from ashl.run.rank import RankSettings, run_rank
-from ashl.run.reporter import MAX_PENDING, RECORDS, Reporter
-from ashl.run.watchdog import Watchdog
 from ashl.runtime.control_messages import End
 from ashl.runtime.records import Alive, Left, RankError, Record, Snapshot, UpdateShown, dumps
 from tests.support import planned
@@ -61,14 +60,14 @@ def received(store: AuthenticatedStore) -> list[tuple[Record, Tensor | None]]:
 @pytest.fixture
 def reporter(store, watchdog, monkeypatch) -> Iterator[Reporter]:
     """One that sends when it is told to."""
-    monkeypatch.setattr("ashl.run.reporter.EVERY_S", 1000.0)
+    monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 1000.0)
     made = Reporter(store.another(), 3, rounds="all", watchdog=watchdog)
     yield made
     made.close()
 
 
 def test_a_model_travels_in_pieces(store, reporter, monkeypatch) -> None:
-    monkeypatch.setattr(model_upload, "PIECE", 300)
+    monkeypatch.setattr(uploads, "PIECE", 300)
     models = {tick: torch.randn(D) for tick in range(2)}
     for tick, model in models.items():
         reporter.snapshot(Snapshot(3, 5, tick), model)
@@ -99,12 +98,12 @@ def test_what_the_monitor_cannot_keep_up_with_is_spared(store, reporter) -> None
 
 def test_what_a_life_that_is_over_still_says_is_not_heard(store, watchdog, monkeypatch) -> None:
     """Nor does a model that it was cut short with belong to what the next one says."""
-    monkeypatch.setattr("ashl.run.reporter.EVERY_S", 1000.0)
+    monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 1000.0)
     first, second = (
         Reporter(store.another(), 3, rounds="all", watchdog=watchdog, incarnation=incarnation) for incarnation in (0, 1)
     )
-    model_upload.upload_vector(
-        store.another(), model_upload.vector_queue(Snapshot(3, 0), 0), Snapshot(3, 0), torch.zeros(D), lambda: None
+    uploads.upload_vector(
+        store.another(), uploads.vector_queue(Snapshot(3, 0), 0), Snapshot(3, 0), torch.zeros(D), lambda: None
     )
     channel = ControlChannel(store.another(), 5, D)
     try:
@@ -171,9 +170,9 @@ def line(server) -> Iterator[Line]:
 def test_a_store_that_no_longer_answers_holds_up_neither_a_rank_nor_home(line, monkeypatch) -> None:
     """Some calls of torch's would hold all threads, and with them the watch: the run hung for good."""
     ends: list[End] = []
-    monkeypatch.setattr("ashl.run.watchdog.exit_process", ends.append)
-    monkeypatch.setattr("ashl.run.reporter.exit_process", ends.append)
-    monkeypatch.setattr("ashl.run.reporter.EVERY_S", 0.01)
+    monkeypatch.setattr("ashl.run.membership_listener.exit_process", ends.append)
+    monkeypatch.setattr("ashl.run.control_channel.exit_process", ends.append)
+    monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 0.01)
     monkeypatch.setattr("ashl.run.control_channel.FINAL_SIGNAL_S", 0.1)
     base = dist.TCPStore("127.0.0.1", line.port, is_master=False)
     watchdog = Watchdog(0.4, "here", "home", 1)
@@ -212,7 +211,7 @@ def test_no_rank_speaks_for_another(store) -> None:
 
 def test_records_that_cannot_be_sent_end_the_run_with_their_reason(store, watchdog, monkeypatch) -> None:
     """The thread died, and after a minute the rank was said not to have been heard of."""
-    monkeypatch.setattr("ashl.run.reporter.EVERY_S", 0.001)
+    monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 0.001)
     made = Reporter(store.another(), 3, rounds="all", watchdog=watchdog)
 
     def full() -> Alive:

@@ -19,17 +19,22 @@ from ashl.planning.compile_plan import compile_plan
 from ashl.run import interface
 from ashl.run import job as jobs
 from ashl.run.authenticated_store import AuthenticatedStore, new_secret
-from ashl.run.handshake import Hello, first_difference, gather_hellos, parse_hello, publish_hello, settings_in_common
-from ashl.run.interface import Chosen
-from ashl.run.launcher_env import JobMembership, expand_nodelist, read_membership
-from ashl.run.rank_assignment import (
+from ashl.run.handshake import (
+    Hello,
     PlacementRequest,
     assign_ranks,
     check_gpus,
     check_profile,
+    first_difference,
+    gather_hellos,
+    parse_hello,
     placement_by_profile,
+    publish_hello,
     server_note,
+    settings_in_common,
 )
+from ashl.run.interface import Chosen
+from ashl.run.launcher_env import JobMembership, expand_nodelist, read_membership
 from tests.conf_option import conf_option
 from tests.support import planned
 

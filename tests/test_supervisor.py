@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from ashl.run.incarnations import empty_totals
+from ashl.run.process_setup import EXIT_CONTROLLER_SILENT
 from ashl.run.rank import classify_error
-from ashl.run.supervisor import LivenessMonitor, describe_exit, find_culprit
-from ashl.run.watchdog import EXIT_CONTROLLER_SILENT
+from ashl.run.supervisor import LivenessMonitor, describe_exit, empty_totals, find_culprit
 from ashl.runtime.control_messages import ControlUpdate
 from ashl.runtime.effects import PeerLostError
 from ashl.runtime.records import Joined, Lost, PeerUnreachable, RankError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ashl.run.view import view
+from ashl.run.monitor import view
 from ashl.runtime.records import Heartbeat
 from ashl.runtime.time_accounting import KINDS
 from ashl.tracking import console as screen

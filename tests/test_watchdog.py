@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ashl.run.watchdog import Watchdog
+from ashl.run.membership_listener import Watchdog
 from ashl.runtime.control_messages import End
 
 STORE = End(1, "the job's store at host:29500 did not answer for 6 s (runtime.heartbeat_timeout_s)")
@@ -16,7 +16,7 @@ HOME = End(
 @pytest.fixture
 def watchdog(monkeypatch) -> Iterator[Watchdog]:
     """One that looks when it is told to."""
-    monkeypatch.setattr("ashl.run.watchdog.TICK_S", 1000.0)
+    monkeypatch.setattr("ashl.run.membership_listener.TICK_S", 1000.0)
     made = Watchdog(6.0, "host:29500", "node-3", 1)
     yield made
     made.stop()

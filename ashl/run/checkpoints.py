@@ -2,7 +2,7 @@
 
 On processes the controller names a version of the model that no rank has reached yet, every `run.checkpoint_s` s.
 Each rank saves its state when it reaches that version (`ashl.runtime.rank_checkpoint`) and reports it, or uploads it
-(`ashl.run.checkpoint_upload`). Once all ranks have, the controller writes its own state and, last, a manifest with the
+(`ashl.run.uploads`). Once all ranks have, the controller writes its own state and, last, a manifest with the
 hash of every file. In virtual time one file holds the state of all nodes (`ashl.runtime.sim`). A folder without a
 manifest, or with a file of another hash, is no checkpoint. The newest valid checkpoint counts, and two are kept. If a
 rank had passed the version when it heard of it, the next version lies further ahead. The run never waits.

@@ -21,26 +21,31 @@ from ashl.plan.profile import Profile
 from ashl.planning.compatibility import pluralize
 from ashl.planning.device import device_of, gpu_index, one_each
 from ashl.planning.instantiate import Parts
-from ashl.run import interface, watchdog
+from ashl.run import interface, membership_listener
 from ashl.run.authenticated_store import AuthenticatedStore, Secret, shared_secret
-from ashl.run.checkpoint_upload import send_restore_point
 from ashl.run.checkpoints import Checkpoint, CheckpointManager
 from ashl.run.control_channel import POLL_S, ControlChannel
-from ashl.run.handshake import Hello, digest, gather_hellos, make_hello, publish_hello, settings_in_common
-from ashl.run.launch import run_controller
-from ashl.run.launcher_env import JobMembership
-from ashl.run.monitor import Monitor
-from ashl.run.rank import RankSettings, run_rank
-from ashl.run.rank_assignment import (
+from ashl.run.handshake import (
+    Hello,
     PlacementRequest,
     assign_ranks,
     check_gpus,
     check_profile,
+    digest,
+    gather_hellos,
+    make_hello,
     placement_by_profile,
+    publish_hello,
     server_note,
+    settings_in_common,
     shares_a_node,
 )
+from ashl.run.launch import run_controller
+from ashl.run.launcher_env import JobMembership
+from ashl.run.monitor import Monitor
+from ashl.run.rank import RankSettings, run_rank
 from ashl.run.supervisor import PATIENCE_S, role_name
+from ashl.run.uploads import send_restore_point
 from ashl.runtime.control_messages import End
 from ashl.runtime.rendezvous import watched
 from ashl.runtime.transport import NEVER, first_line
@@ -177,7 +182,7 @@ def meet_processes(
 def call_within(limit_s: float, act: Callable[[], T], late: str) -> T:
     """What `act` returns or raises. What the store does cannot be interrupted, so that another thread waits for it.
     Raises AshlError where it takes longer."""
-    awake = watchdog.AwakeTime()
+    awake = membership_listener.AwakeTime()
     outcome = watched(act, lambda: awake.passed_s() > limit_s)
     if outcome is None:
         raise AshlError(late)
@@ -292,7 +297,7 @@ def run_as_rank(plan: Plan, assignment: ProcessAssignment) -> int:
     that is no failure to torchrun, which would end all others."""
 
     def exit_evicted(end: End) -> NoReturn:
-        watchdog.exit_process(end._replace(code=0) if assignment.job.agent_store else end)
+        membership_listener.exit_process(end._replace(code=0) if assignment.job.agent_store else end)
 
     return run_rank(assignment.settings, plan.to_json(), exit_evicted).code
 

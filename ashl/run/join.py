@@ -14,12 +14,10 @@ import torch.distributed as dist
 from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.run.authenticated_store import AuthenticatedStore, Secret
-from ashl.run.control_channel import PATIENCE_S
-from ashl.run.interface import LOOPBACK, Chosen, named
-from ashl.run.job import call_within
-from ashl.run.join_endpoint import (
+from ashl.run.control_channel import (
     FILE,
     JOIN_REQUESTS,
+    PATIENCE_S,
     JoinAnswer,
     JoinEndpoint,
     JoinRequest,
@@ -28,6 +26,8 @@ from ashl.run.join_endpoint import (
     poll_until,
     read_join_endpoint,
 )
+from ashl.run.interface import LOOPBACK, Chosen, named
+from ashl.run.job import call_within
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.control_messages import End
 

@@ -24,15 +24,14 @@ from ashl.planning.compatibility import admits_rejoin, survives_failure
 from ashl.planning.device import device_of, gpu_index, one_each
 from ashl.run.authenticated_store import AuthenticatedStore, new_secret
 from ashl.run.checkpoints import Checkpoint, CheckpointManager
-from ashl.run.control_channel import ControlChannel
+from ashl.run.control_channel import ControlChannel, publish_join_endpoint
+from ashl.run.evaluation import shard_sizes
 from ashl.run.handshake import publish_fingerprint
 from ashl.run.interface import LOOPBACK, Chosen, check_loopback, named
-from ashl.run.join_endpoint import publish_join_endpoint
-from ashl.run.mean_model import shard_sizes
 from ashl.run.monitor import Monitor
+from ashl.run.process_setup import INTERRUPTS
 from ashl.run.rank import RankSettings, run_rank_in_child
 from ashl.run.supervisor import LivenessMonitor, supervise
-from ashl.run.watchdog import INTERRUPTS
 from ashl.runtime.control_messages import End
 from ashl.runtime.transport import NEVER
 
@@ -202,7 +201,7 @@ def shorten_socket_paths() -> None:
 @contextmanager
 def allow_children() -> Generator[None]:
     """Let this process start others, also where it is a daemonic one of multiprocessing's: what it starts ends with
-    it (`ashl.run.rank.die_with_parent`)."""
+    it (`ashl.run.process_setup.die_with_parent`)."""
     process = mp.current_process()
     daemonic, process.daemon = process.daemon, False
     try:

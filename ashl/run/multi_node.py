@@ -1,43 +1,354 @@
-"""A job on several hosts, one ssh for each: who is there, what their ranks say, and that all of it ends together."""
+"""A job on several nodes: the hostfile, the ranks of each node, one ssh connection for each, and how all of it ends.
+
+`read_hosts` and `assign_slots` say which ranks run where. `connect_nodes` starts a node agent on each node
+(`ashl.run.node_agent`). `run_job` sends each agent its ranks, shows their output, and ends the job everywhere at the
+first failure.
+"""
 
 import json
+import queue
+import re
 import secrets
 import subprocess
 import sys
 import tarfile
+import threading
 import time
+import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from shlex import join
+from typing import IO, Any, NamedTuple, TextIO
 
 from pydantic import BaseModel, ValidationError
 
+from ashl import __version__
 from ashl.cluster.spec import ProfileCluster
 from ashl.errors import AshlError, UsageError, plain
 from ashl.plan.files import read_plan
 from ashl.planning.compile_plan import draw_compute_factors
 from ashl.planning.instantiate import OptionFactory
 from ashl.run.authenticated_store import SECRET
-from ashl.run.hosts import assign_slots, master_address, ranks_environment
-from ashl.run.node_agent import GRACE_S, KILL, PULSE, SILENCE_S, STOP
-from ashl.run.ssh import (
-    Connection,
-    Inbox,
-    InterruptRequest,
-    Launch,
-    OutputLine,
-    await_greetings,
-    command,
-    connect_nodes,
-    next_line,
-    printable,
-)
+from ashl.run.interface import LOCAL, is_loopback
+from ashl.run.node_agent import GRACE_S, KILL, MAX_LINE, PULSE, SILENCE_S, STOP
+from ashl.run.process_setup import EXIT_EVICTED, handle_signals
 from ashl.run.supervisor import describe_exit
 from ashl.run.train import is_virtual
-from ashl.run.watchdog import EXIT_EVICTED, handle_signals
 from ashl.stage.stage import FAULT_TOLERANT, extra_ranks
+
+LINE = re.compile(
+    r"(?P<login>(?:[\w.][\w.-]*@)?[\w.][\w.-]*|[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:.]*)(?:\s+slots=(?P<slots>\d{1,4}))?"
+)
+COPIED = ("ASHL_", "NCCL_", "GLOO_", "OMP_")  # what the environment of every rank takes over from the launcher's
+
+
+class Host(NamedTuple):
+    """A line of a hostfile."""
+
+    login: str  # as ssh takes it: a name, an address or an alias of its configuration, perhaps with `user@`
+    slots: int  # how many ranks it takes
+
+    @property
+    def name(self) -> str:
+        return self.login.rpartition("@")[2]
+
+
+class HostRanks(NamedTuple):
+    """The ranks of a job that run on one host: consecutive, LOCAL_RANK by slot."""
+
+    host: Host
+    ranks: range
+
+
+def read_hosts(path: Path) -> tuple[Host, ...]:
+    """The hosts of a file with a line for each: `host`, `user@host` or `host slots=2`; `#` begins a comment.
+
+    Raises UsageError with the number of the line that is none of these, or that names a host again."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(f"--hosts {path} cannot be read: {why}.") from error
+    found: dict[str, tuple[int, Host]] = {}
+    for number, line in enumerate(lines, 1):
+        if not (text := line.partition("#")[0].strip()):
+            continue
+        match = LINE.fullmatch(text)
+        if match is None or (match["slots"] is not None and not int(match["slots"])):
+            raise UsageError(f"{path}, line {number}: {text[:60]!r} is no host; write `host`, or `host slots=2`.")
+        host = Host(match["login"], int(match["slots"] or 1))
+        if host.name in found:
+            first = found[host.name][0]
+            raise UsageError(
+                f"{path}, line {number}: {host.name} is there in line {first} already; give it slots=2, say, to run "
+                "several ranks on it."
+            )
+        found[host.name] = number, host
+    if not found:
+        raise UsageError(f"{path} names no host; write one in each line, as in `node1 slots=2`.")
+    return tuple(host for _, host in found.values())
+
+
+def assign_slots(hosts: Sequence[Host], size: int) -> tuple[HostRanks, ...]:
+    """Ranks 0 to size - 1 on the slots in their order; hosts that get none are left out."""
+    shares, first = [], 0
+    for host in hosts:
+        if count := min(host.slots, size - first):
+            shares.append(HostRanks(host, range(first, first + count)))
+        first += count
+    return tuple(shares)
+
+
+def describe_idle_slots(hosts: Sequence[Host], size: int) -> str:
+    """What there is to do for nobody, as in `node2 (1 of 2 slots), node3`; "" where all slots are taken."""
+    taken = {share.host: len(share.ranks) for share in assign_slots(hosts, size)}
+    left = {host: host.slots - taken.get(host, 0) for host in hosts}
+    return ", ".join(
+        host.name if host not in taken else f"{host.name} ({count} of {host.slots} slots)"
+        for host, count in left.items()
+        if count
+    )
+
+
+def ranks_environment(share: HostRanks, group: int, size: int, master: tuple[str, int]) -> dict[int, dict[str, str]]:
+    """What torchrun would set for each rank of this host, the `group`-th."""
+    common = {
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": len(share.ranks),
+        "GROUP_RANK": group,
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": master[1],
+    }
+    own = {rank: common | {"RANK": rank, "LOCAL_RANK": local} for local, rank in enumerate(share.ranks)}
+    return {rank: {name: str(value) for name, value in env.items()} for rank, env in own.items()}
+
+
+def copied_environment(env: Mapping[str, str], wanted: Iterable[str]) -> dict[str, str]:
+    """What every rank takes over from here: all that is for us, NCCL, gloo or OpenMP, and what the user names, as NAME
+    or as NAME=VALUE. Raises UsageError for a name that is not set."""
+    found = {name: value for name, value in env.items() if name.startswith(COPIED)}
+    for text in wanted:
+        name, equals, value = text.partition("=")
+        if not name or (not equals and name not in env):
+            raise UsageError(f"--env {text}: it is not set here; give it a value, as in --env {name or 'NAME'}=1.")
+        found[name] = value if equals else env[name]
+    return found
+
+
+def master_address(first: Host, reached_at: str | None, seen_from: Sequence[str | None]) -> str:
+    """The address of the first host as the others reach it.
+
+    That is the one at which we have reached it, or its name where nothing tells. Where this is loopback, the launcher
+    runs there itself, and the others know by which address it has come to them (`seen_from`)."""
+    own = reached_at or first.name
+    if not is_loopback(own):
+        return own
+    return next((address for address in seen_from if address and not is_loopback(address)), "127.0.0.1")
+
+
+CONNECT_S = 10
+GREETING_S = 60.0  # for Python to start over there, from a slow disk perhaps
+UNREACHED = "does not answer"
+QUIET = ("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}")
+LIVELY = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where jobs run, and how they are started there."""
+
+    hosts: tuple[Host, ...]
+    ssh: tuple[str, ...]  # the command and its options; ours follow, of which ssh takes the first that it is given
+    python: str
+    folder: str  # the working directory of every rank
+    env: Mapping[str, str]
+    size: int | None = None  # how many processes, where the user says
+    port: int | None = None  # of the job's store, on the first host; None = one that is free
+    verbose: bool = False
+
+    @property
+    def slots(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+
+class Greeting(BaseModel):
+    """What a node agent says first."""
+
+    ashl: str
+    port: int | None
+    reached_at: str | None
+    seen_from: str | None
+
+
+@dataclass
+class Connection:
+    """One ssh."""
+
+    share: HostRanks
+    process: subprocess.Popen[bytes]
+    stdin: IO[bytes]
+    greeting: Greeting | None = None
+    words: list[str] = field(default_factory=list)  # what ssh, or a shell over there, has said so far
+    running: set[int] = field(default_factory=set)  # its ranks that have not ended
+    open: bool = True
+    listeners: list[threading.Thread] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.share.host.name
+
+    @property
+    def last_words(self) -> str:
+        return next((plain(text) for text in reversed(self.words) if text.strip()), "")
+
+    def send(self, line: bytes) -> None:
+        with suppress(OSError):  # it is gone, as its output will say
+            self.stdin.write(line + b"\n")
+            self.stdin.flush()
+
+
+class OutputLine(NamedTuple):
+    """A line of a connection's output or of its errors; None where its output ends."""
+
+    connection: Connection
+    line: str | None
+    error: bool = False
+
+
+Inbox = queue.SimpleQueue[OutputLine]
+
+
+class InterruptRequest:
+    """How often the user has asked that it end."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.times += 1
+
+
+def command(where: Launch, host: Host, remote: Sequence[str]) -> list[str]:
+    """What runs a command on this host; this machine, called localhost, needs no ssh for that."""
+    if host.login == LOCAL:
+        return [*remote]
+    return [*where.ssh, *QUIET, *LIVELY, host.login, f"exec {join(remote)}"]
+
+
+@contextmanager
+def connect_nodes(where: Launch, shares: Sequence[HostRanks]) -> Generator[tuple[list[Connection], Inbox]]:
+    """An agent on every host, over ssh, in process groups of their own: a Ctrl-C here is not for them."""
+    inbox: Inbox = queue.SimpleQueue()
+    connections: list[Connection] = []
+    try:
+        for share in shares:
+            port = [] if where.port is None or connections else [str(where.port)]
+            agent = [where.python, "-P", "-m", "ashl.run.node_agent", *port]
+            argv = command(where, share.host, agent)
+            try:
+                process = subprocess.Popen(
+                    argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+                )
+            except OSError as error:
+                option = "--python" if share.host.login == LOCAL else "--ssh"
+                raise UsageError(f"{option} {argv[0]}: {error.strerror}.") from error
+            assert process.stdin is not None
+            connections.append(connection := Connection(share, process, process.stdin))
+            for stream, error in ((process.stdout, False), (process.stderr, True)):
+                listener = threading.Thread(target=read_stream, args=(connection, stream, error, inbox), daemon=True)
+                connection.listeners.append(listener)
+                listener.start()
+        yield connections, inbox
+    finally:
+        for connection in connections:
+            with suppress(OSError):
+                connection.stdin.close()  # on which an agent ends what it has started
+        end = time.monotonic() + 1.0
+        for connection in connections:
+            process = connection.process  # by SIGTERM an agent on this machine ends its ranks before it goes
+            for more_firmly, until in ((process.terminate, end), (process.kill, end + 4.0)):
+                try:
+                    process.wait(max(0.0, until - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    more_firmly()
+            process.wait()
+            for listener in connection.listeners:
+                listener.join(1.0)
+
+
+def read_stream(connection: Connection, stream: IO[bytes], error: bool, inbox: Inbox) -> None:
+    with stream:
+        for line in iter(lambda: stream.readline(8 * MAX_LINE), b""):
+            inbox.put(OutputLine(connection, line.decode(errors="replace").rstrip("\r\n"), error))
+    if not error:
+        for other in connection.listeners:
+            if other is not threading.current_thread() and other.is_alive():
+                other.join(1.0)  # why it has ended is said on the other stream
+        inbox.put(OutputLine(connection, None))
+
+
+def next_line(inbox: Inbox, wait_s: float) -> OutputLine | None:
+    try:
+        return inbox.get(timeout=wait_s)
+    except queue.Empty:
+        return None
+
+
+def await_greetings(
+    connections: Sequence[Connection], inbox: Inbox, interrupt: InterruptRequest, python: str
+) -> list[Greeting]:
+    """What each has said as it began; none where the user does not wait for it. Raises AshlError naming all hosts that
+    cannot take part."""
+    end = time.monotonic() + GREETING_S
+    while any(c.open and c.greeting is None for c in connections) and time.monotonic() < end:
+        if interrupt.times:
+            return []
+        if (found := next_line(inbox, 0.1)) is None:
+            continue
+        connection, line, error = found
+        if line is None:
+            connection.open = False
+        elif error:
+            connection.words.append(line)
+        else:
+            try:
+                connection.greeting = Greeting.model_validate_json(line)
+            except ValidationError:  # what a login shell says to everybody
+                connection.words.append(line)
+    faults: dict[str, list[str]] = {}
+    for connection in connections:
+        if text := explain_fault(connection, python):
+            faults.setdefault(text, []).append(connection.name)
+    if faults:
+        raise AshlError("; ".join(f"{', '.join(names)} {text}" for text, names in faults.items()) + ".")
+    return [connection.greeting for connection in connections if connection.greeting]
+
+
+def explain_fault(connection: Connection, python: str) -> str:
+    """Why this host cannot take part, as said of it; "" where it can."""
+    if (greeting := connection.greeting) is not None:
+        same = greeting.ashl == __version__
+        return "" if same else f"has ashl {plain(greeting.ashl)}, and this machine {__version__}: install the same"
+    words = connection.last_words
+    if connection.open:
+        return f"{UNREACHED} for {GREETING_S:g} s" + (f" ({words})" if words else "")
+    code = connection.process.wait()
+    if "No module named" in words:
+        return f"has no ashl in {python}; install it there, or name another Python by --python"
+    if code == 127:
+        return f"has no {python}; name the Python that has ashl there by --python"
+    if code == 255:
+        return UNREACHED + (f" ({words})" if words else "") + "; `ssh HOST true` has to work without a question"
+    return f"cannot start its ranks: {python} ended with exit code {code}" + (f" ({words})" if words else "")
+
+
+def printable(text: str) -> str:
+    """Text from elsewhere, without what would command a terminal."""
+    return text if text.isprintable() else "".join(c for c in text if c == "\t" or unicodedata.category(c)[0] != "C")
+
 
 PULSE_S = 2.0
 SETTLE_S = 5.0  # after the first failure: for the others to notice, and to finish their records

@@ -1,6 +1,5 @@
 """One rank of a real run, from the start of its process to its end."""
 
-import multiprocessing as mp
 import os
 import platform
 import signal
@@ -13,7 +12,6 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple, NoReturn
@@ -37,13 +35,19 @@ from ashl.planning.device import device_of, use_device, uses_nccl
 from ashl.planning.instantiate import Parts, assemble, parts_of
 from ashl.planning.reduction_algorithm import nodes_of_workers
 from ashl.run.authenticated_store import AuthenticatedStore, Secret
-from ashl.run.checkpoint_upload import RestorePoint, await_restore_point, upload_checkpoint_part
+from ashl.run.control_channel import Reporter
 from ashl.run.handshake import compare_fingerprint
 from ashl.run.interface import Chosen, use
-from ashl.run.membership_listener import MembershipListener
-from ashl.run.reporter import Reporter
-from ashl.run.streams import redirect
-from ashl.run.watchdog import EXIT_CONTROLLER_SILENT, INTERRUPTS, Watchdog, exit_process, handle_signals
+from ashl.run.membership_listener import MembershipListener, Watchdog, exit_process
+from ashl.run.process_setup import (
+    EXIT_CONTROLLER_SILENT,
+    EXIT_DECLARED_FAILURE,
+    INTERRUPTS,
+    die_with_parent,
+    handle_signals,
+    redirect,
+)
+from ashl.run.uploads import RestorePoint, await_restore_point, upload_checkpoint_part
 from ashl.runtime import rank_checkpoint
 from ashl.runtime.control_messages import End
 from ashl.runtime.effects import PeerLostError
@@ -69,8 +73,6 @@ BROKEN = (
     "connectFullMesh",
     "not connected",
 )  # gloo's words
-EXIT_ORPHANED = 75  # exit code of a rank whose parent has died
-EXIT_DECLARED_FAILURE = 77  # ... of one that fails as its cluster says
 
 
 class RankSettings(NamedTuple):
@@ -99,20 +101,6 @@ def run_rank_in_child(settings: RankSettings, plan_json: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
     exit_process(End(run_rank(settings, plan_json).code))  # no destructors: gloo's may hang when a peer is already gone
-
-
-def die_with_parent() -> None:
-    """A forkserver's children do not die with the process that asked for them, so each watches it."""
-    parent = mp.parent_process()
-    if parent is None:
-        return
-    sentinel = parent.sentinel
-
-    def guard() -> None:
-        wait([sentinel])
-        os._exit(EXIT_ORPHANED)
-
-    threading.Thread(target=guard, daemon=True, name="guard").start()
 
 
 def run_rank(

@@ -21,7 +21,7 @@ from ashl.planning.compatibility import check_other_worker_count
 from ashl.planning.instantiate import Job
 from ashl.run import checkpoints
 from ashl.run.checkpoints import ANEW, LOCKSTEP, STATE, VIRTUAL, Checkpoint
-from ashl.run.compression_metrics import Health
+from ashl.run.metrics import Health
 from ashl.run.monitor import Monitor
 from ashl.run.virtual import Saving
 from ashl.runtime import rank_checkpoint

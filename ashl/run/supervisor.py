@@ -1,6 +1,9 @@
-"""Home's judgement of a real run: who has left, who is gone, and whether the run ends for it, and by whose fault.
+"""The controller's supervision of a real run: liveness, failures, restarts, and how the run ends.
 
-That a process is gone is a fact (`LivenessMonitor.gone`), that the run ends a decision (`attend`).
+`LivenessMonitor` holds what is known of each rank: running, failed, rejoining or exited. `supervise` is the loop of the
+controller: it reads records from the control channel, detects failures, restarts workers, answers join requests, takes
+checkpoints, and decides whether the run ends. An unexpected exit is a fact (`LivenessMonitor.unexpected_exits`); that
+the run ends for it is a decision (`supervise`).
 """
 
 from __future__ import annotations
@@ -13,29 +16,31 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import admits_rejoin, can_block_forever, describe_modes
-from ashl.run.checkpoint_upload import decode_state
 from ashl.run.checkpoints import CheckpointManager
-from ashl.run.control_channel import PATIENCE_S, POLL_S, ControlChannel
-from ashl.run.incarnations import add_prior_totals, empty_totals, outage_until
-from ashl.run.join_endpoint import JoinAnswer, JoinRequest
+from ashl.run.control_channel import PATIENCE_S, POLL_S, ControlChannel, JoinAnswer, JoinRequest
+from ashl.run.membership_listener import AWAKE_S, SAME_CAUSE_S
 from ashl.run.monitor import Monitor
-from ashl.run.pacing_stats import pacing_summary
-from ashl.run.rank import EXIT_DECLARED_FAILURE, RankSettings
-from ashl.run.watchdog import AWAKE_S, EXIT_CONTROLLER_SILENT, EXIT_EVICTED, SAME_CAUSE_S
+from ashl.run.process_setup import EXIT_CONTROLLER_SILENT, EXIT_DECLARED_FAILURE, EXIT_EVICTED
+from ashl.run.rank import RankSettings
+from ashl.run.uploads import decode_state
 from ashl.runtime.control_messages import End
 from ashl.runtime.records import (
     Alive,
     CheckpointPartSaved,
     Heartbeat,
     Joined,
+    Lateness,
     Left,
     Lost,
+    Measured,
+    Measures,
     ModuleState,
     PacingStats,
     PeerUnreachable,
@@ -52,6 +57,7 @@ from ashl.runtime.records import (
     UpdateShown,
 )
 from ashl.runtime.regroup_consensus import KNOWN_S
+from ashl.runtime.time_accounting import KINDS
 
 KILLED = "was killed by"  # how it is reported, followed by the signal's name
 DECLARED = "failed, as cluster.events says"
@@ -454,3 +460,88 @@ def join_refusal(liveness: LivenessMonitor, monitor: Monitor, worker: int | None
     if liveness.rejoining.keys() >= ({*liveness.failed} if worker is None else {worker}):
         return "who was lost is coming back already."
     return None
+
+
+def empty_totals(rank: int) -> Heartbeat:
+    """How a worker stands of which nothing has been heard."""
+    return Heartbeat(rank, 0, 0, None, None, dict.fromkeys(KINDS, 0), 0, 0, {})
+
+
+def outage_until(before: Heartbeat, time_ns: int) -> Heartbeat:
+    """How a worker stood that was lost, when it is back at that moment: what is missing up to there it was down."""
+    down = before.totals_ns["down"] + max(0, time_ns - sum(before.totals_ns.values()))
+    return before._replace(totals_ns=before.totals_ns | {"down": down})
+
+
+def add_prior_totals(
+    before: Heartbeat, record: Heartbeat | TimeTotals | StageBoundary
+) -> Heartbeat | TimeTotals | StageBoundary:
+    """What a worker says of its present life, and what it had done before."""
+    totals = {kind: before.totals_ns[kind] + ns for kind, ns in record.totals_ns.items()}
+    if isinstance(record, StageBoundary):
+        return record._replace(totals_ns=totals)
+    record = record._replace(
+        totals_ns=totals,
+        bytes_up=before.bytes_up + record.bytes_up,
+        bytes_down=before.bytes_down + record.bytes_down,
+        collective_ns=before.collective_ns + record.collective_ns,
+        measures=measured(before.measures, record.measures),
+    )
+    return record._replace(steps=before.steps + record.steps) if isinstance(record, Heartbeat) else record
+
+
+def measured(before: Measures, now: Measures) -> dict[str, Measured]:
+    """The values under each name, those before and those since."""
+    found = dict(before)
+    for name, (last, total, count) in now.items():
+        _, so_far, times = before.get(name, (0.0, 0.0, 0))
+        found[name] = Measured(last, so_far + total, times + count)
+    return found
+
+
+def pacing_summary(reports: Sequence[PacingStats], num_workers: int) -> dict:
+    """Where the machine was too slow to keep the declared pace: by worker, with the pushes that a server took in for
+    it, which share of its steps and transfers was late and how much longer than declared they took; by how much of all
+    that is declared its encoding took longer than declared (often nothing is); and the worst."""
+    steps: dict[int, list[Lateness]] = {rank: [] for rank in range(num_workers)}
+    transfers: dict[int, list[Lateness]] = {rank: [] for rank in range(num_workers)}
+    encodings: dict[int, list[Lateness]] = {rank: [] for rank in range(num_workers)}
+    for report in reports:
+        worker = report.rank < num_workers
+        if worker:
+            encodings[report.rank].append(report.encodings)
+            steps[report.rank].append(report.steps)
+        for src, counts in report.transfers:
+            if worker or src < num_workers:  # what servers send to each other is nobody's
+                transfers[report.rank if worker else src].append(counts)
+    workers = [pacing_of(rank, steps[rank], transfers[rank], encodings[rank]) for rank in range(num_workers)]
+    if not any(counts.count for rank in range(num_workers) for counts in steps[rank] + transfers[rank]):
+        return {}
+    worst = ("steps_slower_by", "transfers_slower_by", "encodings_slower_by", "slower_by")
+    return {"workers": workers, **{key: max(worker[key] for worker in workers) for key in worst}}
+
+
+def pacing_of(
+    rank: int, steps: Sequence[Lateness], transfers: Sequence[Lateness], encodings: Sequence[Lateness]
+) -> dict[str, Any]:
+    everything = [*steps, *transfers, *encodings]
+    return {
+        "rank": rank,
+        "late_steps_share": share_late(steps),
+        "late_transfers_share": share_late(transfers),
+        "steps_slower_by": slower_by(steps),
+        "transfers_slower_by": slower_by(transfers),
+        "encodings_slower_by": slower_by(everything, encodings),
+        "slower_by": slower_by(everything),
+    }
+
+
+def share_late(counts: Sequence[Lateness]) -> float:
+    total = sum(row.count for row in counts)
+    return sum(row.late for row in counts) / total if total else 0.0
+
+
+def slower_by(counts: Sequence[Lateness], late: Sequence[Lateness] | None = None) -> float:
+    """How much later these (or those among them) were than declared, as a share of what is declared of all of them."""
+    total = sum(row.declared_s for row in counts)
+    return sum(row.late_s for row in (counts if late is None else late)) / total if total else 0.0

@@ -30,10 +30,10 @@ from ashl.run.checkpoints import ANEW, EACH, LOCKSTEP, ROUND, SERVER, Checkpoint
 from ashl.run.host_time import host_here_s
 from ashl.run.launcher_env import JobMembership, read_membership
 from ashl.run.monitor import Monitor
+from ashl.run.process_setup import handle_signals
 from ashl.run.rescaling import Origin
 from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
-from ashl.run.watchdog import handle_signals
 from ashl.runtime.rank_checkpoint import numbered
 from ashl.tracking import jsonl, mlflow
 from ashl.tracking.console import Progress, outcome, seconds

@@ -17,10 +17,8 @@ from typing import Any
 from ashl.errors import AshlError
 from ashl.run.launch import allow_children, start_fork_server
 from ashl.run.launcher_env import clear_launcher_env
-from ashl.run.multi_node import LOST, fetch_run_folder, real_job_size, run_job
-from ashl.run.rank import die_with_parent
-from ashl.run.ssh import UNREACHED, Launch
-from ashl.run.streams import redirect
+from ashl.run.multi_node import LOST, UNREACHED, Launch, fetch_run_folder, real_job_size, run_job
+from ashl.run.process_setup import die_with_parent, redirect
 from ashl.run.supervisor import KILLED
 from ashl.run.train import train
 from ashl.tracking import jsonl

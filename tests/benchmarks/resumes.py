@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ashl.run import checkpoint_upload
+from ashl.run import uploads
 from ashl.run.authenticated_store import AuthenticatedStore, new_secret
 from ashl.runtime import rank_checkpoint
 from ashl.tracking import jsonl
@@ -197,8 +197,8 @@ def cost(folder: str, *by: str) -> list[str]:
     began = time.process_time()
     for number in range(PARTS):
         if by:
-            _, nbytes = checkpoint_upload.upload_checkpoint_part(store, 0, number, document)
-            content = checkpoint_upload.pop_bytes(store, checkpoint_upload.checkpoint_queue(0, number), nbytes)
+            _, nbytes = uploads.upload_checkpoint_part(store, 0, number, document)
+            content = uploads.pop_bytes(store, uploads.checkpoint_queue(0, number), nbytes)
             rank_checkpoint.digest(content)
             (run / "again.pt").write_bytes(content)
         else:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ashl.cli.app import main
 from ashl.run.authenticated_store import AuthenticatedStore, shared_secret
-from ashl.run.reporter import RECORDS
+from ashl.run.control_channel import RECORDS
 from ashl.runtime.control_messages import ControlUpdate, End
 from ashl.runtime.records import Left, RankError, Snapshot, dumps
 from ashl.tracking import jsonl

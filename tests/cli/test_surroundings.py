@@ -16,11 +16,11 @@ from ashl.cli import list as lists
 from ashl.cli.app import main
 from ashl.config.catalog import catalog
 from ashl.report.records import is_summary
-from ashl.run import streams
+from ashl.run import process_setup
 from ashl.run.control_channel import ControlChannel
 from ashl.run.launcher_env import LAUNCHERS, clear_launcher_env
 from ashl.run.monitor import Monitor
-from ashl.run.watchdog import handle_signals
+from ashl.run.process_setup import handle_signals
 from ashl.tracking import jsonl
 from ashl.tracking.console import Progress
 from ashl.tracking.killed import close_killed
@@ -39,7 +39,9 @@ def test_every_letter_of_ours_has_a_spelling_in_ascii() -> None:
     files = [file for file in files if file.suffix in (".py", ".yaml")]
     letters = {letter for file in files for letter in file.read_text(encoding="utf-8") if not letter.isascii()}
     assert len(letters) > 50
-    assert [letter for letter in letters if "?" in streams.spell(letter) or not streams.spell(letter).isascii()] == []
+    assert [
+        letter for letter in letters if "?" in process_setup.spell(letter) or not process_setup.spell(letter).isascii()
+    ] == []
 
 
 def in_ascii(monkeypatch: pytest.MonkeyPatch, *args: str) -> str:
@@ -69,7 +71,7 @@ def test_a_terminal_that_closes_is_written_to_in_vain() -> None:
     """Where it is not the one that sends SIGHUP, as after `disown`."""
     ours, theirs = os.openpty()
     with open(theirs, "w") as stream:
-        usable = streams.usable(stream)
+        usable = process_setup.usable(stream)
         usable.write("seen\n")
         usable.flush()
         assert os.read(ours, 100) == b"seen\r\n"

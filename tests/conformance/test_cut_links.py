@@ -15,7 +15,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from ashl.run.watchdog import EXIT_EVICTED
+from ashl.run.process_setup import EXIT_EVICTED
 from ashl.tracking import jsonl
 from tests.disturbed import wait_for
 from tests.namespaces import address, cut, machines, missing, start

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ashl.cluster.spec import Event
 from ashl.cluster.speed import Speed
-from ashl.run.pacing_stats import pacing_summary
+from ashl.run.supervisor import pacing_summary
 from ashl.runtime import throttle as pacing
 from ashl.runtime.compute_unit import ComputeUnit
 from ashl.runtime.effects import Compute

@@ -10,7 +10,7 @@ import torch
 from ashl.errors import AshlError, UsageError
 from ashl.planning.compatibility import check_faults, check_max_restarts
 from ashl.planning.instantiate import parts_of
-from ashl.run.mean_model import ModelSet
+from ashl.run.evaluation import ModelSet
 from ashl.runtime.records import Counts, Snapshot
 from ashl.runtime.sums import sum_in_rank_order
 from tests.sim.test_churn import RUN, back, lost, with_events

@@ -16,7 +16,7 @@ from ashl.compression.wire.payload_format import Parts
 from ashl.compression.wrappers.compose import wrap_codec
 from ashl.compression.wrappers.error_metrics import measure_compression_error, split
 from ashl.learn.learner import Learner
-from ashl.run.compression_metrics import OFTEN, Health
+from ashl.run.metrics import OFTEN, Health
 from ashl.runtime import records
 from tests.conf_option import conf_option
 from tests.laws.codecs import vector

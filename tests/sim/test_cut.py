@@ -11,7 +11,7 @@ from ashl.cluster.speed import speed_of
 from ashl.config.construct import construct
 from ashl.learn.device import HOST
 from ashl.planning.instantiate import assemble
-from ashl.run.mean_model import make_model_set
+from ashl.run.evaluation import make_model_set
 from ashl.runtime.effects import Send
 from ashl.runtime.plain_state import from_plain, to_plain
 from ashl.runtime.rank_context import RankContext

@@ -8,7 +8,7 @@ from ashl.cluster.speed import Speed
 from ashl.config.construct import construct
 from ashl.learn.device import HOST
 from ashl.planning.instantiate import assemble
-from ashl.run.mean_model import make_model_set
+from ashl.run.evaluation import make_model_set
 from ashl.runtime.plain_state import from_plain, to_plain
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim

@@ -3,7 +3,7 @@
 Measures: with p what was encoded and C(p) what the other end makes of it, `relative_error` = ‖p − C(p)‖²/‖p‖², above 1
 where the codec enlarges; `residual` = ‖p − C(p)‖/‖x‖ where it is kept for later; `cosine` of C(p) and the update x
 itself. The same by layer. What the workers' mean becomes under way is compared by the monitor: see
-`ashl.run.compression_metrics`.
+`ashl.run.metrics`.
 
 Source: Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019 (the contraction, measured along training).
 """

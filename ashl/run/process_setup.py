@@ -1,18 +1,22 @@
-"""Standard input, output and error of a process, made usable in whatever state its parent leaves them.
+"""Set up a process: its standard streams, its signals, its title, its log and its exit code.
 
 A daemon or a cron job may start with closed descriptors: then the next file that is opened takes number 1 and receives
-what is printed. A terminal may show ASCII only, or close while the process goes on.
+what is printed. A terminal may show ASCII only, or close while the process continues.
 """
 
 import errno
 import io
+import multiprocessing as mp
 import os
+import signal
 import stat
 import sys
+import threading
 import unicodedata
 from codecs import register_error
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,6 +26,12 @@ SPELLED = {
     "⌋": ")", "⟨": "<", "⟩": ">", "«": "<<", "»": ">>", "⊗": "(x)", "⊕": "(+)", "ᵀ": "^T", "²": "^2", "³": "^3",
     "⁄": "/",
 }  # fmt: skip
+# Exit codes of a rank, beside those of a command.
+EXIT_ORPHANED = 75  # its parent has died
+EXIT_CONTROLLER_SILENT = 76  # a child of the controller that has heard nothing of it for runtime.heartbeat_timeout_s
+EXIT_DECLARED_FAILURE = 77  # a worker that fails as cluster.events declares
+EXIT_EVICTED = 78  # a worker without which the run continues, as it missed heartbeats
+INTERRUPTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # Ctrl-C, a queue, a terminal that closes
 ASCII_ONLY = "ashl.ascii"  # name of the error handler
 
 
@@ -132,3 +142,33 @@ def redirect(path: Path) -> None:
         os.dup2(out, number)
         setattr(sys, name, open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False))  # noqa: SIM115
     os.close(out)
+
+
+@contextmanager
+def handle_signals(handle: Callable[[int, object], None]) -> Generator[None]:
+    """Handle Ctrl-C, SIGTERM and SIGHUP like this for a while, in the main thread. A SIGHUP that is ignored, as under
+    nohup, stays so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    before = {number: signal.signal(number, handle) for number in INTERRUPTS - kept}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def die_with_parent() -> None:
+    """A forkserver's children do not die with the process that asked for them, so each watches it."""
+    parent = mp.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def guard() -> None:
+        wait([sentinel])
+        os._exit(EXIT_ORPHANED)
+
+    threading.Thread(target=guard, daemon=True, name="guard").start()
