@@ -31,7 +31,7 @@ from tests.support import run
 
 CASES = list(cases())
 OPTIONS = sorted({case.option for case in CASES})
-QUICK = ("outer=co2", "overlap=late", "sync=d_admm", "aggregate=fednova", "planner=balanced", "schedule=single")
+QUICK = ("outer=co2", "overlap=delayed", "sync=d_admm", "aggregate=fednova", "planner=balanced", "schedule=single")
 QUICK_CROSSING = ()
 NAMES_A_KEY = re.compile(r"\w+\.\w+=|\w+=\w+|cluster\.node")
 

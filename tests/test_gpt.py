@@ -59,7 +59,8 @@ def test_a_block_by_hand_and_first_weights():
 
 
 @pytest.mark.parametrize(
-    ("fields", "millions"), [({}, 0.82), ({"tied": False}, 0.85), ({"width": 512, "heads": 8, "layers": 6}, 19.0)]
+    ("fields", "millions"),
+    [({}, 0.82), ({"tie_embeddings": False}, 0.85), ({"width": 512, "heads": 8, "layers": 6}, 19.0)],
 )
 def test_sizes(fields, millions):
     with torch.device("meta"):
@@ -79,15 +80,15 @@ def test_a_folder_is_one_text_and_bytes_are_themselves(tmp_path):
     for name, content in {"b.txt": "é" * 40, "a.txt": "ab" * 40, "sub/c.py": "x" * 50, ".hidden": "no"}.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     (tmp_path / "z.bin").write_bytes(b"\xff\xfe\x00")
-    chosen = {"path": str(tmp_path), "length": 3}
+    chosen = {"path": str(tmp_path), "sequence_length": 3}
     whole = "ab" * 40 + "\n" + "é" * 40 + "\n" + "x" * 50
-    data = conf_option("dataset", "text", **chosen, tokens="bytes").load()
+    data = conf_option("dataset", "text", **chosen, tokenizer="bytes").load()
     inputs, targets = data.train.batch(np.arange(len(data.train)))
     assert data.num_classes == 256
     assert bytes(inputs.flatten().tolist()) == whole.encode()[: inputs.numel()]
     assert bytes(targets.flatten().tolist()) == whole.encode()[1 : inputs.numel() + 1]
     assert conf_option("dataset", "text", **chosen).load().num_classes == len(set(whole))
-    assert len(conf_option("dataset", "text", **chosen, most_mb=0.0001).read()) == 99  # half a character is none
+    assert len(conf_option("dataset", "text", **chosen, max_mb=0.0001).read()) == 99  # half a character is none
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataMissingError, match="a folder without a file of UTF-8"):
         conf_option("dataset", "text", path=str(tmp_path / "empty")).load()
@@ -116,7 +117,7 @@ def test_the_tokens_of_a_file_of_the_users(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["tokenizers"], "Tokenizer", Words, raising=False)
     (tmp_path / "words.json").write_text('["to", "be", "or", "not", "unused"]')
     (tmp_path / "text").write_text("to be or not to be " * 40)
-    chosen = {"path": str(tmp_path / "text"), "length": 4, "tokens": str(tmp_path / "words.json")}
+    chosen = {"path": str(tmp_path / "text"), "sequence_length": 4, "tokenizer": str(tmp_path / "words.json")}
     data = conf_option("dataset", "text", **chosen).load()
     assert data.num_classes == 5
     assert data.train.inputs[:2].tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
@@ -127,7 +128,11 @@ def test_the_tokens_of_a_file_of_the_users(tmp_path, monkeypatch):
     ("tokens", "error", "says"),
     [
         ("words", ValidationError, "should be 'characters', 'bytes' or a tokenizer's FILE.json"),
-        ("none.json", DataMissingError, r"dataset.tokens=none.json: there is no such file; take dataset.tokens=bytes"),
+        (
+            "none.json",
+            DataMissingError,
+            r"dataset.tokenizer=none.json: there is no such file; take dataset.tokenizer=bytes",
+        ),
         ("text.json", UsageError, r"is no tokenizer for this text: Expecting value"),
         ("words.json", UsageError, r"is no tokenizer for this text: 'and' is not in list"),
         ("gone", UsageError, r"needs the library tokenizers: pip install 'ashl\[tokenizers\]'"),
@@ -140,11 +145,11 @@ def test_a_file_that_is_no_tokenizer(tokens, error, says, workplace, monkeypatch
     Path("text.json").write_text("to be and not to be")
     Path("words.json").write_text('["to", "be"]')
     with pytest.raises(error, match=says):
-        conf_option("dataset", "text", path="text.json", tokens="words.json" if gone else tokens).load()
+        conf_option("dataset", "text", path="text.json", tokenizer="words.json" if gone else tokens).load()
 
 
 def test_the_standard_library_is_a_text_on_every_machine():
-    text = conf_option("dataset", "text", path="stdlib", most_mb=0.2).read()
+    text = conf_option("dataset", "text", path="stdlib", max_mb=0.2).read()
     assert len(text) > 199_000
     assert b"import" in text
 

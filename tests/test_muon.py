@@ -84,7 +84,7 @@ def test_without_layers_it_is_adamw():
 @pytest.mark.slow
 def test_muloco_learns_by_bytes(tmp_path):
     (tmp_path / "a.txt").write_text("to be or not to be, " * 100, encoding="utf-8")
-    small = ("model.width=16", "model.layers=1", "model.heads=2", "dataset.length=16", "dataset.batch_size=8")
+    small = ("model.width=16", "model.layers=1", "model.heads=2", "dataset.sequence_length=16", "dataset.batch_size=8")
     chosen = ("experiment=muloco", f"dataset.path={tmp_path}", *small, "sync.local_steps=4", "stop.steps=48")
     ran = simulated(*chosen, "optimizer.lr=0.02")
     assert ran.learner.evaluate(ran.params)["test_metric"] < 20  # of 256 bytes

@@ -94,7 +94,7 @@ def test_where_there_is_nothing_to_choose_it_is_online(limit: tuple[str, ...]) -
 
 
 def test_hidden_exchanges_cost_nothing_so_that_h_is_one() -> None:
-    ran = simulated(*PLANNED, "planner=goodput", "overlap=late", "schedule.h_preset=[4]", "planner.smoothing=0.1")
+    ran = simulated(*PLANNED, "planner=goodput", "overlap=delayed", "schedule.h_preset=[4]", "planner.smoothing=0.1")
     assert min(ran.of("replan")[-1]["local_steps"]) == 1
 
 

@@ -69,7 +69,7 @@ def test_nobody_else_makes_options_of_a_plan() -> None:
 
 def test_true_is_not_one() -> None:
     options = instantiate.Options(())
-    spec = {"_target_": "ashl.sync.ripples_smart.RipplesSmart", "section_length": 1, "group_size": 2, "threshold": 1}
+    spec = {"_target_": "ashl.sync.ripples_smart.RipplesSmart", "local_steps": 1, "group_size": 2, "threshold": 1}
     assert options.of("sync", {**spec, "inter_intra": True}) is options.of("sync", {**spec, "inter_intra": True})
     with pytest.raises(UsageError, match="threshold=true is not possible"):
         options.of("sync", {**spec, "inter_intra": True, "threshold": True})

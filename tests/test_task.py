@@ -121,13 +121,13 @@ def test_the_best_evaluation_is_that_with_the_best_metric():
 def test_a_text_is_cut_into_samples_whose_targets_are_one_character_on(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("abcdefghij" * 30, encoding="utf-8")
-    data = conf_option("dataset", "text", path=str(path), length=7).load()
+    data = conf_option("dataset", "text", path=str(path), sequence_length=7).load()
     assert (len(data.train), len(data.test), data.sample_shape, data.num_classes) == (38, 4, (7,), 10)
     inputs, targets = data.train.batch(np.arange(38))
     assert inputs.flatten().tolist() == [place % 10 for place in range(266)]
     assert torch.equal(targets, (inputs + 1) % 10)
     with pytest.raises(UsageError, match="take a shorter one"):
-        conf_option("dataset", "text", path=str(path), length=100).load()
+        conf_option("dataset", "text", path=str(path), sequence_length=100).load()
     path.write_bytes(b"\xff" * 300)
     with pytest.raises(DataMissingError, match="no text that can be read"):
         conf_option("dataset", "text", path=str(path)).load()
@@ -136,7 +136,13 @@ def test_a_text_is_cut_into_samples_whose_targets_are_one_character_on(tmp_path)
 def test_the_transformer_learns_a_text_and_looks_at_nothing_that_comes_later(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("to be or not to be, " * 100, encoding="utf-8")
-    small = ("model.width=16", "model.layers=1", f"dataset.path={path}", "dataset.length=16", "dataset.batch_size=8")
+    small = (
+        "model.width=16",
+        "model.layers=1",
+        f"dataset.path={path}",
+        "dataset.sequence_length=16",
+        "dataset.batch_size=8",
+    )
     ran = simulated("dataset=text", *small, "sync=bsp", "stop.steps=60", "optimizer.lr=0.1")
     found = ran.learner.evaluate(ran.params)
     assert (found["test_accuracy"], found["test_metric"] < 4) == (None, True)  # of 8 characters

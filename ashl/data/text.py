@@ -27,40 +27,40 @@ def known(tokens: str) -> str:
 
 @option
 class Text(Dataset):
-    """A text cut into samples of `length` tokens, the last tenth of which is for testing; targets are one on.
+    """A text cut into samples of `sequence_length` tokens, the last tenth of which is for testing; targets are one on.
 
     Without a path it is the language reference that comes with Python, and with `path=stdlib` the sources of Python's
     standard library: another text with each version of it. Of a folder it is all files of UTF-8 below it, by name.
-    `tokens` may be a file that the library `tokenizers` has written.
+    `tokenizer` may be a file that the library `tokenizers` has written.
     """
 
     path: str | None
-    tokens: Annotated[str, AfterValidator(known)]
-    length: Count
-    most_mb: Positive | None
+    tokenizer: Annotated[str, AfterValidator(known)]
+    sequence_length: Count
+    max_mb: Positive | None
 
     def load(self) -> Data:
         """Raises DataMissingError where there is nothing to read, and UsageError where it is too short."""
         text = self.read()
-        numbers, words = numbered(text, self.tokens)
-        count = (len(numbers) - 1) // self.length
+        numbers, words = numbered(text, self.tokenizer)
+        count = (len(numbers) - 1) // self.sequence_length
         if count < TEST:
             raise UsageError(
-                f"dataset.length={self.length} makes {count} samples of {len(numbers)} tokens (dataset.tokens="
-                f"{self.tokens}); take a shorter one"
+                f"dataset.sequence_length={self.sequence_length} makes {count} samples of {len(numbers)} tokens "
+                f"(dataset.tokenizer={self.tokenizer}); take a shorter one"
             )
         tokens = torch.from_numpy(numbers)
 
         def rows(first: int) -> Tensor:
-            return tokens[first : first + count * self.length].view(count, self.length)
+            return tokens[first : first + count * self.sequence_length].view(count, self.sequence_length)
 
         inputs, targets, train = rows(0), rows(1), count - count // TEST
         halves = (Split(inputs[part], targets[part]) for part in (slice(train), slice(train, count)))
-        return Data(*halves, sample_shape=(self.length,), num_classes=words)
+        return Data(*halves, sample_shape=(self.sequence_length,), num_classes=words)
 
     def read(self) -> bytes:
-        """The text as UTF-8, not longer than `most_mb`."""
-        most = None if self.most_mb is None else int(self.most_mb * 1e6)
+        """The text as UTF-8, not longer than `max_mb`."""
+        most = None if self.max_mb is None else int(self.max_mb * 1e6)
         if self.path is None:
             from pydoc_data.topics import topics
 
@@ -99,19 +99,19 @@ def numbered(text: bytes, tokens: str) -> tuple[np.ndarray, int]:
 def by_file(text: str, name: str) -> tuple[np.ndarray, int]:
     """What a tokenizer from a file makes of the text, without the marks that it sets about a sequence."""
     if not (path := resolve(name)).is_file():
-        raise DataMissingError(f"dataset.tokens={name}: there is no such file; take dataset.tokens=bytes, say")
+        raise DataMissingError(f"dataset.tokenizer={name}: there is no such file; take dataset.tokenizer=bytes, say")
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise UsageError(
-            f"dataset.tokens={name} needs the library tokenizers: pip install 'ashl[tokenizers]', or take "
-            "dataset.tokens=bytes."
+            f"dataset.tokenizer={name} needs the library tokenizers: pip install 'ashl[tokenizers]', or take "
+            "dataset.tokenizer=bytes."
         ) from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
         numbers = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
     except Exception as error:  # the library raises nothing more special
-        raise UsageError(f"dataset.tokens={name} is no tokenizer for this text: {error}.") from error
+        raise UsageError(f"dataset.tokenizer={name} is no tokenizer for this text: {error}.") from error
     return numbers, max(tokenizer.get_vocab_size(), 1 + int(numbers.max(initial=0)))
 
 

@@ -76,7 +76,8 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
 @option
 class GPT:
     """Decoder-only: Radford et al., 2019, with RMSNorm (Zhang and Sennrich, NeurIPS 2019), rotary positions (Su et al.,
-    "RoFormer", 2021) and, where `tied`, one matrix for tokens on their way in and out (Press and Wolf, EACL 2017).
+    "RoFormer", 2021) and, where `tie_embeddings`, one matrix for tokens on their way in and out (Press and Wolf, EACL
+    2017).
 
     About 12·layers·width² parameters: 0.8 million with width 128 and 4 layers, 85 million with 768 and 12.
     """
@@ -84,7 +85,7 @@ class GPT:
     width: Count
     heads: Count
     layers: Count
-    tied: bool
+    tie_embeddings: bool
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         """Raises UsageError unless samples are rows of tokens, and where the heads do not divide the width evenly."""
@@ -96,4 +97,4 @@ class GPT:
                 f"model.width={self.width} leaves each of model.heads={self.heads} no even number of elements, as "
                 "rotary positions need; take a multiple of twice the heads"
             )
-        return Decoder(num_classes, sample_shape[0], self.width, self.heads, self.layers, self.tied)
+        return Decoder(num_classes, sample_shape[0], self.width, self.heads, self.layers, self.tie_embeddings)

@@ -1,15 +1,15 @@
 """HeLoCo: what of a late update points against the momentum is shortened, layer by layer, then MLA's step.
 
 Rule: of each layer, with c the cosine between its update Δ and the momentum m, v = m/‖m‖ and q = ‖Δ‖/(‖Δ‖ + κ·‖m‖):
-    c ≥ keep        Δ as it is
-    c < 0           Δ − β·c·‖Δ‖·v with β = min(shrink·(−c)·q, most): less of what goes back along the momentum
-    0 ≤ c < keep    ‖Δ‖·u/‖u‖ with u = (1 − λ)·Δ/‖Δ‖ + λ·v, λ = min(turn·(1 − c)·q, 1): as long, turned towards it
+    c ≥ align_threshold    Δ unchanged
+    c < 0    Δ − β·c·‖Δ‖·v with β = min(shrink_gain·(−c)·q, max_shrink): a shorter component against the momentum
+    else     ‖Δ‖·u/‖u‖ with u = (1 − λ)·Δ/‖Δ‖ + λ·v, λ = min(rotate_gain·(1 − c)·q, 1): rotated towards it
 then `mla`'s step. Merges of several updates are judged as one. Where each rank of an all-reduce makes the step itself,
 norms need machines that add up alike.
 
-Limits: keep = −1 is `mla`, bit for bit. Source: Al Asif et al., "HeLoCo: Efficient asynchronous low-communication
-training under data and device heterogeneity", arXiv 2606.00271, 2026, by a description of its rule; the published
-constants were not at hand, and the defaults are ours.
+Limits: align_threshold = −1 is `mla`, bit for bit. Source: Al Asif et al., "HeLoCo: Efficient asynchronous
+low-communication training under data and device heterogeneity", arXiv 2606.00271, 2026, by a description of its rule;
+the published constants were not at hand, and the defaults are ours.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class HeLoCo(MLA):
 
     linear: ClassVar[bool] = False
     _layers: ClassVar[Layers] = ()
-    keep: Annotated[float, Number, Field(ge=-1, le=1)]
-    shrink: NonNegative
-    most: Fraction
-    turn: NonNegative
+    align_threshold: Annotated[float, Number, Field(ge=-1, le=1)]
+    shrink_gain: NonNegative
+    max_shrink: Fraction
+    rotate_gain: NonNegative
     kappa: NonNegative
 
     def codec_for_layers(self, layers: Layers) -> HeLoCo:
@@ -48,7 +48,7 @@ class HeLoCo(MLA):
     def step(
         self, moments: Moments | None, params: Tensor, update: Tensor, inner_lr: float
     ) -> tuple[Moments | None, Tensor]:
-        if moments is not None and self.keep > -1:
+        if moments is not None and self.align_threshold > -1:
             sizes = [prod(shape) for _, shape in self._layers] or [update.numel()]
             pairs = zip(update.split(sizes), moments[0].split(sizes), strict=True)
             update = torch.cat([self._corrected(own, momentum) for own, momentum in pairs])
@@ -60,11 +60,11 @@ class HeLoCo(MLA):
         if not length * pace > 0:  # nothing to go by; also where something is no number
             return update
         cosine, share = along / (length * pace), length / (length + self.kappa * pace)
-        if cosine >= self.keep:
+        if cosine >= self.align_threshold:
             return update
         if cosine < 0:
-            less = min(self.shrink * -cosine * share, self.most)
+            less = min(self.shrink_gain * -cosine * share, self.max_shrink)
             return torch.add(update, momentum, alpha=-less * cosine * length / pace)
-        turned = min(self.turn * (1 - cosine) * share, 1.0)
+        turned = min(self.rotate_gain * (1 - cosine) * share, 1.0)
         mixed = torch.add(update * ((1 - turned) / length), momentum, alpha=turned / pace)
         return mixed * (length / numbers([torch.linalg.vector_norm(mixed)])[0])

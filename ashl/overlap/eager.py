@@ -7,10 +7,10 @@ up, y_i is what the paper has: the outer optimizer's path of worker i along c_iÂ
 evaluated is z, alike for all. With a codec z has what it left of d_i, and y_i all of it. No message is longer for it;
 each worker keeps one vector of moments more.
 
-Limits: one worker is DiLoCo, bit for bit; `outer=average` is `late` with own = 1/n. Outer optimizers whose steps add up
-(`Outer.linear`), and modes that go in rounds. Source: Kale, Douillard and Donchev, "Eager Updates For Overlapped
-Communication and Computation in DiLoCo", arXiv 2502.12996, 2025, whose replicas have models of their own throughout,
-with outer=nesterov and AdamW on the workers.
+Limits: one worker is DiLoCo, bit for bit; `outer=average` is `delayed` with local_weight = 1/n. Outer optimizers whose
+steps add up (`Outer.linear`), and modes that go in rounds. Source: Kale, Douillard and Donchev, "Eager Updates For
+Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996, 2025, whose replicas have models of their own
+throughout, with outer=nesterov and AdamW on the workers.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ steps go on, while z ← z + v is under way with v ← μ·v + Σ c_j·(x_j − 
 pulled-back models; μ is that of `outer`: slowmo with alpha = 1 and beta = μ, which like the released code keeps v in
 units of the learning rate. What is evaluated is the anchor.
 
-Limits: α = 1 is `late` with own = 0, but sends nothing: x_j − z is then 0 and nothing is ever learned, so α < 1. At a
-parameter server without rounds each push moves the anchor by c_j·(x_j − z) alone, as asynchronous elastic averaging.
-Source: Wang, Liang and Joshi, "Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in Distributed
-SGD", ICASSP 2020; the released code, JYWa/Overlap_Local_SGD. α = 0.6 and μ = 0.7 as recalled from the paper.
+Limits: α = 1 is `delayed` with local_weight = 0, but sends nothing: x_j − z is then 0 and nothing is ever learned, so
+α < 1. At a parameter server without rounds each push moves the anchor by c_j·(x_j − z) alone, as asynchronous elastic
+averaging. Source: Wang, Liang and Joshi, "Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in
+Distributed SGD", ICASSP 2020; the released code, JYWa/Overlap_Local_SGD. α = 0.6 and μ = 0.7 as recalled from the
+paper.
 """
 
 from __future__ import annotations

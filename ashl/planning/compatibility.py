@@ -271,7 +271,9 @@ def describe_changed_weights(aggregate: Weighted, name: str) -> str | None:
     """What of the aggregation rule is not as it is when nothing is said."""
     if name != "mean":
         return f"aggregate={name}"
-    guards = [key for key in ("discount", "clip_norm", "max_delay") if getattr(aggregate, key) is not None]
+    guards = [
+        key for key in ("staleness_discount", "clip_norm", "max_staleness") if getattr(aggregate, key) is not None
+    ]
     return f"aggregate.{(guards or ['scale'])[0]}" if guards or aggregate.scale != 1 else None
 
 
@@ -669,8 +671,10 @@ def check_merged_aggregate(name: str, aggregate: Weighted, aggregate_name: str) 
             f"{name} merges all bodies at once, and aggregate={aggregate_name} weighs each by itself; take "
             "aggregate=mean"
         )
-    if aggregate.discount is not None:
-        raise UsageError(f"{name} merges all bodies at once, so aggregate.discount has none to act on; drop it")
+    if aggregate.staleness_discount is not None:
+        raise UsageError(
+            f"{name} merges all bodies at once, so aggregate.staleness_discount has none to act on; drop it"
+        )
 
 
 def note_dense_pulls(plan: Plan, parts: Parts) -> tuple[str, ...]:
@@ -776,7 +780,7 @@ def check_sharded_server(plan: Plan, parts: Parts) -> None:
         if own.topology != topology:
             raise UsageError(
                 f"{name}: stage {stage.name} has other servers than stage {plan.stages[0].name}, and none can hand its "
-                "piece over; take the same topology.servers and topology.cut in all stages"
+                "piece over; take the same topology.servers and topology.partition_by in all stages"
             )
         check_sharded_stage(name, stage, own, parts)
     if isinstance(cluster, Cluster) and cluster.exchange_s is not None:

@@ -161,15 +161,18 @@ def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: 
     elif type(own.optimizer).statistics is not Optimizer.statistics:
         why, instead = "its sweeps need the model that the last one made", "optimizer=sgd"
     elif overlap.needs_steps and own.sync.exchange != "difference":
-        why, instead = "it is made for local steps, and gradients are exchanged", "sync=local_sgd, or overlap=late"
+        why, instead = "it is made for local steps, and gradients are exchanged", "sync=local_sgd, or overlap=delayed"
     elif overlap.steps_ahead and not own.sync.in_rounds:
-        why, instead = "updates that come one at a time are no parts of one step", "sync=local_sgd, or overlap=late"
+        why, instead = "updates that come one at a time are no parts of one step", "sync=local_sgd, or overlap=delayed"
     elif overlap.steps_ahead and not own.outer.linear:
         why, instead = f"steps of outer={choices['outer']} on parts of an update do not add up", "outer=nesterov"
-    elif own.aggregate.discount is not None and (overlap.steps_ahead or not own.topology.has_server):
-        why, instead = "all are late alike, and aggregate.discount tells who is later", "aggregate.scale instead"
+    elif own.aggregate.staleness_discount is not None and (overlap.steps_ahead or not own.topology.has_server):
+        why, instead = (
+            "all are late alike, and aggregate.staleness_discount tells who is later",
+            "aggregate.scale instead",
+        )
     elif overlap.fragments and own.topology.has_server and not (own.sync.in_rounds and own.sync.quorum(n) == n):
-        why, instead = "a server steps on a fragment once it has come from all", "sync=local_sgd, or overlap=late"
+        why, instead = "a server steps on a fragment once it has come from all", "sync=local_sgd, or overlap=delayed"
     elif overlap.share is not None and not own.compression.traits.lossless:
         why, instead = "the elements that it draws are its compression", "compression=none"
     elif overlap.share is not None and not isinstance(own.outer, Average):

@@ -46,14 +46,20 @@ COSTS = (
 )
 LEARNED = (  # what is learned hangs on them, and neither time nor bytes do
     *("task.", "optimizer.", "outer", "model.heads", "model.norm", "run.save_weights", "run.init_weights"),
-    *("aggregate.scale", "aggregate.weights", "aggregate.discount", "aggregate.clip_norm", "aggregate.momentum"),
+    *(
+        "aggregate.scale",
+        "aggregate.weights",
+        "aggregate.staleness_discount",
+        "aggregate.clip_norm",
+        "aggregate.momentum",
+    ),
     *("compression.feedback", "compression.feedback_gain", "compression.feedback_decay", "compression.momentum"),
     *("compression.masking", "compression.clip_norm", "compression.norm", "compression.alpha", "compression.beta"),
     *("compression.eta", "compression.xi", "compression.zeta", "compression.memory", "compression.max_age"),
     *("compression.order", "compression.scaled", "compression.decay", "compression.error", "compression.clip_sigmas"),
     *("dataset.condition", "dataset.noise", "dataset.seed", "dataset.separation", "dataset.augment"),
-    *("topology.mixing", "topology.lr", "topology.beta", "topology.buffer", "overlap.own", "overlap.alpha"),
-    *("sync.beta", "sync.every_s", "sync.exchange", "sync.gamma", "sync.h_max", "sync.l1", "sync.lam"),
+    *("topology.mixing", "topology.lr", "topology.beta", "topology.buffer", "overlap.local_weight", "overlap.alpha"),
+    *("sync.beta", "sync.every_s", "sync.exchange", "sync.gamma", "sync.h_max", "sync.l1"),
     *("sync.loss_target", "sync.mu", "sync.rho", "sync.rise", "sync.theta"),
     *("schedule.momentum", "schedule.residual", "runtime.precision"),
 )
@@ -436,12 +442,12 @@ CONDITIONS = (
         plans_local_steps,
     ),
     Condition(
-        ("aggregate.discount",),
+        ("aggregate.staleness_discount",),
         "pushes that may be stale, as those of sync=asp",
         is_stale,
     ),
     Condition(
-        ("aggregate.max_delay",),
+        ("aggregate.max_staleness",),
         "pushes that may be stale by more than one merge, as those of sync=asp",
         lambda context: context.any("sync", lambda sync: not sync.in_rounds),
     ),
@@ -470,14 +476,16 @@ CONDITIONS = (
         ("sync.delay",), "a barrier of fewer than all neighbours, as sync.barrier=1", has("sync", barrier=is_set)
     ),
     Condition(("sync.barrier",), "neighbours that may be late, as with sync.delay=2", has("sync", delay=is_set)),
-    Condition(("sync.gap",), "workers that do not wait for all, as with sync.backups=1", has("sync", backups=is_set)),
+    Condition(
+        ("sync.max_lead",), "workers that do not wait for all, as with sync.backups=1", has("sync", backups=is_set)
+    ),
     Condition(
         ("sync.alpha",),
         "steps that take different times, as with cluster.jitter=0.1",
         lambda context: context.any("sync", lambda sync: not isinstance(sync, LBBSP)) or speeds_vary(context),
     ),
     Condition(
-        ("overlap.own",),
+        ("overlap.local_weight",),
         "a sync mode that exchanges models, as sync=local_sgd",
         has("sync", exchange=lambda exchange: exchange == "difference"),
     ),

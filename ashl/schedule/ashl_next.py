@@ -4,7 +4,7 @@ Rule: as in `decay_on_rise`, in stage k = 0, 1, … the server multiplies each u
 ends at the first evaluation whose training loss is above that of the one before. All stages but the last are AHL, in
 which no worker waits. The last one is SHL, with the bound `staleness`. `h_preset` and `r_preset` list H and the preset
 ratio of the slowest worker by stage; the last value holds for all later stages. The planner makes cycles equal and
-shards proportional to speed. Pushes and pulls are sparse with error feedback, as in `ashl_plus`. With `overlap=late`
+shards proportional to speed. Pushes and pulls are sparse with error feedback, as in `ashl_plus`. With `overlap=delayed`
 they travel while the next steps are computed, so that H = 1 costs no time. Only costs that are not declared are
 profiled beforehand: the online planner corrects either.
 

@@ -19,14 +19,14 @@ class AsyncLocalSGD(ServerRule):
     """Asynchronous local steps, with a bound on those in flight."""
 
     local_steps: Count
-    max_delay: Count | None
+    max_staleness: Count | None
 
     def __post_init__(self) -> None:
-        if self.max_delay is not None and self.max_delay < self.local_steps:
+        if self.max_staleness is not None and self.max_staleness < self.local_steps:
             raise UsageError(
-                f"sync.max_delay={self.max_delay} drops every push of sync.local_steps={self.local_steps} steps; take "
-                f"at least {self.local_steps}, or null"
+                f"sync.max_staleness={self.max_staleness} drops every push of sync.local_steps={self.local_steps} "
+                f"steps; take at least {self.local_steps}, or null"
             )
 
     def accepts(self, staleness: int) -> bool:
-        return self.max_delay is None or (staleness + 1) * self.local_steps <= self.max_delay
+        return self.max_staleness is None or (staleness + 1) * self.local_steps <= self.max_staleness

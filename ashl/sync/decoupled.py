@@ -4,7 +4,7 @@ Rule: a learner pushes what H local steps made of the model, and waits for the m
 K = `min_learners` have pushed, the server takes in what comes within `grace_s` seconds more, or until all have pushed;
 then one outer step on Σ w_i·Δ_i, Σ w_i = 1 over those who are in it: by samples, and so by tokens, with
 `aggregate=mean`. Who comes later is in the next merge, on whatever model it was computed. Where fewer than K are there,
-all of them are waited for. With `overlap=late` a learner computes on while it waits. The paper has `outer=nesterov`.
+all of them are waited for. With `overlap=delayed` a learner computes on while it waits. The paper has `outer=nesterov`.
 
 Limits: K = n is `local_sgd` with this outer optimizer, DiLoCo through a server, bit for bit where a run ends with a
 whole round; K = 1 without grace merges each push as it comes, and what has come at that moment with it.

@@ -1,14 +1,14 @@
 """Hop: gossip in which a worker does not wait for all of its neighbours, nor for their latest model.
 
 Rule: in its iteration k worker i sends x_i, computes Δ_i, and goes on once all but `backups` of its neighbours have
-sent a model of iteration k − s or later, and none trails by more than `gap` iterations:
+sent a model of iteration k − s or later, and none trails by more than `max_lead` iterations:
     x_i ← Σ_j a_j·x_j / Σ_j a_j + Δ_i,   a_j = s + 1 − (age of j's model in iterations)
 over itself (age 0) and those neighbours, of each its newest model up to iteration k. Since everybody's iterations are
 known from its models, no tokens travel.
 
-With `jump`, a worker that all its neighbours lead by so many iterations or more skips to that of the slowest of them,
-from the mean of their models there, with its own in it where that is fresh enough. What it skips are no steps, and no
-neighbour waits for it.
+With `skip_lead`, a worker that all its neighbours lead by so many iterations or more skips to that of the slowest of
+them, from the mean of their models there, with its own in it where that is fresh enough. What it skips are no steps,
+and no neighbour waits for it.
 
 On processes a checkpoint is of one iteration: all are kept at its begin, none skips it, and of models that have come
 only those of before count. Whoever goes on from there sends its own first, newer than any that was on its way.
@@ -53,8 +53,8 @@ class Hop(RoamingRule):
     local_steps: Count | Literal["plan"]
     staleness: Natural
     backups: Natural
-    gap: Count
-    jump: Count | None
+    max_lead: Count
+    skip_lead: Count | None
 
     def check(self, rounds: Sequence[Round]) -> None:
         fewest = min(len(row) - 1 for row in rounds[0].rows)
@@ -63,15 +63,16 @@ class Hop(RoamingRule):
                 f"sync.backups={self.backups} leaves a worker with {fewest} neighbours nobody to wait for; take at "
                 f"most {max(0, fewest - 1)}, or a graph with more edges"
             )
-        if self.gap < self.staleness:
+        if self.max_lead < self.staleness:
             raise UsageError(
-                f"sync.gap={self.gap} is below sync.staleness={self.staleness}: nobody could be that stale; take a "
-                "larger gap"
+                f"sync.max_lead={self.max_lead} is below sync.staleness={self.staleness}: nobody could be that stale; "
+                "take a larger max_lead"
             )
-        most = 1 + (self.gap if self.backups else self.staleness)
-        if self.jump is not None and self.jump > most:
+        most = 1 + (self.max_lead if self.backups else self.staleness)
+        if self.skip_lead is not None and self.skip_lead > most:
             raise UsageError(
-                f"sync.jump={self.jump}, and a worker leads a neighbour by {most} iterations at most, so nobody would "
+                f"sync.skip_lead={self.skip_lead}, and a worker leads a neighbour by {most} iterations at most, so "
+                "nobody would "
                 f"ever jump; take at most {most}" + ("" if self.backups else ", or sync.backups=1")
             )
 
@@ -88,7 +89,7 @@ def ready(rule: Hop, k: int, heard: Mapping[int, Sent]) -> bool:
     """Whether iteration k may end."""
     newest = [max(sent, default=-1) for sent in heard.values()]
     fresh = sum(iteration >= k - rule.staleness for iteration in newest)
-    return fresh >= len(newest) - rule.backups and all(k - iteration <= rule.gap for iteration in newest)
+    return fresh >= len(newest) - rule.backups and all(k - iteration <= rule.max_lead for iteration in newest)
 
 
 def mixed(rule: Hop, k: int, own: Any, rank: int, heard: Mapping[int, Sent], age: int = 0) -> Any:
@@ -117,7 +118,7 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop)
         ctx.safe_point(stage.index, state)
         k = known.k
         ahead = min((max(sent, default=-1) for sent in heard.values()), default=k) - k
-        if rule.jump is not None and ahead >= rule.jump:
+        if rule.skip_lead is not None and ahead >= rule.skip_lead:
             while ahead > 0 and ctx.checkpoint_due(k + ahead):
                 ahead -= 1  # nobody skips the iteration in which all are kept
             k += ahead

@@ -21,8 +21,8 @@ from ashl.topology.parameter_server import ServerRule
 class Ringmaster(ServerRule):
     """ASP with a bound on the delay instead of the lead."""
 
-    max_delay: Count | None
+    max_staleness: Count | None
     local_steps: Count | Literal["plan"]
 
     def accepts(self, staleness: int) -> bool:
-        return self.max_delay is None or staleness < self.max_delay
+        return self.max_staleness is None or staleness < self.max_staleness

@@ -10,7 +10,7 @@ for each non-zero one down, or 32·d where that is less.
 At a fixed point x minimises Σ w_i·f_i(x) + λ‖x‖₁, whatever the shares, the delays and how alike the shards are. Once
 the non-zero elements are found, messages are as short as the model is sparse.
 
-Limits: sparse only by the l1 term; without it (lam = 0) all of x is sent, always. γ must not change, as points of
+Limits: sparse only by the l1 term; without it (l1 = 0) all of x is sent, always. γ must not change, as points of
 before would be of another γ; with minibatches their noise keeps elements from staying zero.
 
 Source: Grishchenko, Iutzeler, Malick and Amini, "Asynchronous Distributed Learning with Sparse Communications and
@@ -52,7 +52,7 @@ class SPY(ServerRule):
 
     exchange: ClassVar[str] = "gradient"
     supports: ClassVar[frozenset[str]] = frozenset()  # few elements travel as it is
-    lam: NonNegative
+    l1: NonNegative
     share: Ratio
     estimator: Literal["full", "minibatch"]
 
@@ -93,7 +93,7 @@ class SparseModels(Updates):
         if isinstance(message.body, SizeOnly):
             return True
         mean = state.rule_state = mean + stage.link.made(read(message.body, mean.numel())) * stage.weights([worker])[0]
-        state.params = shrunk(mean, stage.trainer.rate(progress.samples) * self.rule.lam)
+        state.params = shrunk(mean, stage.trainer.rate(progress.samples) * self.rule.l1)
         return True
 
     async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:

@@ -36,12 +36,7 @@ class GroupRule(Rule, contract=True):
     averages: ClassVar[bool] = True
     ordered: ClassVar[bool] = False  # whether groups follow one order that all workers share: none is a conflict
     group_size: ClassVar[int | None] = None  # workers of a group; None = as the scheduler draws them
-    section_length: Count | Literal["plan"]
-
-    @property
-    def local_steps(self) -> int | str:  # type: ignore[override]
-        """H, between two averages."""
-        return self.section_length
+    local_steps: Count | Literal["plan"]
 
     def quorum(self, num_workers: int) -> int:
         """How many meet. Raises UsageError where there are not so many."""

@@ -12,7 +12,7 @@ model's layers. Servers go on without a worker that is lost, each from when it h
 its last push.
 
 Limit: one server is the parameter server; and where all wait for all, so are several, bit for bit, with a codec that
-goes element by element (`cast`, `sign` without scale), or layer by layer with cut=layers (`terngrad`, or
+goes element by element (`cast`, `sign` without scale), or layer by layer with partition_by=layers (`terngrad`, or
 `compression.layers=true`); of others each piece has another scale, other draws or another choice than the whole. Where
 nobody waits, each piece has its own order of pushes, as in such systems: the counts are the first server's.
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; pieces without a common
@@ -66,21 +66,21 @@ class ShardedServer(Topology):
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, OUTER, FAULT_TOLERANT})
     has_server: ClassVar[bool] = True
     servers: Count
-    cut: Literal["bytes", "layers"]
+    partition_by: Literal["bytes", "layers"]
 
     def bounds(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """The piece [start, stop) of each server, for layers of these sizes. Raises UsageError."""
         d = sum(sizes)
         ends = list(range(d + 1))
-        if self.cut == "layers":
+        if self.partition_by == "layers":
             ends = [0]
             for size in sizes:
                 ends.append(ends[-1] + size)
         if self.servers >= len(ends):
             raise UsageError(
                 f"topology.servers={self.servers}, and the model has {len(ends) - 1} "
-                f"{'layers' if self.cut == 'layers' else 'parameters'} to share out; take no more servers than that"
-                + (", or topology.cut=bytes" if self.cut == "layers" else "")
+                f"{'layers' if self.partition_by == 'layers' else 'parameters'} to share out; take no more servers "
+                "than that" + (", or topology.partition_by=bytes" if self.partition_by == "layers" else "")
             )
         cuts = [0]
         for k in range(1, self.servers):  # as near to equal as can be, and nothing empty

@@ -20,7 +20,7 @@ CLUSTER = (
     "stop.seconds=2000",
     "runtime.gradients=false",
 )
-GROUPS = ("topology=partial_all_reduce", "sync=ripples_smart", "sync.group_size=4", "sync.section_length=8")
+GROUPS = ("topology=partial_all_reduce", "sync=ripples_smart", "sync.group_size=4", "sync.local_steps=8")
 DECOUPLED = ("sync=decoupled", "sync.local_steps=8", "sync.grace_s=1", "sync.min_learners=8")
 MODES = {
     "bsp": ("sync=bsp",),

@@ -33,7 +33,7 @@ OPTIONS = {
     "merged optimal": ("overlap=merged", "overlap.plan=optimal"),
     "priority": ("overlap=priority",),
     "dear": ("overlap=dear",),
-    "late": ("overlap=late",),
+    "delayed": ("overlap=delayed",),
 }
 CAPS_MB = (0.25, 1, 4)  # of DDP's buckets, beside its default
 BASE = (

@@ -54,9 +54,9 @@ ROUNDS = {
     "bsp by all-reduce, QSGD, Adam": "topology=all_reduce sync=bsp compression=qsgd optimizer=adam optimizer.lr=0.001",
     "local SGD, Nesterov outside": "sync=local_sgd sync.local_steps=2 outer=nesterov",
     "local SGD by all-reduce": "topology=all_reduce sync=local_sgd sync.local_steps=3",
-    "bsp by all-reduce, one exchange late": "topology=all_reduce sync=bsp overlap=late optimizer.momentum=0.9",
+    "bsp by all-reduce, one exchange late": "topology=all_reduce sync=bsp overlap=delayed optimizer.momentum=0.9",
     "fragments by all-reduce": "topology=all_reduce sync=local_sgd sync.local_steps=2 overlap=streaming outer=nesterov",
-    "local SGD, one exchange late": "sync=local_sgd sync.local_steps=2 overlap=late",
+    "local SGD, one exchange late": "sync=local_sgd sync.local_steps=2 overlap=delayed",
     "SGP, two rounds late": "topology=gossip sync=sgp sync.overlap=2 topology.graph=ring",
     "D-PSGD": "topology=gossip sync=d_psgd topology.graph=ring",
     "bsp on two servers, Top-K": f"sync=bsp compression=topk compression.ratio=0.2 {PIECES}",
@@ -64,7 +64,7 @@ ROUNDS = {
 }
 OWN_PACE = {
     "ssp, Top-K": "sync=ssp compression=topk compression.ratio=0.2",
-    "ssp, one exchange late": "sync=ssp overlap=late",
+    "ssp, one exchange late": "sync=ssp overlap=delayed",
     "asp, QSGD": "sync=asp compression=qsgd optimizer.lr=0.02",
     "FedBuff": "sync=fedbuff",
     "a quorum and a grace window": "sync=decoupled sync.grace_s=0.01",

@@ -29,7 +29,7 @@ from ashl.config.catalog import catalog
         ("compression=sign compression.vote=majority sync=bsp", "compression.scale=none compression.feedback=false"),
         ("compression=laq sync=asp", "take sync=bsp optimizer=sgd optimizer.momentum=0"),
         ("compression=terngrad compression.shared_scale=true sync=bsp", "compression.shared_scale=false"),
-        ("compression=gtopk sync=bsp aggregate.discount=1", "drop it"),
+        ("compression=gtopk sync=bsp aggregate.staleness_discount=1", "drop it"),
         ("compression.values=fp8", "compression.values=fp8 is not possible"),
         ("topology=gossip sync=d_psgd", "take compression=none, or sync=choco"),
         ("topology=partial_all_reduce sync=ripples_static", "whole models travel"),

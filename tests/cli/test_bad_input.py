@@ -50,7 +50,7 @@ SIM, SPY = ["-q", "runtime=sim", "tracking=none"], "sync=spy optimizer.momentum=
             "its rule is asked where pushes come, at a server; take topology=parameter",
         ),
         (
-            "topology=all_reduce sync=qsr overlap=late",
+            "topology=all_reduce sync=qsr overlap=delayed",
             "its rounds change, and the next one is begun before; take topology",
         ),
         ("topology=all_reduce sync=lb_bsp overlap=dear", "its batches change, and the next step is begun before; take"),

@@ -18,7 +18,10 @@ PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0
             "with cluster.exchange_s no port is ever busy; give cluster.exchange_s=null",
         ),
         (f"sync=bsp {PORTS} topology.servers=0", "topology.servers"),
-        (f"sync=bsp {PORTS} topology.servers=9 topology.cut=layers", "take no more servers than that, or topology.cut"),
+        (
+            f"sync=bsp {PORTS} topology.servers=9 topology.partition_by=layers",
+            "take no more servers than that, or topology.partition_by",
+        ),
         (f"sync=bsp {PORTS} optimizer=muon", "steps on whole layers, and a server has a piece of the model"),
         (f"sync=easgd {PORTS}", "has a loop, messages or a step of its own; take sync=bsp"),
         (f"sync=local_sgd {PORTS} outer=heloco", "outer=heloco goes layer by layer; take outer=nesterov"),

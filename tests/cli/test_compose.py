@@ -291,11 +291,11 @@ TABLE = {
     "ADSP Top-K": f"{ADSP} {TOPK} optimizer.lr=0.02",
     "one stage Top-K": f"{ONE} {TOPK} schedule.h_preset=[2] optimizer.lr=0.02",
     "ASHL+": f"{PLUS} optimizer.lr=0.03",
-    "ASHL+ late": f"{PLUS} overlap=late schedule.h_preset=[2,1] optimizer.lr=0.03",
+    "ASHL+ late": f"{PLUS} overlap=delayed schedule.h_preset=[2,1] optimizer.lr=0.03",
     "ASHL next": "schedule=ashl_next optimizer.lr=0.03",
     "ADSP Top-K falling": f"{ADSP} {TOPK} schedule=decay_on_rise optimizer.lr=0.03",
     "ADSP Top-K falling late": (
-        f"{ADSP} {TOPK} schedule=decay_on_rise schedule.decay_factor=0.5 overlap=late sync.search_s=null "
+        f"{ADSP} {TOPK} schedule=decay_on_rise schedule.decay_factor=0.5 overlap=delayed sync.search_s=null "
         "sync.commits=32 optimizer.lr=0.03"
     ),
     "ASHL next same steps": "schedule=ashl_next schedule.decay_stages=1 optimizer.lr=0.03",
@@ -305,12 +305,12 @@ TABLE = {
 }
 LATE = {
     "ADSP Top-K": f"{ADSP} {TOPK} optimizer.lr=0.02",
-    "ADSP Top-K late": f"{ADSP} {TOPK} overlap=late optimizer.lr=0.01",
-    "ADSP Top-K late unsearched": f"{ADSP} {TOPK} overlap=late sync.search_s=null sync.commits=8 optimizer.lr=0.02",
-    "one step Top-K late": f"{TOPK} sync=asp sync.local_steps=1 aggregate=uniform overlap=late optimizer.lr=0.02",
+    "ADSP Top-K late": f"{ADSP} {TOPK} overlap=delayed optimizer.lr=0.01",
+    "ADSP Top-K late unsearched": f"{ADSP} {TOPK} overlap=delayed sync.search_s=null sync.commits=8 optimizer.lr=0.02",
+    "one step Top-K late": f"{TOPK} sync=asp sync.local_steps=1 aggregate=uniform overlap=delayed optimizer.lr=0.02",
     "ASHL+": f"{PLUS} optimizer.lr=0.03",
-    "ASHL+ late": f"{PLUS} optimizer.lr=0.03 overlap=late schedule.h_preset=[2,1]",
-    "ASHL+ late damped": f"{PLUS} optimizer.lr=0.03 overlap=late overlap.own=0.5 schedule.h_preset=[2,1]",
+    "ASHL+ late": f"{PLUS} optimizer.lr=0.03 overlap=delayed schedule.h_preset=[2,1]",
+    "ASHL+ late damped": f"{PLUS} optimizer.lr=0.03 overlap=delayed overlap.local_weight=0.5 schedule.h_preset=[2,1]",
     "ASHL+ anchor": f"{PLUS} optimizer.lr=0.03 overlap=overlap_local_sgd schedule.h_preset=[2,1]",
     "one stage Top-K anchor": f"{ONE} {TOPK} schedule.h_preset=[2] overlap=overlap_local_sgd optimizer.lr=0.02",
 }

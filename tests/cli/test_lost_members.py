@@ -155,7 +155,7 @@ def test_sums_with_who_has_come_back_are_those_of_all_from_that_state(
 def test_a_group_with_who_has_come_back_averages_all_models(rank: int, train, workplace: Path) -> None:
     """To the bit, in groups of all: averages of all, of those who were left, and of all again, from one's model. Steps
     take so much longer than averages that it is killed between two of these."""
-    own = ("sync=ripples_first_come", "sync.group_size=3", "sync.section_length=8", "optimizer.momentum=0.9")
+    own = ("sync=ripples_first_come", "sync.group_size=3", "sync.local_steps=8", "optimizer.momentum=0.9")
     paced = ("cluster.step_s=0.02", "runtime.max_restarts=1", "stop.seconds=6")
     code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *GROUPS, *own, *paced)
     assert (code, err) == (0, ""), err

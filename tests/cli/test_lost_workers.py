@@ -26,7 +26,7 @@ OWN = (  # with messages of their own
     "sync=asylpg compression=grid optimizer.momentum=0 sync.epoch_steps=20",
 )
 LATE = (
-    "sync=asp overlap=late",
+    "sync=asp overlap=delayed",
     "sync=local_sgd sync.local_steps=4 outer=nesterov overlap=eager",
     "sync=local_sgd sync.local_steps=4 compression=topk overlap=overlap_local_sgd",
 )

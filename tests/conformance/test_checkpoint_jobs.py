@@ -18,7 +18,7 @@ from tests.support import simulated
 pytestmark = pytest.mark.slow
 SAVED = ["tracking=none", "run.dir=run", "run.checkpoint_s=0.4", "runtime=torchrun", "-q"]
 TOP_K = ["sync=bsp", "compression=topk", "compression.ratio=0.2"]
-LATE = ["topology=all_reduce", "sync=bsp", "overlap=late", "optimizer.momentum=0.9"]
+LATE = ["topology=all_reduce", "sync=bsp", "overlap=delayed", "optimizer.momentum=0.9"]
 PUSH_SUM = ["topology=gossip", "sync=sgp", "sync.overlap=1", "topology.graph=ring"]
 GOES_ON = "ashl: started anew: the run in run goes on from its last checkpoint\n"
 

@@ -29,13 +29,13 @@ RUNS = {
     "push-sum, two rounds late": "topology=gossip sync=sgp sync.overlap=2 topology.graph=ring optimizer.momentum=0.9",
     "pieces on two servers": "topology=sharded_server topology.servers=2 sync=bsp compression=topk "
     "compression.ratio=0.2 cluster.exchange_s=null cluster.bandwidth_mbit_s=200 cluster.latency_s=0.0005",
-    "one exchange late, all-reduce": "topology=all_reduce sync=bsp overlap=late optimizer.momentum=0.9",
+    "one exchange late, all-reduce": "topology=all_reduce sync=bsp overlap=delayed optimizer.momentum=0.9",
     "the average beside its own steps": "topology=all_reduce sync=local_sgd sync.local_steps=2 "
     "overlap=overlap_local_sgd outer=slowmo",
     "fragments beside steps": "topology=all_reduce sync=local_sgd sync.local_steps=2 overlap=streaming overlap.delay=1 "
     "outer=nesterov compression=topk compression.ratio=0.2",
     "fragments, drawn": "topology=all_reduce sync=local_sgd sync.local_steps=2 overlap=loscar",
-    "one exchange late, by a server": "sync=local_sgd sync.local_steps=2 overlap=late compression=topk "
+    "one exchange late, by a server": "sync=local_sgd sync.local_steps=2 overlap=delayed compression=topk "
     "compression.ratio=0.2",
     "fragments by a server": "sync=local_sgd sync.local_steps=2 overlap=streaming overlap.delay=1 outer=nesterov",
     "momenta that travel, by a server": "sync=pr_sgd_momentum sync.local_steps=2 optimizer.momentum=0.9",
@@ -50,9 +50,9 @@ OWN_PACE = {
     "stages, the first of which measures": "schedule=ashl",
     "a bound, pieces on two servers": "topology=sharded_server topology.servers=2 sync=ssp compression=topk "
     "compression.ratio=0.2 cluster.exchange_s=null cluster.bandwidth_mbit_s=200 cluster.latency_s=0.0005",
-    "a bound, one exchange late": "sync=ssp overlap=late compression=topk compression.ratio=0.2",
-    "local steps, one exchange late": "sync=async_local_sgd sync.local_steps=2 overlap=late",
-    "stages, exchanges late": "schedule=ashl overlap=late",
+    "a bound, one exchange late": "sync=ssp overlap=delayed compression=topk compression.ratio=0.2",
+    "local steps, one exchange late": "sync=async_local_sgd sync.local_steps=2 overlap=delayed",
+    "stages, exchanges late": "schedule=ashl overlap=delayed",
     "models on springs": "sync=easgd sync.local_steps=2",
     "a table of gradients": "sync=ringleader compression=topk compression.ratio=0.2",
     "snapshots": "sync=asylpg compression=grid optimizer.momentum=0 sync.epoch_steps=50",

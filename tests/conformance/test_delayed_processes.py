@@ -9,7 +9,7 @@ from tests.support import simulated
 TWO = (*QUICK, "cluster=homogeneous", "cluster.num_workers=2", "cluster.exchange_s=0.004", "stop.steps=48")
 UNEQUAL = ("cluster.compute=[1,2]", "sync=local_sgd", "sync.local_steps=plan", "schedule.h_preset=[2]")
 MODES = [
-    ["topology=all_reduce", "sync=bsp", "optimizer.momentum=0.9", "overlap=late"],
+    ["topology=all_reduce", "sync=bsp", "optimizer.momentum=0.9", "overlap=delayed"],
     ["topology=all_reduce", "sync=local_sgd", "sync.local_steps=3", "compression=topk", "overlap=overlap_local_sgd"],
     ["sync=local_sgd", "sync.local_steps=3", "outer=nesterov", "overlap=eager"],
     ["topology=all_reduce", "sync=local_sgd", "overlap=streaming", "overlap.fragments=2", "compression=topk"],
@@ -18,7 +18,7 @@ MODES = [
         ["sync=local_sgd", "overlap=streaming", "outer=nesterov", "compression=topk", "topology.pull_ratio=0.3"],
         marks=pytest.mark.slow,
     ),
-    ["sync=decoupled", "sync.local_steps=3", "sync.grace_s=0.1", "outer=nesterov", "overlap=late"],
+    ["sync=decoupled", "sync.local_steps=3", "sync.grace_s=0.1", "outer=nesterov", "overlap=delayed"],
 ]
 
 
@@ -34,8 +34,8 @@ def test_delayed_exchanges_give_the_simulators_parameters(mode, tmp_path) -> Non
 
 def test_a_border_and_a_budget_leave_no_hang_behind(tmp_path) -> None:
     """Two stages of a mode in which nobody waits, ended by the clock."""
-    (tmp_path / "plan.json").write_text(of_two(("sync=asp", "overlap=late"), {}, 1).to_json())
-    chosen = ("sync=asp", "overlap=late", "stop.seconds=0.4", f"plan={tmp_path / 'plan.json'}")
+    (tmp_path / "plan.json").write_text(of_two(("sync=asp", "overlap=delayed"), {}, 1).to_json())
+    chosen = ("sync=asp", "overlap=delayed", "stop.seconds=0.4", f"plan={tmp_path / 'plan.json'}")
     summary = real(tmp_path / "run", *COMMON[:-1], "stop.steps=9999", *chosen)
     assert summary["status"] == "finished"
     assert [stage["exit_reason"] for stage in summary["stages"]] == ["commits", "seconds"]

@@ -134,7 +134,7 @@ def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
 ALIKE = [("sync=bsp",), ("sync=local_sgd", "sync.local_steps=2", "compression=qsgd")]
 SOME = [
     *ALIKE,
-    ("sync=asp", "overlap=late"),
+    ("sync=asp", "overlap=delayed"),
     ("sync=ssp", "compression=topk", "topology.pull_ratio=0.2"),
     ("sync=ringleader",),
     ("sync=bsp", "overlap=wfbp"),

@@ -34,7 +34,7 @@ def test_static_groups_give_the_simulators_parameters(tmp_path):
 
 def test_one_group_of_all_is_local_sgd_without_a_process_group(tmp_path):
     whole = simulated(*QUICK, "schedule=single", "topology=all_reduce", "sync=local_sgd", "sync.local_steps=4")
-    sync = ("sync=ripples_first_come", "sync.group_size=4", "sync.section_length=4")
+    sync = ("sync=ripples_first_come", "sync.group_size=4", "sync.local_steps=4")
     assert real(tmp_path / "run", *QUICK, *GROUPS, *sync)["params_sha256"] == whole.sha256
 
 

@@ -15,8 +15,8 @@ TWICE = {  # the first stage, and what differs in the second one
     "all_reduce": (("topology=all_reduce", "sync=local_sgd", "sync.local_steps=2"), {"local_steps": 3}, 3),
     "gossip": (("topology=gossip", "sync=d_psgd", "sync.local_steps=2"), {"local_steps": 1, "order": "atc"}, 1),
     "groups": (
-        ("topology=partial_all_reduce", "sync=ripples_static", "sync.section_length=2"),
-        {"section_length": 1},
+        ("topology=partial_all_reduce", "sync=ripples_static", "sync.local_steps=2"),
+        {"local_steps": 1},
         1,
     ),
 }

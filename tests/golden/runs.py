@@ -70,7 +70,7 @@ def by_server() -> dict[str, Row]:
         "halos": Row(f"topology=halos sync=async_local_sgd sync.local_steps=2 topology.updates=4 {NODES}"),
         "sharded-server": Row(f"topology=sharded_server topology.servers=3 sync=ssp {PORTS}"),
         "sharded-topk": Row(
-            f"topology=sharded_server topology.cut=layers schedule=post_local schedule.switch_epochs=0.5 "
+            f"topology=sharded_server topology.partition_by=layers schedule=post_local schedule.switch_epochs=0.5 "
             f"compression=topk stop.steps=120 {PORTS}"
         ),
         "rescaled-asgd": Row(f"sync=rescaled_asgd sync.local_steps=2 {SLOW}"),
@@ -94,10 +94,12 @@ def by_server() -> dict[str, Row]:
         "shl": Row(f"sync=shl schedule.h_preset=[2] {SLOW}"),
         "asylpg": Row(f"sync=asylpg compression=grid model=linear {PLAIN}", by_bits=True),
         "asylpg-dense": Row(f"sync=asylpg sync.mu=null sync.l1=0.001 sync.epoch_steps=20 {PLAIN}", twin=True),
-        "spy": Row(f"sync=spy model=linear sync.lam=0.01 {PLAIN}", by_bits=True),
+        "spy": Row(f"sync=spy model=linear sync.l1=0.01 {PLAIN}", by_bits=True),
         "spy-minibatch": Row(f"sync=spy sync.estimator=minibatch sync.share=0.5 {PLAIN}", by_bits=True, twin=True),
-        "async-local-sgd": Row("sync=async_local_sgd sync.max_delay=24"),
-        "fedbuff": Row("sync=fedbuff sync.buffer=3 sync.local_steps=2 aggregate=uniform aggregate.discount=0.5"),
+        "async-local-sgd": Row("sync=async_local_sgd sync.max_staleness=24"),
+        "fedbuff": Row(
+            "sync=fedbuff sync.buffer=3 sync.local_steps=2 aggregate=uniform aggregate.staleness_discount=0.5"
+        ),
         "decoupled": Row("sync=decoupled sync.local_steps=2 sync.grace_s=0.01 outer=nesterov"),
         "lb-bsp": Row("sync=lb_bsp dataset.partition=dirichlet dataset.alpha=0.5"),
         "lb-bsp-jitter": Row("sync=lb_bsp sync.alpha=1 aggregate=samples cluster.jitter=0.2", twin=True),
@@ -107,9 +109,9 @@ def by_server() -> dict[str, Row]:
         "server-merged": Row(f"sync=bsp overlap=merged overlap.plan=[2] {LINKS} {SLOW}", twin=True),
         "server-slices": Row(f"sync=bsp overlap=slices overlap.slice=300 {PORTS}"),
         "server-priority": Row(f"sync=bsp {SLICED} {PORTS}"),
-        "server-late": Row(f"sync=bsp optimizer.momentum=0.9 overlap=late {SLOW}", twin=True),
+        "server-late": Row(f"sync=bsp optimizer.momentum=0.9 overlap=delayed {SLOW}", twin=True),
         "rennala": Row("sync=rennala sync.batch=5"),
-        "ringmaster": Row(f"sync=ringmaster sync.max_delay=3 {SLOW}"),
+        "ringmaster": Row(f"sync=ringmaster sync.max_staleness=3 {SLOW}"),
     }
 
 
@@ -136,9 +138,9 @@ def by_sums() -> dict[str, Row]:
         "ring-priority": Row(f"{RING} sync=bsp {SLICED} cluster.compute=[1,1,2] {LINKS}", processes="quick"),
         "ring-dear": Row(f"{RING} sync=bsp overlap=dear cluster.compute=[1,1,2] {LINKS}", processes="quick"),
         "ring-layerwise": Row(f"{RING} sync=bsp overlap=layerwise compression=topk {LINKS}", processes="slow"),
-        "ring-late": Row(f"{RING} sync=bsp optimizer.momentum=0.9 overlap=late {SLOW}"),
+        "ring-late": Row(f"{RING} sync=bsp optimizer.momentum=0.9 overlap=delayed {SLOW}"),
         "ring-eager": Row(f"{THREES} overlap=eager compression=topk outer=nesterov"),
-        "ring-late-steps": Row(f"{THREES} overlap=late compression=topk outer=co2"),
+        "ring-late-steps": Row(f"{THREES} overlap=delayed compression=topk outer=co2"),
         "ring-anchor": Row(f"{RING} sync=local_sgd overlap=overlap_local_sgd outer=slowmo outer.beta=0.7 {LINKS}"),
         "ring-streaming": Row(f"{THREES} overlap=streaming overlap.fragments=2 outer=nesterov {LINKS}"),
         "ring-loscar": Row(f"{THREES} overlap=loscar aggregate=uniform {LINKS}"),
@@ -148,7 +150,7 @@ def by_sums() -> dict[str, Row]:
 
 def by_gossip() -> dict[str, Row]:
     """Every gossip mode, and every kind of graph."""
-    hop = f"{GOSSIP} sync=hop sync.backups=1 sync.gap=4 topology.graph=complete"
+    hop = f"{GOSSIP} sync=hop sync.backups=1 sync.max_lead=4 topology.graph=complete"
     return {
         "d-psgd": Row(f"{GOSSIP} sync=d_psgd", processes="quick"),
         "d-psgd-atc-torus": Row(f"{GOSSIP} sync=d_psgd sync.order=atc topology.graph=torus cluster=four_nodes"),
@@ -173,7 +175,7 @@ def by_gossip() -> dict[str, Row]:
         "ad-psgd": Row(f"{GOSSIP} sync=ad_psgd"),
         "ad-psgd-waits": Row(f"{GOSSIP} sync=ad_psgd sync.overlap=false topology.graph=complete {PORTS}", twin=True),
         "swarm-bits": Row(f"{GOSSIP} sync=swarm sync.bits=8 {SLOW}", twin=True),
-        "hop-jump": Row(f"{hop} sync.jump=3 {SLOW} stop.steps=200", twin=True),
+        "hop-jump": Row(f"{hop} sync.skip_lead=3 {SLOW} stop.steps=200", twin=True),
         "hop": Row(f"{GOSSIP} sync=hop {SLOW}"),
         "hop-backup": Row(f"{hop} cluster.jitter=0.3", twin=True),
         "swarm": Row(f"{GOSSIP} sync=swarm topology.graph=complete"),
@@ -186,12 +188,10 @@ def by_groups() -> dict[str, Row]:
     return {
         "ripples-static": Row(f"{GROUPS} sync=ripples_static cluster=homogeneous", processes="quick"),
         "ripples-static-nodes": Row(
-            f"{GROUPS} sync=ripples_static sync.section_length=2 cluster=four_nodes_2x", twin=True
+            f"{GROUPS} sync=ripples_static sync.local_steps=2 cluster=four_nodes_2x", twin=True
         ),
         "ripples-smart": Row(f"{GROUPS} sync=ripples_smart topology.workers_per_node=2"),
-        "ripples-smart-nodes": Row(
-            f"{GROUPS} sync=ripples_smart sync.section_length=2 cluster=four_nodes_5x", twin=True
-        ),
+        "ripples-smart-nodes": Row(f"{GROUPS} sync=ripples_smart sync.local_steps=2 cluster=four_nodes_5x", twin=True),
         "ripples-random": Row(f"{GROUPS} sync=ripples_random {NODES}"),
         "ripples-first-come": Row(f"{GROUPS} sync=ripples_first_come {EIGHT}"),
         "ripples-window": Row(f"{GROUPS} sync=ripples_first_come sync.group_size=4 sync.window_s=0.03", twin=True),
@@ -337,16 +337,16 @@ def learning() -> dict[str, Row]:
     """Aggregation rules, optimizers, models, partitions and seeds."""
     late = f"sync=asp {SLOW}"
     return {
-        "samples": Row("sync=asp aggregate=samples aggregate.discount=0.5"),
+        "samples": Row("sync=asp aggregate=samples aggregate.staleness_discount=0.5"),
         "uniform-clipped": Row("sync=local_sgd sync.local_steps=3 aggregate=uniform aggregate.clip_norm=0.05"),
-        "data-share": Row("sync=ssp aggregate=data_share dataset.partition=plan aggregate.max_delay=3"),
+        "data-share": Row("sync=ssp aggregate=data_share dataset.partition=plan aggregate.max_staleness=3"),
         "mean-data-share": Row("sync=bsp aggregate.weights=data_share aggregate.scale=0.7", twin=True),
         "fednova": Row("sync=asp sync.local_steps=plan schedule.h_preset=[3] aggregate=fednova"),
         "outer-nesterov": Row("sync=local_sgd sync.local_steps=4 outer=nesterov", processes="slow"),
         "outer-nesterov-ring": Row(f"{RING} sync=local_sgd sync.local_steps=4 outer=nesterov", processes="slow"),
         "outer-heavy-ball": Row("sync=bsp sync.exchange=difference outer=heavy_ball compression=topk"),
         "outer-slowmo": Row(f"{RING} sync=local_sgd outer=slowmo optimizer.schedule=linear optimizer.horizon_epochs=1"),
-        "outer-co2": Row("sync=ssp overlap=late outer=co2 outer.penalty=2 outer.clip=0.05 compression=topk"),
+        "outer-co2": Row("sync=ssp overlap=delayed outer=co2 outer.penalty=2 outer.clip=0.05 compression=topk"),
         "outer-mla": Row(f"{late} aggregate=uniform outer=mla optimizer.momentum=0"),
         "outer-heloco": Row(f"{late} aggregate=uniform outer=heloco optimizer.momentum=0 seed=3"),
         "outer-adam": Row("sync=fedbuff sync.buffer=3 sync.local_steps=2 aggregate=uniform outer=adam"),
@@ -357,7 +357,7 @@ def learning() -> dict[str, Row]:
         ),
         "delayed-nesterov": Row(f"{late} aggregate=uniform outer=delayed_nesterov outer.buffer=2 optimizer.momentum=0"),
         "delayed-nesterov-spread": Row(
-            f"{late} aggregate=uniform aggregate.discount=1 outer=delayed_nesterov outer.spread=0.25 "
+            f"{late} aggregate=uniform aggregate.staleness_discount=1 outer=delayed_nesterov outer.spread=0.25 "
             "optimizer.momentum=0",
             twin=True,
         ),

@@ -77,7 +77,7 @@ def test_the_forecast_knows_both() -> None:
 def test_spy_finds_the_sparse_optimum_and_its_zeros(share: float) -> None:
     """|∂f| ≤ λ where x is zero, ∂f = −λ·sign(x) elsewhere, though the shards differ and nobody waits."""
     lam = 0.3
-    chosen = (*QUADRATIC, "sync=spy", f"sync.lam={lam}", f"sync.share={share}", "optimizer.lr=0.5", "stop.epochs=150")
+    chosen = (*QUADRATIC, "sync=spy", f"sync.l1={lam}", f"sync.share={share}", "optimizer.lr=0.5", "stop.epochs=150")
     ran = simulated(*chosen, "dataset.batch_size=240", "cluster.jitter=0")
     x = ran.params
     trainer = assemble(ran.plan, "cpu").stages[0].trainer
@@ -130,7 +130,7 @@ def test_a_malformed_body_is_refused_or_read(noise: bytes, kind: str, at: int) -
         (("sync=spy", "compression=topk"), "compression=none"),
         (("sync=asylpg", "compression=topk"), "compression=grid"),
         (("sync=asylpg", "aggregate=uniform"), "no place for aggregate=uniform"),
-        (("sync=asylpg", "aggregate.max_delay=3"), r"no place for aggregate\.max_delay"),
+        (("sync=asylpg", "aggregate.max_staleness=3"), r"no place for aggregate\.max_staleness"),
         (("sync=asylpg", "topology=all_reduce"), "topology=parameter_server"),
         (("sync=asylpg", "compression=grid", "topology.pull_ratio=0.1"), r"topology\.pull_ratio"),
     ],

@@ -50,7 +50,7 @@ def test_others_go_on_without_a_learner_and_take_it_back(more: tuple[str, ...]) 
 
 def test_learners_compute_on_while_they_wait() -> None:
     at = (*TIMED, "sync.min_learners=2", "cluster.exchange_s=0.02", "stop.steps=240")
-    late = decoupled(*at, "overlap=late")
+    late = decoupled(*at, "overlap=delayed")
     assert late.end["steps"] == sum(late.end["steps_by"]) == 240
     assert late.time_ns < 0.75 * decoupled(*at).time_ns
 

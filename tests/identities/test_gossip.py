@@ -96,7 +96,7 @@ def test_hop_without_slack_is_d_psgd():
 
 def test_in_hop_who_trails_far_behind_jumps_and_nobody_waits_for_it(monkeypatch):
     """To the mean by age of what the others had there, with its own model in it only where that is fresh enough."""
-    slack = ("sync=hop", "sync.backups=1", "sync.gap=4", "topology.graph=complete")
+    slack = ("sync=hop", "sync.backups=1", "sync.max_lead=4", "topology.graph=complete")
     slow = ("cluster.compute=[1,1,1,8]", "cluster.link=null", "runtime.gradients=false", "stop.steps=400")
     ages = []  # of the own model of who jumps, in the mean that it goes on from
 
@@ -105,10 +105,10 @@ def test_in_hop_who_trails_far_behind_jumps_and_nobody_waits_for_it(monkeypatch)
         return hop_mean(*given, age=age)
 
     monkeypatch.setattr("ashl.sync.hop.mixed", mixes)
-    assert run(*slack, *slow, "sync.jump=4").steps_per_s > 3 * run(*slack, *slow).steps_per_s
+    assert run(*slack, *slow, "sync.skip_lead=4").steps_per_s > 3 * run(*slack, *slow).steps_per_s
     assert min(age for age in ages if age) >= 4
     equal = (*slack, "cluster=homogeneous")
-    assert run(*equal, "sync.jump=1").sha256 == run(*equal).sha256
+    assert run(*equal, "sync.skip_lead=1").sha256 == run(*equal).sha256
     hop, (own, near, far) = conf_option("sync", "hop", staleness=2), torch.tensor([[0.0], [6.0], [12.0]])
     heard = {0: {4: near, 7: far}, 2: {3: far, 5: far}}
     assert hop_mean(hop, 5, own, 1, heard, age=3).item() == pytest.approx((2 * 6 + 3 * 12) / 5)

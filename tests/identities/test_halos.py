@@ -11,7 +11,13 @@ from ashl.stage.progress import Progress
 from ashl.topology.halos import GlobalServerState, climb
 from tests.support import simulated
 
-BASE = ("optimizer.lr=0.02", "model.hidden=[8]", "sync=async_local_sgd", "sync.local_steps=2", "sync.max_delay=null")
+BASE = (
+    "optimizer.lr=0.02",
+    "model.hidden=[8]",
+    "sync=async_local_sgd",
+    "sync.local_steps=2",
+    "sync.max_staleness=null",
+)
 LINKS = ("cluster.exchange_s=null", "cluster.latency_s=0.002", "cluster.intra_node_latency_s=0.0001")
 PORTS = ("cluster.bandwidth_mbit_s=20", "cluster.intra_node_bandwidth_mbit_s=1000")
 run = partial(simulated, *BASE)

@@ -123,7 +123,7 @@ def test_a_ringleader_steps_once_for_each_in_a_round():
 def test_a_ringleader_by_hand(discount):
     """Three workers, pushes in the order in which they come: each step is along the mean of what each has sent, each
     gradient by how late it was; who has sent one without a step of its own goes on with the model that it has."""
-    more = () if discount is None else (f"aggregate.discount={discount}",)
+    more = () if discount is None else (f"aggregate.staleness_discount={discount}",)
     timed = ("cluster.compute=[1,2,3.7]", "cluster.link=null", "cluster.step_s=1", "cluster.exchange_s=0.2")
     ran = run("sync=ringleader", *timed, *more, "stop.steps=13")
     trainer = assemble(ran.plan, "cpu").stages[0].trainer

@@ -128,7 +128,9 @@ def test_the_variance_is_learned_ever_less_often():
 def test_0_1_adam_without_adam_is_refused():
     with pytest.raises(UsageError, match="steps as Adam does, and optimizer=muon is another one; take optimizer=adam"):
         planned(*ZERO_ONE, "optimizer=muon")
-    with pytest.raises(UsageError, match=r"overlap=late makes no sense .* what it exchanges is no update that could"):
-        planned(*ZERO_ONE, "overlap=late")
+    with pytest.raises(
+        UsageError, match=r"overlap=delayed makes no sense .* what it exchanges is no update that could"
+    ):
+        planned(*ZERO_ONE, "overlap=delayed")
     with pytest.raises(UsageError, match=r"overlap=wfbp makes no sense .* what it exchanges is not the gradient as it"):
         planned(*MODE, "compression=none", "overlap=wfbp")

@@ -39,7 +39,7 @@ SCHEDULERS = ["random", "smart", "static", "first_come"]
 @pytest.mark.limit("topology=partial_all_reduce", "sync=ripples_first_come", "sync=ripples_random")
 @pytest.mark.parametrize("sync", WORLD, ids=lambda sync: sync[0])
 def test_one_group_of_all_is_local_sgd(sync: list[str]) -> None:
-    partial = simulated(*BASE, "topology=partial_all_reduce", *sync, "sync.section_length=3")
+    partial = simulated(*BASE, "topology=partial_all_reduce", *sync, "sync.local_steps=3")
     whole = simulated(*BASE, "topology=all_reduce", "sync=local_sgd", "sync.local_steps=3")
     assert partial.sha256 == whole.sha256
     assert partial.time_ns == whole.time_ns

@@ -49,8 +49,10 @@ def test_fedbuff_with_a_buffer_of_one_is_asp(h):
 
 
 def test_fedbuff_of_one_with_the_whole_step_is_textbook_asp():
-    buff = run("sync=fedbuff", "sync.buffer=1", "sync.local_steps=1", "aggregate=uniform", "aggregate.discount=0.5")
-    same(buff, run("sync=asp", "aggregate=uniform", "aggregate.scale=4", "aggregate.discount=0.5"))
+    buff = run(
+        "sync=fedbuff", "sync.buffer=1", "sync.local_steps=1", "aggregate=uniform", "aggregate.staleness_discount=0.5"
+    )
+    same(buff, run("sync=asp", "aggregate=uniform", "aggregate.scale=4", "aggregate.staleness_discount=0.5"))
 
 
 @pytest.mark.limit("sync=fedbuff")
@@ -75,15 +77,15 @@ def test_fedbuff_never_waits_and_merges_k_at_a_time():
 
 @pytest.mark.limit("sync=ringmaster")
 def test_ringmaster_without_a_bound_is_asp():
-    same(run("sync=ringmaster", "sync.max_delay=null"), run("sync=asp"))
+    same(run("sync=ringmaster", "sync.max_staleness=null"), run("sync=asp"))
 
 
 def test_ringmaster_as_an_aggregation_guard_is_the_same():
-    same(run("sync=ringmaster", "sync.max_delay=2"), run("sync=asp", "aggregate.max_delay=2"))
+    same(run("sync=ringmaster", "sync.max_staleness=2"), run("sync=asp", "aggregate.max_staleness=2"))
 
 
 def test_ringmaster_with_a_bound_of_one_takes_only_the_fresh():
-    ran = run("sync=ringmaster", "sync.max_delay=1")
+    ran = run("sync=ringmaster", "sync.max_staleness=1")
     assert all(r["dropped"] == (r["staleness"] > 0) for r in rounds(ran))
     assert {r["staleness"] for r in rounds(ran) if not r["dropped"]} == {0}
     assert sum(ran.end["dropped_by"]) > 0
@@ -91,34 +93,34 @@ def test_ringmaster_with_a_bound_of_one_takes_only_the_fresh():
 
 @pytest.mark.parametrize("bound", [2, 3])
 def test_ringmaster_never_applies_what_is_older(bound):
-    ran = run("cluster=one_slow", "sync=ringmaster", f"sync.max_delay={bound}", TIMED, "stop.steps=400")
+    ran = run("cluster=one_slow", "sync=ringmaster", f"sync.max_staleness={bound}", TIMED, "stop.steps=400")
     assert max(r["staleness"] for r in rounds(ran) if not r["dropped"]) == bound - 1
     assert ran.end["steps"] == sum(ran.end["steps_by"]) == 400
 
 
 @pytest.mark.limit("sync=async_local_sgd")
 def test_async_local_sgd_without_a_bound_is_asp_with_local_steps():
-    free = run("sync=async_local_sgd", "sync.local_steps=6", "sync.max_delay=null")
+    free = run("sync=async_local_sgd", "sync.local_steps=6", "sync.max_staleness=null")
     same(free, run("sync=asp", "sync.local_steps=6"))
 
 
 @pytest.mark.limit("sync=async_local_sgd")
 @pytest.mark.parametrize("bound", [1, 2, 5])
 def test_async_local_sgd_of_single_steps_is_ringmaster(bound):
-    local = run("sync=async_local_sgd", "sync.local_steps=1", f"sync.max_delay={bound}")
-    same(local, run("sync=ringmaster", f"sync.max_delay={bound}"))
+    local = run("sync=async_local_sgd", "sync.local_steps=1", f"sync.max_staleness={bound}")
+    same(local, run("sync=ringmaster", f"sync.max_staleness={bound}"))
 
 
 def test_async_local_sgd_counts_the_steps_in_flight():
     """(δ + 1)·M ≤ R: with M = 4 and R = 11 a push may be one merge behind, not two."""
-    ran = run("sync=async_local_sgd", "sync.local_steps=4", "sync.max_delay=11", "stop.steps=400", TIMED)
+    ran = run("sync=async_local_sgd", "sync.local_steps=4", "sync.max_staleness=11", "stop.steps=400", TIMED)
     assert all(r["dropped"] == (r["staleness"] > 1) for r in rounds(ran))
     assert any(r["dropped"] for r in rounds(ran))
 
 
 def test_a_bound_that_drops_everything_is_refused():
     with pytest.raises(UsageError, match="at least 8"):
-        conf_option("sync", "async_local_sgd", max_delay=7)
+        conf_option("sync", "async_local_sgd", max_staleness=7)
 
 
 # --- Rennala ----------------------------------------------------------------------------------------------------------
@@ -223,9 +225,9 @@ def test_a_spread_of_more_than_the_momentum_is_refused():
 
 RELATIVES = (
     ("sync=fedbuff", "sync.buffer=3"),
-    ("sync=ringmaster", "sync.max_delay=3"),
+    ("sync=ringmaster", "sync.max_staleness=3"),
     ("sync=rennala", "sync.batch=5"),
-    ("sync=async_local_sgd", "sync.local_steps=3", "sync.max_delay=9"),
+    ("sync=async_local_sgd", "sync.local_steps=3", "sync.max_staleness=9"),
     (
         "sync=asp",
         "sync.local_steps=plan",

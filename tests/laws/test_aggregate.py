@@ -116,7 +116,7 @@ def test_those_who_make_a_merge_share_its_weight(row):
 @every_rule
 @pytest.mark.parametrize("power", [0.5, 1.0])
 def test_discount(row, power):
-    stage = staged(row, barrier=False, discount=power)
+    stage = staged(row, barrier=False, staleness_discount=power)
     fresh, stale = (folded(stage, push(1, unit(1), staleness))[1] for staleness in (0, 3))
     assert fresh == pytest.approx(row.weights[1])
     assert stale == pytest.approx(row.weights[1] * 4**-power)
@@ -136,7 +136,7 @@ def test_clip(row):
 
 @every_rule
 def test_max_delay(row):
-    unbounded, bounded = (staged(row, barrier=False, max_delay=bound).aggregate for bound in (None, 3))
+    unbounded, bounded = (staged(row, barrier=False, max_staleness=bound).aggregate for bound in (None, 3))
     assert all(unbounded.accepts(staleness) for staleness in (0, 3, 10**6))
     assert [bounded.accepts(staleness) for staleness in range(5)] == [True, True, True, False, False]
 
@@ -159,19 +159,19 @@ def test_pushes_are_values(row):
 
 @every_rule
 def test_sizes_fold_like_vectors(row):
-    stage = staged(row, barrier=True, clip_norm=1.0, discount=1.0)
+    stage = staged(row, barrier=True, clip_norm=1.0, staleness_discount=1.0)
     assert update_of(stage, [push(i, SizeOnly(12)) for i in range(3)]) == SizeOnly(12)
 
 
-@pytest.mark.parametrize("max_delay", [1, 2, 4])
-def test_what_is_too_late_is_dropped_and_counted(max_delay):
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+def test_what_is_too_late_is_dropped_and_counted(max_staleness):
     """On the paper's cluster without a bound: every step that was taken is either applied or counted as dropped."""
     base = ("cluster=ashl_paper", "sync=asp", "sync.local_steps=2", "stop.steps=120", "runtime.gradients=false")
-    ran = simulated(*base, f"aggregate.max_delay={max_delay}")
+    ran = simulated(*base, f"aggregate.max_staleness={max_staleness}")
     rounds = [r for r in ran.of("round") if r["end_ns"] < ran.time_ns]
-    late = [r for r in rounds if r["staleness"] >= max_delay]
-    assert all(r["dropped"] == (r["staleness"] >= max_delay) for r in rounds)
-    assert late or max_delay == 4
+    late = [r for r in rounds if r["staleness"] >= max_staleness]
+    assert all(r["dropped"] == (r["staleness"] >= max_staleness) for r in rounds)
+    assert late or max_staleness == 4
     for rank in range(3):
         dropped = sum(r["steps"] for r in late if r["rank"] == rank)
         assert 0 <= ran.end["dropped_by"][rank] - dropped <= 2  # and the push that was under way at the end
@@ -240,7 +240,14 @@ def test_fednova_counts_momentum_as_the_recursion_does(momentum, h):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("scale", 0), ("scale", -1), ("discount", 0), ("clip_norm", 0), ("max_delay", 0), ("scale", float("nan"))],
+    [
+        ("scale", 0),
+        ("scale", -1),
+        ("staleness_discount", 0),
+        ("clip_norm", 0),
+        ("max_staleness", 0),
+        ("scale", float("nan")),
+    ],
 )
 @every_rule
 def test_nonsense_is_refused(row, field, value):

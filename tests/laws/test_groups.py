@@ -221,7 +221,7 @@ def test_random_groups_are_uniform() -> None:
 
 def standing(nodes: list[int], seed: int, requests: list[int], busy: set[int]) -> gg.Groups:
     """A generator of which workers have asked so often, and some have a group of their own."""
-    state, alone = gg.opened(nodes, seed), Alone(group_size=None, section_length=1)
+    state, alone = gg.opened(nodes, seed), Alone(group_size=None, local_steps=1)
     for worker, times in enumerate(requests):
         for _ in range(times):
             (group,) = gg.request(state, alone, worker, 0)

@@ -28,7 +28,7 @@ LIMITS = {  # of the method, with which it is `average`
     "co2": ("outer.lr=1", "outer.momentum=0"),
     "delayed_nesterov": ("outer.beta=0",),
     "mla": ("outer.lr=1", "outer.momentum=0"),
-    "heloco": ("outer.lr=1", "outer.momentum=0", "outer.keep=-1"),
+    "heloco": ("outer.lr=1", "outer.momentum=0", "outer.align_threshold=-1"),
 }
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -215,7 +215,7 @@ def test_mla_is_the_published_recursion():
 @pytest.mark.limit("outer=heloco")
 def test_heloco_that_keeps_everything_is_mla():
     steps = updates(6)
-    keeps = conf_option("outer", "heloco", keep=-1.0).codec_for_layers((("a", (10, 60)), ("b", (400,))))
+    keeps = conf_option("outer", "heloco", align_threshold=-1.0).codec_for_layers((("a", (10, 60)), ("b", (400,))))
     assert torch.equal(walk(keeps, steps), walk(conf_option("outer", "mla"), steps))
 
 

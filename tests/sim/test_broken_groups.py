@@ -17,8 +17,8 @@ from tests.sim.test_churn import RUN, back, lost, with_events
 from tests.support import Ran, planned, run
 
 GROUPS = (*RUN, "topology=partial_all_reduce", "sync=ripples_first_come")
-ALL = (*GROUPS, "sync.group_size=3", "sync.section_length=3", "optimizer.momentum=0.9")
-SIZES = (*GROUPS, "sync.group_size=2", "sync.section_length=2", "runtime.gradients=false")
+ALL = (*GROUPS, "sync.group_size=3", "sync.local_steps=3", "optimizer.momentum=0.9")
+SIZES = (*GROUPS, "sync.group_size=2", "sync.local_steps=2", "runtime.gradients=false")
 
 
 @pytest.mark.parametrize("moment", [0.51, 0.72], ids=["in compute", "while others wait"])

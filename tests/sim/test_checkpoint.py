@@ -56,7 +56,7 @@ CASES = {
         "cluster.bandwidth_mbit_s=5",
         "cluster.latency_s=0.001",
     ),
-    "late": ("sync=bsp", "topology=all_reduce", "overlap=late"),
+    "late": ("sync=bsp", "topology=all_reduce", "overlap=delayed"),
     "anchor": ("sync=local_sgd", "topology=all_reduce", "overlap=overlap_local_sgd", "outer=slowmo"),
     "fragments": (
         "sync=local_sgd",

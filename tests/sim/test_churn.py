@@ -103,7 +103,7 @@ class AloneLate(Alone):
     ("mode", "fails_s"),
     [
         (("sync=bsp", "optimizer.momentum=0.9"), 0.31),  # the slowest, while it computes
-        (("sync=bsp", "optimizer.momentum=0.9", "overlap=late"), 0.31),
+        (("sync=bsp", "optimizer.momentum=0.9", "overlap=delayed"), 0.31),
         (("sync=bsp", "compression=topk", "compression.ratio=0.1"), 0.31),
         (("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9"), 0.6),
     ],

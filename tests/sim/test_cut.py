@@ -138,7 +138,7 @@ def test_in_step_a_run_goes_on_bit_for_bit(mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mode", ["sync=hop sync.staleness=2 sync.gap=3", "sync=hop sync.backups=1 sync.gap=4 sync.jump=3"]
+    "mode", ["sync=hop sync.staleness=2 sync.max_lead=3", "sync=hop sync.backups=1 sync.max_lead=4 sync.skip_lead=3"]
 )
 def test_nobody_skips_the_iteration_in_which_all_are_kept(mode: str) -> None:
     line = [*SLOW, *mode.split(), "sync.local_steps=1"]

@@ -16,7 +16,7 @@ SMALL = (
     "cluster.link=[1,2,1]",
 )
 RING, STEPS = ("topology=all_reduce",), 3
-LATE = ("overlap=late",)
+LATE = ("overlap=delayed",)
 TIMED = ("runtime.gradients=false",)
 LOCAL = ("sync=local_sgd", f"sync.local_steps={STEPS}")
 
@@ -29,7 +29,7 @@ def mean(vectors) -> torch.Tensor:
     return sum(vector * (1 / len(vectors)) for vector in vectors)
 
 
-@pytest.mark.limit("overlap=late")
+@pytest.mark.limit("overlap=delayed")
 @pytest.mark.parametrize("topology", ["all_reduce", "parameter_server"])
 def test_late_gradients_are_bsp_one_step_late(topology) -> None:
     """w ← w − η·(momentum of) the mean gradient of the model before, for as many steps as there are counted."""
@@ -73,7 +73,7 @@ def by_pieces(trainer, rounds: int, border, momentum_of=lambda moments, update: 
 @pytest.mark.parametrize("own", [1, 0, 0.5])
 def test_late_differences_are_cocod(topology, own) -> None:
     chosen = (*SMALL, *LOCAL, f"topology={topology}", "optimizer.momentum=0.9", "stop.steps=36")
-    ran = simulated(*chosen, *LATE, f"overlap.own={own}")
+    ran = simulated(*chosen, *LATE, f"overlap.local_weight={own}")
     model, starts = by_pieces(
         trainer_of(ran), 4, lambda landed, start, end: (end - start, landed + (end - start) * own if own else landed)
     )
@@ -111,7 +111,7 @@ def test_eager_diloco_of_one_worker_is_diloco_and_without_momentum_it_is_late() 
     one = (*SMALL[:4], *LOCAL, *RING, "cluster.num_workers=1", "outer=nesterov", "stop.steps=15")
     assert simulated(*one, "overlap=eager").sha256 == simulated(*one).sha256
     four = (*SMALL[:4], *LOCAL, *RING, "stop.steps=48")
-    eager, late = simulated(*four, "overlap=eager"), simulated(*four, *LATE, "overlap.own=0.25")
+    eager, late = simulated(*four, "overlap=eager"), simulated(*four, *LATE, "overlap.local_weight=0.25")
     assert (eager.sha256, eager.time_ns) == (late.sha256, late.time_ns)
 
 
@@ -203,7 +203,7 @@ def test_what_a_border_finds_under_way_counts_once(sync, workplace) -> None:
     """A first stage of six commits per worker: no step of it is lost, and the second one goes on with what there is."""
     from tests.conformance.test_stage_processes import of_two
 
-    chosen = ("overlap=late", *(f"sync={sync}".split()))
+    chosen = ("overlap=delayed", *(f"sync={sync}".split()))
     plan = of_two(chosen, {}, 1)
     (workplace / "plan.json").write_text(plan.to_json())
     ran = simulated(
@@ -266,21 +266,21 @@ def test_stages_of_ashl_are_late_and_its_profiling_is_not() -> None:
         *SMALL[:4], "schedule=ashl", "schedule.loss=running", "schedule.loss_switch=2.2", *LATE, "stop.epochs=4"
     )
     targets = [stage.overlap["_target_"].rpartition(".")[2] for stage in ran.plan.stages]
-    assert targets == ["Serial", "Late", "Late"]
+    assert targets == ["Serial", "OneStepDelayed", "OneStepDelayed"]
     assert [end["reason"] for end in ran.of("stage")][:2] == ["profiled", "loss"]
     assert ran.end["steps"] == sum(ran.end["steps_by"])
 
 
 def test_a_guard_against_old_pushes_leaves_those_that_all_are_late() -> None:
-    """At a barrier everybody is one merge late, so aggregate.max_delay=1 drops nobody; else all would wait for ever."""
+    """At a barrier every update has staleness 1, and aggregate.max_staleness=1 drops none: else all would wait."""
     chosen = (*SMALL, *LATE, "sync=bsp", "stop.steps=12")
-    guarded = simulated(*chosen, "aggregate.max_delay=1")
+    guarded = simulated(*chosen, "aggregate.max_staleness=1")
     assert guarded.end["dropped_by"] == [0, 0, 0]
     assert guarded.sha256 == simulated(*chosen).sha256
 
 
 def test_the_border_of_late_is_a_pure_function() -> None:
-    late = conf_option("overlap", "late")
+    late = conf_option("overlap", "delayed")
     landed, start, progress = (torch.full((3,), value) for value in (5.0, 1.0, 2.0))
     sent, onward = late.border(landed, start, progress, lambda: landed)
     assert sent.tolist() == [2.0] * 3

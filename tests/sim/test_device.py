@@ -67,7 +67,7 @@ RUNS = {
     "gTop-k by a server": ("sync=bsp", "compression=gtopk"),
     "merged": ("topology=all_reduce", "sync=bsp", "overlap=merged"),
     "dear": ("topology=all_reduce", "sync=bsp", "overlap=dear", "overlap.plan=layers"),
-    "late": ("sync=bsp", "overlap=late"),
+    "late": ("sync=bsp", "overlap=delayed"),
     "layer by layer": ("topology=all_reduce", "sync=bsp", "overlap=layerwise", "compression=topk"),
     "DIANA": ("sync=bsp", "compression=diana"),
     "LAQ": ("sync=bsp", "compression=laq", "optimizer.momentum=0"),

@@ -34,7 +34,7 @@ def test_a_rung_gives_way_each_time_the_evaluated_loss_has_risen(schedule):
 
 @pytest.mark.limit("schedule=ashl_next")
 def test_two_rungs_with_a_loss_between_are_ashl_plus():
-    alike = ("overlap=late", "schedule.h_preset=[2,1]")
+    alike = ("overlap=delayed", "schedule.h_preset=[2,1]")
     own = simulated(*NEXT, *alike, "schedule.decay_stages=2", "schedule.loss_switch=[1.0]", "schedule.decay_factor=0.4")
     plus = ("schedule=ashl_plus", "schedule.profile_steps=0", "schedule.loss_switch=1.0", "schedule.shl_scale=0.4")
     other = simulated(*BASE, *plus, *alike)
@@ -45,7 +45,7 @@ def test_two_rungs_with_a_loss_between_are_ashl_plus():
 @pytest.mark.limit("schedule=ashl_next", "schedule=decay_on_rise")
 def test_one_rung_is_a_single_stage():
     own = simulated(*NEXT, "schedule.decay_stages=1")
-    codec = ("compression=topk", "topology.pull_ratio=0.1", "aggregate=uniform", "planner=online", "overlap=late")
+    codec = ("compression=topk", "topology.pull_ratio=0.1", "aggregate=uniform", "planner=online", "overlap=delayed")
     presets = ("schedule.h_preset=[1]", "schedule.r_preset=[0.1]")
     single = simulated(*BASE, "schedule=single", "sync=shl", *codec, *presets)
     assert (own.sha256, own.time_ns) == (single.sha256, single.time_ns)

@@ -95,13 +95,13 @@ def test_a_target_ends_the_run_a_step_later_at_most(overlap, tmp_path) -> None:
 
 def test_a_stage_that_follows_knows_how_old_its_model_is(tmp_path) -> None:
     """Late gradients after a pipelined stage: one step late, as without it; the plan's own overlap is in its note."""
-    first, second = (planned(*SUMS, *NETS, *overlap).stages[0] for overlap in (HALVES, ("overlap=late",)))
+    first, second = (planned(*SUMS, *NETS, *overlap).stages[0] for overlap in (HALVES, ("overlap=delayed",)))
     stages = (replace(first, until={"commits": 3}), replace(second, name="late"))
-    plan = replace(planned(*SUMS, *NETS, "overlap=late"), stages=stages)
+    plan = replace(planned(*SUMS, *NETS, "overlap=delayed"), stages=stages)
     (tmp_path / "plan.json").write_text(plan.to_json())
     run = simulated(*SUMS, *NETS, "stop.steps=24", f"plan={tmp_path / 'plan.json'}")
     assert set(run.end["stale_max"]) == {1}
-    assert any(note.startswith("overlap=late changes what is learned") for note in run.plan.notes)
+    assert any(note.startswith("overlap=delayed changes what is learned") for note in run.plan.notes)
 
 
 def test_evaluated_models_are_those_without_overlap() -> None:

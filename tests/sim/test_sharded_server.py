@@ -26,11 +26,11 @@ S_NS = 4 * (64 * 16 + 16 + 16 * 10 + 10) * 400  # of the model at 20 Mbit/s
 @pytest.mark.parametrize(
     "mode",
     [
-        "sync=bsp optimizer.momentum=0.9 topology.servers=3 topology.cut=layers",
+        "sync=bsp optimizer.momentum=0.9 topology.servers=3 topology.partition_by=layers",
         "sync=local_sgd sync.local_steps=3 outer=nesterov eval.every_commits=8",
         "sync=bsp compression=cast compression.feedback=true",
-        "sync=bsp compression=terngrad topology.servers=3 topology.cut=layers",
-        "sync=local_sgd compression=topk compression.layers=true topology.servers=4 topology.cut=layers",
+        "sync=bsp compression=terngrad topology.servers=3 topology.partition_by=layers",
+        "sync=local_sgd compression=topk compression.layers=true topology.servers=4 topology.partition_by=layers",
         "schedule=post_local schedule.switch_epochs=0.2 schedule.momentum=reset optimizer.momentum=0.9",
     ],
 )
@@ -75,7 +75,7 @@ def test_at_the_end_each_shows_its_piece_as_it_was_after_as_many_merges(monkeypa
 def test_who_has_dropped_more_than_the_first_ends_all_the_same() -> None:
     uneven = ("cluster.compute=[1,1,2,3]", "cluster.step_s=0.01", "cluster.jitter=0.5", "runtime.gradients=false")
     links = ("cluster.latency_s=0.005", "cluster.server_bandwidth_mbit_s=10")
-    mode = ("sync=ringmaster", "sync.max_delay=4")
+    mode = ("sync=ringmaster", "sync.max_staleness=4")
     ran = several("topology.servers=2", *mode, *links, *uneven, "stop.steps=37", "eval.every_commits=5")
     assert ran.end["reason"] == "steps"
 
@@ -152,7 +152,14 @@ def test_a_worker_that_is_lost_is_missed_by_all(mode) -> None:
 )
 @pytest.mark.parametrize(
     "more",
-    ["", "topology.cut=layers", "sync=local_sgd sync.local_steps=2", "sync=ssp", "cluster.link=", "cluster.jitter=0.3"],
+    [
+        "",
+        "topology.partition_by=layers",
+        "sync=local_sgd sync.local_steps=2",
+        "sync=ssp",
+        "cluster.link=",
+        "cluster.jitter=0.3",
+    ],
 )
 def test_answers_are_never_later_than_in_the_order_of_ranks(workers, servers, port, more, monkeypatch) -> None:
     """And earlier where workers are equal and a worker's port is what several servers at once wait for."""
@@ -178,7 +185,7 @@ def test_the_incast_is_shared_out() -> None:
 
 def test_pieces_are_as_equal_as_they_can_be() -> None:
     def cut(servers, how, *sizes):
-        return [stop - start for start, stop in ShardedServer(servers=servers, cut=how).bounds(sizes)]
+        return [stop - start for start, stop in ShardedServer(servers=servers, partition_by=how).bounds(sizes)]
 
     assert cut(3, "bytes", 4, 6) == [3, 4, 3]
     assert cut(2, "layers", 1, 1, 8, 1) == [2, 9]

@@ -56,7 +56,7 @@ def test_one_stage_needs_no_line(workplace: Path, capsys: pytest.CaptureFixture)
 DROPPING = {
     "in flight at the end": ["sync=asp", "stop.epochs=3"],
     "backups": ["sync=backup", "stop.epochs=3"],
-    "too stale": ["sync=asp", "aggregate.max_delay=1", "stop.epochs=3"],
+    "too stale": ["sync=asp", "aggregate.max_staleness=1", "stop.epochs=3"],
     "a failure": ["sync=asp", "stop.epochs=3", "cluster.events=[{time_s: 0.4, worker: 1, fail: true}]"],
     "a failure in a round": ["topology=all_reduce", "sync=bsp", "stop.epochs=3", "stop.seconds=2"],
     "pairs": ["topology=gossip", "sync=ad_psgd", "topology.graph=complete", "stop.epochs=3"],

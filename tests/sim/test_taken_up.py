@@ -112,7 +112,7 @@ def test_messages_of_push_sum_that_were_on_their_way_are_said_again(overlap: int
     assert rest.sha256 == whole.sha256 == simulated(*RUN, *line.split()).sha256
 
 
-@pytest.mark.parametrize("mode", ["sync=bsp overlap=late", "sync=local_sgd overlap=streaming sync.local_steps=2"])
+@pytest.mark.parametrize("mode", ["sync=bsp overlap=delayed", "sync=local_sgd overlap=streaming sync.local_steps=2"])
 def test_at_the_top_of_their_loops_nothing_late_is_under_way_between_workers(mode: str) -> None:
     line = [*mode.split(), "topology=all_reduce", "cluster.compute=[1,2]", "stop.steps=60", "eval.every_commits=100"]
     whole, kept = ran(*line, version=5)

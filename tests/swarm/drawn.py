@@ -61,7 +61,7 @@ class Seen:
         return [record for record in self.records if record["kind"] == kind]
 
 
-GUARDS = {"discount": None, "clip_norm": None, "max_delay": None}
+GUARDS = {"staleness_discount": None, "clip_norm": None, "max_staleness": None}
 
 
 def drawn_cluster(rng: random.Random) -> Cluster:

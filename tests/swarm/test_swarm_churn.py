@@ -10,7 +10,7 @@ import pytest
 from ashl.cluster.spec import Churn, Cluster, Event
 from ashl.compression.wrappers.compose import wrap_codec
 from ashl.errors import AshlError
-from ashl.overlap.late import Late
+from ashl.overlap.delayed import OneStepDelayed
 from ashl.planning.predict import WITHOUT
 from ashl.stage.progress import Progress
 from ashl.stage.stage import SERIAL, Stage
@@ -80,7 +80,9 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
                 index=index,
                 plan=plan,
                 codec=wrap_codec(codec, ()) if compressed else stage.codec,
-                overlap=other.choice([SERIAL, SERIAL, Late(own=1), Late(own=0.5)]) if plain(sync) else SERIAL,
+                overlap=other.choice([SERIAL, SERIAL, OneStepDelayed(local_weight=1), OneStepDelayed(local_weight=0.5)])
+                if plain(sync)
+                else SERIAL,
                 trainer=stages[0].trainer if stages else stage.trainer,
                 min_workers=1 if rng.random() < 0.8 else rng.randint(1, n),
                 joins=cluster.workers_rejoin,

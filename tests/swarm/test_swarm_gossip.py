@@ -48,8 +48,8 @@ def drawn_mode(rng: random.Random) -> Any:
                 local_steps=h,
                 staleness=rng.choice([0, 1, 3]),
                 backups=rng.choice([0, 1]),
-                gap=4,
-                jump=rng.choice([None, 1]),
+                max_lead=4,
+                skip_lead=rng.choice([None, 1]),
             ),
             DADMM(local_steps=h, rho=0.1, delay=rng.choice([0, 1, 3]), barrier=rng.choice([None, 1, 2])),
         ]
@@ -108,8 +108,8 @@ def check_counts(seen: Seen, stages: list[Stage]) -> None:
         assert len(set(end["commits"])) == 1
         assert end["reason"] == "seconds" or sum(end["dropped_by"]) == 0
     sync = stages[-1].sync
-    if isinstance(sync, Hop) and len(stages) == 1 and not sync.jump:  # a jump is over rounds that nobody counts
-        apart = 1 + (sync.gap if sync.backups else sync.staleness)
+    if isinstance(sync, Hop) and len(stages) == 1 and not sync.skip_lead:  # a jump is over rounds that nobody counts
+        apart = 1 + (sync.max_lead if sync.backups else sync.staleness)
         assert all(abs(end["commits"][i] - end["commits"][j]) <= apart for i, j in stages[0].topology.edges(stages[0]))
     if end["reason"] == "steps":
         assert end["steps"] >= stages[0].limits.steps
@@ -145,7 +145,7 @@ def test_thousands_of_clusters() -> None:
 FAULTS = {
     DPSGD(local_steps=1, order="atc"): r"deadlock: .*rank 0 waits for 'gossip' \(stage 0, iteration \d\) from rank 1",
     ADPSGD(local_steps=1, overlap=True): r"deadlock: .*rank 3 waits for 'report' .* or 'done'",
-    Hop(local_steps=1, staleness=1, backups=0, gap=4, jump=None): r"deadlock: .*rank 0 waits for 'model'",
+    Hop(local_steps=1, staleness=1, backups=0, max_lead=4, skip_lead=None): r"deadlock: .*rank 0 waits for 'model'",
 }
 
 

@@ -27,7 +27,7 @@ CHUNK = 60
 
 def drawn_sync(rng: random.Random, n: int) -> Any:
     scheduler = rng.choice(["random", "smart", "static", "first_come"]) if n > 1 else "static"
-    fields: dict[str, Any] = {"section_length": rng.randint(1, 4)}
+    fields: dict[str, Any] = {"local_steps": rng.randint(1, 4)}
     if scheduler != "static":
         fields["group_size"] = rng.randint(2, n)
     if scheduler == "smart":

@@ -8,7 +8,7 @@ import pytest
 
 from ashl.cluster.spec import Cluster
 from ashl.compression.wrappers.compose import wrap_codec
-from ashl.overlap.late import Late
+from ashl.overlap.delayed import OneStepDelayed
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.sim import Sim
 from ashl.stage.stage import SERIAL, Stage
@@ -56,8 +56,8 @@ def drawn_sync(rng: random.Random, topology: object, n: int) -> object:
             Backup(backups=rng.randrange(n), exchange=rng.choice(["gradient", "difference"])),
             FedBuff(buffer=rng.randint(1, n), local_steps=h),
             Rennala(batch=rng.randint(1, 2 * n)),
-            Ringmaster(max_delay=rng.choice([None, 1, n]), local_steps=h),
-            AsyncLocalSGD(local_steps=h, max_delay=rng.choice([None, h, 3 * h])),
+            Ringmaster(max_staleness=rng.choice([None, 1, n]), local_steps=h),
+            AsyncLocalSGD(local_steps=h, max_staleness=rng.choice([None, h, 3 * h])),
             AdaComm(local_steps=h, every_s=rng.uniform(0.01, 1)),
             QSR(local_steps=h, alpha=0.1, h_max=8),
             LBBSP(alpha=rng.uniform(0.1, 1)),
@@ -119,7 +119,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
                 plan=replace(stage.plan, until=until, handover=handover if index else {}),
                 codec=wrap_codec(codec, ()) if compressed else stage.codec,
                 trainer=stages[0].trainer if stages else stage.trainer,
-                overlap=random.Random(f"{seed} {index}").choice([SERIAL, SERIAL, Late(own=1)])
+                overlap=random.Random(f"{seed} {index}").choice([SERIAL, SERIAL, OneStepDelayed(local_weight=1)])
                 if plain(stage.sync)
                 else SERIAL,
             )
