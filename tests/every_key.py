@@ -245,8 +245,8 @@ COUNTS: dict[str, str] = {  # by key, or by option and key
     "cluster=mixed cluster.intra_node_bandwidth_mbit_s": f"{NODES} topology=all_reduce",
     "cluster=mixed cluster.intra_node_latency_s": f"{NODES} topology=all_reduce",
     "cluster.node": f"{NODES} topology=all_reduce",
-    "compression.feedback_gain": "compression.feedback=true",
-    "compression.feedback_decay": "compression.feedback=true",
+    "compression.feedback_gain": "compression.error_feedback=true",
+    "compression.feedback_decay": "compression.error_feedback=true",
     "compression.masking": "compression.momentum=0.9",
     "compression.momentum": "compression.masking=false",
     "compression.levels": "compression.quantizer=qsgd",
@@ -261,7 +261,7 @@ FILES = (
     "needs files that are not in this package; tests/test_data_images.py and tests/test_image_folder.py have their own"
 )
 SAME = "has the keys of cluster=mixed, with other values"
-KEPT = ("feedback", "feedback_gain", "feedback_decay", "momentum", "masking")
+KEPT = ("error_feedback", "feedback_gain", "feedback_decay", "momentum", "masking")
 ENLARGES = ("atomo", "qsgd", "random_dropping", "rotated", "subsampling", "terngrad", "uniform")
 NEVER: dict[str, str] = {  # by option and key: what its file inherits and what is always refused there
     **{

@@ -117,7 +117,9 @@ def test_the_walk_has_every_key_of_every_group() -> None:
         for parameter in parameters(file)
     }
     left_out = {(option, key) for option, key in keys - walked if option not in OUTSIDE and key not in OUTSIDE}
-    assert left_out == {("compression=gtopk", key) for key in ("compression.values", "compression.layers")}  # one value
+    assert left_out == {
+        ("compression=gtopk", key) for key in ("compression.values", "compression.per_layer")
+    }  # one value
     known = {f"{group}={name}" for group, options in catalog().items() for name in options}
     known |= {key for _, key in keys} | {" ".join(pair) for pair in keys}
     assert {*VALUES, *COUNTS, *OUTSIDE, *BESIDE, *NEVER} - known == set()

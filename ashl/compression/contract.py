@@ -74,7 +74,7 @@ class EncodeContext(NamedTuple):
     worker's own messages. What all draw alike goes by `version` instead, that of the model that x was computed on:
     workers share it however many messages each has sent. None = all have sent as many.
 
-    `ratio` is the kept share of this message, in (0, 1]; None is the option's own, and codecs without one ignore it. It
+    `ratio` is the density of this message, in (0, 1]; None is the option's own, and codecs without one ignore it. It
     may change from message to message. `lr` is what x will be multiplied with on its way into the model: 1 where x is a
     difference between models, minus the learning rate where it is a gradient. `weight` is what x was multiplied with
     already.
@@ -120,11 +120,11 @@ class Codec(Contract, group="compression"):
 
     code: ClassVar[int] = 0  # its number on the wire, one for each codec that writes `wire.payload_format`
     parts: ClassVar[int] = 1  # of a minibatch, with `estimator = "moments"`
-    layers: ClassVar[bool] = False  # whether each layer is encoded by itself, by `wrappers.layers`
+    per_layer: ClassVar[bool] = False  # whether each layer is encoded by itself, by `wrappers.layers`
     entropy: ClassVar[str] = "none"
     warmup_epochs: ClassVar[int] = 0
     critical_ratio: ClassVar[float | None] = None
-    feedback: ClassVar[bool] = False
+    error_feedback: ClassVar[bool] = False
     feedback_gain: ClassVar[float] = 1.0
     feedback_decay: ClassVar[float] = 1.0
     momentum: ClassVar[float | None] = None
@@ -134,7 +134,7 @@ class Codec(Contract, group="compression"):
 
     @property
     def ratio(self) -> float | None:
-        """The kept share, where there is one."""
+        """The density, where there is one."""
         return None
 
     @property
@@ -201,7 +201,7 @@ class Codec(Contract, group="compression"):
         return self
 
     def share(self, context: EncodeContext) -> float | None:
-        """The kept share of a message, by whatever schedule there is around the codec."""
+        """The density of a message, by whatever schedule there is around the codec."""
         return context.ratio
 
 

@@ -50,7 +50,7 @@ class Dryden(Sparse, Share):
     levels: LevelsRule
     num_levels: Count
     indices: IndexCode
-    layers: bool
+    per_layer: bool
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         share = self.ratio if context.ratio is None else context.ratio

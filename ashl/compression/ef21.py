@@ -58,9 +58,9 @@ class EF21(Codec):
         if self.compressor == "natural":
             return NaturalCompression(**PLAIN)
         if self.compressor == "sign":
-            return Sign(scale="mean", vote="mean", beta=None, layers=False, **PLAIN)
+            return Sign(scale="mean", vote="mean", beta=None, per_layer=False, **PLAIN)
         own: dict[str, Any] = {"ratio": self.ratio, "values": self.values, "indices": self.indices}
-        return TopK(**own, warmup_epochs=0, critical_ratio=None, layers=False, **PLAIN)
+        return TopK(**own, warmup_epochs=0, critical_ratio=None, per_layer=False, **PLAIN)
 
     @property
     def on_host(self) -> bool:

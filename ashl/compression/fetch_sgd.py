@@ -12,7 +12,8 @@ itself where the sketch is small against k; the authors' code zeroes the cells, 
 `zero` forgets what else was in those cells. The momentum is that of the optimizer already, so the optimizer's own must
 be 0. E is in units of what is sent: with gradients, a learning rate that falls also shrinks what E still holds.
 
-Limits: ρ = 0 with `size=1` and `error=subtract` is top-k with the residual where the sum is; with all of it `kept` SGD.
+Limits: ρ = 0 with `sketch_ratio=1` and `error=subtract` is top-k with the residual where the sum is; with
+`recovered_fraction=1` SGD.
 
 Source: Rothchild et al., "FetchSGD: Communication-Efficient Federated Learning with Sketching", ICML 2020.
 """

@@ -3,10 +3,10 @@
 Rule, under an all-reduce: p_j is worker j's update and residual; it selects the k largest |p_j| and takes c_j·p_j
 there. In ⌈log2 n⌉ steps along a tree rooted in worker 0, for any n, a parent adds its child's set to its own and keeps
 the k largest sums. The root's set goes back along the tree and is the update, on all workers. What a worker sent
-and what did not come through returns to its residual (`feedback`), so that c_j-weighted sent and residuals add up to
-what was there. An element may be dropped on one branch and come through on another, hence beside the set each parent
-tells its child, with one bit for each element, whether the child's part is in it. Bits: those of k values and places
-up, those and k more down. Where a worker is lost, the others begin that sum anew along a tree of their own.
+and what did not come through returns to its residual (`error_feedback`), so that c_j-weighted sent and residuals add
+up to what was there. An element may be dropped on one branch and come through on another, hence beside the set each
+parent tells its child, with one bit for each element, whether the child's part is in it. Bits: those of k values and
+places up, those and k more down. Where a worker is lost, the others begin that sum anew along a tree of their own.
 
 At a parameter server there are no branches: it keeps the k largest of the whole sum of a merge, and what it leaves out
 it adds to the next merge itself, since its workers learn nothing but the model. It does so where workers keep residuals
@@ -14,7 +14,7 @@ too; an asynchronous merge is of one push. That memory is in units of what was s
 learning rate; over the border of a stage it goes like a worker's residual.
 
 Limits: one worker is top-k; workers that select the same places end with their exact sum. The result depends on the
-tree, since the largest of partial sums need not be the largest of the sum. Where kept shares differ, the largest
+tree, since the largest of partial sums need not be the largest of the sum. Where densities differ, the largest
 counts.
 
 Source: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth
@@ -63,7 +63,7 @@ class GTopK(TopK, Reduces, Collective):
     code: ClassVar[int] = 81
     promises: ClassVar[Traits] = Traits(contraction=True, reduces=True)
     values: Literal["fp32"]
-    layers: Literal[False]
+    per_layer: Literal[False]
 
     def peers(self, place: int, size: int) -> tuple[int, ...]:
         parent, children = family(place, size)
@@ -166,7 +166,7 @@ class GTopK(TopK, Reduces, Collective):
             raise PayloadError("nothing was selected by anybody")
         places, x = tensor_of(largest(array_of(total), k)), torch.zeros_like(total)
         x[places], total[places] = total[places], 0.0
-        return (total if self.feedback or self.momentum is not None else None), x
+        return (total if self.error_feedback or self.momentum is not None else None), x
 
     def taken_over(self, memory: State, keeps: Keeps, worth: float) -> State:
         return memory * worth if keeps.residual and isinstance(memory, Tensor) else None

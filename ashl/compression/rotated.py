@@ -50,7 +50,7 @@ class Rotated(Code, Wrappers):
     code: ClassVar[int] = 14
     on_host: ClassVar[bool] = False
     levels: Levels
-    layers: bool
+    per_layer: bool
     entropy: EntropyCode
 
     @property

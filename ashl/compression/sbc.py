@@ -33,7 +33,7 @@ class SBC(Sparse, Share):
     on_host: ClassVar[bool] = False
     traits: ClassVar[Traits] = Traits(contraction=True, variable=True)
     indices: IndexCode
-    layers: bool
+    per_layer: bool
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         k = self.kept(context.ratio, len(x))

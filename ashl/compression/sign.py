@@ -47,7 +47,7 @@ class Sign(Code, Reduces, Wrappers):
     scale: Literal["none", "mean"]
     vote: Literal["mean", "majority"]
     beta: Fraction | None
-    layers: bool
+    per_layer: bool
 
     @property
     def traits(self) -> Traits:

@@ -6,7 +6,7 @@ k largest are taken instead. Hence ‖C(x) − x‖² ≤ (1 − k/(2d))‖x‖�
 is declared beforehand is for 2k.
 
 Limit: for a vector shorter than the sample it is top-k, with all of those that are as large as the k-th. It saves
-top-k's exact choice, and little of its time. With `layers` each layer has a bound of its own.
+top-k's exact choice, and little of its time. With `per_layer` each layer has a bound of its own.
 
 Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017; sampled as in Lin et al.,
 "Deep Gradient Compression", ICLR 2018.

@@ -10,7 +10,7 @@ feedback. Where that is no less than 32·d the whole vector is sent.
 
 Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025. Differs: there each tensor is
 cut into chunks by itself; here the update as a whole is, so that a chunk may hold the end of one layer and the start of
-the next. `compression.layers=true` cuts each layer by itself.
+the next. `compression.per_layer=true` cuts each layer by itself.
 """
 
 from typing import Annotated, ClassVar

@@ -61,7 +61,7 @@ class TernGrad(Code, Wrappers):
 
     code: ClassVar[int] = 16
     on_host: ClassVar[bool] = False
-    layers: bool
+    per_layer: bool
     clip_sigmas: Positive | None
     shared_scale: bool
     entropy: EntropyCode
@@ -72,7 +72,7 @@ class TernGrad(Code, Wrappers):
 
     def shaped(self, layout: Layout) -> Codec:
         """The codec for a model's layers; layers without a shared scale are kept apart around it."""
-        sizes = tuple(layer.size for layer in layout) if self.layers else (size_of(layout),)
+        sizes = tuple(layer.size for layer in layout) if self.per_layer else (size_of(layout),)
         return SharedScale(self, sizes) if self.shared_scale else self
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:

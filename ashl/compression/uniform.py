@@ -36,7 +36,7 @@ class StochasticUniform(Code, Wrappers):
     code: ClassVar[int] = 13
     on_host: ClassVar[bool] = False
     levels: Levels
-    layers: bool
+    per_layer: bool
     entropy: EntropyCode
 
     @property

@@ -42,7 +42,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
 # Parameters of these options that a script can express at one value only.
 FIXED = """
 topology.pull_ratio=null aggregate.clip_norm=null dataset.augment=none dataset.alpha=null runtime.precision=fp32
-compression.values=fp32 compression.layers=false compression.feedback=true compression.feedback_gain=1.0
+compression.values=fp32 compression.per_layer=false compression.error_feedback=true compression.feedback_gain=1.0
 compression.feedback_decay=1.0 compression.clip_norm=null compression.warmup_epochs=0 compression.critical_ratio=null
 """
 # Factors of the learning rate after the warm-up; both lengths are in samples of all workers.

@@ -14,7 +14,7 @@ class Overlap(Contract, group="overlap", strict=True):
 
     serial: ClassVar[bool] = False  # whether the gradient goes in one piece, once backward is over
     compresses: ClassVar[bool] = False  # whether a codec works in each message by itself, instead of not at all
-    ratio: ClassVar[tuple[float, ...] | str | None] = None  # the kept share of each message; None = compression.ratio
+    ratio: ClassVar[tuple[float, ...] | str | None] = None  # the density of each message; None = compression.ratio
     overlaps_next_forward: ClassVar[bool] = False  # whether the next forward pass begins before all sums are in
     reduce_scatter_all_gather: ClassVar[bool] = (
         False  # ... and sums are scattered during backward, and gathered during that
@@ -32,7 +32,7 @@ class Overlap(Contract, group="overlap", strict=True):
 
     @property
     def shares(self) -> tuple[float, ...] | None:
-        """The kept share of each message as planned; None = of all that of the whole update."""
+        """The density of each message as planned; None = of all that of the whole update."""
         return self.ratio if isinstance(self.ratio, tuple) else None
 
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 Rule: group l is encoded when backward has come to it, in line with backward, so it is there at
 R_l = Σ_{j ≥ l} (b_j + t_select(j)); its body of k elements, which takes t_c(k), goes out while backward goes on. So a
 step ends as without compression, at max_l (R_l + Σ_{j ≤ l} t_c(j)). What is selected is selected within each message:
-another algorithm than the codec on the whole gradient, but with `compression.layers=true`, which selects in every
+another algorithm than the codec on the whole gradient, but with `compression.per_layer=true`, which selects in every
 tensor anyhow. By `plan`:
     none     a message for each layer group (LAGS-SGD)
     greedy   l is merged into l − 1 where waiting for it costs less than its message alone (OMGS-SGD): as selecting
@@ -71,7 +71,7 @@ class Layerwise(Overlap):
             ratio = hidden(timeline, messages, timeline.ratio, self.max_ratio)
         elif ratio is not None and len(ratio) != len(messages):
             raise UsageError(
-                f"overlap.ratio lists {len(ratio)} and there are {len(messages)} messages; give a kept share for each, "
+                f"overlap.ratio lists {len(ratio)} and there are {len(messages)} messages; give a density for each, "
                 "the last layers first, or overlap.ratio=adaptive"
             )
         return replace(self, plan=messages, ratio=ratio)

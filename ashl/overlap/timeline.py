@@ -116,8 +116,8 @@ class StepTimeline:
 class CompressedTimeline(StepTimeline):
     """The same where messages are compressed: ready once they are encoded."""
 
-    ratio: float | None = field(kw_only=True)  # the kept share as planned, where there is one
-    body_ns: Callable[[int, int, float | None], int] = field(kw_only=True)  # of [first, last) at a kept share
+    ratio: float | None = field(kw_only=True)  # the density as planned, where there is one
+    body_ns: Callable[[int, int, float | None], int] = field(kw_only=True)  # of [first, last) at a density
 
     def cost(self, first: int, last: int, share: float | None = None) -> int:
         return self.body_ns(first, last, share or self.ratio)

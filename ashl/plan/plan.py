@@ -26,7 +26,7 @@ class WorkerPlan:
     local_steps: int  # H, between two merges
     batch: int  # samples of one step
     data_share: float  # n_i / n, the worker's shard by the training set
-    compression_ratio: float  # kept share of the update; 1 = dense
+    compression_ratio: float  # density of the update; 1 = dense
     predicted_cycle_s: float | None  # H steps, push and pull; null where costs are not declared
     message_bytes: int | None = None  # of one compressed update, at most; null once the ratio was planned anew
 

@@ -8,7 +8,7 @@ from ashl.option import Contract
 from ashl.plan.profile import Profile
 
 NS = 1e9
-Payload = Callable[[float], float]  # bytes on the wire at a kept share / those of the dense vector
+Payload = Callable[[float], float]  # bytes on the wire at a density / those of the dense vector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Assignment:
 
     local_steps: int  # H, between two commits
     data_share: float  # of the training set
-    compression_ratio: float  # kept share of the update; 1 = all of it
+    compression_ratio: float  # density of the update; 1 = all of it
     predicted_cycle_s: float  # H steps, encoding, push and pull, in bytes as really sent
 
 

@@ -575,7 +575,7 @@ def check_wrappers(name: str, option: Codec, optimizer: Optimizer, layout: Layou
                 f"compression.momentum={option.momentum:g} is momentum correction, and optimizer.momentum="
                 f"{momentum:g} would count every velocity twice; set optimizer.momentum=0"
             )
-        if option.feedback and not (option.traits.contraction or option.traits.drains):
+        if option.error_feedback and not (option.traits.contraction or option.traits.drains):
             raise UsageError(f"{name} enlarges what it is given, so nothing may be kept; drop compression.momentum")
     d = size_of(layout)
     ratio, critical = option.ratio, option.critical_ratio
@@ -629,11 +629,11 @@ def check_codec_exchange(name: str, codec: Codec, sync: Rule, sync_name: str, op
 def check_signs(name: str, option: Codec, optimizer: Optimizer) -> None:
     """Signs without a scale have none to keep apart, and a vote has no use for one."""
     if isinstance(option, Sign) and option.vote == "majority" and option.scale != "none":
-        fix = "compression.scale=none" + (" compression.feedback=false" if option.feedback else "")
+        fix = "compression.scale=none" + (" compression.error_feedback=false" if option.error_feedback else "")
         raise UsageError(f"{name} with compression.vote=majority applies a sign; set {fix}")
-    if isinstance(option, Sign) and option.scale == "none" and option.layers:
+    if isinstance(option, Sign) and option.scale == "none" and option.per_layer:
         raise UsageError(
-            f"{name} with compression.scale=none is the same for each layer and for all; drop compression.layers"
+            f"{name} with compression.scale=none is the same for each layer and for all; drop compression.per_layer"
         )
     if option.beta is not None:
         for key, momentum in (("compression", option.momentum), ("optimizer", optimizer.momentum)):
@@ -646,10 +646,11 @@ def check_signs(name: str, option: Codec, optimizer: Optimizer) -> None:
 
 def check_sketch(name: str, option: CountSketch, topology: Topology, optimizer: Optimizer) -> None:
     """What is recovered of a sum of sketches, only those know who have the sum."""
-    if topology.has_server and (option.feedback or option.momentum is not None):
+    if topology.has_server and (option.error_feedback or option.momentum is not None):
         raise UsageError(
             f"{name} keeps at a worker what was not recovered, and a parameter server does not tell what that was; "
-            "take topology=all_reduce, compression=fetch_sgd, or compression.feedback=false and no compression.momentum"
+            "take topology=all_reduce, compression=fetch_sgd, or compression.error_feedback=false and no "
+            "compression.momentum"
         )
     if topology.replicas:
         raise UsageError(
@@ -701,11 +702,11 @@ def note_compression(
     """What is legal and worth knowing."""
     found = []
     topology, sync, momentum = parts["topology"], parts["sync"], parts["optimizer"].momentum
-    keeps = not isinstance(option, Wrappers) or option.feedback or option.momentum is not None
+    keeps = not isinstance(option, Wrappers) or option.error_feedback or option.momentum is not None
     if isinstance(option, Code) and not option.traits.unbiased and not keeps and not option.traits.reduces:
         found.append(
-            f"{name} without compression.feedback=true is biased: what it leaves out is lost, and training may stand "
-            "still"
+            f"{name} without compression.error_feedback=true is biased: what it leaves out is lost, and training may "
+            "stand still"
         )
     if codec.traits.full_gradient and codec.estimator == "minibatch":
         found.append(
@@ -713,7 +714,7 @@ def note_compression(
             "ever left out"
         )
     ratio, after = option.ratio, sync is not None and sync.exchange == "gradient"
-    if after and option.feedback and momentum >= MUCH and codec.bound(ratio, d) > MOST:
+    if after and option.error_feedback and momentum >= MUCH and codec.bound(ratio, d) > MOST:
         found.append(
             f"{name} keeps most of an update for later, which optimizer.momentum={momentum:g} carries on once more: "
             "training may overshoot; optimizer.momentum=0 with a larger optimizer.lr, or compression.momentum, may help"

@@ -264,7 +264,7 @@ def check_buckets(stage: StagePlan, own: StageParts, choices: Mapping[str, str],
     ) and not own.optimizer.elementwise:
         why, instead = "the optimizer steps on one layer group at a time, and does not say elementwise", "optimizer=sgd"
     elif own.overlap.ratio is not None and own.compression.ratio is None:
-        why, instead = "overlap.ratio is a kept share, and this compression has none", "overlap.ratio=null"
+        why, instead = "overlap.ratio is a density, and this compression has none", "overlap.ratio=null"
     else:
         return
     raise UsageError(f"{name} makes no sense in stage {stage.name}: {why}; take {instead}, or overlap=none")

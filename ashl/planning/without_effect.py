@@ -53,7 +53,7 @@ LEARNED = (  # what is learned hangs on them, and neither time nor bytes do
         "aggregate.clip_norm",
         "aggregate.momentum",
     ),
-    *("compression.feedback", "compression.feedback_gain", "compression.feedback_decay", "compression.momentum"),
+    *("compression.error_feedback", "compression.feedback_gain", "compression.feedback_decay", "compression.momentum"),
     *("compression.masking", "compression.clip_norm", "compression.norm", "compression.alpha", "compression.beta"),
     *("compression.eta", "compression.xi", "compression.zeta", "compression.memory", "compression.max_age"),
     *("compression.order", "compression.scaled", "compression.decay", "compression.error", "compression.clip_sigmas"),
@@ -65,7 +65,7 @@ LEARNED = (  # what is learned hangs on them, and neither time nor bytes do
 )
 LEARNS = "runtime.gradients=true, as nothing is learned otherwise"
 WRAPPED = (  # what is wrapped around a codec on a link
-    *("compression.feedback", "compression.feedback_gain", "compression.feedback_decay", "compression.momentum"),
+    *("compression.error_feedback", "compression.feedback_gain", "compression.feedback_decay", "compression.momentum"),
     *("compression.masking", "compression.clip_norm", "compression.warmup_epochs", "compression.critical_ratio"),
 )
 DENSE = (Cast, NaturalCompression, OneBit, PowerSGD, Sign)  # codecs that send something for every element
@@ -161,7 +161,7 @@ def keeps_residual(context: EffectContext) -> bool:
         codec = own.compression
         if codec.traits.lossless or stage.r_preset == 1.0 or isinstance(own.sync, Profiling):
             return False
-        return not isinstance(codec, Wrappers) or codec.feedback or codec.momentum is not None
+        return not isinstance(codec, Wrappers) or codec.error_feedback or codec.momentum is not None
 
     return any(map(keeps, context.plan.stages[:-1], context.stages[:-1]))
 
@@ -359,8 +359,8 @@ CONDITIONS = (
     ),
     Condition(
         ("compression.feedback_gain", "compression.feedback_decay"),
-        "compression.feedback=true, and compression.momentum=null",
-        has("compression", feedback=is_set, momentum=lambda value: value is None),
+        "compression.error_feedback=true, and compression.momentum=null",
+        has("compression", error_feedback=is_set, momentum=lambda value: value is None),
     ),
     Condition(
         ("compression.ratio",),

@@ -14,7 +14,7 @@ the released code in three things:
     SHL        the server applies a push and then has its worker wait, as SSP does; printed, a push of a worker that is
                too far ahead waits unapplied. So no finished work grows stale at the server.
     feedback   `compression=topk` keeps what Top-K leaves out for the next push; printed, it is lost as the worker takes
-               the server's model. `compression.feedback=false` is as printed, and slower (`docs/ashl_table.md`).
+               the server's model. `compression.error_feedback=false` is as printed, and slower (`docs/ashl_table.md`).
 Printed, Top-K is in both stages, with each worker's own ratio; the released code compresses in SHL alone, with one
 ratio for all. Here `r_preset` says it by stage, and each worker has its ratio.
 """

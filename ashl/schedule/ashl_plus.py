@@ -35,7 +35,7 @@ class ASHLPlus(ASHL):
 
 
 def pulling(choices: Choices, ratio: float | None) -> Choices:
-    """The choices with this kept share of a pull, where something is compressed and no share is chosen."""
+    """The choices with this density of a pull, where something is compressed and no share is chosen."""
     topology = choices.specs["topology"]
     if choices.ratio is not None and "pull_ratio" in topology and topology["pull_ratio"] is None:
         topology = {**topology, "pull_ratio": ratio}

@@ -102,7 +102,7 @@ class Topology(Contract, group="topology"):
     has_server: ClassVar[bool] = False  # whether rank n holds the model
     coordinated: ClassVar[bool] = False  # whether a coordinator takes part as rank n
     replicas: ClassVar[bool] = False  # whether every worker has a model of its own, so that their mean is evaluated
-    pull_ratio: ClassVar[float | None] = None  # kept share of what a pull changes
+    pull_ratio: ClassVar[float | None] = None  # density of what a pull changes
     servers: ClassVar[int] = 1  # that hold the model together, where there are servers
     algorithm: ClassVar[str | None] = None  # of its sums, where one is asked for, see `ashl.cluster.all_reduce_rounds`
 

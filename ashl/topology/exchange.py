@@ -96,7 +96,7 @@ async def gathered(team: ProcessGroup, stage: Stage, state: WorkerState, x: Vect
 
 
 def least_ratio(stage: Stage) -> float:
-    """The kept share that all workers of a sum agree on."""
+    """The density that all workers of a sum agree on."""
     return min(worker.compression_ratio for worker in stage.plan.workers)
 
 

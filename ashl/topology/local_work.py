@@ -44,7 +44,7 @@ class WorkerState:
     samples: int = 0
     local_steps: int = 1  # H, until a reply says otherwise
     batch: int = 1
-    ratio: float = 1.0  # kept share of the update
+    ratio: float = 1.0  # density of the update
     assigned: tuple[int, Any] | None = None  # what profiling has planned, from this stage on
     entered: int | None = None  # the stage that it is in
     rest: tuple[int, int] | None = None  # of the stage's rounds, as `Stage.rest` says

@@ -8,7 +8,7 @@ class Assignment(NamedTuple):
     """What a worker that goes on does next; None = as planned."""
 
     local_steps: int | None = None  # H
-    ratio: float | None = None  # kept share of its update
+    ratio: float | None = None  # density of its update
     interval_s: float = 0.0  # where it is not 0, steps are taken until so much time has passed, instead of H
     batch: int = 0  # 0 = as before
 

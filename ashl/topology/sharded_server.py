@@ -13,8 +13,8 @@ its last push.
 
 Limit: one server is the parameter server; and where all wait for all, so are several, bit for bit, with a codec that
 goes element by element (`cast`, `sign` without scale), or layer by layer with partition_by=layers (`terngrad`, or
-`compression.layers=true`); of others each piece has another scale, other draws or another choice than the whole. Where
-nobody waits, each piece has its own order of pushes, as in such systems: the counts are the first server's.
+`compression.per_layer=true`); of others each piece has another scale, other draws or another choice than the whole.
+Where nobody waits, each piece has its own order of pushes, as in such systems: the counts are the first server's.
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; pieces without a common
 order as in Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012 (Downpour SGD).
 """

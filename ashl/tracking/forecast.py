@@ -160,7 +160,7 @@ def duration(plan: Plan, epoch_samples: int) -> str:
 def stage_table(stage: StagePlan, profile: Profile | None) -> Table:
     until = ", ".join(f"{rule.replace('_', ' ')} {bound:g}" for rule, bound in stage.until.items())
     title = f"stage {escape(stage.name)}" + (f", until {until}" if until else "")
-    columns = ["worker", "H", "batch", "data share", "kept", "message", "cycle"]
+    columns = ["worker", "H", "batch", "data share", "density", "message", "cycle"]
     before = profile if stage.h_preset is not None else None
     if before:
         columns.append(f"cycle at H {stage.h_preset}")

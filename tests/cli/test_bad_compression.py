@@ -22,11 +22,14 @@ from ashl.config.catalog import catalog
         ("topology.pull_ratio=1e-7 sync=bsp", "topology.pull_ratio=1e-07 keeps less than one"),
         ("compression.momentum=0.9 optimizer.momentum=0.9", "set optimizer.momentum=0"),
         (
-            "compression=qsgd compression.feedback=true",
-            "compression=qsgd as it is set here may; set compression.feedback=",
+            "compression=qsgd compression.error_feedback=true",
+            "compression=qsgd as it is set here may; set compression.error_feedback=",
         ),
         ("compression=qsgd compression.momentum=0.9 optimizer.momentum=0", "set compression.momentum=null"),
-        ("compression=sign compression.vote=majority sync=bsp", "compression.scale=none compression.feedback=false"),
+        (
+            "compression=sign compression.vote=majority sync=bsp",
+            "compression.scale=none compression.error_feedback=false",
+        ),
         ("compression=laq sync=asp", "take sync=bsp optimizer=sgd optimizer.momentum=0"),
         ("compression=terngrad compression.shared_scale=true sync=bsp", "compression.shared_scale=false"),
         ("compression=gtopk sync=bsp aggregate.staleness_discount=1", "drop it"),
@@ -48,7 +51,7 @@ def test_one_sentence(overrides: str, says: str, workplace, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("compression.feedback=false", "what it leaves out is lost"),
+        ("compression.error_feedback=false", "what it leaves out is lost"),
         ("topology=all_reduce sync=bsp compression.ratio=0.9", "so its bodies are gathered"),
         ("sync=bsp compression.ratio=0.9 optimizer.momentum=0", "0.0385 MB a push, as without compression"),
         ("sync=bsp compression=power_sgd", "optimizer.momentum=0.9 carries on once more"),

@@ -285,7 +285,7 @@ TABLE = {
     "ASHL": "schedule=ashl compression=none schedule.loss_switch=1.8 optimizer.lr=0.01",
     "ASHL next dense": "schedule=ashl_next schedule.h_preset=[2] compression=none optimizer.lr=0.02",
     "ADSP falling": f"{ADSP} schedule=decay_on_rise sync.search_s=null sync.commits=2 optimizer.lr=0.02",
-    "ASHL as printed": "schedule=ashl compression.feedback=false schedule.loss_switch=1.8 optimizer.lr=0.02",
+    "ASHL as printed": "schedule=ashl compression.error_feedback=false schedule.loss_switch=1.8 optimizer.lr=0.02",
     "BSP Top-K": f"sync=bsp {TOPK} optimizer.lr=0.015",
     "local SGD Top-K": f"{TOPK} sync=local_sgd sync.local_steps=8 optimizer.lr=0.02",
     "ADSP Top-K": f"{ADSP} {TOPK} optimizer.lr=0.02",

@@ -34,7 +34,7 @@ LEARN = (
 )
 MORE = {  # what some need to learn, and more than their defaults: see conf/experiment/compression_table.yaml
     "laq": ("stop.epochs=300",),
-    "sketch_sgd": ("compression.kept=0.05",),
+    "sketch_sgd": ("compression.recovered_fraction=0.05",),
     "block_coordinate": ("compression.blocks=4",),
     "subsampling": ("compression.ratio=0.25",),
 }

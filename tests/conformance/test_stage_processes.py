@@ -83,7 +83,7 @@ def test_relays_do_not_fall_back_to_the_first_model(tmp_path: Path) -> None:
 
 def test_replicas_start_from_the_models_at_the_border(tmp_path: Path) -> None:
     """They started from the model that the run began with, and a few per cent of what is between cannot catch up."""
-    sparse = ("compression=topk", "compression.feedback=false", "sync.gamma=1", "optimizer.momentum=0")
+    sparse = ("compression=topk", "compression.error_feedback=false", "sync.gamma=1", "optimizer.momentum=0")
     graph = ("topology=gossip", "topology.graph=complete")
     ran = stages_of_two(tmp_path, (*graph, "sync=choco", *sparse))
     border = ran.of("stage")[0]["merges"]

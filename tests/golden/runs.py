@@ -209,7 +209,7 @@ def codecs() -> dict[str, Row]:
         "topk-accordion": Row(
             f"{bsp} compression=topk compression.critical_ratio=0.3 stop.steps=null stop.epochs=4", by_bits=True
         ),
-        "topk-layers-int4": Row(f"{ring} compression=topk compression.layers=true compression.values=int4"),
+        "topk-layers-int4": Row(f"{ring} compression=topk compression.per_layer=true compression.values=int4"),
         "topk-golomb-natural": Row(
             f"{bsp} compression=topk compression.indices=golomb compression.values=natural", by_bits=True, twin=True
         ),
@@ -238,19 +238,19 @@ def codecs() -> dict[str, Row]:
         "qsgd": Row(f"{asp} compression=qsgd compression.bucket=128"),
         "qsgd-elias": Row(f"{ring} compression=qsgd compression.norm=max compression.entropy=elias", by_bits=True),
         "qsgd-feedback": Row(
-            f"{bsp} compression=qsgd compression.feedback=true compression.feedback_gain=0.5 compression.levels=15 "
-            "compression.bucket=64",
+            f"{bsp} compression=qsgd compression.error_feedback=true compression.feedback_gain=0.5 "
+            "compression.levels=15 compression.bucket=64",
             twin=True,
         ),
         "natural": Row(f"{asp} compression=natural"),
-        "uniform": Row(f"{bsp} compression=uniform compression.layers=true", twin=True),
+        "uniform": Row(f"{bsp} compression=uniform compression.per_layer=true", twin=True),
         "rotated-huffman": Row(f"{bsp} compression=rotated compression.entropy=huffman", by_bits=True),
         "terngrad": Row(f"{bsp} compression=terngrad compression.clip_sigmas=2.5"),
         "terngrad-shared": Row(f"{ring} compression=terngrad compression.shared_scale=true", twin=True),
         "sign": Row(f"{asp} compression=sign"),
         "sign-majority": Row(
-            f"{ring} compression=sign compression.scale=none compression.feedback=false compression.vote=majority "
-            "compression.beta=0.9 optimizer.lr=0.001"
+            f"{ring} compression=sign compression.scale=none compression.error_feedback=false "
+            "compression.vote=majority compression.beta=0.9 optimizer.lr=0.001"
         ),
         "one-bit": Row(f"{ring} compression=one_bit compression.per=column"),
         "grid": Row(f"{bsp} compression=grid compression.bits=4"),
@@ -287,7 +287,9 @@ def stages() -> dict[str, Row]:
         "ashl": Row(f"schedule=ashl {soon} {PAPER}", by_bits=True),
         "ashl-declared": Row("schedule=ashl schedule.profile_steps=0 schedule.loss_switch=0.001 stop.steps=200"),
         "ashl-shards": Row(
-            f"schedule=ashl {soon} dataset.partition=plan compression.feedback=false {PORTS}", by_bits=True, twin=True
+            f"schedule=ashl {soon} dataset.partition=plan compression.error_feedback=false {PORTS}",
+            by_bits=True,
+            twin=True,
         ),
         "ashl-plus": Row(f"schedule=ashl_plus schedule.shl_scale=1 {soon}", by_bits=True),
         "ashl-plus-drift": Row(

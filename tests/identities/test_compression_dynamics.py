@@ -75,10 +75,12 @@ def test_signs_fail_where_feedback_does_not() -> None:
         return 0.1 / (1 + step) ** 0.5
 
     plain = descent(
-        conf_option("compression", "sign", scale="none", feedback=False), [gradient], [1.0, 1.0], 3000, rate
+        conf_option("compression", "sign", scale="none", error_feedback=False), [gradient], [1.0, 1.0], 3000, rate
     )
     assert float(plain.sum()) == pytest.approx(2, abs=1e-3)
-    kept = descent(conf_option("compression", "sign", scale="mean", feedback=True), [gradient], [1.0, 1.0], 3000, rate)
+    kept = descent(
+        conf_option("compression", "sign", scale="mean", error_feedback=True), [gradient], [1.0, 1.0], 3000, rate
+    )
     assert float(kept.abs().max()) < 0.02
 
 
@@ -87,7 +89,7 @@ def test_the_largest_element_fails_where_feedback_does_not() -> None:
     corners = torch.tensor([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]], dtype=torch.float64)
     gradients = [lambda x, a=a: 2 * (a @ x) * a + x / 2 for a in corners]
     for feedback in (False, True):
-        option = conf_option("compression", "topk", ratio=1 / 3, indices="int32", feedback=feedback)
+        option = conf_option("compression", "topk", ratio=1 / 3, indices="int32", error_feedback=feedback)
         end = float(descent(option, gradients, [1.0, 1.0, 1.0], 600, lambda _: 0.01).abs().max())
         assert end < 1e-3 if feedback else end > 1e3
 

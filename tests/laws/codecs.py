@@ -61,7 +61,7 @@ ROWS: dict[str, Any] = {
     # reducers, as they are on a link
     "gtopk": codec("gtopk"),
     "sketch_sgd": codec("sketch_sgd"),
-    "fetch_sgd": codec("fetch_sgd", kept=0.1),
+    "fetch_sgd": codec("fetch_sgd", recovered_fraction=0.1),
     # of other gradients, and a grid
     **{f"grid-{bits}": codec("grid", bits=bits) for bits in (2, 8, 11)},
     **{f"laq-{bits}": codec("laq", bits=bits) for bits in (1, 4, None)},  # first messages: later ones need the first

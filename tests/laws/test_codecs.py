@@ -304,7 +304,7 @@ def test_what_is_refused(indices: str, d: int, body: Any, why: str) -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, -0.1, 1.1, math.nan])
 def test_a_ratio_that_is_none(ratio: float) -> None:
-    with pytest.raises(ValueError, match="kept share"):
+    with pytest.raises(ValueError, match="density"):
         conf_option("compression", "topk").encode(None, torch.ones(9), EncodeContext(ratio))
     with pytest.raises(ValueError, match="ratio"):
         conf_option("compression", "topk", ratio=ratio)
@@ -325,7 +325,7 @@ def test_what_is_not_finite_is_sent_first(bad: float) -> None:
 
 
 def test_feedback_is_where_it_was_asked_for_and_only_where_it_is_sound() -> None:
-    plain, kept = (conf_option("compression", "topk", feedback=on) for on in (False, True))
+    plain, kept = (conf_option("compression", "topk", error_feedback=on) for on in (False, True))
     assert wrap_codec(plain, ()) is plain
     assert wrap_codec(kept, ()) == Feedback(kept)
     assert wrap_codec(conf_option("compression", "none"), ()) == conf_option("compression", "none")
@@ -333,9 +333,9 @@ def test_feedback_is_where_it_was_asked_for_and_only_where_it_is_sound() -> None
 
     class Scaled(Codec):
         traits = plain.traits._replace(contraction=False)
-        feedback, feedback_gain, feedback_decay = True, 1.0, 1.0
+        error_feedback, feedback_gain, feedback_decay = True, 1.0, 1.0
 
-    with pytest.raises(UsageError, match=r"compression\.feedback=false"):
+    with pytest.raises(UsageError, match=r"compression\.error_feedback=false"):
         wrap_codec(Scaled(), ())
 
 

@@ -26,7 +26,7 @@ from tests.stand_in_device import DEVICE, There, guarded
 PORTED = {name: row for name, row in ROWS.items() if not row.on_host} | {
     "sign-layers": codec("sign", scale="none"),
     "one_bit-vector": codec("one_bit", per="vector"),
-    "terngrad-vector": codec("terngrad", layers=False),
+    "terngrad-vector": codec("terngrad", per_layer=False),
     "qsgd-31": codec("qsgd", norm="max", levels=31),
 }
 LAST_BIT = {
@@ -35,8 +35,8 @@ LAST_BIT = {
     if name.startswith(("rotated", "demo", "terngrad-clipped")) or (name.startswith("qsgd") and row.norm == "l2")
 }
 KEEPS = {  # what keeps something between messages
-    "topk": codec("topk", feedback=True),
-    "topk-int8": codec("topk", values="int8", momentum=0.9, feedback=False),
+    "topk": codec("topk", error_feedback=True),
+    "topk-int8": codec("topk", values="int8", momentum=0.9, error_feedback=False),
     "adacomp": codec("adacomp"),
     "diana": codec("diana", norm="max"),
     "ef21": codec("ef21"),
@@ -45,7 +45,7 @@ KEEPS = {  # what keeps something between messages
     "laq": codec("laq"),
     "lag": codec("laq", bits=None),
     "variance": codec("variance"),
-    "gtopk": codec("gtopk", feedback=True),
+    "gtopk": codec("gtopk", error_feedback=True),
 }
 TWINS = {  # of others here, so that only `-m slow` runs them
     *("topk-int4", "topk-ternary", "strom-dense", "uniform-huffman", "terngrad-range", "sparse_loco-16"),

@@ -45,7 +45,7 @@ def test_a_vector_that_stays_is_learned(name: str) -> None:
 @pytest.mark.limit("compression=econtrol")
 def test_econtrol_is_the_published_recursion_and_ef21_forgets() -> None:
     """Δ = C(η·e + x − h), e ← e + x − h − Δ, h ← h + Δ."""
-    control, top = KINDS["econtrol"], codec("topk", ratio=0.1, feedback=False)
+    control, top = KINDS["econtrol"], codec("topk", ratio=0.1, error_feedback=False)
     sender, h, e = None, torch.zeros(D), torch.zeros(D)
     for context in range(6):
         x = vector("normal", D, context)

@@ -23,8 +23,8 @@ from tests.laws.codecs import codec, vector
 
 D = 200
 OWN = {  # what a wrapper has not: fields of the option, which `wrapped` reads, and the option's other forms
-    "beta", "clip_norm", "code", "critical_ratio", "entropy", "feedback", "feedback_decay", "feedback_gain", "layers",
-    "masking", "momentum", "parts", "pulled", "shaped", "warmup_epochs",
+    "beta", "clip_norm", "code", "critical_ratio", "entropy", "error_feedback", "feedback_decay", "feedback_gain",
+    "masking", "momentum", "parts", "per_layer", "pulled", "shaped", "warmup_epochs",
 }  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def test_what_a_stage_takes_over() -> None:
     """The residual where it is kept, and what workers hold, always."""
     held, residual = {0: torch.ones(D)}, Residual(torch.ones(D))
     ends = CodecState(sender=residual, receivers={0: "state"}, memory="state", held=held)
-    plain, feedback = (CompressionPipeline(wrap_codec(codec("topk", feedback=on), ()), D) for on in (False, True))
+    plain, feedback = (CompressionPipeline(wrap_codec(codec("topk", error_feedback=on), ()), D) for on in (False, True))
     keeps, drops = Keeps(), Keeps(residual=False)
     assert feedback.enter(ends, keeps, False, 0.1) == CodecState(sender=residual, held=held)
     assert plain.enter(ends, keeps, False, 0.1) == feedback.enter(ends, drops, False, 0.1) == CodecState(held=held)

@@ -32,15 +32,15 @@ CODECS = {
     "power_sgd": codec("power_sgd"),
     "atomo": codec("atomo", atoms="singular"),
     "sketch_sgd": codec("sketch_sgd"),
-    "fetch_sgd": codec("fetch_sgd", kept=0.1),
+    "fetch_sgd": codec("fetch_sgd", recovered_fraction=0.1),
     "gtopk": codec("gtopk"),
     "one_bit": codec("one_bit", per="column"),
     "demo": codec("demo"),
     "adacomp": codec("adacomp"),
-    "sparse_loco-layers": codec("sparse_loco", layers=True),
-    "topk-layers": codec("topk", layers=True, indices="golomb", values="int4"),
-    "rotated-layers": codec("rotated", layers=True, entropy="huffman"),
-    "uniform-layers": codec("uniform", layers=True, entropy="range"),
+    "sparse_loco-layers": codec("sparse_loco", per_layer=True),
+    "topk-layers": codec("topk", per_layer=True, indices="golomb", values="int4"),
+    "rotated-layers": codec("rotated", per_layer=True, entropy="huffman"),
+    "uniform-layers": codec("uniform", per_layer=True, entropy="range"),
 }
 WORDS = (0, 1, D - 1, D, D + 1, 2**16, 2**31, 2**32 - 1)
 MOST = 2**24  # bytes: some bodies are read by tables of a fixed size

@@ -155,8 +155,8 @@ def test_singular_triples_of_a_model() -> None:
 
 
 def test_unbiased_atoms_take_no_feedback() -> None:
-    with pytest.raises(UsageError, match=r"compression\.feedback=false"):
-        wrap_codec(codec("atomo", feedback=True), ())
+    with pytest.raises(UsageError, match=r"compression\.error_feedback=false"):
+        wrap_codec(codec("atomo", error_feedback=True), ())
 
 
 # --- DIANA ------------------------------------------------------------------------------------------------------------

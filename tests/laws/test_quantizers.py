@@ -215,7 +215,7 @@ def test_a_majority_decides(n: int) -> None:
 
 
 def test_signum_sends_the_signs_of_a_running_mean() -> None:
-    codec = wrap_codec(option("sign", scale="none", feedback=False, beta=0.75), ())
+    codec = wrap_codec(option("sign", scale="none", error_feedback=False, beta=0.75), ())
     assert isinstance(codec, RunningMean)
     sender, mean = None, torch.zeros(100)
     for k in range(4):
@@ -241,7 +241,7 @@ def test_a_residual_goes_on_behind_a_running_mean() -> None:
     ("fields", "momentum", "why"),
     [
         ({"vote": "majority"}, 0.0, r"compression\.scale=none"),
-        ({"scale": "none", "layers": True}, 0.0, r"drop compression\.layers"),
+        ({"scale": "none", "per_layer": True}, 0.0, r"drop compression\.per_layer"),
         ({"beta": 0.9}, 0.9, r"optimizer\.momentum=0\.9"),
         ({"beta": 0.9, "momentum": 0.5}, 0.0, r"compression\.momentum=0\.5"),
     ],
@@ -277,7 +277,7 @@ def test_the_range_of_a_cast() -> None:
 @pytest.mark.parametrize("layers", [True, False])
 def test_ternaries_of_a_shared_scale_add_up(n: int, layers: bool) -> None:
     """The sum of the words is that of the ternaries, each layer with the largest scale of all workers."""
-    codec = codec_for_layers(option("terngrad", shared_scale=True, layers=layers), LAYOUT)
+    codec = codec_for_layers(option("terngrad", shared_scale=True, per_layer=layers), LAYOUT)
     assert isinstance(codec, SharedScale)
     xs = [vector("normal", 23, seed) for seed in range(n)]
     tops = np.max([codec.tops(x) for x in xs], axis=0)
@@ -297,7 +297,7 @@ def test_ternaries_of_a_shared_scale_add_up(n: int, layers: bool) -> None:
 
 def test_layers_of_ternaries_without_a_shared_scale() -> None:
     assert isinstance(codec_for_layers(option("terngrad"), LAYOUT), Layerwise)
-    assert codec_for_layers(option("terngrad", layers=False), LAYOUT) == option("terngrad", layers=False)
+    assert codec_for_layers(option("terngrad", per_layer=False), LAYOUT) == option("terngrad", per_layer=False)
 
 
 # --- value codes ------------------------------------------------------------------------------------------------------

@@ -172,7 +172,9 @@ def test_nothing_is_lost_on_the_way(name: str, feedback: bool) -> None:
     """Σ c·(x + e) before = update + Σ c·e after, exactly where elements are kept as they are."""
     fields: dict[str, Any] = {"gtopk": {"ratio": 0.05}, "sketch_sgd": {"kept": 0.05}}.get(name, {})
     n, weights = 7, [0.25] * 7
-    rounds, _ = together(codec(name, feedback=feedback, **fields), [whole(D, n, t) for t in range(4)], weights, SHAPES)
+    rounds, _ = together(
+        codec(name, error_feedback=feedback, **fields), [whole(D, n, t) for t in range(4)], weights, SHAPES
+    )
     for row in rounds:
         if not feedback:
             assert all(one.sender is None or name == "power_sgd" for one in row)
@@ -280,7 +282,7 @@ def test_the_server_half_of_gtopk() -> None:
         assert torch.equal(update, top(total, 20))
         assert torch.equal(memory, total - update)
         kept = memory
-    forgets = codec("gtopk", ratio=0.1, feedback=False)
+    forgets = codec("gtopk", ratio=0.1, error_feedback=False)
     assert forgets.reduce(None, [forgets.encode(None, xs[0])[1]], [1.0], d)[0] is None
     assert CompressionPipeline(option, d).reduce(CodecState(), [SizeOnly(9)], [1.0]) == SizeOnly(4 * d)
 
@@ -297,7 +299,7 @@ def test_the_server_half_of_gtopk() -> None:
         (["compression=gtopk", "aggregate.staleness_discount=1"], "merges all bodies at once"),
         (["compression=gtopk", "topology.pull_ratio=0.1"], "pull_ratio makes no sense"),
         (["compression=power_sgd", "topology.pull_ratio=0.1"], "pull_ratio makes no sense"),
-        (["compression=gtopk", "compression.layers=true"], "layers"),
+        (["compression=gtopk", "compression.per_layer=true"], "per_layer"),
     ],
 )
 def test_what_makes_no_sense_is_refused(overrides: list[str], why: str) -> None:
@@ -310,7 +312,7 @@ def test_what_makes_no_sense_is_refused(overrides: list[str], why: str) -> None:
 def test_a_timed_run_moves_the_same_bytes(name: str, topology: str) -> None:
     own = ["optimizer.momentum=0"] if name == "fetch_sgd" else []
     if (name, topology) == ("sketch_sgd", "parameter_server"):
-        own += ["compression.feedback=false"]
+        own += ["compression.error_feedback=false"]
     mode = [f"compression={name}", f"topology={topology}", "sync=bsp", "stop.steps=24", "model.hidden=[16]", *own]
     real, timed = simulated(*mode), simulated(*mode, "runtime.gradients=false")
     assert [r["bytes_up"] for r in real.of("ledger")] == [r["bytes_up"] for r in timed.of("ledger")]

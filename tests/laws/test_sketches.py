@@ -79,7 +79,7 @@ def test_sketches_of_other_seeds_do_not_add_up(name: str) -> None:
 
 def test_the_server_half_of_sketched_sgd() -> None:
     """The sketches of a merge are summed before anything is looked for."""
-    option, xs = codec("sketch_sgd", kept=0.05), whole(1000, 3)
+    option, xs = codec("sketch_sgd", recovered_fraction=0.05), whole(1000, 3)
     bodies = [option.encode(None, x)[1] for x in xs]
     memory, update = option.reduce(None, bodies, [0.25] * 3, 1000)
     assert memory is None
@@ -90,7 +90,9 @@ def test_the_server_half_of_sketched_sgd() -> None:
 def test_sketched_sgd_without_collisions_is_topk_of_the_sum() -> None:
     weights = [0.5, 0.25, 0.25]
     for fields in ({"size": 1.0, "candidates": 1}, {"candidates": 10}):  # either all cells, or all are candidates
-        rounds, _ = together(codec("sketch_sgd", kept=0.1, **fields), [whole(300, 3, t) for t in range(3)], weights)
+        rounds, _ = together(
+            codec("sketch_sgd", recovered_fraction=0.1, **fields), [whole(300, 3, t) for t in range(3)], weights
+        )
         for row in rounds:
             assert torch.equal(row[0].update, top(weighted([one.x_sent for one in row], weights), 30))
 
@@ -121,7 +123,7 @@ def fetched(option: Any, vectors: list[Tensor]) -> list[Tensor]:
 def test_fetch_sgd_without_collisions(error: str) -> None:
     """It is momentum and error feedback on the vector itself; with all of it kept, momentum SGD."""
     vectors = whole(200, 5)
-    option = codec("fetch_sgd", size=1.0, kept=0.1, decay=0.5, error=error, masking=True)
+    option = codec("fetch_sgd", sketch_ratio=1.0, recovered_fraction=0.1, decay=0.5, error=error, masking=True)
     u = e = torch.zeros(200)
     for x, update in zip(vectors, fetched(option, vectors), strict=True):
         u = 0.5 * u + x
@@ -129,7 +131,7 @@ def test_fetch_sgd_without_collisions(error: str) -> None:
         sent = top(e, 20)
         assert torch.equal(update, sent)
         e, u = e - sent, torch.where(sent == 0, u, 0)
-    whole_vector = codec("fetch_sgd", size=1.0, kept=1.0, decay=0.5, error=error, masking=False)
+    whole_vector = codec("fetch_sgd", sketch_ratio=1.0, recovered_fraction=1.0, decay=0.5, error=error, masking=False)
     u = torch.zeros(200)
     for x, update in zip(vectors, fetched(whole_vector, vectors), strict=True):
         u = 0.5 * u + x
@@ -138,7 +140,7 @@ def test_fetch_sgd_without_collisions(error: str) -> None:
 
 def descended(**fields: Any) -> float:
     """‖x‖ after 200 steps of 0.1 on ½‖x‖², from 1."""
-    option, x, memory = codec("fetch_sgd", kept=0.05, decay=0.0, **fields), vector("normal", 1000), None
+    option, x, memory = codec("fetch_sgd", recovered_fraction=0.05, decay=0.0, **fields), vector("normal", 1000), None
     start = length(x)
     for _ in range(200):
         memory, update = option.reduce(memory, [option.encode(None, x)[1]], [1.0], 1000)
@@ -147,6 +149,6 @@ def descended(**fields: Any) -> float:
 
 
 def test_subtracting_feeds_on_itself_where_the_sketch_is_small() -> None:
-    assert descended(size=0.2, error="zero") < 1
-    assert not descended(size=0.2, error="subtract") < 100  # infinite, soon
-    assert descended(size=1.0, error="subtract") < 0.1
+    assert descended(sketch_ratio=0.2, error="zero") < 1
+    assert not descended(sketch_ratio=0.2, error="subtract") < 100  # infinite, soon
+    assert descended(sketch_ratio=1.0, error="subtract") < 0.1

@@ -158,16 +158,16 @@ def test_what_is_not_linear() -> None:
     assert not codec("random_mask", values="bf16").traits.linear
     assert not codec("subsampling", shared=False).traits.linear
     assert not codec("random_k").traits.linear
-    assert not codec_for_layers(codec("random_mask", layers=True), layout).traits.linear
+    assert not codec_for_layers(codec("random_mask", per_layer=True), layout).traits.linear
     assert wrap_codec(codec("random_mask"), layout).traits.linear
 
 
 def test_what_is_scaled_up_takes_no_feedback() -> None:
     for option in ("subsampling", "random_dropping"):
-        with pytest.raises(UsageError, match=r"compression\.feedback=false"):
-            wrap_codec(codec(option, feedback=True), ())
-    with pytest.raises(UsageError, match=r"compression\.feedback=false"):
-        wrap_codec(codec("block_coordinate", feedback=True, scaled=True), ())
+        with pytest.raises(UsageError, match=r"compression\.error_feedback=false"):
+            wrap_codec(codec(option, error_feedback=True), ())
+    with pytest.raises(UsageError, match=r"compression\.error_feedback=false"):
+        wrap_codec(codec("block_coordinate", error_feedback=True, scaled=True), ())
 
 
 def test_a_seed_takes_eight_bytes() -> None:
@@ -226,7 +226,7 @@ def test_largest_of_rows(k: int) -> None:
 
 
 def test_what_reaches_the_threshold_is_sent_as_it_is() -> None:
-    option = codec("threshold", threshold=1.0, feedback=False)
+    option = codec("threshold", threshold=1.0, error_feedback=False)
     assert sent(option, [0.5, -1.0, 0.99, 7, -0.1]).tolist() == [0, -1, 0, 7, 0]
     nothing = option.encode(None, torch.full((50,), -0.5))[1]
     assert nothing.nbytes == 20

@@ -170,7 +170,7 @@ def test_accordion_begins_anew_in_a_later_stage() -> None:
 
 
 def test_each_layer_by_itself() -> None:
-    option = conf_option("compression", "topk", ratio=0.1, layers=True, feedback=False)
+    option = conf_option("compression", "topk", ratio=0.1, per_layer=True, error_feedback=False)
     codec, x = wrap_codec(option, LAYOUT), vector("layered", D)
     assert codec == Layerwise(option, (120, 10, 70)) == codec_for_layers(option, LAYOUT)
     _, body = codec.encode(None, x)
@@ -209,7 +209,7 @@ def test_where_an_element_lies() -> None:
 
 
 def test_everything_at_once_and_what_is_handed_over() -> None:
-    fields = {"clip_norm": 1e9, "critical_ratio": 0.2, "warmup_epochs": 2, "layers": True}
+    fields = {"clip_norm": 1e9, "critical_ratio": 0.2, "warmup_epochs": 2, "per_layer": True}
     codec = wrap_codec(conf_option("compression", "topk", **fields), LAYOUT)
     assert isinstance(codec, Clipped)
     assert isinstance(innermost(codec), Layerwise)

@@ -33,7 +33,7 @@ CASES = {
     "wrappers": (
         "sync=ssp",
         "compression=topk",
-        "compression.layers=true",
+        "compression.per_layer=true",
         "compression.momentum=0.9",
         "compression.warmup_epochs=1",
         "compression.critical_ratio=0.3",
@@ -42,7 +42,7 @@ CASES = {
     ),
     "diana": ("sync=backup", "sync.backups=1", "compression=diana"),
     "signum": ("sync=bsp", "compression=sign", "compression.beta=0.9", "optimizer.momentum=0"),
-    "choco": ("topology=gossip", "sync=choco", "compression=topk", "compression.layers=true"),
+    "choco": ("topology=gossip", "sync=choco", "compression=topk", "compression.per_layer=true"),
     "asylpg": ("sync=asylpg", "compression=grid"),
     "spy": ("sync=spy", "optimizer.momentum=0", "optimizer.weight_decay=0", "sync.estimator=minibatch"),
     "bcd": ("sync=bsp", "topology=all_reduce", "optimizer=bcd", "stop.epochs=15", "eval.every_s=2"),

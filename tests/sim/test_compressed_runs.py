@@ -65,7 +65,7 @@ def test_what_was_looked_at() -> None:
     assert set(found["layers"]) == {"a", "b"}
     assert sum(found["split"]) == found["nbytes"] == body.nbytes
     assert found["split"] == (20, 0, 40, 9)
-    layered = wrap_codec(conf_option("compression", "topk", ratio=0.1, layers=True), layout)
+    layered = wrap_codec(conf_option("compression", "topk", ratio=0.1, per_layer=True), layout)
     _, body = layered.encode(None, x)
     assert split(body) == (20 + 8 + 40, 0, 40, 2 + 7)
 

@@ -50,7 +50,7 @@ def by_groups(stage: Stage) -> Stage:
         (("compression=topk", MOMENTUM), UNEQUAL),
         (("compression=topk", MOMENTUM, "overlap.plan=[2,2]"), ("cluster.compute=[1,2]", "cluster.link=null")),
         ((*CORRECTED, "compression=topk", "compression.warmup_epochs=1"), UNEQUAL),
-        (("compression=sign", "compression.scale=mean", "compression.feedback=true"), UNEQUAL),
+        (("compression=sign", "compression.scale=mean", "compression.error_feedback=true"), UNEQUAL),
         (("compression=threshold",), UNEQUAL),  # bodies of many lengths
     ],
     ids=lambda case: case[0].rpartition("=")[2],
@@ -70,9 +70,9 @@ def test_the_bits_and_bytes_are_those_of_the_same_codec_part_by_part(codec, work
 
 @pytest.mark.parametrize("codec", ["topk", "random_k", "terngrad", "uniform"])
 def test_codecs_by_layer_come_to_the_same_however_messages_are_cut(codec) -> None:
-    """`compression.layers=true` selects in each tensor anyhow, so that overlap costs nothing but headers."""
-    feedback = CORRECTED if codec == "topk" else ("compression.feedback=false",)
-    common = (*RING, *DEEP, *UNEQUAL, f"compression={codec}", "compression.layers=true", *feedback)
+    """`compression.per_layer=true` selects in each tensor anyhow, so that overlap costs nothing but headers."""
+    feedback = CORRECTED if codec == "topk" else ("compression.error_feedback=false",)
+    common = (*RING, *DEEP, *UNEQUAL, f"compression={codec}", "compression.per_layer=true", *feedback)
     plain = simulated(*common)
     for cut in ("none", "[3,1]"):
         ran = simulated(*common, LAYERWISE, f"overlap.plan={cut}")
@@ -202,7 +202,7 @@ def test_a_step_takes_what_was_predicted() -> None:
 
 def test_what_is_kept_goes_over_a_border() -> None:
     """From messages to one, from one to messages, from messages to others: as if nothing were cut; or is dropped."""
-    common = (*RING, *DEEP, *UNEQUAL, "compression=topk", "compression.layers=true", "optimizer.lr=0.2")
+    common = (*RING, *DEEP, *UNEQUAL, "compression=topk", "compression.per_layer=true", "optimizer.lr=0.2")
     plan = planned(*common, LAYERWISE)
     cut, serial = plan.stages[0], replace(plan.stages[0], overlap=SERIAL)
     other = replace(cut, overlap=SPEC | {"plan": [3, 1]})
@@ -221,7 +221,7 @@ def test_what_is_kept_goes_over_a_border() -> None:
 @pytest.mark.parametrize(
     ("codec", "cut", "headers"),
     [
-        (("compression=topk", "compression.layers=true"), "none", 60),
+        (("compression=topk", "compression.per_layer=true"), "none", 60),
         (("compression=random_mask",), "[4]", 0),  # is weighed before it is encoded
     ],
 )
@@ -239,7 +239,7 @@ def strip(record: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_as_without_overlap() -> None:
-    common = (*RING, *DEEP, *UNEQUAL, "compression=topk", "compression.layers=true", "optimizer.lr=1e18")
+    common = (*RING, *DEEP, *UNEQUAL, "compression=topk", "compression.per_layer=true", "optimizer.lr=1e18")
     plain, ours = simulated(*common), simulated(*common, LAYERWISE)
     assert ours.end["diverged"] == plain.end["diverged"]
     assert [(r["rank"], r["where"]) for r in ours.of("not_finite")] == [

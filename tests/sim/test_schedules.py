@@ -238,8 +238,12 @@ def test_what_a_server_takes_over():
 
 KEEPING = {
     "gtopk": ("compression=gtopk", "compression.ratio=0.02"),
-    "fetch_sgd": ("compression=fetch_sgd", "compression.kept=0.02", "compression.error=subtract"),
-    "fetch_sgd without a server": ("compression=fetch_sgd", "compression.kept=0.02", "topology=all_reduce"),
+    "fetch_sgd": ("compression=fetch_sgd", "compression.recovered_fraction=0.02", "compression.error=subtract"),
+    "fetch_sgd without a server": (
+        "compression=fetch_sgd",
+        "compression.recovered_fraction=0.02",
+        "topology=all_reduce",
+    ),
 }
 
 

@@ -28,9 +28,9 @@ S_NS = 4 * (64 * 16 + 16 + 16 * 10 + 10) * 400  # of the model at 20 Mbit/s
     [
         "sync=bsp optimizer.momentum=0.9 topology.servers=3 topology.partition_by=layers",
         "sync=local_sgd sync.local_steps=3 outer=nesterov eval.every_commits=8",
-        "sync=bsp compression=cast compression.feedback=true",
+        "sync=bsp compression=cast compression.error_feedback=true",
         "sync=bsp compression=terngrad topology.servers=3 topology.partition_by=layers",
-        "sync=local_sgd compression=topk compression.layers=true topology.servers=4 topology.partition_by=layers",
+        "sync=local_sgd compression=topk compression.per_layer=true topology.servers=4 topology.partition_by=layers",
         "schedule=post_local schedule.switch_epochs=0.2 schedule.momentum=reset optimizer.momentum=0.9",
     ],
 )

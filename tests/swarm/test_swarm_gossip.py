@@ -69,7 +69,7 @@ def drawn_stages(rng: random.Random, n: int) -> list[Stage]:
     for index, mode in enumerate(modes):
         stage = bound(rng, mode, graph, n, limits)
         if isinstance(mode, Choco) and rng.random() < 0.5:
-            topk = conf_option("compression", "topk", ratio=0.3, feedback=False)
+            topk = conf_option("compression", "topk", ratio=0.3, error_feedback=False)
             stage = replace(stage, codec=topk)
         until = {"commits": rng.randint(1, 6)} if index + 1 < len(modes) else {}
         plan = replace(stage.plan, until=until)

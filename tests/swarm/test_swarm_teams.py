@@ -45,7 +45,7 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
     seconds = rng.choice([0.5, 5.0, 5.0 if cluster.churn else None])  # who fails sooner than a round ends gets nowhere
     limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
     stages, codec = list[Stage](), conf_option("compression", rng.choice(["topk", "power_sgd"]))
-    if random.Random(f"{seed} tree").random() < 0.4 and not codec.layers:
+    if random.Random(f"{seed} tree").random() < 0.4 and not codec.per_layer:
         codec = conf_option("compression", "gtopk")
     for index in range(rng.choice([1, 1, 2, 3])):
         sync = conf_option("sync", "bsp") if rng.random() < 0.5 else conf_option("sync", "local_sgd", local_steps=3)
@@ -58,7 +58,7 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
                 index=index,
                 plan=replace(stage.plan, until={rng.choice(["commits", "seconds", "epochs"]): rng.uniform(0, 2)}),
                 codec=wrap_codec(codec, ())
-                if rng.random() < 0.3 and not (codec.layers or sync.momentum_travels)
+                if rng.random() < 0.3 and not (codec.per_layer or sync.momentum_travels)
                 else stage.codec,
                 trainer=stages[0].trainer if stages else stage.trainer,
                 min_workers=1 if rng.random() < 0.8 else rng.randint(1, n),

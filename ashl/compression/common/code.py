@@ -64,7 +64,7 @@ class Sparse(Code):
 
 
 def kept(share: float, d: int) -> int:
-    """k of a kept share: at least one element. Raises ValueError where it is no share."""
+    """k of a density: at least one element. Raises ValueError where it is no share."""
     if not 0 < share <= 1:
-        raise ValueError(f"a compression ratio of {share}: it is the kept share, above 0 and at most 1")
+        raise ValueError(f"a compression ratio of {share}: it is the density, above 0 and at most 1")
     return max(1, round(share * d))

@@ -138,16 +138,16 @@ class CountSketch(Sparse, SummedValues, Reduces):
     """The fields and the body of every codec that sends a sketch."""
 
     traits: ClassVar[Traits] = Traits(linear=True, reduces=True)
-    rows: Literal[1, 3, 5, 7, 9]
-    size: Ratio
-    kept: Ratio
+    sketch_rows: Literal[1, 3, 5, 7, 9]
+    sketch_ratio: Ratio
+    recovered_fraction: Ratio
 
     def table(self, d: int, seed: int = 0) -> Table:
-        cols = max(1, round(self.size * d / self.rows))
-        return Table(self.rows, cols, seed % SEEDS) if self.rows * cols < d else Table(0, d, seed % SEEDS)
+        cols = max(1, round(self.sketch_ratio * d / self.sketch_rows))
+        return Table(self.sketch_rows, cols, seed % SEEDS) if self.sketch_rows * cols < d else Table(0, d, seed % SEEDS)
 
     def k(self, d: int) -> int:
-        return kept(self.kept, d)
+        return kept(self.recovered_fraction, d)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + SEED_BYTES + 4 * self.table(d).cells

@@ -37,7 +37,7 @@ class Selection(Sparse, Wrappers):
 
     on_host: ClassVar[bool] = False
     values: ValueCode
-    layers: bool
+    per_layer: bool
 
     def place_bytes(self, k: int, d: int) -> int:
         """The size of what says where k of d elements are."""

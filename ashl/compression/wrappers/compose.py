@@ -16,11 +16,11 @@ def wrap_codec(option: Codec, layout: Layout) -> Codec:
     codec = codec_for_layers(option, layout)
     if option.momentum is not None:
         codec = MomentumCorrection(codec, option.momentum, option.masking)
-    elif option.feedback:
+    elif option.error_feedback:
         codec = Feedback(codec, option.feedback_gain, option.feedback_decay)
     keeps = isinstance(codec, Feedback | MomentumCorrection)
     if keeps and not (codec.traits.contraction or codec.traits.drains):
-        key, fix = ("feedback=true", "set compression.feedback=false")
+        key, fix = ("error_feedback=true", "set compression.error_feedback=false")
         if isinstance(codec, MomentumCorrection):
             key, fix = f"momentum={option.momentum:g}", "set compression.momentum=null, and optimizer.momentum instead"
         raise UsageError(
@@ -41,7 +41,7 @@ def wrap_codec(option: Codec, layout: Layout) -> Codec:
 def codec_for_layers(option: Codec, layout: Layout) -> Codec:
     """The codec alone, as a pull and gossip use it: for the model's layers where it treats them as such."""
     codec = option.shaped(layout)
-    return Layerwise(codec, tuple(layer.size for layer in layout)) if codec.layers else codec
+    return Layerwise(codec, tuple(layer.size for layer in layout)) if codec.per_layer else codec
 
 
 def convert_sender(sender: State, codec: Codec) -> State:

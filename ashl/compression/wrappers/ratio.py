@@ -1,4 +1,4 @@
-"""The kept share as training goes on: a warm-up, and a share that follows how fast gradients change.
+"""The density as training goes on: a warm-up, and a share that follows how fast gradients change.
 
 Warm-up: in epoch e of E the share is ratio^((e + 1)/(E + 1)), then ratio; for 0.1 % and E = 4 it is 25, 6.3, 1.6, 0.4
 and 0.1 %. Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
