@@ -60,15 +60,15 @@ def test_a_process_makes_each_option_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_nobody_else_makes_options_of_a_plan() -> None:
-    """`planning.build` does; `run.train` and `study.sweep` make tracking, `task.plain` the task that judges."""
+    """`planning.instantiate` does; `run.train` and `study.sweep` make tracking, `task.plain` the task that judges."""
     root = Path(instantiate.__file__).parents[1]
     makers = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if "construct(" in path.read_text()}
     own = {"config/construct.py", "planning/settings.py"}
-    assert makers - own == {"planning/build.py", "run/train.py", "study/sweep.py", "task/plain.py"}
+    assert makers - own == {"planning/instantiate.py", "run/train.py", "study/sweep.py", "task/plain.py"}
 
 
 def test_true_is_not_one() -> None:
-    options = instantiate.Options(())
+    options = instantiate.OptionFactory(())
     spec = {"_target_": "ashl.sync.ripples_smart.RipplesSmart", "local_steps": 1, "group_size": 2, "threshold": 1}
     assert options.of("sync", {**spec, "inter_intra": True}) is options.of("sync", {**spec, "inter_intra": True})
     with pytest.raises(UsageError, match="threshold=true is not possible"):

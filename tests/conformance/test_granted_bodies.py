@@ -164,11 +164,11 @@ def test_where_nccl_carries_messages(monkeypatch) -> None:
     parts = assemble(planned(*RUN, "sync=ssp"), HOST).parts
     server, own = parts.stages[0].topology, parts.runtime
     asked = replace(own, backend="nccl")
-    assert not device.by_nccl(own, server, parts.cluster), "by itself a server's messages go by gloo"
-    assert device.by_nccl(asked, server, parts.cluster)
+    assert not device.uses_nccl(own, server, parts.cluster), "by itself a server's messages go by gloo"
+    assert device.uses_nccl(asked, server, parts.cluster)
     assert survives_failure(parts)
     assert not survives_failure(replace(parts, runtime=asked))
     with pytest.raises(UsageError, match=r"keeps no declared pace; take cluster=real with it; take runtime\.backend"):
-        device.by_nccl(asked, server, cluster(2))
+        device.uses_nccl(asked, server, cluster(2))
     with pytest.raises(UsageError, match=r"other messages go by gloo; take runtime\.backend=auto"):
-        device.by_nccl(asked, conf_option("topology", "gossip"), parts.cluster)
+        device.uses_nccl(asked, conf_option("topology", "gossip"), parts.cluster)
