@@ -13,11 +13,11 @@ class SizeOnly(NamedTuple):
     """A tensor that is only a size: what travels when a run is timed without gradients."""
 
     nbytes: int
-    word: int = 0  # what rides on an all-reduce is there all the same
+    signal: int = 0  # what rides on an all-reduce is there all the same
 
     def __add__(self, other: object) -> SizeOnly:  # type: ignore[override]
-        word = getattr(other, "word", 0)
-        return SizeOnly(self.nbytes, self.word + word) if word else self
+        signal = getattr(other, "word", 0)
+        return SizeOnly(self.nbytes, self.signal + signal) if signal else self
 
     def __sub__(self, other: object) -> SizeOnly:
         return self

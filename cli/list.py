@@ -147,11 +147,11 @@ def _topologies(name: str) -> str:
 
 def _laws(file: Path) -> None:
     """What a codec promises, and whether it keeps it here."""
-    from ashl.compression.common.laws import D, laws, promises
+    from ashl.compression.common.laws import D, laws, list_guarantees
     from ashl.config.construct import construct
 
     codec = construct(values(file), "compression", (target(file).partition(".")[0],))
-    show("\nPromises", promises(codec))
+    show("\nPromises", list_guarantees(codec))
     rows = [(law.name, law.stated, law.measured, law.verdict) for law in laws(codec)]
     show(f"\nLaws: stated, and measured just now on {D:,} elements; lost is ‖C(x) − x‖²/‖x‖²", rows)
 

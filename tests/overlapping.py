@@ -235,5 +235,5 @@ async def in_halves(ctx: RankContext) -> Any:
     x = torch.arange(5.0) * 10**ctx.rank
     chunk = await ctx.all_reduce(x, (0, 1, 2), "scatter")
     scattered = ctx.now
-    rows = await ctx.all_reduce(torch.cat([chunk, chunk.new_tensor([ctx.rank])]), (0, 1, 2), "gather", riders=1)
+    rows = await ctx.all_reduce(torch.cat([chunk, chunk.new_tensor([ctx.rank])]), (0, 1, 2), "gather", piggybacked=1)
     return chunk.tolist(), rows.view(3, 3).tolist(), scattered, ctx.now

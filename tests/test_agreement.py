@@ -134,9 +134,9 @@ def test_who_comes_when_the_run_is_over_or_nobody_has_the_model() -> None:
     stores = Stores()
     zero, _, two = members((0, 1, 2), stores).values()
     zero.lose(1)
-    assert [found.word for found in regrouped({zero: Regroup(5, 2), two: Regroup(5, 2)})] == [2, 2]
+    assert [found.signal for found in regrouped({zero: Regroup(5, 2), two: Regroup(5, 2)})] == [2, 2]
     (late,) = members((1,), stores, {1: 1}).values()
-    assert late.regroup(Regroup(-1), lambda: 7)[0].word == 2
+    assert late.regroup(Regroup(-1), lambda: 7)[0].signal == 2
     (alone,) = members((1,), Stores(), {1: 1}).values()
     alone.lose(0)
     alone.lose(2)

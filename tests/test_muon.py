@@ -30,7 +30,7 @@ def walked(optimizer, count=4):
 
 
 def test_matrices_are_turned_and_all_else_goes_as_adamw():
-    found = walked(conf_option("optimizer", "muon", weight_decay=0.1).codec_for_layers(SHAPES))
+    found = walked(conf_option("optimizer", "muon", weight_decay=0.1).for_layers(SHAPES))
     plain = walked(conf_option("optimizer", "adamw", weight_decay=0.1))
     alike = {name for name in found if torch.equal(found[name], plain[name])}
     assert alike == {"embed.weight", "a.bias"}
@@ -38,7 +38,7 @@ def test_matrices_are_turned_and_all_else_goes_as_adamw():
 
 def test_two_steps_by_hand():
     """M ← μM + G, W ← (1 − ηλ)W − η·0.2·√max(r, c)·O(G + μM)."""
-    found = walked(conf_option("optimizer", "muon", weight_decay=0.1).codec_for_layers(SHAPES), 2)
+    found = walked(conf_option("optimizer", "muon", weight_decay=0.1).for_layers(SHAPES), 2)
     draw = torch.Generator().manual_seed(0)
     params, first, second = (pieces(torch.randn(D, generator=draw)) for _ in range(3))
     for name, longest in (("a.weight", 20), ("b.weight", 24)):
@@ -52,7 +52,7 @@ def test_two_steps_by_hand():
 
 @pytest.mark.slow  # torch's own takes seconds to be imported
 def test_matrices_go_as_those_of_torch():
-    found = walked(conf_option("optimizer", "muon", weight_decay=0.1).codec_for_layers(SHAPES))["a.weight"]
+    found = walked(conf_option("optimizer", "muon", weight_decay=0.1).for_layers(SHAPES))["a.weight"]
     draw = torch.Generator().manual_seed(0)
     first = pieces(torch.randn(D, generator=draw))["a.weight"].clone()
     theirs = torch.nn.Parameter(first.clone())

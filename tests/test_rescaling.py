@@ -69,14 +69,14 @@ def test_rounds_of_the_same_samples_make_one_trajectory_whatever_the_workers(mod
 
 @pytest.mark.slow
 def test_without_its_momentum_that_trajectory_would_be_another(workplace: Path, monkeypatch) -> None:
-    own, made = [*DEALT, *MODES["momentum at the server"].split()], rescaling.rescaled
+    own, made = [*DEALT, *MODES["momentum at the server"].split()], rescaling.rescale_states
 
     def empty(stage, state, now_s):
         state.moments = stage.trainer.moments()
         return made(stage, state, now_s)
 
     train(*HALF, *own, "dataset.batch_size=16")
-    monkeypatch.setattr("ashl.run.rescaling.rescaled", empty)
+    monkeypatch.setattr("ashl.run.rescaling.rescale_states", empty)
     train("--resume", "four", *OTHER, "dataset.batch_size=32")
     assert (model("two") - model("four")).abs().max() > 1e-3
 

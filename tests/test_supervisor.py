@@ -45,9 +45,9 @@ def test_an_error_says_whether_it_is_a_consequence_and_of_whose_end() -> None:
     assert classify_error(PeerLostError(4, "Connection reset by peer")) == (True, 4)
     assert classify_error(RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:4711")) == (True, None)
     assert classify_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) == (False, None)
-    wrap_codec = ValueError("an option of your own failed")
-    wrap_codec.__cause__ = PeerLostError(1)
-    assert classify_error(wrap_codec) == (True, 1)
+    wrapped = ValueError("an option of your own failed")
+    wrapped.__cause__ = PeerLostError(1)
+    assert classify_error(wrapped) == (True, 1)
 
 
 def test_how_a_process_has_ended() -> None:

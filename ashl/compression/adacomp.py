@@ -28,18 +28,18 @@ from ashl.compression.wire.arrays import (
     array_of,
     as_bytes,
     beside,
-    joined,
-    looked_up,
+    concatenate,
+    look_up,
     ops,
-    placed,
     read,
     tensor_of,
+    to_device_index,
     where_true,
 )
 from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes, unpack_truths
 from ashl.compression.wire.index_code import IndexCode, index_room, read_indices, write_indices
-from ashl.compression.wire.payload_format import HEADER, Parts, typed, write_payload
-from ashl.compression.wrappers.feedback import Residual, rescaled, restored
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part, write_payload
+from ashl.compression.wrappers.feedback import Residual, rescale, restore_error
 from ashl.compression.wrappers.layers import with_layout
 from ashl.option import Count, option
 
@@ -56,7 +56,7 @@ class AdaComp(Sparse):
     dense_bin: Count
     indices: IndexCode
 
-    def shaped(self, layout: Layout) -> AdaComp:
+    def for_layout(self, layout: Layout) -> AdaComp:
         return with_layout(self, layout)
 
     def encode(
@@ -64,16 +64,16 @@ class AdaComp(Sparse):
     ) -> tuple[Residual, Tensor]:
         error, _, lr = sender or Residual()
         g = array_of(x)
-        old = rescaled(error, lr, context.lr)
+        old = rescale(error, lr, context.lr)
         with np.errstate(over="ignore", invalid="ignore"):
             whole = g if old is None else g + array_of(old)
-            parts, places = self.chosen(whole, g)
+            parts, places = self.choose(whole, g)
             rest = array_of(x.clone()) if whole is g else whole
             rest[places] -= self.meant(parts, places, len(g))
         return Residual(tensor_of(rest), None, context.lr), write_payload(self.code, len(g), parts)
 
     def restore_dropped(self, sender: Residual, payload: Tensor) -> Residual:
-        return sender._replace(error=restored(self, sender.error, payload))
+        return sender._replace(error=restore_error(self, sender.error, payload))
 
     def residual(self, sender: Residual | None) -> Tensor | None:
         return sender and sender.error
@@ -81,7 +81,7 @@ class AdaComp(Sparse):
     def import_state(self, kept: State) -> State:
         return kept if isinstance(kept, Residual) else None
 
-    def chosen(self, whole: Array, g: Array) -> tuple[Parts, Array]:
+    def choose(self, whole: Array, g: Array) -> tuple[Parts, Array]:
         """What of G is sent, and the places of that."""
         scales, found, start = [], [], 0
         for size, length in self.bins(len(whole)):
@@ -93,14 +93,14 @@ class AdaComp(Sparse):
                 for part in (slice(at, last), slice(last, cut)):
                     if part.stop > part.start:
                         rows = -1, min(length, part.stop - part.start)
-                        stands_out, largest = outstanding(whole[part].reshape(rows), g[part].reshape(rows))
+                        stands_out, largest = select_outstanding(whole[part].reshape(rows), g[part].reshape(rows))
                         found.append(where_true(stands_out.reshape(-1)) + part.start)
                         largest = read(largest)
                         for row in range(0, len(largest), together):
                             total += float(largest[row : row + together].sum(dtype=np.float64))
             scales.append(total / -(-size // length))
             start = end
-        places, levels = joined(found), np.array(scales, "<f4")
+        places, levels = concatenate(found), np.array(scales, "<f4")
         if not len(places):
             return Parts(0, whole[:0], scales=levels), places
         signs, coded = pack_signs(whole[places]), write_indices(self.indices, places, len(whole))
@@ -108,11 +108,15 @@ class AdaComp(Sparse):
 
     def unpack(self, parts: Parts, d: int) -> Any:
         sizes, k = [size for size, _ in self.bins(d)], parts.count
-        typed(parts.scales, "<f4", len(sizes), "scales")
-        typed(parts.values, "u1", packed_bytes(k, 1), "signs")
+        typed_part(parts.scales, "<f4", len(sizes), "scales")
+        typed_part(parts.values, "u1", packed_bytes(k, 1), "signs")
         if parts.form or not (k or not len(parts.indices)):
             raise PayloadError(f"what came are not {k} signs")
-        places = read_indices(self.indices, parts.indices, k, d) if k else placed(parts.values, np.empty(0, np.int64))
+        places = (
+            read_indices(self.indices, parts.indices, k, d)
+            if k
+            else to_device_index(parts.values, np.empty(0, np.int64))
+        )
         return places, self.meant(parts, places, d)
 
     def meant(self, parts: Parts, places: Array, d: int) -> Array:
@@ -120,7 +124,7 @@ class AdaComp(Sparse):
         ends, scales = np.cumsum([size for size, _ in self.bins(d)]), read(parts.scales).view("<f4")
         negative = unpack_truths(as_bytes(parts.values), len(places))
         if isinstance(places, Tensor):
-            values = looked_up(scales, torch.searchsorted(beside(places, ends), places.long(), side="right"))
+            values = look_up(scales, torch.searchsorted(beside(places, ends), places.long(), side="right"))
         else:
             values = np.repeat(scales, np.diff(np.searchsorted(places, ends), prepend=0))
         return ops(places).where(negative, -values, values)
@@ -136,7 +140,7 @@ class AdaComp(Sparse):
         return [(layer.size, self.conv_bin if len(layer.shape) > 2 else self.dense_bin) for layer in layout]
 
 
-def outstanding(whole: Array, g: Array) -> tuple[Array, Array]:
+def select_outstanding(whole: Array, g: Array) -> tuple[Array, Array]:
     """Of bins [n, length]: what is sent, and the largest |G| of each."""
     if isinstance(whole, Tensor):
         largest = whole.abs().amax(1, keepdim=True)

@@ -32,7 +32,7 @@ from ashl.compression.common.sparsifier import Share
 from ashl.compression.contract import Codec, EncodeContext, Layout, PayloadError, Traits
 from ashl.compression.wire.bits import blocks
 from ashl.compression.wire.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
-from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, typed
+from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, typed_part
 from ashl.option import option
 
 ENTRIES, SINGULAR, DENSE = 0, 1, 2  # forms of a body
@@ -50,7 +50,7 @@ class Atomo(Code, Share):
     atoms: Literal["entries", "singular"]
     indices: IndexCode
 
-    def shaped(self, layout: Layout) -> Codec:
+    def for_layout(self, layout: Layout) -> Codec:
         """The codec for a model's matrices."""
         if self.atoms == "entries" or not layout:
             return self
@@ -60,7 +60,7 @@ class Atomo(Code, Share):
     def pack(self, x: np.ndarray, context: EncodeContext) -> Parts:
         if self.atoms == "singular":
             return Spectral(self, (square(x.size),)).pack(x, context)
-        places, values = drawn(x, self.kept(context.ratio, x.size), context.stream())
+        places, values = draw_components(x, self.kept(context.ratio, x.size), context.stream())
         k = places.size
         if 4 * k + index_bytes(self.indices, k, x.size) >= 4 * x.size:
             dense = np.zeros(x.size, np.float32)
@@ -73,7 +73,7 @@ class Atomo(Code, Share):
             return Spectral(self, (square(d),)).unpack(parts, d)
         if parts.scales.size or parts.form not in (ENTRIES, DENSE):
             raise PayloadError(f"what came are no entries: form {parts.form}, {parts.scales.size} bytes of scales")
-        values = typed(parts.values, "<f4", parts.count, "values")
+        values = typed_part(parts.values, "<f4", parts.count, "values")
         if parts.form == DENSE:
             if parts.count != d or parts.indices.size:
                 raise PayloadError(f"a whole vector of {d} elements says that it holds {parts.count}")
@@ -86,7 +86,7 @@ class Atomo(Code, Share):
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         if self.atoms == "singular":
             return Spectral(self, (square(d),)).encoded_nbytes(ratio, d)
-        k = most(self.kept(ratio, d), d)
+        k = most_components(self.kept(ratio, d), d)
         return HEADER.size + min(4 * d, 4 * k + index_room(self.indices, k, d))
 
     def bound(self, ratio: float | None, d: int) -> float:
@@ -117,9 +117,9 @@ class Spectral(Code):
             matrix[: part.size] = part
             triples = None
             if min(rows, columns) > 1:
-                triples = decomposed(matrix.reshape(rows, columns), self._budget(rows, columns, context.ratio), rng)
+                triples = decompose(matrix.reshape(rows, columns), self._budget(rows, columns, context.ratio), rng)
             if triples is None or triples.size >= part.size:
-                sent = part if triples is None else composed(triples, rows, columns).reshape(-1)[: part.size]
+                sent = part if triples is None else compose(triples, rows, columns).reshape(-1)[: part.size]
                 counts.append(ELEMENTS)
                 pieces.append(sent)
             else:
@@ -128,8 +128,8 @@ class Spectral(Code):
         return Parts(0, np.concatenate(pieces).astype("<f4"), scales=np.array(counts, "<u4"), form=SINGULAR)
 
     def unpack(self, parts: Parts, d: int) -> np.ndarray:
-        counts = typed(parts.scales, "<u4", len(self.shapes), "numbers of triples").tolist()
-        values = typed(parts.values, "<f4", parts.values.size // 4, "triples")
+        counts = typed_part(parts.scales, "<u4", len(self.shapes), "numbers of triples").tolist()
+        values = typed_part(parts.values, "<f4", parts.values.size // 4, "triples")
         if parts.form != SINGULAR or parts.count or parts.indices.size:
             raise PayloadError(f"what came are no singular triples: form {parts.form}, {parts.count} values")
         x = np.zeros(d, np.float32)
@@ -140,7 +140,7 @@ class Spectral(Code):
             if (count != ELEMENTS and size > out.size) or at + size > values.size:
                 raise PayloadError(f"{count} triples of a {rows} x {columns} matrix came in {values.size - at} numbers")
             piece = values[at : at + size]
-            whole = piece if count == ELEMENTS else composed(piece.reshape(count, rows + columns), rows, columns)
+            whole = piece if count == ELEMENTS else compose(piece.reshape(count, rows + columns), rows, columns)
             out[:] = whole.reshape(-1)[: out.size]
             at += size
         if at != values.size:
@@ -151,7 +151,7 @@ class Spectral(Code):
         total, left = HEADER.size + 4 * len(self.shapes), d
         for rows, columns in self.shapes:
             budget, size = self._budget(rows, columns, ratio), min(rows * columns, left)
-            triples = most(budget, min(rows, columns)) * (rows + columns) if min(rows, columns) > 1 else size
+            triples = most_components(budget, min(rows, columns)) * (rows + columns) if min(rows, columns) > 1 else size
             total, left = total + 4 * min(size, triples), left - size
         return total
 
@@ -171,9 +171,9 @@ class Spectral(Code):
             start += rows * columns
 
 
-def drawn(x: np.ndarray, budget: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def draw_components(x: np.ndarray, budget: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """(places, values float32): the atoms of factors x that are drawn, and λ/p of each."""
-    slope = odds(x, budget)
+    slope = probabilities(x, budget)
     if not isfinite(slope):
         places = largest(x, min(x.size, int(budget)))
         places = places[x[places] != 0]
@@ -186,17 +186,17 @@ def drawn(x: np.ndarray, budget: float, rng: np.random.Generator) -> tuple[np.nd
         hits = np.flatnonzero(words < share)
         beyond = share[hits] - words[hits]  # below 1 where p ends within this word
         found.append(hits[beyond >= rng.random(hits.size)] + where.start)
-    places = np.concatenate(found)[: most(budget, x.size)]
+    places = np.concatenate(found)[: most_components(budget, x.size)]
     heavy = np.abs(x[places]) * np.float64(slope) >= 1
     return places, np.where(heavy, x[places], np.copysign(1 / slope, x[places])).astype(np.float32)
 
 
-def most(budget: float, count: int) -> int:
+def most_components(budget: float, count: int) -> int:
     """Atoms of a message, at most: one message in 10^10 would have more, and loses the last ones."""
     return min(count, ceil(budget + 7 * sqrt(budget)) + 16)
 
 
-def odds(x: np.ndarray, budget: float) -> float:
+def probabilities(x: np.ndarray, budget: float) -> float:
     """c of p_j = min(1, c·|x_j|), so that Σ p_j = budget; infinite where no more than ⌊budget⌋ are not 0, and where
     x is not finite.
 
@@ -217,19 +217,19 @@ def odds(x: np.ndarray, budget: float) -> float:
     return float(left[m] / rests[m]) if rests[m] > 0 else inf
 
 
-def decomposed(matrix: np.ndarray, budget: float, rng: np.random.Generator) -> np.ndarray:
+def decompose(matrix: np.ndarray, budget: float, rng: np.random.Generator) -> np.ndarray:
     """Drawn singular triples of a matrix [m, n], float32 [k, m + n]: u and v of each, times √(λ/p); of one that is not
     finite a triple that is not."""
     scale = np.abs(matrix).max()
     if scale == 0 or not isfinite(scale):
         return np.full((int(scale != 0), sum(matrix.shape)), np.nan, np.float32)
     u, sizes, v = np.linalg.svd(matrix / scale, full_matrices=False)
-    places, factors = drawn(sizes, budget, rng)
+    places, factors = draw_components(sizes, budget, rng)
     roots = np.sqrt(factors.astype(np.float64) * scale).astype(np.float32)
     return np.concatenate([u.T[places], v[places]], axis=1) * roots[:, None]
 
 
-def composed(triples: np.ndarray, rows: int, columns: int) -> np.ndarray:
+def compose(triples: np.ndarray, rows: int, columns: int) -> np.ndarray:
     """Their sum [rows, columns]; in float64, where what is huge cancels instead of becoming NaN."""
     wide, total = triples.astype(np.float64), np.empty((rows, columns))
     outer_sum(wide[:, :rows], wide[:, rows:], total)

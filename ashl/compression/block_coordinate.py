@@ -22,7 +22,7 @@ from ashl.compression.common.code import Sparse
 from ashl.compression.common.linear import SummedValues
 from ashl.compression.contract import EncodeContext, PayloadError, Traits
 from ashl.compression.wire.arrays import Array, read
-from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Count, option
 
@@ -52,11 +52,11 @@ class BlockCoordinate(Sparse, SummedValues, Wrappers):
         return Parts(len(values), values, scales=np.array([block], "<u4"))
 
     def unpack(self, parts: Parts, d: int) -> Any:
-        block = int(typed(read(parts.scales), "<u4", 1, "scales")[0])
+        block = int(typed_part(read(parts.scales), "<u4", 1, "scales")[0])
         if block >= self.number(d) or parts.form or len(parts.indices):
             raise PayloadError(f"block {block} came of {self.number(d)}")
         place = self.place(block, d)
-        return place, typed(parts.values, "<f4", place.stop - place.start, "values")
+        return place, typed_part(parts.values, "<f4", place.stop - place.start, "values")
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + 4 * -(-d // self.number(d))

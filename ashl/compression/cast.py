@@ -20,8 +20,8 @@ from torch import Tensor
 from ashl.compression.common.code import Code
 from ashl.compression.contract import EncodeContext, Linear, Traits
 from ashl.compression.wire.arrays import Array, cast, uncast
-from ashl.compression.wire.levels import whole
-from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.levels import all_levels
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wrappers.options import Wrappers
 from ashl.option import option
 
@@ -44,8 +44,8 @@ class Cast(Code, Linear, Wrappers):
         return Parts(len(x), cast(x, TYPES[self.dtype]))
 
     def unpack(self, parts: Parts, d: int) -> Array:
-        typed(parts.scales, "u1", 0, "scales")
-        return uncast(typed(whole(parts, d), "<i2", d, "values"), TYPES[self.dtype])
+        typed_part(parts.scales, "u1", 0, "scales")
+        return uncast(typed_part(all_levels(parts, d), "<i2", d, "values"), TYPES[self.dtype])
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 2 * d

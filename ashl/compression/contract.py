@@ -192,11 +192,11 @@ class Codec(Contract, group="compression"):
 
     # --- other forms of the codec
 
-    def shaped(self, layout: Layout) -> Codec:
+    def for_layout(self, layout: Layout) -> Codec:
         """For a model's layers, where it treats them as such. Raises UsageError."""
         return self
 
-    def pulled(self) -> Codec:
+    def for_pulls(self) -> Codec:
         """For pulls, which are differences between models."""
         return self
 
@@ -221,7 +221,7 @@ class Reduces(Codec, contract=True):
         """(memory, x): what they are; the memory is kept where the sum is. Raises BodyError."""
         raise NotImplementedError
 
-    def taken_over(self, memory: State, keeps: Keeps, worth: float) -> State:
+    def convert_memory(self, memory: State, keeps: Keeps, worth: float) -> State:
         """The memory to begin a stage with, of the one that the stage before left, a unit of which is `worth` so many
         of this stage's; None where there is no use for it."""
         return None
@@ -278,7 +278,7 @@ class Team(Protocol):
         ...
 
     @property
-    def lost(self) -> bool:
+    def not_finite(self) -> bool:
         """Whether somebody's update was not finite, as far as is known: then there is no use in going on."""
         ...
 
@@ -318,7 +318,7 @@ class Collective(Codec, contract=True):
         """All workers together come to Σ c·C(x), or to what stands for it."""
         raise NotImplementedError
 
-    async def timed(self, team: Team, ratio: float | None, d: int) -> None:
+    async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
         """The same messages, by their sizes alone."""
         raise NotImplementedError
 

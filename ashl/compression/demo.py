@@ -22,16 +22,27 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ashl.compression.common.code import Code, kept
-from ashl.compression.common.deterministic_matmul import mirrored, wholes_of
+from ashl.compression.common.code import Code, kept_count
+from ashl.compression.common.deterministic_matmul import multiply_mirrored, to_integers
 from ashl.compression.common.select import largest_of_rows
 from ashl.compression.common.sparsifier import DENSE, SPARSE, Share
 from ashl.compression.contract import EncodeContext, Layer, Layout, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, as_bytes, beside, holds, joined, looked_up, ops, over, read, zeros
+from ashl.compression.wire.arrays import (
+    Array,
+    as_bytes,
+    beside,
+    concatenate,
+    divide,
+    is_true,
+    look_up,
+    ops,
+    read,
+    zeros,
+)
 from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack
 from ashl.compression.wire.index_code import width
 from ashl.compression.wire.levels import reach_of
-from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wire.value_code import ValueCode, read_values, value_bound, value_bytes, write_values
 from ashl.compression.wrappers.layers import with_layout
 from ashl.option import option
@@ -73,7 +84,7 @@ class Grid(NamedTuple):
     @property
     def kept(self) -> int:
         """k', the coefficients of a block that are sent."""
-        return kept(self.share, self.size)
+        return kept_count(self.share, self.size)
 
     @property
     def blocks(self) -> int:
@@ -94,17 +105,17 @@ class Grid(NamedTuple):
         """The coefficients [blocks, size] of a strip of x/top."""
         rows, (height, width), across = self.of(x, strip), self.block, self.cut[1]
         filled = zeros(x, (strip.stop - strip.start) * height, across * width)
-        filled[: len(rows), : self.columns] = over(rows, float(top) or 1.0)
+        filled[: len(rows), : self.columns] = divide(rows, float(top) or 1.0)
         blocks = filled.reshape(-1, height, across, width).swapaxes(1, 2).reshape(-1, height, width)
-        return turned(beside(x, cosines(height)), blocks, beside(x, cosines(width)).T).reshape(-1, self.size)
+        return rotate_blocks(beside(x, cosines(height)), blocks, beside(x, cosines(width)).T).reshape(-1, self.size)
 
     def backward(self, coefficients: Array, places: Array, x: Array, strip: slice) -> Array:
         """That strip again, as it is in x, of the coefficients [blocks, kept] and their places in each block."""
         rows, (height, width), across = self.of(x, strip), self.block, self.cut[1]
-        whole, unit = wholes_of(coefficients, BITS)
-        blocks = scattered(looked_up(in_turn(height, width), places), whole, self.size).reshape(-1, width, height)
-        half = ops(whole).round(mirrored(*halves(blocks, width, -SCALE), blocks)).swapaxes(1, 2)
-        blocks = mirrored(*halves(blocks, height, 0), half)
+        whole, unit = to_integers(coefficients, BITS)
+        blocks = scatter(look_up(interleave(height, width), places), whole, self.size).reshape(-1, width, height)
+        half = ops(whole).round(multiply_mirrored(*half_cosines(blocks, width, -SCALE), blocks)).swapaxes(1, 2)
+        blocks = multiply_mirrored(*half_cosines(blocks, height, 0), half)
         blocks *= (unit * 2.0**-SCALE)[:, :, None]
         filled = blocks.reshape(-1, across, height, width).swapaxes(1, 2).reshape(-1, across * width)
         rows[:] = filled[: len(rows), : self.columns]
@@ -117,7 +128,7 @@ class Grid(NamedTuple):
         return matrix[strip.start * height : strip.stop * height]
 
 
-def turned(left: Array, blocks: Array, right: Array) -> Array:
+def rotate_blocks(left: Array, blocks: Array, right: Array) -> Array:
     """left @ block @ right of each: products so small that BLAS does not share them among threads, which waits long
     where cores are busy."""
     if len(left) == 1:
@@ -134,26 +145,26 @@ def cosines(n: int) -> np.ndarray:
 
 
 @cache
-def wholes(n: int) -> tuple[np.ndarray, np.ndarray]:
+def integer_cosines(n: int) -> tuple[np.ndarray, np.ndarray]:
     """2^SCALE times that, as whole numbers: of the first half of the places, which the other one mirrors, those of even
     and those of odd frequencies, float64 [place, frequency]."""
     half = np.rint(cosines(n)[:, : -(-n // 2)].T.astype(np.float64) * 2.0**SCALE)
     return np.ascontiguousarray(half[:, ::2]), np.ascontiguousarray(half[:, 1::2])
 
 
-def halves(like: Array, n: int, scale: int) -> list[Array]:
+def half_cosines(like: Array, n: int, scale: int) -> list[Array]:
     """The same times 2^scale, where that one lies."""
-    return [beside(like, part) * 2.0**scale for part in wholes(n)]
+    return [beside(like, part) * 2.0**scale for part in integer_cosines(n)]
 
 
 @cache
-def in_turn(height: int, width: int) -> np.ndarray:
+def interleave(height: int, width: int) -> np.ndarray:
     """Where each coefficient of a block comes to lie: in its transpose, even frequencies before odd ones."""
     along, down = (np.argsort(np.r_[0:n:2, 1:n:2]) for n in (width, height))
     return (along * height + down[:, None]).reshape(-1)
 
 
-def scattered(places: Array, values: Array, size: int) -> Array:
+def scatter(places: Array, values: Array, size: int) -> Array:
     """[n, size] with these values [n, k] in these places, else 0."""
     if isinstance(values, Tensor):
         return values.new_zeros((len(values), size)).scatter_(1, places, values)
@@ -162,7 +173,7 @@ def scattered(places: Array, values: Array, size: int) -> Array:
     return blocks
 
 
-def counted(grids: list[Grid]) -> int:
+def count_sent(grids: list[Grid]) -> int:
     """Coefficients of a body."""
     return sum(grid.sent for grid in grids)
 
@@ -177,7 +188,7 @@ class DeMo(Code, Share):
     layout: ClassVar[Layout | None] = None
     values: ValueCode
 
-    def shaped(self, layout: Layout) -> DeMo:
+    def for_layout(self, layout: Layout) -> DeMo:
         return with_layout(self, layout)
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
@@ -195,16 +206,16 @@ class DeMo(Code, Share):
                 along = blocks.gather(1, inside) if there else np.take_along_axis(blocks, inside, 1)
                 chosen.append(along.reshape(-1))
                 found.append(inside.reshape(-1))
-            places.append(pack(joined(found), width(grid.size)))
-        values, scales = write_values(self.values, joined(chosen), context)
-        scales = joined([beside(scales, np.array([top], "<f4").view(np.uint8)), as_bytes(scales)])
+            places.append(pack(concatenate(found), width(grid.size)))
+        values, scales = write_values(self.values, concatenate(chosen), context)
+        scales = concatenate([beside(scales, np.array([top], "<f4").view(np.uint8)), as_bytes(scales)])
         share = np.array([self.ratio if context.ratio is None else context.ratio], "<f8").view(np.uint8)
-        return Parts(counted(grids), values, joined([beside(x, share), *places]), scales)
+        return Parts(count_sent(grids), values, concatenate([beside(x, share), *places]), scales)
 
     def unpack(self, parts: Parts, d: int) -> Any:
         size = len(parts.indices)
         if parts.form == DENSE and not size + len(parts.scales) and parts.count == d:
-            return typed(parts.values, "<f4", d, "values")
+            return typed_part(parts.values, "<f4", d, "values")
         if parts.form != SPARSE or size < 8 or len(parts.scales) < 4:
             raise PayloadError(f"what came are no blocks of coefficients: form {parts.form}, {size} bytes")
         share = np.frombuffer(read(parts.indices[:8]).tobytes(), "<f8")[0]
@@ -212,14 +223,14 @@ class DeMo(Code, Share):
             raise PayloadError(f"a share of {share} of the coefficients came")
         grids = self.grids(float(share), d)
         sizes = [packed_bytes(grid.sent, width(grid.size)) for grid in grids]
-        if parts.count != counted(grids) or size != 8 + sum(sizes):
+        if parts.count != count_sent(grids) or size != 8 + sum(sizes):
             raise PayloadError(f"{parts.count} coefficients of {d} elements came with {size} bytes")
         values = read_values(self.values, parts.values, parts.scales[4:], parts.count)
         top = read(parts.scales[:4]).view("<f4")[0]
         x, value, start = zeros(values, d), 0, 8
         for grid, size in zip(grids, sizes, strict=True):
             inside = unpack(parts.indices[start : start + size], width(grid.size), grid.sent).reshape(-1, grid.kept)
-            if not holds((inside < grid.size).all() & (inside[:, 1:] > inside[:, :-1]).all()):
+            if not is_true((inside < grid.size).all() & (inside[:, 1:] > inside[:, :-1]).all()):
                 raise PayloadError(f"the places that came are not {grid.kept} ascending numbers below {grid.size}")
             content = values[value : value + grid.sent].reshape(inside.shape)
             for strip in grid.strips(x):
@@ -238,16 +249,16 @@ class DeMo(Code, Share):
         grids = self.grids(ratio, d)
         if self.form(grids, d) == DENSE:
             return 0.0
-        coded = value_bound(self.values, counted(grids))
+        coded = value_bound(self.values, count_sent(grids))
         return max(1 - grid.kept / grid.size * (1 - coded) for grid in grids) + ROUNDING
 
     def form(self, grids: list[Grid], d: int) -> int:
         """As float32 where that is no longer."""
-        return DENSE if counted(grids) >= d or self.sparse_bytes(grids) >= 4 * d else SPARSE
+        return DENSE if count_sent(grids) >= d or self.sparse_bytes(grids) >= 4 * d else SPARSE
 
     def sparse_bytes(self, grids: list[Grid]) -> int:
         places = sum(packed_bytes(grid.sent, width(grid.size)) for grid in grids)
-        return 12 + value_bytes(self.values, counted(grids)) + places
+        return 12 + value_bytes(self.values, count_sent(grids)) + places
 
     def grids(self, ratio: float | None, d: int) -> list[Grid]:
         """How each layer is cut, and how many coefficients of each block are kept."""

@@ -23,15 +23,15 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from torch import Tensor
 
-from ashl.compression.common.code import Sparse, kept
+from ashl.compression.common.code import Sparse, kept_count
 from ashl.compression.common.select import NEGATIVE, POSITIVE, largest
 from ashl.compression.common.sparsifier import DENSE, SPARSE, Share
 from ashl.compression.contract import EncodeContext, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, beside, holds, ops, placed, read, zeros
+from ashl.compression.wire.arrays import Array, beside, is_true, ops, read, to_device_index, zeros
 from ashl.compression.wire.bits import pack, packed_bytes, unpack
 from ashl.compression.wire.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
 from ashl.compression.wire.levels import ends_of
-from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, typed
+from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, typed_part
 from ashl.learn.device import numbers
 from ashl.option import Count, option
 
@@ -54,11 +54,11 @@ class Dryden(Sparse, Share):
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         share = self.ratio if context.ratio is None else context.ratio
-        if holds(ops(x).isnan(ends_of(x)).any()):  # of either sign they go with the positive ones
+        if is_true(ops(x).isnan(ends_of(x)).any()):  # of either sign they go with the positive ones
             x = ops(x).where(ops(x).isnan(x), zeros(x, 1) + np.nan, x)
         sides = []
         for size, order in zip(self._sizes(x), (POSITIVE, NEGATIVE), strict=True):
-            places = largest(x, kept(share, size), order) if size else placed(x, np.empty(0, np.int64))
+            places = largest(x, kept_count(share, size), order) if size else to_device_index(x, np.empty(0, np.int64))
             sides.append((read(places), np.abs(read(x[places]))))  # few, which the host writes
         return self._written(x, *sides)
 
@@ -78,9 +78,9 @@ class Dryden(Sparse, Share):
             return Parts(d, x, form=DENSE)
         scales, codes = [], []
         for side, values in enumerate((above, below)):
-            levels = learned(self.levels, values, self.num_levels)
+            levels = learn_centroids(self.levels, values, self.num_levels)
             chosen = nearest(levels, values)
-            scales.append(levels if self.levels == "mean" else centred(levels, values, chosen))
+            scales.append(levels if self.levels == "mean" else centroids_of(levels, values, chosen))
             codes.append(chosen | side << self._width)
         order = np.argsort(np.concatenate([p, n]))
         places, codes = np.concatenate([p, n])[order], np.concatenate(codes)[order]
@@ -91,12 +91,12 @@ class Dryden(Sparse, Share):
     def unpack(self, parts: Parts, d: int) -> Any:
         k, form, count = parts.count, parts.form, self._count
         if form == DENSE and k == d and not (len(parts.scales) or len(parts.indices)):
-            return slice(None), typed(parts.values, "<f4", d, "values")
+            return slice(None), typed_part(parts.values, "<f4", d, "values")
         if isinstance(parts.values, Tensor):  # few, which the host reads
             few = parts._replace(values=read(parts.values), indices=read(parts.indices), scales=read(parts.scales))
             places, values = self.unpack(few, d)
-            return placed(parts.values, places), beside(parts.values, values)
-        scales = typed(parts.scales, "<f4", 2 * count, "levels")
+            return to_device_index(parts.values, places), beside(parts.values, values)
+        scales = typed_part(parts.scales, "<f4", 2 * count, "levels")
         if form != SPARSE or parts.values.size != packed_bytes(k, self._width + 1):
             raise PayloadError(f"what came is no vector of levels: form {form}, {k} values, {parts.values.size} bytes")
         numbers = unpack(parts.values, self._width + 1, k)
@@ -109,7 +109,7 @@ class Dryden(Sparse, Share):
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         share = self.ratio if ratio is None else ratio
-        kept(share, d)
+        kept_count(share, d)
         most = min(d, int(share * d) + 2)  # each side rounds for itself
         places = index_room(self.indices, most, d)
         return HEADER.size + min(4 * d, 8 * self._count + packed_bytes(most, self._width + 1) + places)
@@ -131,7 +131,7 @@ class Dryden(Sparse, Share):
         return 8 * self._count + packed_bytes(k, self._width + 1) + (index_bytes(self.indices, k, d) if k else 0)
 
 
-def learned(rule: LevelsRule, magnitudes: np.ndarray, count: int) -> np.ndarray:
+def learn_centroids(rule: LevelsRule, magnitudes: np.ndarray, count: int) -> np.ndarray:
     """The ascending levels, float64, that these magnitudes of one side decode to."""
     if rule == "mean" or not magnitudes.size or not np.isfinite(magnitudes).all():
         mean = magnitudes.mean(dtype=np.float64) if magnitudes.size else 0.0
@@ -159,7 +159,7 @@ def nearest(levels: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.searchsorted((levels[1:] + levels[:-1]) / 2, values)
 
 
-def centred(levels: np.ndarray, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+def centroids_of(levels: np.ndarray, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """Each level as the mean of all that decodes to it, where it was learned from a sample: a level far above what was
     not in the sample would enlarge that."""
     counts = np.bincount(chosen, minlength=levels.size)

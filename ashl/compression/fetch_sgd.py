@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.count_sketch import CountSketch, cells_of, dense, recovered
+from ashl.compression.common.count_sketch import CountSketch, cells_of, dense, recover_largest
 from ashl.compression.contract import Keeps, State
 from ashl.option import Fraction, option
 
@@ -57,7 +57,7 @@ class FetchSGD(CountSketch):
                 momentum += np.float32(self.decay) * memory.momentum.numpy()
                 error = memory.error.numpy().copy()
             error += momentum
-            places, values = recovered(error, table, d, self.k(d))
+            places, values = recover_largest(error, table, d, self.k(d))
             cells, signs = cells_of(table, places)
             if self.error == "zero":
                 error[cells] = 0
@@ -67,7 +67,7 @@ class FetchSGD(CountSketch):
                 momentum[cells] = 0
         return Sketches(torch.from_numpy(momentum), torch.from_numpy(error), table.seed), dense(places, values, d)
 
-    def taken_over(self, memory: State, keeps: Keeps, worth: float) -> State:
+    def convert_memory(self, memory: State, keeps: Keeps, worth: float) -> State:
         """Over the border of a stage M goes like an optimizer's momentum, and E like a residual."""
         if not isinstance(memory, Sketches):
             return None

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ashl.compression.common.code import Code
 from ashl.compression.contract import EncodeContext, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, over
+from ashl.compression.wire.arrays import Array, divide
 from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack, unpack_bytes
 from ashl.compression.wire.levels import TOGETHER, reach_of
-from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wire.stochastic_rounding import round_to_int32, rounding_noise
 from ashl.option import Number, option
 
@@ -44,29 +44,29 @@ class Grid(Code):
         return quantize_to_grid(x, self.bits, context)
 
     def unpack(self, parts: Parts, d: int) -> Array:
-        return meant(parts, d)
+        return read_grid(parts, d)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + packed_bytes(d, self.bits)
 
     def bound(self, ratio: float | None, d: int) -> float:
-        return d / (4 * most(self.bits) ** 2) + 1e-9
+        return d / (4 * largest_level(self.bits) ** 2) + 1e-9
 
 
-def most(bits: int) -> int:
+def largest_level(bits: int) -> int:
     """L: steps from zero to the end of the grid."""
     return 2 ** (bits - 1) - 1
 
 
 def quantize_to_grid(x: Array, bits: int, context: EncodeContext) -> Parts:
     """x on the grid of so many bits."""
-    steps, top = most(bits), reach_of(x)
+    steps, top = largest_level(bits), reach_of(x)
     noise = rounding_noise(x, context.words(), steps)
     end = steps * noise.unit
     scales = np.array([top if np.isfinite(top) else np.nan], "<f4")
     if isinstance(x, Tensor):
         lowest = x.new_zeros(len(x), dtype=torch.int32)
-        levels = round_to_int32(over(x, float(top)) * end, noise, 0, steps) if scales[0] > 0 else lowest
+        levels = round_to_int32(divide(x, float(top)) * end, noise, 0, steps) if scales[0] > 0 else lowest
         return Parts(len(x), pack(levels, bits), scales=scales, form=bits)
     stream, step = np.zeros(packed_bytes(x.size, bits), np.uint8), TOGETHER * BLOCK
     for start in range(0, x.size if scales[0] > 0 else 0, step):
@@ -77,21 +77,21 @@ def quantize_to_grid(x: Array, bits: int, context: EncodeContext) -> Parts:
     return Parts(x.size, stream, scales=scales, form=bits)
 
 
-def meant(parts: Parts, d: int) -> Array:
+def read_grid(parts: Parts, d: int) -> Array:
     """What such a body decodes to. Raises BodyError."""
     bits, count = parts.form, parts.count
     if count != d or len(parts.indices) or not (bits == WHOLE or 2 <= bits <= MOST):
         raise PayloadError(f"what came is no grid of {d} elements: form {bits}, {count} values")
     if bits == WHOLE:
-        typed(parts.scales, "<f4", 0, "scales")
-        values = typed(parts.values, "<f4", d, "values")
+        typed_part(parts.scales, "<f4", 0, "scales")
+        values = typed_part(parts.values, "<f4", d, "values")
         return values.clone() if isinstance(values, Tensor) else values.copy()
     if len(parts.values) != packed_bytes(d, bits):
         raise PayloadError(f"{d} numbers of {bits} bits came in {len(parts.values)} bytes")
-    top, steps = typed(parts.scales, "<f4", 1, "scales"), np.float32(most(bits))
+    top, steps = typed_part(parts.scales, "<f4", 1, "scales"), np.float32(largest_level(bits))
     numbers = (unpack_bytes if bits <= 8 else unpack)(parts.values, bits, d)
     if isinstance(numbers, Tensor):
-        return over(numbers.to(torch.float32) - most(bits), most(bits)) * top
+        return divide(numbers.to(torch.float32) - largest_level(bits), largest_level(bits)) * top
     x = numbers.astype(np.float32)
     x -= steps
     x /= steps

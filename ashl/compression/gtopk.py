@@ -33,9 +33,9 @@ from ashl.compression.common.select import largest
 from ashl.compression.common.sparsifier import SPARSE
 from ashl.compression.contract import CodecInput, Collective, Keeps, Outcome, PayloadError, Reduces, State, Team, Traits
 from ashl.compression.topk import TopK
-from ashl.compression.wire.arrays import array_of, beside, placed, read, tensor_of
+from ashl.compression.wire.arrays import array_of, beside, read, tensor_of, to_device_index
 from ashl.compression.wire.index_code import write_indices
-from ashl.compression.wire.payload_format import EMPTY, Parts, read_payload, typed, write_payload
+from ashl.compression.wire.payload_format import EMPTY, Parts, read_payload, typed_part, write_payload
 from ashl.option import option
 
 UP, DOWN = "gtopk_up", "gtopk_down"  # messages along the tree
@@ -66,13 +66,13 @@ class GTopK(TopK, Reduces, Collective):
     per_layer: Literal[False]
 
     def peers(self, place: int, size: int) -> tuple[int, ...]:
-        parent, children = family(place, size)
+        parent, children = tree_neighbours(place, size)
         return tuple(sorted(children if parent is None else (parent, *children)))
 
     async def collective(self, team: Team, source: CodecInput) -> Outcome:
         """Up and down the tree."""
-        d, (parent, children) = source.x.numel(), family(team.place, team.size)
-        sets = [await team.compute(partial(self.selected, source, team.weight), work=1)]
+        d, (parent, children) = source.x.numel(), tree_neighbours(team.place, team.size)
+        sets = [await team.compute(partial(self.select, source, team.weight), work=1)]
         for child in children:
             payload, _ = await team.recv(child, UP)
             sets.append(await team.compute(partial(self.merge_few, sets[-1], payload, d)))
@@ -85,30 +85,30 @@ class GTopK(TopK, Reduces, Collective):
         for child, merged in zip(reversed(children), reversed(sets), strict=False):
             final = final._replace(alive=final.alive & within(final.few, merged))
             await team.send(child, DOWN, self.written_few(final.few, d, final.alive))
-        return await team.compute(partial(self.ended, source, sets[0], final))
+        return await team.compute(partial(self.finish_sum, source, sets[0], final))
 
-    async def timed(self, team: Team, ratio: float | None, d: int) -> None:
+    async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
         """The number of elements goes with each message: of several, the largest stays."""
-        k, (parent, children) = self.kept(ratio, d), family(team.place, team.size)
+        k, (parent, children) = self.kept(ratio, d), tree_neighbours(team.place, team.size)
         k = k if self.form(k, d) == SPARSE else d
-        await team.compute(nothing, work=1)
+        await team.compute(empty_few, work=1)
         for child in children:
             _, (other,) = await team.recv(child, UP)
             k = max(k, int(other))
-            await team.compute(nothing)
+            await team.compute(empty_few)
         if parent is not None:
             await team.send(parent, UP, team.blank(self.size(k, d)), k)
             _, (other,) = await team.recv(parent, DOWN, final=True)
             k = int(other)
-            await team.compute(nothing)
+            await team.compute(empty_few)
         for child in reversed(children):
             await team.send(child, DOWN, team.blank(self.size(k, d) + bits_bytes(k)), k)
 
-    def selected(self, source: CodecInput, weight: float) -> Few:
+    def select(self, source: CodecInput, weight: float) -> Few:
         """What a worker starts with: c·p at its own places."""
         p, d = array_of(source.x), source.x.numel()
         k = self.kept(source.context.ratio, d)
-        places = largest(p, k) if self.form(k, d) == SPARSE else placed(p, np.arange(d))
+        places = largest(p, k) if self.form(k, d) == SPARSE else to_device_index(p, np.arange(d))
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
             return Few(read(places), read(p[places]) * np.float32(weight))
 
@@ -141,16 +141,16 @@ class GTopK(TopK, Reduces, Collective):
     def read_final(self, payload: Tensor, d: int) -> Final:
         """What a parent sends down. Raises BodyError."""
         parts = read_payload(payload, self.code, d)
-        bits = typed(parts.scales, "u1", bits_bytes(parts.count), "bits")
+        bits = typed_part(parts.scales, "u1", bits_bytes(parts.count), "bits")
         alive = np.unpackbits(bits, count=parts.count, bitorder="little").view(bool)
         return Final(self.read_few(parts._replace(scales=EMPTY), d), alive)
 
-    def ended(self, source: CodecInput, own: Few, final: Final) -> Outcome:
+    def finish_sum(self, source: CodecInput, own: Few, final: Final) -> Outcome:
         """Sent is what of the worker's own came through."""
         update, sent = torch.zeros_like(source.x), torch.zeros_like(source.x)
         array = array_of(update)
-        array[placed(array, final.few.places)] = beside(array, final.few.values)
-        through = placed(array, final.few.places[final.alive & within(final.few, own)])
+        array[to_device_index(array, final.few.places)] = beside(array, final.few.values)
+        through = to_device_index(array, final.few.places[final.alive & within(final.few, own)])
         sent[through] = source.x[through]
         return Outcome(update, sent)
 
@@ -168,11 +168,11 @@ class GTopK(TopK, Reduces, Collective):
         x[places], total[places] = total[places], 0.0
         return (total if self.error_feedback or self.momentum is not None else None), x
 
-    def taken_over(self, memory: State, keeps: Keeps, worth: float) -> State:
+    def convert_memory(self, memory: State, keeps: Keeps, worth: float) -> State:
         return memory * worth if keeps.residual and isinstance(memory, Tensor) else None
 
 
-def family(rank: int, n: int) -> tuple[int | None, tuple[int, ...]]:
+def tree_neighbours(rank: int, n: int) -> tuple[int | None, tuple[int, ...]]:
     """(parent, children in the order in which they are merged) of a rank in the tree of n: of two neighbours 2^i apart
     the second sends to the first."""
     children, step = [], 1
@@ -183,7 +183,7 @@ def family(rank: int, n: int) -> tuple[int | None, tuple[int, ...]]:
     return (rank - step if rank else None), tuple(children)
 
 
-def nothing() -> None:
+def empty_few() -> None:
     """What a run that is only timed computes."""
 
 

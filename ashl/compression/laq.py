@@ -31,10 +31,10 @@ from pydantic import Field
 from torch import Tensor
 
 from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, Estimator, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, array_of, as_bytes, over, read, tensor_of, wide, zeros
+from ashl.compression.wire.arrays import Array, array_of, as_bytes, divide, read, tensor_of, wide, zeros
 from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack, unpack_bytes
 from ashl.compression.wire.levels import reach_of
-from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed, write_payload
+from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed_part, write_payload
 from ashl.learn.device import numbers
 from ashl.option import Count, NonNegative, Number, option
 
@@ -73,7 +73,7 @@ class LAQ(Codec):
         return HEADER.size + (4 * d if self.bits is None else 4 + packed_bytes(d, self.bits))
 
     def encode(self, sender: Lazy | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[Lazy, Tensor]:
-        state, g = moved(sender or Lazy(), context.params, self.memory), array_of(x)
+        state, g = model_changes(sender or Lazy(), context.params, self.memory), array_of(x)
         sent = zeros(g, len(g)) if state.sent is None else array_of(state.sent)
         with np.errstate(over="ignore", invalid="ignore"):
             parts = self._parts(g, sent)
@@ -109,7 +109,7 @@ class LAQ(Codec):
         if isinstance(g, Tensor):
             reach = reach_of(g - sent)
             scales = np.array([reach if np.isfinite(reach) else np.nan], "<f4")
-            levels = ((over(g - sent, float(reach) or 1.0) + 1) * (top / 2) + 0.5).clamp(0, top)
+            levels = ((divide(g - sent, float(reach) or 1.0) + 1) * (top / 2) + 0.5).clamp(0, top)
             return Parts(d, pack(levels.to(torch.int32) * int(np.isfinite(reach)), self.bits), scales=scales)
         buffer, stream = np.empty(min(BLOCK, d), np.float32), np.empty(packed_bytes(d, self.bits), np.uint8)
         reach = np.max([np.abs(part, out=part).max() for _, part in changes(g, sent, buffer)], initial=np.float32(0))
@@ -134,9 +134,9 @@ class LAQ(Codec):
             raise PayloadError(f"what came is no gradient of {d} elements: form {parts.form}, {parts.count} values")
         values = as_bytes(parts.values)
         if self.bits is None:
-            typed(parts.scales, "<f4", 0, "scales")
-            return array_of(tensor_of(typed(values, "<f4", d, "values")).clone())
-        reach = typed(read(parts.scales).view(np.uint8), "<f4", 1, "scales")[0]
+            typed_part(parts.scales, "<f4", 0, "scales")
+            return array_of(tensor_of(typed_part(values, "<f4", d, "values")).clone())
+        reach = typed_part(read(parts.scales).view(np.uint8), "<f4", 1, "scales")[0]
         if len(values) != packed_bytes(d, self.bits):
             raise PayloadError(f"{d} levels of {self.bits} bits came in {len(values)} bytes")
         unpacked = unpack_bytes if self.bits <= 8 else unpack
@@ -154,7 +154,7 @@ class LAQ(Codec):
         return now
 
 
-def moved(state: Lazy, model: Tensor | None, memory: int) -> Lazy:
+def model_changes(state: Lazy, model: Tensor | None, memory: int) -> Lazy:
     """The state once the worker has been given another model."""
     if model is None or state.model is None:
         return state._replace(model=model)

@@ -16,8 +16,8 @@ from typing import ClassVar
 from ashl.compression.common.code import Code
 from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.levels import whole
-from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.levels import all_levels
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wire.powers import OMEGA, natural_bytes, read_natural, write_natural
 from ashl.compression.wrappers.options import Wrappers
 from ashl.option import option
@@ -35,7 +35,7 @@ class NaturalCompression(Code, Wrappers):
         return Parts(len(x), write_natural(x, context.words()))
 
     def unpack(self, parts: Parts, d: int) -> Array:
-        return read_natural(typed(whole(parts, d), "u1", natural_bytes(d), "signs and exponents"), d)
+        return read_natural(typed_part(all_levels(parts, d), "u1", natural_bytes(d), "signs and exponents"), d)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + natural_bytes(d)

@@ -25,8 +25,8 @@ from ashl.compression.contract import EncodeContext, Layout, Traits
 from ashl.compression.wire.arrays import Array
 from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes, unpack
 from ashl.compression.wire.device_kernels import block_sums
-from ashl.compression.wire.levels import row_sums, whole
-from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.levels import all_levels, row_sums
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wrappers.layers import slices
 from ashl.compression.wrappers.options import Wrappers
 from ashl.learn.device import numbers
@@ -43,7 +43,7 @@ class OneBit(Code, Wrappers):
     traits: ClassVar[Traits] = Traits(contraction=True)
     per: Literal["vector", "layer", "row", "column"]
 
-    def shaped(self, layout: Layout) -> Code:
+    def for_layout(self, layout: Layout) -> Code:
         """The codec for a model's layers."""
         if self.per == "vector" or not layout:
             return self
@@ -94,12 +94,14 @@ class TwoMeans(Code):
         return Parts(len(x), pack_signs(x), scales=np.concatenate(means).astype(np.float32))
 
     def unpack(self, parts: Parts, d: int) -> Array:
-        stream = typed(whole(parts, d), "u1", packed_bytes(d, 1), "signs")
+        stream = typed_part(all_levels(parts, d), "u1", packed_bytes(d, 1), "signs")
         if isinstance(stream, Tensor):
-            sides = typed(parts.scales, "<f4", 2 * self._count(), "means").view(-1, 2)
+            sides = typed_part(parts.scales, "<f4", 2 * self._count(), "means").view(-1, 2)
             parts_there = zip(self.split(unpack(stream, 1, d)), sides, strict=True)
             return torch.cat([torch.where(negative[0] > 0, side[1], side[0]) for negative, side in parts_there])
-        means = typed(parts.scales, "<u4", 2 * self._count(), "means").reshape(-1, 2)  # bits, of which some are flipped
+        means = typed_part(parts.scales, "<u4", 2 * self._count(), "means").reshape(
+            -1, 2
+        )  # bits, of which some are flipped
         negative = np.unpackbits(stream, count=d, bitorder="little")
         x, start = np.empty(d, np.uint32), 0
         for rows, signs in zip(self.split(x), self.split(negative), strict=True):

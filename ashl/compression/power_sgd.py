@@ -44,8 +44,8 @@ from ashl.compression.contract import (
     Team,
     Traits,
 )
-from ashl.compression.wire.arrays import array_of, beside, holds, tensor_of
-from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed, write_payload
+from ashl.compression.wire.arrays import array_of, beside, is_true, tensor_of
+from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed_part, write_payload
 from ashl.compression.wrappers.layers import slices
 from ashl.compression.wrappers.options import Wrappers
 from ashl.learn.device import to_device, to_host
@@ -63,7 +63,7 @@ class PowerSGD(Wrappers):
     on_host: ClassVar[bool] = False
     rank: Count
 
-    def shaped(self, layout: Layout) -> LowRank:
+    def for_layout(self, layout: Layout) -> LowRank:
         return LowRank(self.rank, tuple(layer.shape for layer in layout))
 
     def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
@@ -141,7 +141,7 @@ class LowRank(Collective):
         parts = read_payload(payload, self.code, d)
         if d != self.size or len(parts.indices) or len(parts.scales) or parts.count != sum(self.counts):
             raise PayloadError(f"what came are no layers of low rank: {parts.count} values for {d} elements")
-        values = tensor_of(typed(parts.values, "<f4", parts.count, "values")).clone()
+        values = tensor_of(typed_part(parts.values, "<f4", parts.count, "values")).clone()
         return receiver, self.whole(*values.split(self.counts))
 
     def restore_dropped(self, sender: Basis, payload: Tensor) -> Basis:
@@ -154,29 +154,29 @@ class LowRank(Collective):
     def begin(self, q: Tensor | None, x: Tensor, rng: np.random.Generator) -> Tensor:
         """Every Q to begin with: that of the message before, with the columns that are 0 drawn anew; at first all."""
         gone = None if q is None else [(thin == 0).all(0) for _, thin in self._thin(q, right=True)]
-        if q is not None and (not gone or not holds(torch.cat(gone).any())):
+        if q is not None and (not gone or not is_true(torch.cat(gone).any())):
             return q
         drawn = beside(x, rng.standard_normal(self.counts[1], np.float32))
         if q is None or gone is None:
             return drawn
         pairs = zip(gone, self._thin(q, drawn, right=True), strict=True)
-        return flattened([torch.where(columns, new, old) for columns, (_, old, new) in pairs], x)
+        return flatten_parts([torch.where(columns, new, old) for columns, (_, old, new) in pairs], x)
 
     def left(self, x: Tensor, q: Tensor) -> Tensor:
         """Every P = M·Q."""
-        return flattened([x[a.part].view(a.m, a.n) @ thin for a, thin in self._thin(q, right=True)], x)
+        return flatten_parts([x[a.part].view(a.m, a.n) @ thin for a, thin in self._thin(q, right=True)], x)
 
     def right(self, x: Tensor, p: Tensor) -> Tensor:
         """Every Q = Mᵀ·P̂."""
-        return flattened([x[a.part].view(a.m, a.n).T @ thin for a, thin in self._thin(p)], x)
+        return flatten_parts([x[a.part].view(a.m, a.n).T @ thin for a, thin in self._thin(p)], x)
 
     def orthonormal(self, p: Tensor) -> Tensor:
         """Every P̂, which the host makes: it is little."""
-        there = flattened([orthonormal(thin) for _, thin in self._thin(to_host(p))], to_host(p))
+        there = flatten_parts([orthonormalize(thin) for _, thin in self._thin(to_host(p))], to_host(p))
         return to_device(there, str(p.device))
 
     def others(self, x: Tensor) -> Tensor:
-        return flattened([x[part] for part in self._split[1]], x)
+        return flatten_parts([x[part] for part in self._split[1]], x)
 
     def whole(self, p: Tensor, q: Tensor, others: Tensor) -> Tensor:
         """The vector of every P̂·Qᵀ and of what was sent as it is."""
@@ -202,7 +202,7 @@ class LowRank(Collective):
         common = await team.all_reduce(right, team.weight) if self.matrices else right
         return await team.compute(partial(self._end, source, left, right, common, total[self.counts[0] :]))
 
-    async def timed(self, team: Team, ratio: float | None, d: int) -> None:
+    async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
         left, right, others = self.counts
         await team.all_reduce(team.blank(4 * (left + others)))
         if right:
@@ -224,12 +224,12 @@ class LowRank(Collective):
         return Outcome(self.whole(left, common, others), sent, Basis(common))
 
 
-def flattened(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+def flatten_parts(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     """All of them in one flat tensor, where that one lies."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else like[:0]
 
 
-def orthonormal(p: Tensor) -> Tensor:
+def orthonormalize(p: Tensor) -> Tensor:
     """float32 [m, r]: the columns of p, each freed of those before it, twice against rounding, and made of length 1.
     One that depends on those before it becomes 0. What is not finite stays so."""
     q = p.double().numpy().copy()

@@ -22,10 +22,18 @@ from torch import Tensor
 from ashl.compression.common.code import Code
 from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.wire import device_kernels
-from ashl.compression.wire.arrays import Array, over, zeros
+from ashl.compression.wire.arrays import Array, divide, zeros
 from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wire.levels import block_rows, level_bytes, packed, rows_of, spread, unpacked, whole
-from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.levels import (
+    all_levels,
+    block_rows,
+    level_bytes,
+    pack_levels,
+    rows_of,
+    scale_levels,
+    unpack_levels,
+)
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wire.stochastic_rounding import round_to_uint8, rounding_noise
 from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Count, Number, option
@@ -55,21 +63,21 @@ class QSGD(Code, Wrappers):
 
         def numbers(where: slice, block: Array) -> Array:
             norms[where] = lengths(block) if self.norm == "l2" else largest(block)
-            y = spread(block, norms[where], self.levels * noise.unit)
+            y = scale_levels(block, norms[where], self.levels * noise.unit)
             return round_to_uint8(y, noise, where.start * row, self.levels)
 
-        stream = packed(len(x), top, (numbers(where, block) for where, block in rows_of(x, row)), self.entropy)
+        stream = pack_levels(len(x), top, (numbers(where, block) for where, block in rows_of(x, row)), self.entropy)
         return Parts(len(x), stream, scales=norms)
 
     def unpack(self, parts: Parts, d: int) -> Array:
         row = min(self.bucket, d)
-        steps = over(typed(parts.scales, "<f4", -(-d // row), "norms")[:, None], self.levels)
+        steps = divide(typed_part(parts.scales, "<f4", -(-d // row), "norms")[:, None], self.levels)
 
         def meant(where: slice, block: Array) -> None:
             block -= self.levels
             block *= steps[where]
 
-        return unpacked(whole(parts, d), d, row, 2 * self.levels, meant, self.entropy)
+        return unpack_levels(all_levels(parts, d), d, row, 2 * self.levels, meant, self.entropy)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         buckets = -(-d // min(self.bucket, d))

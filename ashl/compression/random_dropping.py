@@ -50,10 +50,10 @@ class RandomDropping(Sparsifier):
         if top == 0:
             return Parts(0, EMPTY)
         if not np.isfinite(top):
-            return self.written(x, k, largest(x, k), context)
+            return self.pack_selected(x, k, largest(x, k), context)
         steep = slope(x, top, k)
-        places = np.flatnonzero(x) if steep == math.inf else drawn(x, top, steep, context.stream())
-        places = places[: most(k, x.size)]
+        places = np.flatnonzero(x) if steep == math.inf else draw_places(x, top, steep, context.stream())
+        places = places[: largest_slope(k, x.size)]
         if not places.size:
             return Parts(0, EMPTY)
         kept = x[places]
@@ -63,21 +63,21 @@ class RandomDropping(Sparsifier):
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         k = self.kept(ratio, d)
-        return HEADER.size + 4 * d if self.whole(k, d) else self.room(most(k, d), d)
+        return HEADER.size + 4 * d if self.whole(k, d) else self.room(largest_slope(k, d), d)
 
     def whole(self, k: int, d: int) -> bool:
         """Whether all is sent; it must not depend on what is drawn."""
-        return self.form(most(k, d), d) != SPARSE
+        return self.form(largest_slope(k, d), d) != SPARSE
 
     def bound(self, ratio: float | None, d: int) -> float:
         k = self.kept(ratio, d)
         if self.whole(k, d):
             return 0.0
-        spread, coded = d / k - 1, value_bound(self.values, most(k, d)) * d / k
+        spread, coded = d / k - 1, value_bound(self.values, largest_slope(k, d)) * d / k
         return (math.sqrt(spread) + math.sqrt(coded)) ** 2
 
 
-def most(k: int, d: int) -> int:
+def largest_slope(k: int, d: int) -> int:
     """Elements of a message, at most."""
     return min(d, k + math.ceil(7 * math.sqrt(k)) + 16)
 
@@ -102,7 +102,7 @@ def slope(x: np.ndarray, top: np.float32, k: int) -> float:
     return min(steep, STEEPEST)
 
 
-def drawn(x: np.ndarray, top: np.float32, steep: float, rng: np.random.Generator) -> np.ndarray:
+def draw_places(x: np.ndarray, top: np.float32, steep: float, rng: np.random.Generator) -> np.ndarray:
     """Ascending places, each with its probability."""
     chances, dither, places = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), []
     scale = np.float32(steep * 2.0**32)

@@ -12,10 +12,10 @@ Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
 
 from typing import ClassVar, Literal
 
-from ashl.compression.common.seeded import Seeded, distinct
+from ashl.compression.common.seeded import Seeded, draw_distinct
 from ashl.compression.common.sparsifier import SPARSE
 from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.wire.arrays import Array, placed
+from ashl.compression.wire.arrays import Array, to_device_index
 from ashl.compression.wire.index_code import VARIABLE, IndexCode, index_bytes, read_indices, write_indices
 from ashl.compression.wire.payload_format import Parts
 from ashl.option import option
@@ -42,11 +42,11 @@ class RandomK(Seeded):
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         if self.indices == "seed":
-            return self.drawn(x, context.stream(), context)
+            return self.draw_places(x, context.stream(), context)
         k = self.kept(context.ratio, len(x))
         if self.form(k, len(x)) != SPARSE:
             return self.parts_of(x, k, None, None, context)
-        places = placed(x, distinct(context.stream(), k, len(x)))
+        places = to_device_index(x, draw_distinct(context.stream(), k, len(x)))
         return self.parts_of(x, k, x[places], write_indices(self.indices, places, len(x)), context)
 
     def bound(self, ratio: float | None, d: int) -> float:

@@ -30,7 +30,7 @@ class RandomMask(Seeded):
         return Traits(contraction=True, linear=self.values == "fp32")
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
-        return self.drawn(x, context.shared(), context)
+        return self.draw_places(x, context.shared(), context)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return self.loss(self.kept(ratio, d), d)

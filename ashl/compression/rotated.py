@@ -28,12 +28,12 @@ from torch import Tensor
 from ashl.compression.common.code import Code
 from ashl.compression.common.deterministic_matmul import hadamard_sums, signs_of
 from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.uniform import Levels, placed
+from ashl.compression.uniform import Levels, place_levels
 from ashl.compression.wire import device_kernels
-from ashl.compression.wire.arrays import Array, as_bytes, beside, joined, over, read, viewed, zeros
+from ashl.compression.wire.arrays import Array, as_bytes, beside, concatenate, divide, read, view_as, zeros
 from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wire.levels import level_bytes, packed, rows_of, unpacked, whole
-from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.levels import all_levels, level_bytes, pack_levels, rows_of, unpack_levels
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wire.stochastic_rounding import round_to_uint8, rounding_noise
 from ashl.compression.wrappers.options import Wrappers
 from ashl.data.counter_rng import CounterRng
@@ -65,25 +65,25 @@ class Rotated(Code, Wrappers):
         ends, flips = zeros(x, rows, 2), CounterRng(int(seed[0]))
 
         def numbers(where: slice, block: Array) -> Array:
-            z = rotate(flipped(flips, where.start * row, block), row)
+            z = rotate(flip_signs(flips, where.start * row, block), row)
             ends[where, 0], ends[where, 1] = (z.amin(1), z.amax(1)) if isinstance(z, Tensor) else (z.min(1), z.max(1))
-            return round_to_uint8(placed(z, ends[where], top * noise.unit), noise, where.start * row)
+            return round_to_uint8(place_levels(z, ends[where], top * noise.unit), noise, where.start * row)
 
         blocks = (numbers(where, block) for where, block in rows_of(x, row))
-        stream = packed(rows * row, top, blocks, self.entropy)
-        return Parts(len(x), stream, scales=joined([beside(x, seed.view(np.uint8)), as_bytes(ends)]))
+        stream = pack_levels(rows * row, top, blocks, self.entropy)
+        return Parts(len(x), stream, scales=concatenate([beside(x, seed.view(np.uint8)), as_bytes(ends)]))
 
     def unpack(self, parts: Parts, d: int) -> Array:
         row, top = block_of(d), self.levels - 1
         rows = -(-d // row)
-        scales = typed(parts.scales, "u1", SEED.itemsize + 8 * rows, "seed and ends")
-        ends = viewed(scales[SEED.itemsize :], "<f4").reshape(rows, 2)
+        scales = typed_part(parts.scales, "u1", SEED.itemsize + 8 * rows, "seed and ends")
+        ends = view_as(scales[SEED.itemsize :], "<f4").reshape(rows, 2)
         flips = CounterRng(int(read(scales[: SEED.itemsize]).view(SEED)[0]))
 
         def meant(where: slice, block: Array) -> None:
-            block[:] = flipped(flips, where.start * row, rotated_back(block, ends[where], top))
+            block[:] = flip_signs(flips, where.start * row, rotate_back(block, ends[where], top))
 
-        return unpacked(whole(parts, d), rows * row, row, top, meant, self.entropy)[:d]
+        return unpack_levels(all_levels(parts, d), rows * row, row, top, meant, self.entropy)[:d]
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         row = block_of(d)
@@ -100,11 +100,11 @@ def block_of(d: int) -> int:
     return min(LARGEST, 1 << (d - 1).bit_length())
 
 
-def flipped(flips: CounterRng, start: int, rows: Array) -> Array:
+def flip_signs(flips: CounterRng, start: int, rows: Array) -> Array:
     """diag(σ)·x of these rows, in a new array; `start`, a multiple of 64, counts elements before them."""
     if isinstance(rows, Tensor):
         words = flips.words(rows, start // 64, -(-rows.numel() // 64)).view(torch.uint8)
-        return device_kernels.flipped(words, rows)
+        return device_kernels.flip_signs(words, rows)
     words = flips.words(rows, start // 64, -(-rows.size // 64))
     signs = np.unpackbits(words.view(np.uint8), count=rows.size, bitorder="little").astype(np.uint32)
     signs <<= np.uint32(31)
@@ -119,14 +119,14 @@ def rotate(rows: Array, size: int) -> Array:
     return (beside(rows, left) @ (square @ beside(rows, right))).reshape(rows.shape)
 
 
-def rotated_back(numbers: Array, ends: Array, top: int) -> Array:
+def rotate_back(numbers: Array, ends: Array, top: int) -> Array:
     """The same of what numbers [n, b] between ends [n, 2] stand for, to the bit on every machine and device. Only the
     numbers are rotated, whose sums are whole and below 2²⁰; what they are counted from is alike for all of a row, so
     that it comes to lie in its first element."""
-    lowest, step, size = ends[:, :1], over(ends[:, 1:] - ends[:, :1], top), numbers.shape[1]
+    lowest, step, size = ends[:, :1], divide(ends[:, 1:] - ends[:, :1], top), numbers.shape[1]
     sums = hadamard_sums(numbers)
     first = (sums[:, :1] * 2.0 ** -(size.bit_length() - 1) * step + lowest) * math.sqrt(size)
-    sums *= over(step, math.sqrt(size))
+    sums *= divide(step, math.sqrt(size))
     sums[:, :1] = first
     return sums
 

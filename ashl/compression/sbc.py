@@ -19,9 +19,9 @@ from ashl.compression.common.code import Sparse
 from ashl.compression.common.select import NEGATIVE, POSITIVE, Order, largest
 from ashl.compression.common.sparsifier import Share
 from ashl.compression.contract import EncodeContext, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, beside, read, viewed
+from ashl.compression.wire.arrays import Array, beside, read, view_as
 from ashl.compression.wire.index_code import IndexCode, index_room, read_indices, write_indices
-from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.option import option
 
 
@@ -37,7 +37,7 @@ class SBC(Sparse, Share):
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         k = self.kept(context.ratio, len(x))
-        (up, above), (down, below) = side(x, k, POSITIVE), side(x, k, NEGATIVE)
+        (up, above), (down, below) = choose_side(x, k, POSITIVE), choose_side(x, k, NEGATIVE)
         places, mean = (up, above) if abs(above) >= abs(below) or np.isnan(above) else (down, below)
         if not len(places):
             return Parts(0, x[:0])
@@ -47,8 +47,8 @@ class SBC(Sparse, Share):
         if len(parts.values) or parts.form or not (parts.count or len(parts.indices) + len(parts.scales) == 0):
             raise PayloadError(f"what came is not one number at {parts.count} places")
         if not parts.count:
-            return slice(0), viewed(parts.values, "<f4")
-        mean = typed(parts.scales, "<f4", 1, "scales")
+            return slice(0), view_as(parts.values, "<f4")
+        mean = typed_part(parts.scales, "<f4", 1, "scales")
         return read_indices(self.indices, parts.indices, parts.count, d), mean
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
@@ -58,7 +58,7 @@ class SBC(Sparse, Share):
         return 1 - 1 / (d * self.kept(ratio, d) ** 2)
 
 
-def side(x: Array, k: int, order: Order) -> tuple[Array, float]:
+def choose_side(x: Array, k: int, order: Order) -> tuple[Array, float]:
     """The places of the k largest elements of one sign, or of all, and their mean; 0 where there are none."""
     places = largest(x, k, order)
     values = read(x[places])

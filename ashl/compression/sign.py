@@ -29,9 +29,9 @@ from torch import Tensor
 from ashl.compression.common.code import Code
 from ashl.compression.contract import EncodeContext, Reduces, State, Traits
 from ashl.compression.wire.arrays import Array
-from ashl.compression.wire.bits import pack_signs, packed_bytes, signed
-from ashl.compression.wire.levels import mean_magnitude, whole
-from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, typed
+from ashl.compression.wire.bits import apply_signs, pack_signs, packed_bytes
+from ashl.compression.wire.levels import all_levels, mean_magnitude
+from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, typed_part
 from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Fraction, option
 
@@ -54,7 +54,7 @@ class Sign(Code, Reduces, Wrappers):
         scaled, votes = self.scale == "mean", self.vote == "majority"
         return Traits(contraction=scaled and not votes, reduces=votes, scale_free=not scaled or votes)
 
-    def pulled(self) -> Sign:
+    def for_pulls(self) -> Sign:
         """The codec of pulls: signs of differences between models make no sense without a scale."""
         return replace(self, scale="mean", vote="mean")
 
@@ -62,9 +62,9 @@ class Sign(Code, Reduces, Wrappers):
         return Parts(len(x), pack_signs(x), scales=mean_magnitude(x) if self.scale == "mean" else EMPTY)
 
     def unpack(self, parts: Parts, d: int) -> Array:
-        bits = typed(whole(parts, d), "u1", packed_bytes(d, 1), "signs")
-        scale = typed(parts.scales, "<f4", 1 if self.scale == "mean" else 0, "scales")
-        return signed(bits, d, scale if len(scale) else ONE)
+        bits = typed_part(all_levels(parts, d), "u1", packed_bytes(d, 1), "signs")
+        scale = typed_part(parts.scales, "<f4", 1 if self.scale == "mean" else 0, "scales")
+        return apply_signs(bits, d, scale if len(scale) else ONE)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + packed_bytes(d, 1) + (4 if self.scale == "mean" else 0)

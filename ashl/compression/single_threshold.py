@@ -14,7 +14,7 @@ Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent
 
 from typing import ClassVar
 
-from ashl.compression.common.select import estimated, largest, reaching
+from ashl.compression.common.select import estimate_threshold, indices_reaching, largest
 from ashl.compression.common.sparsifier import DENSE, Sparsifier
 from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.wire.arrays import Array
@@ -31,11 +31,11 @@ class SingleThreshold(Sparsifier):
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         k = self.kept(context.ratio, len(x))
-        bound = estimated(x, k)
-        places = reaching(x, bound) if bound > 0 and k < len(x) else ()
+        bound = estimate_threshold(x, k)
+        places = indices_reaching(x, bound) if bound > 0 and k < len(x) else ()
         if not k <= 2 * len(places) <= 4 * k:
             places = largest(x, k)
-        return self.written(x, len(places), places, context)
+        return self.pack_selected(x, len(places), places, context)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.room(min(d, 2 * self.kept(ratio, d)), d)

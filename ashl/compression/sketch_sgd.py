@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.count_sketch import CountSketch, dense, recovered, sketched
+from ashl.compression.common.count_sketch import CountSketch, dense, recover_largest, sketch
 from ashl.compression.common.select import largest
 from ashl.compression.contract import CodecInput, Collective, Outcome, State, Team, Traits
 from ashl.compression.wire.arrays import array_of
@@ -51,9 +51,9 @@ class SketchSGD(CountSketch, Collective, Wrappers):
         total = await team.all_reduce(cells, team.weight)
         places, mine = await team.compute(partial(self.wanted, source, total))
         exact = await team.all_reduce(mine, team.weight)
-        return await team.compute(partial(self.ended, source, places, exact))
+        return await team.compute(partial(self.finish_sum, source, places, exact))
 
-    async def timed(self, team: Team, ratio: float | None, d: int) -> None:
+    async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
         await team.all_reduce(team.blank(4 * self.table(d).cells))
         await team.all_reduce(team.blank(4 * self.asked(d)))
 
@@ -61,16 +61,16 @@ class SketchSGD(CountSketch, Collective, Wrappers):
         """What is summed first."""
         p = array_of(source.x)
         with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
-            return torch.from_numpy(sketched(p, self.table(p.size, source.context.seed)))
+            return torch.from_numpy(sketch(p, self.table(p.size, source.context.seed)))
 
     def wanted(self, source: CodecInput, total: Tensor) -> tuple[np.ndarray, Tensor]:
         """(the candidates' places, this worker's values there)."""
         d = source.x.numel()
         with np.errstate(over="ignore", invalid="ignore"):
-            places, _ = recovered(total.numpy(), self.table(d, source.context.seed), d, self.asked(d))
+            places, _ = recover_largest(total.numpy(), self.table(d, source.context.seed), d, self.asked(d))
         return places, source.x[places]
 
-    def ended(self, source: CodecInput, places: np.ndarray, exact: Tensor) -> Outcome:
+    def finish_sum(self, source: CodecInput, places: np.ndarray, exact: Tensor) -> Outcome:
         """Of the candidates those that are largest."""
         d = source.x.numel()
         chosen = largest(exact.numpy(), self.k(d))
@@ -83,4 +83,4 @@ class SketchSGD(CountSketch, Collective, Wrappers):
     ) -> tuple[State, Tensor]:
         """At a server: what the sum of the sketches says."""
         table, cells = self.together(payloads, weights, d)
-        return memory, dense(*recovered(cells, table, d, self.k(d)), d)
+        return memory, dense(*recover_largest(cells, table, d, self.k(d)), d)

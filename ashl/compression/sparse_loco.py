@@ -20,11 +20,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.common.code import kept
+from ashl.compression.common.code import kept_count
 from ashl.compression.common.select import largest_of_rows
 from ashl.compression.common.sparsifier import DENSE, SPARSE, Selection, Share
 from ashl.compression.contract import EncodeContext, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, as_index, beside, holds, joined, read
+from ashl.compression.wire.arrays import Array, as_index, beside, concatenate, is_true, read
 from ashl.compression.wire.bits import pack, packed_bytes, unpack
 from ashl.compression.wire.index_code import width
 from ashl.compression.wire.payload_format import Parts
@@ -45,7 +45,7 @@ class SparseLoCo(Selection, Share):
 
     def each(self, ratio: float | None) -> int:
         """k' of a full chunk."""
-        return kept(self.ratio if ratio is None else ratio, self.chunk)
+        return kept_count(self.ratio if ratio is None else ratio, self.chunk)
 
     def total(self, each: int, d: int) -> int:
         """k of d elements."""
@@ -64,8 +64,8 @@ class SparseLoCo(Selection, Share):
         columns = [largest_of_rows(x[:whole].reshape(-1, self.chunk), each).reshape(-1)] if whole else []
         if d > whole:
             columns.append(largest_of_rows(x[None, whole:], k - whole // self.chunk * each)[0])
-        inside = joined(columns)
-        coded = joined([beside(x, np.array([each], "<u4").view(np.uint8)), pack(inside, width(self.chunk))])
+        inside = concatenate(columns)
+        coded = concatenate([beside(x, np.array([each], "<u4").view(np.uint8)), pack(inside, width(self.chunk))])
         return self.parts_of(x, k, x[inside + self.starts(x, each, k)], coded, context)
 
     def starts(self, like: Array, each: int, k: int) -> Array:
@@ -80,7 +80,7 @@ class SparseLoCo(Selection, Share):
         places = as_index(unpack(buffer[4:], width(self.chunk), k))
         inside = (places < self.chunk).all()
         places += self.starts(places, each, k)
-        if not holds(inside & (places[-1] < d) & (places[1:] > places[:-1]).all()):
+        if not is_true(inside & (places[-1] < d) & (places[1:] > places[:-1]).all()):
             raise PayloadError(f"the places that came are not {k} ascending numbers below {d}")
         return places
 

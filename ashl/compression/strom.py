@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ashl.compression.common.code import Sparse
 from ashl.compression.contract import EncodeContext, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, as_bytes, holds, looked_up, ops, read, where_true
+from ashl.compression.wire.arrays import Array, as_bytes, is_true, look_up, ops, read, where_true
 from ashl.compression.wire.bits import BLOCK, pack, pack_truths, packed_bytes, unpack, unpack_truths
 from ashl.compression.wire.index_code import index_bytes, read_indices, write_indices
-from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Positive, option
 
@@ -58,23 +58,23 @@ class Strom(Sparse, Wrappers):
         return Parts(k, pack_truths(negative), write_indices(self.indices, places, d), scales, INDICES)
 
     def unpack(self, parts: Parts, d: int) -> Any:
-        (tau,) = typed(read(parts.scales), "<f4", 1, "scales").tolist()
+        (tau,) = typed_part(read(parts.scales), "<f4", 1, "scales").tolist()
         k, form = parts.count, parts.form
         if form == DENSE and k == d:
             _expect(parts, packed_bytes(d, 2), indices=False)
             codes = unpack(parts.values, 2, d)
-            if not holds(codes.max() <= 2):
+            if not is_true(codes.max() <= 2):
                 raise PayloadError("an element of two bits is 3, where 0, 1 and 2 were expected")
-            return slice(None), looked_up(np.array([0, tau, -tau], np.float32), codes)
+            return slice(None), look_up(np.array([0, tau, -tau], np.float32), codes)
         if form == WORDS:
             _expect(parts, 4 * k, indices=False)
-            words = typed(parts.values, "<i4", k, "words")
-            return read_indices("int32", as_bytes(words & SIGN - 1), k, d), either(words < 0, tau)
+            words = typed_part(parts.values, "<i4", k, "words")
+            return read_indices("int32", as_bytes(words & SIGN - 1), k, d), signs_of_sent(words < 0, tau)
         if form != INDICES or self.indices == "words":
             raise PayloadError(f"what came is no vector of thresholds: form {form}, {k} values of {d}")
         _expect(parts, -(-k // 8), indices=True)
         negative = unpack_truths(parts.values, k)
-        return read_indices(self.indices, parts.indices, k, d), either(negative, tau)
+        return read_indices(self.indices, parts.indices, k, d), signs_of_sent(negative, tau)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + packed_bytes(d, 2)
@@ -86,7 +86,7 @@ class Strom(Sparse, Wrappers):
         return 4 * k if self.indices == "words" else -(-k // 8) + index_bytes(self.indices, k, d)
 
 
-def either(negative: Array, tau: float) -> Array:
+def signs_of_sent(negative: Array, tau: float) -> Array:
     """−τ where it is negative, else τ."""
     if isinstance(negative, Tensor):
         return torch.where(negative, -tau, tau)
@@ -96,7 +96,7 @@ def either(negative: Array, tau: float) -> Array:
 def beyond(x: Array, threshold: float) -> tuple[Array, bool]:
     """The places where |x| > threshold or x is NaN, ascending, and whether x is finite."""
     if isinstance(x, Tensor):
-        return where_true(~(x.abs() <= float(np.float32(threshold)))), holds(x.isfinite().all())
+        return where_true(~(x.abs() <= float(np.float32(threshold)))), is_true(x.isfinite().all())
     buffer, found = np.empty(BLOCK, np.float32), []
     finite = True
     for start in range(0, x.size, BLOCK):

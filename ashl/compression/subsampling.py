@@ -36,7 +36,7 @@ class Subsampling(Seeded):
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         rng = context.shared() if self.shared else context.stream()
-        return self.drawn(x, rng, context, scale=len(x) / self.kept(context.ratio, len(x)))
+        return self.draw_places(x, rng, context, scale=len(x) / self.kept(context.ratio, len(x)))
 
     def bound(self, ratio: float | None, d: int) -> float:
         k = self.kept(ratio, d)

@@ -41,11 +41,11 @@ from ashl.compression.contract import (
     Traits,
     size_of,
 )
-from ashl.compression.wire.arrays import Array, array_of, beside, bytes_of, joined, read, tensor_of
+from ashl.compression.wire.arrays import Array, array_of, beside, bytes_of, concatenate, read, tensor_of
 from ashl.compression.wire.bits import BLOCK, blocks, pack, unpack
 from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wire.levels import ends_of, level_bytes, packed, unpacked, whole
-from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.levels import all_levels, ends_of, level_bytes, pack_levels, unpack_levels
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wire.stochastic_rounding import rounding_noise
 from ashl.compression.wire.ternary_packing import read_ternary, round_ternary, ternary_nbytes, write_ternary
 from ashl.compression.wrappers.layers import slices
@@ -70,7 +70,7 @@ class TernGrad(Code, Wrappers):
     def traits(self) -> Traits:
         return Traits(unbiased=self.clip_sigmas is None, variable=self.entropy != "none")
 
-    def shaped(self, layout: Layout) -> Codec:
+    def for_layout(self, layout: Layout) -> Codec:
         """The codec for a model's layers; layers without a shared scale are kept apart around it."""
         sizes = tuple(layer.size for layer in layout) if self.per_layer else (size_of(layout),)
         return SharedScale(self, sizes) if self.shared_scale else self
@@ -80,18 +80,18 @@ class TernGrad(Code, Wrappers):
         if self.entropy == "none":
             return Parts(len(x), write_ternary(x, top, noise, beyond), scales=top)
         numbers = (round_ternary(x[where], top, noise, where.start, beyond) for where in pieces(x))
-        return Parts(len(x), packed(len(x), 2, numbers, self.entropy), scales=top)
+        return Parts(len(x), pack_levels(len(x), 2, numbers, self.entropy), scales=top)
 
     def unpack(self, parts: Parts, d: int) -> Array:
-        top = typed(parts.scales, "<f4", 1, "scales")
+        top = typed_part(parts.scales, "<f4", 1, "scales")
         if self.entropy == "none":
-            return read_ternary(whole(parts, d), top, d)
+            return read_ternary(all_levels(parts, d), top, d)
 
         def meant(_: slice, block: Array) -> None:
             block -= 1
             block *= top
 
-        return unpacked(whole(parts, d), d, min(BLOCK // 8, d), 2, meant, self.entropy)
+        return unpack_levels(all_levels(parts, d), d, min(BLOCK // 8, d), 2, meant, self.entropy)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 + (ternary_nbytes(d) if self.entropy == "none" else level_bytes(d, 2, self.entropy))
@@ -144,14 +144,14 @@ class SharedScale(Collective):
         x = source.x * team.weight
         own = await team.compute(partial(self.tops, x))
         all_tops = await team.all_gather(torch.from_numpy(own.view(np.uint8)))
-        if team.lost:
+        if team.not_finite:
             return Outcome(torch.zeros_like(x))
         tops = np.max([one.clone().numpy().view(np.float32) for one in all_tops], axis=0)
         words = await team.compute(partial(self.words, x, tops, source.context, team.size), work=1)
         total = await team.all_reduce(words)
         return Outcome(await team.compute(partial(self.update, total, tops, team.size)))
 
-    async def timed(self, team: Team, ratio: float | None, d: int) -> None:
+    async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
         await team.all_gather(team.blank(4 * len(self.sizes)))
         await team.all_reduce(team.blank(4 * -(-d * sum_width(team.size) // 32)))
 
@@ -166,8 +166,8 @@ class SharedScale(Collective):
             one = array[part]
             noise = rounding_noise(one, context.words(i), 1)
             numbers.append(round_ternary(one, beside(one, tops[i : i + 1]), noise, beyond=self.codec.beyond))
-        stream = pack(joined(numbers), sum_width(workers))
-        return tensor_of(joined([stream, beside(stream, np.zeros(-len(stream) % 4, np.uint8))])).view(torch.int32)
+        stream = pack(concatenate(numbers), sum_width(workers))
+        return tensor_of(concatenate([stream, beside(stream, np.zeros(-len(stream) % 4, np.uint8))])).view(torch.int32)
 
     def update(self, total: Tensor, tops: np.ndarray, workers: int) -> Tensor:
         """What the sum of all words stands for."""

@@ -15,7 +15,7 @@ Communication", AAAI 2020, and Sahu et al., "Rethinking Gradient Sparsification 
 
 from typing import ClassVar
 
-from ashl.compression.common.select import reaching
+from ashl.compression.common.select import indices_reaching
 from ashl.compression.common.sparsifier import Indexed
 from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.wire.arrays import Array
@@ -32,8 +32,8 @@ class Threshold(Indexed):
     threshold: Positive
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
-        places = reaching(x, self.threshold)
-        return self.written(x, len(places), places, context)
+        places = indices_reaching(x, self.threshold)
+        return self.pack_selected(x, len(places), places, context)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.room(d, d)

@@ -31,4 +31,4 @@ class TopK(Sparsifier):
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         k = self.kept(context.ratio, len(x))
-        return self.written(x, k, largest(x, k) if self.form(k, len(x)) == SPARSE else None, context)
+        return self.pack_selected(x, k, largest(x, k) if self.form(k, len(x)) == SPARSE else None, context)

@@ -16,11 +16,19 @@ from pydantic import Field
 
 from ashl.compression.common.code import Code
 from ashl.compression.contract import EncodeContext, Traits
-from ashl.compression.wire.arrays import Array, over
+from ashl.compression.wire.arrays import Array, divide
 from ashl.compression.wire.bits import BLOCK
 from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wire.levels import ends_of, level_bytes, packed, rows_of, spread, unpacked, whole
-from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.levels import (
+    all_levels,
+    ends_of,
+    level_bytes,
+    pack_levels,
+    rows_of,
+    scale_levels,
+    unpack_levels,
+)
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wire.stochastic_rounding import round_to_uint8, rounding_noise
 from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Number, option
@@ -48,15 +56,17 @@ class StochasticUniform(Code, Wrappers):
         noise = rounding_noise(x, context.words(), top)
 
         def numbers(where: slice, block: Array) -> Array:
-            return round_to_uint8(placed(block, ends, top * noise.unit), noise, where.start * row)
+            return round_to_uint8(place_levels(block, ends, top * noise.unit), noise, where.start * row)
 
         blocks = (numbers(where, block) for where, block in rows_of(x, row))
-        return Parts(len(x), packed(len(x), top, blocks, self.entropy), scales=ends)
+        return Parts(len(x), pack_levels(len(x), top, blocks, self.entropy), scales=ends)
 
     def unpack(self, parts: Parts, d: int) -> Array:
-        ends, top = typed(parts.scales, "<f4", 2, "ends")[None], self.levels - 1
+        ends, top = typed_part(parts.scales, "<f4", 2, "ends")[None], self.levels - 1
         row = min(ROW, d)
-        return unpacked(whole(parts, d), d, row, top, lambda _, block: between(block, ends, top), self.entropy)
+        return unpack_levels(
+            all_levels(parts, d), d, row, top, lambda _, block: interpolate(block, ends, top), self.entropy
+        )
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 8 + level_bytes(d, self.levels - 1, self.entropy)
@@ -65,13 +75,13 @@ class StochasticUniform(Code, Wrappers):
         return d / (2 * (self.levels - 1) ** 2)
 
 
-def placed(rows: Array, ends: Array, top: float) -> Array:
+def place_levels(rows: Array, ends: Array, top: float) -> Array:
     """Where the elements of rows [n, m] lie between ends [n, 2], from 0 to top."""
-    return spread(rows - ends[:, :1], ends[:, 1:] - ends[:, :1], top)
+    return scale_levels(rows - ends[:, :1], ends[:, 1:] - ends[:, :1], top)
 
 
-def between(numbers: Array, ends: Array, top: int) -> Array:
+def interpolate(numbers: Array, ends: Array, top: int) -> Array:
     """Back again, in place."""
-    numbers *= over(ends[:, 1:] - ends[:, :1], top)
+    numbers *= divide(ends[:, 1:] - ends[:, :1], top)
     numbers += ends[:, :1]
     return numbers

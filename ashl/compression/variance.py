@@ -29,8 +29,8 @@ from ashl.compression.wire.arrays import (
     Array,
     array_of,
     as_index,
-    holds,
-    looked_up,
+    is_true,
+    look_up,
     ops,
     read,
     tensor_of,
@@ -38,8 +38,8 @@ from ashl.compression.wire.arrays import (
     wide,
 )
 from ashl.compression.wire.bits import pack
-from ashl.compression.wire.payload_format import HEADER, Parts, typed, write_payload
-from ashl.compression.wrappers.feedback import rescaled
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part, write_payload
+from ashl.compression.wrappers.feedback import rescale
 from ashl.errors import UsageError
 from ashl.option import Count, Fraction, Number, option
 
@@ -70,7 +70,7 @@ class Variance(Sparse):
     zeta: Fraction
     parts: Count
 
-    def shaped(self, layout: Layout) -> Variance:
+    def for_layout(self, layout: Layout) -> Variance:
         """Itself, where its places suffice."""
         if size_of(layout) > 2**PLACE_BITS:
             raise UsageError(
@@ -93,7 +93,7 @@ class Variance(Sparse):
             squares = fresh + self._kept(old.squares, old.lr, context.lr, 2)
             # Not «greater than»: what is no number has to be sent.
             places = where_true(~(wide(sums) ** 2 <= self.alpha * wide(squares)))
-            top, signs, steps = rounded(sums[places])
+            top, signs, steps = round_to_power(sums[places])
             sent = steps <= SMALLEST
             places, words = places[sent], (signs[sent] << 31) | (steps[sent] << PLACE_BITS)
             values = sums[places]
@@ -103,14 +103,14 @@ class Variance(Sparse):
         return after, write_payload(self.code, x.numel(), Parts(len(places), pack(words | places, 32), scales=top))
 
     def unpack(self, parts: Parts, d: int) -> Any:
-        top = typed(read(parts.scales), "<f4", 1, "scales")
-        words = typed(parts.values, "<i4", parts.count, "values")
+        top = typed_part(read(parts.scales), "<f4", 1, "scales")
+        words = typed_part(parts.values, "<i4", parts.count, "values")
         places = as_index(words & 2**PLACE_BITS - 1)
-        sound = not len(places) or holds((places[-1] < d) & (places[1:] > places[:-1]).all())
+        sound = not len(places) or is_true((places[-1] < d) & (places[1:] > places[:-1]).all())
         if parts.form or len(parts.indices) or not sound:
             raise PayloadError(f"the places that came are not {parts.count} ascending numbers below {d}")
         levels = np.ldexp(top, -np.arange(SMALLEST + 1, dtype=np.int32))
-        return places, looked_up(np.concatenate([levels, -levels]), words >> PLACE_BITS & 2 * SMALLEST + 1)
+        return places, look_up(np.concatenate([levels, -levels]), words >> PLACE_BITS & 2 * SMALLEST + 1)
 
     def residual(self, sender: Waiting | None) -> Tensor | None:
         return sender and sender.error
@@ -123,11 +123,11 @@ class Variance(Sparse):
 
     def _kept(self, vector: Tensor | None, before: float, now: float, power: int) -> Any:
         """What was kept, in units of this learning rate."""
-        kept = rescaled(vector, before**power, now**power)
+        kept = rescale(vector, before**power, now**power)
         return 0.0 if kept is None else array_of(kept)
 
 
-def rounded(x: Array) -> tuple[np.ndarray, Array, Array]:
+def round_to_power(x: Array) -> tuple[np.ndarray, Array, Array]:
     """(M, signs, e): the largest power of two, float32 [1], and of each element its sign bit and M / |C(x)| as an
     exponent of two; above 7 where it is too small, and 0 where it is no number."""
     length, signs, where = abs(x), as_index(ops(x).signbit(x)), ops(x).where

@@ -23,7 +23,7 @@ class Optimizer(Contract, group="optimizer"):
     momentum: ClassVar[float] = 0.0
     weight_decay: ClassVar[float] = 0.0
 
-    def codec_for_layers(self, layers: Layers) -> Optimizer:
+    def for_layers(self, layers: Layers) -> Optimizer:
         """The optimizer of this model, where it has to know its layers."""
         return self
 

@@ -43,7 +43,7 @@ class Muon(AdamW):
     steps: Annotated[Count, Field(le=100)]
     others: tuple[str, ...]
 
-    def codec_for_layers(self, layers: Layers) -> Muon:
+    def for_layers(self, layers: Layers) -> Muon:
         shaped = copy(self)
         object.__setattr__(shaped, "_layers", tuple(layers))
         return shaped

@@ -20,7 +20,7 @@ class Outer(Contract, group="outer", strict=True):
 
     linear: ClassVar[bool] = False  # whether steps on parts of an update add up to that on the whole
 
-    def codec_for_layers(self, layers: Layers) -> Outer:
+    def for_layers(self, layers: Layers) -> Outer:
         """The outer optimizer of this model, where it has to know its layers."""
         return self
 

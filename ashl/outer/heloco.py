@@ -40,7 +40,7 @@ class HeLoCo(MLA):
     rotate_gain: NonNegative
     kappa: NonNegative
 
-    def codec_for_layers(self, layers: Layers) -> HeLoCo:
+    def for_layers(self, layers: Layers) -> HeLoCo:
         shaped = copy(self)
         object.__setattr__(shaped, "_layers", tuple(layers))
         return shaped

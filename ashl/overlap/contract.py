@@ -52,7 +52,7 @@ class Overlap(Contract, group="overlap", strict=True):
         """How long a step and its exchange take in the long run."""
         return timeline.end_ns(self.messages(timeline), self.shares) + timeline.answer_ns
 
-    def planned(self, timeline: StepTimeline) -> Overlap:
+    def with_plan(self, timeline: StepTimeline) -> Overlap:
         """The same with its plan made, as it stands in plan.json: alike on all ranks."""
         return self
 
@@ -71,7 +71,7 @@ class Delayed(Overlap, contract=True):
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         return (len(timeline.ready_ns),)
 
-    def border(self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]) -> tuple[Any, Any]:
+    def at_boundary(self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]) -> tuple[Any, Any]:
         """Between two pieces of local steps: (what is exchanged of the one that is done, the model that the next one
         starts from).
 
@@ -81,6 +81,6 @@ class Delayed(Overlap, contract=True):
         """
         raise NotImplementedError
 
-    def beside(self, steps: int) -> int:
+    def overlapped_steps(self, steps: int) -> int:
         """How many of so many local steps an exchange has before it lands."""
         return steps

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 
 from ashl.option import option
 from ashl.overlap.contract import Overlap
-from ashl.overlap.merged import CAPS, Counts, as_listed, by_bytes, optimal
+from ashl.overlap.merged import CAPS, Counts, plan_as_listed, plan_by_bytes, plan_optimally
 from ashl.overlap.timeline import StepTimeline
 
 
@@ -31,13 +31,13 @@ class Crossing(Overlap, contract=True):
 
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         if not isinstance(self.plan, str):
-            return as_listed(self.plan, len(timeline.ready_ns))
+            return plan_as_listed(self.plan, len(timeline.ready_ns))
         if self.plan == "bytes":
-            return by_bytes(timeline, (CAPS[1], CAPS[1]))
+            return plan_by_bytes(timeline, (CAPS[1], CAPS[1]))
         return (
-            min(plans(timeline), key=lambda plan: self.whole_ns(timeline, plan))
+            min(candidate_plans(timeline), key=lambda plan: self.whole_ns(timeline, plan))
             if self.plan == "tuned"
-            else each(timeline)
+            else one_message_each(timeline)
         )
 
     def whole_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
@@ -63,13 +63,13 @@ class TwoWay(Crossing, contract=True):
         return self.whole_ns(timeline, self.messages(timeline))
 
     def whole_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
-        return took_ns(timeline, messages, partial(self.up_ns, timeline))
+        return step_with_pulls_ns(timeline, messages, partial(self.up_ns, timeline))
 
-    def planned(self, timeline: StepTimeline) -> TwoWay:
+    def with_plan(self, timeline: StepTimeline) -> TwoWay:
         return replace(self, plan=self.messages(timeline))
 
 
-def took_ns(timeline: StepTimeline, messages: Sequence[int], up_ns: Callable[[int], int]) -> int:
+def step_with_pulls_ns(timeline: StepTimeline, messages: Sequence[int], up_ns: Callable[[int], int]) -> int:
     """How long a step takes in the long run whose messages go up at this cost as they are ready, and come back at that
     of a half once all have gone."""
     ends, now = list(accumulate(messages)), 0
@@ -80,16 +80,16 @@ def took_ns(timeline: StepTimeline, messages: Sequence[int], up_ns: Callable[[in
     return timeline.period_ns(list(done)[:0:-1], messages)
 
 
-def each(timeline: StepTimeline) -> tuple[int, ...]:
+def one_message_each(timeline: StepTimeline) -> tuple[int, ...]:
     """A message for each layer group."""
     return (1,) * len(timeline.ready_ns)
 
 
-def plans(timeline: StepTimeline) -> list[tuple[int, ...]]:
+def candidate_plans(timeline: StepTimeline) -> list[tuple[int, ...]]:
     """Those that are tried, the ones of fewest messages first."""
     n = len(timeline.nbytes)
     caps = {sum(timeline.nbytes[i:j]) for i in range(n) for j in range(i + 1, n + 1)}
     return sorted(
-        {each(timeline), optimal(timeline), *(by_bytes(timeline, (cap, cap)) for cap in caps)},
+        {one_message_each(timeline), plan_optimally(timeline), *(plan_by_bytes(timeline, (cap, cap)) for cap in caps)},
         key=lambda p: (len(p), p),
     )

@@ -31,6 +31,6 @@ class OneStepDelayed(Delayed):
 
     local_weight: Fraction
 
-    def border(self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]) -> tuple[Any, Any]:
+    def at_boundary(self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]) -> tuple[Any, Any]:
         kept = progress if self.local_weight == 1 else progress * self.local_weight
         return progress, landed + kept if self.local_weight else landed

@@ -29,5 +29,5 @@ class Eager(Delayed):
     needs_steps: ClassVar[bool] = True
     steps_ahead: ClassVar[bool] = True
 
-    def border(self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]) -> tuple[Any, Any]:
+    def at_boundary(self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]) -> tuple[Any, Any]:
         return progress, ahead()

@@ -34,7 +34,7 @@ from typing import ClassVar, Literal
 from ashl.errors import UsageError
 from ashl.option import Ratio, option
 from ashl.overlap.contract import Overlap
-from ashl.overlap.merged import Counts, as_listed, greedy, optimal
+from ashl.overlap.merged import Counts, plan_as_listed, plan_greedily, plan_optimally
 from ashl.overlap.timeline import CompressedTimeline, StepTimeline
 
 
@@ -54,11 +54,13 @@ class Layerwise(Overlap):
 
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         if not isinstance(self.plan, str):
-            return as_listed(self.plan, len(timeline.ready_ns))
+            return plan_as_listed(self.plan, len(timeline.ready_ns))
         each = (1,) * len(timeline.ready_ns)
-        return each if self.plan == "none" else {"greedy": greedy, "optimal": optimal}[self.plan](timeline)
+        return (
+            each if self.plan == "none" else {"greedy": plan_greedily, "optimal": plan_optimally}[self.plan](timeline)
+        )
 
-    def planned(self, timeline: StepTimeline) -> Layerwise:
+    def with_plan(self, timeline: StepTimeline) -> Layerwise:
         messages, ratio = self.messages(timeline), self.ratio
         if ratio == "adaptive":
             assert isinstance(timeline, CompressedTimeline)
@@ -68,7 +70,7 @@ class Layerwise(Overlap):
                     f"compression.ratio={timeline.ratio:g} is the least that overlap.ratio=adaptive keeps, and "
                     f"overlap.max_ratio={self.max_ratio:g} the most; give the least first"
                 )
-            ratio = hidden(timeline, messages, timeline.ratio, self.max_ratio)
+            ratio = hidden_ratios(timeline, messages, timeline.ratio, self.max_ratio)
         elif ratio is not None and len(ratio) != len(messages):
             raise UsageError(
                 f"overlap.ratio lists {len(ratio)} and there are {len(messages)} messages; give a density for each, "
@@ -77,7 +79,7 @@ class Layerwise(Overlap):
         return replace(self, plan=messages, ratio=ratio)
 
 
-def hidden(timeline: StepTimeline, messages: Sequence[int], least: float, most: float) -> tuple[float, ...]:
+def hidden_ratios(timeline: StepTimeline, messages: Sequence[int], least: float, most: float) -> tuple[float, ...]:
     """How much of each message is kept, so that it has ended when the next one is ready."""
     ratios, end, bounds = [], 0, [0, *accumulate(messages)]
     for place, (first, last) in enumerate(pairwise(bounds)):

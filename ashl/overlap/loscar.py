@@ -26,5 +26,5 @@ class Loscar(Fragmented):
     fragments: ClassVar[int] = 1
     share: Ratio
 
-    def mixed(self, own: Any, landed: Any, sent: Any) -> Any:
+    def mix(self, own: Any, landed: Any, sent: Any) -> Any:
         return landed + (own - sent)

@@ -47,14 +47,14 @@ class Merged(Overlap):
 
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         if not isinstance(self.plan, str):
-            return as_listed(self.plan, len(timeline.ready_ns))
-        return {"greedy": greedy, "optimal": optimal, "bytes": by_bytes}[self.plan](timeline)
+            return plan_as_listed(self.plan, len(timeline.ready_ns))
+        return {"greedy": plan_greedily, "optimal": plan_optimally, "bytes": plan_by_bytes}[self.plan](timeline)
 
-    def planned(self, timeline: StepTimeline) -> Merged:
+    def with_plan(self, timeline: StepTimeline) -> Merged:
         return replace(self, plan=self.messages(timeline))
 
 
-def as_listed(plan: tuple[int, ...], groups: int) -> tuple[int, ...]:
+def plan_as_listed(plan: tuple[int, ...], groups: int) -> tuple[int, ...]:
     """A plan that somebody gave for so many layer groups. Raises UsageError."""
     if sum(plan) != groups:
         raise UsageError(
@@ -64,7 +64,7 @@ def as_listed(plan: tuple[int, ...], groups: int) -> tuple[int, ...]:
     return plan
 
 
-def greedy(timeline: StepTimeline) -> tuple[int, ...]:
+def plan_greedily(timeline: StepTimeline) -> tuple[int, ...]:
     """MG-WFBP's plan."""
     latency, messages = timeline.cost_ns(0), []
     first = free = 0  # where the message under way begins, and when the channel is free for it
@@ -77,7 +77,7 @@ def greedy(timeline: StepTimeline) -> tuple[int, ...]:
     return (*messages, len(timeline.ready_ns) - first)
 
 
-def optimal(timeline: StepTimeline) -> tuple[int, ...]:
+def plan_optimally(timeline: StepTimeline) -> tuple[int, ...]:
     """The plan that ends first; of several the one whose last messages hold most.
 
     Where each message costs the step something, those of two messages, of three and so on are tried, until no plan ends
@@ -85,20 +85,20 @@ def optimal(timeline: StepTimeline) -> tuple[int, ...]:
     """
     n = len(timeline.ready_ns)
     if not (timeline.split_ns or timeline.part_ns):
-        return quickest(timeline)
+        return fastest_plan(timeline)
     best: tuple[int, ...] = (n,)
     for count in range(2, n + 1):
         split = timeline.split(count)
-        bound = quickest(split)
+        bound = fastest_plan(split)
         if split.end_ns(bound) >= timeline.end_ns(best):
             break
         if len(bound) <= count or not timeline.part_ns:
             return bound
-        best = min(best, quickest(split, count), key=timeline.end_ns)
+        best = min(best, fastest_plan(split, count), key=timeline.end_ns)
     return best
 
 
-def quickest(timeline: StepTimeline, messages: int | None = None) -> tuple[int, ...]:
+def fastest_plan(timeline: StepTimeline, messages: int | None = None) -> tuple[int, ...]:
     """The plan of so many messages, or of any number, that ends first; what their number costs is in the chain.
 
     Who ends no later and lets computing stand no further back is no worse however it goes on, so that of the first j
@@ -138,7 +138,7 @@ class Ending(NamedTuple):
     done: float  # how far computing has come by then, in its own time
 
 
-def by_bytes(timeline: StepTimeline, caps: tuple[int, int] = CAPS) -> tuple[int, ...]:
+def plan_by_bytes(timeline: StepTimeline, caps: tuple[int, int] = CAPS) -> tuple[int, ...]:
     """A message is full once it has reached its cap."""
     messages, count, held = [], 0, 0
     for nbytes in timeline.nbytes:

@@ -30,7 +30,7 @@ class OverlapLocalSGD(Delayed):
     needs_steps: ClassVar[bool] = True
     alpha: Annotated[float, Number, Field(ge=0, lt=1)]
 
-    def border(self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]) -> tuple[Any, Any]:
+    def at_boundary(self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]) -> tuple[Any, Any]:
         local = start + progress
         local = local + (landed - local) * self.alpha
         return local - landed, local

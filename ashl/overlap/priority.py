@@ -63,7 +63,7 @@ class Priority(Crossing):
 
     def cuts(self, message: Bucket) -> list[tuple[int, int]]:
         assert self.slice != "auto"
-        return in_slices(message, self.slice)
+        return cut_into_slices(message, self.slice)
 
     def step_ns(self, timeline: StepTimeline) -> int:
         assert self.slice != "auto"
@@ -71,13 +71,13 @@ class Priority(Crossing):
         return timeline.period_ns(done_ns(timeline, messages, 4 * self.slice, self.most_committed), messages)
 
     def whole_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
-        return timeline.period_ns(done_ns(timeline, messages, longest(timeline, messages), 1), messages)
+        return timeline.period_ns(done_ns(timeline, messages, longest_message(timeline, messages), 1), messages)
 
-    def planned(self, timeline: StepTimeline) -> Priority:
+    def with_plan(self, timeline: StepTimeline) -> Priority:
         made = replace(self, plan=self.messages(timeline))
         if made.slice != "auto":
             return made._with_credit(timeline)
-        sizes = sizes_tried(timeline, made.messages(timeline))
+        sizes = candidate_sizes(timeline, made.messages(timeline))
         return min(
             (replace(made, slice=n)._with_credit(timeline) for n in sizes), key=lambda one: one.step_ns(timeline)
         )
@@ -91,21 +91,21 @@ class Priority(Crossing):
         return max((one for one in made if one.step_ns(timeline) <= WORTH * least), key=lambda one: one.most_committed)
 
 
-def in_slices(message: Bucket, size: int) -> list[tuple[int, int]]:
+def cut_into_slices(message: Bucket, size: int) -> list[tuple[int, int]]:
     """The elements [start, stop) of a message in slices of so many parameters, counted from its beginning."""
     count = message.stop - message.start
     return [(start, min(count, start + size)) for start in range(0, count, size)]
 
 
-def sizes_tried(timeline: StepTimeline, messages: Sequence[int]) -> list[int]:
+def candidate_sizes(timeline: StepTimeline, messages: Sequence[int]) -> list[int]:
     """Parameters of a slice, the largest first."""
-    sizes = [longest(timeline, messages) // 4]
+    sizes = [longest_message(timeline, messages) // 4]
     while sizes[-1] > max(2 * LEAST, sum(timeline.nbytes) // (2 * MOST)):
         sizes.append(sizes[-1] // 2)
     return sizes
 
 
-def longest(timeline: StepTimeline, messages: Sequence[int]) -> int:
+def longest_message(timeline: StepTimeline, messages: Sequence[int]) -> int:
     """Bytes of the longest message."""
     return max(
         sum(timeline.nbytes[end - count : end]) for end, count in zip(accumulate(messages), messages, strict=True)

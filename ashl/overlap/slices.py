@@ -19,8 +19,8 @@ from typing import ClassVar, Literal
 
 from ashl.option import Count, option
 from ashl.overlap.contract import Overlap
-from ashl.overlap.crossing import each
-from ashl.overlap.priority import in_slices, sizes_tried
+from ashl.overlap.crossing import one_message_each
+from ashl.overlap.priority import candidate_sizes, cut_into_slices
 from ashl.overlap.timeline import Bucket, StepTimeline
 
 
@@ -38,11 +38,11 @@ class Slices(Overlap):
         return self.slice == "auto"
 
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
-        return each(timeline)
+        return one_message_each(timeline)
 
     def cuts(self, message: Bucket) -> list[tuple[int, int]]:
         assert self.slice != "auto"
-        return in_slices(message, self.slice)
+        return cut_into_slices(message, self.slice)
 
     def step_ns(self, timeline: StepTimeline) -> int:
         assert self.slice != "auto"
@@ -54,8 +54,8 @@ class Slices(Overlap):
                 back = max(back, pushed) + timeline.half_ns(size)
         return back + timeline.latency_ns
 
-    def planned(self, timeline: StepTimeline) -> Slices:
+    def with_plan(self, timeline: StepTimeline) -> Slices:
         if self.slice != "auto":
             return self
-        made = [replace(self, slice=n) for n in sizes_tried(timeline, each(timeline))]
+        made = [replace(self, slice=n) for n in candidate_sizes(timeline, one_message_each(timeline))]
         return min(made, key=lambda one: one.step_ns(timeline))

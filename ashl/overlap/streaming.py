@@ -33,10 +33,10 @@ class Fragmented(Delayed, contract=True):
     needs_steps: ClassVar[bool] = True
     delay: Natural
 
-    def beside(self, steps: int) -> int:
+    def overlapped_steps(self, steps: int) -> int:
         return min(self.delay, steps - 1)
 
-    def mixed(self, own: Any, landed: Any, sent: Any) -> Any:
+    def mix(self, own: Any, landed: Any, sent: Any) -> Any:
         """What a worker goes on from in a fragment where the model has landed: of its own parameters there now, and
         when it sent them."""
         raise NotImplementedError
@@ -49,5 +49,5 @@ class Streaming(Fragmented):
     fragments: Count
     alpha: Annotated[float, Number, Field(ge=0, lt=1)]
 
-    def mixed(self, own: Any, landed: Any, sent: Any) -> Any:
+    def mix(self, own: Any, landed: Any, sent: Any) -> Any:
         return own * self.alpha + landed * (1 - self.alpha) if self.alpha else landed

@@ -518,7 +518,7 @@ def check_compression(
             f"{name} with compression.shared_scale=true is an agreement of all workers before each sum; take "
             "topology=all_reduce, or compression.shared_scale=false"
         )
-    pulled = option.pulled()
+    pulled = option.for_pulls()
     if (
         topology.has_server
         and topology.pull_ratio is not None
@@ -687,7 +687,7 @@ def note_dense_pulls(plan: Plan, parts: Parts) -> tuple[str, ...]:
         if not plain or codec.traits.lossless or PULLS not in topology.supports or topology.pull_ratio is not None:
             continue
         sent = max(worker.message_bytes or 0 for worker in stage.workers)
-        pulled = codec.pulled()
+        pulled = codec.for_pulls()
         if sent < 4 * d and isinstance(pulled, Code) and pulled.traits.contraction and not pulled.traits.reduces:
             return (
                 f"pushes are compressed and pulls are not ({4 * d / 1e6:.3g} MB each); topology.pull_ratio=0.1 "
@@ -815,7 +815,7 @@ def check_sharded_stage(name: str, stage: StagePlan, own: StageParts, parts: Par
             f"{name}: optimizer={option_name(own.optimizer)} steps on whole layers, and a server has a piece of the "
             f"model; take optimizer=sgd, or {ONE_SERVER}"
         )
-    if type(outer).codec_for_layers is not Outer.codec_for_layers:
+    if type(outer).for_layers is not Outer.for_layers:
         raise UsageError(
             f"{name}: outer={option_name(outer)} goes layer by layer; take outer=nesterov, or {ONE_SERVER}"
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from ashl.aggregate.weighted import Weighted
 from ashl.cluster.spec import Cluster, ContentionCosts
-from ashl.compression.common.code import kept
+from ashl.compression.common.code import kept_count
 from ashl.compression.contract import Codec, Layer, Layout, size_of
 from ashl.compression.wrappers.compose import wrap_codec
 from ashl.config.construct import Plain, construct
@@ -184,14 +184,14 @@ def outer_of(own: StageParts, trainer: AnyTrainer, layout: Layout) -> Outer:
     """The outer optimizer of these layers; sizes have no moments."""
     if isinstance(trainer, SizeOnlyTrainer):
         return Average()
-    return own.outer.codec_for_layers([(layer.name, layer.shape) for layer in layout])
+    return own.outer.for_layers([(layer.name, layer.shape) for layer in layout])
 
 
 def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Fragment, ...]:
     """Those of the model, where each is exchanged by itself: of P, the k-th has its layer groups (`balanced`), or what
     the k-th server holds. One that is drawn is elements and no layers."""
     if own.overlap.share is not None:
-        elements = Layer("elements", (kept(own.overlap.share, plan.num_params),))
+        elements = Layer("elements", (kept_count(own.overlap.share, plan.num_params),))
         return (Fragment(((0, plan.num_params),), (elements,), own.compression, outer_of(own, trainer, (elements,))),)
     layout = layout_of(plan.layers)
     cuts = balanced(layer_groups(plan), own.overlap.fragments) if own.overlap.fragments else []
@@ -405,7 +405,7 @@ def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | N
     trainers = []
     for stage, own in zip(plan.stages, parts.stages, strict=True):
         check_writes(learner, own.sync)
-        optimizer = with_horizon(own.optimizer, plan.limits.epochs).codec_for_layers(learner.layers)
+        optimizer = with_horizon(own.optimizer, plan.limits.epochs).for_layers(learner.layers)
         shares = [worker.data_share for worker in stage.workers]
         trainers.append(Trainer(learner, optimizer, batches, shares, own.sync.in_rounds))
     return Job(parts, data, learner, bind_stages(plan, parts, trainers, deal))

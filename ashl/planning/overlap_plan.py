@@ -82,7 +82,7 @@ def plan_overlap(plan: Plan, parts: Parts, learner: Learner, known: Profile | No
                 f"run has measured for itself, has none; profile again with `ashl profile`, or take "
                 f"overlap.{own.overlap.untimed}"
             )
-        planned = own.overlap.planned(timeline or untimed_timeline(groups))
+        planned = own.overlap.with_plan(timeline or untimed_timeline(groups))
         stages[index] = replace(stages[index], overlap=overlap_spec(stages[index].overlap, planned))
         if timeline is not None:
             notes.append(describe_step_times(timeline, planned, own.topology, groups, clock))
@@ -122,11 +122,11 @@ def describe_step_times(
     options: dict[str, Overlap] = dict(zip(names, plans, strict=True))
     if topology.has_server:
         options["tictac"] = TicTac(plan="tuned")
-        options["slices"] = Slices(slice="auto").planned(timeline)
+        options["slices"] = Slices(slice="auto").with_plan(timeline)
     elif timeline.needed_ns and not timeline.slows:
         options["dear"] = DeAR(plan="tuned")
     if topology.has_server or "dear" in options:
-        options["priority"] = Priority(plan="tuned", slice="auto", credit="auto").planned(timeline)
+        options["priority"] = Priority(plan="tuned", slice="auto", credit="auto").with_plan(timeline)
     times = ", ".join(f"{name} {option.step_ns(timeline) / 1e6:.4g}" for name, option in options.items())
     count = sum(len(chosen.cuts(message)) for message in merge_buckets(groups, chosen.messages(timeline)))
     what = "a step, its push and its pull" if topology.has_server else "a step and its sum"

@@ -156,7 +156,7 @@ def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     cycles_ns = bucketed_step_ns(stage, speed, costs) if stage.messages else []
     for rank in range(n) if not stage.messages else ():
         steps, exchange_ns = local_steps[rank], stage.topology.exchange_ns(stage, costs, rank)
-        hidden_ns = stage.delayed.beside(steps) * step_ns[rank] if stage.delayed else 0
+        hidden_ns = stage.delayed.overlapped_steps(steps) * step_ns[rank] if stage.delayed else 0
         cycles_ns.append(steps * step_ns[rank] + max(0, exchange_ns - hidden_ns))
     if (stage.by_priority or (stage.sums_beside and contention_of(cluster))) and span_ns:  # chains do not know all
         cycles_ns = [round(span_ns * sum(local_steps) / (whole.steps - half.steps))] * n

@@ -27,7 +27,7 @@ from ashl.run.virtual import Saving
 from ashl.runtime import rank_checkpoint
 from ashl.runtime.plain_state import from_plain, to_plain
 from ashl.runtime.time_accounting import KINDS, TimeAccounting
-from ashl.topology.rescaling import rescaled
+from ashl.topology.rescaling import rescale_states
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS, writing
 
@@ -116,7 +116,7 @@ def begin(origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> Check
 def write(folder: Path, origin: Origin, plan: Plan, monitor: Monitor, saving: Saving) -> None:
     """What each rank goes on from, and what home knows."""
     stage, time_ns, n = monitor.job.stages[origin.stage], origin.time_ns, origin.plan.num_workers
-    states, files = rescaled(stage, origin.state, time_ns / 1e9), {}
+    states, files = rescale_states(stage, origin.state, time_ns / 1e9), {}
     for rank, state in enumerate(states):
         peers = origin.nodes[:n] if rank < plan.num_workers else origin.nodes[n:]
         node = taken_over(peers, rank % len(peers), plan.num_workers if rank < plan.num_workers else 1, time_ns)

@@ -17,7 +17,7 @@ def price_collective(
     those of each)."""
     g, group, size_only = len(tensors), effect.group, isinstance(tensors[0], SizeOnly)
     if isinstance(effect, AllReduce):
-        nbytes = tensors[0].nbytes - (0 if size_only else effect.riders * tensors[0].element_size())
+        nbytes = tensors[0].nbytes - (0 if size_only else effect.piggybacked * tensors[0].element_size())
         if effect.op in HALVES_OF_A_SUM:
             gathers = effect.op == "gather"
             total = nbytes * g if gathers else -(-nbytes // (4 * g)) * 4 * g
@@ -27,6 +27,6 @@ def price_collective(
         if network.summing is not None:
             own = network.summing.known(group, nbytes)
         return sum_in_rank_order(tensors, effect.op), cost, 2 * (g - 1) * nbytes // g, own
-    longest = max(t.nbytes for t in tensors) - (0 if size_only else effect.riders)  # as which all of them travel
+    longest = max(t.nbytes for t in tensors) - (0 if size_only else effect.piggybacked)  # as which all of them travel
     total = g * longest
     return tensors, network.all_gather_ns(group, total, now_ns), total * (g - 1) // g, None

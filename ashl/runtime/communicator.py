@@ -307,7 +307,7 @@ class Communicator:
         lives = effect.lives if isinstance(effect, AllReduce) else ()
         pg, loose, wait = self._groups.get(group), self._loose(group, lives), self._wait(group)
         if isinstance(effect, AllReduce):
-            nbytes = tensor.nbytes - effect.riders * tensor.element_size()
+            nbytes = tensor.nbytes - effect.piggybacked * tensor.element_size()
             if effect.op in HALVES_OF_A_SUM:
                 assert not loose, "half a sum is of all ranks, or of a group that the plan lists"
                 gathers = effect.op == "gather"
@@ -327,7 +327,7 @@ class Communicator:
             return value, moved, begin, cost
         assert not loose, "bytes are gathered from all ranks, or from a group that the plan lists"
         parts, longest = collectives.all_gather(tensor, group, pg, self._max_bytes, wait)
-        total = g * (longest - effect.riders)  # known only now
+        total = g * (longest - effect.piggybacked)  # known only now
         moved = total * (g - 1) // g
         return parts, (moved, moved), *self._throttle.all_gathered(group, number, total, asked_ns)
 

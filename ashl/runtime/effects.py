@@ -121,7 +121,7 @@ class AllReduce(NamedTuple):
     tensor: Any
     group: tuple[int, ...]
     op: str = "sum"
-    riders: int = 0
+    piggybacked: int = 0
     key: int = 0
     credit: int = 0
     epoch: int = 0
@@ -137,7 +137,7 @@ class AllGather(NamedTuple):
 
     tensor: Any
     group: tuple[int, ...]
-    riders: int = 0
+    piggybacked: int = 0
     key: int = 0
     credit: int = 0
     epoch: int = 0
@@ -157,7 +157,7 @@ class Regroup(NamedTuple):
     asks, too, with a version below 0, and is let in where the others all are `open` to that, or the run ends."""
 
     version: int  # of the model that this rank would go on from
-    word: int = 0  # 1 or 2: it ends the stage or the run there
+    signal: int = 0  # 1 or 2: it ends the stage or the run there
     open: bool = False
 
     def __await__(self) -> Generator[Regroup, Any, Formed]:
@@ -173,7 +173,7 @@ class Formed(NamedTuple):
     epoch: int
     ranks: tuple[int, ...]
     version: int  # the lowest
-    word: int  # why all asked; 0 where some had come further than others
+    signal: int  # why all asked; 0 where some had come further than others
     lost: tuple[int, ...]  # who is gone of the team before
     came: tuple[int, ...]  # who of the ranks is new, and knows nothing yet
     time_ns: int  # when all had asked

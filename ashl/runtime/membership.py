@@ -145,20 +145,20 @@ class SimMembership:
         if not versions or len(known) < len(self.members):
             return
         last = min(versions)
-        word = 0 if max(versions) > last else max(effect.word for effect in known.values())
-        opens = not word and all(effect.open for effect in known.values() if effect.version >= 0)
+        signal = 0 if max(versions) > last else max(effect.signal for effect in known.values())
+        opens = not signal and all(effect.open for effect in known.values() if effect.version >= 0)
         came = [] if not opens else [rank for rank, (_, effect) in self._asked.items() if effect.version < 0]
         ranks = tuple(sorted({*came, *(rank for rank, effect in known.items() if effect.version >= 0)}))
         lost = tuple(rank for rank in self._team[1] if rank in self.noticed[self._team[0] :])
         times = Counter(self.noticed)
         lives = tuple(times[rank] for rank in ranks)
-        formed = Formed(len(self.noticed), ranks, last, word, lost, tuple(sorted(came)), self.sim.now_ns, lives)
+        formed = Formed(len(self.noticed), ranks, last, signal, lost, tuple(sorted(came)), self.sim.now_ns, lives)
         self._team = len(self.noticed), ranks
-        if word > 1:
+        if signal > 1:
             self._last = formed
         self.members = set(ranks)
         for rank in sorted(self._asked):
-            if rank in ranks or word > 1:
+            if rank in ranks or signal > 1:
                 self._at(self._asked.pop(rank)[0], formed)
         for ctx in self.sim.contexts:
             ctx.join_pending = bool(self._asked)

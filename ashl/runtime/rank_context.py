@@ -163,20 +163,20 @@ class RankContext:
         tensor: Any,
         group: tuple[int, ...],
         op: str = "sum",
-        riders: int = 0,
+        piggybacked: int = 0,
         key: int = 0,
         credit: int = 0,
         epoch: int = 0,
         lives: tuple[int, ...] = (),
     ) -> AllReduce:
         assert key >= 0, "keys of collectives count from 0"
-        return AllReduce(tensor, group, op, riders, key, credit, epoch, lives)
+        return AllReduce(tensor, group, op, piggybacked, key, credit, epoch, lives)
 
     def all_gather(
-        self, tensor: Any, group: tuple[int, ...], riders: int = 0, key: int = 0, epoch: int = 0
+        self, tensor: Any, group: tuple[int, ...], piggybacked: int = 0, key: int = 0, epoch: int = 0
     ) -> AllGather:
         assert key >= 0, "keys of collectives count from 0"
-        return AllGather(tensor, group, riders, key, 0, epoch)
+        return AllGather(tensor, group, piggybacked, key, 0, epoch)
 
     def spawn(self, coro: Coroutine, is_background_service: bool = False) -> Any:
         """Start a task beside the main one. Its time is not the worker's time: only the main task is accounted for.

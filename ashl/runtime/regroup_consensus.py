@@ -54,7 +54,7 @@ class Decision(NamedTuple):
 
     lost: Sequence[int]
     version: int = 0
-    word: int = 0
+    signal: int = 0
     came: Sequence[tuple[int, int]] = ()
     out: Sequence[int] = ()
 
@@ -136,11 +136,11 @@ class RegroupConsensus:
         Raises AshlError where nobody is left who has the model."""
         decision = self._next(asked)
         lost = [*decision.lost]
-        while decision.lost or not (self._inside or decision.word > 1):
+        while decision.lost or not (self._inside or decision.signal > 1):
             decision = self._next(asked)
             lost += decision.lost
         came = tuple(sorted(rank for rank, _ in decision.came))
-        how = decision.version, decision.word, tuple(lost), came, clock_ns()
+        how = decision.version, decision.signal, tuple(lost), came, clock_ns()
         formed = Formed(self._number, self._team, *how, tuple(self._lives[rank] for rank in self._team))
         another = self._inside and (lost or came or decision.out)
         return formed, {self._team: self._group()} if another else None
@@ -190,12 +190,12 @@ class RegroupConsensus:
         if not known:
             return Decision([], -1)
         version = min(asked.version for asked in known)
-        word = 0 if any(asked.version > version for asked in known) else max(asked.word for asked in known)
+        signal = 0 if any(asked.version > version for asked in known) else max(asked.signal for asked in known)
         came = []
-        if not word and all(asked.open for asked in known):
+        if not signal and all(asked.open for asked in known):
             came = [one for one in self._met.items() if one[1] > max(self._lives[one[0]], self._gone[one[0]])]
             came = [one for one in came if self._store.check([knock(*one)])]
-        return Decision([], version, word, came, out)
+        return Decision([], version, signal, came, out)
 
     def _read(self) -> Decision:
         """The next agreement, of others."""

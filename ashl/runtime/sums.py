@@ -19,7 +19,7 @@ def sum_in_rank_order(tensors: Sequence[Any], op: str = "sum") -> Any:
     if len(tensors) == 1:
         return total
     if isinstance(total, SizeOnly):
-        return SizeOnly(total.nbytes, sum(t.word for t in tensors))
+        return SizeOnly(total.nbytes, sum(t.signal for t in tensors))
     if total.dtype in HALVES:
         return sum_in_rank_order([t.float() for t in tensors], op).to(total.dtype)
     for i, tensor in enumerate(tensors[1:]):
@@ -49,5 +49,5 @@ def piece(x: Any, start: int, stop: int) -> Any:
 def together(parts: Sequence[Any]) -> Any:
     """One vector of several."""
     if isinstance(parts[0], SizeOnly):
-        return SizeOnly(sum(part.nbytes for part in parts), sum(part.word for part in parts))
+        return SizeOnly(sum(part.nbytes for part in parts), sum(part.signal for part in parts))
     return torch.cat(list(parts))

@@ -43,9 +43,9 @@ class ASHL(Schedule):
 
     def stages(self, choices: Choices) -> list[StagePlan]:
         return [
-            *profiling(choices, self.profile_steps),
-            ahl(choices, self.h_preset[0], self.r_preset[0], until=self.low_enough),
-            shl(choices, self.h_preset[1], self.r_preset[1], self.staleness),
+            *profiling_stage(choices, self.profile_steps),
+            ahl_stage(choices, self.h_preset[0], self.r_preset[0], until=self.low_enough),
+            shl_stage(choices, self.h_preset[1], self.r_preset[1], self.staleness),
         ]
 
     @property
@@ -54,7 +54,7 @@ class ASHL(Schedule):
         return {"evaluated_loss" if self.loss == "evaluated" else "loss": self.loss_switch}
 
 
-def profiling(
+def profiling_stage(
     choices: Choices, steps: int, per_layer_group: bool = False, codecs: Sequence[Spec] = ()
 ) -> list[StagePlan]:
     """The stage that measures, where it is wanted."""
@@ -67,11 +67,13 @@ def profiling(
     )
 
 
-def ahl(choices: Choices, h: int, r: float | None, until: dict[str, float] | None = None) -> StagePlan:
+def ahl_stage(choices: Choices, h: int, r: float | None, until: dict[str, float] | None = None) -> StagePlan:
     spec: Spec = {"_target_": "ashl.sync.ahl.AHL"}
     return choices.stage("ahl", sync=spec, local_steps="plan", h_preset=h, r_preset=r, until=until)
 
 
-def shl(choices: Choices, h: int, r: float | None, staleness: int, until: dict[str, float] | None = None) -> StagePlan:
+def shl_stage(
+    choices: Choices, h: int, r: float | None, staleness: int, until: dict[str, float] | None = None
+) -> StagePlan:
     spec: Spec = {"_target_": "ashl.sync.shl.SHL", "staleness": staleness}
     return choices.stage("shl", sync=spec, local_steps="plan", h_preset=h, r_preset=r, until=until)

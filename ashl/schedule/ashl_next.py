@@ -21,8 +21,8 @@ from pydantic import Field
 
 from ashl.option import Count, Natural, Ratio, option
 from ashl.plan.plan import Spec, StagePlan
-from ashl.schedule.ashl import profiling
-from ashl.schedule.ashl_plus import pulling
+from ashl.schedule.ashl import profiling_stage
+from ashl.schedule.ashl_plus import with_compressed_pulls
 from ashl.schedule.choices import Choices, Schedule
 from ashl.schedule.decay_on_rise import DecayStages
 
@@ -39,7 +39,7 @@ class ASHLNext(Schedule, DecayStages):
     profile_steps: Count
 
     def stages(self, choices: Choices) -> list[StagePlan]:
-        choices = pulling(choices, self.pull_ratio)
+        choices = with_compressed_pulls(choices, self.pull_ratio)
 
         def stage_of(k: int) -> StagePlan:
             sync: Spec = {"_target_": "ashl.sync.ahl.AHL"}
@@ -48,4 +48,4 @@ class ASHLNext(Schedule, DecayStages):
             h, r = self.h_preset[: k + 1][-1], self.r_preset[: k + 1][-1]
             return choices.stage("", sync=sync, local_steps="plan", h_preset=h, r_preset=r)
 
-        return [*profiling(choices, 0 if choices.profile else self.profile_steps), *self.decaying(stage_of)]
+        return [*profiling_stage(choices, 0 if choices.profile else self.profile_steps), *self.with_decay(stage_of)]

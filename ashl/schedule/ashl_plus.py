@@ -29,12 +29,12 @@ class ASHLPlus(ASHL):
     shl_scale: Positive
 
     def stages(self, choices: Choices) -> list[StagePlan]:
-        *first, shl = super().stages(pulling(choices, self.pull_ratio))
+        *first, shl = super().stages(with_compressed_pulls(choices, self.pull_ratio))
         aggregate = {**shl.aggregate, "scale": self.shl_scale * shl.aggregate["scale"]}
         return [*first, replace(shl, aggregate=aggregate)]
 
 
-def pulling(choices: Choices, ratio: float | None) -> Choices:
+def with_compressed_pulls(choices: Choices, ratio: float | None) -> Choices:
     """The choices with this density of a pull, where something is compressed and no share is chosen."""
     topology = choices.specs["topology"]
     if choices.ratio is not None and "pull_ratio" in topology and topology["pull_ratio"] is None:

@@ -9,7 +9,7 @@ are more accurate the stricter stage first.
 
 from ashl.option import option
 from ashl.plan.plan import StagePlan
-from ashl.schedule.ashl import ASHL, ahl, profiling, shl
+from ashl.schedule.ashl import ASHL, ahl_stage, profiling_stage, shl_stage
 from ashl.schedule.choices import Choices
 from ashl.schedule.handover import Handover
 
@@ -19,10 +19,10 @@ class ASHLReversed(ASHL, Handover):
     """Fine and bounded first, coarse and asynchronous later."""
 
     def stages(self, choices: Choices) -> list[StagePlan]:
-        return self.handed(
+        return self.with_handover(
             [
-                *profiling(choices, self.profile_steps),
-                shl(choices, self.h_preset[1], self.r_preset[1], self.staleness, until=self.low_enough),
-                ahl(choices, self.h_preset[0], self.r_preset[0]),
+                *profiling_stage(choices, self.profile_steps),
+                shl_stage(choices, self.h_preset[1], self.r_preset[1], self.staleness, until=self.low_enough),
+                ahl_stage(choices, self.h_preset[0], self.r_preset[0]),
             ]
         )

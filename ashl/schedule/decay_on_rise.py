@@ -29,7 +29,7 @@ class DecayStages:
     decay_factor: Ratio
     loss_switch: tuple[Positive, ...] | None
 
-    def decaying(self, stage_of: Callable[[int], StagePlan]) -> list[StagePlan]:
+    def with_decay(self, stage_of: Callable[[int], StagePlan]) -> list[StagePlan]:
         """Return all decay stages, with the name, server learning rate and end of each; `stage_of` makes them by
         number.
 
@@ -67,4 +67,4 @@ class DecayOnRise(Schedule, DecayStages):
 
     def stages(self, choices: Choices) -> list[StagePlan]:
         h_preset = None if self.h_preset is None else self.h_preset[0]
-        return self.decaying(lambda k: choices.stage("", h_preset=h_preset))
+        return self.with_decay(lambda k: choices.stage("", h_preset=h_preset))

@@ -19,7 +19,7 @@ class Handover:
     momentum: Literal["keep", "reset"]
     residual: Literal["keep", "drop"]
 
-    def handed(self, stages: Sequence[StagePlan]) -> list[StagePlan]:
+    def with_handover(self, stages: Sequence[StagePlan]) -> list[StagePlan]:
         """The stages with the hand-over declared for each but the first."""
         first, *others = stages
         declared = {"momentum": self.momentum, "residual": self.residual}

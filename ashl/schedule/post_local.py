@@ -14,7 +14,7 @@ from ashl.option import Count, Positive, option
 from ashl.plan.plan import Spec, StagePlan
 from ashl.schedule.choices import Choices, Schedule
 from ashl.schedule.handover import Handover
-from ashl.schedule.sync_first import bsp
+from ashl.schedule.sync_first import bsp_stage
 
 
 @option
@@ -29,4 +29,4 @@ class PostLocal(Schedule, Handover):
         h = self.local_steps
         spec: Spec = {"_target_": "ashl.sync.local_sgd.LocalSGD", "local_steps": h}
         local = choices.stage("local_sgd", sync=spec, local_steps=h)
-        return self.handed([bsp(choices, {"epochs": self.switch_epochs}), local])
+        return self.with_handover([bsp_stage(choices, {"epochs": self.switch_epochs}), local])

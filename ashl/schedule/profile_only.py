@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from ashl.errors import UsageError
 from ashl.option import Count, option
 from ashl.plan.plan import StagePlan
-from ashl.schedule.ashl import profiling
+from ashl.schedule.ashl import profiling_stage
 from ashl.schedule.choices import Choices, Schedule
 
 
@@ -24,4 +24,4 @@ class ProfileOnly(Schedule):
     def stages(self, choices: Choices) -> list[StagePlan]:
         if choices.profiled:
             raise UsageError("costs are given, so there is nothing to measure; drop profile=")
-        return profiling(choices, self.profile_steps, self.per_layer_group, self.codecs)
+        return profiling_stage(choices, self.profile_steps, self.per_layer_group, self.codecs)

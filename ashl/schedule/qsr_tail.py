@@ -9,7 +9,7 @@ Source: Shen et al., "ASHL", IEEE TC 2024; Gu et al., "A Quadratic Synchronizati
 
 from ashl.option import Count, Positive, option
 from ashl.plan.plan import Spec, StagePlan
-from ashl.schedule.ashl import ASHL, ahl, profiling, shl
+from ashl.schedule.ashl import ASHL, ahl_stage, profiling_stage, shl_stage
 from ashl.schedule.choices import Choices
 from ashl.schedule.handover import Handover
 
@@ -25,11 +25,11 @@ class QSRTail(ASHL, Handover):
     def stages(self, choices: Choices) -> list[StagePlan]:
         h, r = self.h_preset[1], self.r_preset[1]
         spec: Spec = {"_target_": "ashl.sync.qsr.QSR", "local_steps": "plan", "alpha": self.alpha, "h_max": self.h_max}
-        return self.handed(
+        return self.with_handover(
             [
-                *profiling(choices, self.profile_steps),
-                ahl(choices, self.h_preset[0], self.r_preset[0], until=self.low_enough),
-                shl(choices, h, r, self.staleness, until={"epochs": self.shl_epochs}),
+                *profiling_stage(choices, self.profile_steps),
+                ahl_stage(choices, self.h_preset[0], self.r_preset[0], until=self.low_enough),
+                shl_stage(choices, h, r, self.staleness, until={"epochs": self.shl_epochs}),
                 choices.stage("qsr", sync=spec, local_steps="plan", h_preset=h, r_preset=r),
             ]
         )

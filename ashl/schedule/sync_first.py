@@ -9,7 +9,7 @@ Source: Li et al., "Sync-Switch", ICDCS 2021 (synchronous for the first part, as
 
 from ashl.option import Positive, option
 from ashl.plan.plan import Spec, StagePlan
-from ashl.schedule.ashl import ASHL, ahl, profiling, shl
+from ashl.schedule.ashl import ASHL, ahl_stage, profiling_stage, shl_stage
 from ashl.schedule.choices import Choices
 from ashl.schedule.handover import Handover
 
@@ -21,17 +21,17 @@ class SyncFirst(ASHL, Handover):
     warmup_epochs: Positive
 
     def stages(self, choices: Choices) -> list[StagePlan]:
-        return self.handed(
+        return self.with_handover(
             [
-                *profiling(choices, self.profile_steps),
-                bsp(choices, {"epochs": self.warmup_epochs}, r=1.0),
-                ahl(choices, self.h_preset[0], self.r_preset[0], until=self.low_enough),
-                shl(choices, self.h_preset[1], self.r_preset[1], self.staleness),
+                *profiling_stage(choices, self.profile_steps),
+                bsp_stage(choices, {"epochs": self.warmup_epochs}, r=1.0),
+                ahl_stage(choices, self.h_preset[0], self.r_preset[0], until=self.low_enough),
+                shl_stage(choices, self.h_preset[1], self.r_preset[1], self.staleness),
             ]
         )
 
 
-def bsp(choices: Choices, until: dict[str, float], r: float | None = None) -> StagePlan:
+def bsp_stage(choices: Choices, until: dict[str, float], r: float | None = None) -> StagePlan:
     """A synchronous stage whose workers step themselves."""
     spec: Spec = {"_target_": "ashl.sync.bsp.BSP", "exchange": "difference"}
     return choices.stage("bsp", sync=spec, local_steps=1, r_preset=r, until=until)

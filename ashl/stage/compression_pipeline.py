@@ -91,7 +91,7 @@ class CompressionPipeline:
     @cached_property
     def down(self) -> Codec:
         """What compresses a pull."""
-        return self.innermost.pulled()
+        return self.innermost.for_pulls()
 
     @cached_property
     def unread(self) -> SizeOnly:
@@ -123,7 +123,7 @@ class CompressionPipeline:
         memory = None
         if ends.memory is not None and isinstance(self.innermost, Reduces):
             worth = 1.0 if gradients == ends.gradients or not rate else -1 / rate if gradients else -rate
-            memory = self.innermost.taken_over(ends.memory, keeps, worth)
+            memory = self.innermost.convert_memory(ends.memory, keeps, worth)
         sender = self._moved(convert_sender(ends.sender, self.codec)) if keeps.residual else None
         return CodecState(sender, memory=memory, gradients=gradients, held=ends.held)
 

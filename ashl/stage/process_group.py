@@ -49,7 +49,7 @@ class ProcessGroup:
     ranks: tuple[int, ...]
     weights: list[float]  # c_j
     loss: float = 0.0
-    word: float = 0
+    signal: float = 0
     carried: bool = False  # whether they have gone with a message of this merge
     share: float = 1.0  # of the model that is exchanged
     epoch: int = 0  # how many losses had been taken into account when it was formed
@@ -60,9 +60,9 @@ class ProcessGroup:
         """All workers of a stage."""
         return cls(ctx, stage, stage.workers, stage.team_weights, epoch=epoch, lives=lives)
 
-    def begin(self, loss: float, word: float) -> None:
+    def begin(self, loss: float, signal: float) -> None:
         """A merge begins."""
-        self.loss, self.word, self.carried = loss, word, False
+        self.loss, self.signal, self.carried = loss, signal, False
 
     @property
     def size(self) -> int:
@@ -77,7 +77,7 @@ class ProcessGroup:
         return self.weights[self.place]
 
     @property
-    def lost(self) -> bool:
+    def not_finite(self) -> bool:
         return math.isnan(self.loss)
 
     async def all_reduce(self, x: Any, weight: float = 1.0, key: int = 0, credit: int = 0) -> Any:
@@ -85,13 +85,13 @@ class ProcessGroup:
             x = x if weight == 1 else x * weight
             return whole(await self.ctx.all_reduce(x, self.ranks, key=key, credit=credit, epoch=self.epoch))
         if isinstance(x, SizeOnly):
-            word = SizeOnly(x.nbytes, int(self.word))
-            total = whole(await self.ctx.all_reduce(word, self.ranks, "sum", NUMBERS, key, credit, self.epoch))
-            self._carry(0.0, total.word)
+            signal = SizeOnly(x.nbytes, int(self.signal))
+            total = whole(await self.ctx.all_reduce(signal, self.ranks, "sum", NUMBERS, key, credit, self.epoch))
+            self._carry(0.0, total.signal)
             return SizeOnly(total.nbytes)
         packed = x.new_empty(x.numel() + NUMBERS)
         torch.mul(x, weight, out=packed[:-NUMBERS])
-        packed[-2], packed[-1] = self.loss, self.word
+        packed[-2], packed[-1] = self.loss, self.signal
         total = whole(await self.ctx.all_reduce(packed, self.ranks, "sum", NUMBERS, key, credit, self.epoch))
         self._carry(*to_host(total[-NUMBERS:]).tolist())
         return total[:-NUMBERS]
@@ -101,12 +101,12 @@ class ProcessGroup:
         if self.carried:
             return await self.ctx.all_reduce(chunk, self.ranks, "gather")
         if isinstance(chunk, SizeOnly):
-            total = await self.ctx.all_reduce(SizeOnly(chunk.nbytes, int(self.word)), self.ranks, "gather")
-            self._carry(0.0, total.word)
+            total = await self.ctx.all_reduce(SizeOnly(chunk.nbytes, int(self.signal)), self.ranks, "gather")
+            self._carry(0.0, total.signal)
             return SizeOnly(total.nbytes)
         packed = chunk.new_empty(chunk.numel() + NUMBERS)
-        packed[:-NUMBERS], packed[-2], packed[-1] = chunk, self.loss, self.word
-        rows = (await self.ctx.all_reduce(packed, self.ranks, "gather", riders=NUMBERS)).view(self.size, -1)
+        packed[:-NUMBERS], packed[-2], packed[-1] = chunk, self.loss, self.signal
+        rows = (await self.ctx.all_reduce(packed, self.ranks, "gather", piggybacked=NUMBERS)).view(self.size, -1)
         self._carry(*to_host(sum_in_rank_order(list(rows[:, -NUMBERS:]))).tolist())
         return rows[:, :-NUMBERS].flatten()
 
@@ -114,19 +114,19 @@ class ProcessGroup:
         if self.carried:
             return whole(await self.ctx.all_gather(x, self.ranks, epoch=self.epoch))
         if isinstance(x, SizeOnly):
-            parts = whole(await self.ctx.all_gather(SizeOnly(x.nbytes, int(self.word)), self.ranks, epoch=self.epoch))
-            self._carry(0.0, sum(part.word for part in parts))
+            parts = whole(await self.ctx.all_gather(SizeOnly(x.nbytes, int(self.signal)), self.ranks, epoch=self.epoch))
+            self._carry(0.0, sum(part.signal for part in parts))
             return parts
-        tail = torch.tensor([self.loss, self.word], dtype=torch.float64, device=str(x.device)).view(torch.uint8)
+        tail = torch.tensor([self.loss, self.signal], dtype=torch.float64, device=str(x.device)).view(torch.uint8)
         sent = torch.cat([x, tail])
-        parts = whole(await self.ctx.all_gather(sent, self.ranks, riders=tail.numel(), epoch=self.epoch))
+        parts = whole(await self.ctx.all_gather(sent, self.ranks, piggybacked=tail.numel(), epoch=self.epoch))
         sums = sum_in_rank_order([part[-tail.numel() :].clone().view(torch.float64) for part in parts])
         self._carry(*to_host(sums).tolist())
         return [part[: -tail.numel()] for part in parts]
 
     async def send(self, place: int, name: str, payload: Any, *numbers: float) -> None:
         tag = self.stage.tag(name, self.epoch)
-        await self.ctx.send(self.ranks[place], tag, payload, (self.loss, self.word, *numbers))
+        await self.ctx.send(self.ranks[place], tag, payload, (self.loss, self.signal, *numbers))
 
     async def recv(self, place: int, name: str, final: bool = False) -> tuple[Any, tuple[float, ...]]:
         """(body, numbers) from one other. What rides along is added up, but `final` from one who has everything. Raises
@@ -136,8 +136,8 @@ class ProcessGroup:
         while (message := await self.ctx.recv(*tags, src=self.ranks[place])).tag != tag:
             if message.tag == given_up or message.meta[0] >= (self.lives[place] if self.lives else 0):
                 raise GroupBrokenError  # else it was an earlier life that is over
-        loss, word, *numbers = message.meta
-        self._carry(*((loss, word) if final else (self.loss + loss, self.word + word)))
+        loss, signal, *numbers = message.meta
+        self._carry(*((loss, signal) if final else (self.loss + loss, self.signal + signal)))
         return message.body, tuple(numbers)
 
     async def give_up(self, places: Sequence[int]) -> None:
@@ -149,7 +149,7 @@ class ProcessGroup:
         """Where workers may be lost: all have come so far with a protocol of messages, so that none has what another
         lacks. Raises TeamBrokenError."""
         if self.stage.elastic and self.stage.link.talks:
-            whole(await self.ctx.all_reduce(torch.zeros(1), self.ranks, riders=1, epoch=self.epoch))
+            whole(await self.ctx.all_reduce(torch.zeros(1), self.ranks, piggybacked=1, epoch=self.epoch))
 
     def compute(self, fn: Callable[[], T], work: float = 0.0) -> Compute:
         return self.ctx.compute(fn, work=work * self.share, kind="compress")
@@ -161,5 +161,5 @@ class ProcessGroup:
     def blank(self, nbytes: int) -> Any:
         return SizeOnly(nbytes)
 
-    def _carry(self, loss: float, word: float) -> None:
-        self.loss, self.word, self.carried = loss, word, True
+    def _carry(self, loss: float, signal: float) -> None:
+        self.loss, self.signal, self.carried = loss, signal, True

@@ -47,7 +47,7 @@ def peers_of(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
 
 def hearing(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
     """All ranks that have to know when this one is gone."""
-    return tuple(sorted({peer for stage in stages for peer in stage.topology.hears(stage, rank)}))
+    return tuple(sorted({peer for stage in stages for peer in stage.topology.notified_on_failure(stage, rank)}))
 
 
 def role(stage: Stage, rank: int) -> Loop:

@@ -122,7 +122,7 @@ class Topology(Contract, group="topology"):
         """The ranks that this one exchanges messages with."""
         raise NotImplementedError
 
-    def hears(self, stage: Stage, rank: int) -> tuple[int, ...]:
+    def notified_on_failure(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """The ranks that have to know when this one is gone."""
         return self.links(stage, rank)
 

@@ -30,23 +30,23 @@ class ADPSGD(PairRule):
 
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Whom this worker may ask: an active one its passive neighbours, a passive one nobody."""
-        return stage.once(asked_in)[rank]
+        return stage.once(partners_in)[rank]
 
 
-def asked_in(stage: Stage) -> Sources:
-    return asked(graph_of(stage).edges(stage), stage.num_workers)
+def partners_in(stage: Stage) -> Sources:
+    return choose_partners(graph_of(stage).edges(stage), stage.num_workers)
 
 
-def asked(edges: tuple[Edge, ...], n: int) -> Sources:
+def choose_partners(edges: tuple[Edge, ...], n: int) -> Sources:
     """By rank: the passive neighbours of the active workers, nobody for the passive ones."""
-    crossing = across(edges, range(n))
+    crossing = edges_across(edges, range(n))
     role: Sequence[int] = range(n)
     if min(depths(sources_of(crossing, n))) < 0:
         role = depths(sources_of(edges, n))
-        crossing = across(edges, role)
+        crossing = edges_across(edges, role)
     return tuple(heard if role[i] % 2 else () for i, heard in enumerate(sources_of(crossing, n)))
 
 
-def across(edges: Sequence[Edge], role: Sequence[int]) -> list[Edge]:
+def edges_across(edges: Sequence[Edge], role: Sequence[int]) -> list[Edge]:
     """The edges between an even and an odd role."""
     return [(i, j) for i, j in edges if (role[i] + role[j]) % 2]

@@ -44,7 +44,7 @@ class AdaComm(BarrierRule, StepRule):
     def begin(self, stage: Stage, progress: Progress) -> Period:
         return Period(self.local_steps, self.local_steps, progress.now_s)
 
-    def rescaled(self, stage: Stage, state: Period, progress: Progress) -> Period:
+    def on_rescale(self, stage: Stage, state: Period, progress: Progress) -> Period:
         return state
 
     def observe(self, stage: Stage, state: Period, progress: Progress, push: Push) -> Period:
@@ -56,7 +56,7 @@ class AdaComm(BarrierRule, StepRule):
     def due(self, state: Period, now_s: float) -> bool:
         return now_s - state.since_s >= self.every_s
 
-    def hear(self, stage: Stage, state: Period, progress: Progress, heard: Heard) -> Period:
+    def observe_round(self, stage: Stage, state: Period, progress: Progress, heard: Heard) -> Period:
         return self._adapted(stage, state, progress, heard.now_s, heard.due)
 
     def in_round(self, stage: Stage, state: Period, progress: Progress) -> Stage:

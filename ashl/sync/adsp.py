@@ -75,7 +75,7 @@ class ADSP(ServerRule):
         now_s, searching = progress.now_s, self.search_s is not None
         return Search(self.commits, now_s, self.commits, now_s, searching, [0.0] * progress.num_workers)
 
-    def rescaled(self, stage: Stage, state: Search, progress: Progress) -> Search:
+    def on_rescale(self, stage: Stage, state: Search, progress: Progress) -> Search:
         """Other workers are searched for anew."""
         return replace(self.begin(stage, progress), searches=state.searches)
 

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import torch
 
 from ashl.compression.contract import EncodeContext
-from ashl.compression.grid import MOST, WHOLE, Grid, meant, quantize_to_grid
+from ashl.compression.grid import MOST, WHOLE, Grid, quantize_to_grid, read_grid
 from ashl.compression.wire.arrays import array_of
 from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, write_payload
 from ashl.learn.device import numbers, to_host
@@ -43,9 +43,9 @@ from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.progress import LATE, Progress
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, Stage
-from ashl.sync.prox import shrunk
-from ashl.topology.estimate import Anchor, over_shard, reduced
-from ashl.topology.local_work import Work, WorkerState, encoded
+from ashl.sync.prox import shrink
+from ashl.topology.estimate import Anchor, average_over_shard, reduce_variance
+from ashl.topology.local_work import Work, WorkerState, encode_update
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
 
@@ -118,12 +118,12 @@ class Snapshots(Updates):
         """The full gradient at a snapshot; after it, what a minibatch says has changed since."""
         start = ctx.now
         if state.anchor is None:
-            loss, gradient, samples = await over_shard(ctx, stage, state)
+            loss, gradient, samples = await average_over_shard(ctx, stage, state)
             state.anchor = Anchor(state.params, gradient, state.drawn)
             return Work(gradient, loss, 1, samples, ctx.now - start, state.version), gradient, loss
-        loss, change = await reduced(ctx, stage, state)
+        loss, change = await reduce_variance(ctx, stage, state)
         work = Work(change, loss, 1, state.batch, ctx.now - start, state.version)
-        return work, *await encoded(ctx, stage, state, work)
+        return work, *await encode_update(ctx, stage, state, work)
 
     async def apply_push(self, ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
         """A full gradient joins the sum; anything else is a step."""
@@ -132,7 +132,7 @@ class Snapshots(Updates):
     def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
         progress, worker, (steps, samples) = state.progress, message.src, message.meta[:2]
         if state.rule_state is None:
-            state.rule_state = self.opened(stage, state)
+            state.rule_state = self.open_epoch(stage, state)
         epoch = state.rule_state
         if stepped := worker not in epoch.owing:
             progress.commit(worker, int(steps), int(samples))
@@ -140,7 +140,7 @@ class Snapshots(Updates):
             lr = stage.trainer.rate(progress.samples)
             exact = stage.link.traits.lossless
             state.moments, x = stage.trainer.apply(state.params, state.moments, zeta + epoch.gradient, lr, exact)
-            state.params = shrunk(x, lr * self.rule.l1)
+            state.params = shrink(x, lr * self.rule.l1)
             progress.merge()
             epoch.done, epoch.left = epoch.done + 1, max(0, epoch.left - 1)
         elif epoch.add_gradient(worker, message.body, int(samples)):
@@ -148,24 +148,24 @@ class Snapshots(Updates):
         else:
             progress.drop(worker, int(steps), LATE)
             progress.waiting[worker] = progress.waiting[worker][0], True
-        self.renewed(stage, state)
+        self.renew(stage, state)
         return stepped
 
-    def renewed(self, stage: Stage, state: ServerState) -> None:
+    def renew(self, stage: Stage, state: ServerState) -> None:
         """Full gradients are a mean once all are there, and an epoch is over once all have arrived."""
         epoch, progress = state.rule_state, state.progress
         epoch.settle()
         if not epoch.left and 0 < len(progress.waiting) == progress.present:
-            state.rule_state = self.opened(stage, state)
+            state.rule_state = self.open_epoch(stage, state)
 
-    def changed(self, stage: Stage, state: ServerState, rank: int) -> None:
+    def on_membership_change(self, stage: Stage, state: ServerState, rank: int) -> None:
         if state.rule_state is None:
-            state.rule_state = self.opened(stage, state)
+            state.rule_state = self.open_epoch(stage, state)
         if rank in state.progress.gone:
             state.rule_state.owing.discard(rank)
         else:
             state.rule_state.owing.add(rank)
-        self.renewed(stage, state)
+        self.renew(stage, state)
 
     def admission_payload(self, stage: Stage, state: ServerState) -> Any:
         return state.rule_state.anchor
@@ -181,7 +181,7 @@ class Snapshots(Updates):
         if not epoch.done:
             return None
         context = EncodeContext(seed=stage.seed, worker=stage.server + 1 + rank, round=state.progress.version)
-        return written(state.params, epoch.anchor, context, self.rule.mu)
+        return write_model(state.params, epoch.anchor, context, self.rule.mu)
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         """The model after a pull; a dense one is a snapshot."""
@@ -192,13 +192,13 @@ class Snapshots(Updates):
             return state.params
         return stage.link.made(read_model(body, stage.trainer.num_params))
 
-    def opened(self, stage: Stage, state: ServerState) -> Epoch:
+    def open_epoch(self, stage: Stage, state: ServerState) -> Epoch:
         """A new epoch; without `epoch_steps` it is as long as minibatches take to go over the data."""
         steps = self.rule.epoch_steps or max(1, stage.epoch_samples // stage.worker(0).batch)
         return Epoch(state.params, set(stage.workers) - state.progress.gone, steps)
 
 
-def written(x: Any, anchor: Any, context: EncodeContext, mu: float | None) -> Any:
+def write_model(x: Any, anchor: Any, context: EncodeContext, mu: float | None) -> Any:
     """The body of Q(x)."""
     if isinstance(x, SizeOnly):
         bits = 32 if mu is None else MOST // 2
@@ -224,4 +224,4 @@ def is_encoded(body: Vector) -> bool:
 
 def read_model(body: Any, d: int) -> Any:
     """Q(x) as a vector. Raises BodyError."""
-    return torch.from_numpy(meant(read_payload(body, Grid.code, d), d))
+    return torch.from_numpy(read_grid(read_payload(body, Grid.code, d), d))

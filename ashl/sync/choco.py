@@ -26,7 +26,7 @@ from ashl.stage.stage import CODEC, Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.graph import Round
 from ashl.topology.local_work import context_of, report_health
-from ashl.topology.mixing import mixed
+from ashl.topology.mixing import mix
 
 
 class Replicas(NamedTuple):
@@ -84,7 +84,7 @@ class Choco(RoundRule):
         own, before, sent = state.rule_state
         row = graph_of(stage).round(stage, k).rows[rank]
         if before is None:
-            after = mixed(row, rank, own, heard)
+            after = mix(row, rank, own, heard)
         else:
             bodies = [(sent if j == rank else heard[j].body, weight) for j, weight in row.items()]
             after = stage.link.added(before, bodies)

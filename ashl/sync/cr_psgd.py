@@ -44,7 +44,7 @@ class CRPSGD(BarrierRule, StepRule):
     def begin(self, stage: Stage, progress: Progress) -> Growth:
         return Growth(0, progress.version, progress.samples)
 
-    def rescaled(self, stage: Stage, state: Growth, progress: Progress) -> Growth:
+    def on_rescale(self, stage: Stage, state: Growth, progress: Progress) -> Growth:
         return state
 
     def observe(self, stage: Stage, state: Growth, progress: Progress, push: Push) -> Growth:
@@ -53,7 +53,7 @@ class CRPSGD(BarrierRule, StepRule):
     def next_assignment(self, stage: Stage, state: Growth, progress: Progress, rank: int) -> Assignment:
         return Assignment(local_steps=1, batch=self._batch(stage, state.t, rank))
 
-    def hear(self, stage: Stage, state: Growth, progress: Progress, heard: Heard) -> Growth:
+    def observe_round(self, stage: Stage, state: Growth, progress: Progress, heard: Heard) -> Growth:
         return state._replace(t=state.t + 1, version=progress.version)
 
     def in_round(self, stage: Stage, state: Growth, progress: Progress) -> Stage:

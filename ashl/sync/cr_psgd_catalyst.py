@@ -32,8 +32,8 @@ class CRPSGDCatalyst(CRPSGD):
         grown = super().observe(stage, state, progress, push)
         return grown if grown == state else self._within_budget(stage, grown, progress)
 
-    def hear(self, stage: Stage, state: Growth, progress: Progress, heard: Heard) -> Growth:
-        return self._within_budget(stage, super().hear(stage, state, progress, heard), progress)
+    def observe_round(self, stage: Stage, state: Growth, progress: Progress, heard: Heard) -> Growth:
+        return self._within_budget(stage, super().observe_round(stage, state, progress, heard), progress)
 
     def _within_budget(self, stage: Stage, grown: Growth, progress: Progress) -> Growth:
         """After a merge: this run goes on, or the next one begins."""

@@ -34,7 +34,15 @@ from ashl.option import Count, Natural, Positive, option
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import GO, STOP, Stage
-from ashl.topology.coordinator import Kept, RoamingState, answered, done, left, obey, report
+from ashl.topology.coordinator import (
+    Kept,
+    RoamingState,
+    apply_signal,
+    await_answer,
+    close_worker,
+    report_done,
+    report_merge,
+)
 from ashl.topology.gossip import RoamingRule, graph_of
 from ashl.topology.graph import Edge, Round, sources_of
 from ashl.topology.local_work import local_work
@@ -52,7 +60,7 @@ class DADMM(RoamingRule):
     delay: Natural
     barrier: Count | None
 
-    def taken_up(self, state: RoamingState) -> None:
+    def resume_state(self, state: RoamingState) -> None:
         edges: Edges | None = state.rule_state
         if edges is not None:
             before = {j: {m: x for m, x in versions.items() if m < edges.k} for j, versions in edges.heard.items()}
@@ -71,7 +79,7 @@ class DADMM(RoamingRule):
         return await worker(ctx, stage, state, self)
 
 
-def ready(rule: DADMM, behind: Sequence[int]) -> bool:
+def may_iterate(rule: DADMM, behind: Sequence[int]) -> bool:
     """Whether an iteration may begin, by how many iterations each neighbour is behind what is needed of it."""
     wanted = len(behind) if rule.barrier is None else min(rule.barrier, len(behind))
     return sum(b <= 0 for b in behind) >= wanted and all(b <= rule.delay for b in behind)
@@ -147,7 +155,7 @@ def colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def opened(stage: Stage, state: RoamingState, rank: int) -> Edges:
+def open_edges(stage: Stage, state: RoamingState, rank: int) -> Edges:
     """Everybody begins at the same model, with duals of zero."""
     colour, params, neighbours = stage.once(colours_in), state.params, graph_of(stage).neighbours(stage, rank)
     return Edges(
@@ -159,7 +167,7 @@ def opened(stage: Stage, state: RoamingState, rank: int) -> Edges:
     )
 
 
-def augmented(stage: Stage, edges: Edges, params: Vector, rho: float) -> Stage:
+def augment_stage(stage: Stage, edges: Edges, params: Vector, rho: float) -> Stage:
     """The stage, with what its neighbours want of this worker in every gradient."""
     if not edges.heard:
         return stage
@@ -171,7 +179,7 @@ def augmented(stage: Stage, edges: Edges, params: Vector, rho: float) -> Stage:
     return replace(stage, trainer=Augmented(stage.trainer, edges.dual, 2 * rho * len(nearest), target))
 
 
-def room(stage: Stage, rule: DADMM) -> float:
+def iterations_left(stage: Stage, rule: DADMM) -> float:
     """How many iterations the counts leave room for, where all are in step from the run's begin."""
     left = stage.stop_criteria.left(0, 0, stage.round_totals)
     in_step = not rule.delay and rule.barrier is None and stage.index == 0
@@ -181,26 +189,26 @@ def room(stage: Stage, rule: DADMM) -> float:
 async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: DADMM) -> int:
     """Wait for enough, work, send; until the coordinator says that the stage is over. Returns the last word."""
     state.enter(stage, ctx.rank)
-    edges = state.rule_state = state.rule_state or opened(stage, state, ctx.rank)
-    dropped, last = 0, room(stage, rule)
-    while state.word == GO:
+    edges = state.rule_state = state.rule_state or open_edges(stage, state, ctx.rank)
+    dropped, last = 0, iterations_left(stage, rule)
+    while state.signal == GO:
         k = edges.k
-        while state.word == GO and ctx.checkpoint_due(state.version) and edges.heard and edges.newest() < k - 1:
-            await take_in(ctx, stage, state)
+        while state.signal == GO and ctx.checkpoint_due(state.version) and edges.heard and edges.newest() < k - 1:
+            await on_message(ctx, stage, state)
         ctx.safe_point(stage.index, state)
-        while await take_in(ctx, stage, state, before_s=ctx.now):
+        while await on_message(ctx, stage, state, before_s=ctx.now):
             pass  # what has come meanwhile
-        while state.word == GO and (k >= last or not ready(rule, edges.behind(k))):
-            await take_in(ctx, stage, state)
-        if state.word != GO:
+        while state.signal == GO and (k >= last or not may_iterate(rule, edges.behind(k))):
+            await on_message(ctx, stage, state)
+        if state.signal != GO:
             break
         edges.match(rule.rho)
         late = max([0, *edges.behind(k)])
-        work = await local_work(ctx, augmented(stage, edges, state.params, rule.rho), state)
-        await answered(ctx, stage, state)
-        while await take_in(ctx, stage, state, before_s=ctx.now):
+        work = await local_work(ctx, augment_stage(stage, edges, state.params, rule.rho), state)
+        await await_answer(ctx, stage, state)
+        while await on_message(ctx, stage, state, before_s=ctx.now):
             pass
-        if state.word == STOP:
+        if state.signal == STOP:
             dropped = work.steps
             break
         state.params = edges.own[k] = state.params + work.body
@@ -208,26 +216,26 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: DADM
             await ctx.send(peer, stage.tag("model"), state.params, (k,))
         state.version += 1
         edges.k += 1
-        await report(ctx, stage, state, work, late)
+        await report_merge(ctx, stage, state, work, late)
     for peer in edges.heard:
         await ctx.send(peer, stage.tag("model"), None, (edges.k - 1,))
     while any(max(versions) < edges.ends.get(j, math.inf) for j, versions in edges.heard.items()):
-        await take_in(ctx, stage, state)
+        await on_message(ctx, stage, state)
     edges.match(rule.rho)
-    await done(ctx, stage, state, dropped)
+    await report_done(ctx, stage, state, dropped)
     while not state.gone:
-        await take_in(ctx, stage, state)
-    return left(ctx, stage, state, dropped)
+        await on_message(ctx, stage, state)
+    return close_worker(ctx, stage, state, dropped)
 
 
-async def take_in(ctx: RankContext, stage: Stage, state: RoamingState, before_s: float = math.inf) -> bool:
+async def on_message(ctx: RankContext, stage: Stage, state: RoamingState, before_s: float = math.inf) -> bool:
     """Take in a neighbour's model, its last iteration, or a word of the coordinator; False when none came before this
     moment."""
     message, edges = await ctx.recv(stage.tag("model"), stage.tag("word"), before_s=before_s), state.rule_state
     if message is None:
         return False
     if message.tag == stage.tag("word"):
-        obey(ctx, state, message)
+        apply_signal(ctx, state, message)
     elif message.body is None:
         edges.ends[message.src] = int(message.meta[0])
     else:

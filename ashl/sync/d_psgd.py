@@ -17,7 +17,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
-from ashl.topology.mixing import mixed
+from ashl.topology.mixing import mix
 
 
 @option
@@ -39,6 +39,6 @@ class DPSGD(RoundRule):
     def merge(
         self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
     ) -> None:
-        state.params = mixed(graph_of(stage).round(stage, k).rows[rank], rank, state.params, heard)
+        state.params = mix(graph_of(stage).round(stage, k).rows[rank], rank, state.params, heard)
         if self.early:
             state.params = state.params + delta

@@ -59,7 +59,7 @@ class Decoupled(ServerRule):
         now = self._now(state, progress)
         return self._judged(now._replace(learners=(*now.learners, push.worker)), progress)
 
-    def changed(self, stage: Stage, state: Gathered, progress: Progress, rank: int) -> Gathered:
+    def on_membership_change(self, stage: Stage, state: Gathered, progress: Progress, rank: int) -> Gathered:
         now = self._now(state, progress)
         return self._judged(now._replace(learners=tuple(other for other in now.learners if other != rank)), progress)
 

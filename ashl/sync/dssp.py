@@ -77,7 +77,7 @@ class DSSP(ServerRule):
             state.granted = True
         return state
 
-    def changed(self, stage: Stage, state: Controller, progress: Progress, rank: int) -> Controller:
+    def on_membership_change(self, stage: Stage, state: Controller, progress: Progress, rank: int) -> Controller:
         """A newcomer begins as at the start of a stage."""
         state.times[rank], state.credit[rank] = (progress.now_s, progress.now_s), 0
         return state

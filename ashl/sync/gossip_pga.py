@@ -18,7 +18,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
-from ashl.topology.mixing import mixed
+from ashl.topology.mixing import mix
 
 
 @option
@@ -40,7 +40,7 @@ class GossipPGA(RoundRule):
         self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
     ) -> None:
         if not self._all_meet(k):
-            state.params = mixed(graph_of(stage).round(stage, k).rows[rank], rank, state.params, heard)
+            state.params = mix(graph_of(stage).round(stage, k).rows[rank], rank, state.params, heard)
 
     def _all_meet(self, k: int) -> bool:
         return self.period is not None and (k + 1) % self.period == 0

@@ -29,7 +29,15 @@ from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import GO, STOP, Stage
-from ashl.topology.coordinator import Kept, RoamingState, answered, done, left, obey, report
+from ashl.topology.coordinator import (
+    Kept,
+    RoamingState,
+    apply_signal,
+    await_answer,
+    close_worker,
+    report_done,
+    report_merge,
+)
 from ashl.topology.gossip import RoamingRule, graph_of
 from ashl.topology.graph import Round
 from ashl.topology.local_work import local_work
@@ -76,7 +84,7 @@ class Hop(RoamingRule):
                 f"ever jump; take at most {most}" + ("" if self.backups else ", or sync.backups=1")
             )
 
-    def taken_up(self, state: RoamingState) -> None:
+    def resume_state(self, state: RoamingState) -> None:
         known: Heard | None = state.rule_state
         if known is not None:
             known.models = {j: {i: x for i, x in sent.items() if i < known.k} for j, sent in known.models.items()}
@@ -85,14 +93,14 @@ class Hop(RoamingRule):
         return await worker(ctx, stage, state, self)
 
 
-def ready(rule: Hop, k: int, heard: Mapping[int, Sent]) -> bool:
+def may_end_iteration(rule: Hop, k: int, heard: Mapping[int, Sent]) -> bool:
     """Whether iteration k may end."""
     newest = [max(sent, default=-1) for sent in heard.values()]
     fresh = sum(iteration >= k - rule.staleness for iteration in newest)
     return fresh >= len(newest) - rule.backups and all(k - iteration <= rule.max_lead for iteration in newest)
 
 
-def mixed(rule: Hop, k: int, own: Any, rank: int, heard: Mapping[int, Sent], age: int = 0) -> Any:
+def mix_by_age(rule: Hop, k: int, own: Any, rank: int, heard: Mapping[int, Sent], age: int = 0) -> Any:
     """The mean by age, in rank order, over what is fresh enough."""
     if isinstance(own, SizeOnly):
         return own
@@ -114,7 +122,7 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop)
     near = graph_of(stage).neighbours(stage, ctx.rank)
     known = state.rule_state or Heard({j: {} for j in near})
     state.rule_state, heard, dropped = known, known.models, 0
-    while state.word == GO:
+    while state.signal == GO:
         ctx.safe_point(stage.index, state)
         k = known.k
         ahead = min((max(sent, default=-1) for sent in heard.values()), default=k) - k
@@ -122,33 +130,33 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop)
             while ahead > 0 and ctx.checkpoint_due(k + ahead):
                 ahead -= 1  # nobody skips the iteration in which all are kept
             k += ahead
-            state.params = mixed(rule, k, state.params, ctx.rank, heard, age=ahead)
+            state.params = mix_by_age(rule, k, state.params, ctx.rank, heard, age=ahead)
         for peer in heard:
             await ctx.send(peer, stage.tag("model"), state.params, (k,))
         work = await local_work(ctx, stage, state)
-        await answered(ctx, stage, state)
-        while await take_in(ctx, stage, state, heard, before_s=ctx.now):
+        await await_answer(ctx, stage, state)
+        while await on_message(ctx, stage, state, heard, before_s=ctx.now):
             pass  # what has come meanwhile
-        while state.word == GO and not ready(rule, k, heard):
-            await take_in(ctx, stage, state, heard)
-        if state.word == STOP:
+        while state.signal == GO and not may_end_iteration(rule, k, heard):
+            await on_message(ctx, stage, state, heard)
+        if state.signal == STOP:
             dropped = work.steps
             break
-        state.params = mixed(rule, k, state.params, ctx.rank, heard) + work.body
+        state.params = mix_by_age(rule, k, state.params, ctx.rank, heard) + work.body
         state.version = k + 1
         oldest = min((max((i for i in sent if i <= k), default=k) for sent in heard.values()), default=k)
         for j, sent in heard.items():
             heard[j] = {i: model for i, model in sent.items() if i > k - rule.staleness or i == max(sent)}
         known.k = k + 1
-        await report(ctx, stage, state, work, max(0, k - oldest))
-    await done(ctx, stage, state, dropped)
+        await report_merge(ctx, stage, state, work, max(0, k - oldest))
+    await report_done(ctx, stage, state, dropped)
     while not state.gone:
-        await take_in(ctx, stage, state, heard)
+        await on_message(ctx, stage, state, heard)
     await ctx.discard(stage.tag("model"))
-    return left(ctx, stage, state, dropped)
+    return close_worker(ctx, stage, state, dropped)
 
 
-async def take_in(
+async def on_message(
     ctx: RankContext, stage: Stage, state: RoamingState, heard: dict[int, Sent], before_s: float = math.inf
 ) -> bool:
     """Take in a neighbour's model or a word of the coordinator; False when none came before this moment."""
@@ -156,7 +164,7 @@ async def take_in(
     if message is None:
         return False
     if message.tag == stage.tag("word"):
-        obey(ctx, state, message)
+        apply_signal(ctx, state, message)
     else:
         heard[message.src][int(message.meta[0])] = message.body
     return True

@@ -58,9 +58,9 @@ class LBBSP(BarrierRule, StepRule):
         speed = push.samples / (push.steps * push.step_s)
         known = state.speeds.get(push.worker, speed)
         state.speeds[push.worker] = known + self.alpha * (speed - known)
-        return self.changed(stage, state, progress, push.worker)
+        return self.on_membership_change(stage, state, progress, push.worker)
 
-    def hear(self, stage: Stage, state: Balance, progress: Progress, heard: Heard) -> Balance:
+    def observe_round(self, stage: Stage, state: Balance, progress: Progress, heard: Heard) -> Balance:
         speeds, present = dict(state.speeds), [rank for rank, step_s in enumerate(heard.step_s) if step_s]
         for rank in present:
             speed = (state.batches.get(rank) or stage.worker(rank).batch) / heard.step_s[rank]
@@ -73,7 +73,7 @@ class LBBSP(BarrierRule, StepRule):
         planned = enumerate(stage.plan.workers)
         return stage.with_batches(tuple(state.batches.get(rank, worker.batch) for rank, worker in planned))
 
-    def changed(self, stage: Stage, state: Balance, progress: Progress, rank: int) -> Balance:
+    def on_membership_change(self, stage: Stage, state: Balance, progress: Progress, rank: int) -> Balance:
         """Share out the whole batch to those who are there, once all of them wait."""
         if progress.waiting and len(progress.waiting) == progress.present:
             present = sorted(progress.waiting)

@@ -25,7 +25,7 @@ from ashl.size_only import Vector
 from ashl.stage.stage import Stage
 from ashl.topology.gossip import Outgoing, RoundRule, RoundState, graph_of
 from ashl.topology.graph import Edge, matchings_of
-from ashl.topology.mixing import mixed
+from ashl.topology.mixing import mix
 
 ASCENT = 300  # steps of the search for p
 SECTIONS = 60  # of the search for α
@@ -50,7 +50,7 @@ class Matcha(RoundRule):
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
         plan = stage.once(sampling_in)
-        return tuple(sorted(plan.peers[m][rank] for m in used(plan, stage.seed, k) if rank in plan.peers[m]))
+        return tuple(sorted(plan.peers[m][rank] for m in used_matchings(plan, stage.seed, k) if rank in plan.peers[m]))
 
     async def outgoing(self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         state.params = state.params + delta
@@ -61,10 +61,10 @@ class Matcha(RoundRule):
     ) -> None:
         alpha = stage.once(sampling_in).alpha
         row = {**dict.fromkeys(heard, alpha), rank: 1 - alpha * len(heard)}
-        state.params = mixed(dict(sorted(row.items())), rank, state.params, heard) if heard else state.params
+        state.params = mix(dict(sorted(row.items())), rank, state.params, heard) if heard else state.params
 
 
-def used(plan: Sampling, seed: int, k: int) -> list[int]:
+def used_matchings(plan: Sampling, seed: int, k: int) -> list[int]:
     """The matchings of round k, alike for all."""
     words = bits(seed, Purpose.PAIRS, 0, k).random_raw(len(plan.chances))
     return [m for m, word in enumerate(words) if float(word) / 2**64 < plan.chances[m]]
@@ -107,11 +107,11 @@ def activation(laplacians: list[np.ndarray], budget: float) -> np.ndarray:
         if values[1] > most:
             most, best = values[1], chances
         uphill = np.array([vectors[:, 1] @ one @ vectors[:, 1] for one in laplacians])
-        chances = projected(chances + uphill / (np.linalg.norm(uphill) + 1e-12) / step**0.5, total)
+        chances = project_probabilities(chances + uphill / (np.linalg.norm(uphill) + 1e-12) / step**0.5, total)
     return best
 
 
-def projected(p: np.ndarray, total: float) -> np.ndarray:
+def project_probabilities(p: np.ndarray, total: float) -> np.ndarray:
     """The nearest point with 0 ≤ p ≤ 1 and Σ p = total: all are shifted alike, then cut."""
     low, high = -1.0 - p.max(), 1.0 - p.min()
     for _ in range(60):

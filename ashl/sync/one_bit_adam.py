@@ -39,10 +39,10 @@ class OneBitAdam(StepRule):
         if isinstance(update, SizeOnly):
             return state.moments, state.outer_state, state.params
         count, _, second = state.moments
-        return (count, update, second), state.outer_state, descended(stage, state.params, state.moments, update, lr)
+        return (count, update, second), state.outer_state, descend(stage, state.params, state.moments, update, lr)
 
 
-def descended(stage: Stage, params: Any, moments: Any, momentum: Any, lr: float, steps: int = 1) -> Any:
+def descend(stage: Stage, params: Any, moments: Any, momentum: Any, lr: float, steps: int = 1) -> Any:
     """The model after so many steps along momenta of this sum, over the variance as it is."""
     adam = stage.plan.optimizer
     kept = params * (1 - lr * float(adam["weight_decay"])) ** steps

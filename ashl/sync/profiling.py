@@ -42,8 +42,8 @@ from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import PlanMade, ProfileMeasured
 from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.stage import GO, NEXT, STOP, Loop, Stage
-from ashl.sync.timing.beside import BESIDE, measured_beside, time_beside
-from ashl.sync.timing.codecs import CODEC, measured_codecs, time_codec
+from ashl.sync.timing.beside import BESIDE, measure_beside, time_beside
+from ashl.sync.timing.codecs import CODEC, measure_codecs, time_codec
 from ashl.sync.timing.exchanges import (
     DOWN,
     EMPTY,
@@ -52,15 +52,15 @@ from ashl.sync.timing.exchanges import (
     SUM,
     UP,
     OverError,
-    answers,
+    collect_answers,
     instruct,
-    repeated,
+    repeat_timing,
     time_apply,
     time_exchange,
     time_sum,
 )
 from ashl.sync.timing.parts import PARTS, time_parts, with_layer_group_costs
-from ashl.topology.ending import leave, record_end, within
+from ashl.topology.ending import end_time_ns, leave_stage, record_end
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import BarrierRule, ServerState
 
@@ -89,7 +89,7 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     assert isinstance(stage.sync, Profiling)
     before = stage.trainer.worker_state(ctx.rank)
     times = await time_steps(ctx, stage, state, max(1, stage.sync.steps), distribution=stage.sync.per_layer_group)
-    compress_s = await repeated(partial(time_encoding, ctx, stage, state), REPEATS, REPEATS)
+    compress_s = await repeat_timing(partial(time_encoding, ctx, stage, state), REPEATS, REPEATS)
     found: tuple[float, ...] = (*estimate(times), trimmed_deviation(times), *estimate(compress_s))
     passes = None
     if stage.sync.per_layer_group:
@@ -99,34 +99,34 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
         while True:
             await ctx.send(stage.server, stage.tag("ask"), passes, (RESULT, *found))
             order = await ctx.recv(stage.tag("order"))
-            word, end_ns, *more = (int(value) for value in order.meta)
+            signal, end_ns, *more = (int(value) for value in order.meta)
             passes, found = None, ()
-            if word == SUM:
+            if signal == SUM:
                 found = (await time_sum(ctx, stage, end_ns),)
-            elif word == BESIDE:
+            elif signal == BESIDE:
                 found = await time_beside(ctx, stage, state, end_ns, more[0])
-            elif word == PARTS:
+            elif signal == PARTS:
                 passes = await time_parts(ctx, stage, state, end_ns)
-            elif word == LINK:
+            elif signal == LINK:
                 found = await time_exchange(ctx, stage, UP, end_ns), await time_exchange(ctx, stage, DOWN, end_ns)
-            elif word == GO:
+            elif signal == GO:
                 found = (await time_exchange(ctx, stage, EMPTY),)
                 found += await time_exchange(ctx, stage, UP), await time_exchange(ctx, stage, DOWN)
-            elif word == CODEC:
+            elif signal == CODEC:
                 passes = await time_codec(ctx, stage, state, end_ns)
-            elif word in (NEXT, STOP):
+            elif signal in (NEXT, STOP):
                 break
             else:
-                raise AssertionError(f"{word} is not an order")
+                raise AssertionError(f"{signal} is not an order")
     except OverError as over:
         (order,) = over.order
-        word, end_ns, *_ = (int(value) for value in order.meta)
+        signal, end_ns, *_ = (int(value) for value in order.meta)
     state.assigned = None if order.body is None else (stage.index + 1, order.body)
     stage.trainer.set_worker_state(ctx.rank, before)  # steps that are only timed teach nothing
-    leave(ctx, stage, word, end_ns)
+    leave_stage(ctx, stage, signal, end_ns)
     ctx.record_round(stage.index, state.round, 0, 0, dropped=False, loss=None)
     state.round += 1
-    return word
+    return signal
 
 
 async def time_steps(
@@ -148,8 +148,8 @@ async def time_steps(
 
     await step()
     if not distribution:
-        return await repeated(step, steps, MOST * steps)
-    end_s, times = ctx.now + DISTRIBUTION_S, await repeated(step, steps, MOST * steps)
+        return await repeat_timing(step, steps, MOST * steps)
+    end_s, times = ctx.now + DISTRIBUTION_S, await repeat_timing(step, steps, MOST * steps)
     while len(times) < DISTRIBUTION and ctx.now < end_s and (taken_s := await step()) is not None:
         times.append(taken_s)
     return times
@@ -183,9 +183,9 @@ async def time_passes(ctx: RankContext, stage: Stage, state: WorkerState, times:
 async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
     """Say whose turn it is, answer every exchange, plan; send everyone the plan, or that the run ends before."""
     state.progress.begin(ctx.now)
-    assigned, word, reason = None, STOP, "profiled"
+    assigned, signal, reason = None, STOP, "profiled"
     try:
-        costs = await measured(ctx, stage, state)
+        costs = await measure_all(ctx, stage, state)
         assert stage.replan is not None
         state.profile, stages = stage.replan(*costs)
         rows = [[row_of(worker) for worker in planned.workers] for planned in stages]
@@ -193,20 +193,20 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
         state.assigned = None if assigned is None else (stage.index + 1, assigned)
         ctx.emit(ProfileMeasured(ctx.rank, state.profile.to_json()))
         ctx.emit(PlanMade(ctx.rank, stage.index + 1, rows))
-        word = NEXT if stage.following else STOP
+        signal = NEXT if stage.following else STOP
     except OverError:
         reason = ctx.stopping or "seconds"
-    state.progress.end_ns = within(stage, ctx.now_ns)
+    state.progress.end_ns = end_time_ns(stage, ctx.now_ns)
     record_end(ctx, stage, state.progress, reason)
     for rank in stage.workers:
         state.progress.drops[rank] += 1  # a round that is part of no model
-        await ctx.send(rank, stage.tag("order"), assigned, (word, state.progress.end_ns, 0))
-    if word == STOP:
+        await ctx.send(rank, stage.tag("order"), assigned, (signal, state.progress.end_ns, 0))
+    if signal == STOP:
         ctx.time_accounting.close(state.progress.end_ns)
-    return word
+    return signal
 
 
-async def measured(
+async def measure_all(
     ctx: RankContext, stage: Stage, state: ServerState
 ) -> tuple[
     tuple[WorkerProfile, ...], float, float | None, AlphaBeta | None, ContentionCosts | None, tuple[CodecCost, ...]
@@ -215,15 +215,15 @@ async def measured(
     they and computing cost each other, what codecs cost). Raises OverError."""
     members = stage.workers
     times: dict[int, list[tuple[float, ...]]] = {rank: [] for rank in members}
-    steps = await answers(ctx, stage, members)
-    while not all(enough(rows) for rows in times.values()):  # in turn, so that all see the same weather
+    steps = await collect_answers(ctx, stage, members)
+    while not all(timed_enough(rows) for rows in times.values()):  # in turn, so that all see the same weather
         for rank in members:
             await instruct(ctx, stage, (rank,), GO)
-            times[rank].append((await answers(ctx, stage, (rank,)))[rank])
+            times[rank].append((await collect_answers(ctx, stage, (rank,)))[rank])
     loaded = []
     for _ in range(REPEATS if len(members) > 1 else 0):
         await instruct(ctx, stage, members, GO)
-        loaded.append(await answers(ctx, stage, members))
+        loaded.append(await collect_answers(ctx, stage, members))
     workers, noises = [], {"latency_s": list[float](), "compress_s": list[float]()}
     for rank in members:
         together = [row[rank] for row in loaded]
@@ -232,35 +232,37 @@ async def measured(
         noises["compress_s"].append(steps[rank][COSTS - 1])
     sums = beside = None
     if stage.sync.per_layer_group:
-        workers = [await with_lines(ctx, stage, worker, rank) for rank, worker in zip(members, workers, strict=True)]
+        workers = [await add_lines(ctx, stage, worker, rank) for rank, worker in zip(members, workers, strict=True)]
         if len(members) > 1:
-            (sums,) = await line(ctx, stage, SUM, members, LINES_S)
-            beside = await measured_beside(ctx, stage, max(row[0] for row in steps.values()), sums)
+            (sums,) = await measure_line(ctx, stage, SUM, members, LINES_S)
+            beside = await measure_beside(ctx, stage, max(row[0] for row in steps.values()), sums)
             beside = await with_layer_group_costs(ctx, stage, workers, sums, beside)
-    server_bytes_s = port(workers, stage.trainer.dense_bytes)
+    server_bytes_s = nic_bytes_per_s(workers, stage.trainer.dense_bytes)
     apply_s = await time_apply(ctx, stage, state)
-    codecs = await measured_codecs(ctx, stage)
+    codecs = await measure_codecs(ctx, stage)
     return equalize_costs(workers, noises), apply_s, server_bytes_s, sums, beside, codecs
 
 
-async def with_lines(ctx: RankContext, stage: Stage, worker: WorkerProfile, rank: int) -> WorkerProfile:
+async def add_lines(ctx: RankContext, stage: Stage, worker: WorkerProfile, rank: int) -> WorkerProfile:
     """... and what messages between this worker and the server cost by their bytes."""
-    up, down = await line(ctx, stage, LINK, (rank,), LINES_S / stage.num_workers)
+    up, down = await measure_line(ctx, stage, LINK, (rank,), LINES_S / stage.num_workers)
     back_s = worker.latency_s  # of the receipt
     up, down = (replace(way, latency_s=max(0.0, way.latency_s - back_s)) for way in (up, down))
     return replace(worker, push_line=up, pull_line=down)
 
 
-async def line(ctx: RankContext, stage: Stage, what: int, members: Sequence[int], budget_s: float) -> list[AlphaBeta]:
+async def measure_line(
+    ctx: RankContext, stage: Stage, what: int, members: Sequence[int], budget_s: float
+) -> list[AlphaBeta]:
     """What these workers find of messages of several sizes: those of every kind that they time, the least over the
     workers. In rounds until all are narrow, and as time allows; two large sizes at least. Raises OverError."""
     times: dict[int, list[tuple[float, ...]]] = {}
     end_s, sizes = ctx.now + budget_s, (*SMALL, *LARGE)
-    while not times or (ctx.now < end_s and not all(map(enough, times.values()))):
+    while not times or (ctx.now < end_s and not all(map(timed_enough, times.values()))):
         for nbytes in sizes:
             start = ctx.now
             await instruct(ctx, stage, members, what, nbytes)
-            found = (await answers(ctx, stage, members)).values()
+            found = (await collect_answers(ctx, stage, members)).values()
             kinds = 1 if what == SUM else 2
             times.setdefault(nbytes, []).append(tuple(min(own[kind] for own in found) for kind in range(kinds)))
             if nbytes >= LARGE[1] and 3 * ctx.now - 2 * start > end_s:  # the next size takes twice as long
@@ -270,7 +272,7 @@ async def line(ctx: RankContext, stage: Stage, what: int, members: Sequence[int]
     return [fit_line({nbytes: [row[kind] for row in rows] for nbytes, rows in times.items()}) for kind in kinds]
 
 
-def enough(rows: Sequence[Sequence[float]]) -> bool:
+def timed_enough(rows: Sequence[Sequence[float]]) -> bool:
     """Whether each kind of exchange has been timed often enough."""
     return len(rows) >= REPEATS and (len(rows) >= MOST * REPEATS or all(map(is_narrow, zip(*rows, strict=True))))
 
@@ -318,7 +320,7 @@ def worker_profile(
     )
 
 
-def port(workers: Sequence[WorkerProfile], dense_bytes: int) -> float | None:
+def nic_bytes_per_s(workers: Sequence[WorkerProfile], dense_bytes: int) -> float | None:
     """Bytes per second through the server's port: what had come by the time at which each of the pushes was there that
     began together; None where nobody was slowed down."""
     loaded = [(w.push_loaded_s - w.latency_s, w.push_s) for w in workers if w.push_loaded_s is not None]

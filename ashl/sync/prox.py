@@ -7,7 +7,7 @@ import torch
 from ashl.size_only import SizeOnly
 
 
-def shrunk(x: Any, threshold: float) -> Any:
+def shrink(x: Any, threshold: float) -> Any:
     """argmin_z threshold·‖z‖₁ + ‖z − x‖²/2: every element moved towards zero by the threshold, and no farther."""
     if not threshold or isinstance(x, SizeOnly):
         return x

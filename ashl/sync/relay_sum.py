@@ -57,7 +57,7 @@ class RelaySum(RoundRule):
 
     async def outgoing(self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
         state.params = state.params + delta
-        outgoing = {j: relayed(state.params, state.rule_state.heard, j) for j in self.sources(stage, ctx.rank, k)}
+        outgoing = {j: relay_sum(state.params, state.rule_state.heard, j) for j in self.sources(stage, ctx.rank, k)}
         return {j: (body, (count,)) for j, (body, count) in outgoing.items()}
 
     def merge(
@@ -66,14 +66,14 @@ class RelaySum(RoundRule):
         latest = {j: Relayed(message.body, int(numbers_of(message)[0])) for j, message in heard.items()}
         first = state.rule_state.first
         state.rule_state = Relay(first, latest)
-        total, count = relayed(state.params, latest)
+        total, count = relay_sum(state.params, latest)
         n = stage.num_workers
         missing = n - count
         total = total + first * missing if missing else total
         state.params = total * (1 / n)
 
 
-def relayed(own: Vector, heard: Mapping[int, Relayed], but: int | None = None) -> Relayed:
+def relay_sum(own: Vector, heard: Mapping[int, Relayed], but: int | None = None) -> Relayed:
     """Its own model and what it has heard of, but not from whom it tells; summed in rank order."""
     parts = [heard[j] for j in sorted(heard) if j != but]
     return Relayed(sum_in_rank_order([own, *(part.total for part in parts)]), 1 + sum(part.count for part in parts))

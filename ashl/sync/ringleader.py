@@ -47,7 +47,7 @@ class Table:
     used: bool = False
     stepped: int | None = None
 
-    def opened(self, workers: Iterable[int]) -> Table:
+    def open_round(self, workers: Iterable[int]) -> Table:
         """The next round, with a step for each of these."""
         due = set(workers)
         return Table(self.later, {}, due, due - self.later.keys(), stepped=self.stepped)
@@ -80,7 +80,7 @@ class Ringleader(ServerRule):
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, FAULT_TOLERANT})
 
     def begin(self, stage: Stage, progress: Progress) -> Table:
-        return Table().opened(there(stage, progress))
+        return Table().open_round(present_workers(stage, progress))
 
     def messages(self) -> Gradients:
         return GRADIENTS
@@ -106,22 +106,22 @@ class Gradients(Updates):
         terms = [own.body * (weight / own.steps) for own, weight in zip(sums, weights, strict=True)]
         state.moments, _, state.params = stage.sync.step(stage, state, sum_in_rank_order(terms), lr)
         table.due.remove(worker)
-        self.renewed(stage, state)
+        self.renew(stage, state)
         progress.merge()
         return True
 
-    def changed(self, stage: Stage, state: ServerState, rank: int) -> None:
+    def on_membership_change(self, stage: Stage, state: ServerState, rank: int) -> None:
         progress = state.progress
         for own in state.rule_state.forget(rank) if rank in progress.gone else ():
             progress.take_back(rank, own.steps, own.steps, own.samples)
             for _ in range(own.steps):
                 progress.drop(rank, 1, FAILURE)
-        self.renewed(stage, state)
+        self.renew(stage, state)
 
-    def renewed(self, stage: Stage, state: ServerState) -> None:
+    def renew(self, stage: Stage, state: ServerState) -> None:
         """Once all have had their step the next round begins."""
         if not state.rule_state.due:
-            state.rule_state = state.rule_state.opened(there(stage, state.progress))
+            state.rule_state = state.rule_state.open_round(present_workers(stage, state.progress))
 
     async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
         return state.params if state.rule_state.stepped == rank else None
@@ -130,5 +130,5 @@ class Gradients(Updates):
 GRADIENTS = Gradients()
 
 
-def there(stage: Stage, progress: Progress) -> list[int]:
+def present_workers(stage: Stage, progress: Progress) -> list[int]:
     return [rank for rank in stage.workers if rank not in progress.gone]

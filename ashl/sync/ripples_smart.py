@@ -14,7 +14,7 @@ Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous D
 """
 
 from ashl.option import Count, option
-from ashl.topology.group_generator import GroupRule, Groups, GroupSize, Members, even, machines, shuffled
+from ashl.topology.group_generator import GroupRule, Groups, GroupSize, Members, machines, shuffle, split_evenly
 
 
 @option
@@ -26,12 +26,12 @@ class RipplesSmart(GroupRule):
     inter_intra: bool
 
     def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
-        workers = shuffled(state, state.free(state.requests[asker] - self.threshold + 1))  # who keeps up with it
+        workers = shuffle(state, state.free(state.requests[asker] - self.threshold + 1))  # who keeps up with it
         teams = machines(state.nodes, workers)
         if not self.inter_intra or len(teams) == 1:
-            return even(workers, self.group_size)
+            return split_evenly(workers, self.group_size)
         heads = tuple(sorted(team[0] for team in teams))
-        inside = [group for team in teams for group in even(team[1:], self.group_size)]
+        inside = [group for team in teams for group in split_evenly(team[1:], self.group_size)]
         return [heads, *inside, *(group for team in teams if len(group := self._abreast(state, team)) > 1)]
 
     def _keeps_up(self, state: Groups, worker: int, with_whom: int) -> bool:

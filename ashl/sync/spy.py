@@ -30,15 +30,15 @@ from torch import Tensor
 from ashl.compression.contract import EncodeContext, PayloadError
 from ashl.compression.wire.arrays import array_of
 from ashl.compression.wire.index_code import index_bytes, read_indices, write_indices
-from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, read_payload, typed, write_payload
+from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, read_payload, typed_part, write_payload
 from ashl.learn.device import to_device, to_host
 from ashl.option import NonNegative, Ratio, option
 from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import Stage
-from ashl.sync.prox import shrunk
-from ashl.topology.estimate import estimated
+from ashl.sync.prox import shrink
+from ashl.topology.estimate import estimate_gradient
 from ashl.topology.local_work import Work, WorkerState
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
@@ -71,13 +71,13 @@ class SparseModels(Updates):
     async def make_push(self, ctx: RankContext, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """A gradient, and what of the worker's point it changes."""
         start = ctx.now
-        loss, gradient, samples = await estimated(ctx, stage, state)
+        loss, gradient, samples = await estimate_gradient(ctx, stage, state)
         work = Work(gradient, loss, 1, samples, ctx.now - start, state.version)
         point = state.params if state.rule_state is None else state.rule_state
         context = EncodeContext(
             seed=stage.seed, worker=ctx.rank, round=state.round, lr=stage.trainer.rate(state.samples)
         )
-        move = partial(moved, state.params, gradient, point, context, self.rule.share)
+        move = partial(model_and_push, state.params, gradient, point, context, self.rule.share)
         state.rule_state, body = await ctx.compute(move, work=1, kind="compress")
         return work, body, loss
 
@@ -92,8 +92,10 @@ class SparseModels(Updates):
         progress.merge()
         if isinstance(message.body, SizeOnly):
             return True
-        mean = state.rule_state = mean + stage.link.made(read(message.body, mean.numel())) * stage.weights([worker])[0]
-        state.params = shrunk(mean, stage.trainer.rate(progress.samples) * self.rule.l1)
+        mean = state.rule_state = (
+            mean + stage.link.made(read_sparse(message.body, mean.numel())) * stage.weights([worker])[0]
+        )
+        state.params = shrink(mean, stage.trainer.rate(progress.samples) * self.rule.l1)
         return True
 
     async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
@@ -103,47 +105,49 @@ class SparseModels(Updates):
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         if isinstance(body, SizeOnly):
             return state.params
-        return stage.link.made(read(body, stage.trainer.num_params)) if body.dtype == torch.uint8 else body
+        return stage.link.made(read_sparse(body, stage.trainer.num_params)) if body.dtype == torch.uint8 else body
 
 
-def moved(x: Any, gradient: Any, point: Any, context: EncodeContext, share: float) -> tuple[Any, Any]:
+def model_and_push(x: Any, gradient: Any, point: Any, context: EncodeContext, share: float) -> tuple[Any, Any]:
     """(x_i, the body of Δ)."""
     if isinstance(x, SizeOnly):
-        return point, SizeOnly(size(max(1, round(share * (x.nbytes // 4))), x.nbytes // 4))
+        return point, SizeOnly(payload_size(max(1, round(share * (x.nbytes // 4))), x.nbytes // 4))
     drawn = context.stream().integers(0, 2**32, x.numel(), np.uint32) < share * 2**32
     change = x - gradient * context.lr - point
     change[(x == 0) & ~to_device(torch.from_numpy(drawn), str(x.device))] = 0
-    return point + change, written(change)
+    return point + change, write_sparse(change)
 
 
 def whole_model(x: Any) -> Any:
-    return SizeOnly(size(x.nbytes // 4, x.nbytes // 4)) if isinstance(x, SizeOnly) else written(x)
+    return SizeOnly(payload_size(x.nbytes // 4, x.nbytes // 4)) if isinstance(x, SizeOnly) else write_sparse(x)
 
 
-def size(k: int, d: int) -> int:
+def payload_size(k: int, d: int) -> int:
     """Bytes of a body of k elements."""
     return HEADER.size + min(4 * d, 4 * k + index_bytes("packed", k, d))
 
 
-def written(x: Tensor) -> Tensor:
+def write_sparse(x: Tensor) -> Tensor:
     """The body of a vector by its non-zero elements; of all where that is no longer. What is no number is none of the
     zeros."""
     array = array_of(to_host(x))
     places = np.flatnonzero(array)
-    if size(places.size, array.size) == HEADER.size + array.nbytes:
+    if payload_size(places.size, array.size) == HEADER.size + array.nbytes:
         return write_payload(CODE, array.size, Parts(array.size, array, form=WHOLE))
     indices = write_indices("packed", places, array.size) if places.size else EMPTY
     return write_payload(CODE, array.size, Parts(places.size, array[places], indices))
 
 
-def read(body: Tensor, d: int) -> Tensor:
+def read_sparse(body: Tensor, d: int) -> Tensor:
     """The vector again. Raises BodyError."""
     parts = read_payload(body, CODE, d)
-    typed(parts.scales, "<f4", 0, "scales")
+    typed_part(parts.scales, "<f4", 0, "scales")
     if parts.form == WHOLE and parts.count == d and not parts.indices.size:
-        return torch.from_numpy(typed(parts.values, "<f4", d, "values").copy())
+        return torch.from_numpy(typed_part(parts.values, "<f4", d, "values").copy())
     if parts.form != SPARSE:
         raise PayloadError(f"what came is no sparse vector: form {parts.form}, {parts.count} values of {d}")
     x = torch.zeros(d)
-    x.numpy()[read_indices("packed", parts.indices, parts.count, d)] = typed(parts.values, "<f4", parts.count, "values")
+    x.numpy()[read_indices("packed", parts.indices, parts.count, d)] = typed_part(
+        parts.values, "<f4", parts.count, "values"
+    )
     return x

@@ -52,7 +52,7 @@ class Swarm(PairRule):
         """Whom this worker may ask: any neighbour."""
         return graph_of(stage).neighbours(stage, rank)
 
-    def written(self, stage: Stage, state: RoamingState, rank: int, asks: bool) -> Any:
+    def encode_model(self, stage: Stage, state: RoamingState, rank: int, asks: bool) -> Any:
         x, apart = state.params, state.rule_state  # how far another's model was, at the last meeting
         if self.bits is None:
             return x
@@ -64,7 +64,7 @@ class Swarm(PairRule):
         context = EncodeContext(seed=stage.seed, worker=rank, round=state.version, layer=int(asks))
         return write_payload(CODE, x.numel(), residues(array_of(to_host(x)), step, self.bits, context))
 
-    def read(self, state: RoamingState, body: Any, near: Vector) -> Any:
+    def decode_model(self, state: RoamingState, body: Any, near: Vector) -> Any:
         if self.bits is None or isinstance(body, SizeOnly) or isinstance(near, SizeOnly):
             return near if isinstance(near, SizeOnly) else body
         y = to_host(near)

@@ -30,9 +30,9 @@ from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.progress import Progress
 from ashl.stage.stage import CODEC, WEIGHTS, Stage
-from ashl.sync.one_bit_adam import descended
+from ashl.sync.one_bit_adam import descend
 from ashl.topology.all_reduce import PeerState, StepRule
-from ashl.topology.estimate import draw
+from ashl.topology.estimate import next_batch
 from ashl.topology.local_work import Work, WorkerState
 
 
@@ -79,7 +79,7 @@ class ZeroOneAdam(StepRule):
             moments, params = stage.trainer.apply(state.params, state.moments, update, lr)
             return moments, state.outer_state, params
         (count, _, second), steps = state.moments, stage.worker(0).local_steps
-        params = descended(stage, state.params, state.moments, update, lr, steps)
+        params = descend(stage, state.params, state.moments, update, lr, steps)
         return (count, update / steps, second), state.outer_state, params
 
 
@@ -94,7 +94,7 @@ async def momenta(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     start, lr, losses, total = ctx.now, stage.trainer.rate(state.samples), [], None
     params, moments, whole = state.params, state.moments, stage.sync.sums_whole(stage, state.progress)
     for last in range(1 - state.local_steps, 1):
-        step, span = draw(state)
+        step, span = next_batch(state)
         work = partial(momentum, stage, params, moments, whole, bool(last), (ctx.rank, step, span), lr)
         loss, params, moments, body = await ctx.compute(work, work=state.batch)
         losses.append(loss)
@@ -113,5 +113,5 @@ def momentum(
         return loss, params, moments, body
     body = torch.lerp(moments[1], body, 1 - float(stage.plan.optimizer["beta1"]))
     if goes_on:
-        params = descended(stage, params, moments, body, lr)
+        params = descend(stage, params, moments, body, lr)
     return loss, params, (moments[0], body, moments[2]), body

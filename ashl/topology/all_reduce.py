@@ -50,11 +50,20 @@ from ashl.stage.stage import (
     Stage,
     Topology,
 )
-from ashl.topology.ending import JOIN, REASONS, InTime, end_ridden, keep_in_time, local_stop, of_ending, within
-from ashl.topology.estimate import draw
-from ashl.topology.exchange import Coding, exchanged
-from ashl.topology.fragments import ends_of, finish_piece, fragment_at, steps
-from ashl.topology.local_work import Work, WorkerState, at_border, local_work, worked
+from ashl.topology.ending import (
+    JOIN,
+    REASONS,
+    InTime,
+    drop_reason,
+    end_piggybacked,
+    end_time_ns,
+    keep_within_budget,
+    local_stop,
+)
+from ashl.topology.estimate import next_batch
+from ashl.topology.exchange import Coding, exchange_update
+from ashl.topology.fragments import codec_states_of, finish_piece, fragment_at, take_local_steps
+from ashl.topology.local_work import Work, WorkerState, at_round_boundary, exchangeable_work, local_work
 
 Do = Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]
 
@@ -86,7 +95,7 @@ class StepRule(Rule, contract=True):
         """Return True if it is time for what `hear` is told with the next sum; asked at the lead rank alone."""
         return False
 
-    def hear(self, stage: Stage, state: Any, progress: Progress, heard: Heard) -> Any:
+    def observe_round(self, stage: Stage, state: Any, progress: Progress, heard: Heard) -> Any:
         """The rule's own state after a merge; `state` stays as it is."""
         return state
 
@@ -116,9 +125,9 @@ class AllReduce(Topology):
         """Collectives only, and no point-to-point links, unless the codec's own protocol needs some; to all, where
         workers may be lost, as it goes another way then."""
         peers = stage.link.peers(rank, stage.num_workers)
-        return self.hears(stage, rank) if stage.elastic and stage.link.talks else peers
+        return self.notified_on_failure(stage, rank) if stage.elastic and stage.link.talks else peers
 
-    def hears(self, stage: Stage, rank: int) -> tuple[int, ...]:
+    def notified_on_failure(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """All others: the sum lacks what this one would add to it."""
         return tuple(peer for peer in range(stage.num_workers) if peer != rank)
 
@@ -130,7 +139,7 @@ class AllReduce(Topology):
         if stage.link.adds_up:
             nbytes = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
             return network.all_reduce_ns(stage.workers, nbytes, 0)
-        return network.all_gather_ns(stage.workers, stage.num_workers * stage.once(longest_body), 0)
+        return network.all_gather_ns(stage.workers, stage.num_workers * stage.once(longest_payload), 0)
 
     def begin(self, ctx: RankContext, stage: Stage) -> PeerState:
         n = stage.num_workers
@@ -149,7 +158,7 @@ class AllReduce(Topology):
         return run_pipelined if stage.overlap.overlaps_next_forward else worker
 
 
-def longest_body(stage: Stage) -> int:
+def longest_payload(stage: Stage) -> int:
     shares = {worker.compression_ratio for worker in stage.plan.workers}
     return max(stage.codec.encoded_nbytes(share, stage.link.d) for share in shares)
 
@@ -162,7 +171,7 @@ class PeerState(WorkerState):
     progress: Progress = field(default_factory=lambda: Progress(0))
     evaluated: ProgressMark = RUN_START  # at rank 0: the last evaluation
     in_time: InTime | None = None  # once a merge has come too late
-    word: str | None = None  # what rank 0 will tell the others with the next exchange
+    signal: str | None = None  # what rank 0 will tell the others with the next exchange
     outer_state: Any = None  # the outer optimizer's moments
     epoch: int = 0  # of the team
     lives: tuple[int, ...] = ()  # of its members, where one has been lost before
@@ -174,7 +183,7 @@ class PeerState(WorkerState):
         """A stage begins, unless it goes on from a checkpoint; returns it as it is among those who are there."""
         stage = stage.among(self.progress.gone)
         if self.entered != stage.index:
-            opened = partial(begun, self.progress, ctx.now)
+            opened = partial(begin_step, self.progress, ctx.now)
             self.progress = ctx.compute_once(stage.workers, ("begin", stage.index), opened)
             if stage.resets_outer:
                 self.outer_state = None
@@ -218,7 +227,7 @@ class ParallelCompute(NamedTuple):
     seen_ns: int = 0  # when a rank saw the merge first; who stands still sees it later
 
 
-def begun(progress: Progress, now_s: float) -> Progress:
+def begin_step(progress: Progress, now_s: float) -> Progress:
     progress = progress.copy()
     progress.begin(now_s)
     return progress
@@ -238,29 +247,29 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     stage = state.begin(ctx, stage)
     rule = rule_of(stage)
     team, home, do = ProcessGroup.of(ctx, stage, state.epoch, state.lives), stage.home, rule.work()
-    planned, own = as_planned(stage, state, ctx.rank)
+    planned, own = next_round_stage(stage, state, ctx.rank)
     while True:
         ctx.safe_point(stage.index, state if own is planned else None)
         team = team if own is team.stage else ProcessGroup.of(ctx, own, state.epoch, state.lives)
-        word = 0
+        signal = 0
         if ctx.rank == home:
-            word = REASONS.index(state.word) + len(REASONS) * rule.due(state.rule_state, ctx.now)
+            signal = REASONS.index(state.signal) + len(REASONS) * rule.due(state.rule_state, ctx.now)
         try:
-            work, update = await sum_update(team, stage, state, do, word)
-            step_s = await told(team, work) if rule.tells else ()
+            work, update = await sum_update(team, stage, state, do, signal)
+            step_s = await exchange_step_times(team, work) if rule.tells else ()
         except GroupBrokenError:
-            stage, reason = await repaired(ctx, stage, state)
+            stage, reason = await repair_round(ctx, stage, state)
             team, home = ProcessGroup.of(ctx, stage, state.epoch, state.lives), stage.home
             if reason:
                 return end(ctx, stage, state, reason)
-            planned, own = as_planned(stage, state, ctx.rank)
+            planned, own = next_round_stage(stage, state, ctx.rank)
             continue
         moment = ("merge", stage.index, state.progress.version)
-        due, said = divmod(int(team.word), len(REASONS))
+        due, said = divmod(int(team.signal), len(REASONS))
         heard = Heard(bool(due), ctx.now, step_s)
         merge = partial(merge_and_plan, stage, own, state, update, team.loss, now_ns=ctx.now_ns, heard=heard)
         result, ahead = ctx.compute_once(team.ranks, moment, merge)
-        late = keep_in_time(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
+        late = keep_within_budget(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
         state.apply_merge(result)
         state.plan(ahead, ctx.rank)
         progress, planned, own = result.progress, ahead.planned, ahead.own
@@ -268,13 +277,13 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         if (
             reason and not stage.elastic and stage.topology.links(stage, ctx.rank)
         ):  # messages do not end everywhere at once, but stages do
-            await ctx.all_reduce(torch.zeros(1), team.ranks, riders=1)
+            await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
         if stage.elastic:
             state.redo = None
             if reason:
-                stage = await regrouped(ctx, stage, state, reason)
+                stage = await regroup_workers(ctx, stage, state, reason)
                 team, home, progress = ProcessGroup.of(ctx, stage, state.epoch, state.lives), stage.home, state.progress
-                planned, own = as_planned(stage, state, ctx.rank)
+                planned, own = next_round_stage(stage, state, ctx.rank)
                 if state.redo is not None:  # others have not come so far
                     continue
                 judge = judge if judge in stage.workers else home
@@ -285,20 +294,20 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         if reason and reason != JOIN:
             return end(ctx, stage, state, reason)
         if ctx.rank == home:
-            state.word = local_stop(ctx, stage, progress) or (JOIN if ctx.join_pending else None)
+            state.signal = local_stop(ctx, stage, progress) or (JOIN if ctx.join_pending else None)
 
 
-async def sum_update(team: ProcessGroup, stage: Stage, state: PeerState, do: Do, word: float) -> tuple[Work, Any]:
+async def sum_update(team: ProcessGroup, stage: Stage, state: PeerState, do: Do, signal: float) -> tuple[Work, Any]:
     """(a round's work, or that of the round that is done once more, and the weighted sum of everybody's); `team.loss`
     and `team.word` are sums then. Raises TeamBrokenError where a worker is lost."""
     version = state.progress.version
     if stage.messages:
-        return await sum_overlapped(team, stage, state, version, word)
+        return await sum_overlapped(team, stage, state, version, signal)
     work = await do(team.ctx, stage, state) if state.redo is None else state.redo
     if stage.elastic:
         keep(state, work)
-    team.begin(work.loss / team.size, word)
-    return work, await exchanged(team, stage, state, state.progress, version, stage.aggregate.clip(work.body))
+    team.begin(work.loss / team.size, signal)
+    return work, await exchange_update(team, stage, state, state.progress, version, stage.aggregate.clip(work.body))
 
 
 async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
@@ -315,27 +324,27 @@ async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         )
         if not pending:
             state.pending_rest = state.rest
-            state.pending = await worked(ctx, stage, state)
+            state.pending = await exchangeable_work(ctx, stage, state)
             continue
         work, own = state.pending, stage.cut(state.pending_rest)
         team = ProcessGroup.of(ctx, own)
-        team.begin(work.loss / team.size, REASONS.index(state.word) if ctx.rank == 0 else 0)
+        team.begin(work.loss / team.size, REASONS.index(state.signal) if ctx.rank == 0 else 0)
         x = stage.aggregate.clip(work.body)
-        exchange = ctx.spawn(exchanged(team, stage, state, state.progress, state.progress.version, x))
+        exchange = ctx.spawn(exchange_update(team, stage, state, state.progress, state.progress.version, x))
         await ctx.sleep(0)  # what is encoded is encoded first
-        ahead = None if state.last or spent(state.rest) else await local_work(ctx, stage, state)
+        ahead = None if state.last or no_rounds_left(state.rest) else await local_work(ctx, stage, state)
         update = await ctx.join(exchange)
-        late = keep_in_time(ctx, stage, state, state.params)
+        late = keep_within_budget(ctx, stage, state, state.params)
         moment, staleness = ("merge", stage.index, state.progress.version), state.progress.version - work.version
         merge = partial(merge_and_plan, stage, own, state, update, team.loss, staleness, more=1)
         result, coming = ctx.compute_once(team.ranks, moment, merge)
         state.apply_merge(result)
-        state.pending, state.pending_rest = ahead and at_border(ctx, stage, state, ahead), state.rest
+        state.pending, state.pending_rest = ahead and at_round_boundary(ctx, stage, state, ahead), state.rest
         state.plan(coming, ctx.rank)
-        reason = coming.over or REASONS[int(team.word)] or ("next" if state.last else None)
+        reason = coming.over or REASONS[int(team.signal)] or ("next" if state.last else None)
         state.last = reason == "next" and stage.following and not state.last
         if reason and not state.last:  # nobody ends before the others
-            await ctx.all_reduce(torch.zeros(1), team.ranks, riders=1)
+            await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
         ctx.record_round(stage.index, state.round, work.steps, staleness, dropped=late, loss=work.loss)
         state.round += 1
         if ctx.rank == 0 and not late and stage.stop_criteria.take(state, ctx.now):
@@ -343,15 +352,15 @@ async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         if reason and not state.last:
             return end(ctx, stage, state, reason)
         if ctx.rank == 0:
-            state.word = local_stop(ctx, stage, state.progress)
+            state.signal = local_stop(ctx, stage, state.progress)
 
 
-def spent(rest: tuple[int, int] | None) -> bool:
+def no_rounds_left(rest: tuple[int, int] | None) -> bool:
     """Whether no round is left that anybody could take part in."""
     return rest is not None and rest[0] <= 0
 
 
-def as_planned(stage: Stage, state: PeerState, rank: int) -> tuple[Stage, Stage]:
+def next_round_stage(stage: Stage, state: PeerState, rank: int) -> tuple[Stage, Stage]:
     """The stage as it is in the next round, whose H and batch the worker takes: as planned, and what is left of it."""
     planned = rule_of(stage).in_round(stage, state.rule_state, state.progress)
     own = planned.cut(state.rest)
@@ -359,11 +368,11 @@ def as_planned(stage: Stage, state: PeerState, rank: int) -> tuple[Stage, Stage]
     return planned, own
 
 
-async def told(team: ProcessGroup, work: Work) -> tuple[float, ...]:
+async def exchange_step_times(team: ProcessGroup, work: Work) -> tuple[float, ...]:
     """Seconds of one step of each worker. Raises TeamBrokenError where one is lost."""
     own = torch.zeros(team.stage.num_workers, dtype=torch.float64)
     own[team.ctx.rank] = work.step_s
-    total = await team.ctx.all_reduce(own, team.ranks, riders=len(own), epoch=team.epoch)
+    total = await team.ctx.all_reduce(own, team.ranks, piggybacked=len(own), epoch=team.epoch)
     return tuple(whole(total).tolist())
 
 
@@ -390,7 +399,7 @@ def merge_and_plan(
     """A round's work, which was `own` of the stage, is merged, and the next round planned, or the one so many later."""
     result = compute_merge(own, state, update, mean_loss, staleness)
     rule = rule_of(stage)
-    rule_state = rule.hear(stage, state.rule_state, result.progress, heard)
+    rule_state = rule.observe_round(stage, state.rule_state, result.progress, heard)
     planned = rule.in_round(stage, rule_state, result.progress)
     rest = planned.rest(result.progress.steps, result.progress.samples, more)
     return result, ParallelCompute(
@@ -400,8 +409,8 @@ def merge_and_plan(
 
 def end(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> int:
     """The stage ended with this merge; returns the last word."""
-    state.word = None
-    return end_ridden(ctx, stage, state, reason, state.formed_ns if stage.elastic else ctx.now_ns)
+    state.signal = None
+    return end_piggybacked(ctx, stage, state, reason, state.formed_ns if stage.elastic else ctx.now_ns)
 
 
 # --- a model that comes back group by group, beneath the next forward pass --------------------------------------------
@@ -436,24 +445,24 @@ async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int
         exchange = ctx.spawn(exchange_by_group(team, stage, state))
         needs = tuple((message.needed, tag) for tag, message in reversed(groups))
         loss = await ctx.compute(gradient_work(ctx, stage, state), state.batch, parts=stage.ready, needs=needs)
-        team.begin(loss / team.size, REASONS.index(state.word) if ctx.rank == 0 else 0)
+        team.begin(loss / team.size, REASONS.index(state.signal) if ctx.rank == 0 else 0)
         await ctx.send(ctx.rank, stage.tag("loss"))
         await ctx.recv(stage.tag("counted"))
         progress = state.progress
-        reason = stage.stop_criteria.over(progress) or REASONS[int(team.word)]
+        reason = stage.stop_criteria.over(progress) or REASONS[int(team.signal)]
         if reason:
             await flush_exchange(ctx, stage, exchange)
         ctx.record_round(stage.index, state.round, 1, 0, dropped=state.in_time is not None, loss=loss)
         state.round += 1
-        state.word = local_stop(ctx, stage, progress) if ctx.rank == 0 and not reason else None
+        state.signal = local_stop(ctx, stage, progress) if ctx.rank == 0 and not reason else None
         if reason:
-            return end_ridden(ctx, stage, state, reason, ctx.now_ns)
+            return end_piggybacked(ctx, stage, state, reason, ctx.now_ns)
         state.plan_round(stage, ctx.rank)
 
 
 def gradient_work(ctx: RankContext, stage: Stage, state: PeerState) -> Callable[..., float]:
     """The work of one step, which hands out the gradient's slices and takes the model's."""
-    step, span = draw(state)
+    step, span = next_batch(state)
 
     def work(hand_out: Callable[[int, Any], None], take: Callable[[int], Any]) -> float:
         pieces = Pieces(stage.slices[::-1], take)
@@ -492,7 +501,7 @@ async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) 
             step = partial(stage.trainer.apply_slice, params, moments, *where, total, rate, exact)
             made.append(ctx.compute_once(team.ranks, ("group", stage.index, version, k), step))
             await ctx.send(ctx.rank, stage.tag("group", k), made[-1][1])
-    late = keep_in_time(ctx, stage, state, params, before)
+    late = keep_within_budget(ctx, stage, state, params, before)
     if made:
         whole = partial(stage.trainer.joined, made)
         state.moments, state.params = ctx.compute_once(team.ranks, ("model", stage.index, version), whole)
@@ -567,7 +576,7 @@ Bodies = list[Any]  # of messages, in the order in which they go
 
 
 async def sum_overlapped(
-    team: ProcessGroup, stage: Stage, state: PeerState, version: int, word: float
+    team: ProcessGroup, stage: Stage, state: PeerState, version: int, signal: float
 ) -> tuple[Work, Any]:
     """(one gradient, the weighted sum of everybody's); `team.loss` and `team.word` are sums then. Raises
     TeamBrokenError once the gradient is there."""
@@ -577,15 +586,15 @@ async def sum_overlapped(
         work, bodies, came = await compute_and_sum(others, coding, stage, state)
     else:
         work = state.redo
-        bodies = work.body if coding is None else await team.compute(partial(coding.encoded, work.body), work=1)
+        bodies = work.body if coding is None else await team.compute(partial(coding.all_encoded, work.body), work=1)
         came = await sum_parts(others, coding, bodies[:-1])
     if stage.elastic:
         keep(state, work)
     if len(came) < len(bodies) - 1:
         raise GroupBrokenError
-    team.begin((work.loss if coding is None or coding.ended() else math.nan) / team.size, word)
+    team.begin((work.loss if coding is None or coding.finish_encoding() else math.nan) / team.size, signal)
     came.append(await sum_part(team, coding, len(came), bodies[-1]))
-    return work, together(came[::-1]) if coding is None else await coding.decoded(came)
+    return work, together(came[::-1]) if coding is None else await coding.decode_buckets(came)
 
 
 async def compute_and_sum(
@@ -594,7 +603,7 @@ async def compute_and_sum(
     """(the gradient in parts, what is sent of each, what has come of all but the last), which have been exchanged
     meanwhile, as long as nobody was lost."""
     ctx, start, tags = team.ctx, team.ctx.now, [tag for _, tag in stage.ready]
-    step, span = draw(state)
+    step, span = next_batch(state)
     compute = partial(stage.trainer.gradient_in_parts, state.params, ctx.rank, step, span, stage.slices)
     others = ctx.spawn(sum_as_ready(team, coding, tags[:-1])) if tags[:-1] else None
     encoding = None if coding is None else coding.encoding
@@ -628,7 +637,7 @@ async def sum_parts(team: ProcessGroup, coding: Coding | None, bodies: Bodies, f
 
 
 async def sum_part(team: ProcessGroup, coding: Coding | None, k: int, body: Any) -> Any:
-    return await (team.all_reduce(body, team.weight) if coding is None else coding.exchanged(team, k, body))
+    return await (team.all_reduce(body, team.weight) if coding is None else coding.exchange_bucket(team, k, body))
 
 
 # --- one fragment of the model at a time ------------------------------------------------------------------------------
@@ -643,7 +652,7 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
     """Hand in a fragment, take the first of the next steps meanwhile, merge, take the others; returns the last word."""
     stage, overlap, count = state.begin(ctx, stage), stage.delayed, len(stage.fragments)
     assert isinstance(overlap, Fragmented)
-    state.fragment_ends = state.fragment_ends or ends_of(stage)
+    state.fragment_ends = state.fragment_ends or codec_states_of(stage)
     while True:
         pending: Work | None = state.pending
         ctx.safe_point(stage.index, state if pending is None or stage.cut(state.pending_rest) is stage else None)
@@ -654,20 +663,20 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
         k, own = version % count, stage.cut(state.pending_rest)
         part, staleness, fragment = own.fragment(k), version - pending.version, fragment_at(stage, version)
         team = replace(ProcessGroup.of(ctx, part), share=part.link.d / stage.link.d)
-        team.begin(pending.loss / team.size, REASONS.index(state.word) if ctx.rank == stage.home else 0)
+        team.begin(pending.loss / team.size, REASONS.index(state.signal) if ctx.rank == stage.home else 0)
         held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])
-        exchange = exchanged(team, part, held, state.progress, version, stage.aggregate.clip(pending.body))
+        exchange = exchange_update(team, part, held, state.progress, version, stage.aggregate.clip(pending.body))
         total, ahead = state.local_steps, None
         more = overlap.delay > 0 and (state.rest is None or state.rest[0] > 0)  # alike on all, as `beside` need not be
-        beside = overlap.beside(total) if more else 0
+        beside = overlap.overlapped_steps(total) if more else 0
         if beside:
             under_way = ctx.spawn(exchange)
             await ctx.sleep(0)  # what is encoded is encoded first
-            ahead = await steps(ctx, stage, state, beside)
+            ahead = await take_local_steps(ctx, stage, state, beside)
             update = await ctx.join(under_way)
         else:
             update = await exchange
-        late = keep_in_time(ctx, stage, state, state.params)
+        late = keep_within_budget(ctx, stage, state, state.params)
         merge = partial(apply_fragment, own, state, k, update, team.loss, staleness)
         state.params, state.outer_state, progress = ctx.compute_once(team.ranks, ("merge", stage.index, version), merge)
         state.progress, state.version, state.steps, state.samples = (
@@ -678,20 +687,20 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
         )
         if state.start is not None:
             places = fragment.of(state.start), fragment.of(state.params), held.params + pending.body
-            state.start = fragment.put(state.start, overlap.mixed(*places))
-        reason = stage.stop_criteria.over(progress) or REASONS[int(team.word)]
+            state.start = fragment.put(state.start, overlap.mix(*places))
+        reason = stage.stop_criteria.over(progress) or REASONS[int(team.signal)]
         if reason and more:  # nobody ends before the others
-            await ctx.all_reduce(torch.zeros(1), team.ranks, riders=1)
+            await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
         ctx.record_round(stage.index, state.round, pending.steps, staleness, dropped=late, loss=pending.loss)
         state.round += 1
         if ctx.rank == stage.home and not late and stage.stop_criteria.take(state, ctx.now):
             ctx.snapshot(state.params, counts=progress.report())
         if reason:
-            state.word = None
-            return end_ridden(ctx, stage, state, reason, ctx.now_ns)
+            state.signal = None
+            return end_piggybacked(ctx, stage, state, reason, ctx.now_ns)
         await finish_piece(ctx, stage, state, ahead, total - beside)
         if ctx.rank == stage.home:
-            state.word = local_stop(ctx, stage, progress)
+            state.signal = local_stop(ctx, stage, progress)
 
 
 def apply_fragment(
@@ -756,42 +765,42 @@ def keep(state: PeerState, work: Work) -> None:
     state.kept = (*state.kept[-1:], before)
 
 
-async def repaired(ctx: RankContext, stage: Stage, state: PeerState) -> tuple[Stage, str | None]:
+async def repair_round(ctx: RankContext, stage: Stage, state: PeerState) -> tuple[Stage, str | None]:
     """A sum has come to nothing: go on without who is lost, with that round once more (`state.redo`). Returns the stage
     as it is among those who are left, and why it ends instead, with what was to be summed dropped, where somebody sees
     that it is time. Raises AshlError where too few are left."""
     reason = local_stop(ctx, stage, state.progress)
-    formed = await ctx.regroup(state.progress.version, word_of(stage, reason))
+    formed = await ctx.regroup(state.progress.version, signal_of(stage, reason))
     go_back(ctx, state, formed.version)
-    stage = await among(ctx, stage, state, formed)
-    if not formed.word:
+    stage = await restrict_to_team(ctx, stage, state, formed)
+    if not formed.signal:
         return stage, None
     if state.redo is not None:
         ctx.record_round(stage.index, state.round, state.redo.steps, 0, dropped=True, loss=state.redo.loss)
         state.round += 1
     state.redo, state.progress, steps = None, state.progress.copy(), stage.cut(state.rest).round_steps
     for rank in stage.workers:
-        state.progress.drop(rank, steps[rank], of_ending(formed.word))
-    return stage, reason if word_of(stage, reason) == formed.word else ENDS[formed.word]
+        state.progress.drop(rank, steps[rank], drop_reason(formed.signal))
+    return stage, reason if signal_of(stage, reason) == formed.signal else ENDS[formed.signal]
 
 
-async def regrouped(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> Stage:
+async def regroup_workers(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> Stage:
     """With this merge the stage ends for a reason, or a worker is let in. Returns the stage as it is among those who
     are there. Where some have not come so far, all go back to their round: then there is a `state.redo`. Raises
     AshlError where too few are left."""
-    formed = await ctx.regroup(state.progress.version, word_of(stage, reason), open=reason == JOIN)
+    formed = await ctx.regroup(state.progress.version, signal_of(stage, reason), open=reason == JOIN)
     if formed.version < state.progress.version:
         go_back(ctx, state, formed.version)
-    return await among(ctx, stage, state, formed)
+    return await restrict_to_team(ctx, stage, state, formed)
 
 
-def word_of(stage: Stage, reason: str | None) -> int:
+def signal_of(stage: Stage, reason: str | None) -> int:
     if reason in (None, JOIN):
         return GO
     return NEXT if reason == "next" and stage.following else STOP
 
 
-async def among(ctx: RankContext, stage: Stage, state: PeerState, formed: Formed) -> Stage:
+async def restrict_to_team(ctx: RankContext, stage: Stage, state: PeerState, formed: Formed) -> Stage:
     """Go on as this team."""
     state.epoch, state.lives, state.formed_ns = formed.epoch, formed.lives, formed.time_ns
     if formed.ranks == stage.workers and not (formed.lost or formed.came):
@@ -802,10 +811,10 @@ async def among(ctx: RankContext, stage: Stage, state: PeerState, formed: Formed
             f"{stage.num_workers} workers are left, fewer than runtime.min_workers={stage.min_workers}: the run ends "
             "here"
         )
-    state.progress = changed(stage, state, formed)
+    state.progress = update_membership(stage, state, formed)
     for rank in formed.lost:
         state.ends.forget(rank)
-    if formed.came and not alone(stage, state.ends):
+    if formed.came and not memory_is_local(stage, state.ends):
         state.ends = CodecState(gradients=state.ends.gradients)
     first = min(set(formed.ranks) - set(formed.came))
     before, stage = stage, stage.among(state.progress.gone)
@@ -815,7 +824,7 @@ async def among(ctx: RankContext, stage: Stage, state: PeerState, formed: Formed
         for rank in formed.came:
             await admit(ctx, stage, state, rank)
     if stage.home != before.home:
-        stand_in(ctx, stage, state)
+        take_over_lead(ctx, stage, state)
     return stage
 
 
@@ -829,7 +838,7 @@ def go_back(ctx: RankContext, state: PeerState, version: int) -> None:
     state.ends, state.evaluated, state.lives = before.ends.copy(), taken, lives
 
 
-def changed(stage: Stage, state: PeerState, formed: Formed) -> Progress:
+def update_membership(stage: Stage, state: PeerState, formed: Formed) -> Progress:
     """The counts without those who are lost, and with those who came. What the lost had handed in for a round that is
     done once more is dropped; where none is, they had nothing under way."""
     planned = cast("StepRule", stage.sync).in_round(stage, state.rule_state, state.progress)
@@ -837,7 +846,7 @@ def changed(stage: Stage, state: PeerState, formed: Formed) -> Progress:
     progress.gone = set(progress.gone)
     for rank in formed.lost:
         progress.lose(rank)
-        if formed.word == GO and state.redo is not None:
+        if formed.signal == GO and state.redo is not None:
             progress.drop(rank, steps[rank], FAILURE)
     for rank in {*stage.workers}.difference(formed.ranks, formed.lost):
         progress.lose(rank)  # who waits for the model still
@@ -846,13 +855,13 @@ def changed(stage: Stage, state: PeerState, formed: Formed) -> Progress:
     return progress
 
 
-def alone(stage: Stage, ends: CodecState) -> bool:
+def memory_is_local(stage: Stage, ends: CodecState) -> bool:
     """Whether what compressors keep is each worker's own business."""
     shared = isinstance(stage.link.innermost, Collective) or ends.memory is not None
     return not (shared or any(kept is not None for kept in ends.receivers.values()))
 
 
-def stand_in(ctx: RankContext, stage: Stage, state: PeerState) -> None:
+def take_over_lead(ctx: RankContext, stage: Stage, state: PeerState) -> None:
     """Another rank counts, judges and hands out snapshots from now on."""
     here = ctx.rank == stage.home
     ctx.counter = state if here else None
@@ -860,7 +869,7 @@ def stand_in(ctx: RankContext, stage: Stage, state: PeerState) -> None:
         state.evaluated = state.progress.here(ctx.now)
 
 
-def welcome_tag(epoch: int, k: int) -> Tag:
+def state_tag(epoch: int, k: int) -> Tag:
     """The tag of the k-th message to who is new in a team; the first holds the model, the second says what follows."""
     return "welcome", k, epoch
 
@@ -870,16 +879,16 @@ async def admit(ctx: RankContext, stage: Stage, state: PeerState, rank: int) -> 
     alike = state.moments if stage.sync.exchange == "gradient" or stage.sync.momentum_travels else None
     parcel = split_tensors(Known(stage.index, state.progress, state.rest, alike, state.outer_state, state.rule_state))
     for k, body in enumerate((state.params, *parcel)):
-        await ctx.send(rank, welcome_tag(state.epoch, k), body, (len(parcel),))
+        await ctx.send(rank, state_tag(state.epoch, k), body, (len(parcel),))
 
 
-async def heard(ctx: RankContext, epoch: int, host: int) -> list[Message] | None:
+async def receive_state(ctx: RankContext, epoch: int, host: int) -> list[Message] | None:
     """What a newcomer receives; None where the sender is lost meanwhile."""
     messages = list[Message]()
     while not messages or len(messages) <= messages[0].meta[0]:
-        message = await ctx.recv(welcome_tag(epoch, len(messages)), LOST, src=host)
+        message = await ctx.recv(state_tag(epoch, len(messages)), LOST, src=host)
         if message.tag == LOST:
-            await ctx.discard(*(welcome_tag(epoch, k) for k in range(MOST)))
+            await ctx.discard(*(state_tag(epoch, k) for k in range(MOST)))
             return None
         messages.append(message)
     return messages
@@ -893,11 +902,11 @@ async def join(ctx: RankContext, stages: Sequence[Stage], state: PeerState) -> t
         while await ctx.recv(LOST, before_s=ctx.now):
             pass  # what was before is of no concern
         formed = await ctx.regroup(NONE)
-        if formed.word == STOP:
-            ctx.time_accounting.close(within(first, formed.time_ns))
+        if formed.signal == STOP:
+            ctx.time_accounting.close(end_time_ns(first, formed.time_ns))
             return None
         host = min(set(formed.ranks) - set(formed.came))
-        if (messages := await heard(ctx, formed.epoch, host)) is not None:
+        if (messages := await receive_state(ctx, formed.epoch, host)) is not None:
             break
     model, *parcel = [message.body for message in messages]
     known = join_tensors(parcel, ("ashl", type(first.outer).__module__.partition(".")[0]), first.trainer.device)
@@ -911,5 +920,5 @@ async def join(ctx: RankContext, stages: Sequence[Stage], state: PeerState) -> t
     state.rest = known.rest
     state.rule_state = known.rule_state
     state.epoch, state.lives = formed.epoch, formed.lives
-    stand_in(ctx, stage, state)
+    take_over_lead(ctx, stage, state)
     return stage.index, state

@@ -28,7 +28,7 @@ from ashl.runtime.effects import Message
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.progress import RUN_START, Progress, ProgressMark
 from ashl.stage.stage import GO, NEXT, STOP, Stage
-from ashl.topology.ending import leave, of_ending, record_end, stop_decision, within
+from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_end, stop_decision
 from ashl.topology.local_work import WorkerState
 
 SNAPSHOT, BYE = 3, 4  # beside NEXT and STOP
@@ -44,10 +44,10 @@ class Report(NamedTuple):
     staleness: float  # merges of its own model that happened while it computed
 
 
-class Word(NamedTuple):
+class Signal(NamedTuple):
     """What the coordinator says."""
 
-    word: float
+    signal: float
     tick: float = 0.0  # of the evaluation, with SNAPSHOT
     end_ns: float = 0.0  # of the stage, with BYE
 
@@ -85,7 +85,7 @@ class CoordinatorState:
 class RoamingState(WorkerState):
     """A worker that goes at its own pace. `version` counts the merges of its model."""
 
-    word: int = GO  # NEXT or STOP once the coordinator has said so
+    signal: int = GO  # NEXT or STOP once the coordinator has said so
     end_ns: int = 0
     reported: bool = False  # and not answered yet
     gone: bool = False  # the coordinator has let it go
@@ -94,7 +94,7 @@ class RoamingState(WorkerState):
 
     def enter(self, stage: Stage, rank: int) -> None:
         if self.entered != stage.index:  # else it goes on from a checkpoint
-            self.word, self.reported, self.gone, self.asked = GO, False, False, None
+            self.signal, self.reported, self.gone, self.asked = GO, False, False, None
         super().enter(stage, rank)
 
 
@@ -102,24 +102,24 @@ async def coordinator(ctx: RankContext, stage: Stage, state: CoordinatorState) -
     """Count and judge until the stage is over, then let everybody leave; returns the last word."""
     progress = state.progress
     state.enter(stage, ctx.now)
-    word, reason = GO, None
+    signal, reason = GO, None
     reported, deadline_s = stage.tag("report"), stage.stop_criteria.deadline_s
-    while word == GO:
+    while signal == GO:
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(reported, before_s=deadline_s)
         ctx.time_accounting.cut()  # nobody asks for the coordinator's rounds, so they are not kept
         if message is None:
-            word, reason = STOP, "seconds"
+            signal, reason = STOP, "seconds"
             break
         count_report(progress, message)
         await ctx.send(message.src, stage.tag("go"), None, (progress.samples,))
         if stage.stop_criteria.take(state, ctx.now):
             await ask_snapshots(ctx, stage, state)
-        word, reason = stop_decision(ctx, stage, progress)
-    if word == STOP:
+        signal, reason = stop_decision(ctx, stage, progress)
+    if signal == STOP:
         ctx.safe_point(stage.index, None)
-    await finish_stage(ctx, stage, state, word, reason)
-    return word
+    await finish_stage(ctx, stage, state, signal, reason)
+    return signal
 
 
 def count_report(progress: Progress, message: Message) -> None:
@@ -133,53 +133,55 @@ def count_report(progress: Progress, message: Message) -> None:
 async def ask_snapshots(ctx: RankContext, stage: Stage, state: CoordinatorState) -> None:
     """Ask every worker for a snapshot, and hand in the counts that belong to them."""
     state.ticks += 1
-    await say(ctx, stage, Word(SNAPSHOT, state.ticks))
+    await broadcast_signal(ctx, stage, Signal(SNAPSHOT, state.ticks))
     ctx.snapshot(None, tick=state.ticks, counts=state.progress.report())
 
 
-async def say(ctx: RankContext, stage: Stage, word: Word) -> None:
+async def broadcast_signal(ctx: RankContext, stage: Stage, signal: Signal) -> None:
     """Send a word to all workers."""
     for rank in stage.workers:
-        await ctx.send(rank, stage.tag("word"), None, word)
+        await ctx.send(rank, stage.tag("word"), None, signal)
 
 
-async def finish_stage(ctx: RankContext, stage: Stage, state: CoordinatorState, word: int, reason: str | None) -> None:
+async def finish_stage(
+    ctx: RankContext, stage: Stage, state: CoordinatorState, signal: int, reason: str | None
+) -> None:
     """The stage is over: tell all, wait until all are done, let them go. At a border (NEXT) it ends when the last one
     is done. At the end of the run it has ended now; what is still reported was merged before its worker had heard of
     that, in virtual time at this very moment, and counts, since it is part of a model."""
     progress = state.progress
-    progress.end_ns = within(stage, ctx.now_ns)
-    await say(ctx, stage, Word(word))
+    progress.end_ns = end_time_ns(stage, ctx.now_ns)
+    await broadcast_signal(ctx, stage, Signal(signal))
     working = set(stage.workers)
     while working:
         message = await ctx.recv(stage.tag("report"), stage.tag("done"))
         if message.tag[0] == "done":
-            progress.drop(message.src, int(message.meta[0]), of_ending(word))
+            progress.drop(message.src, int(message.meta[0]), drop_reason(signal))
             working.discard(message.src)
         else:
             count_report(progress, message)
             await ctx.send(message.src, stage.tag("go"), None, (progress.samples,))
-    if word == NEXT:
-        progress.end_ns = within(stage, ctx.now_ns)
-    await say(ctx, stage, Word(BYE, end_ns=progress.end_ns))
+    if signal == NEXT:
+        progress.end_ns = end_time_ns(stage, ctx.now_ns)
+    await broadcast_signal(ctx, stage, Signal(BYE, end_ns=progress.end_ns))
     record_end(ctx, stage, progress, reason)
-    if word == STOP:
+    if signal == STOP:
         ctx.time_accounting.close(progress.end_ns)
 
 
-def obey(ctx: RankContext, state: RoamingState, message: Message) -> bool:
+def apply_signal(ctx: RankContext, state: RoamingState, message: Message) -> bool:
     """A worker takes in a word; returns whether it may leave."""
-    word = Word(*message.meta)
-    if word.word == SNAPSHOT:
-        ctx.snapshot(state.params, tick=int(word.tick))
-    elif word.word == BYE:
-        state.end_ns, state.gone = int(word.end_ns), True
+    signal = Signal(*message.meta)
+    if signal.signal == SNAPSHOT:
+        ctx.snapshot(state.params, tick=int(signal.tick))
+    elif signal.signal == BYE:
+        state.end_ns, state.gone = int(signal.end_ns), True
     else:
-        state.word = int(word.word)
+        state.signal = int(signal.signal)
     return state.gone
 
 
-async def report(ctx: RankContext, stage: Stage, state: RoamingState, work: Any, staleness: int) -> None:
+async def report_merge(ctx: RankContext, stage: Stage, state: RoamingState, work: Any, staleness: int) -> None:
     """This work is part of the worker's model now: tell the coordinator, and close the round."""
     state.reported = True
     await ctx.send(stage.server, stage.tag("report"), None, Report(work.steps, work.samples, work.loss, staleness))
@@ -187,26 +189,26 @@ async def report(ctx: RankContext, stage: Stage, state: RoamingState, work: Any,
     state.round += 1
 
 
-async def answered(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
+async def await_answer(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
     """Wait for the answer to the last report, if it is still to come."""
     if state.reported:
         message = await ctx.recv(stage.tag("go"), src=stage.server)
         state.samples, state.reported = int(message.meta[0]), False
 
 
-async def done(ctx: RankContext, stage: Stage, state: RoamingState, dropped: int) -> None:
+async def report_done(ctx: RankContext, stage: Stage, state: RoamingState, dropped: int) -> None:
     """This worker starts nothing more."""
-    await answered(ctx, stage, state)
+    await await_answer(ctx, stage, state)
     await ctx.send(stage.server, stage.tag("done"), None, (dropped,))
 
 
-def left(ctx: RankContext, stage: Stage, state: RoamingState, dropped: int) -> int:
+def close_worker(ctx: RankContext, stage: Stage, state: RoamingState, dropped: int) -> int:
     """Close the books of a worker that may leave, its last steps thrown away; returns the last word."""
-    word = leave(ctx, stage, state.word, state.end_ns)
-    if word == STOP:
+    signal = leave_stage(ctx, stage, state.signal, state.end_ns)
+    if signal == STOP:
         ctx.record_round(stage.index, state.round, dropped, 0, dropped=True, loss=None)
         state.round += 1
-    return word
+    return signal
 
 
 async def gather_workers(ctx: RankContext, stage: Stage, state: CoordinatorState) -> None:

@@ -43,7 +43,7 @@ class Budgeted(Protocol):
     in_time: InTime | None
 
 
-def keep_in_time(
+def keep_within_budget(
     ctx: RankContext, stage: Stage, state: Budgeted, params: Any, progress: Any = None, now_ns: int | None = None
 ) -> bool:
     """Ridden: whether a merge comes too late. `params` and `progress` are the model and the counts before it, the
@@ -68,12 +68,12 @@ def within_budget(ctx: RankContext, stage: Stage, state: Budgeted, reason: str) 
     return "seconds"
 
 
-def of_ending(word: int) -> str:
+def drop_reason(signal: int) -> str:
     """The reason why steps in flight are dropped when a stage ends with this word."""
-    return STAGE_END if word == NEXT else RUN_END
+    return STAGE_END if signal == NEXT else RUN_END
 
 
-def within(stage: Stage, now_ns: int) -> int:
+def end_time_ns(stage: Stage, now_ns: int) -> int:
     """The moment at which a stage ends that ends now: within the budget, whatever is still being applied."""
     return int(min(now_ns, stage.stop_criteria.deadline_ns))
 
@@ -99,26 +99,26 @@ def record_end(ctx: RankContext, stage: Stage, progress: Progress, reason: str |
     ctx.emit(StageEnd(ctx.rank, stage.index, stage.plan.name, reason, progress.end_ns, progress.report()))
 
 
-def end_ridden(ctx: RankContext, stage: Stage, state: Budgeted, reason: str, now_ns: int) -> int:
+def end_piggybacked(ctx: RankContext, stage: Stage, state: Budgeted, reason: str, now_ns: int) -> int:
     """Ridden: this rank's stage ended at that moment; returns the last word. Of a rule by which the stage gave way, the
     home rank records the name."""
-    word = NEXT if reason == "next" and stage.following else STOP
-    if word == STOP:
+    signal = NEXT if reason == "next" and stage.following else STOP
+    if signal == STOP:
         reason = within_budget(ctx, stage, state, reason)
-    progress = state.progress = replace(state.progress, end_ns=within(stage, now_ns))
+    progress = state.progress = replace(state.progress, end_ns=end_time_ns(stage, now_ns))
     if ctx.rank == stage.home:
         if reason == "next":
             rule = stage.stop_criteria.reached(progress, ctx.now, ctx.scores)
             reason = rule or next(iter(stage.plan.until), reason)
-        late = word == NEXT and state.in_time  # no later stage ends in time either, and the run goes back to this
+        late = signal == NEXT and state.in_time  # no later stage ends in time either, and the run goes back to this
         record_end(ctx, stage, replace(state.in_time.progress, end_ns=progress.end_ns) if late else progress, reason)
-    return leave(ctx, stage, word, progress.end_ns)
+    return leave_stage(ctx, stage, signal, progress.end_ns)
 
 
-def leave(ctx: RankContext, stage: Stage, word: int, end_ns: int) -> int:
+def leave_stage(ctx: RankContext, stage: Stage, signal: int, end_ns: int) -> int:
     """Close a rank's books of a stage that ended at `end_ns`; returns the word."""
-    if word == NEXT:
+    if signal == NEXT:
         ctx.emit(StageBoundary(ctx.rank, stage.index, ctx.time_accounting.until(end_ns)))
     else:
         ctx.time_accounting.close(end_ns)
-    return word
+    return signal

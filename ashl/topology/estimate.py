@@ -35,19 +35,19 @@ class Anchor(NamedTuple):
     drawn: int
 
 
-def draw(state: Any) -> tuple[int, range]:
+def next_batch(state: Any) -> tuple[int, range]:
     """The worker's next minibatch: its number, and where it lies in the worker's stream of samples."""
     number, first = state.step, state.drawn
     state.step, state.drawn = number + 1, first + state.batch
     return number, range(first, state.drawn)
 
 
-async def estimated(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any, int]:
+async def estimate_gradient(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any, int]:
     """(mean loss seen, gradient at `state.params`, samples that it is of), by the stage's estimator."""
     trainer, rank, params, kind = stage.trainer, ctx.rank, state.params, stage.estimator
     if kind == "full":
-        draw(state)
-        return await over_shard(ctx, stage, state)
+        next_batch(state)
+        return await average_over_shard(ctx, stage, state)
     if kind == "statistics":
         work = partial(trainer.sweep, params, state.moments, state.anchor, rank)
         size = trainer.shard_size(rank)
@@ -55,11 +55,11 @@ async def estimated(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, 
         return loss, statistics, size
     if kind == "svrg":
         if state.anchor is None or state.drawn - state.anchor.drawn >= trainer.shard_size(rank):
-            _, gradient, _ = await over_shard(ctx, stage, state)
+            _, gradient, _ = await average_over_shard(ctx, stage, state)
             state.anchor = Anchor(params, gradient, state.drawn)
-        loss, gradient = await reduced(ctx, stage, state)
+        loss, gradient = await reduce_variance(ctx, stage, state)
         return loss, gradient + state.anchor.gradient, state.batch
-    step, span = draw(state)
+    step, span = next_batch(state)
     if kind == "moments":
         work = partial(trainer.spread_gradient, params, rank, step, span, stage.codec.parts)
         loss, gradient, state.squares = await ctx.compute(work, work=state.batch)
@@ -68,16 +68,16 @@ async def estimated(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, 
     return numbers([loss])[0], gradient, state.batch
 
 
-async def over_shard(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any, int]:
+async def average_over_shard(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any, int]:
     """The same over all samples of the worker."""
     size = stage.trainer.shard_size(ctx.rank)
     work = partial(stage.trainer.full_gradient, state.params, ctx.rank, stage.worker(ctx.rank).batch)
     return (*await ctx.compute(work, work=size), size)
 
 
-async def reduced(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any]:
+async def reduce_variance(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any]:
     """(loss, ∇f(w; batch) − ∇f(s; batch)) on the next minibatch."""
-    step, span = draw(state)
+    step, span = next_batch(state)
     work = partial(stage.trainer.reduced_gradient, state.params, state.anchor.params, ctx.rank, step, span)
     loss, gradient = await ctx.compute(work, work=2 * state.batch)
     return numbers([loss])[0], gradient

@@ -33,7 +33,7 @@ from ashl.stage.stage import Stage
 from ashl.topology.local_work import WorkerState, all_finite, context_of, not_finite, report_health, reports_mean
 
 
-async def exchanged(
+async def exchange_update(
     team: ProcessGroup, stage: Stage, state: WorkerState, progress: Progress, tick: int, x: Vector
 ) -> Vector:
     """Σ c·C(x), or Σ c·x where the rule says so, at the merge of this number; `team.loss` and `team.word` are sums
@@ -46,17 +46,17 @@ async def exchanged(
     looks = reports_mean(stage, tick) and not isinstance(x, SizeOnly)
     if looks:
         ctx.show_update(x, of=ctx.rank, tick=tick, weight=team.weight)
-    update = await compressed(team, stage, state, tick, x)
+    update = await exchange_compressed(team, stage, state, tick, x)
     if looks and ctx.rank == stage.home:
         ctx.show_update(update, of=None, tick=tick)
     return update
 
 
-async def compressed(team: ProcessGroup, stage: Stage, state: WorkerState, tick: int, x: Vector) -> Vector:
+async def exchange_compressed(team: ProcessGroup, stage: Stage, state: WorkerState, tick: int, x: Vector) -> Vector:
     """The same by the codec's own way."""
     link, context = stage.link, context_of(stage, team.ctx.rank, state, tick)
     if isinstance(link.innermost, Collective):
-        return await by_protocol(team, stage, state, link.innermost, x, context)
+        return await run_collective_codec(team, stage, state, link.innermost, x, context)
     if link.traits.linear:  # what adds up is alike in shape
         x, context = x * team.weight, context._replace(ratio=least_ratio(stage), weight=team.weight)
     body = await team.compute(partial(link.encode, state.ends, x, context), work=1)
@@ -64,17 +64,17 @@ async def compressed(team: ProcessGroup, stage: Stage, state: WorkerState, tick:
     if link.traits.linear:
         total = await team.all_reduce(link.summand(body, context))
         return await team.decode(partial(link.summed, state.ends, body, total), 1)
-    return await gathered(team, stage, state, x, body)
+    return await gather_payloads(team, stage, state, x, body)
 
 
-async def by_protocol(
+async def run_collective_codec(
     team: ProcessGroup, stage: Stage, state: WorkerState, codec: Collective, x: Vector, context: EncodeContext
 ) -> Vector:
     """What a protocol over all workers comes to. Raises TeamBrokenError where a worker is lost."""
     link = stage.link
     try:
         if isinstance(x, SizeOnly):
-            await codec.timed(team, link.codec.share(context), link.d)
+            await codec.simulate_collective(team, link.codec.share(context), link.d)
             await team.together()
             return x
         outcome = await codec.collective(team, link.before(state.ends, x, context))
@@ -85,12 +85,12 @@ async def by_protocol(
     return await team.compute(partial(link.after, state.ends, x, context, outcome))
 
 
-async def gathered(team: ProcessGroup, stage: Stage, state: WorkerState, x: Vector, body: Body) -> Vector:
+async def gather_payloads(team: ProcessGroup, stage: Stage, state: WorkerState, x: Vector, body: Body) -> Vector:
     """Everybody's bodies, decoded and summed by everybody alike."""
     bodies = await team.all_gather(body)
     if isinstance(x, SizeOnly):
         return await team.decode(lambda: x, team.size)
-    if team.lost:
+    if team.not_finite:
         return torch.zeros_like(x)
     return await team.decode(partial(stage.link.merge, state.ends, bodies, team.weights, team.ranks), team.size)
 
@@ -155,40 +155,40 @@ class Coding:
         self.bodies[k] = link.encode(self.ends[k], x, self.contexts[k])
         return self.bodies[k]
 
-    def encoded(self, vectors: Sequence[Vector]) -> list[Body]:
+    def all_encoded(self, vectors: Sequence[Vector]) -> list[Body]:
         """The bodies of all messages, where these are there."""
         return [self.encode(k, x) for k, x in enumerate(vectors)]
 
-    def ended(self) -> bool:
+    def finish_encoding(self) -> bool:
         """Everything has been encoded: whether it was finite."""
         ctx, stage, state, every = self.team.ctx, self.stage, self.state, self.stage.compression_stats_every
         state.ends.sender = join_states([ends.sender for ends in reversed(self.ends)])
         if isinstance(self.vectors[0], SizeOnly):
             return True
         if not self.finite:
-            not_finite(ctx, stage, state, in_order(self.vectors))
+            not_finite(ctx, stage, state, join_slices(self.vectors))
         elif every is not None and not (state.round % every and self.version % every):
-            x, weight = in_order(self.vectors), self.team.weight if stage.link.traits.linear else 1.0
+            x, weight = join_slices(self.vectors), self.team.weight if stage.link.traits.linear else 1.0
             sent = [(link, self.ends[k], self.bodies[k]) for k, link in enumerate(stage.links)]
             report_health(ctx, stage, state, x * weight, sent[::-1])
             if reports_mean(stage, self.version):
                 ctx.show_update(x, of=ctx.rank, tick=self.version, weight=self.team.weight)
         return self.finite
 
-    async def exchanged(self, team: ProcessGroup, k: int, body: Body) -> Any:
+    async def exchange_bucket(self, team: ProcessGroup, k: int, body: Body) -> Any:
         """The sum of everybody's message k, or everybody's."""
         link = self.stage.links[k]
         if link.traits.linear:
             return await team.all_reduce(link.summand(body, self.contexts[k]))
         return await team.all_gather(body)
 
-    async def decoded(self, came: Sequence[Any]) -> Vector:
+    async def decode_buckets(self, came: Sequence[Any]) -> Vector:
         """The weighted sum of everybody's gradients, of what came of each message."""
         team, stage = self.team, self.stage
         if isinstance(self.vectors[0], SizeOnly):
             return SizeOnly(4 * stage.link.d)
-        if team.lost:
-            return torch.zeros_like(in_order(self.vectors))
+        if team.not_finite:
+            return torch.zeros_like(join_slices(self.vectors))
         update = await team.compute(partial(self.sum, came))
         if reports_mean(stage, self.version) and team.ctx.rank == stage.home:
             team.ctx.show_update(update, of=None, tick=self.version)
@@ -201,9 +201,9 @@ class Coding:
                 sums[k] = link.summed(ends, self.bodies[k], came[k])
             else:
                 sums[k] = link.merge(ends, came[k], self.team.weights, self.team.ranks)
-        return in_order(sums)
+        return join_slices(sums)
 
 
-def in_order(slices: dict[int, Any]) -> Any:
+def join_slices(slices: dict[int, Any]) -> Any:
     """The flat vector of the slices of messages, the last one first."""
     return together([slices[k] for k in reversed(range(len(slices)))])

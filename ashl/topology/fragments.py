@@ -12,7 +12,7 @@ from ashl.stage.stage import Stage
 from ashl.topology.local_work import Work, WorkerState, local_work
 
 
-def ends_of(stage: Stage) -> tuple[CodecState, ...]:
+def codec_states_of(stage: Stage) -> tuple[CodecState, ...]:
     """Of each fragment's links."""
     return tuple(CodecState() for _ in stage.fragments)
 
@@ -23,7 +23,7 @@ def fragment_at(stage: Stage, version: int) -> Fragment:
     return fragment if stage.overlap.share is None else fragment.drawn(stage.seed, version)
 
 
-async def steps(ctx: RankContext, stage: Stage, state: WorkerState, count: int) -> Work:
+async def take_local_steps(ctx: RankContext, stage: Stage, state: WorkerState, count: int) -> Work:
     """So many local steps, from where the worker stands, which they move."""
     start = state.params if state.start is None else state.start
     state.local_steps = count
@@ -36,7 +36,7 @@ async def finish_piece(ctx: RankContext, stage: Stage, state: WorkerState, ahead
     """The last steps of a piece, after those that were taken beside the last exchange: what has been learned in the
     next fragment since it was exchanged is pending from here on."""
     fragment, start = fragment_at(stage, state.version), state.start
-    work = await steps(ctx, stage, state, count)
+    work = await take_local_steps(ctx, stage, state, count)
     body = fragment.of(work.body)
     if start is not None:
         body = fragment.of(start) - fragment.of(state.params) + body

@@ -35,7 +35,7 @@ from ashl.size_only import Vector
 from ashl.stage.progress import RUN_START, Progress, ProgressMark, RunProgress
 from ashl.stage.stage import GO, Loop, Network, Rule, Stage, Topology
 from ashl.topology.coordinator import CoordinatorState, Kept, RoamingState, coordinator, gather_workers, resume_worker
-from ashl.topology.ending import REASONS, InTime, end_ridden, keep_in_time, local_stop
+from ashl.topology.ending import REASONS, InTime, end_piggybacked, keep_within_budget, local_stop
 from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_of, sources_of
 from ashl.topology.local_work import WorkerState, local_work
 
@@ -108,7 +108,7 @@ class RoamingRule(GossipRule, contract=True):
         """The loop of a worker; returns the last word."""
         raise NotImplementedError
 
-    def taken_up(self, state: RoamingState) -> None:
+    def resume_state(self, state: RoamingState) -> None:
         """A worker goes on from such a checkpoint: nothing is on its way, and what is later is to come again."""
 
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...] | None:
@@ -185,7 +185,7 @@ class Gossip(Topology):
         else:
             await resume_worker(ctx, stage, state)
             assert isinstance(stage.sync, RoamingRule)
-            stage.sync.taken_up(state)
+            stage.sync.resume_state(state)
         return kept
 
     def role(self, stage: Stage, rank: int) -> Loop:
@@ -255,10 +255,10 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
         work = await local_work(ctx, stage, state)
         if not rule.early:
             await post(ctx, stage, state, k, await rule.outgoing(ctx, stage, state, k, work.body), rule.lag)
-        heard = await hear(ctx, stage, k - rule.lag)
+        heard = await receive_models(ctx, stage, k - rule.lag)
         rule.merge(stage, state, rank, k, work.body, heard)
-        learn(state, rank, work.loss, heard)
-        late = keep_in_time(ctx, stage, state, params)
+        merge_headers(state, rank, work.loss, heard)
+        late = keep_within_budget(ctx, stage, state, params)
         count_round(own, state)
         state.plan_round(stage, rank)
         asked = state.header.snapshot_after == k  # before rank 0 asks for the next one
@@ -268,27 +268,27 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
         if (due or asked) and not late:
             counts = state.progress.report() if rank == stage.home and isinstance(state.progress, Progress) else None
             ctx.snapshot(state.params, tick=state.progress.version, counts=counts)
-        word = await ended(ctx, stage, state)
+        signal = await end_signal(ctx, stage, state)
         ctx.record_round(stage.index, state.round, work.steps, rule.lag, dropped=late, loss=work.loss)
         state.round += 1
-        if word != GO:
-            return word
+        if signal != GO:
+            return signal
         state.k += 1
 
 
-async def ended(ctx: RankContext, stage: Stage, state: RoundState) -> int:
+async def end_signal(ctx: RankContext, stage: Stage, state: RoundState) -> int:
     """The last word where the stage ends with this round, else GO."""
-    reason = over(stage, state)
+    reason = stop_reason(stage, state)
     if not reason:
         return GO
     for late in range(max(0, state.k + 1 - rule_in(stage).lag), state.k + 1):
-        rule_in(stage).settle(state, await hear(ctx, stage, late))
+        rule_in(stage).settle(state, await receive_models(ctx, stage, late))
     ctx.safe_point(stage.index, None)
-    moment = await ctx.all_reduce(torch.tensor([ctx.now_ns]), stage.workers, "max", riders=1)
-    return end_ridden(ctx, stage, state, reason, int(moment))
+    moment = await ctx.all_reduce(torch.tensor([ctx.now_ns]), stage.workers, "max", piggybacked=1)
+    return end_piggybacked(ctx, stage, state, reason, int(moment))
 
 
-def over(stage: Stage, state: RoundState) -> str | None:
+def stop_reason(stage: Stage, state: RoundState) -> str | None:
     """Why the stage is over after this round."""
     if (reason := stage.stop_criteria.spent(state.progress)) or not state.header.verdict or state.k < state.header.last:
         return reason
@@ -308,13 +308,13 @@ async def send(ctx: RankContext, stage: Stage, k: int, messages: Outgoing) -> No
         await ctx.send(rank, stage.tag("gossip", k), body, meta)
 
 
-async def hear(ctx: RankContext, stage: Stage, k: int) -> dict[int, Message]:
+async def receive_models(ctx: RankContext, stage: Stage, k: int) -> dict[int, Message]:
     """The messages of round k, in rank order."""
     sources = rule_in(stage).sources(stage, ctx.rank, k) if k >= 0 else ()
     return {rank: await ctx.recv(stage.tag("gossip", k), src=rank) for rank in sources}
 
 
-def learn(state: RoundState, rank: int, loss: float, heard: Mapping[int, Message]) -> None:
+def merge_headers(state: RoundState, rank: int, loss: float, heard: Mapping[int, Message]) -> None:
     """Merge the header of this rank with its loss and the headers it has received."""
     headers = [GossipHeader(*message.meta[: len(GossipHeader._fields)]) for message in heard.values()]
     known = [state.header, *headers]

@@ -121,7 +121,7 @@ class Groups:
         return sorted(w for times, workers in self._free.items() if times >= requests for w in workers)
 
 
-def opened(nodes: Sequence[int], seed: int) -> Groups:
+def open_groups(nodes: Sequence[int], seed: int) -> Groups:
     """The generator before anybody has asked."""
     state = Groups(tuple(nodes), seed, buffers=[], requests=[])
     reopen(state)
@@ -147,11 +147,11 @@ def request(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Gr
     if empty:
         _release(state, worker)
     else:
-        _come(state, worker)
-    return _settled(state, rule, [worker], now_ns)
+        _wait_for_group(state, worker)
+    return _start_groups(state, rule, [worker], now_ns)
 
 
-def done(state: Groups, rule: GroupRule, group: Group, now_ns: int) -> list[Group]:
+def complete_group(state: Groups, rule: GroupRule, group: Group, now_ns: int) -> list[Group]:
     """A group has averaged; returns the groups that begin now."""
     for worker in group.members:
         buffer = state.buffers[worker]
@@ -161,16 +161,16 @@ def done(state: Groups, rule: GroupRule, group: Group, now_ns: int) -> list[Grou
         if not buffer:
             _release(state, worker)
         elif worker in state.waiting:
-            _come(state, worker)
-    return _settled(state, rule, group.members, now_ns)
+            _wait_for_group(state, worker)
+    return _start_groups(state, rule, group.members, now_ns)
 
 
-def woken(state: Groups, rule: GroupRule, now_ns: int) -> list[Group]:
+def wake_up(state: Groups, rule: GroupRule, now_ns: int) -> list[Group]:
     """The moment that the rule named with `wakes` has come; returns the groups that begin now."""
-    return _settled(state, rule, state.idle, now_ns)
+    return _start_groups(state, rule, state.idle, now_ns)
 
 
-def lose(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group]:
+def remove_worker(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group]:
     """A worker is gone: no group waits for it, and who is left of a group meets without it; returns the groups that
     begin now. Groups that run are its members' matter."""
     groups, came = state.buffers[worker], worker in state.waiting
@@ -190,7 +190,7 @@ def lose(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group
         if not others:
             del state._missing[group.id]
         touched += others
-    return _settled(state, rule, [*touched, *state.idle], now_ns)
+    return _start_groups(state, rule, [*touched, *state.idle], now_ns)
 
 
 def join(state: Groups, worker: int) -> None:
@@ -207,7 +207,7 @@ def close(state: Groups) -> None:
     state.closed = True
 
 
-def dismissed(state: Groups) -> list[int]:
+def release_idle(state: Groups) -> list[int]:
     """Once closed: forget those who have asked and whose buffer is empty, and say who they are."""
     left = state.idle
     for worker in left:
@@ -216,20 +216,20 @@ def dismissed(state: Groups) -> list[int]:
     return left
 
 
-def even(workers: Sequence[int], size: int) -> list[Members]:
+def split_evenly(workers: Sequence[int], size: int) -> list[Members]:
     """Cut into groups of `size` in order; where that leaves a rest, into as many groups that differ by one at most."""
     count = -(-len(workers) // size)
     cuts = [len(workers) * i // count for i in range(count + 1)] if count else []
     return [tuple(sorted(workers[a:b])) for a, b in pairwise(cuts)]
 
 
-def shuffled(state: Groups, workers: Sequence[int]) -> list[int]:
+def shuffle(state: Groups, workers: Sequence[int]) -> list[int]:
     """In random order; the numbers are this draw's own."""
     order = permutation(len(workers), state.seed, Purpose.GROUPS, step=state.draws)
     return [workers[i] for i in order.tolist()]
 
 
-def _settled(state: Groups, rule: GroupRule, touched: Iterable[int], now_ns: int) -> list[Group]:
+def _start_groups(state: Groups, rule: GroupRule, touched: Iterable[int], now_ns: int) -> list[Group]:
     """Draw for those who ask with an empty buffer, then begin what can begin."""
     touched = list(touched)
     for worker in tuple(touched):
@@ -269,7 +269,7 @@ def _make(state: Groups, groups: Sequence[Members], ordered: bool) -> None:
             if first:
                 _engage(state, worker)
                 if worker in state.waiting:
-                    _come(state, worker)
+                    _wait_for_group(state, worker)
 
 
 def _release(state: Groups, worker: int) -> None:
@@ -288,7 +288,7 @@ def _engage(state: Groups, worker: int) -> None:
     state._idle.discard(worker)
 
 
-def _come(state: Groups, worker: int) -> None:
+def _wait_for_group(state: Groups, worker: int) -> None:
     """It waits, with this group at the head of its buffer; where that one runs already, it waits for its end."""
     head = state.buffers[worker][0].id
     if head in state._missing:

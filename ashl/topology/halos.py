@@ -38,7 +38,7 @@ from ashl.runtime.effects import Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.progress import Progress
 from ashl.stage.stage import CODEC, GO, NEXT, OUTER, STOP, WEIGHTS, Loop, Members, Network, Rule, Stage, Topology
-from ashl.topology.ending import of_ending, record_end, stop_decision, within
+from ashl.topology.ending import drop_reason, end_time_ns, record_end, stop_decision
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import (
     ServerRule,
@@ -119,7 +119,7 @@ class Halos(Topology):
             return (self.server_of(stage, rank),)
         if len(regions := self.members(stage.nodes)) == 1:
             return stage.workers
-        return above(stage) if rank == stage.server else (*regions[rank - stage.server - 1], stage.server)
+        return region_servers(stage) if rank == stage.server else (*regions[rank - stage.server - 1], stage.server)
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What a push to the region's server and a pull take, uncontended."""
@@ -165,13 +165,13 @@ class GlobalServerState(ServerState):
     samples: dict[int, int] = field(default_factory=dict)  # that each region has handed in
 
 
-def above(stage: Stage) -> tuple[int, ...]:
+def region_servers(stage: Stage) -> tuple[int, ...]:
     """The servers of the regions."""
     assert isinstance(stage.topology, Halos)
     return tuple(stage.server + 1 + r for r in range(len(stage.topology.members(stage.nodes))))
 
 
-def word_tag(stage: Stage) -> Tag:
+def signal_tag(stage: Stage) -> Tag:
     """Of what the global server says to a region while it is open."""
     return stage.tag("global")
 
@@ -185,62 +185,62 @@ async def region_server(ctx: RankContext, stage: Stage, state: RegionState) -> i
         state.sent, state.away, state.merges = state.params, False, progress.version
     while True:
         ctx.safe_point(stage.index, state)
-        message = await ctx.recv(push, word_tag(stage), before_s=stage.stop_criteria.deadline_s)
+        message = await ctx.recv(push, signal_tag(stage), before_s=stage.stop_criteria.deadline_s)
         ctx.time_accounting.cut()
         if message is None:
-            state.word = STOP
+            state.signal = STOP
         elif message.tag == push:
             before, losses = progress.samples, state.losses
             await on_push(ctx, stage, state, message)
             state.samples += progress.samples - before
             state.losses = losses[0] + message.meta[2], losses[1] + 1
         else:
-            state.word = int(message.meta[0])
-            if state.word == GO:
+            state.signal = int(message.meta[0])
+            if state.signal == GO:
                 state.params = state.params * (1 - topology.mixing) + message.body * topology.mixing
                 state.sent, state.away, state.merges = state.params, False, progress.version
                 here = sum(progress.steps_by), state.samples
                 ahead = [own - handed for own, handed in zip(here, state.behind, strict=True)]
                 progress.steps, progress.samples = (int(message.meta[1 + k]) + ahead[k] for k in (0, 1))
-        if state.word == STOP or (state.word == NEXT and len(progress.waiting) == progress.present):
+        if state.signal == STOP or (state.signal == NEXT and len(progress.waiting) == progress.present):
             break
-        if state.word == GO:
+        if state.signal == GO:
             if (progress.version - state.merges >= topology.updates and not state.away) or progress.diverged:
-                await hand_in(ctx, stage, state)
+                await push_to_global(ctx, stage, state)
             for rank in sorted(rule_of(stage).may_proceed(state.rule_state, progress)):
                 await reply(ctx, stage, state, rank)
-    return await close(ctx, stage, state)
+    return await close_region(ctx, stage, state)
 
 
-async def close(ctx: RankContext, stage: Stage, state: RegionState) -> int:
+async def close_region(ctx: RankContext, stage: Stage, state: RegionState) -> int:
     """The last of a region's stage: hand in what there is, hear when it ended, and tell the workers."""
     before = state.progress.samples
-    if state.word == NEXT and state.buffer:
+    if state.signal == NEXT and state.buffer:
         await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     state.samples += state.progress.samples - before
-    await hand_in(ctx, stage, state, last=True)
+    await push_to_global(ctx, stage, state, last=True)
     message = await ctx.recv(stage.tag("end"))
-    word, end_ns, steps, samples = map(int, message.meta)
+    signal, end_ns, steps, samples = map(int, message.meta)
     state.params = state.params if message.body is None else message.body
     state.progress.steps, state.progress.samples = steps, samples
-    await finish_stage(ctx, stage, state, word, end_ns)
-    await ctx.send(stage.server, stage.tag("counts"), counted(state.progress))
-    return word
+    await finish_stage(ctx, stage, state, signal, end_ns)
+    await ctx.send(stage.server, stage.tag("counts"), region_counts(state.progress))
+    return signal
 
 
-async def hand_in(ctx: RankContext, stage: Stage, state: RegionState, last: bool = False) -> None:
+async def push_to_global(ctx: RankContext, stage: Stage, state: RegionState, last: bool = False) -> None:
     """Tell the global server what has come of this region's model since, and of whose work; the last time nothing of it
     where the run is over."""
     progress, (total, heard) = state.progress, state.losses
-    body = None if last and state.word == STOP else state.params - state.sent
+    body = None if last and state.signal == STOP else state.params - state.sent
     about = (last, total / max(1, heard), heard, progress.latest, state.samples, progress.max_lead)
     state.sent, state.away, state.losses = state.params, True, (0.0, 0)
     state.behind = sum(progress.steps_by), state.samples
     await ctx.send(stage.server, stage.tag("update"), body, about)
-    await ctx.send(stage.server, stage.tag("counts"), counted(progress))
+    await ctx.send(stage.server, stage.tag("counts"), region_counts(progress))
 
 
-def counted(progress: Progress) -> Tensor:
+def region_counts(progress: Progress) -> Tensor:
     """What a region has counted so far of each worker."""
     return torch.tensor([getattr(progress, name) for name in REPORTED], dtype=torch.int64).flatten()
 
@@ -250,38 +250,38 @@ async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState
     regions have closed; returns the last word."""
     progress, deadline_s, update = state.progress, stage.stop_criteria.deadline_s, stage.tag("update")
     state.enter(stage, ctx.now)
-    regions = above(stage)
+    regions = region_servers(stage)
     while len(state.flush_requested) < len(regions):
         ctx.safe_point(stage.index, state)
-        message = await ctx.recv(update, before_s=math.inf if state.word == STOP else deadline_s)
+        message = await ctx.recv(update, before_s=math.inf if state.signal == STOP else deadline_s)
         ctx.time_accounting.cut()
         if message is None:
-            state.word, state.reason = STOP, "seconds"
+            state.signal, state.reason = STOP, "seconds"
             continue
         counts = (await ctx.recv(stage.tag("counts"), src=message.src)).body
         last, loss, heard, latest, samples, lead = message.meta
         if last:
             state.flush_requested += (message.src,)
-        if state.word == STOP or message.body is None:
+        if state.signal == STOP or message.body is None:
             continue
-        await ctx.compute(partial(climb, stage, state, message.body), work=1, kind="apply")
-        take_over(stage, state, message.src, counts.view(len(REPORTED), -1).tolist(), int(samples))
+        await ctx.compute(partial(apply_region_update, stage, state, message.body), work=1, kind="apply")
+        adopt_counts(stage, state, message.src, counts.view(len(REPORTED), -1).tolist(), int(samples))
         progress.max_lead = max(progress.max_lead, int(lead))
         for _ in range(int(heard)):
             progress.hear(loss, int(latest))
         if stage.stop_criteria.take(state, ctx.now):
             ctx.snapshot(state.params, counts=progress.report())
-        before, (word, reason) = state.word, stop_decision(ctx, stage, progress)
-        if word == STOP or before == GO:
-            state.word, state.reason = word, reason
-        receivers = (message.src,) if state.word == GO else regions if before != state.word else ()
+        before, (signal, reason) = state.signal, stop_decision(ctx, stage, progress)
+        if signal == STOP or before == GO:
+            state.signal, state.reason = signal, reason
+        receivers = (message.src,) if state.signal == GO else regions if before != state.signal else ()
         for rank in receivers:
-            body = state.params if state.word == GO else None
-            await ctx.send(rank, word_tag(stage), body, (state.word, progress.steps, progress.samples))
-    return await end(ctx, stage, state, regions)
+            body = state.params if state.signal == GO else None
+            await ctx.send(rank, signal_tag(stage), body, (state.signal, progress.steps, progress.samples))
+    return await end_regions(ctx, stage, state, regions)
 
 
-def climb(stage: Stage, state: ServerState, difference: Any) -> None:
+def apply_region_update(stage: Stage, state: ServerState, difference: Any) -> None:
     """A step of the global model, on what a region's made of its own."""
     topology = stage.topology
     assert isinstance(topology, Halos)
@@ -290,7 +290,9 @@ def climb(stage: Stage, state: ServerState, difference: Any) -> None:
     state.progress.merge()
 
 
-def take_over(stage: Stage, state: GlobalServerState, src: int, counts: Sequence[Sequence[int]], samples: int) -> None:
+def adopt_counts(
+    stage: Stage, state: GlobalServerState, src: int, counts: Sequence[Sequence[int]], samples: int
+) -> None:
     """Count what is part of the global model now, as the region has counted it."""
     progress = state.progress
     assert isinstance(stage.topology, Halos)
@@ -304,14 +306,14 @@ def take_over(stage: Stage, state: GlobalServerState, src: int, counts: Sequence
     state.samples[src] = samples
 
 
-async def end(ctx: RankContext, stage: Stage, state: ServerState, regions: Sequence[int]) -> int:
+async def end_regions(ctx: RankContext, stage: Stage, state: ServerState, regions: Sequence[int]) -> int:
     """At the global server, once all regions have closed: the stage ended now; what they have counted beyond the model
     is dropped."""
-    progress, end_ns = state.progress, within(stage, ctx.now_ns)
+    progress, end_ns = state.progress, end_time_ns(stage, ctx.now_ns)
     progress.end_ns = end_ns
-    body = state.params if state.word == NEXT else None
+    body = state.params if state.signal == NEXT else None
     for rank in regions:
-        await ctx.send(rank, stage.tag("end"), body, (state.word, end_ns, progress.steps, progress.samples))
+        await ctx.send(rank, stage.tag("end"), body, (state.signal, end_ns, progress.steps, progress.samples))
     for place, rank in enumerate(regions):
         counts = (await ctx.recv(stage.tag("counts"), src=rank)).body.view(len(REPORTED), -1).tolist()
         found = dict(zip(REPORTED, counts, strict=True))
@@ -320,9 +322,9 @@ async def end(ctx: RankContext, stage: Stage, state: ServerState, regions: Seque
             beyond = found["steps_by"][member] - progress.steps_by[member]
             progress.dropped_by[member] = found["dropped_by"][member] + beyond
             if beyond:
-                reason = of_ending(state.word)
+                reason = drop_reason(state.signal)
                 progress.dropped_for[reason] = progress.dropped_for.get(reason, 0) + beyond
     record_end(ctx, stage, progress, state.reason)
-    if state.word == STOP:
+    if state.signal == STOP:
         ctx.time_accounting.close(end_ns)
-    return state.word
+    return state.signal

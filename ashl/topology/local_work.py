@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ashl.compression.common.code import Code
 from ashl.compression.contract import EncodeContext
-from ashl.compression.wrappers.error_metrics import measure_compression_error, sizes
+from ashl.compression.wrappers.error_metrics import measure_compression_error, payload_sizes
 from ashl.compression.wrappers.layers import Layerwise, layer_at
 from ashl.learn.device import numbers, to_host
 from ashl.runtime.rank_context import RankContext
@@ -24,7 +24,7 @@ from ashl.runtime.records import Health, NotFinite
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.compression_pipeline import Body, CodecState, CompressionPipeline
 from ashl.stage.stage import WEIGHTS, Stage
-from ashl.topology.estimate import draw, estimated
+from ashl.topology.estimate import estimate_gradient, next_batch
 from ashl.topology.replies import Admission, Pull
 
 
@@ -115,12 +115,12 @@ async def local_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work
     trainer, start, kind, version = stage.trainer, ctx.now, stage.sync.exchange, state.version
     params = state.params if state.start is None else state.start
     if kind == "gradient":
-        loss, grad, samples = await estimated(ctx, stage, state)
+        loss, grad, samples = await estimate_gradient(ctx, stage, state)
         return Work(grad, loss, 1, samples, ctx.now - start, version)
     local, lr, losses, steps = params, trainer.rate(state.samples), [], 0
     start_ns, interval_ns, grads = ctx.now_ns, round(state.interval_s * 1e9), None
     while ctx.now_ns - start_ns < interval_ns if interval_ns else steps < state.local_steps:
-        step, span = draw(state)
+        step, span = next_batch(state)
         if kind == "accumulated":
             work = partial(accumulate, stage, grads, params, ctx.rank, step, lr, span)
             loss, grads = await ctx.compute(work, state.batch)
@@ -147,7 +147,7 @@ def share_of(stage: Stage, rank: int, steps: range) -> float:
     return stage.trainer.share(rank, steps if alike else range(0), weights)
 
 
-async def encoded(ctx: RankContext, stage: Stage, state: WorkerState, work: Work) -> tuple[Body, float]:
+async def encode_update(ctx: RankContext, stage: Stage, state: WorkerState, work: Work) -> tuple[Body, float]:
     """(body, loss) of what is to be sent. What is not finite is not encoded, and shows in a loss that is none: it would
     reach every element, and the run is lost."""
     x = stage.aggregate.clip(work.body)
@@ -177,7 +177,7 @@ def report_health(
         return
     pieces = [(link.innermost, link.d, to_host(body)) for link, _, body in sent if isinstance(body, Tensor)]
     if codec.traits.reduces or not isinstance(codec, Code | Layerwise):
-        found = sizes([body for _, _, body in pieces])  # bodies alone do not say what comes of them
+        found = payload_sizes([body for _, _, body in pieces])  # bodies alone do not say what comes of them
     else:
         kept = [rest for link, ends, _ in sent if (rest := link.kept(ends)) is not None]
         back = torch.cat([to_host(rest) for rest in kept]) if kept else None
@@ -245,16 +245,16 @@ def accumulate(stage: Stage, total: Any, params: Any, rank: int, step: int, lr: 
 AT_ONCE_S = 1e-3  # a reply that is had within so long was there before
 
 
-async def worked(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
+async def exchangeable_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     """The work to exchange now: what was computed during the exchange before, or new."""
     if state.pending is not None:
         return state.pending
-    work = at_border(ctx, stage, state, await local_work(ctx, stage, state))
+    work = at_round_boundary(ctx, stage, state, await local_work(ctx, stage, state))
     state.plan_round(stage, ctx.rank, ahead=1)
     return work
 
 
-def at_border(ctx: RankContext, stage: Stage, state: WorkerState, work: Work) -> Work:
+def at_round_boundary(ctx: RankContext, stage: Stage, state: WorkerState, work: Work) -> Work:
     """A piece is done and the exchange before it has landed in `state.params`: what to exchange of it next."""
     if stage.delayed is None or stage.sync.exchange != "difference":
         return work
@@ -266,5 +266,5 @@ def at_border(ctx: RankContext, stage: Stage, state: WorkerState, work: Work) ->
         state.own_moments, model = stage.outer.step(state.own_moments, state.params, own, rate)
         return model
 
-    body, state.start = stage.delayed.border(state.params, start, work.body, ahead)
+    body, state.start = stage.delayed.at_boundary(state.params, start, work.body, ahead)
     return work._replace(body=body)

@@ -30,6 +30,6 @@ def as_members(numbers: Sequence[float]) -> Members:
     return tuple(members)
 
 
-def away(stage: Stage, gone: Collection[int]) -> tuple[float, ...]:
+def failed_as_numbers(stage: Stage, gone: Collection[int]) -> tuple[float, ...]:
     """What the answer to a worker says of those who are gone, where it goes on with a part of their data."""
     return as_numbers(tuple(sorted(gone))) if stage.reshards else ()

@@ -13,7 +13,7 @@ def numbers_of(message: Message) -> tuple[float, ...]:
     return message.meta[len(GossipHeader._fields) :]
 
 
-def mixed(row: Mapping[int, float], rank: int, own: Any, heard: Mapping[int, Message]) -> Any:
+def mix(row: Mapping[int, float], rank: int, own: Any, heard: Mapping[int, Message]) -> Any:
     """Σ_j w_ij·x_j in rank order, a new vector: where all rows are equal, so are the results, bit for bit."""
     if isinstance(own, SizeOnly):
         return own

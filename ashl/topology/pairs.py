@@ -23,7 +23,15 @@ from ashl.data.rng import Purpose, bits
 from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import GO, STOP, Stage
-from ashl.topology.coordinator import Kept, RoamingState, answered, done, left, obey, report
+from ashl.topology.coordinator import (
+    Kept,
+    RoamingState,
+    apply_signal,
+    await_answer,
+    close_worker,
+    report_done,
+    report_merge,
+)
 from ashl.topology.gossip import RoamingRule
 from ashl.topology.local_work import local_work
 
@@ -40,11 +48,11 @@ class PairRule(RoamingRule, contract=True):
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
         raise NotImplementedError
 
-    def written(self, stage: Stage, state: RoamingState, rank: int, asks: bool) -> Any:
+    def encode_model(self, stage: Stage, state: RoamingState, rank: int, asks: bool) -> Any:
         """The worker's model as it travels, to ask with it or to answer."""
         return state.params
 
-    def read(self, state: RoamingState, body: Any, near: Vector) -> Any:
+    def decode_model(self, state: RoamingState, body: Any, near: Vector) -> Any:
         """Another's model, for who has this one."""
         return body
 
@@ -61,39 +69,39 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState) -> int:
     state.enter(stage, ctx.rank)
     answering = ctx.spawn(answer(ctx, stage, state), is_background_service=True)
     peers, dropped = rule.peers(stage, ctx.rank), 0
-    while state.word == GO:
+    while state.signal == GO:
         state.cut ^= ctx.safe_point(stage.index, state)
         version, sent = state.version, state.params
         if rule.overlap:
             await ask(ctx, stage, state, peers)
         work = await local_work(ctx, stage, state)
-        await answered(ctx, stage, state)
+        await await_answer(ctx, stage, state)
         staleness = state.version - version
-        if not rule.overlap and state.word != STOP:
+        if not rule.overlap and state.signal != STOP:
             sent = state.params
             await ask(ctx, stage, state, peers)
         await meet(ctx, stage, state, sent)
-        if state.word == STOP:  # the end of the run: work that is under way is thrown away
+        if state.signal == STOP:  # the end of the run: work that is under way is thrown away
             dropped = work.steps
             break
         state.params = state.params + work.body
         state.version += 1
-        await report(ctx, stage, state, work, staleness)
-    await done(ctx, stage, state, dropped)
+        await report_merge(ctx, stage, state, work, staleness)
+    await report_done(ctx, stage, state, dropped)
     await ctx.join(answering)
-    return left(ctx, stage, state, dropped)
+    return close_worker(ctx, stage, state, dropped)
 
 
-def drawn(peers: tuple[int, ...], seed: int, rank: int, k: int) -> int | None:
+def draw_partner(peers: tuple[int, ...], seed: int, rank: int, k: int) -> int | None:
     """Whom this worker meets after its k-th piece of work; None where it only answers."""
     return peers[int(bits(seed, Purpose.PEER, rank, k).random_raw()) % len(peers)] if peers else None
 
 
 async def ask(ctx: RankContext, stage: Stage, state: RoamingState, peers: tuple[int, ...]) -> None:
     """Ask one of these peers."""
-    state.asked = drawn(peers, stage.seed, ctx.rank, state.round)
+    state.asked = draw_partner(peers, stage.seed, ctx.rank, state.round)
     if state.asked is not None:
-        body = rule_of(stage).written(stage, state, ctx.rank, True)
+        body = rule_of(stage).encode_model(stage, state, ctx.rank, True)
         await ctx.send(state.asked, stage.tag("ask", state.cut), body)
 
 
@@ -110,21 +118,21 @@ async def meet(ctx: RankContext, stage: Stage, state: RoamingState, sent: Vector
 
 def merge(rule: PairRule, state: RoamingState, body: Any, sent: Vector) -> None:
     """x ← x + (y − x')/2."""
-    state.params = state.params + (rule.read(state, body, sent) - sent) * 0.5
+    state.params = state.params + (rule.decode_model(state, body, sent) - sent) * 0.5
     state.version += 1
 
 
 async def answer(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
     """Beside the worker's own loop: answer whoever asks, and take in words, until all are done."""
-    asked, word, rule = (stage.tag("ask"), stage.tag("ask", 1)), stage.tag("word"), rule_of(stage)
+    asked, signal, rule = (stage.tag("ask"), stage.tag("ask", 1)), stage.tag("word"), rule_of(stage)
     while True:
-        message = await ctx.recv(*asked, word)
-        if message.tag == word:
-            if obey(ctx, state, message):
+        message = await ctx.recv(*asked, signal)
+        if message.tag == signal:
+            if apply_signal(ctx, state, message):
                 return
         elif message.tag != stage.tag("ask", state.cut):
             await ctx.send(message.src, stage.tag("answer"), None)
         else:
-            body = rule.written(stage, state, ctx.rank, False)
+            body = rule.encode_model(stage, state, ctx.rank, False)
             await ctx.send(message.src, stage.tag("answer"), body)
             merge(rule, state, message.body, state.params)

@@ -55,12 +55,21 @@ from ashl.stage.stage import (
     Stage,
     Topology,
 )
-from ashl.topology.ending import leave, of_ending, record_end, stop_decision, within
-from ashl.topology.estimate import draw
-from ashl.topology.fragments import ends_of, finish_piece, fragment_at, steps
-from ashl.topology.local_work import AT_ONCE_S, Work, WorkerState, at_border, encoded, local_work, reports_mean, worked
-from ashl.topology.members import as_members, away
-from ashl.topology.replies import ADMISSION_FIELDS, AS_PLANNED, PULL_FIELDS, Admission, Assignment, Pull, parsed
+from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_end, stop_decision
+from ashl.topology.estimate import next_batch
+from ashl.topology.fragments import codec_states_of, finish_piece, fragment_at, take_local_steps
+from ashl.topology.local_work import (
+    AT_ONCE_S,
+    Work,
+    WorkerState,
+    at_round_boundary,
+    encode_update,
+    exchangeable_work,
+    local_work,
+    reports_mean,
+)
+from ashl.topology.members import as_members, failed_as_numbers
+from ashl.topology.replies import ADMISSION_FIELDS, AS_PLANNED, PULL_FIELDS, Admission, Assignment, Pull, parse_reply
 
 
 class Updates:
@@ -77,10 +86,10 @@ class Updates:
     async def make_push(self, ctx: RankContext, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
         """(work, body, loss) of a worker's next push."""
         if stage.delayed is not None:
-            work = await worked(ctx, stage, state)
+            work = await exchangeable_work(ctx, stage, state)
         else:
-            work = await (sliced if stage.messages else local_work)(ctx, stage, state)
-        body, loss = await encoded(ctx, stage, state, work)
+            work = await (compute_in_slices if stage.messages else local_work)(ctx, stage, state)
+        body, loss = await encode_update(ctx, stage, state, work)
         return work, body, loss
 
     def admission_payload(self, stage: Stage, state: ServerState) -> Any:
@@ -91,9 +100,9 @@ class Updates:
         """... at that worker; `kept` is what it was in a checkpoint, where it comes from one."""
         state.params = body
 
-    def changed(self, stage: Stage, state: ServerState, rank: int) -> None:
+    def on_membership_change(self, stage: Stage, state: ServerState, rank: int) -> None:
         """This worker is gone, or is about to come (`progress.gone` says which)."""
-        state.rule_state = rule_of(stage).changed(stage, state.rule_state, state.progress, rank)
+        state.rule_state = rule_of(stage).on_membership_change(stage, state.rule_state, state.progress, rank)
 
     def apply_push(
         self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
@@ -154,11 +163,11 @@ class ServerRule(Rule, contract=True):
         """What this worker, which goes on at `progress.now_s`, does next; None = as planned."""
         return None
 
-    def changed(self, stage: Stage, state: Any, progress: Progress, rank: int) -> Any:
+    def on_membership_change(self, stage: Stage, state: Any, progress: Progress, rank: int) -> Any:
         """This worker is gone, or has come (`progress.gone` says which): the rule's state from here on."""
         return state
 
-    def rescaled(self, stage: Stage, state: Any, progress: Progress) -> Any:
+    def on_rescale(self, stage: Stage, state: Any, progress: Progress) -> Any:
         """The run goes on with another number of workers, from `progress.now_s` on: what of the rule's state holds for
         them, too."""
         return self.begin(stage, progress)
@@ -225,7 +234,7 @@ class ParameterServer(Topology):
         self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Any] | None:
         if kept is not None and ctx.rank == stages[0].server:
-            return await gather(ctx, stages, *kept)
+            return await gather_workers(ctx, stages, *kept)
         return await join(ctx, stages, None if kept is None else kept[1])
 
     def role(self, stage: Stage, rank: int) -> Loop:
@@ -254,7 +263,7 @@ class ServerState:
     counted: int = 0  # samples of a step of which not all slices are merged yet
     averages: Any = None  # what an online planner has seen
     rule_state: Any = None  # the sync rule's own
-    word: int = GO  # NEXT while the work that is under way is waited for
+    signal: int = GO  # NEXT while the work that is under way is waited for
     flush_requested: tuple[int, ...] = ()  # who has been asked for the last of it, where exchanges are delayed
     reason: str | None = None
     ahead: Message | None = None  # what has come already
@@ -274,7 +283,7 @@ class ServerState:
         """A stage begins: its workers, codecs that begin anew at both ends, and momentum as it is handed over."""
         if self.entered == stage.index:
             return  # it goes on from a checkpoint
-        self.entered, self.word, self.flush_requested, self.reason, self.ahead = stage.index, GO, (), None, None
+        self.entered, self.signal, self.flush_requested, self.reason, self.ahead = stage.index, GO, (), None, None
         self.slices, self.made, self.counted = {}, {}, 0
         self.progress.begin(now_s)
         self.rule_state = rule_of(stage).begin(stage, self.progress)
@@ -290,10 +299,10 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     """Compute on the model last pulled, push what came of it, wait for the reply; returns the last word. Where
     exchanges are delayed, the next piece of work is computed between a push and its reply."""
     state.enter(stage, ctx.rank)
-    messages, word, push, pull = rule_of(stage).messages(), GO, stage.tag("push"), stage.tag("pull", state.life)
-    server, in_parts, answer = stage.topology.server_of(stage, ctx.rank), comes_in_parts(stage), ctx.recv(pull)
-    while word in (GO, LAST):
-        if state.coming is None or await settled(ctx, stage, state):
+    messages, signal, push, pull = rule_of(stage).messages(), GO, stage.tag("push"), stage.tag("pull", state.life)
+    server, in_parts, answer = stage.topology.server_of(stage, ctx.rank), pull_comes_in_parts(stage), ctx.recv(pull)
+    while signal in (GO, LAST):
+        if state.coming is None or await settle_pull(ctx, stage, state):
             ctx.safe_point(stage.index, state)
         work, body, loss = await messages.make_push(ctx, stage, state)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
@@ -302,30 +311,30 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
         if stage.delayed is not None and not state.last:
             ahead, asked = await local_work(ctx, stage, state), ctx.now
         message = await answer
-        reply = parsed(Pull, message.meta)
-        word = reply.word
+        reply = parse_reply(Pull, message.meta)
+        signal = reply.signal
         if stage.reshards:
             state.away = as_members(message.meta[PULL_FIELDS:])
         if reply.dropped and not stage.codec.traits.lossless and not math.isnan(loss):
             stage.link.restore_dropped(state.ends, body)
         if message.body is not None:
-            if in_parts and word == GO:
+            if in_parts and signal == GO:
                 state.coming = message.body
             else:
-                state.params = message.body if word == NEXT else messages.apply_pull(stage, state, message.body)
+                state.params = message.body if signal == NEXT else messages.apply_pull(stage, state, message.body)
         seen = message.body is not None and (ahead is None or ctx.now - asked > AT_ONCE_S)
         state.pull_s = ctx.now - message.start_ns / 1e9 if seen else 0.0
-        state.pending = ahead and at_border(ctx, stage, state, ahead)
+        state.pending = ahead and at_round_boundary(ctx, stage, state, ahead)
         state.follow(reply)
-        state.last = word == LAST
-        if word in (NEXT, STOP):
+        state.last = signal == LAST
+        if signal in (NEXT, STOP):
             if stage.by_priority:
-                await given_up(ctx, stage, state)
+                await cancel_exchange(ctx, stage, state)
             await ctx.discard(stage.tag("back"))  # slices of a model that comes as a whole now, or no more
-            leave(ctx, stage, word, reply.end_ns)
+            leave_stage(ctx, stage, signal, reply.end_ns)
         ctx.record_round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
         state.round += 1
-    return word
+    return signal
 
 
 async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
@@ -335,8 +344,12 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
     """
     progress, rule, push = state.progress, rule_of(stage), stage.tag("push")
     state.enter(stage, ctx.now)
-    slices = {stage.tag("slice"): taken} if stage.overlap.by_slice or stage.by_priority else {}
-    incoming, others, deadline_s = (push, *slices, LOST, JOIN), {**slices, CLOSE: close}, stage.stop_criteria.deadline_s
+    slices = {stage.tag("slice"): on_slice} if stage.overlap.by_slice or stage.by_priority else {}
+    incoming, others, deadline_s = (
+        (push, *slices, LOST, JOIN),
+        {**slices, CLOSE: merge_buffered},
+        stage.stop_criteria.deadline_s,
+    )
     endless = ctx.recv(*incoming) if math.isinf(deadline_s) else None
     while state.newcomers:
         await admit(ctx, stage, state, state.newcomers[0])
@@ -346,17 +359,17 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
         state.ahead = None
         ctx.time_accounting.cut()  # nobody asks for the server's rounds, so they are not kept
         if message is None:
-            state.word, state.reason = STOP, "seconds"
+            state.signal, state.reason = STOP, "seconds"
             break
-        take_in = on_push if message.tag == push else others.get(message.tag, membership)
+        take_in = on_push if message.tag == push else others.get(message.tag, on_membership)
         if await take_in(ctx, stage, state, message) and stage.stop_criteria.take(state, ctx.now):
             ctx.snapshot(state.params, counts=progress.report())
-        word, reason = stop_decision(ctx, stage, progress)
-        if word == STOP or state.word == GO:
-            state.word, state.reason = word, reason
-        if state.word == STOP:
+        signal, reason = stop_decision(ctx, stage, progress)
+        if signal == STOP or state.signal == GO:
+            state.signal, state.reason = signal, reason
+        if state.signal == STOP:
             break
-        if state.word == NEXT:
+        if state.signal == NEXT:
             await flush_pending(ctx, stage, state)
             if len(progress.waiting) == progress.present:
                 if state.buffer:
@@ -364,21 +377,21 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
                 break
             continue
         if rule.takes_all:
-            state.ahead = await more(ctx, stage, state, incoming)
+            state.ahead = await receive_more(ctx, stage, state, incoming)
         if state.ahead is None:
             ranks = []
             for rank in sorted(rule.may_proceed(state.rule_state, progress)):
                 if await reply(ctx, stage, state, rank):
                     ranks.append(rank)
             if stage.overlap.pulls:
-                await following(ctx, stage, ranks, state.params)
-    await drained(ctx, stage, state)
-    if state.word == STOP:
+                await send_remaining_parts(ctx, stage, ranks, state.params)
+    await drain_slices(ctx, stage, state)
+    if state.signal == STOP:
         ctx.safe_point(stage.index, None)
     await ctx.discard(*slices)  # of pushes that are too late
-    await finish_stage(ctx, stage, state, state.word)
+    await finish_stage(ctx, stage, state, state.signal)
     record_end(ctx, stage, progress, state.reason)
-    return state.word
+    return state.signal
 
 
 # --- what the server makes of a push ----------------------------------------------------------------------------------
@@ -399,7 +412,7 @@ async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: M
     """Take in one push; returns whether the model changed."""
     progress, worker, rule = state.progress, message.src, rule_of(stage)
     if stage.messages:
-        message, stage = await put_together(ctx, stage, message), await after_slices(ctx, stage, state)
+        message, stage = await assemble_push(ctx, stage, message), await await_slices(ctx, stage, state)
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
     staleness = progress.version - version
     all_late = staleness > 0 and rule.in_rounds and stage.delayed is not None  # by one round, so that nobody is
@@ -411,11 +424,11 @@ async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: M
         progress.drop(worker, steps, LATE if late else DIVERGED)
         return False
     if stage.by_priority:
-        return counted(stage, state, message)
+        return count_step(stage, state, message)
     return await rule.messages().apply_push(ctx, stage, state, message)
 
 
-async def more(ctx: RankContext, stage: Stage, state: ServerState, tags: Sequence[Tag]) -> Message | None:
+async def receive_more(ctx: RankContext, stage: Stage, state: ServerState, tags: Sequence[Tag]) -> Message | None:
     """What else has come, where the rule takes in all of it, or comes until what has come is merged."""
     closes_s, deadline_s = rule_of(stage).closes_s(state.rule_state, state.progress), stage.stop_criteria.deadline_s
     message = await ctx.recv(*tags, before_s=max(ctx.now, min(closes_s, deadline_s)))
@@ -423,7 +436,7 @@ async def more(ctx: RankContext, stage: Stage, state: ServerState, tags: Sequenc
     return Message(ctx.rank, CLOSE, None, (), int(ctx.now_ns)) if due else message
 
 
-async def close(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+async def merge_buffered(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
     """Merge what has come, however few."""
     await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     return True
@@ -465,7 +478,7 @@ def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
         update = stage.aggregate.fold(members, weights)
     state.buffer = []
     lr = stage.trainer.rate(progress.samples) * rule_of(stage).lr_scale(state.rule_state)
-    step = joined if state.made else stage.sync.step
+    step = finish_sliced_step if state.made else stage.sync.step
     moments, state.outer_state, state.params = step(stage, state, update, lr)
     if moments is not None:
         state.moments = moments
@@ -512,10 +525,12 @@ async def reply(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
     progress.now_s = ctx.now
     local_steps, ratio, interval_s, batch = assignment_of(stage, state, rank)
     body = await rule_of(stage).messages().answer(ctx, stage, state, rank, changed)
-    body = head(stage, body) if stage.messages and changed else body
+    body = first_part(stage, body) if stage.messages and changed else body
     counts = progress.version, progress.steps, progress.samples
     meta = Pull(GO, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
-    await ctx.send(rank, state.pulls[rank], body, (*meta, *away(stage, progress.gone)) if stage.reshards else meta)
+    await ctx.send(
+        rank, state.pulls[rank], body, (*meta, *failed_as_numbers(stage, progress.gone)) if stage.reshards else meta
+    )
     return changed
 
 
@@ -566,17 +581,17 @@ def admission_tag(life: int) -> Tag:
     return "welcome", 0, life
 
 
-async def membership(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+async def on_membership(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
     """At the server: a worker is lost or has come; returns whether the model changed."""
     if message.tag == LOST:
-        return await lost(ctx, stage, state, message.src)
-    introduced(state, message)
-    if state.word != NEXT:
+        return await remove_failed(ctx, stage, state, message.src)
+    record_join(state, message)
+    if state.signal != NEXT:
         await admit(ctx, stage, state, message.src)
     return False
 
 
-def introduced(state: ServerState, message: Message) -> None:
+def record_join(state: ServerState, message: Message) -> None:
     """A newcomer asks to take part."""
     (life,) = message.meta
     state.newcomers += (message.src,)
@@ -593,7 +608,7 @@ def check_left(ctx: RankContext, stage: Stage, rank: int, left: int) -> None:
         ) from (None if stage.elastic else PeerLostError(rank))
 
 
-async def lost(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> bool:
+async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> bool:
     """Go on without a worker; returns whether the model changed, as the round was whole without it. Raises AshlError
     where too few are left."""
     progress, rule = state.progress, rule_of(stage)
@@ -605,7 +620,7 @@ async def lost(ctx: RankContext, stage: Stage, state: ServerState, rank: int) ->
     state.ends.forget(rank)
     check_left(ctx, stage, rank, progress.present + len(state.newcomers))
     progress.now_s = ctx.now
-    rule.messages().changed(stage, state, rank)
+    rule.messages().on_membership_change(stage, state, rank)
     if not rule.in_rounds:
         return False
     for push in state.buffer:
@@ -626,7 +641,7 @@ async def admit(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
     state.quorum, state.pulls[rank] = stage.quorum_of(progress.present), stage.tag("pull", state.lives[rank])
     progress.now_s = ctx.now
     messages = rule_of(stage).messages()
-    messages.changed(stage, state, rank)
+    messages.on_membership_change(stage, state, rank)
     stage.link.gave(state.ends, rank, state.params)
     planned, rows = state.assigned or (0, None)
     applied, what = (progress.version, progress.steps, progress.samples), assignment_of(stage, state, rank)
@@ -634,7 +649,7 @@ async def admit(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
     pushed = rounds + len(held), done + sum(held)
     admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *what)
     body = messages.admission_payload(stage, state)
-    await ctx.send(rank, admission_tag(state.lives[rank]), body, (*admission, *away(stage, progress.gone)))
+    await ctx.send(rank, admission_tag(state.lives[rank]), body, (*admission, *failed_as_numbers(stage, progress.gone)))
     if rows is not None:
         await ctx.send(rank, PLANNED, rows)
 
@@ -647,10 +662,12 @@ async def reject_late_joins(ctx: RankContext, state: ServerState, end_ns: int) -
         state.newcomers = ()
         message = await ctx.recv(JOIN, LOST)
         if message.tag == JOIN:
-            introduced(state, message)
+            record_join(state, message)
 
 
-async def gather(ctx: RankContext, stages: Sequence[Stage], index: int, state: ServerState) -> tuple[int, ServerState]:
+async def gather_workers(
+    ctx: RankContext, stages: Sequence[Stage], index: int, state: ServerState
+) -> tuple[int, ServerState]:
     """At the server, from a checkpoint: nothing is on its way, and all workers come anew."""
     stage, progress, heard = stages[index], state.progress, set[int]()
     state.newcomers, state.flush_requested, state.ahead, state.buffer = (), (), None, []
@@ -662,9 +679,9 @@ async def gather(ctx: RankContext, stages: Sequence[Stage], index: int, state: S
         message = await ctx.recv(JOIN, LOST)
         heard.add(message.src)
         if message.tag == LOST:
-            await lost(ctx, stage, state, message.src)
+            await remove_failed(ctx, stage, state, message.src)
         else:
-            introduced(state, message)
+            record_join(state, message)
     return index, state
 
 
@@ -676,8 +693,8 @@ async def join(
     life = int(float(ctx.now_ns))
     await ctx.send(stages[0].server, JOIN, None, (life,))
     message = await ctx.recv(admission_tag(life))
-    admission = parsed(Admission, message.meta)
-    if admission.word == STOP:
+    admission = parse_reply(Admission, message.meta)
+    if admission.signal == STOP:
         ctx.time_accounting.close(admission.end_ns)
         return None
     params, moments = stages[0].trainer.init()
@@ -714,34 +731,37 @@ async def flush_pending(ctx: RankContext, stage: Stage, state: ServerState) -> N
 
 
 async def finish_stage(
-    ctx: RankContext, stage: Stage, state: ServerState, word: int, end_ns: int | None = None
+    ctx: RankContext, stage: Stage, state: ServerState, signal: int, end_ns: int | None = None
 ) -> None:
     """Tell every worker that the stage ended now, or then. What came before and was not merged is dropped."""
-    progress, end_ns = state.progress, within(stage, ctx.now_ns) if end_ns is None else end_ns
+    progress, end_ns = state.progress, end_time_ns(stage, ctx.now_ns) if end_ns is None else end_ns
     progress.end_ns, applied = end_ns, (progress.version, progress.steps, progress.samples)
     unmerged = {push.worker for push in state.buffer}
     for push in state.buffer:
-        progress.drop(push.worker, push.steps, of_ending(word))
+        progress.drop(push.worker, push.steps, drop_reason(signal))
     state.buffer = []
     working = set(stage.workers) - set(progress.waiting) - progress.gone
     for rank in sorted(progress.waiting):
         staleness, late = progress.answer(rank)
         stage.link.gave(state.ends, rank, state.params)
-        meta = (*Pull(word, *applied, staleness, late or rank in unmerged, end_ns), *away(stage, progress.gone))
-        await ctx.send(rank, state.pulls[rank], state.params if word == NEXT else None, meta)
+        meta = (
+            *Pull(signal, *applied, staleness, late or rank in unmerged, end_ns),
+            *failed_as_numbers(stage, progress.gone),
+        )
+        await ctx.send(rank, state.pulls[rank], state.params if signal == NEXT else None, meta)
     while working:
         message = await ctx.recv(stage.tag("push"), LOST, JOIN)
         if message.tag == JOIN:
-            introduced(state, message)
+            record_join(state, message)
             continue
         working.discard(message.src)
         if message.tag == LOST:
             continue
-        message = await put_together(ctx, stage, message) if stage.messages else message
+        message = await assemble_push(ctx, stage, message) if stage.messages else message
         if message.start_ns <= end_ns:
-            progress.drop(message.src, int(message.meta[0]), of_ending(word))
-        await ctx.send(message.src, state.pulls[message.src], None, Pull(word, *applied, 0, True, end_ns))
-    if word == STOP:
+            progress.drop(message.src, int(message.meta[0]), drop_reason(signal))
+        await ctx.send(message.src, state.pulls[message.src], None, Pull(signal, *applied, 0, True, end_ns))
+    if signal == STOP:
         if stage.joins and ctx.rank == stage.server:
             ctx.spawn(reject_late_joins(ctx, state, end_ns))
         ctx.time_accounting.close(end_ns)
@@ -761,14 +781,14 @@ async def finish_stage(
 # `ashl.overlap`'s to say.
 
 
-async def sliced(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
+async def compute_in_slices(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     """One gradient, whose last slice is the body; the others are on their way. At its end a model that came in parts is
     there as a whole."""
     if stage.by_priority:
         return await step_by_priority(ctx, stage, state)
     start, tags = ctx.now, [tag for _, tag in stage.ready]
-    step, span = draw(state)
-    needs = () if state.coming is None else tuple((stage.messages[k].needed, tag) for k, tag in groups(stage))
+    step, span = next_batch(state)
+    needs = () if state.coming is None else tuple((stage.messages[k].needed, tag) for k, tag in later_buckets(stage))
     came = [state.coming]  # the first layers first
 
     def work(hand_out: Callable[[int, Any], None], take: Callable[[int], Any] | None = None) -> float:
@@ -784,7 +804,7 @@ async def sliced(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     if stage.overlap.by_slice:
         others = ctx.spawn(push_slices(ctx, stage, state.batch))
     elif tags[:-1]:
-        others = ctx.spawn(forwarded(ctx, stage.server, tags[:-1]))
+        others = ctx.spawn(forward_parts(ctx, stage.server, tags[:-1]))
     loss = await ctx.compute(work, work=state.batch, parts=stage.ready, needs=needs)
     if needs:
         state.params, state.coming = together(came), None
@@ -795,14 +815,14 @@ async def sliced(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     return Work(body, loss, 1, state.batch, step_s, state.version)
 
 
-async def forwarded(ctx: RankContext, server: int, tags: Sequence[Tag]) -> None:
+async def forward_parts(ctx: RankContext, server: int, tags: Sequence[Tag]) -> None:
     """To the server, each part as it is ready."""
     for tag in tags:
         part = await ctx.recv(tag, src=ctx.rank)
         await ctx.send(server, tag, part.body)
 
 
-async def put_together(ctx: RankContext, stage: Stage, push: Message) -> Message:
+async def assemble_push(ctx: RankContext, stage: Stage, push: Message) -> Message:
     """At the server: a push with the slices that left before it; it began when the first of them did."""
     if stage.overlap.by_slice or stage.by_priority:  # they have been taken in one by one
         return push
@@ -814,45 +834,45 @@ async def put_together(ctx: RankContext, stage: Stage, push: Message) -> Message
 # --- the way back
 
 
-def comes_in_parts(stage: Stage) -> bool:
+def pull_comes_in_parts(stage: Stage) -> bool:
     """Whether a reply is not the whole model."""
     return stage.overlap.by_slice or (stage.overlap.pulls and len(stage.messages) > 1)
 
 
-def groups(stage: Stage) -> list[tuple[int, Tag]]:
+def later_buckets(stage: Stage) -> list[tuple[int, Tag]]:
     """The messages of a model that follow the first one, in the order in which forward needs them."""
     return [(k, stage.tag("group", k)) for k in reversed(range(len(stage.messages) - 1))]
 
 
-def head(stage: Stage, model: Any) -> Any:
+def first_part(stage: Stage, model: Any) -> Any:
     """What goes with the reply: the model, or what forward needs first, or the last slice; by priority, nothing."""
     if not stage.overlap.pulls:
         return None if stage.by_priority else model
     if stage.overlap.by_slice:
-        return piece(model, *stage.once(slices)[-1])
+        return piece(model, *stage.once(slice_ranges)[-1])
     return piece(model, stage.messages[-1].start, stage.messages[-1].stop)
 
 
-async def following(ctx: RankContext, stage: Stage, ranks: Sequence[int], model: Any) -> None:
+async def send_remaining_parts(ctx: RankContext, stage: Stage, ranks: Sequence[int], model: Any) -> None:
     """At the server: the rest of the model, to these workers in turn, but for slices that have gone."""
     if stage.overlap.by_slice:
         return
-    for k, tag in groups(stage):
+    for k, tag in later_buckets(stage):
         body = piece(model, stage.messages[k].start, stage.messages[k].stop)
         for rank in ranks:
             await ctx.send(rank, tag, body)
 
 
-async def settled(ctx: RankContext, stage: Stage, state: WorkerState) -> bool:
+async def settle_pull(ctx: RankContext, stage: Stage, state: WorkerState) -> bool:
     """Whether nothing is on its way to this worker: a checkpoint has it come first, and slices are all there."""
     if stage.overlap.by_slice:
-        state.params = await pulled(ctx, stage, state.coming)
+        state.params = await receive_slices(ctx, stage, state.coming)
     elif not ctx.safe_point_wanted:
         return False
     elif stage.by_priority:
         await flush_by_priority(ctx, stage, state)
     else:
-        state.params = together([state.coming, *[(await ctx.recv(tag)).body for _, tag in groups(stage)]])
+        state.params = together([state.coming, *[(await ctx.recv(tag)).body for _, tag in later_buckets(stage)]])
     state.coming = None
     return True
 
@@ -869,14 +889,14 @@ async def settled(ctx: RankContext, stage: Stage, state: WorkerState) -> bool:
 # slices are is `ashl.overlap.slices`'s to say.
 
 
-def slices(stage: Stage) -> list[tuple[int, int]]:
+def slice_ranges(stage: Stage) -> list[tuple[int, int]]:
     """The elements [start, stop) of each, in the order in which they leave."""
     return [(m.start + start, m.start + stop) for m in stage.messages for start, stop in stage.overlap.cuts(m)]
 
 
-def last(stage: Stage) -> Stage:
+def last_slice_stage(stage: Stage) -> Stage:
     """The stage as it is for the last slice alone."""
-    start, stop = slices(stage)[-1]
+    start, stop = slice_ranges(stage)[-1]
     return replace(stage, size=stop - start)
 
 
@@ -885,7 +905,7 @@ def last(stage: Stage) -> Stage:
 
 async def push_slices(ctx: RankContext, stage: Stage, samples: int) -> Any:
     """To the server, each slice as it is ready, but the last one, which is returned."""
-    number, up, count = 0, stage.tag("slice"), len(stage.once(slices))
+    number, up, count = 0, stage.tag("slice"), len(stage.once(slice_ranges))
     for message, (_, tag) in zip(stage.messages, stage.ready, strict=True):
         part = (await ctx.recv(tag, src=ctx.rank)).body
         for start, stop in stage.overlap.cuts(message):
@@ -895,9 +915,9 @@ async def push_slices(ctx: RankContext, stage: Stage, samples: int) -> Any:
     return body
 
 
-async def pulled(ctx: RankContext, stage: Stage, body: Any) -> Any:
+async def receive_slices(ctx: RankContext, stage: Stage, body: Any) -> Any:
     """The model, of which the last slice came with the reply."""
-    places, back = stage.once(slices), stage.tag("back")
+    places, back = stage.once(slice_ranges), stage.tag("back")
     came = {places[-1]: body}
     for _ in places[1:]:
         message = await ctx.recv(back)
@@ -908,13 +928,13 @@ async def pulled(ctx: RankContext, stage: Stage, body: Any) -> Any:
 # --- at the server
 
 
-async def taken(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+async def on_slice(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
     """Take in one slice, and send it back where it has come from all; returns whether the model is another one, which
     it is with the last alone."""
     number, samples = map(int, message.meta)
     if stage.by_priority:
         await ctx.send(message.src, stage.tag("had"), None, (number,))
-    start, stop = stage.once(slices)[number]
+    start, stop = stage.once(slice_ranges)[number]
     push = Push(message.src, message.body, 1, samples, 0, math.nan, 0.0, 0.0, 0.0)
     share = (stop - start) / stage.trainer.num_params
     await ctx.compute(partial(merge_slice, stage, state, number, push), work=share, kind="apply")
@@ -922,17 +942,17 @@ async def taken(ctx: RankContext, stage: Stage, state: ServerState, message: Mes
         body = state.made[number][1]
         for rank in stage.workers:
             await ctx.send(rank, stage.tag("back"), body, (number,))
-    return stage.by_priority and whole(stage, state)
+    return stage.by_priority and finish_if_complete(stage, state)
 
 
-async def after_slices(ctx: RankContext, stage: Stage, state: ServerState) -> Stage:
+async def await_slices(ctx: RankContext, stage: Stage, state: ServerState) -> Stage:
     """The stage as it is for a push that comes after its slices. Before the last one of a round is merged all of them
     are there: a link that became faster may have let it overtake one."""
     if not stage.overlap.by_slice:
         return stage
-    while len(state.buffer) + 1 == state.quorum and len(state.made) + 1 < len(stage.once(slices)):
-        await taken(ctx, stage, state, await ctx.recv(stage.tag("slice")))
-    return stage.once(last)
+    while len(state.buffer) + 1 == state.quorum and len(state.made) + 1 < len(stage.once(slice_ranges)):
+        await on_slice(ctx, stage, state, await ctx.recv(stage.tag("slice")))
+    return stage.once(last_slice_stage)
 
 
 def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> None:
@@ -950,30 +970,30 @@ def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> No
 
 
 def step_on(stage: Stage, state: ServerState, number: int, update: Any, lr: float) -> None:
-    start, stop = stage.once(slices)[number]
+    start, stop = stage.once(slice_ranges)[number]
     exact = stage.link.traits.lossless
     state.made[number] = stage.trainer.apply_slice(state.params, state.moments, start, stop, update, lr, exact)
 
 
-def joined(stage: Stage, state: ServerState, update: Any, lr: float) -> tuple[Any, Any, Any]:
+def finish_sliced_step(stage: Stage, state: ServerState, update: Any, lr: float) -> tuple[Any, Any, Any]:
     """(moments, outer moments, model) once the last slice has come from all, too."""
-    step_on(stage, state, len(stage.once(slices)) - 1, update, lr)
-    moments, params = in_order(stage, state)
+    step_on(stage, state, len(stage.once(slice_ranges)) - 1, update, lr)
+    moments, params = join_slices(stage, state)
     return moments, state.outer_state, params
 
 
-def in_order(stage: Stage, state: ServerState) -> tuple[Any, Any]:
+def join_slices(stage: Stage, state: ServerState) -> tuple[Any, Any]:
     """(moments, model) of all slices."""
-    made = [state.made[number] for number in sorted(state.made, key=stage.once(slices).__getitem__)]
+    made = [state.made[number] for number in sorted(state.made, key=stage.once(slice_ranges).__getitem__)]
     state.made = {}
     return stage.trainer.joined(made)
 
 
-def whole(stage: Stage, state: ServerState) -> bool:
+def finish_if_complete(stage: Stage, state: ServerState) -> bool:
     """By priority: whether a step that counts is in all slices, and so in the model now."""
-    if not state.counted or len(state.made) < len(stage.once(slices)):
+    if not state.counted or len(state.made) < len(stage.once(slice_ranges)):
         return False
-    state.moments, state.params = in_order(stage, state)
+    state.moments, state.params = join_slices(stage, state)
     state.counted = 0
     return True
 
@@ -994,7 +1014,7 @@ def whole(stage: Stage, state: ServerState) -> bool:
 # Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training" (P3), MLSys 2019.
 
 
-def numbers(stage: Stage) -> list[range]:
+def slice_numbers(stage: Stage) -> list[range]:
     """The slices of each message."""
     ends = list(accumulate(len(stage.overlap.cuts(message)) for message in stage.messages))
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
@@ -1005,7 +1025,7 @@ def numbers(stage: Stage) -> list[range]:
 
 async def step_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     """One gradient, whose slices go by themselves; `state.coming` is the task that has to do with them."""
-    start, (number, span), came = ctx.now, draw(state), list[Any]()
+    start, (number, span), came = ctx.now, next_batch(state), list[Any]()
     groups = [(message.needed, stage.tag("group", k)) for k, message in enumerate(stage.messages)]
     needs = () if state.coming is None else tuple(reversed(groups))
 
@@ -1030,7 +1050,7 @@ async def exchange_by_priority(ctx: RankContext, stage: Stage, samples: int, bef
     if before is not None:
         await ctx.join(before)
     parts, had, back = [tag for _, tag in stage.ready], stage.tag("had"), stage.tag("back")
-    places, of = stage.once(slices), stage.once(numbers)
+    places, of = stage.once(slice_ranges), stage.once(slice_numbers)
     waiting, came, held = list[tuple[int, int, Any]](), dict[int, Any](), 0
     while held or len(came) < len(places):
         message = await ctx.recv(*parts, had, back)
@@ -1060,7 +1080,7 @@ async def flush_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) 
     state.coming = None
 
 
-async def given_up(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
+async def cancel_exchange(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
     """Nobody waits for slices any more."""
     if state.coming is not None:
         await ctx.cancel(state.coming)
@@ -1072,7 +1092,7 @@ async def given_up(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
 # --- at the server
 
 
-def counted(stage: Stage, state: ServerState, message: Message) -> bool:
+def count_step(stage: Stage, state: ServerState, message: Message) -> bool:
     """A worker has ended a step: once all have, it counts. Returns whether the model has changed."""
     steps, samples, loss, version = message.meta[:4]
     progress, staleness = state.progress, state.progress.version - int(version)
@@ -1084,13 +1104,13 @@ def counted(stage: Stage, state: ServerState, message: Message) -> bool:
     for member in members:
         progress.commit(member.worker, member.steps, member.samples)
         state.counted += member.samples
-    return whole(stage, state)
+    return finish_if_complete(stage, state)
 
 
-async def drained(ctx: RankContext, stage: Stage, state: ServerState) -> None:
+async def drain_slices(ctx: RankContext, stage: Stage, state: ServerState) -> None:
     """What is counted is in the model."""
     while state.counted:
-        await taken(ctx, stage, state, await ctx.recv(stage.tag("slice")))
+        await on_slice(ctx, stage, state, await ctx.recv(stage.tag("slice")))
 
 
 # --- one fragment of the model at a time ------------------------------------------------------------------------------
@@ -1111,41 +1131,41 @@ async def run_fragments(ctx: RankContext, stage: Stage, state: WorkerState) -> i
     """Push a fragment, take the first of the next steps meanwhile, mix in what comes back, take the others; returns
     the last word."""
     state.enter(stage, ctx.rank)
-    overlap, word, push, answer = stage.delayed, GO, stage.tag("push"), ctx.recv(stage.tag("pull"))
+    overlap, signal, push, answer = stage.delayed, GO, stage.tag("push"), ctx.recv(stage.tag("pull"))
     assert isinstance(overlap, Fragmented)
-    while word == GO:
+    while signal == GO:
         ctx.safe_point(stage.index, state)
         if state.pending is None:
             await finish_piece(ctx, stage, state, None, state.local_steps)
         work = state.pending
         part, fragment, held = fragment_state(stage, state, state.version)
-        body, loss = await encoded(ctx, part, held, work)
+        body, loss = await encode_update(ctx, part, held, work)
         meta = (work.steps, work.samples, loss, work.version, work.step_s, state.pull_s)
         await ctx.send(stage.server, push, body, meta)
         total = state.local_steps
-        beside = overlap.beside(total) if state.rest is None or state.rest[0] > 0 else 0
-        ahead, asked = await steps(ctx, stage, state, beside) if beside else None, ctx.now
+        beside = overlap.overlapped_steps(total) if state.rest is None or state.rest[0] > 0 else 0
+        ahead, asked = await take_local_steps(ctx, stage, state, beside) if beside else None, ctx.now
         message = await answer
-        reply = parsed(Pull, message.meta)
-        word = reply.word
+        reply = parse_reply(Pull, message.meta)
+        signal = reply.signal
         if message.body is not None:
             landed = part.link.pulled(held.params, message.body)
             state.params = fragment.put(state.params, landed)
             if state.start is not None:
-                mixed = overlap.mixed(fragment.of(state.start), landed, held.params + work.body)
+                mixed = overlap.mix(fragment.of(state.start), landed, held.params + work.body)
                 state.start = fragment.put(state.start, mixed)
         seen = ahead is None or ctx.now - asked > AT_ONCE_S
         state.pull_s = ctx.now - message.start_ns / 1e9 if seen else 0.0
         state.follow(reply)
-        if word != GO:
-            leave(ctx, stage, word, reply.end_ns)
+        if signal != GO:
+            leave_stage(ctx, stage, signal, reply.end_ns)
         ctx.record_round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
         state.round += 1
-        if word == GO:
+        if signal == GO:
             after = state.local_steps  # of the piece after the one that is under way
             await finish_piece(ctx, stage, state, ahead, total - beside)
             state.local_steps = after
-    return word
+    return signal
 
 
 async def merge_fragment_push(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
@@ -1170,6 +1190,6 @@ async def answer_fragment(ctx: RankContext, stage: Stage, state: ServerState, ra
 def fragment_state(stage: Stage, state: Any, version: int) -> tuple[Stage, Fragment, Any]:
     """(the stage, where it lies, the state) as they are for the fragment of the merge after this version alone."""
     k, fragment = version % len(stage.fragments), fragment_at(stage, version)
-    state.fragment_ends = state.fragment_ends or ends_of(stage)
+    state.fragment_ends = state.fragment_ends or codec_states_of(stage)
     held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])
     return stage.fragment(k), fragment, held

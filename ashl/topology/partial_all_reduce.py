@@ -26,10 +26,10 @@ from ashl.stage.progress import FAILURE, RUN_END, Progress
 from ashl.stage.stage import FAULT_TOLERANT, GO, STOP, Loop, Members, Network, Rule, Stage, Topology
 from ashl.topology import group_generator as generator
 from ashl.topology.coordinator import CoordinatorState
-from ashl.topology.ending import leave, record_end, stop_decision, within
+from ashl.topology.ending import end_time_ns, leave_stage, record_end, stop_decision
 from ashl.topology.group_generator import Group, GroupRule, Groups
 from ashl.topology.local_work import Work, WorkerState, local_work
-from ashl.topology.members import as_members, as_numbers, away
+from ashl.topology.members import as_members, as_numbers, failed_as_numbers
 from ashl.topology.parameter_server import admission_tag, check_left
 
 Done = tuple[int, int]  # (steps, samples)
@@ -50,7 +50,7 @@ class PartialAllReduce(Topology):
         """Words go between the workers and the coordinator; models by all-reduce."""
         return stage.workers if rank == stage.home else (stage.home,)
 
-    def hears(self, stage: Stage, rank: int) -> tuple[int, ...]:
+    def notified_on_failure(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """All others: it may be in a group with any of them."""
         return tuple(peer for peer in (*stage.workers, stage.home) if peer != rank)
 
@@ -65,7 +65,7 @@ class PartialAllReduce(Topology):
         if ctx.rank == stage.home:
             n = stage.num_workers
             progress = Progress(n, groups=[0] * n, conflicts=0)
-            return MakerState(progress, groups=generator.opened(self.nodes(stage), stage.seed), last=[-1] * n)
+            return MakerState(progress, groups=generator.open_groups(self.nodes(stage), stage.seed), last=[-1] * n)
         return Replica(*stage.trainer.init())
 
     async def join(
@@ -75,7 +75,7 @@ class PartialAllReduce(Topology):
             return await join(ctx, stages, Replica(*stages[0].trainer.init()))
         index, state = kept
         if ctx.rank == stages[0].home:
-            return await gather(ctx, stages, index, state)
+            return await gather_workers(ctx, stages, index, state)
         return await join(ctx, stages, state, kept=True)
 
     def nodes(self, stage: Stage) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ class MakerState(CoordinatorState):
     running: dict[int, tuple[Group, list[Done]]] = field(
         default_factory=dict
     )  # with what its members have, until it is counted
-    word: int = GO  # NEXT or STOP once the stage is over
+    signal: int = GO  # NEXT or STOP once the stage is over
     lives: dict[int, int] = field(default_factory=dict)  # the present one of each worker that has come back
     losses: int = 0  # that are taken into account
     again: dict[int, int] = field(default_factory=dict)  # how often each worker that was lost had been by then
@@ -125,7 +125,7 @@ class MakerState(CoordinatorState):
         self.progress.begin(now_s)
         if self.entered is not None:
             generator.reopen(self.groups)
-        self.entered, self.word, self.asked, self.running = stage.index, GO, {}, {}
+        self.entered, self.signal, self.asked, self.running = stage.index, GO, {}, {}
         self.yet, self.broken = {}, {}
 
 
@@ -133,7 +133,7 @@ class GroupReply(NamedTuple):
     """The answer to a worker, followed by the members of its group, and by those who are gone. With STOP its work is
     not used; with NEXT this is the last of it; without members it leaves."""
 
-    word: float  # GO, NEXT or STOP
+    signal: float  # GO, NEXT or STOP
     group: float
     samples: float  # applied once this group is done: the learning rate follows them
     staleness: float  # how many commits it is behind the foremost worker
@@ -152,18 +152,18 @@ HEAD = len(GroupReply._fields)
 async def worker(ctx: RankContext, stage: Stage, state: Replica) -> int:
     """Compute on its own model, average with whom the coordinator names, go on; returns the last word."""
     state.enter(stage, ctx.rank)
-    word = GO
-    while word == GO:
+    signal = GO
+    while signal == GO:
         ctx.safe_point(stage.index, state)
         work = await local_work(ctx, stage, state)
         reply, members = await meet(ctx, stage, state, work)
-        word = int(reply.word)
-        if word != GO:
-            leave(ctx, stage, word, int(reply.end_ns))
+        signal = int(reply.signal)
+        if signal != GO:
+            leave_stage(ctx, stage, signal, int(reply.end_ns))
         how = (work.steps, int(reply.staleness))
-        ctx.record_round(stage.index, state.round, *how, dropped=word == STOP, loss=work.loss, group=list(members))
+        ctx.record_round(stage.index, state.round, *how, dropped=signal == STOP, loss=work.loss, group=list(members))
         state.round += 1
-    return word
+    return signal
 
 
 async def meet(ctx: RankContext, stage: Stage, state: Replica, work: Work) -> tuple[GroupReply, Members]:
@@ -176,26 +176,26 @@ async def meet(ctx: RankContext, stage: Stage, state: Replica, work: Work) -> tu
         reply = GroupReply(*message.meta[:HEAD])
         numbers, gone = message.meta[HEAD : HEAD + int(reply.size)], message.meta[HEAD + int(reply.size) :]
         members, state.away = as_members(numbers), as_members(gone)
-        body, met = None if reply.word == STOP else body, met or members
+        body, met = None if reply.signal == STOP else body, met or members
         team = Team(members, int(reply.epoch), lives_in(message))
-        result = await averaged(ctx, state.params, body, team, bool(reply.common))
+        result = await average_group(ctx, state.params, body, team, bool(reply.common))
         while result.__class__ is Broken:
-            team = await anew(ctx, stage, reply.group)
-            result = await averaged(ctx, state.params, body, team, bool(reply.common))
+            team = await form_remaining_group(ctx, stage, reply.group)
+            result = await average_group(ctx, state.params, body, team, bool(reply.common))
         state.params, state.samples = result, int(reply.samples)
         if reply.joiner >= 0:
-            await ctx.send(int(reply.joiner), model_for(int(reply.life)), state.params)
+            await ctx.send(int(reply.joiner), model_tag(int(reply.life)), state.params)
         if len(members) > 1 and (ctx.rank == members[0] or stage.elastic):
             await ctx.send(stage.home, stage.tag("done"), meta=(reply.group,))
-        while reply.word == GO and state.tick < reply.tick:  # its model now is what it was at each of them
+        while reply.signal == GO and state.tick < reply.tick:  # its model now is what it was at each of them
             state.tick += 1
             ctx.snapshot(state.params, tick=state.tick)
-        if reply.word == GO or not members:
+        if reply.signal == GO or not members:
             return reply, met
         body, meta = None, (0, 0, 0.0)
 
 
-async def averaged(ctx: RankContext, params: Any, body: Any, team: Team, common: bool) -> Any:
+async def average_group(ctx: RankContext, params: Any, body: Any, team: Team, common: bool) -> Any:
     """(1/g)·Σ_j (x_j + Δ_j), summed in rank order; `Broken` where a member is lost. Members who share x exchange Δ
     alone: that is the sum of all-reduce, to the last bit."""
     mine = params if body is None else params + body
@@ -213,37 +213,37 @@ async def coordinator(ctx: RankContext, stage: Stage, state: MakerState) -> int:
     progress, rule = state.progress, rule_in(stage)
     state.enter(stage, ctx.now)
     deadline_s, reason, ahead = stage.stop_criteria.deadline_s, None, None
-    while state.word == GO:
+    while state.signal == GO:
         ctx.safe_point(stage.index, state)
         wakes = rule.wakes(state.groups)
         before_s = deadline_s if wakes is None else min(deadline_s, wakes / 1e9)
-        message = await ctx.recv(*heard_by(stage), before_s=before_s)
+        message = await ctx.recv(*coordinator_tags(stage), before_s=before_s)
         ctx.time_accounting.cut()  # nobody asks for the coordinator's rounds, so they are not kept
         if message is None and before_s == deadline_s:
-            state.word, reason = STOP, "seconds"
+            state.signal, reason = STOP, "seconds"
             break
-        hear(ctx, stage, state, message)
-        state.word, reason = stop_decision(ctx, stage, progress)
-        if state.word != GO:
+        on_report(ctx, stage, state, message)
+        state.signal, reason = stop_decision(ctx, stage, progress)
+        if state.signal != GO:
             ahead = message  # judged before anybody may go on
             break
-        await take_in(ctx, stage, state, message)
-        state.word, reason = stop_decision(ctx, stage, progress)
-    if state.word == STOP:
+        await on_message(ctx, stage, state, message)
+        state.signal, reason = stop_decision(ctx, stage, progress)
+    if state.signal == STOP:
         ctx.safe_point(stage.index, None)
     await drain(ctx, stage, state, ahead)
     record_end(ctx, stage, progress, reason)
-    if state.word == STOP:
+    if state.signal == STOP:
         ctx.time_accounting.close(progress.end_ns)
-    return state.word
+    return state.signal
 
 
-def heard_by(stage: Stage) -> tuple[Tag, ...]:
+def coordinator_tags(stage: Stage) -> tuple[Tag, ...]:
     """The tags of what the coordinator takes in."""
     return stage.tag("done"), stage.tag("ask"), stage.tag("again"), LOST, JOIN
 
 
-def hear(ctx: RankContext, stage: Stage, state: MakerState, message: Message | None) -> None:
+def on_report(ctx: RankContext, stage: Stage, state: MakerState, message: Message | None) -> None:
     """Note the loss of a worker that asks, or count a group that is done."""
     progress = state.progress
     if message is not None and message.tag[0] == "ask":
@@ -252,15 +252,15 @@ def hear(ctx: RankContext, stage: Stage, state: MakerState, message: Message | N
         count(ctx, stage, state, int(message.meta[0]))
 
 
-async def take_in(ctx: RankContext, stage: Stage, state: MakerState, message: Message | None) -> None:
+async def on_message(ctx: RankContext, stage: Stage, state: MakerState, message: Message | None) -> None:
     """A worker asks, a group is done, or (None) a moment has come that the scheduler waited for."""
     now_ns, rule = ctx.now_ns, rule_in(stage)
     if message is None:
-        started = generator.woken(state.groups, rule, now_ns)
+        started = generator.wake_up(state.groups, rule, now_ns)
     elif message.tag in (LOST, JOIN):
-        started = await changed(ctx, stage, state, message)
-    elif message.tag[0] != "ask" and not reported(state, message):
-        started = await settled(ctx, stage, state, int(message.meta[0]))
+        started = await on_membership(ctx, stage, state, message)
+    elif message.tag[0] != "ask" and not report_group(state, message):
+        started = await complete_if_reported(ctx, stage, state, int(message.meta[0]))
     elif message.tag[0] != "ask":
         started = []
     else:
@@ -269,29 +269,29 @@ async def take_in(ctx: RankContext, stage: Stage, state: MakerState, message: Me
         started = generator.request(state.groups, rule, message.src, now_ns)
     for group in started:  # grows while it is read
         work = [state.asked.pop(member) for member in group.members]
-        state.running[group.id] = (group, [] if state.word == STOP else work)
+        state.running[group.id] = (group, [] if state.signal == STOP else work)
         await begin(ctx, stage, state, group, work)
         if stage.elastic and len(group.members) > 1:
             state.yet[group.id], state.broken[group.id] = set(group.members), set()
         if len(group.members) == 1:  # nobody to wait for
             count(ctx, stage, state, group.id)
             del state.running[group.id]
-            started += generator.done(state.groups, rule, group, now_ns)
+            started += generator.complete_group(state.groups, rule, group, now_ns)
 
 
 async def begin(ctx: RankContext, stage: Stage, state: MakerState, group: Group, work: Sequence[Done]) -> None:
     """Tell the members, who have all come with this work, who they are."""
     progress = state.progress
-    fresh = state.word != STOP and all(steps for steps, _ in work)
+    fresh = state.signal != STOP and all(steps for steps, _ in work)
     common = fresh and len({state.last[member] for member in group.members}) == 1
-    applied = progress.samples + (0 if state.word == STOP else sum(samples for _, samples in work))
-    numbers, gone = as_numbers(group.members), away(stage, progress.gone)
+    applied = progress.samples + (0 if state.signal == STOP else sum(samples for _, samples in work))
+    numbers, gone = as_numbers(group.members), failed_as_numbers(stage, progress.gone)
     for member in group.members:
         state.last[member] = group.id
         behind = progress.fastest - progress.clocks[member]
-        of = (state.word, group.id, applied, behind, common, state.ticks, progress.end_ns, state.losses)
+        of = (state.signal, group.id, applied, behind, common, state.ticks, progress.end_ns, state.losses)
         reply = GroupReply(*of, size=len(numbers))
-        if state.donor_of and state.word == GO:
+        if state.donor_of and state.signal == GO:
             reply = await assign_joiner(ctx, stage, state, member, reply)
         tag = stage.tag("group", state.lives.get(member, 0))
         await ctx.send(member, tag, lives_of(state, group.members), (*reply, *numbers, *gone))
@@ -328,40 +328,40 @@ async def drain(ctx: RankContext, stage: Stage, state: MakerState, message: Mess
     STOP: it ended now. Groups that run count, what else was computed is dropped. NEXT: it ends when the last worker has
     come, and everybody's work counts, that of who is in no group as its own model's.
     """
-    progress, last = state.progress, state.word == STOP
+    progress, last = state.progress, state.signal == STOP
     if last:
-        progress.end_ns = within(stage, ctx.now_ns)
+        progress.end_ns = end_time_ns(stage, ctx.now_ns)
         for number in state.running:
             count(ctx, stage, state, number)
         for worker, (steps, _) in state.asked.items():
             progress.drop(worker, steps, RUN_END)
     generator.close(state.groups)
     for joiner in joiners_without_donor(state):
-        await take_in(ctx, stage, state, joiner)
-    away = {*await let_go(ctx, stage, state)}
+        await on_message(ctx, stage, state, joiner)
+    away = {*await release_expected(ctx, stage, state)}
     while len(away | progress.gone) < stage.num_workers:
         heard = message is not None
         if message is None:
-            message = await ctx.recv(*heard_by(stage))
+            message = await ctx.recv(*coordinator_tags(stage))
         is_request = message.tag[0] == "ask"
         if last and is_request and message.start_ns <= progress.end_ns:
             progress.drop(message.src, int(message.meta[0]), RUN_END)
         elif not last and not heard and (not is_request or message.meta[0]):
-            hear(ctx, stage, state, message)
-        await take_in(ctx, stage, state, message)
+            on_report(ctx, stage, state, message)
+        await on_message(ctx, stage, state, message)
         message = None
-        away.update(await let_go(ctx, stage, state))
+        away.update(await release_expected(ctx, stage, state))
     if not last:
-        progress.end_ns = within(stage, ctx.now_ns)
+        progress.end_ns = end_time_ns(stage, ctx.now_ns)
         await release_workers(ctx, stage, state, [worker for worker in stage.workers if worker not in progress.gone])
     elif stage.joins:
         ctx.spawn(reject_late_joins(ctx, state))
 
 
-async def let_go(ctx: RankContext, stage: Stage, state: MakerState) -> list[int]:
+async def release_expected(ctx: RankContext, stage: Stage, state: MakerState) -> list[int]:
     """Those who are expected in no group any more: under STOP they leave, under NEXT their work counts first."""
-    idle = generator.dismissed(state.groups)
-    if state.word == STOP:
+    idle = generator.release_idle(state.groups)
+    if state.signal == STOP:
         await release_workers(ctx, stage, state, idle)
         return idle
     for worker in idle:
@@ -374,8 +374,8 @@ async def let_go(ctx: RankContext, stage: Stage, state: MakerState) -> list[int]
 async def release_workers(ctx: RankContext, stage: Stage, state: MakerState, workers: Sequence[int]) -> None:
     """These workers may leave the stage."""
     for worker in workers:
-        reply = GroupReply(state.word, -1, state.progress.samples, 0, False, state.ticks, state.progress.end_ns)
-        meta = (*reply, *away(stage, state.progress.gone))
+        reply = GroupReply(state.signal, -1, state.progress.samples, 0, False, state.ticks, state.progress.end_ns)
+        meta = (*reply, *failed_as_numbers(stage, state.progress.gone))
         await ctx.send(worker, stage.tag("group", state.lives.get(worker, 0)), meta=meta)
 
 
@@ -408,7 +408,7 @@ OWN = -2  # minus a worker: in place of its last group, where its model is nobod
 class Admission(NamedTuple):
     """What the coordinator tells a newcomer."""
 
-    word: float  # GO; STOP where the run is over
+    signal: float  # GO; STOP where the run is over
     end_ns: float  # of the run, with STOP
     stage: float = 0.0
     state_donor: float = NOBODY  # who sends its model
@@ -426,7 +426,7 @@ class Team(NamedTuple):
     lives: tuple[int, ...]
 
 
-def model_for(life: int) -> Tag:
+def model_tag(life: int) -> Tag:
     return "model", 0, life
 
 
@@ -444,19 +444,19 @@ def lives_in(message: Message) -> tuple[int, ...]:
 # --- at the coordinator
 
 
-async def changed(ctx: RankContext, stage: Stage, state: MakerState, message: Message) -> list[Group]:
+async def on_membership(ctx: RankContext, stage: Stage, state: MakerState, message: Message) -> list[Group]:
     """A worker is lost, or asks to take part; returns the groups that begin now. Raises AshlError where too few are
     left."""
     rank, started = message.src, list[Group]()
     if message.tag == LOST:
         state.losses += 1
         state.again[rank] = int(message.meta[0]) + 1
-        started = lost(ctx, stage, state, rank)
+        started = remove_failed(ctx, stage, state, rank)
     else:
         state.donor_of[rank], state.lives[rank] = NOBODY, int(message.meta[0])
-        if rank not in state.progress.gone and state.word != GO:  # nobody will give it a model in this stage any more
-            started = without(ctx, stage, state, rank)
-    if state.word == GO and not {*stage.workers} - state.progress.gone - state.donor_of.keys():  # nobody has one
+        if rank not in state.progress.gone and state.signal != GO:  # nobody will give it a model in this stage any more
+            started = continue_without(ctx, stage, state, rank)
+    if state.signal == GO and not {*stage.workers} - state.progress.gone - state.donor_of.keys():  # nobody has one
         for joiner in [joiner for joiner, state_donor in state.donor_of.items() if state_donor == NOBODY]:
             await admit(ctx, stage, state, joiner, NOBODY)
             del state.donor_of[joiner]
@@ -473,22 +473,22 @@ def joiners_without_donor(state: MakerState) -> list[Message]:
     return [Message(rank, JOIN, None, (state.lives[rank],), 0) for rank in waiting]
 
 
-def lost(ctx: RankContext, stage: Stage, state: MakerState, rank: int) -> list[Group]:
+def remove_failed(ctx: RankContext, stage: Stage, state: MakerState, rank: int) -> list[Group]:
     progress = state.progress
     state.donor_of.pop(rank, None)  # whom it was to give its model hears of it, too, and asks again
     if rank in progress.gone:
         return []
-    started = without(ctx, stage, state, rank)
+    started = continue_without(ctx, stage, state, rank)
     check_left(ctx, stage, rank, progress.present + len(progress.gone.intersection(state.donor_of)))
     return started
 
 
-def without(ctx: RankContext, stage: Stage, state: MakerState, rank: int) -> list[Group]:
+def continue_without(ctx: RankContext, stage: Stage, state: MakerState, rank: int) -> list[Group]:
     """Go on without a worker."""
     state.progress.lose(rank)
     steps, _ = state.asked.pop(rank, (0, 0))
     state.progress.drop(rank, steps, FAILURE)
-    started = generator.lose(state.groups, cast("GroupRule", stage.sync), rank, ctx.now_ns)
+    started = generator.remove_worker(state.groups, cast("GroupRule", stage.sync), rank, ctx.now_ns)
     for number, members in state.yet.items():
         if rank in members | state.broken[number]:
             members.discard(rank)
@@ -503,7 +503,7 @@ async def remind(ctx: RankContext, stage: Stage, number: int) -> None:
     await ctx.send(ctx.rank, stage.tag("again"), meta=(number,))
 
 
-def reported(state: MakerState, message: Message) -> bool:
+def report_group(state: MakerState, message: Message) -> bool:
     """Where workers may be lost: a member of a group has averaged, or its average came to nothing. Whether others of
     the group have still to say so."""
     number = int(message.meta[0])
@@ -515,7 +515,7 @@ def reported(state: MakerState, message: Message) -> bool:
     return bool(state.yet[number])
 
 
-async def settled(ctx: RankContext, stage: Stage, state: MakerState, number: int) -> list[Group]:
+async def complete_if_reported(ctx: RankContext, stage: Stage, state: MakerState, number: int) -> list[Group]:
     """All who are left of a group have said what came of it; returns the groups that begin now."""
     group, work = state.running[number]
     left = tuple(sorted(state.broken.get(number, ())))
@@ -526,7 +526,7 @@ async def settled(ctx: RankContext, stage: Stage, state: MakerState, number: int
         if work:  # nobody is left of it
             for member, (steps, _) in zip(group.members, work, strict=True):
                 state.progress.drop(member, steps, FAILURE)
-        return generator.done(state.groups, cast("GroupRule", stage.sync), group, ctx.now_ns)
+        return generator.complete_group(state.groups, cast("GroupRule", stage.sync), group, ctx.now_ns)
     if work:
         each = dict(zip(group.members, work, strict=True))
         for member in each.keys() - {*left}:
@@ -538,7 +538,7 @@ async def settled(ctx: RankContext, stage: Stage, state: MakerState, number: int
         meta = (state.losses, *as_numbers(left))
         await ctx.send(member, stage.tag("anew", number), lives_of(state, left), meta)
     ended = Group(number, tuple(member for member in group.members if member not in left))
-    return generator.done(state.groups, cast("GroupRule", stage.sync), ended, ctx.now_ns)
+    return generator.complete_group(state.groups, cast("GroupRule", stage.sync), ended, ctx.now_ns)
 
 
 async def assign_joiner(
@@ -564,7 +564,9 @@ async def admit(ctx: RankContext, stage: Stage, state: MakerState, joiner: int, 
     await ctx.send(joiner, admission_tag(state.lives[joiner]), None, admission)
 
 
-async def gather(ctx: RankContext, stages: Sequence[Stage], index: int, state: MakerState) -> tuple[int, MakerState]:
+async def gather_workers(
+    ctx: RankContext, stages: Sequence[Stage], index: int, state: MakerState
+) -> tuple[int, MakerState]:
     """From a checkpoint: nothing is on its way, and all workers come anew, as they were."""
     stage, progress, came = stages[index], state.progress, dict[int, Message]()
     generator.reopen(state.groups)
@@ -601,7 +603,7 @@ async def reject_late_joins(ctx: RankContext, state: MakerState) -> None:
 # --- at a worker
 
 
-async def anew(ctx: RankContext, stage: Stage, number: float) -> Team:
+async def form_remaining_group(ctx: RankContext, stage: Stage, number: float) -> Team:
     """An average has come to nothing: who is left of this group."""
     await ctx.send(stage.home, stage.tag("again"), meta=(number,))
     message = await ctx.recv(stage.tag("anew", int(number)), src=stage.home)
@@ -619,12 +621,12 @@ async def join(ctx: RankContext, stages: Sequence[Stage], state: Replica, kept: 
         state.life = int(float(ctx.now_ns)) + (state.life == ctx.now_ns)
         await ctx.send(stages[0].home, JOIN, None, (state.life, *done))
         admission = Admission(*(await ctx.recv(admission_tag(state.life), src=stages[0].home)).meta)
-        if admission.word == STOP:
+        if admission.signal == STOP:
             ctx.time_accounting.close(int(admission.end_ns))
             return None
         if admission.state_donor == NOBODY:
             break
-        message = await ctx.recv(model_for(state.life), LOST, src=int(admission.state_donor))
+        message = await ctx.recv(model_tag(state.life), LOST, src=int(admission.state_donor))
         if message.tag != LOST:
             state.params = message.body
             break

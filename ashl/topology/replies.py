@@ -19,7 +19,7 @@ AS_PLANNED = Assignment()
 class Pull(NamedTuple):
     """What every reply says beside the model; who is gone may follow (`ashl.topology.members`)."""
 
-    word: int  # GO, LAST, NEXT or STOP
+    signal: int  # GO, LAST, NEXT or STOP
     version: int
     steps: int  # applied so far
     samples: int  # ... the learning rate follows them
@@ -38,7 +38,7 @@ PULL_FIELDS = len(Pull._fields)
 class Admission(NamedTuple):
     """What a newcomer receives beside the model."""
 
-    word: int  # GO; STOP where the run is over
+    signal: int  # GO; STOP where the run is over
     end_ns: int  # of the run, with STOP
     stage: int = 0
     version: int = 0
@@ -57,12 +57,12 @@ ADMISSION_FIELDS = len(Admission._fields)
 Head = TypeVar("Head", bound=NamedTuple)
 
 
-def parsed(of: type[Head], meta: tuple[float, ...]) -> Head:
+def parse_reply(of: type[Head], meta: tuple[float, ...]) -> Head:
     """What the head of a message says: in virtual time it may come as it was, from a process it is all floats."""
-    return meta if isinstance(meta, of) else of(*(kind(x) for kind, x in zip(kinds(of), meta, strict=False)))
+    return meta if isinstance(meta, of) else of(*(kind(x) for kind, x in zip(field_types(of), meta, strict=False)))
 
 
 @cache
-def kinds(of: type[NamedTuple]) -> tuple[type[float], ...]:
+def field_types(of: type[NamedTuple]) -> tuple[type[float], ...]:
     """The types of its fields."""
     return tuple(get_type_hints(of).values())

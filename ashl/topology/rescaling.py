@@ -24,19 +24,21 @@ from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerRule, ServerState, assignment_of, rule_of
 
 
-def rescaled(stage: Stage, state: ServerState | PeerState, now_s: float) -> list[WorkerState | ServerState]:
+def rescale_states(stage: Stage, state: ServerState | PeerState, now_s: float) -> list[WorkerState | ServerState]:
     """The states of all ranks in this stage, which is one of another number of workers than the state is of."""
-    return by_server(stage, state, now_s) if isinstance(state, ServerState) else [*by_sums(stage, state, now_s)]
+    return (
+        rescale_server(stage, state, now_s) if isinstance(state, ServerState) else [*rescale_peers(stage, state, now_s)]
+    )
 
 
-def by_server(stage: Stage, before: ServerState, now_s: float) -> list[WorkerState | ServerState]:
+def rescale_server(stage: Stage, before: ServerState, now_s: float) -> list[WorkerState | ServerState]:
     """The workers', then the server's."""
     progress, n = tally_of(stage, before.progress), stage.num_workers
     progress.now_s = now_s
     server = ServerState(before.params, before.moments, progress, before.evaluated, outer_state=before.outer_state)
     server.entered, server.workers, server.quorum = stage.index, stage.plan.workers, stage.quorum
     server.ends, server.pulls = stage.entered(CodecState(), progress.samples), [stage.tag("pull")] * n
-    server.rule_state = rule_of(stage).rescaled(stage, before.rule_state, progress)
+    server.rule_state = rule_of(stage).on_rescale(stage, before.rule_state, progress)
     states = list[WorkerState | ServerState]()
     for rank in stage.workers:
         state = WorkerState(before.params, stage.trainer.moments())
@@ -49,13 +51,13 @@ def by_server(stage: Stage, before: ServerState, now_s: float) -> list[WorkerSta
     return [*states, server]
 
 
-def by_sums(stage: Stage, before: PeerState, now_s: float) -> list[PeerState]:
+def rescale_peers(stage: Stage, before: PeerState, now_s: float) -> list[PeerState]:
     """Those of workers that count alike."""
     progress, alike, states = tally_of(stage, before.progress), stage.sync.exchange == "gradient", list[PeerState]()
     progress.now_s = now_s
     rule = all_reduce.rule_of(stage)
     kept = (
-        rule.rescaled(stage, before.rule_state, progress)
+        rule.on_rescale(stage, before.rule_state, progress)
         if isinstance(rule, ServerRule)
         else rule.begin(stage, progress)
     )

@@ -37,7 +37,7 @@ from ashl.stage.compression_pipeline import Body, CodecState
 from ashl.stage.program import reassigned
 from ashl.stage.progress import Progress
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, GO, NEXT, OUTER, STOP, WEIGHTS, Loop, Network, Rule, Stage, Topology
-from ashl.topology.ending import leave, record_end, stop_decision, within
+from ashl.topology.ending import end_time_ns, leave_stage, record_end, stop_decision
 from ashl.topology.local_work import Work, WorkerState, context_of, local_work, not_finite, report_health
 from ashl.topology.members import as_members
 from ashl.topology.parameter_server import (
@@ -49,13 +49,13 @@ from ashl.topology.parameter_server import (
     admit,
     apply_merge,
     finish_stage,
-    gather,
-    membership,
+    gather_workers,
+    on_membership,
     on_push,
     reply,
     rule_of,
 )
-from ashl.topology.replies import PULL_FIELDS, Pull, parsed
+from ashl.topology.replies import PULL_FIELDS, Pull, parse_reply
 
 
 @option
@@ -116,13 +116,13 @@ class ShardedServer(Topology):
     ) -> tuple[int, Any] | None:
         assert kept is not None, "nobody comes while others run"
         if ctx.rank >= stages[0].server:
-            return await gathered(ctx, stages, *kept)
-        return await taken_up(ctx, stages, kept[1])
+            return await gather_pieces(ctx, stages, *kept)
+        return await resume_piece(ctx, stages, kept[1])
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if rank < stage.server:
             return worker
-        return first if rank == stage.server else other
+        return run_first if rank == stage.server else run_other
 
 
 @dataclass
@@ -154,7 +154,7 @@ def moments_of(stage: Stage, rank: int) -> tuple[Any, ...]:
     return tuple(held.of(moment) if moment.dim() else moment for moment in stage.trainer.moments())
 
 
-def entered(ctx: RankContext, stage: Stage, state: PieceState) -> Stage:
+def enter_piece(ctx: RankContext, stage: Stage, state: PieceState) -> Stage:
     """A stage begins at a server, unless it goes on from a checkpoint; returns it as it is for its piece."""
     own, begins = stage.fragment(ctx.rank - stage.server), state.entered != stage.index
     state.enter(own, ctx.now)
@@ -168,15 +168,17 @@ def all_servers(stage: Stage) -> tuple[int, ...]:
     return tuple(range(stage.server, stage.server + stage.topology.servers))
 
 
-def word_tag(stage: Stage) -> Tag:
+def signal_tag(stage: Stage) -> Tag:
     """Of what the first server says to the others: (version, GO): it is evaluated; (version, word, when): the end."""
     return stage.tag("first")
 
 
-async def gathered(ctx: RankContext, stages: Sequence[Stage], index: int, state: PieceState) -> tuple[int, PieceState]:
+async def gather_pieces(
+    ctx: RankContext, stages: Sequence[Stage], index: int, state: PieceState
+) -> tuple[int, PieceState]:
     """At a server, from a checkpoint: all workers come anew. They are level from here on, as servers that count their
     leads from different pushes might wait for each other."""
-    await gather(ctx, stages, index, state)
+    await gather_workers(ctx, stages, index, state)
     state.due = []
     for rank in stages[index].workers:
         state.progress.lose(rank)
@@ -185,14 +187,14 @@ async def gathered(ctx: RankContext, stages: Sequence[Stage], index: int, state:
     return index, state
 
 
-async def taken_up(ctx: RankContext, stages: Sequence[Stage], kept: ShardedWorker) -> tuple[int, ShardedWorker]:
+async def resume_piece(ctx: RankContext, stages: Sequence[Stage], kept: ShardedWorker) -> tuple[int, ShardedWorker]:
     """At a worker, from a checkpoint: as it was kept, with the model that the servers have, and as far as the first one
     counts."""
     life, servers = int(float(ctx.now_ns)), all_servers(stages[0])
     for server in servers:
         await ctx.send(server, JOIN, None, (life,))
     messages = [await ctx.recv(admission_tag(life), src=server) for server in servers]
-    admissions = [parsed(Admission, message.meta) for message in messages]
+    admissions = [parse_reply(Admission, message.meta) for message in messages]
     state = ShardedWorker(together([message.body for message in messages]), kept.moments)
     if admissions[0].planned:
         state.assigned = admissions[0].planned, (await ctx.recv(PLANNED, src=servers[0])).body
@@ -216,37 +218,37 @@ async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
         both = zip(parts(stage), state.piece_ends, strict=True)
         state.piece_ends = [part.entered(ends, state.samples) for part, ends in both]
     state.enter(stage, ctx.rank)
-    servers, push, pull, word = all_servers(stage), stage.tag("push"), stage.tag("pull", state.life), GO
+    servers, push, pull, signal = all_servers(stage), stage.tag("push"), stage.tag("pull", state.life), GO
     context = [(ctx.rank + k) % len(servers) for k in range(len(servers))]
-    while word == GO:
+    while signal == GO:
         ctx.safe_point(stage.index, state)
-        work, bodies, loss = await produced(ctx, stage, state)
+        work, bodies, loss = await make_pushes(ctx, stage, state)
         for k in context:
             meta = (work.steps, work.samples, loss, state.versions[k], work.step_s, state.pull_s)
             await ctx.send(servers[k], push, bodies[k], meta)
         asked, answers = ctx.now, [await ctx.recv(pull, src=server) for server in servers]
         state.pull_s = ctx.now - max(asked, min(answer.start_ns for answer in answers) / 1e9)
-        replies = [parsed(Pull, answer.meta) for answer in answers]
-        taken_back(stage, state, bodies, [bool(reply.dropped) and not math.isnan(loss) for reply in replies])
-        word, reply = max(reply.word for reply in replies), replies[0]
-        for k in [k for k, one in enumerate(replies) if one.word < word]:  # it has not heard that the stage is over
+        replies = [parse_reply(Pull, answer.meta) for answer in answers]
+        restore_pieces(stage, state, bodies, [bool(reply.dropped) and not math.isnan(loss) for reply in replies])
+        signal, reply = max(reply.signal for reply in replies), replies[0]
+        for k in [k for k, one in enumerate(replies) if one.signal < signal]:  # it has not heard that the stage is over
             await ctx.send(servers[k], push, None, (0, 0, 0.0, replies[k].version, 0.0, 0.0))
             answers[k] = await ctx.recv(pull, src=servers[k])
-            replies[k] = parsed(Pull, answers[k].meta)
+            replies[k] = parse_reply(Pull, answers[k].meta)
         if any(answer.body is not None for answer in answers):
             both = zip(answers, stage.fragments, strict=True)
             state.params = together([held.of(state.params) if m.body is None else m.body for m, held in both])
         state.follow(reply)
         state.versions, state.away = [one.version for one in replies], as_members(answers[0].meta[PULL_FIELDS:])
         state.version = min(state.versions)
-        if word != GO:
-            leave(ctx, stage, word, max(reply.end_ns for reply in replies))
+        if signal != GO:
+            leave_stage(ctx, stage, signal, max(reply.end_ns for reply in replies))
         ctx.record_round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
         state.round += 1
-    return word
+    return signal
 
 
-async def produced(ctx: RankContext, stage: Stage, state: ShardedWorker) -> tuple[Work, list[Body], float]:
+async def make_pushes(ctx: RankContext, stage: Stage, state: ShardedWorker) -> tuple[Work, list[Body], float]:
     """(work, what of it goes to each server, loss)."""
     work = await local_work(ctx, stage, state)
     x = stage.aggregate.clip(work.body)
@@ -255,13 +257,13 @@ async def produced(ctx: RankContext, stage: Stage, state: ShardedWorker) -> tupl
         return work, pieces, work.loss
     if not_finite(ctx, stage, state, x):
         return work, pieces, math.nan
-    bodies = await ctx.compute(partial(encoded, stage, state, ctx.rank, pieces), work=1, kind="compress")
+    bodies = await ctx.compute(partial(encode_pieces, stage, state, ctx.rank, pieces), work=1, kind="compress")
     links = [part.link for part in parts(stage)]
     report_health(ctx, stage, state, x, list(zip(links, state.piece_ends, bodies, strict=True)))
     return work, bodies, work.loss
 
 
-def encoded(stage: Stage, state: ShardedWorker, rank: int, pieces: Sequence[Any]) -> list[Body]:
+def encode_pieces(stage: Stage, state: ShardedWorker, rank: int, pieces: Sequence[Any]) -> list[Body]:
     """A body of each piece, which the codec knows as a model of its own."""
     context, bodies = context_of(stage, rank, state, state.version), []
     for k, (held, part, x) in enumerate(zip(stage.fragments, parts(stage), pieces, strict=True)):
@@ -273,7 +275,7 @@ def encoded(stage: Stage, state: ShardedWorker, rank: int, pieces: Sequence[Any]
     return bodies
 
 
-def taken_back(stage: Stage, state: ShardedWorker, bodies: Sequence[Body], dropped: Sequence[bool]) -> None:
+def restore_pieces(stage: Stage, state: ShardedWorker, bodies: Sequence[Body], dropped: Sequence[bool]) -> None:
     """What a server has dropped, the codec takes up again."""
     if stage.link.traits.lossless:
         return
@@ -285,11 +287,11 @@ def taken_back(stage: Stage, state: ShardedWorker, bodies: Sequence[Body], dropp
 async def answer(ctx: RankContext, stage: Stage, state: ServerState, without: Sequence[int] = ()) -> None:
     """Release the workers that may proceed."""
     ranks = sorted(set(rule_of(stage).may_proceed(state.rule_state, state.progress)) - set(without))
-    for rank in in_turn(ranks, ctx.rank - stage.server, stage.topology.servers, stage.answer_block):
+    for rank in answer_order(ranks, ctx.rank - stage.server, stage.topology.servers, stage.answer_block):
         await reply(ctx, stage, state, rank)
 
 
-def in_turn(ranks: Sequence[int], place: int, servers: int, block: int) -> list[int]:
+def answer_order(ranks: Sequence[int], place: int, servers: int, block: int) -> list[int]:
     """The order in which the server at this place answers these workers: block by block, and of each block every server
     begins with another worker.
 
@@ -306,13 +308,13 @@ def in_turn(ranks: Sequence[int], place: int, servers: int, block: int) -> list[
     return order
 
 
-async def first(ctx: RankContext, stage: Stage, state: PieceState) -> int:
+async def run_first(ctx: RankContext, stage: Stage, state: PieceState) -> int:
     """At the server that counts and judges: merge and answer until the stage is over; returns the last word."""
     progress, push, others, stage = (
         state.progress,
         stage.tag("push"),
         all_servers(stage)[1:],
-        entered(ctx, stage, state),
+        enter_piece(ctx, stage, state),
     )
     while state.newcomers:
         await admit(ctx, stage, state, state.newcomers[0])
@@ -321,60 +323,60 @@ async def first(ctx: RankContext, stage: Stage, state: PieceState) -> int:
         message = await ctx.recv(push, LOST, before_s=stage.stop_criteria.deadline_s)
         ctx.time_accounting.cut()
         if message is None:
-            state.word, state.reason = STOP, "seconds"
+            state.signal, state.reason = STOP, "seconds"
             break
-        take_in = on_push if message.tag == push else membership
+        take_in = on_push if message.tag == push else on_membership
         if await take_in(ctx, stage, state, message) and stage.stop_criteria.take(state, ctx.now):
             for server in others:
-                await ctx.send(server, word_tag(stage), None, (progress.version, GO))
+                await ctx.send(server, signal_tag(stage), None, (progress.version, GO))
             ctx.snapshot(state.params, tick=progress.version if others else None, counts=progress.report())
-        word, reason = stop_decision(ctx, stage, progress)
-        if word == STOP or state.word == GO:
-            state.word, state.reason = word, reason
-        if state.word == STOP or (state.word == NEXT and len(progress.waiting) == progress.present):
+        signal, reason = stop_decision(ctx, stage, progress)
+        if signal == STOP or state.signal == GO:
+            state.signal, state.reason = signal, reason
+        if state.signal == STOP or (state.signal == NEXT and len(progress.waiting) == progress.present):
             break
-        if state.word == GO:
+        if state.signal == GO:
             await answer(ctx, stage, state)
     await merge_rest(ctx, stage, state)
-    end_ns = within(stage, ctx.now_ns)
+    end_ns = end_time_ns(stage, ctx.now_ns)
     for server in others:
-        await ctx.send(server, word_tag(stage), None, (progress.version, state.word, end_ns))
-    await finish_stage(ctx, stage, state, state.word, end_ns)
+        await ctx.send(server, signal_tag(stage), None, (progress.version, state.signal, end_ns))
+    await finish_stage(ctx, stage, state, state.signal, end_ns)
     record_end(ctx, stage, progress, state.reason)
-    return state.word
+    return state.signal
 
 
 async def merge_rest(ctx: RankContext, stage: Stage, state: ServerState) -> None:
     """Where another stage follows, what has come makes a merge, however little."""
-    if state.word == NEXT and state.buffer:
+    if state.signal == NEXT and state.buffer:
         await ctx.compute(partial(apply_merge, stage, state, None), work=stage.push_share, kind="apply")
 
 
-def followed(state: PieceState) -> bool:
+def has_caught_up(state: PieceState) -> bool:
     """Whether the first server's stage is over and as much is merged here, or nobody is left who could push."""
     progress = state.progress
     if state.last is None:
         return False
-    version, word, _ = state.last
+    version, signal, _ = state.last
     return len(progress.waiting) == progress.present or (
-        word == STOP and (progress.version >= version or bool(progress.diverged))
+        signal == STOP and (progress.version >= version or bool(progress.diverged))
     )
 
 
-async def other(ctx: RankContext, stage: Stage, state: PieceState) -> int:
+async def run_other(ctx: RankContext, stage: Stage, state: PieceState) -> int:
     """At the others: merge and answer, until the first one says that the stage is over; returns the last word."""
-    progress, push, stage = state.progress, stage.tag("push"), entered(ctx, stage, state)
+    progress, push, stage = state.progress, stage.tag("push"), enter_piece(ctx, stage, state)
     while state.newcomers:
         await admit(ctx, stage, state, state.newcomers[0])
-    while not followed(state):
+    while not has_caught_up(state):
         ctx.safe_point(stage.index, state)
-        message: Message = await ctx.recv(push, word_tag(stage), LOST)
+        message: Message = await ctx.recv(push, signal_tag(stage), LOST)
         ctx.time_accounting.cut()
         if message.tag == push and not message.meta[0]:  # of a worker that has heard of the end
             state.leaving.append(message.src)
             progress.arrive(message.src, 0, late=True)
         elif message.tag in (push, LOST):
-            if await (on_push if message.tag == push else membership)(ctx, stage, state, message):
+            if await (on_push if message.tag == push else on_membership)(ctx, stage, state, message):
                 state.kept[progress.version] = state.params
                 state.kept.pop(progress.version - 2 * stage.num_workers, None)  # nobody is further behind
         elif message.meta[1] == GO:
@@ -389,9 +391,9 @@ async def other(ctx: RankContext, stage: Stage, state: PieceState) -> int:
     for version in state.due:  # what was dropped here, and not at the first one, never comes
         ctx.snapshot(state.params, tick=version)
     assert state.last is not None
-    version, state.word, end_ns = state.last
+    version, state.signal, end_ns = state.last
     await merge_rest(ctx, stage, state)
-    if state.word == STOP:
+    if state.signal == STOP:
         state.params = state.kept.get(version, state.params)
-    await finish_stage(ctx, stage, state, state.word, end_ns)
-    return state.word
+    await finish_stage(ctx, stage, state, state.signal, end_ns)
+    return state.signal

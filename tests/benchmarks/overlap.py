@@ -9,8 +9,8 @@ from functools import partial
 
 from ashl.config.construct import construct
 from ashl.overlap.dear import DeAR
-from ashl.overlap.layerwise import hidden
-from ashl.overlap.merged import greedy, optimal
+from ashl.overlap.layerwise import hidden_ratios
+from ashl.overlap.merged import plan_greedily, plan_optimally
 from ashl.overlap.priority import Priority
 from ashl.overlap.timeline import CompressedTimeline, merge_buckets
 from ashl.planning.instantiate import layer_groups, layout_of, link_of
@@ -35,12 +35,12 @@ def rows(cluster: str, model: str) -> list[list[str]]:
         links = {"exchange_s": None, "bandwidth_mbit_s": bandwidth, "latency_s": LATENCY_S}
         chain = make_timeline(plan.stages[0], replace(construct(plan.cluster, "cluster"), **links), groups)
         assert chain is not None
-        n, best = len(groups), optimal(chain)
+        n, best = len(groups), plan_optimally(chain)
         serial = chain.end_ns((n,))
         least = max(chain.ready_ns[-1] + chain.cost(n - 1, n), chain.ready_ns[0] + chain.cost(0, n))
-        slices, halves = Priority(plan="tuned", slice="auto", credit="auto").planned(chain), DeAR(plan="tuned")
+        slices, halves = Priority(plan="tuned", slice="auto", credit="auto").with_plan(chain), DeAR(plan="tuned")
         across = (slices.step_ns(chain), halves.step_ns(chain))
-        backward = (chain.end_ns((1,) * n), chain.end_ns(greedy(chain)), chain.end_ns(best), least)
+        backward = (chain.end_ns((1,) * n), chain.end_ns(plan_greedily(chain)), chain.end_ns(best), least)
         shares = [end / serial for end in (*backward, *across)]
         row = [f"{cluster}, {model}", f"{bandwidth:,}", f"{serial / 1e6:,.4g}"]
         found.append([*row, *(f"{share:.3f}" for share in shares), f"{len(best)} of {n}"])
@@ -60,10 +60,15 @@ def compressed_rows(cluster: str, model: str) -> list[list[str]]:
         chain, dense = (make_timeline(plan.stages[0], machines, groups, how) for how in (link, None))
         assert isinstance(chain, CompressedTimeline)
         assert dense is not None
-        n, best = len(groups), optimal(chain)
+        n, best = len(groups), plan_optimally(chain)
         one, each = chain.end_ns((n,)), (1,) * n
-        ends = (chain.end_ns(each), chain.end_ns(greedy(chain)), chain.end_ns(best), dense.end_ns(optimal(dense)))
-        shares = hidden(chain, best, SHARE, 0.1)
+        ends = (
+            chain.end_ns(each),
+            chain.end_ns(plan_greedily(chain)),
+            chain.end_ns(best),
+            dense.end_ns(plan_optimally(dense)),
+        )
+        shares = hidden_ratios(chain, best, SHARE, 0.1)
         sizes = [part.stop - part.start for part in merge_buckets(groups, best)]
         kept = sum(share * size for share, size in zip(shares, sizes, strict=True)) / plan.num_params
         row = [f"{cluster}, {model}", f"{bandwidth:,}", f"{one / 1e6:,.4g}", *(f"{end / one:.3f}" for end in ends)]

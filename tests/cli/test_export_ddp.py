@@ -45,7 +45,7 @@ def test_ddp_has_the_same_messages_and_learns_the_same(what: str, workplace, glo
     written = on_the_batches_of(run, exported(run, "ddp"), 6)
     steps: list[list[set[int]]] = []
 
-    def wrap_codec(net: torch.nn.Module, **keys: Any) -> DistributedDataParallel:
+    def wrapped(net: torch.nn.Module, **keys: Any) -> DistributedDataParallel:
         indices = {id(p): i for i, p in enumerate(net.parameters())}
         net = DistributedDataParallel(net, **keys)
 
@@ -58,7 +58,7 @@ def test_ddp_has_the_same_messages_and_learns_the_same(what: str, workplace, glo
         net.register_comm_hook(None, summed)
         return net
 
-    monkeypatch.setattr(written, "DistributedDataParallel", wrap_codec)
+    monkeypatch.setattr(written, "DistributedDataParallel", wrapped)
     losses = []
     training = written.train(0)
     for _ in range(6):

@@ -57,7 +57,7 @@ def test_a_pull_is_as_exact_as_the_model_is_near_its_snapshot(mu: float, apart: 
     """E‖Q(x) − x‖² ≤ μ‖x − x̃‖², with as few bits as do it."""
     rule, x = conf_option("sync", "asylpg", mu=mu), vector("normal", 2000)
     anchor = x + apart * vector("normal", 2000, 1)
-    bodies = [asylpg.written(x, anchor, EncodeContext(round=k), rule.mu) for k in range(20)]
+    bodies = [asylpg.write_model(x, anchor, EncodeContext(round=k), rule.mu) for k in range(20)]
     errors = [float(((read_model(body, 2000) - x) ** 2).sum()) for body in bodies]
     allowed = mu * float(((x - anchor) ** 2).sum())
     assert np.mean(errors) <= allowed
@@ -91,19 +91,19 @@ def test_spy_finds_the_sparse_optimum_and_its_zeros(share: float) -> None:
 def test_zeros_are_not_told_of() -> None:
     x = torch.zeros(1000)
     x[[3, 500, 999]] = torch.tensor([1.0, torch.nan, -2.0])
-    body = spy.written(x)
+    body = spy.write_sparse(x)
     assert body.nbytes == 20 + 3 * 4 + 4  # 3 places of 10 bits
-    torch.testing.assert_close(spy.read(body, 1000), x, equal_nan=True)
+    torch.testing.assert_close(spy.read_sparse(body, 1000), x, equal_nan=True)
     rule = conf_option("sync", "spy", share=0.1)
-    point, change = spy.moved(
+    point, change = spy.model_and_push(
         x.nan_to_num(), vector("normal", 1000), torch.zeros(1000), EncodeContext(lr=0.1), rule.share
     )
-    nonzero = int(spy.read(change, 1000).count_nonzero())
+    nonzero = int(spy.read_sparse(change, 1000).count_nonzero())
     assert 60 < nonzero < 150
     assert int(point.count_nonzero()) == nonzero
-    assert torch.equal(spy.read(change, 1000), point)
+    assert torch.equal(spy.read_sparse(change, 1000), point)
     assert (
-        spy.moved(SizeOnly(4000), SizeOnly(4000), SizeOnly(4000), EncodeContext(), rule.share)[1].nbytes
+        spy.model_and_push(SizeOnly(4000), SizeOnly(4000), SizeOnly(4000), EncodeContext(), rule.share)[1].nbytes
         == 20 + 100 * 4 + 125
     )
 
@@ -111,14 +111,14 @@ def test_zeros_are_not_told_of() -> None:
 @given(st.binary(max_size=80), st.sampled_from(list(VECTORS)), st.integers(0, 79))
 def test_a_malformed_body_is_refused_or_read(noise: bytes, kind: str, at: int) -> None:
     for body in (
-        spy.written(vector(kind, 30) * (vector("normal", 30) > 1)),
-        asylpg.written(
+        spy.write_sparse(vector(kind, 30) * (vector("normal", 30) > 1)),
+        asylpg.write_model(
             vector("normal", 30), vector("normal", 30, 1), EncodeContext(), conf_option("sync", "asylpg").mu
         ),
     ):
         wire = bytearray(body.numpy().tobytes())
         wire[at % len(wire) : at % len(wire) + len(noise)] = noise
-        for read in (spy.read, read_model):
+        for read in (spy.read_sparse, read_model):
             with suppress(PayloadError):
                 assert read(torch.frombuffer(wire, dtype=torch.uint8), 30).shape == (30,)
 

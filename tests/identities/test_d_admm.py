@@ -30,8 +30,8 @@ EXACT = (  # every worker's gradient is that of its whole shard
 
 @pytest.mark.parametrize("form", [(), LATE], ids=["synchronous", "asynchronous"])
 def test_duals_add_up_to_zero(form: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, kept = d_admm.opened, []
-    monkeypatch.setattr(d_admm, "opened", lambda *args: kept.append(opened(*args)) or kept[-1])
+    opened, kept = d_admm.open_edges, []
+    monkeypatch.setattr(d_admm, "open_edges", lambda *args: kept.append(opened(*args)) or kept[-1])
     base = ("schedule=single", "topology=gossip", "sync=d_admm", "model.hidden=[16]", "cluster.jitter=0.3")
     ran = simulated(*base, "topology.graph=complete", "stop.steps=160", *form)
     everyone = kept[-4:]  # those before were of the forecast
@@ -68,9 +68,9 @@ def test_neighbours_have_different_colours(n: int, data: st.DataObject) -> None:
 
 def test_who_may_go_on() -> None:
     rule = conf_option("sync", "d_admm")
-    assert d_admm.ready(rule, [0, -1])
-    assert not d_admm.ready(rule, [0, 1])
+    assert d_admm.may_iterate(rule, [0, -1])
+    assert not d_admm.may_iterate(rule, [0, 1])
     late = conf_option("sync", "d_admm", delay=2, barrier=1)
-    assert d_admm.ready(late, [0, 2])
-    assert not d_admm.ready(late, [1, 2]), "one of them has to be in time"
-    assert not d_admm.ready(late, [0, 3]), "and nobody too late"
+    assert d_admm.may_iterate(late, [0, 2])
+    assert not d_admm.may_iterate(late, [1, 2]), "one of them has to be in time"
+    assert not d_admm.may_iterate(late, [0, 3]), "and nobody too late"

@@ -9,9 +9,9 @@ import torch
 from ashl.compression.contract import EncodeContext, PayloadError
 from ashl.compression.wire.modulo import CODE, nearest, payload_nbytes, residues
 from ashl.compression.wire.payload_format import read_payload, write_payload
-from ashl.sync.hop import mixed as hop_mean
+from ashl.sync.hop import mix_by_age as hop_mean
 from ashl.sync.matcha import sampling
-from ashl.sync.relay_sum import relayed, tree
+from ashl.sync.relay_sum import relay_sum, tree
 from ashl.topology.graph import depths, edges_of
 from tests.conf_option import conf_option
 from tests.still import gossip, mixed, spread, start_of
@@ -104,7 +104,7 @@ def test_in_hop_who_trails_far_behind_jumps_and_nobody_waits_for_it(monkeypatch)
         ages.append(age)
         return hop_mean(*given, age=age)
 
-    monkeypatch.setattr("ashl.sync.hop.mixed", mixes)
+    monkeypatch.setattr("ashl.sync.hop.mix_by_age", mixes)
     assert run(*slack, *slow, "sync.skip_lead=4").steps_per_s > 3 * run(*slack, *slow).steps_per_s
     assert min(age for age in ages if age) >= 4
     equal = (*slack, "cluster=homogeneous")
@@ -188,11 +188,11 @@ def test_what_is_relayed_is_the_sum_of_all_after_the_trees_diameter(graph):
     width = 2 * max(depths(near))  # at least the diameter
     heard = [{} for _ in range(n)]
     for _ in range(width):
-        messages = {(i, j): relayed(start_of(i), heard[i], j) for i in range(n) for j in near[i]}
+        messages = {(i, j): relay_sum(start_of(i), heard[i], j) for i in range(n) for j in near[i]}
         heard = [{j: messages[j, i] for j in near[i]} for i in range(n)]
     whole = sum(start_of(rank) for rank in range(n))
     for rank in range(n):
-        total, count = relayed(start_of(rank), heard[rank])
+        total, count = relay_sum(start_of(rank), heard[rank])
         assert count == n
         torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-5)
 

@@ -8,7 +8,7 @@ import torch
 from ashl.errors import UsageError
 from ashl.planning.instantiate import assemble
 from ashl.stage.progress import Progress
-from ashl.topology.halos import GlobalServerState, climb
+from ashl.topology.halos import GlobalServerState, apply_region_update
 from tests.support import simulated
 
 BASE = (
@@ -50,7 +50,7 @@ def test_the_global_server_steps_as_its_rule_says() -> None:
     one, two, three, four = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     state = GlobalServerState(torch.zeros(5), (), Progress(4))
     for difference in (one, two, three, four):
-        climb(stage, state, difference)
+        apply_region_update(stage, state, difference)
     first = 0.5 * (one + two)
     second = 0.25 * first + 0.5 * (three + four)
     torch.testing.assert_close(state.params, 0.5 * (one + two + three + four) + 0.25 * (first + second))

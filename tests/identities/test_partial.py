@@ -13,7 +13,7 @@ from ashl.learn.trainer import Moments, SizeOnlyTrainer
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.rank_context import RankContext
 from ashl.topology.members import as_members, as_numbers
-from ashl.topology.partial_all_reduce import PartialAllReduce, Team, averaged
+from ashl.topology.partial_all_reduce import PartialAllReduce, Team, average_group
 from tests.conf_option import conf_option
 from tests.support import simulated
 from tests.swarm.drawn import run
@@ -98,8 +98,8 @@ def test_one_average_is_symmetric_doubly_stochastic_and_idempotent(members: tupl
             rows[ctx.rank] = own
             return
         zero = torch.zeros(n)
-        rows[ctx.rank] = await averaged(ctx, own, zero, Team(members, 0, ()), common=False)
-        again = await averaged(ctx, rows[ctx.rank], zero, Team(members, 0, ()), common=False)
+        rows[ctx.rank] = await average_group(ctx, own, zero, Team(members, 0, ()), common=False)
+        again = await average_group(ctx, rows[ctx.rank], zero, Team(members, 0, ()), common=False)
         torch.testing.assert_close(again, rows[ctx.rank])
 
     plan = replace(stage.plan, workers=stage.plan.workers[:1] * n)

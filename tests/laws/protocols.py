@@ -23,7 +23,7 @@ from ashl.stage.process_group import ProcessGroup
 from ashl.stage.stage import Stage
 from ashl.sync.bsp import BSP
 from ashl.topology.all_reduce import AllReduce
-from ashl.topology.exchange import by_protocol
+from ashl.topology.exchange import run_collective_codec
 from ashl.topology.local_work import WorkerState
 from tests.laws.codecs import vector
 from tests.laws.machines import cluster
@@ -38,7 +38,7 @@ class Round:
     update: Any
     sender: Any
     loss: float
-    word: int
+    signal: int
 
     @property
     def error(self) -> Tensor:
@@ -74,11 +74,11 @@ async def worker(
         x_sent = None if isinstance(x, SizeOnly) else link.before(state.ends, x, context).x
         team.begin(rank + 1.0, 5 if rank == 0 else 0)
         if isinstance(link.innermost, Collective):
-            update = await by_protocol(team, stage, state, link.innermost, x, context)
+            update = await run_collective_codec(team, stage, state, link.innermost, x, context)
         else:
             body = link.encode(CodecState(), x * weights[rank], context)
             update = link.summed(state.ends, body, await team.all_reduce(link.summand(body, context)))
-        came[number][rank] = Round(x_sent, update, state.ends.sender, team.loss, int(team.word))
+        came[number][rank] = Round(x_sent, update, state.ends.sender, team.loss, int(team.signal))
 
 
 def whole(d: int, n: int, seed: int = 0) -> list[Tensor]:

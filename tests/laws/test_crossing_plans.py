@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.overlap.crossing import took_ns
+from ashl.overlap.crossing import step_with_pulls_ns
 from ashl.overlap.dear import DeAR
-from ashl.overlap.merged import optimal
+from ashl.overlap.merged import plan_optimally
 from ashl.overlap.priority import Priority, done_ns
 from ashl.overlap.slices import Slices
 from ashl.overlap.timeline import StepTimeline
@@ -38,7 +38,7 @@ def priority(of: StepTimeline, slices: int = 1, credit: int = 1) -> int:
 
 
 def dear(of: StepTimeline) -> int:
-    return took_ns(of, (1,) * len(of.nbytes), of.half_ns)
+    return step_with_pulls_ns(of, (1,) * len(of.nbytes), of.half_ns)
 
 
 def tails(of: StepTimeline) -> list[tuple[int, int, int]]:
@@ -79,7 +79,7 @@ def test_slices_that_come_back_at_once_take_their_closed_form(drawn, latency, si
         ready + sum(up[i : j + 1]) + sum(down[j:]) for i, (ready, _) in enumerate(cuts) for j in range(i, len(cuts))
     ]
     assert Slices(slice=size).step_ns(any_chain) == max(last) + 7
-    auto = Slices(slice="auto").planned(any_chain)
+    auto = Slices(slice="auto").with_plan(any_chain)
     assert auto.step_ns(any_chain) <= any_chain.end_ns((1,) * len(drawn)) + any_chain.answer_ns, "one slice a group"
 
 
@@ -119,12 +119,14 @@ def test_costs_times_a_number_take_that_many_times_as_long(drawn, latency, scale
 def test_what_is_tuned_is_no_slower_than_what_it_is_tuned_from(drawn, latency) -> None:
     any_chain = chain([(f, b, 4000 * size) for f, b, size in drawn], 4000 * latency)
     each = (1,) * len(drawn)
-    tuned = DeAR(plan="tuned").planned(any_chain)
+    tuned = DeAR(plan="tuned").with_plan(any_chain)
     assert sum(tuned.plan) == len(drawn)
-    assert tuned.step_ns(any_chain) <= min(took_ns(any_chain, n, any_chain.half_ns) for n in (each, (len(drawn),)))
-    auto = Priority(plan="tuned", slice="auto", credit="auto").planned(any_chain)
+    assert tuned.step_ns(any_chain) <= min(
+        step_with_pulls_ns(any_chain, n, any_chain.half_ns) for n in (each, (len(drawn),))
+    )
+    auto = Priority(plan="tuned", slice="auto", credit="auto").with_plan(any_chain)
     largest = max(any_chain.nbytes)
-    barrier = any_chain.end_ns(optimal(any_chain))
+    barrier = any_chain.end_ns(plan_optimally(any_chain))
     assert auto.step_ns(any_chain) <= 1.001 * min(priority(any_chain, largest), barrier)
 
 

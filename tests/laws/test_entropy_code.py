@@ -13,9 +13,9 @@ from ashl.compression.wire.entropy_code import (
     bound_bytes,
     check_code,
     entropy,
-    folded,
+    fold,
     read_levels,
-    unfolded,
+    unfold,
     write_levels,
 )
 from ashl.compression.wire.prefix_code import omega, read_omega, read_prefix, write_prefix
@@ -104,21 +104,21 @@ def qsgd_levels(d: int, s: int) -> np.ndarray:
 def test_lengths_of_levels() -> None:
     """Theorem 3.4 of the paper: at s = √d at most 2.8·d + 32 bits; the others are near the entropy."""
     d, s = 10_000, 100
-    levels = folded(qsgd_levels(d, s))
+    levels = fold(qsgd_levels(d, s))
     bits = {code: 8 * write_levels(code, levels, 2 * s + 1).size for code in CODES}
     least = entropy(levels, 2 * s + 1)
     assert bits["none"] == 8 * d
     assert 2.7 * d < bits["elias"] + 32 <= 2.8 * d + 32
     assert least < bits["huffman"] <= 1.05 * least
     assert least < bits["range"] <= 1.02 * least
-    long = folded(qsgd_levels(300_000, 200))
+    long = fold(qsgd_levels(300_000, 200))
     assert 8 * write_levels("range", long, 401).size <= 1.002 * entropy(long, 401)
 
 
 def test_signed_levels_are_folded_around_zero() -> None:
     levels = np.array([0, -1, 1, -2, 2, 2**20, -(2**20)], np.int32)
-    assert folded(levels).tolist() == [0, 1, 2, 3, 4, 2**21, 2**21 - 1]
-    assert np.array_equal(unfolded(folded(levels)), levels)
+    assert fold(levels).tolist() == [0, 1, 2, 3, 4, 2**21, 2**21 - 1]
+    assert np.array_equal(unfold(fold(levels)), levels)
 
 
 def test_the_omega_code() -> None:

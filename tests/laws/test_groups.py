@@ -71,12 +71,12 @@ class Played:
             self.take(gg.request(self.state, self.rule, what, self.now_ns))
         elif kind == "done":
             self.running.remove(what)
-            self.take(gg.done(self.state, self.rule, what, self.now_ns))
+            self.take(gg.complete_group(self.state, self.rule, what, self.now_ns))
         else:
             due = self.rule.wakes(self.state)
             assert due is not None, f"nobody can go on: {self.state}"
             self.now_ns = due
-            self.take(gg.woken(self.state, self.rule, due))
+            self.take(gg.wake_up(self.state, self.rule, due))
         self.check()
 
     def check(self) -> None:
@@ -101,12 +101,12 @@ def play(seed: int, scheduler: str, steps: int = 60) -> Played:
     rng = random.Random(seed)
     n = rng.randint(2, 9)
     nodes = [rng.randrange(3) for _ in range(n)]
-    played = Played(drawn_rule(rng, scheduler, n), gg.opened(nodes, seed))
+    played = Played(drawn_rule(rng, scheduler, n), gg.open_groups(nodes, seed))
     for _ in range(steps):
         played.step(rng)
     gg.close(played.state)
     for _ in range(10_000):
-        played.left += gg.dismissed(played.state)
+        played.left += gg.release_idle(played.state)
         if len(played.left) == n:
             return played
         played.step(rng)
@@ -128,17 +128,17 @@ def test_whoever_asks_whenever_groups_are_atomic_in_order_and_drained(scheduler:
 
 
 def test_a_conflict_is_a_group_that_meets_one_of_another_draw() -> None:
-    rule, state = rule_of("random", group_size=3), gg.opened([0] * 3, 0)
+    rule, state = rule_of("random", group_size=3), gg.open_groups([0] * 3, 0)
     assert gg.request(state, rule, 0, 0) == []
     assert (state.made, state.conflicts) == (1, 0)
     assert gg.request(state, rule, 1, 0) == []
     assert gg.request(state, rule, 2, 0) == [gg.Group(0, (0, 1, 2))]
     assert gg.request(state, rule, 0, 0) == [], "before the group has said that it is done"
     assert state.made == 1
-    assert gg.done(state, rule, gg.Group(0, (0, 1, 2)), 0) == []
+    assert gg.complete_group(state, rule, gg.Group(0, (0, 1, 2)), 0) == []
     assert state.made == 2, "who asked too early is served now"
     pairs = rule_of("random", group_size=2)
-    state = gg.opened([0] * 3, 0)
+    state = gg.open_groups([0] * 3, 0)
     for worker in range(3):
         gg.request(state, pairs, worker, 0)
     assert state.conflicts == state.made - 1, "two pairs of three workers share one"
@@ -213,7 +213,7 @@ def test_the_chosen_are_the_first_of_a_permutation(length: int, count: int, step
 
 def test_random_groups_are_uniform() -> None:
     """Each of the 10 pairs that may join worker 2, about as often."""
-    rule, state = rule_of("random", group_size=3), gg.opened([0] * 6, 7)
+    rule, state = rule_of("random", group_size=3), gg.open_groups([0] * 6, 7)
     seen = Counter(rule.draw(replace(state, draws=draw), 2, 0)[0] for draw in range(2000))
     assert len(seen) == 10
     assert all(2 in group and 140 < count < 260 for group, count in seen.items())
@@ -221,11 +221,11 @@ def test_random_groups_are_uniform() -> None:
 
 def standing(nodes: list[int], seed: int, requests: list[int], busy: set[int]) -> gg.Groups:
     """A generator of which workers have asked so often, and some have a group of their own."""
-    state, alone = gg.opened(nodes, seed), Alone(group_size=None, local_steps=1)
+    state, alone = gg.open_groups(nodes, seed), Alone(group_size=None, local_steps=1)
     for worker, times in enumerate(requests):
         for _ in range(times):
             (group,) = gg.request(state, alone, worker, 0)
-            gg.done(state, alone, group, 0)
+            gg.complete_group(state, alone, group, 0)
         if worker in busy:
             gg.request(state, alone, worker, 0)
     state.draws = 0
@@ -258,10 +258,10 @@ def test_a_division_takes_all_who_are_free_and_keep_up(n: int, k: int, seed: int
 def test_a_division_in_two_rounds(nodes: list[int], seed: int) -> None:
     """First one head of each machine meet and the others stay inside theirs, then each machine as a whole."""
     rule, n = rule_of("smart", inter_intra=True), len(nodes)
-    groups = rule.draw(gg.opened(nodes, seed), 0, 0)
+    groups = rule.draw(gg.open_groups(nodes, seed), 0, 0)
     teams = machines(nodes, range(n))
     if len(teams) == 1:
-        assert groups == gg.even(gg.shuffled(gg.opened(nodes, seed), range(n)), 3)
+        assert groups == gg.split_evenly(gg.shuffle(gg.open_groups(nodes, seed), range(n)), 3)
         return
     whole = [tuple(team) for team in teams if len(team) > 1]
     first, then = groups[: len(groups) - len(whole)], groups[len(groups) - len(whole) :]
@@ -286,7 +286,7 @@ def test_who_comes_back_is_as_quick_as_it_was_and_no_slower_than_the_slowest(awa
     """Or the slowdown filter would leave out for good whoever has been away for a moment."""
     rule = rule_of("smart", inter_intra=False)
     state = standing([0] * 4, 0, [9, 5, 3, 9], set())
-    gg.lose(state, rule, away, 0)
+    gg.remove_worker(state, rule, away, 0)
     gg.join(state, away)
     assert state.requests[away] == counts_as
     assert away in state.free(counts_as)
@@ -294,17 +294,17 @@ def test_who_comes_back_is_as_quick_as_it_was_and_no_slower_than_the_slowest(awa
 
 def test_a_division_of_all_mixes_as_enumerated() -> None:
     """All orders of four workers cut into pairs: ρ = 1 − (n/k)(k − 1)/(n − 1) = 1/3."""
-    every = [matrix(4, gg.even(order, 2)) for order in itertools.permutations(range(4))]
+    every = [matrix(4, gg.split_evenly(order, 2)) for order in itertools.permutations(range(4))]
     assert second(sum(every) / len(every)) == pytest.approx(1 / 3)
 
 
 def test_first_come_groups_close_with_k_or_with_the_window() -> None:
-    rule, state = rule_of("first_come", group_size=3, window_s=1.0), gg.opened([0] * 5, 0)
+    rule, state = rule_of("first_come", group_size=3, window_s=1.0), gg.open_groups([0] * 5, 0)
     for worker in (4, 1):
         assert gg.request(state, rule, worker, 0) == []
     full = copy.deepcopy(state)
     assert [group.members for group in gg.request(full, rule, 2, SECOND // 2)] == [(1, 2, 4)]
     assert rule.wakes(full) is None
     assert rule.wakes(state) == SECOND
-    assert gg.woken(state, rule, SECOND - 1) == []
-    assert [group.members for group in gg.woken(state, rule, SECOND)] == [(1, 4)]
+    assert gg.wake_up(state, rule, SECOND - 1) == []
+    assert [group.members for group in gg.wake_up(state, rule, SECOND)] == [(1, 4)]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ashl.compression.contract import Layer, size_of
-from ashl.compression.power_sgd import orthonormal
+from ashl.compression.power_sgd import orthonormalize
 from ashl.compression.wrappers.compose import codec_for_layers
 from tests.laws.codecs import codec, vector
 
@@ -32,7 +32,7 @@ OLD = {
 
 def digests(folder: Path) -> dict[str, str]:
     """Of what the bodies there decode to, and of an orthonormal basis."""
-    found = {"basis": orthonormal(torch.from_numpy(np.load(folder / "p.npy"))).numpy()}
+    found = {"basis": orthonormalize(torch.from_numpy(np.load(folder / "p.npy"))).numpy()}
     for name, option in CODECS.items():
         body = torch.from_numpy(np.load(folder / f"{name}.npy"))
         found[name] = codec_for_layers(option, LAYOUT).decode(None, body, size_of(LAYOUT))[1].numpy()

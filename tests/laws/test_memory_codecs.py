@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.atomo import drawn, odds
+from ashl.compression.atomo import draw_components, probabilities
 from ashl.compression.contract import EncodeContext, Layer, PayloadError
-from ashl.compression.dryden import learned
+from ashl.compression.dryden import learn_centroids
 from ashl.compression.wrappers.compose import wrap_codec
 from ashl.compression.wrappers.feedback import Feedback
 from ashl.errors import UsageError
@@ -77,8 +77,8 @@ def test_bytes_of_adaptive_quantization(levels: str) -> None:
 def test_learned_levels_fit_better() -> None:
     """One level of Lloyd's is the mean; more of them lose less, as little as the best for two points."""
     values = np.abs(np.random.default_rng(0).standard_normal(5000)) + 1
-    assert learned("lloyd", values, 1) == pytest.approx(learned("mean", values, 9))
-    assert learned("lloyd", np.array([5.0, 1.0, 1.0, 5.0]), 2).tolist() == [1, 5]
+    assert learn_centroids("lloyd", values, 1) == pytest.approx(learn_centroids("mean", values, 9))
+    assert learn_centroids("lloyd", np.array([5.0, 1.0, 1.0, 5.0]), 2).tolist() == [1, 5]
     x, losses = vector("heavy", 5000), []
     for fields in ({"levels": "mean"}, *({"levels": "lloyd", "num_levels": n} for n in (2, 4, 16))):
         dryden = codec("dryden", ratio=0.05, **fields)
@@ -119,11 +119,11 @@ def chances(x: np.ndarray, budget: float) -> np.ndarray:
 def test_chances_of_atoms(kind: str, budget: float) -> None:
     """Heavy atoms come for sure, Σ p = s, and the variance is Σ λ²(1/p − 1) as counted."""
     x = vector(kind, 400).numpy()
-    expected, slope = chances(x, budget), odds(x, budget)
+    expected, slope = chances(x, budget), probabilities(x, budget)
     p = np.minimum(1, slope * np.abs(x.astype(np.float64))) if np.isfinite(slope) else (x != 0).astype(float)
     assert p == pytest.approx(expected, rel=1e-9)
     assert p.sum() == pytest.approx(min(budget, np.count_nonzero(x)))
-    draws = [drawn(x, budget, np.random.default_rng(seed)) for seed in range(300)]
+    draws = [draw_components(x, budget, np.random.default_rng(seed)) for seed in range(300)]
     counts = np.array([places.size for places, _ in draws])
     spread = (p * (1 - p)).sum() ** 0.5
     assert abs(counts.mean() - p.sum()) <= 5 * spread / 300**0.5 + 1e-9
@@ -136,7 +136,7 @@ def test_singular_triples_of_a_model() -> None:
     """Matrices become triples, a bias stays as it is, convolutions are matrices by output; of all nothing is lost."""
     layout = (Layer("conv", (8, 3, 3, 3)), Layer("bias", (8,)), Layer("weight", (20, 30)))
     x = vector("normal", 8 * 27 + 8 + 600)
-    atomo = codec("atomo", atoms="singular", ratio=0.05).shaped(layout)
+    atomo = codec("atomo", atoms="singular", ratio=0.05).for_layout(layout)
     low = (torch.outer(torch.arange(20.0), torch.arange(30.0)) + torch.outer(torch.ones(20), x[:30])).reshape(-1)
     x[-600:] = low
     everything = decoded(atomo, atomo.encode(None, x, EncodeContext(1.0))[1], x.numel())

@@ -215,7 +215,7 @@ def test_mla_is_the_published_recursion():
 @pytest.mark.limit("outer=heloco")
 def test_heloco_that_keeps_everything_is_mla():
     steps = updates(6)
-    keeps = conf_option("outer", "heloco", align_threshold=-1.0).codec_for_layers((("a", (10, 60)), ("b", (400,))))
+    keeps = conf_option("outer", "heloco", align_threshold=-1.0).for_layers((("a", (10, 60)), ("b", (400,))))
     assert torch.equal(walk(keeps, steps), walk(conf_option("outer", "mla"), steps))
 
 
@@ -224,7 +224,7 @@ def test_heloco_shortens_what_goes_back_and_turns_what_hardly_goes_along():
     heloco = conf_option("outer", "heloco", lr=1.0, momentum=0.0, kappa=0.0, turn=0.5, shrink=1.0)
     momentum = (torch.tensor([1.0, 0.0, 3.0, 0.0, 0.0, 1.0]),)
     update = torch.tensor([-1.0, 1.0, 0.0, 2.0, 0.25, 3.0])
-    _, moved = heloco.codec_for_layers([(name, (2,)) for name in "abc"]).step(momentum, torch.zeros(6), update, LR)
+    _, moved = heloco.for_layers([(name, (2,)) for name in "abc"]).step(momentum, torch.zeros(6), update, LR)
     back, turned, kept = moved.split(2)
     torch.testing.assert_close(back, torch.tensor([-1 + math.sqrt(0.5), 1.0]))
     torch.testing.assert_close(turned, torch.tensor([math.sqrt(2.0)] * 2))
@@ -264,7 +264,7 @@ def test_moments_of_another_method_are_not_taken_over(monkeypatch):
     def first(choices, until):
         return choices.stage("first", sync=sync, outer=slow, local_steps=2, until=until)
 
-    monkeypatch.setattr("ashl.schedule.post_local.bsp", first)
+    monkeypatch.setattr("ashl.schedule.post_local.bsp_stage", first)
     base = ("schedule=post_local", "schedule.switch_epochs=0.2", "schedule.local_steps=2", *LOCAL[2:])
     for topology in ("parameter_server", "all_reduce"):
         ran = simulated(*base, "outer=nesterov", f"topology={topology}")

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.overlap.layerwise import hidden
-from ashl.overlap.merged import by_bytes, greedy, optimal
+from ashl.overlap.layerwise import hidden_ratios
+from ashl.overlap.merged import plan_by_bytes, plan_greedily, plan_optimally
 from ashl.overlap.timeline import (
     FORWARD,
     CompressedTimeline,
@@ -55,22 +55,32 @@ def test_the_chain_of_the_literature() -> None:
     """f = 1.5, .5, 1, 2, b = 3, 1, 2, 4, c = 5, 1, 1, 6: 28 without overlap, 22 with a message for each."""
     four = StepTimeline((9, 11, 12, 15), (6, 1, 1, 5), lambda size: size)
     assert four.end_ns((4,)) == 28
-    assert four.end_ns(WFBP().messages(four)) == four.end_ns(optimal(four)) == four.end_ns(greedy(four)) == 22
+    assert (
+        four.end_ns(WFBP().messages(four))
+        == four.end_ns(plan_optimally(four))
+        == four.end_ns(plan_greedily(four))
+        == 22
+    )
 
 
 def test_where_merging_greedily_is_not_best() -> None:
     three = StepTimeline((1, 10, 19), (8, 1, 1), lambda size: 10 + size)
-    assert [three.end_ns(plan) for plan in ((1, 1, 1), (3,), greedy(three), optimal(three))] == [41, 39, 39, 31]
-    assert optimal(three) == (1, 2)
+    assert [three.end_ns(plan) for plan in ((1, 1, 1), (3,), plan_greedily(three), plan_optimally(three))] == [
+        41,
+        39,
+        39,
+        31,
+    ]
+    assert plan_optimally(three) == (1, 2)
 
 
 @given(costs, layers, costs)
 def test_optimal_is_the_best_of_all_plans_and_greedy_between(forward, drawn, latency) -> None:
     any_chain = chain(forward, drawn, latency)
     n = len(drawn)
-    best = any_chain.end_ns(optimal(any_chain))
+    best = any_chain.end_ns(plan_optimally(any_chain))
     assert best == min(any_chain.end_ns(plan) for plan in every_plan(n))
-    published = any_chain.end_ns(greedy(any_chain))
+    published = any_chain.end_ns(plan_greedily(any_chain))
     assert best <= published <= min(any_chain.end_ns((1,) * n), any_chain.end_ns((n,)))
 
 
@@ -78,8 +88,8 @@ def test_optimal_is_the_best_of_all_plans_and_greedy_between(forward, drawn, lat
 @given(costs, layers)
 def test_without_latency_merging_gains_nothing_and_with_much_of_it_one_message_is_best(forward, drawn) -> None:
     free, dear = chain(forward, drawn, 0), chain(forward, drawn, 10_000)
-    assert free.end_ns(optimal(free)) == free.end_ns(greedy(free)) == free.end_ns((1,) * len(drawn))
-    assert optimal(dear) == greedy(dear) == (len(drawn),)
+    assert free.end_ns(plan_optimally(free)) == free.end_ns(plan_greedily(free)) == free.end_ns((1,) * len(drawn))
+    assert plan_optimally(dear) == plan_greedily(dear) == (len(drawn),)
 
 
 slowing = st.tuples(st.floats(0, 0.95), st.floats(1, 3))
@@ -90,7 +100,7 @@ def test_optimal_is_the_best_of_all_plans_where_sums_slow_computing_down(forward
     """And so no worse than one message, which nothing disturbs."""
     plain = chain(forward, drawn, latency)
     slow = replace(plain, lost=slower[0], slowed=slower[1])
-    assert slow.end_ns(optimal(slow)) == min(map(slow.end_ns, every_plan(len(drawn))))
+    assert slow.end_ns(plan_optimally(slow)) == min(map(slow.end_ns, every_plan(len(drawn))))
     assert slow.end_ns((len(drawn),)) == plain.end_ns((len(drawn),))
 
 
@@ -101,7 +111,7 @@ def test_many_groups_are_planned_at_once(slower) -> None:
     ready = tuple(accumulate(100_000 + 1009 * (k * k % 97) for k in range(48)))
     many = Counted(ready, tuple(sizes), lambda size: 20_000 + 2 * size, lost=slower[0], slowed=slower[1])
     Counted.weighed.clear()
-    assert len(optimal(many)) > 1
+    assert len(plan_optimally(many)) > 1
     assert len(Counted.weighed) <= 16 * len(sizes) ** 2 / 2
 
 
@@ -128,14 +138,14 @@ def test_a_chain_whose_sums_take_half_of_the_core() -> None:
     backward has come to 40 instead of 60. The second is ready at 70, and by its end, at 110, backward is at 70."""
     slow = StepTimeline((20, 50, 100), (10, 10, 10), lambda size: 30 + size, lost=0.5)
     assert [slow.end_ns(plan) for plan in ((1, 1, 1), (3,), (2, 1), (1, 2))] == [180, 160, 165, 170]
-    assert optimal(slow) == (3,)
+    assert plan_optimally(slow) == (3,)
     assert replace(slow, slowed=2.0).end_ns((2, 1)) == 50 + 2 * 50 + 40
 
 
 def test_messages_by_bytes_are_full_once_they_reach_their_cap() -> None:
     mib = 2**20
     sizes = StepTimeline((0,) * 5, (mib // 2, mib, 20 * mib, 20 * mib, 1), lambda size: 0)
-    assert by_bytes(sizes) == (2, 2, 1)
+    assert plan_by_bytes(sizes) == (2, 2, 1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 1000)), min_size=1, max_size=12))
@@ -188,7 +198,7 @@ def test_an_adaptive_message_keeps_the_most_that_is_hidden(forward, drawn, laten
 
     own = CompressedTimeline(plain.ready_ns, plain.nbytes, plain.cost_ns, ratio=0.1, body_ns=body)
     each = (1,) * len(drawn)
-    shares = hidden(own, each, 0.1, most / 10)
+    shares = hidden_ratios(own, each, 0.1, most / 10)
     assert own.end_ns(each, shares) == own.end_ns(each)
     assert shares[-1] == 0.1
     end = 0
@@ -217,7 +227,7 @@ def test_greedy_is_the_rule_of_omgs(forward, drawn, latency, select) -> None:
         else:
             plan.append(len(held))
             free, held = start + own.cost_ns(size), [group]
-    assert greedy(own) == (*plan, len(held))
+    assert plan_greedily(own) == (*plan, len(held))
 
 
 in_parts = st.tuples(st.integers(0, 30), st.integers(0, 10), st.integers(0, 10))
@@ -234,9 +244,9 @@ def test_optimal_is_the_best_of_all_plans_where_parts_cost_something(forward, dr
     """And one message costs none of it."""
     plain = replace(chain(forward, drawn, latency), lost=slower[0], slowed=slower[1])
     dear, n = split(plain, more), len(drawn)
-    assert dear.end_ns(optimal(dear)) == min(map(dear.end_ns, every_plan(n)))
+    assert dear.end_ns(plan_optimally(dear)) == min(map(dear.end_ns, every_plan(n)))
     assert dear.end_ns((n,)) == plain.end_ns((n,))
-    assert greedy(dear) == greedy(plain), "as published"
+    assert plan_greedily(dear) == plan_greedily(plain), "as published"
 
 
 def test_a_chain_in_parts_that_do_not_pay() -> None:
@@ -245,5 +255,5 @@ def test_a_chain_in_parts_that_do_not_pay() -> None:
     assert three.end_ns((3,)) == 20 + 20
     assert three.end_ns((2, 1)) == max(10 + 10 + 19 + 7, 40) + 11
     assert three.end_ns((1, 2)) == max(1 + 1 + 18 + 7, 40) + 12
-    assert optimal(three) == (3,)
-    assert optimal(replace(three, split_ns=0, part_ns=0, start_ns=0)) == (1, 2)
+    assert plan_optimally(three) == (3,)
+    assert plan_optimally(replace(three, split_ns=0, part_ns=0, start_ns=0)) == (1, 2)

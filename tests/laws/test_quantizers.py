@@ -11,7 +11,7 @@ from torch import Tensor
 from ashl.compression.contract import EncodeContext, Layer, PayloadError
 from ashl.compression.rotated import rotate
 from ashl.compression.terngrad import SharedScale, sum_width
-from ashl.compression.wire.bits import pack, pack_signs, packed_bytes, signed, unpack
+from ashl.compression.wire.bits import apply_signs, pack, pack_signs, packed_bytes, unpack
 from ashl.compression.wire.ternary_packing import pack_ternary, unpack_ternary
 from ashl.compression.wire.value_code import WIDTHS, ValueCode, read_values, value_bound, value_bytes, write_values
 from ashl.compression.wrappers.compose import codec_for_layers, convert_sender, wrap_codec
@@ -62,7 +62,7 @@ def test_signs_and_trits_come_back() -> None:
     rng = np.random.default_rng(0)
     for count in (*SIZES, 70_001):
         x = rng.standard_normal(count, np.float32)
-        assert np.array_equal(signed(pack_signs(x), count, np.array([2.5])), np.copysign(np.float32(2.5), x))
+        assert np.array_equal(apply_signs(pack_signs(x), count, np.array([2.5])), np.copysign(np.float32(2.5), x))
         digits = rng.integers(0, 3, count, np.uint8)
         assert np.array_equal(unpack_ternary(pack_ternary(digits), count), digits)
     assert pack_signs(np.array([0.0, -0.0, np.nan, -np.inf], np.float32)).tolist() == [0b1010]
@@ -175,7 +175,7 @@ def test_either_side_decodes_to_its_mean() -> None:
 @pytest.mark.parametrize("per", ["layer", "row", "column"])
 def test_one_bit_by_parts(per: str) -> None:
     """Of a matrix the columns are over all outputs; a bias is one part."""
-    codec = option("one_bit", per=per).shaped(LAYOUT)
+    codec = option("one_bit", per=per).for_layout(LAYOUT)
     x = vector("normal", 23, 4)
     got = draw(codec, x)
     parts = {"layer": [range(12)], "row": [range(4)], "column": [range(0, 12, 4), range(1, 12, 4)]}[per]
@@ -189,7 +189,7 @@ def test_one_bit_by_parts(per: str) -> None:
     assert length(got - x) <= codec.bound(None, 23) * length(x)
     with pytest.raises(PayloadError, match="means"):
         option("one_bit").decode(None, body, 23)
-    assert option("one_bit", per="vector").shaped(LAYOUT) == option("one_bit", per="vector")
+    assert option("one_bit", per="vector").for_layout(LAYOUT) == option("one_bit", per="vector")
 
 
 def test_signs_with_a_scale_and_without() -> None:
@@ -211,7 +211,7 @@ def test_a_majority_decides(n: int) -> None:
     weights = [1.0] + [0.1 / n] * (n - 1)
     assert torch.equal(codec.reduce(None, bodies, weights, 500)[1], xs[0].sign())
     assert CompressionPipeline(codec, 500).reduce(CodecState(), [SizeOnly(83)] * n, weights) == SizeOnly(2000)
-    assert codec.pulled().traits.contraction
+    assert codec.for_pulls().traits.contraction
 
 
 def test_signum_sends_the_signs_of_a_running_mean() -> None:

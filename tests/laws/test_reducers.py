@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ashl.compression.contract import EncodeContext, Layer, PayloadError, size_of
-from ashl.compression.gtopk import bits_bytes, family
-from ashl.compression.power_sgd import LowRank, orthonormal
+from ashl.compression.gtopk import bits_bytes, tree_neighbours
+from ashl.compression.power_sgd import LowRank, orthonormalize
 from ashl.compression.wire.payload_format import HEADER
 from ashl.compression.wrappers.compose import wrap_codec
 from ashl.compression.wrappers.feedback import Feedback
@@ -29,7 +29,7 @@ REDUCERS = ("power_sgd", "gtopk", "sketch_sgd", "fetch_sgd")
 
 
 def low_rank(rank: int = 2) -> LowRank:
-    return codec("power_sgd", rank=rank).shaped(LAYOUT)
+    return codec("power_sgd", rank=rank).for_layout(LAYOUT)
 
 
 # --- PowerSGD on a link -----------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_columns_become_orthonormal() -> None:
     p = torch.from_numpy(np.random.default_rng(0).standard_normal((50, 5)).astype(np.float32))
     p[:, 1] = p[:, 0] * (1 + 1e-4) + 1e-4 * p[:, 1]  # nearly the same
     p[:, 3] = 2 * p[:, 2]  # the same
-    q = orthonormal(p)
+    q = orthonormalize(p)
     expected = torch.eye(5)
     expected[3, 3] = 0
     assert torch.allclose(q.T @ q, expected, atol=1e-6)
@@ -158,11 +158,11 @@ def test_all_end_with_the_same(name: str, n: int) -> None:
     rounds, seen = together(option, drawn(D, n, 3), weights, SHAPES)
     for row in rounds:
         assert len({bits(one.update) for one in row}) == 1
-        assert len({(one.loss, one.word) for one in row}) == 1
+        assert len({(one.loss, one.signal) for one in row}) == 1
         assert row[0].loss == pytest.approx(n * (n + 1) / 2)
-        assert row[0].word == 5
+        assert row[0].signal == 5
     size_only, run_state = together(option, [[SizeOnly(4 * D)] * n] * 3, weights, SHAPES)
-    assert all(one.update == SizeOnly(4 * D) and one.word == 5 for row in size_only for one in row)
+    assert all(one.update == SizeOnly(4 * D) and one.signal == 5 for row in size_only for one in row)
     assert run_state.records == seen.records
 
 
@@ -224,12 +224,12 @@ def test_published_residuals_of_low_rank_give_the_same_updates() -> None:
 
 @pytest.mark.parametrize("n", range(1, 20))
 def test_a_tree_of_any_size(n: int) -> None:
-    parents = [family(rank, n)[0] for rank in range(n)]
+    parents = [tree_neighbours(rank, n)[0] for rank in range(n)]
     assert parents[0] is None
     assert [[r for r in range(n) if parents[r] == rank] for rank in range(n)] == [
-        list(family(r, n)[1]) for r in range(n)
+        list(tree_neighbours(r, n)[1]) for r in range(n)
     ]
-    assert len(family(0, n)[1]) == (n - 1).bit_length()
+    assert len(tree_neighbours(0, n)[1]) == (n - 1).bit_length()
 
 
 @pytest.mark.limit("compression=gtopk")

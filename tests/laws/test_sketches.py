@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.common.count_sketch import Table, cells_of, estimated, hashed, median, recovered, sketched
+from ashl.compression.common.count_sketch import (
+    Table,
+    cells_of,
+    estimate_elements,
+    hash_cells,
+    median,
+    recover_largest,
+    sketch,
+)
 from ashl.compression.contract import EncodeContext, PayloadError
 from tests.laws.codecs import bits, codec, decoded, length, vector
 from tests.laws.protocols import drawn, together, top, weighted, whole
@@ -19,7 +27,7 @@ def test_sketches_add_up() -> None:
     """To the bit for whole numbers; in blocks as in one go."""
     d = 70_001
     x, y = (v.numpy() for v in whole(d, 2))
-    assert np.array_equal(sketched(x, TABLE) + sketched(y, TABLE), sketched(x + y, TABLE))
+    assert np.array_equal(sketch(x, TABLE) + sketch(y, TABLE), sketch(x + y, TABLE))
     option = codec("fetch_sgd")
     bodies = [option.encode(None, torch.from_numpy(v), EncodeContext(seed=7))[1] for v in (x, y, x + y)]
     one, other, both = (option.summand(body) for body in bodies)
@@ -32,7 +40,7 @@ def test_a_hash_of_some_is_that_of_all() -> None:
     d, places = 70_001, np.array([0, 1, 65_535, 65_536, 70_000])
     cells, signs = cells_of(TABLE, places)
     for row in range(TABLE.rows):
-        found = np.concatenate([part.copy() for _, part in hashed(TABLE, row, d)])
+        found = np.concatenate([part.copy() for _, part in hash_cells(TABLE, row, d)])
         assert (found.min(), found.max()) == (0, 2 * TABLE.cols - 1)
         assert np.array_equal(cells[row], found[places] // 2 + row * TABLE.cols)
         assert np.array_equal(signs[row], 1 - 2 * (found[places] % 2))
@@ -45,7 +53,7 @@ def test_an_estimate_is_unbiased(kind: str) -> None:
     """One row: mean x over the hash's draw, with a variance of ‖x‖²/cols."""
     d, draws, x = 200, 600, vector(kind, 200).numpy()
     tables = [Table(1, 20, seed) for seed in range(draws)]
-    guesses = np.array([estimated(sketched(x, table), table, d) for table in tables], np.float64)
+    guesses = np.array([estimate_elements(sketch(x, table), table, d) for table in tables], np.float64)
     spread = guesses.std(0) / draws**0.5
     assert (np.abs(guesses.mean(0) - x) <= 5.5 * spread).all()
     assert guesses.var(0).mean() == pytest.approx((x.astype(np.float64) ** 2).sum() / 20, rel=0.15)
@@ -64,7 +72,7 @@ def test_heavy_elements_are_recovered() -> None:
     heavy = np.random.default_rng(3).permutation(d)[:k]
     x[heavy] += np.where(np.arange(k) % 2, 5, -5).astype(np.float32)
     table = Table(5, 4000, 1)
-    places, values = recovered(sketched(x, table), table, d, k)
+    places, values = recover_largest(sketch(x, table), table, d, k)
     assert set(places) == set(heavy)
     assert np.abs(values - x[places]).max() < 0.5
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ashl.compression.common.seeded import distinct
-from ashl.compression.common.select import SMALL, estimated, largest_of_rows, reaching
+from ashl.compression.common.seeded import draw_distinct
+from ashl.compression.common.select import SMALL, estimate_threshold, indices_reaching, largest_of_rows
 from ashl.compression.contract import EncodeContext, Layer, PayloadError
 from ashl.compression.random_dropping import slope
 from ashl.compression.wire.index_code import INDEX_CODES, index_bytes, index_room, read_indices, write_indices
@@ -35,7 +35,7 @@ def sent(option: Any, x: Any, context: EncodeContext | None = None) -> Tensor:
 def test_golomb_is_within_two_percent_of_the_entropy(share: float) -> None:
     d = 1_000_000
     k = round(share * d)
-    written = write_indices("golomb", distinct(np.random.default_rng(1), k, d), d)
+    written = write_indices("golomb", draw_distinct(np.random.default_rng(1), k, d), d)
     entropy = -(share * math.log2(share) + (1 - share) * math.log2(1 - share)) * d / 8
     assert entropy <= 1.001 * written.nbytes <= 1.021 * entropy
 
@@ -74,7 +74,7 @@ def test_golomb_of_noise_is_refused_or_read(noise: bytes, d: int, less: int) -> 
 )
 def test_places_are_drawn_without_replacement(k: int, d: int) -> None:
     for seed in range(20):
-        places = distinct(np.random.default_rng(seed), k, d)
+        places = draw_distinct(np.random.default_rng(seed), k, d)
         assert places.size == np.unique(places).size == k
         assert bool((np.diff(places.astype(np.int64)) > 0).all())
         assert places.min() >= 0
@@ -86,7 +86,7 @@ def test_every_place_and_every_pair_is_as_likely(k: int) -> None:
     rng, d, draws = np.random.default_rng(3), 20, 4000
     seen = np.zeros((draws, d))
     for row in seen:
-        row[distinct(rng, k, d)] = 1
+        row[draw_distinct(rng, k, d)] = 1
     p, q = k / d, k * (k - 1) / (d * (d - 1))
     together = seen.T @ seen / draws
     assert np.abs(np.diag(together) - p).max() <= 5 * math.sqrt(p * (1 - p) / draws)
@@ -206,11 +206,11 @@ def test_random_blocks_come_all() -> None:
 
 def test_reaching_and_estimated() -> None:
     x = vector("heavy", SMALL + 5).numpy()
-    assert np.array_equal(reaching(x, 2.0), np.flatnonzero(np.abs(x) >= 2))
-    assert reaching(np.array([1, -1, np.nan, np.inf, 0.5], np.float32), 1.0).tolist() == [0, 1, 2, 3]
+    assert np.array_equal(indices_reaching(x, 2.0), np.flatnonzero(np.abs(x) >= 2))
+    assert indices_reaching(np.array([1, -1, np.nan, np.inf, 0.5], np.float32), 1.0).tolist() == [0, 1, 2, 3]
     k = x.size // 100
-    assert 0.7 * k < reaching(x, estimated(x, k)).size < 1.4 * k
-    assert estimated(np.array([3, -1, 2], np.float32), 2) == 2
+    assert 0.7 * k < indices_reaching(x, estimate_threshold(x, k)).size < 1.4 * k
+    assert estimate_threshold(np.array([3, -1, 2], np.float32), 2) == 2
 
 
 @pytest.mark.parametrize("k", [1, 3, 10])

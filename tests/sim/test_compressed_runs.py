@@ -14,7 +14,7 @@ from ashl.compression.contract import EncodeContext, Layer
 from ashl.compression.random_mask import RandomMask
 from ashl.compression.wire.payload_format import Parts
 from ashl.compression.wrappers.compose import wrap_codec
-from ashl.compression.wrappers.error_metrics import measure_compression_error, split
+from ashl.compression.wrappers.error_metrics import measure_compression_error, split_bytes
 from ashl.learn.learner import Learner
 from ashl.run.metrics import OFTEN, Health
 from ashl.runtime import records
@@ -67,7 +67,7 @@ def test_what_was_looked_at() -> None:
     assert found["split"] == (20, 0, 40, 9)
     layered = wrap_codec(conf_option("compression", "topk", ratio=0.1, per_layer=True), layout)
     _, body = layered.encode(None, x)
-    assert split(body) == (20 + 8 + 40, 0, 40, 2 + 7)
+    assert split_bytes(body) == (20 + 8 + 40, 0, 40, 2 + 7)
 
 
 def test_health_is_a_metric(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,7 @@ def checked(rest: Ran, sim: Cut) -> None:
 def test_the_mean_of_models_that_meet_in_pairs_is_whole(mode: str, monkeypatch) -> None:
     """The sum of the models that are kept is that of the first ones and of all steps that they have, and in the run
     that goes on from there, too: an average is in both of its models or in none."""
-    steps, at_cut, report = dict[int, torch.Tensor](), dict[int, torch.Tensor](), pairs.report
+    steps, at_cut, report = dict[int, torch.Tensor](), dict[int, torch.Tensor](), pairs.report_merge
 
     async def counted(ctx: RankContext, stage, state, work, staleness: int) -> None:
         if isinstance(ctx.kernel, Cut):  # and not where it is but planned
@@ -107,7 +107,7 @@ def test_the_mean_of_models_that_meet_in_pairs_is_whole(mode: str, monkeypatch) 
                 at_cut[ctx.rank] = steps[ctx.rank]
         await report(ctx, stage, state, work, staleness)
 
-    monkeypatch.setattr(pairs, "report", counted)
+    monkeypatch.setattr(pairs, "report_merge", counted)
     line = [*SLOW, *mode.split()]
     whole, sim = ran(*line, due=later_by_rank)
     assert sim.refused

@@ -282,6 +282,6 @@ def test_a_guard_against_old_pushes_leaves_those_that_all_are_late() -> None:
 def test_the_border_of_late_is_a_pure_function() -> None:
     late = conf_option("overlap", "delayed")
     landed, start, progress = (torch.full((3,), value) for value in (5.0, 1.0, 2.0))
-    sent, onward = late.border(landed, start, progress, lambda: landed)
+    sent, onward = late.at_boundary(landed, start, progress, lambda: landed)
     assert sent.tolist() == [2.0] * 3
     assert onward.tolist() == [7.0] * 3

@@ -173,7 +173,7 @@ def test_random_chains_take_their_closed_form(drawn, latency_s, cut, ratio) -> N
     cluster, codec = construct(BASE.cluster | {"latency_s": latency_s}, "cluster"), conf_option("compression", "topk")
     link = partial(link_of, codec, layout)
     chain = make_timeline(BASE.stages[0], cluster, groups, link)
-    option = conf_option("overlap", "layerwise", plan=cut, ratio=ratio, max_ratio=0.9).planned(chain)
+    option = conf_option("overlap", "layerwise", plan=cut, ratio=ratio, max_ratio=0.9).with_plan(chain)
     end_ns = chain.end_ns(option.plan, option.ratio)
     stage = replace(
         BOUND,

@@ -108,7 +108,7 @@ def test_who_comes_back_begins_at_the_servers_end_of_the_spring() -> None:
 
 
 def test_a_round_goes_on_without_the_one_that_it_waited_for() -> None:
-    table = Table().opened(range(3))
+    table = Table().open_round(range(3))
     assert not any(table.add_push(pushed(rank, 1.0)) for rank in (0, 1, 0))
     assert table.forget(2) == []
     assert table.add_push(pushed(1, 3.0)), "the next push of any other makes the step"
@@ -117,7 +117,7 @@ def test_a_round_goes_on_without_the_one_that_it_waited_for() -> None:
 
 
 def test_a_round_is_over_with_the_loss_of_the_last_that_had_no_step() -> None:
-    table = Table().opened(range(3))
+    table = Table().open_round(range(3))
     assert [table.add_push(pushed(rank, 1.0)) for rank in (0, 1, 2)] == [False, False, True]
     table.due.remove(2)
     assert table.add_push(pushed(1, 2.0))
@@ -125,18 +125,18 @@ def test_a_round_is_over_with_the_loss_of_the_last_that_had_no_step() -> None:
     assert not table.add_push(pushed(1, 5.0)), "for the next round"
     assert table.forget(0) == [], "what it sent was in two steps"
     assert not table.due
-    table = table.opened([1, 2])
+    table = table.open_round([1, 2])
     assert (table.sums.keys(), table.missing) == ({1}, {2})
     assert [own.body for own in table.forget(1)] == [5.0], "that was in none"
 
 
 def test_who_comes_has_its_first_step_in_the_round_after() -> None:
-    table = Table().opened([0, 1])
+    table = Table().open_round([0, 1])
     assert [table.add_push(pushed(rank, 1.0)) for rank in (2, 0, 2, 1)] == [False, False, False, True]
     assert table.sums.keys() == {0, 1}
     table.due.remove(1)
     assert table.add_push(pushed(0, 1.0))
-    table = table.opened(range(3))
+    table = table.open_round(range(3))
     assert (table.sums[2].steps, table.missing) == (2, {0, 1})
 
 
@@ -144,7 +144,7 @@ def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(monkeypatch: p
     """To the bit, by a list of what came and of who left: every gradient is in the model, or waits, or is dropped."""
     mode = ("sync=ringleader", "aggregate=uniform", "optimizer.momentum=0.9", "stop.steps=80")
     plan = with_events(planned(*RUN, *mode), lost(2, 0.26), back(2, 0.6), lost(0, 0.85), back(0, 0.93))
-    came, take, changed = list[tuple[int, Tensor | None]](), Table.add_push, Gradients.changed
+    came, take, changed = list[tuple[int, Tensor | None]](), Table.add_push, Gradients.on_membership_change
 
     def taking(table: Table, push: Push) -> bool:
         came.append((push.worker, push.body))
@@ -155,7 +155,7 @@ def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(monkeypatch: p
         changed(messages, stage, state, rank)
 
     monkeypatch.setattr(Table, "add_push", taking)
-    monkeypatch.setattr(Gradients, "changed", changing)
+    monkeypatch.setattr(Gradients, "on_membership_change", changing)
     ran = run(plan)
     trainer = assemble(ran.plan, "cpu").stages[0].trainer
     params, moments = trainer.init()

@@ -171,7 +171,7 @@ def test_where_steps_take_long_that_is_measured_once(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(beside, "instruct", instruct)
     monkeypatch.setattr(beside, "answers", answers)
-    found = asyncio.run(beside.measured_beside(cast(RankContext, ctx), stage, 2.0, AlphaBeta(1.0, 0.0)))
+    found = asyncio.run(beside.measure_beside(cast(RankContext, ctx), stage, 2.0, AlphaBeta(1.0, 0.0)))
     assert (found, times) == (ContentionCosts(pace_reduction=0.5, collective_slowdown=1.5), begun)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.gtopk import Final, GTopK, family, within
+from ashl.compression.gtopk import Final, GTopK, tree_neighbours, within
 from ashl.compression.wrappers.state_slices import join_states, slice_state
 from ashl.errors import AshlError
 from ashl.planning.instantiate import assemble
@@ -86,17 +86,17 @@ class Alone:
         assert isinstance(codec, GTopK)
         contexts = [context_of(self.stage, rank, self.workers[rank], self.version) for rank in members]
         sources = [link.before(*each) for each in zip(ends, updates, contexts, strict=True)]
-        sets = [[codec.selected(source, 1 / n)] for source in sources]
+        sets = [[codec.select(source, 1 / n)] for source in sources]
         for place in reversed(range(n)):
-            for child in family(place, n)[1]:
+            for child in tree_neighbours(place, n)[1]:
                 sets[place].append(codec.merge_few(sets[place][-1], codec.written_few(sets[child][-1], d), d))
         few = sets[0][-1]
         finals = {0: Final(few, np.ones(few.places.size, bool))}
         for place in range(n):
-            for child, merged in zip(reversed(family(place, n)[1]), reversed(sets[place]), strict=False):
+            for child, merged in zip(reversed(tree_neighbours(place, n)[1]), reversed(sets[place]), strict=False):
                 finals[place] = finals[place]._replace(alive=finals[place].alive & within(few, merged))
                 finals[child] = finals[place]
-        outcomes = [codec.ended(sources[place], sets[place][0], finals[place]) for place in range(n)]
+        outcomes = [codec.finish_sum(sources[place], sets[place][0], finals[place]) for place in range(n)]
         merged = [link.after(*each) for each in zip(ends, updates, contexts, outcomes, strict=True)]
         return merged[0]
 

@@ -273,7 +273,7 @@ def test_nothing_that_was_handed_in_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(GTopK, "reduce", noted)
     first = {"_target_": "ashl.sync.bsp.BSP", "exchange": "gradient"}
     monkeypatch.setattr(
-        "ashl.schedule.post_local.bsp", lambda choices, until: choices.stage("bsp", sync=first, until=until)
+        "ashl.schedule.post_local.bsp_stage", lambda choices, until: choices.stage("bsp", sync=first, until=until)
     )
     border = ("schedule=post_local", "schedule.switch_epochs=0.5", "schedule.local_steps=3")
     plain = ("optimizer.momentum=0", f"optimizer.lr={rate}", "compression=gtopk", "compression.ratio=0.02")
@@ -290,7 +290,7 @@ def test_what_a_buffer_holds_at_a_border_is_merged(monkeypatch):
     """FedBuff as a first stage: three of a hundred may be left when its rule says so, and go in as a smaller merge."""
     bsp = {"_target_": "ashl.sync.fedbuff.FedBuff", "buffer": 100, "local_steps": 1}
     monkeypatch.setattr(
-        "ashl.schedule.post_local.bsp",
+        "ashl.schedule.post_local.bsp_stage",
         lambda choices, until: choices.stage("fedbuff", sync=bsp, local_steps=1, until={"seconds": 2.0}),
     )
     ran = simulated(*BASE, *LOCAL)

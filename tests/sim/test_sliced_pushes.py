@@ -169,7 +169,7 @@ def test_a_step_by_priority_takes_what_its_plan_says(latency_s, slice, credit, w
 def test_what_is_tuned_for_a_server_is_the_best_that_the_simulator_finds(latency_s, port, worse) -> None:
     """Where its port is a bottleneck workers are not served alike, which the plan does not know."""
     plan, chain = by_priority(latency_s, 2, 10_000, port, slice="auto", credit="auto")
-    tuned = construct(plan.stages[0].overlap, "overlap").planned(chain)
+    tuned = construct(plan.stages[0].overlap, "overlap").with_plan(chain)
 
     def step_ns(slice: int, credit: int) -> float:
         return step_of(by_priority(latency_s, 2, 10_000, port, slice=slice, credit=credit)[0], (2, 4))

@@ -63,7 +63,7 @@ class Sparse(Code):
             array_of(out)[places] += values * float(scale)
 
 
-def kept(share: float, d: int) -> int:
+def kept_count(share: float, d: int) -> int:
     """k of a density: at least one element. Raises ValueError where it is no share."""
     if not 0 < share <= 1:
         raise ValueError(f"a compression ratio of {share}: it is the density, above 0 and at most 1")

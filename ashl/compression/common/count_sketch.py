@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.common.code import Sparse, kept
+from ashl.compression.common.code import Sparse, kept_count
 from ashl.compression.common.linear import SummedValues
 from ashl.compression.common.select import largest
 from ashl.compression.contract import ALL, EncodeContext, PayloadError, Reduces, Traits
 from ashl.compression.wire.bits import BLOCK
-from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed
+from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed_part
 from ashl.data.rng import Purpose, quick
 from ashl.option import Ratio, option
 
@@ -55,7 +55,7 @@ def multipliers(seed: int, rows: int) -> tuple[tuple[int, int, int], ...]:
     return tuple((int(a) | 1, int(b), int(c) | 1) for a, b, c in drawn)
 
 
-def hashed(table: Table, row: int, d: int) -> Iterator[tuple[slice, np.ndarray]]:
+def hash_cells(table: Table, row: int, d: int) -> Iterator[tuple[slice, np.ndarray]]:
     """In blocks: 2·bucket + sign of each element, int64; it is overwritten by the next."""
     a, b, c = multipliers(table.seed, table.rows)[row]
     step = np.arange(BLOCK, dtype=np.uint32)
@@ -87,20 +87,20 @@ def cells_of(table: Table, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return cells, (1 - 2 * (halves % 2)).astype(np.float32)
 
 
-def sketched(x: np.ndarray, table: Table) -> np.ndarray:
+def sketch(x: np.ndarray, table: Table) -> np.ndarray:
     """The cells [rows · cols] of x, float32; each is rounded once."""
     if not table.rows:
         return x
     cells = np.empty((table.rows, table.cols), np.float32)
     for row in range(table.rows):
         signed = np.zeros(2 * table.cols)  # what is added and what is subtracted, apart
-        for part, places in hashed(table, row, x.size):
+        for part, places in hash_cells(table, row, x.size):
             np.add.at(signed, places, x[part].astype(np.float64))
         cells[row] = signed[::2] - signed[1::2]
     return cells.reshape(-1)
 
 
-def estimated(cells: np.ndarray, table: Table, d: int) -> np.ndarray:
+def estimate_elements(cells: np.ndarray, table: Table, d: int) -> np.ndarray:
     """Every element's estimate, float32 [d]."""
     if not table.rows:
         return cells
@@ -108,7 +108,7 @@ def estimated(cells: np.ndarray, table: Table, d: int) -> np.ndarray:
     signed[:, ::2] = cells.reshape(table.rows, table.cols)
     np.negative(signed[:, ::2], out=signed[:, 1::2])
     x, buffer = np.empty(d, np.float32), np.empty((table.rows, BLOCK), np.float32)
-    for rows in zip(*(hashed(table, row, d) for row in range(table.rows)), strict=True):
+    for rows in zip(*(hash_cells(table, row, d) for row in range(table.rows)), strict=True):
         part, size = rows[0][0], rows[0][1].size
         guesses = [signed[r].take(places, out=buffer[r, :size], mode="clip") for r, (_, places) in enumerate(rows)]
         x[part] = median(guesses)
@@ -126,9 +126,9 @@ def median(rows: Sequence[np.ndarray]) -> np.ndarray:
     return rows[len(rows) // 2]
 
 
-def recovered(cells: np.ndarray, table: Table, d: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+def recover_largest(cells: np.ndarray, table: Table, d: int, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Ascending places of the k largest estimates, and these."""
-    x = estimated(cells, table, d)
+    x = estimate_elements(cells, table, d)
     places = largest(x, k)
     return places, x[places]
 
@@ -147,7 +147,7 @@ class CountSketch(Sparse, SummedValues, Reduces):
         return Table(self.sketch_rows, cols, seed % SEEDS) if self.sketch_rows * cols < d else Table(0, d, seed % SEEDS)
 
     def k(self, d: int) -> int:
-        return kept(self.recovered_fraction, d)
+        return kept_count(self.recovered_fraction, d)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + SEED_BYTES + 4 * self.table(d).cells
@@ -159,19 +159,19 @@ class CountSketch(Sparse, SummedValues, Reduces):
 
     def pack(self, x: np.ndarray, context: EncodeContext) -> Parts:
         table = self.table(x.size, context.seed)
-        return Parts(table.cells, sketched(x, table), scales=np.array([table.seed], "<u8"))
+        return Parts(table.cells, sketch(x, table), scales=np.array([table.seed], "<u8"))
 
     def unpack(self, parts: Parts, d: int) -> Any:
         table, cells = self.read(parts, d)
-        return recovered(cells, table, d, self.k(d))
+        return recover_largest(cells, table, d, self.k(d))
 
     def read(self, parts: Parts, d: int) -> tuple[Table, np.ndarray]:
         """(its form, its cells) of a body. Raises BodyError."""
-        seed = int.from_bytes(typed(parts.scales, "u1", SEED_BYTES, "seed").tobytes(), "little")
+        seed = int.from_bytes(typed_part(parts.scales, "u1", SEED_BYTES, "seed").tobytes(), "little")
         table = self.table(d, seed)
         if parts.count != table.cells or parts.indices.size:
             raise PayloadError(f"a sketch of {parts.count} cells came where {table.cells} were expected")
-        return table, typed(parts.values, "<f4", table.cells, "cells")
+        return table, typed_part(parts.values, "<f4", table.cells, "cells")
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
         """What an all-reduce sums of a body: its cells alone."""

@@ -39,7 +39,7 @@ def outer_sum(left: Array, right: Array, out: Array) -> None:
             rows += torch.mul(u, v, out=buffer[: len(rows)])
 
 
-def wholes_of(values: Array, bits: int) -> tuple[Array, Array]:
+def to_integers(values: Array, bits: int) -> tuple[Array, Array]:
     """float32 [n, k] as whole numbers, float64, of so many bits from the first one of a row's largest on; and what one
     of them is worth, [n, 1]."""
     if isinstance(values, Tensor):
@@ -51,7 +51,7 @@ def wholes_of(values: Array, bits: int) -> tuple[Array, Array]:
     return np.rint(whole, out=whole), np.ldexp(1.0, -shift)
 
 
-def mirrored(even: Array, odd: Array, blocks: Array) -> Array:
+def multiply_mirrored(even: Array, odd: Array, blocks: Array) -> Array:
     """Matrixᵀ @ block of each, float64 [n, k, m], where the rows of the matrix are symmetric and antisymmetric in turn:
     of those the left halves, transposed, [⌈k/2⌉, ...], and blocks with their rows in that order. It takes half of the
     products."""

@@ -40,12 +40,12 @@ def laws(option: Codec) -> list[Law]:
     """The laws of an option, measured."""
     codec = codec_for_layers(option, LAYOUT)
     rng = np.random.default_rng(0)
-    vectors = {"normal": vector(rng.standard_normal(D)), "heavy": vector(rng.standard_cauchy(D))}
-    found = [size(codec, vectors["normal"])]
-    found += [law for name, x in vectors.items() for law in losses(codec, name, x)]
+    vectors = {"normal": to_vector(rng.standard_normal(D)), "heavy": to_vector(rng.standard_cauchy(D))}
+    found = [size_law(codec, vectors["normal"])]
+    found += [law for name, x in vectors.items() for law in error_laws(codec, name, x)]
     if codec.traits.linear and isinstance(codec, Linear):
-        found.append(linearity(codec, *vectors.values()))
-    return [*found, repeatable(codec, vectors["normal"])]
+        found.append(linearity_law(codec, *vectors.values()))
+    return [*found, determinism_law(codec, vectors["normal"])]
 
 
 MEANT = {
@@ -61,17 +61,17 @@ MEANT = {
 }
 
 
-def promises(option: Codec) -> list[tuple[str, str]]:
+def list_guarantees(option: Codec) -> list[tuple[str, str]]:
     """Its flags, and what they mean."""
     traits = codec_for_layers(option, LAYOUT).traits._asdict()
     return [(name.replace("_", " "), MEANT[name]) for name, on in traits.items() if on] or [("none", "")]
 
 
-def vector(x: np.ndarray) -> Tensor:
+def to_vector(x: np.ndarray) -> Tensor:
     return torch.from_numpy(x.astype(np.float32))
 
 
-def size(codec: Codec, x: Tensor) -> Law:
+def size_law(codec: Codec, x: Tensor) -> Law:
     """Bytes sent against bytes declared."""
     sent, declared = codec.encode(None, x, EncodeContext())[1].nbytes, codec.encoded_nbytes(None, D)
     kept = sent <= declared if codec.traits.variable else sent == declared
@@ -79,7 +79,7 @@ def size(codec: Codec, x: Tensor) -> Law:
     return Law("bits an element", f"{most}{8 * declared / D:.3g}", f"{8 * sent / D:.3g}", kept)
 
 
-def losses(codec: Codec, name: str, x: Tensor) -> list[Law]:
+def error_laws(codec: Codec, name: str, x: Tensor) -> list[Law]:
     """What is lost, and whether it evens out."""
     sender = receiver = None
     total, lost, draws = torch.zeros(D, dtype=torch.float64), [], []
@@ -103,7 +103,7 @@ def losses(codec: Codec, name: str, x: Tensor) -> list[Law]:
     return rows
 
 
-def linearity(codec: Linear, x: Tensor, y: Tensor) -> Law:
+def linearity_law(codec: Linear, x: Tensor, y: Tensor) -> Law:
     """Whether the sum of two bodies decodes to the sum."""
     one, other = (codec.encode(None, v, EncodeContext(worker=rank))[1] for rank, v in enumerate((x, y)))
     if codec.traits.reduces:  # what it makes of a sum is no sum
@@ -117,7 +117,7 @@ def linearity(codec: Linear, x: Tensor, y: Tensor) -> Law:
     return Law("sum of bodies is the body of the sum", "yes", f"off by {off:.1g}", off < 0.02)
 
 
-def repeatable(codec: Codec, x: Tensor) -> Law:
+def determinism_law(codec: Codec, x: Tensor) -> Law:
     """Whether the same message is encoded to the same bytes."""
     one, other = (codec.encode(None, x, EncodeContext(seed=1))[1] for _ in range(2))
     return Law("same message, same bytes", "yes", "yes" if torch.equal(one, other) else "no", torch.equal(one, other))

@@ -13,7 +13,7 @@ import numpy as np
 from ashl.compression.common.linear import SummedValues
 from ashl.compression.common.sparsifier import SPARSE, Selection, Share
 from ashl.compression.contract import EncodeContext, PayloadError
-from ashl.compression.wire.arrays import Array, placed, read
+from ashl.compression.wire.arrays import Array, read, to_device_index
 from ashl.compression.wire.payload_format import HEADER, Parts
 from ashl.option import option
 
@@ -28,7 +28,7 @@ class Seeded(Selection, SummedValues, Share):
         return SEED_BYTES
 
     def read_places(self, buffer: Array, k: int, d: int) -> Array:
-        return placed(buffer, places_of(read(buffer), k, d))
+        return to_device_index(buffer, places_of(read(buffer), k, d))
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.size(self.kept(ratio, d), d)
@@ -38,12 +38,12 @@ class Seeded(Selection, SummedValues, Share):
         seed = SEED_BYTES if self.form(self.kept(ratio, d), d) == SPARSE else 0
         return self.encoded_nbytes(ratio, d) - HEADER.size - seed
 
-    def drawn(self, x: Array, rng: np.random.Generator, context: EncodeContext, scale: float = 1.0) -> Parts:
+    def draw_places(self, x: Array, rng: np.random.Generator, context: EncodeContext, scale: float = 1.0) -> Parts:
         """x at places that are drawn with a new seed of `rng`, scaled unless all of x is sent."""
         k, seed = self.kept(context.ratio, len(x)), new_seed(rng)
         if self.form(k, len(x)) != SPARSE:
             return self.parts_of(x, k, None, None, context)
-        kept = x[placed(x, places_of(seed, k, len(x)))]
+        kept = x[to_device_index(x, places_of(seed, k, len(x)))]
         return self.parts_of(x, k, kept if scale == 1 else kept * scale, seed, context)
 
 
@@ -57,17 +57,17 @@ def places_of(seed: np.ndarray, k: int, d: int) -> np.ndarray:
     if seed.size != SEED_BYTES:
         raise PayloadError(f"a seed of {seed.size} bytes came where {SEED_BYTES} were expected")
     sequence = np.random.SeedSequence(np.frombuffer(seed.tobytes(), "<u4").tolist())
-    return distinct(np.random.Generator(np.random.SFC64(sequence)), k, d)
+    return draw_distinct(np.random.Generator(np.random.SFC64(sequence)), k, d)
 
 
-def distinct(rng: np.random.Generator, k: int, d: int) -> np.ndarray:
+def draw_distinct(rng: np.random.Generator, k: int, d: int) -> np.ndarray:
     """Ascending numbers [k] below d, each set of them equally likely.
 
     They are drawn with replacement until there are k different ones; what is too many then is dropped at random.
     """
     if 2 * k > d:
         left = np.ones(d, bool)
-        left[distinct(rng, d - k, d)] = False
+        left[draw_distinct(rng, d - k, d)] = False
         return np.flatnonzero(left)
     found = np.empty(0, np.uint32)
     while found.size < k:

@@ -51,15 +51,15 @@ def largest(x: Array, k: int, order: Order = MAGNITUDE) -> Array:
     return _choose(_keys(bits, order), k)
 
 
-def reaching(x: Array, bound: float) -> Array:
+def indices_reaching(x: Array, bound: float) -> Array:
     """Ascending indices of all |x| ≥ bound > 0, for x float32 [d]; a NaN reaches every bound."""
     least = np.maximum(np.float32(bound).view(np.int32), 1)
     if isinstance(x, Tensor):
-        return device_kernels.reaching(device_kernels.magnitudes(x), int(least))
+        return device_kernels.indices_reaching(device_kernels.magnitudes(x), int(least))
     return _reaching(x.view(np.int32), least, MAGNITUDE)[0]
 
 
-def estimated(x: Array, k: int) -> float:
+def estimate_threshold(x: Array, k: int) -> float:
     """A bound that about k of |x| reach, from a sample; for short vectors one that k reach. NaN where that is one."""
     sample = _keys(device_kernels.read(x[_spread_out(len(x))]).view(np.int32), MAGNITUDE)
     rank = min(sample.size, max(1, round(k * sample.size / len(x))))

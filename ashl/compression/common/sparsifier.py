@@ -6,9 +6,9 @@ Source: the split follows Sattler et al., "Sparse Binary Compression", IJCNN 201
 
 from typing import Any, ClassVar
 
-from ashl.compression.common.code import Sparse, kept
+from ashl.compression.common.code import Sparse, kept_count
 from ashl.compression.contract import EncodeContext, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, viewed
+from ashl.compression.wire.arrays import Array, view_as
 from ashl.compression.wire.index_code import VARIABLE, IndexCode, index_bytes, index_room, read_indices, write_indices
 from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts
 from ashl.compression.wire.value_code import ValueCode, read_values, value_bound, value_bytes, write_values
@@ -28,7 +28,7 @@ class Share(Wrappers):
 
     def kept(self, ratio: float | None, d: int) -> int:
         """k, of a share or of the option's own."""
-        return kept(self.ratio if ratio is None else ratio, d)
+        return kept_count(self.ratio if ratio is None else ratio, d)
 
 
 @option
@@ -85,7 +85,7 @@ class Selection(Sparse, Wrappers):
         if not k:
             if len(parts.values) or len(parts.indices) or len(parts.scales):
                 raise PayloadError("a vector without values says something all the same")
-            return slice(0), viewed(parts.values, "<f4")
+            return slice(0), view_as(parts.values, "<f4")
         values = read_values(self.values, parts.values, parts.scales, k)
         return self.read_places(parts.indices, k, d), values
 
@@ -112,7 +112,7 @@ class Indexed(Selection):
     def read_places(self, buffer: Array, k: int, d: int) -> Array:
         return read_indices(self.indices, buffer, k, d)
 
-    def written(self, x: Array, k: int, places: Any, context: EncodeContext) -> Parts:
+    def pack_selected(self, x: Array, k: int, places: Any, context: EncodeContext) -> Parts:
         """x at these k ascending places; of `places` nothing is read where all of x is sent."""
         if self.form(k, len(x)) != SPARSE:
             return self.parts_of(x, k, None, None, context)

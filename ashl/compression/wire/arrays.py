@@ -39,7 +39,7 @@ def tensor_of(array: Array) -> Tensor:
     return array if isinstance(array, Tensor) else torch.from_numpy(array)
 
 
-def alike(like: Array, tensor: Tensor) -> Array:
+def same_form(like: Array, tensor: Tensor) -> Array:
     """A tensor as an array of that kind."""
     return tensor if isinstance(like, Tensor) else tensor.numpy()
 
@@ -50,7 +50,7 @@ def beside(like: Array, array: Array) -> Array:
     return to_device(torch.from_numpy(array), str(like.device)) if here else array
 
 
-def placed(like: Array, places: np.ndarray) -> Array:
+def to_device_index(like: Array, places: np.ndarray) -> Array:
     """Places that the host has drawn, as an index of that one."""
     return beside(like, places.astype(np.int64)) if isinstance(like, Tensor) else places
 
@@ -65,7 +65,7 @@ def wide(array: Array) -> Array:
     return array.to(torch.float64) if isinstance(array, Tensor) else array.astype(np.float64)
 
 
-def looked_up(table: np.ndarray, numbers: Array) -> Array:
+def look_up(table: np.ndarray, numbers: Array) -> Array:
     """Of a short table the entries of these numbers, where they lie."""
     return beside(numbers, table)[numbers.long()] if isinstance(numbers, Tensor) else table.take(numbers)
 
@@ -80,7 +80,7 @@ def ops(array: Array) -> Any:
     return torch if isinstance(array, Tensor) else np
 
 
-def joined(parts: Sequence[Array]) -> Array:
+def concatenate(parts: Sequence[Array]) -> Array:
     """One after the other."""
     return torch.cat(list(parts)) if isinstance(parts[0], Tensor) else np.concatenate(parts)
 
@@ -95,7 +95,7 @@ def as_bytes(array: Array) -> Array:
     return array.contiguous().view(-1).view(torch.uint8) if isinstance(array, Tensor) else array.reshape(-1).view("u1")
 
 
-def viewed(part: Array, dtype: str) -> Array:
+def view_as(part: Array, dtype: str) -> Array:
     """Bytes as numbers of another type."""
     if not isinstance(part, Tensor):
         return part.view(dtype)
@@ -108,21 +108,21 @@ def zeros(like: Array, *shape: int) -> Array:
     return torch.zeros(shape, device=str(like.device)) if isinstance(like, Tensor) else np.zeros(shape, np.float32)
 
 
-def holds(condition: Array) -> bool:
+def is_true(condition: Array) -> bool:
     """A single truth, read."""
     return bool(numbers([condition])[0]) if isinstance(condition, Tensor) else bool(condition)
 
 
-def over(x: Array, number: float) -> Array:
+def divide(x: Array, number: float) -> Array:
     """x/number, each quotient rounded once."""
     return x / torch.full_like(x, number) if isinstance(x, Tensor) else x / np.float32(number)
 
 
 def cast(x: Array, dtype: torch.dtype) -> Array:
     """The nearest numbers of 16 bits, as int16."""
-    return alike(x, tensor_of(x).to(dtype).view(torch.int16))
+    return same_form(x, tensor_of(x).to(dtype).view(torch.int16))
 
 
 def uncast(values: Array, dtype: torch.dtype) -> Array:
     """float32 again."""
-    return alike(values, tensor_of(values).view(dtype).float())
+    return same_form(values, tensor_of(values).view(dtype).float())

@@ -52,14 +52,14 @@ def unpack(buffer: Array, width: int, count: int) -> Array:
         return device_kernels.unpack(buffer, width, count).to(torch.int32)
     if width in (16, 32):
         return buffer[: count * width // 8].view(f"<u{width // 8}").astype(np.uint32)
-    return _unpacked(_unpack_bytes if width <= 8 else _unpack_words, buffer, width, np.empty(count, np.uint32))
+    return _unpack_blocks(_unpack_bytes if width <= 8 else _unpack_words, buffer, width, np.empty(count, np.uint32))
 
 
 def unpack_bytes(buffer: Array, width: int, count: int) -> Array:
     """As `unpack`, for a width of at most 8: uint8."""
     if isinstance(buffer, Tensor):
         return device_kernels.unpack(buffer, width, count)
-    return _unpacked(_unpack_bytes, buffer, width, np.empty(count, np.uint8))
+    return _unpack_blocks(_unpack_bytes, buffer, width, np.empty(count, np.uint8))
 
 
 def pack_signs(x: Array) -> Array:
@@ -86,10 +86,10 @@ def unpack_truths(stream: Array, count: int) -> Array:
     return np.unpackbits(stream, count=count, bitorder="little").view(bool)
 
 
-def signed(buffer: Array, count: int, magnitude: Array) -> Array:
+def apply_signs(buffer: Array, count: int, magnitude: Array) -> Array:
     """float32 [count]: a magnitude, float32 [1], with the signs of such a stream."""
     if isinstance(buffer, Tensor):
-        return device_kernels.signed(buffer, count, magnitude)
+        return device_kernels.apply_signs(buffer, count, magnitude)
     x = np.empty(count, np.uint32)
     pattern = magnitude.astype(np.float32).view(np.uint32)
     for start in range(0, count, BLOCK):
@@ -100,7 +100,7 @@ def signed(buffer: Array, count: int, magnitude: Array) -> Array:
     return x.view(np.float32)
 
 
-def _unpacked(read: Read, buffer: np.ndarray, width: int, numbers: np.ndarray) -> np.ndarray:
+def _unpack_blocks(read: Read, buffer: np.ndarray, width: int, numbers: np.ndarray) -> np.ndarray:
     for start in range(0, numbers.size, BLOCK):
         part = numbers[start : start + BLOCK]
         part[:] = read(buffer[start * width // 8 :], width, part.size)
@@ -183,9 +183,9 @@ def _unpack_bytes(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
 def _halves(lane: int, width: int) -> tuple[np.uint64, np.uint64, np.uint64]:
     """Masks of a lane's lower and upper half of numbers, pushed together, and how far the upper one had to move."""
     used = lane * width // 16
-    return _repeated((1 << used) - 1, lane), _repeated(((1 << used) - 1) << used, lane), np.uint64(lane // 2 - used)
+    return _repeat((1 << used) - 1, lane), _repeat(((1 << used) - 1) << used, lane), np.uint64(lane // 2 - used)
 
 
-def _repeated(pattern: int, lane: int) -> np.uint64:
+def _repeat(pattern: int, lane: int) -> np.uint64:
     """A pattern in every lane of a word of 64 bits."""
     return np.uint64(sum(pattern << shift for shift in range(0, 64, lane)))

@@ -72,12 +72,12 @@ def pack_signs(x: Tensor) -> Tensor:
     return pack(x.view(torch.int32) < 0, 1)
 
 
-def signed(buffer: Tensor, count: int, magnitude: Array) -> Tensor:
+def apply_signs(buffer: Tensor, count: int, magnitude: Array) -> Tensor:
     bits = magnitude.view(torch.int32) if isinstance(magnitude, Tensor) else int(magnitude.view(np.int32)[0])
     return _with_signs(buffer, count, bits)
 
 
-def flipped(buffer: Tensor, rows: Tensor) -> Tensor:
+def flip_signs(buffer: Tensor, rows: Tensor) -> Tensor:
     """x, negated where such a stream says so."""
     return _with_signs(buffer, rows.numel(), rows.reshape(-1).view(torch.int32)).view(rows.shape)
 
@@ -93,10 +93,10 @@ def largest(keys: Tensor, k: int, rank: int | None, sample: Tensor) -> Tensor:
     """Ascending places, int64 [k], of the k largest keys, of equal ones the first; `rank` is that of a bound in a
     sample that more than k reach, None where all are looked at."""
     if rank is not None:
-        places = reaching(keys, sample.kthvalue(len(sample) - rank + 1).values.clamp(min=1))
+        places = indices_reaching(keys, sample.kthvalue(len(sample) - rank + 1).values.clamp(min=1))
         if len(places) >= k:
-            return places[_chosen(keys[places], k)]
-    return _chosen(keys, k)
+            return places[_choose(keys[places], k)]
+    return _choose(keys, k)
 
 
 def largest_of_rows(keys: Tensor, k: int) -> Tensor:
@@ -107,7 +107,7 @@ def largest_of_rows(keys: Tensor, k: int) -> Tensor:
     return chosen.nonzero()[:, 1].view(-1, k)
 
 
-def reaching(keys: Tensor, bound: Tensor | int) -> Tensor:
+def indices_reaching(keys: Tensor, bound: Tensor | int) -> Tensor:
     return (keys >= bound).nonzero().view(-1)
 
 
@@ -116,7 +116,7 @@ def magnitudes(x: Tensor) -> Tensor:
     return x.view(torch.int32) & MAGNITUDE
 
 
-def _chosen(keys: Tensor, k: int) -> Tensor:
+def _choose(keys: Tensor, k: int) -> Tensor:
     least = keys.topk(k, sorted=False).values.amin()
     above, equal = ((keys > least).nonzero().view(-1), (keys == least).nonzero().view(-1))
     return torch.cat([above, equal[: k - len(above)]]).sort().values

@@ -7,7 +7,7 @@ fraction of a per cent of the entropy of this message's own histogram, which goe
 constriction.
 
 No code takes more than `none` and 5 bytes: what would is written as `none`. A quantizer whose levels lie around 0 folds
-them first, see `folded`: 0, −1, 1, −2, 2, … become 0, 1, 2, 3, 4.
+them first, see `fold`: 0, −1, 1, −2, 2, … become 0, 1, 2, 3, 4.
 
 Source: Huffman, 1952; Elias coding as in Alistarh et al., "QSGD", NeurIPS 2017; variable lengths after a quantizer as
 in Suresh et al., "Distributed Mean Estimation with Limited Communication", ICML 2017; range coding by Bamler,
@@ -38,13 +38,13 @@ def check_code(code: EntropyCode) -> None:
         _constriction()
 
 
-def folded(levels: np.ndarray) -> np.ndarray:
+def fold(levels: np.ndarray) -> np.ndarray:
     """Signed levels as unsigned ones, small where they are close to 0: 2|q| − 1 for negative q, 2q for others."""
     doubled = levels.astype(np.int32) << 1
     return (doubled ^ (doubled >> 31)).view(np.uint32)
 
 
-def unfolded(levels: np.ndarray) -> np.ndarray:
+def unfold(levels: np.ndarray) -> np.ndarray:
     """The signed levels, int32."""
     levels = levels.astype(np.int32)
     return (levels >> 1) ^ -(levels & 1)
@@ -88,7 +88,7 @@ def read_levels(code: EntropyCode, buffer: np.ndarray, count: int, num_levels: i
             read = {"huffman": _read_huffman, "elias": _read_elias, "range": _read_range}[code]
             return _below(read(buffer, count, num_levels), num_levels)
         if form == CONSTANT:
-            return _below(np.full(count, _taken(buffer, 1, exactly=True)[0][0], np.uint32), num_levels)
+            return _below(np.full(count, _read_header(buffer, 1, exactly=True)[0][0], np.uint32), num_levels)
         if form != PLAIN:
             raise PayloadError(f"what came is no {code} code: form {form}, {count} levels")
     if buffer.size != packed_bytes(count, _width(num_levels)):
@@ -118,7 +118,7 @@ def _words(*numbers: Any) -> np.ndarray:
     return np.array(numbers, "<u4").view(np.uint8)
 
 
-def _taken(buffer: np.ndarray, count: int, exactly: bool = False) -> tuple[list[int], np.ndarray]:
+def _read_header(buffer: np.ndarray, count: int, exactly: bool = False) -> tuple[list[int], np.ndarray]:
     """The first numbers of 32 bits, and what follows them."""
     if buffer.size < 4 * count or (exactly and buffer.size != 4 * count):
         raise PayloadError(f"{buffer.size} bytes of levels came where {4 * count} were expected")
@@ -137,7 +137,7 @@ def _write_table(numbers: np.ndarray) -> np.ndarray:
 
 def _read_table(buffer: np.ndarray, num_levels: int) -> tuple[np.ndarray, np.ndarray]:
     """(numbers, what follows them)."""
-    (used, size), rest = _taken(buffer, 2)
+    (used, size), rest = _read_header(buffer, 2)
     if not 0 < used <= num_levels or size > rest.size:
         raise PayloadError(f"a table of {used} levels came where there are {num_levels}")
     return read_prefix(rest[:size], used, read_omega) - 1, rest[size:]
@@ -220,7 +220,7 @@ def _write_elias(levels: np.ndarray, num_levels: int) -> np.ndarray:
 
 
 def _read_elias(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray:
-    (found, size), rest = _taken(buffer, 2)
+    (found, size), rest = _read_header(buffer, 2)
     split = size + -(-found // 8)
     if found > count or split > rest.size:
         raise PayloadError(f"{found} levels beside 0 came where there are {count} in all")
@@ -254,7 +254,7 @@ def _write_range(levels: np.ndarray, num_levels: int) -> np.ndarray:
 def _read_range(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray:
     library = _constriction()
     counts, rest = _read_table(buffer, num_levels)
-    (size,), stream = _taken(rest, 1)
+    (size,), stream = _read_header(rest, 1)
     used = np.flatnonzero(counts)
     if counts.min() < 0 or counts.sum() != count or used.size < 2 or stream.size != 4 * size:
         raise PayloadError(f"a histogram of {counts.sum()} levels came with {stream.size} bytes for {count}")

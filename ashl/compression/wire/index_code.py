@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import PayloadError
-from ashl.compression.wire.arrays import Array, beside, holds, joined, read, viewed, where_true
+from ashl.compression.wire.arrays import Array, beside, concatenate, is_true, read, view_as, where_true
 from ashl.compression.wire.bits import pack, pack_truths, packed_bytes, unpack, unpack_truths
 
 IndexCode = Literal["int32", "packed", "bitmap", "golomb"]
@@ -68,7 +68,7 @@ def read_indices(code: IndexCode, buffer: Array, k: int, d: int) -> Array:
     if len(buffer) > size or (len(buffer) < size and code not in VARIABLE):
         raise PayloadError(f"{k} {code} indices below {d} take {size} bytes, but {len(buffer)} came")
     if code == "int32":
-        indices = viewed(buffer, "<i4")
+        indices = view_as(buffer, "<i4")
     elif code == "packed":
         indices = unpack(buffer, width(d), k)
     elif code == "golomb":
@@ -77,7 +77,7 @@ def read_indices(code: IndexCode, buffer: Array, k: int, d: int) -> Array:
         indices = where_true(unpack_truths(buffer, d))
     if k == 0 and not len(indices):
         return indices if isinstance(indices, Tensor) else np.empty(0, np.int64)
-    if len(indices) != k or not holds(
+    if len(indices) != k or not is_true(
         (indices[0] >= 0) & (indices[-1] < d) & (indices[1:] > indices[:-1]).all()  # one reading
     ):
         raise PayloadError(f"the indices that came are not {k} ascending numbers below {d}")
@@ -111,7 +111,7 @@ def _write_golomb(indices: Array, d: int) -> Array:
     gaps += 1
     ends = gaps.cumsum(0)
     unary = _bitmap(ends - 1, int(read(ends[-1:])[0]))
-    return joined([beside(unary, np.array([b], np.uint8)), *low, unary])
+    return concatenate([beside(unary, np.array([b], np.uint8)), *low, unary])
 
 
 def _read_golomb(buffer: Array, k: int, d: int) -> Array:
@@ -121,7 +121,7 @@ def _read_golomb(buffer: Array, k: int, d: int) -> Array:
     if b != low_bits(k, d) or len(buffer) < (first := 1 + packed_bytes(k, b)):
         raise PayloadError(f"{k} golomb indices below {d} came with {b} low bits in {len(buffer)} bytes")
     ends = where_true(unpack_truths(buffer[first:], 8 * (len(buffer) - first)))
-    if len(ends) != k or not holds(ends[-1] // 8 == len(buffer) - first - 1):
+    if len(ends) != k or not is_true(ends[-1] // 8 == len(buffer) - first - 1):
         raise PayloadError(f"{len(ends)} golomb indices below {d} came where {k} were expected")
     before = beside(ends, np.arange(k))  # of each end the ones below it; what else is below it are high bits of gaps
     indices = ends - before

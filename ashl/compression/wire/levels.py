@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ashl.compression.contract import PayloadError
 from ashl.compression.wire import device_kernels
-from ashl.compression.wire.arrays import Array, beside, holds, read
+from ashl.compression.wire.arrays import Array, beside, is_true, read
 from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack_bytes
-from ashl.compression.wire.entropy_code import EntropyCode, bound_bytes, folded, read_levels, unfolded, write_levels
+from ashl.compression.wire.entropy_code import EntropyCode, bound_bytes, fold, read_levels, unfold, write_levels
 from ashl.compression.wire.payload_format import Parts
 
 SMALL = np.float32(2.0**-64)  # below it float32 may have no reciprocal
@@ -41,7 +41,7 @@ def rows_of(x: Array, row: int) -> Iterator[tuple[slice, Array]]:
         yield slice(start, start + part.size // row), part.reshape(-1, row)
 
 
-def spread(x: Array, span: Array, top: float) -> Array:
+def scale_levels(x: Array, span: Array, top: float) -> Array:
     """x/span·top, for spans [n, 1] or [1, 1] of the rows of x [n, m]; 0 where a span is none."""
     if isinstance(x, Tensor):
         return device_kernels.spread(x, span, SHORT * top, float(SMALL), float(ENLARGED))
@@ -62,11 +62,11 @@ def level_bytes(count: int, top: int, entropy: EntropyCode) -> int:
     return bound_bytes(entropy, count, top + 1)
 
 
-def packed(count: int, top: int, blocks: Iterator[Array], entropy: EntropyCode = "none") -> Array:
+def pack_levels(count: int, top: int, blocks: Iterator[Array], entropy: EntropyCode = "none") -> Array:
     """The numbers of blocks, each but the last a multiple of 8 long, as one stream of `count`. Entropy codes are the
     host's work."""
     if entropy != "none":
-        from_middle = folded(np.arange(top + 1) - (top + 1) // 2).astype(np.uint8)
+        from_middle = fold(np.arange(top + 1) - (top + 1) // 2).astype(np.uint8)
         pieces = list(blocks)
         levels = np.concatenate([from_middle.take(read(numbers).reshape(-1)) for numbers in pieces])
         return beside(pieces[0], write_levels(entropy, levels[:count], top + 1))
@@ -80,7 +80,7 @@ def packed(count: int, top: int, blocks: Iterator[Array], entropy: EntropyCode =
     return stream
 
 
-def unpacked(
+def unpack_levels(
     stream: Array,
     count: int,
     row: int,
@@ -94,7 +94,7 @@ def unpacked(
     """
     bits, rows = width(top), -(-count // row)
     if entropy != "none":
-        to_middle = (unfolded(np.arange(top + 1)) + (top + 1) // 2).astype(np.uint8)
+        to_middle = (unfold(np.arange(top + 1)) + (top + 1) // 2).astype(np.uint8)
         stream, bits = beside(stream, to_middle.take(read_levels(entropy, read(stream), count, top + 1))), 8
     if len(stream) != packed_bytes(count, bits):
         raise PayloadError(f"{count} numbers of {bits} bits came in {len(stream)} bytes")
@@ -105,7 +105,7 @@ def unpacked(
         part = x[start : start + step]
         flat = part.reshape(-1)
         numbers = unpack_bytes(stream[start * row * bits // 8 :], bits, min(len(flat), count - start * row))
-        if not holds(numbers.max() <= top):
+        if not is_true(numbers.max() <= top):
             raise PayloadError(f"a number from 0 to {top} is larger")
         flat[: len(numbers)] = numbers
         flat[len(numbers) :] = 0
@@ -113,7 +113,7 @@ def unpacked(
     return x.reshape(-1)[:count]
 
 
-def whole(parts: Parts, d: int) -> Array:
+def all_levels(parts: Parts, d: int) -> Array:
     """The values of a body that says something of all d elements, and of no places. Raises BodyError."""
     if parts.count != d or parts.form or len(parts.indices):
         raise PayloadError(f"what came is no vector of {d} elements: form {parts.form}, {parts.count} values")

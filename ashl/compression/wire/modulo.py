@@ -14,7 +14,7 @@ import numpy as np
 
 from ashl.compression.contract import EncodeContext, PayloadError
 from ashl.compression.wire.bits import pack, packed_bytes, unpack
-from ashl.compression.wire.payload_format import HEADER, Parts, typed
+from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 
 CODE = 104  # of such bodies on the wire
 
@@ -37,7 +37,7 @@ def nearest(parts: Parts, near: np.ndarray) -> np.ndarray | None:
     bits, d = parts.form, near.size
     if parts.count != d or not 2 <= bits <= 16 or parts.values.size != packed_bytes(d, bits):
         raise PayloadError(f"what came are no {d} residues: form {bits}, {parts.count} values")
-    about = typed(parts.scales, "u1", 12, "scales").tobytes()
+    about = typed_part(parts.scales, "u1", 12, "scales").tobytes()
     step, low = float(np.frombuffer(about, "<f8", 1)[0]), unpack(parts.values, bits, d).astype(np.int64)
     if not 0 < step < np.inf:
         raise PayloadError(f"residues came with a step of {step}")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import PayloadError
-from ashl.compression.wire.arrays import Array, as_bytes, beside, viewed
+from ashl.compression.wire.arrays import Array, as_bytes, beside, view_as
 from ashl.errors import UsageError
 from ashl.learn.device import at_home, to_host
 
@@ -109,9 +109,9 @@ def header_of(payload: Tensor) -> tuple[int, ...]:
     return HEADER.unpack(to_host(payload[: HEADER.size]).numpy().tobytes())
 
 
-def typed(part: Array, dtype: str, count: int, what: str) -> Array:
+def typed_part(part: Array, dtype: str, count: int, what: str) -> Array:
     """`count` elements of a numpy type, as a view of a body's bytes. Raises BodyError where there are more or fewer."""
     size = np.dtype(dtype).itemsize
     if len(part) != size * count:
         raise PayloadError(f"an encoded vector holds {len(part)} bytes of {what} where {size * count} were expected")
-    return viewed(part, dtype)
+    return view_as(part, dtype)

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from ashl.compression.wire import device_kernels
-from ashl.compression.wire.arrays import Array, viewed
+from ashl.compression.wire.arrays import Array, view_as
 from ashl.data.counter_rng import CounterRng
 
 FIRST = 16  # bits of u that are an element's own
@@ -32,14 +32,14 @@ class RoundingNoise(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """What y is to be multiplied with, for `rounded`."""
+        """What y is to be multiplied with, for `round_to_uint8`."""
         return 2.0**self.bits
 
 
 def rounding_noise(x: Array, words: CounterRng, top: int) -> RoundingNoise:
     """For y from −top to top, below 2¹⁵, of the elements of x."""
     bits, count = 31 - top.bit_length(), min(SHARED, len(x))
-    rest = viewed(words.words(x, REST, -(-count // 2)), "<i4")[:count]
+    rest = view_as(words.words(x, REST, -(-count // 2)), "<i4")[:count]
     return RoundingNoise(words, bits, rest >> 8 & (1 << bits - FIRST) - 1)
 
 

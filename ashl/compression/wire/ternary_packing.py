@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ashl.compression.contract import PayloadError
 from ashl.compression.wire import device_kernels
-from ashl.compression.wire.arrays import Array, holds, ops
-from ashl.compression.wire.levels import TOGETHER, spread
+from ashl.compression.wire.arrays import Array, is_true, ops
+from ashl.compression.wire.levels import TOGETHER, scale_levels
 from ashl.compression.wire.stochastic_rounding import RoundingNoise, round_to_uint8
 
 DIGITS_PER_BYTE = 5  # in a byte, since 3⁵ ≤ 256
@@ -27,7 +27,7 @@ def ternary_nbytes(count: int) -> int:
 def round_ternary(x: Array, top: Array, noise: RoundingNoise, start: int = 0, beyond: bool = False) -> Array:
     """uint8: 1 + sign(x)·[drawn], with probability |x|/top; where there are any `beyond` ±top, these for sure. top is
     float32 [1]."""
-    y = spread(x[None], top[None], noise.unit)[0]
+    y = scale_levels(x[None], top[None], noise.unit)[0]
     if beyond:
         y = ops(y).clip(y, -noise.unit, noise.unit, out=y)
     return round_to_uint8(y, noise, start, 1)
@@ -75,7 +75,7 @@ def read_ternary(stream: Array, top: Array, count: int) -> Array:
     if len(stream) != ternary_nbytes(count):
         raise PayloadError(f"{count} ternary numbers came in {len(stream)} bytes")
     if isinstance(stream, Tensor):
-        if not holds(stream.max() < 3**DIGITS_PER_BYTE):
+        if not is_true(stream.max() < 3**DIGITS_PER_BYTE):
             raise PayloadError(f"five ternary numbers are {3**DIGITS_PER_BYTE} or more")
         return (device_kernels.unpack_ternary(stream, count, DIGITS_PER_BYTE, BLOCK).to(top.dtype) - 1) * top
     x = np.empty(count, np.float32)

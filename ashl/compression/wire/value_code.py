@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ashl.compression.contract import EncodeContext
 from ashl.compression.wire.arrays import Array, beside, cast, read, uncast
-from ashl.compression.wire.bits import pack, pack_signs, packed_bytes, signed, unpack
+from ashl.compression.wire.bits import apply_signs, pack, pack_signs, packed_bytes, unpack
 from ashl.compression.wire.levels import mean_magnitude
-from ashl.compression.wire.payload_format import EMPTY, typed
+from ashl.compression.wire.payload_format import EMPTY, typed_part
 from ashl.compression.wire.powers import OMEGA, natural_bytes, read_natural, write_natural
 from ashl.compression.wire.ternary_packing import BLOCK, pack_ternary, read_ternary, ternary_nbytes
 
@@ -86,20 +86,20 @@ def read_values(code: ValueCode, values: Array, scales: Array, k: int) -> Array:
     """float32 [k]. Raises BodyError where they are of another size."""
     if code in BY_HOST and isinstance(values, Tensor):
         return beside(values, read_values(code, read(values), read(scales), k))
-    scales = typed(scales, "<f4", _scales(code, k), "scales")
+    scales = typed_part(scales, "<f4", _scales(code, k), "scales")
     if code == "fp32":
-        return typed(values, "<f4", k, "values")
+        return typed_part(values, "<f4", k, "values")
     if code == "bf16":
-        return uncast(typed(values, "<i2", k, "values"), torch.bfloat16)
+        return uncast(typed_part(values, "<i2", k, "values"), torch.bfloat16)
     if code == "fp16":
-        return uncast(typed(values, "<i2", k, "values"), torch.float16) * scales
-    typed(values, "u1", value_bytes(code, k) - scales.nbytes, "values")
+        return uncast(typed_part(values, "<i2", k, "values"), torch.float16) * scales
+    typed_part(values, "u1", value_bytes(code, k) - scales.nbytes, "values")
     if not k:
         return np.empty(0, np.float32)
     if code == "natural":
         return read_natural(values, k)
     if code == "mean":
-        return signed(values, k, scales)
+        return apply_signs(values, k, scales)
     if code == "ternary":
         return read_ternary(values, scales, k)
     numbers = unpack(values, WIDTHS[code], k)

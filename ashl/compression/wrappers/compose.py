@@ -40,7 +40,7 @@ def wrap_codec(option: Codec, layout: Layout) -> Codec:
 
 def codec_for_layers(option: Codec, layout: Layout) -> Codec:
     """The codec alone, as a pull and gossip use it: for the model's layers where it treats them as such."""
-    codec = option.shaped(layout)
+    codec = option.for_layout(layout)
     return Layerwise(codec, tuple(layer.size for layer in layout)) if codec.per_layer else codec
 
 

@@ -28,24 +28,24 @@ def measure_compression_error(
     sent = torch.cat([codec.decode(None, payload, d)[1] for codec, d, payload in pieces])
     kept = kept_back is not None
     rest = x - sent if kept_back is None else kept_back
-    found = sizes([payload for _, _, payload in pieces]) | measures(x, sent, rest, kept)
+    found = payload_sizes([payload for _, _, payload in pieces]) | error_measures(x, sent, rest, kept)
     found["unbiased"] = pieces[0][
         0
     ].traits.unbiased  # what it loses evens out, and may well be longer than what is sent
     if layers:
         parts = zip(layout, slices([layer.size for layer in layout]), strict=True)
-        found["layers"] = {layer.name: measures(x[part], sent[part], rest[part], kept) for layer, part in parts}
+        found["layers"] = {layer.name: error_measures(x[part], sent[part], rest[part], kept) for layer, part in parts}
     return found
 
 
-def sizes(payloads: Sequence[Tensor]) -> dict[str, Any]:
+def payload_sizes(payloads: Sequence[Tensor]) -> dict[str, Any]:
     """What can be said of any messages."""
     unknown = dict.fromkeys(("relative_error", "residual", "cosine"))
-    together = Split(*map(sum, zip(*map(split, payloads), strict=True)))
+    together = Split(*map(sum, zip(*map(split_bytes, payloads), strict=True)))
     return {**unknown, "split": together, "nbytes": sum(payload.nbytes for payload in payloads), "unbiased": True}
 
 
-def measures(x: Tensor, sent: Tensor, rest: Tensor, kept: bool) -> dict[str, float | None]:
+def error_measures(x: Tensor, sent: Tensor, rest: Tensor, kept: bool) -> dict[str, float | None]:
     """Return relative error, residual and cosine; None where they are of nothing."""
     whole, left, length = norm(sent + rest), norm(rest), norm(x)
     return {
@@ -64,7 +64,7 @@ def norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
-def split(payload: Tensor) -> Split:
+def split_bytes(payload: Tensor) -> Split:
     """Where the bytes of an encoded vector go."""
     if not payload.numel():
         return Split(0, 0, 0, 0)  # nothing was sent
@@ -74,5 +74,5 @@ def split(payload: Tensor) -> Split:
         return Split(HEADER.size, scales, values, memory.size - HEADER.size - scales - values)
     start = HEADER.size + scales
     pieces = payload[start : start + values].split(memory[HEADER.size : start].view("<u4").tolist())
-    sums = [sum(column) for column in zip(*map(split, pieces), strict=True)]
+    sums = [sum(column) for column in zip(*map(split_bytes, pieces), strict=True)]
     return Split(start + sums[0], *sums[1:])

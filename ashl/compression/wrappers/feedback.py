@@ -43,7 +43,7 @@ class Feedback(Wrapper):
         self, sender: Residual | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
     ) -> tuple[Residual, Tensor]:
         error, inner, lr = sender or Residual()
-        error = rescaled(error, lr, context.lr)
+        error = rescale(error, lr, context.lr)
         p = x if error is None else x + (error if self.gain == 1 else error * self.gain)
         inner, payload = self.codec.encode(inner, p, context)
         if error is not None and self.gain != self.decay:
@@ -54,7 +54,9 @@ class Feedback(Wrapper):
 
     def restore_dropped(self, sender: Residual, payload: Tensor) -> Residual:
         return Residual(
-            restored(self.codec, sender.error, payload), self.codec.restore_dropped(sender.inner, payload), sender.lr
+            restore_error(self.codec, sender.error, payload),
+            self.codec.restore_dropped(sender.inner, payload),
+            sender.lr,
         )
 
     def residual(self, sender: Residual | None) -> Tensor | None:
@@ -64,7 +66,7 @@ class Feedback(Wrapper):
         return kept if isinstance(kept, Residual) else None
 
 
-def restored(codec: Codec, error: Tensor | None, payload: Tensor) -> Tensor:
+def restore_error(codec: Codec, error: Tensor | None, payload: Tensor) -> Tensor:
     """What was kept, with the content of a body that was dropped."""
     assert error is not None
     whole = error.clone()
@@ -72,7 +74,7 @@ def restored(codec: Codec, error: Tensor | None, payload: Tensor) -> Tensor:
     return whole
 
 
-def rescaled(vector: Tensor | None, before: float, now: float) -> Tensor | None:
+def rescale(vector: Tensor | None, before: float, now: float) -> Tensor | None:
     """What is kept in units of a gradient, so that lr · vector stays what it was; unchanged where either rate is 0."""
     if vector is None or before == now or not before or not now:
         return vector

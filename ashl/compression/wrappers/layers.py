@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, Layout, PayloadError, State, Traits
 from ashl.compression.wire.arrays import bytes_of, read, tensor_of
-from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed, write_payload
+from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed_part, write_payload
 
 C = TypeVar("C", bound=Codec)
 
@@ -94,7 +94,7 @@ class Layerwise(Codec):
     def _pieces(self, payload: Tensor, d: int) -> Iterator[tuple[slice, Tensor]]:
         """Where each layer lies, and its body."""
         parts = read_payload(payload, self.code, d)
-        lengths = typed(read(parts.scales), "<u4", len(self.sizes), "lengths").astype(np.int64)
+        lengths = typed_part(read(parts.scales), "<u4", len(self.sizes), "lengths").astype(np.int64)
         if lengths.sum() != len(parts.values) or len(parts.indices):
             raise PayloadError(f"the layers that came are {lengths.sum()} bytes long in {len(parts.values)}")
         payloads = tensor_of(parts.values).split(lengths.tolist())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import ENCODE_CONTEXT, EncodeContext, State, Traits
-from ashl.compression.wrappers.feedback import rescaled, restored
+from ashl.compression.wrappers.feedback import rescale, restore_error
 from ashl.compression.wrappers.wrapper import Wrapper
 
 
@@ -46,9 +46,9 @@ class MomentumCorrection(Wrapper):
         state = sender or Velocity()
         velocity = state.velocity
         if state.lr * context.lr < 0:  # a gradient after a difference, or the other way round
-            velocity = rescaled(velocity, state.lr, context.lr)
+            velocity = rescale(velocity, state.lr, context.lr)
         u = x.clone() if velocity is None else x + velocity * self.decay
-        error = rescaled(state.error, state.lr, context.lr)
+        error = rescale(state.error, state.lr, context.lr)
         v = u.clone() if error is None else u + error
         inner, payload = self.codec.encode(state.inner, v, context)
         sent = torch.zeros_like(v)
@@ -58,7 +58,7 @@ class MomentumCorrection(Wrapper):
 
     def restore_dropped(self, sender: Velocity, payload: Tensor) -> Velocity:
         velocity = sender.velocity if sender.before is None else sender.before
-        whole = restored(self.codec, sender.error, payload)
+        whole = restore_error(self.codec, sender.error, payload)
         return Velocity(velocity, whole, None, self.codec.restore_dropped(sender.inner, payload), sender.lr)
 
     def residual(self, sender: Velocity | None) -> Tensor | None:

@@ -20,7 +20,7 @@ from ashl.cluster.spec import ContentionCosts
 from ashl.plan.alpha_beta import AlphaBeta
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import Stage
-from ashl.sync.timing.exchanges import a_step, answers, blank, instruct
+from ashl.sync.timing.exchanges import collect_answers, empty_payload, instruct, time_step
 from ashl.topology.local_work import WorkerState
 
 BESIDE = -12  # an order, with bytes and how many sums
@@ -31,11 +31,11 @@ MOST_S = 20.0  # after which no other round begins
 
 async def time_beside(ctx: RankContext, stage: Stage, state: WorkerState, nbytes: int, count: int) -> tuple[float, ...]:
     """Seconds of a sum of so many bytes, of which so many go in a row, and of a step: each alone, and both at once."""
-    batch, body = stage.worker(ctx.rank).batch, blank(stage, nbytes)
-    step, begun = partial(a_step, ctx, stage, state, 0, batch), math.inf
+    batch, body = stage.worker(ctx.rank).batch, empty_payload(stage, nbytes)
+    step, begun = partial(time_step, ctx, stage, state, 0, batch), math.inf
 
     async def sums() -> float:
-        await ctx.all_reduce(blank(stage, 4), stage.workers)  # till all are here
+        await ctx.all_reduce(empty_payload(stage, 4), stage.workers)  # till all are here
         nonlocal begun
         begun = ctx.now
         for _ in range(count):
@@ -58,14 +58,14 @@ async def time_beside(ctx: RankContext, stage: Stage, state: WorkerState, nbytes
     return alone_s, step_s, await ctx.join(task), statistics.fmean(times[:-1] or times or [step_s])
 
 
-async def measured_beside(ctx: RankContext, stage: Stage, step_s: float, line: AlphaBeta) -> ContentionCosts | None:
+async def measure_beside(ctx: RankContext, stage: Stage, step_s: float, line: AlphaBeta) -> ContentionCosts | None:
     """At the server; None where they cost each other nothing. Raises OverError."""
     dense = stage.trainer.dense_bytes
     count = max(SUMS, math.ceil(max(LEAST_S, STEPS * step_s) / max(line.seconds(dense), 1e-4)))
     lost, slowed, end_s = list[float](), list[float](), ctx.now + MOST_S
     while not lost or (len(lost) < ROUNDS and ctx.now < end_s):
         await instruct(ctx, stage, stage.workers, BESIDE, dense, count)
-        found = (await answers(ctx, stage, stage.workers)).values()
+        found = (await collect_answers(ctx, stage, stage.workers)).values()
         sum_s, step_s, both_s, beside_s = map(statistics.fmean, zip(*found, strict=True))
         lost.append(1 - step_s / max(step_s, beside_s))
         slowed.append(max(both_s, sum_s) / sum_s if sum_s else 1.0)

@@ -18,7 +18,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.stage import Stage
-from ashl.sync.timing.exchanges import BOTH, a_step, answers, instruct, time_exchange
+from ashl.sync.timing.exchanges import BOTH, collect_answers, instruct, time_exchange, time_step
 from ashl.topology.local_work import WorkerState
 
 CODEC = -7  # an order, with the place of the codec in `Stage.timed`
@@ -34,7 +34,7 @@ async def time_codec(ctx: RankContext, stage: Stage, state: WorkerState, k: int)
     context = EncodeContext(link.codec.ratio or 1.0, stage.seed, ctx.rank, round=1)
     vector = state.params if isinstance(state.params, SizeOnly) else state.params[: link.d]
     while len(rows) < REPEATS[0] or (len(rows) < REPEATS[1] and ctx.now < end_s):
-        await ctx.compute(partial(a_step, ctx, stage, state, len(rows), batch), work=batch)
+        await ctx.compute(partial(time_step, ctx, stage, state, len(rows), batch), work=batch)
         await time_exchange(ctx, stage, BOTH)
         start = ctx.now
         body = await ctx.compute(partial(link.encode, sender, vector, context), work=1, kind="compress")
@@ -48,12 +48,12 @@ async def time_codec(ctx: RankContext, stage: Stage, state: WorkerState, k: int)
     return torch.tensor(medians, dtype=torch.float64)
 
 
-async def measured_codecs(ctx: RankContext, stage: Stage) -> tuple[CodecCost, ...]:
+async def measure_codecs(ctx: RankContext, stage: Stage) -> tuple[CodecCost, ...]:
     """Return the costs of all codecs that are to be timed, which all workers time at once. Raises OverError."""
     costs = []
     for k, (name, _) in enumerate(stage.timed):
         await instruct(ctx, stage, stage.workers, CODEC, k)
-        found = await answers(ctx, stage, stage.workers)
+        found = await collect_answers(ctx, stage, stage.workers)
         encode_s = tuple(found[rank][0] for rank in stage.workers)
         decode_s = statistics.median(found[rank][1] for rank in stage.workers)
         costs.append(CodecCost(codec=name, encode_s=encode_s, decode_s=decode_s))

@@ -27,7 +27,7 @@ class OverError(Exception):
         self.order = order
 
 
-async def repeated(once: Callable[[], Coroutine[None, None, float | None]], least: int, most: int) -> list[float]:
+async def repeat_timing(once: Callable[[], Coroutine[None, None, float | None]], least: int, most: int) -> list[float]:
     """Times until their interval is narrow; fewer where there is nothing more to measure (None)."""
     times: list[float] = []
     while len(times) < least or (len(times) < most and not is_narrow(times)):
@@ -40,11 +40,11 @@ async def repeated(once: Callable[[], Coroutine[None, None, float | None]], leas
 async def time_sum(ctx: RankContext, stage: Stage, nbytes: int) -> float:
     """Return the seconds of a sum of so many bytes over all workers, from when this one has come to it."""
     start = ctx.now
-    await ctx.all_reduce(blank(stage, nbytes), stage.workers)
+    await ctx.all_reduce(empty_payload(stage, nbytes), stage.workers)
     return ctx.now - start
 
 
-def blank(stage: Stage, nbytes: int) -> Any:
+def empty_payload(stage: Stage, nbytes: int) -> Any:
     """A body of so many bytes: always the same one, as a run has what it sends before it does."""
     return stage.once(lambda stage: stage.trainer.blank(nbytes / stage.trainer.dense_bytes), ("blank", nbytes))
 
@@ -53,7 +53,7 @@ async def time_exchange(ctx: RankContext, stage: Stage, what: int, nbytes: int |
     """Seconds until a body of so many bytes, or of the dense model's, is there and its receipt is back. Raises
     OverError."""
     nbytes = stage.trainer.dense_bytes if nbytes is None else nbytes
-    body, start = blank(stage, nbytes) if what in (UP, BOTH) else None, ctx.now
+    body, start = empty_payload(stage, nbytes) if what in (UP, BOTH) else None, ctx.now
     await ctx.send(stage.server, stage.tag("ask"), body, (what, nbytes))
     answer = await ctx.recv(stage.tag("answer"), stage.tag("order"))
     if answer.tag == stage.tag("order"):
@@ -62,14 +62,14 @@ async def time_exchange(ctx: RankContext, stage: Stage, what: int, nbytes: int |
 
 
 async def instruct(
-    ctx: RankContext, stage: Stage, members: Sequence[int], word: int, value: int = 0, count: int = 0
+    ctx: RankContext, stage: Stage, members: Sequence[int], signal: int, value: int = 0, count: int = 0
 ) -> None:
     """Send these workers an order with its arguments."""
     for rank in members:
-        await ctx.send(rank, stage.tag("order"), None, (word, value, count))
+        await ctx.send(rank, stage.tag("order"), None, (signal, value, count))
 
 
-async def answers(ctx: RankContext, stage: Stage, members: Sequence[int]) -> dict[int, tuple[float, ...]]:
+async def collect_answers(ctx: RankContext, stage: Stage, members: Sequence[int]) -> dict[int, tuple[float, ...]]:
     """Return what these workers found; their exchanges are answered meanwhile. Raises OverError."""
     found: dict[int, tuple[float, ...]] = {}
     while len(found) < len(members):
@@ -80,14 +80,14 @@ async def answers(ctx: RankContext, stage: Stage, members: Sequence[int]) -> dic
         if what == RESULT:
             found[message.src] = (*values, *(() if message.body is None else message.body.tolist()))
         else:
-            body = blank(stage, int(values[0])) if what in (DOWN, BOTH) else None
+            body = empty_payload(stage, int(values[0])) if what in (DOWN, BOTH) else None
             await ctx.send(message.src, stage.tag("answer"), body)
     return found
 
 
 async def time_apply(ctx: RankContext, stage: Stage, state: ServerState) -> float:
     """Return the seconds of applying one push; the model stays as it is."""
-    push = Push(0, blank(stage, stage.trainer.dense_bytes), 1, 1, 0, 0.0, 0.0, 0.0, 0.0)
+    push = Push(0, empty_payload(stage, stage.trainer.dense_bytes), 1, 1, 0, 0.0, 0.0, 0.0, 0.0)
 
     def apply() -> None:
         stage.outer.step(state.outer_state, state.params, stage.aggregate.fold((push,), [1.0]), 0.0)
@@ -97,7 +97,7 @@ async def time_apply(ctx: RankContext, stage: Stage, state: ServerState) -> floa
     return ctx.now - start
 
 
-def a_step(ctx: RankContext, stage: Stage, state: WorkerState, k: int, batch: int) -> list[float]:
+def time_step(ctx: RankContext, stage: Stage, state: WorkerState, k: int, batch: int) -> list[float]:
     """The k-th of so many samples; the model stays as it is."""
     span = range(k * batch, (k + 1) * batch)
     return numbers([stage.trainer.local_step(state.params, state.moments, ctx.rank, k, 0.0, span)[0]])

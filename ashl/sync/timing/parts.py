@@ -27,7 +27,7 @@ from ashl.plan.profile import WorkerProfile, ready_shares
 from ashl.runtime.effects import Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.stage import Stage
-from ashl.sync.timing.exchanges import answers, instruct, time_sum
+from ashl.sync.timing.exchanges import collect_answers, instruct, time_sum
 from ashl.topology.local_work import WorkerState
 
 PARTS = -13  # an order
@@ -37,7 +37,7 @@ MOST_S = 10.0  # after which no other round begins
 NARROW = 0.005  # half of the interval in which what parts cost lies, as a share of a step
 
 
-def plans(groups: int) -> tuple[tuple[int, ...], ...]:
+def bucket_plans(groups: int) -> tuple[tuple[int, ...], ...]:
     """How many layer groups each message holds, of the steps that are timed."""
     return (groups,), (groups - groups // 2, groups // 2), (1,) * groups
 
@@ -46,14 +46,16 @@ async def time_parts(ctx: RankContext, stage: Stage, state: WorkerState, number:
     """Seconds of a step by each of these plans, and then of the sums that went beside the last one."""
     await time_sum(ctx, stage, NUMBER)  # till all are here
     took_s, beside_s = list[float](), list[float]()
-    for plan in plans(len(stage.parts)):
+    for plan in bucket_plans(len(stage.parts)):
         start = ctx.now
-        beside_s = await summed(ctx, stage, state, number, plan)
+        beside_s = await step_with_sums(ctx, stage, state, number, plan)
         took_s.append(ctx.now - start)
     return torch.tensor([*took_s, *beside_s], dtype=torch.float64)
 
 
-async def summed(ctx: RankContext, stage: Stage, state: WorkerState, number: int, plan: Sequence[int]) -> list[float]:
+async def step_with_sums(
+    ctx: RankContext, stage: Stage, state: WorkerState, number: int, plan: Sequence[int]
+) -> list[float]:
     """A step with a sum for each message of a plan; seconds of each but the last."""
     batch, parts = stage.worker(ctx.rank).batch, merge_buckets(stage.parts, plan)
     what = state.params, ctx.rank, number, range(number * batch, (number + 1) * batch)
@@ -63,7 +65,7 @@ async def summed(ctx: RankContext, stage: Stage, state: WorkerState, number: int
     else:
         ready = tuple((part.ready, stage.tag("timed", k)) for k, part in enumerate(parts))
         *tags, last = (tag for _, tag in ready)
-        others = ctx.spawn(beside(ctx, stage, tags))
+        others = ctx.spawn(time_sums(ctx, stage, tags))
         compute = partial(stage.trainer.gradient_in_parts, *what, [(part.start, part.stop) for part in parts])
         await ctx.compute(compute, work=batch, parts=ready)
         found = await ctx.join(others)
@@ -72,7 +74,7 @@ async def summed(ctx: RankContext, stage: Stage, state: WorkerState, number: int
     return found
 
 
-async def beside(ctx: RankContext, stage: Stage, tags: Sequence[Tag]) -> list[float]:
+async def time_sums(ctx: RankContext, stage: Stage, tags: Sequence[Tag]) -> list[float]:
     """Seconds of a sum for each part, once it is there."""
     found = []
     for tag in tags:
@@ -91,19 +93,19 @@ async def with_layer_group_costs(
         return known
     while len(rows) < ROUNDS[0] or (len(rows) < ROUNDS[1] and ctx.now < end_s and not all_narrow(rows)):
         await instruct(ctx, stage, stage.workers, PARTS, len(rows))
-        found = (await answers(ctx, stage, stage.workers)).values()
+        found = (await collect_answers(ctx, stage, stage.workers)).values()
         steps_s = map(statistics.fmean, zip(*(own[:3] for own in found), strict=True))
         rows.append((*steps_s, statistics.fmean(map(min, zip(*(own[3:] for own in found), strict=True)))))
     known = known or ContentionCosts(pace_reduction=0.0, collective_slowdown=1.0)
     dense_s = line.seconds(stage.trainer.dense_bytes)
-    sum_s = handed_over_s(
+    sum_s = handover_s(
         dense_s, line.seconds(NUMBER), statistics.median(row[3] for row in rows) / known.collective_slowdown
     )
     known = replace(known, collective_slowdown=max(1.0, known.collective_slowdown * dense_s / (dense_s + sum_s)))
     timeline = StepTimeline((), (NUMBER,) * groups, lambda nbytes: round(line.seconds(nbytes) * NS))
     timeline = replace(timeline, lost=known.pace_reduction, slowed=known.collective_slowdown, start_ns=sum_s * NS)
     shares = ready_shares(workers)
-    more = zip(*(beyond(row, timeline, shares) for row in rows), strict=True)
+    more = zip(*(extra_seconds(row, timeline, shares) for row in rows), strict=True)
     two_s, each_s = map(statistics.median, more)
     part_s = max(0.0, each_s - two_s) / (groups - 2) if groups > 2 else 0.0
     parts = InParts(step_s=max(0.0, two_s - 2 * part_s), part_s=part_s, sum_s=sum_s)
@@ -112,7 +114,7 @@ async def with_layer_group_costs(
     return known if known.parts or known.pace_reduction > 1e-6 or known.collective_slowdown > 1 + 1e-6 else None
 
 
-def handed_over_s(dense_s: float, alone_s: float, beside_s: float) -> float:
+def handover_s(dense_s: float, alone_s: float, beside_s: float) -> float:
     """What a thread costs a sum. One of a number takes so long alone and, over what sums of the whole model are slowed
     by, beside computing: these went by a thread, too, so that part of that was this."""
     if dense_s <= beside_s:
@@ -120,9 +122,9 @@ def handed_over_s(dense_s: float, alone_s: float, beside_s: float) -> float:
     return max(0.0, dense_s * (beside_s - alone_s) / (dense_s - beside_s))
 
 
-def beyond(row: Sequence[float], timeline: StepTimeline, shares: Sequence[float]) -> list[float]:
+def extra_seconds(row: Sequence[float], timeline: StepTimeline, shares: Sequence[float]) -> list[float]:
     """By how many seconds the steps in parts took longer than the whole one and the chain say."""
-    whole, *others = plans(len(shares))
+    whole, *others = bucket_plans(len(shares))
     step_ns = row[0] * NS - timeline.cost(0, len(shares))
     own = replace(timeline, ready_ns=tuple(max(0, round(step_ns * share)) for share in shares))
     hidden_s = [(own.end_ns(whole) - own.end_ns(plan)) / NS for plan in others]
