@@ -10,14 +10,14 @@ from .train import Debug, starting
 
 def join(
     run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="Its folder; default: the newest that goes on.")
+        Path | None, typer.Argument(metavar="RUN", help="Its folder; default: the newest that is running.")
     ] = None,
-    worker: Annotated[int | None, typer.Option(min=0, help="Default: the lowest one that is lost.")] = None,
+    worker: Annotated[int | None, typer.Option(min=0, help="Default: the lowest failed one.")] = None,
     debug: Debug = False,
 ) -> int:
-    """Take the place of a worker that a run on this machine has lost (runtime=local).
+    """Rejoin a run on this machine in place of a failed worker (runtime=local).
 
-    It ends when the run does. Ctrl-C leaves the run, which goes on.
+    It ends when the run does. Ctrl-C leaves the run, which continues.
     """
     with starting():
         from ashl.run.join import join as run_as_rank

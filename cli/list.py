@@ -151,9 +151,9 @@ def _laws(file: Path) -> None:
     from ashl.config.construct import construct
 
     codec = construct(values(file), "compression", (target(file).partition(".")[0],))
-    show("\nPromises", list_guarantees(codec))
+    show("\nGuarantees", list_guarantees(codec))
     rows = [(law.name, law.stated, law.measured, law.verdict) for law in laws(codec)]
-    show(f"\nLaws: stated, and measured just now on {D:,} elements; lost is ‖C(x) − x‖²/‖x‖²", rows)
+    show(f"\nLaws: stated, and measured just now on {D:,} elements; relative error is ‖C(x) − x‖²/‖x‖²", rows)
 
 
 def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:

@@ -59,12 +59,12 @@ def train(
     dry_run: DryRun = False,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Go on with this run; stop.* may change, or cluster.num_workers."),
+        typer.Option(metavar="RUN", help="Resume this run; stop.* may change, or cluster.num_workers."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Train a model on the chosen cluster, in virtual time (runtime=sim) or for real, and show what came of it.
+    """Train a model on the chosen cluster, in virtual time (runtime=sim) or for real, and show the results.
 
     `ashl list` shows what can be set.
     """

@@ -244,7 +244,7 @@ def test_where_two_predicted_times_cross(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (record["winner"], text) == ("B", f"the bandwidth: from 1 to about {record['flip']:.3g}, and B wins")
     alone = terrain_of([a, b], Way(axis, lambda factor: SPEC), time_to(Target(0.9), False), lambda: False)
     assert alone is not None
-    assert described(alone)[0] == "the bandwidth: nobody else wins from 0.0625 to 16"
+    assert described(alone)[0] == "the bandwidth: no other candidate wins from 0.0625 to 16"
 
 
 # --- from the command line --------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_a_sum_by_groups_of_two() -> None:
     with ThreadPoolExecutor(3) as threads:
         found = [*threads.map(member, range(3))]
     assert all(torch.equal(total, torch.full((5,), 111.0)) for total, _ in found)
-    assert [why for _, why in found] == ["rank 2 is lost", "rank 2 is lost", "None"]
+    assert [why for _, why in found] == ["rank 2 has failed", "rank 2 has failed", "None"]
 
 
 class Stores:
@@ -140,5 +140,5 @@ def test_who_comes_when_the_run_is_over_or_nobody_has_the_model() -> None:
     (alone,) = members((1,), Stores(), {1: 1}).values()
     alone.lose(0)
     alone.lose(2)
-    with pytest.raises(AshlError, match="0 of 3 workers are left that have the model"):
+    with pytest.raises(AshlError, match="0 of 3 workers remain that have the model"):
         alone.regroup(Regroup(-1), lambda: 7)

@@ -140,11 +140,11 @@ def test_the_newest_whole_one_counts(kept: Path) -> None:
     part.write_bytes(part.read_bytes()[:-1] + b"?")  # flipped
     found = checkpoints.newest(kept, "run")
     assert found.number == 1
-    assert found.broken == f"{kept}/checkpoint/2 cannot be gone on from (rank1.pt is not what was written)"
+    assert found.broken == f"{kept}/checkpoint/2 cannot be resumed from (rank1.pt is not what was written)"
     part.write_bytes(part.read_bytes()[:-100])  # cut off
     assert checkpoints.newest(kept, "run").number == 1
     (folder_of(kept, 1) / "manifest.json").write_text("{")
-    with pytest.raises(UsageError, match="run this setting anew"):
+    with pytest.raises(UsageError, match="run this setting again"):
         checkpoints.newest(kept, "run")
 
 
@@ -254,7 +254,7 @@ def test_what_torchrun_starts_anew_goes_on_where_there_is_something_to_go_on_fro
     config, nowhere = {"run": {"dir": str(kept)}}, {"run": {"dir": None}}
     assert [find_restarted_run(config, job) for job in (None, first)] == [None, None]
     assert [find_restarted_run(run, again) for run in (config, nowhere)] == [kept, None]
-    assert capsys.readouterr().err == f"ashl: started anew: the run in {kept} goes on from its last checkpoint\n"
+    assert capsys.readouterr().err == f"ashl: restarted: the run in {kept} resumes from its last checkpoint\n"
     (kept / "summary.json").write_text('{"status": "interrupted"}')
     assert find_restarted_run(config, again) == kept
     (kept / "summary.json").write_text('{"status": "finished"}')

@@ -105,7 +105,7 @@ def test_hidden_exchanges_cost_nothing_so_that_h_is_one() -> None:
         (["sync=local_sgd", "topology=all_reduce"], "topology=all_reduce has no server that sees them"),
         (["compression=gtopk"], "only of all bodies together"),
         (["sync=local_sgd", "overlap=streaming"], "a fragment at a time"),
-        (["topology=sharded_server"], "a planner that plans anew wants one"),
+        (["topology=sharded_server"], "a planner that replans needs one"),
         (["planner.momentum=1"], "planner.momentum=1 is not possible"),
         (["planner.h_max=0"], "planner.h_max=0"),
         (["planner.smoothing=0"], "planner.smoothing=0"),

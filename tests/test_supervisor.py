@@ -15,7 +15,7 @@ from ashl.runtime.records import Joined, Lost, PeerUnreachable, RankError
 
 BUG = RankError(2, "ValueError: no", consequence=False)
 KILLED = {3: "was killed by SIGKILL"}
-VANISHED = " vanished: its connections were closed, and nothing more was heard of it"
+VANISHED = " disconnected: its connections were closed, and no heartbeat followed"
 
 
 def lost(rank: int, whom: int | None = None) -> RankError:

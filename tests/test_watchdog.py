@@ -8,9 +8,7 @@ from ashl.run.membership_listener import Watchdog
 from ashl.runtime.control_messages import End
 
 STORE = End(1, "the job's store at host:29500 did not answer for 6 s (runtime.heartbeat_timeout_s)")
-HOME = End(
-    1, "nothing was heard of the process that keeps the records, on node-3, for 6 s (runtime.heartbeat_timeout_s)"
-)
+HOME = End(1, "no heartbeat from the controller, on node-3, for 6 s (runtime.heartbeat_timeout_s)")
 
 
 @pytest.fixture

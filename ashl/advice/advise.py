@@ -93,7 +93,7 @@ def advise(
                 needed_s = enough_s(load, scale.length, len(scale.rates), began_s, budget_s)
                 raise AshlError(
                     f"not enough budget for an answer: no run came to its end in {budget_s:g} s; --budget "
-                    f"{needed_s:.0f} would do, and the same command goes on"
+                    f"{needed_s:.0f} would do, and the same command continues"
                 )
             known = evidence(field, found.board, unreached, scale, load, wanted.rates, place, began_s)
             follows = Follows(command, real, folder / HOSTS)

@@ -340,7 +340,7 @@ def nobody(board: Leaderboard, what: str, deadline: Deadline) -> str:
         far += f", with a training loss of {nearest.loss:.3g}"
     return (
         f"no candidate reached {what}, in {seconds(deadline.spent_s)} of this machine{far}; lower the target, let runs "
-        "go on longer (stop.epochs), or give --budget more: the same command goes on"
+        "go on longer (stop.epochs), or give --budget more: the same command continues"
     )
 
 

@@ -141,7 +141,9 @@ def described(ground: Terrain) -> tuple[str, dict[str, Any]]:
     change = flip(ground, base)
     record: dict[str, Any] = {"axis": axis.key, "now": axis.values[axis.first], "from": min(tried), "to": max(tried)}
     if change is None:
-        return f"{axis.name}: nobody else wins from {min(tried):.3g} to {max(tried):.3g}", record | {"flip": None}
+        return f"{axis.name}: no other candidate wins from {min(tried):.3g} to {max(tried):.3g}", record | {
+            "flip": None
+        }
     start, to = change.changes[axis]
     about = "about" if change.exact else "at the latest"
     record |= {"flip": to, "winner": change.new}

@@ -99,7 +99,7 @@ def check_sync_overrides(schedule: str, overrides: Sequence[str]) -> None:
     typed = [override for override in overrides if key_of(override).partition(".")[0] == "sync"]
     if typed:
         raise UnusedKeyError(
-            f"schedule={schedule} names the sync mode of each of its stages, so {typed[0]} has no say; drop it, or "
+            f"schedule={schedule} names the sync mode of each of its stages, so {typed[0]} has no effect; drop it, or "
             "take schedule=single",
             key_of(typed[0]),
         )
@@ -118,7 +118,8 @@ def check_plan_overrides(path: str, plan: Plan, config: Mapping[str, Any], overr
         name = key or "_target_"
         if all(spec.get(name) != config[group].get(name) for spec in specs):
             raise UsageError(
-                f"plan={path} says what each stage does, so {override} has no say; drop it, or plan anew without plan="
+                f"plan={path} says what each stage does, so {override} has no effect; drop it, or make a new plan "
+                "without plan="
             )
 
 
@@ -144,7 +145,7 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
         }.get(type(topology), f"{sync_name} has no rule for it")
         other = INSTEAD.get(type(topology), "sync=bsp or sync=local_sgd")
         raise UsageError(
-            f"sync={sync_name} makes no sense with topology={topology_name}: {why}; take "
+            f"sync={sync_name} is not supported with topology={topology_name}: {why}; take "
             f"topology={' or '.join(list_compatible_topologies(sync))}, or {other}"
         )
     if type(parts["optimizer"]).statistics is not Optimizer.statistics:
@@ -175,7 +176,7 @@ def check_stage_options(sync: Rule, parts: Mapping[str, Any], choices: Mapping[s
     """What holds of one stage, whether it was chosen or stands in a schedule or in a plan that was given."""
     if sync.resizes and not weighs_by_samples(parts["aggregate"]):
         raise UsageError(
-            f"aggregate={choices['aggregate']} makes no sense with sync={choices['sync']}: its workers' batches "
+            f"aggregate={choices['aggregate']} is not supported with sync={choices['sync']}: its workers' batches "
             "differ, and only weights by samples make one mean gradient of them; take aggregate=samples"
         )
     if sync.momentum_travels and not (isinstance(parts["optimizer"], SGD) and parts["optimizer"].momentum):
@@ -216,20 +217,20 @@ def check_capabilities(sync: Rule, parts: Mapping[str, Any], choices: Mapping[st
     if CODEC not in carried and not parts["compression"].traits.lossless:
         if sync.supports is None and not topology.replicas:
             raise UsageError(
-                f"compression={choices['compression']} makes no sense with topology={choices['topology']}, which does "
-                "not carry it; take compression=none, or topology=parameter_server"
+                f"compression={choices['compression']} is not supported with topology={choices['topology']}, which "
+                "does not carry it; take compression=none, or topology=parameter_server"
             )
         why = "its messages are no updates that a codec would know"
         if topology.replicas:
             why = "whole models travel, and most of a compressed model would be zero"
         raise UsageError(
-            f"compression={choices['compression']} makes no sense with sync={choices['sync']}: {why}; take "
+            f"compression={choices['compression']} is not supported with sync={choices['sync']}: {why}; take "
             "compression=none" + (", or sync=choco: it sends differences" if topology.replicas else "")
         )
     if WEIGHTS not in carried and (what := describe_changed_weights(parts["aggregate"], choices["aggregate"])):
         who, why = f"sync={choices['sync']}", "it makes of each push what its rule says"
         if topology.replicas:
-            who, why = f"topology={choices['topology']}", "workers average their models, and nobody adds up updates"
+            who, why = f"topology={choices['topology']}", "workers average their models, and no server adds up updates"
         raise UsageError(
             f"{who} has no place for {what}: {why}; leave aggregate as it is, and take no schedule that scales updates"
         )
@@ -358,7 +359,7 @@ def check_outer_optimizer(stage: str, sync: Rule, topology: Topology) -> None:
         return
     why = "what is pushed there is no update"
     if topology.replicas:
-        why = "workers average their models, and nobody adds up updates"
+        why = "workers average their models, and no server adds up updates"
     elif OUTER in carried:
         why = "gradients are merged, and the optimizer is what steps on them"
     raise UsageError(
@@ -525,15 +526,15 @@ def check_compression(
         and not (isinstance(pulled, Code) and pulled.traits.contraction and not pulled.traits.reduces)
     ):
         raise UsageError(
-            f"topology.pull_ratio makes no sense with {name}: a pull needs a codec without memory that never enlarges "
-            "what it is given, as compression=topk; drop topology.pull_ratio, or take another compression"
+            f"topology.pull_ratio is not supported with {name}: a pull needs a codec without memory that never "
+            "enlarges what it is given, as compression=topk; drop topology.pull_ratio, or take another compression"
         )
     d = size_of(layout)
     if topology.has_server and topology.pull_ratio is not None:
         check_density("topology.pull_ratio", topology.pull_ratio, d)
     if topology.replicas and not (isinstance(option, Code) and shrinks_differences(option, d)):
         raise UsageError(
-            f"{name} makes no sense with topology={choices['topology']}: replicas of neighbours need a codec without "
+            f"{name} is not supported with topology={choices['topology']}: replicas of neighbours need a codec without "
             "memory that never enlarges what it is given; take one, as compression=topk"
         )
     alone = option.critical_ratio is not None  # each worker decides how much it sends
@@ -576,7 +577,7 @@ def check_wrappers(name: str, option: Codec, optimizer: Optimizer, layout: Layou
                 f"{momentum:g} would count every velocity twice; set optimizer.momentum=0"
             )
         if option.error_feedback and not (option.traits.contraction or option.traits.drains):
-            raise UsageError(f"{name} enlarges what it is given, so nothing may be kept; drop compression.momentum")
+            raise UsageError(f"{name} is not a contraction, so no residual may be kept; drop compression.momentum")
     d = size_of(layout)
     ratio, critical = option.ratio, option.critical_ratio
     for key, share in {"ratio": ratio, "critical_ratio": critical}.items():
@@ -654,8 +655,8 @@ def check_sketch(name: str, option: CountSketch, topology: Topology, optimizer: 
         )
     if topology.replicas:
         raise UsageError(
-            f"{name} makes no sense with replicas of neighbours: what it recovers of one vector may be larger than the "
-            "vector; take compression=topk, or topology=all_reduce"
+            f"{name} is not supported with replicas of neighbours: what it recovers of one vector may be larger than "
+            "the vector; take compression=topk, or topology=all_reduce"
         )
     momentum = optimizer.momentum
     if isinstance(option, FetchSGD) and option.decay and momentum:
@@ -807,8 +808,7 @@ def check_sharded_stage(name: str, stage: StagePlan, own: StageParts, parts: Par
         )
     if stage.h_preset is not None and parts.planner.follows:
         raise UsageError(
-            f"{name}: no server sees whole pushes, and a planner that plans anew wants one; take another, or "
-            f"{ONE_SERVER}"
+            f"{name}: no server sees whole pushes, and a planner that replans needs one; take another, or {ONE_SERVER}"
         )
     if sync.exchange == "gradient" and not own.optimizer.elementwise:
         raise UsageError(
@@ -910,15 +910,16 @@ def check_max_restarts(parts: Parts, checkpoint_s: float | None) -> None:
         return
     named = f"runtime.max_restarts={runtime.max_restarts}"
     if runtime.name != "local":
-        raise UsageError(f"{named}: others have started these processes, and nobody starts them anew; drop it")
+        raise UsageError(f"{named}: the launcher of the job starts these processes; set it to 0")
     if checkpoint_s is not None:
         raise UsageError(
-            f"{named}: a run that leaves checkpoints (run.checkpoint_s) lets nobody back; drop one of the two"
+            f"{named}: a run that leaves checkpoints (run.checkpoint_s) does not support rejoins; drop one of the two"
         )
     if not admits_rejoin(parts):
         raise UsageError(
-            f"{named}: a run with {describe_modes(parts)} lets nobody back; drop it, or take topology=parameter_server "
-            "or all_reduce with sync=bsp overlap=none, or restart from checkpoints with run.checkpoint_s and --resume"
+            f"{named}: a run with {describe_modes(parts)} does not support rejoins; drop it, or take "
+            "topology=parameter_server or all_reduce with sync=bsp overlap=none, or restart from checkpoints with "
+            "run.checkpoint_s and --resume"
         )
 
 
@@ -952,7 +953,7 @@ def check_faults(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float 
     named = ", ".join(sorted(fault_kinds))
     if parts.runtime.name != "sim" and (fault_kinds - {FAIL} or parts.runtime.name != "local"):
         raise UsageError(
-            f"cluster.events and cluster.churn ({named}) are for virtual time, but for fail with runtime=local; take "
+            f"cluster.events and cluster.churn ({named}) are for virtual time, except fail with runtime=local; take "
             "runtime=sim"
         )
     if checkpoint_s is not None:
@@ -979,8 +980,8 @@ def check_stage_faults(name: str, own: StageParts, parts: Parts, fault_kinds: se
             else f"topology={option_name(own.topology)}"
         )
         raise UsageError(
-            f"{where}: stage {name} has {who}, which cannot go on without a failed worker; remove these failures, or "
-            f"{TOLERANT_INSTEAD}"
+            f"{where}: stage {name} has {who}, which cannot continue without a failed worker; remove these failures, "
+            f"or {TOLERANT_INSTEAD}"
         )
     if fault_kinds & REJOIN_KINDS and forbids_rejoin(own):
         raise UsageError(

@@ -168,7 +168,7 @@ def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: 
         why, instead = f"steps of outer={choices['outer']} on parts of an update do not add up", "outer=nesterov"
     elif own.aggregate.staleness_discount is not None and (overlap.steps_ahead or not own.topology.has_server):
         why, instead = (
-            "all are late alike, and aggregate.staleness_discount tells who is later",
+            "all are equally late, and aggregate.staleness_discount needs differences",
             "aggregate.scale instead",
         )
     elif overlap.fragments and own.topology.has_server and not (own.sync.in_rounds and own.sync.quorum(n) == n):
@@ -179,7 +179,7 @@ def check_delayed(stage: StagePlan, own: StageParts, overlap: Delayed, choices: 
         why, instead = "elements are drawn anew each time, and momentum would be of others", "outer=average"
     else:
         return
-    raise UsageError(f"overlap={choices['overlap']} makes no sense in stage {stage.name}: {why}; take {instead}")
+    raise UsageError(f"overlap={choices['overlap']} is not supported in stage {stage.name}: {why}; take {instead}")
 
 
 def describe_fragments(plan: Plan, stage: StagePlan, overlap: Delayed) -> str:
@@ -267,4 +267,4 @@ def check_buckets(stage: StagePlan, own: StageParts, choices: Mapping[str, str],
         why, instead = "overlap.ratio is a density, and this compression has none", "overlap.ratio=null"
     else:
         return
-    raise UsageError(f"{name} makes no sense in stage {stage.name}: {why}; take {instead}, or overlap=none")
+    raise UsageError(f"{name} is not supported in stage {stage.name}: {why}; take {instead}, or overlap=none")

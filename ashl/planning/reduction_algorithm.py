@@ -61,12 +61,12 @@ def check_stage_algorithm(algorithm: str, stage: StagePlan, own: StageParts, par
         )
     if own.overlap.reduce_scatter_all_gather:
         raise UsageError(
-            f"{name} makes no sense with overlap={option_name(own.overlap)}, which sends sums in two halves round a "
+            f"{name} is not supported with overlap={option_name(own.overlap)}, which sends sums in two halves round a "
             f"ring; take overlap=priority, {DROP}"
         )
     if not link_of(own.compression, layout, 0, size_of(layout)).adds_up:
         raise UsageError(
-            f"{name} makes no sense with compression={option_name(own.compression)} in stage {stage.name}: what does "
+            f"{name} is not supported with compression={option_name(own.compression)} in stage {stage.name}: what does "
             f"not add up is gathered round a ring; take compression=none, random_mask or power_sgd, {DROP}"
         )
 

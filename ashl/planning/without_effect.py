@@ -429,7 +429,7 @@ CONDITIONS = (
     Condition(
         ("schedule.decay_factor", "schedule.loss_switch"),
         "schedule.decay_stages=2 or more",
-        lambda context: getattr(context.schedule, "rungs", 2) > 1,
+        lambda context: getattr(context.schedule, "decay_stages", 2) > 1,
     ),
     Condition(
         ("schedule",),

@@ -35,7 +35,7 @@ AXES = "Rings: settings, by their median over seeds, with what lies around it; b
 SHARES = "Means over seeds."
 GANTT = "One run of each."
 WHOLE = "One run of each; in every place what took most of the worker's time, blank where no round was kept."
-PARETO = "Medians over seeds; bytes as sent, both ways."
+PARETO = "Medians over seeds; bytes as sent, in both directions."
 MEDIANS = "medians over seeds."
 STALENESS = f"Pushes that were applied; one run of each, its first {staleness.MAX_ROUNDS:,} events."
 

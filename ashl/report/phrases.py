@@ -69,7 +69,7 @@ def interval(found: Spread, measure: Measure) -> str:
         f"{100 * LEVEL:.0f} % interval" if found.coverage >= LEVEL else "range"
     )
     low, high = measure.text(found.low), measure.text(found.high)
-    return f"{name} {low} to {high}" if low != high else f"median of {found.count} seeds, all alike"
+    return f"{name} {low} to {high}" if low != high else f"median of {found.count} seeds, all equal"
 
 
 def _against(board: Leaderboard, row: Row) -> str:

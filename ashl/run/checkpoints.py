@@ -53,7 +53,7 @@ CUT_BACK = "cut_back"  # in the manifest: the records hold nothing of later mome
 PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns", "rounds")
 LOCKSTEP, SERVER, EACH, ROUND, VIRTUAL, ANEW = "lockstep", "server", "each", "round", "virtual", "anew"
 MONITOR, STATE = "monitor.pt", "state.pt"
-MAY_CHANGE = "only stop.*, runtime and the number of workers may change when a run goes on"
+MAY_CHANGE = "only stop.*, runtime and the number of workers may change when a run is resumed"
 LEAVE = "runs leave them with run.checkpoint_s=SECONDS"
 AHEAD_S = 1.0  # of run time, for the news of a version to come to all before it does
 LONGEST_S = 60.0
@@ -226,8 +226,8 @@ def newest(run_dir: Path, identity: str) -> Checkpoint:
                 raise UsageError(f"the checkpoint in {run_dir} is of another run; {MAY_CHANGE}")
             return found
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            broken = f"{folder} cannot be gone on from ({error})"
-    raise UsageError(f"{broken}; run this setting anew" if broken else f"{run_dir} holds no checkpoint; {LEAVE}")
+            broken = f"{folder} cannot be resumed from ({error})"
+    raise UsageError(f"{broken}; run this setting again" if broken else f"{run_dir} holds no checkpoint; {LEAVE}")
 
 
 def refuse_other_kernel(run_dir: Path, saved: Checkpoint, *, virtual: bool) -> None:
@@ -265,7 +265,7 @@ def truncate_records(run_dir: Path, saved: Checkpoint) -> dict[str, int]:
                     left[name] = jsonl.kept(run_dir / name, size, partial(earlier, name))
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise UsageError(
-                        f"{run_dir / name} is damaged, so that the run cannot go on; a new one takes its weights along "
+                        f"{run_dir / name} is damaged, so the run cannot be resumed; a new one takes its weights along "
                         f"with run.init_weights={run_dir}"
                     ) from error
             for name, text in left.items():

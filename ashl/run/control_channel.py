@@ -495,7 +495,7 @@ def why_not_joinable(run_dir: Path) -> str:
     if (run_dir / "summary.json").exists():
         return "the run is over."
     if not (run_dir / "config.yaml").exists():
-        return "there is no run; name the folder of one that goes on."
+        return "there is no run; name the folder of one that is running."
     return "this run cannot be joined: it is in virtual time, was started by others, or was killed."
 
 
@@ -507,7 +507,7 @@ def newest_joinable_run(runs: Path) -> Path:
         with suppress(OSError):
             joinable.append((path.stat().st_mtime, path.parent))
     if not joinable:
-        raise UsageError(f"No run under {runs} goes on that could be joined; name the folder of one.")
+        raise UsageError(f"No run under {runs} is running that could be joined; name the folder of one.")
     return max(joinable)[1]
 
 

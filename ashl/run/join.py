@@ -81,12 +81,12 @@ def request_place(run_dir: Path, endpoint: JoinEndpoint, worker: int | None) -> 
     try:
         return call_within(2 * PATIENCE_S, send_request, late)  # the store of a run that is stopped never answers
     except (RuntimeError, OSError):
-        raise UsageError(f"{run_dir}: the run does not go on any longer: nobody answers where its store was.") from None
+        raise UsageError(f"{run_dir}: the run has ended: its store does not answer.") from None
 
 
 def join_again(end: End, run_dir: Path, worker: int | None) -> NoReturn:
     """The run went on without this process: it begins again, from nothing. Whatever it had open is closed."""
-    sys.stderr.write(f"ashl: {end.why}; joins anew\n")
+    sys.stderr.write(f"ashl: {end.why}; rejoins\n")
     sys.stderr.flush()
     os.closerange(3, 1 << 16)
     os.execv(sys.executable, [sys.executable, *AGAIN, str(run_dir), *(["--worker", str(worker)] if worker else [])])

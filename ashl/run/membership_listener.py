@@ -64,7 +64,7 @@ class MembershipListener:
             self._failed = lost
         for rank, incarnation in lost.items():
             if incarnation >= self._incarnations.get(rank, 0) and previous.get(rank) != incarnation:
-                self._kernel.lose(rank, "the run goes on without it")
+                self._kernel.lose(rank, "the run continues without it")
                 if self._consensus is not None:
                     self._consensus.lose(rank, incarnation)
         for rank, incarnation in news.ready:
@@ -83,7 +83,7 @@ class MembershipListener:
             self._consensus.meet(rank, incarnation)
             self._kernel.ctx.join_pending = True
         if rank in self.failed_ranks:  # in the meantime
-            self._kernel.lose(rank, "the run goes on without it")
+            self._kernel.lose(rank, "the run continues without it")
         acquainted(store, self._rank, rank, incarnation)
 
 

@@ -352,7 +352,7 @@ def printable(text: str) -> str:
 
 PULSE_S = 2.0
 SETTLE_S = 5.0  # after the first failure: for the others to notice, and to finish their records
-LOST = "was lost during the run"
+LOST = "failed during the run"
 HOME = 0  # the rank in whose process the records are kept
 RANK = ("-P", "-m", "ashl.cli")  # to Python
 MAX_LINES = 10  # of each rank but 0: a library that fails says much, all of it of no use

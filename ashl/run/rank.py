@@ -148,7 +148,7 @@ def run_rank(
         end = (
             End(0)
             if settings.log
-            else reporter.await_run_end() or End(1, "the job's store was gone before the run's end")
+            else reporter.await_run_end() or End(1, "the job's store failed before the end of the run")
         )
     except KeyboardInterrupt:
         reporter.emit(Lost(settings.rank, 0, "was interrupted"))

@@ -141,7 +141,7 @@ def take_over(origin: Origin, plan: Plan, monitor: Monitor) -> None:
     try:
         lines = [line for line in jsonl.read(origin.run_dir / METRICS) if line["time_s"] * 1e9 <= time_ns + 1]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{origin.run_dir / METRICS} is missing or damaged, so that the run cannot go on") from error
+        raise UsageError(f"{origin.run_dir / METRICS} is missing or damaged, so the run cannot be resumed") from error
     for line in lines:
         monitor.recorder.metric(line)
 

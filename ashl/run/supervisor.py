@@ -162,14 +162,17 @@ class LivenessMonitor:
                     self.processes[rank].kill()
                 self.abandon_rejoin(rank)
         for rank in self.presumed_dead():
-            self.continue_without(monitor, rank, "vanished")
+            self.continue_without(monitor, rank, "disconnected")
         if late and self.can_continue_without(
             monitor, {*self.silent_ranks(timeout_s - min(SAME_CAUSE_S, timeout_s / 2))}
         ):
             for rank in late:
-                how = f"was not heard of for {timeout_s:g} s"
+                how = f"sent no heartbeat for {timeout_s:g} s"
                 self.channel.evict(
-                    rank, End(EXIT_EVICTED, f"worker {rank} {how} (runtime.heartbeat_timeout_s), and the run went on")
+                    rank,
+                    End(
+                        EXIT_EVICTED, f"worker {rank} {how} (runtime.heartbeat_timeout_s); the run continues without it"
+                    ),
                 )
                 if rank in self.processes and (not self.admits_rejoin or can_block_forever(monitor.job.parts)):
                     self.processes[rank].kill()  # others may wait for it in the middle of a sum
@@ -310,7 +313,7 @@ def supervise(
             raise run_failure(liveness, run_dir, monitor)
         if interrupted_at is not None and now - interrupted_at > PATIENCE_S:
             if vanished := [rank for rank in liveness.silent_ranks(PATIENCE_S - SETTLE_S) if rank not in processes]:
-                raise AshlError(f"{rank_name(plan, monitor, vanished[0])} vanished, and the run was interrupted")
+                raise AshlError(f"{rank_name(plan, monitor, vanished[0])} disconnected, and the run was interrupted")
             monitor.evaluate_pending()
             return None
         if unanswered_s > timeout_s:
@@ -346,11 +349,11 @@ def run_failure(liveness: LivenessMonitor, run_dir: Path, monitor: Monitor) -> A
 
 def describe_exit(code: int) -> str:
     if code == EXIT_CONTROLLER_SILENT:
-        return "heard nothing of this process for runtime.heartbeat_timeout_s, and left"
+        return "received nothing from this process for runtime.heartbeat_timeout_s, and exited"
     if code == EXIT_DECLARED_FAILURE:
         return DECLARED
     if code == EXIT_EVICTED:
-        return "was silent for too long, and the run went on without it"
+        return "was silent for too long; the run continues without it"
     return f"{KILLED} {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -368,7 +371,7 @@ def find_culprit(errors: Sequence[RankError], gone: Mapping[int, str], silent: C
     if killed := [rank for rank in killed if rank in blamed] or (killed if not named else []):  # some long before
         return killed[0], f" {gone[killed[0]]}"
     if vanished := named or quiet:
-        return vanished[0], " vanished: its connections were closed, and nothing more was heard of it"
+        return vanished[0], " disconnected: its connections were closed, and no heartbeat followed"
     return errors[0].rank, f": {errors[0].error}"
 
 
@@ -408,11 +411,11 @@ def check_liveness(plan: Plan, monitor: Monitor, liveness: LivenessMonitor, time
         if is_cut_off(liveness, monitor, {*late}):
             own_host = monitor.hosts[min(liveness.processes)].host
             raise AshlError(
-                f"nothing was heard of any other machine {for_so_long}; has {own_host}, "
-                "which keeps the records, lost its network?"
+                f"no heartbeat from any other node {for_so_long}; has {own_host}, "
+                "the controller's node, lost its network?"
             )
         names = ", ".join(rank_name(plan, monitor, rank) for rank in sorted(late))
-        raise AshlError(f"{names} was not heard of {for_so_long} and is late; the run ends here")
+        raise AshlError(f"{names} sent no heartbeat {for_so_long} and is late; the run ends here")
     there = [rank for rank in range(plan.num_ranks) if rank not in liveness.failed]
     beats = [monitor.beats.get(rank) for rank in there]
     stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > timeout_s]
@@ -454,11 +457,11 @@ def join_refusal(liveness: LivenessMonitor, monitor: Monitor, worker: int | None
     if worker is not None and worker >= plan.num_workers:
         return f"there is no worker {worker}; the run has workers 0 to {plan.num_workers - 1}."
     if worker is not None and worker not in liveness.failed:
-        return f"worker {worker} is not lost."
+        return f"worker {worker} has not failed."
     if not liveness.failed:
-        return "no worker of this run is lost."
+        return "no worker of this run has failed."
     if liveness.rejoining.keys() >= ({*liveness.failed} if worker is None else {worker}):
-        return "who was lost is coming back already."
+        return "every failed worker is already rejoining."
     return None
 
 

@@ -276,7 +276,7 @@ def find_restarted_run(config: Mapping[str, Any], job: JobMembership | None) -> 
     run_dir = Path(config["run"]["dir"]).expanduser()
     if not numbered(run_dir) or (jsonl.whole(run_dir / SUMMARY) or {}).get("status") == "finished":
         return None
-    warn(f"started anew: the run in {run_dir} goes on from its last checkpoint")
+    warn(f"restarted: the run in {run_dir} resumes from its last checkpoint")
     return run_dir
 
 

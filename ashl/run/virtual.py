@@ -68,7 +68,7 @@ def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Chec
             sim.run(play, monitor.draw_progress, saved and beginning(plan, job, saved))
     except PeerLostError as loss:
         raise AshlError(
-            f"worker {loss.rank} is lost ({loss.why}), and what is under way needs it, as profiling does: the run ends "
+            f"worker {loss.rank} failed ({loss.why}), and the stage needs all workers, as profiling does: the run ends "
             "here; let it fail later, or give profile=FILE"
         ) from loss
     return sim

@@ -94,7 +94,8 @@ class Churn:
     def _server_fails(self, event: Event) -> None:
         if not self.over:
             raise AshlError(
-                f"the server failed at {event.time_s:g} s, as cluster.events says, and no worker can go on without it"
+                f"the server failed at {event.time_s:g} s, as cluster.events says, and no worker can continue without "
+                "it"
             )
 
     # --- at random
@@ -145,7 +146,7 @@ class Churn:
         self.membership.lose(rank, peers)
         if not self.served and not self.membership.knowing:
             raise AshlError(
-                f"worker {rank} is lost at {now / 1e9:.6g} s and 0 of {len(self.cluster.compute)} workers are left "
+                f"worker {rank} failed at {now / 1e9:.6g} s and 0 of {len(self.cluster.compute)} workers remain "
                 "that have the model: the run ends here"
             )
         for peer in peers:

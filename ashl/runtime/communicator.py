@@ -233,7 +233,7 @@ class Communicator:
             return self._carried_out(end)
         try:
             if consensus.lost.intersection(end.team) and not self._loose(end.team, end.lives):
-                raise RuntimeError("a member of the team is lost")
+                raise RuntimeError("a member of the process group has failed")
             return self._carried_out(end)
         except RuntimeError as error:
             pending, broken = (end.committed or end.pending)[0], consensus.broken(end.team, error, end.lives)

@@ -212,5 +212,5 @@ class PeerLostError(Exception):
     """A peer that a receive depends on is gone."""
 
     def __init__(self, rank: int, why: str = "", life: int = 0) -> None:
-        super().__init__(f"rank {rank} is gone{': ' + why if why else ''}")
+        super().__init__(f"rank {rank} has failed{': ' + why if why else ''}")
         self.rank, self.why, self.life = rank, why, life

@@ -157,7 +157,7 @@ class TorchKernel:
         else:
             pairs = {peer: (group, MET, self._entry.lives[peer]) for peer, group in self._entry.groups.items()}
             for peer in set(self._peers) - pairs.keys():
-                self._inbox.put(fx.PeerLostError(peer, "it was lost before"))
+                self._inbox.put(fx.PeerLostError(peer, "it failed before"))
         when = self.clock_ns, self.throttle.arrival
         self._links = PeerConnections(pairs, self._inbox, *when, self._max_bytes, self._device, self._payload_transport)
         self._main = self.spawn(self.ctx, main(self.ctx), main=True)

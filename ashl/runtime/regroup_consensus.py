@@ -165,7 +165,7 @@ class RegroupConsensus:
         return decision
 
     def _nobody(self) -> AshlError:
-        return AshlError(f"0 of {len(self._lives)} workers are left that have the model: the run ends here")
+        return AshlError(f"0 of {len(self._lives)} workers remain that have the model: the run ends here")
 
     def _decided(self, asked: Regroup) -> Decision:
         """The next agreement, of a team that this rank is in."""

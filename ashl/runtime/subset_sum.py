@@ -89,7 +89,7 @@ def _swap(
 ) -> RuntimeError | None:
     """To the i-th member `out[i]`, from it `into[i]`; returns why that was not done with one of them, if it was not."""
     peers = [(i, *(ways.get(peer) or (world(), peer))) for i, peer in enumerate(group) if peer not in (rank, *lost)]
-    work, errors = [], [RuntimeError(f"rank {peer} is lost") for peer in group if peer in lost]
+    work, errors = [], [RuntimeError(f"rank {peer} has failed") for peer in group if peer in lost]
     for sends, boxes in ((False, into), (True, out)):
         for i, pg, place in peers:
             try:

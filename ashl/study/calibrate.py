@@ -120,8 +120,8 @@ def calibrate(
     rows = [row for pair in pairs if (row := compared(pair)) is not None]
     if len(rows) < 2:
         raise AshlError(
-            f"fewer than two combinations have ended in {budget_s:g} s; give --budget more: the same command goes on, "
-            f"and {folder} has the logs of what failed"
+            f"fewer than two combinations have ended in {budget_s:g} s; give --budget more: the same command "
+            f"continues, and {folder} has the logs of what failed"
         )
     document = {"combinations": [{**asdict(row), "error": row.error} for row in rows], "left_out": left_out}
     jsonl.write_json(folder / FILE, {**document, "median_error": median_error(rows), "interval": interval(rows)})

@@ -46,7 +46,7 @@ class Run(Mapping[str, Any]):
         try:
             return parsed((self.folder / "plan.json").read_bytes())
         except (OSError, ValueError) as error:
-            raise UsageError(f"{self.folder / 'plan.json'} is missing or broken; run it anew.") from error
+            raise UsageError(f"{self.folder / 'plan.json'} is missing or broken; run it again.") from error
 
     def model(self, weights: Literal["final", "best"] = "final", allow_targets: Sequence[str] = ()) -> "nn.Module":
         """The model with the weights that the run left, ready to evaluate; needs no data set.

@@ -25,7 +25,7 @@ from ashl.tracking import jsonl
 from ashl.tracking.recorder import SUMMARY, UNWRITABLE
 
 LOG = "output.log"
-GONE = "its process is gone without a word"
+GONE = "its process ended without a message"
 ENDED = ("finished", "diverged", "failed")  # what is not run again
 FROM_OUTSIDE = (UNWRITABLE, GONE, UNREACHED, LOST, *(f"{KILLED} SIG{name}" for name in ("KILL", "TERM", "INT", "HUP")))
 LEAVE_S = 20.0  # after an interrupt: time for the runs to leave in order

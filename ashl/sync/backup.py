@@ -24,7 +24,7 @@ class Backup(BarrierRule):
     def quorum(self, num_workers: int) -> int:
         if self.backups >= num_workers:
             raise UsageError(
-                f"sync.backups={self.backups} leaves nobody to wait for among {num_workers} workers; "
+                f"sync.backups={self.backups} leaves no worker to wait for among {num_workers} workers; "
                 f"take at most {num_workers - 1}"
             )
         return num_workers - self.backups

@@ -68,13 +68,13 @@ class Hop(RoamingRule):
         fewest = min(len(row) - 1 for row in rounds[0].rows)
         if self.backups and self.backups >= fewest:
             raise UsageError(
-                f"sync.backups={self.backups} leaves a worker with {fewest} neighbours nobody to wait for; take at "
-                f"most {max(0, fewest - 1)}, or a graph with more edges"
+                f"sync.backups={self.backups} leaves a worker with {fewest} neighbours no neighbour to wait for; take "
+                f"at most {max(0, fewest - 1)}, or a graph with more edges"
             )
         if self.max_lead < self.staleness:
             raise UsageError(
-                f"sync.max_lead={self.max_lead} is below sync.staleness={self.staleness}: nobody could be that stale; "
-                "take a larger max_lead"
+                f"sync.max_lead={self.max_lead} is below sync.staleness={self.staleness}: no model could be that "
+                "stale; take a larger max_lead"
             )
         most = 1 + (self.max_lead if self.backups else self.staleness)
         if self.skip_lead is not None and self.skip_lead > most:

@@ -807,9 +807,9 @@ async def restrict_to_team(ctx: RankContext, stage: Stage, state: PeerState, for
         return stage
     if len(formed.ranks) < stage.min_workers:
         raise AshlError(
-            f"worker {', '.join(map(str, formed.lost))} is lost by {ctx.now:.6g} s and {len(formed.ranks)} of "
-            f"{stage.num_workers} workers are left, fewer than runtime.min_workers={stage.min_workers}: the run ends "
-            "here"
+            f"worker {', '.join(map(str, formed.lost))} failed by {ctx.now:.6g} s and {len(formed.ranks)} of "
+            f"{stage.num_workers} workers are running, fewer than runtime.min_workers={stage.min_workers}: the run "
+            "ends here"
         )
     state.progress = update_membership(stage, state, formed)
     for rank in formed.lost:

@@ -121,7 +121,7 @@ class Gossip(Topology):
     """Workers talk to their neighbours on a graph, and to nobody else."""
 
     policy_type: ClassVar[type[Rule]] = GossipRule
-    supports: ClassVar[frozenset[str]] = frozenset()  # whole models travel, and nobody adds up updates
+    supports: ClassVar[frozenset[str]] = frozenset()  # whole models travel, and no server adds up updates
     replicas: ClassVar[bool] = True
     graph: str
     degree: Count

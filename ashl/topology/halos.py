@@ -104,7 +104,7 @@ class Halos(Topology):
             return
         if follows:
             raise UsageError(
-                "topology=halos: no server sees all workers, and a planner that plans anew wants one; take another"
+                "topology=halos: no server sees all workers, and a planner that replans needs one; take another"
             )
         waits = sync.in_rounds or type(sync).closes_s is not ServerRule.closes_s
         if waits or type(sync).loop is not Rule.loop or type(sync.messages()) is not Updates:

@@ -603,8 +603,8 @@ def check_left(ctx: RankContext, stage: Stage, rank: int, left: int) -> None:
     consequence of its loss."""
     if left < stage.min_workers:
         raise AshlError(
-            f"worker {rank} is lost at {ctx.now:.6g} s and {left} of {stage.num_workers} workers are left, fewer than "
-            f"runtime.min_workers={stage.min_workers}: the run ends here"
+            f"worker {rank} failed at {ctx.now:.6g} s and {left} of {stage.num_workers} workers are running, fewer "
+            f"than runtime.min_workers={stage.min_workers}: the run ends here"
         ) from (None if stage.elastic else PeerLostError(rank))
 
 

@@ -41,7 +41,9 @@ class PartialAllReduce(Topology):
     """Every worker has a model of its own; a group's members average theirs."""
 
     policy_type: ClassVar[type[Rule]] = GroupRule
-    supports: ClassVar[frozenset[str]] = frozenset({FAULT_TOLERANT})  # whole models travel, and nobody adds up updates
+    supports: ClassVar[frozenset[str]] = frozenset(
+        {FAULT_TOLERANT}
+    )  # whole models travel, and no server adds up updates
     coordinated: ClassVar[bool] = True
     replicas: ClassVar[bool] = True
     workers_per_node: Count | None

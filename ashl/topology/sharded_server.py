@@ -114,7 +114,7 @@ class ShardedServer(Topology):
     async def join(
         self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Any] | None:
-        assert kept is not None, "nobody comes while others run"
+        assert kept is not None, "no worker can join while others run"
         if ctx.rank >= stages[0].server:
             return await gather_pieces(ctx, stages, *kept)
         return await resume_piece(ctx, stages, kept[1])

@@ -30,7 +30,7 @@ class Recorder:
             found = path.stat().st_size if (path := run_dir / name).exists() else 0
             if found < size or not path.is_file():
                 text = f"{path} has {found:,} bytes, and had {size:,} at the checkpoint: its records would have a gap"
-                raise UsageError(f"{text}; run this setting anew.")
+                raise UsageError(f"{text}; run this setting again.")
         with writing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             self._metrics = jsonl.Lines(run_dir / METRICS, sizes.get(METRICS))

@@ -6,7 +6,7 @@ border between the stages, and in the last tenth. In virtual time all five are t
 worker gets SIGKILL when the run's clock, as home hears of it, shows that moment; `--sample N --seed S` draws N of them.
 
 `--moments` tries all five for each mode on processes, and writes one row a mode as Markdown. With `--folder F` what has
-come of each is kept in F/outcomes.jsonl, and the same command goes on there.
+come of each is kept in F/outcomes.jsonl, and the same command continues there.
 
 A run goes on (exit code 0, and the summary names the lost worker, or the run was over by then), or ends in one sentence
 (exit code 1), or is refused before it begins (exit code 2). All else is WRONG: another exit code, no summary, a loss

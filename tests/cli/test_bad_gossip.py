@@ -36,11 +36,11 @@ def gossips(workplace, said):
         ("sync=d_psgd topology.graph=uneven.edges", "give the file others, or take sync=sgp"),
         ("sync=d_psgd topology.graph=random_regular topology.degree=4", "take a degree below 4"),
         ("sync=choco topology.graph=one_peer_exponential", "its graph must not change from round to round"),
-        ("sync=hop sync.backups=2", "leaves a worker with 2 neighbours nobody to wait for; take at most 1"),
+        ("sync=hop sync.backups=2", "leaves a worker with 2 neighbours no neighbour to wait for; take at most 1"),
         ("sync=hop sync.max_lead=1", "sync.max_lead=1 is below sync.staleness=2"),
         (
             "sync=hop sync.skip_lead=4",
-            "leads a neighbour by 3 iterations at most, so nobody would ever jump; take at most",
+            "leads a neighbour by 3 iterations at most, so no worker would ever skip; take at most",
         ),
         ("sync=d_admm sync.barrier=3", "sync.barrier=3 is more than the 2 neighbours that a worker has; take fewer"),
         ("sync=d_psgd compression=topk", "take compression=none, or sync=choco"),

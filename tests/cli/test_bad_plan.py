@@ -81,7 +81,7 @@ def test_a_stage_that_would_never_end(said, edited, workplace) -> None:
 
 @pytest.mark.parametrize("override", ["sync=bsp", "outer=nesterov", "optimizer.lr=0.5", "planner=balanced"])
 def test_what_a_given_plan_leaves_no_say(override: str, said, edited) -> None:
-    says = f"plan=plan.json says what each stage does, so {override} has no say; drop it, or plan anew without plan="
+    says = f"plan=plan.json says what each stage does, so {override} has no effect; drop it, or make a new plan without"
     assert said(edited(), override) == (2, says)
 
 

@@ -29,7 +29,7 @@ PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0
             f"sync=bsp {PORTS} cluster.node=[0,0,1,1] cluster.intra_node_bandwidth_mbit_s=9",
             "take cluster.node=null, or",
         ),
-        (f"sync=bsp {PORTS} overlap=wfbp", "overlap=wfbp makes no sense"),
+        (f"sync=bsp {PORTS} overlap=wfbp", "overlap=wfbp is not supported"),
         (
             f"sync=bsp {PORTS} cluster.churn={{mtbf_s:9,mttr_s:1}}",
             "a failed worker cannot rejoin yet; take topology=parameter_server",

@@ -63,7 +63,7 @@ def test_a_failure_of_a_gossip_process_is_refused_too(workplace: Path, capsys) -
     assert main(["train", *LONG, *own]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "topology=gossip, which cannot go on without a failed worker" in err
+    assert "topology=gossip, which cannot continue without a failed worker" in err
 
 
 @pytest.mark.parametrize(

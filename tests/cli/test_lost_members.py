@@ -225,7 +225,7 @@ def test_the_others_go_on_without_who_stands_still_and_with_it_when_it_wakes_up(
         os.kill(stopped, signal.SIGCONT)
 
     assert train(stop_for_a_while, *RING, "sync=bsp", "runtime.heartbeat_timeout_s=4", "stop.seconds=14") == (0, "")
-    check_return(workplace / "run", 1, "was not heard of for 4 s")
+    check_return(workplace / "run", 1, "sent no heartbeat for 4 s")
 
 
 @pytest.mark.slow
@@ -234,4 +234,4 @@ def test_the_process_of_who_stands_still_for_too_long_is_ended(train, workplace:
     own = ("runtime.heartbeat_timeout_s=4", "stop.seconds=8")
     code, err = train(lambda run: os.kill(ranks_of(run)[0], signal.SIGSTOP), *AVERAGES[0], *own)
     assert (code, err) == (0, ""), err
-    check_return(workplace / "run", 0, "was not heard of for 4 s")
+    check_return(workplace / "run", 0, "sent no heartbeat for 4 s")

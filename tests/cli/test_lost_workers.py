@@ -67,7 +67,7 @@ def test_a_worker_that_fails_as_its_cluster_says(workplace, capsys) -> None:
     assert (lost["worker"], lost["reason"]) == (1, "declared")
     assert lost["time_s"] == 1.5, "as it was declared"
     assert main(["train", *LONG, "sync=bsp", "runtime.min_workers=2", "run.dir=few", FAILS]) == 1
-    assert "1 of 2 workers are left, fewer than runtime.min_workers=2" in capsys.readouterr().err
+    assert "1 of 2 workers are running, fewer than runtime.min_workers=2" in capsys.readouterr().err
     assert main(["train", *LONG, "schedule.profile_steps=1000", "run.dir=early", FAILS]) == 1
     said = "ashl: worker 1 failed, as cluster.events says; its log is early/rank1.log\n"
     assert capsys.readouterr().err == said, "a stage that profiles cannot do without it"
@@ -109,9 +109,11 @@ def test_a_worker_that_stood_still_for_too_long_is_dropped_and_comes_anew(train,
         os.kill(stopped, signal.SIGCONT)
 
     assert train(stop_for_a_while, "runtime.heartbeat_timeout_s=4", "stop.seconds=9") == (0, "")
-    check_return(workplace / "run", 1, "was not heard of for 4 s")
+    check_return(workplace / "run", 1, "sent no heartbeat for 4 s")
     said = (workplace / "run/rank1.log").read_text()
-    assert said == "ashl: worker 1 was not heard of for 4 s (runtime.heartbeat_timeout_s), and the run went on\n"
+    assert (
+        said == "ashl: worker 1 sent no heartbeat for 4 s (runtime.heartbeat_timeout_s); the run continues without it\n"
+    )
 
 
 JOIN = [sys.executable, "-m", "ashl.cli", "join"]
@@ -172,7 +174,9 @@ def test_the_place_of_a_killed_worker_is_taken_from_another_terminal(mode, train
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code", "why"), [("SIGINT", 130, "was interrupted"), ("SIGKILL", -9, "vanished")])
+@pytest.mark.parametrize(
+    ("number", "code", "why"), [("SIGINT", 130, "was interrupted"), ("SIGKILL", -9, "disconnected")]
+)
 def test_who_has_joined_is_gone_again(number: str, code: int, why: str, train, workplace) -> None:
     def join(run: Path) -> None:
         lose(run)
@@ -184,7 +188,7 @@ def test_who_has_joined_is_gone_again(number: str, code: int, why: str, train, w
 
     assert train(join, "sync=bsp") == (130, "")
     lost = check_records(workplace / "run", "interrupted")["failed_workers"]
-    assert [(of["worker"], of["why"]) for of in lost] == [(1, "was killed by SIGKILL"), (1, why)]
+    assert [(of["worker"], of["reason"]) for of in lost] == [(1, "was killed by SIGKILL"), (1, why)]
     assert lost[0]["rejoined_s"] < lost[1]["time_s"]
     assert lost[1]["rejoined_s"] is None
 
@@ -198,7 +202,7 @@ def test_who_has_joined_and_is_dropped_joins_anew(train, workplace) -> None:
             wait_for(lambda: (run / "events.jsonl").read_text().count('"worker_failed"') == 2)
             process.send_signal(signal.SIGCONT)
             assert process.stdout is not None
-            assert process.stdout.readline() == f"joins {run} as worker 1, which was not heard of for 4 s\n"
+            assert process.stdout.readline() == f"joins {run} as worker 1, which sent no heartbeat for 4 s\n"
             assert process.stdout.readline().startswith("takes part from ")
             wait_for(lambda: (run / "events.jsonl").read_text().count('"worker_rejoined"') == 2)
             os.kill(os.getpid(), signal.SIGINT)
@@ -206,7 +210,7 @@ def test_who_has_joined_and_is_dropped_joins_anew(train, workplace) -> None:
 
     assert train(join, "sync=bsp", "runtime.heartbeat_timeout_s=4") == (130, "")
     lost = check_records(workplace / "run", "interrupted")["failed_workers"]
-    assert [of["why"] for of in lost] == ["was killed by SIGKILL", "was not heard of for 4 s"]
+    assert [of["reason"] for of in lost] == ["was killed by SIGKILL", "sent no heartbeat for 4 s"]
     assert all(of["rejoined_s"] for of in lost)
 
 
@@ -236,7 +240,7 @@ def door(**other: object) -> str:
         ({"config.yaml": ""}, "this run cannot be joined"),
         ({"job.json": "{"}, "says nothing that a run would (Expecting"),
         ({"job.json": "{}"}, "says nothing that a run would (something came that is broken: host: Field required)"),
-        ({"job.json": door()}, "the run does not go on any longer"),
+        ({"job.json": door()}, "the run has ended"),
         ({"job.json": door(machine="another", name="there")}, "the run is on there, on its loopback; join it there"),
         ({"job.json": door(torch="0.1")}, "the run has torch 0.1, and here is"),
         ({"job.json": door(secret="?")}, "a secret that is none"),
@@ -264,6 +268,6 @@ def test_a_worker_that_stands_still_for_less_is_late(train, workplace) -> None:
 @pytest.mark.slow
 def test_a_stopped_server_is_late(train, workplace) -> None:
     code, err = train(lambda run: os.kill(ranks_of(run)[2], signal.SIGSTOP), "runtime.heartbeat_timeout_s=5")
-    late = "the server (rank 2) was not heard of for 5 s (runtime.heartbeat_timeout_s) and is late; the run ends here"
+    late = "the server (rank 2) sent no heartbeat for 5 s (runtime.heartbeat_timeout_s) and is late; the run ends here"
     assert (code, err) == (1, f"ashl: {late}\n")
     check_records(workplace / "run", "failed")

@@ -120,7 +120,7 @@ def test_a_job_that_dies_where_it_is_has_failed(workplace: Path) -> None:
     code = "import pathlib, sys; p = pathlib.Path(sys.argv[1]); (p / '0.json').unlink(); (p / '1.begun').touch()"
     assert [job.folder.name for job in launched(workplace, code)] == ["a", "b"]
     assert list(summaries(workplace)) == ["b"]
-    assert "gone without a word" in summaries(workplace)["b"]["exit_reason"]
+    assert "ended without a message" in summaries(workplace)["b"]["exit_reason"]
 
 
 def test_a_job_that_is_not_wanted_any_longer_does_not_begin(workplace: Path) -> None:

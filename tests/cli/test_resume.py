@@ -13,7 +13,7 @@ from ashl.errors import AshlError
 from ashl.run.monitor import Monitor
 from ashl.tracking.recorder import METRICS, Recorder
 
-BROKEN = "cannot be gone on from (state.pt is not what was written)"
+BROKEN = "cannot be resumed from (state.pt is not what was written)"
 PAUSED = [
     "runtime=sim",
     "tracking=none",
@@ -46,7 +46,7 @@ def test_records_that_lost_their_end_are_not_gone_on_with(name: str, interrupted
     code, err = resumed(capsys)
     assert code == 2
     assert f"run/{name} has 10 bytes, and had" in err
-    assert "its records would have a gap; run this setting anew" in err
+    assert "its records would have a gap; run this setting again" in err
     assert (interrupted / name).stat().st_size == 10
     assert (interrupted / "summary.json").read_text() == before
     (interrupted / name).unlink()
@@ -116,7 +116,7 @@ def test_a_file_that_is_not_what_was_written_is_not_gone_on_with(interrupted: Pa
         file.write_bytes(text)
     code, err = resumed(capsys)
     assert code == 2
-    assert err.endswith(f"{BROKEN}; run this setting anew\n")
+    assert err.endswith(f"{BROKEN}; run this setting again\n")
 
 
 def test_a_checkpoint_is_resumed_where_it_was_made(workplace, capsys) -> None:

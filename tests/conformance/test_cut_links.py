@@ -152,7 +152,7 @@ def goes_on(job: Job, who: int, act: Callable[[], object]) -> tuple[str, int, st
 @pytest.mark.parametrize("job", MODES, indirect=True)
 def test_a_workers_link_is_cut(job: Job, who: int) -> None:
     why, code, said = goes_on(job, who, lambda: cut(job.names[who]))
-    assert (why, code) == (f"was not heard of for {TIMEOUT_S:g} s", 1)
+    assert (why, code) == (f"sent no heartbeat for {TIMEOUT_S:g} s", 1)
     assert "the job's store at " in said
 
 
@@ -169,14 +169,14 @@ def test_the_link_of_the_store_is_cut(job: Job) -> None:
     home, said = job.home(), ended(job, lambda: cut(job.names[0]))
     store = f"the job's store at {address(job.names[0])}:29500 did not answer for {TIMEOUT_S:g} s"
     assert all(store in sentence for sentence in said[1:]), said
-    missed = "nothing was heard of any other machine" if home == 0 else f"keeps the records, on {job.names[home]},"
+    missed = "no heartbeat from any other node" if home == 0 else f"keeps the records, on {job.names[home]},"
     assert missed in said[0]
 
 
 @pytest.mark.parametrize("job", APART, indirect=True)
 def test_the_link_of_a_server_is_cut_that_is_neither_at_home_nor_at_the_store(job: Job) -> None:
     said = ended(job, lambda: cut(job.names[2]))
-    who = rf"the (server|coordinator) \(rank 2\) on {job.names[2]} was not heard of for {TIMEOUT_S:g} s"
+    who = rf"the (server|coordinator) \(rank 2\) on {job.names[2]} sent no heartbeat for {TIMEOUT_S:g} s"
     assert re.search(who, said[0])
     assert re.search(who, said[1])
     assert "the job's store at " in said[2]
@@ -186,7 +186,7 @@ def test_the_link_of_a_server_is_cut_that_is_neither_at_home_nor_at_the_store(jo
 def test_the_link_of_a_worker_is_cut_whom_others_may_wait_for(job: Job) -> None:
     """In groups in a sum, which cannot be broken off, and in gossip for its model: the run ends."""
     said = ended(job, lambda: cut(job.names[1]))
-    assert f"on {job.names[1]} was not heard of for {TIMEOUT_S:g} s" in said[0]
+    assert f"on {job.names[1]} sent no heartbeat for {TIMEOUT_S:g} s" in said[0]
 
 
 @pytest.mark.parametrize("job", [*MODES, *GOSSIP], indirect=True)
@@ -205,7 +205,7 @@ def test_a_link_is_cut_for_a_while(job: Job) -> None:
 @pytest.mark.parametrize("job", MODES, indirect=True)
 def test_a_process_is_killed(job: Job) -> None:
     who = next(k for k in (1, 2) if k != job.home())
-    assert goes_on(job, who, job.processes[who].kill) == ("vanished", -9, "")
+    assert goes_on(job, who, job.processes[who].kill) == ("disconnected", -9, "")
 
 
 @pytest.mark.parametrize("job", GOSSIP, indirect=True)
@@ -230,7 +230,7 @@ def test_a_process_stands_still(job: Job) -> None:
         time.sleep(1.3 * TIMEOUT_S)
         os.kill(job.processes[who].pid, signal.SIGCONT)
 
-    how = f"was not heard of for {TIMEOUT_S:g} s"
+    how = f"sent no heartbeat for {TIMEOUT_S:g} s"
     why, code, said = goes_on(job, who, act)
     assert (why, code) == (how, EXIT_EVICTED)
-    assert said.endswith(f"{how} (runtime.heartbeat_timeout_s), and the run went on")
+    assert said.endswith(f"{how} (runtime.heartbeat_timeout_s); the run continues without it")

@@ -85,7 +85,7 @@ def test_a_run_goes_on_without_a_killed_worker(
     assert main([*two_hosts, "--", "train", *own]) == 0
     thread.join()
     (lost,) = json.loads(Path("run/summary.json").read_text())["failed_workers"]
-    assert lost["why"] == "vanished"
+    assert lost["reason"] == "disconnected"
     assert "was killed by SIGKILL" in capfd.readouterr().err
 
 

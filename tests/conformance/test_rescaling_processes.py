@@ -85,5 +85,5 @@ def test_jobs_of_another_size(workplace: Path) -> None:
     os.kill(worker_of(more), signal.SIGKILL)
     (said,) = ended(more)
     assert more.returncode == 0, said
-    assert "started anew: the run in three goes on from its last checkpoint" in said
+    assert "restarted: the run in three resumes from its last checkpoint" in said
     assert (summary("three")["num_workers"], json.loads(Path("three/plan.json").read_text())["num_workers"]) == (3, 3)

@@ -129,8 +129,10 @@ def test_0_1_adam_without_adam_is_refused():
     with pytest.raises(UsageError, match="steps as Adam does, and optimizer=muon is another one; take optimizer=adam"):
         planned(*ZERO_ONE, "optimizer=muon")
     with pytest.raises(
-        UsageError, match=r"overlap=delayed makes no sense .* what it exchanges is no update that could"
+        UsageError, match=r"overlap=delayed is not supported .* what it exchanges is no update that could"
     ):
         planned(*ZERO_ONE, "overlap=delayed")
-    with pytest.raises(UsageError, match=r"overlap=wfbp makes no sense .* what it exchanges is not the gradient as it"):
+    with pytest.raises(
+        UsageError, match=r"overlap=wfbp is not supported .* what it exchanges is not the gradient as it"
+    ):
         planned(*MODE, "compression=none", "overlap=wfbp")

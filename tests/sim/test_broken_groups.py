@@ -73,7 +73,7 @@ def test_a_loss_at_any_moment(mode: str) -> None:
 
 def test_the_run_ends_where_too_few_are_left() -> None:
     plan = with_events(planned(*SIZES, "stop.seconds=1", "runtime.min_workers=3"), lost(0, 0.1))
-    with pytest.raises(AshlError, match=r"2 of 3 workers are left, fewer than runtime\.min_workers=3"):
+    with pytest.raises(AshlError, match=r"2 of 3 workers are running, fewer than runtime\.min_workers=3"):
         run(plan)
 
 
@@ -107,8 +107,12 @@ def test_on_processes_it_goes_on_where_gloo_sums() -> None:
     [
         (("topology=all_reduce", "sync=bsp"), {}, None),
         (GROUPS[-2:], {}, None),
-        (("topology=gossip", "sync=d_psgd"), {}, "sync=d_psgd lets nobody back; drop it, or take"),
-        (("topology=parameter_server", "sync=bsp"), {"name": "torchrun"}, "others have started these processes"),
+        (("topology=gossip", "sync=d_psgd"), {}, "sync=d_psgd does not support rejoins; drop it, or take"),
+        (
+            ("topology=parameter_server", "sync=bsp"),
+            {"name": "torchrun"},
+            "the launcher of the job starts these processes",
+        ),
         (("topology=parameter_server", "sync=bsp"), {"checkpoint_s": 1.0}, r"leaves checkpoints \(run.checkpoint_s\)"),
     ],
 )

@@ -214,8 +214,8 @@ def test_failures_at_random_never_end_a_run() -> None:
 @pytest.mark.parametrize(
     ("events", "least", "said"),
     [
-        ((lost(0, 0.1), lost(1, 0.2), lost(2, 0.3)), 1, r"worker 2 is lost at 0\.32 s and 0 of 3 workers are left"),
-        ((lost(0, 0.1),), 3, r"2 of 3 workers are left, fewer than runtime\.min_workers=3"),
+        ((lost(0, 0.1), lost(1, 0.2), lost(2, 0.3)), 1, r"worker 2 failed at 0\.32 s and 0 of 3 workers remain"),
+        ((lost(0, 0.1),), 3, r"2 of 3 workers are running, fewer than runtime\.min_workers=3"),
         (({"time_s": 0.1, "server_fail": True},), 1, r"the server failed at 0\.1 s, as cluster\.events says"),
     ],
 )
@@ -227,7 +227,7 @@ def test_the_run_ends_where_too_few_are_left(events: tuple[dict, ...], least: in
 
 def test_a_loss_while_profiling_ends_the_run_and_one_after_it_does_not() -> None:
     plan = planned(*RUN, "schedule=ashl", "stop.steps=120", "eval.every_commits=5")
-    with pytest.raises(PeerLostError, match="rank 1 is gone"):
+    with pytest.raises(PeerLostError, match="rank 1 has failed"):
         run(with_events(plan, lost(1, 0.5)))
     drift = {"time_s": 0.0, "worker": 0, "compute": 6.0}
     ran = run(with_events(plan, drift, lost(1, 2.4), back(1, 2.9)))
@@ -299,7 +299,7 @@ def test_what_cannot_go_on_is_refused_with_what_to_take() -> None:
         with pytest.raises(UsageError, match=said):
             check_faults(changed, plan.stages, checkpoint_s)
 
-    refused("sync=spy, which cannot go on without a failed worker; remove", sync=conf_option("sync", "spy"))
+    refused("sync=spy, which cannot continue without a failed worker; remove", sync=conf_option("sync", "spy"))
     refused("overlap=wfbp is not built yet: .* take overlap=none", overlap=conf_option("overlap", "wfbp"))
     refused("no checkpoint holds yet", 1.0)
     server = Event(time_s=1.0, server_fail=True)

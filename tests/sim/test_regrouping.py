@@ -245,8 +245,8 @@ def test_losses_one_after_the_other_and_a_return_before_anybody_has_noticed() ->
 @pytest.mark.parametrize(
     ("events", "least", "said"),
     [
-        ((lost(0, 0.1), lost(1, 0.2), lost(2, 0.3)), 1, r"worker 2 is lost at 0\.3 s and 0 of 3 workers are left that"),
-        ((lost(0, 0.1),), 3, r"2 of 3 workers are left, fewer than runtime\.min_workers=3"),
+        ((lost(0, 0.1), lost(1, 0.2), lost(2, 0.3)), 1, r"worker 2 failed at 0\.3 s and 0 of 3 workers remain that"),
+        ((lost(0, 0.1),), 3, r"2 of 3 workers are running, fewer than runtime\.min_workers=3"),
     ],
 )
 def test_the_run_ends_where_too_few_are_left(events: tuple[dict, ...], least: int, said: str) -> None:

@@ -25,7 +25,7 @@ from tests.swarm.test_swarm_overlap import drawn_parts
 
 SEEDS, MANY = 60, 2_000
 FIRST = 40_000  # other clusters than those of the other swarms
-ENDS = ("fewer than runtime.min_workers", "workers are left that have the model")
+ENDS = ("fewer than runtime.min_workers", "workers remain that have the model")
 
 
 def befallen_cluster(rng: random.Random) -> Cluster:

@@ -49,15 +49,15 @@ def laws(option: Codec) -> list[Law]:
 
 
 MEANT = {
-    "unbiased": "E C(x) = x: what is lost evens out",
+    "unbiased": "E C(x) = x: errors average out",
     "contraction": "E‖C(x) − x‖² < ‖x‖²: error feedback may be used",
     "drains": "‖C(x) − x‖ ≤ ‖x‖: what error feedback keeps stays bounded, so it may be used",
-    "linear": "the sum of bodies decodes to the sum: an all-reduce adds them up on its way",
+    "linear": "the sum of bodies decodes to the sum: an all-reduce adds them in flight",
     "lossless": "C(x) = x",
     "variable": "how long a body is depends on x",
     "full_gradient": "needs the gradient over all samples",
     "reduces": "all bodies of a merge are decoded together",
-    "scale_free": "the length of x is lost: for gradients, not for differences between models",
+    "scale_free": "the norm of x is not preserved: for gradients, not for differences between models",
 }
 
 

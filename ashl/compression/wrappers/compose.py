@@ -24,8 +24,9 @@ def wrap_codec(option: Codec, layout: Layout) -> Codec:
         if isinstance(codec, MomentumCorrection):
             key, fix = f"momentum={option.momentum:g}", "set compression.momentum=null, and optimizer.momentum instead"
         raise UsageError(
-            f"compression.{key} keeps what is not sent for later, which needs a codec that never enlarges an update, "
-            f"and compression={type(option).__module__.rpartition('.')[2]} as it is set here may; {fix}"
+            f"compression.{key} adds the compression error to the next update, which needs a codec whose error never "
+            f"exceeds the update, and compression={type(option).__module__.rpartition('.')[2]} as it is set here may; "
+            f"{fix}"
         )
     if option.beta is not None:
         codec = RunningMean(codec, option.beta)
