@@ -413,7 +413,7 @@ def end(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> int:
     return end_piggybacked(ctx, stage, state, reason, state.formed_ns if stage.elastic else ctx.now_ns)
 
 
-# --- a model that comes back group by group, beneath the next forward pass --------------------------------------------
+# A model that comes back group by group, beneath the next forward pass
 #
 # Steps whose sums go on during the next forward pass, which waits for the model layer group by layer group.
 #
@@ -557,7 +557,7 @@ async def gather_sum(team: ProcessGroup, chunk: Any) -> Any:
     return await team.ctx.all_reduce(chunk, team.ranks, "gather")
 
 
-# --- a gradient that is summed in parts, during backward --------------------------------------------------------------
+# A gradient that is summed in parts, during backward
 #
 # A step whose gradient is summed in parts, while backward goes on.
 #
@@ -640,7 +640,7 @@ async def sum_part(team: ProcessGroup, coding: Coding | None, k: int, body: Any)
     return await (team.all_reduce(body, team.weight) if coding is None else coding.exchange_bucket(team, k, body))
 
 
-# --- one fragment of the model at a time ------------------------------------------------------------------------------
+# One fragment of the model at a time
 #
 # An all-reduce of one fragment of the model at a time, beside local steps, see `ashl.overlap.streaming` and `loscar`.
 #
@@ -719,7 +719,7 @@ def apply_fragment(
     return fragment.put(state.params, params), tuple(held), progress
 
 
-# --- members that fail and rejoin -------------------------------------------------------------------------------------
+# Members that fail and rejoin
 #
 # Who takes part in an all-reduce: it goes on without workers that are lost, and with those that come (back).
 #

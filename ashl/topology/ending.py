@@ -1,16 +1,16 @@
-"""How a stage ends, whatever the topology: by one of two ways in which its last word reaches everybody.
+"""Ends of stages, for every topology. The final signal reaches all ranks in one of two ways.
 
-Asked: whoever answers the workers says the word with its answer. That is the server, the coordinator or the group
-generator; it alone counts and judges (`stop_decision`).
+Decided by the coordinator: a server, a coordinator or a group generator answers the workers. It alone counts and
+decides (`stop_decision`), and sends the signal with its answers.
 
-Ridden: nobody is asked. All count alike, and what rank 0 alone can know (seconds, evaluations, an interrupt) rides on
-the next exchange as a number (`local_stop`), so that everybody reads the same reason off the same exchange.
+Piggybacked: no rank answers. All ranks count identically. Rank 0 alone knows seconds, evaluations and interrupts; it
+adds a number to the next exchange (`local_stop`), so all ranks read the same reason from the same exchange.
 
-NEXT: another stage follows, and the work that is under way still counts. STOP: the run is over, and it does not.
+NEXT: another stage follows, and work in flight is merged. STOP: the run is over, and work in flight is dropped.
 
-`stop.seconds` is a budget: the clock of the records ends there, and nothing later counts. Who is asked is so in time;
-where the word rides, merges go on until it has reached everybody, and a rank that sees one end past the budget keeps
-what it had before (`keep_in_time`), which is what the run ends with (`within_budget`).
+`stop.seconds` is a budget: records end at that time, and nothing later counts. A coordinator ends in time. With a
+piggybacked signal, merges continue until all ranks have read it. A rank that sees a merge after the budget keeps the
+state before that merge (`keep_within_budget`), and the run ends with it (`within_budget`).
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ class InTime(NamedTuple):
 
 
 class Budgeted(Protocol):
-    """The state of a rank to which the last word rides."""
+    """State of a rank that reads the final signal from an exchange."""
 
     params: Any
     progress: Any
@@ -69,17 +69,17 @@ def within_budget(ctx: RankContext, stage: Stage, state: Budgeted, reason: str) 
 
 
 def drop_reason(signal: int) -> str:
-    """The reason why steps in flight are dropped when a stage ends with this word."""
+    """Return the reason under which steps in flight are dropped when a stage ends with this signal."""
     return STAGE_END if signal == NEXT else RUN_END
 
 
 def end_time_ns(stage: Stage, now_ns: int) -> int:
-    """The moment at which a stage ends that ends now: within the budget, whatever is still being applied."""
+    """Return the end time of a stage that ends now: at most the end of the budget."""
     return int(min(now_ns, stage.stop_criteria.deadline_ns))
 
 
 def stop_decision(ctx: RankContext, stage: Stage, progress: RunProgress) -> tuple[int, str | None]:
-    """Asked: (GO, NEXT or STOP, why)."""
+    """Decide for all workers. Returns: (GO, NEXT or STOP; the reason or None)."""
     if reason := stage.stop_criteria.over(progress) or ctx.stopping:
         return STOP, reason
     if stage.plan.until and (rule := stage.stop_criteria.reached(progress, ctx.now, ctx.scores)):
@@ -88,7 +88,7 @@ def stop_decision(ctx: RankContext, stage: Stage, progress: RunProgress) -> tupl
 
 
 def local_stop(ctx: RankContext, stage: Stage, progress: RunProgress) -> str | None:
-    """Ridden: what rank 0 tells the others with the next exchange."""
+    """Return the reason that rank 0 adds to the next exchange, or None."""
     if reason := ctx.stopping or ("seconds" if ctx.now >= stage.stop_criteria.deadline_s else None):
         return reason
     return "next" if stage.stop_criteria.reached(progress, ctx.now, ctx.scores) else None

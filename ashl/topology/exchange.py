@@ -100,7 +100,7 @@ def least_ratio(stage: Stage) -> float:
     return min(worker.compression_ratio for worker in stage.plan.workers)
 
 
-# --- parts of a vector, encoded one by one ----------------------------------------------------------------------------
+# Parts of a vector, encoded one by one
 #
 # A codec in each message of a gradient that travels in parts: each selects, and keeps what it left out, by itself.
 #

@@ -232,7 +232,7 @@ def accumulate(stage: Stage, total: Any, params: Any, rank: int, step: int, lr: 
     return loss, grad * lr if total is None else total + grad * lr
 
 
-# --- work that is exchanged while the next piece is computed ----------------------------------------------------------
+# Work that is exchanged while the next piece is computed
 #
 # Work that is exchanged while the next piece of it is computed, see `ashl.overlap.contract.Delayed`.
 #

@@ -1,9 +1,11 @@
-"""Parameter server: workers push what they computed, the server merges it and answers with the model.
+"""Parameter server: workers push updates, the server merges them into the model and answers with the model.
 
-Rule: on a push of worker i the server folds it into the model (`aggregate` weighs, `outer` steps), then answers every
-worker that may go on (`sync.may_proceed`). Traffic per exchange and worker: one push and one pull of the model. With
-`runtime.on_worker_failure=reshard` each surviving worker goes on with its part of a failed worker's data, from the
-first round that it begins after the answer that tells it.
+Data flow: a worker computes on the model that it pulled last and sends a push. The server decodes the push, merges it
+once `quorum` pushes are there (`aggregate` sets the weights, `outer` takes the step), and answers every waiting worker
+that `sync.may_proceed` names. Traffic per worker and exchange: one push and one pull of the model.
+States of a stage: GO; NEXT, while pushes in flight are merged before the next stage; STOP, at the end of the run.
+With `runtime.on_worker_failure=reshard` each surviving worker also trains on its part of a failed worker's data, from
+the first round that it begins after the reply that reports the failure.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 """
@@ -73,10 +75,10 @@ from ashl.topology.replies import ADMISSION_FIELDS, AS_PLANNED, PULL_FIELDS, Adm
 
 
 class Updates:
-    """What goes back and forth: updates up, the model down. A rule may bring other messages (`ServerRule.messages`).
+    """Messages between worker and server: updates in pushes, the model in pulls.
 
-    `plain`: needs an optimizer that leaves its steps nothing but the learning rate to say. `unbiased`: needs a codec
-    that keeps the mean. `whole`: made of a worker's whole shard at once, now and then.
+    `plain`: the optimizer's step depends on nothing but the learning rate. `unbiased`: the codec must be unbiased.
+    `whole`: some pushes are computed from the whole shard of a worker.
     """
 
     plain: ClassVar[bool] = False
@@ -84,7 +86,7 @@ class Updates:
     whole: ClassVar[bool] = False
 
     async def make_push(self, ctx: RankContext, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
-        """(work, body, loss) of a worker's next push."""
+        """Compute the next push of a worker. Returns: (work, payload, loss)."""
         if stage.delayed is not None:
             work = await exchangeable_work(ctx, stage, state)
         else:
@@ -93,25 +95,25 @@ class Updates:
         return work, body, loss
 
     def admission_payload(self, stage: Stage, state: ServerState) -> Any:
-        """What a worker begins with that comes while the others run."""
+        """Return the payload that a joining worker starts from."""
         return state.params
 
     def apply_admission(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
-        """... at that worker; `kept` is what it was in a checkpoint, where it comes from one."""
+        """Start a joining worker from `body`; `kept` is its state in a checkpoint, or None."""
         state.params = body
 
     def on_membership_change(self, stage: Stage, state: ServerState, rank: int) -> None:
-        """This worker is gone, or is about to come (`progress.gone` says which)."""
+        """Update the server's state once this worker has failed (it is in `progress.gone`) or rejoins (it is not)."""
         state.rule_state = rule_of(stage).on_membership_change(stage, state.rule_state, state.progress, rank)
 
     def apply_push(
         self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
     ) -> Coroutine[Any, Any, bool]:
-        """What a push that is not late does to the server's state; whether the model changed."""
+        """Apply a push that is not too stale. Returns: True if the model changed."""
         return (merge_fragment_push if stage.fragments else merge_push)(ctx, stage, state, message)
 
     async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
-        """The body of the reply to a worker: the model, or what a compressed pull brings of it; None = nothing new."""
+        """Return the payload of a reply: the model, or its compressed difference; None if the model did not change."""
         if stage.fragments:
             return await answer_fragment(ctx, stage, state, rank)
         if not changed or stage.topology.pull_ratio is None:
@@ -121,68 +123,69 @@ class Updates:
         return await ctx.compute(pull, work=1, kind="compress")
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
-        """The model that a worker goes on with after a pull; at a border it is given the server's, as it is."""
+        """Return the model that a worker continues with after a pull; not called at a stage boundary."""
         return stage.link.pulled(state.params, body)
 
 
 class ServerRule(Rule, contract=True):
-    """What a server asks its sync mode. The defaults are ASP's: nobody ever waits.
+    """Sync mode of a parameter server. The defaults are those of ASP: no worker ever waits.
 
-    `state` is the rule's own, made by `begin` and passed on by `observe`; it lies in the server's state, so it is made
-    of plain values. Questions change nothing: asked twice, they have the same answer.
+    `state` belongs to the rule: `begin` makes it, `observe` returns the next one. Checkpoints of the server
+    hold it, so it consists of plain values. All methods are pure: equal arguments give equal results.
     """
 
-    takes_all: ClassVar[bool] = False  # whether the server takes in all that has come before it answers anyone
+    takes_all: ClassVar[bool] = False  # if True, the server handles every push that has arrived before it answers
 
     def quorum(self, num_workers: int) -> int:
-        """How many pushes make a merge. Raises UsageError where there are not so many workers."""
+        """Return the number of pushes of a merge. Raises: UsageError if there are fewer workers."""
         return 1
 
     def accepts(self, staleness: int) -> bool:
-        """Whether a push is used at all; if not, it is dropped and counted."""
+        """Return True if a push is merged; otherwise it is dropped and counted as dropped."""
         return True
 
     def begin(self, stage: Stage, progress: Progress) -> Any:
-        """The rule's own state when a stage begins."""
+        """Return the rule's state at the start of a stage."""
         return None
 
     def may_proceed(self, state: Any, progress: Progress) -> Iterable[int]:
-        """The waiting workers that may go on now."""
+        """Return the waiting workers that may proceed now."""
         return progress.waiting
 
     def observe(self, stage: Stage, state: Any, progress: Progress, push: Push) -> Any:
-        """A push has been taken in, at `progress.now_s`: the rule's state from here on."""
+        """Return the rule's state after a push that arrived at `progress.now_s`."""
         return state
 
     def closes_s(self, state: Any, progress: Progress) -> float:
-        """With `takes_all`: when what has come is merged, however few; until then more is taken in. -inf: by a quorum
-        alone."""
+        """Return the time (seconds) at which buffered pushes are merged even without a quorum; -inf: never.
+
+        Applies with `takes_all` only.
+        """
         return -math.inf
 
     def next_assignment(self, stage: Stage, state: Any, progress: Progress, rank: int) -> Assignment | None:
-        """What this worker, which goes on at `progress.now_s`, does next; None = as planned."""
+        """Return the work of this worker, which proceeds at `progress.now_s`; None: as planned."""
         return None
 
     def on_membership_change(self, stage: Stage, state: Any, progress: Progress, rank: int) -> Any:
-        """This worker is gone, or has come (`progress.gone` says which): the rule's state from here on."""
+        """Return the rule's state once this worker has failed (it is in `progress.gone`) or rejoined (it is not)."""
         return state
 
     def on_rescale(self, stage: Stage, state: Any, progress: Progress) -> Any:
-        """The run goes on with another number of workers, from `progress.now_s` on: what of the rule's state holds for
-        them, too."""
+        """Return the rule's state for a run that resumes with another number of workers at `progress.now_s`."""
         return self.begin(stage, progress)
 
     def lr_scale(self, state: Any) -> float:
-        """What the server's learning rate is multiplied with."""
+        """Return the factor of the server's learning rate."""
         return 1.0
 
     def messages(self) -> Updates:
-        """What goes back and forth instead of updates and models, in the same loops."""
+        """Return the messages that this mode exchanges, see `Updates`."""
         return UPDATES
 
 
 class BarrierRule(ServerRule, contract=True):
-    """A server's rule by which nobody goes on before all have come."""
+    """Base of synchronous modes: every worker waits until all workers have pushed."""
 
     averages: ClassVar[bool] = True
     in_rounds: ClassVar[bool] = True
@@ -394,7 +397,7 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
     return state.signal
 
 
-# --- what the server makes of a push ----------------------------------------------------------------------------------
+# What the server makes of a push
 #
 # What a parameter server makes of pushes: taken in, folded into the model, and answered.
 
@@ -545,7 +548,7 @@ def assignment_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, flo
     return stage.at_most(planned, rank, rest), ratio, assignment.interval_s, assignment.batch
 
 
-# --- workers that fail and rejoin -------------------------------------------------------------------------------------
+# Workers that fail and rejoin
 #
 # Who takes part: a parameter server goes on without a worker that is lost, and with one that comes (back).
 #
@@ -715,7 +718,7 @@ async def join(
     return stage.index, state
 
 
-# --- the end of a stage -----------------------------------------------------------------------------------------------
+# The end of a stage
 #
 # How a parameter server ends a stage: what is under way is called in or dropped, and every worker is answered.
 
@@ -767,7 +770,7 @@ async def finish_stage(
         ctx.time_accounting.close(end_ns)
 
 
-# --- messages in parts ------------------------------------------------------------------------------------------------
+# Messages in parts
 #
 # What travels between a worker and the parameter server in parts, while the worker computes.
 #
@@ -831,7 +834,7 @@ async def assemble_push(ctx: RankContext, stage: Stage, push: Message) -> Messag
     return push._replace(body=together([part.body for part in parts]), start_ns=min(part.start_ns for part in parts))
 
 
-# --- the way back
+# The way back
 
 
 def pull_comes_in_parts(stage: Stage) -> bool:
@@ -877,7 +880,7 @@ async def settle_pull(ctx: RankContext, stage: Stage, state: WorkerState) -> boo
     return True
 
 
-# --- slices that are merged by themselves -----------------------------------------------------------------------------
+# Slices that are merged by themselves
 #
 # A server that merges slice by slice, where all wait for all.
 #
@@ -900,7 +903,7 @@ def last_slice_stage(stage: Stage) -> Stage:
     return replace(stage, size=stop - start)
 
 
-# --- at a worker
+# At a worker
 
 
 async def push_slices(ctx: RankContext, stage: Stage, samples: int) -> Any:
@@ -925,7 +928,7 @@ async def receive_slices(ctx: RankContext, stage: Stage, body: Any) -> Any:
     return together([came[place] for place in sorted(came)])
 
 
-# --- at the server
+# At the server
 
 
 async def on_slice(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
@@ -998,7 +1001,7 @@ def finish_if_complete(stage: Stage, state: ServerState) -> bool:
     return True
 
 
-# --- slices in the order in which forward needs them ------------------------------------------------------------------
+# Slices in the order in which forward needs them
 #
 # Slices through a server by priority: those that the next forward pass needs first go before the others.
 #
@@ -1020,7 +1023,7 @@ def slice_numbers(stage: Stage) -> list[range]:
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-# --- at a worker
+# At a worker
 
 
 async def step_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
@@ -1089,7 +1092,7 @@ async def cancel_exchange(ctx: RankContext, stage: Stage, state: WorkerState) ->
     await ctx.discard(*groups, *(tag for _, tag in stage.ready), stage.tag("had"))
 
 
-# --- at the server
+# At the server
 
 
 def count_step(stage: Stage, state: ServerState, message: Message) -> bool:
@@ -1113,7 +1116,7 @@ async def drain_slices(ctx: RankContext, stage: Stage, state: ServerState) -> No
         await on_slice(ctx, stage, state, await ctx.recv(stage.tag("slice")))
 
 
-# --- one fragment of the model at a time ------------------------------------------------------------------------------
+# One fragment of the model at a time
 #
 # A server that merges one fragment of the model at a time, see `ashl.overlap.streaming` and `loscar`.
 #

@@ -381,7 +381,7 @@ async def release_workers(ctx: RankContext, stage: Stage, state: MakerState, wor
         await ctx.send(worker, stage.tag("group", state.lives.get(worker, 0)), meta=meta)
 
 
-# --- groups that lose a member, and workers that rejoin ---------------------------------------------------------------
+# Groups that lose a member, and workers that rejoin
 #
 # Groups that lose a member, and workers that come, where models are averaged in groups.
 #
@@ -443,7 +443,7 @@ def lives_in(message: Message) -> tuple[int, ...]:
     return () if message.body is None else tuple(message.body.tolist())
 
 
-# --- at the coordinator
+# At the coordinator
 
 
 async def on_membership(ctx: RankContext, stage: Stage, state: MakerState, message: Message) -> list[Group]:
@@ -602,7 +602,7 @@ async def reject_late_joins(ctx: RankContext, state: MakerState) -> None:
             state.donor_of[message.src], state.lives[message.src] = NOBODY, int(message.meta[0])
 
 
-# --- at a worker
+# At a worker
 
 
 async def form_remaining_group(ctx: RankContext, stage: Stage, number: float) -> Team:
