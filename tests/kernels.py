@@ -17,8 +17,7 @@ from ashl.cluster.spec import Cluster, RealCluster
 from ashl.cluster.speed import Speed
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_context import RankContext
-from ashl.runtime.records import Record, Snapshot, TimeTotals, UpdateShown
-from ashl.runtime.sampling import Rounds
+from ashl.runtime.records import Record, Rounds, Snapshot, TimeTotals, UpdateShown
 from ashl.runtime.sim import Sim
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import NEVER
@@ -143,7 +142,7 @@ def play(
         result = kernel.run(main)
         store.set(f"done/{rank}", "1")
         store.wait([f"done/{peer}" for peer in range(ranks)])
-        kernel.goodbye(5)
+        kernel.close_connections(5)
         return result, None, in_seconds(seen.totals[rank])
 
     say(end, store, rank, ranks, played)

@@ -11,7 +11,7 @@ from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.plan.plan import Limits
 from ashl.planning.predict import WITHOUT
 from ashl.runtime.rank_context import RankContext
-from ashl.stage.program import role
+from ashl.stage.program import select_loop
 from ashl.stage.stage import STOP, Stage
 from ashl.topology.gossip import Gossip
 from tests.conf_option import conf_option
@@ -58,7 +58,7 @@ def mixed(sync: Any, topology: Any, n: int, rounds: int, seed: int = 0, **fields
         state = topology.begin(ctx, stage)
         if ctx.rank < n:
             state.params = start_of(ctx.rank)
-        assert await role(stage, ctx.rank)(ctx, stage, state) == STOP
+        assert await select_loop(stage, ctx.rank)(ctx, stage, state) == STOP
         ctx.snapshot(state.params, final=True)
 
     _, seen = run(cluster, (stage,), seed, main)

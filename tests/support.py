@@ -20,11 +20,10 @@ from ashl.planning.instantiate import assemble
 from ashl.run.evaluation import EvaluatedModel, ModelSet, make_model_set, rises
 from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
-from ashl.runtime.records import Joined, Lost, Record, Snapshot, UpdateShown, as_fields
-from ashl.runtime.sampling import Rounds
+from ashl.runtime.records import Joined, Lost, Record, Rounds, Snapshot, UpdateShown, as_fields
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
-from ashl.stage.program import hearing, program
+from ashl.stage.program import program, ranks_to_notify
 from ashl.stage.stage import Stage
 
 
@@ -120,7 +119,7 @@ def befallen(sim: Sim, cluster: Any, seed: int, stages: tuple[Stage, ...]) -> Ca
     """What all ranks play, with what befalls the cluster."""
     play = partial(program, stages=stages)
     if cluster.fault_kinds:
-        Churn(sim, cluster, seed, stages[0].min_workers, partial(hearing, stages), play)
+        Churn(sim, cluster, seed, stages[0].min_workers, partial(ranks_to_notify, stages), play)
     return play
 
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ashl.errors import AshlError
-from ashl.runtime import subset_sum
+from ashl.runtime import collectives
 from ashl.runtime.effects import Broken, Formed, Regroup
-from ashl.runtime.regroup_consensus import RegroupConsensus, knock
-from ashl.runtime.rendezvous import of_some
+from ashl.runtime.regroup_consensus import RegroupConsensus, join_key
+from ashl.runtime.rendezvous import make_group
 from tests.disturbed import wait_for
 
 
@@ -48,12 +48,12 @@ def test_what_ends_as_a_look_is_over_has_ended() -> None:
 
 def test_who_is_lost_of_a_team_that_others_have_formed() -> None:
     consensus = RegroupConsensus(Store(), 0, (0, 1, 2), [].append)
-    consensus.lose(1)
-    consensus.meet(1, 1)
+    consensus.mark_failed(1)
+    consensus.mark_connected(1, 1)
     assert consensus.lost_of((0, 1)) == {1}, "it is one of its first life"
     assert consensus.lost_of((0, 1), (0, 1)) == frozenset()
-    assert consensus.broken((0, 1), RuntimeError()) == Broken(1)
-    consensus.lose(1, 1)
+    assert consensus.await_failure((0, 1), RuntimeError()) == Broken(1)
+    consensus.mark_failed(1, 1)
     assert consensus.lost_of((0, 1, 2), (0, 1, 0)) == {1}
 
 
@@ -63,11 +63,11 @@ def test_a_sum_by_groups_of_two() -> None:
 
     def member(rank: int) -> tuple[Tensor, str]:
         mine = [(pair, pair.index(rank)) for pair in pairs if rank in pair]
-        ways = {pair[1 - at]: (of_some(f"{pair}", store, at), 1 - at) for pair, at in mine}
-        whole = subset_sum.all_reduce(torch.full((5,), 10.0**rank), (0, 1, 2), rank, 7, ways)
+        ways = {pair[1 - at]: (make_group(f"{pair}", store, at), 1 - at) for pair, at in mine}
+        whole = collectives.all_reduce_subset(torch.full((5,), 10.0**rank), (0, 1, 2), rank, 7, ways)
         with pytest.raises(RuntimeError) if rank < 2 else nullcontext() as caught:
             if rank < 2:
-                subset_sum.all_reduce(torch.ones(5), (0, 1, 2), rank, 7, ways, {2})
+                collectives.all_reduce_subset(torch.ones(5), (0, 1, 2), rank, 7, ways, {2})
         return whole, str(caught and caught.value)
 
     with ThreadPoolExecutor(3) as threads:
@@ -86,8 +86,12 @@ class Stores:
         return self.store
 
 
-def members(ranks: Iterable[int], stores: Stores, lives: dict[int, int] | None = None) -> dict[int, RegroupConsensus]:
-    made = {rank: RegroupConsensus(stores, rank, (0, 1, 2), [].append, (lives or {}).get(rank, 0)) for rank in ranks}
+def members(
+    ranks: Iterable[int], stores: Stores, incarnations: dict[int, int] | None = None
+) -> dict[int, RegroupConsensus]:
+    made = {
+        rank: RegroupConsensus(stores, rank, (0, 1, 2), [].append, (incarnations or {}).get(rank, 0)) for rank in ranks
+    }
     for consensus in made.values():
         consensus._group = lambda: None  # type: ignore[method-assign]
     return made
@@ -103,21 +107,21 @@ def regrouped(asks: dict[RegroupConsensus, Regroup]) -> list[Formed]:
 def test_a_loss_a_return_and_the_end() -> None:
     stores = Stores()
     zero, _, two = members((0, 1, 2), stores).values()
-    zero.lose(1)
+    zero.mark_failed(1)
     assert not zero.join_pending
     formed = regrouped({zero: Regroup(5), two: Regroup(4)})  # one has noticed, one is a merge ahead
     assert formed == [Formed(2, (0, 2), 4, 0, (1,), (), 7, (0, 0))] * 2
 
     (back,) = members((1,), stores, {1: 1}).values()
     for other in (zero, two):
-        other.meet(1, 1)
+        other.mark_connected(1, 1)
         assert other.join_pending
     early = regrouped({zero: Regroup(6, 0, True), two: Regroup(6, 0, True)})
     assert early[0].came == (), "it has not knocked"
     assert early[0].ranks == (0, 2)
     with ThreadPoolExecutor(1) as thread:
         waits = thread.submit(back.regroup, Regroup(-1), lambda: 7)
-        wait_for(lambda: stores.store.check([knock(1, 1)]), 10)
+        wait_for(lambda: stores.store.check([join_key(1, 1)]), 10)
         formed = regrouped({zero: Regroup(7, 0, True), two: Regroup(7, 0, True)})
         assert waits.result(10)[0]._replace(lost=()) == formed[0] == Formed(4, (0, 1, 2), 7, 0, (), (1,), 7, (0, 1, 0))
     assert not any((zero.join_pending, zero.lost, back.lost))
@@ -133,12 +137,12 @@ def test_a_loss_a_return_and_the_end() -> None:
 def test_who_comes_when_the_run_is_over_or_nobody_has_the_model() -> None:
     stores = Stores()
     zero, _, two = members((0, 1, 2), stores).values()
-    zero.lose(1)
+    zero.mark_failed(1)
     assert [found.signal for found in regrouped({zero: Regroup(5, 2), two: Regroup(5, 2)})] == [2, 2]
     (late,) = members((1,), stores, {1: 1}).values()
     assert late.regroup(Regroup(-1), lambda: 7)[0].signal == 2
     (alone,) = members((1,), Stores(), {1: 1}).values()
-    alone.lose(0)
-    alone.lose(2)
+    alone.mark_failed(0)
+    alone.mark_failed(2)
     with pytest.raises(AshlError, match="0 of 3 workers remain that have the model"):
         alone.regroup(Regroup(-1), lambda: 7)

@@ -18,7 +18,7 @@ from ashl.run.launcher_env import JobMembership
 from ashl.run.metrics import Health
 from ashl.run.monitor import MonitorState
 from ashl.run.train import find_restarted_run
-from ashl.runtime.rank_checkpoint import folder_of, numbered, part_of, write
+from ashl.runtime.rank_checkpoint import folder_of, list_checkpoints, part_of, write
 from ashl.runtime.records import CheckpointPartSaved, Counts, Heartbeat
 from ashl.tracking import jsonl
 
@@ -85,7 +85,7 @@ def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(tmp_p
     content[-1] += flipped
     checkpoint_manager.add_part(record, home, content)
     if flipped:
-        assert not numbered(tmp_path)
+        assert not list_checkpoints(tmp_path)
         assert "rank 0 could not write its part (other bytes came than it sent)" in checkpoint_manager.warning
         return
     saved = checkpoints.newest(tmp_path, "run")
@@ -107,7 +107,7 @@ def test_one_that_a_rank_was_past_is_none_and_the_next_is_further_ahead(tmp_path
     assert checkpoint_manager.propose(beat(40, 2.0)) == (1, 101)  # two seconds ahead
     made(checkpoint_manager, 1, (101, 101), error="no space left on device")
     assert "rank 1 could not write its part (no space left on device)" in checkpoint_manager.warning
-    assert not numbered(tmp_path)
+    assert not list_checkpoints(tmp_path)
 
 
 def test_at_their_own_pace_none_may_be_older_than_the_server(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_at_their_own_pace_none_may_be_older_than_the_server(tmp_path: Path) -> 
     for number, versions in enumerate([(33, 31, 31), (31, 30, 31)]):
         checkpoint_manager.wanted, checkpoint_manager.kept = (number, 30), {}
         made(checkpoint_manager, number, versions)
-    assert numbered(tmp_path) == [0]
+    assert list_checkpoints(tmp_path) == [0]
     found = checkpoints.newest(tmp_path, "run")
     assert (found.how, found.time_ns, found.home_ns) == (SERVER, 3 * SECOND + 2, 3 * SECOND + 2)
 
@@ -127,7 +127,7 @@ def kept(tmp_path: Path) -> Path:
     for number in range(3):
         checkpoint_manager.wanted, checkpoint_manager.kept = (number, 31), {}
         made(checkpoint_manager, number, (31, 31))
-    assert numbered(tmp_path) == [1, 2]
+    assert list_checkpoints(tmp_path) == [1, 2]
     return tmp_path
 
 

@@ -11,7 +11,7 @@ from ashl.config.catalog import CONF, catalog, load, parameters
 from ashl.config.compose import PRESETS, compose
 from ashl.errors import AshlError, NoEffectError, UsageError
 from ashl.planning.compile_plan import compile_plan
-from ashl.runtime.effects import PeerLostError
+from ashl.runtime.effects import PeerFailedError
 from tests.every_key import (
     ALWAYS,
     BESIDE,
@@ -42,7 +42,7 @@ def recorded(overrides: tuple[str, ...], typed: tuple[str, ...] = ()) -> str:
     plan = compile_plan(compose(overrides), None, typed, strict=True)
     try:
         ran = run(plan)
-    except (AshlError, PeerLostError) as error:  # how a run fails is recorded, too
+    except (AshlError, PeerFailedError) as error:  # how a run fails is recorded, too
         return str(error)
     params = ran.snapshots[-1][1] if ran.snapshots else None
     if not hasattr(params, "numpy") or ran.learner is None:

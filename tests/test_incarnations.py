@@ -40,10 +40,10 @@ def test_a_beat_never_tells_of_more_than_it_is_late() -> None:
         @property
         def now_ns(self) -> int:
             self.now += 10
-            ctx.time_accounting.mark("compute", self.now)
+            ctx.time_accounting.attribute_until("compute", self.now)
             return self.now - 10
 
     ctx = RankContext(cast(Kernel, Busy()), 0)
     for _ in range(2):
         beat = ctx.heartbeat()
-        assert sum(beat.totals_ns.values()) == beat.time_ns < sum(ctx.time_accounting.live().values())
+        assert sum(beat.totals_ns.values()) == beat.time_ns < sum(ctx.time_accounting.current_totals().values())

@@ -12,10 +12,10 @@ from ashl.run import membership_listener as room
 from ashl.run.membership_listener import MembershipListener
 from ashl.runtime import rendezvous
 from ashl.runtime.control_messages import ControlUpdate
-from ashl.runtime.effects import LOST
+from ashl.runtime.effects import PEER_FAILED
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.records import PeerUnreachable
-from ashl.runtime.rendezvous import Entry, come_in, known_to, let_in, name_of
+from ashl.runtime.rendezvous import Entry, admit_worker, join_running_job, known_key, pair_key
 from tests.kernels import Quiet
 
 ANEW = ControlUpdate(ready=((1, 1),))
@@ -58,7 +58,7 @@ class Silent:
 
 
 def kernel_of(seen: Quiet, peers: tuple[int, ...] = ()) -> TorchKernel:
-    pace: Any = SimpleNamespace(arrival=lambda *_: 0, speed=None)
+    pace: Any = SimpleNamespace(schedule_arrival=lambda *_: 0, speed=None)
     return TorchKernel(0, seen, lambda _: pace, peers, 1000, exact=True, groups={})
 
 
@@ -70,12 +70,12 @@ def all_let_in() -> None:
 
 def test_who_comes_before_a_newcomer_has_its_links_is_let_in_once_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     store, kernel = Store(), kernel_of(Quiet())
-    monkeypatch.setattr(room, "let_in", lambda *_: Silent())
-    kernel.enter(Entry({}, {}, time.monotonic_ns()))
+    monkeypatch.setattr(room, "admit_worker", lambda *_: Silent())
+    kernel.join_running(Entry({}, {}, time.monotonic_ns()))
     listener = MembershipListener(kernel, 0, 1, {1: 0}, cast("Any", store), None)
     listener.on_membership(ANEW)  # between its coming in and its first message
     all_let_in()
-    known = known_to(name_of(0, 1, 1))
+    known = known_key(pair_key(0, 1, 1))
     assert known not in store.known
 
     async def main(_: Any) -> bool:
@@ -88,13 +88,13 @@ def test_who_comes_before_a_newcomer_has_its_links_is_let_in_once_it_has(monkeyp
 
 def test_who_is_lost_before_a_rank_has_its_links_is_lost_there_too() -> None:
     kernel = kernel_of(Quiet(), (1,))
-    kernel.enter(Entry({1: cast("Any", Silent())}, {1: 0}, time.monotonic_ns()))
+    kernel.join_running(Entry({1: cast("Any", Silent())}, {1: 0}, time.monotonic_ns()))
     listener, over = MembershipListener(kernel, 0, 1, {1: 0}, cast("Any", Store()), None), ControlUpdate(lost=((1, 0),))
     listener.on_membership(over)
 
     async def main(ctx: Any) -> str:
         listener.on_membership(over)
-        return (await ctx.recv(LOST, before_s=5.0)).tag[0]
+        return (await ctx.recv(PEER_FAILED, before_s=5.0)).tag[0]
 
     assert kernel.run(main) == "lost"
 
@@ -104,16 +104,16 @@ def test_a_newcomer_knows_in_which_life_its_peers_are(monkeypatch: pytest.Monkey
     store, seen = cast("Any", Store()), Quiet()
     said: list[Any] = []
     monkeypatch.setattr(seen, "emit", said.append)
-    monkeypatch.setattr(rendezvous, "of_some", lambda *_: Silent(gone=True))
-    let_in(store, 1, 2, 0, 1, lambda: 5)  # rank 1 has come back twice
-    store.set(known_to(name_of(1, 0, 1)), "")
-    entry = come_in(store, [1], 0, 1, lambda: ControlUpdate(ready=((0, 1),)))
+    monkeypatch.setattr(rendezvous, "make_group", lambda *_: Silent(gone=True))
+    admit_worker(store, 1, 2, 0, 1, lambda: 5)  # rank 1 has come back twice
+    store.set(known_key(pair_key(1, 0, 1)), "")
+    entry = join_running_job(store, [1], 0, 1, lambda: ControlUpdate(ready=((0, 1),)))
     assert entry is not None
     kernel = kernel_of(seen, (1,))
-    kernel.enter(entry)
+    kernel.join_running(entry)
 
     async def main(ctx: Any) -> None:
-        await ctx.recv(LOST, before_s=5.0)
+        await ctx.recv(PEER_FAILED, before_s=5.0)
 
     kernel.run(main)
     assert [record for record in said if isinstance(record, PeerUnreachable)] == [PeerUnreachable(0, 1, 2)]

@@ -10,7 +10,7 @@ from ashl.run.process_setup import EXIT_CONTROLLER_SILENT
 from ashl.run.rank import classify_error
 from ashl.run.supervisor import LivenessMonitor, describe_exit, empty_totals, find_culprit
 from ashl.runtime.control_messages import ControlUpdate
-from ashl.runtime.effects import PeerLostError
+from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.records import Joined, Lost, PeerUnreachable, RankError
 
 BUG = RankError(2, "ValueError: no", consequence=False)
@@ -42,11 +42,11 @@ def test_the_culprit(errors, gone, silent, who, what) -> None:
 
 
 def test_an_error_says_whether_it_is_a_consequence_and_of_whose_end() -> None:
-    assert classify_error(PeerLostError(4, "Connection reset by peer")) == (True, 4)
+    assert classify_error(PeerFailedError(4, "Connection reset by peer")) == (True, 4)
     assert classify_error(RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:4711")) == (True, None)
     assert classify_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) == (False, None)
     wrapped = ValueError("an option of your own failed")
-    wrapped.__cause__ = PeerLostError(1)
+    wrapped.__cause__ = PeerFailedError(1)
     assert classify_error(wrapped) == (True, 1)
 
 

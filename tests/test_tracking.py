@@ -17,7 +17,7 @@ import pytest
 
 from ashl.errors import AshlError, UsageError
 from ashl.runtime.rank_context import RankContext
-from ashl.runtime.sampling import Rounds, is_recorded
+from ashl.runtime.records import Rounds, is_recorded
 from ashl.tracking import jsonl, timeline
 from ashl.tracking.recorder import Recorder
 
@@ -96,7 +96,7 @@ def test_of_rounds_that_nobody_keeps_no_record_is_made(rounds):
     emitted = []
     ctx = RankContext(SimpleNamespace(observer=SimpleNamespace(rounds=rounds, emit=emitted.append)), 0)
     for number in range(1100):
-        ctx.time_accounting.mark("compute", number + 1)
+        ctx.time_accounting.attribute_until("compute", number + 1)
         ctx.record_round(0, number, 1, 0, dropped=False, loss=0.5)
     assert [record.round for record in emitted] == [k for k in range(1100) if is_recorded(rounds, k)]
     assert [record.spans_ns for record in emitted] == [[("compute", r.round, r.round + 1)] for r in emitted]

@@ -9,7 +9,7 @@ import torch
 from ashl.cluster.spec import RealCluster
 from ashl.errors import UsageError
 from ashl.learn.device import HOST
-from ashl.runtime.collectives import nccl_is_there
+from ashl.runtime.collectives import nccl_available
 from ashl.stage.stage import Topology
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import ParameterServer
@@ -60,7 +60,7 @@ def uses_nccl(runtime: Any, topology: Topology, cluster: Any) -> bool:
         return False
     if device == HOST:
         raise UsageError("runtime.backend=nccl carries vectors between GPUs, and this run is on CPUs; take auto")
-    if not nccl_is_there():
+    if not nccl_available():
         why = "this build of torch has no NCCL"
     elif topology.algorithm is not None:
         why = f"topology.algorithm={topology.algorithm} sums in collectives of gloo; NCCL chooses alone"

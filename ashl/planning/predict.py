@@ -13,8 +13,7 @@ from ashl.cluster.speed import NS, Speed, speed_of
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.step_timelines import Uncontended, make_group_timeline
 from ashl.runtime.contended_sim import simulator
-from ashl.runtime.records import Record, Round, Snapshot, StageEnd, UpdateShown
-from ashl.runtime.sampling import Rounds
+from ashl.runtime.records import Record, Round, Rounds, Snapshot, StageEnd, UpdateShown
 from ashl.size_only import Vector
 from ashl.stage.compression_pipeline import CompressionPipeline
 from ashl.stage.program import program
@@ -140,7 +139,7 @@ def bucketed_step_ns(stage: Stage, speed: Speed, costs: Uncontended) -> list[int
 def predict(stage: Stage, cluster: Cluster, batch: int) -> StagePlan:
     """The stage's plan with each worker's cycle, and steps/s and wait share in the long run, filled in."""
     plan, n = stage.plan, stage.num_workers
-    stage = stage.cut(stage.rest(0, 0))  # a round may be longer than the whole run
+    stage = stage.truncate_last_round(stage.remaining_rounds(0, 0))  # a round may be longer than the whole run
     if stage.sync.loop(stage, 0) is not None:  # a stage that only measures takes no steps
         return plan
     steady = replace(cluster, jitter=0.0, events=(), churn=None)

@@ -43,7 +43,7 @@ from ashl.run.evaluation import Target, best_of, scores_of
 from ashl.run.monitor import Monitor, MonitorState
 from ashl.runtime import rank_checkpoint
 from ashl.runtime.plain_state import from_plain, to_plain
-from ashl.runtime.rank_checkpoint import MANIFEST, numbered
+from ashl.runtime.rank_checkpoint import MANIFEST, list_checkpoints
 from ashl.runtime.records import CheckpointPartSaved, Heartbeat
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS, writing
@@ -118,7 +118,7 @@ class CheckpointManager:
             return kept._replace(error=str(error))
         return (
             kept
-            if rank_checkpoint.digest(content) == kept.sha256
+            if rank_checkpoint.hash_bytes(content) == kept.sha256
             else kept._replace(error="other bytes came than it sent")
         )
 
@@ -191,7 +191,7 @@ def complete(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     run_dir = folder.parent.parent
-    for old in numbered(run_dir)[:-WHOLE]:
+    for old in list_checkpoints(run_dir)[:-WHOLE]:
         shutil.rmtree(rank_checkpoint.folder_of(run_dir, old), ignore_errors=True)
 
 
@@ -212,7 +212,7 @@ class Checkpoint(NamedTuple):
 def newest(run_dir: Path, identity: str) -> Checkpoint:
     """The newest whole checkpoint of a run. Raises UsageError where there is none, or where it is of another run."""
     broken: str | None = None
-    for number in reversed(numbered(run_dir)):
+    for number in reversed(list_checkpoints(run_dir)):
         folder = rank_checkpoint.folder_of(run_dir, number)
         try:
             manifest = parsed((folder / MANIFEST).read_text(encoding="utf-8"))

@@ -40,14 +40,14 @@ from ashl.runtime.records import (
     ModuleState,
     RankError,
     Record,
+    Rounds,
     Snapshot,
     Text,
     UpdateShown,
-    checked,
     dumps,
     loads,
+    validate,
 )
-from ashl.runtime.sampling import Rounds
 from ashl.runtime.transport import first_line
 from ashl.size_only import Vector
 
@@ -419,7 +419,7 @@ class JoinRequest(NamedTuple):
 
     @staticmethod
     def loads(text: bytes) -> JoinRequest:
-        return checked(JoinRequest, json.loads(text), "a question")
+        return validate(JoinRequest, json.loads(text), "a question")
 
 
 class JoinAnswer(NamedTuple):
@@ -440,7 +440,7 @@ class JoinAnswer(NamedTuple):
 
     @staticmethod
     def loads(text: bytes) -> JoinAnswer:
-        return checked(JoinAnswer, json.loads(text), "an answer")
+        return validate(JoinAnswer, json.loads(text), "an answer")
 
 
 def answer_queue(number: int) -> str:
@@ -475,7 +475,7 @@ def read_join_endpoint(run_dir: Path) -> JoinEndpoint:
     """Of a run that goes on here. Raises UsageError where there is none that this process could join."""
     path = run_dir / FILE
     try:
-        endpoint = checked(JoinEndpoint, parsed(path.read_text(encoding="utf-8")), "something")
+        endpoint = validate(JoinEndpoint, parsed(path.read_text(encoding="utf-8")), "something")
     except FileNotFoundError:
         raise UsageError(f"{run_dir}: {why_not_joinable(run_dir)}") from None
     except PermissionError:

@@ -30,7 +30,7 @@ from torch import Tensor
 from ashl.learn.learner import Learner
 from ashl.plan.plan import Limits
 from ashl.runtime.records import Counts, Snapshot
-from ashl.runtime.sums import together
+from ashl.runtime.sums import concatenate
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.stage import Stage
 
@@ -213,7 +213,7 @@ class ModelSet:
             return None
         self._forget(tick)
         time_ns = home.time_ns if tick is None else max(part.time_ns for part, _ in parts.values())
-        found = (together(models), None) if self.pieces else mean_of(models)
+        found = (concatenate(models), None) if self.pieces else mean_of(models)
         return EvaluatedModel(home._replace(time_ns=time_ns), *found)
 
 

@@ -47,7 +47,7 @@ from ashl.run.rank import RankSettings, run_rank
 from ashl.run.supervisor import PATIENCE_S, role_name
 from ashl.run.uploads import send_restore_point
 from ashl.runtime.control_messages import End
-from ashl.runtime.rendezvous import watched
+from ashl.runtime.rendezvous import call_unless_failed
 from ashl.runtime.transport import NEVER, first_line
 
 T = TypeVar("T")
@@ -183,7 +183,7 @@ def call_within(limit_s: float, act: Callable[[], T], late: str) -> T:
     """What `act` returns or raises. What the store does cannot be interrupted, so that another thread waits for it.
     Raises AshlError where it takes longer."""
     awake = membership_listener.AwakeTime()
-    outcome = watched(act, lambda: awake.passed_s() > limit_s)
+    outcome = call_unless_failed(act, lambda: awake.passed_s() > limit_s)
     if outcome is None:
         raise AshlError(late)
     return outcome

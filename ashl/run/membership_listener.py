@@ -21,7 +21,7 @@ from ashl.run.authenticated_store import AuthenticatedStore
 from ashl.runtime.control_messages import ControlUpdate, End
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.regroup_consensus import RegroupConsensus
-from ashl.runtime.rendezvous import acquainted, let_in
+from ashl.runtime.rendezvous import admit_worker, confirm_known
 
 
 class MembershipListener:
@@ -64,9 +64,9 @@ class MembershipListener:
             self._failed = lost
         for rank, incarnation in lost.items():
             if incarnation >= self._incarnations.get(rank, 0) and previous.get(rank) != incarnation:
-                self._kernel.lose(rank, "the run continues without it")
+                self._kernel.mark_peer_failed(rank, "the run continues without it")
                 if self._consensus is not None:
-                    self._consensus.lose(rank, incarnation)
+                    self._consensus.mark_failed(rank, incarnation)
         for rank, incarnation in news.ready:
             if incarnation > self._incarnations.get(rank, incarnation):
                 with self._lock:
@@ -77,14 +77,14 @@ class MembershipListener:
 
     def _connect_rejoined(self, rank: int, incarnation: int) -> None:
         store = self._store.another()
-        group = let_in(store, self._rank, self._incarnation, rank, incarnation, self._kernel.clock_ns)
-        self._kernel.meet(rank, incarnation, group)
+        group = admit_worker(store, self._rank, self._incarnation, rank, incarnation, self._kernel.clock_ns)
+        self._kernel.connect_peer(rank, incarnation, group)
         if self._consensus is not None:
-            self._consensus.meet(rank, incarnation)
+            self._consensus.mark_connected(rank, incarnation)
             self._kernel.ctx.join_pending = True
         if rank in self.failed_ranks:  # in the meantime
-            self._kernel.lose(rank, "the run continues without it")
-        acquainted(store, self._rank, rank, incarnation)
+            self._kernel.mark_peer_failed(rank, "the run continues without it")
+        confirm_known(store, self._rank, rank, incarnation)
 
 
 TICK_S = 0.1

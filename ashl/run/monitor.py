@@ -42,6 +42,7 @@ from ashl.runtime.records import (
     Record,
     Replan,
     Round,
+    Rounds,
     Snapshot,
     StageBoundary,
     StageEnd,
@@ -49,7 +50,6 @@ from ashl.runtime.records import (
     UpdateShown,
 )
 from ashl.runtime.records import Health as HealthReport
-from ashl.runtime.sampling import Rounds
 from ashl.size_only import Vector
 from ashl.task.contract import ACCURACY, recorded_name
 from ashl.tracking.console import Frame, Progress, WorkerFrame, seconds

@@ -49,18 +49,17 @@ from ashl.run.process_setup import (
 )
 from ashl.run.uploads import RestorePoint, await_restore_point, upload_checkpoint_part
 from ashl.runtime import rank_checkpoint
+from ashl.runtime.collectives import Hierarchy, hierarchy_of
 from ashl.runtime.control_messages import End
-from ashl.runtime.effects import PeerLostError
-from ashl.runtime.hierarchical_sum import Hierarchy, hierarchy_of
+from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.process import TorchKernel
-from ashl.runtime.rank_checkpoint import RankCheckpointWriter, into_folder
-from ashl.runtime.records import Joined, Left, Lost, Placed, RankError, Ready, Record, StopAsked
+from ashl.runtime.rank_checkpoint import RankCheckpointWriter, write_to_folder
+from ashl.runtime.records import Joined, Left, Lost, Placed, RankError, Ready, Record, Rounds, StopAsked
 from ashl.runtime.regroup_consensus import RegroupConsensus
-from ashl.runtime.rendezvous import come_in, meet
-from ashl.runtime.sampling import Rounds
+from ashl.runtime.rendezvous import init_process_groups, join_running_job
 from ashl.runtime.throttle import Throttle
-from ashl.runtime.transport import NEVER, first_line, granted_by_nccl
-from ashl.stage.program import hearing, peers_of, program
+from ashl.runtime.transport import NEVER, first_line, make_nccl_payloads
+from ashl.stage.program import peers_of, program, ranks_to_notify
 from ashl.stage.stage import Stage
 
 GOODBYE_S = 30.0
@@ -125,7 +124,7 @@ def run_rank(
     reporter.on_evicted = dropped
     if settings.saves_checkpoints and settings.log:
         reporter.checkpoint_writer = RankCheckpointWriter(
-            settings.rank, partial(into_folder, Path(settings.run_dir), settings.rank), reporter.emit
+            settings.rank, partial(write_to_folder, Path(settings.run_dir), settings.rank), reporter.emit
         )
     elif settings.saves_checkpoints:
         reporter.checkpoint_writer = RankCheckpointWriter(
@@ -176,7 +175,7 @@ def raise_interrupt(number: int, frame: object) -> NoReturn:
 def classify_error(error: Exception) -> tuple[bool, int | None]:
     """Whether an error is but the consequence of another rank's end, and of whose, if that is known."""
     cause = error.__cause__ or error
-    if isinstance(cause, PeerLostError):
+    if isinstance(cause, PeerFailedError):
         return True, cause.rank
     return isinstance(cause, RuntimeError) and any(words in str(cause) for words in BROKEN), None
 
@@ -224,8 +223,8 @@ def train_rank(
     nccl = settings.one_each and uses_nccl(parts.runtime, stage.topology, parts.cluster)
     if not settings.incarnation:
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-        meet(backend, dist.PrefixStore("group", store), settings.rank, plan.num_ranks)
-    peers, all_others = peers_of(stages, settings.rank), hearing(stages, settings.rank)
+        init_process_groups(backend, dist.PrefixStore("group", store), settings.rank, plan.num_ranks)
+    peers, all_others = peers_of(stages, settings.rank), ranks_to_notify(stages, settings.rank)
     batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
     algorithm, exact = stage.topology.algorithm, parts.runtime.reduction == "deterministic"
     nodes = nodes_of_workers(parts.cluster) if algorithm == "hierarchical" else None
@@ -244,17 +243,17 @@ def train_rank(
         checkpoint_writer=reporter.checkpoint_writer,
         hierarchy=hierarchy,
         consensus=consensus,
-        bodies=granted_by_nccl(settings.rank, stage.workers, stage.server, settings.device)
+        bodies=make_nccl_payloads(settings.rank, stage.workers, stage.server, settings.device)
         if nccl and stage.topology.has_server
         else None,
     )
-    kernel.ctx.life = settings.incarnation
+    kernel.ctx.incarnation = settings.incarnation
     learner = stage.trainer.learner
     kernel.worker_states = learner
     saved, own = None, None
     if restore_point.file is not None:
         known = rank_checkpoint.read(restore_point.file, ("ashl", *plan.allow_targets), settings.device)
-        kernel.go_on(known, restore_point.since_ns)
+        kernel.restore(known, restore_point.since_ns)
         saved, own = (known.stage, known.state), known.own
     if settings.rank < plan.num_workers:
         warm_up(stage.trainer, settings.rank)
@@ -263,11 +262,11 @@ def train_rank(
     incarnations = dict.fromkeys(all_others, 0)
     if settings.incarnation:
         reporter.emit(Ready(settings.rank))
-        entry = come_in(store, all_others, settings.rank, settings.incarnation, lambda: reporter.news)
+        entry = join_running_job(store, all_others, settings.rank, settings.incarnation, lambda: reporter.news)
         if entry is None:
             return
-        kernel.enter(entry)
-        incarnations |= entry.lives
+        kernel.join_running(entry)
+        incarnations |= entry.incarnations
         reporter.emit(Joined(settings.rank, kernel.now_ns))
         say(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
     listener = MembershipListener(kernel, settings.rank, settings.incarnation, incarnations, store, consensus)
@@ -304,10 +303,10 @@ def leave_together(
         return len(done | listener.failed_ranks) == plan.num_ranks
 
     if answers:
-        kernel.linger(over)
+        kernel.run_until(over)
     while not over():
         time.sleep(0.01)
-    kernel.goodbye(GOODBYE_S)
+    kernel.close_connections(GOODBYE_S)
 
 
 def fail_at(kernel: TorchKernel, time_s: float) -> NoReturn:

@@ -152,11 +152,11 @@ def taken_over(nodes: list[dict[str, Any]], first: int, n: int, time_ns: int) ->
     for ledger, node in zip(ledgers, nodes, strict=True):
         for name, value in node["time_accounting"].items():
             setattr(ledger, name, value)
-    sent, own = [ledger.sent() for ledger in ledgers], TimeAccounting()
-    own.totals = mean([ledger.until(time_ns) for ledger in ledgers])
+    sent, own = [ledger.bytes_so_far() for ledger in ledgers], TimeAccounting()
+    own.totals = mean([ledger.totals_until(time_ns) for ledger in ledgers])
     own.bytes_up, own.bytes_down = (sum(nbytes) // n for nbytes in zip(*sent, strict=True))
     own.collective_ns = sum(ledger.collective_ns for ledger in ledgers) // len(nodes)
-    own.begin(sum(own.totals.values()))  # what is lost by rounding was waiting
+    own.start_at(sum(own.totals.values()))  # what is lost by rounding was waiting
     steps = sum(node["steps"] for node in nodes) // n
     return {**nodes[first], "steps": steps, "time_accounting": {name: getattr(own, name) for name in own.__slots__}}
 

@@ -34,7 +34,7 @@ from ashl.run.process_setup import handle_signals
 from ashl.run.rescaling import Origin
 from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
-from ashl.runtime.rank_checkpoint import numbered
+from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.tracking import jsonl, mlflow
 from ashl.tracking.console import Progress, outcome, seconds
 from ashl.tracking.forecast import forecast, notes
@@ -139,7 +139,7 @@ def run(
         link, warning = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
     if not silent:
         outcome(console, summary, run_dir, link)
-        if status == "interrupted" and numbered(run_dir):
+        if status == "interrupted" and list_checkpoints(run_dir):
             console.print(f"go on with `{resume_command(run_dir, config)}`", soft_wrap=True, markup=False)
     for text in filter(
         None, (monitor.run_state.health.warning, untrusted_messages(monitor), warning, None if silent else unwritten)
@@ -274,7 +274,7 @@ def find_restarted_run(config: Mapping[str, Any], job: JobMembership | None) -> 
     if job is None or job.attempt == "0" or not config["run"]["dir"]:
         return None
     run_dir = Path(config["run"]["dir"]).expanduser()
-    if not numbered(run_dir) or (jsonl.whole(run_dir / SUMMARY) or {}).get("status") == "finished":
+    if not list_checkpoints(run_dir) or (jsonl.whole(run_dir / SUMMARY) or {}).get("status") == "finished":
         return None
     warn(f"restarted: the run in {run_dir} resumes from its last checkpoint")
     return run_dir

@@ -105,7 +105,7 @@ def upload_checkpoint_part(
     torch.save(document, file)
     content = file.getvalue()
     push_bytes(store, checkpoint_queue(rank, number), rank, content)
-    return rank_checkpoint.digest(content), len(content)
+    return rank_checkpoint.hash_bytes(content), len(content)
 
 
 def state_queue(rank: int, incarnation: int) -> str:

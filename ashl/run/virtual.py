@@ -17,10 +17,10 @@ from ashl.run.monitor import Monitor
 from ashl.runtime import rank_checkpoint
 from ashl.runtime.churn import Churn
 from ashl.runtime.contended_sim import simulator
-from ashl.runtime.effects import PeerLostError
+from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.parallel_sim import use_cores
-from ashl.runtime.sim import Begin, Sim, go_on, resume
-from ashl.stage.program import hearing, program
+from ashl.runtime.sim import Begin, Sim, restore_ranks, resume
+from ashl.stage.program import program, ranks_to_notify
 
 
 class Saving(NamedTuple):
@@ -61,12 +61,12 @@ def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Chec
         sim.save_at(due, keep)
     play = partial(program, stages=job.stages)
     if cluster.fault_kinds:
-        Churn(sim, cluster, plan.seed, stage.min_workers, partial(hearing, job.stages), play)
+        Churn(sim, cluster, plan.seed, stage.min_workers, partial(ranks_to_notify, job.stages), play)
     try:
         runtime = job.parts.runtime
         with use_cores(sim, runtime.cores if runtime.gradients else 1, plan.num_workers, job.learner):
             sim.run(play, monitor.draw_progress, saved and beginning(plan, job, saved))
-    except PeerLostError as loss:
+    except PeerFailedError as loss:
         raise AshlError(
             f"worker {loss.rank} failed ({loss.why}), and the stage needs all workers, as profiling does: the run ends "
             "here; let it fail later, or give profile=FILE"
@@ -91,7 +91,7 @@ def beginning(plan: Plan, job: Job, saved: Checkpoint) -> Begin:
         return partial(resume, saved={**document, "packages": packages, "device": device})
     files = [rank_checkpoint.part_of(saved.folder, rank) for rank in range(plan.num_ranks)]
     ranks = [rank_checkpoint.read(file, packages, device) for file in files]
-    return partial(go_on, ranks=ranks, time_ns=saved.time_ns)
+    return partial(restore_ranks, ranks=ranks, time_ns=saved.time_ns)
 
 
 def following(now_ns: int, every_s: float | None) -> int | None:

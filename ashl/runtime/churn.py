@@ -1,12 +1,12 @@
 """Inject faults into a simulation: workers fail and rejoin, or the server fails.
 
-A worker that fails is gone at that instant, with all that it knew, what was on its way to it, and what it had sent that
-had not arrived; ports that were to take that in still do. Who has a link to it hears of it `failure_detection_s`
-later, or when it is back, if that is sooner: a loss comes before the next life.
+A worker that fails loses its state, the messages in flight to it, and the messages that it sent and that have not
+arrived. NICs still receive those messages. Peers are notified `detect_s` later, or when the worker rejoins, if that is
+sooner: a failure is always seen before the next incarnation.
 
-At random: worker i is well for the k-th time for an Exp(mtbf_s), and away after that for an Exp(mttr_s), each the k-th
-draw of the worker's own stream, whatever the others do. A failure that would leave fewer than `min_workers` does not
-happen, and the next one is drawn. None of it makes a run any longer: it is over when all who are there have ended.
+Random faults: the k-th time to failure of worker i is Exp(mtbf_s), and the k-th time to repair Exp(mttr_s). Each is the
+k-th draw of the worker's own stream. A failure that would leave fewer than `min_workers` is skipped, and the next one
+is drawn. Faults never extend a run: it ends when all running workers have ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from heapq import heapify, heappush
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,13 +22,11 @@ from ashl.cluster.network import Ports
 from ashl.cluster.spec import Cluster, Event
 from ashl.data.rng import Purpose, stream
 from ashl.errors import AshlError
-from ashl.runtime.effects import Message, PeerLostError
+from ashl.runtime.effects import Message, PeerFailedError
 from ashl.runtime.kernel import Mailbox, Task
 from ashl.runtime.membership import SimMembership
 from ashl.runtime.records import Joined, Lost
-
-if TYPE_CHECKING:
-    from ashl.runtime.sim import Sim
+from ashl.runtime.sim import Sim
 
 FIRST = -(2**60)  # before all else that happens at an instant
 LATE = 2  # budgets of time, after which nobody fails at random: what is done then does not count, and is to end
@@ -67,7 +65,7 @@ class Churn:
             if event.server_fail:
                 self._at(event.time_s, self._server_fails, event)
             elif event.fail or event.rejoin:
-                self._at(event.time_s, self._happens, event)
+                self._at(event.time_s, self._apply_event, event)
         if cluster.churn is not None:
             for rank in range(len(cluster.compute)):
                 self._draw(rank, stream(seed, Purpose.CHURN, rank), cluster.churn.mtbf_s, self._fails_at_random)
@@ -83,13 +81,13 @@ class Churn:
     def _at_ns(self, time_ns: int, target: Any, value: Any) -> None:
         heappush(self.sim._heap, (time_ns, next(self._places), target, value))
 
-    def _happens(self, event: Event) -> None:
+    def _apply_event(self, event: Event) -> None:
         """What was declared."""
         assert event.worker is not None
         if event.fail:
             self.fail(event.worker, "declared")
         else:
-            self.come(event.worker)
+            self.rejoin(event.worker)
 
     def _server_fails(self, event: Event) -> None:
         if not self.over:
@@ -122,7 +120,7 @@ class Churn:
         rank, rng = item
         churn = self.cluster.churn
         if not self.over and churn is not None:
-            self.come(rank)
+            self.rejoin(rank)
             self._draw(rank, rng, churn.mtbf_s, self._fails_at_random)
 
     # --- a loss and a return
@@ -135,15 +133,15 @@ class Churn:
         sim.gone.add(rank)
         for task in [task for task in sim._tasks if task.ctx.rank == rank]:
             sim._cancel(task)
-        self._halted(rank)
-        sim.contexts[rank].time_accounting.broken(now)
-        self._forget(rank)
+        self._truncate_accounting(rank)
+        sim.contexts[rank].time_accounting.abort_collectives(now)
+        self._discard_events(rank)
         sim._unit_free[rank] = sim._push_end[rank] = now
         sim.contexts[rank].counter = None
         sim.observer.emit(Lost(rank, now, why))
         assert self.cluster.failure_detection_s is not None
         peers = self.links(rank)
-        self.membership.lose(rank, peers)
+        self.membership.fail_member(rank, peers)
         if not self.served and not self.membership.knowing:
             raise AshlError(
                 f"worker {rank} failed at {now / 1e9:.6g} s and 0 of {len(self.cluster.compute)} workers remain "
@@ -159,40 +157,40 @@ class Churn:
         if item not in self._uninformed:
             return
         self._uninformed.remove(item)
-        loss = PeerLostError(rank, f"{why}, at {since_ns / 1e9:.6g} s", self.membership.losses[rank] - 1)
-        for task, value in sim._mail[peer].lose(loss, since_ns):
+        loss = PeerFailedError(rank, f"{why}, at {since_ns / 1e9:.6g} s", self.membership.losses[rank] - 1)
+        for task, value in sim._mail[peer].mark_failed(loss, since_ns):
             if task.main:
-                task.ctx.time_accounting.idle(sim.now_ns)
+                task.ctx.time_accounting.attribute_idle(sim.now_ns)
             sim._resume(task, value)
         self.membership.noticed_by(peer, rank)
 
-    def come(self, rank: int) -> None:
+    def rejoin(self, rank: int) -> None:
         """A worker that is gone is back, and knows nothing."""
         sim = self.sim
         if rank not in sim.gone or self.over:
             return
         for item in sorted(item for item in self._uninformed if item[1] == rank):
             self._inform(item)
-        self.membership.without(rank)
-        self._forget(rank)
+        self.membership.note_failure(rank)
+        self._discard_events(rank)
         sim.gone.remove(rank)
         sim._mail[rank] = Mailbox()
         for peer in self.links(rank):
             sim._mail[peer].lost.pop(rank, None)
         ctx = sim.contexts[rank]
-        ctx.life = self.membership.losses[rank]
+        ctx.incarnation = self.membership.losses[rank]
         ctx.time_accounting.limit_ns = min(other.time_accounting.limit_ns for other in sim.contexts)
-        ctx.time_accounting.mark("down", sim.now_ns)
+        ctx.time_accounting.attribute_until("down", sim.now_ns)
         sim.observer.emit(Joined(rank, sim.now_ns))
         sim._mains[rank] = sim.spawn(ctx, self.start(ctx, comes=True), main=True)
 
-    def _halted(self, rank: int) -> None:
+    def _truncate_accounting(self, rank: int) -> None:
         """Cut a rank's accounted time off at this instant."""
         sim = self.sim
         coming = [v[1].start_ns for _, _, target, v in sim._heap if target == sim._deliver and v[0] == rank]
-        sim.contexts[rank].time_accounting.halt(sim.now_ns, sim._push_end[rank], min(coming, default=sim.now_ns))
+        sim.contexts[rank].time_accounting.truncate_at(sim.now_ns, sim._push_end[rank], min(coming, default=sim.now_ns))
 
-    def _forget(self, rank: int) -> None:
+    def _discard_events(self, rank: int) -> None:
         """Nothing comes any more of what goes on in this rank, or is on its way to it or from it."""
         sim = self.sim
         sim._mail[rank] = DiscardingMailbox()
@@ -203,7 +201,7 @@ class Churn:
             elif target == sim._deliver or target == sim._arrive:
                 lost = rank in (value[0], value[1].src)
                 if lost and target == sim._arrive:
-                    lost, target = False, self._in_vain
+                    lost, target = False, self._receive_and_discard
             else:
                 lost = target in own and value[0].ctx.rank == rank
                 lost = lost or (target == sim._expire and value[0].waiting is not value[1])  # nobody waits any more
@@ -212,7 +210,7 @@ class Churn:
         heapify(kept)
         sim._heap[:] = kept
 
-    def _in_vain(self, item: tuple[int, Message, int, int]) -> None:
+    def _receive_and_discard(self, item: tuple[int, Message, int, int]) -> None:
         """What a lost worker had sent, or was to get, is at a port, which takes it in all the same."""
         dst, message, nbytes, tail = item
         assert isinstance(self.sim.network, Ports)

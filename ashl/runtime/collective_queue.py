@@ -1,15 +1,14 @@
-"""The one channel of a team: its collectives go one at a time, in an order that is the same on all members.
+"""The collective queue of a process group: its collectives run one at a time, in the same order on all members.
 
-Rule: every member posts the team's collectives in the same order, of the same kinds and with the same keys. Of those
-that all members have posted, the lowest key is committed first, and of equal keys the one posted first. A collective
-is committed while fewer than its `credit` are, the one in flight among them, and without credit once none is.
-What is committed goes in that order, and nothing that comes later goes before it. Who breaks the rule is answered in
-virtual time; on real processes the ranks that differ would hang or mix their data, as with any library of collectives.
+Rule: every member posts the group's collectives in the same order, of the same kinds and with the same keys. Of those
+that all members have posted, the lowest key is committed first; equal keys go in the order of posting. A collective is
+committed while fewer than its `credit` are committed, including the one in flight; without credit, once none is.
+Committed collectives run in that order, and no later one overtakes them. A member that breaks the rule gets an error
+in virtual time; on real processes the ranks that differ would hang or mix their data, as in any such library.
 
-So members that know how many all have posted know what is next, which takes one number from everybody; and nobody need
-ask while something is committed, or where the oldest that is left has key 0, since nothing goes before it. On real
-processes members ask between two collectives, and without declared costs only then: what comes meanwhile is committed
-with the next lot.
+Members that know how many collectives all have posted know which one is next; that takes one number from each member.
+No exchange is needed while something is committed, or where the oldest collective has key 0. Real processes exchange
+the number between two collectives, and without declared costs only then.
 
 Source of the credit: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP
 2019 (ByteScheduler).
@@ -40,7 +39,7 @@ class Numbered(Protocol):
 N = TypeVar("N", bound=Numbered)
 
 
-def committed(ready: Iterable[N], held: int) -> list[N]:
+def choose_committed(ready: Iterable[N], held: int) -> list[N]:
     """Those that are committed now of those that all members have posted, where `held` already are."""
     chosen: list[N] = []
     for posted in sorted(ready, key=lambda posted: (posted.effect.key, posted.number)):
@@ -128,7 +127,7 @@ class CollectiveQueue:
         all_here = len(self.team)
         held = (self.free_ns > now_ns) + len(self.committed)
         ready = (p for p in self.pending.values() if len(p.arrived) == all_here and p not in self.committed)
-        self.committed += committed(ready, held)
+        self.committed += choose_committed(ready, held)
 
     def take(self, now_ns: int) -> Posted:
         """Begin the one that is next."""
@@ -142,7 +141,7 @@ class CollectiveQueue:
         self.ready -= 1
         return posted
 
-    def broken(self) -> list[Task]:
+    def abort(self) -> list[Task]:
         """A member is gone: forget all that has not begun; returns who waits for it."""
         waiting = [task for posted in self.pending.values() for task, _ in posted.arrived.values()]
         self.pending.clear()
@@ -188,13 +187,13 @@ class CollectiveQueues:
         self._last = collective_queue
         return collective_queue
 
-    def lose(self, rank: int) -> list[Task]:
+    def abort_with_member(self, rank: int) -> list[Task]:
         """Forget the channels of teams that have lost this member; returns who waits there."""
         lost = [collective_queue for collective_queue in self._of.values() if rank in collective_queue.team]
         for collective_queue in lost:
             del self._of[collective_queue.team]
         self._last = CollectiveQueue(())
-        return [task for collective_queue in lost for task in collective_queue.broken()]
+        return [task for collective_queue in lost for task in collective_queue.abort()]
 
     def all(self) -> list[CollectiveQueue]:
         return list(self._of.values())

@@ -1,10 +1,10 @@
 """Collectives of one rank on real processes: its local queues, one for each process group.
 
 A collective runs inline, in the calling thread, while no other task of the rank could run meanwhile; otherwise it runs
-on a thread of its process group. The rule of `ashl.runtime.collective_queue` holds in both cases, so members need not
-choose alike: each knows what the others have posted before. Where a key above 0 leaves a choice, or a paced run needs
-the time when the last member has posted, members exchange in one hop how many collectives they have posted and when
-their NICs are free. `ashl.runtime.regroup_consensus` says what happens when a member fails.
+on a thread of its process group. The rule of `ashl.runtime.collective_queue` holds in both cases, so each member knows
+what the others have posted before. Where a key above 0 leaves a choice, members exchange how many collectives they have
+posted. In a paced run they exchange when their NICs are free, too; both take one hop together.
+`ashl.runtime.regroup_consensus` says what happens when a member fails.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch.distributed as dist
 from ashl.errors import AshlError
 from ashl.learn.device import to_device, to_host
 from ashl.learn.staging import in_host
-from ashl.runtime import collectives, hierarchical_sum, subset_sum
-from ashl.runtime.collective_queue import Collective, committed
+from ashl.runtime import collectives
+from ashl.runtime.collective_queue import Collective, choose_committed
+from ashl.runtime.collectives import Hierarchy
 from ashl.runtime.effects import AllReduce, Formed, Regroup
-from ashl.runtime.hierarchical_sum import Hierarchy
-from ashl.runtime.kernel import waiting_for
+from ashl.runtime.kernel import describe_wait
 from ashl.runtime.regroup_consensus import Groups, RegroupConsensus
 from ashl.runtime.rendezvous import world
 from ashl.runtime.sums import HALVES_OF_A_SUM
@@ -37,7 +37,7 @@ from ashl.runtime.throttle import Throttle
 BATCHED = 64  # unpaced collectives whose waiting is found out together
 LINGER_S = 30.0  # how long a rank that has ended waits for collectives that it has posted
 Team = tuple[int, ...]
-Lives = tuple[int, ...]  # of its members, where one has come anew to what is no team of all
+Incarnations = tuple[int, ...]  # of its members, where one has come anew to what is no team of all
 
 
 class Outcome(NamedTuple):
@@ -72,8 +72,10 @@ class CollectiveTiming(NamedTuple):
 class LocalQueue:
     """This rank's end of one team's channel."""
 
-    def __init__(self, team: Team, lives: Lives, carry_out: Callable[[LocalQueue], tuple[Pending, Outcome]]) -> None:
-        self.team, self.lives, self._carry_out = team, lives, carry_out
+    def __init__(
+        self, team: Team, incarnations: Incarnations, carry_out: Callable[[LocalQueue], tuple[Pending, Outcome]]
+    ) -> None:
+        self.team, self.incarnations, self._carry_out = team, incarnations, carry_out
         self.posted = 0
         self.pending: list[Pending] = []  # in the order of posting
         self.committed: list[Pending] = []  # ... and those of them that are next, alike on all members
@@ -82,7 +84,7 @@ class LocalQueue:
         self._inline = self._closing = False
         self._error: Exception | None = None
 
-    def inline(self, effect: Collective, main: bool) -> Outcome:
+    def run_inline(self, effect: Collective, main: bool) -> Outcome:
         """Carry out a collective in this thread; to be called while nothing is pending."""
         with self._changed:
             self._inline = True  # hands off, thread
@@ -104,9 +106,9 @@ class LocalQueue:
         """Commit what may be, where all members have posted `common` of them."""
         numbers = {pending.number for pending in self.committed}
         ready = [p for p in self.pending if p.number < common and p.number not in numbers]
-        self.committed += committed(ready, len(self.committed))
+        self.committed += choose_committed(ready, len(self.committed))
 
-    def drop(self, pending: Pending) -> None:
+    def remove(self, pending: Pending) -> None:
         """This one is done."""
         with self._changed:
             self.pending.remove(pending)
@@ -122,7 +124,7 @@ class LocalQueue:
         if self._thread is not None:
             self._thread.join(max(0.0, until_s - time.monotonic()))
             if self._thread.is_alive():
-                return waiting_for(self.pending[0].effect)
+                return describe_wait(self.pending[0].effect)
         if self._error is not None:
             raise self._error
         return None
@@ -146,7 +148,7 @@ class LocalQueue:
             pending.done(outcome)
 
 
-def never_taken_down(groups: Iterable[dist.ProcessGroup | None]) -> None:
+def keep_groups_alive(groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Also not when the process ends: gloo would wait for a sum that was broken off, and for good where one of its
     members stands still, or its link is cut."""
     for group in (*groups, *((world(), dist.group.WORLD) if dist.is_initialized() else ())):
@@ -175,8 +177,8 @@ class Communicator:
         self._rank, self._exact, self._throttle, self._clock = rank, exact, throttle, clock_ns
         self._groups: Groups = {**groups}
         self._max_bytes, self._settle, self._hierarchy, self._consensus = max_bytes, settle, hierarchy, consensus
-        self._ends: dict[tuple[Team, Lives], LocalQueue] = {}
-        self._ways: subset_sum.Ways = {}
+        self._ends: dict[tuple[Team, Incarnations], LocalQueue] = {}
+        self._ways: collectives.Ways = {}
         self._tags: dict[int, Team] = {}  # of teams without a process group
         self._starts: list[CollectiveTiming] = []
 
@@ -185,17 +187,17 @@ class Communicator:
         """Who is there, for who is there from the start."""
         return tuple(range(dist.get_world_size())) if dist.is_initialized() else ()
 
-    def end(self, effect: Collective) -> LocalQueue:
+    def local_queue(self, effect: Collective) -> LocalQueue:
         """This rank's end of the channel of a team."""
-        key = team, lives = effect.group, effect.lives if isinstance(effect, AllReduce) else ()
+        key = team, incarnations = effect.group, effect.incarnations if isinstance(effect, AllReduce) else ()
         end = self._ends.get(key)
         if end is None:
             if self._rank not in team:
                 raise AshlError(f"rank {self._rank} is no member of the team {list(team)}")
-            end = self._ends[key] = LocalQueue(team, lives, self._carry_out)
+            end = self._ends[key] = LocalQueue(team, incarnations, self._run_next)
         return end
 
-    def meet(self, ways: subset_sum.Ways) -> None:
+    def add_routes(self, ways: collectives.Ways) -> None:
         """From now on sums that no group carries reach these ranks so. May be called from another thread."""
         self._ways = {**self._ways, **ways}
 
@@ -206,7 +208,7 @@ class Communicator:
         if stuck := [words for end in self._ends.values() if (words := end.close(until_s))]:
             raise AshlError(f"rank {self._rank} has ended and still {stuck[0]}, to which not all of them came")
         try:
-            return self._waited()
+            return self._measure_waiting()
         except RuntimeError:  # somebody is lost in the last moment
             if self._consensus is None:
                 raise
@@ -217,7 +219,7 @@ class Communicator:
         assert self._consensus is not None
         formed, groups = self._consensus.regroup(asked, self._clock)
         if groups is not None:
-            never_taken_down(self._groups.values())
+            keep_groups_alive(self._groups.values())
             self._all, self._groups, self._ends, self._starts = formed.ranks, groups, {}, []
         return formed
 
@@ -226,33 +228,36 @@ class Communicator:
         """Whether somebody asks to be let in."""
         return self._consensus is not None and self._consensus.join_pending
 
-    def _carry_out(self, end: LocalQueue) -> tuple[Pending, Outcome]:
+    def _run_next(self, end: LocalQueue) -> tuple[Pending, Outcome]:
         """Whatever is next in a team's channel."""
         consensus = self._consensus
         if consensus is None:
-            return self._carried_out(end)
+            return self._run_next_of_survivors(end)
         try:
-            if consensus.lost.intersection(end.team) and not self._loose(end.team, end.lives):
+            if consensus.lost.intersection(end.team) and not self._without_process_group(end.team, end.incarnations):
                 raise RuntimeError("a member of the process group has failed")
-            return self._carried_out(end)
+            return self._run_next_of_survivors(end)
         except RuntimeError as error:
-            pending, broken = (end.committed or end.pending)[0], consensus.broken(end.team, error, end.lives)
-        end.drop(pending)
+            pending, broken = (
+                (end.committed or end.pending)[0],
+                consensus.await_failure(end.team, error, end.incarnations),
+            )
+        end.remove(pending)
         now = self._clock()
         return pending, Outcome(broken, now, now, (0, 0), [])
 
-    def _carried_out(self, end: LocalQueue) -> tuple[Pending, Outcome]:
+    def _run_next_of_survivors(self, end: LocalQueue) -> tuple[Pending, Outcome]:
         """The same, where nobody is lost. Raises RuntimeError where somebody is."""
         pending, g, free_ns = end.pending[0], len(end.team), 0
         paced = g > 1 and self._throttle.network is not None
         if g > 1 and (paced or (pending.effect.key and not end.committed)):
-            common, free_ns = self._agree(end, self._throttle.free_ns(end.team))
+            common, free_ns = self._agree_on_order(end, self._throttle.free_ns(end.team))
             end.commit(common)
         if end.committed:
             pending = end.committed[0]
         asked_ns = max(self._clock(), free_ns)
         number = pending.number + (pending.effect.epoch << 32)
-        with self._near(pending.effect) as tensor:
+        with self._staged(pending.effect) as tensor:
             value, moved, begin, cost = self._transfer(pending.effect, tensor, number, asked_ns)
             if self._settle is not None:
                 self._settle()
@@ -267,31 +272,31 @@ class Communicator:
         waited = []
         if not paced and g == len(self._all) > 1:
             self._starts.append(CollectiveTiming(begin, end_ns, pending.main))
-            waited = self._waited() if len(self._starts) == BATCHED else []
-        end.drop(pending)
+            waited = self._measure_waiting() if len(self._starts) == BATCHED else []
+        end.remove(pending)
         return pending, Outcome(value, begin, end_ns, moved, waited)
 
-    def _agree(self, end: LocalQueue, free_ns: int) -> tuple[int, int]:
+    def _agree_on_order(self, end: LocalQueue, free_ns: int) -> tuple[int, int]:
         """(how many collectives all have posted, when the ports of all are free); clocks were started together."""
         team, numbers = end.team, torch.tensor([-end.posted, free_ns])
-        if not self._loose(team, end.lives):
-            numbers = self._greatest(numbers, team)
+        if not self._without_process_group(team, end.incarnations):
+            numbers = self._all_reduce_max(numbers, team)
         else:
             try:
-                numbers = subset_sum.greatest(numbers, *self._between(team, end.lives))
+                numbers = collectives.all_reduce_subset_max(numbers, *self._subset_arguments(team, end.incarnations))
             except RuntimeError:
                 if self._consensus is None:
                     raise  # else the others wait for its part in a sum that comes to nothing
         return -int(numbers[0]), int(numbers[1])
 
-    def _greatest(self, numbers: torch.Tensor, team: Team) -> torch.Tensor:
+    def _all_reduce_max(self, numbers: torch.Tensor, team: Team) -> torch.Tensor:
         return collectives.all_reduce(numbers, team, "max", self._groups.get(team), self._exact, self._wait(team))
 
     def _wait(self, team: Team) -> collectives.Wait | None:
         return None if self._consensus is None else partial(self._consensus.wait, team)
 
     @contextmanager
-    def _near(self, effect: Collective) -> Generator[torch.Tensor]:
+    def _staged(self, effect: Collective) -> Generator[torch.Tensor]:
         """What is to be carried, where the groups carry it."""
         if self._settle is not None or not isinstance(effect, AllReduce):
             yield effect.tensor if self._settle is not None else to_host(effect.tensor)
@@ -304,24 +309,26 @@ class Communicator:
     ) -> tuple[Any, tuple[int, int], int, int | None]:
         """(value where it was carried, bytes sent and received, when it began, declared cost if there is one)."""
         group, g = effect.group, len(effect.group)
-        lives = effect.lives if isinstance(effect, AllReduce) else ()
-        pg, loose, wait = self._groups.get(group), self._loose(group, lives), self._wait(group)
+        incarnations = effect.incarnations if isinstance(effect, AllReduce) else ()
+        pg, loose, wait = self._groups.get(group), self._without_process_group(group, incarnations), self._wait(group)
         if isinstance(effect, AllReduce):
             nbytes = tensor.nbytes - effect.piggybacked * tensor.element_size()
             if effect.op in HALVES_OF_A_SUM:
                 assert not loose, "half a sum is of all ranks, or of a group that the plan lists"
                 gathers = effect.op == "gather"
-                value = (collectives.gathered if gathers else collectives.scattered)(tensor, g, pg, wait)
+                value = (collectives.gather_equal if gathers else collectives.reduce_scatter)(tensor, g, pg, wait)
                 total = g * nbytes if gathers else g * value.nbytes
                 moved = total * (g - 1) // g
-                return value, (moved, moved), *self._throttle.all_gathered(group, number, total, asked_ns)
-            begin, cost = self._throttle.all_reduced(group, number, nbytes, asked_ns)
+                return value, (moved, moved), *self._throttle.schedule_all_gather(group, number, total, asked_ns)
+            begin, cost = self._throttle.schedule_all_reduce(group, number, nbytes, asked_ns)
             moved = self._moved(group, nbytes)
             if self._hierarchy is not None and self._sums_by_nodes(group) and not loose:
-                value = hierarchical_sum.all_reduce(tensor, effect.op, self._rank, self._hierarchy, self._groups, wait)
+                value = collectives.all_reduce_by_node(
+                    tensor, effect.op, self._rank, self._hierarchy, self._groups, wait
+                )
             elif loose and g > 1:
                 assert effect.op == "sum"
-                value = subset_sum.all_reduce(tensor, *self._between(group, lives))
+                value = collectives.all_reduce_subset(tensor, *self._subset_arguments(group, incarnations))
             else:
                 value = collectives.all_reduce(tensor, group, effect.op, pg, self._exact, wait)
             return value, moved, begin, cost
@@ -329,7 +336,7 @@ class Communicator:
         parts, longest = collectives.all_gather(tensor, group, pg, self._max_bytes, wait)
         total = g * (longest - effect.piggybacked)  # known only now
         moved = total * (g - 1) // g
-        return parts, (moved, moved), *self._throttle.all_gathered(group, number, total, asked_ns)
+        return parts, (moved, moved), *self._throttle.schedule_all_gather(group, number, total, asked_ns)
 
     def _sums_by_nodes(self, group: Team) -> bool:
         """Return True if a sum over this group goes by the hierarchy; after a failure its process groups are gone."""
@@ -349,34 +356,36 @@ class Communicator:
         flat = 2 * (g - 1) * nbytes // g
         return flat, flat
 
-    def _loose(self, team: Team, lives: Lives) -> bool:
+    def _without_process_group(self, team: Team, incarnations: Incarnations) -> bool:
         """Whether nobody has made a process group for it, as it is."""
-        return bool(lives) or (len(team) != len(self._all) and team not in self._groups)
+        return bool(incarnations) or (len(team) != len(self._all) and team not in self._groups)
 
-    def _between(self, team: Team, lives: Lives) -> tuple[Team, int, int, subset_sum.Ways, Collection[int]]:
+    def _subset_arguments(
+        self, team: Team, incarnations: Incarnations
+    ) -> tuple[Team, int, int, collectives.Ways, Collection[int]]:
         """What a sum without a process group has to know."""
-        lost = self._consensus.lost_of(team, lives) if self._consensus is not None else frozenset[int]()
+        lost = self._consensus.lost_of(team, incarnations) if self._consensus is not None else frozenset[int]()
         if not self._all:  # it came later itself
             lost |= {*team} - {self._rank, *self._ways}
         return team, self._rank, self._tag(team), self._ways, lost
 
     def _tag(self, team: Team) -> int:
         """What marks the messages of a team without a process group. Raises AshlError where two are marked alike."""
-        tag = zlib.crc32(repr(team).encode()) % subset_sum.TEAMS
+        tag = zlib.crc32(repr(team).encode()) % collectives.TEAMS
         if self._tags.setdefault(tag, team) != team:
             raise AshlError(
                 f"the teams {team} and {self._tags[tag]} cannot be told apart; list one of them in the plan"
             )
         return tag
 
-    def _waited(self) -> list[int]:
+    def _measure_waiting(self) -> list[int]:
         """Unpaced collectives: nobody knows at the time who came last. Every so often all compare when they came, and
         the time before the last one came is called waiting; returned for each that took the main task's time."""
         starts, self._starts = self._starts, []
         if not starts:
             return []
         begun = torch.tensor([start.begin_ns for start in starts])
-        last = self._greatest(begun, self._all)
+        last = self._all_reduce_max(begun, self._all)
         return [
             max(0, min(latest, start.end_ns) - start.begin_ns)
             for start, latest in zip(starts, last.tolist(), strict=True)

@@ -16,12 +16,11 @@ from ashl.cluster.network import Exchange, Ports
 from ashl.cluster.spec import ContentionCosts, Measured
 from ashl.cluster.speed import NS, Speed
 from ashl.runtime import effects as fx
-from ashl.runtime.collective_cost import price_collective
 from ashl.runtime.collective_queue import CollectiveQueue, Posted
 from ashl.runtime.effects import Compute, Message, Recv
 from ashl.runtime.kernel import Task
 from ashl.runtime.rank_context import Observer, RankContext
-from ashl.runtime.sim import LAST, Sim
+from ashl.runtime.sim import LAST, Sim, price_collective
 from ashl.runtime.sums import chunk
 
 COMPUTE, COLLECTIVE = 0, 1  # the two queues of a rank
@@ -186,8 +185,8 @@ class ContendedSim(Sim):
 
     def _end_segment(self, task: Task, segment: Segment, value: Any, last: bool, began_ns: int) -> None:
         if task.main:
-            task.ctx.time_accounting.mark("wait", began_ns)
-            task.ctx.time_accounting.mark(segment.kind, self.now_ns)
+            task.ctx.time_accounting.attribute_until("wait", began_ns)
+            task.ctx.time_accounting.attribute_until(segment.kind, self.now_ns)
         if segment.then is not None:
             segment.then()
         if last and not task.done:
@@ -233,10 +232,10 @@ class ContendedSim(Sim):
             collective_queue.free_ns = self.now_ns
             for place, rank in enumerate(group):
                 member, time_accounting = posted.arrived[rank][0], self.contexts[rank].time_accounting
-                time_accounting.traffic(
+                time_accounting.record_traffic(
                     start, *((moved, moved) if own is None else (own.sent[place], own.received[place]))
                 )
-                time_accounting.collective(start, self.now_ns, member.main)
+                time_accounting.record_collective(start, self.now_ns, member.main)
                 self._at(self.now_ns, member, chunk(result, len(group), place) if scattered else result)
             self._at_last(self.now_ns, self._serve, collective_queue)
 

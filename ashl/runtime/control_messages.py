@@ -1,11 +1,15 @@
-"""What the process that keeps a real run's records tells the ranks: the other way from records."""
+"""Messages from the controller to every rank: the counterpart of records.
+
+The controller publishes one `ControlUpdate` again and again. It holds a stop request, the latest evaluation, the model
+version to save, the workers that have failed or may join, and at last the exit code.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import NamedTuple
 
-from ashl.runtime.records import Text, checked
+from ashl.runtime.records import Text, validate
 
 
 class End(NamedTuple):
@@ -37,4 +41,4 @@ class ControlUpdate(NamedTuple):
             fields = json.loads(line)
         except (ValueError, RecursionError):
             fields = None
-        return checked(ControlUpdate, fields, "news")
+        return validate(ControlUpdate, fields, "news")

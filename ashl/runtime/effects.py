@@ -1,7 +1,7 @@
-"""The closed vocabulary of effects: all that an algorithm may ask of the world.
+"""Effects: the closed set of operations that an algorithm may await.
 
-An algorithm is a coroutine that awaits effects. A kernel receives each effect, does it (in virtual time or for real)
-and sends the result back. Effects are plain tuples, so that a simulator can hand over hundreds of thousands a second.
+An algorithm is a coroutine. It yields an effect; a kernel performs it, in virtual time or on a real process, and sends
+the result back. Effects are named tuples, so that a simulator can pass hundreds of thousands a second.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 ANY = -1  # a receive from whoever is first
 Tag = tuple[str, int, int]  # (name, stage, iteration)
-LOST: Tag = ("lost", 0, 0)  # from a peer that is gone: comes to each rank that has a link to it, from the kernel
+PEER_FAILED: Tag = ("lost", 0, 0)  # from a peer that is gone: comes to each rank that has a link to it, from the kernel
 JOIN: Tag = ("join", 0, 0)  # from a worker that has come, or come back: it asks to take part
 
 
@@ -104,7 +104,8 @@ class Discard(NamedTuple):
 
 
 class AllReduce(NamedTuple):
-    """Sum or maximum over `group` (sorted ranks), in rank order. The last `riders` elements are scalars that ride along
+    """Sum or maximum over `group` (sorted ranks), in rank order. The last `piggybacked` elements are scalars that ride
+    along
     and count for neither bytes nor time. `op` may be half a sum, for half the cost: "scatter" gives each member its
     chunk of the sum, of equal length and filled up with zeros, and "gather" all members' tensors in rank order.
 
@@ -114,7 +115,8 @@ class AllReduce(NamedTuple):
     out, also when its task is cancelled.
 
     `epoch`: how many losses had been noticed when the group was formed. Where a member is lost after that,
-    the others have `Broken` instead of the result, also where their sum is under way. `lives`: how often each member
+    the others have `Broken` instead of the result, also where their sum is under way. `incarnations`: how often each
+    member
     had been lost by then, where one had, and all of them do not agree on who is there by themselves.
     """
 
@@ -125,14 +127,15 @@ class AllReduce(NamedTuple):
     key: int = 0
     credit: int = 0
     epoch: int = 0
-    lives: tuple[int, ...] = ()
+    incarnations: tuple[int, ...] = ()
 
     def __await__(self) -> Generator[AllReduce, Any, Any]:
         return (yield self)
 
 
 class AllGather(NamedTuple):
-    """Every member's bytes (uint8 tensors of any lengths), as a list in rank order. The last `riders` bytes ride along
+    """Every member's bytes (uint8 tensors of any lengths), as a list in rank order. The last `piggybacked` bytes ride
+    along
     and count for neither bytes nor time. Order, `key` and `epoch` as of `AllReduce`."""
 
     tensor: Any
@@ -177,7 +180,7 @@ class Formed(NamedTuple):
     lost: tuple[int, ...]  # who is gone of the team before
     came: tuple[int, ...]  # who of the ranks is new, and knows nothing yet
     time_ns: int  # when all had asked
-    lives: tuple[int, ...] = ()  # how often each of its ranks had been lost by then
+    incarnations: tuple[int, ...] = ()  # how often each of its ranks had been lost by then
 
 
 class Sleep(NamedTuple):
@@ -208,9 +211,9 @@ class Cancel(NamedTuple):
         return (yield self)
 
 
-class PeerLostError(Exception):
+class PeerFailedError(Exception):
     """A peer that a receive depends on is gone."""
 
-    def __init__(self, rank: int, why: str = "", life: int = 0) -> None:
+    def __init__(self, rank: int, why: str = "", incarnation: int = 0) -> None:
         super().__init__(f"rank {rank} has failed{': ' + why if why else ''}")
-        self.rank, self.why, self.life = rank, why, life
+        self.rank, self.why, self.incarnation = rank, why, incarnation

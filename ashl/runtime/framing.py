@@ -1,16 +1,17 @@
-"""What travels between processes: a header of 26 int64, then one flat body of uint8. Nothing is ever unpickled.
-Where a message has more numbers than a header holds, what is left of them follows the header, ahead of the body.
+"""Encode and decode the header of a message between processes: 26 int64, then one flat payload of uint8.
+
+Nothing is unpickled. Numbers that do not fit into the header follow it, ahead of the payload.
 
     0      magic and version
     1, 2   the tag's name, up to 16 ASCII bytes
     3, 4   the tag's stage and iteration
-    5      what the header is: a message, a goodbye, or the word that a body may go
-    6, 7   bytes of the body, code of its element type; an empty body is not the same as none
+    5      kind of the header: a message, a goodbye, or the grant for a payload
+    6, 7   bytes of the payload, code of its element type
     8      how many numbers of meta there are
     9-23   the first of them, as the bits of float64
-    24, 25 how many bodies have come from the rank that this goes to, nanoseconds from header to last byte of the last
+    24, 25 payloads received so far from the addressed rank, and nanoseconds from header to last byte of the latest
 
-Everything that comes is checked against bounds before memory is taken for it.
+Every value is checked against bounds before memory is allocated for it.
 """
 
 import struct

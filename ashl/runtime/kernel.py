@@ -1,4 +1,9 @@
-"""What both kernels share: tasks, the one step that resumes a task, and each rank's mailbox."""
+"""Tasks and mailboxes, which both kernels share.
+
+A task is a coroutine with the effect that it is blocked in. `resume_task` gives it a result and returns its next
+effect. A mailbox holds the messages of one rank that no receive has taken yet, and the tasks that wait for one. After
+a peer has failed, a receive that depends on it raises PeerLostError, or returns a message with the tag LOST.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,10 @@ from typing import Any
 
 from torch import is_autocast_enabled, is_grad_enabled
 
-from ashl.runtime.effects import ANY, JOIN, LOST, AllGather, AllReduce, Message, PeerLostError, Recv, Tag
+from ashl.runtime.effects import ANY, JOIN, PEER_FAILED, AllGather, AllReduce, Message, PeerFailedError, Recv, Tag
 from ashl.runtime.rank_context import RankContext
 
-NEWS = (LOST[0], JOIN[0])  # what nobody waits for
+NEWS = (PEER_FAILED[0], JOIN[0])  # what nobody waits for
 
 
 class Task:
@@ -29,10 +34,10 @@ class Task:
 
     def describe(self) -> str:
         """Who waits for what, in words."""
-        return f"rank {self.ctx.rank} {waiting_for(self.waiting)}"
+        return f"rank {self.ctx.rank} {describe_wait(self.waiting)}"
 
 
-def waiting_for(effect: Any) -> str:
+def describe_wait(effect: Any) -> str:
     """What a task that is blocked in this effect waits for, in words."""
     if isinstance(effect, Recv):
         names = " or ".join(
@@ -45,10 +50,10 @@ def waiting_for(effect: Any) -> str:
     return f"is in {type(effect).__name__}"
 
 
-def resumed(task: Task, value: Any) -> Any:
+def resume_task(task: Task, value: Any) -> Any:
     """Resume a task with the result of what it awaited; returns its next effect, or None when it has ended."""
     try:
-        return task.send(value) if value.__class__ is not PeerLostError else task.coro.throw(value)
+        return task.send(value) if value.__class__ is not PeerFailedError else task.coro.throw(value)
     except StopIteration as end:
         task.done, task.result = True, end.value
         return None
@@ -60,9 +65,9 @@ def check_context() -> None:
         raise AssertionError("await inside a torch context")
 
 
-def step(task: Task, value: Any) -> Any:
+def resume_checked(task: Task, value: Any) -> Any:
     """The same, checked."""
-    effect = resumed(task, value)
+    effect = resume_task(task, value)
     check_context()
     return effect
 
@@ -77,17 +82,17 @@ class Mailbox:
         self.arrived = 0
         self.waiters: list[Task] = []
         self.dropped: set[Tag] = set()
-        self.lost: dict[int, PeerLostError] = {}
+        self.lost: dict[int, PeerFailedError] = {}
 
-    def take(self, recv: Recv) -> Message | PeerLostError | None:
+    def receive(self, recv: Recv) -> Message | PeerFailedError | None:
         """The first message that is already here, if there is one; else the loss of the peer it would come from."""
-        if self.messages and (message := self._taken(recv)) is not None:
+        if self.messages and (message := self._pop_first(recv)) is not None:
             return message
-        if self.lost and LOST not in recv.tags:
+        if self.lost and PEER_FAILED not in recv.tags:
             return next((loss for rank, loss in self.lost.items() if recv.src in (ANY, rank)), None)
         return None
 
-    def _taken(self, recv: Recv) -> Message | None:
+    def _pop_first(self, recv: Recv) -> Message | None:
         first: tuple[int, Tag, int] | None = None
         for tag in recv.tags:
             if queue := self.messages.get(tag):
@@ -106,7 +111,7 @@ class Mailbox:
             del self.messages[tag]
         return message
 
-    def kept(self) -> list[Message]:
+    def undelivered(self) -> list[Message]:
         """All that has come and was not taken, in order of arrival."""
         return [message for _, message in sorted(pair for queue in self.messages.values() for pair in queue)]
 
@@ -126,16 +131,16 @@ class Mailbox:
             queue.append((self.arrived, message))
         return None
 
-    def lose(self, loss: PeerLostError, since_ns: int) -> list[tuple[Task, Message | PeerLostError]]:
+    def mark_failed(self, loss: PeerFailedError, since_ns: int) -> list[tuple[Task, Message | PeerFailedError]]:
         """A peer is gone: who hears of it now, as a message where it asks for that, and as an error in a receive that
         can no longer end."""
         if loss.rank in self.lost:
             return []
         self.lost[loss.rank] = loss
         peer = (ANY, loss.rank)
-        stuck = [task for task in self.waiters if task.waiting.src in peer and LOST not in task.waiting.tags]
+        stuck = [task for task in self.waiters if task.waiting.src in peer and PEER_FAILED not in task.waiting.tags]
         self.waiters = [task for task in self.waiters if task not in stuck]
-        woken = self.put(message := Message(loss.rank, LOST, None, (loss.life,), since_ns))
+        woken = self.put(message := Message(loss.rank, PEER_FAILED, None, (loss.incarnation,), since_ns))
         return [*((task, loss) for task in stuck), *([(woken, message)] if woken else [])]
 
     def discard(self, tags: tuple[Tag, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Which machine this process is on: its name serves people, and is not always its own."""
+"""Identify the machine that this process runs on; a host name is not always unique."""
 
 import os
 import platform

@@ -1,8 +1,8 @@
-"""Teams whose members are lost, and grow by those who come, in virtual time.
+"""Membership of process groups in virtual time: failed members leave them, joining workers enter them.
 
-A collective that lacks a member which was lost after its team was formed comes to nothing: who has come to it, or comes
-later, has `Broken` once the loss has been noticed there, also where the sum was under way. So all members have the
-result of a sum, or none has. All who are left then ask to regroup; once they have, those who are new are let in.
+A collective that lacks a failed member is aborted: every other member receives `Broken` once it has noticed the
+failure, even if the collective was in flight. So all members receive the result, or none does. The survivors then ask
+to regroup; when all have asked, they form a new group and admit the waiting workers.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from collections import Counter
 from collections.abc import Sequence
 from heapq import heapify
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ashl.runtime.collective_queue import Collective, CollectiveQueue
 from ashl.runtime.effects import Broken, Formed, Regroup
 from ashl.runtime.kernel import Task
 from ashl.runtime.rank_context import RankContext
-
-if TYPE_CHECKING:
-    from ashl.runtime.sim import Sim
+from ashl.runtime.sim import Sim
 
 
 class SimMembership:
@@ -85,7 +83,7 @@ class SimMembership:
         """Resume the task at this instant."""
         self.sim._at(self.sim.now_ns, task, value)
 
-    def lose(self, rank: int, peers: Sequence[int]) -> None:
+    def fail_member(self, rank: int, peers: Sequence[int]) -> None:
         """A worker is gone, and these will notice."""
         sim, now = self.sim, self.sim.now_ns
         self.losses[rank] += 1
@@ -95,14 +93,14 @@ class SimMembership:
         self.knowing.discard(rank)
         self._asked.pop(rank, None)
         self._stuck.pop(rank, None)
-        for task in sim.collective_queues.lose(rank):
+        for task in sim.collective_queues.abort_with_member(rank):
             if task.ctx.rank != rank:
                 self._stuck.setdefault(task.ctx.rank, []).append((task, task.waiting))
         for _, team in [one for one in self._under_way if rank in one[1] and one[0] > now]:
-            self._take_back([peer for peer in team if peer != rank], team)
+            self._revoke_results([peer for peer in team if peer != rank], team)
         self._under_way = [one for one in self._under_way if rank not in one[1]]
 
-    def _take_back(self, ranks: list[int], team: tuple[int, ...]) -> None:
+    def _revoke_results(self, ranks: list[int], team: tuple[int, ...]) -> None:
         """These will not have the result that they wait for."""
         sim, now = self.sim, self.sim.now_ns
         there = (target for _, _, target, _ in sorted(sim._heap, key=itemgetter(0, 1)) if isinstance(target, Task))
@@ -110,8 +108,8 @@ class SimMembership:
         waiting = sorted((task for task in waiting if task.ctx.rank in ranks), key=lambda task: task.ctx.rank)
         for task in waiting:
             if task.main:
-                task.ctx.time_accounting.halt(now, now, now)
-            task.ctx.time_accounting.broken(now)
+                task.ctx.time_accounting.truncate_at(now, now, now)
+            task.ctx.time_accounting.abort_collectives(now)
             self._stuck.setdefault(task.ctx.rank, []).append((task, task.waiting))
         sim._heap[:] = [event for event in sim._heap if event[2] not in waiting]
         heapify(sim._heap)
@@ -124,13 +122,13 @@ class SimMembership:
         for task, effect in stuck:
             if rank in effect.group:
                 if task.main:
-                    task.ctx.time_accounting.idle(sim.now_ns)
+                    task.ctx.time_accounting.attribute_idle(sim.now_ns)
                 sim._resume(task, Broken(rank))
             else:
                 self._stuck.setdefault(peer, []).append((task, effect))
-        self.without(rank)
+        self.note_failure(rank)
 
-    def without(self, rank: int) -> None:
+    def note_failure(self, rank: int) -> None:
         """That this worker is gone is known now, at least to somebody."""
         if rank in self._unnoticed:
             self._unnoticed.discard(rank)
@@ -151,8 +149,10 @@ class SimMembership:
         ranks = tuple(sorted({*came, *(rank for rank, effect in known.items() if effect.version >= 0)}))
         lost = tuple(rank for rank in self._team[1] if rank in self.noticed[self._team[0] :])
         times = Counter(self.noticed)
-        lives = tuple(times[rank] for rank in ranks)
-        formed = Formed(len(self.noticed), ranks, last, signal, lost, tuple(sorted(came)), self.sim.now_ns, lives)
+        incarnations = tuple(times[rank] for rank in ranks)
+        formed = Formed(
+            len(self.noticed), ranks, last, signal, lost, tuple(sorted(came)), self.sim.now_ns, incarnations
+        )
         self._team = len(self.noticed), ranks
         if signal > 1:
             self._last = formed

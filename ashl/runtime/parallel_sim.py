@@ -1,6 +1,8 @@
-"""Several cores of this machine for one simulation: what workers compute is begun when they ask for it, on whichever
-core is free, and waited for when the clock has come to its end. Computations are pure functions, so that the result is
-the same, bit for bit, on however many cores."""
+"""Use several cores of this machine for one simulation.
+
+A worker's computation starts on a free core when the worker asks for it, and the simulation waits for it when virtual
+time has reached its end. Computations are pure functions, so the result has the same bits on any number of cores.
+"""
 
 from __future__ import annotations
 

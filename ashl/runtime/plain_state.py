@@ -1,5 +1,8 @@
-"""State as plain values, the file that holds them, and back. Nothing is unpickled: what is read back are tensors,
-numbers, text, containers, and dataclasses and named tuples of this package, whose fields are set one by one."""
+"""Convert state to plain values and back, and write them to a file.
+
+Nothing is unpickled. A file holds tensors, numbers, text and containers only. Dataclasses and named tuples of the named
+packages are made again field by field. A tensor on a device is copied to the host first.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any, packages: tuple[str, ...] = ("ashl",), device: str = HOST) -> Any:
-    """What `packed` was given, what was on a device on this one; classes are looked up in `packages` only. Raises
+    """What `to_plain` was given, what was on a device on this one; classes are looked up in `packages` only. Raises
     ValueError for anything else."""
     if type(value) in PLAIN or isinstance(value, Tensor):
         return value
@@ -81,7 +84,7 @@ def from_plain(value: Any, packages: tuple[str, ...] = ("ashl",), device: str = 
 
 
 def split_tensors(value: Any) -> list[Tensor]:
-    """A value to send, as `packed` takes it: the tensors in it, after a first one that says in JSON what they are."""
+    """A value to send, as `to_plain` takes it: the tensors in it, after a first one that says in JSON what they are."""
     tensors = list[Tensor]()
 
     def apart(item: Any) -> Any:
@@ -97,7 +100,7 @@ def split_tensors(value: Any) -> list[Tensor]:
 
 
 def join_tensors(parcel: Sequence[Tensor], packages: tuple[str, ...], device: str) -> Any:
-    """What `parcelled` was given; see `unpacked`."""
+    """What `split_tensors` was given; see `from_plain`."""
 
     def whole(item: Any) -> Any:
         if isinstance(item, dict) and item.get(KIND) == TENSOR:

@@ -1,8 +1,12 @@
-"""The torch kernel: the same coroutines on a real process, fed by the real world.
+"""Run the coroutines of one rank on a real process: the kernel for `runtime=local` and `runtime=torchrun`.
 
-One process per rank. The main task runs in the main thread; a compute or a collective runs inline while nothing else of
-the rank could go on meanwhile, and otherwise on the one compute thread, or the one thread of the collective's team.
-Messages come from listener threads through one queue. Ranks start their clocks together, after a barrier.
+Data flow: the main thread resumes tasks. Listener threads, the compute thread and the threads of collectives put their
+results into one inbox, and the main thread takes items from it: messages, receipts, failures, callbacks. A computation
+or collective runs inline while no other task of the rank could run meanwhile; otherwise it runs on the one compute
+thread, or on the thread of its process group.
+
+States: before `run` (restored or joining), running (all clocks start together after a barrier, except those of joining
+workers), finished (`run_until`, then `close_connections`). A failed peer arrives as PeerLostError through the inbox.
 """
 
 from __future__ import annotations
@@ -22,11 +26,11 @@ import torch.distributed as dist
 from ashl.learn.device import HOST
 from ashl.runtime import effects as fx
 from ashl.runtime.collective_queue import Collective
+from ashl.runtime.collectives import Hierarchy
 from ashl.runtime.communicator import Communicator, LocalQueue, Outcome
 from ashl.runtime.compute_unit import ComputeUnit, Ran
-from ashl.runtime.hierarchical_sum import Hierarchy
-from ashl.runtime.kernel import Mailbox, Task, deadline_ns, step, waiting_for
-from ashl.runtime.rank_checkpoint import RankCheckpointWriter, Restored, put_back
+from ashl.runtime.kernel import Mailbox, Task, deadline_ns, describe_wait, resume_checked
+from ashl.runtime.rank_checkpoint import RankCheckpointWriter, Restored, restore_counters
 from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
 from ashl.runtime.records import Heartbeat, PeerUnreachable
 from ashl.runtime.regroup_consensus import RegroupConsensus
@@ -121,32 +125,32 @@ class TorchKernel:
         self._stand += [task] * is_background_service
         return task
 
-    def go_on(self, known: Restored, time_ns: int) -> None:
+    def restore(self, known: Restored, time_ns: int) -> None:
         """To be called before `run`: as the rank was kept, with the clock at this moment."""
-        put_back(self.ctx, known.context)
+        restore_counters(self.ctx, known.context)
         if self.worker_states is not None:
             self.worker_states.set_worker_state(self.ctx.rank, known.own)
-        self.ctx.time_accounting.mark("wait", time_ns)
+        self.ctx.time_accounting.attribute_until("wait", time_ns)
         if self.throttle.speed:
             self.throttle.speed.draw_from(self.ctx.rank, known.drawn)
         self._since_ns = time_ns
 
-    def enter(self, entry: Entry) -> None:
+    def join_running(self, entry: Entry) -> None:
         """To be called before `run`: the others run already."""
         self._entry, self._zero = entry, entry.zero_ns
-        self._communicator.meet({peer: (group, MET) for peer, group in entry.groups.items()})
-        self.ctx.time_accounting.begin(self.now_ns)
+        self._communicator.add_routes({peer: (group, MET) for peer, group in entry.groups.items()})
+        self.ctx.time_accounting.start_at(self.now_ns)
 
-    def meet(self, peer: int, life: int, group: dist.ProcessGroup) -> None:
+    def connect_peer(self, peer: int, incarnation: int, group: dist.ProcessGroup) -> None:
         """A worker has come (back) in this life, by this group of two. May be called from another thread."""
         assert self._links is not None
-        self._communicator.meet({peer: (group, NEWCOMER)})
-        self._links.meet(peer, life, group, NEWCOMER, lambda: self._mail.lost.pop(peer, None))
+        self._communicator.add_routes({peer: (group, NEWCOMER)})
+        self._links.reconnect(peer, incarnation, group, NEWCOMER, lambda: self._mail.lost.pop(peer, None))
 
-    def lose(self, peer: int, why: str) -> None:
+    def mark_peer_failed(self, peer: int, why: str) -> None:
         """A peer counts as gone. May be called from another thread."""
         if self._links is not None:
-            self._links.lose(peer, why)
+            self._links.mark_failed(peer, why)
 
     def run(self, main: Callable[[RankContext], Coroutine]) -> Any:
         """Run `main(ctx)` to its end; what else was spawned ends with it, once the collectives that this rank has
@@ -155,10 +159,10 @@ class TorchKernel:
             self._zero = common_zero() - self._since_ns  # before anything is listened to, which is timed by it
             pairs = {peer: (world(), peer, 0) for peer in self._peers}
         else:
-            pairs = {peer: (group, MET, self._entry.lives[peer]) for peer, group in self._entry.groups.items()}
+            pairs = {peer: (group, MET, self._entry.incarnations[peer]) for peer, group in self._entry.groups.items()}
             for peer in set(self._peers) - pairs.keys():
-                self._inbox.put(fx.PeerLostError(peer, "it failed before"))
-        when = self.clock_ns, self.throttle.arrival
+                self._inbox.put(fx.PeerFailedError(peer, "it failed before"))
+        when = self.clock_ns, self.throttle.schedule_arrival
         self._links = PeerConnections(pairs, self._inbox, *when, self._max_bytes, self._device, self._payload_transport)
         self._main = self.spawn(self.ctx, main(self.ctx), main=True)
         try:
@@ -169,25 +173,25 @@ class TorchKernel:
                     self._next()
         finally:
             self._unit.close()
-        self.ctx.time_accounting.waited(*self._communicator.close())
+        self.ctx.time_accounting.reclassify_as_wait(*self._communicator.close())
         self.ctx.emit_totals()
         return self._main.result
 
-    def linger(self, over: Callable[[], bool]) -> None:
+    def run_until(self, over: Callable[[], bool]) -> None:
         """Go on with what the main task has left behind, until it is over."""
         while not over():
             if self._ready:
                 self._resume(*self._ready.popleft())
                 continue
             with suppress(queue.Empty):
-                self._take_in(self._inbox.get(timeout=LINGER_S))
+                self._handle_item(self._inbox.get(timeout=LINGER_S))
 
-    def goodbye(self, timeout_s: float) -> None:
+    def close_connections(self, timeout_s: float) -> None:
         """Second phase of leaving: every rank is done, nothing more is started."""
         for task, _ in self._ready:
             task.coro.close()  # Python would complain of those that have not begun
         if self._links is not None:
-            self._links.goodbye(timeout_s)
+            self._links.close(timeout_s)
 
     def heartbeat(self) -> Heartbeat:
         """How this rank stands: what its main task is blocked in (None while it computes), and since when nothing has
@@ -195,51 +199,51 @@ class TorchKernel:
         effect = self._unit.standing or (self._main.waiting if self._main else None)
         blocked = effect is not None and not isinstance(effect, fx.Compute)
         idle_s = (time.monotonic_ns() - self._moved) / 1e9
-        return self.ctx.heartbeat()._replace(waiting=waiting_for(effect) if blocked else None, idle_s=idle_s)
+        return self.ctx.heartbeat()._replace(waiting=describe_wait(effect) if blocked else None, idle_s=idle_s)
 
     def _next(self) -> None:
         """Wait for the world: a message, a result, or a timer."""
         timeout = max(0.0, (self._timers[0][0] - self.now_ns) / 1e9) if self._timers else None
         try:
-            self._take_in(self._inbox.get(timeout=timeout))
+            self._handle_item(self._inbox.get(timeout=timeout))
         except queue.Empty:
             _, _, callback = heapq.heappop(self._timers)
             callback()
 
-    def _take_in(self, item: Any) -> None:
+    def _handle_item(self, item: Any) -> None:
         if isinstance(item, fx.Message):
             if item.src == self.ctx.rank:  # a part
-                self.ctx.time_accounting.part(item.start_ns)
-                return self._take_own(item)
+                self.ctx.time_accounting.record_part(item.start_ns)
+                return self._deliver_to_self(item)
             if item.body is not None:
-                self.ctx.time_accounting.traffic(item.start_ns, 0, item.body.nbytes)
+                self.ctx.time_accounting.record_traffic(item.start_ns, 0, item.body.nbytes)
             if not self._unit.deliver(item) and (task := self._mail.put(item)):
                 self._unblock(task, item.start_ns)
                 self._ready.append((task, item))
         elif isinstance(item, Delivered):
             self._push_end = max(self._push_end, item.end_ns)
-            self.ctx.time_accounting.pushed(*item)
-        elif isinstance(item, fx.PeerLostError):
-            self.observer.emit(PeerUnreachable(self.ctx.rank, item.rank, item.life))
-            self._unit.lose(item)
-            self._ready.extend(self._mail.lose(item, self.now_ns))
+            self.ctx.time_accounting.reclassify_as_push(*item)
+        elif isinstance(item, fx.PeerFailedError):
+            self.observer.emit(PeerUnreachable(self.ctx.rank, item.rank, item.incarnation))
+            self._unit.mark_peer_failed(item)
+            self._ready.extend(self._mail.mark_failed(item, self.now_ns))
         else:
             item()  # the end of a compute or a collective on a thread
 
-    def _take_own(self, message: fx.Message) -> None:
+    def _deliver_to_self(self, message: fx.Message) -> None:
         """A message of this rank to itself: for a compute that needs it, or for a task."""
         if not self._unit.deliver(message) and (task := self._mail.put(message)):
             self._wake(task, message)
 
     def _unblock(self, task: Task, pull_start_ns: int) -> None:
         if task.main:
-            self.ctx.time_accounting.blocked(self.now_ns, self._push_end, pull_start_ns)
+            self.ctx.time_accounting.attribute_blocked(self.now_ns, self._push_end, pull_start_ns)
 
     def _resume(self, task: Task, value: Any) -> None:
         """Run a task until it blocks or ends."""
         while not task.done:
             task.waiting, self._moved = None, time.monotonic_ns()
-            effect = step(task, value)
+            effect = resume_checked(task, value)
             if effect is None:
                 self._live -= 1
                 if task.joiner is not None:
@@ -247,10 +251,10 @@ class TorchKernel:
                 return
             task.waiting = effect
             if self._unsettled and task.main and not isinstance(effect, fx.Compute):
-                self._settled()
+                self._wait_for_device()
             if isinstance(effect, fx.Compute):
                 if self._live > 1 or self._unit.busy or effect.needs:
-                    return self._compute_aside(task, effect)
+                    return self._compute_on_thread(task, effect)
                 value = self._compute(effect, task.main)
             elif isinstance(effect, fx.Send):
                 value = self._send(effect)
@@ -259,10 +263,10 @@ class TorchKernel:
                 if value is None:
                     return
             elif isinstance(effect, fx.AllReduce | fx.AllGather):
-                end = self._communicator.end(effect)
-                if end.pending or (self._live > 1 and not self._hands_out(effect)):
-                    return self._collect_aside(end, task, effect)
-                value = self._collected(end.inline(effect, task.main), task.main)
+                end = self._communicator.local_queue(effect)
+                if end.pending or (self._live > 1 and not self._emits_parts(effect)):
+                    return self._collect_on_thread(end, task, effect)
+                value = self._account_collective(end.run_inline(effect, task.main), task.main)
             elif isinstance(effect, fx.Sleep):
                 self._timer(self.now_ns + round(effect.seconds * 1e9), lambda: self._wake(task, None))
                 return
@@ -286,7 +290,7 @@ class TorchKernel:
     def _wake(self, task: Task, value: Any) -> None:
         if not task.done:
             if task.main:
-                self.ctx.time_accounting.idle(self.now_ns)
+                self.ctx.time_accounting.attribute_idle(self.now_ns)
             self._ready.append((task, value))
 
     def _timer(self, due_ns: int, callback: Callable[[], None]) -> None:
@@ -296,67 +300,67 @@ class TorchKernel:
         start = self.ctx.time_accounting.cursor if main else self.now_ns
         ran = self._unit.run(effect, start)
         if main:
-            ran.book(self.ctx.time_accounting, start)
+            ran.attribute_to(self.ctx.time_accounting, start)
             self._unsettled = self._settle is not None
         return ran.value
 
-    def _settled(self) -> None:
+    def _wait_for_device(self) -> None:
         """What was left of the main task's computations when their functions returned is computing, too."""
         assert self._settle is not None
         self._settle()
-        self.ctx.time_accounting.mark("compute", self.now_ns)
+        self.ctx.time_accounting.attribute_until("compute", self.now_ns)
         self._unsettled = False
 
-    def _compute_aside(self, task: Task, effect: fx.Compute) -> None:
+    def _compute_on_thread(self, task: Task, effect: fx.Compute) -> None:
         """On the compute thread, so that the rank's other tasks go on."""
 
         def done(ran: Ran | Exception, start: int) -> None:
             if isinstance(ran, Exception):
                 raise ran
             if task.main:
-                ran.book(self.ctx.time_accounting, start)
+                ran.attribute_to(self.ctx.time_accounting, start)
                 self._unsettled = self._settle is not None
             if not task.done:
                 self._ready.append((task, ran.value))
 
         self._unit.post(effect, self.ctx.time_accounting.cursor if task.main else self.now_ns, done)
 
-    def _hands_out(self, effect: Collective) -> bool:
+    def _emits_parts(self, effect: Collective) -> bool:
         """Whether the main task computes what leaves in parts, in order: all wait for this, so this thread may."""
         main = self._main.waiting if self._main else None
         return isinstance(main, fx.Compute) and bool(main.parts) and not (main.needs or effect.key)
 
-    def _collect_aside(self, end: LocalQueue, task: Task, effect: Collective) -> None:
+    def _collect_on_thread(self, end: LocalQueue, task: Task, effect: Collective) -> None:
         """On the team's thread."""
 
         def done(outcome: Outcome | Exception) -> None:
             if isinstance(outcome, Exception):
                 raise outcome
-            value = self._collected(outcome, task.main)
+            value = self._account_collective(outcome, task.main)
             if not task.done:
                 self._ready.append((task, value))
 
         end.post(effect, task.main, lambda outcome: self._inbox.put(lambda: done(outcome)))
 
-    def _collected(self, outcome: Outcome, main: bool) -> Any:
+    def _account_collective(self, outcome: Outcome, main: bool) -> Any:
         """Enter a collective into the books; returns its value."""
         time_accounting = self.ctx.time_accounting
-        time_accounting.traffic(outcome.begin_ns, *outcome.moved)
-        time_accounting.collective(outcome.begin_ns, outcome.end_ns, main)
-        time_accounting.waited(*outcome.waited_ns)
+        time_accounting.record_traffic(outcome.begin_ns, *outcome.moved)
+        time_accounting.record_collective(outcome.begin_ns, outcome.end_ns, main)
+        time_accounting.reclassify_as_wait(*outcome.waited_ns)
         return outcome.value
 
     def _send(self, effect: fx.Send) -> None:
         nbytes = 0 if effect.body is None else effect.body.nbytes
         now = self._paced_now()
         if effect.dst == self.ctx.rank:
-            return self._take_own(fx.Message(effect.dst, effect.tag, effect.body, effect.meta, now))
-        header_ns, body_ns, busy_ns = self.throttle.departure(effect.dst, nbytes, now)
+            return self._deliver_to_self(fx.Message(effect.dst, effect.tag, effect.body, effect.meta, now))
+        header_ns, body_ns, busy_ns = self.throttle.schedule_departure(effect.dst, nbytes, now)
         if nbytes:
-            self.ctx.time_accounting.traffic(now, nbytes, 0)
+            self.ctx.time_accounting.record_traffic(now, nbytes, 0)
             self._push_end = max(self._push_end, busy_ns)
         assert self._links is not None
-        sent = self._sent if nbytes else lambda _: None
+        sent = self._note_sent if nbytes else lambda _: None
         self._links.post(effect.dst, effect.tag, effect.body, effect.meta, (header_ns, body_ns), sent)
 
     def _paced_now(self) -> int:
@@ -364,15 +368,15 @@ class TorchKernel:
         cursor, now = self.ctx.time_accounting.cursor, self.now_ns
         return cursor if now - cursor < KEPT_UP_NS else now
 
-    def _sent(self, end_ns: int) -> None:
+    def _note_sent(self, end_ns: int) -> None:
         """From a sender thread: the kernel has it."""
         self._push_end = max(self._push_end, end_ns)
 
     def _recv(self, task: Task, effect: fx.Recv) -> Any:
         """A message, or None when the task is blocked."""
         while not self._inbox.empty():
-            self._take_in(self._inbox.get())
-        message = self._mail.take(effect)
+            self._handle_item(self._inbox.get())
+        message = self._mail.receive(effect)
         if message is None and effect.before_s <= self.now_ns / 1e9:
             self._ready.append((task, None))
         elif message is None:

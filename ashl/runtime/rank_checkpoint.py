@@ -1,7 +1,8 @@
-"""What a rank of a real run keeps of itself: its state at the top of its loop, for a file of the run folder.
+"""Write and read one rank's part of a checkpoint: its state at a safe point.
 
-`ashl.run.checkpoints` names the version of the model from which on that is, and makes one checkpoint of what all keep.
-Where all go round by round, nothing is on its way at the top of their loops: their states there are the run.
+The controller (`ashl.run.checkpoints`) names the version of the model from which on each rank saves its state, and
+assembles one checkpoint of all parts. In synchronous rounds no message is in flight at a safe point, so the parts
+together are the whole run. A part is written by a thread, and its record tells the controller the hash.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class RankCheckpointWriter:
         self._done, number, time_ns = wanted.number, wanted.number, ctx.now_ns
         drawn = throttle.speed.drawn(ctx.rank) if throttle.speed else 0
         document = document_of(ctx, stage, state, time_ns, drawn)
-        counted = None if ctx.counter is None else ctx.counter.progress.rounds()
-        kept = CheckpointPartSaved(self._rank, number, stage, state.version, time_ns, rounds=counted)
+        rounds = None if ctx.counter is None else ctx.counter.progress.rounds()
+        kept = CheckpointPartSaved(self._rank, number, stage, state.version, time_ns, rounds=rounds)
         threading.Thread(target=self._write, args=(document, kept), name="keeper").start()  # which the end waits for
         return True
 
@@ -78,13 +79,13 @@ class RankCheckpointWriter:
             self._emit(kept._replace(error=first_line(error)))
 
 
-def into_folder(run_dir: Path, rank: int, number: int, document: dict[str, Any]) -> tuple[str, int]:
+def write_to_folder(run_dir: Path, rank: int, number: int, document: dict[str, Any]) -> tuple[str, int]:
     """Where a rank has the run folder at hand, for its `RankCheckpointWriter`."""
     return write(part_of(folder_of(run_dir, number), rank), document), 0
 
 
 def write(path: Path, document: dict[str, Any]) -> str:
-    """Write a file in one step; returns its hash. Raises as `packed.save`."""
+    """Write a file in one step; returns its hash. Raises as `plain_state.save`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save(path, document)
     return hash_of(path)
@@ -96,7 +97,7 @@ def hash_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digest(content: bytes) -> str:
+def hash_bytes(content: bytes) -> str:
     """The same of what will be one."""
     return hashlib.sha256(content).hexdigest()
 
@@ -105,7 +106,7 @@ def folder_of(run_dir: Path, number: int) -> Path:
     return run_dir / "checkpoint" / str(number)
 
 
-def numbered(run_dir: Path) -> list[int]:
+def list_checkpoints(run_dir: Path) -> list[int]:
     """The numbers of all checkpoints that have a manifest, the oldest first."""
     found = (path.parent.name for path in run_dir.glob(f"checkpoint/*/{MANIFEST}"))
     return sorted(int(name) for name in found if name.isdigit())
@@ -118,7 +119,7 @@ def part_of(folder: Path, rank: int) -> Path:
 
 def document_of(ctx: RankContext, stage: int, state: Any, time_ns: int, drawn: int) -> dict[str, Any]:
     """A rank at the top of its loop, so many draws of jitter into the run: plain values, from which `read` has it."""
-    known = {"stage": stage, "state": to_plain(state), "context": to_plain(counted(ctx))}
+    known = {"stage": stage, "state": to_plain(state), "context": to_plain(counters_of(ctx))}
     return known | {"time_ns": time_ns, "drawn": drawn, "own": to_plain(ctx.own_state)}
 
 
@@ -144,13 +145,13 @@ def read(file: Path | BytesIO, packages: tuple[str, ...], device: str) -> Restor
 KEPT = ("steps", "staleness", "loss", "measures")  # of a context, beside its time accounting
 
 
-def counted(ctx: RankContext) -> dict[str, Any]:
+def counters_of(ctx: RankContext) -> dict[str, Any]:
     """Return the counters of a context."""
     time_accounting = {name: getattr(ctx.time_accounting, name) for name in ctx.time_accounting.__slots__}
     return {"time_accounting": time_accounting} | {name: getattr(ctx, name) for name in KEPT}
 
 
-def put_back(ctx: RankContext, known: dict[str, Any]) -> None:
+def restore_counters(ctx: RankContext, known: dict[str, Any]) -> None:
     """Set a fresh context's counters."""
     for name, value in known["time_accounting"].items():
         setattr(ctx.time_accounting, name, value)

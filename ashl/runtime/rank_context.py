@@ -1,4 +1,8 @@
-"""What an algorithm sees of the world: its rank, the experiment's clock and the effects it may await."""
+"""The rank context: all that an algorithm knows of its rank, its kernel and the clock.
+
+It makes the effects that the algorithm awaits, and offers calls that take no experiment time: the clock, safe points,
+replicated computations, records, snapshots and measures. The same context works on both kernels.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +31,12 @@ from ashl.runtime.records import (
     Measured,
     Record,
     Round,
+    Rounds,
     Snapshot,
     TimeTotals,
     UpdateShown,
+    is_recorded,
 )
-from ashl.runtime.sampling import Rounds, is_recorded
 from ashl.runtime.time_accounting import TimeAccounting
 from ashl.size_only import Vector
 
@@ -128,9 +133,9 @@ class RankContext:
 
     __slots__ = (
         "counter",
+        "incarnation",
         "join_pending",
         "kernel",
-        "life",
         "loss",
         "measures",
         "rank",
@@ -150,7 +155,7 @@ class RankContext:
         self.loss: float | None = None
         self.measures: dict[str, Measured] = {}
         self.join_pending = False  # whether a worker has come and asks to be let in
-        self.life = 0  # how often this rank has been lost before
+        self.incarnation = 0  # how often this rank has been lost before
 
     def recv(self, *tags: Tag, src: int = ANY, before_s: float = math.inf) -> Recv:
         return Recv(tags, src, before_s)
@@ -167,10 +172,10 @@ class RankContext:
         key: int = 0,
         credit: int = 0,
         epoch: int = 0,
-        lives: tuple[int, ...] = (),
+        incarnations: tuple[int, ...] = (),
     ) -> AllReduce:
         assert key >= 0, "keys of collectives count from 0"
-        return AllReduce(tensor, group, op, piggybacked, key, credit, epoch, lives)
+        return AllReduce(tensor, group, op, piggybacked, key, credit, epoch, incarnations)
 
     def all_gather(
         self, tensor: Any, group: tuple[int, ...], piggybacked: int = 0, key: int = 0, epoch: int = 0
@@ -269,16 +274,16 @@ class RankContext:
         """Close a round of this worker: from its last merge to now."""
         self.steps += steps
         self.staleness, self.loss = staleness, loss
-        spans, start_ns, end_ns = self.time_accounting.cut()
-        parts, messages = self.time_accounting.beside()
+        spans, start_ns, end_ns = self.time_accounting.end_round()
+        parts, messages = self.time_accounting.take_overlapped()
         if is_recorded(self.kernel.observer.rounds, round):
             what = (self.rank, stage, round, steps, staleness, dropped, loss, start_ns, end_ns, spans, group)
             self.kernel.observer.emit(Round(*what, parts or None, messages or None))
 
     def heartbeat(self) -> Heartbeat:
         """How this rank stands, for whoever watches; may be read from another thread."""
-        totals_ns = self.time_accounting.live()  # before the clock is read, which is as far as they may reach
-        bytes_up, bytes_down = self.time_accounting.sent()
+        totals_ns = self.time_accounting.current_totals()  # before the clock is read, which is as far as they may reach
+        bytes_up, bytes_down = self.time_accounting.bytes_so_far()
         return Heartbeat(
             rank=self.rank,
             time_ns=self.now_ns,
@@ -296,7 +301,7 @@ class RankContext:
     def emit_totals(self) -> None:
         """Hand in what this rank's time went into, once it has ended."""
         time_accounting = self.time_accounting
-        time_accounting.settle()
+        time_accounting.fold_pending()
         totals = (time_accounting.totals, time_accounting.bytes_up, time_accounting.bytes_down)
         self.emit(TimeTotals(self.rank, *totals, self.measures, time_accounting.collective_ns))
 

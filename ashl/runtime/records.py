@@ -1,14 +1,15 @@
-"""What a rank says of its run: a type for each kind of record, and one JSON form for all of them.
+"""Records: what a rank reports of its run, a named tuple for each kind, with one JSON form for all of them.
 
-In virtual time a record reaches the monitor as it is; a process sends it as a line of JSON, in which `kind` names the
-type. A field that has its default is left out. Nothing is ever unpickled: what comes is checked field by field, and
-text that will be shown loses what a terminal would obey. The other way goes `ashl.runtime.control_messages`.
+In virtual time the monitor receives the tuple itself. A process sends it as one line of JSON, in which `kind` names the
+type; a field with its default value is left out. Nothing is unpickled: every field is validated, and text for a
+terminal loses control characters. `is_recorded` says which rounds are recorded at all. Messages from the controller to
+the ranks are in `ashl.runtime.control_messages`.
 """
 
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
@@ -20,13 +21,13 @@ T = TypeVar("T")
 Text = Annotated[str, AfterValidator(plain)]
 
 
-def by_kind(totals: dict[str, int]) -> dict[str, int]:
+def check_kinds(totals: dict[str, int]) -> dict[str, int]:
     if totals.keys() != set(TIMES):
         raise ValueError(f"times are by {', '.join(TIMES)}")
     return totals
 
 
-Totals = Annotated[dict[str, int], AfterValidator(by_kind)]
+Totals = Annotated[dict[str, int], AfterValidator(check_kinds)]
 
 
 class Counts(NamedTuple):
@@ -110,7 +111,7 @@ class PeerUnreachable(NamedTuple):
 
     rank: int
     peer: int
-    life: int
+    incarnation: int
     alone: bool = True
 
 
@@ -392,12 +393,12 @@ def loads(line: str | bytes) -> Record:
     if not isinstance(kind, str) or kind not in KINDS:
         kind = plain(repr(kind))[:40]
         raise AshlError(f"a record came that is none (kind {kind}); is another program using the job's port?")
-    return checked(KINDS[kind], fields, f"a record of kind {kind!r}")
+    return validate(KINDS[kind], fields, f"a record of kind {kind!r}")
 
 
-def checked(of: type[T], fields: object, what: str) -> T:
+def validate(of: type[T], fields: object, what: str) -> T:
     try:
-        return checker(of).validate_python(fields)
+        return make_validator(of).validate_python(fields)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -405,5 +406,24 @@ def checked(of: type[T], fields: object, what: str) -> T:
 
 
 @cache
-def checker(of: type[T]) -> TypeAdapter[T]:
+def make_validator(of: type[T]) -> TypeAdapter[T]:
     return TypeAdapter(of)
+
+
+# --- which rounds are recorded
+
+Rounds = Literal["all", "sampled", "none"]
+BLOCK = 16  # rounds that are kept or left out together, so that a thinned trace still shows how workers interact
+WHOLE_BLOCKS = 64  # blocks at the start that are all kept: the first 1024 rounds of every worker
+
+
+def is_recorded(rounds: Rounds, number: int) -> bool:
+    """Whether the round of this number is. Of a sample a worker's kept rounds grow with the logarithm of its rounds.
+
+    Rounds come in blocks of 16. All of the first 64 blocks are kept, of the next 64 every second one, of the next 128
+    every fourth one and so on.
+    """
+    if rounds != "sampled":
+        return rounds == "all"
+    block = number // BLOCK
+    return block % (1 << (block // WHOLE_BLOCKS).bit_length()) == 0

@@ -1,21 +1,19 @@
-"""How the processes of a team agree to go on without who is lost and with who has come, and get a group of gloo's of
-their own.
+"""Agree on the members of a process group after a failure or a join, and make a gloo group for them.
 
-Home says who is lost; when that is to be taken into account, the team decides. Everybody asks in the job's store, under
-the number of this agreement. Whoever sees there that all have asked, or hears first that one of them is lost, writes
-down which it is, and what is written first holds for all. Where it is a loss, those who are left ask once more, under
-the next number. So all members of a team have the same agreements one after the other, though one sees a loss early and
-another has gone on by then.
+The controller says which workers have failed; the group decides when to take that into account. Every member writes
+its request into the job's store, under the number of the decision. The first member that sees all requests, or learns
+of a failed member, writes the decision, and the first decision written holds for all. After a failure the survivors ask
+again, under the next number. So all members see the same decisions in the same order, though they learn of a failure
+at different times.
 
-Who comes is linked to all others first, and then knocks, in the store, too. It reads what was agreed, from the first
-number on, until it is let in, or the run is over. A loss is that of one life: who is lost stays so for its team until
-that has formed anew, though it may be back by then.
+A joining worker first connects to all others, then writes a join request into the store. It reads the decisions from
+the first number on, until one admits it or the run ends. A failure concerns one incarnation: that worker stays failed
+for its group until the next decision, even if it has rejoined by then.
 
-gloo's collectives need all members of a group, and end with an error at those that are connected to a lost one, while
-others would wait for good. So who waits looks up now and then, and a new team has a new group, under its agreement's
-number: nothing of an old one can come through it.
+gloo's collectives need all members. They raise an error at members connected to the failed one, and others would wait
+forever. So waiting members check for failures from time to time, and each decision makes a new gloo group.
 
-Source: a new communicator of those who are left as in Bland et al., "Post-failure recovery of MPI communication
+Source: a new communicator of the survivors as in Bland et al., "Post-failure recovery of MPI communication
 capability", IJHPCA 2013.
 """
 
@@ -34,7 +32,7 @@ import torch.distributed as dist
 from ashl.errors import AshlError
 from ashl.runtime.effects import Broken, Formed, Regroup
 from ashl.runtime.records import PeerUnreachable
-from ashl.runtime.rendezvous import LOOK_S, SharedStore, of_some, watched
+from ashl.runtime.rendezvous import LOOK_S, SharedStore, call_unless_failed, make_group
 
 T = TypeVar("T")
 Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
@@ -43,9 +41,9 @@ LOOK = timedelta(seconds=LOOK_S)  # between two looks at who is lost, while a co
 KNOWN_S = 10.0  # how long after an error home may take to say who is lost
 
 
-def knock(rank: int, life: int) -> str:
+def join_key(rank: int, incarnation: int) -> str:
     """The key of who has come."""
-    return f"team/knock/{rank}/{life}"
+    return f"team/knock/{rank}/{incarnation}"
 
 
 class Decision(NamedTuple):
@@ -68,50 +66,58 @@ class RegroupConsensus:
         rank: int,
         workers: Iterable[int],
         emit: Callable[[PeerUnreachable], None],
-        life: int = 0,
+        incarnation: int = 0,
     ) -> None:
-        """`emit` tells home, `life` is above 0 where it comes while the others run."""
+        """`emit` tells home, `incarnation` is above 0 where it comes while the others run."""
         self.lost: frozenset[int] = frozenset()
-        self._shared, self._store, self._rank, self._life = store, store.another(), rank, life
+        self._shared, self._store, self._rank, self._incarnation = store, store.another(), rank, incarnation
         self._emit = emit
         self._team, self._number = tuple(workers), 0
-        self._lives = dict.fromkeys(self._team, 0)  # the one of each that is in the team, or was last
+        self._incarnations = dict.fromkeys(self._team, 0)  # the one of each that is in the team, or was last
         self._gone: dict[int, int] = {}  # the last one of each that is over
         self._met: dict[int, int] = {}  # the one of each that has come and is linked to this rank
         self._lock = threading.Lock()
 
-    def lose(self, rank: int, life: int = 0) -> None:
+    def mark_failed(self, rank: int, incarnation: int = 0) -> None:
         """This life of it is over. May be called from another thread."""
         with self._lock:
-            self._gone[rank] = max(life, self._gone.get(rank, 0))
-            self._note_the_lost()
+            self._gone[rank] = max(incarnation, self._gone.get(rank, 0))
+            self._update_lost()
 
-    def meet(self, rank: int, life: int) -> None:
+    def mark_connected(self, rank: int, incarnation: int) -> None:
         """It has come anew. May be called from another thread."""
-        self.lose(rank, life - 1)
-        self._met[rank] = life
+        self.mark_failed(rank, incarnation - 1)
+        self._met[rank] = incarnation
 
     @property
     def join_pending(self) -> bool:
         """Whether somebody has come who is not in the team."""
-        return any(life > max(self._lives[rank], self._gone[rank]) for rank, life in [*self._met.items()])
+        return any(
+            incarnation > max(self._incarnations[rank], self._gone[rank]) for rank, incarnation in [*self._met.items()]
+        )
 
-    def _note_the_lost(self) -> None:
-        self.lost = frozenset(rank for rank, life in self._gone.items() if life >= self._lives[rank])
+    def _update_lost(self) -> None:
+        self.lost = frozenset(
+            rank for rank, incarnation in self._gone.items() if incarnation >= self._incarnations[rank]
+        )
 
-    def lost_of(self, team: Sequence[int], lives: Sequence[int] = ()) -> frozenset[int]:
+    def lost_of(self, team: Sequence[int], incarnations: Sequence[int] = ()) -> frozenset[int]:
         """Who is lost of a team; where others have formed it, of these lives of its members."""
-        if not lives:
+        if not incarnations:
             return self.lost.intersection(team)
-        return frozenset(rank for rank, life in zip(team, lives, strict=True) if self._gone.get(rank, -1) >= life)
+        return frozenset(
+            rank
+            for rank, incarnation in zip(team, incarnations, strict=True)
+            if self._gone.get(rank, -1) >= incarnation
+        )
 
-    def broken(self, team: Sequence[int], error: Exception, lives: Sequence[int] = ()) -> Broken:
+    def await_failure(self, team: Sequence[int], error: Exception, incarnations: Sequence[int] = ()) -> Broken:
         """What comes of a collective of this team that has ended with an error; raises it where nobody is lost."""
         until = time.monotonic() + KNOWN_S
-        known = dict(zip(team, lives, strict=True)) if lives else self._lives
-        for rank in {*team} - {self._rank} if not self.lost_of(team, lives) else ():
+        known = dict(zip(team, incarnations, strict=True)) if incarnations else self._incarnations
+        for rank in {*team} - {self._rank} if not self.lost_of(team, incarnations) else ():
             self._emit(PeerUnreachable(self._rank, rank, known[rank], alone=False))
-        while not (gone := self.lost_of(team, lives)):
+        while not (gone := self.lost_of(team, incarnations)):
             if time.monotonic() > until:
                 raise error
             time.sleep(POLL_S)
@@ -136,38 +142,38 @@ class RegroupConsensus:
         Raises AshlError where nobody is left who has the model."""
         decision = self._next(asked)
         lost = [*decision.lost]
-        while decision.lost or not (self._inside or decision.signal > 1):
+        while decision.lost or not (self._is_member or decision.signal > 1):
             decision = self._next(asked)
             lost += decision.lost
         came = tuple(sorted(rank for rank, _ in decision.came))
         how = decision.version, decision.signal, tuple(lost), came, clock_ns()
-        formed = Formed(self._number, self._team, *how, tuple(self._lives[rank] for rank in self._team))
-        another = self._inside and (lost or came or decision.out)
+        formed = Formed(self._number, self._team, *how, tuple(self._incarnations[rank] for rank in self._team))
+        another = self._is_member and (lost or came or decision.out)
         return formed, {self._team: self._group()} if another else None
 
     @property
-    def _inside(self) -> bool:
+    def _is_member(self) -> bool:
         """Whether this rank, in its present life, is in the team."""
-        return self._rank in self._team and self._lives[self._rank] == self._life
+        return self._rank in self._team and self._incarnations[self._rank] == self._incarnation
 
     def _next(self, asked: Regroup) -> Decision:
         """The next agreement, once it is taken into account."""
-        decision = self._decided(asked) if self._inside else self._read()
+        decision = self._decide_with_group(asked) if self._is_member else self._read_decision()
         if decision.version < 0:
-            raise self._nobody()
+            raise self._no_model_error()
         with self._lock:
             away = {*decision.lost, *decision.out}
             for rank in decision.out:
-                self._lives[rank] -= 1
-            self._lives |= dict(decision.came)
+                self._incarnations[rank] -= 1
+            self._incarnations |= dict(decision.came)
             self._team = tuple(sorted({*self._team} - away | {rank for rank, _ in decision.came}))
-            self._note_the_lost()
+            self._update_lost()
         return decision
 
-    def _nobody(self) -> AshlError:
-        return AshlError(f"0 of {len(self._lives)} workers remain that have the model: the run ends here")
+    def _no_model_error(self) -> AshlError:
+        return AshlError(f"0 of {len(self._incarnations)} workers remain that have the model: the run ends here")
 
-    def _decided(self, asked: Regroup) -> Decision:
+    def _decide_with_group(self, asked: Regroup) -> Decision:
         """The next agreement, of a team that this rank is in."""
         self._number += 1
         name, store, team = f"team/{self._number}", self._store, self._team
@@ -176,14 +182,16 @@ class RegroupConsensus:
             if gone := self.lost.intersection(team):
                 decision = Decision(sorted(gone))
             elif store.check([f"{name}/{rank}" for rank in team]):
-                decision = self._agreed({rank: Regroup(*json.loads(store.get(f"{name}/{rank}"))) for rank in team})
+                decision = self._make_decision(
+                    {rank: Regroup(*json.loads(store.get(f"{name}/{rank}"))) for rank in team}
+                )
             else:
                 time.sleep(POLL_S)
                 continue
             store.compare_set(f"{name}/is", "", json.dumps(decision))
         return Decision(*json.loads(store.get(f"{name}/is")))
 
-    def _agreed(self, asks: Mapping[int, Regroup]) -> Decision:
+    def _make_decision(self, asks: Mapping[int, Regroup]) -> Decision:
         """What these come to."""
         out = [rank for rank, asked in asks.items() if asked.version < 0]
         known = [asked for asked in asks.values() if asked.version >= 0]
@@ -193,17 +201,17 @@ class RegroupConsensus:
         signal = 0 if any(asked.version > version for asked in known) else max(asked.signal for asked in known)
         came = []
         if not signal and all(asked.open for asked in known):
-            came = [one for one in self._met.items() if one[1] > max(self._lives[one[0]], self._gone[one[0]])]
-            came = [one for one in came if self._store.check([knock(*one)])]
+            came = [one for one in self._met.items() if one[1] > max(self._incarnations[one[0]], self._gone[one[0]])]
+            came = [one for one in came if self._store.check([join_key(*one)])]
         return Decision([], version, signal, came, out)
 
-    def _read(self) -> Decision:
+    def _read_decision(self) -> Decision:
         """The next agreement, of others."""
         name, store = f"team/{self._number + 1}/is", self._store
-        store.set(knock(self._rank, self._life), "")
+        store.set(join_key(self._rank, self._incarnation), "")
         while not store.check([name]):
             if self.lost.issuperset({*self._team} - {self._rank}):
-                raise self._nobody()
+                raise self._no_model_error()
             time.sleep(POLL_S)
         self._number += 1
         return Decision(*json.loads(store.get(name)))
@@ -212,9 +220,9 @@ class RegroupConsensus:
         team = self._team
         if len(team) == 1:
             return None
-        meet = partial(of_some, f"group/{self._number}", self._shared.another(), team.index(self._rank), len(team))
+        meet = partial(make_group, f"group/{self._number}", self._shared.another(), team.index(self._rank), len(team))
         try:
-            return watched(meet, lambda: bool(self.lost.intersection(team)))
+            return call_unless_failed(meet, lambda: bool(self.lost.intersection(team)))
         except RuntimeError as error:
-            self.broken(team, error)
+            self.await_failure(team, error)
             return None

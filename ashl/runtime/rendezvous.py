@@ -1,9 +1,9 @@
-"""How the processes of a run meet: all at its start, in one group, who comes later by a group of two with each peer.
+"""Connect the processes of a run: all in one group at the start, a joining worker by a group of two with each peer.
 
-gloo makes a group with all its members at once, and where one of them dies only its own pairs break. So each life of a
-worker that comes (back) gets groups of its own, under names that hold worker and life: nothing of an earlier life can
-come through them. A moment before, the peer says in the job's store that it is there: it is waited for in a loop that
-can be left, while gloo would wait for good.
+gloo makes a group with all members at once, and a failed member breaks only its own pairs. So each incarnation of a
+joining worker has groups of its own, and no message of an earlier incarnation can arrive through them. Before it makes
+the group, the peer announces itself in the job's store. The worker polls for that, because gloo's own wait cannot be
+interrupted.
 """
 
 import threading
@@ -39,11 +39,11 @@ class Entry(NamedTuple):
     by its own."""
 
     groups: dict[int, dist.ProcessGroup]
-    lives: dict[int, int]
+    incarnations: dict[int, int]
     zero_ns: int
 
 
-def meet(backend: str, store: dist.Store, rank: int, ranks: int) -> None:
+def init_process_groups(backend: str, store: dist.Store, rank: int, ranks: int) -> None:
     """All ranks come together, and have a group of all that is not torch's default one: messages between workers and
     sums go faster by it, by a tenth with four processes on two cores and torch 2.13."""
     global _all  # as torch's own is
@@ -63,32 +63,32 @@ def common_zero() -> int:
     rank 0 share its monotonic clock, and so its very start; others start when the barrier lets them go."""
     dist.all_reduce(torch.zeros(1))  # a barrier, which would go by NCCL where there is one
     own = time.monotonic_ns()
-    first = torch.tensor([own, clock_of()])
+    first = torch.tensor([own, clock_id()])
     dist.broadcast(first, 0)
     zero, where = first.tolist()
-    return zero if where == clock_of() else own
+    return zero if where == clock_id() else own
 
 
-def clock_of() -> int:
+def clock_id() -> int:
     """Alike for the processes that share a monotonic clock."""
     return zlib.crc32(boot().encode())
 
 
-def name_of(peer: int, worker: int, life: int) -> str:
-    return f"pair/{peer}/{worker}/{life}"
+def pair_key(peer: int, worker: int, incarnation: int) -> str:
+    return f"pair/{peer}/{worker}/{incarnation}"
 
 
-def known_to(name: str) -> str:
+def known_key(name: str) -> str:
     """The key of that the peer takes part in the group of two of this name."""
     return f"{name}/known"
 
 
-def of_some(name: str, store: dist.Store, place: int, size: int = 2) -> dist.ProcessGroup:
+def make_group(name: str, store: dist.Store, place: int, size: int = 2) -> dist.ProcessGroup:
     """The group of this name and size, once all are there."""
     return cast("dist.ProcessGroup", dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/", store), place, size, NEVER))
 
 
-def watched(act: Callable[[], T], in_vain: Callable[[], bool]) -> T | None:
+def call_unless_failed(act: Callable[[], T], in_vain: Callable[[], bool]) -> T | None:
     """What comes of what may last for good, as gloo's waiting does where a process is lost: None once it is in vain.
     Raises what `act` raises."""
     outcome = Future[T]()
@@ -106,30 +106,30 @@ def watched(act: Callable[[], T], in_vain: Callable[[], bool]) -> T | None:
     return outcome.result()
 
 
-def let_in(
-    store: dist.Store, peer: int, own_life: int, worker: int, life: int, clock_ns: Callable[[], int]
+def admit_worker(
+    store: dist.Store, peer: int, own_incarnation: int, worker: int, incarnation: int, clock_ns: Callable[[], int]
 ) -> dist.ProcessGroup:
     """At a peer, whose run has this clock: the group with a worker that comes. Waits for it."""
-    name, now_ns = name_of(peer, worker, life), clock_ns()
-    store.set(name, f"{time.monotonic_ns() - now_ns} {now_ns} {clock_of()} {own_life}")
-    return of_some(name, store, MET)
+    name, now_ns = pair_key(peer, worker, incarnation), clock_ns()
+    store.set(name, f"{time.monotonic_ns() - now_ns} {now_ns} {clock_id()} {own_incarnation}")
+    return make_group(name, store, MET)
 
 
-def acquainted(store: dist.Store, peer: int, worker: int, life: int) -> None:
+def confirm_known(store: dist.Store, peer: int, worker: int, incarnation: int) -> None:
     """At a peer: it has taken note that the worker has come."""
-    store.set(known_to(name_of(peer, worker, life)), "")
+    store.set(known_key(pair_key(peer, worker, incarnation)), "")
 
 
-def come_in(
-    shared: SharedStore, peers: Iterable[int], worker: int, life: int, news: Callable[[], ControlUpdate]
+def join_running_job(
+    shared: SharedStore, peers: Iterable[int], worker: int, incarnation: int, news: Callable[[], ControlUpdate]
 ) -> Entry | None:
     """At the worker: None where the run is over before it is let in. Who is lost by then lets nobody in: one comes
     after the other, so each of two who come finds the other there, or will be found. In the end all others know it."""
-    while (worker, life) not in news().ready:
+    while (worker, incarnation) not in news().ready:
         if news().end is not None:
             return None
         time.sleep(POLL_S)
-    groups, lives, zero_ns, store = dict[int, dist.ProcessGroup](), dict[int, int](), 0, shared.another()
+    groups, incarnations, zero_ns, store = dict[int, dist.ProcessGroup](), dict[int, int](), 0, shared.another()
 
     def in_vain(peer: int) -> bool:
         return peer in dict(news().lost) or news().end is not None
@@ -140,11 +140,11 @@ def come_in(
         return there
 
     for peer in peers:
-        if there(peer, name := name_of(peer, worker, life)):
-            zero, now, clock, lives[peer] = map(int, store.get(name).split())
-            zero_ns = zero if clock == clock_of() else time.monotonic_ns() - now
-            group = watched(partial(of_some, name, shared.another(), NEWCOMER), partial(in_vain, peer))
+        if there(peer, name := pair_key(peer, worker, incarnation)):
+            zero, now, clock, incarnations[peer] = map(int, store.get(name).split())
+            zero_ns = zero if clock == clock_id() else time.monotonic_ns() - now
+            group = call_unless_failed(partial(make_group, name, shared.another(), NEWCOMER), partial(in_vain, peer))
             groups |= {} if group is None else {peer: group}
     for peer in groups:
-        there(peer, known_to(name_of(peer, worker, life)))
-    return None if news().end is not None else Entry(groups, lives, zero_ns)
+        there(peer, known_key(pair_key(peer, worker, incarnation)))
+    return None if news().end is not None else Entry(groups, incarnations, zero_ns)

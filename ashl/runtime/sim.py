@@ -1,9 +1,13 @@
-"""The simulator: exact virtual time, real arithmetic, one thread.
+"""Run the coroutines of all ranks in exact virtual time: real arithmetic, one thread, no clock of the host.
 
-A heap orders what happens by virtual time in integer nanoseconds, ties by the order of posting. `Compute` runs the real
-function at once and gives its result back when its cost has passed, counted from when the rank's compute unit is free;
-`Send` asks the network model when the message arrives; collectives go through their team's channel. The same plan gives
-the same parameters and the same trace, bit for bit, in any process.
+Data flow: a heap orders events by virtual time in integer nanoseconds, ties by the order of posting. An event resumes a
+task, which runs until its next effect. `Compute` calls its function at once; the result is returned when the cost has
+passed, counted from when the rank's compute unit is free. `Send` asks the network model when the message arrives. A
+collective starts when all members have posted it and their collective queue is free. The same plan gives the same
+parameters and the same trace, bit for bit, in any process.
+
+States: running; saving (`Saving` follows all ranks until each has passed a safe point); replaying a checkpoint
+(`Replay`). Failures of workers are injected by `ashl.runtime.churn`.
 """
 
 from __future__ import annotations
@@ -17,20 +21,21 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any, TypeVar
 
+from ashl.cluster.all_reduce_costs import AllReduceCost
 from ashl.cluster.network import Exchange, Ports
 from ashl.cluster.speed import Speed
 from ashl.errors import AshlError
 from ashl.learn.allocator import collecting_seldom
 from ashl.learn.device import HOST
 from ashl.runtime import effects as fx
-from ashl.runtime.collective_cost import price_collective
 from ashl.runtime.collective_queue import Collective, CollectiveQueue, CollectiveQueues, SharedResult
-from ashl.runtime.effects import COLLECTIVES, Compute, Message, Recv, Send
-from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resumed
+from ashl.runtime.effects import COLLECTIVES, AllReduce, Compute, Message, Recv, Send
+from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resume_task
 from ashl.runtime.plain_state import from_plain, to_plain
-from ashl.runtime.rank_checkpoint import Restored, counted, put_back
+from ashl.runtime.rank_checkpoint import Restored, counters_of, restore_counters
 from ashl.runtime.rank_context import NullObserver, Observer, RankContext, WorkerStates
-from ashl.runtime.sums import chunk
+from ashl.runtime.sums import HALVES_OF_A_SUM, chunk, concatenate, sum_in_rank_order
+from ashl.size_only import SizeOnly
 
 T = TypeVar("T")
 Begin = Callable[["Sim", Callable[..., Coroutine]], None]
@@ -67,7 +72,7 @@ class Sim:
     def compute_once(self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
         collective_queue = self.collective_queues.of(team, self.now_ns)
         if self.saving is not None:
-            self.saving.asked(ctx, collective_queue, key)
+            self.saving.record_request(ctx, collective_queue, key)
         return collective_queue.compute_once(ctx.rank, key, fn)
 
     def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
@@ -113,7 +118,7 @@ class Sim:
         end_ns = max((ctx.time_accounting.cursor for ctx in self.contexts if ctx.rank not in self.gone), default=0)
         for ctx in self.contexts:
             if ctx.rank in self.gone:
-                ctx.time_accounting.close(end_ns, "down")
+                ctx.time_accounting.close_at(end_ns, "down")
             ctx.emit_totals()
         return [task.result for task in self._mains]
 
@@ -152,7 +157,7 @@ class Sim:
         """Run a task until it blocks or ends."""
         ctx, task.waiting = task.ctx, None
         while True:
-            effect = resumed(task, value)
+            effect = resume_task(task, value)
             kind = effect.__class__
             if kind is Compute:
                 if effect.needs:
@@ -171,7 +176,7 @@ class Sim:
             elif kind is Send:
                 value = self._send(ctx, effect)
             elif kind is Recv:
-                value = self._mail[ctx.rank].take(effect)
+                value = self._mail[ctx.rank].receive(effect)
                 if value is None:
                     return self._block(task, effect)
             elif effect is None:
@@ -207,7 +212,7 @@ class Sim:
         end = self._unit_free[rank] = start + cost + before
         if task.main:
             for kind, until in (*spans, ("compute", end)):
-                task.ctx.time_accounting.mark(kind, until)
+                task.ctx.time_accounting.attribute_until(kind, until)
         return end
 
     def _in_steps(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
@@ -219,7 +224,7 @@ class Sim:
             reached = start + round(cost * share)
             if reached > self.now_ns:
                 if task.main:
-                    task.ctx.time_accounting.mark("compute", reached)
+                    task.ctx.time_accounting.attribute_until("compute", reached)
                 yield fx.Sleep((reached - self.now_ns) / 1e9)
             needed.append((yield Recv((tag,))).body)
             start += max(0, self.now_ns - reached)  # it has stood still
@@ -231,7 +236,7 @@ class Sim:
 
     def _hand_out(self, item: tuple[Task, Message]) -> None:
         """A part of what a task computes is there, for its own rank."""
-        item[0].ctx.time_accounting.part(self.now_ns)
+        item[0].ctx.time_accounting.record_part(self.now_ns)
         self._deliver((item[1].src, item[1]))
 
     def _computed(self, task: Task, effect: Compute) -> int:
@@ -242,10 +247,10 @@ class Sim:
         else:  # as mostly
             cost = self.speed.cost_ns(rank, effect.kind, effect.work, start)
             if cost is None:
-                raise undeclared(effect.kind, rank)
+                raise undeclared_cost(effect.kind, rank)
         end = self._unit_free[rank] = start + cost
         if cost and task.main:
-            task.ctx.time_accounting.mark(effect.booked, end)
+            task.ctx.time_accounting.attribute_until(effect.booked, end)
         return end
 
     def _started(self, task: Task, effect: Compute) -> tuple[int, int]:
@@ -253,13 +258,13 @@ class Sim:
         rank, now = task.ctx.rank, self.now_ns
         start = max(self._unit_free[rank], now)
         if start > now and task.main:
-            task.ctx.time_accounting.mark("wait", start)
+            task.ctx.time_accounting.attribute_until("wait", start)
         return start, self._cost_ns(rank, effect.kind, effect.work, start)
 
     def _cost_ns(self, rank: int, kind: str, work: float, start_ns: int) -> int:
         cost = self.speed.cost_ns(rank, kind, work, start_ns)
         if cost is None:
-            raise undeclared(kind, rank)
+            raise undeclared_cost(kind, rank)
         return cost
 
     def _send(self, ctx: RankContext, send: Send) -> None:
@@ -278,8 +283,8 @@ class Sim:
         if nbytes:
             if end > self._push_end[src]:
                 self._push_end[src] = end
-            ctx.time_accounting.traffic(now, nbytes, 0)
-            self.contexts[dst].time_accounting.traffic(now, 0, nbytes)
+            ctx.time_accounting.record_traffic(now, nbytes, 0)
+            self.contexts[dst].time_accounting.record_traffic(now, 0, nbytes)
 
     def _arrive(self, item: tuple[int, Message, int, int]) -> None:
         """The head of a message is at the receiver's port."""
@@ -295,9 +300,9 @@ class Sim:
         task = self._mail[dst].put(message)
         if task is not None:
             if task.main and message.src == dst:
-                task.ctx.time_accounting.idle(self.now_ns)
+                task.ctx.time_accounting.attribute_idle(self.now_ns)
             elif task.main:
-                task.ctx.time_accounting.blocked(self.now_ns, self._push_end[dst], message.start_ns)
+                task.ctx.time_accounting.attribute_blocked(self.now_ns, self._push_end[dst], message.start_ns)
             self._resume(task, message)
 
     def _block(self, task: Task, recv: Recv) -> None:
@@ -311,7 +316,7 @@ class Sim:
         if task.waiting is recv:
             self._mail[task.ctx.rank].waiters.remove(task)
             if task.main:
-                task.ctx.time_accounting.blocked(self.now_ns, self._push_end[task.ctx.rank], self.now_ns)
+                task.ctx.time_accounting.attribute_blocked(self.now_ns, self._push_end[task.ctx.rank], self.now_ns)
             self._resume(task, None)
 
     def _end(self, task: Task) -> None:
@@ -328,7 +333,7 @@ class Sim:
         if task.done:
             return
         if task.main:
-            task.ctx.time_accounting.idle(self.now_ns)
+            task.ctx.time_accounting.attribute_idle(self.now_ns)
         self._resume(task, value)
 
     def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
@@ -395,15 +400,37 @@ class Sim:
         for place, rank in enumerate(group):
             member, time_accounting = posted.arrived[rank][0], self.contexts[rank].time_accounting
             if own is None:
-                time_accounting.traffic(start, moved, moved)
+                time_accounting.record_traffic(start, moved, moved)
             else:
-                time_accounting.traffic(start, own.sent[place], own.received[place])
-            time_accounting.collective(start, end, member.main)
+                time_accounting.record_traffic(start, own.sent[place], own.received[place])
+            time_accounting.record_collective(start, end, member.main)
             self._at(end, member, chunk(result, len(group), place) if scattered else result)
 
 
-def undeclared(kind: str, rank: int) -> AshlError:
+def undeclared_cost(kind: str, rank: int) -> AshlError:
     return AshlError(f"the cost of {kind!r} on rank {rank} is not declared; a cost is never zero")
+
+
+def price_collective(
+    effect: Collective, tensors: list[Any], network: Exchange | Ports, now_ns: int
+) -> tuple[Any, int, int, AllReduceCost | None]:
+    """(result, cost in ns, bytes that each member of the ring sends and receives, or of a sum by another algorithm
+    those of each)."""
+    g, group, size_only = len(tensors), effect.group, isinstance(tensors[0], SizeOnly)
+    if isinstance(effect, AllReduce):
+        nbytes = tensors[0].nbytes - (0 if size_only else effect.piggybacked * tensors[0].element_size())
+        if effect.op in HALVES_OF_A_SUM:
+            gathers = effect.op == "gather"
+            total = nbytes * g if gathers else -(-nbytes // (4 * g)) * 4 * g
+            cost, moved = network.all_gather_ns(group, total, now_ns), total * (g - 1) // g
+            return concatenate(tensors) if gathers else sum_in_rank_order(tensors), cost, moved, None
+        cost, own = network.all_reduce_ns(group, nbytes, now_ns), None
+        if network.summing is not None:
+            own = network.summing.known(group, nbytes)
+        return sum_in_rank_order(tensors, effect.op), cost, 2 * (g - 1) * nbytes // g, own
+    longest = max(t.nbytes for t in tensors) - (0 if size_only else effect.piggybacked)  # as which all of them travel
+    total = g * longest
+    return tensors, network.all_gather_ns(group, total, now_ns), total * (g - 1) // g, None
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -471,7 +498,7 @@ class Saving:
                 sim.events += 1
                 rank, before = self.owner(target, value), sim._seq
                 mark = self.marks.get(rank)
-                if mark is not None and (what := self.received(place, target, value)):
+                if mark is not None and (what := self.describe_event(place, target, value)):
                     mark.came.append((time_ns, place, *what))
                 if target.__class__ is not Task:
                     target(value)
@@ -499,7 +526,7 @@ class Saving:
             return  # what runs beside it has no top of a loop
         if any(ctx.rank in posted.arrived for posted in sim.collective_queues.waiting()):
             return  # nor has a collective that a cancelled task has left behind
-        mail = sim._mail[ctx.rank].kept()
+        mail = sim._mail[ctx.rank].undelivered()
         self.marks[ctx.rank] = Mark(
             time_ns=sim.now_ns,
             stage=stage,
@@ -511,7 +538,7 @@ class Saving:
             unit_free=sim._unit_free[ctx.rank],
         )
 
-    def asked(self, ctx: RankContext, collective_queue: CollectiveQueue, key: Hashable) -> None:
+    def record_request(self, ctx: RankContext, collective_queue: CollectiveQueue, key: Hashable) -> None:
         """A rank asks for what its team computes alike. Once it has a mark, it will ask again."""
         if ctx.rank not in self.marks:
             asked = self._asked.setdefault((collective_queue.team, key), set())
@@ -545,7 +572,7 @@ class Saving:
         name = target.__name__
         return -1 if name in ("_arrive", "_serve", "_settle") else value[0] if name == "_deliver" else value[0].ctx.rank
 
-    def received(self, place: int, target: Any, value: Any) -> tuple[str, Any] | None:
+    def describe_event(self, place: int, target: Any, value: Any) -> tuple[str, Any] | None:
         """What came from outside with this event; all else a rank does again by itself."""
         if place in self._results:
             return RESULT, to_plain((*self._results[place], value))
@@ -559,7 +586,7 @@ class Saving:
     def document(self) -> dict[str, Any]:
         """All that the simulation needs to go on."""
         sim = self.sim
-        under_way = [(time_ns, place, self.received(place, *what)) for time_ns, place, *what in sorted(sim._heap)]
+        under_way = [(time_ns, place, self.describe_event(place, *what)) for time_ns, place, *what in sorted(sim._heap)]
         return {
             "time_ns": sim.now_ns,
             "cut": self.cut,
@@ -567,7 +594,7 @@ class Saving:
             "events": sim.events,
             "marks": [vars(self.marks[rank]) for rank in range(len(sim.contexts))],
             "under_way": [(time_ns, place, *what) for time_ns, place, what in under_way if what],
-            "nodes": to_plain([counted(ctx) for ctx in sim.contexts]),
+            "nodes": to_plain([counters_of(ctx) for ctx in sim.contexts]),
             "push_end": list(sim._push_end),
             "ports": to_plain(sim.network.saved()),
             "channels": to_plain(
@@ -609,17 +636,17 @@ def resume(sim: Sim, start: Callable[..., Coroutine], saved: Mapping[str, Any]) 
     sim._push_end[:] = saved["push_end"]
     sim.network.go_on(restored(saved["ports"]))
     for ctx, known in zip(sim.contexts, restored(saved["nodes"]), strict=True):
-        put_back(ctx, known)
+        restore_counters(ctx, known)
 
 
-def go_on(sim: Sim, start: Callable[..., Coroutine], ranks: Sequence[Restored], time_ns: int) -> None:
+def restore_ranks(sim: Sim, start: Callable[..., Coroutine], ranks: Sequence[Restored], time_ns: int) -> None:
     """Bring a fresh simulation to this moment, with what each rank kept where nothing was on its way."""
     sim.now_ns = time_ns
     for ctx, known in zip(sim.contexts, ranks, strict=True):
-        put_back(ctx, known.context)
+        restore_counters(ctx, known.context)
         if sim.worker_states is not None:
             sim.worker_states.set_worker_state(ctx.rank, known.own)
-        ctx.time_accounting.mark("wait", time_ns)
+        ctx.time_accounting.attribute_until("wait", time_ns)
         sim.speed.draw_from(ctx.rank, known.drawn)
         sim._mains.append(sim.spawn(ctx, start(ctx, saved=(known.stage, known.state)), main=True))
 

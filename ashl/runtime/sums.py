@@ -1,4 +1,4 @@
-"""Sums that come out the same, bit for bit, wherever and in whatever order their terms arrive."""
+"""Sum in rank order, so that a sum has the same bits in any order of arrival."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,12 +41,12 @@ def chunk(total: Any, members: int, place: int) -> Any:
     return functional.pad(mine, (0, length - mine.numel()))
 
 
-def piece(x: Any, start: int, stop: int) -> Any:
+def slice_vector(x: Any, start: int, stop: int) -> Any:
     """The elements [start, stop) of a vector."""
     return SizeOnly(4 * (stop - start)) if isinstance(x, SizeOnly) else x[start:stop]
 
 
-def together(parts: Sequence[Any]) -> Any:
+def concatenate(parts: Sequence[Any]) -> Any:
     """One vector of several."""
     if isinstance(parts[0], SizeOnly):
         return SizeOnly(sum(part.nbytes for part in parts), sum(part.signal for part in parts))

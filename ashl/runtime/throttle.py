@@ -1,10 +1,12 @@
-"""Making a real run last as long as was declared, and saying where the machine was too slow for that.
+"""Throttle a real run to its declared costs, and count where the host was too slow for them.
 
-A step or transfer with a declared cost ends at its start plus the cost. Without one, it takes as long as it takes,
-times the slowdown factor. Starts are counted from where the last one should have ended, so that a sleep that
-overshoots by a tenth of a millisecond does not add up over a run.
+A step or transfer with a declared cost ends at its start plus the cost. Without a declared cost it takes its measured
+time, multiplied by the slowdown factor. A start is counted from the declared end of the work before it, so that a sleep
+that overshoots by a tenth of a millisecond does not accumulate. Workers on one node share a NIC: their processes keep
+its state in one document of the job's store (`SharedNics`).
 """
 
+import json
 import threading
 import time
 from collections import defaultdict
@@ -16,7 +18,6 @@ import torch.distributed as dist
 from ashl.cluster.network import Exchange, Ports, network
 from ashl.cluster.spec import Cluster
 from ashl.cluster.speed import Factors, Speed
-from ashl.runtime.nic_emulation import SharedNics
 from ashl.runtime.records import Lateness, PacingStats
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ class Throttle:
         """What a computation that starts then is declared to cost; to be asked once, as jitter is drawn."""
         return self.speed.cost_ns(self.rank, kind, work, start_ns) if self.speed else None
 
-    def computed(self, kind: str, cost: int | None, start_ns: int) -> int:
+    def finish_compute(self, kind: str, cost: int | None, start_ns: int) -> int:
         """Wait until a computation that started then should end; returns when it counts as ended."""
         now = self.clock()
         if cost is None:
@@ -87,9 +88,9 @@ class Throttle:
             cost = round(factor * (now - start_ns)) if factor != 1.0 else 0
         elif kind in ("compute", "compress"):
             (self.steps if kind == "compute" else self.encodings).add(cost, now - start_ns)
-        return self.until(start_ns + cost)
+        return self.wait_until(start_ns + cost)
 
-    def until(self, due_ns: int) -> int:
+    def wait_until(self, due_ns: int) -> int:
         """Wait until then; returns when that was, or now where it is past."""
         now = self.clock()
         if now >= due_ns:
@@ -97,22 +98,22 @@ class Throttle:
         time.sleep((due_ns - now) / 1e9)
         return due_ns
 
-    def departure(self, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
+    def schedule_departure(self, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
         """When the header and when the body of a message leave, and until when this rank is busy sending."""
         if self.network is None or not nbytes:
             return now_ns, now_ns, now_ns
         if isinstance(self.network, Exchange):
             end = now_ns + self.network.cost_ns(self.rank, dst, nbytes, now_ns)
             return now_ns, end, end
-        _, head, tail = self._ask(self.network, lambda ports: ports.leave(self.rank, dst, nbytes, now_ns))
+        _, head, tail = self._change_nics(self.network, lambda ports: ports.leave(self.rank, dst, nbytes, now_ns))
         return head, head, tail
 
-    def arrival(self, src: int, nbytes: int, header_ns: int, now_ns: int) -> int:
+    def schedule_arrival(self, src: int, nbytes: int, header_ns: int, now_ns: int) -> int:
         """When a message whose bytes are here counts as delivered."""
         if isinstance(self.network, Ports):
             inner = self.network.inner(src, self.rank)
             tail = header_ns + self.network.service_ns(src, nbytes, header_ns, inner, out=True)
-            due = self._ask(self.network, lambda ports: ports.arrive(src, self.rank, nbytes, header_ns, tail))
+            due = self._change_nics(self.network, lambda ports: ports.arrive(src, self.rank, nbytes, header_ns, tail))
             self.transfers[src].add(due - header_ns, now_ns - header_ns)
             return due
         if self.network is not None:  # its sender has paced it
@@ -127,32 +128,81 @@ class Throttle:
         """When this rank's ports are free for a collective of a team."""
         return 0 if self.network is None else self.network.free_ns(team, self.rank)
 
-    def all_reduced(self, team: tuple[int, ...], number: int, nbytes: int, now_ns: int) -> tuple[int, int | None]:
+    def schedule_all_reduce(
+        self, team: tuple[int, ...], number: int, nbytes: int, now_ns: int
+    ) -> tuple[int, int | None]:
         """When the team's all-reduce of that number begins, and what it costs; None = as long as it takes.
         It holds the team's ports."""
         if self.network is None:
             return now_ns, None
-        return self._held(self.network, team, number, self.network.all_reduce_ns(team, nbytes, now_ns), now_ns)
+        return self._hold_nics(self.network, team, number, self.network.all_reduce_ns(team, nbytes, now_ns), now_ns)
 
-    def all_gathered(self, team: tuple[int, ...], number: int, total: int, now_ns: int) -> tuple[int, int | None]:
+    def schedule_all_gather(
+        self, team: tuple[int, ...], number: int, total: int, now_ns: int
+    ) -> tuple[int, int | None]:
         """The same of an all-gather of so many bytes."""
         if self.network is None:
             return now_ns, None
-        return self._held(self.network, team, number, self.network.all_gather_ns(team, total, now_ns), now_ns)
+        return self._hold_nics(self.network, team, number, self.network.all_gather_ns(team, total, now_ns), now_ns)
 
-    def _held(
+    def _hold_nics(
         self, network: Exchange | Ports, team: tuple[int, ...], number: int, cost_ns: int, now_ns: int
     ) -> tuple[int, int]:
         with self._lock:
             if self._shared is not None and isinstance(network, Ports) and len(team) > 1:
-                return self._shared.begin(network, f"{team} {number}", team, cost_ns, now_ns)
+                return self._shared.begin_collective(network, f"{team} {number}", team, cost_ns, now_ns)
             return network.hold(team, cost_ns, now_ns), cost_ns
 
-    def _ask(self, network: Ports, change: Callable[[Ports], T]) -> T:
+    def _change_nics(self, network: Ports, change: Callable[[Ports], T]) -> T:
         with self._lock:
-            return change(network) if self._shared is None else self._shared.ask(network, change)
+            return change(network) if self._shared is None else self._shared.apply(network, change)
 
     def report(self) -> PacingStats:
         """How well the machine kept the declared pace."""
         transfers = [(src, late.report()) for src, late in self.transfers.items()]
         return PacingStats(self.rank, self.steps.report(), transfers, self.encodings.report())
+
+
+# --- NICs that several processes share
+
+
+PORTS_KEY = "ports"
+
+
+class SharedNics:
+    """One process's view. Not for several threads at once."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._text = ""  # as it was last seen
+        self._changes = 0
+
+    def apply(self, network: Ports, change: Callable[[Ports], T]) -> T:
+        """What `change` says on the ports as they are, and what it does to them. It may be asked more than once."""
+        return self._change(network, lambda _: change(network))
+
+    def begin_collective(
+        self, network: Ports, name: str, team: tuple[int, ...], cost_ns: int, now_ns: int
+    ) -> tuple[int, int]:
+        """When the collective of this name begins, and what it costs: the first member to ask decides for all."""
+
+        def change(begun: dict[str, list[int]]) -> tuple[int, int]:
+            start, cost, left = begun.pop(name, None) or (network.hold(team, cost_ns, now_ns), cost_ns, len(team))
+            if left > 1:
+                begun[name] = [start, cost, left - 1]
+            return start, cost
+
+        return self._change(network, change)
+
+    def _change(self, network: Ports, change: Callable[[dict[str, list[int]]], T]) -> T:
+        while True:
+            known: dict[str, Any] = json.loads(self._text) if self._text else {"free": [], "begun": {}}
+            network.go_on(({(rank, way, inner): at for rank, way, inner, at in known["free"]}, {}, 0))
+            result = change(known["begun"])
+            self._changes += 1
+            free = [[*port, at] for port, at in network.saved()[0].items()]
+            by = [self._rank, self._changes]  # no two texts are the same, or two could believe that theirs is the one
+            text = json.dumps({"by": by, "free": free, "begun": known["begun"]})
+            self._text = self._store.compare_set(PORTS_KEY, self._text, text).decode()
+            if self._text == text:
+                return result

@@ -1,8 +1,8 @@
-"""What each worker's time went into. Every instant of the main task has exactly one class, so the classes add up.
+"""Attribute every instant of a rank's main task to exactly one class, so that the classes add up to the run's time.
 
-A span runs from where the last one ended: nothing can be counted twice or left out. Spans are folded into the totals
-two rounds late, because a worker learns that the experiment has ended only from its next reply; `close` then cuts
-off what lies past the end.
+A span starts where the last one ended, so nothing is counted twice or left out. Spans are folded into the totals two
+rounds later, because a worker learns only from its next reply that the run has ended; `close_at` then truncates what
+lies past the end. `reclassify_as_push` and `reclassify_as_wait` correct spans when a later message tells more.
 """
 
 import math
@@ -46,11 +46,11 @@ class TimeAccounting:
         self._parts: list[int] = []  # when parts of a computation were there, since the last round
         self._messages: list[tuple[int, int]] = []  # (begin, end) of collectives, where some overlap
 
-    def begin(self, now_ns: int) -> None:
+    def start_at(self, now_ns: int) -> None:
         """The clock starts here (a worker that comes later than the others starts later)."""
         self.cursor = self._start = now_ns
 
-    def mark(self, kind: str, end_ns: int) -> None:
+    def attribute_until(self, kind: str, end_ns: int) -> None:
         """The time up to `end_ns` was of this kind."""
         if end_ns > self.limit_ns:
             end_ns = int(self.limit_ns)
@@ -58,7 +58,7 @@ class TimeAccounting:
             self._spans.append((kind, self.cursor, end_ns))
             self.cursor = end_ns
 
-    def blocked(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> None:
+    def attribute_blocked(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> None:
         """The task was blocked until now: pushing first, then waiting, then pulling what it waited for."""
         at, end, spans = self.cursor, now_ns if now_ns <= self.limit_ns else int(self.limit_ns), self._spans
         if end <= at:
@@ -75,7 +75,7 @@ class TimeAccounting:
             spans.append(("pull", at, end))
         self.cursor = end
 
-    def collective(self, begin_ns: int, end_ns: int, main: bool) -> None:
+    def record_collective(self, begin_ns: int, end_ns: int, main: bool) -> None:
         """A collective is under way from here to there; of another task it is the main task's time where that is idle
         meanwhile."""
         if begin_ns < self.limit_ns:
@@ -83,29 +83,29 @@ class TimeAccounting:
         if not main or self._parts:
             self._messages.append((begin_ns, end_ns))
         if main:
-            self._moving(begin_ns, end_ns)
+            self._attribute_transfer(begin_ns, end_ns)
         else:
             self._aside.append((begin_ns, end_ns))
 
-    def part(self, ready_ns: int) -> None:
+    def record_part(self, ready_ns: int) -> None:
         """A part of what this rank computes is there."""
         self._parts.append(ready_ns)
 
-    def idle(self, now_ns: int) -> None:
+    def attribute_idle(self, now_ns: int) -> None:
         """The task did nothing until now: what other tasks moved meanwhile was that, and the rest was waiting."""
         if self._aside:
             for begin_ns, end_ns in self._aside:
                 if self.cursor < end_ns <= now_ns:
-                    self._moving(begin_ns, end_ns)
+                    self._attribute_transfer(begin_ns, end_ns)
             self._aside = [span for span in self._aside if span[1] > now_ns]
-        self.mark("wait", now_ns)
+        self.attribute_until("wait", now_ns)
 
-    def _moving(self, begin_ns: int, end_ns: int) -> None:
+    def _attribute_transfer(self, begin_ns: int, end_ns: int) -> None:
         """A wait until then, and half of the rest is pushing, half pulling."""
         at, spans = self.cursor, self._spans
         if end_ns > self.limit_ns:
-            self.mark("wait", begin_ns)
-            return self.blocked(end_ns, (self.cursor + end_ns) // 2, 0)
+            self.attribute_until("wait", begin_ns)
+            return self.attribute_blocked(end_ns, (self.cursor + end_ns) // 2, 0)
         if begin_ns > at:
             spans.append(("wait", at, begin_ns))
             at = begin_ns
@@ -117,11 +117,11 @@ class TimeAccounting:
             at = end_ns
         self.cursor = at
 
-    def traffic(self, start_ns: int, up: int, down: int) -> None:
+    def record_traffic(self, start_ns: int, up: int, down: int) -> None:
         if start_ns <= self.limit_ns:
             self._traffic.append((start_ns, up, down))
 
-    def pushed(self, start_ns: int, end_ns: int) -> None:
+    def reclassify_as_push(self, start_ns: int, end_ns: int) -> None:
         """It is known now that something this rank sent was on its way from here to there: what was called waiting
         meanwhile was pushing."""
         if start_ns < self.cursor:
@@ -130,7 +130,7 @@ class TimeAccounting:
                 self._old = [*self._old]  # others have it
                 add_push(self._old, start_ns, end_ns)
 
-    def waited(self, *each_ns: int) -> None:
+    def reclassify_as_wait(self, *each_ns: int) -> None:
         """It is known now that collectives waited so long for their last members, of what was called a transfer."""
         for waited_ns in each_ns:
             self.totals["push"] -= waited_ns - waited_ns // 2
@@ -138,7 +138,7 @@ class TimeAccounting:
             self.totals["wait"] += waited_ns
             self.collective_ns -= waited_ns
 
-    def cut(self) -> tuple[list[Span], int, int]:
+    def end_round(self) -> tuple[list[Span], int, int]:
         """End a round; returns its spans, start and end."""
         spans, start, cursor = self._spans, self._start, self.cursor
         if self._aside:
@@ -155,60 +155,60 @@ class TimeAccounting:
         self._start = cursor
         return spans, start, cursor
 
-    def beside(self) -> tuple[list[int], list[tuple[int, int]]]:
+    def take_overlapped(self) -> tuple[list[int], list[tuple[int, int]]]:
         """What overlapped since it was asked last: when parts were there, and from when to when messages went."""
         found = self._parts, self._messages
         if self._parts or self._messages:
             self._parts, self._messages = [], []
         return found
 
-    def broken(self, now_ns: int) -> None:
+    def abort_collectives(self, now_ns: int) -> None:
         """A collective of another task that was under way comes to nothing."""
         self._aside = [(begin, min(end, now_ns)) for begin, end in self._aside if begin < now_ns]
 
-    def halt(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> None:
+    def truncate_at(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> None:
         """Cut off at this instant what was attributed to later times."""
         for begin_ns, end_ns in self._aside:
             if begin_ns < now_ns and end_ns > self.cursor < now_ns:
-                self._moving(begin_ns, min(end_ns, now_ns))
-        self.blocked(now_ns, push_end_ns, pull_start_ns)
-        self._spans, self.cursor = clipped(self._spans, now_ns), min(self.cursor, now_ns)
+                self._attribute_transfer(begin_ns, min(end_ns, now_ns))
+        self.attribute_blocked(now_ns, push_end_ns, pull_start_ns)
+        self._spans, self.cursor = clip_spans(self._spans, now_ns), min(self.cursor, now_ns)
 
-    def close(self, end_ns: int, missing: str = "wait") -> None:
+    def close_at(self, end_ns: int, missing: str = "wait") -> None:
         """The experiment ended at `end_ns`: forget what came later, and what is missing up to there was waiting."""
-        self.mark(missing, end_ns)
-        self._old = clipped(self._old, end_ns)
-        self._spans = clipped(self._spans, end_ns)
+        self.attribute_until(missing, end_ns)
+        self._old = clip_spans(self._old, end_ns)
+        self._spans = clip_spans(self._spans, end_ns)
         self._old_traffic = [t for t in self._old_traffic if t[0] <= end_ns]
         self._traffic = [t for t in self._traffic if t[0] <= end_ns]
         self.cursor, self._start = end_ns, min(self._start, end_ns)
 
-    def settle(self) -> None:
+    def fold_pending(self) -> None:
         """Nothing more will come: fold what is left."""
-        self.cut()
-        self.cut()
+        self.end_round()
+        self.end_round()
 
-    def until(self, end_ns: int) -> dict[str, int]:
+    def totals_until(self, end_ns: int) -> dict[str, int]:
         """Totals up to a moment within the last two rounds."""
         totals = dict(self.totals)
-        for kind, start, end in clipped(self._old + self._spans, end_ns):
+        for kind, start, end in clip_spans(self._old + self._spans, end_ns):
             totals[kind] += end - start
         return totals
 
-    def live(self) -> dict[str, int]:
+    def current_totals(self) -> dict[str, int]:
         """Totals so far, for a person who watches; unlike those after `close` they may run past the end."""
         totals = dict(self.totals)
         for kind, start, end in self._old + self._spans:
             totals[kind] += end - start
         return totals
 
-    def sent(self) -> tuple[int, int]:
+    def bytes_so_far(self) -> tuple[int, int]:
         """Bytes up and down so far."""
         pending = self._old_traffic + self._traffic
         return self.bytes_up + sum(t[1] for t in pending), self.bytes_down + sum(t[2] for t in pending)
 
 
-def clipped(spans: list[Span], end_ns: int) -> list[Span]:
+def clip_spans(spans: list[Span], end_ns: int) -> list[Span]:
     return [(kind, start, min(end, end_ns)) for kind, start, end in spans if start < end_ns]
 
 
@@ -217,10 +217,10 @@ def add_push(spans: list[Span], start_ns: int, end_ns: int) -> None:
     first = len(spans)
     while first and spans[first - 1][2] > start_ns:
         first -= 1
-    spans[first:] = [part for span in spans[first:] for part in with_push(span, start_ns, end_ns)]
+    spans[first:] = [part for span in spans[first:] for part in split_push(span, start_ns, end_ns)]
 
 
-def with_push(span: Span, start_ns: int, end_ns: int) -> list[Span]:
+def split_push(span: Span, start_ns: int, end_ns: int) -> list[Span]:
     """A span of which the part from here to there was pushing, if it was waiting."""
     kind, begin, end = span
     first, last = max(begin, start_ns), min(end, end_ns)

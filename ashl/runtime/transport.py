@@ -1,14 +1,13 @@
-"""Point-to-point links of one rank over torch.distributed: a sender and a listener thread for each peer.
+"""Send and receive messages between processes over torch.distributed: a sender and a listener thread for each peer.
 
-Headers and bodies are separate planes (a tag each on gloo), so that something else can carry the bodies: see
-`ashl.runtime.transport`. Threads, and not polling: on gloo an `irecv` never reports completion until it is waited for.
-Groups get a timeout that never strikes, because a receive that times out closes every pair of its group; who is late is
-found by the monitor instead.
+Headers and payloads use different tags of gloo, so that another transport may carry the payloads. Threads are needed
+because an `irecv` on gloo never reports completion until it is waited for. Process groups get a timeout that never
+expires, since a receive that times out closes every pair of its group; the monitor detects late ranks instead.
 
-A vector of floats is on the rank's device again when it has come; what is encoded, where it came.
+A vector of floats is moved to the rank's device when it arrives; an encoded payload stays in the host's memory.
 
-A sender has done with a body when the kernel has it; how long that took to arrive, only the receiver knows, by its own
-clock. So each header says it of the last body that came the other way.
+A sender is done with a payload when the operating system has it. Only the receiver can measure how long the payload was
+in flight. Therefore each header carries the receipt of the latest payload in the other direction.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ashl.errors import AshlError
 from ashl.learn.device import HOST, to_device
 from ashl.learn.staging import filled, in_host
 from ashl.runtime import framing
-from ashl.runtime.effects import Message, PeerLostError, Tag
+from ashl.runtime.effects import Message, PeerFailedError, Tag
 
 NEVER = timedelta(days=30)
 
@@ -56,8 +55,10 @@ class PeerConnection:
     """The link to one peer, over a group in which the peer has this place: a sender and a listener thread. Where what
     comes is to be taken for something, and when, `PeerConnections` says."""
 
-    def __init__(self, links: PeerConnections, peer: int, group: dist.ProcessGroup, place: int, life: int) -> None:
-        self.links, self.peer, self.life, self.group, self.place = links, peer, life, group, place
+    def __init__(
+        self, links: PeerConnections, peer: int, group: dist.ProcessGroup, place: int, incarnation: int
+    ) -> None:
+        self.links, self.peer, self.incarnation, self.group, self.place = links, peer, incarnation, group, place
         self.lost = False  # what is sent there may never come back
         self.out: queue.SimpleQueue[OutgoingMessage | None] = queue.SimpleQueue()
         self._came = 0, 0  # bodies from there, and what the last one took
@@ -71,11 +72,11 @@ class PeerConnection:
         for thread in self._threads:
             thread.start()
 
-    def lose(self, why: str) -> None:
+    def mark_failed(self, why: str) -> None:
         """The peer is gone: from here on nothing comes of this link, whatever still arrives."""
         with self._lock:
             if not self.lost:
-                self.links.inbox.put(PeerLostError(self.peer, why, self.life))
+                self.links.inbox.put(PeerFailedError(self.peer, why, self.incarnation))
             self.lost = True
 
     def join(self, until: float, heard: bool = False) -> None:
@@ -84,7 +85,7 @@ class PeerConnection:
             if not self.lost:
                 thread.join(max(0.0, until - time.monotonic()))
 
-    def say(self, header: torch.Tensor) -> None:
+    def send_header(self, header: torch.Tensor) -> None:
         """Send a header with what follows it, one at a time."""
         words = framing.HEADER_WORDS
         parts = [header] if header.numel() == words else [header[:words], header[words:]]
@@ -92,11 +93,11 @@ class PeerConnection:
             for part in parts:
                 self.group.send([part], self.place, framing.HEADERS).wait()
 
-    def header(self) -> framing.Header:
+    def recv_header(self) -> framing.Header:
         """The next one that comes. Raises WireError."""
-        return framing.decode(self._words(framing.HEADER_WORDS), self.links.max_bytes, self._words)
+        return framing.decode(self._recv_words(framing.HEADER_WORDS), self.links.max_bytes, self._recv_words)
 
-    def _words(self, count: int) -> torch.Tensor:
+    def _recv_words(self, count: int) -> torch.Tensor:
         raw = torch.empty(count, dtype=torch.int64)
         self.group.recv([raw], self.place, framing.HEADERS).wait()
         return raw
@@ -112,28 +113,28 @@ class PeerConnection:
             while (parcel := self.out.get()) is not None:
                 self._wait_until(parcel.header_ns)
                 parcel.header[framing.RECEIPT : framing.HEADER_WORDS] = torch.tensor(self._came)
-                self.say(parcel.header)
+                self.send_header(parcel.header)
                 if parcel.body is not None and parcel.body.numel():
                     self._left.append(clock())
                     self._wait_until(parcel.body_ns)
                     self.links.bodies.send(self, parcel.body.view(torch.uint8))
                 parcel.sent(clock())
-            self.say(framing.encode(framing.BYE, ("bye", 0, 0)))
+            self.send_header(framing.encode(framing.BYE, ("bye", 0, 0)))
         except RuntimeError as error:
-            self.lose(first_line(error))
+            self.mark_failed(first_line(error))
 
     def _listen(self) -> None:
         links, peer = self.links, self.peer
         try:
             while True:
-                header = self.header()
+                header = self.recv_header()
                 start = links.clock()
                 if header.kind == framing.BYE:
                     return
                 if header.kind == framing.GRANT:
                     links.bodies.granted(self, header.tag[0])
                     continue
-                self._answered(*header.receipt)
+                self._note_receipt(*header.receipt)
                 body = None
                 if header.dtype is not None:
                     body = torch.empty(0, dtype=header.dtype)
@@ -145,9 +146,9 @@ class PeerConnection:
                     body = to_device(body, links.device) if body.is_floating_point() else body
                 self._put(Message(peer, header.tag, body, header.meta, start))
         except (RuntimeError, framing.FramingError) as error:
-            self.lose(first_line(error))
+            self.mark_failed(first_line(error))
 
-    def _answered(self, bodies: int, took_ns: int) -> None:
+    def _note_receipt(self, bodies: int, took_ns: int) -> None:
         """So many have come there, the last one within that time."""
         for _ in range(min(bodies - self._known, len(self._left))):
             self._known += 1
@@ -196,19 +197,21 @@ class PeerConnections:
                 OutgoingMessage(framing.encode(framing.MESSAGE, tag, body, meta), body, *times, sent)
             )
 
-    def lose(self, peer: int, why: str) -> None:
+    def mark_failed(self, peer: int, why: str) -> None:
         """The peer counts as gone, whether or not its connection broke."""
         if peer in self._pairs:
-            self._pairs[peer].lose(why)
+            self._pairs[peer].mark_failed(why)
 
-    def meet(self, peer: int, life: int, group: dist.ProcessGroup, place: int, back: Callable[[], object]) -> None:
+    def reconnect(
+        self, peer: int, incarnation: int, group: dist.ProcessGroup, place: int, back: Callable[[], object]
+    ) -> None:
         """The peer has come anew, and is reached by this group. Into the inbox go its loss, if it is not known, then
         `back`, then what it says."""
-        self.lose(peer, "it has come anew")
+        self.mark_failed(peer, "it has come anew")
         self.inbox.put(back)
-        self._pairs[peer] = PeerConnection(self, peer, group, place, life)
+        self._pairs[peer] = PeerConnection(self, peer, group, place, incarnation)
 
-    def goodbye(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> None:
         """Send what is still queued, then send each peer that nothing more will come, and wait for the same from it."""
         until = time.monotonic() + timeout_s
         for pair in self._pairs.values() if self.bodies.last_to_leave else ():
@@ -335,7 +338,7 @@ class GrantedPayloads:
         if self._grants:
             self._grant(pair, UP, lambda: self._carrier.recv(pair.peer, flat))
             return flat
-        while (grant := pair.header()).kind == framing.GRANT and grant.tag[0] == UP:
+        while (grant := pair.recv_header()).kind == framing.GRANT and grant.tag[0] == UP:
             self.granted(pair, UP)
         if grant.kind != framing.GRANT or grant.tag[0] != DOWN:
             raise framing.FramingError("a header came where a body was to be granted")
@@ -358,7 +361,7 @@ class GrantedPayloads:
 
     def _grant(self, pair: PeerConnection, way: str, begin: Callable[[], None]) -> None:
         def granting() -> None:
-            pair.say(framing.encode(framing.GRANT, (way, 0, 0)))
+            pair.send_header(framing.encode(framing.GRANT, (way, 0, 0)))
             begin()
 
         self._turn(granting)
@@ -367,7 +370,7 @@ class GrantedPayloads:
         self._turns.submit(begin).result()
 
 
-def granted_by_nccl(rank: int, workers: Sequence[int], server: int, device: str) -> GrantedPayloads:
+def make_nccl_payloads(rank: int, workers: Sequence[int], server: int, device: str) -> GrantedPayloads:
     """To be made by all ranks alike: a communicator for each worker, each warmed up, in rank order."""
     groups = dict[int, tuple[dist.ProcessGroup, int]]()
     carrier = PairwiseGroups(groups, device)

@@ -1,16 +1,17 @@
-"""A link: a codec between the model's two ends, and all that the codec keeps there.
+"""Compress pushes and pulls: a codec between sender and receiver, with the state that it keeps at both.
 
-Rule: up it goes as the codec says, with what is wrapped around it. A worker's messages meet the same `sender` at one
-end and the same `receiver` at the other; the bodies of a merge that are no sum meet one `memory`. Down, where pulls are
-compressed, with h_i what worker i holds, C(w − h_i) is sent; both ends add it, h_i ← h_i + C(w − h_i). What was left
-out is still in w − h_i at the next pull: h_i carries the residual, so C goes without error feedback. The first pull,
-and one that would be no shorter, is the model itself, hence a ratio of 1 is the plain pull, bit for bit.
+Push: the codec with its wrappers encodes the update. The messages of one worker meet the same `sender` state at the
+worker and the same `receiver` state at the server; payloads that are reduced together share one `memory`.
+Pull, where pulls are compressed: with h_i the model that worker i holds, C(w − h_i) is sent and both ends add it,
+h_i ← h_i + C(w − h_i). Elements that were not sent are still in w − h_i at the next pull, so h_i carries the residual
+and C needs no error feedback. The first pull, and one that would be no shorter, is the model itself, so a ratio of 1
+is the plain pull, bit for bit.
 
-A codec works where vectors lie, or in the host's memory alone (`on_host`); what it is given goes there, and what it
-makes comes back, here.
+A codec works on the vectors' device, or in the host's memory alone (`on_host`); its input is moved there, and its
+output is moved back.
 
 `CodecState` is part of a rank's state, so that a checkpoint holds it, and only this module changes it. In a run that is
-only timed, vectors and bodies are `SizeOnly`, and of the codec only `encoded_nbytes` is called.
+only timed, vectors and payloads are `SizeOnly`, and of the codec only its size functions are called.
 
 Source: pulls are EF21-P of Gruntkowska, Tyurin and Richtárik, "EF21-P and Friends", ICML 2023, with one copy per worker
 because workers pull at different times.
@@ -113,43 +114,43 @@ class CompressionPipeline:
         return self.innermost.peers(place, size) if isinstance(self.innermost, Collective) else ()
 
     @property
-    def talks(self) -> bool:
+    def has_own_messages(self) -> bool:
         """Whether that exchanges any."""
         return bool(self.peers(0, 2))
 
-    def enter(self, ends: CodecState, keeps: Keeps, gradients: bool, rate: float) -> CodecState:
+    def carry_over(self, ends: CodecState, keeps: Keeps, gradients: bool, rate: float) -> CodecState:
         """The ends when a stage begins with this link, at this learning rate. Both begin anew, but for what workers
         hold, and for what is kept of updates, at a sender or where bodies are reduced, if the codec takes that up."""
         memory = None
         if ends.memory is not None and isinstance(self.innermost, Reduces):
             worth = 1.0 if gradients == ends.gradients or not rate else -1 / rate if gradients else -rate
             memory = self.innermost.convert_memory(ends.memory, keeps, worth)
-        sender = self._moved(convert_sender(ends.sender, self.codec)) if keeps.residual else None
+        sender = self._move_state(convert_sender(ends.sender, self.codec)) if keeps.residual else None
         return CodecState(sender, memory=memory, gradients=gradients, held=ends.held)
 
-    def _moved(self, state: State) -> State:
+    def _move_state(self, state: State) -> State:
         """What another codec kept, where this one works."""
         if isinstance(state, Tensor):
-            return self.placed(self.codec, state)
-        return type(state)(*map(self._moved, state)) if isinstance(state, tuple) else state
+            return self.move_to_codec(self.codec, state)
+        return type(state)(*map(self._move_state, state)) if isinstance(state, tuple) else state
 
     # --- up
 
     def encode(self, ends: CodecState, x: Vector, context: EncodeContext) -> Body:
         if isinstance(x, SizeOnly):
             return SizeOnly(self.codec.encoded_nbytes(self.codec.share(context), self.d))
-        ends.sender, body = self.codec.encode(ends.sender, self.placed(self.codec, x), context)
+        ends.sender, body = self.codec.encode(ends.sender, self.move_to_codec(self.codec, x), context)
         if context.round == 0:
             self.check_size(body, context)
         return body
 
-    def placed(self, codec: Codec, x: Tensor) -> Tensor:
+    def move_to_codec(self, codec: Codec, x: Tensor) -> Tensor:
         """A vector, or a body, where a codec works."""
         if self.device == HOST:
             return x
         return to_host(x) if codec.on_host else to_device(x, self.device)
 
-    def made(self, x: Tensor) -> Tensor:
+    def move_from_codec(self, x: Tensor) -> Tensor:
         """A vector that the codec made."""
         return to_device(x, self.device)
 
@@ -168,7 +169,7 @@ class CompressionPipeline:
         if not isinstance(body, SizeOnly) and body.dtype == torch.uint8:  # else it was sent as it is
             ends.sender = self.codec.restore_dropped(ends.sender, body)
 
-    def kept(self, ends: CodecState) -> Tensor | None:
+    def residual(self, ends: CodecState) -> Tensor | None:
         """What the sender keeps for later."""
         return self.codec.residual(ends.sender)
 
@@ -177,22 +178,22 @@ class CompressionPipeline:
         if isinstance(body, SizeOnly):
             return self.unread
         ends.receivers[worker], x = self.innermost.decode(
-            ends.receivers.get(worker), self.placed(self.innermost, body), self.d
+            ends.receivers.get(worker), self.move_to_codec(self.innermost, body), self.d
         )
-        return self.made(x)
+        return self.move_from_codec(x)
 
-    def arrived(self, ends: CodecState, worker: int, body: Body) -> Vector | Body:
+    def receive_body(self, ends: CodecState, worker: int, body: Body) -> Vector | Body:
         """The same, but the body as it is where bodies are reduced together."""
         return body if self.traits.reduces else self.decode(ends, worker, body)
 
     def reduce(self, ends: CodecState, bodies: Sequence[Body], weights: Sequence[float]) -> Vector:
         """What the bodies of a merge are together, with `traits.reduces`. Raises BodyError."""
-        real = [self.placed(self.innermost, body) for body in bodies if isinstance(body, Tensor)]
+        real = [self.move_to_codec(self.innermost, body) for body in bodies if isinstance(body, Tensor)]
         if len(real) < len(bodies):
             return self.unread
         assert isinstance(self.innermost, Reduces), "a codec that reduces is derived from Reduces"
         ends.memory, x = self.innermost.reduce(ends.memory, real, weights, self.d)
-        return self.made(x)
+        return self.move_from_codec(x)
 
     def merge(
         self, ends: CodecState, bodies: Sequence[Body], weights: Sequence[float], workers: Sequence[int]
@@ -212,24 +213,24 @@ class CompressionPipeline:
             return SizeOnly(self.innermost.summed_bytes(self.codec.share(context), self.d))
         return self.innermost.summand(body)
 
-    def summed(self, ends: CodecState, body: Body, total: Body) -> Vector:
+    def decode_sum(self, ends: CodecState, body: Body, total: Body) -> Vector:
         """What a sum of summands decodes to, where this worker's body was this one. Raises BodyError."""
         if isinstance(body, SizeOnly) or isinstance(total, SizeOnly):
             return self.unread
         assert isinstance(self.innermost, Linear)
-        whole = self.innermost.summed(body, self.placed(self.innermost, total))
+        whole = self.innermost.summed(body, self.move_to_codec(self.innermost, total))
         if self.traits.reduces:
             return self.reduce(ends, [whole], [1.0])
-        return self.made(self.innermost.decode(None, whole, self.d)[1])
+        return self.move_from_codec(self.innermost.decode(None, whole, self.d)[1])
 
     def before(self, ends: CodecState, x: Tensor, context: EncodeContext) -> CodecInput:
         """What a protocol of the codec's own is given of x."""
-        return capture_codec_input(self.codec, ends.sender, self.placed(self.codec, x), context)
+        return capture_codec_input(self.codec, ends.sender, self.move_to_codec(self.codec, x), context)
 
     def after(self, ends: CodecState, x: Tensor, context: EncodeContext, outcome: Outcome) -> Tensor:
         """The update that the protocol came to; the sender keeps what of x is not in it."""
-        ends.sender = update_sender(self.codec, ends.sender, self.placed(self.codec, x), context, outcome)
-        return self.made(outcome.update)
+        ends.sender = update_sender(self.codec, ends.sender, self.move_to_codec(self.codec, x), context, outcome)
+        return self.move_from_codec(outcome.update)
 
     # --- differences between models
 
@@ -237,17 +238,17 @@ class CompressionPipeline:
         """x by the codec alone, without state."""
         if isinstance(x, SizeOnly):
             return SizeOnly(self.innermost.encoded_nbytes(context.ratio, self.d))
-        return self.innermost.encode(None, self.placed(self.innermost, x), context)[1]
+        return self.innermost.encode(None, self.move_to_codec(self.innermost, x), context)[1]
 
-    def added(self, vector: Vector, bodies: Sequence[tuple[Body, float]]) -> Vector:
+    def add_bodies(self, vector: Vector, bodies: Sequence[tuple[Body, float]]) -> Vector:
         """vector + Σ weight · content of such bodies, a new vector. Raises BodyError."""
-        return vector if isinstance(vector, SizeOnly) else self._added(self.innermost, vector, bodies)
+        return vector if isinstance(vector, SizeOnly) else self._add_bodies(self.innermost, vector, bodies)
 
     def pull_bytes(self, ratio: float | None) -> int:
         """Bytes of a pull of this share; None = of the model."""
         return 4 * self.d if ratio is None else min(4 * self.d, self.down.encoded_nbytes(ratio, self.d))
 
-    def pull(self, ends: CodecState, worker: int, model: Vector, context: EncodeContext) -> Body:
+    def encode_pull(self, ends: CodecState, worker: int, model: Vector, context: EncodeContext) -> Body:
         """At the server: what to send a worker that is to have this model."""
         held = ends.held.get(worker)
         if held is None or self.down.encoded_nbytes(context.ratio, self.d) >= model.nbytes:
@@ -255,29 +256,29 @@ class CompressionPipeline:
             return model
         if isinstance(model, SizeOnly) or isinstance(held, SizeOnly):
             return SizeOnly(self.down.encoded_nbytes(context.ratio, self.d))
-        _, body = self.down.encode(None, self.placed(self.down, model - held), context)
-        ends.held[worker] = self.pulled(held, body)
+        _, body = self.down.encode(None, self.move_to_codec(self.down, model - held), context)
+        ends.held[worker] = self.apply_pull(held, body)
         return body
 
-    def gave(self, ends: CodecState, worker: int, model: Vector) -> None:
+    def record_full_pull(self, ends: CodecState, worker: int, model: Vector) -> None:
         """At the server: this worker has been sent the model itself."""
         ends.held[worker] = model
 
-    def pulled(self, params: Vector, body: Body) -> Vector:
+    def apply_pull(self, params: Vector, body: Body) -> Vector:
         """At the worker: the model after a pull. Nothing is changed in place. Raises BodyError."""
         if isinstance(params, SizeOnly) or isinstance(body, SizeOnly):
             return params
         if body.dtype == torch.float32 and body.shape == params.shape:
             return body
-        return self._added(self.down, params, [(body, 1.0)])
+        return self._add_bodies(self.down, params, [(body, 1.0)])
 
-    def _added(self, codec: Codec, vector: Tensor, bodies: Sequence[tuple[Body, float]]) -> Tensor:
+    def _add_bodies(self, codec: Codec, vector: Tensor, bodies: Sequence[tuple[Body, float]]) -> Tensor:
         total = vector.clone()
         for body, weight in bodies:
             assert isinstance(body, Tensor)
-            body = self.placed(codec, body)
+            body = self.move_to_codec(codec, body)
             if not codec.on_host or self.device == HOST:
                 codec.add(total, body, weight)  # which need not make the whole vector of a sparse body
             else:
-                total.add_(self.made(codec.decode(None, body, self.d)[1]), alpha=weight)
+                total.add_(self.move_from_codec(codec.decode(None, body, self.d)[1]), alpha=weight)
         return total

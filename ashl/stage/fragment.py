@@ -1,5 +1,7 @@
-"""A fragment of a model, which is exchanged as a model of its own: some of its layer groups, elements that are drawn
-anew for each exchange, or what one of several servers holds."""
+"""A fragment of the model that is exchanged like a model of its own.
+
+It holds some of the layer groups, or elements that are drawn again for each exchange, or one server's shard.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from ashl.compression.common.seeded import new_seed, places_of
 from ashl.compression.contract import ENCODE_CONTEXT, Codec, Layout, size_of
 from ashl.outer.contract import Outer
-from ashl.runtime.sums import piece, together
+from ashl.runtime.sums import concatenate, slice_vector
 from ashl.size_only import SizeOnly, Vector
 
 
@@ -33,9 +35,9 @@ class Fragment:
     def size(self) -> int:
         return size_of(self.layout)
 
-    def drawn(self, seed: int, version: int) -> Fragment:
+    def with_drawn_indices(self, seed: int, version: int) -> Fragment:
         """The same at the places that all draw alike for the merge after this version."""
-        return replace(self, places=drawn(seed, version, self.size, self.runs[-1][1]))
+        return replace(self, places=draw_indices(seed, version, self.size, self.runs[-1][1]))
 
     def of(self, whole: Vector) -> Any:
         """Its elements."""
@@ -43,7 +45,7 @@ class Fragment:
             return SizeOnly(4 * self.size)
         if self.places is not None:
             return whole[self.places.to(whole.device)]
-        return together([piece(whole, start, stop) for start, stop in self.runs])
+        return concatenate([slice_vector(whole, start, stop) for start, stop in self.runs])
 
     def put(self, whole: Vector, values: Vector) -> Vector:
         """The vector with these as its elements."""
@@ -60,6 +62,6 @@ class Fragment:
 
 
 @lru_cache(maxsize=2)  # each is asked for by every worker, and twice
-def drawn(seed: int, version: int, size: int, whole: int) -> Tensor:
+def draw_indices(seed: int, version: int, size: int, whole: int) -> Tensor:
     context = ENCODE_CONTEXT._replace(seed=seed, version=version)
     return torch.from_numpy(places_of(new_seed(context.shared()), size, whole).astype(np.int64))

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from ashl.learn.device import to_host
-from ashl.runtime.effects import LOST, Broken, Compute
+from ashl.runtime.effects import PEER_FAILED, Broken, Compute
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
@@ -33,7 +33,7 @@ class GroupBrokenError(Exception):
     """A member is gone, and with it what was awaited of all."""
 
 
-def whole(result: Any) -> Any:
+def check_complete(result: Any) -> Any:
     """What came of a collective. Raises TeamBrokenError where a member is lost."""
     if result.__class__ is Broken:
         raise GroupBrokenError
@@ -53,12 +53,12 @@ class ProcessGroup:
     carried: bool = False  # whether they have gone with a message of this merge
     share: float = 1.0  # of the model that is exchanged
     epoch: int = 0  # how many losses had been taken into account when it was formed
-    lives: tuple[int, ...] = ()  # how often each member had been lost by then, where one had
+    incarnations: tuple[int, ...] = ()  # how often each member had been lost by then, where one had
 
     @classmethod
-    def of(cls, ctx: RankContext, stage: Stage, epoch: int = 0, lives: tuple[int, ...] = ()) -> ProcessGroup:
+    def of(cls, ctx: RankContext, stage: Stage, epoch: int = 0, incarnations: tuple[int, ...] = ()) -> ProcessGroup:
         """All workers of a stage."""
-        return cls(ctx, stage, stage.workers, stage.team_weights, epoch=epoch, lives=lives)
+        return cls(ctx, stage, stage.workers, stage.team_weights, epoch=epoch, incarnations=incarnations)
 
     def begin(self, loss: float, signal: float) -> None:
         """A merge begins."""
@@ -83,16 +83,18 @@ class ProcessGroup:
     async def all_reduce(self, x: Any, weight: float = 1.0, key: int = 0, credit: int = 0) -> Any:
         if self.carried:
             x = x if weight == 1 else x * weight
-            return whole(await self.ctx.all_reduce(x, self.ranks, key=key, credit=credit, epoch=self.epoch))
+            return check_complete(await self.ctx.all_reduce(x, self.ranks, key=key, credit=credit, epoch=self.epoch))
         if isinstance(x, SizeOnly):
             signal = SizeOnly(x.nbytes, int(self.signal))
-            total = whole(await self.ctx.all_reduce(signal, self.ranks, "sum", NUMBERS, key, credit, self.epoch))
+            total = check_complete(
+                await self.ctx.all_reduce(signal, self.ranks, "sum", NUMBERS, key, credit, self.epoch)
+            )
             self._carry(0.0, total.signal)
             return SizeOnly(total.nbytes)
         packed = x.new_empty(x.numel() + NUMBERS)
         torch.mul(x, weight, out=packed[:-NUMBERS])
         packed[-2], packed[-1] = self.loss, self.signal
-        total = whole(await self.ctx.all_reduce(packed, self.ranks, "sum", NUMBERS, key, credit, self.epoch))
+        total = check_complete(await self.ctx.all_reduce(packed, self.ranks, "sum", NUMBERS, key, credit, self.epoch))
         self._carry(*to_host(total[-NUMBERS:]).tolist())
         return total[:-NUMBERS]
 
@@ -112,14 +114,16 @@ class ProcessGroup:
 
     async def all_gather(self, x: Any) -> list[Any]:
         if self.carried:
-            return whole(await self.ctx.all_gather(x, self.ranks, epoch=self.epoch))
+            return check_complete(await self.ctx.all_gather(x, self.ranks, epoch=self.epoch))
         if isinstance(x, SizeOnly):
-            parts = whole(await self.ctx.all_gather(SizeOnly(x.nbytes, int(self.signal)), self.ranks, epoch=self.epoch))
+            parts = check_complete(
+                await self.ctx.all_gather(SizeOnly(x.nbytes, int(self.signal)), self.ranks, epoch=self.epoch)
+            )
             self._carry(0.0, sum(part.signal for part in parts))
             return parts
         tail = torch.tensor([self.loss, self.signal], dtype=torch.float64, device=str(x.device)).view(torch.uint8)
         sent = torch.cat([x, tail])
-        parts = whole(await self.ctx.all_gather(sent, self.ranks, piggybacked=tail.numel(), epoch=self.epoch))
+        parts = check_complete(await self.ctx.all_gather(sent, self.ranks, piggybacked=tail.numel(), epoch=self.epoch))
         sums = sum_in_rank_order([part[-tail.numel() :].clone().view(torch.float64) for part in parts])
         self._carry(*to_host(sums).tolist())
         return [part[: -tail.numel()] for part in parts]
@@ -132,9 +136,9 @@ class ProcessGroup:
         """(body, numbers) from one other. What rides along is added up, but `final` from one who has everything. Raises
         TeamBrokenError where that one is lost, or has given up."""
         tag, given_up = self.stage.tag(name, self.epoch), self.stage.tag(GIVEN_UP, self.epoch)
-        tags = (tag, given_up, LOST) if self.stage.elastic else (tag,)
+        tags = (tag, given_up, PEER_FAILED) if self.stage.elastic else (tag,)
         while (message := await self.ctx.recv(*tags, src=self.ranks[place])).tag != tag:
-            if message.tag == given_up or message.meta[0] >= (self.lives[place] if self.lives else 0):
+            if message.tag == given_up or message.meta[0] >= (self.incarnations[place] if self.incarnations else 0):
                 raise GroupBrokenError  # else it was an earlier life that is over
         loss, signal, *numbers = message.meta
         self._carry(*((loss, signal) if final else (self.loss + loss, self.signal + signal)))
@@ -145,11 +149,11 @@ class ProcessGroup:
         for place in places:
             await self.ctx.send(self.ranks[place], self.stage.tag(GIVEN_UP, self.epoch))
 
-    async def together(self) -> None:
+    async def confirm_all_complete(self) -> None:
         """Where workers may be lost: all have come so far with a protocol of messages, so that none has what another
         lacks. Raises TeamBrokenError."""
-        if self.stage.elastic and self.stage.link.talks:
-            whole(await self.ctx.all_reduce(torch.zeros(1), self.ranks, piggybacked=1, epoch=self.epoch))
+        if self.stage.elastic and self.stage.link.has_own_messages:
+            check_complete(await self.ctx.all_reduce(torch.zeros(1), self.ranks, piggybacked=1, epoch=self.epoch))
 
     def compute(self, fn: Callable[[], T], work: float = 0.0) -> Compute:
         return self.ctx.compute(fn, work=work * self.share, kind="compress")

@@ -1,4 +1,4 @@
-"""One rank's way through a plan: the stages in order, its state carried across. The same on both kernels."""
+"""Run one rank through the stages of a plan, in order, with its state carried from stage to stage."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,13 +25,13 @@ async def program(
     if ctx.rank == first.home:
         ctx.counter = state
     if state.assigned is not None:
-        stages = reassigned(stages, *state.assigned)
+        stages = apply_assignments(stages, *state.assigned)
     for index in range(begin, len(stages)):
         stage = stages[index]
-        if await role(stage, ctx.rank)(ctx, stage, state) == STOP:
+        if await select_loop(stage, ctx.rank)(ctx, stage, state) == STOP:
             break
         if state.assigned is not None and state.assigned[0] == index + 1:
-            stages = reassigned(stages, *state.assigned)
+            stages = apply_assignments(stages, *state.assigned)
     if ctx.counter is not None:  # this is the home rank, or stands in for it
         progress, without = state.progress, state.progress.gone if first.replicas else ()
         ctx.snapshot(state.params, final=True, counts=progress.report(), time_ns=progress.end_ns, without=without)
@@ -45,18 +45,21 @@ def peers_of(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
     return tuple(sorted({peer for topology, rule in both for peer in (*topology, *rule)}))
 
 
-def hearing(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
+def ranks_to_notify(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
     """All ranks that have to know when this one is gone."""
     return tuple(sorted({peer for stage in stages for peer in stage.topology.notified_on_failure(stage, rank)}))
 
 
-def role(stage: Stage, rank: int) -> Loop:
+def select_loop(stage: Stage, rank: int) -> Loop:
     """The loop of this rank: the topology's, unless the sync mode has one of its own."""
     return stage.sync.loop(stage, rank) or stage.topology.role(stage, rank)
 
 
-def reassigned(stages: Sequence[Stage], first: int, assigned: Tensor) -> list[Stage]:
+def apply_assignments(stages: Sequence[Stage], first: int, assigned: Tensor) -> list[Stage]:
     """The stages from `first` on with what a profiling stage has planned for their workers."""
     rows = assigned.view(len(stages) - first, stages[0].num_workers, 4).tolist()
-    after = [stage.assigned([assignment_of(row) for row in r]) for stage, r in zip(stages[first:], rows, strict=True)]
+    after = [
+        stage.with_replanned_shards([assignment_of(row) for row in r])
+        for stage, r in zip(stages[first:], rows, strict=True)
+    ]
     return [*stages[:first], *after]

@@ -1,4 +1,8 @@
-"""What is counted while a run goes on, and the questions that rules ask of it. A question never changes an answer."""
+"""Count the progress of a run: steps, samples, commits and staleness, in total and by worker.
+
+`RunProgress` holds the totals that every rank can count; `Progress` adds the counts by worker, as a server keeps them
+(without a server, every worker keeps the same ones). A query never changes a later answer.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +50,12 @@ class RunProgress:
         """The same, to count on with."""
         return replace(self)
 
-    def here(self, now_s: float) -> ProgressMark:
+    def mark_at(self, now_s: float) -> ProgressMark:
         return ProgressMark(self.total_commits, self.samples, now_s)
 
     def begin(self, now_s: float) -> None:
         """A stage begins: limits are counted from here."""
-        self.started, self.now_s = self.here(now_s), now_s
+        self.started, self.now_s = self.mark_at(now_s), now_s
         self.best = (math.inf, self.total_commits)
 
     def advance(self, steps: int, samples: int, commits: int = 1) -> None:
@@ -60,7 +64,7 @@ class RunProgress:
         self.samples += samples
         self.total_commits += commits
 
-    def hear(self, loss: float, whose: str | int) -> None:
+    def record_loss(self, loss: float, whose: str | int) -> None:
         """A loss, and whose it is: a worker's, or in words."""
         self.loss = loss if math.isnan(self.loss) else self.loss + (loss - self.loss) / (2 * self.num_workers)
         if not math.isfinite(loss):
@@ -69,14 +73,14 @@ class RunProgress:
         elif self.loss < 0.99 * self.best[0]:
             self.best = (self.loss, self.total_commits)
 
-    def hear_all(self, loss: float, whose: str, commits: int) -> None:
+    def record_loss_of_all(self, loss: float, whose: str, commits: int) -> None:
         """The same as often as there are workers, with so many commits between one and the next."""
         start = self.total_commits
         for heard in range(self.num_workers):
             if self.loss == loss and self.loss >= 0.99 * self.best[0]:
                 break  # it stays as it is
             self.total_commits = start + heard * commits
-            self.hear(loss, whose)
+            self.record_loss(loss, whose)
         self.total_commits = start
 
 
@@ -142,7 +146,7 @@ class Progress(RunProgress):
         self.stale_sum[worker] += staleness
         if staleness > self.stale_max[worker]:
             self.stale_max[worker] = staleness
-        self.hear(loss, worker)
+        self.record_loss(loss, worker)
 
     def observe_all(self, staleness: int, loss: float, whose: str, commits: int = 0) -> None:
         """A push of every worker has come, all with this loss, and `commits` lie between one and the next."""
@@ -150,9 +154,9 @@ class Progress(RunProgress):
         if staleness:
             self.stale_sum = [total + staleness for total in self.stale_sum]
             self.stale_max = [max(most, staleness) for most in self.stale_max]
-        self.hear_all(loss, whose, commits)
+        self.record_loss_of_all(loss, whose, commits)
 
-    def arrive(self, worker: int, staleness: int, late: bool) -> None:
+    def start_waiting(self, worker: int, staleness: int, late: bool) -> None:
         """This worker has pushed, and waits from now on."""
         self.waiting[worker] = (staleness, late)
         self._unsorted[worker] = None
@@ -175,7 +179,7 @@ class Progress(RunProgress):
                 self.slowest = clock + 1
         self.fastest = max(self.fastest, clock + 1)
         if worker in self.waiting and worker not in self._unsorted:
-            self._no_longer_at(clock, worker)
+            self._forget_waiting(clock, worker)
             self._unsorted[worker] = None
 
     def commit_all(self, steps: Sequence[int], samples: int) -> None:
@@ -214,21 +218,21 @@ class Progress(RunProgress):
             self._merged.update(self._unmerged)
             self._unmerged.clear()
 
-    def drop(self, worker: int, steps: int, reason: str) -> None:
+    def count_dropped(self, worker: int, steps: int, reason: str) -> None:
         """Count work of this worker that is part of no model; without steps there was none."""
         self.dropped_by[worker] += steps
         if steps:
             self.dropped_for[reason] = self.dropped_for.get(reason, 0) + steps
         self.drops[worker] += steps > 0
 
-    def done_by(self, worker: int) -> tuple[int, int]:
+    def rounds_and_steps_of(self, worker: int) -> tuple[int, int]:
         """(rounds, steps) of a worker, applied or dropped: from where one goes on that comes (back)."""
         return self.commits[worker] + self.drops[worker], self.steps_by[worker] + self.dropped_by[worker]
 
-    def lose(self, worker: int) -> None:
+    def remove_worker(self, worker: int) -> None:
         """This worker is gone; the slowest and the fastest are those of the others."""
         if worker in self.waiting:
-            self.answer(worker)
+            self.stop_waiting(worker)
         self.gone.add(worker)
         clock = self.clocks[worker]
         self._at_clock[clock] -= 1
@@ -250,24 +254,24 @@ class Progress(RunProgress):
         lead = self.clocks[worker] - self.slowest
         if lead > self.max_lead:
             self.max_lead = lead
-        return self.answer(worker)
+        return self.stop_waiting(worker)
 
-    def answer(self, worker: int) -> tuple[int, bool]:
+    def stop_waiting(self, worker: int) -> tuple[int, bool]:
         """This worker waits no longer; returns (staleness, late) of its push."""
         self.pulled[worker] = self.version
         if worker in self._unsorted:
             del self._unsorted[worker]
         else:
-            self._no_longer_at(self.clocks[worker], worker)
+            self._forget_waiting(self.clocks[worker], worker)
         self._merged.pop(worker, None)
         self._unmerged.pop(worker, None)
         return self.waiting.pop(worker)
 
-    def behind(self) -> Collection[int]:
+    def waiting_without_merge(self) -> Collection[int]:
         """Workers that wait, and for no merge: theirs has been, or they came too late. A barrier lets them go."""
         return self._merged.keys()
 
-    def within(self, staleness: float) -> list[int]:
+    def within_staleness(self, staleness: float) -> list[int]:
         """Workers that wait and lead the slowest by at most `staleness` commits."""
         bound = self.slowest + staleness
         for worker in [worker for worker in self._unsorted if self.clocks[worker] > bound]:
@@ -278,7 +282,7 @@ class Progress(RunProgress):
         freed = [worker for clock, workers in self._waiting_at.items() if clock <= bound for worker in workers]
         return [*self._unsorted, *freed]
 
-    def _no_longer_at(self, clock: int, worker: int) -> None:
+    def _forget_waiting(self, clock: int, worker: int) -> None:
         workers = self._waiting_at[clock]
         del workers[worker]
         if not workers:

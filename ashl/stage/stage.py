@@ -1,4 +1,9 @@
-"""A stage while it runs: its rules bound to its workers."""
+"""A stage while it runs: the rules of a plan bound to its workers, and the contracts of sync modes and topologies.
+
+`Rule` and `Topology` are the bases of the options `sync` and `topology`. `Stage` is frozen. Methods that begin with
+`with_`, and `restricted_to`, `truncate_last_round` and `fragment`, return another stage for a round, a set of
+survivors or a part of the model. `once` caches what all ranks of a simulation look up of the same stage.
+"""
 
 from __future__ import annotations
 
@@ -313,14 +318,16 @@ class Stage:
         """Whether momentum starts from zero here, instead of being handed over by the stage before."""
         return self.index > 0 and self.plan.handover.get("momentum") == "reset"
 
-    def entered(self, ends: CodecState, samples: int) -> CodecState:
+    def carry_over_codec_state(self, ends: CodecState, samples: int) -> CodecState:
         """What the codec keeps at a rank that enters this stage once so many samples are applied."""
         keeps = Keeps(self.plan.handover.get("residual") != "drop", not self.resets)
-        return self.link.enter(ends, keeps, self.sync.exchange != "difference", self.trainer.rate(samples))
+        return self.link.carry_over(ends, keeps, self.sync.exchange != "difference", self.trainer.rate(samples))
 
-    def taken_up(self, ends: CodecState, samples: int) -> CodecState:
+    def restore_codec_state(self, ends: CodecState, samples: int) -> CodecState:
         """The same of what it kept in this stage, from a checkpoint: nothing of it is dropped."""
-        return self.link.enter(ends, Keeps(True, True), self.sync.exchange != "difference", self.trainer.rate(samples))
+        return self.link.carry_over(
+            ends, Keeps(True, True), self.sync.exchange != "difference", self.trainer.rate(samples)
+        )
 
     @property
     def resets_outer(self) -> bool:
@@ -352,7 +359,7 @@ class Stage:
         here = self.workers
         return sum(self.round_steps[rank] for rank in here), sum(self.round_samples[rank] for rank in here)
 
-    def counted(self, progress: Progress, mean_loss: float, staleness: int = 0) -> Progress:
+    def count_merge(self, progress: Progress, mean_loss: float, staleness: int = 0) -> Progress:
         """The counts with one more merge of everybody's work; where it diverged, with that alone."""
         progress = progress.copy()
         progress.observe_all(staleness, mean_loss, "the workers' mean loss")
@@ -361,17 +368,21 @@ class Stage:
             progress.merge()
         return progress
 
-    def rest(self, steps: int, samples: int, ahead: int = 0, gone: Collection[int] = ()) -> tuple[int, int] | None:
+    def remaining_rounds(
+        self, steps: int, samples: int, ahead: int = 0, gone: Collection[int] = ()
+    ) -> tuple[int, int] | None:
         """(a, b): after so many steps and samples and `ahead` rounds, a/b rounds are left to the count that ends the
         run; None where no count does, or where workers do not go round by round. Of those who are gone no round has
         any."""
         asked = steps, samples, ahead, tuple(gone)
         last = self._once.get("rest")  # in a round all workers ask the same
         if last is None or last[0] != asked:
-            self._once["rest"] = last = asked, self._rest(*asked)
+            self._once["rest"] = last = asked, self._compute_remaining_rounds(*asked)
         return last[1]
 
-    def _rest(self, steps: int, samples: int, ahead: int, gone: tuple[int, ...]) -> tuple[int, int] | None:
+    def _compute_remaining_rounds(
+        self, steps: int, samples: int, ahead: int, gone: tuple[int, ...]
+    ) -> tuple[int, int] | None:
         if not self.sync.in_rounds:
             return None
         (steps_of_all, samples_of_all), n = self.round_totals, len(self.workers) - len(gone)
@@ -380,10 +391,10 @@ class Stage:
             samples_of_all -= self.round_samples[rank]
         quorum = self.quorum_of(n)
         merged = (steps_of_all * quorum // n, samples_of_all * quorum // n)
-        left = self.stop_criteria.left(steps, samples, merged)
+        left = self.stop_criteria.remaining_rounds(steps, samples, merged)
         return left and (left[0] - ahead * left[1], left[1])
 
-    def at_most(self, local_steps: int, rank: int, rest: tuple[int, int] | None) -> int:
+    def cap_local_steps(self, local_steps: int, rank: int, rest: tuple[int, int] | None) -> int:
         """How many of these steps a worker takes in the next round. Where a round would go past the count that ends the
         run, each takes its part of what is left, rounded up: the count is passed by less than a step of each."""
         if rest is None:
@@ -391,40 +402,45 @@ class Stage:
         left, whole = rest
         return min(local_steps, max(1, -(-self.round_steps[rank] * left // whole)))
 
-    def cut(self, rest: tuple[int, int] | None) -> Stage:
+    def truncate_last_round(self, rest: tuple[int, int] | None) -> Stage:
         """The stage as it is in a round of which no more than that is left."""
         if rest is None or rest[0] >= rest[1]:
             return self
-        return self.once(lambda whole: whole.stepping(lambda rank, planned: whole.at_most(planned, rank, rest)), rest)
+        return self.once(
+            lambda whole: whole.with_steps_by_worker(lambda rank, planned: whole.cap_local_steps(planned, rank, rest)),
+            rest,
+        )
 
-    def taking(self, steps: int) -> Stage:
+    def with_local_steps(self, steps: int) -> Stage:
         """The stage with so many steps of every worker in a round."""
-        return self.once(lambda whole: whole.stepping(lambda rank, planned: steps), ("taking", steps))
+        return self.once(lambda whole: whole.with_steps_by_worker(lambda rank, planned: steps), ("taking", steps))
 
-    def stepping(self, steps: Callable[[int, int], int]) -> Stage:
+    def with_steps_by_worker(self, steps: Callable[[int, int], int]) -> Stage:
         """... with so many of each, by its rank and by what was planned."""
         workers = enumerate(self.plan.workers)
-        return self.doing(tuple(replace(own, local_steps=steps(rank, own.local_steps)) for rank, own in workers))
+        return self.with_assignments(
+            tuple(replace(own, local_steps=steps(rank, own.local_steps)) for rank, own in workers)
+        )
 
     def with_batches(self, batches: tuple[int, ...]) -> Stage:
         """... with so large batches of each."""
         workers = zip(self.plan.workers, batches, strict=True)
         made = tuple(replace(own, batch=batch) for own, batch in workers)
-        return self if made == self.plan.workers else self.doing(made)
+        return self if made == self.plan.workers else self.with_assignments(made)
 
-    def among(self, gone: Collection[int]) -> Stage:
+    def restricted_to(self, gone: Collection[int]) -> Stage:
         """The stage without these workers, Σ w_i = 1 over the others."""
         gone = frozenset(gone)
         if gone == self.gone:
             return self
         whole: Stage = self._once.setdefault("whole", self)
         if gone not in whole._once:
-            made = replace(whole.handed(gone), gone=gone)
+            made = replace(whole.with_redistributed_shards(gone), gone=gone)
             made._once["whole"] = whole
             remember(whole._once, gone, made)
         return whole._once[gone]
 
-    def handed(self, gone: Collection[int]) -> Stage:
+    def with_redistributed_shards(self, gone: Collection[int]) -> Stage:
         """The stage while these workers are away: where it `reshards`, with their data at the others."""
         if not (self.reshards and gone):
             return self
@@ -441,7 +457,7 @@ class Stage:
             remember(self._once, key, made)
         return self._once[key]
 
-    def doing(self, workers: tuple[WorkerPlan, ...]) -> Stage:
+    def with_assignments(self, workers: tuple[WorkerPlan, ...]) -> Stage:
         """The stage with its workers doing something else from now on; their shards stay as they are."""
         if workers is self.plan.workers:
             return self
@@ -450,7 +466,7 @@ class Stage:
             self._once["doing"] = last = replace(self, plan=replace(self.plan, workers=workers))
         return last
 
-    def assigned(self, rows: Sequence[Assignment]) -> Stage:
+    def with_replanned_shards(self, rows: Sequence[Assignment]) -> Stage:
         """The stage as planned during the run, with everybody's shard as planned."""
         workers = assigned(self.plan.workers, rows)
         trainer = self.trainer.reshard([w.data_share for w in workers])
@@ -462,7 +478,7 @@ class Stage:
     @cached_property
     def team_weights(self) -> list[float]:
         """scale · w_i of all workers that take part."""
-        return self._weighed([self._sized[rank] for rank in self.workers])
+        return self._normalise_weights([self._sized[rank] for rank in self.workers])
 
     @cached_property
     def estimator(self) -> str:
@@ -482,7 +498,7 @@ class Stage:
             return self.plan.workers
         return tuple(replace(worker, batch=self.samples_of(rank)) for rank, worker in enumerate(self.plan.workers))
 
-    def _weighed(self, workers: Sequence[WorkerPlan]) -> list[float]:
+    def _normalise_weights(self, workers: Sequence[WorkerPlan]) -> list[float]:
         weights = self.aggregate.weigh(workers)
         total = sum(weights) if self.aggregate.normalised else 1.0
         return [self.aggregate.scale * weight / total for weight in weights]
@@ -491,7 +507,7 @@ class Stage:
         """What each member's body is multiplied with: scale · w_i with Σ w_i = 1, over all workers or, where the sync
         mode averages, over the pushes of the merge; a worker may have several of them."""
         if self.sync.averages:
-            return self._weighed([self._sized[member] for member in members])
+            return self._normalise_weights([self._sized[member] for member in members])
         return [self.team_weights[member] for member in members]
 
     def weights_of(self, pushes: Sequence[Push], gone: Collection[int] = ()) -> list[float]:
@@ -501,9 +517,9 @@ class Stage:
             if not gone:
                 return [self.team_weights[push.worker] for push in pushes]
             present = [rank for rank in self.workers if rank not in gone]
-            weights = dict(zip(present, self._weighed([self._sized[rank] for rank in present]), strict=True))
+            weights = dict(zip(present, self._normalise_weights([self._sized[rank] for rank in present]), strict=True))
             return [weights[push.worker] for push in pushes]
-        return self._weighed([did(self.plan.workers[push.worker], push) for push in pushes])
+        return self._normalise_weights([as_executed(self.plan.workers[push.worker], push) for push in pushes])
 
     def tag(self, name: str, iteration: int = 0) -> Tag:
         return (name, self.index, iteration)
@@ -514,7 +530,7 @@ def sums_beside(sync: Rule, topology: Topology, overlap: Overlap) -> bool:
     return sync.per_layer_group or not (topology.has_server or isinstance(overlap, Serial))
 
 
-def did(worker: WorkerPlan, push: Push) -> WorkerPlan:
+def as_executed(worker: WorkerPlan, push: Push) -> WorkerPlan:
     """A worker as it was in this push, mostly as planned."""
     steps, batch = push.steps, push.samples // push.steps
     as_planned = worker.local_steps == steps and worker.batch == batch

@@ -1,4 +1,4 @@
-"""When a stage or the run is over, and when a snapshot is evaluated: pure questions on what was counted."""
+"""Decide when a stage or the run ends, and when a snapshot is evaluated: pure functions of the counts."""
 
 import math
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class StopCriteria:
     def deadline_ns(self) -> float:
         return math.inf if self.limits.seconds is None else round(self.limits.seconds * 1e9)
 
-    def left(self, steps: int, samples: int, whole: tuple[int, int]) -> tuple[int, int] | None:
+    def remaining_rounds(self, steps: int, samples: int, whole: tuple[int, int]) -> tuple[int, int] | None:
         """(a, b): after so many steps and samples, a/b rounds of `whole` are left to the count that ends the run; None
         where no count does."""
         limits = self.limits
@@ -47,11 +47,11 @@ class StopCriteria:
         sooner = by_steps is not None and by_steps[0] / by_steps[1] <= by_samples[0] / by_samples[1]
         return by_steps if sooner else by_samples
 
-    def over(self, progress: RunProgress) -> str | None:
+    def end_reason(self, progress: RunProgress) -> str | None:
         """Why the run ends, judged from counts alone."""
-        return "diverged" if progress.diverged else self.spent(progress)
+        return "diverged" if progress.diverged else self.reached_limit(progress)
 
-    def spent(self, progress: RunProgress) -> str | None:
+    def reached_limit(self, progress: RunProgress) -> str | None:
         """The same where one rank alone knows of the workers' losses: it has to tell the others first."""
         if self.limits.steps is not None and progress.steps >= self.limits.steps:
             return "steps"
@@ -59,7 +59,7 @@ class StopCriteria:
             return "epochs"
         return None
 
-    def reached(self, progress: RunProgress, now_s: float, scores: Scores | None) -> str | None:
+    def stage_end_reason(self, progress: RunProgress, now_s: float, scores: Scores | None) -> str | None:
         """The rule by which this stage gives way to the next one (for the last stage: by which the run ends).
 
         loss: the running loss of the workers' minibatches is at most this. evaluated_loss, accuracy: as last evaluated.
@@ -86,7 +86,7 @@ class StopCriteria:
                 return rule
         return None
 
-    def due(self, progress: RunProgress, last: ProgressMark, now_s: float) -> bool:
+    def evaluation_due(self, progress: RunProgress, last: ProgressMark, now_s: float) -> bool:
         """Whether an evaluation is due, with the last one here: every so many seconds or commits; if neither, each
         epoch."""
         limits = self.limits
@@ -96,8 +96,8 @@ class StopCriteria:
             return progress.total_commits // limits.eval_every_commits > last.commits // limits.eval_every_commits
         return progress.samples // self.epoch_samples > last.samples // self.epoch_samples
 
-    def take(self, state: Counting, now_s: float) -> bool:
+    def take_evaluation(self, state: Counting, now_s: float) -> bool:
         """The same; if so it is taken now, and the next one is counted from here."""
-        if due := self.due(state.progress, state.evaluated, now_s):
-            state.evaluated = state.progress.here(now_s)
+        if due := self.evaluation_due(state.progress, state.evaluated, now_s):
+            state.evaluated = state.progress.mark_at(now_s)
         return due

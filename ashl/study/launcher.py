@@ -18,7 +18,7 @@ from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 from ashl.errors import AshlError
-from ashl.runtime.rank_checkpoint import numbered
+from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.study.slots import GONE, LEAVE_S, LOG, POLL_S, Job, record_failure, run_all
 
 PREFIX = "launcher-"
@@ -116,7 +116,7 @@ def play_job(place: Path, number: int) -> None:
         return
     asked = json.loads(leave.read_text(encoding="utf-8"))
     path = Path(asked.pop("folder"))
-    resume, mark = bool(numbered(path)), place / begun(number)
+    resume, mark = bool(list_checkpoints(path)), place / begun(number)
     if mark.exists() and not resume:  # the queue has started it a second time
         shutil.rmtree(path, ignore_errors=True)
     job = Job(path, asked["config"], tuple(asked["overrides"]), resume=resume)

@@ -26,7 +26,7 @@ from ashl.report.leaderboard import named, usual_baseline
 from ashl.report.records import flat
 from ashl.run.host_time import Costs, host_s, measured_costs
 from ashl.run.train import RUNS, is_virtual
-from ashl.runtime.rank_checkpoint import numbered
+from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.study.grid import Grid, Setting, label
 from ashl.study.launcher import Launch, run_elsewhere
 from ashl.study.racing import Race
@@ -201,7 +201,8 @@ def run_on(
     """Run these settings to their end, or as far as the race lets them, or until it is over."""
     by_folder = {folder / setting.hash: setting for setting in settings}
     jobs = [
-        Job(path, inside(s.config, path), s.overrides, resume=bool(numbered(path))) for path, s in by_folder.items()
+        Job(path, inside(s.config, path), s.overrides, resume=bool(list_checkpoints(path)))
+        for path, s in by_folder.items()
     ]
 
     readings = {
@@ -251,7 +252,7 @@ def ended(folder: Path, rerun_failed: bool) -> bool:
 def clear(folder: Path) -> None:
     """Take away what a kill has left of a run, unless it can go on from a checkpoint."""
     summary = read_summary(folder)
-    if (summary is not None and by_itself(summary)) or not numbered(folder):
+    if (summary is not None and by_itself(summary)) or not list_checkpoints(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 

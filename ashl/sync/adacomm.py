@@ -60,7 +60,7 @@ class AdaComm(BarrierRule, StepRule):
         return self._adapted(stage, state, progress, heard.now_s, heard.due)
 
     def in_round(self, stage: Stage, state: Period, progress: Progress) -> Stage:
-        return stage.taking(state.local_steps)
+        return stage.with_local_steps(state.local_steps)
 
     def _adapted(self, stage: Stage, state: Period, progress: Progress, now_s: float, due: bool) -> Period:
         rate = stage.trainer.rate(progress.samples)

@@ -146,7 +146,7 @@ class Snapshots(Updates):
         elif epoch.add_gradient(worker, message.body, int(samples)):
             progress.commit(worker, int(steps), int(samples))
         else:
-            progress.drop(worker, int(steps), LATE)
+            progress.count_dropped(worker, int(steps), LATE)
             progress.waiting[worker] = progress.waiting[worker][0], True
         self.renew(stage, state)
         return stepped
@@ -190,7 +190,7 @@ class Snapshots(Updates):
             return body
         if isinstance(body, SizeOnly):
             return state.params
-        return stage.link.made(read_model(body, stage.trainer.num_params))
+        return stage.link.move_from_codec(read_model(body, stage.trainer.num_params))
 
     def open_epoch(self, stage: Stage, state: ServerState) -> Epoch:
         """A new epoch; without `epoch_steps` it is as long as minibatches take to go over the data."""

@@ -181,7 +181,7 @@ def augment_stage(stage: Stage, edges: Edges, params: Vector, rho: float) -> Sta
 
 def iterations_left(stage: Stage, rule: DADMM) -> float:
     """How many iterations the counts leave room for, where all are in step from the run's begin."""
-    left = stage.stop_criteria.left(0, 0, stage.round_totals)
+    left = stage.stop_criteria.remaining_rounds(0, 0, stage.round_totals)
     in_step = not rule.delay and rule.barrier is None and stage.index == 0
     return math.ceil(left[0] / left[1]) if left and in_step else math.inf
 

@@ -55,7 +55,7 @@ class DSSP(ServerRule):
         return Controller([(start_s, start_s)] * n, [0] * n)
 
     def may_proceed(self, state: Controller, progress: Progress) -> list[int]:
-        ready, latest = progress.within(self.s_low), progress.latest
+        ready, latest = progress.within_staleness(self.s_low), progress.latest
         _, late = progress.waiting.get(latest, (0, True))  # a push that came too late is not observed
         if state.granted and not late and latest not in ready:
             ready.append(latest)

@@ -33,7 +33,7 @@ class QSR(BarrierRule, StepRule):
         if not progress.slowest:
             return stage
         steps = tuple(self._steps(stage, progress, worker.local_steps) for worker in stage.plan.workers)
-        return stage.once(lambda whole: whole.stepping(lambda rank, planned: steps[rank]), ("grown", steps))
+        return stage.once(lambda whole: whole.with_steps_by_worker(lambda rank, planned: steps[rank]), ("grown", steps))
 
     def _steps(self, stage: Stage, progress: Progress, planned: int) -> int:
         """H now of a worker that is planned to take so many steps."""

@@ -102,7 +102,9 @@ class Gradients(Updates):
         if not table.add_push(push._replace(body=stage.aggregate.fold([push], [1.0]))):
             return False
         sums = [table.sums[rank] for rank in sorted(table.sums)]
-        weights = stage.handed(progress.gone).weights_of(sums, set(stage.workers) - table.sums.keys())
+        weights = stage.with_redistributed_shards(progress.gone).weights_of(
+            sums, set(stage.workers) - table.sums.keys()
+        )
         terms = [own.body * (weight / own.steps) for own, weight in zip(sums, weights, strict=True)]
         state.moments, _, state.params = stage.sync.step(stage, state, sum_in_rank_order(terms), lr)
         table.due.remove(worker)
@@ -115,7 +117,7 @@ class Gradients(Updates):
         for own in state.rule_state.forget(rank) if rank in progress.gone else ():
             progress.take_back(rank, own.steps, own.steps, own.samples)
             for _ in range(own.steps):
-                progress.drop(rank, 1, FAILURE)
+                progress.count_dropped(rank, 1, FAILURE)
         self.renew(stage, state)
 
     def renew(self, stage: Stage, state: ServerState) -> None:

@@ -22,4 +22,4 @@ class SHL(ServerRule):
     staleness: Natural
 
     def may_proceed(self, state: Any, progress: Progress) -> list[int]:
-        return progress.within(self.staleness)
+        return progress.within_staleness(self.staleness)

@@ -93,7 +93,7 @@ class SparseModels(Updates):
         if isinstance(message.body, SizeOnly):
             return True
         mean = state.rule_state = (
-            mean + stage.link.made(read_sparse(message.body, mean.numel())) * stage.weights([worker])[0]
+            mean + stage.link.move_from_codec(read_sparse(message.body, mean.numel())) * stage.weights([worker])[0]
         )
         state.params = shrink(mean, stage.trainer.rate(progress.samples) * self.rule.l1)
         return True
@@ -105,7 +105,11 @@ class SparseModels(Updates):
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         if isinstance(body, SizeOnly):
             return state.params
-        return stage.link.made(read_sparse(body, stage.trainer.num_params)) if body.dtype == torch.uint8 else body
+        return (
+            stage.link.move_from_codec(read_sparse(body, stage.trainer.num_params))
+            if body.dtype == torch.uint8
+            else body
+        )
 
 
 def model_and_push(x: Any, gradient: Any, point: Any, context: EncodeContext, share: float) -> tuple[Any, Any]:

@@ -23,4 +23,4 @@ class SSP(ServerRule):
     local_steps: Count | Literal["plan"]
 
     def may_proceed(self, state: Any, progress: Progress) -> list[int]:
-        return progress.within(math.inf if self.staleness is None else self.staleness)
+        return progress.within_staleness(math.inf if self.staleness is None else self.staleness)

@@ -60,7 +60,7 @@ class ZeroOneAdam(StepRule):
         return at % gap == gap - 1
 
     def in_round(self, stage: Stage, state: None, progress: Progress) -> Stage:
-        return stage.taking(self._steps_at(merges(stage, progress) - self.freeze_step))
+        return stage.with_local_steps(self._steps_at(merges(stage, progress) - self.freeze_step))
 
     def _steps_at(self, merges: int) -> int:
         """H so many merges after the variance was frozen."""

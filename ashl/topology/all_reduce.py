@@ -26,12 +26,12 @@ from ashl.errors import AshlError
 from ashl.learn.pieces import Pieces
 from ashl.option import option
 from ashl.overlap.streaming import Fragmented
-from ashl.runtime.effects import LOST, Formed, Message, Tag
+from ashl.runtime.effects import PEER_FAILED, Formed, Message, Tag
 from ashl.runtime.plain_state import join_tensors, split_tensors
 from ashl.runtime.rank_context import RankContext
-from ashl.runtime.sums import piece, together
+from ashl.runtime.sums import concatenate, slice_vector
 from ashl.stage.compression_pipeline import CodecState
-from ashl.stage.process_group import GroupBrokenError, ProcessGroup, whole
+from ashl.stage.process_group import GroupBrokenError, ProcessGroup, check_complete
 from ashl.stage.progress import FAILURE, RUN_START, Progress, ProgressMark
 from ashl.stage.stage import (
     CODEC,
@@ -125,7 +125,7 @@ class AllReduce(Topology):
         """Collectives only, and no point-to-point links, unless the codec's own protocol needs some; to all, where
         workers may be lost, as it goes another way then."""
         peers = stage.link.peers(rank, stage.num_workers)
-        return self.notified_on_failure(stage, rank) if stage.elastic and stage.link.talks else peers
+        return self.notified_on_failure(stage, rank) if stage.elastic and stage.link.has_own_messages else peers
 
     def notified_on_failure(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """All others: the sum lacks what this one would add to it."""
@@ -174,14 +174,14 @@ class PeerState(WorkerState):
     signal: str | None = None  # what rank 0 will tell the others with the next exchange
     outer_state: Any = None  # the outer optimizer's moments
     epoch: int = 0  # of the team
-    lives: tuple[int, ...] = ()  # of its members, where one has been lost before
+    incarnations: tuple[int, ...] = ()  # of its members, where one has been lost before
     formed_ns: int = 0  # when all had asked for that team
     kept: tuple[PeerState, ...] = ()  # where workers may be lost: as it was before the last two exchanges
     redo: Work | None = None  # what is to be exchanged once more
 
     def begin(self, ctx: RankContext, stage: Stage) -> Stage:
         """A stage begins, unless it goes on from a checkpoint; returns it as it is among those who are there."""
-        stage = stage.among(self.progress.gone)
+        stage = stage.restricted_to(self.progress.gone)
         if self.entered != stage.index:
             opened = partial(begin_step, self.progress, ctx.now)
             self.progress = ctx.compute_once(stage.workers, ("begin", stage.index), opened)
@@ -198,7 +198,7 @@ class PeerState(WorkerState):
         if result.moments is not None:
             self.moments = result.moments
 
-    def plan(self, ahead: ParallelCompute, rank: int) -> None:
+    def plan(self, ahead: Ahead, rank: int) -> None:
         self.rest, self.rule_state = ahead.rest, ahead.rule_state
         self.set_round(ahead.own, rank)
 
@@ -216,7 +216,7 @@ class Merged(NamedTuple):
     progress: Progress
 
 
-class ParallelCompute(NamedTuple):
+class Ahead(NamedTuple):
     """What comes after a merge, alike on all ranks."""
 
     over: str | None  # why the run ends, as the counts say
@@ -246,11 +246,11 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     """
     stage = state.begin(ctx, stage)
     rule = rule_of(stage)
-    team, home, do = ProcessGroup.of(ctx, stage, state.epoch, state.lives), stage.home, rule.work()
+    team, home, do = ProcessGroup.of(ctx, stage, state.epoch, state.incarnations), stage.home, rule.work()
     planned, own = next_round_stage(stage, state, ctx.rank)
     while True:
         ctx.safe_point(stage.index, state if own is planned else None)
-        team = team if own is team.stage else ProcessGroup.of(ctx, own, state.epoch, state.lives)
+        team = team if own is team.stage else ProcessGroup.of(ctx, own, state.epoch, state.incarnations)
         signal = 0
         if ctx.rank == home:
             signal = REASONS.index(state.signal) + len(REASONS) * rule.due(state.rule_state, ctx.now)
@@ -259,7 +259,7 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
             step_s = await exchange_step_times(team, work) if rule.tells else ()
         except GroupBrokenError:
             stage, reason = await repair_round(ctx, stage, state)
-            team, home = ProcessGroup.of(ctx, stage, state.epoch, state.lives), stage.home
+            team, home = ProcessGroup.of(ctx, stage, state.epoch, state.incarnations), stage.home
             if reason:
                 return end(ctx, stage, state, reason)
             planned, own = next_round_stage(stage, state, ctx.rank)
@@ -282,14 +282,18 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
             state.redo = None
             if reason:
                 stage = await regroup_workers(ctx, stage, state, reason)
-                team, home, progress = ProcessGroup.of(ctx, stage, state.epoch, state.lives), stage.home, state.progress
+                team, home, progress = (
+                    ProcessGroup.of(ctx, stage, state.epoch, state.incarnations),
+                    stage.home,
+                    state.progress,
+                )
                 planned, own = next_round_stage(stage, state, ctx.rank)
                 if state.redo is not None:  # others have not come so far
                     continue
                 judge = judge if judge in stage.workers else home
         ctx.record_round(stage.index, state.round, work.steps, 0, dropped=late, loss=work.loss)
         state.round += 1
-        if ctx.rank == judge and not late and stage.stop_criteria.take(state, ctx.now):
+        if ctx.rank == judge and not late and stage.stop_criteria.take_evaluation(state, ctx.now):
             ctx.snapshot(state.params, counts=progress.report())
         if reason and reason != JOIN:
             return end(ctx, stage, state, reason)
@@ -320,13 +324,14 @@ async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     while True:
         pending = state.pending is not None
         ctx.safe_point(
-            stage.index, state if stage.cut(state.pending_rest if pending else state.rest) is stage else None
+            stage.index,
+            state if stage.truncate_last_round(state.pending_rest if pending else state.rest) is stage else None,
         )
         if not pending:
             state.pending_rest = state.rest
             state.pending = await exchangeable_work(ctx, stage, state)
             continue
-        work, own = state.pending, stage.cut(state.pending_rest)
+        work, own = state.pending, stage.truncate_last_round(state.pending_rest)
         team = ProcessGroup.of(ctx, own)
         team.begin(work.loss / team.size, REASONS.index(state.signal) if ctx.rank == 0 else 0)
         x = stage.aggregate.clip(work.body)
@@ -347,7 +352,7 @@ async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
             await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
         ctx.record_round(stage.index, state.round, work.steps, staleness, dropped=late, loss=work.loss)
         state.round += 1
-        if ctx.rank == 0 and not late and stage.stop_criteria.take(state, ctx.now):
+        if ctx.rank == 0 and not late and stage.stop_criteria.take_evaluation(state, ctx.now):
             ctx.snapshot(state.params, counts=state.progress.report())
         if reason and not state.last:
             return end(ctx, stage, state, reason)
@@ -363,7 +368,7 @@ def no_rounds_left(rest: tuple[int, int] | None) -> bool:
 def next_round_stage(stage: Stage, state: PeerState, rank: int) -> tuple[Stage, Stage]:
     """The stage as it is in the next round, whose H and batch the worker takes: as planned, and what is left of it."""
     planned = rule_of(stage).in_round(stage, state.rule_state, state.progress)
-    own = planned.cut(state.rest)
+    own = planned.truncate_last_round(state.rest)
     state.set_round(own, rank)
     return planned, own
 
@@ -373,12 +378,12 @@ async def exchange_step_times(team: ProcessGroup, work: Work) -> tuple[float, ..
     own = torch.zeros(team.stage.num_workers, dtype=torch.float64)
     own[team.ctx.rank] = work.step_s
     total = await team.ctx.all_reduce(own, team.ranks, piggybacked=len(own), epoch=team.epoch)
-    return tuple(whole(total).tolist())
+    return tuple(check_complete(total).tolist())
 
 
 def compute_merge(stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0) -> Merged:
     """The same arithmetic on every rank, and the same as a server's; `state` stays as it is."""
-    progress = stage.counted(state.progress, mean_loss, staleness)
+    progress = stage.count_merge(state.progress, mean_loss, staleness)
     if progress.diverged:
         return Merged(state.params, None, state.outer_state, progress)
     moments, outer_state, params = stage.sync.step(stage, state, update, stage.trainer.rate(state.progress.samples))
@@ -395,15 +400,20 @@ def merge_and_plan(
     more: int = 0,
     now_ns: int = 0,
     heard: Heard = NOTHING_HEARD,
-) -> tuple[Merged, ParallelCompute]:
+) -> tuple[Merged, Ahead]:
     """A round's work, which was `own` of the stage, is merged, and the next round planned, or the one so many later."""
     result = compute_merge(own, state, update, mean_loss, staleness)
     rule = rule_of(stage)
     rule_state = rule.observe_round(stage, state.rule_state, result.progress, heard)
     planned = rule.in_round(stage, rule_state, result.progress)
-    rest = planned.rest(result.progress.steps, result.progress.samples, more)
-    return result, ParallelCompute(
-        stage.stop_criteria.over(result.progress), rest, planned, planned.cut(rest), rule_state, now_ns
+    rest = planned.remaining_rounds(result.progress.steps, result.progress.samples, more)
+    return result, Ahead(
+        stage.stop_criteria.end_reason(result.progress),
+        rest,
+        planned,
+        planned.truncate_last_round(rest),
+        rule_state,
+        now_ns,
     )
 
 
@@ -439,9 +449,9 @@ async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int
             await flush_exchange(ctx, stage, exchange)
             exchange = None
         if exchange is None:
-            ctx.safe_point(stage.index, state if stage.cut(state.rest) is stage else None)
+            ctx.safe_point(stage.index, state if stage.truncate_last_round(state.rest) is stage else None)
             for tag, message in groups:
-                await ctx.send(ctx.rank, tag, piece(state.params, message.start, message.stop))
+                await ctx.send(ctx.rank, tag, slice_vector(state.params, message.start, message.stop))
         exchange = ctx.spawn(exchange_by_group(team, stage, state))
         needs = tuple((message.needed, tag) for tag, message in reversed(groups))
         loss = await ctx.compute(gradient_work(ctx, stage, state), state.batch, parts=stage.ready, needs=needs)
@@ -449,7 +459,7 @@ async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int
         await ctx.send(ctx.rank, stage.tag("loss"))
         await ctx.recv(stage.tag("counted"))
         progress = state.progress
-        reason = stage.stop_criteria.over(progress) or REASONS[int(team.signal)]
+        reason = stage.stop_criteria.end_reason(progress) or REASONS[int(team.signal)]
         if reason:
             await flush_exchange(ctx, stage, exchange)
         ctx.record_round(stage.index, state.round, 1, 0, dropped=state.in_time is not None, loss=loss)
@@ -489,9 +499,9 @@ async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) 
     rate = stage.trainer.rate(before.samples)
     for k in reversed(range(len(stage.messages))):
         message = stage.messages[k]
-        total = piece(together([await ctx.join(task) for task in sums[k]]), 0, message.stop - message.start)
+        total = slice_vector(concatenate([await ctx.join(task) for task in sums[k]]), 0, message.stop - message.start)
         if k == len(stage.messages) - 1:
-            count = partial(stage.counted, before, team.loss)
+            count = partial(stage.count_merge, before, team.loss)
             state.progress = ctx.compute_once(team.ranks, ("count", stage.index, version), count)
             progress = state.progress
             state.version, state.steps, state.samples = progress.version, progress.steps, progress.samples
@@ -503,9 +513,9 @@ async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) 
             await ctx.send(ctx.rank, stage.tag("group", k), made[-1][1])
     late = keep_within_budget(ctx, stage, state, params, before)
     if made:
-        whole = partial(stage.trainer.joined, made)
-        state.moments, state.params = ctx.compute_once(team.ranks, ("model", stage.index, version), whole)
-    if ctx.rank == 0 and not late and stage.stop_criteria.take(state, ctx.now):
+        merge_whole = partial(stage.trainer.joined, made)
+        state.moments, state.params = ctx.compute_once(team.ranks, ("model", stage.index, version), merge_whole)
+    if ctx.rank == 0 and not late and stage.stop_criteria.take_evaluation(state, ctx.now):
         ctx.snapshot(state.params, counts=state.progress.report())
     return bool(made)
 
@@ -528,7 +538,7 @@ async def begin_slice_sums(team: ProcessGroup, stage: Stage) -> list[list[Any]]:
 
     def post(k: int, x: Any, rides: bool) -> list[Coroutine]:
         key, credit = len(stage.messages) - k, stage.overlap.most_committed
-        cut = [piece(x, start, stop) for start, stop in stage.overlap.cuts(stage.messages[k])]
+        cut = [slice_vector(x, start, stop) for start, stop in stage.overlap.cuts(stage.messages[k])]
         alone: list[Coroutine] = [sum_slice(team, part, key, credit) for part in (cut[:-1] if rides else cut)]
         return [*alone, team.all_reduce(cut[-1], key=key, credit=credit)] if rides else alone
 
@@ -594,7 +604,7 @@ async def sum_overlapped(
         raise GroupBrokenError
     team.begin((work.loss if coding is None or coding.finish_encoding() else math.nan) / team.size, signal)
     came.append(await sum_part(team, coding, len(came), bodies[-1]))
-    return work, together(came[::-1]) if coding is None else await coding.decode_buckets(came)
+    return work, concatenate(came[::-1]) if coding is None else await coding.decode_buckets(came)
 
 
 async def compute_and_sum(
@@ -655,12 +665,14 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
     state.fragment_ends = state.fragment_ends or codec_states_of(stage)
     while True:
         pending: Work | None = state.pending
-        ctx.safe_point(stage.index, state if pending is None or stage.cut(state.pending_rest) is stage else None)
+        ctx.safe_point(
+            stage.index, state if pending is None or stage.truncate_last_round(state.pending_rest) is stage else None
+        )
         if pending is None:
             await finish_piece(ctx, stage, state, None, state.local_steps)
             continue
         version = state.progress.version
-        k, own = version % count, stage.cut(state.pending_rest)
+        k, own = version % count, stage.truncate_last_round(state.pending_rest)
         part, staleness, fragment = own.fragment(k), version - pending.version, fragment_at(stage, version)
         team = replace(ProcessGroup.of(ctx, part), share=part.link.d / stage.link.d)
         team.begin(pending.loss / team.size, REASONS.index(state.signal) if ctx.rank == stage.home else 0)
@@ -688,12 +700,12 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
         if state.start is not None:
             places = fragment.of(state.start), fragment.of(state.params), held.params + pending.body
             state.start = fragment.put(state.start, overlap.mix(*places))
-        reason = stage.stop_criteria.over(progress) or REASONS[int(team.signal)]
+        reason = stage.stop_criteria.end_reason(progress) or REASONS[int(team.signal)]
         if reason and more:  # nobody ends before the others
             await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
         ctx.record_round(stage.index, state.round, pending.steps, staleness, dropped=late, loss=pending.loss)
         state.round += 1
-        if ctx.rank == stage.home and not late and stage.stop_criteria.take(state, ctx.now):
+        if ctx.rank == stage.home and not late and stage.stop_criteria.take_evaluation(state, ctx.now):
             ctx.snapshot(state.params, counts=progress.report())
         if reason:
             state.signal = None
@@ -707,7 +719,7 @@ def apply_fragment(
     stage: Stage, state: PeerState, k: int, update: Any, mean_loss: float, staleness: int
 ) -> tuple[Any, Any, Progress]:
     """(model, outer moments of all fragments, counts) with this sum merged into a fragment; `state` stays as it is."""
-    progress = stage.counted(state.progress, mean_loss, staleness)
+    progress = stage.count_merge(state.progress, mean_loss, staleness)
     if progress.diverged:
         return state.params, state.outer_state, progress
     fragment, held = (
@@ -778,9 +790,9 @@ async def repair_round(ctx: RankContext, stage: Stage, state: PeerState) -> tupl
     if state.redo is not None:
         ctx.record_round(stage.index, state.round, state.redo.steps, 0, dropped=True, loss=state.redo.loss)
         state.round += 1
-    state.redo, state.progress, steps = None, state.progress.copy(), stage.cut(state.rest).round_steps
+    state.redo, state.progress, steps = None, state.progress.copy(), stage.truncate_last_round(state.rest).round_steps
     for rank in stage.workers:
-        state.progress.drop(rank, steps[rank], drop_reason(formed.signal))
+        state.progress.count_dropped(rank, steps[rank], drop_reason(formed.signal))
     return stage, reason if signal_of(stage, reason) == formed.signal else ENDS[formed.signal]
 
 
@@ -802,7 +814,7 @@ def signal_of(stage: Stage, reason: str | None) -> int:
 
 async def restrict_to_team(ctx: RankContext, stage: Stage, state: PeerState, formed: Formed) -> Stage:
     """Go on as this team."""
-    state.epoch, state.lives, state.formed_ns = formed.epoch, formed.lives, formed.time_ns
+    state.epoch, state.incarnations, state.formed_ns = formed.epoch, formed.incarnations, formed.time_ns
     if formed.ranks == stage.workers and not (formed.lost or formed.came):
         return stage
     if len(formed.ranks) < stage.min_workers:
@@ -817,7 +829,7 @@ async def restrict_to_team(ctx: RankContext, stage: Stage, state: PeerState, for
     if formed.came and not memory_is_local(stage, state.ends):
         state.ends = CodecState(gradients=state.ends.gradients)
     first = min(set(formed.ranks) - set(formed.came))
-    before, stage = stage, stage.among(state.progress.gone)
+    before, stage = stage, stage.restricted_to(state.progress.gone)
     if state.redo is None:
         state.plan_round(stage, ctx.rank)
     if ctx.rank == first:
@@ -833,23 +845,23 @@ def go_back(ctx: RankContext, state: PeerState, version: int) -> None:
     before = next(kept for kept in state.kept if kept.progress.version == version)
     if before is not state.kept[-1] and before.redo is not None:
         ctx.steps -= before.redo.steps  # that round is recorded once more
-    taken, lives = state.evaluated, state.lives
+    taken, incarnations = state.evaluated, state.incarnations
     state.__dict__.update(before.__dict__)
-    state.ends, state.evaluated, state.lives = before.ends.copy(), taken, lives
+    state.ends, state.evaluated, state.incarnations = before.ends.copy(), taken, incarnations
 
 
 def update_membership(stage: Stage, state: PeerState, formed: Formed) -> Progress:
     """The counts without those who are lost, and with those who came. What the lost had handed in for a round that is
     done once more is dropped; where none is, they had nothing under way."""
     planned = cast("StepRule", stage.sync).in_round(stage, state.rule_state, state.progress)
-    progress, steps = state.progress.copy(), planned.cut(state.rest).round_steps
+    progress, steps = state.progress.copy(), planned.truncate_last_round(state.rest).round_steps
     progress.gone = set(progress.gone)
     for rank in formed.lost:
-        progress.lose(rank)
+        progress.remove_worker(rank)
         if formed.signal == GO and state.redo is not None:
-            progress.drop(rank, steps[rank], FAILURE)
+            progress.count_dropped(rank, steps[rank], FAILURE)
     for rank in {*stage.workers}.difference(formed.ranks, formed.lost):
-        progress.lose(rank)  # who waits for the model still
+        progress.remove_worker(rank)  # who waits for the model still
     for rank in progress.gone.intersection(formed.came):
         progress.join(rank)
     return progress
@@ -866,7 +878,7 @@ def take_over_lead(ctx: RankContext, stage: Stage, state: PeerState) -> None:
     here = ctx.rank == stage.home
     ctx.counter = state if here else None
     if here:
-        state.evaluated = state.progress.here(ctx.now)
+        state.evaluated = state.progress.mark_at(ctx.now)
 
 
 def state_tag(epoch: int, k: int) -> Tag:
@@ -886,8 +898,8 @@ async def receive_state(ctx: RankContext, epoch: int, host: int) -> list[Message
     """What a newcomer receives; None where the sender is lost meanwhile."""
     messages = list[Message]()
     while not messages or len(messages) <= messages[0].meta[0]:
-        message = await ctx.recv(state_tag(epoch, len(messages)), LOST, src=host)
-        if message.tag == LOST:
+        message = await ctx.recv(state_tag(epoch, len(messages)), PEER_FAILED, src=host)
+        if message.tag == PEER_FAILED:
             await ctx.discard(*(state_tag(epoch, k) for k in range(MOST)))
             return None
         messages.append(message)
@@ -899,26 +911,26 @@ async def join(ctx: RankContext, stages: Sequence[Stage], state: PeerState) -> t
     is over. `state` is that of before the first stage."""
     first = stages[0]
     while True:
-        while await ctx.recv(LOST, before_s=ctx.now):
+        while await ctx.recv(PEER_FAILED, before_s=ctx.now):
             pass  # what was before is of no concern
         formed = await ctx.regroup(NONE)
         if formed.signal == STOP:
-            ctx.time_accounting.close(end_time_ns(first, formed.time_ns))
+            ctx.time_accounting.close_at(end_time_ns(first, formed.time_ns))
             return None
         host = min(set(formed.ranks) - set(formed.came))
         if (messages := await receive_state(ctx, formed.epoch, host)) is not None:
             break
     model, *parcel = [message.body for message in messages]
     known = join_tensors(parcel, ("ashl", type(first.outer).__module__.partition(".")[0]), first.trainer.device)
-    stage = stages[known.stage].among(known.progress.gone)
+    stage = stages[known.stage].restricted_to(known.progress.gone)
     state.params, state.progress, state.outer_state = model, known.progress, known.outer_state
     state.version, state.steps, state.samples = known.progress.version, known.progress.steps, known.progress.samples
     state.enter(stage, ctx.rank)
     state.moments = stage.trainer.moments() if known.moments is None else known.moments
-    state.round, state.step = known.progress.done_by(ctx.rank)
+    state.round, state.step = known.progress.rounds_and_steps_of(ctx.rank)
     state.drawn = state.step * state.batch
     state.rest = known.rest
     state.rule_state = known.rule_state
-    state.epoch, state.lives = formed.epoch, formed.lives
+    state.epoch, state.incarnations = formed.epoch, formed.incarnations
     take_over_lead(ctx, stage, state)
     return stage.index, state

@@ -107,13 +107,13 @@ async def coordinator(ctx: RankContext, stage: Stage, state: CoordinatorState) -
     while signal == GO:
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(reported, before_s=deadline_s)
-        ctx.time_accounting.cut()  # nobody asks for the coordinator's rounds, so they are not kept
+        ctx.time_accounting.end_round()  # nobody asks for the coordinator's rounds, so they are not kept
         if message is None:
             signal, reason = STOP, "seconds"
             break
         count_report(progress, message)
         await ctx.send(message.src, stage.tag("go"), None, (progress.samples,))
-        if stage.stop_criteria.take(state, ctx.now):
+        if stage.stop_criteria.take_evaluation(state, ctx.now):
             await ask_snapshots(ctx, stage, state)
         signal, reason = stop_decision(ctx, stage, progress)
     if signal == STOP:
@@ -156,7 +156,7 @@ async def finish_stage(
     while working:
         message = await ctx.recv(stage.tag("report"), stage.tag("done"))
         if message.tag[0] == "done":
-            progress.drop(message.src, int(message.meta[0]), drop_reason(signal))
+            progress.count_dropped(message.src, int(message.meta[0]), drop_reason(signal))
             working.discard(message.src)
         else:
             count_report(progress, message)
@@ -166,7 +166,7 @@ async def finish_stage(
     await broadcast_signal(ctx, stage, Signal(BYE, end_ns=progress.end_ns))
     record_end(ctx, stage, progress, reason)
     if signal == STOP:
-        ctx.time_accounting.close(progress.end_ns)
+        ctx.time_accounting.close_at(progress.end_ns)
 
 
 def apply_signal(ctx: RankContext, state: RoamingState, message: Message) -> bool:
@@ -219,10 +219,10 @@ async def gather_workers(ctx: RankContext, stage: Stage, state: CoordinatorState
         message = await ctx.recv(stage.tag("resume"))
         resumed[message.src] = Resumed(*message.meta)
     for rank, done in sorted(resumed.items()):
-        rounds, steps = progress.done_by(rank)
+        rounds, steps = progress.rounds_and_steps_of(rank)
         more = int(done.steps) - steps
         progress.take_back(rank, rounds - int(done.rounds), -more, -more * stage.worker(rank).batch)
-        progress.lose(rank)
+        progress.remove_worker(rank)
     progress.version += sum(progress.commits) - before
     for rank in sorted(resumed):
         progress.join(rank)

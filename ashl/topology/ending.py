@@ -64,7 +64,7 @@ def within_budget(ctx: RankContext, stage: Stage, state: Budgeted, reason: str) 
     state.params, state.progress = state.in_time
     if ctx.rank == stage.home:
         for rank in stage.workers:
-            state.progress.drop(rank, late.steps_by[rank] - state.progress.steps_by[rank], RUN_END)
+            state.progress.count_dropped(rank, late.steps_by[rank] - state.progress.steps_by[rank], RUN_END)
     return "seconds"
 
 
@@ -80,9 +80,9 @@ def end_time_ns(stage: Stage, now_ns: int) -> int:
 
 def stop_decision(ctx: RankContext, stage: Stage, progress: RunProgress) -> tuple[int, str | None]:
     """Decide for all workers. Returns: (GO, NEXT or STOP; the reason or None)."""
-    if reason := stage.stop_criteria.over(progress) or ctx.stopping:
+    if reason := stage.stop_criteria.end_reason(progress) or ctx.stopping:
         return STOP, reason
-    if stage.plan.until and (rule := stage.stop_criteria.reached(progress, ctx.now, ctx.scores)):
+    if stage.plan.until and (rule := stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores)):
         return (NEXT if stage.following else STOP), rule
     return GO, None
 
@@ -91,7 +91,7 @@ def local_stop(ctx: RankContext, stage: Stage, progress: RunProgress) -> str | N
     """Return the reason that rank 0 adds to the next exchange, or None."""
     if reason := ctx.stopping or ("seconds" if ctx.now >= stage.stop_criteria.deadline_s else None):
         return reason
-    return "next" if stage.stop_criteria.reached(progress, ctx.now, ctx.scores) else None
+    return "next" if stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores) else None
 
 
 def record_end(ctx: RankContext, stage: Stage, progress: Progress, reason: str | None) -> None:
@@ -108,7 +108,7 @@ def end_piggybacked(ctx: RankContext, stage: Stage, state: Budgeted, reason: str
     progress = state.progress = replace(state.progress, end_ns=end_time_ns(stage, now_ns))
     if ctx.rank == stage.home:
         if reason == "next":
-            rule = stage.stop_criteria.reached(progress, ctx.now, ctx.scores)
+            rule = stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores)
             reason = rule or next(iter(stage.plan.until), reason)
         late = signal == NEXT and state.in_time  # no later stage ends in time either, and the run goes back to this
         record_end(ctx, stage, replace(state.in_time.progress, end_ns=progress.end_ns) if late else progress, reason)
@@ -118,7 +118,7 @@ def end_piggybacked(ctx: RankContext, stage: Stage, state: Budgeted, reason: str
 def leave_stage(ctx: RankContext, stage: Stage, signal: int, end_ns: int) -> int:
     """Close a rank's books of a stage that ended at `end_ns`; returns the word."""
     if signal == NEXT:
-        ctx.emit(StageBoundary(ctx.rank, stage.index, ctx.time_accounting.until(end_ns)))
+        ctx.emit(StageBoundary(ctx.rank, stage.index, ctx.time_accounting.totals_until(end_ns)))
     else:
-        ctx.time_accounting.close(end_ns)
+        ctx.time_accounting.close_at(end_ns)
     return signal

@@ -24,7 +24,7 @@ import torch
 from ashl.compression.contract import Collective, EncodeContext
 from ashl.compression.wrappers.state_slices import join_states, slice_state
 from ashl.runtime.effects import Encoding
-from ashl.runtime.sums import together
+from ashl.runtime.sums import concatenate
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.compression_pipeline import Body, CodecState
 from ashl.stage.process_group import GroupBrokenError, ProcessGroup
@@ -63,7 +63,7 @@ async def exchange_compressed(team: ProcessGroup, stage: Stage, state: WorkerSta
     report_health(team.ctx, stage, state, x, [(link, state.ends, body)])
     if link.traits.linear:
         total = await team.all_reduce(link.summand(body, context))
-        return await team.decode(partial(link.summed, state.ends, body, total), 1)
+        return await team.decode(partial(link.decode_sum, state.ends, body, total), 1)
     return await gather_payloads(team, stage, state, x, body)
 
 
@@ -75,10 +75,10 @@ async def run_collective_codec(
     try:
         if isinstance(x, SizeOnly):
             await codec.simulate_collective(team, link.codec.share(context), link.d)
-            await team.together()
+            await team.confirm_all_complete()
             return x
         outcome = await codec.collective(team, link.before(state.ends, x, context))
-        await team.together()
+        await team.confirm_all_complete()
     except GroupBrokenError:
         await team.give_up(codec.peers(team.place, team.size))
         raise
@@ -198,7 +198,7 @@ class Coding:
         sums = {}
         for k, (link, ends) in enumerate(zip(self.stage.links, self.ends, strict=True)):
             if link.traits.linear:
-                sums[k] = link.summed(ends, self.bodies[k], came[k])
+                sums[k] = link.decode_sum(ends, self.bodies[k], came[k])
             else:
                 sums[k] = link.merge(ends, came[k], self.team.weights, self.team.ranks)
         return join_slices(sums)
@@ -206,4 +206,4 @@ class Coding:
 
 def join_slices(slices: dict[int, Any]) -> Any:
     """The flat vector of the slices of messages, the last one first."""
-    return together([slices[k] for k in reversed(range(len(slices)))])
+    return concatenate([slices[k] for k in reversed(range(len(slices)))])

@@ -20,7 +20,7 @@ def codec_states_of(stage: Stage) -> tuple[CodecState, ...]:
 def fragment_at(stage: Stage, version: int) -> Fragment:
     """That of the merge after this version."""
     fragment = stage.fragments[version % len(stage.fragments)]
-    return fragment if stage.overlap.share is None else fragment.drawn(stage.seed, version)
+    return fragment if stage.overlap.share is None else fragment.with_drawn_indices(stage.seed, version)
 
 
 async def take_local_steps(ctx: RankContext, stage: Stage, state: WorkerState, count: int) -> Work:

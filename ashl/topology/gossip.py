@@ -247,7 +247,7 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
     state.enter(stage, ctx.rank, ctx.now)
     rule, rank = rule_in(stage), ctx.rank
     while True:
-        own = stage.cut(state.rest)
+        own = stage.truncate_last_round(state.rest)
         ctx.safe_point(stage.index, state if own is stage else None)
         k, params = state.k, state.params
         if rule.early:
@@ -264,7 +264,7 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
         asked = state.header.snapshot_after == k  # before rank 0 asks for the next one
         if rank == stage.home:
             look_ahead(ctx, stage, state, k)
-        due = stage.limits.eval_every_s is None and stage.stop_criteria.take(state, ctx.now)
+        due = stage.limits.eval_every_s is None and stage.stop_criteria.take_evaluation(state, ctx.now)
         if (due or asked) and not late:
             counts = state.progress.report() if rank == stage.home and isinstance(state.progress, Progress) else None
             ctx.snapshot(state.params, tick=state.progress.version, counts=counts)
@@ -290,7 +290,11 @@ async def end_signal(ctx: RankContext, stage: Stage, state: RoundState) -> int:
 
 def stop_reason(stage: Stage, state: RoundState) -> str | None:
     """Why the stage is over after this round."""
-    if (reason := stage.stop_criteria.spent(state.progress)) or not state.header.verdict or state.k < state.header.last:
+    if (
+        (reason := stage.stop_criteria.reached_limit(state.progress))
+        or not state.header.verdict
+        or state.k < state.header.last
+    ):
         return reason
     return VERDICTS[int(state.header.verdict)]
 
@@ -350,7 +354,7 @@ def look_ahead(ctx: RankContext, stage: Stage, state: RoundState, k: int) -> Non
         progress.diverged = why + rule_in(stage).suspect
     reason = "diverged" if progress.diverged else local_stop(ctx, stage, progress)
     timed = header.snapshot_after <= k and stage.limits.eval_every_s is not None
-    snapshot = timed and stage.stop_criteria.take(state, ctx.now)
+    snapshot = timed and stage.stop_criteria.take_evaluation(state, ctx.now)
     if (reason and not header.verdict) or snapshot:
         known = k + rounds_to_all(stage, k + 1)
         if reason and not header.verdict:

@@ -135,7 +135,7 @@ class Halos(Topology):
             return GlobalServerState(params, moments, Progress(stage.num_workers))
         progress = Progress(stage.num_workers)
         for rank in set(stage.workers) - set(self.members(stage.nodes)[ctx.rank - stage.server - 1]):
-            progress.lose(rank)  # of another region: nobody here waits for it, or weighs it
+            progress.remove_worker(rank)  # of another region: nobody here waits for it, or weighs it
         return RegionState(params, moments, progress)
 
     def role(self, stage: Stage, rank: int) -> Loop:
@@ -186,7 +186,7 @@ async def region_server(ctx: RankContext, stage: Stage, state: RegionState) -> i
     while True:
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(push, signal_tag(stage), before_s=stage.stop_criteria.deadline_s)
-        ctx.time_accounting.cut()
+        ctx.time_accounting.end_round()
         if message is None:
             state.signal = STOP
         elif message.tag == push:
@@ -254,7 +254,7 @@ async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState
     while len(state.flush_requested) < len(regions):
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(update, before_s=math.inf if state.signal == STOP else deadline_s)
-        ctx.time_accounting.cut()
+        ctx.time_accounting.end_round()
         if message is None:
             state.signal, state.reason = STOP, "seconds"
             continue
@@ -268,8 +268,8 @@ async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState
         adopt_counts(stage, state, message.src, counts.view(len(REPORTED), -1).tolist(), int(samples))
         progress.max_lead = max(progress.max_lead, int(lead))
         for _ in range(int(heard)):
-            progress.hear(loss, int(latest))
-        if stage.stop_criteria.take(state, ctx.now):
+            progress.record_loss(loss, int(latest))
+        if stage.stop_criteria.take_evaluation(state, ctx.now):
             ctx.snapshot(state.params, counts=progress.report())
         before, (signal, reason) = state.signal, stop_decision(ctx, stage, progress)
         if signal == STOP or before == GO:
@@ -326,5 +326,5 @@ async def end_regions(ctx: RankContext, stage: Stage, state: ServerState, region
                 progress.dropped_for[reason] = progress.dropped_for.get(reason, 0) + beyond
     record_end(ctx, stage, progress, state.reason)
     if state.signal == STOP:
-        ctx.time_accounting.close(end_ns)
+        ctx.time_accounting.close_at(end_ns)
     return state.signal

@@ -60,7 +60,7 @@ class WorkerState:
     own_moments: Any = None  # of outer steps on what of its work has not landed yet
     last: bool = False  # whether nothing is computed beyond it
     away: tuple[int, ...] = ()  # who is gone, where it has a part of their data
-    life: int = 0  # when it asked to take part, where it came while the others ran
+    incarnation: int = 0  # when it asked to take part, where it came while the others ran
     coming: Any = None  # of a model that comes back in parts, what has come: the first
 
     def enter(self, stage: Stage, rank: int) -> None:
@@ -78,7 +78,7 @@ class WorkerState:
             self.own_moments = None
         if stage.resets:
             self.moments = stage.trainer.moments()
-        self.ends = stage.entered(self.ends, self.samples)
+        self.ends = stage.carry_over_codec_state(self.ends, self.samples)
 
     def follow(self, assignment: Pull | Admission) -> None:
         """Go on as a server says."""
@@ -88,8 +88,8 @@ class WorkerState:
 
     def plan_round(self, stage: Stage, rank: int, ahead: int = 0) -> None:
         """Its H in the next round, or so many later, which may be the last one and cut short."""
-        self.rest = stage.rest(self.steps, self.samples, ahead)
-        self.local_steps = stage.at_most(stage.worker(rank).local_steps, rank, self.rest)
+        self.rest = stage.remaining_rounds(self.steps, self.samples, ahead)
+        self.local_steps = stage.cap_local_steps(stage.worker(rank).local_steps, rank, self.rest)
 
 
 class Work(NamedTuple):
@@ -111,7 +111,7 @@ async def local_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work
     The learning rate is that of the samples applied as of the last pull. `state.params` may become another model
     meanwhile, by a peer: what is computed stays relative to the one at the start.
     """
-    stage = stage.handed(state.away) if state.away else stage
+    stage = stage.with_redistributed_shards(state.away) if state.away else stage
     trainer, start, kind, version = stage.trainer, ctx.now, stage.sync.exchange, state.version
     params = state.params if state.start is None else state.start
     if kind == "gradient":
@@ -179,7 +179,7 @@ def report_health(
     if codec.traits.reduces or not isinstance(codec, Code | Layerwise):
         found = payload_sizes([body for _, _, body in pieces])  # bodies alone do not say what comes of them
     else:
-        kept = [rest for link, ends, _ in sent if (rest := link.kept(ends)) is not None]
+        kept = [rest for link, ends, _ in sent if (rest := link.residual(ends)) is not None]
         back = torch.cat([to_host(rest) for rest in kept]) if kept else None
         found = measure_compression_error(pieces, back, to_host(x), stage.layout, stage.compression_stats_per_layer)
     ctx.emit(Health(ctx.rank, state.round, ctx.now_ns, **found))

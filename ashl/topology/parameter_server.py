@@ -31,13 +31,13 @@ from ashl.plan.plan import WorkerPlan, assigned
 from ashl.plan.profile import Profile
 from ashl.planner.assignment import Planner
 from ashl.planner.online import Averages
-from ashl.runtime.effects import JOIN, LOST, Message, PeerLostError, Tag
+from ashl.runtime.effects import JOIN, PEER_FAILED, Message, PeerFailedError, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import Replan
-from ashl.runtime.sums import piece, together
+from ashl.runtime.sums import concatenate, slice_vector
 from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.fragment import Fragment
-from ashl.stage.program import reassigned
+from ashl.stage.program import apply_assignments
 from ashl.stage.progress import DIVERGED, FAILURE, LATE, RUN_START, Progress, ProgressMark
 from ashl.stage.stage import (
     CODEC,
@@ -119,12 +119,12 @@ class Updates:
         if not changed or stage.topology.pull_ratio is None:
             return state.params if changed else None
         context = EncodeContext(stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.progress.version)
-        pull = partial(stage.link.pull, state.ends, rank, state.params, context)
+        pull = partial(stage.link.encode_pull, state.ends, rank, state.params, context)
         return await ctx.compute(pull, work=1, kind="compress")
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
         """Return the model that a worker continues with after a pull; not called at a stage boundary."""
-        return stage.link.pulled(state.params, body)
+        return stage.link.apply_pull(state.params, body)
 
 
 class ServerRule(Rule, contract=True):
@@ -197,7 +197,7 @@ class BarrierRule(ServerRule, contract=True):
         return staleness == 0
 
     def may_proceed(self, state: Any, progress: Progress) -> Iterable[int]:
-        return progress.behind()
+        return progress.waiting_without_merge()
 
 
 UPDATES = Updates()
@@ -271,7 +271,7 @@ class ServerState:
     reason: str | None = None
     ahead: Message | None = None  # what has come already
     newcomers: tuple[int, ...] = ()  # who came at the border, and is answered in the next stage
-    lives: dict[int, int] = field(default_factory=dict)  # the present one of each worker that has come back
+    incarnations: dict[int, int] = field(default_factory=dict)  # the present one of each worker that has come back
     pulls: list[Tag] = field(default_factory=list)  # of each worker's replies, in its present life
     quorum: int = 1  # how many pushes make a merge now
 
@@ -290,9 +290,9 @@ class ServerState:
         self.slices, self.made, self.counted = {}, {}, 0
         self.progress.begin(now_s)
         self.rule_state = rule_of(stage).begin(stage, self.progress)
-        self.workers, self.ends = stage.plan.workers, stage.entered(self.ends, self.progress.samples)
+        self.workers, self.ends = stage.plan.workers, stage.carry_over_codec_state(self.ends, self.progress.samples)
         self.quorum = stage.quorum_of(self.progress.present)
-        self.pulls = [stage.tag("pull", self.lives.get(rank, 0)) for rank in stage.workers]
+        self.pulls = [stage.tag("pull", self.incarnations.get(rank, 0)) for rank in stage.workers]
         if stage.resets:
             self.moments = stage.trainer.moments()
         self.outer_state = None if stage.resets_outer else self.outer_state
@@ -302,7 +302,12 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     """Compute on the model last pulled, push what came of it, wait for the reply; returns the last word. Where
     exchanges are delayed, the next piece of work is computed between a push and its reply."""
     state.enter(stage, ctx.rank)
-    messages, signal, push, pull = rule_of(stage).messages(), GO, stage.tag("push"), stage.tag("pull", state.life)
+    messages, signal, push, pull = (
+        rule_of(stage).messages(),
+        GO,
+        stage.tag("push"),
+        stage.tag("pull", state.incarnation),
+    )
     server, in_parts, answer = stage.topology.server_of(stage, ctx.rank), pull_comes_in_parts(stage), ctx.recv(pull)
     while signal in (GO, LAST):
         if state.coming is None or await settle_pull(ctx, stage, state):
@@ -349,7 +354,7 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
     state.enter(stage, ctx.now)
     slices = {stage.tag("slice"): on_slice} if stage.overlap.by_slice or stage.by_priority else {}
     incoming, others, deadline_s = (
-        (push, *slices, LOST, JOIN),
+        (push, *slices, PEER_FAILED, JOIN),
         {**slices, CLOSE: merge_buffered},
         stage.stop_criteria.deadline_s,
     )
@@ -360,12 +365,12 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
         ctx.safe_point(stage.index, state)
         message = state.ahead or await (endless or ctx.recv(*incoming, before_s=deadline_s))
         state.ahead = None
-        ctx.time_accounting.cut()  # nobody asks for the server's rounds, so they are not kept
+        ctx.time_accounting.end_round()  # nobody asks for the server's rounds, so they are not kept
         if message is None:
             state.signal, state.reason = STOP, "seconds"
             break
         take_in = on_push if message.tag == push else others.get(message.tag, on_membership)
-        if await take_in(ctx, stage, state, message) and stage.stop_criteria.take(state, ctx.now):
+        if await take_in(ctx, stage, state, message) and stage.stop_criteria.take_evaluation(state, ctx.now):
             ctx.snapshot(state.params, counts=progress.report())
         signal, reason = stop_decision(ctx, stage, progress)
         if signal == STOP or state.signal == GO:
@@ -422,9 +427,9 @@ async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: M
     beyond = staleness - 1 if all_late else staleness
     late = not (rule.accepts(beyond) and stage.aggregate.accepts(beyond))
     progress.observe(worker, 0 if late else staleness, loss)  # staleness is counted of what was applied
-    progress.arrive(worker, staleness, late)
+    progress.start_waiting(worker, staleness, late)
     if late or progress.diverged:
-        progress.drop(worker, steps, LATE if late else DIVERGED)
+        progress.count_dropped(worker, steps, LATE if late else DIVERGED)
         return False
     if stage.by_priority:
         return count_step(stage, state, message)
@@ -449,7 +454,7 @@ async def merge_push(ctx: RankContext, stage: Stage, state: ServerState, message
     """Decode an update, fold it in, and let the rule and the planner see it; returns whether the model changed."""
     progress, worker = state.progress, message.src
     steps, samples, loss, version, step_s, pull_s = message.meta
-    body = stage.link.arrived(state.ends, worker, message.body)
+    body = stage.link.receive_body(state.ends, worker, message.body)
     staleness, push_s = progress.version - int(version), ctx.now - message.start_ns / 1e9
     push = Push(worker, body, int(steps), int(samples), staleness, loss, step_s, push_s, pull_s)
     update = await ctx.compute(partial(apply_merge, stage, state, push), stage.push_share, "apply")
@@ -474,7 +479,11 @@ def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
             return None
     if len(members) > 1:
         members.sort(key=attrgetter("worker"))
-    weights = stage.doing(state.workers).handed(progress.gone).weights_of(members, progress.gone)
+    weights = (
+        stage.with_assignments(state.workers)
+        .with_redistributed_shards(progress.gone)
+        .weights_of(members, progress.gone)
+    )
     if stage.codec.traits.reduces:
         update: Any = stage.link.reduce(state.ends, [member.body for member in members], weights)
     else:
@@ -543,9 +552,9 @@ def assignment_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, flo
     assignment = rule_of(stage).next_assignment(stage, state.rule_state, progress, rank) or AS_PLANNED
     planned = plan.local_steps if assignment.local_steps is None else assignment.local_steps
     ahead = int(stage.delayed is not None)
-    rest = None if planned == 1 else stage.rest(progress.steps, progress.samples, ahead, progress.gone)
+    rest = None if planned == 1 else stage.remaining_rounds(progress.steps, progress.samples, ahead, progress.gone)
     ratio = plan.compression_ratio if assignment.ratio is None else assignment.ratio
-    return stage.at_most(planned, rank, rest), ratio, assignment.interval_s, assignment.batch
+    return stage.cap_local_steps(planned, rank, rest), ratio, assignment.interval_s, assignment.batch
 
 
 # Workers that fail and rejoin
@@ -579,14 +588,14 @@ def assignment_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, flo
 PLANNED: Tag = ("planned", 0, 0)  # what profiling has planned, for who was not there
 
 
-def admission_tag(life: int) -> Tag:
+def admission_tag(incarnation: int) -> Tag:
     """The tag of the answer to a newcomer."""
-    return "welcome", 0, life
+    return "welcome", 0, incarnation
 
 
 async def on_membership(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
     """At the server: a worker is lost or has come; returns whether the model changed."""
-    if message.tag == LOST:
+    if message.tag == PEER_FAILED:
         return await remove_failed(ctx, stage, state, message.src)
     record_join(state, message)
     if state.signal != NEXT:
@@ -596,9 +605,9 @@ async def on_membership(ctx: RankContext, stage: Stage, state: ServerState, mess
 
 def record_join(state: ServerState, message: Message) -> None:
     """A newcomer asks to take part."""
-    (life,) = message.meta
+    (incarnation,) = message.meta
     state.newcomers += (message.src,)
-    state.lives[message.src] = int(life)
+    state.incarnations[message.src] = int(incarnation)
 
 
 def check_left(ctx: RankContext, stage: Stage, rank: int, left: int) -> None:
@@ -608,7 +617,7 @@ def check_left(ctx: RankContext, stage: Stage, rank: int, left: int) -> None:
         raise AshlError(
             f"worker {rank} failed at {ctx.now:.6g} s and {left} of {stage.num_workers} workers are running, fewer "
             f"than runtime.min_workers={stage.min_workers}: the run ends here"
-        ) from (None if stage.elastic else PeerLostError(rank))
+        ) from (None if stage.elastic else PeerFailedError(rank))
 
 
 async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> bool:
@@ -618,7 +627,7 @@ async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
     if rank in progress.gone:
         return False
-    progress.lose(rank)
+    progress.remove_worker(rank)
     state.quorum = stage.quorum_of(progress.present)
     state.ends.forget(rank)
     check_left(ctx, stage, rank, progress.present + len(state.newcomers))
@@ -628,7 +637,7 @@ async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank
         return False
     for push in state.buffer:
         if push.worker == rank:
-            progress.drop(rank, push.steps, FAILURE)
+            progress.count_dropped(rank, push.steps, FAILURE)
     state.buffer = [push for push in state.buffer if push.worker != rank]
     if not state.buffer or len(state.buffer) < state.quorum:
         return False
@@ -641,18 +650,23 @@ async def admit(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
     progress = state.progress
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
     progress.join(rank)
-    state.quorum, state.pulls[rank] = stage.quorum_of(progress.present), stage.tag("pull", state.lives[rank])
+    state.quorum, state.pulls[rank] = stage.quorum_of(progress.present), stage.tag("pull", state.incarnations[rank])
     progress.now_s = ctx.now
     messages = rule_of(stage).messages()
     messages.on_membership_change(stage, state, rank)
-    stage.link.gave(state.ends, rank, state.params)
+    stage.link.record_full_pull(state.ends, rank, state.params)
     planned, rows = state.assigned or (0, None)
     applied, what = (progress.version, progress.steps, progress.samples), assignment_of(stage, state, rank)
-    held, (rounds, done) = [push.steps for push in state.buffer if push.worker == rank], progress.done_by(rank)
+    held, (rounds, done) = (
+        [push.steps for push in state.buffer if push.worker == rank],
+        progress.rounds_and_steps_of(rank),
+    )
     pushed = rounds + len(held), done + sum(held)
     admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *what)
     body = messages.admission_payload(stage, state)
-    await ctx.send(rank, admission_tag(state.lives[rank]), body, (*admission, *failed_as_numbers(stage, progress.gone)))
+    await ctx.send(
+        rank, admission_tag(state.incarnations[rank]), body, (*admission, *failed_as_numbers(stage, progress.gone))
+    )
     if rows is not None:
         await ctx.send(rank, PLANNED, rows)
 
@@ -661,9 +675,9 @@ async def reject_late_joins(ctx: RankContext, state: ServerState, end_ns: int) -
     """At the server, once nobody else is to be answered: whoever has come, or comes, learns that the run is over."""
     while True:
         for rank in state.newcomers:
-            await ctx.send(rank, admission_tag(state.lives[rank]), None, Admission(STOP, end_ns))
+            await ctx.send(rank, admission_tag(state.incarnations[rank]), None, Admission(STOP, end_ns))
         state.newcomers = ()
-        message = await ctx.recv(JOIN, LOST)
+        message = await ctx.recv(JOIN, PEER_FAILED)
         if message.tag == JOIN:
             record_join(state, message)
 
@@ -677,11 +691,11 @@ async def gather_workers(
     for rank in stage.workers:
         state.ends.forget(rank)
         if rank in progress.waiting:
-            progress.answer(rank)
+            progress.stop_waiting(rank)
     while len(heard) < stage.num_workers:
-        message = await ctx.recv(JOIN, LOST)
+        message = await ctx.recv(JOIN, PEER_FAILED)
         heard.add(message.src)
-        if message.tag == LOST:
+        if message.tag == PEER_FAILED:
             await remove_failed(ctx, stage, state, message.src)
         else:
             record_join(state, message)
@@ -693,23 +707,27 @@ async def join(
 ) -> tuple[int, WorkerState] | None:
     """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
     is over. `kept`: what it was in a checkpoint."""
-    life = int(float(ctx.now_ns))
-    await ctx.send(stages[0].server, JOIN, None, (life,))
-    message = await ctx.recv(admission_tag(life))
+    incarnation = int(float(ctx.now_ns))
+    await ctx.send(stages[0].server, JOIN, None, (incarnation,))
+    message = await ctx.recv(admission_tag(incarnation))
     admission = parse_reply(Admission, message.meta)
     if admission.signal == STOP:
-        ctx.time_accounting.close(admission.end_ns)
+        ctx.time_accounting.close_at(admission.end_ns)
         return None
     params, moments = stages[0].trainer.init()
     state = WorkerState(params, moments if kept is None else kept.moments)
     state.steps, state.samples = admission.steps, admission.samples
     if admission.planned:
         state.assigned = admission.planned, (await ctx.recv(PLANNED)).body
-        stages = reassigned(stages, *state.assigned)
-    stage, state.life, state.away = stages[admission.stage], life, as_members(message.meta[ADMISSION_FIELDS:])
+        stages = apply_assignments(stages, *state.assigned)
+    stage, state.incarnation, state.away = (
+        stages[admission.stage],
+        incarnation,
+        as_members(message.meta[ADMISSION_FIELDS:]),
+    )
     state.enter(stage, ctx.rank)
     if kept is not None:
-        state.ends, state.moments = stage.taken_up(kept.ends, state.samples), kept.moments
+        state.ends, state.moments = stage.restore_codec_state(kept.ends, state.samples), kept.moments
     if message.body is not None:
         rule_of(stage).messages().apply_admission(state, message.body, kept)
     state.follow(admission)
@@ -729,7 +747,7 @@ async def flush_pending(ctx: RankContext, stage: Stage, state: ServerState) -> N
     applied = (progress.version, progress.steps, progress.samples)
     for rank in sorted(set(progress.waiting) - set(state.flush_requested)) if stage.delayed else ():
         state.flush_requested += (rank,)
-        staleness, late = progress.answer(rank)
+        staleness, late = progress.stop_waiting(rank)
         await ctx.send(rank, state.pulls[rank], None, Pull(LAST, *applied, staleness, late, 0))
 
 
@@ -741,33 +759,33 @@ async def finish_stage(
     progress.end_ns, applied = end_ns, (progress.version, progress.steps, progress.samples)
     unmerged = {push.worker for push in state.buffer}
     for push in state.buffer:
-        progress.drop(push.worker, push.steps, drop_reason(signal))
+        progress.count_dropped(push.worker, push.steps, drop_reason(signal))
     state.buffer = []
     working = set(stage.workers) - set(progress.waiting) - progress.gone
     for rank in sorted(progress.waiting):
-        staleness, late = progress.answer(rank)
-        stage.link.gave(state.ends, rank, state.params)
+        staleness, late = progress.stop_waiting(rank)
+        stage.link.record_full_pull(state.ends, rank, state.params)
         meta = (
             *Pull(signal, *applied, staleness, late or rank in unmerged, end_ns),
             *failed_as_numbers(stage, progress.gone),
         )
         await ctx.send(rank, state.pulls[rank], state.params if signal == NEXT else None, meta)
     while working:
-        message = await ctx.recv(stage.tag("push"), LOST, JOIN)
+        message = await ctx.recv(stage.tag("push"), PEER_FAILED, JOIN)
         if message.tag == JOIN:
             record_join(state, message)
             continue
         working.discard(message.src)
-        if message.tag == LOST:
+        if message.tag == PEER_FAILED:
             continue
         message = await assemble_push(ctx, stage, message) if stage.messages else message
         if message.start_ns <= end_ns:
-            progress.drop(message.src, int(message.meta[0]), drop_reason(signal))
+            progress.count_dropped(message.src, int(message.meta[0]), drop_reason(signal))
         await ctx.send(message.src, state.pulls[message.src], None, Pull(signal, *applied, 0, True, end_ns))
     if signal == STOP:
         if stage.joins and ctx.rank == stage.server:
             ctx.spawn(reject_late_joins(ctx, state, end_ns))
-        ctx.time_accounting.close(end_ns)
+        ctx.time_accounting.close_at(end_ns)
 
 
 # Messages in parts
@@ -810,7 +828,7 @@ async def compute_in_slices(ctx: RankContext, stage: Stage, state: WorkerState) 
         others = ctx.spawn(forward_parts(ctx, stage.server, tags[:-1]))
     loss = await ctx.compute(work, work=state.batch, parts=stage.ready, needs=needs)
     if needs:
-        state.params, state.coming = together(came), None
+        state.params, state.coming = concatenate(came), None
     step_s = ctx.now - start
     body = None if others is None else await ctx.join(others)
     if not stage.overlap.by_slice:
@@ -831,7 +849,7 @@ async def assemble_push(ctx: RankContext, stage: Stage, push: Message) -> Messag
         return push
     before = [await ctx.recv(tag, src=push.src) for _, tag in stage.ready[:-1]]
     parts = (push, *reversed(before))  # the first layers first
-    return push._replace(body=together([part.body for part in parts]), start_ns=min(part.start_ns for part in parts))
+    return push._replace(body=concatenate([part.body for part in parts]), start_ns=min(part.start_ns for part in parts))
 
 
 # The way back
@@ -852,8 +870,8 @@ def first_part(stage: Stage, model: Any) -> Any:
     if not stage.overlap.pulls:
         return None if stage.by_priority else model
     if stage.overlap.by_slice:
-        return piece(model, *stage.once(slice_ranges)[-1])
-    return piece(model, stage.messages[-1].start, stage.messages[-1].stop)
+        return slice_vector(model, *stage.once(slice_ranges)[-1])
+    return slice_vector(model, stage.messages[-1].start, stage.messages[-1].stop)
 
 
 async def send_remaining_parts(ctx: RankContext, stage: Stage, ranks: Sequence[int], model: Any) -> None:
@@ -861,7 +879,7 @@ async def send_remaining_parts(ctx: RankContext, stage: Stage, ranks: Sequence[i
     if stage.overlap.by_slice:
         return
     for k, tag in later_buckets(stage):
-        body = piece(model, stage.messages[k].start, stage.messages[k].stop)
+        body = slice_vector(model, stage.messages[k].start, stage.messages[k].stop)
         for rank in ranks:
             await ctx.send(rank, tag, body)
 
@@ -875,7 +893,7 @@ async def settle_pull(ctx: RankContext, stage: Stage, state: WorkerState) -> boo
     elif stage.by_priority:
         await flush_by_priority(ctx, stage, state)
     else:
-        state.params = together([state.coming, *[(await ctx.recv(tag)).body for _, tag in later_buckets(stage)]])
+        state.params = concatenate([state.coming, *[(await ctx.recv(tag)).body for _, tag in later_buckets(stage)]])
     state.coming = None
     return True
 
@@ -912,7 +930,7 @@ async def push_slices(ctx: RankContext, stage: Stage, samples: int) -> Any:
     for message, (_, tag) in zip(stage.messages, stage.ready, strict=True):
         part = (await ctx.recv(tag, src=ctx.rank)).body
         for start, stop in stage.overlap.cuts(message):
-            body, number = piece(part, start, stop), number + 1
+            body, number = slice_vector(part, start, stop), number + 1
             if number < count:
                 await ctx.send(stage.server, up, body, (number - 1, samples))
     return body
@@ -925,7 +943,7 @@ async def receive_slices(ctx: RankContext, stage: Stage, body: Any) -> Any:
     for _ in places[1:]:
         message = await ctx.recv(back)
         came[places[int(message.meta[0])]] = message.body
-    return together([came[place] for place in sorted(came)])
+    return concatenate([came[place] for place in sorted(came)])
 
 
 # At the server
@@ -966,7 +984,7 @@ def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> No
         return
     del state.slices[number]
     members.sort(key=attrgetter("worker"))
-    weights = stage.doing(state.workers).weights_of(members, state.progress.gone)
+    weights = stage.with_assignments(state.workers).weights_of(members, state.progress.gone)
     scale = cast("ServerRule", stage.sync).lr_scale(state.rule_state)
     lr = stage.trainer.rate(state.progress.samples - state.counted) * scale
     step_on(stage, state, number, stage.aggregate.fold(members, weights), lr)
@@ -1044,7 +1062,7 @@ async def step_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) -
     state.coming = ctx.spawn(exchange_by_priority(ctx, stage, state.batch, state.coming))
     loss = await ctx.compute(work, work=state.batch, parts=stage.ready, needs=needs)
     if needs:
-        state.params = together(came)
+        state.params = concatenate(came)
     return Work(None, loss, 1, state.batch, ctx.now - start, state.version)
 
 
@@ -1063,11 +1081,11 @@ async def exchange_by_priority(ctx: RankContext, stage: Stage, samples: int, bef
             came[int(message.meta[0])] = message.body
             k = next(k for k, own in enumerate(of) if int(message.meta[0]) in own)
             if all(number in came for number in of[k]):
-                await ctx.send(ctx.rank, stage.tag("group", k), together([came[number] for number in of[k]]))
+                await ctx.send(ctx.rank, stage.tag("group", k), concatenate([came[number] for number in of[k]]))
         else:
             k = parts.index(message.tag)
             for number, (start, stop) in zip(of[k], stage.overlap.cuts(stage.messages[k]), strict=True):
-                heappush(waiting, (-k, number, piece(message.body, start, stop)))
+                heappush(waiting, (-k, number, slice_vector(message.body, start, stop)))
         while waiting and held < stage.overlap.most_committed:
             _, number, body = heappop(waiting)
             held += 1
@@ -1077,7 +1095,7 @@ async def exchange_by_priority(ctx: RankContext, stage: Stage, samples: int, bef
 async def flush_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
     """Everything is in, and the model is no longer on its way to a forward pass."""
     await ctx.join(state.coming)
-    state.params = together(
+    state.params = concatenate(
         [(await ctx.recv(stage.tag("group", k))).body for k in reversed(range(len(stage.messages)))]
     )
     state.coming = None
@@ -1152,7 +1170,7 @@ async def run_fragments(ctx: RankContext, stage: Stage, state: WorkerState) -> i
         reply = parse_reply(Pull, message.meta)
         signal = reply.signal
         if message.body is not None:
-            landed = part.link.pulled(held.params, message.body)
+            landed = part.link.apply_pull(held.params, message.body)
             state.params = fragment.put(state.params, landed)
             if state.start is not None:
                 mixed = overlap.mix(fragment.of(state.start), landed, held.params + work.body)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ashl.option import Count, option
-from ashl.runtime.effects import JOIN, LOST, Broken, Message, Tag
+from ashl.runtime.effects import JOIN, PEER_FAILED, Broken, Message, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.progress import FAILURE, RUN_END, Progress
 from ashl.stage.stage import FAULT_TOLERANT, GO, STOP, Loop, Members, Network, Rule, Stage, Topology
@@ -114,7 +114,7 @@ class MakerState(CoordinatorState):
         default_factory=dict
     )  # with what its members have, until it is counted
     signal: int = GO  # NEXT or STOP once the stage is over
-    lives: dict[int, int] = field(default_factory=dict)  # the present one of each worker that has come back
+    incarnations: dict[int, int] = field(default_factory=dict)  # the present one of each worker that has come back
     losses: int = 0  # that are taken into account
     again: dict[int, int] = field(default_factory=dict)  # how often each worker that was lost had been by then
     yet: dict[int, set[int]] = field(default_factory=dict)  # by group that runs: who is to say what came of it
@@ -144,7 +144,7 @@ class GroupReply(NamedTuple):
     end_ns: float  # of the stage, without members
     epoch: float = 0  # of the group
     joiner: float = -1  # who has come, and is to have its model
-    life: float = 0  # ... of the heir
+    incarnation: float = 0  # ... of the heir
     size: float = 0  # how many numbers say who the members are
 
 
@@ -174,19 +174,19 @@ async def meet(ctx: RankContext, stage: Stage, state: Replica, work: Work) -> tu
     body, meta, met = work.body, (work.steps, work.samples, work.loss), None
     while True:
         await ctx.send(stage.home, stage.tag("ask"), meta=meta)
-        message = await ctx.recv(stage.tag("group", state.life), src=stage.home)
+        message = await ctx.recv(stage.tag("group", state.incarnation), src=stage.home)
         reply = GroupReply(*message.meta[:HEAD])
         numbers, gone = message.meta[HEAD : HEAD + int(reply.size)], message.meta[HEAD + int(reply.size) :]
         members, state.away = as_members(numbers), as_members(gone)
         body, met = None if reply.signal == STOP else body, met or members
-        team = Team(members, int(reply.epoch), lives_in(message))
+        team = Team(members, int(reply.epoch), incarnations_in(message))
         result = await average_group(ctx, state.params, body, team, bool(reply.common))
         while result.__class__ is Broken:
             team = await form_remaining_group(ctx, stage, reply.group)
             result = await average_group(ctx, state.params, body, team, bool(reply.common))
         state.params, state.samples = result, int(reply.samples)
         if reply.joiner >= 0:
-            await ctx.send(int(reply.joiner), model_tag(int(reply.life)), state.params)
+            await ctx.send(int(reply.joiner), model_tag(int(reply.incarnation)), state.params)
         if len(members) > 1 and (ctx.rank == members[0] or stage.elastic):
             await ctx.send(stage.home, stage.tag("done"), meta=(reply.group,))
         while reply.signal == GO and state.tick < reply.tick:  # its model now is what it was at each of them
@@ -201,12 +201,12 @@ async def average_group(ctx: RankContext, params: Any, body: Any, team: Team, co
     """(1/g)·Σ_j (x_j + Δ_j), summed in rank order; `Broken` where a member is lost. Members who share x exchange Δ
     alone: that is the sum of all-reduce, to the last bit."""
     mine = params if body is None else params + body
-    members, epoch, lives = team
+    members, epoch, incarnations = team
     if len(members) < 2:
         return mine
     if not common:
-        return await ctx.all_reduce(mine * (1 / len(members)), members, epoch=epoch, lives=lives)
-    total = await ctx.all_reduce(body * (1 / len(members)), members, epoch=epoch, lives=lives)
+        return await ctx.all_reduce(mine * (1 / len(members)), members, epoch=epoch, incarnations=incarnations)
+    total = await ctx.all_reduce(body * (1 / len(members)), members, epoch=epoch, incarnations=incarnations)
     return total if total.__class__ is Broken else params + total
 
 
@@ -220,7 +220,7 @@ async def coordinator(ctx: RankContext, stage: Stage, state: MakerState) -> int:
         wakes = rule.wakes(state.groups)
         before_s = deadline_s if wakes is None else min(deadline_s, wakes / 1e9)
         message = await ctx.recv(*coordinator_tags(stage), before_s=before_s)
-        ctx.time_accounting.cut()  # nobody asks for the coordinator's rounds, so they are not kept
+        ctx.time_accounting.end_round()  # nobody asks for the coordinator's rounds, so they are not kept
         if message is None and before_s == deadline_s:
             state.signal, reason = STOP, "seconds"
             break
@@ -236,13 +236,13 @@ async def coordinator(ctx: RankContext, stage: Stage, state: MakerState) -> int:
     await drain(ctx, stage, state, ahead)
     record_end(ctx, stage, progress, reason)
     if state.signal == STOP:
-        ctx.time_accounting.close(progress.end_ns)
+        ctx.time_accounting.close_at(progress.end_ns)
     return state.signal
 
 
 def coordinator_tags(stage: Stage) -> tuple[Tag, ...]:
     """The tags of what the coordinator takes in."""
-    return stage.tag("done"), stage.tag("ask"), stage.tag("again"), LOST, JOIN
+    return stage.tag("done"), stage.tag("ask"), stage.tag("again"), PEER_FAILED, JOIN
 
 
 def on_report(ctx: RankContext, stage: Stage, state: MakerState, message: Message | None) -> None:
@@ -259,7 +259,7 @@ async def on_message(ctx: RankContext, stage: Stage, state: MakerState, message:
     now_ns, rule = ctx.now_ns, rule_in(stage)
     if message is None:
         started = generator.wake_up(state.groups, rule, now_ns)
-    elif message.tag in (LOST, JOIN):
+    elif message.tag in (PEER_FAILED, JOIN):
         started = await on_membership(ctx, stage, state, message)
     elif message.tag[0] != "ask" and not report_group(state, message):
         started = await complete_if_reported(ctx, stage, state, int(message.meta[0]))
@@ -295,7 +295,7 @@ async def begin(ctx: RankContext, stage: Stage, state: MakerState, group: Group,
         reply = GroupReply(*of, size=len(numbers))
         if state.donor_of and state.signal == GO:
             reply = await assign_joiner(ctx, stage, state, member, reply)
-        tag = stage.tag("group", state.lives.get(member, 0))
+        tag = stage.tag("group", state.incarnations.get(member, 0))
         await ctx.send(member, tag, lives_of(state, group.members), (*reply, *numbers, *gone))
 
 
@@ -318,7 +318,7 @@ def commit(ctx: RankContext, stage: Stage, state: MakerState, members: Members, 
         if steps:  # else it averages once more, with work that was counted before
             progress.commit(member, steps, samples)
             progress.groups[member] += len(members) > 1
-    if stage.stop_criteria.take(state, ctx.now):
+    if stage.stop_criteria.take_evaluation(state, ctx.now):
         state.ticks += 1
         ctx.snapshot(None, tick=state.ticks, counts=progress.report(), without=progress.gone)
 
@@ -336,7 +336,7 @@ async def drain(ctx: RankContext, stage: Stage, state: MakerState, message: Mess
         for number in state.running:
             count(ctx, stage, state, number)
         for worker, (steps, _) in state.asked.items():
-            progress.drop(worker, steps, RUN_END)
+            progress.count_dropped(worker, steps, RUN_END)
     generator.close(state.groups)
     for joiner in joiners_without_donor(state):
         await on_message(ctx, stage, state, joiner)
@@ -347,7 +347,7 @@ async def drain(ctx: RankContext, stage: Stage, state: MakerState, message: Mess
             message = await ctx.recv(*coordinator_tags(stage))
         is_request = message.tag[0] == "ask"
         if last and is_request and message.start_ns <= progress.end_ns:
-            progress.drop(message.src, int(message.meta[0]), RUN_END)
+            progress.count_dropped(message.src, int(message.meta[0]), RUN_END)
         elif not last and not heard and (not is_request or message.meta[0]):
             on_report(ctx, stage, state, message)
         await on_message(ctx, stage, state, message)
@@ -378,7 +378,7 @@ async def release_workers(ctx: RankContext, stage: Stage, state: MakerState, wor
     for worker in workers:
         reply = GroupReply(state.signal, -1, state.progress.samples, 0, False, state.ticks, state.progress.end_ns)
         meta = (*reply, *failed_as_numbers(stage, state.progress.gone))
-        await ctx.send(worker, stage.tag("group", state.lives.get(worker, 0)), meta=meta)
+        await ctx.send(worker, stage.tag("group", state.incarnations.get(worker, 0)), meta=meta)
 
 
 # Groups that lose a member, and workers that rejoin
@@ -425,11 +425,11 @@ class Team(NamedTuple):
 
     members: Members
     epoch: int
-    lives: tuple[int, ...]
+    incarnations: tuple[int, ...]
 
 
-def model_tag(life: int) -> Tag:
-    return "model", 0, life
+def model_tag(incarnation: int) -> Tag:
+    return "model", 0, incarnation
 
 
 def lives_of(state: MakerState, members: Members) -> Tensor | None:
@@ -439,7 +439,7 @@ def lives_of(state: MakerState, members: Members) -> Tensor | None:
     return torch.tensor([state.again.get(member, 0) for member in members])
 
 
-def lives_in(message: Message) -> tuple[int, ...]:
+def incarnations_in(message: Message) -> tuple[int, ...]:
     return () if message.body is None else tuple(message.body.tolist())
 
 
@@ -450,12 +450,12 @@ async def on_membership(ctx: RankContext, stage: Stage, state: MakerState, messa
     """A worker is lost, or asks to take part; returns the groups that begin now. Raises AshlError where too few are
     left."""
     rank, started = message.src, list[Group]()
-    if message.tag == LOST:
+    if message.tag == PEER_FAILED:
         state.losses += 1
         state.again[rank] = int(message.meta[0]) + 1
         started = remove_failed(ctx, stage, state, rank)
     else:
-        state.donor_of[rank], state.lives[rank] = NOBODY, int(message.meta[0])
+        state.donor_of[rank], state.incarnations[rank] = NOBODY, int(message.meta[0])
         if rank not in state.progress.gone and state.signal != GO:  # nobody will give it a model in this stage any more
             started = continue_without(ctx, stage, state, rank)
     if state.signal == GO and not {*stage.workers} - state.progress.gone - state.donor_of.keys():  # nobody has one
@@ -472,7 +472,7 @@ def joiners_without_donor(state: MakerState) -> list[Message]:
         for rank, state_donor in state.donor_of.items()
         if state_donor == NOBODY and rank not in state.progress.gone
     ]
-    return [Message(rank, JOIN, None, (state.lives[rank],), 0) for rank in waiting]
+    return [Message(rank, JOIN, None, (state.incarnations[rank],), 0) for rank in waiting]
 
 
 def remove_failed(ctx: RankContext, stage: Stage, state: MakerState, rank: int) -> list[Group]:
@@ -487,9 +487,9 @@ def remove_failed(ctx: RankContext, stage: Stage, state: MakerState, rank: int) 
 
 def continue_without(ctx: RankContext, stage: Stage, state: MakerState, rank: int) -> list[Group]:
     """Go on without a worker."""
-    state.progress.lose(rank)
+    state.progress.remove_worker(rank)
     steps, _ = state.asked.pop(rank, (0, 0))
-    state.progress.drop(rank, steps, FAILURE)
+    state.progress.count_dropped(rank, steps, FAILURE)
     started = generator.remove_worker(state.groups, cast("GroupRule", stage.sync), rank, ctx.now_ns)
     for number, members in state.yet.items():
         if rank in members | state.broken[number]:
@@ -527,12 +527,12 @@ async def complete_if_reported(ctx: RankContext, stage: Stage, state: MakerState
         del state.running[number]
         if work:  # nobody is left of it
             for member, (steps, _) in zip(group.members, work, strict=True):
-                state.progress.drop(member, steps, FAILURE)
+                state.progress.count_dropped(member, steps, FAILURE)
         return generator.complete_group(state.groups, cast("GroupRule", stage.sync), group, ctx.now_ns)
     if work:
         each = dict(zip(group.members, work, strict=True))
         for member in each.keys() - {*left}:
-            state.progress.drop(member, each[member][0], FAILURE)
+            state.progress.count_dropped(member, each[member][0], FAILURE)
         work = [each[member] for member in left]
     state.running[number] = Group(number, left), work
     state.yet[number], state.broken[number] = set(left), set()
@@ -552,7 +552,7 @@ async def assign_joiner(
         return reply
     state.donor_of[joiner] = state_donor
     await admit(ctx, stage, state, joiner, state_donor)
-    return reply._replace(joiner=joiner, life=state.lives[joiner])
+    return reply._replace(joiner=joiner, incarnation=state.incarnations[joiner])
 
 
 async def admit(ctx: RankContext, stage: Stage, state: MakerState, joiner: int, state_donor: int) -> None:
@@ -562,8 +562,10 @@ async def admit(ctx: RankContext, stage: Stage, state: MakerState, joiner: int, 
         progress.join(joiner)
         generator.join(state.groups, joiner)
         state.last[joiner] = OWN - joiner
-    admission = Admission(GO, 0, stage.index, state_donor, progress.samples, *progress.done_by(joiner), state.ticks)
-    await ctx.send(joiner, admission_tag(state.lives[joiner]), None, admission)
+    admission = Admission(
+        GO, 0, stage.index, state_donor, progress.samples, *progress.rounds_and_steps_of(joiner), state.ticks
+    )
+    await ctx.send(joiner, admission_tag(state.incarnations[joiner]), None, admission)
 
 
 async def gather_workers(
@@ -578,16 +580,16 @@ async def gather_workers(
         message = await ctx.recv(JOIN)
         came[message.src] = message
     for rank, message in sorted(came.items()):
-        life, rounds, steps = map(int, message.meta)
-        counted, before = progress.done_by(rank)
+        incarnation, rounds, steps = map(int, message.meta)
+        counted, before = progress.rounds_and_steps_of(rank)
         more = steps - before
         progress.take_back(rank, counted - rounds, -more, -more * stage.worker(rank).batch)
-        progress.lose(rank)
+        progress.remove_worker(rank)
         progress.join(rank)
-        state.lives[rank] = life
+        state.incarnations[rank] = incarnation
     for rank in stage.workers:
         admission = Admission(GO, 0, stage.index, NOBODY, progress.samples, tick=state.ticks)
-        await ctx.send(rank, admission_tag(state.lives[rank]), None, admission)
+        await ctx.send(rank, admission_tag(state.incarnations[rank]), None, admission)
     return index, state
 
 
@@ -595,11 +597,11 @@ async def reject_late_joins(ctx: RankContext, state: MakerState) -> None:
     """Once all others are let go: whoever has come, or comes, learns that the run is over."""
     while True:
         for rank in state.donor_of:
-            await ctx.send(rank, admission_tag(state.lives[rank]), None, Admission(STOP, state.progress.end_ns))
+            await ctx.send(rank, admission_tag(state.incarnations[rank]), None, Admission(STOP, state.progress.end_ns))
         state.donor_of.clear()
-        message = await ctx.recv(JOIN, LOST)
+        message = await ctx.recv(JOIN, PEER_FAILED)
         if message.tag == JOIN:
-            state.donor_of[message.src], state.lives[message.src] = NOBODY, int(message.meta[0])
+            state.donor_of[message.src], state.incarnations[message.src] = NOBODY, int(message.meta[0])
 
 
 # At a worker
@@ -610,7 +612,7 @@ async def form_remaining_group(ctx: RankContext, stage: Stage, number: float) ->
     await ctx.send(stage.home, stage.tag("again"), meta=(number,))
     message = await ctx.recv(stage.tag("anew", int(number)), src=stage.home)
     epoch, *left = message.meta
-    return Team(as_members(left), int(epoch), lives_in(message))
+    return Team(as_members(left), int(epoch), incarnations_in(message))
 
 
 async def join(ctx: RankContext, stages: Sequence[Stage], state: Replica, kept: bool = False) -> tuple[int, Any] | None:
@@ -618,18 +620,18 @@ async def join(ctx: RankContext, stages: Sequence[Stage], state: Replica, kept: 
     is over. `kept`: all come, and this is its state from a checkpoint."""
     done = (state.round, state.step) if kept else ()
     while True:
-        while await ctx.recv(LOST, before_s=ctx.now):
+        while await ctx.recv(PEER_FAILED, before_s=ctx.now):
             pass  # what was before is of no concern
-        state.life = int(float(ctx.now_ns)) + (state.life == ctx.now_ns)
-        await ctx.send(stages[0].home, JOIN, None, (state.life, *done))
-        admission = Admission(*(await ctx.recv(admission_tag(state.life), src=stages[0].home)).meta)
+        state.incarnation = int(float(ctx.now_ns)) + (state.incarnation == ctx.now_ns)
+        await ctx.send(stages[0].home, JOIN, None, (state.incarnation, *done))
+        admission = Admission(*(await ctx.recv(admission_tag(state.incarnation), src=stages[0].home)).meta)
         if admission.signal == STOP:
-            ctx.time_accounting.close(int(admission.end_ns))
+            ctx.time_accounting.close_at(int(admission.end_ns))
             return None
         if admission.state_donor == NOBODY:
             break
-        message = await ctx.recv(model_tag(state.life), LOST, src=int(admission.state_donor))
-        if message.tag != LOST:
+        message = await ctx.recv(model_tag(state.incarnation), PEER_FAILED, src=int(admission.state_donor))
+        if message.tag != PEER_FAILED:
             state.params = message.body
             break
     stage = stages[int(admission.stage)]

@@ -19,7 +19,7 @@ from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.progress import Progress, RunProgress
 from ashl.stage.stage import Stage
 from ashl.topology import all_reduce
-from ashl.topology.all_reduce import ParallelCompute, PeerState
+from ashl.topology.all_reduce import Ahead, PeerState
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerRule, ServerState, assignment_of, rule_of
 
@@ -37,7 +37,7 @@ def rescale_server(stage: Stage, before: ServerState, now_s: float) -> list[Work
     progress.now_s = now_s
     server = ServerState(before.params, before.moments, progress, before.evaluated, outer_state=before.outer_state)
     server.entered, server.workers, server.quorum = stage.index, stage.plan.workers, stage.quorum
-    server.ends, server.pulls = stage.entered(CodecState(), progress.samples), [stage.tag("pull")] * n
+    server.ends, server.pulls = stage.carry_over_codec_state(CodecState(), progress.samples), [stage.tag("pull")] * n
     server.rule_state = rule_of(stage).on_rescale(stage, before.rule_state, progress)
     states = list[WorkerState | ServerState]()
     for rank in stage.workers:
@@ -46,7 +46,7 @@ def rescale_server(stage: Stage, before: ServerState, now_s: float) -> list[Work
         state.local_steps, state.ratio, state.interval_s, batch = assignment_of(stage, server, rank)
         state.batch = batch or state.batch
         if stage.topology.pull_ratio is not None:
-            stage.link.gave(server.ends, rank, before.params)
+            stage.link.record_full_pull(server.ends, rank, before.params)
         states.append(state)
     return [*states, server]
 
@@ -62,14 +62,14 @@ def rescale_peers(stage: Stage, before: PeerState, now_s: float) -> list[PeerSta
         else rule.begin(stage, progress)
     )
     planned = rule.in_round(stage, kept, progress)
-    rest = planned.rest(progress.steps, progress.samples)
+    rest = planned.remaining_rounds(progress.steps, progress.samples)
     for rank in stage.workers:
         state = PeerState(
             before.params, None, progress=progress, evaluated=before.evaluated, outer_state=before.outer_state
         )
         begin(stage, rank, state, progress)
         state.moments = before.moments if alike else stage.trainer.moments()
-        state.plan(ParallelCompute(None, rest, planned, planned.cut(rest), kept), rank)
+        state.plan(Ahead(None, rest, planned, planned.truncate_last_round(rest), kept), rank)
         states.append(state)
     return states
 
@@ -78,7 +78,7 @@ def begin(stage: Stage, rank: int, state: WorkerState, progress: Progress) -> No
     """A worker enters this stage, where these counts are."""
     state.version, state.steps, state.samples = progress.version, progress.steps, progress.samples
     state.enter(stage, rank)
-    state.round, _ = progress.done_by(rank)
+    state.round, _ = progress.rounds_and_steps_of(rank)
     state.step = round(progress.samples * stage.worker(rank).data_share / state.batch)
     state.drawn = state.step * state.batch
 

@@ -30,11 +30,11 @@ from typing import Any, ClassVar, Literal
 
 from ashl.errors import UsageError
 from ashl.option import Count, option
-from ashl.runtime.effects import JOIN, LOST, Message, Tag
+from ashl.runtime.effects import JOIN, PEER_FAILED, Message, Tag
 from ashl.runtime.rank_context import RankContext
-from ashl.runtime.sums import together
+from ashl.runtime.sums import concatenate
 from ashl.stage.compression_pipeline import Body, CodecState
-from ashl.stage.program import reassigned
+from ashl.stage.program import apply_assignments
 from ashl.stage.progress import Progress
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, GO, NEXT, OUTER, STOP, WEIGHTS, Loop, Network, Rule, Stage, Topology
 from ashl.topology.ending import end_time_ns, leave_stage, record_end, stop_decision
@@ -181,7 +181,7 @@ async def gather_pieces(
     await gather_workers(ctx, stages, index, state)
     state.due = []
     for rank in stages[index].workers:
-        state.progress.lose(rank)
+        state.progress.remove_worker(rank)
     for rank in stages[index].workers:
         state.progress.join(rank)
     return index, state
@@ -190,21 +190,24 @@ async def gather_pieces(
 async def resume_piece(ctx: RankContext, stages: Sequence[Stage], kept: ShardedWorker) -> tuple[int, ShardedWorker]:
     """At a worker, from a checkpoint: as it was kept, with the model that the servers have, and as far as the first one
     counts."""
-    life, servers = int(float(ctx.now_ns)), all_servers(stages[0])
+    incarnation, servers = int(float(ctx.now_ns)), all_servers(stages[0])
     for server in servers:
-        await ctx.send(server, JOIN, None, (life,))
-    messages = [await ctx.recv(admission_tag(life), src=server) for server in servers]
+        await ctx.send(server, JOIN, None, (incarnation,))
+    messages = [await ctx.recv(admission_tag(incarnation), src=server) for server in servers]
     admissions = [parse_reply(Admission, message.meta) for message in messages]
-    state = ShardedWorker(together([message.body for message in messages]), kept.moments)
+    state = ShardedWorker(concatenate([message.body for message in messages]), kept.moments)
     if admissions[0].planned:
         state.assigned = admissions[0].planned, (await ctx.recv(PLANNED, src=servers[0])).body
-        stages = reassigned(stages, *state.assigned)
+        stages = apply_assignments(stages, *state.assigned)
     stage = stages[admissions[0].stage]
-    state.steps, state.samples, state.life = admissions[0].steps, admissions[0].samples, life
+    state.steps, state.samples, state.incarnation = admissions[0].steps, admissions[0].samples, incarnation
     state.enter(stage, ctx.rank)
     state.follow(admissions[0])
     both = zip(parts(stage), kept.piece_ends, strict=True)
-    state.piece_ends, state.moments = [part.taken_up(ends, state.samples) for part, ends in both], kept.moments
+    state.piece_ends, state.moments = (
+        [part.restore_codec_state(ends, state.samples) for part, ends in both],
+        kept.moments,
+    )
     state.versions = [one.version for one in admissions]
     state.version = min(state.versions)
     state.round, state.step = admissions[0].rounds, admissions[0].done
@@ -216,9 +219,9 @@ async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
     """Compute on the model last pulled, push its pieces, wait for all answers; returns the last word."""
     if state.entered != stage.index:
         both = zip(parts(stage), state.piece_ends, strict=True)
-        state.piece_ends = [part.entered(ends, state.samples) for part, ends in both]
+        state.piece_ends = [part.carry_over_codec_state(ends, state.samples) for part, ends in both]
     state.enter(stage, ctx.rank)
-    servers, push, pull, signal = all_servers(stage), stage.tag("push"), stage.tag("pull", state.life), GO
+    servers, push, pull, signal = all_servers(stage), stage.tag("push"), stage.tag("pull", state.incarnation), GO
     context = [(ctx.rank + k) % len(servers) for k in range(len(servers))]
     while signal == GO:
         ctx.safe_point(stage.index, state)
@@ -237,7 +240,7 @@ async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
             replies[k] = parse_reply(Pull, answers[k].meta)
         if any(answer.body is not None for answer in answers):
             both = zip(answers, stage.fragments, strict=True)
-            state.params = together([held.of(state.params) if m.body is None else m.body for m, held in both])
+            state.params = concatenate([held.of(state.params) if m.body is None else m.body for m, held in both])
         state.follow(reply)
         state.versions, state.away = [one.version for one in replies], as_members(answers[0].meta[PULL_FIELDS:])
         state.version = min(state.versions)
@@ -320,13 +323,13 @@ async def run_first(ctx: RankContext, stage: Stage, state: PieceState) -> int:
         await admit(ctx, stage, state, state.newcomers[0])
     while True:
         ctx.safe_point(stage.index, state)
-        message = await ctx.recv(push, LOST, before_s=stage.stop_criteria.deadline_s)
-        ctx.time_accounting.cut()
+        message = await ctx.recv(push, PEER_FAILED, before_s=stage.stop_criteria.deadline_s)
+        ctx.time_accounting.end_round()
         if message is None:
             state.signal, state.reason = STOP, "seconds"
             break
         take_in = on_push if message.tag == push else on_membership
-        if await take_in(ctx, stage, state, message) and stage.stop_criteria.take(state, ctx.now):
+        if await take_in(ctx, stage, state, message) and stage.stop_criteria.take_evaluation(state, ctx.now):
             for server in others:
                 await ctx.send(server, signal_tag(stage), None, (progress.version, GO))
             ctx.snapshot(state.params, tick=progress.version if others else None, counts=progress.report())
@@ -370,12 +373,12 @@ async def run_other(ctx: RankContext, stage: Stage, state: PieceState) -> int:
         await admit(ctx, stage, state, state.newcomers[0])
     while not has_caught_up(state):
         ctx.safe_point(stage.index, state)
-        message: Message = await ctx.recv(push, signal_tag(stage), LOST)
-        ctx.time_accounting.cut()
+        message: Message = await ctx.recv(push, signal_tag(stage), PEER_FAILED)
+        ctx.time_accounting.end_round()
         if message.tag == push and not message.meta[0]:  # of a worker that has heard of the end
             state.leaving.append(message.src)
-            progress.arrive(message.src, 0, late=True)
-        elif message.tag in (push, LOST):
+            progress.start_waiting(message.src, 0, late=True)
+        elif message.tag in (push, PEER_FAILED):
             if await (on_push if message.tag == push else on_membership)(ctx, stage, state, message):
                 state.kept[progress.version] = state.params
                 state.kept.pop(progress.version - 2 * stage.num_workers, None)  # nobody is further behind

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ashl.option import option
-from ashl.runtime.sampling import Rounds
+from ashl.runtime.records import Rounds
 
 
 @option
@@ -13,7 +13,7 @@ class Tracking:
     """Choice of the record files and of their copy in MLflow.
 
     `sink`: `mlflow` copies metrics, summary and artifacts to MLflow, `none` writes the run folder only.
-    `events`: `all` rounds, a `sampled` part of them (see `ashl.runtime.sampling`) or `none`; they make the trace.
+    `events`: `all` rounds, a `sampled` part of them (see `ashl.runtime.records`) or `none`; they make the trace.
     `experiment`: name of the MLflow experiment.
     """
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ashl.errors import AshlError, UsageError
-from ashl.runtime.sampling import Rounds
+from ashl.runtime.records import Rounds
 from ashl.tracking import jsonl, timeline
 
 EVENTS, METRICS, TRACE, SUMMARY = "events.jsonl", "metrics.jsonl", "trace.json.gz", "summary.json"
@@ -16,7 +16,7 @@ UNWRITABLE = "Cannot write to the run folder"  # how the sentence about a full o
 class Recorder:
     """Writer of the record files in `run_dir`, which is made if it is missing.
 
-    `events`: which rounds will come, see `ashl.runtime.sampling`; `none` keeps no other events either. Records are
+    `events`: which rounds will come, see `ashl.runtime.records`; `none` keeps no other events either. Records are
     plain dicts; NaN and infinities become null, numpy scalars and arrays become numbers and lists. Raises UsageError
     when the folder already holds a run and AshlError when it cannot be written to (read-only, disk full); what was
     written before stays readable. `sizes` are those of an earlier recorder in the same folder: what it wrote after

@@ -199,7 +199,7 @@ def cost(folder: str, *by: str) -> list[str]:
         if by:
             _, nbytes = uploads.upload_checkpoint_part(store, 0, number, document)
             content = uploads.pop_bytes(store, uploads.checkpoint_queue(0, number), nbytes)
-            rank_checkpoint.digest(content)
+            rank_checkpoint.hash_bytes(content)
             (run / "again.pt").write_bytes(content)
         else:
             rank_checkpoint.write(run / "again.pt", document)

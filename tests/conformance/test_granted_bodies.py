@@ -124,8 +124,8 @@ def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
         )
         kernel.run(partial(program, stages=job.stages))
         store.add(f"done/{number}", 1)
-        kernel.linger(lambda: store.add(f"done/{number}", 0) == ranks)
-        kernel.goodbye(10)
+        kernel.run_until(lambda: store.add(f"done/{number}", 0) == ranks)
+        kernel.close_connections(10)
         return sum(seen.end.steps_by) if seen.end else None, seen.sha256, carrier.carried
 
     say(end, store, rank, ranks, lambda: ([played(*run) for run in enumerate(plans)], None, {}))
@@ -160,7 +160,7 @@ def test_a_servers_modes_by_grants(modes: list[tuple[str, ...]]) -> None:
 def test_where_nccl_carries_messages(monkeypatch) -> None:
     """A server's, where that is asked for, on machines that are there; which then cannot lose a worker."""
     monkeypatch.setattr(device, "device_of", lambda runtime: "cuda:0")
-    monkeypatch.setattr(device, "nccl_is_there", lambda: True)
+    monkeypatch.setattr(device, "nccl_available", lambda: True)
     parts = assemble(planned(*RUN, "sync=ssp"), HOST).parts
     server, own = parts.stages[0].topology, parts.runtime
     asked = replace(own, backend="nccl")

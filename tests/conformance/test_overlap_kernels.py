@@ -70,14 +70,14 @@ def test_what_is_committed_is_not_overtaken(machines):
 
 def test_members_commit_alike_of_what_all_have_posted():
     """Of four that this member has posted the others have posted three: by key, as long as credit is left."""
-    end = communicator.End((0, 1), (0, 0), lambda end: None)
+    end = communicator.LocalQueue((0, 1), (0, 0), lambda end: None)
     for key in (3, 2, 4, 1):
         effect = AllReduce(torch.zeros(1000), (0, 1), key=key, credit=2)
         end.pending.append(communicator.Pending(end.posted, effect, False, lambda outcome: None))
         end.posted += 1
     end.commit(3)
     assert [pending.effect.key for pending in end.committed] == [2, 3]
-    end.drop(end.committed[0])
+    end.remove(end.committed[0])
     end.commit(4)
     assert [pending.effect.key for pending in end.committed] == [3, 1]
 

@@ -127,7 +127,7 @@ def test_elements_that_were_drawn_are_averaged_and_what_was_learned_meanwhile_is
         for worker in range(3):
             _, kept[worker], own[worker] = stage.trainer.local_step(own[worker], kept[worker], worker, step, 0.05)
         if step >= h and step % h == q - 1:
-            part = stage.fragments[0].drawn(stage.seed, step // h - 1)
+            part = stage.fragments[0].with_drawn_indices(stage.seed, step // h - 1)
             drawn.update(part.places.tolist())
             model = part.put(model, sum(map(part.of, sent)) / 3)
             own = [part.put(z, part.of(model) + part.of(z) - part.of(y)) for z, y in zip(own, sent, strict=True)]

@@ -77,7 +77,7 @@ async def worker(
             update = await run_collective_codec(team, stage, state, link.innermost, x, context)
         else:
             body = link.encode(CodecState(), x * weights[rank], context)
-            update = link.summed(state.ends, body, await team.all_reduce(link.summand(body, context)))
+            update = link.decode_sum(state.ends, body, await team.all_reduce(link.summand(body, context)))
         came[number][rank] = Round(x_sent, update, state.ends.sender, team.loss, int(team.signal))
 
 

@@ -360,9 +360,9 @@ def test_a_compressed_pull(name: str, ratio: float) -> None:
     for version in range(20):
         seen = [model, *server.held.values()]
         before = [bits(v) for v in seen]
-        body = link.pull(server, 3, model, EncodeContext(ratio))
+        body = link.encode_pull(server, 3, model, EncodeContext(ratio))
         assert [bits(v) for v in seen] == before
-        worker = link.pulled(worker, body)
+        worker = link.apply_pull(worker, body)
         assert bits(worker) == bits(server.held[3])
         declared = 4000 if version == 0 else link.pull_bytes(ratio)
         assert body.nbytes <= declared if ROWS[name].traits.variable else body.nbytes == declared
@@ -371,13 +371,13 @@ def test_a_compressed_pull(name: str, ratio: float) -> None:
         if version < 9:
             model = model + 0.01 * vector("heavy", 1000, version)
     for _ in range(math.ceil(1 / ratio)):  # the model stands still: every element comes over
-        worker = link.pulled(worker, link.pull(server, 3, model, EncodeContext(ratio)))
+        worker = link.apply_pull(worker, link.encode_pull(server, 3, model, EncodeContext(ratio)))
     assert not ROWS[name].traits.contraction or name not in EXACT or torch.allclose(worker, model, rtol=1e-6, atol=1e-9)
 
 
 @every_codec
 def test_a_compressed_pull_without_content(name: str) -> None:
     link, server, size_only = CompressionPipeline(ROWS[name], 1000), CodecState(), SizeOnly(4000)
-    first, second = (link.pull(server, 0, size_only, EncodeContext(0.1)) for _ in range(2))
+    first, second = (link.encode_pull(server, 0, size_only, EncodeContext(0.1)) for _ in range(2))
     assert (first.nbytes, second.nbytes) == (4000, link.pull_bytes(0.1))
-    assert link.pulled(size_only, second) == link.pulled(size_only, first) == server.held[0] == size_only
+    assert link.apply_pull(size_only, second) == link.apply_pull(size_only, first) == server.held[0] == size_only

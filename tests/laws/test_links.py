@@ -33,18 +33,20 @@ def test_a_link_goes_on_from_a_checkpoint() -> None:
     ends = CodecState()
     for k in range(4):
         link.decode(ends, k % 2, link.encode(ends, vector("normal", D, k), EncodeContext(round=k, epoch=k)))
-        link.pull(ends, k % 2, vector("normal", D, k), EncodeContext(0.1))
+        link.encode_pull(ends, k % 2, vector("normal", D, k), EncodeContext(0.1))
     again = from_plain(to_plain(ends))
     x, context = vector("normal", D, 9), EncodeContext(round=9, epoch=9)
     assert torch.equal(link.encode(ends, x, context), link.encode(again, x, context))
-    assert torch.equal(link.pull(ends, 1, x, EncodeContext(0.1)), link.pull(again, 1, x, EncodeContext(0.1)))
-    assert torch.equal(link.kept(ends), link.kept(again))
+    assert torch.equal(
+        link.encode_pull(ends, 1, x, EncodeContext(0.1)), link.encode_pull(again, 1, x, EncodeContext(0.1))
+    )
+    assert torch.equal(link.residual(ends), link.residual(again))
 
 
 def test_a_dropped_message_leaves_nothing_behind() -> None:
     link, ends, x = CompressionPipeline(wrap_codec(codec("topk", ratio=0.1), ()), D), CodecState(), vector("normal", D)
     link.restore_dropped(ends, link.encode(ends, x, EncodeContext()))
-    assert torch.equal(link.kept(ends), x)
+    assert torch.equal(link.residual(ends), x)
 
 
 def test_what_a_stage_takes_over() -> None:
@@ -53,8 +55,12 @@ def test_what_a_stage_takes_over() -> None:
     ends = CodecState(sender=residual, receivers={0: "state"}, memory="state", held=held)
     plain, feedback = (CompressionPipeline(wrap_codec(codec("topk", error_feedback=on), ()), D) for on in (False, True))
     keeps, drops = Keeps(), Keeps(residual=False)
-    assert feedback.enter(ends, keeps, False, 0.1) == CodecState(sender=residual, held=held)
-    assert plain.enter(ends, keeps, False, 0.1) == feedback.enter(ends, drops, False, 0.1) == CodecState(held=held)
+    assert feedback.carry_over(ends, keeps, False, 0.1) == CodecState(sender=residual, held=held)
+    assert (
+        plain.carry_over(ends, keeps, False, 0.1)
+        == feedback.carry_over(ends, drops, False, 0.1)
+        == CodecState(held=held)
+    )
 
 
 def test_what_is_kept_of_a_sum_is_taken_over_in_the_units_of_the_stage() -> None:
@@ -62,13 +68,13 @@ def test_what_is_kept_of_a_sum_is_taken_over_in_the_units_of_the_stage() -> None
     gtopk, fetch = (CompressionPipeline(wrap_codec(codec(name), ()), D) for name in ("gtopk", "fetch_sgd"))
     left, sketches = torch.full((D,), 2.0), Sketches(torch.full((9,), 4.0), torch.full((9,), 2.0), 3)
     of_gradients, of_models = (CodecState(memory=left, gradients=on) for on in (True, False))
-    assert torch.equal(gtopk.enter(of_models, Keeps(), False, 0.5).memory, left)
-    assert torch.equal(gtopk.enter(of_gradients, Keeps(), False, 0.5).memory, -0.5 * left)
-    assert torch.equal(gtopk.enter(of_models, Keeps(), True, 0.5).memory, -2 * left)
-    assert gtopk.enter(of_models, Keeps(residual=False), False, 0.5).memory is None
-    again = from_plain(to_plain(fetch.enter(CodecState(memory=sketches), Keeps(momentum=False), False, 0.5)))
+    assert torch.equal(gtopk.carry_over(of_models, Keeps(), False, 0.5).memory, left)
+    assert torch.equal(gtopk.carry_over(of_gradients, Keeps(), False, 0.5).memory, -0.5 * left)
+    assert torch.equal(gtopk.carry_over(of_models, Keeps(), True, 0.5).memory, -2 * left)
+    assert gtopk.carry_over(of_models, Keeps(residual=False), False, 0.5).memory is None
+    again = from_plain(to_plain(fetch.carry_over(CodecState(memory=sketches), Keeps(momentum=False), False, 0.5)))
     assert (again.memory.momentum.tolist(), again.memory.error.tolist(), again.memory.seed) == ([0.0] * 9, [2.0] * 9, 3)
-    assert fetch.enter(of_models, Keeps(), False, 0.5).memory is None
+    assert fetch.carry_over(of_models, Keeps(), False, 0.5).memory is None
 
 
 def test_wrappers_delegate_all_of_the_contract() -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ashl.runtime.effects import ANY, Message, PeerLostError, Recv
+from ashl.runtime.effects import ANY, Message, PeerFailedError, Recv
 from ashl.runtime.kernel import Mailbox
 
 TAGS = [("a", 0, 0), ("a", 0, 1), ("b", 0, 0)]
@@ -48,7 +48,7 @@ def test_like_a_list(steps) -> None:
                 kept.append(message)
         elif what == "receive":
             recv = Recv(tag, src)
-            got = box.take(recv)
+            got = box.receive(recv)
             fitting = [message for message in kept if matches(recv, message)]
             assert (got is None) == (not fitting)
             if got is None:
@@ -59,30 +59,30 @@ def test_like_a_list(steps) -> None:
                 assert got == fitting[0], "in order of arrival, whatever the order of the tags"
                 kept.remove(got)
         else:
-            box.drop(tag)
+            box.discard(tag)
             dropped.update(tag)
             kept = [message for message in kept if message.tag not in dropped]
-    assert box.kept() == kept
+    assert box.undelivered() == kept
     assert all(box.messages.values()), "no empty queues are left"
     assert box.waiters == waiting
 
 
 @given(st.lists(st.tuples(some_tags, st.one_of(st.just(ANY), sources)), max_size=8), sources)
 def test_a_lost_peer_ends_what_can_no_longer_end(receives, gone) -> None:
-    box, loss = Mailbox(), PeerLostError(gone)
+    box, loss = Mailbox(), PeerFailedError(gone)
     tasks = [waiter(Recv(tags, src)) for tags, src in receives]
     box.waiters.extend(tasks)
-    stuck = [task for task, _ in box.lose(loss, 0)]
+    stuck = [task for task, _ in box.mark_failed(loss, 0)]
     assert stuck == [task for task in tasks if task.waiting.src in (ANY, gone)]
     assert box.waiters == [task for task in tasks if task not in stuck]
-    assert box.take(Recv((TAGS[0],), gone)) is loss
-    assert box.take(Recv((TAGS[0],), gone + 1)) is None
+    assert box.receive(Recv((TAGS[0],), gone)) is loss
+    assert box.receive(Recv((TAGS[0],), gone + 1)) is None
 
 
 def test_what_came_before_the_loss_is_still_delivered() -> None:
     box = Mailbox()
     message = Message(1, TAGS[0], None, (), 0)
     box.put(message)
-    box.lose(PeerLostError(1), 0)
-    assert box.take(Recv((TAGS[0],), 1)) is message
-    assert isinstance(box.take(Recv((TAGS[0],), 1)), PeerLostError)
+    box.mark_failed(PeerFailedError(1), 0)
+    assert box.receive(Recv((TAGS[0],), 1)) is message
+    assert isinstance(box.receive(Recv((TAGS[0],), 1)), PeerFailedError)

@@ -169,14 +169,18 @@ class AsksTwice(SSP):
     """As SSP; what it is asked first, it forgets."""
 
     def may_proceed(self, state: Any, progress: Progress) -> list[int]:
-        progress.behind()
-        progress.within(self.staleness)
+        progress.waiting_without_merge()
+        progress.within_staleness(self.staleness)
         return super().may_proceed(state, progress)
 
 
 class BarrierTwice(BarrierRule):
     def may_proceed(self, state: Any, progress: Progress) -> Any:
-        return [rank for rank in progress.behind() if rank in progress.behind() and progress.waiting]
+        return [
+            rank
+            for rank in progress.waiting_without_merge()
+            if rank in progress.waiting_without_merge() and progress.waiting
+        ]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -206,7 +210,7 @@ def test_a_tally_answers_as_counting_does(seed: int) -> None:
         computing = [rank for rank in range(n) if rank not in progress.waiting]
         what = rng.choice(["arrive", "commit", "merge", "release", "begin"])
         if what == "arrive" and computing:
-            progress.arrive(rng.choice(computing), rng.randint(0, 3), rng.random() < 0.3)
+            progress.start_waiting(rng.choice(computing), rng.randint(0, 3), rng.random() < 0.3)
         elif what == "commit":
             progress.commit(rng.randrange(n), 1, 8)
         elif what == "merge":
@@ -218,9 +222,9 @@ def test_a_tally_answers_as_counting_does(seed: int) -> None:
         bound = rng.choice([0, 1, 3])
         assert (progress.slowest, progress.fastest) == (min(progress.clocks), max(progress.clocks))
         for _twice in range(2):
-            assert set(progress.behind()) == {
+            assert set(progress.waiting_without_merge()) == {
                 rank for rank, (_, late) in progress.waiting.items() if late or progress.pulled[rank] < progress.version
             }
             ahead = {rank for rank in progress.waiting if progress.clocks[rank] <= min(progress.clocks) + bound}
-            assert set(progress.within(bound)) == ahead
-            assert set(progress.within(float("inf"))) == set(progress.waiting)
+            assert set(progress.within_staleness(bound)) == ahead
+            assert set(progress.within_staleness(float("inf"))) == set(progress.waiting)

@@ -83,7 +83,7 @@ class Host:
 
 
 def computed(pace: Throttle, kind: str, work: float, start_ns: int) -> int:
-    return pace.computed(kind, pace.cost_ns(kind, work, start_ns), start_ns)
+    return pace.finish_compute(kind, pace.cost_ns(kind, work, start_ns), start_ns)
 
 
 def test_overshooting_sleeps_do_not_add_up(monkeypatch) -> None:
@@ -129,8 +129,8 @@ def test_transfers_that_took_longer_than_declared_are_counted(costs, monkeypatch
     host = Host(monkeypatch)
     rate = {"bandwidth_mbit_s": 3.2, "server_bandwidth_mbit_s": None, "link": None}
     pace = host.pace(step_s=0.01, **rate, **costs)
-    pace.arrival(2, 4000, 0, 10 * MS)
-    pace.arrival(2, 4000, 100 * MS, 115 * MS)
+    pace.schedule_arrival(2, 4000, 0, 10 * MS)
+    pace.schedule_arrival(2, 4000, 100 * MS, 115 * MS)
     assert pace.report().transfers == [(2, (2, 1, pytest.approx(0.005), pytest.approx(0.02)))]
 
 
@@ -176,9 +176,9 @@ def test_processes_that_decide_at_the_same_moment_queue_at_the_port_that_they_sh
     machines, store = cluster(4, node=(0, 0, 0, 1), intra_node_bandwidth_mbit_s=1e6), dist.HashStore()
     paces = [Throttle(machines, rank, 1, 0, 4000, lambda: 0, store) for rank in range(4)]
     with ThreadPoolExecutor(3) as pool:
-        tails = list(pool.map(lambda pace: pace.departure(3, 125_000, 0)[2], paces[:3]))
+        tails = list(pool.map(lambda pace: pace.schedule_departure(3, 125_000, 0)[2], paces[:3]))
     assert sorted(tails) == [1000 * MS, 2000 * MS, 3000 * MS]
     for number, start in ((0, 3000 * MS), (1, 4000 * MS)):
-        spans = [paces[rank].all_reduced((1, 3), number, 125_000, 0) for rank in (3, 1)]
+        spans = [paces[rank].schedule_all_reduce((1, 3), number, 125_000, 0) for rank in (3, 1)]
         assert spans == [(start, 1000 * MS)] * 2
-    assert paces[0].all_gathered((0, 1), 0, 125_000, 0)[0] == 0, "inside a machine there are other ports"
+    assert paces[0].schedule_all_gather((0, 1), 0, 125_000, 0)[0] == 0, "inside a machine there are other ports"

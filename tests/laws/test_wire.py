@@ -154,7 +154,7 @@ def test_more_numbers_than_a_header_holds_arrive_and_what_comes_after_them_too()
     came = [next(item for item in iter(inbox.get, None) if isinstance(item, Message)) for _ in metas]
     assert [(message.tag[2], message.meta) for message in came] == list(enumerate(metas))
     assert all(torch.equal(message.body, body) for message in came)
-    links.goodbye(5.0)
+    links.close(5.0)
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9))

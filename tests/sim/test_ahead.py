@@ -59,7 +59,7 @@ def test_one_core_where_the_model_draws_from_the_only_generator() -> None:
         device, threadsafe = "cpu", False
 
     class Simulation:
-        ahead = None
+        begin_compute = None
 
     with use_cores(Simulation, 4, 4, Drawing()):
         assert Simulation.begin_compute is None

@@ -130,12 +130,12 @@ def test_dssp_grants_nothing_to_a_push_that_came_too_late():
     rule, progress = conf_option("sync", "dssp", s_low=0, s_high=3), Progress(3)
     for worker in (1, 1, 2, 2):
         progress.commit(worker, 1, 1)
-    progress.arrive(1, 0, False)
+    progress.start_waiting(1, 0, False)
     progress.latest = 1
     granted = Controller([], [], granted=True)
     assert rule.may_proceed(granted, progress) == [1]
     progress.release(1)
-    progress.arrive(2, 5, True)
+    progress.start_waiting(2, 5, True)
     progress.latest = 2
     assert rule.may_proceed(granted, progress) == []
 

@@ -12,7 +12,7 @@ from ashl.errors import AshlError, UsageError
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import check_faults
 from ashl.planning.instantiate import assemble, parts_of
-from ashl.runtime.effects import PeerLostError
+from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.stage.compression_pipeline import CodecState
 from ashl.stage.stage import FAULT_TOLERANT, Rule, Stage
@@ -227,7 +227,7 @@ def test_the_run_ends_where_too_few_are_left(events: tuple[dict, ...], least: in
 
 def test_a_loss_while_profiling_ends_the_run_and_one_after_it_does_not() -> None:
     plan = planned(*RUN, "schedule=ashl", "stop.steps=120", "eval.every_commits=5")
-    with pytest.raises(PeerLostError, match="rank 1 has failed"):
+    with pytest.raises(PeerFailedError, match="rank 1 has failed"):
         run(with_events(plan, lost(1, 0.5)))
     drift = {"time_s": 0.0, "worker": 0, "compute": 6.0}
     ran = run(with_events(plan, drift, lost(1, 2.4), back(1, 2.9)))

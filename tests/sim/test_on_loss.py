@@ -108,11 +108,11 @@ def test_weights_by_the_data_follow_them() -> None:
         *RUN, "sync=asp", "aggregate=data_share", "runtime.on_worker_failure=reshard", "dataset.partition=iid"
     )
     stage = assemble(plan, "cpu").stages[0]
-    assert [w.data_share for w in stage.handed({LOST}).plan.workers] == pytest.approx(
+    assert [w.data_share for w in stage.with_redistributed_shards({LOST}).plan.workers] == pytest.approx(
         [1 / 3, 1 / 3, 1 / 4, 1 / 3], 1e-2
     )
-    assert stage.among({LOST}).trainer.batches[0].shard is not stage.trainer.batches[0].shard
-    assert stage.handed(()) is stage
+    assert stage.restricted_to({LOST}).trainer.batches[0].shard is not stage.trainer.batches[0].shard
+    assert stage.with_redistributed_shards(()) is stage
 
 
 def test_shards_are_dealt_when_something_has_changed_and_not_at_every_merge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_shards_are_dealt_when_something_has_changed_and_not_at_every_merge(monk
     resized = [tuple(replace(w, batch=size) for w in stage.plan.workers) for size in (8, 4)]
     for workers in (stage.plan.workers, *resized):
         dealt.clear()
-        merges = [stage.doing(workers).handed({LOST}) for _ in range(3)]
+        merges = [stage.with_assignments(workers).with_redistributed_shards({LOST}) for _ in range(3)]
         assert len(dealt) == 1
         assert {merge.worker(0).batch for merge in merges} == {workers[0].batch}
         assert merges[0].worker(0).data_share > stage.worker(0).data_share

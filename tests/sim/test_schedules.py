@@ -208,7 +208,7 @@ def entering(index, codec, **handover):
         rest=lambda steps, samples, ahead: None,
         at_most=lambda steps, rank, rest: steps,
     )
-    stage.entered = partial(Stage.entered, stage)
+    stage.entered = partial(Stage.carry_over_codec_state, stage)
     return stage
 
 

@@ -79,7 +79,9 @@ def test_words_for_every_reason_and_rule() -> None:
     known = (progress.LATE, progress.STAGE_END, progress.RUN_END, progress.FAILURE, progress.DIVERGED)
     assert REASONS.keys() == {*known}
     for rule, (fell, _) in RULES.items():
-        assert StopCriteria(limits=None, until={rule: 1e9}, epoch_samples=1).reached(RunProgress(1), 0.0, None) in (
+        assert StopCriteria(limits=None, until={rule: 1e9}, epoch_samples=1).stage_end_reason(
+            RunProgress(1), 0.0, None
+        ) in (
             None,
             rule,
         )

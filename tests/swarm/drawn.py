@@ -15,8 +15,7 @@ from ashl.learn.trainer import SizeOnlyTrainer
 from ashl.outer.average import Average
 from ashl.plan.plan import Limits, StagePlan, WorkerPlan
 from ashl.planning.predict import WITHOUT
-from ashl.runtime.records import Record, Snapshot, UpdateShown
-from ashl.runtime.sampling import Rounds
+from ashl.runtime.records import Record, Rounds, Snapshot, UpdateShown
 from ashl.runtime.sim import Sim
 from ashl.size_only import Vector
 from ashl.stage.stage import Stage, extra_ranks
@@ -182,4 +181,4 @@ def check_mail(sim: Sim) -> None:
     """Nothing was lost on the way: no message lies about, and nobody waits for one."""
     assert not [mail.messages for mail in sim._mail if mail.messages]
     assert not [mail.waiters for mail in sim._mail if mail.waiters]
-    assert not sim.channels.waiting()
+    assert not sim.collective_queues.waiting()

@@ -134,8 +134,10 @@ def check(seed: int) -> None:
     check_books(seen, n, end["end_ns"])
     assert end["steps"] == sum(end["steps_by"])
     for rank in range(n):
-        lives = 1 + sum(record["rank"] == rank for record in seen.of("worker_rejoined"))
-        assert counted.came[rank] <= counted.settled[rank] <= counted.came[rank] + lives, "a push under way at the end"
+        incarnations = 1 + sum(record["rank"] == rank for record in seen.of("worker_rejoined"))
+        assert counted.came[rank] <= counted.settled[rank] <= counted.came[rank] + incarnations, (
+            "a push under way at the end"
+        )
     for mail in sim._mail[n:]:
         assert {tag[0] for tag in mail.messages} <= {"lost"}, "nobody forgot a message"
 

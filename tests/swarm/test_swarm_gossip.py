@@ -102,7 +102,7 @@ def check_counts(seen: Seen, stages: list[Stage]) -> None:
         assert end["steps_by"][rank] + end["dropped_by"][rank] == done[rank]
         if stages[0].home:
             assert end["steps_by"][rank] == applied[rank]
-        elif end["end_ns"] != stages[0].judge.deadline_ns:  # then rank 0 counts, by its own clock
+        elif end["end_ns"] != stages[0].stop_criteria.deadline_ns:  # then rank 0 counts, by its own clock
             assert end["steps_by"][rank] <= applied[rank]
     if stages[0].home == 0:
         assert len(set(end["commits"])) == 1

@@ -80,7 +80,7 @@ class Over(NamedTuple):
     sim: Sim
     end: dict
     merged: Counter  # steps of each rank's rounds that were not dropped
-    lives: Counter  # how often each was lost
+    incarnations: Counter  # how often each was lost
     most: int  # steps of a round
 
 
@@ -95,11 +95,13 @@ def over(seed: int, cluster: Cluster, stages: list[Stage], missing: int = 1) -> 
     end = seen.of("stage")[-1]
     check_books(seen, cluster.num_workers, end["end_ns"], missing=missing)
     assert end["steps"] == sum(end["steps_by"])
-    assert not sim.channels.waiting()
-    merged, lives = Counter(), Counter(record["rank"] for record in seen.of("worker_failed"))
+    assert not sim.collective_queues.waiting()
+    merged, incarnations = Counter(), Counter(record["rank"] for record in seen.of("worker_failed"))
     for record in seen.of("round"):
         merged[record["rank"]] += 0 if record["dropped"] else record["steps"]
-    return Over(sim, end, merged, lives, max(worker.local_steps for stage in stages for worker in stage.plan.workers))
+    return Over(
+        sim, end, merged, incarnations, max(worker.local_steps for stage in stages for worker in stage.plan.workers)
+    )
 
 
 def check_ring(seed: int) -> None:
@@ -108,7 +110,7 @@ def check_ring(seed: int) -> None:
         return
     for rank in range(cluster.num_workers):
         if ran.end["reason"] == "steps":
-            lost, counted = ran.most * ran.lives[rank], ran.end["steps_by"][rank]
+            lost, counted = ran.most * ran.incarnations[rank], ran.end["steps_by"][rank]
             assert ran.merged[rank] <= counted <= ran.merged[rank] + lost, "or lost before it could say so"
             assert ran.end["dropped_by"][rank] <= lost + ran.most * (len(stages) - 1)
     for mail in ran.sim._mail:
@@ -159,7 +161,7 @@ def check_groups(seed: int) -> None:
     if (ran := over(seed, cluster, stages)) is None:
         return
     for rank, counted in enumerate(ran.end["steps_by"]):
-        assert abs(counted - ran.merged[rank]) <= ran.most * ran.lives[rank], "but for what it was lost with"
+        assert abs(counted - ran.merged[rank]) <= ran.most * ran.incarnations[rank], "but for what it was lost with"
     for mail in ran.sim._mail[:-1]:
         assert not mail.waiters
         assert {tag[0] for tag in mail.messages} <= {"lost", "welcome", "model", "group"}, "but for an earlier life"
