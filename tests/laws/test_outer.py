@@ -221,7 +221,7 @@ def test_heloco_that_keeps_everything_is_mla():
 
 def test_heloco_shortens_what_goes_back_and_turns_what_hardly_goes_along():
     """By layer, against a momentum along (1, 0): (−1, 1) loses of its first element, (0, 2) turns and is as long."""
-    heloco = conf_option("outer", "heloco", lr=1.0, momentum=0.0, kappa=0.0, turn=0.5, shrink=1.0)
+    heloco = conf_option("outer", "heloco", lr=1.0, momentum=0.0, kappa=0.0, rotate_gain=0.5, shrink_gain=1.0)
     momentum = (torch.tensor([1.0, 0.0, 3.0, 0.0, 0.0, 1.0]),)
     update = torch.tensor([-1.0, 1.0, 0.0, 2.0, 0.25, 3.0])
     _, moved = heloco.for_layers([(name, (2,)) for name in "abc"]).step(momentum, torch.zeros(6), update, LR)
@@ -229,10 +229,10 @@ def test_heloco_shortens_what_goes_back_and_turns_what_hardly_goes_along():
     torch.testing.assert_close(back, torch.tensor([-1 + math.sqrt(0.5), 1.0]))
     torch.testing.assert_close(turned, torch.tensor([math.sqrt(2.0)] * 2))
     assert kept.tolist() == [0.25, 3.0]
-    cautious = conf_option("outer", "heloco", lr=1.0, momentum=0.0, kappa=0.5, shrink=1.0)
+    cautious = conf_option("outer", "heloco", lr=1.0, momentum=0.0, kappa=0.5, shrink_gain=1.0)
     _, less = cautious.step((torch.tensor([2.0, 0.0]),), torch.zeros(2), update[:2], LR)  # (−1, 1): √2/(√2 + 1)
     torch.testing.assert_close(less[0], torch.tensor(-1 + math.sqrt(0.5) * math.sqrt(2) / (math.sqrt(2) + 1)))
-    _, most = conf_option("outer", "heloco", lr=1.0, momentum=0.0, kappa=0.0, shrink=9.0, most=0.25).step(
+    _, most = conf_option("outer", "heloco", lr=1.0, momentum=0.0, kappa=0.0, shrink_gain=9.0, max_shrink=0.25).step(
         (torch.tensor([2.0, 0.0]),), torch.zeros(2), update[:2], LR)  # fmt: skip
     assert most.tolist() == pytest.approx([-0.75, 1.0])
     still = heloco.step((torch.zeros(6),), torch.zeros(6), update, LR)[1]
