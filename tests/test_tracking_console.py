@@ -1,6 +1,7 @@
 """What a person sees, read back as text."""
 
 import io
+import math
 import re
 from pathlib import Path
 
@@ -143,6 +144,31 @@ def test_the_outcome_fits_80_columns_but_for_what_is_copied():
     (row, _) = (line.split() for line in lines if " 500 " in line)
     assert " ".join(row) == "0 500 60 % 10 % 10 % 20 % 1.25 3 5 MB"
     assert all(len(line) <= 80 for line in lines[:-2])
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_the_table_of_workers_cuts_no_word_and_no_number(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    shares = {f"{part}_s": 1.0 for part in screen.SHARES}
+    worker = summary()["workers"][0] | shares | {"steps": 12345, "bytes_up": 2.11e6}
+    profile = {"name": "profile", "start_s": 0.0, "end_s": 5.0, "steps": 0, "wait_share": 0.5, "wait_s": [0.5, 0.5]}
+    stage = profile | {"profiling": True, "exit_reason": "plan", "until": {}}
+    outcome(console, summary(workers=[worker, worker], stages=[stage]), Path("runs/demo"), None)
+    said = text(console)
+    assert "…" not in said
+    assert said.count("12,345") == said.count("2.11 MB") == 2
+    absent = re.findall(r"no room for (.*);", said)
+    assert bool(absent) == (width < 100)
+    shown = next(line for line in said.splitlines() if "worker" in line and "steps" in line).split()
+    titles = {"worker", "steps", *screen.SHARES, "profiling", "staleness", "max", "up"}
+    assert {*shown, *"".join(absent).split(", ")} - {""} == titles
+
+
+def test_a_loss_that_nobody_has_computed_is_a_dash() -> None:
+    console = pipe()
+    with Progress(console, name="demo") as progress:
+        progress.update(frame(0.0)._replace(steps=0, loss=math.nan))
+    assert "loss -" in text(console)
 
 
 @pytest.mark.parametrize("status", ["failed", "diverged", "interrupted"])

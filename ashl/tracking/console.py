@@ -4,6 +4,7 @@ Only this module draws, and only in the process that leads the run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ MAX_ROWS = 16
 MAX_FAILED = 4  # failed workers that the outcome lists one by one
 SLOWER = 0.02  # from here on the outcome tells that the machine did not keep the declared pace
 STYLE = {"finished": "bold green", "interrupted": "bold yellow"}  # of a status; the others are red
+# columns of the outcome that a narrow terminal leaves out, in this order
+LEAST_IMPORTANT = ("max", "staleness", "compress", "down", "pull", "push")
 SHARES = ("compute", "compress", "push", "pull", "wait", "down")  # what a worker's time is made of, as in summary.json
 
 
@@ -116,7 +119,7 @@ class Progress:
             yield "accuracy", percent(frame.accuracy) + (f" of {percent(self._target)}" if self._target else "")
         if frame.metric is not None:
             yield frame.metric[0], number(frame.metric[1])
-        yield "loss", number(frame.loss)
+        yield "loss", number(frame.loss if frame.steps else None)
         yield "samples/s", number(frame.samples_per_s)
         yield "waiting", percent(frame.wait_share)
 
@@ -152,7 +155,7 @@ def outcome(console: Console, summary: dict, run_dir: Path, link: str | None) ->
     if idle := summary.get("stages_not_begun"):
         console.print(Text(stages.never_began(idle), style="yellow"), soft_wrap=True)
     if summary.get("workers"):
-        console.print(_workers(summary))
+        console.print(_workers(summary, console.width))
     if link and link.startswith(ADDRESS):
         link = command_text("ui", run_dir)
     for label, value in (("run folder", str(run_dir)), ("MLflow", link)):
@@ -194,7 +197,7 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
     pace = summary.get("pace") or {}
     if pace.get("slower_by", 0.0) > SLOWER:
         parts = [(kind, pace[f"{kind}_slower_by"]) for kind in ("steps", "transfers", "encodings")]
-        late = " and ".join(f"{kind} {percent(slower)}" for kind, slower in parts if slower)
+        late = ", ".join(f"{kind} {percent(slower)}" for kind, slower in parts if slower)
         yield "pace", f"{late} longer than declared: this machine is too slow for this cluster"
     yield "traffic", f"{megabytes(summary.get('bytes_up'))} up, {megabytes(summary.get('bytes_down'))} down"
     if stats := summary.get("compression"):  # at the last messages that the workers reported
@@ -224,12 +227,13 @@ def _failure(failed: dict) -> str:
     return f"worker {failed['worker']} at {seconds(failed['time_s'])} ({failed['reason']}){back}"
 
 
-def _workers(summary: dict) -> Table:
+def _workers(summary: dict, width: int) -> Table:
     workers = summary.get("workers") or []
     time_s = summary.get("time_s") or 0.0
     parts = [part for part in SHARES if any(worker.get(f"{part}_s") for worker in workers)]
     _, profiled = stages.profiling(summary)  # waiting there is a column of its own
-    table = _table("worker", "steps", *parts, *["profiling"] * bool(profiled), "staleness", "max", "up")
+    titles = ["worker", "steps", *parts, *["profiling"] * bool(profiled), "staleness", "max", "up"]
+    rows = []
     for rank, worker in enumerate(workers[:MAX_ROWS]):
         spent = {part: worker.get(f"{part}_s") or 0.0 for part in parts}
         if profiled:
@@ -237,10 +241,28 @@ def _workers(summary: dict) -> Table:
         shares = [percent(own_s / time_s if time_s else None, 0) for own_s in spent.values()]
         staleness = [number(worker.get(key)) for key in ("staleness_mean", "staleness_max")]
         up = megabytes(worker.get("bytes_up"))
-        table.add_row(str(rank), number(worker.get("steps")), *shares, *staleness, up)
-    if len(workers) > MAX_ROWS:
-        table.caption = f"and {len(workers) - MAX_ROWS} more workers, in summary.json"
+        rows.append([str(rank), number(worker.get("steps")), *shares, *staleness, up])
+    absent = columns_without_room(titles, rows, width)
+    shown = [title not in absent for title in titles]
+    table = _table(*compress(titles, shown))
+    for row in rows:
+        table.add_row(*compress(row, shown))
+    captions = [f"no room for {', '.join(absent)}; summary.json has them"] * bool(absent)
+    captions += [f"and {len(workers) - MAX_ROWS} more workers, in summary.json"] * (len(workers) > MAX_ROWS)
+    table.caption = "\n".join(captions) or None
     return table
+
+
+def columns_without_room(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Return the titles of the columns that a table of `width` characters cannot show, the least important first."""
+    widths = {title: 2 + max(map(len, cells)) for title, *cells in zip(titles, titles, *rows, strict=True)}
+    absent = []
+    for title in LEAST_IMPORTANT:
+        if sum(widths.values()) <= width:
+            break
+        if widths.pop(title, None):
+            absent.append(title)
+    return absent
 
 
 def _stages(summary: dict) -> Table:
