@@ -30,7 +30,7 @@ CLI = typer.main.get_command(app)
 PLACEHOLDER = re.compile(r"\[?[A-Z][A-Z_]*\]?|\[?\[[A-Z].*|.*\.\.\.")  # FILE, [KEY=VALUE]..., RUN_OR_SWEEP...
 # The options whose classes the page shows, in its order.
 CODED = ("model/tiny", "dataset/moons", "task/huber", "optimizer/lion", "planner/equal", "aggregate/root")
-OPTIONS = (*CODED, "cluster/desk", "topology/broadcast")
+OPTIONS = (*CODED[:3], "task/smooth", *CODED[3:], "cluster/desk", "cluster/four", "topology/broadcast")
 MODULES = tuple(f"mine/{option.rpartition('/')[2]}.py" for option in (*CODED, OPTIONS[-1]))
 MAX_WORDS, MAX_PICTURE = 1100, 150_000
 

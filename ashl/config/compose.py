@@ -23,12 +23,19 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ashl.config.catalog import CONF, Catalog, catalog, check_keys, lacking, load, nearest, parameters
+from ashl.config.catalog import CONF, Catalog, catalog, check_keys, lacking, load, nearest, parameters, parents
 from ashl.config.construct import found
 from ashl.config.override import command_line, key_of
 from ashl.config.workers import sized
 from ashl.errors import UnusedKeyError, UsageError
 
+LINKS = (
+    "bandwidth_mbit_s",
+    "latency_s",
+    "server_bandwidth_mbit_s",
+    "intra_node_bandwidth_mbit_s",
+    "intra_node_latency_s",
+)
 PRESETS = ("experiment", "debug")  # groups that set other groups' values and leave nothing of their own
 CHOOSERS = ("dataset", "schedule")  # groups whose options may choose other groups' options: no other option reaches out
 MOST = 10_000  # values of one key in a sweep
@@ -88,6 +95,8 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
             raise UsageError(f"{known[group][option]} must hold keys and values, as in `_target_: mypackage.MyClass`.")
     written = {key.removeprefix("cluster.") for key in keys if key.startswith("cluster.")}
     changed = {key for key, value in plain["cluster"].items() if before and value != before.get(key)}
+    if config_dir and "exchange_s" not in written and plain["cluster"].get("exchange_s") is not None:
+        _refuse_hidden_links([known[g][choices[g]] for g in (*PRESETS, "cluster") if choices.get(g)])
     plain["cluster"] = sized(plain["cluster"], (written, changed))
     mute = "sync" if _names_sync(plain) else None
     return {"choices": {group: choices[group] for group in known if group in choices and group != mute}, **plain}
@@ -344,6 +353,28 @@ def _refuse_hidden(choices: Mapping[str, str], config_dir: Path | None) -> None:
         own, shipped = (root / group / f"{option}.yaml" for root in (config_dir or CONF, CONF))
         if own.is_file() and shipped.is_file() and not own.samefile(shipped):
             raise UsageError(f"{own} has the name of an option of ashl's own; rename it, as in my_{option}.yaml.")
+
+
+def _refuse_hidden_links(files: Sequence[Path]) -> None:
+    """Raise UsageError for the user's own file that sets links while the file it starts from sets `exchange_s`.
+
+    `exchange_s` holds whatever the links are, so they would have no effect. `files` are those of the chosen presets and
+    of the chosen cluster; the nearest file that sets `exchange_s` decides.
+    """
+    for file in files:
+        said = load(file)
+        said = said if file.parent.name == "cluster" else said.get("cluster") or {}
+        if "exchange_s" in said:
+            return
+        if file.is_relative_to(CONF):
+            continue
+        if links := [key for key in LINKS if said.get(key) is not None]:
+            raise UsageError(
+                f"{file}: {links[0]} has no effect, as exchange_s of the cluster that this file starts from holds "
+                "whatever the links are; add the line `exchange_s: null`."
+            )
+        if file.parent.name == "cluster":
+            _refuse_hidden_links(list(parents(file)))
 
 
 def _explained(

@@ -9,7 +9,7 @@ import yaml
 
 from ashl.config import compose as module
 from ashl.config.catalog import CONF, MERGE, catalog, repeated_key
-from ashl.config.compose import PRESETS, alternatives, compose
+from ashl.config.compose import LINKS, PRESETS, alternatives, compose
 from ashl.errors import UsageError
 
 
@@ -239,6 +239,25 @@ def test_a_file_that_an_own_option_starts_from_is_looked_at_too(mine) -> None:
     mine("model/_base.yaml", "x: {<<: [&a {k: 1}, &b {k: 2}]}\n")
     folder = mine("model/mine.yaml", "defaults: [_base]\ny: 1\n")
     assert "_base.yaml, line 1: k stands twice" in message("model=mine", config_dir=folder)
+
+
+@pytest.mark.parametrize("key", LINKS)
+def test_links_of_an_own_cluster_that_an_inherited_exchange_hides_are_refused(key: str, mine) -> None:
+    mine("cluster/desk.yaml", f"defaults: [homogeneous]\n{key}: 0.5\n")
+    folder = mine("cluster/lab.yaml", "defaults: [desk]\ncompute: [1, 2]\n")
+    for cluster in ("desk", "lab"):
+        said = message(f"cluster={cluster}", config_dir=folder)
+        assert f"desk.yaml: {key} has no effect" in said
+        assert "`exchange_s: null`" in said
+        assert compose([f"cluster={cluster}", "cluster.exchange_s=null"], folder)["cluster"][key] == 0.5
+        assert compose([f"cluster={cluster}", "cluster.exchange_s=0.5"], folder)["cluster"]["exchange_s"] == 0.5
+    mine("cluster/desk.yaml", f"defaults: [homogeneous]\nexchange_s: null\n{key}: 0.5\n")
+    assert compose(["cluster=lab"], folder)["cluster"][key] == 0.5
+    preset = f"# @package _global_\ncluster: {{{key}: 0.5}}\n"
+    folder = mine("experiment/slow.yaml", preset)
+    assert f"slow.yaml: {key} has no effect" in message("experiment=slow", config_dir=folder)
+    folder = mine("experiment/slow.yaml", preset.replace("{", "{exchange_s: null, "))
+    assert compose(["experiment=slow"], folder)["cluster"][key] == 0.5
 
 
 def test_an_own_key_may_replace_a_merged_one(mine) -> None:
