@@ -14,7 +14,27 @@ from ashl.errors import DataMissingError, UsageError
 from ashl.learn.learner import Learner
 from ashl.run.evaluation import Evaluation, best_of
 from ashl.task.contract import recorded_name, renamed
+from ashl.task.plain import plain_task
 from tests.support import simulated
+
+JUDGES = [
+    "classification",
+    {"_target_": "ashl.task.classification.Classification"},
+    {"_target_": "ashl.task.classification.Classification", "ignore_index": -100},
+]
+
+
+@pytest.mark.parametrize("judged", JUDGES)
+def test_a_loss_is_judged_by_a_task_with_the_defaults_of_its_file(judged) -> None:
+    task = plain_task(nn.CrossEntropyLoss, {"label_smoothing": 0.1, "judged": judged})
+    assert task.metric == "accuracy"
+    assert task.ignore_index == -100
+
+
+@pytest.mark.parametrize("judged", [None, "clasification", 3])
+def test_a_loss_that_no_task_judges_is_refused(judged) -> None:
+    with pytest.raises(UsageError, match="judged: classification; there are classification, language_model"):
+        plain_task(functional.huber_loss, {"judged": judged})
 
 
 class FixedModel:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ashl.config.catalog import catalog, target, values
 from ashl.config.construct import Maker, construct
 from ashl.errors import UsageError
 from ashl.option import option
@@ -61,10 +62,22 @@ def plain_task(part: Maker, keys: Mapping[str, Any]) -> PlainTask | None:
     """Return the task of a loss; None for a class that is no module. Raises UsageError."""
     if isinstance(part, type) and not issubclass(part, nn.Module):
         return None
-    if not isinstance(spec := keys.get("judged"), Mapping):
-        raise UsageError(
-            f"task names '{part.__module__}.{part.__name__}', a loss; its file says by which task it is "
-            "judged, as judged: {_target_: ashl.task.classification.Classification, ignore_index: -100}"
-        )
     own = {key: value for key, value in keys.items() if key != "judged"}
-    return PlainTask(make=part, keys=own, judged=construct(spec, "task"))
+    return PlainTask(make=part, keys=own, judged=construct(spec_of_judge(keys.get("judged"), part), "task"))
+
+
+def spec_of_judge(judged: object, part: Maker) -> dict[str, Any]:
+    """Return the spec of the task that judges a loss: the name of a shipped task, or a `_target_` with keys.
+
+    A key that is not said has the default of the task's file. Raises UsageError if `judged` is neither.
+    """
+    tasks = catalog()["task"]
+    if isinstance(judged, str) and judged in tasks:
+        return values(tasks[judged])
+    if isinstance(judged, Mapping):
+        files = [file for file in tasks.values() if target(file) == judged.get("_target_")]
+        return {**(values(files[0]) if files else {}), **judged}
+    raise UsageError(
+        f"task names '{part.__module__}.{part.__name__}', a loss; its file says by which task it is "
+        f"judged, as judged: classification; there are {', '.join(tasks)}"
+    )
