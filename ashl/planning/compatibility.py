@@ -705,10 +705,9 @@ def note_compression(
     topology, sync, momentum = parts["topology"], parts["sync"], parts["optimizer"].momentum
     keeps = not isinstance(option, Wrappers) or option.error_feedback or option.momentum is not None
     if isinstance(option, Code) and not option.traits.unbiased and not keeps and not option.traits.reduces:
-        found.append(
-            f"{name} without compression.error_feedback=true is biased: what it leaves out is lost, and training may "
-            "stand still"
-        )
+        takes_feedback = codec.traits.contraction or codec.traits.drains
+        without = " without compression.error_feedback=true" if takes_feedback else ", which takes no error feedback,"
+        found.append(f"{name}{without} is biased: what it leaves out is lost, and training may stand still")
     if codec.traits.full_gradient and codec.estimator == "minibatch":
         found.append(
             f"{name} with compression.estimator=minibatch takes the noise of gradients for change: hardly anything is "

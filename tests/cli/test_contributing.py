@@ -45,5 +45,9 @@ def test_the_methods_of_the_page(package, capsys) -> None:
     textbook = summary(package, "asp", "sync=asp")
     limit = summary(package, "limit", "sync=k_async", "sync.pushes=1")
     halved = summary(package, "halved", "sync=k_async", "compression=half")
+    own = ["--config-dir", str(package / "options"), "allow_targets=[mine]"]
+    assert main(["train", *own, *SMALL[:-1], "sync=asp", "compression=half", "--dry-run"]) == 0
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "compression=half, which takes no error feedback, is biased" in said  # feedback would be refused
     assert limit["params_sha256"] == textbook["params_sha256"]
     assert halved["bytes_up"] / halved["commits"] < 0.6 * textbook["bytes_up"] / textbook["commits"]
