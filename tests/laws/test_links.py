@@ -22,9 +22,9 @@ from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import codec, vector
 
 D = 200
-OWN = {  # what a wrapper has not: fields of the option, which `wrapped` reads, and the option's other forms
+OWN = {  # what a wrapper has not: fields of the option, which `wrap_codec` reads, and the option's other forms
     "beta", "clip_norm", "code", "critical_ratio", "entropy", "error_feedback", "feedback_decay", "feedback_gain",
-    "masking", "momentum", "parts", "per_layer", "pulled", "shaped", "warmup_epochs",
+    "for_layout", "for_pulls", "masking", "momentum", "parts", "per_layer", "warmup_epochs",
 }  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_wrappers_delegate_all_of_the_contract() -> None:
 class Misspelt(Code):
     """Undoes nothing."""
 
-    flag: ClassVar[Any] = None
+    trait: ClassVar[Any] = None
     code: ClassVar[int] = 201
 
 

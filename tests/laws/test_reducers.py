@@ -153,7 +153,7 @@ def test_columns_become_orthonormal() -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_all_end_with_the_same(name: str, n: int) -> None:
     """... update to the bit, and sums of the riders; timed alone, a run moves the same bytes at the same times."""
-    option = codec(name, **({"kept": 0.1} if "sketch" in name or "fetch" in name else {}))
+    option = codec(name, **({"recovered_fraction": 0.1} if "sketch" in name or "fetch" in name else {}))
     weights = [(1 + rank) / (n * (n + 1) / 2) for rank in range(n)]
     rounds, seen = together(option, drawn(D, n, 3), weights, SHAPES)
     for row in rounds:
@@ -170,7 +170,7 @@ def test_all_end_with_the_same(name: str, n: int) -> None:
 @pytest.mark.parametrize("name", ["power_sgd", "gtopk", "sketch_sgd"])
 def test_nothing_is_lost_on_the_way(name: str, feedback: bool) -> None:
     """Σ c·(x + e) before = update + Σ c·e after, exactly where elements are kept as they are."""
-    fields: dict[str, Any] = {"gtopk": {"ratio": 0.05}, "sketch_sgd": {"kept": 0.05}}.get(name, {})
+    fields: dict[str, Any] = {"gtopk": {"ratio": 0.05}, "sketch_sgd": {"recovered_fraction": 0.05}}.get(name, {})
     n, weights = 7, [0.25] * 7
     rounds, _ = together(
         codec(name, error_feedback=feedback, **fields), [whole(D, n, t) for t in range(4)], weights, SHAPES
