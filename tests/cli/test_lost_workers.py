@@ -27,7 +27,7 @@ OWN = (  # with messages of their own
 )
 LATE = (
     "sync=asp overlap=delayed",
-    "sync=local_sgd sync.local_steps=4 outer=nesterov overlap=eager",
+    "sync=local_sgd sync.local_steps=4 outer=nesterov overlap=eager optimizer.lr=0.005",
     "sync=local_sgd sync.local_steps=4 compression=topk overlap=overlap_local_sgd",
 )
 FAILS = "cluster.events=[{time_s: 1.5, worker: 1, fail: true}]"
