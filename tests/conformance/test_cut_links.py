@@ -212,7 +212,7 @@ def test_a_process_is_killed(job: Job) -> None:
 def test_a_process_of_gossip_is_killed(job: Job) -> None:
     who = next(k for k in (1, 2) if k != job.home())
     said = ended(job, job.processes[who].kill, but=(who,))
-    assert all(f"on {job.names[who]} vanished" in sentence for sentence in said), said
+    assert all(f"on {job.names[who]} disconnected" in sentence for sentence in said), said
 
 
 @pytest.mark.parametrize("job", ["ssp", "all_reduce"], indirect=True)
