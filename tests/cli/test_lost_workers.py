@@ -125,6 +125,13 @@ def lose(run: Path) -> None:
     wait_for(lambda: '"worker_failed"' in (run / "events.jsonl").read_text())
 
 
+def goes_on(run: Path) -> bool:
+    """Return True if worker 0 has begun a round since the last failure."""
+    events = list(jsonl.read(run / "events.jsonl"))
+    failed_s = max(event["time_s"] for event in events if event["kind"] == "worker_failed")
+    return any(event["start_s"] > failed_s for event in events if event["kind"] == "round" and event["rank"] == 0)
+
+
 @contextmanager
 def joined(run: Path) -> Generator[subprocess.Popen[str]]:
     """Somebody on another terminal who has come to take part."""
@@ -184,6 +191,7 @@ def test_who_has_joined_is_gone_again(number: str, code: int, why: str, train, w
             process.send_signal(signal.Signals[number])
         assert process.returncode == code
         wait_for(lambda: (run / "events.jsonl").read_text().count('"worker_failed"') == 2)
+        wait_for(lambda: goes_on(run))  # a failure after the last round is after the end of the run
         os.kill(os.getpid(), signal.SIGINT)
 
     assert train(join, "sync=bsp") == (130, "")
