@@ -205,10 +205,10 @@ def entering(index, codec, **handover):
         workers=(0,),
         tag=lambda name, k=0: (name, index, k),
         quorum_of=lambda present: present,
-        rest=lambda steps, samples, ahead: None,
-        at_most=lambda steps, rank, rest: steps,
+        remaining_rounds=lambda steps, samples, ahead: None,
+        cap_local_steps=lambda steps, rank, rest: steps,
     )
-    stage.entered = partial(Stage.carry_over_codec_state, stage)
+    stage.carry_over_codec_state = partial(Stage.carry_over_codec_state, stage)
     return stage
 
 
