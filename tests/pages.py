@@ -1,6 +1,6 @@
 """What the pages say, read for the tests: links, anchors, the commands that they show, the tables of options.
 
-`python -m tests.pages` writes the tables of docs/configuration.md anew from conf/.
+`python -m tests.pages` writes the tables of docs/configuration.md from conf/, those of docs/limits.md from the checks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from ashl.config.compose import PRESETS
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONFIGURATION = ROOT / "docs" / "configuration.md"
+LIMITS = ROOT / "docs" / "limits.md"
+MATRIX = re.compile(r"(<!-- from the checks -->\n).*?(<!-- end -->)", re.S)
 COMMANDS = (
     "train",
     "sweep",
@@ -169,5 +171,13 @@ def written(text: str) -> str:
     return TABLE.sub(table, text)
 
 
+def with_matrix(text: str, lines: list[str]) -> str:
+    """Return the page of limits with these lines as its support matrix."""
+    return MATRIX.sub(lambda found: "\n".join((found[1], *lines, "", found[2])), text)
+
+
 if __name__ == "__main__":
+    from tests.support_matrix import lines
+
+    LIMITS.write_text(with_matrix(LIMITS.read_text(encoding="utf-8"), lines()), encoding="utf-8")
     CONFIGURATION.write_text(written(CONFIGURATION.read_text(encoding="utf-8")), encoding="utf-8")

@@ -20,7 +20,21 @@ from ashl.config.compose import compose
 from ashl.errors import DataMissingError
 from ashl.planning.compile_plan import compile_plan
 from ashl.study.grid import checked, grid_lines
-from tests.pages import CONFIGURATION, PAGES, ROOT, anchors, links, mentioned, modules, shown, words_of, written
+from tests.pages import (
+    CONFIGURATION,
+    LIMITS,
+    PAGES,
+    ROOT,
+    anchors,
+    links,
+    mentioned,
+    modules,
+    shown,
+    with_matrix,
+    words_of,
+    written,
+)
+from tests.support_matrix import lines, only_checks, read_rows, rows_of
 
 README, EXTENDING = ROOT / "README.md", ROOT / "docs" / "extending.md"
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
@@ -162,6 +176,24 @@ def test_the_tables_of_options_are_those_of_conf() -> None:
     text = TEXTS[CONFIGURATION]
     assert written(text) == text, "run `python -m tests.pages`"
     assert set(re.findall(r"<!-- from conf: (\w+) -->", text)) == {"outside", *catalog()}
+
+
+@pytest.mark.parametrize(
+    ("sync", "topology"),
+    [("bsp", "all_reduce"), ("asp", "sharded_server"), ("d_psgd", "gossip"), ("ripples_smart", "partial_all_reduce")],
+)
+def test_rows_of_the_support_matrix_are_the_answers_of_the_checks(sync: str, topology: str) -> None:
+    """The sentences of the notes are compared by the slow test of the whole page."""
+    with only_checks():
+        found = rows_of(topology, sync, lambda sentence: "")
+    assert not isinstance(found, str)
+    answers = [[overlaps, *(cell.strip() for cell in cells)] for overlaps, cells in found]
+    assert read_rows(TEXTS[LIMITS], topology, sync) == answers, "run `python -m tests.pages`"
+
+
+@pytest.mark.slow
+def test_the_whole_support_matrix_is_current() -> None:
+    assert with_matrix(TEXTS[LIMITS], lines()) == TEXTS[LIMITS], "run `python -m tests.pages`"
 
 
 def test_pictures_are_small_and_whole() -> None:

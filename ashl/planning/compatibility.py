@@ -79,7 +79,7 @@ TOPOLOGIES = {  # by the name of the option
 RELATED_TOPOLOGIES = {
     "halos": Halos,
     "sharded_server": ShardedServer,
-}  # ... that nobody is advised to take for a sync mode's sake
+}  # no error advises to take these
 INSTEAD = {Gossip: "sync=d_psgd", PartialAllReduce: "sync=ripples_smart"}  # a mode that knows the topology
 NEED_LOSS = {"loss", "evaluated_loss", "accuracy", "rises", "plateau"}  # rules by which a stage ends
 OWN_CODES = range(128, 256)  # on the wire: those of codecs that are not of this package
@@ -95,7 +95,7 @@ TOLERANT_INSTEAD = (
 
 
 def check_sync_overrides(schedule: str, overrides: Sequence[str]) -> None:
-    """A schedule that says which sync mode each stage has leaves nothing for `sync=` to say."""
+    """Refuse `sync=` beside a schedule that names the sync mode of each stage. Raises UnusedKeyError."""
     typed = [override for override in overrides if key_of(override).partition(".")[0] == "sync"]
     if typed:
         raise UnusedKeyError(
@@ -106,7 +106,7 @@ def check_sync_overrides(schedule: str, overrides: Sequence[str]) -> None:
 
 
 def check_plan_overrides(path: str, plan: Plan, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """A given plan says what its stages do: what was typed and none of them has would be without effect."""
+    """Refuse settings that no stage of a plan file has. Raises UsageError."""
     for override in overrides:
         group, _, key = key_of(override).partition(".")
         if group == "planner":
@@ -168,12 +168,12 @@ def check_combination(parts: dict[str, Any], choices: Mapping[str, str]) -> None
 
 
 def list_compatible_topologies(sync: Rule) -> list[str]:
-    """The topologies that ask such a rule."""
+    """Return the topologies whose loops call this type of sync mode."""
     return [name for name, topology in TOPOLOGIES.items() if isinstance(sync, topology.policy_type)]
 
 
 def check_stage_options(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
-    """What holds of one stage, whether it was chosen or stands in a schedule or in a plan that was given."""
+    """Check a stage's sync mode against its other options, wherever it is named. Raises UsageError."""
     if sync.resizes and not weighs_by_samples(parts["aggregate"]):
         raise UsageError(
             f"aggregate={choices['aggregate']} is not supported with sync={choices['sync']}: its workers' batches "
@@ -201,17 +201,17 @@ def check_stage_options(sync: Rule, parts: Mapping[str, Any], choices: Mapping[s
 
 
 def is_adam(optimizer: Optimizer) -> bool:
-    """Whether it is Adam in all elements."""
+    """Return True if the optimizer is Adam for all elements."""
     return isinstance(optimizer, Adam) and optimizer.elementwise
 
 
 def capabilities_of(topology: Topology, sync: Rule) -> frozenset[str]:
-    """What travels there: the topology says it, or the sync mode where it brings messages of its own."""
+    """Return what the topology supports, or what the sync mode says where it has messages of its own."""
     return topology.supports if sync.supports is None else sync.supports
 
 
 def check_capabilities(sync: Rule, parts: Mapping[str, Any], choices: Mapping[str, str]) -> None:
-    """What travels beside plain updates has to be carried by the topology, or by the sync mode where it says so."""
+    """Refuse a codec, or weights of updates, that neither topology nor sync mode supports. Raises UsageError."""
     topology: Topology = parts["topology"]
     carried = capabilities_of(topology, sync)
     if CODEC not in carried and not parts["compression"].traits.lossless:
@@ -269,7 +269,7 @@ def check_message_protocol(messages: Updates, parts: Mapping[str, Any], choices:
 
 
 def describe_changed_weights(aggregate: Weighted, name: str) -> str | None:
-    """What of the aggregation rule is not as it is when nothing is said."""
+    """Return the first setting of the aggregation rule that differs from its default, or None."""
     if name != "mean":
         return f"aggregate={name}"
     guards = [
@@ -279,8 +279,7 @@ def describe_changed_weights(aggregate: Weighted, name: str) -> str | None:
 
 
 def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
-    """Refuse stages that their topology cannot run, that need a loss where nothing is learned, or whose ranks cannot
-    take over what the ranks of the stage before leave."""
+    """Refuse stages that their topology cannot run, and stages that cannot follow one another. Raises UsageError."""
     check_one_topology(stages, parts.stages)
     plans = parts.planner.follows and any(stage.h_preset is not None for stage in stages)
     declared = isinstance(parts.cluster, Cluster) and not parts.cluster.missing()
@@ -336,12 +335,15 @@ def check_stages(parts: Parts, stages: Sequence[StagePlan]) -> None:
 
 
 def option_name(option: Any) -> str:
-    """The name under which an option is chosen: an option is a file, and so is its class."""
+    """Return an option's name as it is typed: the name of its file."""
     return topology_name(option) if isinstance(option, Topology) else type(option).__module__.rpartition(".")[2]
 
 
 def check_momentum_handover(stage: str, before: StageParts, own: StageParts) -> None:
-    """A stage that keeps momentum needs one that its optimizer knows and, where all step alike, one that is alike."""
+    """Refuse to keep momentum that the next stage's optimizer cannot use. Raises UsageError.
+
+    It needs the same moments and, without a server, moments that are identical on all workers.
+    """
     held, wanted = (len(parts.optimizer.init(1)) for parts in (before, own))
     alike = not wanted or before.sync.exchange == "gradient" or own.sync.exchange != "gradient"
     if held == wanted and (alike or own.topology.has_server):
@@ -380,7 +382,7 @@ def check_one_topology(stages: Sequence[StagePlan], parts: Sequence[StageParts])
 
 
 def topology_name(topology: Topology) -> str:
-    """The topology as it is chosen."""
+    """Return the topology's name as it is typed."""
     return next(
         (name for name, kind in (TOPOLOGIES | RELATED_TOPOLOGIES).items() if isinstance(topology, kind)),
         type(topology).__name__,
@@ -388,7 +390,7 @@ def topology_name(topology: Topology) -> str:
 
 
 def weighs_by_samples(aggregate: Weighted) -> bool:
-    """Whether a worker with three times the samples has three times the weight."""
+    """Return True if a worker with three times the samples has three times the weight."""
     one = WorkerPlan(local_steps=1, batch=1, data_share=0.5, compression_ratio=1.0, predicted_cycle_s=None)
     few, many = aggregate.weigh([one, replace(one, batch=3)])
     return many == 3 * few
@@ -493,7 +495,7 @@ def check_compression(
     layout: Layout,
     num_workers: int,
 ) -> list[str]:
-    """What is legal and worth knowing, a sentence each. Raises UsageError for what makes no sense."""
+    """Check the codec against the other options; return notes, one sentence each. Raises UsageError."""
     option, topology, sync = parts["compression"], parts["topology"], parts["sync"]
     name = f"compression={choices['compression']}"
     check_signs(name, option, parts["optimizer"])
@@ -547,7 +549,7 @@ def check_compression(
 
 
 def check_codec_roles(name: str, codec: Codec) -> None:
-    """What comes with methods of its own is asked of those alone that derive from its class."""
+    """Refuse a codec that has a role's methods and does not derive from the role's class. Raises UsageError."""
     if isinstance(codec, Code) and not type(codec).__module__.startswith("ashl.") and codec.code not in OWN_CODES:
         raise UsageError(
             f"{name} writes bodies with code = {codec.code}; give {type(codec).__name__} a `code: ClassVar[int]` from "
@@ -563,13 +565,13 @@ def check_codec_roles(name: str, codec: Codec) -> None:
 
 
 def shrinks_differences(option: Codec, d: int) -> bool:
-    """Whether differences that are sent again and again shrink."""
+    """Return True if the rest of a difference that is sent repeatedly tends to zero."""
     traits = option.traits
     return not traits.scale_free and (traits.contraction or traits.drains or option.bound(None, d) < 1)
 
 
 def check_wrappers(name: str, option: Codec, optimizer: Optimizer, layout: Layout) -> None:
-    """Momentum in two places, and shares of less than one element."""
+    """Refuse momentum in two places, and densities of less than one element. Raises UsageError."""
     if option.momentum is not None:
         if momentum := optimizer.momentum:
             raise UsageError(
@@ -596,12 +598,12 @@ def check_density(key: str, share: float, d: int) -> None:
 
 
 def is_plain_sgd(optimizer: Optimizer) -> bool:
-    """Whether a step is lr · gradient, but for weight decay."""
+    """Return True if a step is lr · gradient, except for weight decay."""
     return isinstance(optimizer, SGD) and not optimizer.momentum
 
 
 def check_codec_exchange(name: str, codec: Codec, sync: Rule, sync_name: str, optimizer: Optimizer) -> None:
-    """Whether what this sync mode exchanges is what the codec is for."""
+    """Refuse a codec that is not made for what the sync mode exchanges. Raises UsageError."""
     gradients = "sync=bsp" + (", or compression.scale=mean" if isinstance(codec, Sign) else "")
     if codec.traits.scale_free and sync.exchange != "gradient":
         raise UsageError(
@@ -646,7 +648,7 @@ def check_signs(name: str, option: Codec, optimizer: Optimizer) -> None:
 
 
 def check_sketch(name: str, option: CountSketch, topology: Topology, optimizer: Optimizer) -> None:
-    """What is recovered of a sum of sketches, only those know who have the sum."""
+    """Refuse a sketch where a worker cannot know what is recovered of the sum. Raises UsageError."""
     if topology.has_server and (option.error_feedback or option.momentum is not None):
         raise UsageError(
             f"{name} keeps at a worker what was not recovered, and a parameter server does not tell what that was; "
@@ -667,7 +669,7 @@ def check_sketch(name: str, option: CountSketch, topology: Topology, optimizer: 
 
 
 def check_merged_aggregate(name: str, aggregate: Weighted, aggregate_name: str) -> None:
-    """Bodies that are merged together leave nothing to do to each of them."""
+    """Refuse weights by payload where payloads are merged together. Raises UsageError."""
     if isinstance(aggregate, FedNova):
         raise UsageError(
             f"{name} merges all bodies at once, and aggregate={aggregate_name} weighs each by itself; take "
@@ -700,7 +702,7 @@ def note_dense_pulls(plan: Plan, parts: Parts) -> tuple[str, ...]:
 def note_compression(
     name: str, option: Codec, codec: Codec, parts: Mapping[str, Any], d: int, num_workers: int
 ) -> list[str]:
-    """What is legal and worth knowing."""
+    """Return what is worth knowing of a codec that is accepted, one sentence each."""
     found = []
     topology, sync, momentum = parts["topology"], parts["sync"], parts["optimizer"].momentum
     keeps = not isinstance(option, Wrappers) or option.error_feedback or option.momentum is not None
@@ -737,7 +739,7 @@ def note_compression(
 
 
 def check_annealed_values(parts: Parts, stages: Sequence[StagePlan]) -> None:
-    """Raises UsageError, with what to take instead."""
+    """Refuse a server learning rate, or an H by gradient noise, that cannot change. Raises UsageError."""
     for (before, stage), own in zip(pairwise(stages), parts.stages[1:], strict=True):
         if stage.aggregate["scale"] != before.aggregate["scale"] and own.sync.exchange != "difference":
             raise UsageError(
@@ -755,7 +757,7 @@ def check_annealed_values(parts: Parts, stages: Sequence[StagePlan]) -> None:
 
 
 def explain_unseen_updates(own: StageParts, parts: Parts) -> str | None:
-    """Why no server sees whole updates one by one, where none does."""
+    """Return why no server sees whole updates one by one, or None if one does."""
     if not parts.runtime.gradients:
         return "there are none (runtime.gradients=false)"
     if not own.topology.has_server or isinstance(own.topology, Halos):
@@ -771,7 +773,7 @@ def explain_unseen_updates(own: StageParts, parts: Parts) -> str | None:
 
 
 def check_sharded_server(plan: Plan, parts: Parts) -> None:
-    """Raises UsageError, with what to take instead."""
+    """Refuse several servers where shards of a model cannot be merged one by one. Raises UsageError."""
     topology, cluster = parts.stages[0].topology, parts.cluster
     if not isinstance(topology, ShardedServer):
         return
@@ -797,7 +799,7 @@ def check_sharded_server(plan: Plan, parts: Parts) -> None:
 
 
 def check_sharded_stage(name: str, stage: StagePlan, own: StageParts, parts: Parts) -> None:
-    """Refuse what wants all of the model at once."""
+    """Refuse a stage that needs the whole model at one server. Raises UsageError."""
     sync, outer = own.sync, own.outer
     plain = type(sync).loop is Rule.loop and type(sync).step is Rule.step
     if not isinstance(sync, ServerRule) or not plain or sync.messages() is not UPDATES or sync.takes_all:
@@ -821,13 +823,15 @@ def check_sharded_stage(name: str, stage: StagePlan, own: StageParts, parts: Par
 
 
 def overlaps_steps(own: StageParts) -> bool:
-    """Whether a worker's exchanges go on beside its steps."""
+    """Return True if a worker exchanges while it computes."""
     return isinstance(own.overlap, Delayed) or not own.overlap.serial
 
 
 def blocks_on_failure(own: StageParts) -> bool:
-    """... so that none can go on without another. With a server that merges whole updates they are its own affair, and
-    sums of parts that end with the step are all done once more."""
+    """Return True if an overlapped exchange blocks when a worker fails.
+
+    A server that merges whole updates handles failures itself, and bucketed all-reduces of one step are retried.
+    """
     whole = isinstance(own.topology, ParameterServer) and isinstance(own.overlap, Delayed) and not own.overlap.fragments
     parts = (
         isinstance(own.topology, AllReduce)
@@ -838,7 +842,7 @@ def blocks_on_failure(own: StageParts) -> bool:
 
 
 def survives_only_in_sim(own: StageParts, parts: Parts) -> bool:
-    """Whether it goes on without a worker in virtual time, and not on processes, where sums do if gloo carries them."""
+    """Return True if the stage continues without a failed worker only in virtual time: NCCL sums cannot be aborted."""
     return exchanges_by_collectives(own) and parts.runtime.backend != "gloo" and device_of(parts.runtime) != HOST
 
 
@@ -848,7 +852,7 @@ def exchanges_by_collectives(own: StageParts) -> bool:
 
 
 def forbids_rejoin(own: StageParts) -> bool:
-    """Whether a worker that is lost cannot come back."""
+    """Return True if a failed worker cannot rejoin."""
     return isinstance(own.topology, ShardedServer)
 
 
@@ -858,7 +862,7 @@ def has_failure_protocol(own: StageParts) -> bool:
 
 
 def survives_failure(parts: Parts) -> bool:
-    """Whether a run on processes goes on without a worker that is lost, in every stage that does not only measure."""
+    """Return True if a run on processes continues without a failed worker in every stage."""
     return not sends_messages_by_nccl(parts) and all(
         has_failure_protocol(own) and not (blocks_on_failure(own) or survives_only_in_sim(own, parts))
         for own in parts.stages
@@ -866,23 +870,25 @@ def survives_failure(parts: Parts) -> bool:
 
 
 def can_block_forever(parts: Parts) -> bool:
-    """Whether others may wait for a worker that stands still, whatever they hear of it, until its process is ended:
-    messages of sums over some of the workers cannot be broken off."""
+    """Return True if workers may block on a hung worker until its process ends.
+
+    Messages of all-reduces over some of the workers cannot be aborted.
+    """
     return any(isinstance(own.topology, PartialAllReduce) for own in parts.stages)
 
 
 def sends_messages_by_nccl(parts: Parts) -> bool:
-    """Whether NCCL carries messages, which then nobody can break off that waits for the other side."""
+    """Return True if NCCL carries messages of a server, which cannot be aborted."""
     return parts.runtime.backend == "nccl" and parts.stages[0].topology.has_server
 
 
 def admits_rejoin(parts: Parts) -> bool:
-    """... and lets it, or another in its place, come back."""
+    """Return True if a failed worker, or another in its place, can rejoin a run on processes."""
     return survives_failure(parts) and not any(map(forbids_rejoin, parts.stages))
 
 
 def describe_modes(parts: Parts) -> str:
-    """What of a run decides that, as it is chosen."""
+    """Return the topologies, sync modes and overlaps of a run, as they are typed."""
     words = list[str]()
     for own in parts.stages:
         words += [f"topology={option_name(own.topology)}", f"sync={option_name(own.sync)}"]
@@ -891,7 +897,7 @@ def describe_modes(parts: Parts) -> str:
 
 
 def check_other_worker_count(parts: Parts, run_dir: Path) -> None:
-    """Raises UsageError where what a run keeps has no meaning for another number of workers."""
+    """Refuse to resume with another number of workers where the saved state belongs to workers. Raises UsageError."""
     for own in parts.stages:
         alike = isinstance(own.topology, ParameterServer | AllReduce)
         plain = not isinstance(own.sync, ServerRule) or own.sync.messages() is UPDATES
@@ -903,7 +909,7 @@ def check_other_worker_count(parts: Parts, run_dir: Path) -> None:
 
 
 def check_max_restarts(parts: Parts, checkpoint_s: float | None) -> None:
-    """Raises UsageError where nobody who is killed would be started anew."""
+    """Refuse `runtime.max_restarts` where a restarted worker could not rejoin. Raises UsageError."""
     runtime = parts.runtime
     if runtime.name == "sim" or not runtime.max_restarts:
         return
@@ -937,7 +943,7 @@ def check_failure_keys(parts: Parts) -> None:
 
 
 def check_faults(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float | None) -> None:
-    """Raises UsageError, with what to take instead."""
+    """Refuse injected faults, and failure settings, that the run cannot handle. Raises UsageError."""
     check_max_restarts(parts, checkpoint_s)
     fault_kinds, n = set(parts.cluster.fault_kinds), len(stages[0].workers)
     if parts.runtime.min_workers > n:
@@ -969,7 +975,7 @@ def check_faults(parts: Parts, stages: Sequence[StagePlan], checkpoint_s: float 
 
 
 def check_stage_faults(name: str, own: StageParts, parts: Parts, fault_kinds: set[str]) -> None:
-    """Raises UsageError where a stage cannot go on through what befalls the cluster."""
+    """Refuse faults that a stage cannot handle. Raises UsageError."""
     named = ", ".join(sorted(fault_kinds))
     where = f"cluster.{'churn' if 'churn' in fault_kinds else 'events'} ({named})"
     if fault_kinds & MEMBERSHIP_KINDS and not has_failure_protocol(own):
@@ -1000,7 +1006,7 @@ def check_stage_faults(name: str, own: StageParts, parts: Parts, fault_kinds: se
 
 
 def check_reshard(parts: Parts, stages: Sequence[StagePlan]) -> None:
-    """Where a worker keeps something of the whole of its shard, that cannot grow on the way."""
+    """Refuse resharding where a worker keeps state of its whole shard. Raises UsageError."""
     for stage, own in zip(stages, parts.stages, strict=True):
         estimator = own.sync.estimator or own.compression.estimator
         whole = isinstance(own.sync, ServerRule) and own.sync.messages().whole
@@ -1038,8 +1044,10 @@ def check_checkpoints(every_s: float | None, parts: Parts, stages: Sequence[Stag
 
 
 def runs_in_lockstep(parts: Parts, num_workers: int) -> bool:
-    """Whether in every stage nothing is on its way at the top of everybody's loop, but what is sent from there, or
-    said again where a run goes on."""
+    """Return True if in every stage no message is in flight when all workers begin a round.
+
+    Except messages that are sent then, or retransmitted after a resume.
+    """
     return all(stage_runs_in_lockstep(own, num_workers) for own in parts.stages)
 
 
@@ -1051,18 +1059,20 @@ def stage_runs_in_lockstep(own: StageParts, num_workers: int) -> bool:
 
 
 def retransmits_on_resume(parts: Parts) -> bool:
-    """Whether workers that go round by round, and go on from a checkpoint, first say again what was on its way."""
+    """Return True if workers in synchronous rounds retransmit messages when they resume from a checkpoint."""
     return any(isinstance(own.sync, RoundRule) and own.sync.lag for own in parts.stages)
 
 
 def saves_one_round(own: StageParts) -> bool:
-    """Whether workers are kept at the begin of one round, though each comes to it when it does."""
+    """Return True if workers are saved at the start of the same round, each when it reaches it."""
     return isinstance(own.sync, RoamingRule) and own.sync.kept == "round"
 
 
 def resumes_without_lockstep(own: StageParts) -> bool:
-    """Whether workers may resume from a server's state, or each from its own; see `ashl.topology.parameter_server`,
-    `ashl.topology.partial_all_reduce` and `ashl.topology.coordinator`."""
+    """Return True if workers may resume from a server's state, or each from its own.
+
+    See `ashl.topology.parameter_server`, `ashl.topology.partial_all_reduce` and `ashl.topology.coordinator`.
+    """
     if isinstance(own.topology, PartialAllReduce):
         return True
     if isinstance(own.sync, RoamingRule):
