@@ -25,6 +25,7 @@ ACM Computing Surveys 2002.
 """
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -47,6 +48,8 @@ from ashl.runtime.rank_checkpoint import MANIFEST, list_checkpoints
 from ashl.runtime.records import CheckpointPartSaved, Heartbeat
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import METRICS, writing
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = 10
 CUT_BACK = "cut_back"  # in the manifest: the records hold nothing of later moments any more
@@ -95,6 +98,7 @@ class CheckpointManager:
         ahead = now[0] + 1 + math.ceil(per_ns * self.ahead_s * 1e9)
         self.wanted = self.number, 0 if self.how == EACH else ahead
         self.number += 1
+        logger.info("asks all ranks for checkpoint %d at version %d", *self.wanted)
         return self.wanted
 
     def add_part(self, kept: CheckpointPartSaved, monitor: Monitor, part: Tensor | None = None) -> None:
@@ -134,6 +138,7 @@ class CheckpointManager:
         if monitor.stopping is None and all(k.error is None for k in self.kept.values()) and self.is_consistent():
             self.write_checkpoint(folder, monitor)
         else:
+            logger.warning("discards checkpoint %d: a rank had passed its version, or could not save", self.wanted[0])
             self.ahead_s, self.due_s = min(2 * self.ahead_s, LONGEST_S), 0.0
             shutil.rmtree(folder, ignore_errors=True)
         self.wanted = None
@@ -175,6 +180,11 @@ class CheckpointManager:
             complete(folder, self.identity, monitor, {f"rank{kept.rank}.pt": kept.sha256 for kept in ranks}, about)
         except (OSError, RuntimeError) as error:
             self.warning = f"no checkpoint was made: {error}"
+            logger.error("checkpoint %s is not written: %s", folder.name, error)
+        else:
+            logger.info(
+                "took checkpoint %s at version %d, %.3f s of the run", folder.name, version, max(ranks_ns) / 1e9
+            )
 
 
 def complete(

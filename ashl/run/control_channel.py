@@ -10,6 +10,7 @@ a failed worker.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import threading
@@ -38,10 +39,15 @@ from ashl.runtime.records import (
     Alive,
     CheckpointPartSaved,
     ModuleState,
+    PeerUnreachable,
+    PlanMade,
     RankError,
     Record,
     Rounds,
+    Replan,
     Snapshot,
+    StageBoundary,
+    StageEnd,
     Text,
     UpdateShown,
     dumps,
@@ -57,6 +63,9 @@ PREFETCH = 2  # vectors that are taken out of the store before somebody wants th
 CONTROLLER = -1  # whom news are from
 FINAL_SIGNAL_S = 1.5  # for news that the run has failed
 PATIENCE_S = 5.0  # for those that it is over; after Ctrl-C: for the ranks to leave in order
+
+
+logger = logging.getLogger(__name__)
 
 
 class ControlChannel:
@@ -212,6 +221,11 @@ INCARNATIONS = 1 << 20  # between the numbers of two lives; more than there are 
 RECORDS, END_SEEN = "records", "noted"  # queues of all ranks: their records; that they know of the end
 
 
+def described(record: Record) -> str:
+    """Return the fields of a record but its rank, as text."""
+    return ", ".join(f"{name}={value}" for name, value in record._asdict().items() if name not in ("rank", "counts"))
+
+
 class Reporter:
     """The observer of a rank in a process of its own."""
 
@@ -242,6 +256,11 @@ class Reporter:
         self._thread.start()
 
     def emit(self, record: Record) -> None:
+        """Send a record to the controller."""
+        if isinstance(record, StageEnd | StageBoundary | Replan | PlanMade | CheckpointPartSaved | PeerUnreachable):
+            logger.info("reports %s: %s", type(record).__name__, described(record))
+        elif not isinstance(record, RankError):
+            logger.debug("reports %s", type(record).__name__)
         self._outbox.append((record, None))
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
@@ -343,6 +362,12 @@ class Reporter:
         while item := self._store.pop(control_queue(self._rank, self._incarnation)):
             news = ControlUpdate.loads(item[1])
             self._watch.record_controller_message()
+            if news.stopping and not self.stopping:
+                logger.info("is asked to stop: %s", news.stopping)
+            if news.wanted is not None and news.wanted != self.news.wanted:
+                logger.info("checkpoint %d is due at version %d", *news.wanted)
+            if news.end and not self.end:
+                logger.info("the run has ended with code %d: %s", news.end.code, news.end.why or "as planned")
             self.stopping = self.stopping or news.stopping
             self.scores, self.end, self._consumed = news.scores, news.end, news.taken or {}
             self.news = news

@@ -43,8 +43,8 @@ from ashl.run.handshake import (
 from ashl.run.launch import run_controller
 from ashl.run.launcher_env import JobMembership
 from ashl.run.monitor import Monitor
-from ashl.run.rank import RankSettings, run_rank
-from ashl.run.supervisor import PATIENCE_S, role_name
+from ashl.run.rank import RankSettings, role_name, run_rank
+from ashl.run.supervisor import PATIENCE_S
 from ashl.run.uploads import send_restore_point
 from ashl.runtime.control_messages import End
 from ashl.runtime.rendezvous import call_unless_failed

@@ -1,5 +1,6 @@
 """Home's side of a real run: start the ranks that run here, attend to all of them, tell all how it ended."""
 
+import logging
 import multiprocessing as mp
 import os
 import platform
@@ -29,12 +30,15 @@ from ashl.run.evaluation import shard_sizes
 from ashl.run.handshake import publish_fingerprint
 from ashl.run.interface import LOOPBACK, Chosen, check_loopback, named
 from ashl.run.monitor import Monitor
-from ashl.run.process_setup import INTERRUPTS
+from ashl.run.process_setup import INTERRUPTS, logging_to, titled
 from ashl.run.rank import RankSettings, run_rank_in_child
 from ashl.run.supervisor import LivenessMonitor, supervise
 from ashl.runtime.control_messages import End
 from ashl.runtime.transport import NEVER
 
+logger = logging.getLogger(__name__)
+
+CONTROLLER_LOG = "controller.log"
 SHORT = "/tmp"
 SOCKET_FOLDER_BYTES = 70  # the path of a socket has at most 107, of which multiprocessing's own names take 32
 
@@ -90,9 +94,35 @@ def run_controller(
     rank_settings: Sequence[RankSettings],
     checkpoint_manager: CheckpointManager,
 ) -> dict | None:
-    """Start these ranks here and attend to all ranks, until they have left; returns how well the pace was kept, None
-    where somebody was interrupted and would not leave. Raises AshlError naming the rank that failed. However it ends,
-    every process of the job is notified."""
+    """Start these ranks on this node and supervise all ranks until they have exited.
+
+    Writes `controller.log` in the run folder. However the run ends, every process of the job is notified.
+    Returns: how well the declared pace was kept; None if the run was interrupted and a rank did not exit in time.
+    Raises: AshlError that names the failed rank.
+    """
+    with logging_to(run_dir / CONTROLLER_LOG, "controller"), titled("ashl controller"):
+        return supervise_ranks(plan, run_dir, monitor, store, rank_settings, checkpoint_manager)
+
+
+def supervise_ranks(
+    plan: Plan,
+    run_dir: Path,
+    monitor: Monitor,
+    store: AuthenticatedStore,
+    rank_settings: Sequence[RankSettings],
+    checkpoint_manager: CheckpointManager,
+) -> dict | None:
+    """Do what `run_controller` says, in a process that has its log and title."""
+    runtime = monitor.job.parts.runtime
+    logger.info(
+        "starts a run of %d workers and %d ranks, %d of them on node %s; heartbeat timeout %g s, checkpoints: %s",
+        plan.num_workers,
+        plan.num_ranks,
+        len(rank_settings),
+        platform.node(),
+        runtime.heartbeat_timeout_s,
+        f"every {checkpoint_manager.every_s:g} s" if checkpoint_manager.every_s else "none",
+    )
     monitor.states_travel = True
     publish_fingerprint(store, monitor.job.learner.fingerprint())
     channel = ControlChannel(store, plan.num_ranks, plan.num_params, shard_sizes(monitor.job.stages[0]))
@@ -106,9 +136,13 @@ def run_controller(
             pace = supervise(seen, run_dir, monitor, checkpoint_manager)
         if pace is not None:
             end = End(0)
+        stages = monitor.run_state.stages
+        reason = "interrupted" if pace is None else (stages[-1].reason if stages else None) or "all stages are complete"
+        logger.info("the run ends: %s", reason)
         return pace
     except Exception as error:
         end = End(1, plain(str(error)))
+        logger.error("the run fails: %s", end.why)
         raise
     finally:
         channel.close(end, processes)
@@ -131,6 +165,7 @@ def rank_processes(
         all_processes.append(process)
         with allow_children():
             process.start()
+        logger.info("started rank %d, incarnation %d, as process %s", rank, incarnation, process.pid)
         processes[rank] = process
 
     try:

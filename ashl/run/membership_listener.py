@@ -9,6 +9,7 @@ the others for silent.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -22,6 +23,8 @@ from ashl.runtime.control_messages import ControlUpdate, End
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.regroup_consensus import RegroupConsensus
 from ashl.runtime.rendezvous import admit_worker, confirm_known
+
+logger = logging.getLogger(__name__)
 
 
 class MembershipListener:
@@ -64,6 +67,7 @@ class MembershipListener:
             self._failed = lost
         for rank, incarnation in lost.items():
             if incarnation >= self._incarnations.get(rank, 0) and previous.get(rank) != incarnation:
+                logger.warning("worker %d, incarnation %d, failed; continues without it", rank, incarnation)
                 self._kernel.mark_peer_failed(rank, "the run continues without it")
                 if self._consensus is not None:
                     self._consensus.mark_failed(rank, incarnation)
@@ -84,6 +88,7 @@ class MembershipListener:
             self._kernel.ctx.join_pending = True
         if rank in self.failed_ranks:  # in the meantime
             self._kernel.mark_peer_failed(rank, "the run continues without it")
+        logger.info("worker %d rejoined as incarnation %d; is connected to it", rank, incarnation)
         confirm_known(store, self._rank, rank, incarnation)
 
 
@@ -132,6 +137,7 @@ class Watchdog:
         while not self._stopped.wait(TICK_S):
             now = time.monotonic()
             if end := self.check_timeouts(now - last):
+                logger.error("exits with code %d: %s", end.code, end.why)
                 exit_process(end)
             last = now
 

@@ -34,7 +34,7 @@ from ashl.planning.instantiate import OptionFactory
 from ashl.run.authenticated_store import SECRET
 from ashl.run.interface import LOCAL, is_loopback
 from ashl.run.node_agent import GRACE_S, KILL, MAX_LINE, PULSE, SILENCE_S, STOP
-from ashl.run.process_setup import EXIT_EVICTED, handle_signals
+from ashl.run.process_setup import EXIT_EVICTED, handle_signals, titled
 from ashl.run.supervisor import describe_exit
 from ashl.run.train import is_virtual
 from ashl.stage.stage import FAULT_TOLERANT, extra_ranks
@@ -385,7 +385,7 @@ def run_job(where: Launch, size: int, argv: Sequence[str], may_lose: bool = Fals
     one cannot take part (then nothing was started anywhere) or is lost, and UsageError for a folder that is not there.
     """
     shares, interrupt = assign_slots(where.hosts, size), InterruptRequest()
-    with handle_signals(interrupt), connect_nodes(where, shares) as (connections, inbox):
+    with titled("ashl launcher"), handle_signals(interrupt), connect_nodes(where, shares) as (connections, inbox):
         if not (greetings := await_greetings(connections, inbox, interrupt, where.python)):
             return 130
         first, *others = greetings

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
 from ashl import __version__
+from ashl.run.process_setup import set_title
 
 GRACE_S = 15.0  # between SIGINT, on which a run finishes its records, and SIGKILL
 SILENCE_S = 60.0  # without a pulse
@@ -100,6 +101,7 @@ class Rank(NamedTuple):
 
 def main() -> int:
     """The exit code is that of the first rank that failed; 0 where none did."""
+    set_title("ashl node agent")
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the ranks inherit it, and are to hear of SIGINT
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, exit_on_signal)

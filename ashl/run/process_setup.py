@@ -6,6 +6,7 @@ what is printed. A terminal may show ASCII only, or close while the process cont
 
 import errno
 import io
+import logging
 import multiprocessing as mp
 import os
 import signal
@@ -20,6 +21,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TextIO
 
+import setproctitle
+
+from ashl.errors import UsageError
+
 SPELLED = {
     "·": "*", "×": "x", "−": "-", "–": "-", "─": "-", "‖": "||", "…": "...", "→": "->", "←": "<-", "≤": "<=", "≥": ">=",
     "≠": "!=", "±": "+/-", "√": "sqrt ", "∞": "inf", "∇": "grad ", "∈": "in", "⌈": "ceil(", "⌉": ")", "⌊": "floor(",
@@ -32,6 +37,8 @@ EXIT_CONTROLLER_SILENT = 76  # a child of the controller that has heard nothing 
 EXIT_DECLARED_FAILURE = 77  # a worker that fails as cluster.events declares
 EXIT_EVICTED = 78  # a worker without which the run continues, as it missed heartbeats
 INTERRUPTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # Ctrl-C, a queue, a terminal that closes
+LOG_LEVEL = "ASHL_LOG"  # the environment variable that sets how much is logged
+LEVELS = ("debug", "info", "warning", "error")
 ASCII_ONLY = "ashl.ascii"  # name of the error handler
 
 
@@ -172,3 +179,63 @@ def die_with_parent() -> None:
         os._exit(EXIT_ORPHANED)
 
     threading.Thread(target=guard, daemon=True, name="guard").start()
+
+
+# --- the log of a process, and its title
+
+
+logger = logging.getLogger("ashl")
+logger.addHandler(logging.NullHandler())  # without a log of its own, a process shows nothing of it
+
+
+def log_level() -> str:
+    """Return the level that `ASHL_LOG` sets, info by default. Raises UsageError if it is no level."""
+    level = os.environ.get(LOG_LEVEL, "info").lower()
+    if level not in LEVELS:
+        raise UsageError(f"{LOG_LEVEL}={level}: unknown level; set one of {', '.join(LEVELS)}")
+    return level
+
+
+def start_log(handler: logging.Handler, name: str) -> None:
+    """Log to this handler from now on, each line with its time, level and the process that writes it."""
+    handler.handleError = lambda record: None  # a full disk: the log is cut short, and the run goes on
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}: %(message)s"))
+    logger.setLevel(log_level().upper())
+    logger.propagate = False
+    logger.addHandler(handler)
+
+
+@contextmanager
+def logging_to(path: Path, name: str) -> Generator[None]:
+    """Append the log of this process to a file for a while."""
+    try:
+        handler: logging.Handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError:  # a full disk, of which the records tell
+        handler = logging.NullHandler()
+    start_log(handler, name)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
+        handler.close()
+
+
+def set_title(title: str) -> None:
+    """Show the process under this title in ps, top and kill. Its environment stays readable in /proc."""
+    kept = os.environ.get("SPT_NOENV")
+    os.environ["SPT_NOENV"] = "1"  # read at the first call
+    setproctitle.setproctitle(title)
+    if kept is None:
+        del os.environ["SPT_NOENV"]
+
+
+@contextmanager
+def titled(title: str) -> Generator[None]:
+    """Show the process under this title for a while."""
+    before = setproctitle.getproctitle()
+    set_title(title)
+    try:
+        yield
+    finally:
+        set_title(before)

@@ -1,5 +1,6 @@
 """One rank of a real run, from the start of its process to its end."""
 
+import logging
 import os
 import platform
 import signal
@@ -43,9 +44,12 @@ from ashl.run.process_setup import (
     EXIT_CONTROLLER_SILENT,
     EXIT_DECLARED_FAILURE,
     INTERRUPTS,
+    LOG_LEVEL,
     die_with_parent,
     handle_signals,
     redirect,
+    set_title,
+    start_log,
 )
 from ashl.run.uploads import RestorePoint, await_restore_point, upload_checkpoint_part
 from ashl.runtime import rank_checkpoint
@@ -61,6 +65,8 @@ from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import NEVER, first_line, make_nccl_payloads
 from ashl.stage.program import peers_of, program, ranks_to_notify
 from ashl.stage.stage import Stage
+
+logger = logging.getLogger(__name__)
 
 GOODBYE_S = 30.0
 VERDICT_S = 5.0  # how long a rank that has failed waits to hear why the run ends
@@ -133,6 +139,21 @@ def run_rank(
     try:
         if settings.log:
             redirect(Path(settings.run_dir) / f"rank{settings.rank}.log")
+        if settings.log or LOG_LEVEL in os.environ:
+            start_log(logging.StreamHandler(), f"rank {settings.rank}")
+        title = title_of(plan, settings.rank)
+        set_title(f"ashl {title}")
+        logger.info(
+            "starts as %s, incarnation %d, process %d on %s; the job's store is at %s:%d, the controller on %s",
+            title,
+            settings.incarnation,
+            os.getpid(),
+            platform.node(),
+            settings.host,
+            settings.port,
+            settings.home,
+        )
+        if settings.log:
             signals_handled: AbstractContextManager = nullcontext()
         else:
             signals_handled = handle_signals(
@@ -156,6 +177,7 @@ def run_rank(
     except Exception as error:
         sentence = str(error) if isinstance(error, AshlError) else f"{type(error).__name__}: {first_line(error)}"
         consequence, blamed = classify_error(error)
+        logger.error("fails: %s (consequence=%s, blames=%s)", sentence, consequence, blamed)
         reporter.emit(RankError(settings.rank, sentence, consequence, blamed))
         reporter.close()
         if settings.log or not (consequence or isinstance(error, AshlError)):
@@ -166,6 +188,22 @@ def run_rank(
         end = End(1, sentence)
     watchdog.stop()
     return end
+
+
+def role_name(plan: Plan, rank: int) -> str:
+    """Return the role of a rank with its article: worker 1, the server (rank 2), the coordinator (rank 4)."""
+    if rank < plan.num_workers:
+        return f"worker {rank}"
+    coordinated = plan.stages[0].topology["_target_"].split(".")[-2] in ("gossip", "partial_all_reduce")
+    return f"the {'coordinator' if coordinated else 'server'} (rank {rank})"
+
+
+def title_of(plan: Plan, rank: int) -> str:
+    """Return what the process of a rank is called in lists of processes: worker 1, server, server 2, coordinator."""
+    if rank < plan.num_workers:
+        return f"worker {rank}"
+    role = role_name(plan, rank).partition(" (")[0].removeprefix("the ")
+    return f"{role} {rank - plan.num_workers}" if plan.num_ranks > plan.num_workers + 1 else role
 
 
 def raise_interrupt(number: int, frame: object) -> NoReturn:
@@ -276,6 +314,7 @@ def train_rank(
         if event.fail and event.worker == settings.rank and not late:
             threading.Thread(target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail").start()
     anew = saved is not None and (retransmits_on_resume(parts) or not runs_in_lockstep(parts, plan.num_workers))
+    logger.info("connected to ranks %s; trains from %.3f s of the run on", [*all_others], kernel.now_ns / 1e9)
     kernel.run(partial(program, stages=stages, saved=saved, comes=anew or settings.incarnation > 0))
     if settings.rank < plan.num_workers and learner.carries:
         reporter.show_last_state(learner.worker_state(settings.rank))
@@ -306,11 +345,13 @@ def leave_together(
         kernel.run_until(over)
     while not over():
         time.sleep(0.01)
+    logger.info("all ranks are done; leaves")
     kernel.close_connections(GOODBYE_S)
 
 
 def fail_at(kernel: TorchKernel, time_s: float) -> NoReturn:
     """End this process when its clock says so."""
+    logger.info("will fail at %g s, as cluster.events declares", time_s)
     while not kernel.started or kernel.now_ns < time_s * 1e9:
         time.sleep(0.001)
     os._exit(EXIT_DECLARED_FAILURE)

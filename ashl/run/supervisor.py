@@ -8,6 +8,7 @@ the run ends for it is a decision (`supervise`).
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import time
@@ -24,11 +25,11 @@ from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import admits_rejoin, can_block_forever, describe_modes
 from ashl.run.checkpoints import CheckpointManager
-from ashl.run.control_channel import PATIENCE_S, POLL_S, ControlChannel, JoinAnswer, JoinRequest
+from ashl.run.control_channel import PATIENCE_S, POLL_S, ControlChannel, JoinAnswer, JoinRequest, described
 from ashl.run.membership_listener import AWAKE_S, SAME_CAUSE_S
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import EXIT_CONTROLLER_SILENT, EXIT_DECLARED_FAILURE, EXIT_EVICTED
-from ashl.run.rank import RankSettings
+from ashl.run.rank import RankSettings, role_name
 from ashl.run.uploads import decode_state
 from ashl.runtime.control_messages import End
 from ashl.runtime.records import (
@@ -44,6 +45,9 @@ from ashl.runtime.records import (
     ModuleState,
     PacingStats,
     PeerUnreachable,
+    Placed,
+    PlanMade,
+    ProfileMeasured,
     RankError,
     Ready,
     Record,
@@ -58,6 +62,8 @@ from ashl.runtime.records import (
 )
 from ashl.runtime.regroup_consensus import KNOWN_S
 from ashl.runtime.time_accounting import KINDS
+
+logger = logging.getLogger(__name__)
 
 KILLED = "was killed by"  # how it is reported, followed by the signal's name
 DECLARED = "failed, as cluster.events says"
@@ -97,6 +103,8 @@ class LivenessMonitor:
     pace: list[PacingStats] = field(default_factory=list)
 
     def handle_record(self, monitor: Monitor, record: Record, vector: Tensor | None) -> None:
+        """Take in what a rank reports, with the model or state that belongs to it."""
+        log_record(record)
         if isinstance(record, Heartbeat) and record.time_ns > 0:
             zero_ns = time.monotonic_ns() - record.time_ns
             self.clock_zero_ns = zero_ns if self.clock_zero_ns is None else min(self.clock_zero_ns, zero_ns)
@@ -167,6 +175,10 @@ class LivenessMonitor:
             monitor, {*self.silent_ranks(timeout_s - min(SAME_CAUSE_S, timeout_s / 2))}
         ):
             for rank in late:
+                fenced = self.channel.incarnations[rank]
+                logger.warning(
+                    "evicts worker %d, incarnation %d: it missed heartbeats for %g s", rank, fenced, timeout_s
+                )
                 how = f"sent no heartbeat for {timeout_s:g} s"
                 self.channel.evict(
                     rank,
@@ -215,11 +227,15 @@ class LivenessMonitor:
             # home's clock may be a little behind
             now_ns = min(declared, key=lambda time_ns: abs(time_ns - now_ns), default=now_ns)
         monitor.emit(Lost(rank, now_ns, "declared" if how == DECLARED else how))
+        incarnation = self.channel.incarnations[rank]
+        logger.warning("worker %d, incarnation %d, failed: %s; the run continues without it", rank, incarnation, how)
         self.publish_membership()
 
     def abandon_rejoin(self, rank: int) -> None:
         """A worker that was coming will not."""
-        self.rejoining.pop(rank, None)
+        if self.rejoining.pop(rank, None) is not None:
+            incarnation = self.channel.incarnations[rank]
+            logger.warning("worker %d does not rejoin: incarnation %d failed or is superseded", rank, incarnation)
         self.publish_membership()
 
     def restart_workers(self, monitor: Monitor, max_restarts: int) -> None:
@@ -239,7 +255,9 @@ class LivenessMonitor:
                 self.restarts[rank] += code != EXIT_EVICTED and rank not in self.killed_as_silent
                 self.killed_as_silent.discard(rank)
                 self.expect_rejoin(monitor, rank)
-                self.start(rank, self.channel.incarnations[rank])
+                incarnation = self.channel.incarnations[rank]
+                logger.info("restarts worker %d as incarnation %d: it %s", rank, incarnation, self.failed[rank])
+                self.start(rank, incarnation)
 
     def expect_rejoin(self, monitor: Monitor, rank: int) -> None:
         """A worker that is lost is coming back."""
@@ -290,6 +308,7 @@ def supervise(
         looked, answered = now, channel.store_answered_s
         if monitor.stopping and not announced:
             announced, interrupted_at = monitor.stopping, now if monitor.stopping == "interrupted" else None
+            logger.info("asks all ranks to stop: %s", announced)
             channel.publish(channel.news._replace(stopping=announced))
         late = liveness.silent_ranks(timeout_s)
         if checkpoint_manager.every_s is None:  # else the run is gone on with from its last checkpoint
@@ -298,9 +317,12 @@ def supervise(
                 liveness.restart_workers(monitor, runtime.max_restarts)
         while channel.join_requests:
             number, ask = channel.join_requests.popleft()
-            channel.send_join_answer(
-                number, answer_join_request(liveness, monitor, ask, checkpoint_manager.every_s is not None)
-            )
+            answer = answer_join_request(liveness, monitor, ask, checkpoint_manager.every_s is not None)
+            if answer.refused is None:
+                logger.info("admits a process as worker %d, incarnation %d", answer.worker, answer.incarnation)
+            else:
+                logger.info("rejects a join request: %s", answer.refused)
+            channel.send_join_answer(number, answer)
         if not (
             liveness.errors
             or liveness.unexpected_exits()
@@ -309,6 +331,7 @@ def supervise(
             failed_at = None  # the run goes on without who was gone
         elif failed_at is None:
             failed_at = now
+            logger.warning("a rank failed; waits %g s for records that name the cause", SETTLE_S)
         if failed_at is not None and drained - failed_at > SETTLE_S:
             raise run_failure(liveness, run_dir, monitor)
         if interrupted_at is not None and now - interrupted_at > PATIENCE_S:
@@ -334,6 +357,35 @@ def supervise(
         if rank not in liveness.failed:
             process.join(PATIENCE_S)
     return pacing_summary(liveness.pace, plan.num_workers)
+
+
+def log_record(record: Record) -> None:
+    """Log what a rank reports: at INFO what happens seldom in a run, at DEBUG the rest, heartbeats left out."""
+    match record:
+        case Alive() | Heartbeat():
+            pass
+        case Placed():
+            logger.info("rank %d joined: %s", record.rank, described(record))
+        case Joined(rank, time_ns):
+            logger.info("worker %d rejoined at %.3f s of the run", rank, time_ns / 1e9)
+        case Ready(rank):
+            logger.info("worker %d is ready to rejoin", rank)
+        case StageEnd():
+            logger.info("stage %d ended at rank %d: %s", record.stage + 1, record.rank, described(record))
+        case Replan() | PlanMade() | ProfileMeasured():
+            logger.info("rank %d reports %s", record.rank, type(record).__name__)
+        case StopAsked():
+            logger.info("rank %d asks to stop: %s", record.rank, record.reason)
+        case PeerUnreachable():
+            logger.warning("rank %d reports: %s", record.rank, described(record))
+        case RankError(rank, error, consequence, blames):
+            logger.error("rank %d reports a failure: %s (consequence=%s, blames=%s)", rank, error, consequence, blames)
+        case Lost():
+            logger.warning("rank %d reports: %s", record.rank, described(record))
+        case Left(rank):
+            logger.info("rank %d exited in order", rank)
+        case _:
+            logger.debug("rank %d reports %s", record.rank, type(record).__name__)
 
 
 def run_failure(liveness: LivenessMonitor, run_dir: Path, monitor: Monitor) -> AshlError:
@@ -377,13 +429,6 @@ def find_culprit(errors: Sequence[RankError], gone: Mapping[int, str], silent: C
 
 def log_path(run_dir: Path, rank: int) -> Path:
     return run_dir / f"rank{rank}.log"
-
-
-def role_name(plan: Plan, rank: int) -> str:
-    if rank < plan.num_workers:
-        return f"worker {rank}"
-    coordinated = plan.stages[0].topology["_target_"].split(".")[-2] in ("gossip", "partial_all_reduce")
-    return f"the {'coordinator' if coordinated else 'server'} (rank {rank})"
 
 
 def rank_name(plan: Plan, monitor: Monitor, rank: int) -> str:

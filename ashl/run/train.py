@@ -30,7 +30,7 @@ from ashl.run.checkpoints import ANEW, EACH, LOCKSTEP, ROUND, SERVER, Checkpoint
 from ashl.run.host_time import host_here_s
 from ashl.run.launcher_env import JobMembership, read_membership
 from ashl.run.monitor import Monitor
-from ashl.run.process_setup import handle_signals
+from ashl.run.process_setup import handle_signals, log_level
 from ashl.run.rescaling import Origin
 from ashl.run.summary import summarise
 from ashl.run.virtual import Saving, simulate
@@ -86,6 +86,7 @@ def run(
     Raises UsageError and DataMissingError before anything is started, AshlError when the run failed or diverged, and
     KeyboardInterrupt when it was interrupted; the records are complete by then.
     """
+    log_level()
     config, job = detect_job(config)
     with jobs.reporting_error_to_job(job):
         tracking = construct(config["tracking"], "tracking", config["allow_targets"])

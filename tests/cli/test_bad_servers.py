@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ashl.run.supervisor import role_name
+from ashl.run.rank import role_name
 from tests.support import planned
 
 PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.002 topology=sharded_server"

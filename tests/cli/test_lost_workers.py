@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -111,12 +112,47 @@ def test_a_worker_that_stood_still_for_too_long_is_dropped_and_comes_anew(train,
     assert train(stop_for_a_while, "runtime.heartbeat_timeout_s=4", "stop.seconds=9") == (0, "")
     check_return(workplace / "run", 1, "sent no heartbeat for 4 s")
     said = (workplace / "run/rank1.log").read_text()
-    assert (
-        said == "ashl: worker 1 sent no heartbeat for 4 s (runtime.heartbeat_timeout_s); the run continues without it\n"
-    )
+    line = "ashl: worker 1 sent no heartbeat for 4 s (runtime.heartbeat_timeout_s); the run continues without it"
+    assert line in said.splitlines()
 
 
 JOIN = [sys.executable, "-m", "ashl.cli", "join"]
+
+
+def check_titles(run: Path) -> None:
+    """Lists of processes show what each process of a run is."""
+    titles = {rank: Path(f"/proc/{pid}/cmdline").read_bytes() for rank, pid in ranks_of(run).items()}
+    assert {rank: title.rstrip(b"\0") for rank, title in titles.items()} == {
+        0: b"ashl worker 0",
+        1: b"ashl worker 1",
+        2: b"ashl server",
+    }
+    assert Path("/proc/self/cmdline").read_bytes().rstrip(b"\0") == b"ashl controller"
+
+
+def check_logs(run: Path) -> None:
+    """The logs tell an operator who failed and why, who came instead, what the run decided, and why it ended."""
+    lines = (run / "controller.log").read_text().splitlines()
+    expected = [
+        r"INFO controller: starts a run of 2 workers and 3 ranks, 3 of them on node ",
+        r"INFO controller: started rank 1, incarnation 0, as process \d+",
+        r"INFO controller: rank 1 joined: host=",
+        r"INFO controller: rejects a join request: no worker of this run has failed",
+        r"WARNING controller: worker 1, incarnation 0, failed: was killed by SIGKILL; the run continues without it",
+        r"INFO controller: admits a process as worker 1, incarnation 1",
+        r"INFO controller: worker 1 rejoined at [\d.]+ s of the run",
+        r"INFO controller: asks all ranks to stop: interrupted",
+        r"INFO controller: the run ends: interrupted",
+    ]
+    for pattern in expected:  # in this order
+        while not re.search(pattern, lines.pop(0)):
+            assert lines, pattern
+    server = (run / "rank2.log").read_text()
+    assert "INFO rank 2: starts as server, incarnation 0, process " in server
+    assert "WARNING rank 2: worker 1, incarnation 0, failed; continues without it" in server
+    assert "INFO rank 2: worker 1 rejoined as incarnation 1; is connected to it" in server
+    assert "INFO rank 2: is asked to stop: interrupted" in server
+    assert "DEBUG" not in server
 
 
 def lose(run: Path) -> None:
@@ -165,9 +201,12 @@ def test_the_place_of_a_killed_worker_is_taken_from_another_terminal(mode, train
 
     def join(run: Path) -> None:
         assert stat.S_IMODE((run / "job.json").stat().st_mode) == 0o600
-        for own, why in ((["--worker", "7"], "there is no worker 7"), ([], "no worker of this run is lost")):
+        wait_for(lambda: main(["join", str(run)]) == 2 and "has not begun" not in capsys.readouterr().err)
+        for own, why in ((["--worker", "7"], "there is no worker 7"), ([], "no worker of this run has failed")):
             assert main(["join", str(run), *own]) == 2
             assert why in capsys.readouterr().err
+        if mode == ["sync=bsp"]:
+            check_titles(run)
         lose(run)
         with joined(run) as process:
             os.kill(os.getpid(), signal.SIGINT)
@@ -178,6 +217,8 @@ def test_the_place_of_a_killed_worker_is_taken_from_another_terminal(mode, train
     assert train(join, *mode) == (130, "")
     check_return(workplace / "run", 1, "was killed by SIGKILL", "interrupted")
     assert not (workplace / "run/job.json").exists()
+    if mode == ["sync=bsp"]:
+        check_logs(workplace / "run")
 
 
 @pytest.mark.slow

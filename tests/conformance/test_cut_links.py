@@ -101,10 +101,15 @@ def job(tmp_path: Path, request) -> Iterator[Job]:
                 process.stdout.close()
 
 
+def is_rank(command: list[str]) -> bool:
+    """Return True if this is the command, or the title, of a rank that an agent has started."""
+    return "ashl.cli" in command or " ".join(command).startswith(("ashl worker", "ashl server", "ashl controller"))
+
+
 def ended(job: Job, act: Callable[[], object], but: Sequence[int] = ()) -> list[str]:
     """Do it to a run; what each machine said, but for these, in good time and with nothing left behind."""
     family = [child for process in job.processes for child in psutil.Process(process.pid).children(recursive=True)]
-    ranks = [child for child in family if "ashl.cli" in child.cmdline()]  # of agents
+    ranks = [child for child in family if is_rank(child.cmdline())]  # of agents
     act()
     since, took, limit_s = time.monotonic(), {}, 2 * TIMEOUT_S
     if ranks:
