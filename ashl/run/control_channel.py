@@ -43,8 +43,8 @@ from ashl.runtime.records import (
     PlanMade,
     RankError,
     Record,
-    Rounds,
     Replan,
+    Rounds,
     Snapshot,
     StageBoundary,
     StageEnd,
@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 
 
 class ControlChannel:
-    """Takes in what the ranks say, and tells all of them the news."""
+    """The controller's end: reads the records of all ranks, and publishes control updates to them."""
 
     def __init__(
         self, store: AuthenticatedStore, num_ranks: int, num_params: int, shard_sizes: Mapping[int, int] | None = None
@@ -99,7 +99,7 @@ class ControlChannel:
 
     @property
     def refused(self) -> int:
-        """How many messages came that were not of this job."""
+        """Return how many messages of untrusted clients were rejected."""
         return self._store.refused
 
     def receive_records(self) -> Iterator[tuple[Record, Tensor | None]]:
@@ -115,12 +115,12 @@ class ControlChannel:
             raise AshlError(f"{self.store} is gone: {first_line(self._error)}") from self._error
 
     def publish(self, news: ControlUpdate) -> None:
-        """From now on these are the news."""
+        """Publish this control update to all ranks, again and again until another one replaces it."""
         self.news = news
         self._wake.set()
 
     def evict(self, rank: int, end: End) -> None:
-        """Tell the present life of a rank, whenever it listens again, that it is over."""
+        """Tell the present incarnation of a rank, when it next reads, that it is evicted."""
         self._outbox.append((control_queue(rank, self.incarnations[rank]), ControlUpdate(end=end).dumps().encode()))
         self._wake.set()
 
@@ -151,13 +151,13 @@ class ControlChannel:
             self._error = error
 
     def _discount_stop(self, now: float, stopped_s: float) -> None:
-        """While this process was stopped it could hear nobody: no rank counts as silent for that."""
+        """Do not count the time for which this process was stopped as silence of any rank."""
         self.resumed_s = now
         for rank in self.last_heard_s:
             self.last_heard_s[rank] += stopped_s
 
     def send_join_answer(self, number: int, send_join_answer: JoinAnswer) -> None:
-        """To a newcomer."""
+        """Send the answer to a join request."""
         self._outbox.append((answer_queue(number), send_join_answer.dumps()))
         self._wake.set()
 
@@ -227,7 +227,7 @@ def described(record: Record) -> str:
 
 
 class Reporter:
-    """The observer of a rank in a process of its own."""
+    """A rank's end: sends its records, heartbeats and models, and reads the control updates of the controller."""
 
     def __init__(
         self, store: AuthenticatedStore, rank: int, rounds: Rounds, watchdog: Watchdog, incarnation: int = 0
@@ -300,7 +300,7 @@ class Reporter:
                 )
 
     def close(self) -> None:
-        """Everything is sent when this returns."""
+        """Send all that is queued, and stop."""
         self._end.set()
         self._thread.join()
         if not self._broken:
@@ -402,17 +402,17 @@ def is_last(record: Record) -> bool:
 
 
 def control_queue(rank: int, incarnation: int) -> str:
-    """The queue of what home tells a rank in this life."""
+    """Return the queue of control updates for this incarnation of a rank."""
     return f"news/{rank}/{incarnation}"
 
 
 def sender_number(rank: int, incarnation: int) -> int:
-    """By this number the store knows who says something: a worker that comes back is another one than before."""
+    """Return the sender's number in the store: one for each incarnation of a rank."""
     return incarnation * INCARNATIONS + rank
 
 
 def split_sender(number: int) -> tuple[int, int]:
-    """Rank and life of a sender."""
+    """Return rank and incarnation of a sender."""
     incarnation, rank = divmod(number, INCARNATIONS)
     return rank, incarnation
 
@@ -422,7 +422,7 @@ JOIN_REQUESTS = "asks"  # a queue
 
 
 class JoinEndpoint(NamedTuple):
-    """Where the store of a run is, and what whoever joins it has to have alike."""
+    """Where the store of a run is, and what a joining process must have in common with the run."""
 
     host: Text
     port: int
@@ -435,7 +435,7 @@ class JoinEndpoint(NamedTuple):
 
 
 class JoinRequest(NamedTuple):
-    """To take the place of a lost worker: of this one, or of any."""
+    """A request for the place of a failed worker: of this one, or of any if None."""
 
     worker: int | None = None
 
@@ -448,7 +448,7 @@ class JoinRequest(NamedTuple):
 
 
 class JoinAnswer(NamedTuple):
-    """The place that is given, in which life, or why none is."""
+    """The place and incarnation of an admitted process, or the reason of a rejection."""
 
     refused: Text | None = None
     worker: int = 0
@@ -469,7 +469,7 @@ class JoinAnswer(NamedTuple):
 
 
 def answer_queue(number: int) -> str:
-    """The queue of the answer to whoever has drawn this number."""
+    """Return the queue of the answer to the request with this number."""
     return f"answer/{number}"
 
 

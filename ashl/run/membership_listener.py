@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class MembershipListener:
-    """Hears the news in the reporter's thread, and acts on what they say of this rank's peers."""
+    """Applies membership changes to this rank's connections, in the reporter's thread."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class MembershipListener:
         store: AuthenticatedStore,
         consensus: RegroupConsensus | None,
     ) -> None:
-        """`life` is this rank's, `peers` say that of each."""
+        """Args: incarnation of this rank; peers, the incarnation of each peer at the start."""
         self._kernel, self._rank, self._incarnation, self._store, self._consensus = (
             kernel,
             rank,
@@ -53,7 +53,7 @@ class MembershipListener:
 
     @property
     def failed_ranks(self) -> set[int]:
-        """Who is not there, and not waited for."""
+        """Return the ranks whose latest incarnation failed."""
         with self._lock:
             return {
                 rank for rank, incarnation in self._failed.items() if incarnation >= self._incarnations.get(rank, 0)
@@ -98,29 +98,29 @@ AWAKE_S = 0.5  # longer between two ticks, and the process was stopped
 
 
 class Watchdog:
-    """Ends this process when the store, or home, is silent for too long."""
+    """Ends this process if the store or the controller is silent for `timeout_s` seconds."""
 
     def __init__(self, timeout_s: float, store: str, controller: str, code: int) -> None:
-        """`store` is the address, `home` the host of the process that keeps the records, `code` the exit code."""
+        """Args: store, its address; controller, its host; code, the exit code of this process if one is silent."""
         self._timeout_s, self._store, self._controller, self._code = timeout_s, store, controller, code
         self._store_silent_s = self._controller_silent_s = 0.0  # seconds since
         self._stopped = threading.Event()
         threading.Thread(target=self._loop, daemon=True, name="watchdog").start()
 
     def record_store_answer(self) -> None:
-        """The store has answered."""
+        """Record that the store has answered."""
         self._store_silent_s = 0.0
 
     def record_controller_message(self) -> None:
-        """There was news from home."""
+        """Record that the controller has sent a control update."""
         self._controller_silent_s = 0.0
 
     def stop(self) -> None:
-        """There is nothing to wait for any longer."""
+        """Stop watching."""
         self._stopped.set()
 
     def check_timeouts(self, passed_s: float) -> End | None:
-        """Why this process has to end, where so long after the last look it has to."""
+        """Return the reason to end this process, if there is one, `passed_s` seconds after the last check."""
         awake_s = min(passed_s, AWAKE_S)
         self._store_silent_s += awake_s
         self._controller_silent_s += awake_s
@@ -143,7 +143,7 @@ class Watchdog:
 
 
 def exit_process(end: End) -> NoReturn:
-    """The last words of a process whose other threads may be blocked for good. Its destructors would wait for them."""
+    """End this process without destructors: they would wait for threads that may be blocked forever."""
     with suppress(OSError, ValueError):  # a full disk; a closed terminal
         if end.why:
             sys.stderr.write(f"ashl: {end.why}\n")
@@ -153,7 +153,7 @@ def exit_process(end: End) -> NoReturn:
 
 
 class AwakeTime:
-    """Seconds for which this process has not been stopped, if it is asked often: within `AWAKE_S`."""
+    """Measures seconds for which this process was not stopped. Call `passed_s` at least every `AWAKE_S` seconds."""
 
     def __init__(self) -> None:
         self._last, self._passed_s = time.monotonic(), 0.0

@@ -74,31 +74,29 @@ SURE_S = 2.0  # ... where others have lost the link to one of several and cannot
 
 @dataclass
 class LivenessMonitor:
-    """What the ranks have said of themselves, and what is seen of them."""
+    """What the controller knows of each rank, from its records and from its process.
+
+    A worker is running, failed (`failed`), rejoining (`failed` and `rejoining`) or exited (`exited`).
+    """
 
     plan: Plan
     channel: ControlChannel
-    processes: dict[int, BaseProcess]  # of the ranks that run here
-    rank_settings: Mapping[int, RankSettings]  # ... in their first life
-    start: Callable[[int, int], None]  # here, a rank in this life
-    survives_failure: bool  # whether it may, without a worker
-    admits_rejoin: bool  # ... and that may come back
+    processes: dict[int, BaseProcess]  # of the ranks on this node
+    rank_settings: Mapping[int, RankSettings]  # of the ranks on this node, in their first incarnation
+    start: Callable[[int, int], None]  # starts this incarnation of a rank on this node
+    survives_failure: bool  # the run can continue without a worker
+    admits_rejoin: bool  # a failed worker can rejoin
     exited: set[int] = field(default_factory=set)
-    failed: dict[int, str] = field(default_factory=dict)  # workers without which the run goes on, and how they ended
-    last_failure_s: float = 0.0  # when the last of them was
-    exit_noticed_s: dict[int, float] = field(default_factory=dict)  # when it was seen that a process had ended
-    rejoining: dict[int, bool] = field(
-        default_factory=dict
-    )  # those of them that are coming back, and whether all is ready
-    prior_totals: dict[int, Heartbeat] = field(
-        default_factory=dict
-    )  # how those stood in earlier lives that have come back
-    unreachable: dict[int, tuple[bool, float]] = field(
-        default_factory=dict
-    )  # to whom a link is broken: whether to nobody else, and when it was last said
-    killed_as_silent: set[int] = field(default_factory=set)  # whose process was ended here, as it stood still
-    restarts: Counter[int] = field(default_factory=Counter)  # how often a worker that was killed has been started anew
-    clock_zero_ns: int | None = None  # of the run's clock, by home's, as beats have it that came without delay
+    failed: dict[int, str] = field(default_factory=dict)  # workers without which the run continues, with the cause
+    last_failure_s: float = 0.0  # controller time of the latest worker failure
+    exit_noticed_s: dict[int, float] = field(default_factory=dict)  # controller time at which an exit was noticed
+    rejoining: dict[int, bool] = field(default_factory=dict)  # True once the worker is ready to be connected
+    prior_totals: dict[int, Heartbeat] = field(default_factory=dict)  # totals of a worker's earlier incarnations
+    # Peers that another rank cannot reach: whether the broken link leads to this peer alone, and the controller time.
+    unreachable: dict[int, tuple[bool, float]] = field(default_factory=dict)
+    killed_as_silent: set[int] = field(default_factory=set)  # evicted workers whose process was killed here
+    restarts: Counter[int] = field(default_factory=Counter)  # restarts of a killed worker, up to runtime.max_restarts
+    clock_zero_ns: int | None = None  # controller time of the run's zero, by the heartbeat with the least delay
     errors: list[RankError] = field(default_factory=list)
     pace: list[PacingStats] = field(default_factory=list)
 
@@ -148,15 +146,17 @@ class LivenessMonitor:
                 monitor.emit(record)
 
     def unexpected_exits(self) -> dict[int, str]:
-        """The ranks here whose process has ended before it had said all, and how."""
+        """Return the ranks on this node whose process ended before the rank had exited in order, and how it ended."""
         away = self.exited.union(self.failed)
         ended = {rank: process.exitcode for rank, process in self.processes.items() if rank not in away}
         return {rank: describe_exit(code) for rank, code in ended.items() if code is not None}
 
     def detect_failures(self, monitor: Monitor, timeout_s: float, late: Sequence[int], drained: float) -> None:
-        """Workers that were killed, failed as declared, or fell silent alone, and without which the run goes on, once
-        it has begun and their last words have been heard. `late`: who is silent for so long, `drained`: until when
-        what was said is heard."""
+        """Continue without workers that were killed, failed as declared, or miss heartbeats while others do not.
+
+        Does nothing before the run has begun. A failure counts once all records that the worker had sent are read.
+        Args: late, ranks without a heartbeat for `timeout_s`; drained, controller time up to which records are read.
+        """
         if not self.survives_failure or not any(beat.steps or beat.counts for beat in monitor.beats.values()):
             return
         for rank, how in self.unexpected_exits().items():
@@ -192,14 +192,14 @@ class LivenessMonitor:
                 self.continue_without(monitor, rank, how)
 
     def is_presumed_dead(self, rank: int, quiet_s: float) -> bool:
-        """Whether who is silent for so long, and is missed, is taken for dead. It is a process elsewhere."""
+        """Return True if a rank on another node, silent and unreachable for its peers, counts as failed."""
         alone, at = self.unreachable.get(rank, (False, -math.inf))
         if rank in self.processes:
             return False
         return quiet_s > QUIET_S if alone else quiet_s > SURE_S and time.monotonic() - at < KNOWN_S
 
     def presumed_dead(self) -> list[int]:
-        """The workers elsewhere that are taken for dead."""
+        """Return the workers on other nodes that count as failed."""
         return [
             rank
             for rank in self.silent_ranks(QUIET_S)
@@ -207,7 +207,7 @@ class LivenessMonitor:
         ]
 
     def can_continue_without(self, monitor: Monitor, alike: set[int]) -> bool:
-        """Whether the run goes on without these, who have fallen silent at about the same time."""
+        """Return True if the run can continue without these ranks, which fell silent at about the same time."""
         there = {*range(self.plan.num_workers)} - self.exited - self.failed.keys()
         served = self.plan.home >= self.plan.num_workers  # else another worker stands in for home
         if (served and self.plan.home in alike) or not alike < there or is_cut_off(self, monitor, alike):
@@ -215,7 +215,7 @@ class LivenessMonitor:
         return not alike - self.processes.keys() or not can_block_forever(monitor.job.parts)
 
     def continue_without(self, monitor: Monitor, rank: int, how: str) -> None:
-        """The run goes on without this worker."""
+        """Record a worker failure; the run continues without the worker."""
         self.rejoining.pop(rank, None)
         self.exit_noticed_s.pop(rank, None)
         if rank in self.failed:
@@ -232,15 +232,17 @@ class LivenessMonitor:
         self.publish_membership()
 
     def abandon_rejoin(self, rank: int) -> None:
-        """A worker that was coming will not."""
+        """Stop waiting for a rejoining worker."""
         if self.rejoining.pop(rank, None) is not None:
             incarnation = self.channel.incarnations[rank]
             logger.warning("worker %d does not rejoin: incarnation %d failed or is superseded", rank, incarnation)
         self.publish_membership()
 
     def restart_workers(self, monitor: Monitor, max_restarts: int) -> None:
-        """Start anew who has taken note that it was dropped, and, so often, who was killed; give up on who died on its
-        way."""
+        """Restart evicted workers on this node, and killed ones up to `max_restarts` times each.
+
+        A worker that ends while it rejoins is given up.
+        """
         for rank in [rank for rank in self.failed if rank in self.processes and self.admits_rejoin]:
             code = self.processes[rank].exitcode
             if code is None:
@@ -260,7 +262,7 @@ class LivenessMonitor:
                 self.start(rank, incarnation)
 
     def expect_rejoin(self, monitor: Monitor, rank: int) -> None:
-        """A worker that is lost is coming back."""
+        """Expect the next incarnation of a failed worker."""
         self.prior_totals[rank] = monitor.beats.get(rank) or empty_totals(rank)
         self.channel.incarnations[rank] += 1
         self.channel.last_heard_s[rank] = time.monotonic()
@@ -269,7 +271,7 @@ class LivenessMonitor:
         self.publish_membership()
 
     def publish_membership(self) -> None:
-        """Let all know who is there."""
+        """Publish to all ranks which workers failed, and the one that is ready to rejoin."""
         incarnations = self.channel.incarnations
         self.channel.absent = self.failed.keys() - self.rejoining.keys()
         lost = tuple((rank, incarnations[rank] - (rank in self.rejoining)) for rank in self.failed)
@@ -277,7 +279,7 @@ class LivenessMonitor:
         self.channel.publish(self.channel.news._replace(lost=lost, ready=ready[:1]))  # one after the other
 
     def silent_ranks(self, for_s: float) -> list[int]:
-        """Of whom nothing was heard for longer than that, as far as home has listened; longest first."""
+        """Return the ranks without a record for longer than `for_s`, as of the last empty queue; longest first."""
         away = self.exited.union(self.failed)
         since = {
             rank: self.channel.drained_s - at for rank, at in self.channel.last_heard_s.items() if rank not in away
@@ -288,7 +290,7 @@ class LivenessMonitor:
 def supervise(
     liveness: LivenessMonitor, run_dir: Path, monitor: Monitor, checkpoint_manager: CheckpointManager
 ) -> dict | None:
-    """Take in what the ranks tell until all have left, as `run_controller` says."""
+    """Read records and react to them until all ranks have exited or failed, as `run_controller` says."""
     plan, channel, processes, runtime = liveness.plan, liveness.channel, liveness.processes, monitor.job.parts.runtime
     timeout_s = runtime.heartbeat_timeout_s
     channel.last_heard_s |= dict.fromkeys(processes, time.monotonic())  # they have only just been started
@@ -389,7 +391,7 @@ def log_record(record: Record) -> None:
 
 
 def run_failure(liveness: LivenessMonitor, run_dir: Path, monitor: Monitor) -> AshlError:
-    """What to say of a run that a rank has failed."""
+    """Return the error that names the rank at fault and its log."""
     rank, what = find_culprit(
         liveness.errors, liveness.unexpected_exits() | liveness.failed, liveness.silent_ranks(QUIET_S)
     )
@@ -410,8 +412,11 @@ def describe_exit(code: int) -> str:
 
 
 def find_culprit(errors: Sequence[RankError], gone: Mapping[int, str], silent: Collection[int]) -> tuple[int, str]:
-    """Whose fault a failure is, and what to say of it: an error of a rank's own comes first, then a process that has
-    ended, then one that others have lost and nothing is heard of, whoever complains of it. `silent`: longest first."""
+    """Return the rank at fault for a failure, and the sentence about it.
+
+    Order: an error of a rank's own, then a process that ended, then a rank that is silent and that others cannot reach.
+    Args: silent, ranks without records, longest first.
+    """
     own = next((error for error in errors if not error.consequence), None)
     if own is not None:
         return own.rank, f": {own.error}"
@@ -432,14 +437,14 @@ def log_path(run_dir: Path, rank: int) -> Path:
 
 
 def rank_name(plan: Plan, monitor: Monitor, rank: int) -> str:
-    """A rank by its role and, where there are several, its host."""
+    """Return a rank by its role and, if the run has several nodes, its node."""
     hosts = {place.host for place in monitor.hosts.values()}
     place = monitor.hosts.get(rank)
     return role_name(plan, rank) + (f" on {place.host}" if place and len(hosts) > 1 else "")
 
 
 def is_cut_off(liveness: LivenessMonitor, monitor: Monitor, late: set[int]) -> bool:
-    """Whether all ranks on other machines are silent, and none here, where there are several others."""
+    """Return True if all ranks on several other nodes are silent, and none on this node is."""
     here = {*liveness.processes}
     elsewhere = {place.host for rank, place in monitor.hosts.items() if rank not in here}
     away = liveness.exited.union(liveness.failed)
@@ -447,7 +452,7 @@ def is_cut_off(liveness: LivenessMonitor, monitor: Monitor, late: set[int]) -> b
 
 
 def check_liveness(plan: Plan, monitor: Monitor, liveness: LivenessMonitor, timeout_s: float, missing: bool) -> None:
-    """Raises AshlError when a rank is not heard of, or when all wait for each other, naming who."""
+    """Raise AshlError, which names the ranks, if one misses heartbeats or all wait for each other."""
     for_so_long = f"for {timeout_s:g} s (runtime.heartbeat_timeout_s)"
     if missing:
         late = liveness.silent_ranks(
@@ -471,12 +476,13 @@ def check_liveness(plan: Plan, monitor: Monitor, liveness: LivenessMonitor, time
 
 
 # --- answers to whoever asks for the place of a failed worker ---------------------------------------------------------
-#
-# Home's answer to whoever asks for the place of a lost worker.
 
 
 def answer_join_request(liveness: LivenessMonitor, monitor: Monitor, ask: JoinRequest, keeps: bool) -> JoinAnswer:
-    """A place, which is taken with that, or why there is none. `keeps`: the run leaves checkpoints."""
+    """Admit a joining process in the place of a failed worker, or return the reason against it.
+
+    Args: keeps, True if the run takes checkpoints.
+    """
     if why := join_refusal(liveness, monitor, ask.worker, keeps):
         return JoinAnswer(refused=why)
     rank = min(liveness.failed.keys() - liveness.rejoining.keys()) if ask.worker is None else ask.worker
@@ -511,12 +517,12 @@ def join_refusal(liveness: LivenessMonitor, monitor: Monitor, worker: int | None
 
 
 def empty_totals(rank: int) -> Heartbeat:
-    """How a worker stands of which nothing has been heard."""
+    """Return the totals of a worker that has sent no heartbeat."""
     return Heartbeat(rank, 0, 0, None, None, dict.fromkeys(KINDS, 0), 0, 0, {})
 
 
 def outage_until(before: Heartbeat, time_ns: int) -> Heartbeat:
-    """How a worker stood that was lost, when it is back at that moment: what is missing up to there it was down."""
+    """Return the totals of a failed worker at the time it rejoins: time without totals counts as down."""
     down = before.totals_ns["down"] + max(0, time_ns - sum(before.totals_ns.values()))
     return before._replace(totals_ns=before.totals_ns | {"down": down})
 
@@ -524,7 +530,7 @@ def outage_until(before: Heartbeat, time_ns: int) -> Heartbeat:
 def add_prior_totals(
     before: Heartbeat, record: Heartbeat | TimeTotals | StageBoundary
 ) -> Heartbeat | TimeTotals | StageBoundary:
-    """What a worker says of its present life, and what it had done before."""
+    """Add the totals of a worker's earlier incarnations to a record of its present one."""
     totals = {kind: before.totals_ns[kind] + ns for kind, ns in record.totals_ns.items()}
     if isinstance(record, StageBoundary):
         return record._replace(totals_ns=totals)
@@ -539,7 +545,7 @@ def add_prior_totals(
 
 
 def measured(before: Measures, now: Measures) -> dict[str, Measured]:
-    """The values under each name, those before and those since."""
+    """Add the values of two sets of measures by name."""
     found = dict(before)
     for name, (last, total, count) in now.items():
         _, so_far, times = before.get(name, (0.0, 0.0, 0))
