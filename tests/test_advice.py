@@ -383,6 +383,37 @@ def test_a_dry_run_says_what_the_race_takes_here(
     assert "--budget 1 is too small" in capsys.readouterr().err
 
 
+def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
+    workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ashl train` refuses such a key; a candidate ran with it, or was left out for it."""
+    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K")))
+    monkeypatch.setattr(contest, "run_all", written)
+    monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
+    stale, nowhere = "aggregate.discount=0.5", "cluster.bandwidth_mbit_s=20"
+    command = ["advise", *TINY, "--target", "0.9", stale, nowhere]
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    record = jsonl.whole(Path("study/advice.json"))
+    assert record is not None
+    for note in (
+        f"{stale} was dropped in BSP: it needs pushes that may be stale, as those of sync=asp.",
+        f"{nowhere} was dropped in every candidate: it needs cluster.exchange_s=null, as a declared exchange_s",
+    ):
+        assert note in captured.out + captured.err
+        assert any(said.startswith(note) for said in record["notes"])
+        assert note in unescape(Path("study/report.html").read_text())
+    sweep_of = jsonl.whole(Path("study/sweep.json"))
+    assert sweep_of is not None
+    for setting in sweep_of["settings"]:
+        assert nowhere not in setting["overrides"]
+        assert (stale in setting["overrides"]) == (setting["label"] == "ASP")
+    assert nowhere not in record["command"]
+    assert stale in record["command"]  # ASP leads
+    assert main([*command, "--dry-run"]) == 0  # planned candidates are kept with what was dropped of them
+    assert f"{stale} was dropped in BSP" in capsys.readouterr().out
+
+
 def test_no_race_has_more_runs_than_said() -> None:
     """One learning rate is tuned for nobody; more of it is tried by those in front and the baseline alone."""
     assert run_count(22, 1) == (0, 3 * 22, 10)

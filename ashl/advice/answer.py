@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ashl.advice.candidates import Candidate, Field
+from ashl.advice.candidates import Candidate, Field, dropped_notes
 from ashl.advice.contest import RunCount, Tuned
 from ashl.advice.evidence import Evidence
 from ashl.advice.flips import Racer, flips_of
@@ -121,6 +121,8 @@ def show_field(console: Console, field: Field) -> None:
     """Print the candidates and why they compete, and the other rules and why they do not."""
     for table in field_tables(field):
         show_table(console, table)
+    for note in dropped_notes(field.candidates):
+        console.print(note, markup=False, soft_wrap=True)
 
 
 def field_tables(field: Field) -> list[SaidTable]:
@@ -148,8 +150,8 @@ def announce(console: Console, field: Field, scale: Scale, folder: Path) -> None
     rest = f"{len(field.left_out)} left out (--explain says why)"
     rates = f"{len(scale.rates)} learning rates each" if len(scale.rates) > 1 else "one learning rate for all"
     console.print(f"{len(field.candidates)} candidates, {rest}; {rates}; folder {folder}", soft_wrap=True)
-    for note in notes_of(scale):
-        console.print(note, soft_wrap=True)
+    for note in (*notes_of(scale), *dropped_notes(field.candidates)):
+        console.print(note, markup=False, soft_wrap=True)
 
 
 def show_forecast(console: Console, found: Forecast) -> None:
@@ -224,7 +226,7 @@ def answered(
     launch = follows.on_hosts(chosen, own.plan.num_workers)
     plan = compile_plan({**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, [])
     flips = flipped(field, board, lambda: deadline.left_s < max(LEAST_S, deadline.budget_s / 20))
-    notes = [*notes_of(scale), *known.notes(field)]
+    notes = [*notes_of(scale), *dropped_notes(field.candidates), *known.notes(field)]
     words, sure = in_words(board, known, notes), board.second.probability if board.second else None
     up, down = (None if mb is None else 1e6 * mb for mb in (first.mb_up, first.mb_down))
     value = f"{board.measure.text(first.spread.middle)} ({interval(first.spread, board.measure)})"

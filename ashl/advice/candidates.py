@@ -1,7 +1,8 @@
 """From the rules and what was typed to the candidates: composed, planned, and thinned out by what is safe to say."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +12,13 @@ from ashl.advice.situation import Situation, situation
 from ashl.config.compose import alternatives, compose
 from ashl.config.identity import config_hash
 from ashl.config.override import key_of
-from ashl.errors import UsageError
+from ashl.errors import NoEffectError, UsageError
 from ashl.plan.plan import Plan
-from ashl.planning.compile_plan import PreparedPlan, compile_plan, prepare_plan
+from ashl.planning.compile_plan import PreparedPlan, prepare_plan
 from ashl.planning.instantiate import declared_profile
 from ashl.planning.settings import STAGE_GROUPS
 from ashl.run.rank import evaluation_here
+from ashl.study.grid import checked
 
 RATE = "optimizer.lr"
 CHOSEN = ("schedule", "planner", *(group for group in STAGE_GROUPS if group != "optimizer"))  # what rules choose
@@ -36,13 +38,17 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A rule that was taken, as a configuration for virtual time and its plan. `overrides` are the rule's own."""
+    """A rule that was taken, as a configuration for virtual time and its plan. `overrides` are the rule's own.
+
+    `dropped` has the typed overrides that have no effect in it, and why.
+    """
 
     rule: Rule
     overrides: tuple[str, ...]
     config: dict[str, Any]
     plan: Plan
     reason: str
+    dropped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -99,7 +105,7 @@ def field_of(wanted: Asked, config_dir: Path | None, progress: Callable[[int, in
     """Try every rule. Raises UsageError where fewer than two candidates remain."""
     progress(0, len(RULES), "this cluster and this machine")
     free = [text for text in wanted.fixed if key_of(text).partition(".")[0] not in CHOSEN]
-    plain = [prepare_plan(compose([*free, *texts], config_dir), None, texts) for texts in PLAIN]
+    plain = [prepare_plan(with_effect((*free, *texts), config_dir)[1], None, texts) for texts in PLAIN]
     host = plain[0]
     if not getattr(host.parts.runtime, "gradients", True):
         raise UsageError("runtime.gradients=false: nothing is learned, so that no candidate is better; drop it")
@@ -141,7 +147,7 @@ def planned(
 
 def as_kept(taken: Sequence[Candidate], left_out: Sequence[LeftOut]) -> dict[str, Any]:
     """What was planned, as plain values."""
-    rows = [[own.name, own.overrides, own.config, own.plan.to_json(), own.reason] for own in taken]
+    rows = [[own.name, own.overrides, own.config, own.plan.to_json(), own.reason, own.dropped] for own in taken]
     return {"candidates": rows, "left_out": left_out}
 
 
@@ -151,8 +157,8 @@ def restored(kept: dict[str, Any] | None, rules: Sequence[Rule]) -> tuple[list[C
         return None
     by_name = {rule.name: rule for rule in rules}
     taken = [
-        Candidate(by_name[name], tuple(overrides), config, Plan.from_json(plan), reason)
-        for name, overrides, config, plan, reason in kept["candidates"]
+        Candidate(by_name[name], tuple(overrides), config, Plan.from_json(plan), reason, dropped)
+        for name, overrides, config, plan, reason, dropped in kept["candidates"]
     ]
     return taken, [LeftOut(*entry) for entry in kept["left_out"]]
 
@@ -183,10 +189,36 @@ def candidate(rule: Rule, s: Situation, wanted: Asked, config_dir: Path | None) 
         raise UsageError("the command line names a sync mode, and this names that of each of its stages.")
     refuse_others(chosen, wanted)
     own = tuple(text for text in own if text not in wanted.fixed)
-    overrides = [*wanted.fixed, *own]
-    config = compose(overrides, config_dir)
-    refuse_others(config["choices"], wanted)
-    return Candidate(rule, own, config, compile_plan(config, None, overrides), rule.reason(s))
+    refuse_others(compose([*wanted.fixed, *own], config_dir)["choices"], wanted)
+    reasons = dict[str, str]()
+    point, config, plan = with_effect((*wanted.fixed, *own), config_dir, reasons)
+    dropped = {text: reasons[key_of(text)] for text in wanted.fixed if text not in point}
+    return Candidate(rule, tuple(text for text in own if text in point), config, plan, rule.reason(s), dropped)
+
+
+def with_effect(
+    overrides: tuple[str, ...], config_dir: Path | None, reasons: dict[str, str] | None = None
+) -> tuple[tuple[str, ...], dict[str, Any], Plan]:
+    """Return the overrides without those that have no effect, the configuration and its plan.
+
+    Args: reasons receives, by key, why an override has no effect.
+    Raises: UsageError for everything else, and so for a key that the chosen option lacks.
+    """
+    return checked(overrides, partial(compose, config_dir=config_dir), {}, reasons=reasons, drops=NoEffectError)
+
+
+def dropped_notes(candidates: Sequence[Candidate]) -> list[str]:
+    """Return a sentence for each typed override that has no effect in some candidates, with their names."""
+    found = dict[str, dict[str, str]]()
+    for own in candidates:
+        for text, reason in own.dropped.items():
+            found.setdefault(text, {})[own.name] = reason
+    notes = []
+    for text, by_name in found.items():
+        where = "every candidate" if len(by_name) == len(candidates) else ", ".join(by_name)
+        reason = next(iter(by_name.values())).removeprefix(f"{text} has no effect here: ")
+        notes.append(f"{text} was dropped in {where}: {reason.removesuffix('; drop it otherwise')}.")
+    return notes
 
 
 def refuse_others(chosen: Mapping[str, str], wanted: Asked) -> None:

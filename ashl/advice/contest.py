@@ -68,7 +68,8 @@ def setting_of(own: Candidate, place: Place, scale: Scale, rate: float, seed: in
         limits["target_accuracy"] = scale.target
     changed = {key: value for key, value in limits.items() if value != config["stop"][key]}
     texts |= {f"stop.{key}": "null" if value is None else f"{value:g}" for key, value in changed.items()}
-    typed = [text for text in (*place.fixed, *own.overrides) if key_of(text) not in texts]
+    kept = (*(text for text in place.fixed if text not in own.dropped), *own.overrides)
+    typed = [text for text in kept if key_of(text) not in texts]
     config = {**config, **changes, "stop": limits}
     return Setting(
         hash=config_hash(config),

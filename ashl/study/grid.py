@@ -209,9 +209,12 @@ def checked(
     plans: dict[str, Plan | UsageError],
     processes: Processes = alone,
     reasons: dict[str, str] | None = None,
+    drops: type[UnusedKeyError] = UnusedKeyError,
 ) -> tuple[tuple[str, ...], dict[str, Any], Plan]:
     """A point without the keys that have no effect in it, its configuration and its plan. Why a key that the chosen
     option has was left out is put among the `reasons`.
+
+    Args: drops is UnusedKeyError to leave out keys that the chosen option lacks, too, and NoEffectError to refuse them.
 
     Points that differ in their seed only share a plan, so one of them is checked, unless it draws the cluster.
     """
@@ -227,7 +230,7 @@ def checked(
             return point, config, plan
         except UnusedKeyError as error:
             rest = tuple(single for single in point if key_of(single) != error.key)
-            if len(rest) == len(point):
+            if len(rest) == len(point) or not isinstance(error, drops):
                 raise
             if isinstance(error, NoEffectError) and reasons is not None:
                 reasons.setdefault(error.key, str(error))
