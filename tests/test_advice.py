@@ -390,7 +390,7 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
     monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K")))
     monkeypatch.setattr(contest, "run_all", written)
     monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
-    stale, nowhere = "aggregate.discount=0.5", "cluster.bandwidth_mbit_s=20"
+    stale, nowhere = "aggregate.staleness_discount=0.5", "cluster.bandwidth_mbit_s=20"
     command = ["advise", *TINY, "--target", "0.9", stale, nowhere]
     assert main(command) == 0
     captured = capsys.readouterr()
