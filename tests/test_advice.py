@@ -311,7 +311,8 @@ def written(slots: int, jobs: Sequence[Job], show: Any, unwanted: Callable[[Job]
     for job in jobs:
         if unwanted(job):
             continue
-        sync, rate, seed = job.config["choices"]["sync"], job.config["optimizer"]["lr"], job.config["seed"]
+        choices = job.config["choices"]
+        sync, rate, seed = choices.get("sync", "bsp"), job.config["optimizer"]["lr"], job.config["seed"]
         reach_s = {"asp": 1.0, "bsp": 2.0}[sync] * (1 + abs(math.log(rate / 0.1))) * (1 + 0.01 * seed)
         stages = [{"name": sync, "start_s": 0.0, "end_s": reach_s, "steps": 100}]
         values, target = {"optimizer.lr": rate}, job.config["stop"]["target_accuracy"]
@@ -407,7 +408,7 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
     assert sweep_of is not None
     for setting in sweep_of["settings"]:
         assert nowhere not in setting["overrides"]
-        assert (stale in setting["overrides"]) == (setting["label"] == "ASP")
+        assert (stale in setting["overrides"]) == (setting["label"] in ("ASP", "as typed"))
     assert nowhere not in record["command"]
     assert stale in record["command"]  # ASP leads
     assert main([*command, "--dry-run"]) == 0  # planned candidates are kept with what was dropped of them
