@@ -1,7 +1,8 @@
 """ashl: measure, plan and train on unequal machines. Importing this package loads nothing heavy.
 
-`train`, `sweep` and `load` are what the command line does, for scripts and notebooks. What goes wrong is raised as an
-`ashl.errors.AshlError`, whose text is the sentence that the command line prints.
+`train`, `sweep` and `load` are what the command line does, for scripts and notebooks. What goes
+wrong is raised as an `ashl.errors.AshlError`, whose text is the sentence that the command line
+prints.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _here = Path(__file__).resolve().parent
-if not (_here / "cli").is_dir():  # a checkout, where the working directory may shadow what is installed
+if not (
+    _here / "cli"
+).is_dir():  # a checkout, where the working directory may shadow what is installed
     __path__.append(str(_here.parent))  # in which cli/ and conf/ lie beside this folder
 
 
@@ -34,12 +37,13 @@ def train(
     quiet: bool = True,
     **settings: Any,
 ) -> Run:
-    """Do what `ashl train` does with these overrides, as in `ashl.train("sync=bsp", "runtime=sim")`.
+    """Do what `ashl train` does with these overrides, as in `ashl.train("sync=bsp",
+    "runtime=sim")`.
 
-    Settings are keywords, too: `sync="bsp"`, `**{"stop.steps": 40}`. Model, dataset, loss and optimizer are names of
-    options or objects of plain torch. Return the run: its `summary`, its `metrics` and `events` as pandas frames, its
-    `model()`. Raise AshlError also where the run failed or diverged, and KeyboardInterrupt; the records are complete by
-    then.
+    Settings are keywords, too: `sync="bsp"`, `**{"stop.steps": 40}`. Model, dataset, loss and
+    optimizer are names of options or objects of plain torch. Return the run: its `summary`, its
+    `metrics` and `events` as pandas frames, its `model()`. Raise AshlError also where the run
+    failed or diverged, and KeyboardInterrupt; the records are complete by then.
     """
     from ashl.config.catalog import own_folder
     from ashl.config.compose import compose
@@ -51,7 +55,9 @@ def train(
 
     _check_texts(overrides)
     if isinstance(loss, str):
-        raise UsageError(f"loss={loss!r} is no loss; give a function or a module, or an option as task={loss!r}.")
+        raise UsageError(
+            f"loss={loss!r} is no loss; give a function or a module, or an option as task={loss!r}."
+        )
     given = {"model": model, "dataset": dataset, "loss": loss, "optimizer": optimizer}
     given = {name: value for name, value in given.items() if value is not None}
     settings |= {name: value for name, value in given.items() if isinstance(value, str)}
@@ -61,7 +67,9 @@ def train(
     with session_of(objects, lines, folder) as (chosen, session):
         config = compose(chosen, session.folder)
         session.check(config)
-        command = call_text(objects, lines) if objects else str(command_line("train", lines, folder))
+        command = (
+            call_text(objects, lines) if objects else str(command_line("train", lines, folder))
+        )
         with _guest(), session.present():
             ran = run(config, chosen, quiet=quiet, silent=quiet, command=command)
     return Run(ran.run_dir or Path(), ran.summary or {}, tuple(config["allow_targets"]), session)
@@ -78,8 +86,8 @@ def sweep(
 ) -> Runs:
     """What `ashl sweep` does with these overrides, as in `ashl.sweep("sync=bsp,ssp", "seed=0,1")`.
 
-    Settings are keywords, too: `sync="bsp,ssp"`. Returns the runs of the settings that ended, in the order of the grid
-    (look at `status`), their records as pandas frames, and the `answer()`.
+    Settings are keywords, too: `sync="bsp,ssp"`. Returns the runs of the settings that ended, in
+    the order of the grid (look at `status`), their records as pandas frames, and the `answer()`.
     """
     from functools import partial
 
@@ -95,7 +103,9 @@ def sweep(
 
     _check_texts(overrides)
     if jobs is not None and (not isinstance(jobs, int) or jobs < 1):
-        raise UsageError(f"jobs={jobs!r} is no number of runs at a time; give 1 or more, or None for all cores.")
+        raise UsageError(
+            f"jobs={jobs!r} is no number of runs at a time; give 1 or more, or None for all cores."
+        )
     folder = own_folder(config_dir)
     overrides = (*overrides, *keyword_overrides(settings))
     grid = make_grid(grid_lines(overrides, folder), partial(compose, config_dir=folder))
@@ -117,7 +127,8 @@ def sweep(
 
 
 def load(path: str | PathLike[str]) -> Run | Runs:
-    """A finished run by its folder, as `train` returns it; or those of a sweep or of a folder of runs, as `sweep` does.
+    """A finished run by its folder, as `train` returns it; or those of a sweep or of a folder of
+    runs, as `sweep` does.
 
     Raises UsageError where none is there that has ended.
     """
@@ -125,7 +136,9 @@ def load(path: str | PathLike[str]) -> Run | Runs:
     from ashl.study.frames import load
 
     if not isinstance(path, str | PathLike):
-        raise UsageError(f"{path!r} is no path; name the folder of a run, of a sweep, or one of runs.")
+        raise UsageError(
+            f"{path!r} is no path; name the folder of a run, of a sweep, or one of runs."
+        )
     return load(Path(path))
 
 
@@ -134,13 +147,17 @@ def _check_texts(overrides: Sequence[object]) -> None:
     from ashl.errors import UsageError
 
     if wrong := [one for one in overrides if not isinstance(one, str)]:
-        raise UsageError(f"{wrong[0]!r} is no text of the form KEY=VALUE; a list of settings is given as *settings.")
+        raise UsageError(
+            f"{wrong[0]!r} is no text of the form KEY=VALUE; a list of settings is given as"
+            " *settings."
+        )
 
 
 @contextmanager
 def _guest() -> Generator[None]:
-    """Leaves the caller's process as it was. Processes that are started in here do not run the caller's script anew,
-    as Python would have them do: so it needs no `if __name__ == "__main__"`."""
+    """Leaves the caller's process as it was. Processes that are started in here do not run the
+    caller's script anew, as Python would have them do: so it needs no `if __name__ == "__main__"`.
+    """
     import torch
 
     from ashl.run.process_setup import standard_streams

@@ -10,7 +10,9 @@ def plain(text: str) -> str:
 
 
 def parsed(text: str | bytes) -> Any:
-    """The value that JSON text stands for. Raises ValueError, also where brackets are nested too deep."""
+    """The value that JSON text stands for. Raises ValueError, also where brackets are nested too
+    deep.
+    """
     try:
         return json.loads(text)
     except RecursionError:
@@ -18,7 +20,9 @@ def parsed(text: str | bytes) -> Any:
 
 
 class AshlError(Exception):
-    """The run failed. The message is the one sentence the user reads; it names the fix where there is one."""
+    """The run failed. The message is the one sentence the user reads; it names the fix where there
+    is one.
+    """
 
     exit_code = 1
 
@@ -30,7 +34,9 @@ class UsageError(AshlError):
 
 
 class UnusedKeyError(UsageError):
-    """A key that other options have, and the chosen one has not: an error in one run, left out in a sweep over them."""
+    """A key that other options have, and the chosen one has not: an error in one run, left out in a
+    sweep over them.
+    """
 
     def __init__(self, text: str, key: str) -> None:
         super().__init__(text)
@@ -38,7 +44,9 @@ class UnusedKeyError(UsageError):
 
 
 class NoEffectError(UnusedKeyError):
-    """A key whose value changes nothing beside the others: an error in one run, left out in a sweep."""
+    """A key whose value changes nothing beside the others: an error in one run, left out in a
+    sweep.
+    """
 
 
 class DataMissingError(AshlError):
@@ -48,7 +56,9 @@ class DataMissingError(AshlError):
 
 
 class OwnFaultError(AshlError):
-    """A part of the user's own failed: its model, task, data set or optimizer, and no code of ashl."""
+    """A part of the user's own failed: its model, task, data set or optimizer, and no code
+    of ashl.
+    """
 
     def __init__(self, part: str, place: str, reason: str, hint: str) -> None:
         """`place` is the item, the worker and the step."""

@@ -1,7 +1,8 @@
-"""The form of a configuration option: a frozen, keyword-only dataclass whose fields are checked when it is made.
+"""The form of a configuration option: a frozen, keyword-only dataclass whose fields are checked
+when it is made.
 
-Defaults live in the option's YAML file and nowhere else, so that a class never disagrees with its file: a field that
-stands in for a class variable of a base is required, whatever the base says.
+Defaults live in the option's YAML file and nowhere else, so that a class never disagrees with its
+file: a field that stands in for a class variable of a base is required, whatever the base says.
 """
 
 import difflib
@@ -9,7 +10,16 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from inspect import get_annotations, iscoroutinefunction, isfunction, signature
 from types import FunctionType
-from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -33,21 +43,26 @@ def option(cls: T) -> T:
 
 def known_fields(cls: type) -> frozenset[str]:
     """The names of an option's fields, class variables not among them."""
-    return frozenset(field.name for base in cls.__mro__ if is_dataclass(base) for field in fields(base))
+    return frozenset(
+        field.name for base in cls.__mro__ if is_dataclass(base) for field in fields(base)
+    )
 
 
 class Contract:
     """A typed base with a default for every question, which the options of one group extend.
 
-    `group` names the group, `contract` marks a base below it that asks more, and with `strict` nothing may be said that
-    nobody asks for: what is for a class's own use begins with an underscore.
+    `group` names the group, `contract` marks a base below it that asks more, and with `strict`
+    nothing may be said that nobody asks for: what is for a class's own use begins with an
+    underscore.
     """
 
     _group: ClassVar[str] = ""
     _strict: ClassVar[bool] = False
     _contract: ClassVar[bool] = True
 
-    def __init_subclass__(cls, *, group: str | None = None, contract: bool = False, strict: bool | None = None) -> None:
+    def __init_subclass__(
+        cls, *, group: str | None = None, contract: bool = False, strict: bool | None = None
+    ) -> None:
         super().__init_subclass__()
         cls._contract = contract or group is not None
         cls._group = cls._group if group is None else group
@@ -55,14 +70,20 @@ class Contract:
 
 
 def refuse_unasked(cls: type[Contract], where: str) -> None:
-    """Refuse a class that says what nobody asks for, or does not say what it has to: a misspelt hook would be ignored,
-    and the default would hold instead.
+    """Refuse a class that says what nobody asks for, or does not say what it has to: a misspelt
+    hook would be ignored, and the default would hold instead.
 
     Raises UsageError, with the nearest right name.
     """
-    bases = [part for part in cls.__mro__ if issubclass(part, Contract) and part.__dict__.get("_contract", True)]
+    bases = [
+        part
+        for part in cls.__mro__
+        if issubclass(part, Contract) and part.__dict__.get("_contract", True)
+    ]
     named = [set(part.__dict__) | set(get_annotations(part)) for part in bases]
-    asked = {name for names in named for name in names if not name.startswith("_")} | known_fields(cls)
+    asked = {name for names in named for name in names if not name.startswith("_")} | known_fields(
+        cls
+    )
     who = f"{where} names {quoted(cls)}"
     for part in cls.__mro__[:-1]:
         if part in bases:
@@ -72,7 +93,11 @@ def refuse_unasked(cls: type[Contract], where: str) -> None:
                 continue
             near = difflib.get_close_matches(name, asked, n=1, cutoff=NEAR)
             if near or cls._strict:
-                hint = f"did you mean {near[0]!r}?" if near else "what is for its own use begins with an underscore"
+                hint = (
+                    f"did you mean {near[0]!r}?"
+                    if near
+                    else "what is for its own use begins with an underscore"
+                )
                 raise UsageError(f"{who}, whose {name!r} nothing asks for; {hint}")
         for name, value in part.__dict__.items():
             above = next((base.__dict__[name] for base in bases if name in base.__dict__), None)
@@ -81,16 +106,24 @@ def refuse_unasked(cls: type[Contract], where: str) -> None:
                 raise UsageError(f"{who}, whose {name!r} cannot be asked; write it as {right}")
     methods = {name for part in bases for name, value in part.__dict__.items() if isfunction(value)}
     if wrong := sorted(name for name in methods & known_fields(cls) if not name.startswith("_")):
-        raise UsageError(f"{who}, which has a field {wrong[0]!r} where a method is asked for; give it another name")
+        raise UsageError(
+            f"{who}, which has a field {wrong[0]!r} where a method is asked for; give it another"
+            " name"
+        )
     for name in sorted(name for part in bases for name in get_annotations(part)):
         if name not in methods and isfunction(getattr(cls, name, None)):
-            raise UsageError(f"{who}, whose {name!r} is a method where a value is asked for; make it a property")
+            raise UsageError(
+                f"{who}, whose {name!r} is a method where a value is asked for; make it a property"
+            )
         if name not in dir(cls) and name not in known_fields(cls):
-            raise UsageError(f"{who}, which does not say {name!r}; it has no default, so give the class one")
+            raise UsageError(
+                f"{who}, which does not say {name!r}; it has no default, so give the class one"
+            )
 
 
 def refuse_untyped(made: Contract, where: str) -> None:
-    """Refuse an option of which a value is none that its base has room for: a misspelt word would be ignored, too.
+    """Refuse an option of which a value is none that its base has room for: a misspelt word would
+    be ignored, too.
 
     Raises UsageError.
     """
@@ -101,9 +134,12 @@ def refuse_untyped(made: Contract, where: str) -> None:
             try:
                 adapter.validate_python(value, strict=True)
             except ValidationError as error:
-                right = " or ".join(dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in error.errors()))
+                right = " or ".join(
+                    dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in error.errors())
+                )
                 raise UsageError(
-                    f"{where} names {quoted(type(made))}, whose {name}={value!r} is not possible: should be {right}"
+                    f"{where} names {quoted(type(made))}, whose {name}={value!r} is not possible:"
+                    f" should be {right}"
                 ) from error
 
 
@@ -111,7 +147,11 @@ def refuse_untyped(made: Contract, where: str) -> None:
 def values_of(base: type[Contract]) -> dict[str, TypeAdapter]:
     """What a contract asks for that is no method, with the type that each has to be of."""
     hints = get_type_hints(base, include_extras=True)
-    asked = [name for name in get_annotations(base) if get_origin(hints[name]) is ClassVar and not name.startswith("_")]
+    asked = [
+        name
+        for name in get_annotations(base)
+        if get_origin(hints[name]) is ClassVar and not name.startswith("_")
+    ]
     return {name: TypeAdapter(get_args(hints[name])[0]) for name in asked}
 
 
@@ -121,7 +161,9 @@ def quoted(cls: type) -> str:
 
 def takes(hook: Any, above: FunctionType) -> bool:
     """Whether a hook is one, and can be called with all that the one above it is called with."""
-    bound = hook.__get__(above) if isinstance(hook, FunctionType | staticmethod | classmethod) else hook
+    bound = (
+        hook.__get__(above) if isinstance(hook, FunctionType | staticmethod | classmethod) else hook
+    )
     if not callable(bound) or (iscoroutinefunction(bound) and not iscoroutinefunction(above)):
         return False
     asked = signature(above.__get__(above)).parameters.values()
@@ -145,7 +187,9 @@ def _no_truth_value(value: Any) -> Any:
 Number = BeforeValidator(_no_truth_value)
 Positive = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Number, Field(ge=0, allow_inf_nan=False)]
-Duration = Annotated[NonNegative, Field(le=1e9)]  # seconds, up to 30 years: what a clock of nanoseconds can bear
+Duration = Annotated[
+    NonNegative, Field(le=1e9)
+]  # seconds, up to 30 years: what a clock of nanoseconds can bear
 Span = Annotated[Duration, Field(gt=0)]
 Ratio = Annotated[float, Number, Field(gt=0, le=1)]
 Fraction = Annotated[float, Number, Field(ge=0, le=1)]

@@ -15,23 +15,36 @@ def advise(
     overrides: Overrides = None,
     config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
-    target: Annotated[float | None, typer.Option(help="Judge by the time to this accuracy, as 0.9.")] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Judge by the time to this accuracy, as 0.9.")
+    ] = None,
     budget: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, max=1e7, help="What the answer may take on this machine.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=1, max=1e7, help="What the answer may take on this machine."
+        ),
     ] = 300.0,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show where time goes, who competed, who did not, and why.")
+        bool,
+        typer.Option("--explain", help="Show where time goes, who competed, who did not, and why."),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the candidates and what their race would take; run nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Show the candidates and what their race would take; run nothing."
+        ),
     ] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; default: all cores.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time; default: all cores.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Find the sync mode, topology, compression and schedule that train fastest on a cluster, within a time budget.
+    """Find the sync mode, topology, compression and schedule that train fastest on a cluster,
+    within a time budget.
 
-    Races what makes sense there in virtual time. What is typed holds for every candidate. The same command goes on.
+    Races what makes sense there in virtual time. What is typed holds for every candidate. The same
+    command goes on.
     """
     with starting(quiet):
         from ashl.advice.advise import advise as asked

@@ -1,4 +1,6 @@
-"""The command line. Nothing heavy is imported before a command runs: `ashl --help` must answer at once."""
+"""The command line. Nothing heavy is imported before a command runs: `ashl --help` must answer at
+once.
+"""
 
 import os
 import shlex
@@ -33,7 +35,9 @@ from .ui import ui
 
 @runtime_checkable
 class Complaint(Protocol):
-    """What Typer's complaints have in common: not in all of its versions is there a public class of theirs."""
+    """What Typer's complaints have in common: not in all of its versions is there a public class of
+    theirs.
+    """
 
     def format_message(self) -> str: ...
 
@@ -70,7 +74,9 @@ class Group(TyperGroup):
 
 app = typer.Typer(
     cls=Group,
-    help="Which sync mode, topology, compression and schedule trains fastest on my unequal machines?",
+    help=(
+        "Which sync mode, topology, compression and schedule trains fastest on my unequal machines?"
+    ),
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -99,7 +105,9 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")]
+Version = Annotated[
+    bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+]
 
 
 @app.callback()
@@ -108,11 +116,15 @@ def _root(version: Version = False) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 fine, 1 failed, 2 usage, 3 data missing, 130 interrupted.
+    """Run one command and return its exit code: 0 fine, 1 failed, 2 usage, 3 data missing, 130
+    interrupted.
 
-    Whatever goes wrong is one sentence on standard error; the traceback is shown with `--debug` only.
+    Whatever goes wrong is one sentence on standard error; the traceback is shown with `--debug`
+    only.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch prints stack frames before our sentence
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "FATAL"
+    )  # else torch prints stack frames before our sentence
     with standard_streams():
         return _guarded([*(sys.argv[1:] if argv is None else argv)] or ["--help"])
 
@@ -149,7 +161,10 @@ def _run(args: list[str]) -> int:
 def _rephrased(error: Complaint, args: Sequence[str]) -> str:
     """Return Typer's complaint as one sentence with the fix."""
     command = args[0]
-    text, hint = " ".join(error.format_message().split()).rstrip("."), "; `ashl --help` shows what there is."
+    text, hint = (
+        " ".join(error.format_message().split()).rstrip("."),
+        "; `ashl --help` shows what there is.",
+    )
     if text.startswith("No such command"):
         return f"There is no command {command}{meant(command, COMMANDS, hint)}"
     if isinstance(error, UnknownOption) and text.startswith("No such option"):
@@ -158,12 +173,16 @@ def _rephrased(error: Complaint, args: Sequence[str]) -> str:
         known = {*defaults(), *(parameter.key for parameter in parameters(CONF / "config.yaml"))}
         names = () if {key, key.partition(".")[0]} & known else error.possibilities or ()
         near = nearest(key, {name.lstrip("-").replace("-", "_") for name in names})
-        return f"There is no option {option}" + (f"; did you mean --{near.replace('_', '-')}?" if near else hint)
+        return f"There is no option {option}" + (
+            f"; did you mean --{near.replace('_', '-')}?" if near else hint
+        )
     return text + hint
 
 
 def _as_setting(option: str, key: str, args: Sequence[str]) -> str:
-    """Return KEY=VALUE for what was typed as an option, with the value that was typed, quoted for a shell."""
+    """Return KEY=VALUE for what was typed as an option, with the value that was typed, quoted for a
+    shell.
+    """
     word = next((word for word in args if word.partition("=")[0] == option), option)
     _, equals, value = word.partition("=")
     if not equals and word in args:
@@ -177,11 +196,16 @@ def _sentence(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}." if error.filename else ".")
-    return f"{type(error).__name__}: {' '.join(str(error).split())}; this is a bug in ashl, --debug shows where."
+    return (
+        f"{type(error).__name__}: {' '.join(str(error).split())}; this is a bug in ashl, --debug"
+        " shows where."
+    )
 
 
 def _settle() -> None:
-    """Leave nothing in standard output that cannot be written: Python would complain of it at its very end."""
+    """Leave nothing in standard output that cannot be written: Python would complain of it at its
+    very end.
+    """
     try:
         sys.stdout.flush()
     except OSError:

@@ -17,21 +17,33 @@ def calibrate(
         float, typer.Option(metavar="SECONDS", min=0.1, max=1e7, help="What each run should take.")
     ] = 3.0,
     budget: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, max=1e7, help="What all of it may take on this machine.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=1, max=1e7, help="What all of it may take on this machine."
+        ),
     ] = 1200.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the combinations; run nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the combinations; run nothing.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     debug: Debug = False,
 ) -> int:
     """Run combinations on real processes and in virtual time, and show predicted beside measured.
 
-    A real cluster is profiled first, unless profile=FILE is given. The same command runs only what is missing.
+    A real cluster is profiled first, unless profile=FILE is given. The same command runs only what
+    is missing.
     """
     with starting(quiet):
         from ashl.study.calibrate import calibrate as run_calibration
 
     with interruptible(quiet):
         run_calibration(
-            overrides or [], config_dir, console(), run_s=seconds, budget_s=budget, dry_run=dry_run, quiet=quiet
+            overrides or [],
+            config_dir,
+            console(),
+            run_s=seconds,
+            budget_s=budget,
+            dry_run=dry_run,
+            quiet=quiet,
         )
     return 0

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from ashl.report.records import LeftOut
 
-Folders = Annotated[list[Path], typer.Argument(metavar="RUN_OR_SWEEP...", help="Folders of runs and of sweeps.")]
+Folders = Annotated[
+    list[Path], typer.Argument(metavar="RUN_OR_SWEEP...", help="Folders of runs and of sweeps.")
+]
 MAX_NAMED = 10
 
 
@@ -25,17 +27,28 @@ def compare(
     ctx: typer.Context,
     folders: Folders,
     baseline: Annotated[
-        str | None, typer.Option(metavar="SETTING", help="Compare with this one; default: BSP, else the slowest.")
+        str | None,
+        typer.Option(
+            metavar="SETTING", help="Compare with this one; default: BSP, else the slowest."
+        ),
     ] = None,
     target: Annotated[
         float | None,
         typer.Option(
-            help="Judge by the time to this accuracy, as 0.9; to this value where the task has another metric."
+            help=(
+                "Judge by the time to this accuracy, as 0.9; to this value where the task has"
+                " another metric."
+            )
         ),
     ] = None,
-    hold: Annotated[int | None, typer.Option(min=1, help="Evaluations in a row that must reach the target.")] = None,
+    hold: Annotated[
+        int | None, typer.Option(min=1, help="Evaluations in a row that must reach the target.")
+    ] = None,
     sort: Annotated[
-        str | None, typer.Option(help="Order of the table: setting, accuracy, best, loss, steps, wait, up or down.")
+        str | None,
+        typer.Option(
+            help="Order of the table: setting, accuracy, best, loss, steps, wait, up or down."
+        ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 20,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the report goes.")] = None,
@@ -43,8 +56,8 @@ def compare(
 ) -> int:
     """Rank finished runs, and say who is first, by how much and how sure.
 
-    Runs that differ in their seed only count as one setting. report.html is written into the sweep's folder, or here;
-    with --target 0.9, report-target-0.9.html beside it.
+    Runs that differ in their seed only count as one setting. report.html is written into the
+    sweep's folder, or here; with --target 0.9, report-target-0.9.html beside it.
     """
     from ashl.report.compare import compare as compared
     from ashl.report.leaderboard import ordering
@@ -54,7 +67,13 @@ def compare(
     asked = {"target": target, "hold": hold}
     beside = "-".join(f"{key}-{value:g}" for key, value in asked.items() if value is not None)
     found = compared(
-        folders, out=out, target=target, hold=hold, baseline=baseline, command=str(typed(ctx)), beside=beside
+        folders,
+        out=out,
+        target=target,
+        hold=hold,
+        baseline=baseline,
+        command=str(typed(ctx)),
+        beside=beside,
     )
     show_left_out(found.board.left_out)
     screen = console()

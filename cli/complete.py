@@ -1,4 +1,6 @@
-"""Completion of overrides: groups, options behind `=`, parameters behind a dot. Reads `conf/` without Hydra."""
+"""Completion of overrides: groups, options behind `=`, parameters behind a dot. Reads `conf/`
+without Hydra.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -10,7 +12,9 @@ from ashl.errors import AshlError
 
 
 class Bare(str):
-    """What bash wants behind `=`, where a new word begins for it: the value alone, let through by Typer's filter."""
+    """What bash wants behind `=`, where a new word begins for it: the value alone, let through by
+    Typer's filter.
+    """
 
     __slots__ = ()
 
@@ -19,13 +23,20 @@ class Bare(str):
 
 
 def complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Pairs of a completion and its help for the override that is being typed; none where anything is wrong."""
+    """Pairs of a completion and its help for the override that is being typed; none where anything
+    is wrong.
+    """
     words = [str(word) for word in ctx.params.get("overrides") or ()]
-    cut = len(words) > 1 and words[-1] == "=" and incomplete != ""  # bash cuts KEY=VALUE into three words
+    cut = (
+        len(words) > 1 and words[-1] == "=" and incomplete != ""
+    )  # bash cuts KEY=VALUE into three words
     if cut:
         incomplete = f"{words[-2]}={incomplete}"
     elif incomplete == "" and words and "=" not in words[-1] and words[-2:-1] != ["="]:
-        cut, incomplete = True, f"{words[-1]}="  # the cursor is right behind "=", which Typer swallows
+        cut, incomplete = (
+            True,
+            f"{words[-1]}=",
+        )  # the cursor is right behind "=", which Typer swallows
     chosen = defaults() | dict(re.findall(r"(\w+)(?: = |=)(\w+)", " ".join(words)))
     try:
         found = list(_candidates(catalog(ctx.params.get("config_dir")), chosen, incomplete))
@@ -35,10 +46,16 @@ def complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     return [(Bare(word.partition("=")[2]), text) for word, text in found] if cut else found
 
 
-def _candidates(groups: Catalog, chosen: Mapping[str, str], incomplete: str) -> Iterator[tuple[str, str]]:
-    """All that may begin with `incomplete`: the groups, or the options and parameters of the only one that fits."""
+def _candidates(
+    groups: Catalog, chosen: Mapping[str, str], incomplete: str
+) -> Iterator[tuple[str, str]]:
+    """All that may begin with `incomplete`: the groups, or the options and parameters of the only
+    one that fits.
+    """
     head = re.split("[=.]", incomplete)[0]
-    fitting = [head] if head in groups else [group for group in groups if group.startswith(incomplete)]
+    fitting = (
+        [head] if head in groups else [group for group in groups if group.startswith(incomplete)]
+    )
     if len(fitting) != 1:
         yield from ((f"{group}=", "") for group in fitting)
     for group in fitting if len(fitting) == 1 else ():

@@ -25,7 +25,17 @@ from .train import Debug
 if TYPE_CHECKING:
     from ashl.compression.common.laws import Law
 
-PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "pydantic", "typer", "rich", "mlflow")
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "numpy",
+    "hydra-core",
+    "omegaconf",
+    "pydantic",
+    "typer",
+    "rich",
+    "mlflow",
+)
 PATIENCE_S = 2.0  # for a name or a server that may not answer
 
 FAIL, MISSING = "FAIL", "MISSING"
@@ -34,26 +44,39 @@ T = TypeVar("T")
 
 
 def doctor(
-    what: Annotated[str | None, typer.Argument(help="`compression` measures what every codec promises.")] = None,
+    what: Annotated[
+        str | None, typer.Argument(help="`compression` measures what every codec promises.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show versions, backends, network interfaces, data and store. Exit code 1 when something is broken."""
+    """Show versions, backends, network interfaces, data and store. Exit code 1 when something is
+    broken.
+    """
     if what == "compression":
         _compression()
         return
     if what is not None:
         raise UsageError(
-            f"There is nothing called '{what}' to look into; take `ashl doctor` or `ashl doctor compression`"
+            f"There is nothing called '{what}' to look into; take `ashl doctor` or `ashl doctor"
+            " compression`"
         )
     rows: list[Row] = []
     for check in (_versions, _machine, _torch, _vision, _network, _data, _store):
         try:
             rows.extend(check())
         except Exception as error:  # a broken installation is what this command is for
-            rows.append((check.__name__.strip("_"), f"{FAIL}: {type(error).__name__}: {' '.join(str(error).split())}"))
+            rows.append(
+                (
+                    check.__name__.strip("_"),
+                    f"{FAIL}: {type(error).__name__}: {' '.join(str(error).split())}",
+                )
+            )
     show("", rows)
     if any(text.startswith((FAIL, MISSING)) for _, text in rows):
-        raise AshlError("Something above is broken or missing; install ashl into a fresh environment to mend it.")
+        raise AshlError(
+            "Something above is broken or missing; install ashl into a fresh environment to"
+            " mend it."
+        )
 
 
 def _compression() -> None:
@@ -61,16 +84,26 @@ def _compression() -> None:
     from ashl.compression.common.laws import laws
     from ashl.config.construct import construct
 
-    found = {n: laws(construct(values(file), "compression", ())) for n, file in catalog()["compression"].items()}
+    found = {
+        n: laws(construct(values(file), "compression", ()))
+        for n, file in catalog()["compression"].items()
+    }
     stated = [(name, law) for name, held in found.items() for law in held if law.kept is not None]
-    broken = [(name, law.name, law.stated, law.measured, law.verdict) for name, law in stated if not law.kept]
+    broken = [
+        (name, law.name, law.stated, law.measured, law.verdict)
+        for name, law in stated
+        if not law.kept
+    ]
     if broken:
         show("codec, failed law, stated, measured", [*broken, ("",) * 5])
     lost = "‖C(x) − x‖²/‖x‖² of a normal and of a heavy-tailed x"
     show(f"codec, laws passed, measured (stated): bits an element, {lost}", _rows(found))
     last = f"{len(stated) - len(broken)} of {len(stated)} laws pass for {len(found)} codecs"
     if broken:
-        raise AshlError(f"{last}; those listed first fail on this machine; report them in an issue, with this table")
+        raise AshlError(
+            f"{last}; those listed first fail on this machine; report them in an issue, with this"
+            " table"
+        )
     print(f"\n{last}; `ashl list compression NAME` shows those of one")
 
 
@@ -78,8 +111,14 @@ def _rows(found: Mapping[str, Sequence["Law"]]) -> Iterator[tuple[str, ...]]:
     for name, laws in found.items():
         kept = [law.kept for law in laws if law.kept is not None]
         shown = [law for law in laws if law.name.startswith(("bits", "relative error"))]
-        cells = (f"{law.measured} ({law.stated})" if law.stated != "-" else law.measured for law in shown)
-        yield name, f"{sum(kept)} of {len(kept)}", *(cell.replace("at most ", "≤ ") for cell in cells)
+        cells = (
+            f"{law.measured} ({law.stated})" if law.stated != "-" else law.measured for law in shown
+        )
+        yield (
+            name,
+            f"{sum(kept)} of {len(kept)}",
+            *(cell.replace("at most ", "≤ ") for cell in cells),
+        )
 
 
 def _versions() -> Iterator[Row]:
@@ -104,15 +143,23 @@ def _torch() -> Iterator[Row]:
     yield "gloo", "on" if distributed.is_available() and distributed.is_gloo_available() else "off"
     yield "nccl", "on" if distributed.is_available() and distributed.is_nccl_available() else "off"
     names = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else []
     )
-    yield "cuda", ", ".join(names) or ("no device" if torch.version.cuda else "off, a CPU build of torch")
+    yield (
+        "cuda",
+        ", ".join(names) or ("no device" if torch.version.cuda else "off, a CPU build of torch"),
+    )
 
 
 def _vision() -> Iterator[Row]:
     from ashl.data.vision import native_operators
 
-    yield "torchvision operators", "on" if native_operators() else "off (not needed: a CUDA build beside a CPU torch)"
+    yield (
+        "torchvision operators",
+        "on" if native_operators() else "off (not needed: a CUDA build beside a CPU torch)",
+    )
 
 
 def _network() -> Iterator[Row]:
@@ -122,7 +169,11 @@ def _network() -> Iterator[Row]:
     address = _patiently(lambda: socket.gethostbyname(host))
     yield (
         "host name",
-        f"{host} is {address}" if address else f"{host} has no address; set GLOO_SOCKET_IFNAME for several nodes",
+        (
+            f"{host} is {address}"
+            if address
+            else f"{host} has no address; set GLOO_SOCKET_IFNAME for several nodes"
+        ),
     )
 
 
@@ -130,8 +181,13 @@ def _data() -> Iterator[Row]:
     from ashl.data.images import KNOWN
 
     root = Path(os.environ.get("ASHL_DATA") or "data").absolute()
-    found = [name for name, known in KNOWN.items() if (root / known.files.partition("{")[0]).is_dir()]
-    yield "data root", f"{root} {'' if root.is_dir() else 'is missing; digits and the synthetic sets need none'}"
+    found = [
+        name for name, known in KNOWN.items() if (root / known.files.partition("{")[0]).is_dir()
+    ]
+    yield (
+        "data root",
+        f"{root} {'' if root.is_dir() else 'is missing; digits and the synthetic sets need none'}",
+    )
     yield "data sets there", ", ".join(found) or "none"
 
 
@@ -140,11 +196,16 @@ def _store() -> Iterator[Row]:
     place = urlsplit(uri)
     if place.scheme in ("http", "https"):
         answer = _patiently(
-            lambda: _reach(place.hostname or "", place.port or (443 if place.scheme == "https" else 80))
+            lambda: _reach(
+                place.hostname or "", place.port or (443 if place.scheme == "https" else 80)
+            )
         )
         yield (
             "mlflow server",
-            f"{place.hostname} {'answers' if answer else 'does not answer; runs are kept in runs/ only'}",
+            (
+                f"{place.hostname}"
+                f" {'answers' if answer else 'does not answer; runs are kept in runs/ only'}"
+            ),
         )
         return
     file = Path(uri.removeprefix("sqlite:///"))
@@ -163,7 +224,9 @@ def _runs(file: Path) -> str:
 
 
 def _patiently(ask: Callable[[], T]) -> T | None:
-    """The answer of a call that may hang for long; None where it fails or takes more than PATIENCE_S."""
+    """The answer of a call that may hang for long; None where it fails or takes more than
+    PATIENCE_S.
+    """
     answers: list[T] = []
 
     def listen() -> None:

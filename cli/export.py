@@ -19,24 +19,31 @@ def export(
     folders: Folders,
     kind: Annotated[
         str | None,
-        typer.Option("--format", metavar="|".join(FORMATS), help="Default: by the file's name, else csv."),
+        typer.Option(
+            "--format", metavar="|".join(FORMATS), help="Default: by the file's name, else csv."
+        ),
     ] = None,
     to: Annotated[
         str | None,
         typer.Option(
-            "--to", metavar="|".join(TARGETS), help="No records: a script that trains as the run did with another tool."
+            "--to",
+            metavar="|".join(TARGETS),
+            help="No records: a script that trains as the run did with another tool.",
         ),
     ] = None,
     what: Annotated[
         str, typer.Option(metavar="|".join(TABLES), help="A row for each run, evaluation or event.")
     ] = "summary",
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: standard output.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Default: standard output.")
+    ] = None,
     debug: Debug = False,
 ) -> int:
-    """Write what runs recorded as one flat table, which pandas reads in one line: pandas.read_csv("runs.csv").
+    """Write what runs recorded as one flat table, which pandas reads in one line:
+    pandas.read_csv("runs.csv").
 
-    With --to: a script that trains the model of one run in the same synchronous rounds, with torch's
-    DistributedDataParallel, torchft, or plain torch.
+    With --to: a script that trains the model of one run in the same synchronous rounds, with
+    torch's DistributedDataParallel, torchft, or plain torch.
     """
     if to is not None:
         return export_to(to, folders, kind, out)
@@ -46,7 +53,9 @@ def export(
         if value not in allowed:
             raise UsageError(f"{option} {value}: there are {', '.join(allowed)}.")
     if kind == "parquet" and out is None:
-        raise UsageError("Parquet is no text for the terminal; name a file, as in --out runs.parquet.")
+        raise UsageError(
+            "Parquet is no text for the terminal; name a file, as in --out runs.parquet."
+        )
     from ashl.report import flat
     from ashl.report.records import read
 
@@ -64,12 +73,15 @@ def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> 
     if kind is not None:
         raise UsageError("--format is for records, and --to for a script; give one of them.")
     if len(folders) > 1:
-        raise UsageError(f"--to {to} is of one run, and {len(folders)} folders are named; name one.")
+        raise UsageError(
+            f"--to {to} is of one run, and {len(folders)} folders are named; name one."
+        )
     from ashl.export.scripts import render_script
 
     if out is not None and out.stem == to == "torchft":
         raise UsageError(
-            f"--out {out}: a script of that name hides torchft from itself; take another one, as train_torchft.py."
+            f"--out {out}: a script of that name hides torchft from itself; take another one, as"
+            " train_torchft.py."
         )
     written = render_script(folders[0], to, out.name if out else f"train_{to}.py")
     if out is None:
@@ -78,5 +90,7 @@ def export_to(to: str, folders: Folders, kind: str | None, out: Path | None) -> 
     try:
         out.write_text(written, encoding="utf-8")
     except OSError as error:
-        raise AshlError(f"{out} cannot be written ({error.strerror}); name another place with --out FILE.") from error
+        raise AshlError(
+            f"{out} cannot be written ({error.strerror}); name another place with --out FILE."
+        ) from error
     return 0

@@ -10,9 +10,12 @@ from .train import Debug, starting
 
 def join(
     run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="Its folder; default: the newest that is running.")
+        Path | None,
+        typer.Argument(metavar="RUN", help="Its folder; default: the newest that is running."),
     ] = None,
-    worker: Annotated[int | None, typer.Option(min=0, help="Default: the lowest failed one.")] = None,
+    worker: Annotated[
+        int | None, typer.Option(min=0, help="Default: the lowest failed one.")
+    ] = None,
     debug: Debug = False,
 ) -> int:
     """Rejoin a run on this machine in place of a failed worker (runtime=local).

@@ -26,31 +26,52 @@ LAUNCHED = ("train", "profile", "sweep")
 
 def launch(
     ctx: typer.Context,
-    hosts: Annotated[Path, typer.Option(metavar="FILE", help="A line for each host: `node1`, or `node1 slots=2`.")],
-    command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND", help="train, profile or sweep, with all that it takes.")
+    hosts: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="A line for each host: `node1`, or `node1 slots=2`."),
     ],
-    np: Annotated[int | None, typer.Option("--np", min=1, help="Processes; default: as many as it needs.")] = None,
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="COMMAND", help="train, profile or sweep, with all that it takes."),
+    ],
+    np: Annotated[
+        int | None, typer.Option("--np", min=1, help="Processes; default: as many as it needs.")
+    ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Of the first host, to meet at; default: one that is free.")
+        int | None,
+        typer.Option(
+            min=1, max=65535, help="Of the first host, to meet at; default: one that is free."
+        ),
     ] = None,
     ssh: Annotated[str, typer.Option(metavar="COMMAND", help="As in --ssh 'ssh -p 2222'.")] = "ssh",
     python: Annotated[
         str,
-        typer.Option(metavar="PATH", help="The Python there that has ashl; default: as here.", show_default=False),
+        typer.Option(
+            metavar="PATH",
+            help="The Python there that has ashl; default: as here.",
+            show_default=False,
+        ),
     ] = sys.executable,
-    folder: Annotated[str | None, typer.Option(metavar="PATH", help="Where to run there; default: as here.")] = None,
+    folder: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Where to run there; default: as here.")
+    ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Copy this variable, too, beside ASHL_*, NCCL_*, GLOO_* and OMP_*."),
+        typer.Option(
+            metavar="NAME", help="Copy this variable, too, beside ASHL_*, NCCL_*, GLOO_* and OMP_*."
+        ),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what all ranks say.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show what all ranks say.")
+    ] = False,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> int:
-    """Run train, profile or sweep on several hosts: one ssh for each, ranks in the order of the file.
+    """Run train, profile or sweep on several hosts: one ssh for each, ranks in the order of the
+    file.
 
-    runtime=torchrun and cluster=real are understood. Rank 0 prints and keeps the records. Ctrl-C ends it everywhere.
+    runtime=torchrun and cluster=real are understood. Rank 0 prints and keeps the records. Ctrl-C
+    ends it everywhere.
     """
     name, *args = command
     if name not in LAUNCHED:
@@ -87,7 +108,9 @@ def launch(
     )
     if name == "sweep":
         for option in [option for option in ("launcher", "sweeper", "jobs") if params.get(option)]:
-            raise UsageError(f"`ashl launch` brings the runs to its hosts, one at a time; drop --{option}.")
+            raise UsageError(
+                f"`ashl launch` brings the runs to its hosts, one at a time; drop --{option}."
+            )
         inner.obj = where
         return inner.command.invoke(inner)
     return start(where, name, [name, *args, *own], params)
@@ -105,7 +128,9 @@ def start(where: "Launch", name: str, argv: list[str], params: dict[str, Any]) -
     else:
         config = compose(params["overrides"], params["config_dir"])
     if is_virtual(config):
-        raise UsageError("runtime=sim is virtual time, which needs no hosts; drop it, or `ashl launch`.")
+        raise UsageError(
+            "runtime=sim is virtual time, which needs no hosts; drop it, or `ashl launch`."
+        )
     if name == "profile":
         config = through_server(config, in_job=True)
     size = job_size(config, where)
@@ -122,11 +147,21 @@ def start(where: "Launch", name: str, argv: list[str], params: dict[str, Any]) -
 def implied(name: str, overrides: Sequence[str], config_dir: Path | None) -> list[str]:
     """What need not be said: real processes, and a real cluster where the user declares none."""
     keys = {key_of(text) for text in overrides}
-    known = {f"cluster.{parameter.key}" for parameter in parameters(catalog(config_dir)["cluster"]["real"])}
-    declared = any(key == "cluster" or (key.startswith("cluster.") and key not in known) for key in keys)
+    known = {
+        f"cluster.{parameter.key}"
+        for parameter in parameters(catalog(config_dir)["cluster"]["real"])
+    }
+    declared = any(
+        key == "cluster" or (key.startswith("cluster.") and key not in known) for key in keys
+    )
     if name == "sweep" and not declared and not keys & {"cluster.num_workers", "cluster.hosts"}:
-        raise UsageError("Give cluster.num_workers, as all runs of `ashl sweep` need equally many workers.")
-    return [*([] if "runtime" in keys else ["runtime=torchrun"]), *([] if declared else ["cluster=real"])]
+        raise UsageError(
+            "Give cluster.num_workers, as all runs of `ashl sweep` need equally many workers."
+        )
+    return [
+        *([] if "runtime" in keys else ["runtime=torchrun"]),
+        *([] if declared else ["cluster=real"]),
+    ]
 
 
 def split(command: str) -> tuple[str, ...]:

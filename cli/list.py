@@ -39,9 +39,15 @@ def _options(ctx: typer.Context) -> list[str]:
 
 
 def show_options(
-    group: Annotated[str | None, typer.Argument(help="One group, as sync.", autocompletion=_groups)] = None,
-    option: Annotated[str | None, typer.Argument(help="One of its options, as ssp.", autocompletion=_options)] = None,
-    markdown: Annotated[bool, typer.Option(help="All options, or those of one group, as a page of tables.")] = False,
+    group: Annotated[
+        str | None, typer.Argument(help="One group, as sync.", autocompletion=_groups)
+    ] = None,
+    option: Annotated[
+        str | None, typer.Argument(help="One of its options, as ssp.", autocompletion=_options)
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option(help="All options, or those of one group, as a page of tables.")
+    ] = False,
     places: Annotated[
         list[Path] | None,
         typer.Option(metavar="DIR", help="With --markdown: options' places among these runs."),
@@ -52,7 +58,9 @@ def show_options(
     """Show what can be chosen: all groups, the options of one, or the card of one option."""
     known = catalog(config_dir)
     if places and (not markdown or option is not None):
-        raise UsageError("--places is a column of the page; ask for that: ashl list --markdown --places FOLDER.")
+        raise UsageError(
+            "--places is a column of the page; ask for that: ashl list --markdown --places FOLDER."
+        )
     if markdown and option is None:
         if group is not None and group not in known:
             raise lacking("group", group, known)
@@ -65,7 +73,10 @@ def show_options(
         raise lacking("group", group, known)
     if option is None:
         chosen = usual().get(group)
-        rows = [(name, "default" if name == chosen else "", summary(file)) for name, file in known[group].items()]
+        rows = [
+            (name, "default" if name == chosen else "", summary(file))
+            for name, file in known[group].items()
+        ]
         show("", rows)
         return
     if option not in known[group]:
@@ -73,19 +84,28 @@ def show_options(
     _card(group, option, known[group][option])
 
 
-def _page(known: Mapping[str, Mapping[str, Path]], groups: Sequence[str], folders: Sequence[Path]) -> str:
-    """Markdown: what each option is, where it runs where that is not everywhere, what it is at its limits and by which
-    tests, which presets compare it with others, its place in each folder of runs, and what it is from; a column that is
-    empty in a group is left out."""
+def _page(
+    known: Mapping[str, Mapping[str, Path]], groups: Sequence[str], folders: Sequence[Path]
+) -> str:
+    """Markdown: what each option is, where it runs where that is not everywhere, what it is at its
+    limits and by which tests, which presets compare it with others, its place in each folder of
+    runs, and what it is from; a column that is empty in a group is left out.
+    """
     compared, tests, parts = _compared(known), held(), []
     ranked = _ranked(known, folders)
     for group in groups:
         columns: dict[str, list[str]] = {
             "option": [f"`{name}`" for name in known[group]],
             "what it is": [summary(file) for file in known[group].values()],
-            "topology": [_topologies(target(file)) if group == "sync" else "" for file in known[group].values()],
+            "topology": [
+                _topologies(target(file)) if group == "sync" else ""
+                for file in known[group].values()
+            ],
             "limits": [_paragraph(target(file), "Limit") for file in known[group].values()],
-            "held by": [", ".join(f"`{test}`" for test in tests.get(f"{group}={name}", ())) for name in known[group]],
+            "held by": [
+                ", ".join(f"`{test}`" for test in tests.get(f"{group}={name}", ()))
+                for name in known[group]
+            ],
             "compared in": [", ".join(compared.get((group, name), ())) for name in known[group]],
             **{
                 f"place in {folder}": [found.get((group, name), "") for name in known[group]]
@@ -95,12 +115,17 @@ def _page(known: Mapping[str, Mapping[str, Path]], groups: Sequence[str], folder
         }
         filled = {title: cells for title, cells in columns.items() if any(cells)}
         rows = [tuple(filled), ("---",) * len(filled), *zip(*filled.values(), strict=True)]
-        table = ["| " + " | ".join(cell.replace("|", "\\|") or "-" for cell in row) + " |" for row in rows]
+        table = [
+            "| " + " | ".join(cell.replace("|", "\\|") or "-" for cell in row) + " |"
+            for row in rows
+        ]
         parts.append("\n".join([f"## {group}", "", *table]))
     return "\n\n".join(parts)
 
 
-def _ranked(known: Collection[str], folders: Sequence[Path]) -> dict[str, dict[tuple[str, str], str]]:
+def _ranked(
+    known: Collection[str], folders: Sequence[Path]
+) -> dict[str, dict[tuple[str, str], str]]:
     """Each folder's places, by group and option."""
     from ashl.report.leaderboard import rank
     from ashl.report.places import places
@@ -114,21 +139,33 @@ def _compared(known: Mapping[str, Mapping[str, Path]]) -> dict[tuple[str, str], 
     found: dict[tuple[str, str], list[str]] = {}
     for preset, file in known.get("experiment", {}).items():
         lines = [line for line in load(file).get("sweep", ()) if isinstance(line, dict)]
-        chosen = [(group, str(names)) for line in lines for group, names in line.items() if group in known]
+        chosen = [
+            (group, str(names)) for line in lines for group, names in line.items() if group in known
+        ]
         if lines:
             swept = {group for line in lines for group in line}
             common = [entry for entry in load(file).get("defaults", ()) if isinstance(entry, dict)]
-            shared = [(key.removeprefix("override /"), str(name)) for entry in common for key, name in entry.items()]
+            shared = [
+                (key.removeprefix("override /"), str(name))
+                for entry in common
+                for key, name in entry.items()
+            ]
             chosen += [(group, name) for group, name in shared if group not in swept]
-        for place in sorted({(group, name.strip()) for group, names in chosen for name in names.split(",")}):
+        for place in sorted(
+            {(group, name.strip()) for group, names in chosen for name in names.split(",")}
+        ):
             found.setdefault(place, []).append(preset)
     return found
 
 
 def _paragraph(name: str, what: str) -> str:
-    """What a card says under "Limits:" or "Source:", to the end of the paragraph or to what it says next."""
+    """What a card says under "Limits:" or "Source:", to the end of the paragraph or to what it says
+    next.
+    """
     text = next((text for text in docstrings(name) if what in text), "") if name else ""
-    found = re.search(rf"\b{what}s?:\s+(.+?)(?:\n\n|\s(?:Sources?:|Departs from)|\Z)", text, re.DOTALL)
+    found = re.search(
+        rf"\b{what}s?:\s+(.+?)(?:\n\n|\s(?:Sources?:|Departs from)|\Z)", text, re.DOTALL
+    )
     return " ".join(found[1].split()) if found else ""
 
 
@@ -153,29 +190,43 @@ def _laws(file: Path) -> None:
     codec = construct(values(file), "compression", (target(file).partition(".")[0],))
     show("\nGuarantees", list_guarantees(codec))
     rows = [(law.name, law.stated, law.measured, law.verdict) for law in laws(codec)]
-    show(f"\nLaws: stated, and measured just now on {D:,} elements; relative error is ‖C(x) − x‖²/‖x‖²", rows)
+    show(
+        f"\nLaws: stated, and measured just now on {D:,} elements; relative error is ‖C(x) −"
+        " x‖²/‖x‖²",
+        rows,
+    )
 
 
 def _everything(known: Mapping[str, Mapping[str, Path]]) -> None:
     chosen = usual()
-    rows = [(group, chosen[group] or "-", ", ".join(options) or "none yet") for group, options in known.items()]
+    rows = [
+        (group, chosen[group] or "-", ", ".join(options) or "none yet")
+        for group, options in known.items()
+    ]
     show("GROUP=OPTION, with its default", rows)
     alone = ", ".join(
-        f"{group}={option}" for group, option in defaults().items() if group != "schedule" and option != chosen[group]
+        f"{group}={option}"
+        for group, option in defaults().items()
+        if group != "schedule" and option != chosen[group]
     )
     print(
         f"\nschedule={chosen['schedule']} names the sync modes of its stages. A named sync mode,\n"
         f"as in sync=asp, brings schedule=single and these options:\n{alone}."
     )
     show("\nKEY=VALUE", [(p.key, p.value, p.comment) for p in parameters(CONF / "config.yaml")])
-    print("\n`ashl list GROUP` explains its options,\n`ashl list GROUP OPTION` shows one with its parameters.")
+    print(
+        "\n`ashl list GROUP` explains its options,\n`ashl list GROUP OPTION` shows one with its"
+        " parameters."
+    )
 
 
 def _card(group: str, option: str, file: Path) -> None:
     name = target(file)
     if name:
         module, attribute = docstrings(name)
-        own = module and name.split(".")[-2:-1] == [option]  # it has said it all, where the class has but a line
+        own = module and name.split(".")[-2:-1] == [
+            option
+        ]  # it has said it all, where the class has but a line
         about = [head(file), module, "" if own and "\n" not in attribute else attribute]
         print(folded("\n\n".join([f"{group}={option}", *filter(None, about)])))
         rows = [(f"{group}.{p.key}", p.value, p.comment) for p in parameters(file)]

@@ -1,7 +1,9 @@
-"""Hydra's own plugins: launchers, which bring jobs elsewhere, and sweepers, which choose what to try next.
+"""Hydra's own plugins: launchers, which bring jobs elsewhere, and sweepers, which choose what to
+try next.
 
-Of a job Hydra composes a number, of a trial its numbers, and nothing more: what they stand for lies in files (see
-`ashl.study.launcher`). It happens in a process of its own, so that no plugin's logging or warnings reach the terminal.
+Of a job Hydra composes a number, of a trial its numbers, and nothing more: what they stand for lies
+in files (see `ashl.study.launcher`). It happens in a process of its own, so that no plugin's
+logging or warnings reach the terminal.
 """
 
 import os
@@ -41,39 +43,59 @@ SLOTS = {"joblib": "hydra.launcher.n_jobs", "submitit_slurm": "hydra.launcher.ar
 CONFIG = "ashl"
 
 
-def sorted_out(overrides: Sequence[str], launcher: str | None, sweeper: str | None) -> tuple[list[str], list[str]]:
+def sorted_out(
+    overrides: Sequence[str], launcher: str | None, sweeper: str | None
+) -> tuple[list[str], list[str]]:
     """The overrides that are for us, and those that are for the plugins in use."""
     prefixes = ("hydra.launcher.",) if launcher else ()
     prefixes += ("hydra.sweeper.", "hydra/sweeper/") if sweeper else ()
-    theirs = [text for text in overrides if text.lstrip("+").startswith(prefixes)] if prefixes else []
+    theirs = (
+        [text for text in overrides if text.lstrip("+").startswith(prefixes)] if prefixes else []
+    )
     return [text for text in overrides if text not in theirs], theirs
 
 
 def settings(launcher: str | None, sweeper: str | None, overrides: Sequence[str]) -> DictConfig:
-    """Hydra's own settings with these plugins. Raises UsageError for what is not installed or does not exist."""
+    """Hydra's own settings with these plugins. Raises UsageError for what is not installed or does
+    not exist.
+    """
     with made({}) as hydra:
         for kind, wanted in (("launcher", launcher), ("sweeper", sweeper)):
             installed = hydra.config_loader.get_group_options(f"hydra/{kind}")
             if wanted in EXTRAS[kind] and wanted not in installed:
-                raise UsageError(f"--{kind} {wanted} needs a plugin: pip install 'ashl[{EXTRAS[kind][wanted]}]'.")
+                raise UsageError(
+                    f"--{kind} {wanted} needs a plugin: pip install 'ashl[{EXTRAS[kind][wanted]}]'."
+                )
             if wanted and wanted not in installed:
                 raise lacking(kind, wanted, installed)
         known = hydra.compose_config(CONFIG, chosen(launcher, sweeper, []), RunMode.MULTIRUN).hydra
         try:
-            return hydra.compose_config(CONFIG, chosen(launcher, sweeper, overrides), RunMode.MULTIRUN).hydra
+            return hydra.compose_config(
+                CONFIG, chosen(launcher, sweeper, overrides), RunMode.MULTIRUN
+            ).hydra
         except (HydraException, OmegaConfBaseException) as error:
             having = {"hydra.launcher": launcher, "hydra.sweeper": sweeper}
-            keys = {key: [str(name) for name in known[key[6:]] if name != "_target_"] for key in having if having[key]}
+            keys = {
+                key: [str(name) for name in known[key[6:]] if name != "_target_"]
+                for key in having
+                if having[key]
+            }
             there = "; ".join(f"{key} has {', '.join(names)}" for key, names in keys.items())
             raise UsageError(f"{sentence(error).rstrip('.')} ({there}).") from error
 
 
 def chosen(launcher: str | None, sweeper: str | None, overrides: Sequence[str]) -> list[str]:
-    return [f"hydra/launcher={launcher or 'basic'}", f"hydra/sweeper={sweeper or 'basic'}", *overrides]
+    return [
+        f"hydra/launcher={launcher or 'basic'}",
+        f"hydra/sweeper={sweeper or 'basic'}",
+        *overrides,
+    ]
 
 
 def at_a_time(launcher: str, slots: int | None, default: int) -> list[str]:
-    """What tells a launcher how many jobs may run at once; a queue knows for itself if nobody asks."""
+    """What tells a launcher how many jobs may run at once; a queue knows for itself if
+    nobody asks.
+    """
     if launcher == "submitit_slurm" and slots is None:
         return []
     return [f"{SLOTS.get(launcher, 'hydra.sweeper.max_batch_size')}={slots or default}"]
@@ -82,7 +104,9 @@ def at_a_time(launcher: str, slots: int | None, default: int) -> list[str]:
 def trials_at_a_time(
     sweeper: str, launcher: str | None, slots: int | None, default: int, theirs: Sequence[str]
 ) -> list[str]:
-    """What lets a sweeper use the slots that there are, and choose the same again when a search is taken up."""
+    """What lets a sweeper use the slots that there are, and choose the same again when a search is
+    taken up.
+    """
     own = at_a_time(launcher, slots, default)[: launcher in SLOTS] if launcher else []
     if sweeper == "optuna":
         own += [f"hydra.sweeper.n_jobs={(slots or default) if launcher else 1}"]
@@ -91,17 +115,29 @@ def trials_at_a_time(
 
 
 def bring(place: Path, size: int, *, launcher: str, overrides: Sequence[str]) -> list[str]:
-    """The command that has a launcher run the jobs 0 to size - 1 of this folder, and ends when they all have."""
+    """The command that has a launcher run the jobs 0 to size - 1 of this folder, and ends when they
+    all have.
+    """
     return command("job", place, [*chosen(launcher, None, overrides), f"job=range(0,{size})"])
 
 
-def explore(place: Path, *, launcher: str | None, sweeper: str, overrides: Sequence[str]) -> list[str]:
+def explore(
+    place: Path, *, launcher: str | None, sweeper: str, overrides: Sequence[str]
+) -> list[str]:
     """The command that has a sweeper try what it likes, and ends when it has tried enough."""
     return command("trial", place, chosen(launcher, sweeper, overrides))
 
 
 def command(task: str, place: Path, overrides: Sequence[str]) -> list[str]:
-    return [sys.executable, "-P", "-c", "from ashl.cli.plugins import main; main()", task, str(place), *overrides]
+    return [
+        sys.executable,
+        "-P",
+        "-c",
+        "from ashl.cli.plugins import main; main()",
+        task,
+        str(place),
+        *overrides,
+    ]
 
 
 def main() -> None:
@@ -126,20 +162,28 @@ def play_job(config: DictConfig) -> None:
 def play_trial(config: DictConfig) -> float:
     from ashl.study import search
 
-    values = [config.axes[name] for name in sorted(config.axes, key=lambda name: int(str(name)[1:]))]
+    values = [
+        config.axes[name] for name in sorted(config.axes, key=lambda name: int(str(name)[1:]))
+    ]
     return search.play_trial(Path(config.place), HydraConfig.get().job.num, values, compose)
 
 
 def multirun(place: Path, task: Callable[[DictConfig], Any], overrides: list[str]) -> None:
     """Hydra's multirun, which writes what it likes to write into this folder."""
-    own = {"sweep": {"dir": str(place), "subdir": "."}, "output_subdir": None, "job": {"chdir": False}}
+    own = {
+        "sweep": {"dir": str(place), "subdir": "."},
+        "output_subdir": None,
+        "job": {"chdir": False},
+    }
     with made({"place": str(place), "hydra": own}) as hydra:
         hydra.multirun(CONFIG, task, ["hydra/job_logging=none", *overrides])
 
 
 @contextmanager
 def made(config: dict[str, Any]) -> Generator[Hydra]:
-    """Hydra, on a configuration that holds no more than this, the number of a job, and the values of a trial."""
+    """Hydra, on a configuration that holds no more than this, the number of a job, and the values
+    of a trial.
+    """
     GlobalHydra.instance().clear()
     if VERSION_BASE:
         version.setbase(VERSION_BASE["version_base"])
@@ -151,8 +195,9 @@ def made(config: dict[str, Any]) -> Generator[Hydra]:
 
 
 def never_give_up() -> None:
-    """Hydra's submitit launcher leaves all jobs alone when the queue has killed one of them, and ours tell by their
-    files how they have ended: so the death of a job is a result like any other."""
+    """Hydra's submitit launcher leaves all jobs alone when the queue has killed one of them, and
+    ours tell by their files how they have ended: so the death of a job is a result like any other.
+    """
     try:
         from submitit.core.core import Job
     except ImportError:
@@ -172,8 +217,10 @@ def never_give_up() -> None:
 
 
 def axis_of(text: str, config_dir: Path | None) -> "Axis | None":
-    """The axis of a search that this override is; None where it is a single value. Of values that are listed, the
-    sweeper chooses a number; those of a `range()` have an order, and are near each other where their numbers are."""
+    """The axis of a search that this override is; None where it is a single value. Of values that
+    are listed, the sweeper chooses a number; those of a `range()` have an order, and are near each
+    other where their numbers are.
+    """
     from ashl.study.search import Axis
 
     change = parsed(text, catalog(config_dir))

@@ -18,12 +18,14 @@ def profile(
     cfg: Cfg = False,
     dry_run: DryRun = False,
     codec: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Time this compression, too, as in topk.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Time this compression, too, as in topk."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Measure what a step and an exchange cost each worker (runtime=sim: take what is declared), and plan from it.
+    """Measure what a step and an exchange cost each worker (runtime=sim: take what is declared),
+    and plan from it.
 
     Writes profile.json and plan.json; `ashl train profile=FILE` or `plan=FILE` takes them back.
     """
@@ -40,9 +42,16 @@ def profile(
 
     measured = not is_virtual(config)
     if dry_run:
-        shown(measuring.through_server(config) if measured else config, [] if measured else overrides or [])
+        shown(
+            measuring.through_server(config) if measured else config,
+            [] if measured else overrides or [],
+        )
         return 0
     if codec and not measured:
-        raise UsageError("--codec times how a compression encodes, and runtime=sim has what is declared; drop it")
+        raise UsageError(
+            "--codec times how a compression encodes, and runtime=sim has what is declared; drop it"
+        )
     codecs = specs_of("compression", codec or [], overrides or [], config_dir)
-    return measuring.profile(config, overrides or [], quiet=quiet, codecs=codecs, command=typed(ctx))
+    return measuring.profile(
+        config, overrides or [], quiet=quiet, codecs=codecs, command=typed(ctx)
+    )

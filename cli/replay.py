@@ -15,7 +15,10 @@ def replay(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE", help="What to change, as in sync=ssp.", autocompletion=complete, callback=with_file
+            metavar="KEY=VALUE",
+            help="What to change, as in sync=ssp.",
+            autocompletion=complete,
+            callback=with_file,
         ),
     ] = None,
     config_file: ConfigFile = None,
@@ -23,7 +26,8 @@ def replay(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Say what another sync mode or H would have brought a real run, on the steps and transfers that it recorded.
+    """Say what another sync mode or H would have brought a real run, on the steps and transfers
+    that it recorded.
 
     Shows the run, its replay as it was, and the replay with the change.
     """

@@ -28,29 +28,47 @@ def sweep(
     overrides: Overrides = None,
     config_file: ConfigFile = None,
     config_dir: ConfigDir = None,
-    cfg: Annotated[bool, typer.Option("--cfg", help="Print every run's resolved configuration and stop.")] = False,
+    cfg: Annotated[
+        bool, typer.Option("--cfg", help="Print every run's resolved configuration and stop.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the grid; run nothing.")] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time; default: all cores in virtual time, else 1.")
+        int | None,
+        typer.Option(min=1, help="Runs at a time; default: all cores in virtual time, else 1."),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="A combination that cannot be run is an error.")] = False,
-    race: Annotated[bool, typer.Option("--race", help="Drop settings on the way that are clearly behind.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="A combination that cannot be run is an error.")
+    ] = False,
+    race: Annotated[
+        bool, typer.Option("--race", help="Drop settings on the way that are clearly behind.")
+    ] = False,
     launcher: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Bring the runs elsewhere: joblib, submitit_local, submitit_slurm."),
+        typer.Option(
+            metavar="NAME", help="Bring the runs elsewhere: joblib, submitit_local, submitit_slurm."
+        ),
     ] = None,
     sweeper: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Search instead of running all: optuna, as in 'KEY=interval(0.01,0.5)'."),
+        typer.Option(
+            metavar="NAME",
+            help="Search instead of running all: optuna, as in 'KEY=interval(0.01,0.5)'.",
+        ),
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(metavar="SETTING", help="Compare with this one, which no race drops; default: BSP.")
+        str | None,
+        typer.Option(
+            metavar="SETTING", help="Compare with this one, which no race drops; default: BSP."
+        ),
     ] = None,
-    rerun_failed: Annotated[bool, typer.Option("--rerun-failed", help="Run again what failed or diverged.")] = False,
+    rerun_failed: Annotated[
+        bool, typer.Option("--rerun-failed", help="Run again what failed or diverged.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Run every combination of the values given, as in sync=bsp,ssp seed=0,1,2, and say which one wins.
+    """Run every combination of the values given, as in sync=bsp,ssp seed=0,1,2, and say which one
+    wins.
 
     The same command again goes on where it was left: what has ended is not run twice.
     """
@@ -61,9 +79,27 @@ def sweep(
         typed, theirs = plugins.sorted_out(typed, launcher, sweeper)
         plugins.settings(launcher, sweeper, theirs)
     if sweeper:
-        refuse({"--race": race, "--strict": strict, "--cfg": cfg, "--dry-run": dry_run, "--baseline": baseline})
+        refuse(
+            {
+                "--race": race,
+                "--strict": strict,
+                "--cfg": cfg,
+                "--dry-run": dry_run,
+                "--baseline": baseline,
+            }
+        )
         line = typed_line(ctx)
-        return search(line, typed, theirs, config_dir, launcher, sweeper, jobs, rerun_failed=rerun_failed, quiet=quiet)
+        return search(
+            line,
+            typed,
+            theirs,
+            config_dir,
+            launcher,
+            sweeper,
+            jobs,
+            rerun_failed=rerun_failed,
+            quiet=quiet,
+        )
     with starting(quiet):
         from ashl.study import sweep as study
 
@@ -98,7 +134,9 @@ def sweep(
     return int(any(summary["status"] == "failed" for summary in summaries))
 
 
-def whole_grid(typed: list[str], config_dir: Path | None, strict: bool, where: "Launch | None") -> "Grid":
+def whole_grid(
+    typed: list[str], config_dir: Path | None, strict: bool, where: "Launch | None"
+) -> "Grid":
     """Composed and checked, for the hosts of `ashl launch` where there are such."""
     from ashl.config.compose import compose
     from ashl.run.multi_node import real_job_size
@@ -152,7 +190,9 @@ def interruptible(quiet: bool) -> Generator[None]:
 def refuse(options: dict[str, object]) -> None:
     """What makes no sense in a search."""
     for option in [option for option, value in options.items() if value]:
-        raise UsageError(f"{option} needs to know the whole grid, and --sweeper chooses as it goes; drop one.")
+        raise UsageError(
+            f"{option} needs to know the whole grid, and --sweeper chooses as it goes; drop one."
+        )
 
 
 def search(
@@ -167,7 +207,9 @@ def search(
     rerun_failed: bool,
     quiet: bool,
 ) -> int:
-    """Let a sweeper choose what to run. Seeds are no axis of it, lest it find the luckiest: trials have them all."""
+    """Let a sweeper choose what to run. Seeds are no axis of it, lest it find the luckiest: trials
+    have them all.
+    """
     from ashl.config.compose import alternatives, compose
     from ashl.study import search as study
     from ashl.study.grid import make_grid

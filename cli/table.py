@@ -12,11 +12,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FULL = 110  # characters of a docstring's line that goes on below
-COLUMN = re.compile(r" +\S+( \S+)* {2,}(?=\S)")  # of a list within one: what comes before the second column
+COLUMN = re.compile(
+    r" +\S+( \S+)* {2,}(?=\S)"
+)  # of a list within one: what comes before the second column
 
 
 def console() -> "Console":
-    """As wide as the terminal or as COLUMNS says; else, in a pipe, so wide that grep finds whole lines."""
+    """As wide as the terminal or as COLUMNS says; else, in a pipe, so wide that grep finds whole
+    lines.
+    """
     from rich.console import Console
 
     known = "COLUMNS" in os.environ or (sys.stdout and sys.stdout.isatty())
@@ -42,11 +46,15 @@ def folded(text: str) -> str:
             insets.append(column.end() if column else inset)
     fill = partial(textwrap.wrap, width=width, break_on_hyphens=False)
     found = zip(lines, insets, strict=True)
-    return "\n".join(part for line, inset in found for part in fill(line, subsequent_indent=" " * inset) or [""])
+    return "\n".join(
+        part for line, inset in found for part in fill(line, subsequent_indent=" " * inset) or [""]
+    )
 
 
 def show(title: str, rows: Iterable[Sequence[str]]) -> None:
-    """Print a title and rows of two or more columns, of which the first is set off and the last may wrap."""
+    """Print a title and rows of two or more columns, of which the first is set off and the last may
+    wrap.
+    """
     from rich.table import Table
     from rich.text import Text
 

@@ -18,7 +18,9 @@ from .typed import CONFIG_FILE, typed
 
 
 def with_file(ctx: typer.Context, overrides: list[str] | None) -> list[str] | None:
-    """Return what was typed, with the settings of `--config FILE` before it: every command sees them as typed."""
+    """Return what was typed, with the settings of `--config FILE` before it: every command sees
+    them as typed.
+    """
     if ctx.resilient_parsing:  # a completion
         return overrides
     return with_settings(ctx.params.get(CONFIG_FILE), overrides or [])
@@ -36,15 +38,28 @@ Overrides = Annotated[
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
-        "--config", metavar="FILE", is_eager=True, help="A YAML file of KEY: VALUE; what is typed here goes before it."
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        help="A YAML file of KEY: VALUE; what is typed here goes before it.",
     ),
 ]
 ConfigDir = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", envvar=CONFIG_DIR, help="A folder with options of your own, as sync/mine.yaml."),
+    typer.Option(
+        metavar="DIR",
+        envvar=CONFIG_DIR,
+        help="A folder with options of your own, as sync/mine.yaml.",
+    ),
 ]
 Cfg = Annotated[bool, typer.Option("--cfg", help="Print the resolved configuration and stop.")]
-OF_WORKERS = ("cluster.num_workers", "cluster.compute", "cluster.link", "cluster.node", "cluster.hosts")
+OF_WORKERS = (
+    "cluster.num_workers",
+    "cluster.compute",
+    "cluster.link",
+    "cluster.node",
+    "cluster.hosts",
+)
 BESIDE = ("run.dir", "dataset.batch_size")  # what may change where these do
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan and estimate; run nothing.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -59,18 +74,25 @@ def train(
     dry_run: DryRun = False,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Resume this run; stop.* may change, or cluster.num_workers."),
+        typer.Option(
+            metavar="RUN", help="Resume this run; stop.* may change, or cluster.num_workers."
+        ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Train a model on the chosen cluster, in virtual time (runtime=sim) or for real, and show the results.
+    """Train a model on the chosen cluster, in virtual time (runtime=sim) or for real, and show the
+    results.
 
     `ashl list` shows what can be set.
     """
     from ashl.config.compose import compose
 
-    config = compose(overrides or [], config_dir) if resume is None else resumed(resume, overrides or [], config_dir)
+    config = (
+        compose(overrides or [], config_dir)
+        if resume is None
+        else resumed(resume, overrides or [], config_dir)
+    )
     if cfg:
         print(as_yaml(config), end="")
         return 0
@@ -97,18 +119,23 @@ def starting(quiet: bool = False) -> Generator[None]:
 
 
 def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dict:
-    """The configuration of an earlier run, with another stop rule where one is given, or another number of workers:
-    then it is one of a new run, which goes on with that one."""
+    """The configuration of an earlier run, with another stop rule where one is given, or another
+    number of workers: then it is one of a new run, which goes on with that one.
+    """
     from ashl.config.compose import compose, typed_again
     from ashl.config.recorded import config_of
 
     config = config_of(run_dir)
     keys = [key_of(text) for text in overrides]
-    others = [key for key in keys if key in (*OF_WORKERS, *BESIDE)] if {*keys} & {*OF_WORKERS} else []
+    others = (
+        [key for key in keys if key in (*OF_WORKERS, *BESIDE)] if {*keys} & {*OF_WORKERS} else []
+    )
     own = [f"{group}={config['choices'][group]}" for group in ("cluster", "dataset") if others]
     asked = compose([*own, *overrides], config_dir)
     if not set(config["allow_targets"]) <= set(asked["allow_targets"]):
-        raise UsageError(f"--resume {run_dir}: the run imports code of your own; {typed_again(config)}.")
+        raise UsageError(
+            f"--resume {run_dir}: the run imports code of your own; {typed_again(config)}."
+        )
     for key in keys:
         if key == "allow_targets" or key in others:
             continue
@@ -118,12 +145,17 @@ def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dic
         group, _, name = key.partition(".")
         if group != "stop" or name not in config["stop"]:
             raise UsageError(
-                f"{key}: only stop.*, runtime and the number of workers (cluster.num_workers) may change when a run "
-                f"goes on; a new one with other settings takes its weights along with run.init_weights={run_dir}."
+                f"{key}: only stop.*, runtime and the number of workers (cluster.num_workers) may"
+                " change when a run goes on; a new one with other settings takes its weights along"
+                f" with run.init_weights={run_dir}."
             )
         config["stop"][name] = asked["stop"][name]
     if (new := with_workers(config, asked, others)) != config:
-        return {**new, "run": {**config["run"], "dir": asked["run"]["dir"]}, "resumed": str(run_dir.resolve())}
+        return {
+            **new,
+            "run": {**config["run"], "dir": asked["run"]["dir"]},
+            "resumed": str(run_dir.resolve()),
+        }
     return {**config, "run": {**config["run"], "dir": str(run_dir)}}
 
 
@@ -134,25 +166,38 @@ def with_workers(config: dict, asked: dict, keys: list[str]) -> dict:
     new = {**config, "cluster": {**config["cluster"]}, "dataset": {**config["dataset"]}}
     for group, _, name in (key.partition(".") for key in keys if key != "run.dir"):
         new[group][name] = asked[group][name]
-    return {**new, "cluster": sized(new["cluster"], ([key.partition(".")[2] for key in keys],))} if keys else config
+    return (
+        {**new, "cluster": sized(new["cluster"], ([key.partition(".")[2] for key in keys],))}
+        if keys
+        else config
+    )
 
 
 def over_to(config: dict, asked: dict) -> dict:
     """The configuration on another runtime; what both have stays as it was."""
-    both = {key: value for key, value in config["runtime"].items() if key in asked["runtime"] and key != "_target_"}
+    both = {
+        key: value
+        for key, value in config["runtime"].items()
+        if key in asked["runtime"] and key != "_target_"
+    }
     choices = {**config["choices"], "runtime": asked["choices"]["runtime"]}
     return {**config, "choices": choices, "runtime": {**asked["runtime"], **both}}
 
 
 def as_yaml(config: dict) -> str:
-    """The configuration as YAML, its lists in one line each, without the groups that have no say."""
+    """The configuration as YAML, its lists in one line each, without the groups that have
+    no say.
+    """
     import yaml
 
     class Dumper(yaml.SafeDumper):
         pass
 
     Dumper.add_representer(
-        list, lambda dumper, v: dumper.represent_sequence("tag:yaml.org,2002:seq", v, flow_style=True)
+        list,
+        lambda dumper, v: dumper.represent_sequence("tag:yaml.org,2002:seq", v, flow_style=True),
     )
-    resolved = {key: value for key, value in config.items() if key != "sync" or key in config["choices"]}
+    resolved = {
+        key: value for key, value in config.items() if key != "sync" or key in config["choices"]
+    }
     return yaml.dump(resolved, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -1,4 +1,6 @@
-"""The command line that is being run, for the reports of what it did and for the commands that follow from it."""
+"""The command line that is being run, for the reports of what it did and for the commands that
+follow from it.
+"""
 
 import os
 import shlex
@@ -10,11 +12,14 @@ from ashl.config.override import CommandLine
 
 MUTE = ("debug", "quiet", "cfg", "dry_run", "verbose")  # they change nothing that is computed
 CONFIG_DIR, CONFIG_FILE = "config_dir", "config_file"
-TYPED_LAUNCH = "ASHL_LAUNCHED"  # variable of the ranks: how `ashl launch` was typed, up to the command that they run
+# variable of the ranks: how `ashl launch` was typed, up to the command that they run
+TYPED_LAUNCH = "ASHL_LAUNCHED"
 
 
 def typed(ctx: typer.Context) -> CommandLine:
-    """Return the command of this context. Its options come first, as some shells' completion wants it."""
+    """Return the command of this context. Its options come first, as some shells' completion wants
+    it.
+    """
     config_dir = ctx.params.get(CONFIG_DIR)
     before = shlex.split(os.environ.get(TYPED_LAUNCH, "")) or ["ashl"]
     if ctx.parent is not None and ctx.parent.info_name == "launch":
@@ -29,8 +34,10 @@ def launched(ctx: Any) -> list[str]:
 
 
 def options(ctx: Any) -> list[str]:
-    """Return the options that were given, without the folder of the user's own options, which stands elsewhere, and
-    the file of settings: its settings are among the arguments, so that the line is complete without it."""
+    """Return the options that were given, without the folder of the user's own options, which
+    stands elsewhere, and the file of settings: its settings are among the arguments, so that the
+    line is complete without it.
+    """
     words: list[str] = []
     for parameter in ctx.command.params:
         name, value = parameter.name, ctx.params.get(parameter.name or "")
@@ -56,7 +63,13 @@ def arguments(ctx: Any) -> list[str]:
     for parameter in ctx.command.params:
         if parameter.param_type_name == "argument" and parameter.name:
             value = ctx.params.get(parameter.name)
-            words += map(str, value) if isinstance(value, list | tuple) else [] if value is None else [str(value)]
+            words += (
+                map(str, value)
+                if isinstance(value, list | tuple)
+                else []
+                if value is None
+                else [str(value)]
+            )
     return words
 
 

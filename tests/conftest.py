@@ -1,4 +1,6 @@
-"""What holds for all tests: one thread, no leftovers of the user's environment, no deadlines on a busy machine."""
+"""What holds for all tests: one thread, no leftovers of the user's environment, no deadlines on a
+busy machine.
+"""
 
 import os
 import signal
@@ -7,25 +9,51 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: bitwise repeatable, and fair to the tests beside
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # before torch is imported: bitwise repeatable, and fair to the tests beside
+)
 if (cpu := Path("/proc/cpuinfo")).is_file() and " avx2 " in cpu.read_text():
-    os.environ.setdefault("OPENBLAS_CORETYPE", "Haswell")  # NumPy's products round alike, with wider vectors or without
-for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-    if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup, or in the background of a script
+    os.environ.setdefault(
+        "OPENBLAS_CORETYPE", "Haswell"
+    )  # NumPy's products round alike, with wider vectors or without
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if (
+        signal.getsignal(number) is signal.SIG_IGN
+    ):  # as under nohup, or in the background of a script
         signal.signal(number, handler)
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-for name in ("ASHL_DATA", "MLFLOW_TRACKING_URI", "GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "COLUMNS"):
+for name in (
+    "ASHL_DATA",
+    "MLFLOW_TRACKING_URI",
+    "GLOO_SOCKET_IFNAME",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "COLUMNS",
+):
     os.environ.pop(name, None)
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles all of ashl anew
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # else each process that a test starts compiles all of ashl anew
 
 hypothesis.settings.register_profile("ashl", deadline=None, derandomize=True, max_examples=40)
-hypothesis.settings.register_profile("all", hypothesis.settings.get_profile("ashl"), max_examples=100)
+hypothesis.settings.register_profile(
+    "all", hypothesis.settings.get_profile("ashl"), max_examples=100
+)
 
-REWRITES = ("test_rewrite_golden", "test_rewrite_curves")  # what --rewrite-golden runs, and nothing else does
+REWRITES = (
+    "test_rewrite_golden",
+    "test_rewrite_curves",
+)  # what --rewrite-golden runs, and nothing else does
 
 
 def pytest_addoption(parser):
-    parser.addoption("--rewrite-golden", action="store_true", help="record anew what tests/golden compares with")
+    parser.addoption(
+        "--rewrite-golden", action="store_true", help="record anew what tests/golden compares with"
+    )
 
 
 def pytest_configure(config):
@@ -47,5 +75,7 @@ def workplace(tmp_path, monkeypatch):
 
 @pytest.fixture
 def short_forecasts(monkeypatch):
-    """Where runs are compared with runs, how well plans foretell them plays no part, and takes as long as these."""
+    """Where runs are compared with runs, how well plans foretell them plays no part, and takes as
+    long as these.
+    """
     monkeypatch.setattr("ashl.planning.predict.CYCLES", 8)

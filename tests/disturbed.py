@@ -56,5 +56,8 @@ def check_records(run: Path, status: str) -> dict:
     assert any(record["kind"] == "round" for record in jsonl.read(run / "events.jsonl"))
     assert (run / "trace.json.gz").is_file()
     parts = ["compute_s", "compress_s", "push_s", "pull_s", "wait_s", "down_s"]
-    assert all(sum(w[part] for part in parts) == pytest.approx(summary["time_s"]) for w in summary["workers"])
+    assert all(
+        sum(w[part] for part in parts) == pytest.approx(summary["time_s"])
+        for w in summary["workers"]
+    )
     return summary

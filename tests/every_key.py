@@ -1,9 +1,11 @@
-"""Every key of every option in conf/, with a base configuration in which it is legal and a value other than its own.
+"""Every key of every option in conf/, with a base configuration in which it is legal and a value
+other than its own.
 
-A case is one key of one option with one value. `BESIDE` has what an option needs to be legal and to be at work,
-`VALUES` the values that no rule can make of type and default, `COUNTS` what makes a key count that is refused beside
-its option's base, and `OUTSIDE` the keys that a run in virtual time cannot show, each with its reason. `CROSSING` has
-other base configurations, in each of which every key of every group is typed.
+A case is one key of one option with one value. `BESIDE` has what an option needs to be legal and to
+be at work, `VALUES` the values that no rule can make of type and default, `COUNTS` what makes a key
+count that is refused beside its option's base, and `OUTSIDE` the keys that a run in virtual time
+cannot show, each with its reason. `CROSSING` has other base configurations, in each of which every
+key of every group is typed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ SLOW = "cluster=one_slow"
 FAILS = "cluster.events=[{time_s:0.1,worker:0,fail:true}]"
 DRIFT = "stop.steps=240 cluster.events=[{time_s:0.5,worker:1,compute:6},{time_s:1,worker:0,link:5}]"
 PLANNED = "sync=asp sync.local_steps=plan schedule.h_preset=[4]"
-IMAGES = "dataset=synthetic dataset.num_train=64 dataset.num_test=20 dataset.batch_size=4 sync=bsp stop.steps=8"
+IMAGES = (
+    "dataset=synthetic dataset.num_train=64 dataset.num_test=20 dataset.batch_size=4 sync=bsp"
+    " stop.steps=8"
+)
 SHORT = "dataset.sequence_length=16 dataset.max_mb=0.01 dataset.batch_size=4 sync=bsp stop.steps=8"
 TEXT = f"dataset=text {SHORT}"
 SOON = "schedule.loss_switch=1.5 schedule.profile_steps=3 stop.steps=160"
@@ -69,8 +74,10 @@ BESIDE: dict[str, str] = {
     "sync=asylpg": f"compression=grid {PLAIN}",
     "sync=spy": PLAIN,
     "sync=shl": f"schedule.h_preset=[2] {SLOW}",
-    "sync=zero_one_adam": f"{RING} compression=one_bit optimizer=adam sync.freeze_step=8 sync.update_scaler=3 "
-    "sync.local_step_scaler=4 sync.local_step_clipper=4 stop.steps=120",
+    "sync=zero_one_adam": (
+        f"{RING} compression=one_bit optimizer=adam sync.freeze_step=8 sync.update_scaler=3 "
+        "sync.local_step_scaler=4 sync.local_step_clipper=4 stop.steps=120"
+    ),
     "sync=qsr": "optimizer.schedule=cosine stop.steps=null stop.epochs=3",
     "sync=async_local_sgd": "sync.local_steps=2",
     "sync=cr_psgd_catalyst": "sync.growth=1.5 sync.budget=600",
@@ -102,15 +109,21 @@ BESIDE: dict[str, str] = {
     "planner=goodput": f"schedule=ashl {DRIFT}",
     "planner=online": f"{PLANNED} {DRIFT}",
     "schedule=ashl": ASHL,
-    "schedule=ashl_next": "schedule.decay_stages=3 optimizer.lr=1 eval.every_commits=8 stop.steps=120",
+    "schedule=ashl_next": (
+        "schedule.decay_stages=3 optimizer.lr=1 eval.every_commits=8 stop.steps=120"
+    ),
     "schedule=ashl_plus": ASHL,
     "schedule=ashl_reversed": ASHL,
-    "schedule=decay_on_rise": "schedule.decay_stages=3 sync=local_sgd sync.local_steps=plan schedule.h_preset=[4] "
-    "optimizer.lr=1 eval.every_commits=4 stop.steps=400",
+    "schedule=decay_on_rise": (
+        "schedule.decay_stages=3 sync=local_sgd sync.local_steps=plan schedule.h_preset=[4] "
+        "optimizer.lr=1 eval.every_commits=4 stop.steps=400"
+    ),
     "schedule=one_bit_adam": "schedule.warmup_epochs=1 stop.steps=120",
     "schedule=post_local": "schedule.switch_epochs=1 schedule.local_steps=4 stop.steps=120",
     "schedule=profile_only": "",
-    "schedule=qsr_tail": f"schedule.shl_epochs=1 {SOON} optimizer.schedule=cosine stop.steps=null stop.epochs=6",
+    "schedule=qsr_tail": (
+        f"schedule.shl_epochs=1 {SOON} optimizer.schedule=cosine stop.steps=null stop.epochs=6"
+    ),
     "schedule=single": f"{PLANNED} compression=topk",
     "schedule=sync_first": f"schedule.warmup_epochs=0.5 {SOON} stop.steps=400 compression=topk",
     "runtime=sim": "sync=bsp",
@@ -124,7 +137,11 @@ BESIDE: dict[str, str] = {
     "compression=laq": "sync=bsp model=linear optimizer.momentum=0 stop.steps=160",
     "compression=atomo": "sync=bsp",
 }
-for name, graph in (("ad_psgd", ""), ("d_psgd", ""), ("sgp", " topology.graph=one_peer_exponential")):
+for name, graph in (
+    ("ad_psgd", ""),
+    ("d_psgd", ""),
+    ("sgp", " topology.graph=one_peer_exponential"),
+):
     BESIDE.setdefault(f"sync={name}", f"{GOSSIP}{graph}")
 for name in catalog()["sync"]:
     if name.startswith("ripples"):
@@ -224,7 +241,9 @@ COUNTS: dict[str, str] = {  # by key, or by option and key
     "task.ignore_index": "",
     "optimizer.schedule": "optimizer.horizon_epochs=1",
     "optimizer.horizon_epochs": "optimizer.schedule=cosine optimizer.horizon_epochs=2",
-    "topology.degree": "topology.graph=random_regular cluster=homogeneous cluster.compute=[1,1,1,1,2,1,1.5,3]",
+    "topology.degree": (
+        "topology.graph=random_regular cluster=homogeneous cluster.compute=[1,1,1,1,2,1,1.5,3]"
+    ),
     "topology.pull_ratio": "compression=topk",
     "topology.algorithm": "cluster.node=[0,0,1,1]",
     "sync.inter_intra": "topology.workers_per_node=2",
@@ -258,14 +277,19 @@ COUNTS: dict[str, str] = {  # by key, or by option and key
     "runtime.on_worker_failure": FAILS,
 }
 FILES = (
-    "needs files that are not in this package; tests/test_data_images.py and tests/test_image_folder.py have their own"
+    "needs files that are not in this package; tests/test_data_images.py and"
+    " tests/test_image_folder.py have their own"
 )
 SAME = "has the keys of cluster=mixed, with other values"
 KEPT = ("error_feedback", "feedback_gain", "feedback_decay", "momentum", "masking")
 ENLARGES = ("atomo", "qsgd", "random_dropping", "rotated", "subsampling", "terngrad", "uniform")
-NEVER: dict[str, str] = {  # by option and key: what its file inherits and what is always refused there
+NEVER: dict[
+    str, str
+] = {  # by option and key: what its file inherits and what is always refused there
     **{
-        f"compression={name} compression.{key}": "a codec that may enlarge an update keeps nothing for later"
+        f"compression={name} compression.{key}": (
+            "a codec that may enlarge an update keeps nothing for later"
+        )
         for name in ENLARGES
         for key in KEPT
     },
@@ -274,14 +298,24 @@ NEVER: dict[str, str] = {  # by option and key: what its file inherits and what 
     "schedule=ashl_next schedule.profile_steps": "in virtual time costs are declared",
 }
 OUTSIDE: dict[str, str] = {  # by key, or by option
-    **dict.fromkeys([f"cluster={name}" for name in catalog()["cluster"] if name not in ("mixed", "four_nodes")], SAME),
+    **dict.fromkeys(
+        [f"cluster={name}" for name in catalog()["cluster"] if name not in ("mixed", "four_nodes")],
+        SAME,
+    ),
     "cluster=real": "is what is there, on real processes",
     "cluster=profile": "is a file of `ashl profile`",
     **dict.fromkeys(
-        [f"dataset={name}" for name in ("cifar10", "cifar100", "fashion_mnist", "image_folder", "mnist")], FILES
+        [
+            f"dataset={name}"
+            for name in ("cifar10", "cifar100", "fashion_mnist", "image_folder", "mnist")
+        ],
+        FILES,
     ),
     **dict.fromkeys(
-        [f"model={name}" for name in ("mobilenet_v2", "resnet18", "resnet50", "vgg11_bn", "vgg16_bn")],
+        [
+            f"model={name}"
+            for name in ("mobilenet_v2", "resnet18", "resnet50", "vgg11_bn", "vgg16_bn")
+        ],
         "names a network of torchvision, whose only key is that name",
     ),
     "runtime=local": "is about real processes",
@@ -296,7 +330,9 @@ OUTSIDE: dict[str, str] = {  # by key, or by option
     "dataset.path": "needs a file",
     "schedule.codecs": "is timed by real processes alone",
     "schedule.per_layer_group": "is timed by real processes alone",
-    "sync=profiling": "is what schedules put before their stages; schedule=profile_only has its keys",
+    "sync=profiling": (
+        "is what schedules put before their stages; schedule=profile_only has its keys"
+    ),
     "sync=one_bit_adam": "is what schedule=one_bit_adam puts behind its first stage",
     "topology.regions": "says of real processes what cluster.node says in virtual time",
 }
@@ -324,7 +360,9 @@ CROSSING: dict[str, str] = {
     "adam": "sync=local_sgd sync.local_steps=2 optimizer=adam outer=adam",
 }
 BOUND = "is a bound that so short a run does not reach"
-QUIET: dict[str, str] = {  # by option or crossing, and key: what may change something, and not in so short a run
+QUIET: dict[
+    str, str
+] = {  # by option or crossing, and key: what may change something, and not in so short a run
     "planner=goodput planner.threshold": BOUND,
     "planner=goodput planner.momentum": BOUND,
     "planner=goodput planner.smoothing": BOUND,
@@ -339,21 +377,29 @@ QUIET: dict[str, str] = {  # by option or crossing, and key: what may change som
 }
 
 OFTEN = "eval.every_commits=8"
-OWN: dict[str, tuple[str, str]] = {  # keys of config.yaml itself: a value, and what stands beside it
+OWN: dict[
+    str, tuple[str, str]
+] = {  # keys of config.yaml itself: a value, and what stands beside it
     "seed": ("1", ""),
     "stop.epochs": ("0.5", ""),
     "stop.steps": ("24", ""),
     "stop.seconds": ("0.4", ""),
     "stop.target_accuracy": ("0.1", OFTEN),
     "stop.target_loss": ("5.0", OFTEN),
-    "stop.target_metric": ("-5.0", f"{OFTEN} task=regression dataset=quadratic model=linear optimizer.lr=0.02"),
+    "stop.target_metric": (
+        "-5.0",
+        f"{OFTEN} task=regression dataset=quadratic model=linear optimizer.lr=0.02",
+    ),
     "stop.target_consecutive_evals": ("3", f"{OFTEN} stop.target_accuracy=0.1"),
     "stop.patience": ("1", "eval.every_commits=1"),
     "eval.every_s": ("0.2", ""),
     "eval.every_commits": ("8", ""),
     "run.save_weights": ("false", ""),
     "run.compression_stats_every": ("3", "compression=topk"),
-    "run.compression_stats_per_layer": ("true", "compression=topk run.compression_stats_every=4"),
+    "run.compression_stats_per_layer": (
+        "true",
+        "compression=topk run.compression_stats_every=4",
+    ),
     "run.compression_stats_vs_mean": ("true", "compression=topk run.compression_stats_every=4"),
     "run.checkpoint_s": ("0.2", ""),
     "tracking.events": ("none", ""),
@@ -363,7 +409,9 @@ OWN_OUTSIDE: dict[str, str] = {  # likewise, each with what it is about
     "run.dir": "is the run folder",
     "run.init_weights": "needs weights; tests/test_init_weights.py has them",
     "plan": "needs a file; test_a_profile_stands_in_for_costs_and_a_plan_for_the_schedule has one",
-    "profile": "needs a file; test_a_profile_stands_in_for_costs_and_a_plan_for_the_schedule has one",
+    "profile": (
+        "needs a file; test_a_profile_stands_in_for_costs_and_a_plan_for_the_schedule has one"
+    ),
     "sweep": "is what `ashl sweep` runs",
     "allow_targets": "lets a `_target_` name the user's own packages",
 }
@@ -411,7 +459,9 @@ def cases() -> Iterator[Case]:
 
 
 def crossing(every: list[Case], name: str, chosen: dict[str, str]) -> Iterator[Case]:
-    """The cases of every key of every chosen option that the base does not type itself, each key with one value."""
+    """The cases of every key of every chosen option that the base does not type itself, each key
+    with one value.
+    """
     seen = {text.partition("=")[0] for text in CROSSING[name].split()}
     options = {f"{group}={option}" for group, option in chosen.items()}
     for case in every:
@@ -421,14 +471,20 @@ def crossing(every: list[Case], name: str, chosen: dict[str, str]) -> Iterator[C
 
 
 def others(option: str, key: str, cls: str, default: Any) -> list[str]:
-    """Values other than the default: those of the table, all other words of a choice, or another number."""
+    """Values other than the default: those of the table, all other words of a choice, or another
+    number.
+    """
     if (value := of(VALUES, option, key)) is not None:
         return [value]
     group, _, name = key.partition(".")
     hints = list(parts(get_type_hints(found(cls, group, ())).get(name))) if cls else []
     words = [word for hint in hints if get_origin(hint) is Literal for word in get_args(hint)]
     if default in words:
-        return [str(word).lower() if isinstance(word, bool) else str(word) for word in words if word != default]
+        return [
+            str(word).lower() if isinstance(word, bool) else str(word)
+            for word in words
+            if word != default
+        ]
     if default is None and words:
         return [str(words[0])]
     if isinstance(default, bool):

@@ -33,7 +33,9 @@ def on_the_batches_of(run: Path, written: Any, steps: int) -> Any:
 
     def batches(rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for step in range(steps):
-            yield trainer.learner._batch(trainer.learner._train, trainer.batches[rank].indices(step))
+            yield trainer.learner._batch(
+                trainer.learner._train, trainer.batches[rank].indices(step)
+            )
 
     written.model, written.batches = model, batches
     return written

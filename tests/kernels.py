@@ -57,7 +57,9 @@ def in_virtual_time(main: Main, machines: Cluster, ranks: int | None = None) -> 
     ranks = ranks or machines.num_workers
     sim = Sim(ranks, Speed(machines, 1, 0), network(machines, DENSE), seen)
     results = sim.run(main, tick=lambda: None)
-    return [Ended(result, None, in_seconds(seen.totals[rank])) for rank, result in enumerate(results)]
+    return [
+        Ended(result, None, in_seconds(seen.totals[rank])) for rank, result in enumerate(results)
+    ]
 
 
 def in_seconds(totals_ns: dict[str, int]) -> dict[str, float]:
@@ -72,8 +74,9 @@ def on_processes(
     within_s: float = 60,
     settle: Callable[[], None] | None = None,
 ) -> list[Ended]:
-    """`main` and `settle` are functions of a module; `groups` are given process groups of their own. All ranks are
-    linked."""
+    """`main` and `settle` are functions of a module; `groups` are given process groups of their
+    own. All ranks are linked.
+    """
     return started(play, ranks, within_s, main, machines, tuple(groups), settle)
 
 
@@ -123,7 +126,9 @@ def play(
     """One rank, in a process of its own, which leaves without destructors as those of a run do."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=NEVER, wait_for_workers=False)
+    store = dist.TCPStore(
+        "127.0.0.1", port, ranks, rank == 0, timeout=NEVER, wait_for_workers=False
+    )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NEVER)
     made = {group: dist.new_group(list(group), timeout=NEVER) for group in groups}
     seen = Quiet()
@@ -148,7 +153,9 @@ def play(
     say(end, store, rank, ranks, played)
 
 
-def say(end: Connection, store: dist.Store, rank: int, ranks: int, played: Callable[[], tuple]) -> NoReturn:
+def say(
+    end: Connection, store: dist.Store, rank: int, ranks: int, played: Callable[[], tuple]
+) -> NoReturn:
     """What a rank came to, or why it failed; then it leaves."""
     try:
         end.send(played())

@@ -1,7 +1,9 @@
-"""Machines made of network namespaces of this one, joined by a bridge, each behind a link that is shaped both ways.
+"""Machines made of network namespaces of this one, joined by a bridge, each behind a link that is
+shaped both ways.
 
-Each has its own loopback, its own host name and, as Debian writes it, a file of hosts in which that name is loopback.
-Needs root, `ip` and `tc` with its token bucket; the host's own interfaces stay as they are.
+Each has its own loopback, its own host name and, as Debian writes it, a file of hosts in which that
+name is loopback. Needs root, `ip` and `tc` with its token bucket; the host's own interfaces stay as
+they are.
 """
 
 import os
@@ -11,11 +13,15 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-BUCKET_S = 0.0005  # of traffic that may pass at once, or two frames: more lets small models through after a pause
-WHOLE = 0.94  # of the bucket, which a packet may fill that is not to be cut; the rest are headers of its frames
+# of traffic that may pass at once, or two frames: more lets small models through after a pause
+BUCKET_S = 0.0005
+# of the bucket, which a packet may fill that is not to be cut; the rest are headers of its frames
+WHOLE = 0.94
 CPU = Path("/sys/fs/cgroup/cpu")  # of version 1
 PERIOD_US = 5000  # in which a slower machine has its share of a core
-HOSTS = Path("/etc/netns")  # `ip netns exec` mounts what lies there in a folder of the namespace's name over /etc
+HOSTS = Path(
+    "/etc/netns"
+)  # `ip netns exec` mounts what lies there in a folder of the namespace's name over /etc
 
 
 def missing() -> str | None:
@@ -23,10 +29,14 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "network namespaces need root"
     probe = f"ashl-probe-{os.getpid()}"  # others may be asking at the same time
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["ip", "netns", "add", probe], capture_output=True, text=True, check=False
+    )
     if made.returncode:
         return f"no network namespace can be made: {made.stderr.strip()}"
-    shaped = subprocess.run([*inside(probe), *bucket("lo", 100)], capture_output=True, text=True, check=False)
+    shaped = subprocess.run(
+        [*inside(probe), *bucket("lo", 100)], capture_output=True, text=True, check=False
+    )
     subprocess.run(["ip", "netns", "del", probe], check=True)
     return f"links cannot be shaped: {shaped.stderr.strip()}" if shaped.returncode else None
 
@@ -39,7 +49,10 @@ def no_sshd() -> str | None:
 @contextmanager
 def machines(*mbit_s: float) -> Generator[list[str]]:
     """As many as there are rates; yields their names, which are those of their namespaces, too."""
-    switch, names = f"ashl-{os.getpid()}-0", [f"ashl-{os.getpid()}-{k}" for k in range(1, len(mbit_s) + 1)]
+    switch, names = (
+        f"ashl-{os.getpid()}-0",
+        [f"ashl-{os.getpid()}-{k}" for k in range(1, len(mbit_s) + 1)],
+    )
     try:
         run("ip", "netns", "add", switch)
         run(*f"ip -n {switch} link add br0 type bridge".split())
@@ -56,8 +69,8 @@ def machines(*mbit_s: float) -> Generator[list[str]]:
 def plug_in(name: str, switch: str, mbit_s: float) -> None:
     """One more machine: eth0 leads to the port of the switch that has the machine's name.
 
-    Packets are as large as the bucket, as they are for a network card that cuts them itself. A bucket that has to cut
-    them into frames takes half of a core for it, at any rate.
+    Packets are as large as the bucket, as they are for a network card that cuts them itself. A
+    bucket that has to cut them into frames takes half of a core for it, at any rate.
     """
     run("ip", "netns", "add", name)
     run(*f"ip link add eth0 netns {name} type veth peer name {port(name)} netns {switch}".split())
@@ -86,7 +99,9 @@ def cut(name: str, down: bool = True) -> None:
     run(*f"ip -n {switch} link set {port(name)} {'down' if down else 'up'}".split())
 
 
-def start(name: str, command: Sequence[str], folder: Path, env: Mapping[str, str]) -> subprocess.Popen:
+def start(
+    name: str, command: Sequence[str], folder: Path, env: Mapping[str, str]
+) -> subprocess.Popen:
     """A command on a machine, in a folder of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     return subprocess.Popen(
@@ -99,12 +114,24 @@ def start(name: str, command: Sequence[str], folder: Path, env: Mapping[str, str
     )
 
 
-def job(names: Sequence[str], port: int, command: Sequence[str], folder: Path, limit_s: float = 300) -> list[str]:
-    """Run a command as torchrun starts ranks, each on the machine that is named for it; returns what each printed.
-    Raises AssertionError."""
-    world = {"WORLD_SIZE": str(len(names)), "MASTER_ADDR": address(names[0]), "MASTER_PORT": str(port)}
+def job(
+    names: Sequence[str], port: int, command: Sequence[str], folder: Path, limit_s: float = 300
+) -> list[str]:
+    """Run a command as torchrun starts ranks, each on the machine that is named for it; returns
+    what each printed. Raises AssertionError.
+    """
+    world = {
+        "WORLD_SIZE": str(len(names)),
+        "MASTER_ADDR": address(names[0]),
+        "MASTER_PORT": str(port),
+    }
     ranks = [
-        start(name, command, folder / str(rank), world | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"})
+        start(
+            name,
+            command,
+            folder / str(rank),
+            world | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"},
+        )
         for rank, name in enumerate(names)
     ]
     try:
@@ -118,7 +145,18 @@ def job(names: Sequence[str], port: int, command: Sequence[str], folder: Path, l
 
 def inside(name: str) -> tuple[str, ...]:
     """What to write before a command for it to run there."""
-    there = ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name)
+    there = (
+        "ip",
+        "netns",
+        "exec",
+        name,
+        "unshare",
+        "--uts",
+        "sh",
+        "-c",
+        'hostname "$0"; exec "$@"',
+        name,
+    )
     return (
         ("sh", "-c", f'echo $$ > {group(name)}/cgroup.procs; exec "$@"', name, *there)
         if group(name).exists()
@@ -127,7 +165,10 @@ def inside(name: str) -> tuple[str, ...]:
 
 
 def bucket(device: str, mbit_s: float) -> tuple[str, ...]:
-    shape = f"tc qdisc replace dev {device} root tbf rate {mbit_s:g}mbit burst {burst(mbit_s)} latency 100ms"
+    shape = (
+        f"tc qdisc replace dev {device} root tbf rate {mbit_s:g}mbit burst {burst(mbit_s)} latency"
+        " 100ms"
+    )
     return tuple(shape.split())
 
 
@@ -142,19 +183,25 @@ def run(*command: str) -> None:
 
 @contextmanager
 def ssh_between(names: Sequence[str], folder: Path) -> Generator[str]:
-    """An sshd on each machine, for whoever has the key that is made in this folder; yields how to connect."""
+    """An sshd on each machine, for whoever has the key that is made in this folder; yields how to
+    connect.
+    """
     for key in ("host", "user"):
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
     public = (folder / "host.pub").read_text()
     (folder / "known").write_text(f"{address('net-*')} {public}")
     (folder / "sshd").write_text(
-        f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nStrictModes no\nUsePAM no\nPidFile none\n"
-        "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+        f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nStrictModes no\nUsePAM"
+        " no\nPidFile none\nPasswordAuthentication no\nPermitRootLogin prohibit-password\n"
     )
-    (folder / "client").write_text(f"Host *\n  IdentityFile {folder}/user\n  UserKnownHostsFile {folder}/known\n")
+    (folder / "client").write_text(
+        f"Host *\n  IdentityFile {folder}/user\n  UserKnownHostsFile {folder}/known\n"
+    )
     Path("/run/sshd").mkdir(exist_ok=True)
     command = ["/usr/sbin/sshd", "-D", "-e", "-f", str(folder / "sshd")]
-    servers = [subprocess.Popen([*inside(name), *command], stderr=subprocess.DEVNULL) for name in names]
+    servers = [
+        subprocess.Popen([*inside(name), *command], stderr=subprocess.DEVNULL) for name in names
+    ]
     try:
         yield f"ssh -F {folder}/client"
     finally:
@@ -165,7 +212,9 @@ def ssh_between(names: Sequence[str], folder: Path) -> Generator[str]:
 
 @contextmanager
 def slowed(names: Sequence[str], cores: Sequence[float]) -> Generator[None]:
-    """What is started on these machines from now on has so many cores of this one, in turns of a few milliseconds."""
+    """What is started on these machines from now on has so many cores of this one, in turns of a
+    few milliseconds.
+    """
     try:
         for name, share in zip(names, cores, strict=True):
             group(name).mkdir()

@@ -17,7 +17,9 @@ async def computing(ctx: RankContext, work: float, kind: str = "compute") -> flo
 
 
 async def two_computes(ctx: RankContext) -> list[float]:
-    """When each of three computes of one node has ended, the main task's last: (1, 2 and 3 units of work)."""
+    """When each of three computes of one node has ended, the main task's last: (1, 2 and 3 units of
+    work).
+    """
     first, second = ctx.spawn(computing(ctx, 1)), ctx.spawn(computing(ctx, 2, "compress"))
     await ctx.sleep(0)
     last = await computing(ctx, 3)
@@ -25,7 +27,12 @@ async def two_computes(ctx: RankContext) -> list[float]:
 
 
 async def summed(
-    ctx: RankContext, value: float, key: int = 0, team: tuple[int, ...] = (0, 1), size: int = 1000, credit: int = 0
+    ctx: RankContext,
+    value: float,
+    key: int = 0,
+    team: tuple[int, ...] = (0, 1),
+    size: int = 1000,
+    credit: int = 0,
 ) -> Any:
     """(a number of the sum, when it came)."""
     total = await ctx.all_reduce(torch.full((size,), value), team, key=key, credit=credit)
@@ -66,10 +73,16 @@ async def two_at_once(ctx: RankContext) -> list[Any]:
 
 
 async def training(
-    ctx: RankContext, steps: int, layers: int, overlap: bool, work: Callable[[], None] = lambda: None
+    ctx: RankContext,
+    steps: int,
+    layers: int,
+    overlap: bool,
+    work: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Steps of a forward of 2 and `layers` backwards of 1 each; then one sum after the other, or each as soon as its
-    layer is done, the layer that is needed first with the lowest key. Returns the sums and when it ended."""
+    """Steps of a forward of 2 and `layers` backwards of 1 each; then one sum after the other, or
+    each as soon as its layer is done, the layer that is needed first with the lowest key. Returns
+    the sums and when it ended.
+    """
     sums: list[float] = []
     for step in range(steps):
         await ctx.compute(work, 2)
@@ -99,19 +112,27 @@ async def three_and_two_ranks(ctx: RankContext) -> list[Any]:
 
 
 async def gathered(ctx: RankContext, key: int) -> list[int]:
-    parts = await ctx.all_gather(torch.full((ctx.rank + 1,), 7 + key, dtype=torch.uint8), (0, 1), key=key)
+    parts = await ctx.all_gather(
+        torch.full((ctx.rank + 1,), 7 + key, dtype=torch.uint8), (0, 1), key=key
+    )
     return [int(part.sum()) for part in parts]
 
 
 async def kinds_mixed(ctx: RankContext) -> list[Any]:
     """A sum and two gathers at once, by both ranks in the same order."""
-    tasks = [ctx.spawn(gathered(ctx, 5)), ctx.spawn(summed(ctx, 2.0, key=4)), ctx.spawn(gathered(ctx, 0))]
+    tasks = [
+        ctx.spawn(gathered(ctx, 5)),
+        ctx.spawn(summed(ctx, 2.0, key=4)),
+        ctx.spawn(gathered(ctx, 0)),
+    ]
     first, total, last = [await ctx.join(task) for task in tasks]
     return [first, total[0], last]
 
 
 async def cancelled(ctx: RankContext) -> float:
-    """Rank 1 cancels a task whose sum it has posted; the others get theirs, and the next sum is right."""
+    """Rank 1 cancels a task whose sum it has posted; the others get theirs, and the next sum is
+    right.
+    """
     task = ctx.spawn(summed(ctx, 1.0, key=2))
     await ctx.sleep(0)
     if ctx.rank == 1:
@@ -175,7 +196,9 @@ async def push_and_wait(ctx):
 
 
 async def through_one_port(ctx: RankContext) -> list[float]:
-    """Ranks 0 and 1 send to 2 and 3, all at once, and then each pair sums: when both had come on this rank."""
+    """Ranks 0 and 1 send to 2 and 3, all at once, and then each pair sums: when both had come on
+    this rank.
+    """
     if ctx.rank < 2:
         await ctx.send(ctx.rank + 2, TAG, torch.zeros(1000))
     else:
@@ -185,7 +208,9 @@ async def through_one_port(ctx: RankContext) -> list[float]:
 
 
 async def with_credit(ctx: RankContext, credit: int) -> list[str]:
-    """The order of a sum, three that come while it is under way, and two of a lower key that come during the next."""
+    """The order of a sum, three that come while it is under way, and two of a lower key that come
+    during the next.
+    """
     order: list[str] = []
 
     async def one(name: str, key: int) -> None:
@@ -211,7 +236,9 @@ async def two_ahead(ctx: RankContext) -> list[str]:
 
 
 async def standing_still(ctx: RankContext) -> Any:
-    """A computation of 2 that has one of its needs at once, the other after 0.15 s, and hands out one part."""
+    """A computation of 2 that has one of its needs at once, the other after 0.15 s, and hands out
+    one part.
+    """
     first, second, part = ("first", 0, 0), ("second", 0, 0), ("part", 0, 0)
 
     async def later() -> None:
@@ -235,5 +262,7 @@ async def in_halves(ctx: RankContext) -> Any:
     x = torch.arange(5.0) * 10**ctx.rank
     chunk = await ctx.all_reduce(x, (0, 1, 2), "scatter")
     scattered = ctx.now
-    rows = await ctx.all_reduce(torch.cat([chunk, chunk.new_tensor([ctx.rank])]), (0, 1, 2), "gather", piggybacked=1)
+    rows = await ctx.all_reduce(
+        torch.cat([chunk, chunk.new_tensor([ctx.rank])]), (0, 1, 2), "gather", piggybacked=1
+    )
     return chunk.tolist(), rows.view(3, 3).tolist(), scattered, ctx.now

@@ -1,4 +1,6 @@
-"""Small models as users write them, each with something beside parameters that are learned and a plain forward pass."""
+"""Small models as users write them, each with something beside parameters that are learned and a
+plain forward pass.
+"""
 
 from __future__ import annotations
 
@@ -216,7 +218,10 @@ class Padded(nn.Module):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.words, self.head = nn.Embedding(TOKENS, WIDTH, padding_idx=0), nn.Linear(WIDTH, num_classes)
+        self.words, self.head = (
+            nn.Embedding(TOKENS, WIDTH, padding_idx=0),
+            nn.Linear(WIDTH, num_classes),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.words(x.abs().mul(3).long().clamp(max=TOKENS - 1)).mean(1))
@@ -241,7 +246,9 @@ class Teacher(Net):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             with torch.no_grad():
-                for mine, its in zip(self.body.parameters(), self.teacher.parameters(), strict=True):
+                for mine, its in zip(
+                    self.body.parameters(), self.teacher.parameters(), strict=True
+                ):
                     its.lerp_(mine, 0.1)
         return self.head((self.body(x) + self.teacher(x)).relu())
 

@@ -1,6 +1,8 @@
-"""What the pages say, read for the tests: links, anchors, the commands that they show, the tables of options.
+"""What the pages say, read for the tests: links, anchors, the commands that they show, the tables
+of options.
 
-`python -m tests.pages` writes the tables of docs/configuration.md from conf/, those of docs/limits.md from the checks.
+`python -m tests.pages` writes the tables of docs/configuration.md from conf/, those of
+docs/limits.md from the checks.
 """
 
 from __future__ import annotations
@@ -62,9 +64,13 @@ def anchors(text: str) -> set[str]:
 
 
 def shown(text: str) -> list[str]:
-    """Every `ashl …` and `torchrun … -m ashl.cli …` in blocks of shell lines and between backticks."""
+    """Every `ashl …` and `torchrun … -m ashl.cli …` in blocks of shell lines and between
+    backticks.
+    """
     blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.S | re.M)
-    lines = [part.strip() for block in blocks for line in joined(block) for part in line.split("&&")]
+    lines = [
+        part.strip() for block in blocks for line in joined(block) for part in line.split("&&")
+    ]
     lines += [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(text))]
     named = re.compile(rf"(\.venv/bin/)?ashl ({'|'.join(COMMANDS)})\b|torchrun ")
     return [re.sub(r"\s+#.*$", "", line) for line in lines if named.match(line)]
@@ -83,14 +89,23 @@ def words_of(line: str) -> list[str]:
 
 
 def mentioned(text: str, beginnings: set[str]) -> list[tuple[str, str]]:
-    """(key, value) of every `key=value`, and of every `group.key`, between backticks; `beginnings` are first words of
-    keys. Of `stop.*` nothing is said."""
+    """(key, value) of every `key=value`, and of every `group.key`, between backticks; `beginnings`
+    are first words of keys. Of `stop.*` nothing is said.
+    """
     spans = re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(text))
     found = [
-        re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)*)(?:=(.*))?", word.strip("'")) for s in spans for word in s.split()
+        re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)*)(?:=(.*))?", word.strip("'"))
+        for s in spans
+        for word in s.split()
     ]
-    keys = [(match[1], match[2] or "") for match in found if match and ("." in match[1] or match[2])]
-    return [(key, value) for key, value in keys if key.partition(".")[0] in beginnings and not key.endswith(FILES)]
+    keys = [
+        (match[1], match[2] or "") for match in found if match and ("." in match[1] or match[2])
+    ]
+    return [
+        (key, value)
+        for key, value in keys
+        if key.partition(".")[0] in beginnings and not key.endswith(FILES)
+    ]
 
 
 def modules(text: str) -> set[str]:
@@ -104,7 +119,9 @@ def tables(group: str) -> str:
     chosen = usual()[group]
     lines = ["| option | what it is |", "| --- | --- |"]
     for option, file in options.items():
-        lines.append(f"| `{option}`{' (default)' if option == chosen else ''} | {cell(summary(file))} |")
+        lines.append(
+            f"| `{option}`{' (default)' if option == chosen else ''} | {cell(summary(file))} |"
+        )
     if group in PRESETS:
         return "\n".join(lines)
     rows = keys(group)
@@ -114,14 +131,17 @@ def tables(group: str) -> str:
 
 
 def keys(group: str) -> list[str]:
-    """A row for each key and meaning, those of one key together: its defaults, and which options have it."""
+    """A row for each key and meaning, those of one key together: its defaults, and which options
+    have it.
+    """
     options = catalog()[group]
     having: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for option, file in options.items():
         for parameter in parameters(file):
             having[parameter.key][parameter.comment][option] = parameter.value
     return [
-        f"| `{group}.{key}` | {default(values)} | {who(list(values), list(options))} | {cell(meaning)} |"
+        f"| `{group}.{key}` | {default(values)} | {who(list(values), list(options))} |"
+        f" {cell(meaning)} |"
         for key, meanings in having.items()
         for meaning, values in meanings.items()
     ]
@@ -135,7 +155,9 @@ def default(values: dict[str, str]) -> str:
     if len(by_value) > MANY:
         return "by option"
     usual, *others = sorted(by_value, key=lambda value: -len(by_value[value]))
-    return ", ".join([f"`{usual}`", *(f"`{value}` ({', '.join(by_value[value])})" for value in others)])
+    return ", ".join(
+        [f"`{usual}`", *(f"`{value}` ({', '.join(by_value[value])})" for value in others)]
+    )
 
 
 def who(having: list[str], options: list[str]) -> str:

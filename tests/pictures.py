@@ -1,7 +1,8 @@
-"""The pictures of README.md, made from real runs in virtual time: `python -m tests.pictures [FOLDER]` (default: docs).
+"""The pictures of README.md, made from real runs in virtual time: `python -m tests.pictures
+[FOLDER]` (default: docs).
 
-`live_table.svg` is the table that a terminal shows halfway through `TRAIN`, `report.png` the top of the report of
-`SWEEP`, drawn by Chromium (without it, that picture is left as it is).
+`live_table.svg` is the table that a terminal shows halfway through `TRAIN`, `report.png` the top of
+the report of `SWEEP`, drawn by Chromium (without it, that picture is left as it is).
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ GRID = ["sync=bsp,ssp,asp,local_sgd", "seed=0,1,2"]
 SWEEP = ["sweep", *GRID, *CLUSTER, "stop.target_accuracy=0.95", "eval.every_s=0.2"]
 WITHOUT_MLFLOW = "tracking=none"
 HALFWAY, WIDTH = 0.5, 72
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 PAGE = (1060, 940)  # pixels of the window that the report is drawn in
 COLOURS = 256  # of the picture, the most that a palette has: with 48 two settings were drawn alike
-FONT_FACES = re.compile(r"\s*@font-face \{\{.*?\n    \}\}", re.S)  # rich's, which a page would fetch from elsewhere
+FONT_FACES = re.compile(
+    r"\s*@font-face \{\{.*?\n    \}\}", re.S
+)  # rich's, which a page would fetch from elsewhere
 
 
 def live_table(file: Path) -> None:
@@ -53,11 +58,19 @@ def live_table(file: Path) -> None:
     ):
         ashl([*TRAIN, WITHOUT_MLFLOW])
     progress, snapshot = min(seen, key=lambda found: abs((found[1].progress or 0.0) - HALFWAY))
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console = Console(
+        record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
     console.print(progress._drawn(snapshot))
-    form = FONT_FACES.sub("", CONSOLE_SVG_FORMAT).replace("Fira Code, monospace", "ui-monospace, Menlo, monospace")
+    form = FONT_FACES.sub("", CONSOLE_SVG_FORMAT).replace(
+        "Fira Code, monospace", "ui-monospace, Menlo, monospace"
+    )
     text = console.export_svg(
-        title=f"ashl {' '.join(TRAIN)}", theme=MONOKAI, code_format=form, unique_id="ashl", font_aspect_ratio=0.61
+        title=f"ashl {' '.join(TRAIN)}",
+        theme=MONOKAI,
+        code_format=form,
+        unique_id="ashl",
+        font_aspect_ratio=0.61,
     )
     file.write_text(re.sub(r"[ \t]+$", "", text, flags=re.M), encoding="utf-8")
 
@@ -76,10 +89,14 @@ def report(file: Path) -> None:
             f"--window-size={PAGE[0]},{PAGE[1]}",
             "--screenshot=page.png",
         ]
-        subprocess.run([CHROMIUM, *quiet, *place, page.as_uri()], check=True, capture_output=True, timeout=120)
+        subprocess.run(
+            [CHROMIUM, *quiet, *place, page.as_uri()], check=True, capture_output=True, timeout=120
+        )
         drawn = Image.open("page.png").convert("RGB")
         # by octree: the median cut mixed the thin lines of two settings
-        drawn.quantize(COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(file, optimize=True)
+        drawn.quantize(COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+            file, optimize=True
+        )
 
 
 def main(folder: Path) -> None:

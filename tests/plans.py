@@ -30,7 +30,9 @@ def linear(ratio: float) -> float:
 def cluster(
     steps: Sequence[float], exchanges: Sequence[float], *, compress: float = 0.0, fixed: float = 0.0
 ) -> Profile:
-    """Seconds of a step, and of a push plus pull in equal halves, of which the share `fixed` is latency."""
+    """Seconds of a step, and of a push plus pull in equal halves, of which the share `fixed` is
+    latency.
+    """
     workers = tuple(
         WorkerProfile(
             step_s=step,

@@ -20,7 +20,8 @@ MOST_WORDS = 25  # words in a sentence
 CODE_FOLDERS = ("ashl", "cli", "tests", "examples")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")
 
-MEMBER = r"(?:workers?|ranks?|members?|partners?|process(?:es)?|peers?|machines?|servers?|who)"  # what can fail
+# what can fail
+MEMBER = r"(?:workers?|ranks?|members?|partners?|process(?:es)?|peers?|machines?|servers?|who)"
 
 # Words that a stranger cannot understand, or that have a standard term: pattern, advice.
 WORDS = (
@@ -35,7 +36,10 @@ WORDS = (
     (r"(?:go|goes|going|went|gone) on without", "continues without, tolerates the failure of"),
     (r"com(?:e|es|ing) back|came back", "rejoins, returns"),
     (
-        r"(?:those|ranks|workers|members) (?:who|that|which) (?:are|were) left|who (?:is|are|was|were) left",
+        (
+            r"(?:those|ranks|workers|members) (?:who|that|which) (?:are|were) left|who"
+            r" (?:is|are|was|were) left"
+        ),
         "survivors, remaining workers",
     ),
     (r"st(?:and|ands|ood|anding) still", "is paused, hangs"),
@@ -57,7 +61,10 @@ WORDS = (
         "in flight, in progress",
     ),
     (
-        r"(?:machine|rank|node|run|process|everyone|nobody) (?:of|from) (?:the )?house|houses?|rooms?(?! for)",
+        (
+            r"(?:machine|rank|node|run|process|everyone|nobody) (?:of|from) (?:the"
+            r" )?house|houses?|rooms?(?! for)"
+        ),
         "package, subpackage",
     ),
     (r"desks?", "controller, control channel"),
@@ -87,7 +94,9 @@ WORDS = (
     (r"hears?(?: of| from)?|heard(?: of| from)?", "receives, is notified"),
     (r"stranger(?:s)?", "untrusted client, unknown name"),
 )
-PLAIN_WORDS = tuple((re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE), pattern, advice) for pattern, advice in WORDS)
+PLAIN_WORDS = tuple(
+    (re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE), pattern, advice) for pattern, advice in WORDS
+)
 
 SAY_AS_EXAMPLE = re.compile(r"(?:, say\b(?=[,.;:)]|$)|\(say\b|(?<!to )\bsay\))", re.IGNORECASE)
 POOR_START = re.compile(
@@ -109,7 +118,9 @@ PARAGRAPH_END = re.compile(
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of prose, where it begins, and what it is: docstring, comment, message, yaml or page."""
+    """A piece of prose, where it begins, and what it is: docstring, comment, message, yaml
+    or page.
+    """
 
     file: str
     line: int
@@ -118,7 +129,9 @@ class Text:
 
 
 def plain(body: str) -> str:
-    """Return the prose of a text: code between backticks and quoted words become one word, formulae go."""
+    """Return the prose of a text: code between backticks and quoted words become one word, formulae
+    go.
+    """
     body = re.sub(r"``.+?``|`[^`]*`", "CODE", body, flags=re.DOTALL)
     body = re.sub(r'"[^"\n]{0,80}"|“[^”\n]{0,80}”', "QUOTE", body)
     body = re.sub(r"https?://\S+", "LINK", body)
@@ -127,7 +140,9 @@ def plain(body: str) -> str:
 
 
 def sentences(body: str) -> Iterator[str]:
-    """Yield the sentences of a text; a blank line, a line of a list or table, `:`, and `;` end one, too."""
+    """Yield the sentences of a text; a blank line, a line of a list or table, `:`, and `;` end one,
+    too.
+    """
     paragraphs = re.split(PARAGRAPH_END, body)
     for paragraph in paragraphs:
         text = " ".join(paragraph.split())
@@ -150,7 +165,10 @@ def find_faults(text: Text) -> Iterator[str]:
     flat = " ".join(body.split())
     for pattern, _, advice in PLAIN_WORDS:
         for match in pattern.finditer(flat):
-            yield f"say {advice!r} for {match.group(0)!r}: {flat[max(0, match.start() - 40) : match.end() + 40]}"
+            yield (
+                f"say {advice!r} for {match.group(0)!r}:"
+                f" {flat[max(0, match.start() - 40) : match.end() + 40]}"
+            )
     if match := SAY_AS_EXAMPLE.search(flat):
         yield f"'say' for 'for example': {flat[max(0, match.start() - 40) : match.end() + 20]}"
     parts = list(sentences(body))
@@ -160,7 +178,9 @@ def find_faults(text: Text) -> Iterator[str]:
         if re.match(r"[a-z]", parts[0]) and not parts[0].startswith("CODE"):
             yield f"a docstring begins with an upper-case letter: {parts[0][:80]}"
     for sentence in parts:
-        if (POOR_START.match(sentence) and not QUESTION.search(sentence)) or RELATIVE_START.search(sentence):
+        if (POOR_START.match(sentence) and not QUESTION.search(sentence)) or RELATIVE_START.search(
+            sentence
+        ):
             yield f"name the actor: {sentence[:80]}"
         if (words := count_words(sentence)) > MOST_WORDS and not is_formula(sentence):
             yield f"{words} words in a sentence (at most {MOST_WORDS}): {sentence[:80]}"
@@ -194,7 +214,9 @@ def read_comments(source: str, file: str) -> Iterator[Text]:
     block: list[str] = []
     first = last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT or re.match(r"#(?:!|:| ?(?:type|noqa|ty|pragma|fmt)\b)", token.string):
+        if token.type != tokenize.COMMENT or re.match(
+            r"#(?:!|:| ?(?:type|noqa|ty|pragma|fmt)\b)", token.string
+        ):
             continue
         alone = not token.line[: token.start[1]].strip()
         if block and alone and token.start[0] == last + 1:
@@ -250,12 +272,16 @@ def read_texts(paths: list[Path]) -> Iterator[Text]:
 def find_all(paths: list[Path]) -> list[str]:
     """Return every finding as `file:line: kind: rule: excerpt`."""
     return [
-        f"{text.file}:{text.line}: {text.kind}: {fault}" for text in read_texts(paths) for fault in find_faults(text)
+        f"{text.file}:{text.line}: {text.kind}: {fault}"
+        for text in read_texts(paths)
+        for fault in find_faults(text)
     ]
 
 
 def main() -> None:
-    paths = [Path(name) for name in sys.argv[1:]] or [ROOT / name for name in (*CODE_FOLDERS, "conf", *PAGES)]
+    paths = [Path(name) for name in sys.argv[1:]] or [
+        ROOT / name for name in (*CODE_FOLDERS, "conf", *PAGES)
+    ]
     findings = find_all([path for path in paths if path.exists()])
     print("\n".join(findings))
     print(f"{len(findings)} findings", file=sys.stderr)

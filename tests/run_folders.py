@@ -1,4 +1,6 @@
-"""Run folders and sweep folders without a run: what the tests and the benchmark of `ashl compare` read."""
+"""Run folders and sweep folders without a run: what the tests and the benchmark of `ashl compare`
+read.
+"""
 
 import json
 import math
@@ -25,9 +27,11 @@ def write_run(
     workers: int = 2,
     **summary: Any,
 ) -> Path:
-    """A run whose accuracy rises to the target at `reach_s`, where it ends (None: never, it ends at `end_s`).
+    """A run whose accuracy rises to the target at `reach_s`, where it ends (None: never, it ends at
+    `end_s`).
 
-    The accuracy is 1 - 0.1^(t / reach_s): 0.9 at `reach_s`, whatever that is. `values` are dotted keys of config.yaml.
+    The accuracy is 1 - 0.1^(t / reach_s): 0.9 at `reach_s`, whatever that is. `values` are dotted
+    keys of config.yaml.
     """
     folder.mkdir(parents=True)
     last_s = end_s if reach_s is None or target is None else reach_s
@@ -48,7 +52,9 @@ def write_run(
     scale_s = reach_s or 4 * end_s
     rows = [metric(time_s, 1 - 0.1 ** (time_s / scale_s), workers) for time_s in times]
     lines(folder / "metrics.jsonl", rows)
-    lines(folder / "events.jsonl", [event(rank, k) for k in range(rounds) for rank in range(workers)])
+    lines(
+        folder / "events.jsonl", [event(rank, k) for k in range(rounds) for rank in range(workers)]
+    )
     done = {
         "schema": 1,
         "name": "a run",
@@ -68,7 +74,12 @@ def write_run(
         "workers": [{"rank": rank, **shares(rank, last_s)} for rank in range(workers)],
         "wait_share": 0.25,
         "final": {"train_loss": 0.3, "test_loss": 0.4, "test_accuracy": rows[-1]["test/acc"]},
-        "best": {"train_loss": 0.3, "test_loss": 0.4, "test_accuracy": rows[-1]["test/acc"], "time_s": last_s},
+        "best": {
+            "train_loss": 0.3,
+            "test_loss": 0.4,
+            "test_accuracy": rows[-1]["test/acc"],
+            "time_s": last_s,
+        },
         "target_accuracy": target,
         "target_loss": None,
         "time_to_target_s": reach_s if target is not None else None,
@@ -82,21 +93,41 @@ def write_run(
 def metric(time_s: float, accuracy: float, workers: int) -> dict:
     sent = round(2e6 * time_s)
     waits = {f"wait/w{rank}": 0.1 * rank for rank in range(workers)}
-    scores = {"test/acc": accuracy, "test/loss": -math.log(accuracy), "train/loss": -math.log(accuracy)}
-    return {"time_s": time_s, "step": round(100 * time_s), "bytes_up": sent, "bytes_down": sent // 2, **scores, **waits}
+    scores = {
+        "test/acc": accuracy,
+        "test/loss": -math.log(accuracy),
+        "train/loss": -math.log(accuracy),
+    }
+    return {
+        "time_s": time_s,
+        "step": round(100 * time_s),
+        "bytes_up": sent,
+        "bytes_down": sent // 2,
+        **scores,
+        **waits,
+    }
 
 
 def event(rank: int, number: int) -> dict:
     start_s = 0.1 * number
     spans = [["compute", start_s, start_s + 0.05], ["push", start_s + 0.05, start_s + 0.06]]
     spans.append(["wait", start_s + 0.06, start_s + 0.1])
-    known = {"kind": "round", "rank": rank, "round": number, "steps": 1, "staleness": number % 3, "dropped": False}
+    known = {
+        "kind": "round",
+        "rank": rank,
+        "round": number,
+        "steps": 1,
+        "staleness": number % 3,
+        "dropped": False,
+    }
     return {**known, "start_s": start_s, "end_s": start_s + 0.1, "spans": spans}
 
 
 def shares(rank: int, time_s: float) -> dict:
     parts = (0.5 + 0.1 * (rank % 3), 0.05, 0.1, 0.1, 0.25 - 0.1 * (rank % 3), 0.0)
-    return {f"{kind}_s": part * time_s for kind, part in zip(KINDS, parts, strict=True)} | {"steps": 50}
+    return {f"{kind}_s": part * time_s for kind, part in zip(KINDS, parts, strict=True)} | {
+        "steps": 50
+    }
 
 
 def lines(file: Path, records: Sequence[dict]) -> None:
@@ -118,13 +149,34 @@ def write_sweep(
         digest = f"{index:08x}"
         choices = {key: value for key, value in values.items() if "." not in key and key != "seed"}
         dotted = {key: yaml.safe_load(value) for key, value in values.items() if "." in key}
-        own = {"seed": int(values.get("seed", 0)), "reach_s": reach_s, "choices": choices, "values": dotted}
+        own = {
+            "seed": int(values.get("seed", 0)),
+            "reach_s": reach_s,
+            "choices": choices,
+            "values": dotted,
+        }
         write_run(folder / digest, **own, **(run or {}))
         overrides = [f"{key}={value}" for key, value in values.items()]
-        rows.append({"hash": digest, "folder": digest, "overrides": overrides, "axes": values, "predicted_s": None})
+        rows.append(
+            {
+                "hash": digest,
+                "folder": digest,
+                "overrides": overrides,
+                "axes": values,
+                "predicted_s": None,
+            }
+        )
         for key, value in values.items():
             axes[key] = [*axes.get(key, []), *([] if value in axes.get(key, []) else [value])]
     typed = [f"{key}={','.join(values)}" for key, values in axes.items()]
-    study = {"schema": 1, "name": "study", "overrides": typed, "axes": axes, "settings": rows, "skipped": [], **more}
+    study = {
+        "schema": 1,
+        "name": "study",
+        "overrides": typed,
+        "axes": axes,
+        "settings": rows,
+        "skipped": [],
+        **more,
+    }
     (folder / "sweep.json").write_text(json.dumps(study))
     return folder

@@ -1,8 +1,10 @@
-"""A device that is none: tensors on it are those of the host in a shell that lets nobody see through.
+"""A device that is none: tensors on it are those of the host in a shell that lets nobody see
+through.
 
-What lies there refuses to be read (`.cpu()`, `.item()`, `.numpy()`, a branch on its value), and to be mixed with a
-tensor of the host, as one of an accelerator does or as it should not be; only the doors of `ashl.learn.device` lead
-through. Inside it is the host's own arithmetic, so a run on it has the same bits.
+What lies there refuses to be read (`.cpu()`, `.item()`, `.numpy()`, a branch on its value), and to
+be mixed with a tensor of the host, as one of an accelerator does or as it should not be; only the
+doors of `ashl.learn.device` lead through. Inside it is the host's own arithmetic, so a run on it
+has the same bits.
 """
 
 import sys
@@ -23,9 +25,28 @@ from ashl.learn import device as doors
 DEVICE = "cpu:0"  # for torch the host, for the house another place
 READS = {
     getattr(Tensor, name)
-    for name in ("cpu", "item", "numpy", "tolist", "__bool__", "__float__", "__int__", "__array__", "__index__")
+    for name in (
+        "cpu",
+        "item",
+        "numpy",
+        "tolist",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__array__",
+        "__index__",
+    )
 }
-MAKES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.tensor, torch.eye, torch.rand}
+MAKES = {
+    torch.empty,
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.arange,
+    torch.tensor,
+    torch.eye,
+    torch.rand,
+}
 
 
 class There(Tensor):
@@ -48,7 +69,9 @@ class There(Tensor):
         return there
 
     @classmethod
-    def __torch_dispatch__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         mixed = Counter(type(x) for x in tensors((args, kwargs)) if isinstance(x, There) or x.dim())
         if len(mixed) > 1:
@@ -83,19 +106,29 @@ class Guard(TorchFunctionMode):
         super().__init__()
         self.reads = 0
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         there = any(isinstance(x, There) for x in tensors((args, kwargs)))
         if func is Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device):
             if not there and str(args[1]) == DEVICE:
                 assert through(doors.to_device), "what comes to the device comes by its door"
-                return There(args[0]) if not args[0].requires_grad else There(args[0].detach()).requires_grad_()
+                return (
+                    There(args[0])
+                    if not args[0].requires_grad
+                    else There(args[0].detach()).requires_grad_()
+                )
             if there and str(args[1]) == doors.HOST:
                 assert through(doors.to_host), "what leaves the device leaves by its door"
                 self.reads += 1
                 return args[0].inner
         if there and func in READS:
-            doors_or_torch = (doors.numbers, doors.to_host, BatchNorm2d.forward)  # counts batches while it is evaluated
+            doors_or_torch = (
+                doors.numbers,
+                doors.to_host,
+                BatchNorm2d.forward,
+            )  # counts batches while it is evaluated
             assert any(map(through, doors_or_torch)), f"{func.__name__} of what lies on the device"
             self.reads += 1
             return func(args[0].inner, *args[1:], **kwargs)
@@ -111,7 +144,9 @@ class Guard(TorchFunctionMode):
 def guarded() -> Generator[Guard]:
     """Inside, nothing of the device is seen but by the doors."""
     before = torch.__future__.get_overwrite_module_params_on_conversion()
-    torch.__future__.set_overwrite_module_params_on_conversion(True)  # a module's parameters change their kind
+    torch.__future__.set_overwrite_module_params_on_conversion(
+        True
+    )  # a module's parameters change their kind
     try:
         with Guard() as guard:
             yield guard

@@ -1,4 +1,6 @@
-"""Gossip without learning: vectors that nobody steps on, another one on each worker, to see what mixing does."""
+"""Gossip without learning: vectors that nobody steps on, another one on each worker, to see what
+mixing does.
+"""
 
 import random
 from dataclasses import replace
@@ -46,8 +48,12 @@ def stage_of(sync: Any, topology: Any, n: int, limits: Limits = WITHOUT, **field
     return replace(stage, plan=plan, trainer=Still(D, 100), **fields)
 
 
-def mixed(sync: Any, topology: Any, n: int, rounds: int, seed: int = 0, **fields: Any) -> tuple[Tensor, Tensor, Seen]:
-    """(models before [n, D], models after so many rounds [n, D], what was said), on a cluster drawn with the seed."""
+def mixed(
+    sync: Any, topology: Any, n: int, rounds: int, seed: int = 0, **fields: Any
+) -> tuple[Tensor, Tensor, Seen]:
+    """(models before [n, D], models after so many rounds [n, D], what was said), on a cluster drawn
+    with the seed.
+    """
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
     while cluster.num_workers != n:

@@ -1,4 +1,6 @@
-"""Shared by the tests: a run in virtual time with everything that it said, from command-line overrides."""
+"""Shared by the tests: a run in virtual time with everything that it said, from command-line
+overrides.
+"""
 
 import hashlib
 from collections.abc import Callable
@@ -36,7 +38,9 @@ class Ran:
     stopping: str | None = None
     records: list[dict] = field(default_factory=list)
     snapshots: list[tuple[dict, Any]] = field(default_factory=list)
-    models: dict[int, Any] = field(default_factory=dict)  # each worker's at the end, where it has its own
+    models: dict[int, Any] = field(
+        default_factory=dict
+    )  # each worker's at the end, where it has its own
     events: int = 0
     parts: ModelSet | None = None  # where every worker has a model of its own
     learner: Learner | None = None
@@ -51,7 +55,9 @@ class Ran:
             self.parts.restore_worker(record.rank)
 
     def keep(self, whole: EvaluatedModel) -> None:
-        self.snapshots.append((flat(whole.snapshot) | {"consensus_distance": whole.distance}, whole.params))
+        self.snapshots.append(
+            (flat(whole.snapshot) | {"consensus_distance": whole.distance}, whole.params)
+        )
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
         if isinstance(record, UpdateShown):
@@ -106,7 +112,11 @@ class Ran:
     @property
     def ledgers(self) -> list[dict[str, int]]:
         n = self.plan.num_workers
-        return [r["totals_ns"] for r in sorted(self.of("ledger"), key=lambda r: r["rank"]) if r["rank"] < n]
+        return [
+            r["totals_ns"]
+            for r in sorted(self.of("ledger"), key=lambda r: r["rank"])
+            if r["rank"] < n
+        ]
 
 
 def flat(record: Record) -> dict[str, Any]:
@@ -132,7 +142,9 @@ def simulated(*overrides: str) -> Ran:
     return run(planned(*overrides))
 
 
-def run(plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage, device: str = HOST) -> Ran:
+def run(
+    plan: Plan, rebound: Callable[[Stage], Stage] = lambda stage: stage, device: str = HOST
+) -> Ran:
     """Run a plan in virtual time, with its stages `rebound`."""
     job = assemble(plan, device)
     cluster = construct(plan.cluster, "cluster")

@@ -1,8 +1,9 @@
 """Write the support matrix of docs/limits.md by calling the program's own checks.
 
-`lines` asks for every topology, sync mode and overlap what `ashl train` would ask, and returns Markdown: a table for
-each topology, and the sentences of the checks as numbered notes. Nothing is run: a combination is planned without
-gradients and without a prediction. `python -m tests.pages` writes the page.
+`lines` asks for every topology, sync mode and overlap what `ashl train` would ask, and returns
+Markdown: a table for each topology, and the sentences of the checks as numbered notes. Nothing is
+run: a combination is planned without gradients and without a prediction. `python -m tests.pages`
+writes the page.
 """
 
 import re
@@ -20,16 +21,38 @@ from ashl.config.compose import compose
 from ashl.errors import AshlError, UsageError
 from ashl.overlap.contract import Delayed
 from ashl.planning import compile_plan
-from ashl.planning.compatibility import check_checkpoints, check_faults, check_max_restarts, check_other_worker_count
+from ashl.planning.compatibility import (
+    check_checkpoints,
+    check_faults,
+    check_max_restarts,
+    check_other_worker_count,
+)
 from ashl.planning.instantiate import OptionFactory, Parts
 from tests.every_key import BESIDE, LINKS, NODES
 
-BASE = ("runtime=sim", "tracking=none", "model=mlp", "model.hidden=[16,16,16]", "dataset.batch_size=4")
-NEEDS = {"halos": f"{NODES} topology.updates=4", "partial_all_reduce": NODES}  # what a topology needs
+BASE = (
+    "runtime=sim",
+    "tracking=none",
+    "model=mlp",
+    "model.hidden=[16,16,16]",
+    "dataset.batch_size=4",
+)
+NEEDS = {
+    "halos": f"{NODES} topology.updates=4",
+    "partial_all_reduce": NODES,
+}  # what a topology needs
 MODE_NEEDS = {"ahl": "schedule.h_preset=[2]"}  # beside what `tests.every_key` has
 NOT_MODES = {"profiling"}  # what `ashl profile` runs
 PULLS = ("compression=topk", "topology.pull_ratio=0.1")
-COLUMNS = ("failure", "rejoin", "checkpoint", "resume with other workers", "delayed", "buckets", "compressed pulls")
+COLUMNS = (
+    "failure",
+    "rejoin",
+    "checkpoint",
+    "resume with other workers",
+    "delayed",
+    "buckets",
+    "compressed pulls",
+)
 RUN = Path("RUN")
 
 Row = tuple[str, ...]  # a cell for each of `COLUMNS`
@@ -37,7 +60,9 @@ Row = tuple[str, ...]  # a cell for each of `COLUMNS`
 
 @contextmanager
 def only_checks() -> Iterator[None]:
-    """Plan without a prediction, with data and learner made once for all plans of the same model."""
+    """Plan without a prediction, with data and learner made once for all plans of the same
+    model.
+    """
     load, make, learners = compile_plan.load_data_set, compile_plan.make_learner, dict[str, Any]()
     data = cache(load)
 
@@ -52,7 +77,11 @@ def only_checks() -> Iterator[None]:
         return plan
 
     with ExitStack() as stack:
-        for name, stand_in in {"load_data_set": data, "make_learner": learner, "add_prediction": checked}.items():
+        for name, stand_in in {
+            "load_data_set": data,
+            "make_learner": learner,
+            "add_prediction": checked,
+        }.items():
             stack.enter_context(patch.object(compile_plan, name, stand_in))
         yield
 
@@ -68,7 +97,9 @@ class Notes:
 
 
 def extras(sync: str, topology: str) -> list[tuple[str, ...]]:
-    """Settings beside the defaults with which a sync mode may be legal: none, and those that its option needs."""
+    """Settings beside the defaults with which a sync mode may be legal: none, and those that its
+    option needs.
+    """
     needed = [
         word
         for word in MODE_NEEDS.get(sync, BESIDE.get(f"sync={sync}", "")).split()
@@ -93,7 +124,11 @@ def planned(config: Mapping[str, Any]) -> Any:
 
 def with_overlap(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the configuration with another overlap, as `overlap=NAME` would choose it."""
-    return {**config, "overlap": spec("overlap", name), "choices": {**config["choices"], "overlap": name}}
+    return {
+        **config,
+        "overlap": spec("overlap", name),
+        "choices": {**config["choices"], "overlap": name},
+    }
 
 
 @cache
@@ -126,7 +161,9 @@ def row_of(found: Any, note: Callable[[str], str]) -> list[str]:
     real = replace(sim, runtime=local_runtime())
     restarting = replace(sim, runtime=replace(local_runtime(), max_restarts=1))
     failed, rejoined = with_events(sim, "fail"), with_events(sim, "fail", "rejoin")
-    saved = [refusal(lambda parts=parts: check_checkpoints(1.0, parts, stages)) for parts in (sim, real)]
+    saved = [
+        refusal(lambda parts=parts: check_checkpoints(1.0, parts, stages)) for parts in (sim, real)
+    ]
     resumed = refusal(lambda: check_other_worker_count(sim, RUN))
     return [
         both(
@@ -145,8 +182,9 @@ def row_of(found: Any, note: Callable[[str], str]) -> list[str]:
 
 
 def rows_of(topology: str, sync: str, number: Callable[[str], str]) -> list[tuple[str, Row]] | str:
-    """Return (overlaps, cells) of each group of overlaps that has the same cells; the refusal of a mode that is not
-    legal with this topology."""
+    """Return (overlaps, cells) of each group of overlaps that has the same cells; the refusal of a
+    mode that is not legal with this topology.
+    """
 
     def note(sentence: str) -> str:
         """Return the note's number, with `…` for what the row is about."""
@@ -157,7 +195,13 @@ def rows_of(topology: str, sync: str, number: Callable[[str], str]) -> list[tupl
 
     why = None
     for extra in extras(sync, topology):
-        words = [*BASE, f"topology={topology}", f"sync={sync}", *NEEDS.get(topology, LINKS).split(), *extra]
+        words = [
+            *BASE,
+            f"topology={topology}",
+            f"sync={sync}",
+            *NEEDS.get(topology, LINKS).split(),
+            *extra,
+        ]
         try:
             config = compose(words)
             first = planned(config)
@@ -191,7 +235,9 @@ def rows_of(topology: str, sync: str, number: Callable[[str], str]) -> list[tupl
         found.setdefault(tuple(row_of(plan, shown)), []).append(name)
     none, *others = sorted(found.items(), key=lambda item: "none" not in item[1])
     rows = [(", ".join(f"`{name}`" for name in none[1]), (*none[0], *choices))]
-    return rows + [(", ".join(f"`{name}`" for name in names), (*cells, "", "", "")) for cells, names in others]
+    return rows + [
+        (", ".join(f"`{name}`" for name in names), (*cells, "", "", "")) for cells, names in others
+    ]
 
 
 def is_delayed(found: Any) -> bool:
@@ -204,7 +250,14 @@ def lines() -> list[str]:
     with only_checks():
         for topology in catalog()["topology"]:
             text += table(topology, notes)
-    return [*text, "### Notes", "", "```text", *(f"({n}) {sentence}" for sentence, n in notes.numbers.items()), "```"]
+    return [
+        *text,
+        "### Notes",
+        "",
+        "```text",
+        *(f"({n}) {sentence}" for sentence, n in notes.numbers.items()),
+        "```",
+    ]
 
 
 def table(topology: str, notes: Notes) -> list[str]:
@@ -223,7 +276,9 @@ def table(topology: str, notes: Notes) -> list[str]:
     text = [f"### topology={topology}", "", bar(head), bar(["---"] * len(head))]
     for rows, syncs in groups.items():
         for k, (overlaps, cells) in enumerate(rows):
-            text.append(bar([", ".join(f"`{name}`" for name in syncs) if k == 0 else "", overlaps, *cells]))
+            text.append(
+                bar([", ".join(f"`{name}`" for name in syncs) if k == 0 else "", overlaps, *cells])
+            )
     for why, syncs in refused.items():
         text += ["", f"Refused as it is: {', '.join(f'`{name}`' for name in syncs)} {why}"]
     return [*text, ""]

@@ -1,4 +1,6 @@
-"""`ashl advise`: candidates by rules, the race's arithmetic on made-up courses and clusters, and one small race."""
+"""`ashl advise`: candidates by rules, the race's arithmetic on made-up courses and clusters, and
+one small race.
+"""
 
 import json
 import math
@@ -16,7 +18,16 @@ import pytest
 from ashl.advice import advise, candidates, contest, flips
 from ashl.advice.candidates import BSP, Candidate, Field, asked, field_of, origins, thinned
 from ashl.advice.contest import Tuned, front, ranked, run_count, steadier
-from ashl.advice.flips import Racer, Way, axis_of, described, faster_links, terrain_of, with_slowest, with_workers
+from ashl.advice.flips import (
+    Racer,
+    Way,
+    axis_of,
+    described,
+    faster_links,
+    terrain_of,
+    with_slowest,
+    with_workers,
+)
 from ashl.advice.rules import RULES, Rule
 from ashl.advice.scale import RATES, Load, Scale, load_of, scale_of
 from ashl.advice.situation import Situation
@@ -45,7 +56,9 @@ EQUAL = Situation(
     first_loss=2.3,
 )
 ONE_SLOW = replace(EQUAL, slow_step_s=0.1, server=0.1, ring=0.075)
-MIXED = replace(EQUAL, slow_step_s=0.06, second_step_s=0.04, slow_exchange_s=0.02, server=0.33, ring=0.25)
+MIXED = replace(
+    EQUAL, slow_step_s=0.06, second_step_s=0.04, slow_exchange_s=0.02, server=0.33, ring=0.25
+)
 PAPER = replace(
     EQUAL,
     num_workers=3,
@@ -58,11 +71,31 @@ PAPER = replace(
 )
 CROWD = replace(EQUAL, num_workers=16, server=4.8, ring=0.3)
 ON = {  # situation: some that compete there, and some that do not
-    "homogeneous": (EQUAL, "BSP, SSP, local SGD 4, D-PSGD, BSP Top-K", "ASP, ADSP, ASHL, AD-PSGD, Ripples smart"),
-    "one_slow": (ONE_SLOW, "BSP, ASP, AD-PSGD, ASHL+, ADSP, Rennala, backup workers", "D-PSGD, BSP Top-K, ADSP Top-K"),
-    "mixed": (MIXED, "ASP, LB-BSP, ASHL, one stage H=4", "Rennala, FedBuff, backup workers, one stage H=4 late"),
-    "ashl_paper": (PAPER, "ADSP Top-K, one stage H=4 late, local SGD 4 Top-K, ASHL+", "Rennala, Ripples smart, D-PSGD"),
-    "four_nodes": (CROWD, "AD-PSGD, Ripples smart, D-PSGD, BSP Top-K", "ASP, ASHL, Ripples first-come, LB-BSP"),
+    "homogeneous": (
+        EQUAL,
+        "BSP, SSP, local SGD 4, D-PSGD, BSP Top-K",
+        "ASP, ADSP, ASHL, AD-PSGD, Ripples smart",
+    ),
+    "one_slow": (
+        ONE_SLOW,
+        "BSP, ASP, AD-PSGD, ASHL+, ADSP, Rennala, backup workers",
+        "D-PSGD, BSP Top-K, ADSP Top-K",
+    ),
+    "mixed": (
+        MIXED,
+        "ASP, LB-BSP, ASHL, one stage H=4",
+        "Rennala, FedBuff, backup workers, one stage H=4 late",
+    ),
+    "ashl_paper": (
+        PAPER,
+        "ADSP Top-K, one stage H=4 late, local SGD 4 Top-K, ASHL+",
+        "Rennala, Ripples smart, D-PSGD",
+    ),
+    "four_nodes": (
+        CROWD,
+        "AD-PSGD, Ripples smart, D-PSGD, BSP Top-K",
+        "ASP, ASHL, Ripples first-come, LB-BSP",
+    ),
 }
 
 
@@ -91,19 +124,31 @@ def test_rules_name_options_keys_and_each_other() -> None:
     for rule in RULES:
         assert {rule.same, rule.departs} - {""} <= by_name.keys()
         assert bool(rule.departs) == bool(rule.gives_up)
-        overrides = dict(text.split("=", 1) for text in rule.overrides.format(**PAPER.values).split())
+        overrides = dict(
+            text.split("=", 1) for text in rule.overrides.format(**PAPER.values).split()
+        )
         groups = {key: value for key, value in overrides.items() if key in known}
         for key, value in overrides.items():
             group, _, name = key.partition(".")
-            option = groups.get(group, {"topology": "parameter_server", "schedule": "single"}.get(group))
+            option = groups.get(
+                group, {"topology": "parameter_server", "schedule": "single"}.get(group)
+            )
             assert option in known[group], f"{rule.name}: {key}={value}"
-            assert not name or name in {parameter.key for parameter in parameters(known[group][option])}, rule.name
+            assert not name or name in {
+                parameter.key for parameter in parameters(known[group][option])
+            }, rule.name
 
 
 def made(name: str, rate: float, **more: Any) -> Candidate:
-    plan: Any = SimpleNamespace(stages=[SimpleNamespace(predicted_steps_per_s=rate)], predicted_s=10.0, limits=None)
-    rule = next((rule for rule in RULES if rule.name == name), Rule(name=name, overrides="", why=""))
-    return Candidate(rule, (), {"what": name, "seed": 0, "optimizer": {"lr": 0.1}, **more}, plan, "")
+    plan: Any = SimpleNamespace(
+        stages=[SimpleNamespace(predicted_steps_per_s=rate)], predicted_s=10.0, limits=None
+    )
+    rule = next(
+        (rule for rule in RULES if rule.name == name), Rule(name=name, overrides="", why="")
+    )
+    return Candidate(
+        rule, (), {"what": name, "seed": 0, "optimizer": {"lr": 0.1}, **more}, plan, ""
+    )
 
 
 def test_only_what_cannot_be_the_best_is_dropped_before_the_race() -> None:
@@ -117,10 +162,21 @@ def test_only_what_cannot_be_the_best_is_dropped_before_the_race() -> None:
         made("ASP", 50),
     ]
     kept, left_out = thinned(field)
-    assert [own.name for own in kept] == ["BSP ring", "local SGD 16 ring", "ASP", "local SGD 4", "SSP"]
+    assert [own.name for own in kept] == [
+        "BSP ring",
+        "local SGD 16 ring",
+        "ASP",
+        "local SGD 4",
+        "SSP",
+    ]
     reasons = {out.name: out.reason for out in left_out}
-    assert reasons["BSP"] == "it makes the same updates as BSP ring, and 30 steps/s are predicted, against 40."
-    assert reasons["BSP ring late"].startswith("it gives up gradients of the latest model against BSP ring for no ")
+    assert (
+        reasons["BSP"]
+        == "it makes the same updates as BSP ring, and 30 steps/s are predicted, against 40."
+    )
+    assert reasons["BSP ring late"].startswith(
+        "it gives up gradients of the latest model against BSP ring for no "
+    )
     assert origins(next(rule for rule in RULES if rule.name == "one stage H=4 late")) == [
         "one stage H=4",
         "one stage H=2",
@@ -128,32 +184,63 @@ def test_only_what_cannot_be_the_best_is_dropped_before_the_race() -> None:
 
 
 def test_a_candidate_that_comes_to_the_same_is_none_of_its_own() -> None:
-    kept, left_out = thinned([made("BSP", 30), made("SSP", 20, what="same"), made("ASP", 20, what="same")])
+    kept, left_out = thinned(
+        [made("BSP", 30), made("SSP", 20, what="same"), made("ASP", 20, what="same")]
+    )
     assert ([own.name for own in kept], [out.name for out in left_out]) == (["BSP", "SSP"], ["ASP"])
 
 
-# --- the race ---------------------------------------------------------------------------------------------------------
+# --- the race
+# --------------------------------------------------------------------------------------------------
 
 
-def course(*losses: float, reached_s: float | None = None, ended: bool = True, failed: bool = False) -> Course:
+def course(
+    *losses: float, reached_s: float | None = None, ended: bool = True, failed: bool = False
+) -> Course:
     return Course([float(k + 1) for k in range(len(losses))], losses, reached_s, ended, failed)
 
 
-def test_the_best_rate_reaches_the_target_first_or_else_has_the_lowest_loss_at_the_same_moment() -> None:
+def test_the_best_rate_reaches_the_target_first_or_else_has_the_lowest_loss_at_the_same_moment() -> (
+    None
+):
     own = made("BSP", 1)
-    late, early = Tuned(own, 0.1, course(1, 1, reached_s=2.0)), Tuned(own, 0.2, course(1, reached_s=1.0))
-    low, high = Tuned(own, 0.3, course(0.5, ended=False)), Tuned(own, 0.4, course(0.6, 0.1, ended=False))
+    late, early = (
+        Tuned(own, 0.1, course(1, 1, reached_s=2.0)),
+        Tuned(own, 0.2, course(1, reached_s=1.0)),
+    )
+    low, high = (
+        Tuned(own, 0.3, course(0.5, ended=False)),
+        Tuned(own, 0.4, course(0.6, 0.1, ended=False)),
+    )
     unseen, broken = Tuned(own, 0.5, None), Tuned(own, 0.6, course(9, failed=True))
-    assert ranked([unseen, broken, high, low, late, early]) == [early, late, low, high, broken, unseen]
+    assert ranked([unseen, broken, high, low, late, early]) == [
+        early,
+        late,
+        low,
+        high,
+        broken,
+        unseen,
+    ]
 
 
 def test_of_two_rates_the_one_that_is_fast_with_another_seed_too_goes_on() -> None:
     own = made("BSP", 1)
-    lucky, steady = (Tuned(own, rate, course(1, reached_s=s)) for rate, s in ((0.1, 1.0), (0.2, 1.2)))
-    for later, expected in [((3.0, 1.2), steady), ((1.3, 1.2), lucky), ((None, 2.0), steady), ((None, None), lucky)]:
-        pairs = [(two, course(1, reached_s=s)) for two, s in zip((lucky, steady), later, strict=True)]
+    lucky, steady = (
+        Tuned(own, rate, course(1, reached_s=s)) for rate, s in ((0.1, 1.0), (0.2, 1.2))
+    )
+    for later, expected in [
+        ((3.0, 1.2), steady),
+        ((1.3, 1.2), lucky),
+        ((None, 2.0), steady),
+        ((None, None), lucky),
+    ]:
+        pairs = [
+            (two, course(1, reached_s=s)) for two, s in zip((lucky, steady), later, strict=True)
+        ]
         assert steadier(lucky, pairs) is expected
-    assert steadier(lucky, [(lucky, None), (steady, course(1, reached_s=1.0))]) is lucky  # the budget was over
+    assert (
+        steadier(lucky, [(lucky, None), (steady, course(1, reached_s=1.0))]) is lucky
+    )  # the budget was over
     assert steadier(lucky, []) is lucky
 
 
@@ -161,9 +248,19 @@ def test_who_goes_on() -> None:
     base = made("BSP", 1)
     tries = [Tuned(made(str(k), 1), 0.1, course(1, reached_s=k + 1.0)) for k in range(6)]
     last = Tuned(base, 0.1, course(3, ended=False))
-    assert [own.candidate.name for own in front([*tries, last], base, 4)] == ["BSP", "0", "1", "2", "3"]
+    assert [own.candidate.name for own in front([*tries, last], base, 4)] == [
+        "BSP",
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
     behind = [Tuned(made(str(k), 1), 0.1, course(k + 1, ended=False)) for k in range(3)]
-    assert [own.candidate.name for own in front([tries[0], *behind, last], base, 4)] == ["BSP", "0", "0"]
+    assert [own.candidate.name for own in front([tries[0], *behind, last], base, 4)] == [
+        "BSP",
+        "0",
+        "0",
+    ]
 
 
 def field_with(predicted_s: float, step_samples: int = 1) -> Field:
@@ -185,9 +282,13 @@ def test_the_race_is_as_large_as_the_budget() -> None:
     assert [scale.length for scale in scales] == [1.0, 0.25, 0.125]
     assert scales[0].rates == RATES
     assert scales[0].every_s == 0.5  # 200 readings of the whole run
-    typed = scale_of(load_of(field_with(100.0), 0.01, 2, target=True, evaluates=True), (0.1, 0.3), 1000.0, 1000.0)
+    typed = scale_of(
+        load_of(field_with(100.0), 0.01, 2, target=True, evaluates=True), (0.1, 0.3), 1000.0, 1000.0
+    )
     assert (typed.rates, typed.every_s) == (pytest.approx((1.0, 3.0)), None)
-    with pytest.raises(UsageError, match=r"--budget 1 is too small: a single run of a sixteenth .*; give --budget"):
+    with pytest.raises(
+        UsageError, match=r"--budget 1 is too small: a single run of a sixteenth .*; give --budget"
+    ):
         scale_of(load, (), 0.5, 1.0)
     assert (
         scale_of(replace(load, slower=11.0), (), 1000.0, 1000.0).length == 0.5
@@ -205,24 +306,45 @@ def test_a_race_that_is_taken_up_stays_as_large_unless_the_budget_allows_more(
     assert [advise.scaled(load, wanted, place).length for _ in range(3)] == [0.25, 0.25, 1.0]
 
 
-# --- what would flip it -----------------------------------------------------------------------------------------------
+# --- what would flip it
+# -----------------------------------------------------------------------------------------------
 
-SPEC = {"compute": [1.0, 1.0, 4.0], "link": [1.0, 1.0, 2.0], "node": [0, 0, 1], "exchange_s": 0.1, "events": []}
+SPEC = {
+    "compute": [1.0, 1.0, 4.0],
+    "link": [1.0, 1.0, 2.0],
+    "node": [0, 0, 1],
+    "exchange_s": 0.1,
+    "events": [],
+}
 SPEC |= {"bandwidth_mbit_s": 10.0, "server_bandwidth_mbit_s": None, "num_workers": 3}
 
 
 def test_the_cluster_is_changed_in_one_number() -> None:
     faster = faster_links(SPEC, 2.0)
-    assert (faster["exchange_s"], faster["bandwidth_mbit_s"], faster["server_bandwidth_mbit_s"]) == (0.05, 20.0, None)
-    measured = {**SPEC, "up_bytes_s": [1.0, None], "all_reduce": {"latency_s": 1.0, "s_per_byte": 4.0}}
+    assert (
+        faster["exchange_s"],
+        faster["bandwidth_mbit_s"],
+        faster["server_bandwidth_mbit_s"],
+    ) == (0.05, 20.0, None)
+    measured = {
+        **SPEC,
+        "up_bytes_s": [1.0, None],
+        "all_reduce": {"latency_s": 1.0, "s_per_byte": 4.0},
+    }
     faster = faster_links(measured, 2.0)
-    assert (faster["up_bytes_s"], faster["all_reduce"]) == ([2.0, None], {"latency_s": 1.0, "s_per_byte": 2.0})
+    assert (faster["up_bytes_s"], faster["all_reduce"]) == (
+        [2.0, None],
+        {"latency_s": 1.0, "s_per_byte": 2.0},
+    )
     assert with_slowest(SPEC, 2, 8.0)["compute"] == [1.0, 1.0, 8.0]
     more = with_workers(SPEC, 5)
     assert (more["compute"], more["num_workers"]) == ([1.0, 1.0, 4.0, 1.0, 1.0], 5)
     whole = {**measured, "steps": [[1], [2], [3]], "empty_s": []}
     assert with_workers(whole, 5)["empty_s"] == []
-    assert (with_workers(whole, 5)["steps"], with_workers(whole, 5)["all_reduce"]) == ([[1], [2], [3], [1], [2]], None)
+    assert (with_workers(whole, 5)["steps"], with_workers(whole, 5)["all_reduce"]) == (
+        [[1], [2], [3], [1], [2]],
+        None,
+    )
     assert {way.axis.key: way.axis.values[way.axis.first] for way in flips.ways(SPEC)} == {
         "bandwidth": 1.0,
         "slowness": 4.0,
@@ -231,7 +353,9 @@ def test_the_cluster_is_changed_in_one_number() -> None:
 
 
 def test_where_two_predicted_times_cross(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A takes 1 + 1/f and B always 4, so they cross at f = 1/3: near it on straight lines between 1/4 and 1/2."""
+    """A takes 1 + 1/f and B always 4, so they cross at f = 1/3: near it on straight lines between
+    1/4 and 1/2.
+    """
     a, b = Racer(made("A", 1), 2.0, ((1.0, 1.0),)), Racer(made("B", 1), 4.0, ((1.0, 1.0),))
     times = {"A": lambda spec: 1 + spec["exchange_s"] / 0.1, "B": lambda spec: 4.0}
     monkeypatch.setattr(flips, "predicted_s", lambda own, spec: times[own.candidate.name](spec))
@@ -241,15 +365,28 @@ def test_where_two_predicted_times_cross(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ground is not None
     text, record = described(ground)
     assert record["flip"] == pytest.approx(1 / 3, rel=0.03)
-    assert (record["winner"], text) == ("B", f"the bandwidth: from 1 to about {record['flip']:.3g}, and B wins")
-    alone = terrain_of([a, b], Way(axis, lambda factor: SPEC), time_to(Target(0.9), False), lambda: False)
+    assert (record["winner"], text) == (
+        "B",
+        f"the bandwidth: from 1 to about {record['flip']:.3g}, and B wins",
+    )
+    alone = terrain_of(
+        [a, b], Way(axis, lambda factor: SPEC), time_to(Target(0.9), False), lambda: False
+    )
     assert alone is not None
     assert described(alone)[0] == "the bandwidth: no other candidate wins from 0.0625 to 16"
 
 
-# --- from the command line --------------------------------------------------------------------------------------------
+# --- from the command line
+# --------------------------------------------------------------------------------------------
 
-TINY = ["cluster=one_slow", "model.hidden=[8]", "tracking=none", "run.dir=study", "runtime=sim", "stop.epochs=8"]
+TINY = [
+    "cluster=one_slow",
+    "model.hidden=[8]",
+    "tracking=none",
+    "run.dir=study",
+    "runtime=sim",
+    "stop.epochs=8",
+]
 
 
 @pytest.mark.parametrize(
@@ -258,11 +395,31 @@ TINY = ["cluster=one_slow", "model.hidden=[8]", "tracking=none", "run.dir=study"
         (["--target", "1.5"], 2, "--target 1.5 is no accuracy; give a share, as in --target 0.9"),
         (["seed=0,1"], 2, "seed=0,1 gives several values, and advise chooses"),
         (["optimizer.lr=a,b"], 2, "a learning rate is a number"),
-        (["profile=broken.json"], 2, "profile=broken.json is no usable profile: line 1 is not JSON"),
-        (["runtime=sim", "profile=other.json"], 2, "2 workers and the cluster has 4; say cluster.num_workers=2"),
-        (["runtime=sim", "cluster=profile", "profile=other.json"], 2, "the model cnn and this one is mlp"),
-        (["runtime=sim", "runtime.gradients=false"], 2, "runtime.gradients=false: nothing is learned"),
-        (["cluster=real", "runtime=sim"], 2, "cluster=real is what is there, and virtual time needs declared costs"),
+        (
+            ["profile=broken.json"],
+            2,
+            "profile=broken.json is no usable profile: line 1 is not JSON",
+        ),
+        (
+            ["runtime=sim", "profile=other.json"],
+            2,
+            "2 workers and the cluster has 4; say cluster.num_workers=2",
+        ),
+        (
+            ["runtime=sim", "cluster=profile", "profile=other.json"],
+            2,
+            "the model cnn and this one is mlp",
+        ),
+        (
+            ["runtime=sim", "runtime.gradients=false"],
+            2,
+            "runtime.gradients=false: nothing is learned",
+        ),
+        (
+            ["cluster=real", "runtime=sim"],
+            2,
+            "cluster=real is what is there, and virtual time needs declared costs",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -281,7 +438,10 @@ def test_nothing_is_left_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "RULES", RULES[:1])
     with pytest.raises(
         UsageError,
-        match=r"nothing is left to compare: only as typed goes with .*sync=rennala \(BSP: the command line says",
+        match=(
+            r"nothing is left to compare: only as typed goes with .*sync=rennala \(BSP: the command"
+            r" line says"
+        ),
     ):
         field_of(asked([*TINY, "sync=rennala"], None), None, lambda done, size, name: None)
 
@@ -290,12 +450,20 @@ def test_the_same_command_plans_its_candidates_once(
     workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned, real = list[str](), candidates.candidate
-    monkeypatch.setattr(candidates, "candidate", lambda rule, *args: planned.append(rule.name) or real(rule, *args))
-    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K")))
-    fields = [field_of(asked([*TINY, *more], None), None, lambda *progress: None) for more in ([], [], ["seed=1"])]
+    monkeypatch.setattr(
+        candidates, "candidate", lambda rule, *args: planned.append(rule.name) or real(rule, *args)
+    )
+    monkeypatch.setattr(
+        candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K"))
+    )
+    fields = [
+        field_of(asked([*TINY, *more], None), None, lambda *progress: None)
+        for more in ([], [], ["seed=1"])
+    ]
     assert len(planned) == 6  # three rules, once for each seed
     first, again, _ = (
-        [(own.name, own.overrides, own.config, own.plan, own.reason) for own in f.candidates] for f in fields
+        [(own.name, own.overrides, own.config, own.plan, own.reason) for own in f.candidates]
+        for f in fields
     )
     assert again == first
     assert fields[1].left_out == fields[0].left_out
@@ -306,17 +474,33 @@ def test_the_same_command_plans_its_candidates_once(
     assert len(planned) == 12  # options of one's own may have changed
 
 
-def written(slots: int, jobs: Sequence[Job], show: Any, unwanted: Callable[[Job], bool]) -> Iterator[Job]:
-    """Runs that are made up: ASP takes 1 s and BSP 2 s at a rate of 0.1, both longer at others, and a bit by seed."""
+def written(
+    slots: int, jobs: Sequence[Job], show: Any, unwanted: Callable[[Job], bool]
+) -> Iterator[Job]:
+    """Runs that are made up: ASP takes 1 s and BSP 2 s at a rate of 0.1, both longer at others, and
+    a bit by seed.
+    """
     for job in jobs:
         if unwanted(job):
             continue
         choices = job.config["choices"]
-        sync, rate, seed = choices.get("sync", "bsp"), job.config["optimizer"]["lr"], job.config["seed"]
-        reach_s = {"asp": 1.0, "bsp": 2.0}[sync] * (1 + abs(math.log(rate / 0.1))) * (1 + 0.01 * seed)
+        sync, rate, seed = (
+            choices.get("sync", "bsp"),
+            job.config["optimizer"]["lr"],
+            job.config["seed"],
+        )
+        reach_s = (
+            {"asp": 1.0, "bsp": 2.0}[sync] * (1 + abs(math.log(rate / 0.1))) * (1 + 0.01 * seed)
+        )
         stages = [{"name": sync, "start_s": 0.0, "end_s": reach_s, "steps": 100}]
         values, target = {"optimizer.lr": rate}, job.config["stop"]["target_accuracy"]
-        run = {"reach_s": reach_s, "target": target, "choices": {"sync": sync}, "values": values, "every_s": 0.01}
+        run = {
+            "reach_s": reach_s,
+            "target": target,
+            "choices": {"sync": sync},
+            "values": values,
+            "every_s": 0.01,
+        }
         write_run(job.folder, seed=seed, stages=stages, **run)
         yield job
 
@@ -324,7 +508,9 @@ def written(slots: int, jobs: Sequence[Job], show: Any, unwanted: Callable[[Job]
 def test_the_answer_of_a_race_and_the_same_command_again(
     workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K")))
+    monkeypatch.setattr(
+        candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K"))
+    )
     monkeypatch.setattr(contest, "run_all", written)
     monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)  # anywhere
     command = ["advise", *TINY, "--target", "0.9", "-q", "--explain"]
@@ -333,18 +519,31 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     record = jsonl.whole(Path("study/advice.json"))
     assert record is not None
     assert out.startswith("ASP is first: time to 90.0 % accuracy 1.02 s (median of 3 seeds")
-    assert (record["winner"]["name"], record["winner"]["optimizer.lr"], record["winner"]["seeds"]) == ("ASP", 0.1, 3)
-    assert (record["runner_up"]["name"], record["baseline"]["name"], record["separated"]) == ("BSP", "BSP", True)
+    assert (
+        record["winner"]["name"],
+        record["winner"]["optimizer.lr"],
+        record["winner"]["seeds"],
+    ) == ("ASP", 0.1, 3)
+    assert (record["runner_up"]["name"], record["baseline"]["name"], record["separated"]) == (
+        "BSP",
+        "BSP",
+        True,
+    )
     assert record["probability"] > 0.99
     assert {flip["axis"] for flip in record["flips"]} == {"bandwidth", "slowness", "workers"}
     assert {own["name"] for own in record["candidates"]} == {"BSP", "ASP"}
     assert [out["name"] for out in record["left_out"]] == ["BSP Top-K"]
     assert "this pays from 0.3 on" in out
-    end = r"stop.target_accuracy=0.9 stop.target_consecutive_evals=2 eval.every_s=[0-9.]+ sync=asp optimizer.lr=0.1$"
+    end = (
+        r"stop.target_accuracy=0.9 stop.target_consecutive_evals=2 eval.every_s=[0-9.]+ sync=asp"
+        r" optimizer.lr=0.1$"
+    )
     assert re.search(end, record["command"])
     assert json.loads(Path("study/plan.json").read_text())["stages"][0]["name"] == "asp"
     before = {path: path.stat().st_mtime_ns for path in Path("study").rglob("summary.json")}
-    assert len(before) == 2 * 3 + 3 + 2 * 3  # rates in the tuning, again with another seed but for one, seeds after it
+    assert (
+        len(before) == 2 * 3 + 3 + 2 * 3
+    )  # rates in the tuning, again with another seed but for one, seeds after it
     assert main([*command, "--budget", "200"]) == 0
     assert {path: path.stat().st_mtime_ns for path in Path("study").rglob("summary.json")} == before
     said, labelled = capsys.readouterr().out.split("\n\n")[:2]
@@ -359,16 +558,26 @@ def test_the_answer_of_a_race_and_the_same_command_again(
 def test_a_dry_run_says_what_the_race_takes_here(
     workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The dry run listed candidates alone. Its figures bound the runs of the race that the same command then runs."""
-    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP")))
+    """The dry run listed candidates alone. Its figures bound the runs of the race that the same
+    command then runs.
+    """
+    monkeypatch.setattr(
+        candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
+    )
     monkeypatch.setattr(contest, "run_all", written)
     monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
     command = ["advise", *TINY, "--target", "0.9", "-q", "--jobs", "2"]
     assert main([*command, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert not Path("study").exists()
-    assert "At most 26 runs: 10 to tune learning rates, 6 to compare seeds, 10 further seeds of the first two." in out
-    took = re.search(r"About ([0-9.]+) s on this machine, 2 runs at a time, .* a run takes up to ([0-9.]+) s", out)
+    assert (
+        "At most 26 runs: 10 to tune learning rates, 6 to compare seeds, 10 further seeds of the"
+        " first two." in out
+    )
+    took = re.search(
+        r"About ([0-9.]+) s on this machine, 2 runs at a time, .* a run takes up to ([0-9.]+) s",
+        out,
+    )
     assert took is not None
     race_s, run_s = map(float, took.groups())
     assert START_S <= run_s < race_s < 26 * run_s / 2
@@ -388,7 +597,9 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
     workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ashl train` refuses such a key; a candidate ran with it, or was left out for it."""
-    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K")))
+    monkeypatch.setattr(
+        candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP", "BSP Top-K"))
+    )
     monkeypatch.setattr(contest, "run_all", written)
     monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
     stale, nowhere = "aggregate.staleness_discount=0.5", "cluster.bandwidth_mbit_s=20"
@@ -399,7 +610,10 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
     assert record is not None
     for note in (
         f"{stale} was dropped in BSP: it needs pushes that may be stale, as those of sync=asp.",
-        f"{nowhere} was dropped in every candidate: it needs cluster.exchange_s=null, as a declared exchange_s",
+        (
+            f"{nowhere} was dropped in every candidate: it needs cluster.exchange_s=null, as a"
+            " declared exchange_s"
+        ),
     ):
         assert note in captured.out + captured.err
         assert any(said.startswith(note) for said in record["notes"])
@@ -411,28 +625,40 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
         assert (stale in setting["overrides"]) == (setting["label"] in ("ASP", "as typed"))
     assert nowhere not in record["command"]
     assert stale in record["command"]  # ASP leads
-    assert main([*command, "--dry-run"]) == 0  # planned candidates are kept with what was dropped of them
+    assert (
+        main([*command, "--dry-run"]) == 0
+    )  # planned candidates are kept with what was dropped of them
     assert f"{stale} was dropped in BSP" in capsys.readouterr().out
 
 
 def test_no_race_has_more_runs_than_said() -> None:
-    """One learning rate is tuned for nobody; more of it is tried by those in front and the baseline alone."""
+    """One learning rate is tuned for nobody; more of it is tried by those in front and the baseline
+    alone.
+    """
     assert run_count(22, 1) == (0, 3 * 22, 10)
     assert run_count(22, 3) == (22 + 2 * (1 + 8) + 2 * (1 + 5), 3 * (1 + 5), 10)
     assert run_count(2, 3) == (2 + 2 * 2 + 2 * 2, 3 * 2, 10)
 
 
 def raced(reach_s: dict[str, float | None], only: Callable[[Job], bool] = lambda job: True) -> Any:
-    """Runs that are made up, of which those that are not `only` were cut off by the budget. Without a time to the
-    target, a run comes to 80 %."""
+    """Runs that are made up, of which those that are not `only` were cut off by the budget. Without
+    a time to the target, a run comes to 80 %.
+    """
 
-    def run_all(slots: int, jobs: Sequence[Job], show: Any, unwanted: Callable[[Job], bool]) -> Iterator[Job]:
+    def run_all(
+        slots: int, jobs: Sequence[Job], show: Any, unwanted: Callable[[Job], bool]
+    ) -> Iterator[Job]:
         for job in jobs:
             if unwanted(job) or not only(job):
                 continue
             sync, target = job.config["choices"]["sync"], job.config["stop"]["target_accuracy"]
             stages = [{"name": sync, "start_s": 0.0, "end_s": reach_s[sync] or 2.0, "steps": 100}]
-            run = {"reach_s": reach_s[sync], "target": target, "choices": {"sync": sync}, "stages": stages}
+            run = {
+                "reach_s": reach_s[sync],
+                "target": target,
+                "choices": {"sync": sync},
+                "stages": stages,
+            }
             rate = {"optimizer.lr": job.config["optimizer"]["lr"]}
             write_run(job.folder, seed=job.config["seed"], values=rate, every_s=0.1, **run)
             yield job
@@ -440,9 +666,13 @@ def raced(reach_s: dict[str, float | None], only: Callable[[Job], bool] = lambda
     return run_all
 
 
-def advised(monkeypatch: pytest.MonkeyPatch, rules: str, scale: Scale, run_all: Any, *args: str) -> dict[str, Any]:
+def advised(
+    monkeypatch: pytest.MonkeyPatch, rules: str, scale: Scale, run_all: Any, *args: str
+) -> dict[str, Any]:
     """The record of a race of these rules at a scale."""
-    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in names(rules)))
+    monkeypatch.setattr(
+        candidates, "RULES", tuple(rule for rule in RULES if rule.name in names(rules))
+    )
     monkeypatch.setattr(advise, "scale_of", lambda *args: scale)
     monkeypatch.setattr(contest, "run_all", run_all)
     monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
@@ -457,18 +687,25 @@ def test_short_runs_are_judged_by_the_target_that_was_asked_for(
     target: float, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_all = raced({"bsp": 2.0, "asp": 1.0})
-    record = advised(monkeypatch, "BSP, ASP", Scale(0.125, (1.0,), 0.1), run_all, "--target", f"{target:g}")
+    record = advised(
+        monkeypatch, "BSP, ASP", Scale(0.125, (1.0,), 0.1), run_all, "--target", f"{target:g}"
+    )
     assert record["measure"] == f"time to {100 * target:.1f} % accuracy"
     assert (record["missing"], record["separated"], record["needed_budget_s"]) == ([], True, None)
     assert "stop.target_accuracy" not in " ".join(record["notes"])
 
 
-def test_a_target_that_short_runs_do_not_reach_is_no_answer(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_short_runs_do_not_reach_is_no_answer(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scale, run_all = Scale(0.125, (1.0,), 0.1), raced({"bsp": None, "asp": None})
     record = advised(monkeypatch, "BSP, ASP", scale, run_all, "--target", "0.9", "--budget", "40")
     assert record["headline"].startswith("not enough budget for an answer; so far ")
     assert " leads" not in record["headline"]
-    assert "none reached 90.0 % accuracy in 12 % of the steps, so the ranking is" in record["missing"][0]
+    assert (
+        "none reached 90.0 % accuracy in 12 % of the steps, so the ranking is"
+        in record["missing"][0]
+    )
     assert record["needed_budget_s"] >= 60
     said = f"--budget {record['needed_budget_s']:.0f} would do."
     assert said in unescape(Path("study/report.html").read_text())
@@ -479,27 +716,43 @@ def test_a_budget_for_one_run_and_for_none(
     workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scale = Scale(1.0, (1.0,), 0.1)
-    only = lambda job: job.config["seed"] == 1 and job.config["choices"]["sync"] == "bsp"  # noqa: E731
+
+    def only(job: Job) -> bool:
+        return job.config["seed"] == 1 and job.config["choices"]["sync"] == "bsp"
+
     record = advised(monkeypatch, "BSP, ASP", scale, raced({"bsp": 2.0}, only), "--target", "0.9")
-    assert record["headline"].startswith("not enough budget for an answer; so far BSP: time to 90.0 % accuracy 2 s")
+    assert record["headline"].startswith(
+        "not enough budget for an answer; so far BSP: time to 90.0 % accuracy 2 s"
+    )
     assert record["missing"][0] == "only one candidate has come to an end"
     monkeypatch.setattr(contest, "run_all", raced({}, only=lambda job: False))
     assert main(["advise", *TINY, "run.dir=other", "--target", "0.9", "--budget", "40", "-q"]) == 1
-    problem = r"ashl: not enough budget for an answer: no run came to its end in 40 s; --budget [0-9]+ would do, and "
+    problem = (
+        r"ashl: not enough budget for an answer: no run came to its end in 40 s; --budget [0-9]+"
+        r" would do, and "
+    )
     assert re.match(problem, capsys.readouterr().err)
 
 
 def test_a_budget_that_is_used_up_leaves_time_to_copy_to_mlflow(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its writer takes seconds to start; killed after one, it left the runs out and blamed a lock."""
+    """Its writer takes seconds to start; killed after one, it left the runs out and blamed
+    a lock.
+    """
     waits: list[float] = []
     monkeypatch.setattr(advise.Deadline, "left_s", 0.0)
     monkeypatch.setattr(sweep.mlflow_study, "start", lambda *_, **__: SimpleNamespace(process=None))
-    monkeypatch.setattr(sweep.mlflow, "finish", lambda writer, wait_s: waits.append(wait_s) or (None, None))
+    monkeypatch.setattr(
+        sweep.mlflow, "finish", lambda writer, wait_s: waits.append(wait_s) or (None, None)
+    )
     monkeypatch.setattr(contest, "run_all", raced({}, only=lambda job: False))
-    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP")))
-    assert main(["advise", *TINY, "tracking=mlflow", "--target", "0.9", "--budget", "40", "-q"]) == 1
+    monkeypatch.setattr(
+        candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
+    )
+    assert (
+        main(["advise", *TINY, "tracking=mlflow", "--target", "0.9", "--budget", "40", "-q"]) == 1
+    )
     assert waits
     assert min(waits) >= 30
 
@@ -510,7 +763,9 @@ def test_less_than_three_seeds_of_the_first_two_are_no_answer(
 ) -> None:
     run_all = raced({"bsp": 2.0, "asp": 1.0}, only=lambda job: job.config["seed"] <= seeds)
     record = advised(monkeypatch, "BSP, ASP", Scale(1.0, (1.0,), 0.1), run_all, "--target", "0.9")
-    assert record["headline"].startswith("not enough budget for an answer; so far ASP: time to 90.0 % accuracy")
+    assert record["headline"].startswith(
+        "not enough budget for an answer; so far ASP: time to 90.0 % accuracy"
+    )
     assert record["missing"] == [f"the first two have {seeds} and {seeds} of at least 3 seeds"]
     assert not record["separated"]
 
@@ -522,29 +777,50 @@ def test_candidates_that_never_ran_are_counted_and_named(
         return job.config["choices"]["sync"] in ("bsp", "asp")
 
     rules, scale = "BSP, ASP, SSP, FedBuff, Rennala", Scale(1.0, (1.0,), 0.1)
-    record = advised(monkeypatch, rules, scale, raced({"bsp": 2.0, "asp": 1.0}, only), "--target", "0.9")
+    record = advised(
+        monkeypatch, rules, scale, raced({"bsp": 2.0, "asp": 1.0}, only), "--target", "0.9"
+    )
     assert set(record["never_ran"]) == {"SSP", "FedBuff", "Rennala"}
     assert record["missing"] == ["2 of 5 candidates ran, of at least 3"]
     note = "3 of 5 candidates never ran, as the budget ended before their turn: "
     assert note in capsys.readouterr().out
     assert note in unescape(Path("study/report.html").read_text())
-    record = advised(monkeypatch, "BSP, ASP, SSP", scale, raced({"bsp": 2.0, "asp": 1.0}, only), "--target", "0.9")
-    assert (record["never_ran"], record["missing"]) == (["SSP"], [])  # enough for an answer, and said all the same
+    record = advised(
+        monkeypatch,
+        "BSP, ASP, SSP",
+        scale,
+        raced({"bsp": 2.0, "asp": 1.0}, only),
+        "--target",
+        "0.9",
+    )
+    assert (record["never_ran"], record["missing"]) == (
+        ["SSP"],
+        [],
+    )  # enough for an answer, and said all the same
     assert any(note.startswith("1 of 3 candidates never ran") for note in record["notes"])
 
 
 def test_a_target_that_nobody_reaches_names_who_came_closest(
     workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(slots: int, jobs: Sequence[Job], show: Any, unwanted: Callable[[Job], bool]) -> Iterator[Job]:
+    def never(
+        slots: int, jobs: Sequence[Job], show: Any, unwanted: Callable[[Job], bool]
+    ) -> Iterator[Job]:
         for job in jobs:
             sync = job.config["choices"]["sync"]
             best = {"test_accuracy": {"asp": 0.8, "bsp": 0.7}[sync], "time_s": 1.0}
-            run = {"reach_s": None, "choices": {"sync": sync}, "values": {"optimizer.lr": 0.1}, "best": best}
+            run = {
+                "reach_s": None,
+                "choices": {"sync": sync},
+                "values": {"optimizer.lr": 0.1},
+                "best": best,
+            }
             write_run(job.folder, seed=job.config["seed"], **run)
             yield job
 
-    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP")))
+    monkeypatch.setattr(
+        candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
+    )
     monkeypatch.setattr(contest, "run_all", never)
     assert main(["advise", *TINY, "optimizer.lr=0.1", "--target", "0.9", "-q"]) == 1
     err = capsys.readouterr().err
@@ -557,7 +833,9 @@ def test_a_target_that_nobody_reaches_names_who_came_closest(
 def test_a_real_race_and_a_target_that_nobody_reaches(
     workplace: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP")))
+    monkeypatch.setattr(
+        candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
+    )
     assert main(["advise", *TINY, "optimizer.lr=0.1,0.3", "--target", "0.8", "--budget", "90"]) == 0
     record = jsonl.whole(Path("study/advice.json"))
     assert record is not None
@@ -566,7 +844,16 @@ def test_a_real_race_and_a_target_that_nobody_reaches(
     assert record["command"] in capsys.readouterr().out
     assert main([*shlex.split(record["command"])[1:], "--dry-run"]) == 0
     capsys.readouterr()
-    unreached = ["--target", "0.999", "--budget", "90", "-q", "optimizer.lr=0.1", "stop.epochs=1", "run.dir=other"]
+    unreached = [
+        "--target",
+        "0.999",
+        "--budget",
+        "90",
+        "-q",
+        "optimizer.lr=0.1",
+        "stop.epochs=1",
+        "run.dir=other",
+    ]
     assert main(["advise", *TINY, *unreached]) == 1
     err = capsys.readouterr().err
     assert "no candidate reached 99.9 % accuracy" in err

@@ -58,13 +58,17 @@ def test_who_is_lost_of_a_team_that_others_have_formed() -> None:
 
 
 def test_a_sum_by_groups_of_two() -> None:
-    """Where two know that the third is lost, they do not wait for it, nor for what the other would say."""
+    """Where two know that the third is lost, they do not wait for it, nor for what the other would
+    say.
+    """
     pairs, store = [(0, 1), (0, 2), (1, 2)], dist.HashStore()
 
     def member(rank: int) -> tuple[Tensor, str]:
         mine = [(pair, pair.index(rank)) for pair in pairs if rank in pair]
         ways = {pair[1 - at]: (make_group(f"{pair}", store, at), 1 - at) for pair, at in mine}
-        whole = collectives.all_reduce_subset(torch.full((5,), 10.0**rank), (0, 1, 2), rank, 7, ways)
+        whole = collectives.all_reduce_subset(
+            torch.full((5,), 10.0**rank), (0, 1, 2), rank, 7, ways
+        )
         with pytest.raises(RuntimeError) if rank < 2 else nullcontext() as caught:
             if rank < 2:
                 collectives.all_reduce_subset(torch.ones(5), (0, 1, 2), rank, 7, ways, {2})
@@ -90,7 +94,10 @@ def members(
     ranks: Iterable[int], stores: Stores, incarnations: dict[int, int] | None = None
 ) -> dict[int, RegroupConsensus]:
     made = {
-        rank: RegroupConsensus(stores, rank, (0, 1, 2), [].append, (incarnations or {}).get(rank, 0)) for rank in ranks
+        rank: RegroupConsensus(
+            stores, rank, (0, 1, 2), [].append, (incarnations or {}).get(rank, 0)
+        )
+        for rank in ranks
     }
     for consensus in made.values():
         consensus._group = lambda: None  # type: ignore[method-assign]
@@ -100,7 +107,9 @@ def members(
 def regrouped(asks: dict[RegroupConsensus, Regroup]) -> list[Formed]:
     """What they come to when all ask at once."""
     with ThreadPoolExecutor(len(asks)) as threads:
-        found = [threads.submit(consensus.regroup, asked, lambda: 7) for consensus, asked in asks.items()]
+        found = [
+            threads.submit(consensus.regroup, asked, lambda: 7) for consensus, asked in asks.items()
+        ]
         return [one.result(10)[0] for one in found]
 
 
@@ -123,12 +132,18 @@ def test_a_loss_a_return_and_the_end() -> None:
         waits = thread.submit(back.regroup, Regroup(-1), lambda: 7)
         wait_for(lambda: stores.store.check([join_key(1, 1)]), 10)
         formed = regrouped({zero: Regroup(7, 0, True), two: Regroup(7, 0, True)})
-        assert waits.result(10)[0]._replace(lost=()) == formed[0] == Formed(4, (0, 1, 2), 7, 0, (), (1,), 7, (0, 1, 0))
+        assert (
+            waits.result(10)[0]._replace(lost=())
+            == formed[0]
+            == Formed(4, (0, 1, 2), 7, 0, (), (1,), 7, (0, 1, 0))
+        )
     assert not any((zero.join_pending, zero.lost, back.lost))
 
     with ThreadPoolExecutor(1) as thread:  # who was to give it the model is lost, say
         waits = thread.submit(back.regroup, Regroup(-1), lambda: 7)
-        assert [found.ranks for found in regrouped({zero: Regroup(7), two: Regroup(7)})] == [(0, 2)] * 2
+        assert [found.ranks for found in regrouped({zero: Regroup(7), two: Regroup(7)})] == [
+            (0, 2)
+        ] * 2
         assert zero.join_pending
         assert regrouped({zero: Regroup(8, 0, True), two: Regroup(8, 0, True)})[0].came == (1,)
         assert waits.result(10)[0].ranks == (0, 1, 2)
@@ -138,7 +153,10 @@ def test_who_comes_when_the_run_is_over_or_nobody_has_the_model() -> None:
     stores = Stores()
     zero, _, two = members((0, 1, 2), stores).values()
     zero.mark_failed(1)
-    assert [found.signal for found in regrouped({zero: Regroup(5, 2), two: Regroup(5, 2)})] == [2, 2]
+    assert [found.signal for found in regrouped({zero: Regroup(5, 2), two: Regroup(5, 2)})] == [
+        2,
+        2,
+    ]
     (late,) = members((1,), stores, {1: 1}).values()
     assert late.regroup(Regroup(-1), lambda: 7)[0].signal == 2
     (alone,) = members((1,), Stores(), {1: 1}).values()

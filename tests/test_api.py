@@ -40,7 +40,9 @@ def test_train_returns_the_run_with_its_records_and_leaves_the_process_as_it_was
 
 
 def test_sweep_returns_the_runs_in_the_order_of_the_grid(workplace: Path) -> None:
-    runs = ashl.sweep("sync=asp,bsp", *SMALL, "stop.target_accuracy=0.2", "tracking.events=none", jobs=2)
+    runs = ashl.sweep(
+        "sync=asp,bsp", *SMALL, "stop.target_accuracy=0.2", "tracking.events=none", jobs=2
+    )
     assert [run["name"] for run in runs] == ["asp-mlp-digits", "bsp-mlp-digits"]
     assert list(runs.summary["sync"]) == ["asp", "bsp"]
     assert list(runs.summary["steps"]) == [run["steps"] for run in runs]
@@ -48,7 +50,9 @@ def test_sweep_returns_the_runs_in_the_order_of_the_grid(workplace: Path) -> Non
     assert len(runs.metrics) == sum(len(run.metrics) for run in runs)
     with pytest.raises(UsageError, match="None of these runs has events"):
         _ = runs.events
-    with pytest.raises(UsageError, match=r"events\.jsonl is missing or broken; tracking\.events=all keeps it"):
+    with pytest.raises(
+        UsageError, match=r"events\.jsonl is missing or broken; tracking\.events=all keeps it"
+    ):
         _ = runs[1].events
     assert runs.answer(target=0.1).startswith("asp leads: time to 10.0 % accuracy")
     assert [run.folder for run in ashl.load(runs[0].folder.parent)] == [run.folder for run in runs]
@@ -64,7 +68,10 @@ def test_load_gives_a_run_and_its_model_the_weights(workplace: Path) -> None:
     for which in ("final", "best"):
         model = run.model(which)
         right = model(test.inputs).argmax(dim=1) == test.targets
-        assert (float(right.double().mean()), model.training) == (run[which]["test_accuracy"], False)
+        assert (float(right.double().mean()), model.training) == (
+            run[which]["test_accuracy"],
+            False,
+        )
     best = run.folder / "best.pt"
     torch.save(nn.Linear(3, 3).state_dict(), best)
     with pytest.raises(UsageError, match="does not fit the model"):
@@ -99,17 +106,21 @@ def test_a_list_of_settings_in_one_piece_is_refused(entry: Callable) -> None:
 def test_importing_is_light_and_a_script_needs_no_guard(workplace: Path) -> None:
     """Python would run the script anew in each process that a run starts."""
     Path("script.py").write_text(
-        "import sys, ashl\n"
-        "assert not {'torch', 'hydra', 'mlflow'} & sys.modules.keys()\n"
-        "own = ['cluster=homogeneous', 'cluster.compute=[1]', 'cluster.step_s=0.0001', 'tracking=none', 'sync=bsp']\n"
-        "print(ashl.train('runtime=local', 'topology=all_reduce', 'stop.steps=3', *own)['status'])\n"
+        "import sys, ashl\nassert not {'torch', 'hydra', 'mlflow'} & sys.modules.keys()\nown ="
+        " ['cluster=homogeneous', 'cluster.compute=[1]', 'cluster.step_s=0.0001', 'tracking=none',"
+        " 'sync=bsp']\nprint(ashl.train('runtime=local', 'topology=all_reduce', 'stop.steps=3',"
+        " *own)['status'])\n"
     )
-    ended = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, text=True, timeout=60
+    )
     assert (ended.stdout, ended.returncode) == ("finished\n", 0), ended.stderr
 
 
 def test_python_m_ashl_is_the_command_line(workplace: Path) -> None:
-    ended = subprocess.run([sys.executable, "-m", "ashl", "--version"], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-m", "ashl", "--version"], capture_output=True, text=True, timeout=60
+    )
     assert ended.stdout == f"ashl {ashl.__version__}\n"
 
 

@@ -1,4 +1,6 @@
-"""Objects and keywords passed to `ashl.train`: a model, data, a loss and an optimizer of plain torch."""
+"""Objects and keywords passed to `ashl.train`: a model, data, a loss and an optimizer of plain
+torch.
+"""
 
 import functools
 import json
@@ -78,7 +80,10 @@ DATA = ring(240, 0), ring(80, 1)
             {"cluster": "homogeneous", "cluster.compute": [1, 2.5], "model.hidden": (4,)},
             ["cluster=homogeneous", "cluster.compute=[1,2.5]", "model.hidden=[4]"],
         ),
-        ({"run.save_weights": False, "stop.seconds": None}, ["run.save_weights=false", "stop.seconds=null"]),
+        (
+            {"run.save_weights": False, "stop.seconds": None},
+            ["run.save_weights=false", "stop.seconds=null"],
+        ),
         (
             {"cluster.events": [{"time_s": 0.1, "worker": 0, "compute": 3}]},
             ["cluster.events=[{time_s: 0.1, worker: 0, compute: 3}]"],
@@ -103,7 +108,9 @@ def test_objects_of_a_cell_train_in_virtual_time(workplace: Path, cell: ModuleTy
     model = run.model("best")
     assert isinstance(model, cell.Net)
     points, classes = DATA[1].tensors
-    assert float((model(points).argmax(1) == classes).double().mean()) == run["best"]["test_accuracy"]
+    assert (
+        float((model(points).argmax(1) == classes).double().mean()) == run["best"]["test_accuracy"]
+    )
     wider = ashl.train("model.width=16", model=cell.Net, dataset=DATA, **FEW)
     assert wider.model().hidden.out_features == 16
     partial = ashl.train(model=functools.partial(cell.Net, width=16), dataset=DATA, **FEW)
@@ -115,11 +122,23 @@ def test_objects_of_a_cell_train_in_virtual_time(workplace: Path, cell: ModuleTy
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Lion"])
 def test_one_worker_is_a_loop_of_plain_torch(workplace: Path, cell: ModuleType, name: str) -> None:
-    keys = {"SGD": {"lr": 0.1, "momentum": 0.9}, "AdamW": {"lr": 0.01}, "Lion": {"lr": 0.01, "beta": 0.8}}[name]
+    keys = {
+        "SGD": {"lr": 0.1, "momentum": 0.9},
+        "AdamW": {"lr": 0.01},
+        "Lion": {"lr": 0.01, "beta": 0.8},
+    }[name]
     cls = cell.Lion if name == "Lion" else getattr(torch.optim, name)
     net = cell.Net(2)
-    one = {"cluster": "homogeneous", "cluster.compute": [1], "dataset.partition": "interleaved", **FEW, "sync": "bsp"}
-    run = ashl.train(model=net, dataset=DATA, loss=cell.loss, optimizer=functools.partial(cls, **keys), **one)
+    one = {
+        "cluster": "homogeneous",
+        "cluster.compute": [1],
+        "dataset.partition": "interleaved",
+        **FEW,
+        "sync": "bsp",
+    }
+    run = ashl.train(
+        model=net, dataset=DATA, loss=cell.loss, optimizer=functools.partial(cls, **keys), **one
+    )
     optimizer = cls(net.parameters(), **keys)
     points, classes = DATA[0].tensors
     for step in range(40):
@@ -131,10 +150,14 @@ def test_one_worker_is_a_loop_of_plain_torch(workplace: Path, cell: ModuleType, 
         torch.testing.assert_close(found, right, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss, functional.cross_entropy, None])
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss, functional.cross_entropy, None]
+)
 def test_losses_of_torch_are_the_task_s_own(workplace: Path, cell: ModuleType, loss) -> None:
     found = ashl.train(model=cell.Net, dataset=DATA, loss=loss, **FEW)
-    assert found["params_sha256"] == ashl.train(model=cell.Net, dataset=DATA, **FEW)["params_sha256"]
+    assert (
+        found["params_sha256"] == ashl.train(model=cell.Net, dataset=DATA, **FEW)["params_sha256"]
+    )
 
 
 def test_values_as_targets_are_a_regression(workplace: Path) -> None:
@@ -142,12 +165,19 @@ def test_values_as_targets_are_a_regression(workplace: Path) -> None:
     assert ashl.train(model=nn.Linear(2, 1), dataset=halves, **FEW)["metric"] == "r2"
 
 
-REAL = {"runtime": "local", "topology": "all_reduce", "cluster": "homogeneous", "cluster.compute": [1, 1]}
+REAL = {
+    "runtime": "local",
+    "topology": "all_reduce",
+    "cluster": "homogeneous",
+    "cluster.compute": [1, 1],
+}
 
 
 def test_processes_are_refused_what_they_cannot_import(workplace: Path, cell: ModuleType) -> None:
     real = {**FEW, **REAL, "sync": "bsp"}
-    with pytest.raises(UsageError, match=r"model=Net is an object of this Python session.*move it into a file"):
+    with pytest.raises(
+        UsageError, match=r"model=Net is an object of this Python session.*move it into a file"
+    ):
         ashl.train(model=cell.Net, **real)
     with pytest.raises(UsageError, match=r"dataset=dataset is an object .* or take runtime=sim"):
         ashl.train(dataset=DATA, **real)
@@ -155,7 +185,9 @@ def test_processes_are_refused_what_they_cannot_import(workplace: Path, cell: Mo
 
 
 @pytest.mark.slow
-def test_processes_import_what_a_file_defines(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_import_what_a_file_defines(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = """
         def data():
             points = torch.randn(320, 2, generator=torch.Generator().manual_seed(0))
@@ -166,11 +198,18 @@ def test_processes_import_what_a_file_defines(workplace: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(str(workplace))
     import cellmine  # ty: ignore[unresolved-import]
 
-    own = {"model": cellmine.Net, "dataset": cellmine.data, "loss": cellmine.loss, "optimizer": cellmine.Lion}
+    own = {
+        "model": cellmine.Net,
+        "dataset": cellmine.data,
+        "loss": cellmine.loss,
+        "optimizer": cellmine.Lion,
+    }
     keys = {**FEW, **REAL, "cluster.step_s": 0.001, "sync": "bsp"}
     real = ashl.train(**own, **keys)
     assert real["params_sha256"] == ashl.train(**own, **keys | {"runtime": "sim"})["params_sha256"]
-    assert isinstance(ashl.load(real.folder).model("best"), cellmine.Net), "the class is imported already"
+    assert isinstance(ashl.load(real.folder).model("best"), cellmine.Net), (
+        "the class is imported already"
+    )
     sys.modules.pop("cellmine")
     with pytest.raises(UsageError, match=r"allow it with 'allow_targets=\[cellmine\]'"):
         ashl.load(real.folder).model("best")
@@ -194,7 +233,9 @@ def test_what_stands_for_no_option_is_said(workplace: Path, objects: dict, words
 
 
 def test_a_fault_of_an_object_is_its_own(workplace: Path, cell: ModuleType) -> None:
-    with pytest.raises(UsageError, match=r"model __main__\.Crash failed.*has no attribute 'missing'"):
+    with pytest.raises(
+        UsageError, match=r"model __main__\.Crash failed.*has no attribute 'missing'"
+    ):
         ashl.train(model=cell.Crash, dataset=DATA, **FEW)
 
 

@@ -1,4 +1,6 @@
-"""A job's store under its secret: what others write there is passed over or refused, whatever it is."""
+"""A job's store under its secret: what others write there is passed over or refused, whatever it
+is.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,7 +11,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 
 from ashl.errors import AshlError, plain
-from ashl.run.authenticated_store import FROM, HASH_BYTES, AuthenticatedStore, new_secret, shared_secret
+from ashl.run.authenticated_store import (
+    FROM,
+    HASH_BYTES,
+    AuthenticatedStore,
+    new_secret,
+    shared_secret,
+)
 from ashl.runtime.control_messages import ControlUpdate, End
 from ashl.runtime.records import KINDS, Alive, ProfileMeasured, dumps, loads
 
@@ -84,7 +92,12 @@ def test_where_a_secret_comes_from(monkeypatch) -> None:
     known = shared_secret("host", 29500)
     assert known == shared_secret("host", 29500) != shared_secret("host", 29501)
     monkeypatch.setenv("ASHL_JOB_SECRET", "a word")
-    assert known != shared_secret("host", 29500) == shared_secret("host", 29500) != shared_secret("host", 29501)
+    assert (
+        known
+        != shared_secret("host", 29500)
+        == shared_secret("host", 29500)
+        != shared_secret("host", 29501)
+    )
     assert new_secret() != new_secret()
     assert "a secret" in repr({"secret": new_secret()}), "what holds one may be printed"
 
@@ -126,7 +139,9 @@ def test_whatever_comes_is_a_record_or_one_plain_sentence(line) -> None:
     for parse in (loads, ControlUpdate.loads):
         found, sentence = read(parse, line)
         assert sentence.isprintable()
-        assert isinstance(found, ProfileMeasured) or all(text.isprintable() for text in strings(found))
+        assert isinstance(found, ProfileMeasured) or all(
+            text.isprintable() for text in strings(found)
+        )
 
 
 @pytest.mark.parametrize("value", ["[" * 100_000, "9" * 5000 + "}", "\x00}"])
@@ -137,12 +152,16 @@ def test_what_no_parser_likes(value: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"alive", "ready", "left"}))
 def test_a_record_without_its_fields(kind: str) -> None:
-    with pytest.raises(AshlError, match=f"a record of kind '{kind}' came that is broken: .*: Field required"):
+    with pytest.raises(
+        AshlError, match=f"a record of kind '{kind}' came that is broken: .*: Field required"
+    ):
         loads(json.dumps({"kind": kind, "rank": 0}))
 
 
 def test_news_and_records_come_as_they_went() -> None:
-    news = ControlUpdate("stop.steps", {"test_loss": 0.5, "test_metric": None}, End(1, "worker 1 was killed"))
+    news = ControlUpdate(
+        "stop.steps", {"test_loss": 0.5, "test_metric": None}, End(1, "worker 1 was killed")
+    )
     assert ControlUpdate.loads(news.dumps()) == news
     assert ControlUpdate.loads(ControlUpdate().dumps()) == ControlUpdate()
     assert loads(dumps(Alive(3))) == Alive(3)

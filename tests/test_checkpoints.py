@@ -49,12 +49,17 @@ def beat(version: int, time_s: float) -> Heartbeat:
     return Heartbeat(2, round(time_s * SECOND), 0, 0, 0.0, {}, 0, 0, {}, counts)
 
 
-def made(checkpoint_manager: CheckpointManager, number: int, versions: tuple[int, ...], **other: object) -> None:
+def made(
+    checkpoint_manager: CheckpointManager, number: int, versions: tuple[int, ...], **other: object
+) -> None:
     """All ranks keep their parts of a checkpoint, at these versions."""
     for rank, version in enumerate(versions):
-        digest = write(part_of(folder_of(checkpoint_manager.run_dir, number), rank), {"version": version})
+        digest = write(
+            part_of(folder_of(checkpoint_manager.run_dir, number), rank), {"version": version}
+        )
         checkpoint_manager.add_part(
-            CheckpointPartSaved(rank, number, 0, version, 3 * SECOND + rank, digest, **other), Home()
+            CheckpointPartSaved(rank, number, 0, version, 3 * SECOND + rank, digest, **other),
+            Home(),
         )
 
 
@@ -70,7 +75,9 @@ def test_a_version_is_named_that_nobody_has_come_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flipped", [False, True])
-def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(tmp_path: Path, flipped: bool) -> None:
+def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(
+    tmp_path: Path, flipped: bool
+) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store, document = (
         AuthenticatedStore(server, new_secret()),
@@ -86,7 +93,10 @@ def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(tmp_p
     checkpoint_manager.add_part(record, home, content)
     if flipped:
         assert not list_checkpoints(tmp_path)
-        assert "rank 0 could not write its part (other bytes came than it sent)" in checkpoint_manager.warning
+        assert (
+            "rank 0 could not write its part (other bytes came than it sent)"
+            in checkpoint_manager.warning
+        )
         return
     saved = checkpoints.newest(tmp_path, "run")
     for rank, what in ((0, saved), (1, None)):
@@ -95,7 +105,9 @@ def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(tmp_p
     assert since_ns == 3 * SECOND
     assert torch.equal(torch.load(file, weights_only=True)["state"], document["state"])
     assert uploads.await_restore_point(store, 1, over=lambda: False) == (0, None)
-    assert uploads.await_restore_point(store, 2, over=lambda: True) is None, "the run is over before it has begun"
+    assert uploads.await_restore_point(store, 2, over=lambda: True) is None, (
+        "the run is over before it has begun"
+    )
 
 
 def test_one_that_a_rank_was_past_is_none_and_the_next_is_further_ahead(tmp_path: Path) -> None:
@@ -133,14 +145,25 @@ def kept(tmp_path: Path) -> Path:
 
 def test_the_newest_whole_one_counts(kept: Path) -> None:
     found = checkpoints.newest(kept, "run")
-    assert (found.number, found.how, found.ranks_ns, found.broken) == (2, LOCKSTEP, [3 * SECOND, 3 * SECOND + 1], None)
-    with pytest.raises(UsageError, match=r"another run; only stop\.\*, runtime and the number of workers may change"):
+    assert (found.number, found.how, found.ranks_ns, found.broken) == (
+        2,
+        LOCKSTEP,
+        [3 * SECOND, 3 * SECOND + 1],
+        None,
+    )
+    with pytest.raises(
+        UsageError,
+        match=r"another run; only stop\.\*, runtime and the number of workers may change",
+    ):
         checkpoints.newest(kept, "other")
     part = part_of(folder_of(kept, 2), 1)
     part.write_bytes(part.read_bytes()[:-1] + b"?")  # flipped
     found = checkpoints.newest(kept, "run")
     assert found.number == 1
-    assert found.broken == f"{kept}/checkpoint/2 cannot be resumed from (rank1.pt is not what was written)"
+    assert (
+        found.broken
+        == f"{kept}/checkpoint/2 cannot be resumed from (rank1.pt is not what was written)"
+    )
     part.write_bytes(part.read_bytes()[:-100])  # cut off
     assert checkpoints.newest(kept, "run").number == 1
     (folder_of(kept, 1) / "manifest.json").write_text("{")
@@ -156,7 +179,9 @@ def test_files_are_looked_for_in_their_own_folder_only(kept: Path) -> None:
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"holds no checkpoint; runs leave them with run\.checkpoint_s=SECONDS"):
+    with pytest.raises(
+        UsageError, match=r"holds no checkpoint; runs leave them with run\.checkpoint_s=SECONDS"
+    ):
         checkpoints.newest(tmp_path, "run")
 
 
@@ -178,18 +203,26 @@ def test_records_of_later_moments_are_taken_back(kept: Path) -> None:
 
 
 def test_a_round_that_the_server_had_merged_stays_though_its_answer_came_later(kept: Path) -> None:
-    rounds = [{"kind": "round", "rank": r, "round": k, "end_s": 2.0 + k} for k in range(3) for r in (0, 1)]
+    rounds = [
+        {"kind": "round", "rank": r, "round": k, "end_s": 2.0 + k} for k in range(3) for r in (0, 1)
+    ]
     lines = [json.dumps(line) + "\n" for line in rounds]
     (kept / "events.jsonl").write_text("".join(lines))
     sizes = {"events.jsonl": len("".join(lines))}
-    checkpoints.truncate_records(kept, checkpoints.newest(kept, "run")._replace(sizes=sizes, how=SERVER, rounds=[1, 2]))
+    checkpoints.truncate_records(
+        kept, checkpoints.newest(kept, "run")._replace(sizes=sizes, how=SERVER, rounds=[1, 2])
+    )
     assert (kept / "events.jsonl").read_text() == "".join([*lines[:2], lines[3]])
 
 
-def test_records_are_taken_back_whole_however_often_that_is_interrupted(kept: Path, monkeypatch) -> None:
+def test_records_are_taken_back_whole_however_often_that_is_interrupted(
+    kept: Path, monkeypatch
+) -> None:
     text = "".join(json.dumps({"time_s": t}) + "\n" for t in (2.0, 3.5, 3.0, 9.0))
     (kept / "metrics.jsonl").write_text(text)
-    saved = checkpoints.newest(kept, "run")._replace(sizes={"metrics.jsonl": len(text)}, home_ns=3 * SECOND + 1)
+    saved = checkpoints.newest(kept, "run")._replace(
+        sizes={"metrics.jsonl": len(text)}, home_ns=3 * SECOND + 1
+    )
 
     class KilledError(Exception):
         pass
@@ -214,7 +247,9 @@ def test_records_are_taken_back_whole_however_often_that_is_interrupted(kept: Pa
 
 def test_records_that_another_process_writes_are_left_alone(kept: Path) -> None:
     (kept / "metrics.jsonl").write_text(text := '{"time_s": 3.0}\n{"time_s": 9.0}\n')
-    saved = checkpoints.newest(kept, "run")._replace(sizes={"metrics.jsonl": len(text)}, home_ns=3 * SECOND + 1)
+    saved = checkpoints.newest(kept, "run")._replace(
+        sizes={"metrics.jsonl": len(text)}, home_ns=3 * SECOND + 1
+    )
     other = jsonl.Lines(kept / "metrics.jsonl", len(text))
     with pytest.raises(AshlError, match="another process is writing"):
         checkpoints.truncate_records(kept, saved)
@@ -223,25 +258,36 @@ def test_records_that_another_process_writes_are_left_alone(kept: Path) -> None:
 
 
 def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
-    """Those after the moment of the checkpoint have not been; a rule that waits for scores knows those before it."""
+    """Those after the moment of the checkpoint have not been; a rule that waits for scores knows
+    those before it.
+    """
 
     class Judging(Home):
         def state(self) -> dict:
             losses = (2.0, 1.0, 1.5, 1.8)
             found = [
                 Evaluation(
-                    time_s=t, merges=t, train_loss=loss, test_loss=loss, test_accuracy=1 / loss, test_metric=1 / loss
+                    time_s=t,
+                    merges=t,
+                    train_loss=loss,
+                    test_loss=loss,
+                    test_accuracy=1 / loss,
+                    test_metric=1 / loss,
                 )
                 for t, loss in enumerate(losses, start=1)
             ]
-            run_state = MonitorState(Health(4), None, evaluations=found, scores={"rises": 2.0}, best=torch.ones(1))
+            run_state = MonitorState(
+                Health(4), None, evaluations=found, scores={"rises": 2.0}, best=torch.ones(1)
+            )
             return {"books": run_state}
 
     checkpoint_manager = CheckpointManager(tmp_path, 1, 1.0, "run")
     checkpoint_manager.wanted = (0, 31)
     digest = write(part_of(folder_of(tmp_path, 0), 0), {})
     checkpoint_manager.add_part(CheckpointPartSaved(0, 0, 0, 31, 3 * SECOND, digest), Judging())
-    run_state = checkpoints.monitor_of(checkpoints.newest(tmp_path, "run"), replace(WITHOUT, target_loss=1.0))["books"]
+    run_state = checkpoints.monitor_of(
+        checkpoints.newest(tmp_path, "run"), replace(WITHOUT, target_loss=1.0)
+    )["books"]
     assert [one.train_loss for one in run_state.evaluations] == [2.0, 1.0, 1.5]
     assert run_state.scores["train_loss"] == 1.5
     assert run_state.scores["rises"] == 1.0
@@ -249,12 +295,17 @@ def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
     assert torch.equal(run_state.best, torch.ones(1)), "the best is among them"
 
 
-def test_what_torchrun_starts_anew_goes_on_where_there_is_something_to_go_on_from(kept: Path, capsys) -> None:
+def test_what_torchrun_starts_anew_goes_on_where_there_is_something_to_go_on_from(
+    kept: Path, capsys
+) -> None:
     first, again = (JobMembership(0, 2, "here", 1, 0, attempt=str(attempt)) for attempt in range(2))
     config, nowhere = {"run": {"dir": str(kept)}}, {"run": {"dir": None}}
     assert [find_restarted_run(config, job) for job in (None, first)] == [None, None]
     assert [find_restarted_run(run, again) for run in (config, nowhere)] == [kept, None]
-    assert capsys.readouterr().err == f"ashl: restarted: the run in {kept} resumes from its last checkpoint\n"
+    assert (
+        capsys.readouterr().err
+        == f"ashl: restarted: the run in {kept} resumes from its last checkpoint\n"
+    )
     (kept / "summary.json").write_text('{"status": "interrupted"}')
     assert find_restarted_run(config, again) == kept
     (kept / "summary.json").write_text('{"status": "finished"}')
@@ -267,6 +318,7 @@ def test_a_run_that_is_to_stop_leaves_no_checkpoint(tmp_path: Path) -> None:
     home.stopping = "interrupted"
     checkpoint_manager.wanted = (0, 31)
     checkpoint_manager.add_part(
-        CheckpointPartSaved(0, 0, 0, 31, 3 * SECOND, write(part_of(folder_of(tmp_path, 0), 0), {})), home
+        CheckpointPartSaved(0, 0, 0, 31, 3 * SECOND, write(part_of(folder_of(tmp_path, 0), 0), {})),
+        home,
     )
     assert not folder_of(tmp_path, 0).exists()

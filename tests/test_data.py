@@ -20,10 +20,13 @@ TOTAL = len(DIGITS.train)
 
 
 def deal(partition, num_workers, *, shares=None, alpha=None, seed=0, batch=1):
-    return shards(DIGITS, partition, shares or [1] * num_workers, alpha, seed, [batch] * num_workers)
+    return shards(
+        DIGITS, partition, shares or [1] * num_workers, alpha, seed, [batch] * num_workers
+    )
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------
+# --- batches
+# --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -32,7 +35,9 @@ def test_every_sample_once_an_epoch_and_every_batch_full(size, data, shuffle):
     batch = data.draw(st.integers(1, size))
     shard = np.arange(100, 100 + size)
     walk = Batches(shard, batch, seed=3, worker=1, shuffle=shuffle)
-    batches = [walk.indices(step) for step in range(3 * size)]  # 3 · batch epochs, to the last sample
+    batches = [
+        walk.indices(step) for step in range(3 * size)
+    ]  # 3 · batch epochs, to the last sample
     assert all(len(indices) == batch for indices in batches)
     epochs = np.concatenate(batches).reshape(-1, size)
     assert all(np.array_equal(np.sort(epoch), shard) for epoch in epochs)
@@ -43,7 +48,9 @@ def test_every_sample_once_an_epoch_and_every_batch_full(size, data, shuffle):
 def test_a_batch_is_a_function_of_seed_worker_and_step():
     walk = Batches(np.arange(50), 8, seed=1, worker=2)
     forward = [walk.indices(step).tolist() for step in range(30)]
-    assert [Batches(np.arange(50), 8, seed=1, worker=2).indices(step).tolist() for step in range(30)] == forward
+    assert [
+        Batches(np.arange(50), 8, seed=1, worker=2).indices(step).tolist() for step in range(30)
+    ] == forward
     assert [walk.indices(step).tolist() for step in reversed(range(30))] == forward[::-1]
     assert Batches(np.arange(50), 8, seed=2, worker=2).indices(0).tolist() != forward[0]
     assert Batches(np.arange(50), 8, seed=1, worker=3).indices(0).tolist() != forward[0]
@@ -54,15 +61,23 @@ def test_a_batch_is_a_function_of_seed_worker_and_step():
 def test_streams_do_not_depend_on_each_other_nor_on_numpy_s_version():
     assert permutation(8, 1, Purpose.ORDER, 2, 3).tolist() == [5, 3, 6, 7, 1, 0, 4, 2]
     assert torch_seed(0, Purpose.INIT) == torch_seed(0, Purpose.INIT) < 2**63
-    keys = [(0, Purpose.ORDER), (0, Purpose.MODEL), (1, Purpose.ORDER), (0, Purpose.ORDER, 1), (0, Purpose.ORDER, 0, 1)]
+    keys = [
+        (0, Purpose.ORDER),
+        (0, Purpose.MODEL),
+        (1, Purpose.ORDER),
+        (0, Purpose.ORDER, 1),
+        (0, Purpose.ORDER, 0, 1),
+    ]
     assert len({torch_seed(*key) for key in keys}) == len(keys)
 
 
-# --- partition -------------------------------------------------------------------------------------------------------
+# --- partition
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("partition", "alpha"), [("iid", None), ("plan", None), ("dirichlet", 0.3), ("interleaved", None)]
+    ("partition", "alpha"),
+    [("iid", None), ("plan", None), ("dirichlet", 0.3), ("interleaved", None)],
 )
 @pytest.mark.parametrize("num_workers", [1, 3, 7])
 def test_shards_are_disjoint_cover_everything_and_follow_the_seed(partition, alpha, num_workers):
@@ -72,7 +87,9 @@ def test_shards_are_disjoint_cover_everything_and_follow_the_seed(partition, alp
     again = deal(partition, num_workers, shares=shares, alpha=alpha)
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
     if num_workers > 1 and partition != "interleaved":
-        assert not np.array_equal(parts[0], deal(partition, num_workers, shares=shares, alpha=alpha, seed=1)[0])
+        assert not np.array_equal(
+            parts[0], deal(partition, num_workers, shares=shares, alpha=alpha, seed=1)[0]
+        )
 
 
 def test_iid_is_equal_and_plan_is_in_proportion():
@@ -95,7 +112,9 @@ def test_the_least_planned_share_is_a_batch(rows):
     free = [i for i, size in enumerate(sizes) if size > batch[i]]
     rate = sum(sizes[i] for i in free) / sum(shares[i] for i in free) if free else 0
     assert all(abs(sizes[i] - rate * shares[i]) < 2 for i in free)
-    assert np.array_equal(sized(total, sizes / total, batch), sizes), "what is dealt out is dealt out alike again"
+    assert np.array_equal(sized(total, sizes / total, batch), sizes), (
+        "what is dealt out is dealt out alike again"
+    )
 
 
 def test_interleaved_workers_make_up_one_worker_s_batches():
@@ -109,14 +128,19 @@ def test_interleaved_workers_make_up_one_worker_s_batches():
 
 def test_dirichlet_is_the_more_skewed_the_smaller_alpha():
     def largest_class_share(alpha):
-        counts = [np.bincount(DIGITS.train.labels[part], minlength=10) for part in deal("dirichlet", 4, alpha=alpha)]
+        counts = [
+            np.bincount(DIGITS.train.labels[part], minlength=10)
+            for part in deal("dirichlet", 4, alpha=alpha)
+        ]
         return np.mean([count.max() / count.sum() for count in counts])
 
     assert largest_class_share(0.05) > 0.3 > largest_class_share(1000) > 0.1
 
 
 def test_a_batch_larger_than_its_shard_is_refused_by_name():
-    with pytest.raises(UsageError, match=r"Worker 1's shard holds 359 .* batch of 400; .*batch_size=359"):
+    with pytest.raises(
+        UsageError, match=r"Worker 1's shard holds 359 .* batch of 400; .*batch_size=359"
+    ):
         deal("iid", 4, batch=400)
     with pytest.raises(UsageError, match=r"Worker"):  # after so many draws there is no fair one
         deal("dirichlet", 4, alpha=0.01, batch=350)
@@ -135,13 +159,23 @@ def test_dirichlet_needs_classes():
         shards(data, "dirichlet", [1, 1], 0.5, 0, [1, 1])
 
 
-# --- data sets -------------------------------------------------------------------------------------------------------
+# --- data sets
+# --------------------------------------------------------------------------------------------------
 
 
 def test_digits_are_split_once_and_for_all():
-    assert (len(DIGITS.train), len(DIGITS.test), DIGITS.sample_shape, DIGITS.num_classes) == (1437, 360, (1, 8, 8), 10)
+    assert (len(DIGITS.train), len(DIGITS.test), DIGITS.sample_shape, DIGITS.num_classes) == (
+        1437,
+        360,
+        (1, 8, 8),
+        10,
+    )
     inputs, targets = DIGITS.train.batch(np.arange(TOTAL))
-    assert (inputs.dtype, inputs.shape, targets.dtype) == (torch.float32, (TOTAL, 1, 8, 8), torch.int64)
+    assert (inputs.dtype, inputs.shape, targets.dtype) == (
+        torch.float32,
+        (TOTAL, 1, 8, 8),
+        torch.int64,
+    )
     assert abs(float(inputs.mean())) < 0.01
     assert abs(float(inputs.std()) - 1) < 0.01
     assert DIGITS.train.labels.tolist() == targets.tolist()
@@ -164,7 +198,9 @@ def test_quadratic_s_closed_form_is_where_the_gradient_vanishes():
 
 @pytest.mark.parametrize("shape", [[12], [3, 9, 7]])
 def test_synthetic_is_a_function_of_its_fields_and_can_be_learned(shape):
-    option = conf_option("dataset", "synthetic", shape=shape, num_classes=4, num_train=400, num_test=200)
+    option = conf_option(
+        "dataset", "synthetic", shape=shape, num_classes=4, num_train=400, num_test=200
+    )
     data = option.load()
     assert data.sample_shape == tuple(shape)
     learner = Learner(conf_option("model", "linear"), data, task_of(data), seed=0)
@@ -175,7 +211,8 @@ def test_synthetic_is_a_function_of_its_fields_and_can_be_learned(shape):
     again = option.load()
     assert torch.equal(again.train.inputs, data.train.inputs)
     assert not torch.equal(
-        conf_option("dataset", "synthetic", shape=shape, seed=1).load().train.inputs[0], data.train.inputs[0]
+        conf_option("dataset", "synthetic", shape=shape, seed=1).load().train.inputs[0],
+        data.train.inputs[0],
     )
 
 
@@ -184,7 +221,8 @@ def test_synthetic_shape_is_a_vector_or_an_image():
         conf_option("dataset", "synthetic", shape=[8, 8]).load()
 
 
-# --- augmentation ----------------------------------------------------------------------------------------------------
+# --- augmentation
+# --------------------------------------------------------------------------------------------------
 
 
 def test_crop_flip_shifts_and_mirrors():

@@ -47,7 +47,8 @@ def test_no_network_is_missing_data_too(tmp_path, monkeypatch):
 
     monkeypatch.setattr(load_torchvision().datasets, "CIFAR10", unreachable)
     with pytest.raises(
-        DataMissingError, match=r"could not be fetched into .*Name or service not known.*dataset=digits"
+        DataMissingError,
+        match=r"could not be fetched into .*Name or service not known.*dataset=digits",
     ):
         conf_option("dataset", "cifar10", root=str(tmp_path), download=True).load()
 
@@ -72,7 +73,12 @@ def test_mnist_is_read_in_its_own_layout(tmp_path):
         write_idx(raw / f"{half}-images-idx3-ubyte", pixels[:count])
         write_idx(raw / f"{half}-labels-idx1-ubyte", np.arange(count, dtype=np.uint8) % 10)
     data = conf_option("dataset", "mnist", root=str(tmp_path)).load()
-    assert (len(data.train), len(data.test), data.sample_shape, data.num_classes) == (20, 5, (1, 28, 28), 10)
+    assert (len(data.train), len(data.test), data.sample_shape, data.num_classes) == (
+        20,
+        5,
+        (1, 28, 28),
+        10,
+    )
     inputs, targets = data.train.batch(np.array([3, 11]))
     expected = (pixels[[3, 11], None].astype(np.float64) / 255 - 0.1307) / 0.3081
     np.testing.assert_allclose(inputs.numpy(), expected, rtol=1e-5, atol=1e-6)
@@ -96,7 +102,9 @@ def test_cifar_s_colours_come_first(tmp_path, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes of one colour each, of different sizes; lossless, so that colours can be compared."""
+    """Two classes of one colour each, of different sizes; lossless, so that colours can be
+    compared.
+    """
     for half, count in (("train", 3), ("test", 1)):
         for number, (name, colour) in enumerate([("cat", (255, 0, 0)), ("dog", (0, 0, 255))]):
             place = tmp_path / half / name
@@ -108,8 +116,15 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("cache_mb", [0, 1])
 def test_image_folder(folder, cache_mb):
-    data = conf_option("dataset", "image_folder", root=str(folder), image_size=8, cache_mb=cache_mb).load()
-    assert (len(data.train), len(data.test), data.sample_shape, data.num_classes) == (6, 2, (3, 8, 8), 2)
+    data = conf_option(
+        "dataset", "image_folder", root=str(folder), image_size=8, cache_mb=cache_mb
+    ).load()
+    assert (len(data.train), len(data.test), data.sample_shape, data.num_classes) == (
+        6,
+        2,
+        (3, 8, 8),
+        2,
+    )
     assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
     for _ in range(2):  # decoded, then from memory
         inputs, targets = data.train.batch(np.array([5, 0]))
@@ -124,7 +139,9 @@ def test_decoder_keeps_what_fits_and_decodes_the_rest_again(folder, monkeypatch)
     size = 400  # 480 kB an image: two fit into a megabyte
     decoder, opened = Decoder(paths, size, cache_mb=1), []
     decode = Decoder._decode
-    monkeypatch.setattr(Decoder, "_decode", lambda self, path: opened.append(path) or decode(self, path))
+    monkeypatch.setattr(
+        Decoder, "_decode", lambda self, path: opened.append(path) or decode(self, path)
+    )
     everything = torch.arange(4)
     first, second = decoder[everything], decoder[everything]
     assert torch.equal(first, second)

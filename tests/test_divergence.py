@@ -1,4 +1,6 @@
-"""A run that ends with a model of noise has the status `diverged`, on every topology and both kernels."""
+"""A run that ends with a model of noise has the status `diverged`, on every topology and both
+kernels.
+"""
 
 import json
 from contextlib import suppress
@@ -23,8 +25,10 @@ TOPOLOGIES = {
     "pairs": "topology=gossip sync=swarm",
     "partial_all_reduce": "topology=partial_all_reduce sync=ripples_static",
     "sharded_server": f"topology=sharded_server sync=bsp {PORTS}",
-    "halos": f"topology=halos sync=async_local_sgd cluster.node=[0,0,1,1] {PORTS} "
-    "cluster.intra_node_bandwidth_mbit_s=1000",
+    "halos": (
+        f"topology=halos sync=async_local_sgd cluster.node=[0,0,1,1] {PORTS} "
+        "cluster.intra_node_bandwidth_mbit_s=1000"
+    ),
 }
 EPOCHS = ("tracking=none", "stop.epochs=2")
 
@@ -38,13 +42,21 @@ def status(folder: Path, *overrides: str) -> str:
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_noise_is_not_finished(topology: str, tmp_path) -> None:
     for lr, expected in (("0.05", "finished"), ("30", "diverged")):
-        assert status(tmp_path / lr, "runtime=sim", f"optimizer.lr={lr}", *TOPOLOGIES[topology].split()) == expected
+        assert (
+            status(
+                tmp_path / lr, "runtime=sim", f"optimizer.lr={lr}", *TOPOLOGIES[topology].split()
+            )
+            == expected
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_noise_is_not_finished_on_processes(topology: str, tmp_path) -> None:
-    costs = "runtime=local cluster.step_s=0.001 cluster.exchange_s=0.001 cluster.compute=[1,1,1,1] cluster.link=null"
+    costs = (
+        "runtime=local cluster.step_s=0.001 cluster.exchange_s=0.001 cluster.compute=[1,1,1,1]"
+        " cluster.link=null"
+    )
     given = (*costs.split(), *TOPOLOGIES[topology].split(), "optimizer.lr=30")
     assert status(tmp_path / "run", *given) == "diverged"
 
@@ -53,7 +65,11 @@ def test_a_swarm_of_few_bits_does_not_diverge(tmp_path) -> None:
     """Each meeting rounds by at most a quarter of what models were apart, whatever the bits."""
     for bits, workers in product((2, 3, 4, 5), (4, 8)):
         ran = simulated(
-            "topology=gossip", "sync=swarm", f"sync.bits={bits}", f"cluster.num_workers={workers}", "stop.epochs=5"
+            "topology=gossip",
+            "sync=swarm",
+            f"sync.bits={bits}",
+            f"cluster.num_workers={workers}",
+            "stop.epochs=5",
         )
         assert ran.learner is not None
         assert ran.learner.evaluate(ran.params)["test_accuracy"] > 0.85
@@ -68,7 +84,9 @@ def test_each_reason_is_named() -> None:
     def why(params, *, distance=0.0, loss=0.1, diverged=None):
         found = learner.evaluate(params)
         evaluation = Evaluation(time_s=1.0, merges=1, **found, consensus_distance=distance)
-        return why_diverged(counts._replace(loss=loss, diverged=diverged), evaluation, params, learner, 4)
+        return why_diverged(
+            counts._replace(loss=loss, diverged=diverged), evaluation, params, learner, 4
+        )
 
     assert why(good) is None
     assert why(learner.untrained()) is None

@@ -26,7 +26,10 @@ LIMITS = Limits(
         ([(0.95, 0.5), (0.8, 0.1)], None),  # another one each time
         ([(0.95, 0.5), (0.8, 0.1), (0.8, 0.1)], "target_loss"),
         ([(0.95, 0.5), (0.95, 0.1)], "target_accuracy"),
-        ([(0.95, 0.1), (0.8, 0.1)], "target_loss"),  # both at first: it was counted as the accuracy alone
+        (
+            [(0.95, 0.1), (0.8, 0.1)],
+            "target_loss",
+        ),  # both at first: it was counted as the accuracy alone
         ([(0.95, 0.5), (0.8, 0.5), (0.95, 0.5)], None),
     ],
 )
@@ -35,16 +38,30 @@ def test_each_target_holds_by_itself(found: list[tuple[float, float]], reached: 
     for second, (accuracy, loss) in enumerate(found):
         said = target.judge(
             LIMITS,
-            Evaluation(time_s=float(second), merges=None, train_loss=loss, test_loss=loss, test_accuracy=accuracy),
+            Evaluation(
+                time_s=float(second),
+                merges=None,
+                train_loss=loss,
+                test_loss=loss,
+                test_accuracy=accuracy,
+            ),
         )
     assert said == reached
     assert target.reached_s == (None if reached is None else len(found) - 1)
 
 
 @pytest.mark.parametrize(("higher", "reached_s"), [(True, 0.0), (False, 2.0)])
-def test_the_metric_of_a_task_is_a_target_in_its_own_direction(higher: bool, reached_s: float) -> None:
+def test_the_metric_of_a_task_is_a_target_in_its_own_direction(
+    higher: bool, reached_s: float
+) -> None:
     limits, target = (
-        replace(LIMITS, target_loss=None, target_accuracy=None, target_consecutive_evals=1, target_metric=5.0),
+        replace(
+            LIMITS,
+            target_loss=None,
+            target_accuracy=None,
+            target_consecutive_evals=1,
+            target_metric=5.0,
+        ),
         Target(),
     )
     for second, metric in enumerate((7.0, 5.5, 4.9)):
@@ -66,7 +83,10 @@ def test_the_metric_of_a_task_is_a_target_in_its_own_direction(higher: bool, rea
 @pytest.mark.parametrize(
     ("found", "over"),
     [
-        ([(0.5, 1.0), (0.4, 0.9)], False),  # one evaluation without a new best, where two are allowed
+        (
+            [(0.5, 1.0), (0.4, 0.9)],
+            False,
+        ),  # one evaluation without a new best, where two are allowed
         ([(0.5, 1.0), (0.4, 0.9), (0.5, 1.0)], True),  # an equal one is no new best
         ([(0.5, 1.0), (0.4, 0.9), (0.5, 0.9)], False),  # of equal metrics the test loss decides
         ([(0.5, 1.0), (0.6, 1.0), (0.1, 0.1), (0.1, 0.1)], True),
@@ -74,10 +94,17 @@ def test_the_metric_of_a_task_is_a_target_in_its_own_direction(higher: bool, rea
         ([], False),
     ],
 )
-def test_patience_ends_with_the_last_evaluation_that_it_allows(found: list[tuple[float, float]], over: bool) -> None:
+def test_patience_ends_with_the_last_evaluation_that_it_allows(
+    found: list[tuple[float, float]], over: bool
+) -> None:
     evaluations = [
         Evaluation(
-            time_s=float(i), merges=None, train_loss=loss, test_loss=loss, test_accuracy=metric, test_metric=metric
+            time_s=float(i),
+            merges=None,
+            train_loss=loss,
+            test_loss=loss,
+            test_accuracy=metric,
+            test_metric=metric,
         )
         for i, (metric, loss) in enumerate(found)
     ]

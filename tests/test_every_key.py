@@ -1,4 +1,6 @@
-"""Differential: a value other than the default of any key changes something that is recorded, or is refused."""
+"""Differential: a value other than the default of any key changes something that is recorded, or is
+refused.
+"""
 
 import hashlib
 import re
@@ -31,14 +33,23 @@ from tests.support import run
 
 CASES = list(cases())
 OPTIONS = sorted({case.option for case in CASES})
-QUICK = ("outer=co2", "overlap=delayed", "sync=d_admm", "aggregate=fednova", "planner=balanced", "schedule=single")
+QUICK = (
+    "outer=co2",
+    "overlap=delayed",
+    "sync=d_admm",
+    "aggregate=fednova",
+    "planner=balanced",
+    "schedule=single",
+)
 QUICK_CROSSING = ()
 NAMES_A_KEY = re.compile(r"\w+\.\w+=|\w+=\w+|cluster\.node")
 
 
 @cache
 def recorded(overrides: tuple[str, ...], typed: tuple[str, ...] = ()) -> str:
-    """Return the hash of what a run in virtual time records, with the model that it ends with and its scores."""
+    """Return the hash of what a run in virtual time records, with the model that it ends with and
+    its scores.
+    """
     plan = compile_plan(compose(overrides), None, typed, strict=True)
     try:
         ran = run(plan)
@@ -48,14 +59,22 @@ def recorded(overrides: tuple[str, ...], typed: tuple[str, ...] = ()) -> str:
     if not hasattr(params, "numpy") or ran.learner is None:
         return hashlib.sha256(repr(ran.records).encode()).hexdigest()
     scores = ran.learner.evaluate(params)
-    return hashlib.sha256(repr((ran.records, scores)).encode() + params.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        repr((ran.records, scores)).encode() + params.numpy().tobytes()
+    ).hexdigest()
 
 
 def fault(case: Case, base: tuple[str, ...]) -> str | None:
-    """Return what is wrong with a typed value beside a base; None if it changes something or is refused rightly."""
+    """Return what is wrong with a typed value beside a base; None if it changes something or is
+    refused rightly.
+    """
     before = recorded(base)
     try:
-        return None if recorded((*base, case.typed), (case.typed,)) != before else f"{case.typed} changes nothing"
+        return (
+            None
+            if recorded((*base, case.typed), (case.typed,)) != before
+            else f"{case.typed} changes nothing"
+        )
     except UsageError as error:
         text = str(error)
         if "is not possible" in text or not NAMES_A_KEY.search(text.replace(case.typed, "")):
@@ -80,14 +99,22 @@ def walked(option: str) -> list[str]:
     return [
         text
         for case in CASES
-        if case.option == option and f"{option} {case.key}" not in QUIET and (text := fault(case, case.base))
+        if case.option == option
+        and f"{option} {case.key}" not in QUIET
+        and (text := fault(case, case.base))
     ]
 
 
 def crossed(name: str) -> list[str]:
     base = (*ALWAYS.split(), *CROSSING[name].split())
-    chosen = {group: option for group, option in compose(base)["choices"].items() if group not in PRESETS}
-    found = (fault(case, base) for case in crossing(CASES, name, chosen) if f"{name} {case.key}" not in QUIET)
+    chosen = {
+        group: option for group, option in compose(base)["choices"].items() if group not in PRESETS
+    }
+    found = (
+        fault(case, base)
+        for case in crossing(CASES, name, chosen)
+        if f"{name} {case.key}" not in QUIET
+    )
     return [text for text in found if text]
 
 
@@ -97,13 +124,17 @@ def quick(names, few) -> list:
 
 @pytest.mark.usefixtures("short_forecasts")
 @pytest.mark.parametrize("option", quick(OPTIONS, QUICK))
-def test_every_key_of_an_option_changes_a_run_or_is_refused_and_counts_elsewhere(option: str) -> None:
+def test_every_key_of_an_option_changes_a_run_or_is_refused_and_counts_elsewhere(
+    option: str,
+) -> None:
     assert walked(option) == []
 
 
 @pytest.mark.usefixtures("short_forecasts")
 @pytest.mark.parametrize("name", quick(CROSSING, QUICK_CROSSING))
-def test_every_key_of_all_groups_changes_a_run_or_is_refused_beside_other_choices(name: str) -> None:
+def test_every_key_of_all_groups_changes_a_run_or_is_refused_beside_other_choices(
+    name: str,
+) -> None:
     assert crossed(name) == []
 
 
@@ -116,7 +147,11 @@ def test_the_walk_has_every_key_of_every_group() -> None:
         for name, file in options.items()
         for parameter in parameters(file)
     }
-    left_out = {(option, key) for option, key in keys - walked if option not in OUTSIDE and key not in OUTSIDE}
+    left_out = {
+        (option, key)
+        for option, key in keys - walked
+        if option not in OUTSIDE and key not in OUTSIDE
+    }
     assert left_out == {
         ("compression=gtopk", key) for key in ("compression.values", "compression.per_layer")
     }  # one value
@@ -126,8 +161,12 @@ def test_the_walk_has_every_key_of_every_group() -> None:
 
 
 def left_by(*overrides: str) -> tuple[list[str], list[str]]:
-    """Return the files of a run folder, and what its records say but for the time of this machine."""
-    folder = ashl.train("runtime=sim", "tracking=none", "sync=bsp", "stop.steps=48", *overrides).folder
+    """Return the files of a run folder, and what its records say but for the time of this
+    machine.
+    """
+    folder = ashl.train(
+        "runtime=sim", "tracking=none", "sync=bsp", "stop.steps=48", *overrides
+    ).folder
     records = [folder / name for name in ("events.jsonl", "metrics.jsonl", "summary.json")]
     texts = [file.read_text() for file in records if file.is_file()]
     files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*"))
@@ -135,7 +174,10 @@ def left_by(*overrides: str) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    "key", quick(OWN, ("stop.target_consecutive_evals", "eval.every_s", "run.compression_stats_per_layer"))
+    "key",
+    quick(
+        OWN, ("stop.target_consecutive_evals", "eval.every_s", "run.compression_stats_per_layer")
+    ),
 )
 def test_every_key_of_the_run_itself_changes_its_records(key: str, workplace) -> None:
     value, beside = OWN[key]

@@ -1,4 +1,6 @@
-"""The decoder of today: what it sees, how large it is; texts of bytes and of folders; ResNet-18 for small images."""
+"""The decoder of today: what it sees, how large it is; texts of bytes and of folders; ResNet-18 for
+small images.
+"""
 
 import json
 import sys
@@ -33,7 +35,9 @@ def test_it_looks_at_nothing_that_comes_later_and_knows_places():
 
 
 def test_attention_goes_by_distance():
-    """Turned by their places, a query and a key meet at an angle that is that of the distance between them."""
+    """Turned by their places, a query and a key meet at an angle that is that of the distance
+    between them.
+    """
     draw = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, 1, 1, 8, generator=draw).expand(1, 1, 12, 8) for _ in range(2))
     scores = turned(query, angles(12, 8)) @ turned(key, angles(12, 8)).transpose(2, 3)
@@ -43,8 +47,13 @@ def test_attention_goes_by_distance():
 
 
 def test_a_block_by_hand_and_first_weights():
-    """Queries and keys are turned by their places, values are not; what joins the shortcuts begins smaller."""
-    model, x = built(width=32, heads=2, layers=2), torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(1))
+    """Queries and keys are turned by their places, values are not; what joins the shortcuts begins
+    smaller.
+    """
+    model, x = (
+        built(width=32, heads=2, layers=2),
+        torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(1)),
+    )
     block = model.blocks[0]
     query, key, value = block.attend(block.norm1(x)).view(7, 3, 2, 16).permute(1, 2, 0, 3)
     scores = turned(query, angles(7, 16)) @ turned(key, angles(7, 16)).transpose(1, 2) / 4
@@ -54,13 +63,20 @@ def test_a_block_by_hand_and_first_weights():
     whole = between + block.narrow(torch.nn.functional.gelu(block.widen(block.norm2(between))))
     torch.testing.assert_close(block(x, angles(7, 16)), whole)
     wide = built(width=256, layers=8).blocks[0]
-    found = [float(part.weight.detach().std()) for part in (wide.attend, wide.widen, wide.mix, wide.narrow)]
+    found = [
+        float(part.weight.detach().std())
+        for part in (wide.attend, wide.widen, wide.mix, wide.narrow)
+    ]
     assert found == pytest.approx([0.02, 0.02, 0.005, 0.005], rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("fields", "millions"),
-    [({}, 0.82), ({"tie_embeddings": False}, 0.85), ({"width": 512, "heads": 8, "layers": 6}, 19.0)],
+    [
+        ({}, 0.82),
+        ({"tie_embeddings": False}, 0.85),
+        ({"width": 512, "heads": 8, "layers": 6}, 19.0),
+    ],
 )
 def test_sizes(fields, millions):
     with torch.device("meta"):
@@ -77,7 +93,12 @@ def test_a_width_that_heads_cannot_turn_is_refused():
 
 def test_a_folder_is_one_text_and_bytes_are_themselves(tmp_path):
     (tmp_path / "sub").mkdir()
-    for name, content in {"b.txt": "é" * 40, "a.txt": "ab" * 40, "sub/c.py": "x" * 50, ".hidden": "no"}.items():
+    for name, content in {
+        "b.txt": "é" * 40,
+        "a.txt": "ab" * 40,
+        "sub/c.py": "x" * 50,
+        ".hidden": "no",
+    }.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     (tmp_path / "z.bin").write_bytes(b"\xff\xfe\x00")
     chosen = {"path": str(tmp_path), "sequence_length": 3}
@@ -88,7 +109,9 @@ def test_a_folder_is_one_text_and_bytes_are_themselves(tmp_path):
     assert bytes(inputs.flatten().tolist()) == whole.encode()[: inputs.numel()]
     assert bytes(targets.flatten().tolist()) == whole.encode()[1 : inputs.numel() + 1]
     assert conf_option("dataset", "text", **chosen).load().num_classes == len(set(whole))
-    assert len(conf_option("dataset", "text", **chosen, max_mb=0.0001).read()) == 99  # half a character is none
+    assert (
+        len(conf_option("dataset", "text", **chosen, max_mb=0.0001).read()) == 99
+    )  # half a character is none
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataMissingError, match="a folder without a file of UTF-8"):
         conf_option("dataset", "text", path=str(tmp_path / "empty")).load()
@@ -117,7 +140,11 @@ def test_the_tokens_of_a_file_of_the_users(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["tokenizers"], "Tokenizer", Words, raising=False)
     (tmp_path / "words.json").write_text('["to", "be", "or", "not", "unused"]')
     (tmp_path / "text").write_text("to be or not to be " * 40)
-    chosen = {"path": str(tmp_path / "text"), "sequence_length": 4, "tokenizer": str(tmp_path / "words.json")}
+    chosen = {
+        "path": str(tmp_path / "text"),
+        "sequence_length": 4,
+        "tokenizer": str(tmp_path / "words.json"),
+    }
     data = conf_option("dataset", "text", **chosen).load()
     assert data.num_classes == 5
     assert data.train.inputs[:2].tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
@@ -145,7 +172,9 @@ def test_a_file_that_is_no_tokenizer(tokens, error, says, workplace, monkeypatch
     Path("text.json").write_text("to be and not to be")
     Path("words.json").write_text('["to", "be"]')
     with pytest.raises(error, match=says):
-        conf_option("dataset", "text", path="text.json", tokenizer="words.json" if gone else tokens).load()
+        conf_option(
+            "dataset", "text", path="text.json", tokenizer="words.json" if gone else tokens
+        ).load()
 
 
 def test_the_standard_library_is_a_text_on_every_machine():
@@ -158,7 +187,9 @@ def test_the_standard_library_is_a_text_on_every_machine():
 def test_resnet_18_of_small_images(norm):
     model = conf_option("model", "resnet18_small", norm=norm).build((3, 32, 32), 10)
     assert sum(p.numel() for p in model.parameters()) == 11_173_962
-    assert any(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules()) == (norm == "batch")
+    assert any(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules()) == (
+        norm == "batch"
+    )
     small = conf_option("model", "resnet8", norm=norm).build((3, 16, 16), 10)
     assert small(torch.randn(2, 3, 16, 16)).shape == (2, 10)
     if norm == "group":  # a sample's answer does not hang on those beside it

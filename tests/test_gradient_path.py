@@ -15,6 +15,7 @@ def test_the_path_of_one_gradient_is_counted_in_virtual_time() -> None:
 
 def test_changes_of_file_are_counted_within_a_thread() -> None:
     found = [
-        Call(at, 1, thread, file, False) for at, (thread, file) in enumerate([(1, "a"), (1, "b"), (2, "a"), (1, "b")])
+        Call(at, 1, thread, file, False)
+        for at, (thread, file) in enumerate([(1, "a"), (1, "b"), (2, "a"), (1, "b")])
     ]
     assert counted(found) == (2, 4, 1, 2, 1)

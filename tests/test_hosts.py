@@ -1,4 +1,6 @@
-"""What `ashl launch` knows before it starts anything: hosts, shares, environments, addresses, sizes."""
+"""What `ashl launch` knows before it starts anything: hosts, shares, environments, addresses,
+sizes.
+"""
 
 from pathlib import Path
 
@@ -62,7 +64,11 @@ def test_nonsense_in_a_hostfile(text: str, said: str, tmp_path: Path) -> None:
 
 def test_a_hostfile_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for name, why in (("none", "No such file"), (".", "Is a directory"), ("binary", "it is no text")):
+    for name, why in (
+        ("none", "No such file"),
+        (".", "Is a directory"),
+        ("binary", "it is no text"),
+    ):
         with pytest.raises(UsageError, match=why):
             read_hosts(tmp_path / name)
 
@@ -86,7 +92,12 @@ def test_ranks_on_slots() -> None:
 
 
 def test_what_is_copied() -> None:
-    ours = {"ASHL_DATA": "/d", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    ours = {
+        "ASHL_DATA": "/d",
+        "NCCL_DEBUG": "INFO",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+    }
     env = {**ours, "HOME": "/", "X": ""}
     found = copied_environment(env, ["X", "Y=a=b"])
     assert found == {**ours, "X": "", "Y": "a=b"}
@@ -100,13 +111,20 @@ def test_what_is_copied() -> None:
     [
         ("a", "10.0.0.1", ["10.0.0.9"], "10.0.0.1"),
         ("a", None, [None], "a"),  # what stands in for ssh does not tell
-        ("a", "127.0.1.1", ["10.0.0.1", "10.0.0.1"], "10.0.0.1"),  # we are on it: as the others see us
+        (
+            "a",
+            "127.0.1.1",
+            ["10.0.0.1", "10.0.0.1"],
+            "10.0.0.1",
+        ),  # we are on it: as the others see us
         ("localhost", None, [None, "10.0.0.1"], "10.0.0.1"),
         ("localhost", None, ["127.0.0.1"], "127.0.0.1"),
         ("::1", "::1", ["::1"], "127.0.0.1"),
     ],
 )
-def test_the_address_to_meet_at(first: str, reached_at: str | None, seen_from: list[str | None], address: str) -> None:
+def test_the_address_to_meet_at(
+    first: str, reached_at: str | None, seen_from: list[str | None], address: str
+) -> None:
     assert master_address(Host(first, 1), reached_at, seen_from) == address
 
 
@@ -120,7 +138,10 @@ def test_the_command_line_of_ssh() -> None:
 
 
 def test_what_is_understood() -> None:
-    assert implied("train", ["sync=bsp", "cluster.num_workers=2"], None) == ["runtime=torchrun", "cluster=real"]
+    assert implied("train", ["sync=bsp", "cluster.num_workers=2"], None) == [
+        "runtime=torchrun",
+        "cluster=real",
+    ]
     assert implied("train", ["cluster.compute=[1,2]", "runtime=local"], None) == []
     with pytest.raises(UsageError, match=r"Give cluster.num_workers, as all runs"):
         implied("sweep", ["sync=bsp,ssp"], None)
@@ -135,14 +156,24 @@ def test_how_many_it_takes() -> None:
     def size(config: dict, asked: int | None = None) -> int:
         return job_size(config, Launch(THREE, ("ssh",), "python", "/w", {}, size=asked))
 
-    assert (size(config), size(config, 4), size(two), size(two, 3), size(without_server)) == (5, 4, 3, 3, 2)
+    assert (size(config), size(config, 4), size(two), size(two, 3), size(without_server)) == (
+        5,
+        4,
+        3,
+        3,
+        2,
+    )
     with pytest.raises(UsageError, match="2 workers and a server are 3 processes"):
         size(two, 4)
-    with pytest.raises(UsageError, match="5 workers and a server need 6 slots, and the hosts have 5"):
+    with pytest.raises(
+        UsageError, match="5 workers and a server need 6 slots, and the hosts have 5"
+    ):
         size(five)
     with pytest.raises(UsageError, match="--np 6 need 6 slots"):
         size(config, 6)
-    with pytest.raises(UsageError, match="cluster=profile is in virtual time, which needs no hosts"):
+    with pytest.raises(
+        UsageError, match="cluster=profile is in virtual time, which needs no hosts"
+    ):
         size(compose(["cluster=profile", "runtime=torchrun"]))
 
 

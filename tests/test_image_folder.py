@@ -1,4 +1,6 @@
-"""Folders of images as users have them: what is no class, what is read right, and what is refused by its name."""
+"""Folders of images as users have them: what is no class, what is read right, and what is refused
+by its name.
+"""
 
 import struct
 import zlib
@@ -38,11 +40,20 @@ def test_what_programs_leave_is_neither_a_class_nor_an_image(tmp_path) -> None:
     for hidden in (".ipynb_checkpoints", "__MACOSX", "cat/.ipynb_checkpoints", "@eaDir"):
         (root / "train" / hidden).mkdir()
         (root / "train" / hidden / "0.png").write_bytes(b"no image")
-    for file in (".DS_Store", "cat/.DS_Store", "cat/._0.png", "cat/Thumbs.db", "cat/notes.txt", "cat/a.HEIC"):
+    for file in (
+        ".DS_Store",
+        "cat/.DS_Store",
+        "cat/._0.png",
+        "cat/Thumbs.db",
+        "cat/notes.txt",
+        "cat/a.HEIC",
+    ):
         (root / "train" / file).write_bytes(b"no image")
     data = load(root)
     assert (data.num_classes, len(data.train), len(data.test)) == (2, 4, 4)
-    assert data.notes == ("dataset: files in the folders of classes that are not used: 1 .heic, 1 .txt",)
+    assert data.notes == (
+        "dataset: files in the folders of classes that are not used: 1 .heic, 1 .txt",
+    )
 
 
 def test_links_are_followed_once(tmp_path) -> None:
@@ -59,7 +70,9 @@ def test_a_class_without_an_image_is_named(tmp_path) -> None:
     root = fill(tmp_path)
     (root / "test/dog/0.png").rename(root / "test/dog/0.heic")
     (root / "test/dog/1.png").unlink()
-    with pytest.raises(DataMissingError, match=r"test/dog has no image, only files of the kinds \.heic; images are"):
+    with pytest.raises(
+        DataMissingError, match=r"test/dog has no image, only files of the kinds \.heic; images are"
+    ):
         load(root)
     (root / "test/dog/0.heic").unlink()
     with pytest.raises(DataMissingError, match=r"test/dog has no image, and no other file"):
@@ -72,7 +85,9 @@ IMAGES = {
     "sixteen.tif": Image.fromarray(np.full((16, 16), 128 << 8, np.uint16)),
     "sixteen.pgm": Image.fromarray(np.full((16, 16), 128 << 8, np.uint16)),
     "float.tiff": Image.fromarray(np.full((16, 16), 128 / 255, np.float32)),
-    "palette.png": Image.fromarray(np.stack([GREY] * 3, 2)).convert("P", palette=Image.Palette.ADAPTIVE),
+    "palette.png": Image.fromarray(np.stack([GREY] * 3, 2)).convert(
+        "P", palette=Image.Palette.ADAPTIVE
+    ),
     "alpha.png": Image.fromarray(np.stack([GREY] * 4, 2)),
     "grey_alpha.png": Image.fromarray(np.stack([GREY] * 2, 2), "LA"),
     "cmyk.jfif": Image.fromarray(np.stack([GREY] * 3, 2)).convert("CMYK"),
@@ -83,7 +98,9 @@ IMAGES = {
 @pytest.mark.parametrize("name", IMAGES)
 def test_an_image_of_any_kind_is_read_right(name, tmp_path) -> None:
     root = fill(tmp_path)
-    IMAGES[name].save(root / "train/cat" / f"0_{name}", format="JPEG" if name.endswith("jfif") else None)
+    IMAGES[name].save(
+        root / "train/cat" / f"0_{name}", format="JPEG" if name.endswith("jfif") else None
+    )
     data, place = load(root), sorted(["0.png", "1.png", f"0_{name}"]).index(f"0_{name}")
     found = pixels(data, place)
     assert found.dtype == torch.uint8
@@ -118,7 +135,18 @@ def refused(kind: str, place: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "kind", ["jpg cut", "png cut", "gif cut", "png huge", "png empty", "tif float", "tif nan", "tif int32", "webp cut"]
+    "kind",
+    [
+        "jpg cut",
+        "png cut",
+        "gif cut",
+        "png huge",
+        "png empty",
+        "tif float",
+        "tif nan",
+        "tif int32",
+        "webp cut",
+    ],
 )
 def test_an_image_that_cannot_be_read_is_named(kind, tmp_path) -> None:
     root = fill(tmp_path)

@@ -1,4 +1,6 @@
-"""The books of a worker that was lost and is back: every life's time counts, and what lies between them is `down`."""
+"""The books of a worker that was lost and is back: every life's time counts, and what lies between
+them is `down`.
+"""
 
 from typing import cast
 
@@ -14,11 +16,26 @@ def totals(**known: int) -> dict[str, int]:
 
 def test_the_times_of_all_lives_add_up() -> None:
     first = Heartbeat(
-        1, 90, 5, 0, 0.5, totals(compute=60, wait=30), 10, 20, {"a": Measured(1.0, 3.0, 2)}, collective_ns=4
+        1,
+        90,
+        5,
+        0,
+        0.5,
+        totals(compute=60, wait=30),
+        10,
+        20,
+        {"a": Measured(1.0, 3.0, 2)},
+        collective_ns=4,
     )
     before = outage_until(first, 200)
     assert before.totals_ns == totals(compute=60, wait=30, down=110)
-    last = TimeTotals(1, totals(compute=80, push=20), 1, 2, {"a": Measured(5.0, 5.0, 1), "b": Measured(7.0, 7.0, 1)})
+    last = TimeTotals(
+        1,
+        totals(compute=80, push=20),
+        1,
+        2,
+        {"a": Measured(5.0, 5.0, 1), "b": Measured(7.0, 7.0, 1)},
+    )
     said = add_prior_totals(before, last)
     assert isinstance(said, TimeTotals)
     assert said.totals_ns == totals(compute=140, wait=30, push=20, down=110)
@@ -32,7 +49,9 @@ def test_the_times_of_all_lives_add_up() -> None:
 
 
 def test_a_beat_never_tells_of_more_than_it_is_late() -> None:
-    """Another thread goes on with the books meanwhile; what is missing until the worker is back would be too short."""
+    """Another thread goes on with the books meanwhile; what is missing until the worker is back
+    would be too short.
+    """
 
     class Busy:
         now = 0
@@ -46,4 +65,8 @@ def test_a_beat_never_tells_of_more_than_it_is_late() -> None:
     ctx = RankContext(cast(Kernel, Busy()), 0)
     for _ in range(2):
         beat = ctx.heartbeat()
-        assert sum(beat.totals_ns.values()) == beat.time_ns < sum(ctx.time_accounting.current_totals().values())
+        assert (
+            sum(beat.totals_ns.values())
+            == beat.time_ns
+            < sum(ctx.time_accounting.current_totals().values())
+        )

@@ -1,4 +1,6 @@
-"""`run.init_weights`: a run that begins with the weights of another one, on other workers and another topology."""
+"""`run.init_weights`: a run that begins with the weights of another one, on other workers and
+another topology.
+"""
 
 import json
 from pathlib import Path
@@ -25,28 +27,50 @@ def hash_of(run: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "own", ["sync=bsp", "topology=all_reduce sync=local_sgd", "topology=gossip sync=ad_psgd topology.graph=complete"]
+    "own",
+    [
+        "sync=bsp",
+        "topology=all_reduce sync=local_sgd",
+        "topology=gossip sync=ad_psgd topology.graph=complete",
+    ],
 )
 def test_steps_of_no_length_leave_the_weights_of_the_other_run(first: Path, own: str) -> None:
-    run = ashl.train("runtime=sim", "cluster.num_workers=3", *own.split(), *SHORT, STILL, f"run.init_weights={first}")
+    run = ashl.train(
+        "runtime=sim",
+        "cluster.num_workers=3",
+        *own.split(),
+        *SHORT,
+        STILL,
+        f"run.init_weights={first}",
+    )
     assert run["params_sha256"] == hash_of(first)
     assert run.plan["init_weights"] == str(first.resolve() / "final.pt")
 
 
 def test_processes_start_from_it_too_and_a_file_of_plain_torch_will_do(first: Path) -> None:
-    own = ("runtime=local", "topology=all_reduce", "sync=bsp", "cluster.num_workers=3", "cluster.step_s=0.0001")
+    own = (
+        "runtime=local",
+        "topology=all_reduce",
+        "sync=bsp",
+        "cluster.num_workers=3",
+        "cluster.step_s=0.0001",
+    )
     run = ashl.train(*own, *SHORT, STILL, f"run.init_weights={first / 'final.pt'}")
     assert run["params_sha256"] == hash_of(first)
 
 
 def test_it_goes_on_learning_from_there(first: Path) -> None:
-    run = ashl.train("runtime=sim", "sync=bsp", *SHORT, "eval.every_commits=1", f"run.init_weights={first}")
+    run = ashl.train(
+        "runtime=sim", "sync=bsp", *SHORT, "eval.every_commits=1", f"run.init_weights={first}"
+    )
     before = json.loads((first / "summary.json").read_text())["final"]["train_loss"]
     assert run["final"]["train_loss"] < before < 2.3 < run.metrics["train/loss"].iloc[0] + 0.5
 
 
 def test_a_script_of_such_a_run_starts_from_it(first: Path) -> None:
-    run = ashl.train("runtime=sim", "topology=all_reduce", "sync=bsp", *SHORT, f"run.init_weights={first}")
+    run = ashl.train(
+        "runtime=sim", "topology=all_reduce", "sync=bsp", *SHORT, f"run.init_weights={first}"
+    )
     assert main(["export", str(run.folder), "--to", "script", "--out", "train.py"]) == 0
     scope: dict = {"__name__": "script"}
     exec(Path("train.py").read_text(), scope)
@@ -62,10 +86,15 @@ def test_what_does_not_fit_is_refused(first: Path, capsys: pytest.CaptureFixture
         ashl.train(*own, "run.init_weights=nowhere")
     with pytest.raises(UsageError, match=r"plan\.json does not fit the model"):
         ashl.train(*own, f"run.init_weights={first / 'plan.json'}")
-    torch.save({name: t * 1j for name, t in torch.load(first / "final.pt", weights_only=True).items()}, "complex.pt")
+    torch.save(
+        {name: t * 1j for name, t in torch.load(first / "final.pt", weights_only=True).items()},
+        "complex.pt",
+    )
     Path("empty.pt").touch()
     for file, why in (("complex.pt", "has complex numbers"), ("empty.pt", "it is empty")):
         with pytest.raises(UsageError, match=f"{file} does not fit the model: .*{why}"):
             ashl.train(*own, f"run.init_weights={file}")
     assert main(["train", "--resume", str(first), "topology=all_reduce"]) == 2
-    assert f"takes its weights along with run.init_weights={first}" in " ".join(capsys.readouterr().err.split())
+    assert f"takes its weights along with run.init_weights={first}" in " ".join(
+        capsys.readouterr().err.split()
+    )

@@ -91,7 +91,9 @@ def test_init_follows_the_seed_and_leaves_the_global_generator_alone():
 
 
 def test_arguments_stay_and_gradients_are_fresh():
-    learner = Learner(conf_option("model", "resnet8"), made_up((3, 8, 8)), task_of(made_up((3, 8, 8))), seed=0)
+    learner = Learner(
+        conf_option("model", "resnet8"), made_up((3, 8, 8)), task_of(made_up((3, 8, 8))), seed=0
+    )
     params = learner.init()
     before = params.clone()
     _, first = learner.gradient(params, SOME, 0, 0)
@@ -104,7 +106,9 @@ def test_arguments_stay_and_gradients_are_fresh():
 
 
 def test_a_gradient_does_not_depend_on_what_was_computed_before():
-    learner = Learner(conf_option("model", "resnet8"), made_up((3, 8, 8)), task_of(made_up((3, 8, 8))), seed=0)
+    learner = Learner(
+        conf_option("model", "resnet8"), made_up((3, 8, 8)), task_of(made_up((3, 8, 8))), seed=0
+    )
     params = learner.init()
     loss, grad = learner.gradient(params, SOME, 0, 0)
     learner.gradient(params * 2, SOME + 3, 1, 1)
@@ -116,14 +120,20 @@ def test_a_gradient_does_not_depend_on_what_was_computed_before():
 
 def test_dropout_and_augmentation_follow_worker_and_step():
     images = made_up((3, 8, 8))
-    for layer, data in ((nn.Dropout(0.5), images), (nn.Identity(), replace(images, augment="crop_flip"))):
+    for layer, data in (
+        (nn.Dropout(0.5), images),
+        (nn.Identity(), replace(images, augment="crop_flip")),
+    ):
         option = Made(nn.Flatten, lambda layer=layer: layer, lambda: nn.Linear(3 * 8 * 8, 10))
         learner = Learner(option, data, task_of(data), seed=0)
         params = learner.init()
         state = torch.get_rng_state()
         grads = {key: learner.gradient(params, SOME, *key)[1] for key in ((0, 0), (0, 1), (1, 0))}
         assert torch.equal(torch.get_rng_state(), state)
-        assert all(torch.equal(learner.gradient(params, SOME, *key)[1], grads[key]) for key in reversed(grads))
+        assert all(
+            torch.equal(learner.gradient(params, SOME, *key)[1], grads[key])
+            for key in reversed(grads)
+        )
         assert not torch.equal(grads[0, 0], grads[0, 1])
         assert not torch.equal(grads[0, 0], grads[1, 0])
         other = Learner(option, data, task_of(data), seed=1)
@@ -139,8 +149,12 @@ def test_evaluation_is_plain_and_repeatable():
         for split, loss in ((DIGITS.train, "train_loss"), (DIGITS.test, "test_loss")):
             inputs, targets = split.batch(np.arange(len(split)))
             outputs = module(inputs)
-            assert result[loss] == pytest.approx(functional.cross_entropy(outputs, targets).item(), rel=1e-5)
-    assert result["test_accuracy"] == pytest.approx((outputs.argmax(1) == targets).float().mean().item())
+            assert result[loss] == pytest.approx(
+                functional.cross_entropy(outputs, targets).item(), rel=1e-5
+            )
+    assert result["test_accuracy"] == pytest.approx(
+        (outputs.argmax(1) == targets).float().mean().item()
+    )
     learner.gradient(params + 1, SOME, 0, 0)
     assert learner.evaluate(params) == result
 
@@ -266,7 +280,9 @@ def train_digits(epochs):
         _, grad = learner.gradient(params, batches.indices(step), 0, step)
         rate = optimizer.rate(step * option.batch_size, len(data.train))
         moments, params = optimizer.step(moments, params, grad, rate)
-    return learner.evaluate(params)["test_accuracy"], hashlib.sha256(params.numpy().tobytes()).hexdigest()
+    return learner.evaluate(params)["test_accuracy"], hashlib.sha256(
+        params.numpy().tobytes()
+    ).hexdigest()
 
 
 def test_digits_are_learned():
@@ -280,6 +296,9 @@ def test_the_same_bits_in_another_process():
         "import test_learner; print(test_learner.train_digits(1)[1])"
     )
     other = subprocess.run(
-        [sys.executable, "-c", program, __file__.rpartition("/")[0]], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, __file__.rpartition("/")[0]],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert other.stdout.split()[-1] == train_digits(1)[1]

@@ -1,4 +1,5 @@
-"""The learner beside the loop that anyone would write: a table of ratios, printed and never asserted.
+"""The learner beside the loop that anyone would write: a table of ratios, printed and never
+asserted.
 
 pytest -m slow tests/test_learner_speed.py
 """
@@ -62,7 +63,8 @@ def test_table(capsys):
     for model, dataset, fields, count in CASES:
         data = conf_option("dataset", dataset, **fields).load()
         loops = [
-            make(model, data, Batches(torch.arange(1000).numpy(), BATCH, 0, 0)) for make in (plain_loop, learner_loop)
+            make(model, data, Batches(torch.arange(1000).numpy(), BATCH, 0, 0))
+            for make in (plain_loop, learner_loop)
         ]
         seconds = [[], []]
         for turn in range(ROUNDS):  # side by side, so that a noisy machine is unfair to both
@@ -73,5 +75,8 @@ def test_table(capsys):
         plain, ours = (statistics.median(spent) * 1e6 for spent in seconds)
         with capsys.disabled():
             shape = "x".join(map(str, data.sample_shape))
-            print(f"{model:>8} {shape:>8}: plain {plain:8.0f} us/step, learner {ours:8.0f}, ratio {ours / plain:.2f}")
+            print(
+                f"{model:>8} {shape:>8}: plain {plain:8.0f} us/step, learner {ours:8.0f}, ratio"
+                f" {ours / plain:.2f}"
+            )
     torch.set_num_threads(threads)

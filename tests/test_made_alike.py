@@ -1,4 +1,6 @@
-"""What every process makes for itself is the same everywhere: model, data, and the state beside the weights."""
+"""What every process makes for itself is the same everywhere: model, data, and the state beside the
+weights.
+"""
 
 import os
 import random
@@ -99,7 +101,9 @@ def rows(half: Any) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["torch", "numpy", "random"])
 @pytest.mark.parametrize("make", [OwnSplit, OwnSamples, pair])
-def test_a_data_set_that_draws_is_a_function_of_the_seed_and_its_halves_are_disjoint(make: Any, kind: str) -> None:
+def test_a_data_set_that_draws_is_a_function_of_the_seed_and_its_halves_are_disjoint(
+    make: Any, kind: str
+) -> None:
     before = torch.random.get_rng_state(), random.getstate()
     first, again = (load_data(plain(make, kind=kind), 3) for _ in range(2))
     assert torch.equal(before[0], torch.random.get_rng_state())
@@ -187,24 +191,39 @@ def test_a_model_that_was_loaded_in_evaluation_mode_is_trained() -> None:
     data = load_data(plain(OwnSplit, kind="torch"), 0)
     option = Loaded(lambda: nn.Linear(4, 5), known_norm, lambda: nn.Linear(5, 3))
     learner = Learner(option, data, task_of(data), seed=0)
-    assert not torch.equal(learner.state_dict(learner.init())["1.running_mean"], torch.full((5,), 3.0))
+    assert not torch.equal(
+        learner.state_dict(learner.init())["1.running_mean"], torch.full((5,), 3.0)
+    )
 
 
 @pytest.fixture
 def own(workplace: Path) -> list[str]:
-    """Options of one's own: a model with frozen random features, and a data set that every process makes otherwise."""
+    """Options of one's own: a model with frozen random features, and a data set that every process
+    makes otherwise.
+    """
     for group, text in (
         ("model/frozen", "_target_: test_made_alike.Frozen\n"),
-        ("dataset/apart", "defaults: [_own]\n_target_: test_made_alike.urandom_pair\nepochs: 1\nbatch_size: 4\n"),
+        (
+            "dataset/apart",
+            "defaults: [_own]\n_target_: test_made_alike.urandom_pair\nepochs: 1\nbatch_size: 4\n",
+        ),
         (
             "dataset/own",
-            "defaults: [_own]\n_target_: test_made_alike.OwnSplit\nkind: random\nepochs: 2\nbatch_size: 8\n",
+            (
+                "defaults: [_own]\n_target_: test_made_alike.OwnSplit\nkind: random\nepochs:"
+                " 2\nbatch_size: 8\n"
+            ),
         ),
     ):
         path = Path("options") / f"{group}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return ["allow_targets=[test_made_alike]", "tracking=none", "cluster=homogeneous", "cluster.num_workers=2"]
+    return [
+        "allow_targets=[test_made_alike]",
+        "tracking=none",
+        "cluster=homogeneous",
+        "cluster.num_workers=2",
+    ]
 
 
 class Frozen(nn.Module):
@@ -213,7 +232,9 @@ class Frozen(nn.Module):
         self.body, self.head = nn.Linear(4, 16).requires_grad_(False), nn.Linear(16, num_classes)
         self.register_buffer("shift", torch.zeros(4))
         with torch.no_grad():
-            self.body.weight.copy_(torch.tensor([random.gauss(0, 1) for _ in range(64)]).view(16, 4))
+            self.body.weight.copy_(
+                torch.tensor([random.gauss(0, 1) for _ in range(64)]).view(16, 4)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x - self.shift).relu())
@@ -226,7 +247,12 @@ def test_a_run_that_starts_from_another_takes_its_whole_state(own: list[str]) ->
     weights["shift"] += 2
     torch.save(weights, "weights.pt")
     second = ashl.train(
-        *chosen, "seed=5", "run.init_weights=weights.pt", "stop.steps=2", "optimizer.lr=1e-30", config_dir="options"
+        *chosen,
+        "seed=5",
+        "run.init_weights=weights.pt",
+        "stop.steps=2",
+        "optimizer.lr=1e-30",
+        config_dir="options",
     )
     after = torch.load(second.folder / "final.pt")
     assert all(torch.equal(after[name], weights[name]) for name in weights)
@@ -236,5 +262,9 @@ def test_a_run_that_starts_from_another_takes_its_whole_state(own: list[str]) ->
 
 
 def test_processes_that_make_different_data_are_refused(own: list[str]) -> None:
-    with pytest.raises(AshlError, match=r"the number of training samples differ .* seeds from the run's seed"):
-        ashl.train(*own, "dataset=apart", "model=mlp", "sync=bsp", "runtime=local", config_dir="options")
+    with pytest.raises(
+        AshlError, match=r"the number of training samples differ .* seeds from the run's seed"
+    ):
+        ashl.train(
+            *own, "dataset=apart", "model=mlp", "sync=bsp", "runtime=local", config_dir="options"
+        )

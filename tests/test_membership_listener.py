@@ -1,4 +1,6 @@
-"""Who comes (back) is let in at each of its peers, whatever these are doing: with a store and groups that stand in."""
+"""Who comes (back) is let in at each of its peers, whatever these are doing: with a store and
+groups that stand in.
+"""
 
 import queue
 import threading
@@ -68,7 +70,9 @@ def all_let_in() -> None:
             thread.join(5)
 
 
-def test_who_comes_before_a_newcomer_has_its_links_is_let_in_once_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_comes_before_a_newcomer_has_its_links_is_let_in_once_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store, kernel = Store(), kernel_of(Quiet())
     monkeypatch.setattr(room, "admit_worker", lambda *_: Silent())
     kernel.join_running(Entry({}, {}, time.monotonic_ns()))
@@ -89,7 +93,10 @@ def test_who_comes_before_a_newcomer_has_its_links_is_let_in_once_it_has(monkeyp
 def test_who_is_lost_before_a_rank_has_its_links_is_lost_there_too() -> None:
     kernel = kernel_of(Quiet(), (1,))
     kernel.join_running(Entry({1: cast("Any", Silent())}, {1: 0}, time.monotonic_ns()))
-    listener, over = MembershipListener(kernel, 0, 1, {1: 0}, cast("Any", Store()), None), ControlUpdate(lost=((1, 0),))
+    listener, over = (
+        MembershipListener(kernel, 0, 1, {1: 0}, cast("Any", Store()), None),
+        ControlUpdate(lost=((1, 0),)),
+    )
     listener.on_membership(over)
 
     async def main(ctx: Any) -> str:
@@ -116,4 +123,6 @@ def test_a_newcomer_knows_in_which_life_its_peers_are(monkeypatch: pytest.Monkey
         await ctx.recv(PEER_FAILED, before_s=5.0)
 
     kernel.run(main)
-    assert [record for record in said if isinstance(record, PeerUnreachable)] == [PeerUnreachable(0, 1, 2)]
+    assert [record for record in said if isinstance(record, PeerUnreachable)] == [
+        PeerUnreachable(0, 1, 2)
+    ]

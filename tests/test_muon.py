@@ -1,4 +1,6 @@
-"""Muon against torch's, which iterates in bfloat16; what is a matrix and what is not; and that it learns."""
+"""Muon against torch's, which iterates in bfloat16; what is a matrix and what is not; and that it
+learns.
+"""
 
 import pytest
 import torch
@@ -7,13 +9,21 @@ from ashl.optimizer.muon import Muon, orthogonal
 from tests.conf_option import conf_option
 from tests.support import simulated
 
-SHAPES = (("embed.weight", (6, 4)), ("a.weight", (8, 20)), ("a.bias", (8,)), ("b.weight", (24, 3, 2, 2)))
+SHAPES = (
+    ("embed.weight", (6, 4)),
+    ("a.weight", (8, 20)),
+    ("a.bias", (8,)),
+    ("b.weight", (24, 3, 2, 2)),
+)
 D = sum(torch.Size(shape).numel() for _, shape in SHAPES)
 
 
 def pieces(flat):
     sizes = [torch.Size(shape).numel() for _, shape in SHAPES]
-    return {name: part.view(shape) for (name, shape), part in zip(SHAPES, flat.split(sizes), strict=True)}
+    return {
+        name: part.view(shape)
+        for (name, shape), part in zip(SHAPES, flat.split(sizes), strict=True)
+    }
 
 
 def walked(optimizer, count=4):
@@ -52,7 +62,9 @@ def test_two_steps_by_hand():
 
 @pytest.mark.slow  # torch's own takes seconds to be imported
 def test_matrices_go_as_those_of_torch():
-    found = walked(conf_option("optimizer", "muon", weight_decay=0.1).for_layers(SHAPES))["a.weight"]
+    found = walked(conf_option("optimizer", "muon", weight_decay=0.1).for_layers(SHAPES))[
+        "a.weight"
+    ]
     draw = torch.Generator().manual_seed(0)
     first = pieces(torch.randn(D, generator=draw))["a.weight"].clone()
     theirs = torch.nn.Parameter(first.clone())
@@ -84,7 +96,19 @@ def test_without_layers_it_is_adamw():
 @pytest.mark.slow
 def test_muloco_learns_by_bytes(tmp_path):
     (tmp_path / "a.txt").write_text("to be or not to be, " * 100, encoding="utf-8")
-    small = ("model.width=16", "model.layers=1", "model.heads=2", "dataset.sequence_length=16", "dataset.batch_size=8")
-    chosen = ("experiment=muloco", f"dataset.path={tmp_path}", *small, "sync.local_steps=4", "stop.steps=48")
+    small = (
+        "model.width=16",
+        "model.layers=1",
+        "model.heads=2",
+        "dataset.sequence_length=16",
+        "dataset.batch_size=8",
+    )
+    chosen = (
+        "experiment=muloco",
+        f"dataset.path={tmp_path}",
+        *small,
+        "sync.local_steps=4",
+        "stop.steps=48",
+    )
     ran = simulated(*chosen, "optimizer.lr=0.02")
     assert ran.learner.evaluate(ran.params)["test_metric"] < 20  # of 256 bytes

@@ -47,11 +47,15 @@ time.sleep(60)
 def agent(*ranks: str) -> Generator[tuple[subprocess.Popen[str], dict, Iterator[dict]]]:
     """One that has been told to start these; its greeting, and what it says then."""
     argv = [sys.executable, "-P", "-m", "ashl.run.node_agent"]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         greeting = json.loads(process.stdout.readline())
         envs = [[rank, {"RANK": str(rank), "CODE": code}] for rank, code in enumerate(ranks)]
         argv = ["-c", "import os; exec(os.environ['CODE'])"]
-        process.stdin.write(json.dumps({"argv": argv, "folder": "/", "env": {"A": "1"}, "ranks": envs}) + "\n")
+        process.stdin.write(
+            json.dumps({"argv": argv, "folder": "/", "env": {"A": "1"}, "ranks": envs}) + "\n"
+        )
         process.stdin.flush()
         yield process, greeting, map(json.loads, process.stdout)
 
@@ -59,7 +63,9 @@ def agent(*ranks: str) -> Generator[tuple[subprocess.Popen[str], dict, Iterator[
 def gone(*pids: int, within_s: float = 10.0) -> bool:
     end = time.monotonic() + within_s
     while time.monotonic() < end:
-        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        if not any(
+            psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids
+        ):
             return True
         time.sleep(0.02)
     return False
@@ -67,12 +73,19 @@ def gone(*pids: int, within_s: float = 10.0) -> bool:
 
 def test_an_agent_passes_on_what_ranks_say_and_how_they_end() -> None:
     loud = "import os, sys; print(os.environ['A'], os.getcwd()); print('\\x1b[2J', file=sys.stderr)"
-    with agent(loud, "import time; time.sleep(0.2); raise SystemExit(3)") as (process, greeting, heard):
+    with agent(loud, "import time; time.sleep(0.2); raise SystemExit(3)") as (
+        process,
+        greeting,
+        heard,
+    ):
         found = list(heard)
         assert process.wait(5) == 3
     assert greeting["port"] > 0
     assert {"rank": 0, "out": "1 /"} in found
-    assert [line for line in found if "code" in line] == [{"rank": 0, "code": 0}, {"rank": 1, "code": 3}]
+    assert [line for line in found if "code" in line] == [
+        {"rank": 0, "code": 0},
+        {"rank": 1, "code": 3},
+    ]
     assert found.index({"rank": 0, "err": "\x1b[2J"}) < found.index({"rank": 0, "code": 0})
 
 
@@ -112,7 +125,11 @@ def where(tmp_path: Path) -> Launch:
     ssh.write_text(SSH)
     ssh.chmod(ssh.stat().st_mode | stat.S_IEXEC)
     return Launch(
-        (Host("localhost", 1), Host("me@127.0.0.2", 2)), (str(ssh),), sys.executable, str(tmp_path), {"A": "1"}
+        (Host("localhost", 1), Host("me@127.0.0.2", 2)),
+        (str(ssh),),
+        sys.executable,
+        str(tmp_path),
+        {"A": "1"},
     )
 
 
@@ -121,7 +138,9 @@ def run(where: Launch, code: str, monkeypatch: pytest.MonkeyPatch, size: int = 3
     return run_job(where, size, ["import os, sys; r = int(os.environ['RANK'])\n" + code])
 
 
-def test_a_job_on_two_hosts(where: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_on_two_hosts(
+    where: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     code = """
 print(r, os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"], os.environ["A"], os.getcwd())
 if r == 2: print("careful", file=sys.stderr)
@@ -166,8 +185,16 @@ def test_an_interrupt_ends_all_hosts_in_order(
             "dead1 does not answer (ssh: connect to host dead1 ",
         ),
         (["127.0.0.1", "dead1", "dead2"], sys.executable, "; dead2 does not answer"),
-        (["127.0.0.1", "127.0.0.2"], "/no/python", "127.0.0.1, 127.0.0.2 has no /no/python; name the Python that"),
-        (["127.0.0.1"], "/bin/false", "127.0.0.1 cannot start its ranks: /bin/false ended with exit code 1"),
+        (
+            ["127.0.0.1", "127.0.0.2"],
+            "/no/python",
+            "127.0.0.1, 127.0.0.2 has no /no/python; name the Python that",
+        ),
+        (
+            ["127.0.0.1"],
+            "/bin/false",
+            "127.0.0.1 cannot start its ranks: /bin/false ended with exit code 1",
+        ),
         (["localhost"], "/no/python", "--python /no/python: No such file or directory"),
     ],
 )
@@ -181,11 +208,18 @@ def test_a_host_that_cannot_take_part(
     assert not Path(where.folder, "started").exists()
 
 
-def test_a_port_that_is_taken_and_another_version(where: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_and_another_version(
+    where: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import socket
 
-    with socket.create_server(("", 0)) as taken, pytest.raises(UsageError, match="is taken on localhost"):
+    with (
+        socket.create_server(("", 0)) as taken,
+        pytest.raises(UsageError, match="is taken on localhost"),
+    ):
         run(replace(where, port=taken.getsockname()[1]), "", monkeypatch)
     monkeypatch.setattr(multi_node, "__version__", "0.0.7")
-    with pytest.raises(AshlError, match=r"localhost, 127.0.0.2 has ashl 0.1.0, and this machine 0.0.7: "):
+    with pytest.raises(
+        AshlError, match=r"localhost, 127.0.0.2 has ashl 0.1.0, and this machine 0.0.7: "
+    ):
         run(where, "", monkeypatch)

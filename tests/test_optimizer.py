@@ -1,4 +1,6 @@
-"""Optimizers are torch.optim's, as pure functions of flat vectors; rates are functions of the samples applied."""
+"""Optimizers are torch.optim's, as pure functions of flat vectors; rates are functions of the
+samples applied.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,12 @@ TWINS = [
     ("sgd", {"momentum": 0.0, "weight_decay": 0.0}, torch.optim.SGD, {}),
     ("sgd", {"momentum": 0.0, "weight_decay": 0.1}, torch.optim.SGD, {"weight_decay": 0.1}),
     ("sgd", {"momentum": 0.9, "weight_decay": 0.0}, torch.optim.SGD, {"momentum": 0.9}),
-    ("sgd", {"momentum": 0.9, "weight_decay": 0.1}, torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+    (
+        "sgd",
+        {"momentum": 0.9, "weight_decay": 0.1},
+        torch.optim.SGD,
+        {"momentum": 0.9, "weight_decay": 0.1},
+    ),
     (
         "sgd",
         {"momentum": 0.8, "weight_decay": 0.1, "nesterov": True},
@@ -27,14 +34,21 @@ TWINS = [
         {"momentum": 0.8, "nesterov": True},
     ),
     ("adam", {"weight_decay": 0.0}, torch.optim.Adam, {}),
-    ("adam", {"weight_decay": 0.1, "beta1": 0.8}, torch.optim.Adam, {"weight_decay": 0.1, "betas": (0.8, 0.999)}),
+    (
+        "adam",
+        {"weight_decay": 0.1, "beta1": 0.8},
+        torch.optim.Adam,
+        {"weight_decay": 0.1, "betas": (0.8, 0.999)},
+    ),
     ("adamw", {"weight_decay": 0.1}, torch.optim.AdamW, {"weight_decay": 0.1}),
 ]
 
 
 @pytest.mark.parametrize(("name", "fields", "twin", "arguments"), TWINS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_equals_torch_over_many_steps_of_changing_rate(name, fields, twin, arguments, dtype, tolerance):
+def test_equals_torch_over_many_steps_of_changing_rate(
+    name, fields, twin, arguments, dtype, tolerance
+):
     draw = torch.Generator().manual_seed(0)
     params = torch.randn(SIZE, generator=draw, dtype=dtype)
     theirs = params.clone().requires_grad_()
@@ -78,18 +92,29 @@ def test_rate_is_the_fixed_one_by_default(name):
 )
 def test_decay(schedule, rates):
     optimizer = conf_option("optimizer", "sgd", lr=2.0, schedule=schedule, horizon_epochs=10)
-    assert [optimizer.rate(s, 100) / 2 for s in (0, 250, 500, 750, 1000, 2000)] == pytest.approx(rates)
+    assert [optimizer.rate(s, 100) / 2 for s in (0, 250, 500, 750, 1000, 2000)] == pytest.approx(
+        rates
+    )
 
 
 def test_warmup_rises_from_a_tenth_and_the_decay_begins_where_it_ends():
-    optimizer = conf_option("optimizer", "sgd", lr=1.0, schedule="linear", warmup_epochs=2, horizon_epochs=12)
-    assert [optimizer.rate(s, 100) for s in (0, 100, 200, 700, 1200)] == pytest.approx([0.1, 0.55, 1, 0.5, 0])
+    optimizer = conf_option(
+        "optimizer", "sgd", lr=1.0, schedule="linear", warmup_epochs=2, horizon_epochs=12
+    )
+    assert [optimizer.rate(s, 100) for s in (0, 100, 200, 700, 1200)] == pytest.approx(
+        [0.1, 0.55, 1, 0.5, 0]
+    )
 
 
 def test_horizon_is_the_run_s_own_where_it_ends_by_epochs():
     optimizer = conf_option("optimizer", "sgd", schedule="cosine")
     assert with_horizon(optimizer, 8).horizon_epochs == 8
-    assert with_horizon(conf_option("optimizer", "sgd", schedule="cosine", horizon_epochs=3), 8).horizon_epochs == 3
+    assert (
+        with_horizon(
+            conf_option("optimizer", "sgd", schedule="cosine", horizon_epochs=3), 8
+        ).horizon_epochs
+        == 3
+    )
     assert with_horizon(conf_option("optimizer", "sgd"), None).horizon_epochs is None
     with pytest.raises(UsageError, match=r"horizon_epochs=20"):
         with_horizon(optimizer, None)
@@ -99,14 +124,19 @@ def test_horizon_is_the_run_s_own_where_it_ends_by_epochs():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"nesterov": True, "momentum": 0.0}, {"warmup_epochs": 5, "horizon_epochs": 5, "schedule": "linear"}],
+    [
+        {"nesterov": True, "momentum": 0.0},
+        {"warmup_epochs": 5, "horizon_epochs": 5, "schedule": "linear"},
+    ],
 )
 def test_combinations_that_make_no_sense(fields):
     with pytest.raises(UsageError):
         conf_option("optimizer", "sgd", **fields)
 
 
-@pytest.mark.parametrize("fields", [{"momentum": 1.0}, {"lr": 0.0}, {"lr": float("nan")}, {"weight_decay": -1}])
+@pytest.mark.parametrize(
+    "fields", [{"momentum": 1.0}, {"lr": 0.0}, {"lr": float("nan")}, {"weight_decay": -1}]
+)
 def test_numbers_out_of_range(fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
         conf_option("optimizer", "sgd", **fields)

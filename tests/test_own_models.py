@@ -1,7 +1,9 @@
-"""Models as users write them: one worker is plain torch; two by all-reduce are what DistributedDataParallel makes.
+"""Models as users write them: one worker is plain torch; two by all-reduce are what
+DistributedDataParallel makes.
 
-Buffers are each worker's own while it trains. At the end floating-point ones are averaged, and others are the first
-worker's; BatchNorm's statistics, where the model trains it, are estimated anew and not compared.
+Buffers are each worker's own while it trains. At the end floating-point ones are averaged, and
+others are the first worker's; BatchNorm's statistics, where the model trains it, are estimated anew
+and not compared.
 """
 
 from pathlib import Path
@@ -28,7 +30,11 @@ from ashl.planning.instantiate import assemble
 from ashl.run.monitor import FINAL
 
 STEPS, RATE, MOMENTUM, DECAY = 12, 0.05, 0.9, 1e-3
-OPTIMIZER = (f"optimizer.lr={RATE}", f"optimizer.momentum={MOMENTUM}", f"optimizer.weight_decay={DECAY}")
+OPTIMIZER = (
+    f"optimizer.lr={RATE}",
+    f"optimizer.momentum={MOMENTUM}",
+    f"optimizer.weight_decay={DECAY}",
+)
 ESTIMATED = ("running_mean", "running_var", "num_batches_tracked")
 SETTINGS = (
     "allow_targets=[own_models]",
@@ -53,7 +59,10 @@ def options() -> None:
     """Write the options of the models and of their data."""
     for name, text in {
         "dataset/blobs": "defaults: [_own]\n_target_: own_models.Blobs\nbatch_size: 8\nepochs: 4\n",
-        **{f"model/{kind.__name__.lower()}": f"_target_: own_models.{kind.__name__}\n" for kind in MODELS},
+        **{
+            f"model/{kind.__name__.lower()}": f"_target_: own_models.{kind.__name__}\n"
+            for kind in MODELS
+        },
     }.items():
         path = Path(f"options/{name}.yaml")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,12 +70,18 @@ def options() -> None:
 
 
 def chosen(kind: type[nn.Module], workers: int, *more: str) -> tuple[str, ...]:
-    own = (f"model={kind.__name__.lower()}", f"cluster.num_workers={workers}", f"stop.steps={workers * STEPS}")
+    own = (
+        f"model={kind.__name__.lower()}",
+        f"cluster.num_workers={workers}",
+        f"stop.steps={workers * STEPS}",
+    )
     return (*SETTINGS, *own, *more)
 
 
 def simulated(kind: type[nn.Module], workers: int, *more: str) -> Ran:
-    return run(compile_plan(compose(["runtime=sim", *chosen(kind, workers, *more)], Path("options"))))
+    return run(
+        compile_plan(compose(["runtime=sim", *chosen(kind, workers, *more)], Path("options")))
+    )
 
 
 def made(kind: type[nn.Module]) -> nn.Module:
@@ -74,7 +89,9 @@ def made(kind: type[nn.Module]) -> nn.Module:
 
 
 def plain_torch(kind: type[nn.Module], batches: list[Batches]) -> nn.Module:
-    """A loop of plain torch on these workers' batches: each has a module of its own, and gradients are averaged."""
+    """A loop of plain torch on these workers' batches: each has a module of its own, and gradients
+    are averaged.
+    """
     train, modules = Blobs(True), [made(kind) for _ in batches]
     optimizers = []
     for module in modules:
@@ -131,10 +148,20 @@ def test_workers_learn_what_plain_torch_learns(kind: type[nn.Module], workers: i
 
 @pytest.mark.parametrize("kind", [Running, Counting, Remembering], ids=lambda kind: kind.__name__)
 def test_a_run_that_was_interrupted_ends_with_the_same_state(kind: type[Net]) -> None:
-    own = chosen(kind, 2, "runtime=sim", "sync=asp", "topology=parameter_server", "run.checkpoint_s=0.004")
+    own = chosen(
+        kind, 2, "runtime=sim", "sync=asp", "topology=parameter_server", "run.checkpoint_s=0.004"
+    )
     whole = ashl.train(*own, config_dir="options")
     part = ashl.train(*own, "stop.steps=14", config_dir="options")
-    again = ["train", "-q", "--config-dir", "options", "allow_targets=[own_models]", "--resume", str(part.folder)]
+    again = [
+        "train",
+        "-q",
+        "--config-dir",
+        "options",
+        "allow_targets=[own_models]",
+        "--resume",
+        str(part.folder),
+    ]
     assert main([*again, f"stop.steps={2 * STEPS}"]) == 0
     first, second = (torch.load(one.folder / FINAL) for one in (whole, part))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -148,4 +175,6 @@ def test_processes_evaluate_and_save_what_the_workers_have(kind: type[Net]) -> N
     expected = virtual.learner.state_dict(virtual.params)
     found = torch.load(real.folder / FINAL)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert real["final"]["test_loss"] == pytest.approx(virtual.learner.evaluate(virtual.params)["test_loss"], rel=1e-6)
+    assert real["final"]["test_loss"] == pytest.approx(
+        virtual.learner.evaluate(virtual.params)["test_loss"], rel=1e-6
+    )

@@ -1,4 +1,5 @@
-"""Models as users write them on real processes: one worker is plain torch; two are DistributedDataParallel over gloo.
+"""Models as users write them on real processes: one worker is plain torch; two are
+DistributedDataParallel over gloo.
 
 Its buffers are not broadcast, since each worker of ashl has its own.
 """
@@ -54,10 +55,14 @@ def trained(kind: type[nn.Module], workers: int) -> tuple[dict, list[Batches]]:
     return torch.load(ran.folder / FINAL), trainer.batches
 
 
-def one_of_two(rank: int, port: int, kind: type[nn.Module], indices: list[list], folder: str) -> None:
+def one_of_two(
+    rank: int, port: int, kind: type[nn.Module], indices: list[list], folder: str
+) -> None:
     """A process of a script that a user of DistributedDataParallel would write."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(indices))
+    distributed.init_process_group(
+        "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(indices)
+    )
     train, module = Blobs(True), made(kind)
     parallel = DistributedDataParallel(module, broadcast_buffers=False, find_unused_parameters=True)
     learned = [p for p in module.parameters() if p.requires_grad]
@@ -78,7 +83,9 @@ def one_of_two(rank: int, port: int, kind: type[nn.Module], indices: list[list],
 
 
 def distributed_torch(kind: type[nn.Module], batches: list[Batches], folder: Path) -> nn.Module:
-    """What DistributedDataParallel makes of these batches; what forward changes is averaged at the end."""
+    """What DistributedDataParallel makes of these batches; what forward changes is averaged at the
+    end.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -87,7 +94,9 @@ def distributed_torch(kind: type[nn.Module], batches: list[Batches], folder: Pat
     ends = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(len(batches))]
     module = made(kind)
     with torch.no_grad():
-        for p, value in zip((p for p in module.parameters() if p.requires_grad), ends[0]["learned"], strict=True):
+        for p, value in zip(
+            (p for p in module.parameters() if p.requires_grad), ends[0]["learned"], strict=True
+        ):
             p.copy_(value)
         put_all(module, mean_of([end["state"] for end in ends]))
     return module
@@ -102,6 +111,8 @@ def test_a_process_learns_what_plain_torch_learns(kind: type[nn.Module]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
-def test_two_processes_learn_what_distributed_data_parallel_learns(kind: type[nn.Module], tmp_path: Path) -> None:
+def test_two_processes_learn_what_distributed_data_parallel_learns(
+    kind: type[nn.Module], tmp_path: Path
+) -> None:
     found, batches = trained(kind, 2)
     assert_same(found, distributed_torch(kind, batches, tmp_path), kind)

@@ -1,4 +1,6 @@
-"""Steps of models and data sets as users write them: what is drawn, and what torch's optimizers would make of it."""
+"""Steps of models and data sets as users write them: what is drawn, and what torch's optimizers
+would make of it.
+"""
 
 import random
 
@@ -24,7 +26,9 @@ DRAWS = {
 
 
 class Noisy(nn.Module):
-    """Adds noise to its inputs, from its n-th step in training on, or always; and writes down what it drew."""
+    """Adds noise to its inputs, from its n-th step in training on, or always; and writes down what
+    it drew.
+    """
 
     def __init__(self, draw, after=0, always=False):
         super().__init__()
@@ -130,11 +134,15 @@ def test_only_models_of_ashl_that_do_not_draw_are_computed_by_several_threads() 
 
 @pytest.mark.parametrize("step", [0, 1, 15, 16, 47, 2**40])
 def test_the_seed_of_a_step_is_the_first_word_of_its_stream(step: int) -> None:
-    assert torch_seed(5, Purpose.MODEL, 3, step) == bits(5, Purpose.MODEL, 3, step).random_raw() >> 1
+    assert (
+        torch_seed(5, Purpose.MODEL, 3, step) == bits(5, Purpose.MODEL, 3, step).random_raw() >> 1
+    )
 
 
 def test_a_single_minus_zero_is_a_gradient() -> None:
-    """A tiny product may round to it; a tensor is without a gradient where it is −0.0 throughout."""
+    """A tiny product may round to it; a tensor is without a gradient where it is −0.0
+    throughout.
+    """
     starts, gradient = np.array([0, 3]), torch.tensor([-0.0, 1, -0.0, -0.0, -0.0])
     before, after = torch.zeros(5), torch.ones(5)
     assert some_absent(gradient, starts)

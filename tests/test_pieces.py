@@ -1,4 +1,6 @@
-"""A gradient on parameters that come while forward goes on is the gradient, whoever uses them and however."""
+"""A gradient on parameters that come while forward goes on is the gradient, whoever uses them and
+however.
+"""
 
 import itertools
 
@@ -31,8 +33,9 @@ class Hidden(torch.autograd.Function):
 
 
 class Odd(nn.Module):
-    """A weight used twice, one of a module that is never called, one that is used first and listed last, one that is
-    not used at all, and one that is used in hiding."""
+    """A weight used twice, one of a module that is never called, one that is used first and listed
+    last, one that is not used at all, and one that is used in hiding.
+    """
 
     def __init__(self, hidden):
         super().__init__()
@@ -78,7 +81,9 @@ def in_pieces(learner, params, slices, step=0):
     stale = torch.full_like(params, 7.0)
     learner._here.point_at(stale)
     backwards = slices[::-1]
-    loss = learner.gradient_in_parts(Pieces(slices, take), np.arange(16), 0, step, backwards, came.__setitem__)
+    loss = learner.gradient_in_parts(
+        Pieces(slices, take), np.arange(16), 0, step, backwards, came.__setitem__
+    )
     return loss, torch.cat([came[k] for k in reversed(range(len(came)))]), asked
 
 
@@ -88,7 +93,9 @@ def test_the_gradient_bit_for_bit(model, short, monkeypatch):
     """Where parameters are copied in, and where they are pointed at what has come."""
     if not short:
         monkeypatch.setattr("ashl.learn.replica.SHORT", 0)
-    option = conf_option("model", model) if isinstance(model, str) else Made(lambda: Odd(hidden=False))
+    option = (
+        conf_option("model", model) if isinstance(model, str) else Made(lambda: Odd(hidden=False))
+    )
     learner = Learner(option, DIGITS, task_of(DIGITS), seed=0)
     params = learner.init()
     for step in range(2):

@@ -31,7 +31,8 @@ from tests.plans import (
     wait_share,
 )
 
-# --- the paper's algorithms, by hand ----------------------------------------------------------------------------------
+# --- the paper's algorithms, by hand
+# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,8 @@ def test_the_papers_cluster_in_full() -> None:
 
 
 def test_algorithm_2_by_hand() -> None:
-    """SHL at rho = 1.5 and r = 0.1: rest = (0.34, 0.33, 0.28), push = (0.06, 0.09, 0.12), T = 0.346, R by hand.
+    """SHL at rho = 1.5 and r = 0.1: rest = (0.34, 0.33, 0.28), push = (0.06, 0.09, 0.12), T =
+    0.346, R by hand.
 
     Worker 0 defines T_max; worker 1 has room for R = 0.016 / 0.09, worker 2 for R = 0.066 / 0.12.
     """
@@ -74,7 +76,9 @@ def test_algorithm_2_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchange", "h"), [(0.05, 2), (0.15, 2), (0.25, 4), (0.35, 4)], ids=["1.5->2", "2.5->2", "3.5->4", "4.5->4"]
+    ("exchange", "h"),
+    [(0.05, 2), (0.15, 2), (0.25, 4), (0.35, 4)],
+    ids=["1.5->2", "2.5->2", "3.5->4", "4.5->4"],
 )
 def test_half_goes_to_even(exchange: float, h: int) -> None:
     """Worker 0 fills (exchange + 0.1) / 0.1 steps, which in floating point is never just a half."""
@@ -85,7 +89,12 @@ def test_half_goes_to_even(exchange: float, h: int) -> None:
     ("what", "profile", "h_preset", "expected"),
     [
         ("correlated", cluster([1, 2], [1, 2]), 2, (5, 2)),
-        ("anti-correlated", cluster([1, 2], [4, 1]), 2, (2, 2)),  # 6 against 5: (6 - 1) / 2 = 2.5, to even
+        (
+            "anti-correlated",
+            cluster([1, 2], [4, 1]),
+            2,
+            (2, 2),
+        ),  # 6 against 5: (6 - 1) / 2 = 2.5, to even
         ("anti-correlated, slow compute wins", cluster([1, 4], [4, 1]), 3, (9, 3)),
         ("one worker", cluster([1], [3]), 7, (7,)),
         ("equal workers", cluster([1] * 4, [0.5] * 4), 8, (8, 8, 8, 8)),
@@ -94,7 +103,9 @@ def test_half_goes_to_even(exchange: float, h: int) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_other_clusters_by_hand(what: str, profile: Profile, h_preset: int, expected: tuple[int, ...]) -> None:
+def test_other_clusters_by_hand(
+    what: str, profile: Profile, h_preset: int, expected: tuple[int, ...]
+) -> None:
     assert steps(PAPER.assign(profile, h_preset, None, pairs)) == expected
 
 
@@ -104,7 +115,8 @@ def test_where_a_push_costs_nothing_there_is_nothing_to_save() -> None:
     assert ratios(BALANCED.assign(free, 2, 0.1, pairs)) == [1.0, 1.0]
 
 
-# --- laws -------------------------------------------------------------------------------------------------------------
+# --- laws
+# --------------------------------------------------------------------------------------------------
 
 milliseconds = st.integers(1, 400).map(lambda ms: ms / 1000)
 PRESETS = st.sampled_from([0.01, 0.1, 0.3, 0.5, 0.9, 1.0])
@@ -139,42 +151,61 @@ def test_paper_comes_within_half_a_step(profile: Profile, h_preset: int) -> None
 
 @law
 @given(clusters(), st.integers(1, 12), PRESETS)
-def test_paper_compresses_nobody_more_than_preset(profile: Profile, h_preset: int, r_preset: float) -> None:
+def test_paper_compresses_nobody_more_than_preset(
+    profile: Profile, h_preset: int, r_preset: float
+) -> None:
     plan = PAPER.assign(profile, h_preset, r_preset, linear)
     assert all(r_preset <= ratio <= 1 for ratio in ratios(plan))
     rows = zip(profile.workers, steps(plan), strict=True)
     first = [w.step_s * h + w.compress_s + w.push_s * r_preset + w.pull_s for w, h in rows]
     longest = first.index(max(first))
-    assert ratios(plan)[longest] == pytest.approx(r_preset if profile.workers[longest].push_s else 1.0, rel=1e-12)
+    assert ratios(plan)[longest] == pytest.approx(
+        r_preset if profile.workers[longest].push_s else 1.0, rel=1e-12
+    )
 
 
 @law
 @given(clusters(), st.integers(1, 12))
 def test_balanced_is_never_wider_than_paper(profile: Profile, h_preset: int) -> None:
-    paper, balanced = (planner.assign(profile, h_preset, None, pairs) for planner in (PAPER, BALANCED))
+    paper, balanced = (
+        planner.assign(profile, h_preset, None, pairs) for planner in (PAPER, BALANCED)
+    )
     assert spread(balanced) <= spread(paper) + TICK_S
 
 
 @law
 @given(clusters(), st.integers(1, 12), PRESETS, st.sampled_from([None, 4, 16]))
-def test_balanced_ratios_fill_the_common_cycle(profile: Profile, h_preset: int, r: float, h_max: int | None) -> None:
-    """Nobody is later than the common cycle; who is earlier sends everything; nobody keeps less than preset."""
+def test_balanced_ratios_fill_the_common_cycle(
+    profile: Profile, h_preset: int, r: float, h_max: int | None
+) -> None:
+    """Nobody is later than the common cycle; who is earlier sends everything; nobody keeps less
+    than preset.
+    """
     plan = replace(BALANCED, h_max=h_max).assign(profile, h_preset, r, pairs)
     common = max(cycles(plan))
     assert all(r <= worker.compression_ratio <= 1 for worker in plan)
     assert all(1 <= h <= (h_max or h) for h in steps(plan))
     for worker in plan:
-        assert worker.compression_ratio == 1 or worker.predicted_cycle_s == pytest.approx(common, rel=1e-4)
-        assert sent(pairs, worker.compression_ratio) <= 1  # pairs dearer than the dense vector are never sent
+        assert worker.compression_ratio == 1 or worker.predicted_cycle_s == pytest.approx(
+            common, rel=1e-4
+        )
+        assert (
+            sent(pairs, worker.compression_ratio) <= 1
+        )  # pairs dearer than the dense vector are never sent
 
 
 def brute_force(loads: list[Load], h_preset: int) -> tuple[int, int, int]:
     """(spread, longest cycle, -steps) at best, of all integers that keep the anchor's steps."""
     anchor, kept = anchor_of(loads, h_preset)
-    limit = max(load.cycle(1) for load in loads) + loads[anchor].cycle(kept) + max(load.step for load in loads)
+    limit = (
+        max(load.cycle(1) for load in loads)
+        + loads[anchor].cycle(kept)
+        + max(load.step for load in loads)
+    )
     choices = [range(1, (load.most or limit // load.step + 1) + 1) for load in loads]
     choices = [
-        range(kept, kept + 1) if load == loads[anchor] else own for load, own in zip(loads, choices, strict=True)
+        range(kept, kept + 1) if load == loads[anchor] else own
+        for load, own in zip(loads, choices, strict=True)
     ]
     best = []
     for combination in itertools.product(*choices):
@@ -199,17 +230,24 @@ def test_balanced_is_exact(costs: list[tuple[int, int]], h_preset: int, h_max: i
 
 @law
 @given(
-    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 99), st.integers(0, 80)), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(st.integers(1, 60), st.integers(0, 99), st.integers(0, 80)),
+        min_size=1,
+        max_size=3,
+    ),
     st.integers(1, 6),
     st.sampled_from([None, 1, 3, 6]),
 )
-def test_workers_of_equal_costs_get_equal_steps(costs: list[tuple[int, int, int]], h_preset: int, h_max: int) -> None:
+def test_workers_of_equal_costs_get_equal_steps(
+    costs: list[tuple[int, int, int]], h_preset: int, h_max: int
+) -> None:
     loads = [Load(*cost, h_max) for cost in costs]
     _, chosen = balance([*loads, *loads], h_preset)
     assert chosen[: len(loads)] == chosen[len(loads) :]
 
 
-# --- balanced, by hand ------------------------------------------------------------------------------------------------
+# --- balanced, by hand
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,8 +255,12 @@ def test_workers_of_equal_costs_get_equal_steps(costs: list[tuple[int, int, int]
     [((8, 8.5), (3, 2, 1), (3, 3, 1)), ((10, 14), (2, 2, 1), (2, 1, 1))],
     ids=["both up", "both down"],
 )
-def test_balanced_moves_two_workers_the_same_way(pair: tuple, rounded: tuple, balanced: tuple) -> None:
-    """Beside an anchor of 1 + 20 s rounding gives cycles of (24, 17, 21) and (20, 28, 21) s: one up, one down."""
+def test_balanced_moves_two_workers_the_same_way(
+    pair: tuple, rounded: tuple, balanced: tuple
+) -> None:
+    """Beside an anchor of 1 + 20 s rounding gives cycles of (24, 17, 21) and (20, 28, 21) s: one
+    up, one down.
+    """
     profile = cluster([*pair, 1], [0, 0, 20])
     assert steps(PAPER.assign(profile, 1, None, pairs)) == rounded
     assert steps(BALANCED.assign(profile, 1, None, pairs)) == balanced
@@ -241,7 +283,9 @@ def test_pairs_that_cost_more_than_the_vector_are_not_sent() -> None:
 def test_one_slow_worker_holds_nobody_up() -> None:
     """The shipped one_slow under BSP waits 3 · 80 ms of 4 · 110 ms; planned, nobody waits."""
     slow = cluster([0.02, 0.02, 0.02, 0.1], [0.01] * 4)
-    assert wait_share(assignments(costs_of(slow, False), [1] * 4, [1.0] * 4, pairs)) == pytest.approx(0.24 / 0.44)
+    assert wait_share(
+        assignments(costs_of(slow, False), [1] * 4, [1.0] * 4, pairs)
+    ) == pytest.approx(0.24 / 0.44)
     plan = BALANCED.assign(slow, 2, None, pairs)
     assert steps(plan) == (10, 10, 10, 2)
     assert wait_share(plan) < 0.02
@@ -252,12 +296,16 @@ def test_a_thousand_workers() -> None:
     draw = np.random.default_rng(0)
     profile = cluster(draw.uniform(0.5, 5, 1000).tolist(), draw.uniform(0.1, 5, 1000).tolist())
     for r_preset in (None, 0.1):
-        plan, printed = (planner.assign(profile, 2, r_preset, pairs) for planner in (BALANCED, PAPER))
+        plan, printed = (
+            planner.assign(profile, 2, r_preset, pairs) for planner in (BALANCED, PAPER)
+        )
         assert spread(plan) < spread(printed)
 
 
 def test_times_are_those_of_the_clock() -> None:
-    assert [c.step for c in costs_of(reference(1.5), encoded=False)] == [round(0.02 * c * NS) for c in (2, 3, 4)]
+    assert [c.step for c in costs_of(reference(1.5), encoded=False)] == [
+        round(0.02 * c * NS) for c in (2, 3, 4)
+    ]
 
 
 @pytest.mark.parametrize("planner", [PAPER, BALANCED, ONLINE], ids=["paper", "balanced", "online"])
@@ -268,7 +316,9 @@ def test_where_exchanges_are_hidden_h_alone_makes_the_cycles_equal(planner: Any)
     assert [row.local_steps for row in rows] == [12, 8, 6]
     assert [row.compression_ratio for row in rows] == [0.1] * 3
     assert [row.predicted_cycle_s for row in rows] == pytest.approx([24.0] * 3)
-    assert [row.compression_ratio for row in Hidden(planner, False).assign(profile, 6, None, pairs)] == [1.0] * 3
+    assert [
+        row.compression_ratio for row in Hidden(planner, False).assign(profile, 6, None, pairs)
+    ] == [1.0] * 3
 
 
 def test_a_hidden_exchange_that_turns_slower_moves_no_plan_and_a_slower_step_does() -> None:

@@ -1,4 +1,6 @@
-"""H by gradient noise and by what exchanges cost: the estimate, the closed form, the limits and what is refused."""
+"""H by gradient noise and by what exchanges cost: the estimate, the closed form, the limits and
+what is refused.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -30,8 +32,12 @@ def known(signal: float, spread: float) -> Noise:
     return Noise(0, None, BATCH, pairs=99, signal=signal, spread=spread)
 
 
-@pytest.mark.parametrize(("scale", "exchange_s", "best"), [(2048, 4, 8), (8192, 4, 16), (2048, 16, 16), (32, 4, 1)])
-def test_on_equal_workers_h_is_the_root_of_noise_and_cost(scale: float, exchange_s: float, best: int) -> None:
+@pytest.mark.parametrize(
+    ("scale", "exchange_s", "best"), [(2048, 4, 8), (8192, 4, 16), (2048, 16, 16), (32, 4, 1)]
+)
+def test_on_equal_workers_h_is_the_root_of_noise_and_cost(
+    scale: float, exchange_s: float, best: int
+) -> None:
     assert best == round((scale / (4 * BATCH) * exchange_s) ** 0.5)
     fresh = chosen(known(0.01, 0.01 * scale), exchange_s)
     assert fresh is not None
@@ -40,9 +46,13 @@ def test_on_equal_workers_h_is_the_root_of_noise_and_cost(scale: float, exchange
 
 @pytest.mark.limit("planner=goodput")
 def test_limits_of_noise_and_cost() -> None:
-    assert chosen(known(1, 0), 4) == chosen(known(1, -1), 4) == (1,) * 4  # no noise: each step on what all know
+    assert (
+        chosen(known(1, 0), 4) == chosen(known(1, -1), 4) == (1,) * 4
+    )  # no noise: each step on what all know
     assert chosen(known(1, 1000), 0) == (1,) * 4  # exchanges that cost nothing
-    assert chosen(known(0, 1), 4) == chosen(known(-1, 1), 4, 64) == (64,) * 4  # no gradient: whatever is quickest
+    assert (
+        chosen(known(0, 1), 4) == chosen(known(-1, 1), 4, 64) == (64,) * 4
+    )  # no gradient: whatever is quickest
     few = replace(known(1, 0), pairs=49)
     assert chosen(few, 4) is None  # not enough is known yet, and `online` finds nothing better
 
@@ -56,8 +66,13 @@ def test_candidates_reach_the_bound_in_small_steps(h_max: int) -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_noise_is_measured_from_what_workers_push_anyway(momentum: float) -> None:
-    """Workers of 1, 3 and 8 steps around one gradient; B is that of single samples, whatever H and momentum."""
-    planner, draw = replace(GOODPUT, momentum=momentum, smoothing=1e-9), torch.Generator().manual_seed(1)
+    """Workers of 1, 3 and 8 steps around one gradient; B is that of single samples, whatever H and
+    momentum.
+    """
+    planner, draw = (
+        replace(GOODPUT, momentum=momentum, smoothing=1e-9),
+        torch.Generator().manual_seed(1),
+    )
     gradient, sigma = torch.full((D,), 0.05), 1.0
     state, momenta = Averages(cluster([1, 1, 1], [1, 1, 1])), [torch.zeros(D) for _ in range(3)]
     for push in range(900):
@@ -78,23 +93,40 @@ def test_momentum_averages_over_the_steps_before() -> None:
     assert independent(100_000, 0.9) == pytest.approx(100_000, rel=1e-3)
 
 
-BASE = ("model.hidden=[16]", "cluster=ashl_paper", "aggregate=uniform", "stop.steps=200", "optimizer.lr=0.1")
+BASE = (
+    "model.hidden=[16]",
+    "cluster=ashl_paper",
+    "aggregate=uniform",
+    "stop.steps=200",
+    "optimizer.lr=0.1",
+)
 PLANNED = (*BASE, "sync=ssp", "sync.local_steps=plan")
 
 
 @pytest.mark.limit("planner=goodput")
 @pytest.mark.parametrize(
     "limit",
-    [("cluster.num_workers=1", "schedule.h_preset=[3]"), ("planner.h_max=1", "schedule.h_preset=[1]")],
+    [
+        ("cluster.num_workers=1", "schedule.h_preset=[3]"),
+        ("planner.h_max=1", "schedule.h_preset=[1]"),
+    ],
     ids=["one-worker", "h-max-1"],
 )
 def test_where_there_is_nothing_to_choose_it_is_online(limit: tuple[str, ...]) -> None:
-    own, other = (simulated(*PLANNED, *limit, f"planner={planner}") for planner in ("goodput", "online"))
+    own, other = (
+        simulated(*PLANNED, *limit, f"planner={planner}") for planner in ("goodput", "online")
+    )
     assert (own.sha256, own.time_ns, own.ledgers) == (other.sha256, other.time_ns, other.ledgers)
 
 
 def test_hidden_exchanges_cost_nothing_so_that_h_is_one() -> None:
-    ran = simulated(*PLANNED, "planner=goodput", "overlap=delayed", "schedule.h_preset=[4]", "planner.smoothing=0.1")
+    ran = simulated(
+        *PLANNED,
+        "planner=goodput",
+        "overlap=delayed",
+        "schedule.h_preset=[4]",
+        "planner.smoothing=0.1",
+    )
     assert min(ran.of("replan")[-1]["local_steps"]) == 1
 
 
@@ -102,7 +134,10 @@ def test_hidden_exchanges_cost_nothing_so_that_h_is_one() -> None:
     ("overrides", "said"),
     [
         (["runtime.gradients=false"], "there are none"),
-        (["sync=local_sgd", "topology=all_reduce"], "topology=all_reduce has no server that sees them"),
+        (
+            ["sync=local_sgd", "topology=all_reduce"],
+            "topology=all_reduce has no server that sees them",
+        ),
         (["compression=gtopk"], "only of all bodies together"),
         (["sync=local_sgd", "overlap=streaming"], "a fragment at a time"),
         (["topology=sharded_server"], "a planner that replans needs one"),

@@ -27,7 +27,9 @@ def bounded_run(
     jitter: float = 0.0,
     r_preset: float | None = None,
 ) -> tuple[Plan, list[Plan]]:
-    """A bounded stage in the long run, one commit each a round: the first plan, and the plan after each round."""
+    """A bounded stage in the long run, one commit each a round: the first plan, and the plan after
+    each round.
+    """
     plan, state, history = online.assign(planned, h_preset, r_preset, pairs), Averages(planned), []
     first, draw = plan, np.random.default_rng(0)
     for _ in range(rounds):
@@ -53,7 +55,9 @@ def changes(history: list[Plan]) -> int:
 @pytest.mark.parametrize("h_max", [None, 16, 64])
 @pytest.mark.parametrize("r_preset", [None, 0.1])
 def test_drift(worker: int, h_max: int | None, r_preset: float | None) -> None:
-    """One of four turns 3 times slower: a static plan keeps under 60 % of a fresh plan's pace, this one over 80 %."""
+    """One of four turns 3 times slower: a static plan keeps under 60 % of a fresh plan's pace, this
+    one over 80 %.
+    """
     online = replace(ONLINE, h_max=h_max)
     before = cluster([0.02, 0.03, 0.04, 0.06], [0.01, 0.01, 0.02, 0.02])
     after = slower(before, worker, 3)
@@ -62,7 +66,9 @@ def test_drift(worker: int, h_max: int | None, r_preset: float | None) -> None:
     fresh = pace(online.assign(after, 2, r_preset, pairs))
     assert true_pace(first, after, encoded) < 0.6 * fresh
     assert true_pace(history[-1], after, encoded) > 0.85 * fresh
-    whole = sum(sum(steps(p)) for p in history) / sum(sum(steps(p)) / true_pace(p, after, encoded) for p in history)
+    whole = sum(sum(steps(p)) for p in history) / sum(
+        sum(steps(p)) / true_pace(p, after, encoded) for p in history
+    )
     assert whole > 0.8 * fresh  # the time in which the averages follow included
     assert changes(history) <= 3
 
@@ -70,7 +76,9 @@ def test_drift(worker: int, h_max: int | None, r_preset: float | None) -> None:
 def test_drift_with_a_bound_keeps_the_cycle() -> None:
     before = cluster([1, 1, 1, 5], [0.5] * 4)
     after = slower(before, 3, 3)
-    (_, free), (_, bounded) = (bounded_run(replace(ONLINE, h_max=m), before, after, 2, 20) for m in (None, 16))
+    (_, free), (_, bounded) = (
+        bounded_run(replace(ONLINE, h_max=m), before, after, 2, 20) for m in (None, 16)
+    )
     assert steps(bounded[-1]) == (16, 16, 16, 1)
     assert free[-1][3].local_steps == 2
     assert max(cycles(free[-1])) > 1.5 * max(cycles(bounded[-1]))
@@ -95,7 +103,9 @@ def test_averages_follow_and_a_compressed_push_counts_as_what_the_dense_one_take
     profile = cluster([1.0, 1.0], [4.0, 4.0], fixed=0.5)  # a push of 1 s latency and 1 s of bytes
     state = replace(ONLINE, alpha=0.5).observe(Averages(profile), 0, 3.0, 2 * 1.1, 0.0, payload=0.1)
     seen = state.profile.workers[0]
-    assert (seen.step_s, seen.push_s, seen.pull_s) == pytest.approx((2.0, 3.0, 2.0))  # a pull of 0 s was not seen
+    assert (seen.step_s, seen.push_s, seen.pull_s) == pytest.approx(
+        (2.0, 3.0, 2.0)
+    )  # a pull of 0 s was not seen
     assert seen.push_of(0.1) == pytest.approx(1.5 * 1.1)
     assert state.profile.workers[1] == profile.workers[1]
     assert state.commits == 1

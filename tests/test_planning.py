@@ -1,4 +1,6 @@
-"""From specs to options, each made once; and plans whose stages do not fit together, refused in a sentence."""
+"""From specs to options, each made once; and plans whose stages do not fit together, refused in a
+sentence.
+"""
 
 import json
 import math
@@ -24,7 +26,14 @@ from tests.support import planned
 
 
 def overrides(*more: str) -> list[str]:
-    return ["runtime=sim", "tracking=none", "dataset=digits", "model=mlp", "model.hidden=[8]", *more]
+    return [
+        "runtime=sim",
+        "tracking=none",
+        "dataset=digits",
+        "model=mlp",
+        "model.hidden=[8]",
+        *more,
+    ]
 
 
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter:
@@ -40,7 +49,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return counts
 
 
-@pytest.mark.parametrize("line", ["", "sync=bsp topology=all_reduce", "schedule=ashl_plus schedule.shl_scale=1"])
+@pytest.mark.parametrize(
+    "line", ["", "sync=bsp topology=all_reduce", "schedule=ashl_plus schedule.shl_scale=1"]
+)
 def test_a_run_makes_each_option_once(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = made(monkeypatch)
     plan, parts, data = prepare_plan(compose(overrides(*line.split())))
@@ -60,17 +71,35 @@ def test_a_process_makes_each_option_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_nobody_else_makes_options_of_a_plan() -> None:
-    """`planning.instantiate` does; `run.train` and `study.sweep` make tracking, `task.plain` the task that judges."""
+    """`planning.instantiate` does; `run.train` and `study.sweep` make tracking, `task.plain` the
+    task that judges.
+    """
     root = Path(instantiate.__file__).parents[1]
-    makers = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if "construct(" in path.read_text()}
+    makers = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if "construct(" in path.read_text()
+    }
     own = {"config/construct.py", "planning/settings.py"}
-    assert makers - own == {"planning/instantiate.py", "run/train.py", "study/sweep.py", "task/plain.py"}
+    assert makers - own == {
+        "planning/instantiate.py",
+        "run/train.py",
+        "study/sweep.py",
+        "task/plain.py",
+    }
 
 
 def test_true_is_not_one() -> None:
     options = instantiate.OptionFactory(())
-    spec = {"_target_": "ashl.sync.ripples_smart.RipplesSmart", "local_steps": 1, "group_size": 2, "threshold": 1}
-    assert options.of("sync", {**spec, "inter_intra": True}) is options.of("sync", {**spec, "inter_intra": True})
+    spec = {
+        "_target_": "ashl.sync.ripples_smart.RipplesSmart",
+        "local_steps": 1,
+        "group_size": 2,
+        "threshold": 1,
+    }
+    assert options.of("sync", {**spec, "inter_intra": True}) is options.of(
+        "sync", {**spec, "inter_intra": True}
+    )
     with pytest.raises(UsageError, match="threshold=true is not possible"):
         options.of("sync", {**spec, "inter_intra": True, "threshold": True})
 
@@ -93,10 +122,16 @@ def given(folder: Path, *lines: str) -> str:
     [
         (
             ("sync=bsp", "sync=bsp topology=all_reduce"),
-            "stage bsp has topology=parameter_server and stage bsp has topology=all_reduce, but no worker can take "
-            "its state from one to the other; take one topology for the whole run",
+            (
+                "stage bsp has topology=parameter_server and stage bsp has topology=all_reduce, but"
+                " no worker can take its state from one to the other; take one topology for the"
+                " whole run"
+            ),
         ),
-        (("topology=gossip sync=d_psgd", "topology=gossip sync=ad_psgd"), "some stages need a coordinator"),
+        (
+            ("topology=gossip sync=d_psgd", "topology=gossip sync=ad_psgd"),
+            "some stages need a coordinator",
+        ),
         ((LOCAL, f"{LOCAL} sync=bsp"), "stage bsp cannot take over .* each worker has another one"),
         (
             ("sync=bsp optimizer.momentum=0", "sync=bsp optimizer.momentum=0.9"),
@@ -104,7 +139,9 @@ def given(folder: Path, *lines: str) -> str:
         ),
     ],
 )
-def test_stages_that_no_rank_can_go_through_are_refused(lines: tuple[str, ...], says: str, tmp_path: Path) -> None:
+def test_stages_that_no_rank_can_go_through_are_refused(
+    lines: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=says):
         planned(*overrides(*lines[0].split(), given(tmp_path, *lines)))
 
@@ -122,11 +159,21 @@ def test_stages_that_no_rank_can_go_through_are_refused(lines: tuple[str, ...], 
             {"aggregate": "uniform"},
             "stage d_psgd: .* has no place for aggregate=uniform",
         ),
-        ("sync=bsp", {"sync": "lb_bsp", "aggregate": "uniform"}, "stage bsp: aggregate=uniform is not supported"),
-        ("sync=bsp", {"sync": "asylpg", "compression": "topk"}, "stage bsp: sync=asylpg needs a codec that keeps the"),
+        (
+            "sync=bsp",
+            {"sync": "lb_bsp", "aggregate": "uniform"},
+            "stage bsp: aggregate=uniform is not supported",
+        ),
+        (
+            "sync=bsp",
+            {"sync": "asylpg", "compression": "topk"},
+            "stage bsp: sync=asylpg needs a codec that keeps the",
+        ),
     ],
 )
-def test_what_a_given_plan_says_is_checked_as_well(line: str, change: dict, says: str, tmp_path: Path) -> None:
+def test_what_a_given_plan_says_is_checked_as_well(
+    line: str, change: dict, says: str, tmp_path: Path
+) -> None:
     """A stage of a plan that compressed whole models compressed nothing, and ended well."""
     plan = planned(*overrides(*line.split()))
     specs = {group: values(group, name) for group, name in change.items()}
@@ -165,7 +212,10 @@ def test_a_drawn_cluster_is_the_stated_distribution_drawn_with_the_seed() -> Non
     assert stdev(logs) == pytest.approx(0.5, abs=0.055)
     few = compile_plan(compose([*wide, "cluster.num_workers=3"])).cluster
     assert few["compute"] == many["compute"][:3]
-    assert few["compute"] != compile_plan(compose([*wide, "cluster.num_workers=3", "seed=1"])).cluster["compute"]
+    assert (
+        few["compute"]
+        != compile_plan(compose([*wide, "cluster.num_workers=3", "seed=1"])).cluster["compute"]
+    )
     scaled = compile_plan(compose([*wide, "cluster.compute=[2,2,2]"])).cluster
     assert scaled["compute"] == pytest.approx([2 * factor for factor in few["compute"]])
     assert {**many, "compute": 0, "num_workers": 0} == {**few, "compute": 0, "num_workers": 0}
@@ -186,10 +236,19 @@ def test_a_given_plan_brings_the_cluster_that_its_seed_draws(tmp_path: Path) -> 
         (Rennala, 1.5, "is 1.5, where"),
         (Rennala, True, "is True, where"),
         (Rennala, "all", "is 'all', where"),
-        (BSP, 5, "the quorum of 'ashl.sync.bsp.BSP' is 5, where a whole number from 1 to the 4 workers that there are"),
+        (
+            BSP,
+            5,
+            (
+                "the quorum of 'ashl.sync.bsp.BSP' is 5, where a whole number from 1 to the 4"
+                " workers that there are"
+            ),
+        ),
     ],
 )
-def test_a_quorum_that_cannot_be_is_refused(rule, quorum, says, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quorum_that_cannot_be_is_refused(
+    rule, quorum, says, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rule, "quorum", lambda self, num_workers: quorum, raising=False)
     with pytest.raises(UsageError, match=says):
         planned(*overrides(f"sync={rule.__name__.lower()}"))
@@ -201,7 +260,13 @@ def test_a_quorum_may_take_several_pushes_of_a_worker_where_nobody_waits() -> No
 
 @pytest.mark.parametrize("topology", ["all_reduce", "parameter_server"])
 def test_a_round_longer_than_the_run_is_predicted_as_it_is_cut(topology: str) -> None:
-    long = ["cluster=homogeneous", f"topology={topology}", "sync=local_sgd", "stop.steps=40", "cluster.jitter=0"]
+    long = [
+        "cluster=homogeneous",
+        f"topology={topology}",
+        "sync=local_sgd",
+        "stop.steps=40",
+        "cluster.jitter=0",
+    ]
     cut, whole = (planned(*long, f"sync.local_steps={steps}") for steps in (10**7, 10))
     assert cut.predicted_s == whole.predicted_s
     assert cut.stages[0].workers[0].local_steps == 10**7
@@ -211,7 +276,9 @@ def test_unpaced_ranks_beyond_the_cores_are_noted_once(monkeypatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     of = ["cluster=real", "runtime=local", "sync=bsp"]
     (note,) = [note for note in planned(*of, "cluster.num_workers=2").notes if "share" in note]
-    assert note.startswith("3 ranks share 2 cores of this host: times measured here are not those of a cluster")
+    assert note.startswith(
+        "3 ranks share 2 cores of this host: times measured here are not those of a cluster"
+    )
     for other in (
         ["topology=all_reduce", "cluster.num_workers=2"],
         ["cluster=mixed"],
@@ -235,7 +302,11 @@ def test_unpaced_ranks_beyond_the_cores_are_noted_once(monkeypatch) -> None:
 )
 def test_dense_pulls_beside_compressed_pushes_are_said(overrides: str, fix: str | None) -> None:
     def said(*more: str) -> list[str]:
-        return [note for note in planned(*overrides.split(), *more).notes if "topology.pull_ratio" in note]
+        return [
+            note
+            for note in planned(*overrides.split(), *more).notes
+            if "topology.pull_ratio" in note
+        ]
 
     notes = said()
     assert len(notes) == (fix is not None)

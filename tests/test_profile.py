@@ -106,7 +106,10 @@ def test_missing_unknown_and_broken() -> None:
             {**data, "workers": [{k: v for k, v in WORKER.items() if k != "push_s"}]},
             "worker 0 of the profile lacks push_s",
         ),
-        ({**data, "workers": [{**data["workers"][0], "pushs": 1}]}, "worker 0 of the profile has 'pushs'"),
+        (
+            {**data, "workers": [{**data["workers"][0], "pushs": 1}]},
+            "worker 0 of the profile has 'pushs'",
+        ),
         ({**data, "workers": [3]}, "worker 0 of the profile is no mapping"),
         ({**data, "workers": []}, "no workers"),
         ({**data, "workers": {}}, "are no list"),
@@ -130,7 +133,10 @@ def test_missing_unknown_and_broken() -> None:
     [
         (
             {"num_workers": 3},
-            "2 workers and the cluster has 3; say cluster.num_workers=2, or in virtual time cluster=profile",
+            (
+                "2 workers and the cluster has 3; say cluster.num_workers=2, or in virtual time"
+                " cluster=profile"
+            ),
         ),
         ({"model": "LeNet"}, "the model MLP and this one is LeNet"),
         ({"num_params": 9}, "10000 parameters and the model has 9"),
@@ -145,29 +151,47 @@ def test_a_profile_of_something_else_is_refused(what: dict[str, Any], words: str
 
 
 def test_declared_exchange() -> None:
-    made = profile_of_declared_costs(conf_option("cluster", "ashl_paper", jitter=0.1), "LeNet", 1_000, 128)
+    made = profile_of_declared_costs(
+        conf_option("cluster", "ashl_paper", jitter=0.1), "LeNet", 1_000, 128
+    )
     assert [w.step_s for w in made.workers] == pytest.approx([0.04, 0.06, 0.08])
     assert [w.step_spread_s for w in made.workers] == pytest.approx([0.004, 0.006, 0.008])
-    assert [w.push_s for w in made.workers] == [w.pull_s for w in made.workers] == pytest.approx([0.04, 0.06, 0.08])
+    assert (
+        [w.push_s for w in made.workers]
+        == [w.pull_s for w in made.workers]
+        == pytest.approx([0.04, 0.06, 0.08])
+    )
     assert [w.push_of(0.5) for w in made.workers] == pytest.approx([0.02, 0.03, 0.04])
     assert (made.source, made.dense_bytes, made.workers[0].batch) == ("declared", 4_000, 128)
     assert Profile.from_json(made.to_json()) == made
 
 
 def test_declared_links() -> None:
-    """Latency + bytes over the slower of the two ports: 1 MB at 4 Mbit/s takes 2 s, at 1 Mbit/s 8 s."""
-    ports = {"exchange_s": None, "bandwidth_mbit_s": 4.0, "latency_s": 0.25, "link": [1.0, 1.0, 4.0]}
-    made = profile_of_declared_costs(conf_option("cluster", "ashl_paper", **ports), "LeNet", 250_000, 128)
+    """Latency + bytes over the slower of the two ports: 1 MB at 4 Mbit/s takes 2 s, at 1 Mbit/s 8
+    s.
+    """
+    ports = {
+        "exchange_s": None,
+        "bandwidth_mbit_s": 4.0,
+        "latency_s": 0.25,
+        "link": [1.0, 1.0, 4.0],
+    }
+    made = profile_of_declared_costs(
+        conf_option("cluster", "ashl_paper", **ports), "LeNet", 250_000, 128
+    )
     assert [w.push_s for w in made.workers] == pytest.approx([2.25, 2.25, 9.0])
     assert [w.push_of(0.5) for w in made.workers] == pytest.approx([1.25, 1.25, 5.0])
     behind = profile_of_declared_costs(
-        conf_option("cluster", "ashl_paper", **ports, server_bandwidth_mbit_s=2), "LeNet", 250_000, 128
+        conf_option("cluster", "ashl_paper", **ports, server_bandwidth_mbit_s=2),
+        "LeNet",
+        250_000,
+        128,
     )
     assert [w.push_s for w in behind.workers] == pytest.approx([4.25, 4.25, 9.0])
 
 
 def test_free_links_cost_nothing_per_byte() -> None:
-    (first, *_) = profile_of_declared_costs(
+    first, *_ = profile_of_declared_costs(
         conf_option("cluster", "ashl_paper", exchange_s=0.0), "LeNet", 1_000, 128
     ).workers
     assert (first.push_s, first.push_bytes_s, first.push_of(0.1)) == (0.0, None, 0.0)
@@ -177,7 +201,9 @@ def test_free_links_cost_nothing_per_byte() -> None:
 def test_a_missing_cost_is_an_error(missing: str) -> None:
     named = "bandwidth_mbit_s" if missing == "exchange_s" else missing
     with pytest.raises(UsageError, match=f"cluster.{named}, which is not declared"):
-        profile_of_declared_costs(conf_option("cluster", "ashl_paper", **{missing: None}), "LeNet", 1_000, 128)
+        profile_of_declared_costs(
+            conf_option("cluster", "ashl_paper", **{missing: None}), "LeNet", 1_000, 128
+        )
 
 
 def test_a_profile_needs_nothing_of_the_server() -> None:
@@ -196,9 +222,14 @@ def test_the_table_of_a_profile_fits_80_columns() -> None:
 
 
 def test_costs_within_their_noise_count_as_equal_and_are_said_to() -> None:
-    """The third worker's step lies outside of the least one's interval; what has no noise is what it is."""
+    """The third worker's step lies outside of the least one's interval; what has no noise is what
+    it is.
+    """
     steps = {0.040: 0.002, 0.042: 0.001, 0.050: 0.001}
-    costs = [{**WORKER, "step_s": step, "step_noise_s": noise, "push_s": step} for step, noise in steps.items()]
+    costs = [
+        {**WORKER, "step_s": step, "step_noise_s": noise, "push_s": step}
+        for step, noise in steps.items()
+    ]
     level = equalize_costs([WorkerProfile(**cost) for cost in costs])
     assert [worker.step_s for worker in level] == pytest.approx([0.041, 0.041, 0.050])
     assert [worker.push_s for worker in level] == list(steps)
@@ -209,11 +240,25 @@ def test_costs_within_their_noise_count_as_equal_and_are_said_to() -> None:
 
 @pytest.mark.parametrize("planner", [PAPER, BALANCED, DyLU()], ids=["paper", "balanced", "dylu"])
 def test_workers_equal_within_their_noise_get_equal_steps_and_densities(planner: Planner) -> None:
-    """Two equal workers of a slow third: their steps, transfers, latencies and encodings differ by noise alone."""
+    """Two equal workers of a slow third: their steps, transfers, latencies and encodings differ by
+    noise alone.
+    """
     noise = {"step_noise_s": 0.002, "push_noise_s": 0.002, "pull_noise_s": 0.002}
     equal = [
-        {"step_s": 0.040, "push_s": 0.030, "pull_s": 0.020, "latency_s": 0.0100, "compress_s": 0.004},
-        {"step_s": 0.041, "push_s": 0.031, "pull_s": 0.021, "latency_s": 0.0103, "compress_s": 0.005},
+        {
+            "step_s": 0.040,
+            "push_s": 0.030,
+            "pull_s": 0.020,
+            "latency_s": 0.0100,
+            "compress_s": 0.004,
+        },
+        {
+            "step_s": 0.041,
+            "push_s": 0.031,
+            "pull_s": 0.021,
+            "latency_s": 0.0103,
+            "compress_s": 0.005,
+        },
     ]
     third = {"step_s": 0.1, "push_s": 0.05, "latency_s": 0.02, "compress_s": 0.02}
     workers = [WorkerProfile(**{**WORKER, **noise, **own}) for own in (*equal, third)]

@@ -1,4 +1,6 @@
-"""Check that the prose of the project has no finding, and that the prose check finds what it is for."""
+"""Check that the prose of the project has no finding, and that the prose check finds what it is
+for.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,9 @@ NOT_YET = (
 
 
 def test_no_finding_in_the_project() -> None:
-    findings = find_all([path for name in (*CODE_FOLDERS, "conf", *PAGES) if (path := ROOT / name).exists()])
+    findings = find_all(
+        [path for name in (*CODE_FOLDERS, "conf", *PAGES) if (path := ROOT / name).exists()]
+    )
     assert not [finding for finding in findings if not finding.startswith(NOT_YET)]
 
 

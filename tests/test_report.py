@@ -28,7 +28,11 @@ def by_seed(*values: float) -> dict[tuple[int, int], float]:
 
 def sweep(folder: Path, **times: tuple[float | None, ...]) -> Path:
     """One setting of each sync mode, with its time to target by seed."""
-    runs = [({"sync": sync, "seed": str(s)}, reach) for sync, seeds in times.items() for s, reach in enumerate(seeds)]
+    runs = [
+        ({"sync": sync, "seed": str(s)}, reach)
+        for sync, seeds in times.items()
+        for s, reach in enumerate(seeds)
+    ]
     return write_sweep(folder / "sweep", runs)
 
 
@@ -36,14 +40,24 @@ def ranked(*folders: Path, **options) -> Leaderboard:
     return rank(read(folders), **options)
 
 
-# --- statistics ----------------------------------------------------------------------------------------------------
+# --- statistics
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("count", "low", "high", "coverage"),
-    [(1, 0, 0, 0.0), (2, 0, 1, 0.5), (3, 0, 2, 0.75), (5, 0, 4, 0.9375), (6, 0, 5, 0.96875), (9, 1, 7, 0.9609375)],
+    [
+        (1, 0, 0, 0.0),
+        (2, 0, 1, 0.5),
+        (3, 0, 2, 0.75),
+        (5, 0, 4, 0.9375),
+        (6, 0, 5, 0.96875),
+        (9, 1, 7, 0.9609375),
+    ],
 )
-def test_the_interval_of_a_median_says_what_it_covers(count: int, low: int, high: int, coverage: float) -> None:
+def test_the_interval_of_a_median_says_what_it_covers(
+    count: int, low: int, high: int, coverage: float
+) -> None:
     found = spread([float(value) for value in reversed(range(count))])
     assert (found.low, found.high, found.middle) == (low, high, (count - 1) / 2)
     assert found.coverage == pytest.approx(coverage)
@@ -59,11 +73,15 @@ def test_a_paired_effect_by_hand() -> None:
     assert found is not None
     assert (found.pairs, found.wins, found.losses) == (3, 2, 0)
     assert found.middle == pytest.approx(2.0)  # the geometric mean of 2, 1 and 4
-    half = 4.303 * math.log(2) / math.sqrt(3)  # t for two degrees of freedom; the logarithms' deviation is log 2
+    half = (
+        4.303 * math.log(2) / math.sqrt(3)
+    )  # t for two degrees of freedom; the logarithms' deviation is log 2
     assert found.low == pytest.approx(2 * math.exp(-half))
     assert found.high == pytest.approx(2 * math.exp(half))
     assert not found.ahead
-    assert seeds_needed(found) == 7  # t(6) = 2.447: 2.447 / sqrt(7) < 1; t(5) = 2.571: 2.571 / sqrt(6) > 1
+    assert (
+        seeds_needed(found) == 7
+    )  # t(6) = 2.447: 2.447 / sqrt(7) < 1; t(5) = 2.571: 2.571 / sqrt(6) > 1
 
 
 def test_without_every_number_there_is_no_interval_but_a_sign_test() -> None:
@@ -78,13 +96,16 @@ def test_without_every_number_there_is_no_interval_but_a_sign_test() -> None:
 
 
 def test_seeds_are_paired_with_themselves() -> None:
-    found = effect({(0, 0): 1.0, (7, 0): 1.0}, {(7, 0): 3.0, (1, 0): 9.0}, ratio=True, lower_is_better=True)
+    found = effect(
+        {(0, 0): 1.0, (7, 0): 1.0}, {(7, 0): 3.0, (1, 0): 9.0}, ratio=True, lower_is_better=True
+    )
     assert found is not None
     assert (found.pairs, found.middle) == (1, pytest.approx(3.0))
     assert effect({(0, 0): 1.0}, {(1, 0): 1.0}, ratio=True, lower_is_better=True) is None
 
 
-# --- ranks ---------------------------------------------------------------------------------------------------------
+# --- ranks
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_leaderboard_by_hand(tmp_path) -> None:
@@ -101,9 +122,11 @@ def test_a_leaderboard_by_hand(tmp_path) -> None:
 
 def test_the_answer_in_words(tmp_path) -> None:
     said = answer(ranked(sweep(tmp_path, bsp=(4.0, 4.0, 8.0), ssp=(2.0, 4.0, 2.0))))
-    assert said.headline == (
-        "ssp leads: time to 90.0 % accuracy 2 s (median of 3 seeds, range 2 s to 4 s), 2.00 times as fast as the "
-        "baseline bsp (95 % interval 0.36 to 11.19, better in 2 of 3 paired seeds)."
+    assert (
+        said.headline
+        == "ssp leads: time to 90.0 % accuracy 2 s (median of 3 seeds, range 2 s to 4 s), 2.00"
+        " times as fast as the baseline bsp (95 % interval 0.36 to 11.19, better in 2 of 3"
+        " paired seeds)."
     )
     assert "The first two are not separated: the interval includes equality." in said.sentences
     assert any("about 7 seeds (now 3)" in sentence for sentence in said.sentences)
@@ -116,8 +139,13 @@ def test_a_clear_winner_is_called_one(tmp_path) -> None:
 
 
 def test_a_difference_below_one_evaluation_is_none(tmp_path) -> None:
-    said = answer(ranked(sweep(tmp_path, bsp=(2.0, 2.0, 2.0), ssp=(1.95, 1.95, 1.95))))  # evaluated every 0.1 s
-    assert any("less than the distance between two evaluations, 0.0975 s" in sentence for sentence in said.sentences)
+    said = answer(
+        ranked(sweep(tmp_path, bsp=(2.0, 2.0, 2.0), ssp=(1.95, 1.95, 1.95)))
+    )  # evaluated every 0.1 s
+    assert any(
+        "less than the distance between two evaluations, 0.0975 s" in sentence
+        for sentence in said.sentences
+    )
     assert any("eval.every_s" in sentence for sentence in said.sentences)
 
 
@@ -128,8 +156,14 @@ def test_a_difference_below_one_evaluation_is_none(tmp_path) -> None:
         ({"bsp": (4.0, 4.0, None), "ssp": (2.0, 2.0, None)}, "sign test"),
         ({"bsp": (None, None), "ssp": (None, 1.0)}, "lower target"),
         ({"bsp": (1.0, 1.0)}, "Name other runs"),
-        ({"bsp": (None, None), "ssp": (1.0, 2.0)}, "the baseline bsp got there in none of its seeds"),
-        ({"ssp": (1.0, 2.0), "bsp": (None, None)}, "it got there in none of its seeds (better in 2 of 2"),
+        (
+            {"bsp": (None, None), "ssp": (1.0, 2.0)},
+            "the baseline bsp got there in none of its seeds",
+        ),
+        (
+            {"ssp": (1.0, 2.0), "bsp": (None, None)},
+            "it got there in none of its seeds (better in 2 of 2",
+        ),
     ],
 )
 def test_what_is_not_known_is_said(tmp_path, times: dict, says: str) -> None:
@@ -141,7 +175,9 @@ def test_baselines(tmp_path) -> None:
     folder = sweep(tmp_path, ssp=(2.0,), bsp=(4.0,), local_sgd=(5.0,))
     assert ranked(folder, baseline="local_sgd").baseline.label == "local_sgd"  # type: ignore[union-attr]
     assert ranked(folder, baseline="sync=ssp").baseline.label == "ssp"  # type: ignore[union-attr]
-    with pytest.raises(UsageError, match='--baseline "asp" is no setting; name one of: ssp; bsp; local_sgd'):
+    with pytest.raises(
+        UsageError, match='--baseline "asp" is no setting; name one of: ssp; bsp; local_sgd'
+    ):
         ranked(folder, baseline="asp")
     slowest = ranked(sweep(tmp_path / "other", ssp=(2.0,), asp=(7.0,), local_sgd=(None,)))
     assert slowest.baseline.label == "asp"  # type: ignore[union-attr]
@@ -159,7 +195,13 @@ def test_the_usual_baseline_is_bsp_without_compression(tmp_path) -> None:
 def test_flags_of_a_search_are_in_no_caption(tmp_path) -> None:
     folder = sweep(tmp_path, ssp=(2.0,), bsp=(4.0,))
     record = json.loads((folder / "sweep.json").read_text())
-    typed = ["--sweeper", "optuna", "stop.steps=4", "hydra.sweeper.n_trials=20", "hydra/sweeper/sampler=tpe"]
+    typed = [
+        "--sweeper",
+        "optuna",
+        "stop.steps=4",
+        "hydra.sweeper.n_trials=20",
+        "hydra/sweeper/sampler=tpe",
+    ]
     (folder / "sweep.json").write_text(json.dumps(record | {"overrides": typed}))
     assert ranked(folder).common.endswith("stop.steps=4")
 
@@ -170,8 +212,12 @@ def test_another_target_is_found_in_the_evaluations(tmp_path) -> None:
         for name, reach_s in (("bsp", 2.0), ("ssp", 1.0))
     ]
     board = ranked(*folders, target=0.5)
-    assert [row.spread.middle for row in board.rows] == pytest.approx([0.4, 0.7])  # 1 - 0.1^(t/reach) first >= 0.5
-    assert [row.spread.middle for row in ranked(*folders, target=0.5, hold=3).rows] == pytest.approx([0.6, 0.9])
+    assert [row.spread.middle for row in board.rows] == pytest.approx(
+        [0.4, 0.7]
+    )  # 1 - 0.1^(t/reach) first >= 0.5
+    assert [
+        row.spread.middle for row in ranked(*folders, target=0.5, hold=3).rows
+    ] == pytest.approx([0.6, 0.9])
     higher = ranked(*folders, target=0.95)
     assert [row.reached for row in higher.rows] == [0, 0]
     assert "2 of 2 runs had ended at a target of their own (90.0 % accuracy" in higher.notes[0]
@@ -179,14 +225,24 @@ def test_another_target_is_found_in_the_evaluations(tmp_path) -> None:
 
 def test_mixed_targets_are_refused_by_name(tmp_path) -> None:
     folders = [write_run(tmp_path / "low", target=0.8), write_run(tmp_path / "high", target=0.9)]
-    with pytest.raises(UsageError, match=r"80.0 % accuracy \(low\), 90.0 % accuracy \(high\).*--target 0.9"):
+    with pytest.raises(
+        UsageError, match=r"80.0 % accuracy \(low\), 90.0 % accuracy \(high\).*--target 0.9"
+    ):
         ranked(*folders)
     assert len(ranked(*folders, target=0.7).rows) == 2
 
 
 def test_without_a_target_it_is_the_best_that_all_reach(tmp_path) -> None:
-    """One that stays far below the others does not decide what all reach, and neither does one that diverged."""
-    ends = {"bsp": (4.0, 4.0), "ssp": (2.0, 3.0), "asp": (1.5, 2.5), "adsp": (90.0, 3.0), "swarm": (90.0, 3.0)}
+    """One that stays far below the others does not decide what all reach, and neither does one that
+    diverged.
+    """
+    ends = {
+        "bsp": (4.0, 4.0),
+        "ssp": (2.0, 3.0),
+        "asp": (1.5, 2.5),
+        "adsp": (90.0, 3.0),
+        "swarm": (90.0, 3.0),
+    }
     grid = [({"sync": sync}, reach_s) for sync, (reach_s, _) in ends.items()]
     folder = write_sweep(tmp_path / "sweep", grid, {"target": None})
     for number, (name, (reach_s, end_s)) in enumerate(ends.items()):
@@ -197,37 +253,52 @@ def test_without_a_target_it_is_the_best_that_all_reach(tmp_path) -> None:
     board = ranked(folder)
     assert board.measure.title == "time to 90.0 % accuracy", "bsp ends there; ssp and asp go on"
     assert [row.label for row in board.rows][:3] == ["asp", "ssp", "bsp"]
-    assert [row.spread.middle for row in board.rows] == pytest.approx([1.5, 2.0, 4.0, math.inf, math.inf])
+    assert [row.spread.middle for row in board.rows] == pytest.approx(
+        [1.5, 2.0, 4.0, math.inf, math.inf]
+    )
     note = f"all but 2 of the settings reach; another one: ashl compare {folder} --target 0.9"
     assert any(note in sentence for sentence in answer(board).sentences)
 
 
 def test_without_accuracies_they_are_judged_at_an_equal_time(tmp_path) -> None:
-    slow = write_run(tmp_path / "slow", reach_s=4.0, target=None, end_s=1.0, choices={"sync": "ssp"})
+    slow = write_run(
+        tmp_path / "slow", reach_s=4.0, target=None, end_s=1.0, choices={"sync": "ssp"}
+    )
     quick = write_run(tmp_path / "quick", reach_s=2.0, target=None, end_s=2.0)
     for folder in (slow, quick):
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         lines(folder / "metrics.jsonl", [{**row, "test/acc": None} for row in rows])
     board = ranked(slow, quick)
     assert board.measure.title == "test loss after 1 s"
-    assert [row.spread.middle for row in board.rows] == pytest.approx([-math.log(1 - 0.1**f) for f in (0.5, 0.25)])
+    assert [row.spread.middle for row in board.rows] == pytest.approx(
+        [-math.log(1 - 0.1**f) for f in (0.5, 0.25)]
+    )
     ratio = math.log(1 - 0.1**0.25) / math.log(1 - 0.1**0.5)
-    assert f"{ratio:.2f} times lower than the baseline ssp" in answer(ranked(slow, quick, baseline="ssp")).headline
+    assert (
+        f"{ratio:.2f} times lower than the baseline ssp"
+        in answer(ranked(slow, quick, baseline="ssp")).headline
+    )
 
 
 @pytest.mark.parametrize(("higher", "first"), [(False, "asp"), (True, "bsp")])
-def test_without_accuracies_the_tasks_own_metric_ranks_and_is_shown(tmp_path, higher: bool, first: str) -> None:
+def test_without_accuracies_the_tasks_own_metric_ranks_and_is_shown(
+    tmp_path, higher: bool, first: str
+) -> None:
     for sync, values in {"bsp": (0.4, 0.3), "asp": (0.3, 0.2)}.items():
         summary = {"metric": "mae", "higher_is_better": higher, "best": {}}
         summary["final"] = {"train_loss": 0.3, "test_loss": 0.1, "test_metric": values[-1]}
         folder = write_run(tmp_path / sync, target=None, choices={"sync": sync}, **summary)
         rows = [
-            {"time_s": t, "step": t, "train/loss": 1.0, "test/mae": mae} for t, mae in zip((1, 2), values, strict=True)
+            {"time_s": t, "step": t, "train/loss": 1.0, "test/mae": mae}
+            for t, mae in zip((1, 2), values, strict=True)
         ]
         lines(folder / "metrics.jsonl", rows)
     found = compare([tmp_path / "bsp", tmp_path / "asp"], out=tmp_path / "r.html")
     assert (found.board.rows[0].label, found.board.measure.title) == (first, "mae after 2 s")
-    assert dict(columns_of(found.board))["mae"](found.board.rows[0]) == {"bsp": "0.3", "asp": "0.2"}[first]
+    assert (
+        dict(columns_of(found.board))["mae"](found.board.rows[0])
+        == {"bsp": "0.3", "asp": "0.2"}[first]
+    )
     assert "mae on the test set" in found.report.read_text()
     asked = compare([tmp_path / "bsp", tmp_path / "asp"], out=tmp_path / "r.html", target=0.3).board
     assert asked.measure.title == "time to mae 0.3"
@@ -238,7 +309,9 @@ def test_without_accuracies_the_tasks_own_metric_ranks_and_is_shown(tmp_path, hi
 
 
 def test_rank_and_sentence_go_by_the_same_number(tmp_path) -> None:
-    """By medians asp is first, by paired means bsp: then nobody leads and is slower in one sentence."""
+    """By medians asp is first, by paired means bsp: then nobody leads and is slower in one
+    sentence.
+    """
     board = ranked(sweep(tmp_path, bsp=(4.0, 5.0, 5.1), asp=(4.9, 9.0, 4.8)))
     said = answer(board)
     assert said.headline.startswith("asp leads: time to 90.0 % accuracy 4.9 s")
@@ -252,22 +325,36 @@ def test_runs_that_lost_their_pace_are_no_equals(tmp_path) -> None:
     folder = sweep(tmp_path, bsp=(4.0, 4.1), ssp=(3.0, 3.2), asp=(2.0, 2.1))
     for file in sorted(folder.glob("*/summary.json"))[-2:]:
         pace = {"slower_by": 0.31, "steps_slower_by": 0.31, "transfers_slower_by": 0.0}
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"pace": pace, "time_kind": "wall"}))
+        file.write_text(
+            json.dumps(json.loads(file.read_text()) | {"pace": pace, "time_kind": "wall"})
+        )
     board = ranked(folder)
-    assert [(board.rank(row), row.label) for row in board.rows] == [("1", "ssp"), ("2", "bsp"), ("-", "asp")]
+    assert [(board.rank(row), row.label) for row in board.rows] == [
+        ("1", "ssp"),
+        ("2", "bsp"),
+        ("-", "asp"),
+    ]
     said = answer(board)
     assert said.headline.startswith("ssp ")
-    assert "1 of 3 settings did not keep the declared pace (up to 31 % slower): they are not ranked." in said.sentences
+    assert (
+        "1 of 3 settings did not keep the declared pace (up to 31 % slower): they are not ranked."
+        in said.sentences
+    )
 
 
 def test_timing_only_runs_are_judged_by_their_speed(tmp_path) -> None:
     folders = [
-        write_run(tmp_path / n, target=None, end_s=e, choices={"sync": n}) for n, e in (("bsp", 4.0), ("ssp", 2.0))
+        write_run(tmp_path / n, target=None, end_s=e, choices={"sync": n})
+        for n, e in (("bsp", 4.0), ("ssp", 2.0))
     ]
     for folder in folders:
         (folder / "metrics.jsonl").write_text("")
     board = ranked(*folders)
-    assert (board.measure.title, board.rows[0].label, board.rows[0].spread.middle) == ("speed", "ssp", 1600.0)
+    assert (board.measure.title, board.rows[0].label, board.rows[0].spread.middle) == (
+        "speed",
+        "ssp",
+        1600.0,
+    )
 
 
 def test_kinds_of_time_are_never_mixed_silently(tmp_path) -> None:
@@ -285,7 +372,8 @@ def test_other_orders(tmp_path) -> None:
         ordering("acuracy")
 
 
-# --- records -------------------------------------------------------------------------------------------------------
+# --- records
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -294,21 +382,37 @@ def test_other_orders(tmp_path) -> None:
         ("summary.json", "{", "summary.json is broken"),
         ("summary.json", "[]", "summary.json is broken"),
         ("summary.json", '{"status": "finished", "seed": "0"}', "summary.json is broken"),
-        ("summary.json", '{"status": "finished", "seed": 0, "final": [1]}', "summary.json is broken"),
-        ("summary.json", '{"status": "finished", "seed": 0, "time_s": "1"}', "summary.json is broken"),
-        ("summary.json", '{"status": "finished", "seed": 0, "workers": [{"wait_s": "1"}]}', "summary.json is broken"),
+        (
+            "summary.json",
+            '{"status": "finished", "seed": 0, "final": [1]}',
+            "summary.json is broken",
+        ),
+        (
+            "summary.json",
+            '{"status": "finished", "seed": 0, "time_s": "1"}',
+            "summary.json is broken",
+        ),
+        (
+            "summary.json",
+            '{"status": "finished", "seed": 0, "workers": [{"wait_s": "1"}]}',
+            "summary.json is broken",
+        ),
         ("summary.json", None, "it has not ended"),
         ("config.yaml", "a: [", "config.yaml is missing or broken"),
         ("config.yaml", "text", "config.yaml is missing or broken"),
         ("config.yaml", None, "config.yaml is missing or broken"),
     ],
 )
-def test_a_broken_run_is_left_out_by_name(tmp_path, file: str, content: str | None, reason: str) -> None:
+def test_a_broken_run_is_left_out_by_name(
+    tmp_path, file: str, content: str | None, reason: str
+) -> None:
     good, bad = write_run(tmp_path / "good"), write_run(tmp_path / "bad", seed=1)
     (bad / file).unlink() if content is None else (bad / file).write_text(content)
     study = read([good, bad])
     assert [run.name for run in study.runs] == ["good"]
-    assert [(Path(out.name).name, reason in out.reason) for out in study.left_out] == [("bad", True)]
+    assert [(Path(out.name).name, reason in out.reason) for out in study.left_out] == [
+        ("bad", True)
+    ]
 
 
 def test_broken_evaluations_leave_a_run_out_only_where_they_are_needed(tmp_path) -> None:
@@ -325,7 +429,9 @@ def test_a_sweep_of_which_not_all_is_there(tmp_path) -> None:
     study = json.loads((folder / "sweep.json").read_text())
     study["settings"].append({"hash": "gone", "axes": {"sync": "shl", "seed": "0"}})
     study["dropped"] = [{"hash": "00000002", "at_s": 0.0, "reason": "behind ssp"}]
-    study["skipped"] = [{"overrides": ["sync=ssp", "topology=all_reduce"], "reason": "needs a server"}]
+    study["skipped"] = [
+        {"overrides": ["sync=ssp", "topology=all_reduce"], "reason": "needs a server"}
+    ]
     (folder / "sweep.json").write_text(json.dumps(study))
     rmtree(folder / "00000002")  # it never began
     found = read([folder])
@@ -344,21 +450,33 @@ def test_what_a_race_has_dropped_is_shown_with_how_far_it_came(tmp_path) -> None
     study["dropped"] = [{"hash": "00000005", "at_s": 4.5, "reason": "far behind"}]
     (folder / "sweep.json").write_text(json.dumps(study))
     file = folder / "00000005" / "summary.json"
-    stopped = {"status": "interrupted", "exit_reason": "interrupted", "time_s": 4.5, "time_to_target_s": None}
+    stopped = {
+        "status": "interrupted",
+        "exit_reason": "interrupted",
+        "time_s": 4.5,
+        "time_to_target_s": None,
+    }
     file.write_text(json.dumps(json.loads(file.read_text()) | stopped))
     board = ranked(folder)
     assert [row.label for row in board.rows] == ["ssp", "bsp", "asp"]
     assert board.rows[2].reached == 1
     cells = {title: cell(board.rows[2]) for title, cell in terminal.columns_of(board)}
-    assert cells["time to 90.0 % accuracy"] == "> 4.75 s", "half of the runs needs more than 4.5 s, the other 5 s"
+    assert cells["time to 90.0 % accuracy"] == "> 4.75 s", (
+        "half of the runs needs more than 4.5 s, the other 5 s"
+    )
     assert not board.ended_badly
-    assert "sync=asp seed=1 (00000005): after 4.5 s, far behind" in " ".join(answer(board).sentences)
+    assert "sync=asp seed=1 (00000005): after 4.5 s, far behind" in " ".join(
+        answer(board).sentences
+    )
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_a_narrow_terminal_loses_columns_and_no_names(tmp_path, width: int) -> None:
     file = StringIO()
-    show(Console(file=file, width=width), ranked(sweep(tmp_path, bsp=(4.0, 4.5), local_sgd=(2.0, None))))
+    show(
+        Console(file=file, width=width),
+        ranked(sweep(tmp_path, bsp=(4.0, 4.5), local_sgd=(2.0, None))),
+    )
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert any("1  local_sgd" in line or "2  local_sgd" in line for line in lines)
@@ -370,10 +488,17 @@ def test_failed_and_diverged_runs_are_listed_and_diverged_ones_count(tmp_path) -
     folder = sweep(tmp_path, bsp=(4.0, 4.0), ssp=(2.0, None))
     for name, status in (("00000003", "diverged"), ("00000001", "failed")):
         file = folder / name / "summary.json"
-        summary = json.loads(file.read_text()) | {"status": status, "exit_reason": "NaN", "time_to_target_s": None}
+        summary = json.loads(file.read_text()) | {
+            "status": status,
+            "exit_reason": "NaN",
+            "time_to_target_s": None,
+        }
         file.write_text(json.dumps(summary))
     board = ranked(folder)
-    assert {row.label: (row.reached, len(row.values)) for row in board.rows} == {"bsp": (1, 1), "ssp": (1, 2)}
+    assert {row.label: (row.reached, len(row.values)) for row in board.rows} == {
+        "bsp": (1, 1),
+        "ssp": (1, 2),
+    }
     assert sorted(out.reason for out in board.ended_badly) == ["diverged: NaN", "failed: NaN"]
 
 
@@ -384,12 +509,16 @@ def test_no_run_at_all(tmp_path) -> None:
         read([tmp_path])
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"settings": [1]}', '{"dropped": [{}]}', '{"settings": [{}]}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"settings": [1]}', '{"dropped": [{}]}', '{"settings": [{}]}']
+)
 def test_a_broken_sweep_is_left_out_and_the_others_go_on(tmp_path, content: str) -> None:
     folder = sweep(tmp_path, bsp=(4.0,))
     (folder / "sweep.json").write_text(content)
     study = read([folder, write_run(tmp_path / "run")])
-    assert [(Path(out.name).name, out.reason) for out in study.left_out] == [("sweep", "sweep.json is broken")]
+    assert [(Path(out.name).name, out.reason) for out in study.left_out] == [
+        ("sweep", "sweep.json is broken")
+    ]
     assert [run.name for run in study.runs] == ["run"]
 
 
@@ -411,6 +540,11 @@ def test_hold_counts_for_all(tmp_path) -> None:
 
 
 def test_an_environment_that_has_no_name_is_elsewhere(tmp_path) -> None:
-    lines = [({"compression": c, "cluster.bandwidth_mbit_s": "1"}, 1.0 + i) for i, c in enumerate(("topk", "none"))]
+    lines = [
+        ({"compression": c, "cluster.bandwidth_mbit_s": "1"}, 1.0 + i)
+        for i, c in enumerate(("topk", "none"))
+    ]
     write_sweep(tmp_path / "s", [*lines, ({"compression": "qsgd"}, 3.0)])
-    assert [row.environment for row in ranked(tmp_path / "s").rows] == ["bandwidth_mbit_s=1"] * 2 + ["elsewhere"]
+    assert [row.environment for row in ranked(tmp_path / "s").rows] == [
+        "bandwidth_mbit_s=1"
+    ] * 2 + ["elsewhere"]

@@ -17,7 +17,10 @@ EXCHANGE, JITTER, COMPUTE = "cluster.exchange_s", "cluster.jitter", "cluster.com
 
 def ground_of(folder: Path, times: dict[tuple[str, ...], float | None], *keys: str) -> Terrain:
     """From (sync, value of each key) -> time to target; one seed each."""
-    runs = [(dict(zip(("sync", *keys), point, strict=True)) | {"seed": "0"}, reach) for point, reach in times.items()]
+    runs = [
+        (dict(zip(("sync", *keys), point, strict=True)) | {"seed": "0"}, reach)
+        for point, reach in times.items()
+    ]
     found = terrain(rank(read([write_sweep(folder / "sweep", runs)])))
     assert found is not None
     return found
@@ -25,17 +28,29 @@ def ground_of(folder: Path, times: dict[tuple[str, ...], float | None], *keys: s
 
 def along(values: dict[str, tuple[float, float]]) -> dict[tuple[str, ...], float | None]:
     """Of two modes, the times of each at the values of one key."""
-    return {(sync, at): pair[i] for at, pair in values.items() for i, sync in enumerate(("bsp", "ssp"))}
+    return {
+        (sync, at): pair[i] for at, pair in values.items() for i, sync in enumerate(("bsp", "ssp"))
+    }
 
 
 def test_the_crossing_is_interpolated_on_logarithms(tmp_path) -> None:
-    ground = ground_of(tmp_path, along({"1": (1.0, 2.0), "4": (4.0, 2.0), "16": (16.0, 2.0)}), EXCHANGE)
+    ground = ground_of(
+        tmp_path, along({"1": (1.0, 2.0), "4": (4.0, 2.0), "16": (16.0, 2.0)}), EXCHANGE
+    )
     assert [cell.winner for cell in ground.cells.values()] == ["bsp", "ssp", "ssp"]
     change = flip(ground, (0,))
     assert change is not None
     ((axis, (start, to)),) = change.changes.items()
-    assert (axis.key, start, change.old, change.new, change.exact) == (EXCHANGE, 1.0, "bsp", "ssp", True)
-    assert to == pytest.approx(2.0)  # bsp is as slow as the exchange, on straight lines of logarithms too
+    assert (axis.key, start, change.old, change.new, change.exact) == (
+        EXCHANGE,
+        1.0,
+        "bsp",
+        "ssp",
+        True,
+    )
+    assert to == pytest.approx(
+        2.0
+    )  # bsp is as slow as the exchange, on straight lines of logarithms too
     assert change.distance == pytest.approx(math.log(2))
 
 
@@ -65,7 +80,9 @@ def test_an_axis_with_a_zero_goes_by_its_range(tmp_path) -> None:
 
 
 def test_the_base_is_what_was_written_first(tmp_path) -> None:
-    ground = ground_of(tmp_path, along({"4": (4.0, 2.0), "1": (1.0, 2.0), "16": (16.0, 2.0)}), EXCHANGE)
+    ground = ground_of(
+        tmp_path, along({"4": (4.0, 2.0), "1": (1.0, 2.0), "16": (16.0, 2.0)}), EXCHANGE
+    )
     assert ground.base == (1,)
     change = flip(ground, (1,))
     assert change is not None
@@ -85,15 +102,21 @@ def test_who_never_gets_there_loses_and_is_not_interpolated(tmp_path) -> None:
 
 
 def test_a_map_whose_winner_flips_on_the_diagonal_only(tmp_path) -> None:
-    times = {(sync, x, y): 1.0 if sync == "bsp" else 2.0 for sync in ("bsp", "ssp") for x in "12" for y in "12"}
+    times = {
+        (sync, x, y): 1.0 if sync == "bsp" else 2.0
+        for sync in ("bsp", "ssp")
+        for x in "12"
+        for y in "12"
+    }
     times["ssp", "2", "2"] = 0.5
     ground = ground_of(tmp_path, times, EXCHANGE, "cluster.step_s")
     change = flip(ground, (0, 0))
     assert change is not None
     assert [to for _, to in change.changes.values()] == [2.0, 2.0]
     assert change.distance == pytest.approx(math.hypot(math.log(2), math.log(2)))
-    assert "cluster.exchange_s from 1 to at the latest 2, a factor of 2 and cluster.step_s" in " ".join(
-        statement(ground)
+    assert (
+        "cluster.exchange_s from 1 to at the latest 2, a factor of 2 and cluster.step_s"
+        in " ".join(statement(ground))
     )
     assert figure(ground).count("<pattern") == 8
 
@@ -106,7 +129,15 @@ def test_nothing_flips_it(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("written", "number"),
-    [("0.5", 0.5), ("[1,1,4]", 4.0), ("[2, 3]", 1.5), ("mixed", None), ("[]", None), ("[0, 1]", None), ("null", None)],
+    [
+        ("0.5", 0.5),
+        ("[1,1,4]", 4.0),
+        ("[2, 3]", 1.5),
+        ("mixed", None),
+        ("[]", None),
+        ("[0, 1]", None),
+        ("null", None),
+    ],
 )
 def test_numbers_of_a_cluster(written: str, number: float | None) -> None:
     assert as_number(written) == number
@@ -114,7 +145,10 @@ def test_numbers_of_a_cluster(written: str, number: float | None) -> None:
 
 def test_the_answer_of_such_a_study_is_the_map(tmp_path) -> None:
     runs = [
-        ({"sync": sync, COMPUTE: compute, "seed": str(seed)}, 1.0 + slow * (ratio - 1) + 0.01 * seed)
+        (
+            {"sync": sync, COMPUTE: compute, "seed": str(seed)},
+            1.0 + slow * (ratio - 1) + 0.01 * seed,
+        )
         for sync, slow in (("bsp", 1.0), ("asp", 0.1))
         for compute, ratio in (("[1,1]", 1), ("[1,2]", 2), ("[1,8]", 8))
         for seed in (0, 1)
@@ -125,7 +159,9 @@ def test_the_answer_of_such_a_study_is_the_map(tmp_path) -> None:
         ("bsp", "compute=[1,2]", True),
     ]
     assert board.rows[2].against.middle == pytest.approx(math.sqrt(2 / 1.1 * 2.01 / 1.11))  # type: ignore[union-attr]
-    assert answer(board).headline.startswith("Of 3 clusters, asp wins 2, bsp wins 1, by time to 90.0 % accuracy")
+    assert answer(board).headline.startswith(
+        "Of 3 clusters, asp wins 2, bsp wins 1, by time to 90.0 % accuracy"
+    )
 
 
 def test_other_environments_are_answered_one_by_one(tmp_path) -> None:

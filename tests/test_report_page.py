@@ -1,4 +1,6 @@
-"""The page: one small offline file of well-formed figures, in which nothing that was read is taken for markup."""
+"""The page: one small offline file of well-formed figures, in which nothing that was read is taken
+for markup.
+"""
 
 import json
 import re
@@ -32,7 +34,10 @@ SECTIONS = (
 
 def study(folder: Path, cluster: tuple[str, ...] = ()) -> Path:
     runs = [
-        ({"sync": sync, **({"cluster.exchange_s": at} if at else {}), "seed": str(seed)}, reach * (1 + seed / 10))
+        (
+            {"sync": sync, **({"cluster.exchange_s": at} if at else {}), "seed": str(seed)},
+            reach * (1 + seed / 10),
+        )
         for sync, reach in (("bsp", 2.0), ("ssp", 1.0), ("asp", 3.0))
         for at in cluster or ("",)
         for seed in (0, 1)
@@ -48,7 +53,9 @@ def test_the_page_of_a_sweep(tmp_path) -> None:
     found = compare([study(tmp_path)], command="ashl compare sweep")
     assert found.report == tmp_path / "sweep" / "report.html"
     page = found.report.read_text()
-    assert [section for section in SECTIONS if f"<h2>{section}" not in page.replace("&#x27;", "'")] == []
+    assert [
+        section for section in SECTIONS if f"<h2>{section}" not in page.replace("&#x27;", "'")
+    ] == []
     assert len(figures(page)) == 8
     assert len(page) < 1_000_000
     assert not re.search(
@@ -76,11 +83,18 @@ def test_figures_and_tables_of_a_narrow_page_scroll_and_are_not_shrunk(tmp_path)
 
 
 def test_an_axis_with_one_value_has_no_panel(tmp_path) -> None:
-    settings = [{"sync": "bsp"}, {"sync": "ssp", "sync.staleness": "3"}, {"sync": "bsp", "overlap": "dear"}]
+    settings = [
+        {"sync": "bsp"},
+        {"sync": "ssp", "sync.staleness": "3"},
+        {"sync": "bsp", "overlap": "dear"},
+    ]
     runs = [(axes, 2.0 + k) for k, axes in enumerate(settings)]
     page = compare([write_sweep(tmp_path / "sweep", runs)]).report.read_text()
     panels = page[page.index("<h2>By axis") : page.index("</svg>", page.index("<h2>By axis"))]
-    assert [axis for axis in (">sync<", ">overlap<", ">sync.staleness<") if axis in panels] == [">sync<", ">overlap<"]
+    assert [axis for axis in (">sync<", ">overlap<", ">sync.staleness<") if axis in panels] == [
+        ">sync<",
+        ">overlap<",
+    ]
 
 
 def test_the_page_of_a_study_over_clusters_has_the_map(tmp_path) -> None:
@@ -91,7 +105,10 @@ def test_the_page_of_a_study_over_clusters_has_the_map(tmp_path) -> None:
 
 def test_what_was_read_is_text_and_not_markup(tmp_path) -> None:
     evil = "<script>alert('1')</script>&\"'"
-    folders = [write_run(tmp_path / f"{seed}", seed=seed, choices={"sync": evil if seed else "bsp"}) for seed in (0, 1)]
+    folders = [
+        write_run(tmp_path / f"{seed}", seed=seed, choices={"sync": evil if seed else "bsp"})
+        for seed in (0, 1)
+    ]
     bad = write_run(tmp_path / "<b>bad", status="failed", exit_reason=evil, time_to_target_s=None)
     page = compare([*folders, bad], out=tmp_path / "r.html", command=evil).report.read_text()
     assert "<script" not in page
@@ -124,26 +141,36 @@ def test_a_figure_without_its_records_is_left_out(tmp_path, lacking: str) -> Non
     folder = write_run(tmp_path / "run")
     (folder / lacking).unlink()
     page = compare([folder], out=tmp_path / "r.html").report.read_text()
-    assert ("The first rounds" in page, "Against time" in page) == (lacking[0] == "m", lacking[0] == "e")
+    assert ("The first rounds" in page, "Against time" in page) == (
+        lacking[0] == "m",
+        lacking[0] == "e",
+    )
     assert figures(page)
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path) -> None:
     folder = write_run(tmp_path / "run")
     with pytest.raises(
-        AshlError, match=r"cannot be written \(no such file or directory\); name another place with --out"
+        AshlError,
+        match=r"cannot be written \(no such file or directory\); name another place with --out",
     ):
         compare([folder], out=tmp_path / "nowhere" / "r.html")
-    with pytest.raises(AshlError, match=r"^/ cannot be written \(.*\); name another place with --out"):
+    with pytest.raises(
+        AshlError, match=r"^/ cannot be written \(.*\); name another place with --out"
+    ):
         compare([folder], out=Path("/"))
 
 
 def test_the_parts_of_a_page_that_are_new_to_it(tmp_path) -> None:
-    """Time against bytes, the crossing, the whole run, links to the runs, a table for LaTeX, dark screens."""
+    """Time against bytes, the crossing, the whole run, links to the runs, a table for LaTeX, dark
+    screens.
+    """
     folder = study(tmp_path)
     found = compare([folder])
     page = found.report.read_text()
-    assert {"Time against bytes at the target", "The whole run"} <= {figure.title for figure in found.figures}
+    assert {"Time against bytes at the target", "The whole run"} <= {
+        figure.title for figure in found.figures
+    }
     assert '<a href="00000000/">0</a>' in page
     assert "prefers-color-scheme:dark" in page
     assert page.count('fill="url(#') < 40, "printed, each hatched shape takes a hundred kilobytes"
@@ -153,7 +180,9 @@ def test_the_parts_of_a_page_that_are_new_to_it(tmp_path) -> None:
 
 
 def test_each_figure_is_a_pdf_too(tmp_path) -> None:
-    """With hatchings, clips and text; the numbers at the lines' ends are not under their white rim."""
+    """With hatchings, clips and text; the numbers at the lines' ends are not under their
+    white rim.
+    """
     if why := pdf.lacks():
         pytest.skip(why)
     found = compare([study(tmp_path)])
@@ -170,7 +199,10 @@ def test_each_figure_is_a_pdf_too(tmp_path) -> None:
 def test_without_the_library_a_sentence_says_how_to_have_pdfs(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cairosvg", None)
     found = compare([study(tmp_path)])
-    assert found.places.splitlines()[1] == 'figures as SVG; for PDF beside them pip install "ashl[pdf]"'
+    assert (
+        found.places.splitlines()[1]
+        == 'figures as SVG; for PDF beside them pip install "ashl[pdf]"'
+    )
     assert {file.suffix for file in (tmp_path / "sweep/figures").iterdir()} == {".svg"}
 
 
@@ -186,7 +218,9 @@ def test_no_other_is_better_in_both(tmp_path) -> None:
 
 def test_a_curve_ends_where_the_axis_does() -> None:
     whole = Curve((1.0, 2.0, 4.0), (0.0, 1.0, 3.0), (0.0, 0.0, 2.0), (0.0, 2.0, 4.0))
-    assert cut(whole, 3.0) == Curve((1.0, 2.0, 3.0), (0.0, 1.0, 2.0), (0.0, 0.0, 1.0), (0.0, 2.0, 3.0))
+    assert cut(whole, 3.0) == Curve(
+        (1.0, 2.0, 3.0), (0.0, 1.0, 2.0), (0.0, 0.0, 1.0), (0.0, 2.0, 3.0)
+    )
     assert cut(whole, 5.0) is whole
 
 
@@ -204,7 +238,10 @@ def test_the_mean_over_seeds_by_hand(tmp_path) -> None:
 
 def test_ticks_are_round() -> None:
     assert linear_ticks(0.0, 1.0) == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert [tick_text(tick, linear_ticks(0.0, 1.0)) for tick in linear_ticks(0.0, 1.0)][:2] == ["0.0", "0.2"]
+    assert [tick_text(tick, linear_ticks(0.0, 1.0)) for tick in linear_ticks(0.0, 1.0)][:2] == [
+        "0.0",
+        "0.2",
+    ]
     assert log_ticks(1.0, 100.0) == pytest.approx([1, 2, 5, 10, 20, 50, 100])
     assert log_ticks(1e-3, 1e3) == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10, 100, 1000])
     assert Scale(1.0, 100.0, 0.0, 10.0, log=True)(10.0) == pytest.approx(5.0)
@@ -212,11 +249,15 @@ def test_ticks_are_round() -> None:
 
 
 def test_the_report_of_one_run_tells_its_whole_story(tmp_path) -> None:
-    """Its curve ended where the best was reached, at half the run; no loss, no stage, no command was there.
+    """Its curve ended where the best was reached, at half the run; no loss, no stage, no command
+    was there.
 
     Each curve marks the stage boundaries, and its note has the names and times of all stages.
     """
-    stages = [{"name": "ahl", "start_s": 0.0, "end_s": 1.5}, {"name": "shl", "start_s": 1.5, "end_s": 4.0}]
+    stages = [
+        {"name": "ahl", "start_s": 0.0, "end_s": 1.5},
+        {"name": "shl", "start_s": 1.5, "end_s": 4.0},
+    ]
     run = write_run(tmp_path / "run", reach_s=None, target=None, end_s=4.0, stages=stages)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows[10:]:
@@ -225,7 +266,9 @@ def test_the_report_of_one_run_tells_its_whole_story(tmp_path) -> None:
     (run / "command.txt").write_text("ashl train 'run.dir=a run'\n")
     page = compare([run], out=tmp_path / "report.html").report.read_text()
     titles = ("Against time", LOSS_TITLE, "Against bytes")
-    time, loss, sent = (page.split(f"<h2>{title}</h2>")[1].split("</section>")[0] for title in titles)
+    time, loss, sent = (
+        page.split(f"<h2>{title}</h2>")[1].split("</section>")[0] for title in titles
+    )
     for figure in (time, loss):
         assert ">4<" in figure, "the axis goes to the end of the run"
         assert ">ahl<" in figure

@@ -25,7 +25,11 @@ def test_an_option_has_the_place_of_the_best_setting_with_it(tmp_path) -> None:
         ({"sync": "ssp", lr: "0.1"}, 2.0),
         ({"sync": "asp", lr: "0.1"}, None),
     )
-    assert found == {("sync", "bsp"): "1 of 4", ("sync", "ssp"): "2 of 4", ("sync", "asp"): "not reached, of 4"}
+    assert found == {
+        ("sync", "bsp"): "1 of 4",
+        ("sync", "ssp"): "2 of 4",
+        ("sync", "asp"): "not reached, of 4",
+    }
 
 
 def test_in_several_environments_it_has_its_best_and_its_worst_place(tmp_path) -> None:

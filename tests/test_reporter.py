@@ -1,4 +1,6 @@
-"""A rank's line to the monitor, through a store: what is said arrives in order, whole, and never piles up."""
+"""A rank's line to the monitor, through a store: what is said arrives in order, whole, and never
+piles up.
+"""
 
 import io
 import socket
@@ -81,7 +83,9 @@ def test_a_model_travels_in_pieces(store, reporter, monkeypatch) -> None:
         assert isinstance(record, Snapshot | UpdateShown)
         assert record.tick is not None
         assert vector is not None
-        assert torch.equal(vector, models[record.tick] * (1 if isinstance(record, Snapshot) else -1))
+        assert torch.equal(
+            vector, models[record.tick] * (1 if isinstance(record, Snapshot) else -1)
+        )
     assert [vector for _, vector in said[4:]] == [None, None]
 
 
@@ -93,17 +97,24 @@ def test_what_the_monitor_cannot_keep_up_with_is_spared(store, reporter) -> None
     reporter.snapshot(Snapshot(3, 0, final=True), torch.ones(D))
     reporter.close()
     said = [record for record, _ in received(store) if isinstance(record, Snapshot)]
-    assert [record.tick for record in said] == [*range(MAX_PENDING), None], "the last one always comes"
+    assert [record.tick for record in said] == [*range(MAX_PENDING), None], (
+        "the last one always comes"
+    )
 
 
 def test_what_a_life_that_is_over_still_says_is_not_heard(store, watchdog, monkeypatch) -> None:
     """Nor does a model that it was cut short with belong to what the next one says."""
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 1000.0)
     first, second = (
-        Reporter(store.another(), 3, rounds="all", watchdog=watchdog, incarnation=incarnation) for incarnation in (0, 1)
+        Reporter(store.another(), 3, rounds="all", watchdog=watchdog, incarnation=incarnation)
+        for incarnation in (0, 1)
     )
     uploads.upload_vector(
-        store.another(), uploads.vector_queue(Snapshot(3, 0), 0), Snapshot(3, 0), torch.zeros(D), lambda: None
+        store.another(),
+        uploads.vector_queue(Snapshot(3, 0), 0),
+        Snapshot(3, 0),
+        torch.zeros(D),
+        lambda: None,
     )
     channel = ControlChannel(store.another(), 5, D)
     try:
@@ -125,12 +136,16 @@ def test_what_a_life_that_is_over_still_says_is_not_heard(store, watchdog, monke
 def test_a_model_of_another_size_is_an_error(store, reporter) -> None:
     reporter.snapshot(Snapshot(3, 0), torch.zeros(D + 1))
     reporter.close()
-    with pytest.raises(AshlError, match=f"rank 3 handed in {D + 1} parameters where {D} were expected"):
+    with pytest.raises(
+        AshlError, match=f"rank 3 handed in {D + 1} parameters where {D} were expected"
+    ):
         received(store)
 
 
 class Line:
-    """A way to the store that may be cut: what is sent then comes no further, and no connection breaks."""
+    """A way to the store that may be cut: what is sent then comes no further, and no connection
+    breaks.
+    """
 
     def __init__(self, port: int) -> None:
         self.cut = threading.Event()
@@ -142,7 +157,10 @@ class Line:
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
-                ends = [self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._port))]
+                ends = [
+                    self._listener.accept()[0],
+                    socket.create_connection(("127.0.0.1", self._port)),
+                ]
                 self._sockets += ends
                 for a, b in (ends, ends[::-1]):
                     threading.Thread(target=self._pass_on, args=(a, b), daemon=True).start()
@@ -168,7 +186,9 @@ def line(server) -> Iterator[Line]:
 
 
 def test_a_store_that_no_longer_answers_holds_up_neither_a_rank_nor_home(line, monkeypatch) -> None:
-    """Some calls of torch's would hold all threads, and with them the watch: the run hung for good."""
+    """Some calls of torch's would hold all threads, and with them the watch: the run hung
+    for good.
+    """
     ends: list[End] = []
     monkeypatch.setattr("ashl.run.membership_listener.exit_process", ends.append)
     monkeypatch.setattr("ashl.run.control_channel.exit_process", ends.append)
@@ -192,7 +212,9 @@ def test_a_store_that_no_longer_answers_holds_up_neither_a_rank_nor_home(line, m
         assert time.monotonic() < until
         time.sleep(0.01)
     watchdog.stop()
-    assert ends[0] == End(1, "the job's store at here did not answer for 0.4 s (runtime.heartbeat_timeout_s)")
+    assert ends[0] == End(
+        1, "the job's store at here did not answer for 0.4 s (runtime.heartbeat_timeout_s)"
+    )
     assert time.monotonic() - channel.store_answered_s > 0.2
     channel.close(End(1), [])
 
@@ -209,7 +231,9 @@ def test_no_rank_speaks_for_another(store) -> None:
         received(store)
 
 
-def test_records_that_cannot_be_sent_end_the_run_with_their_reason(store, watchdog, monkeypatch) -> None:
+def test_records_that_cannot_be_sent_end_the_run_with_their_reason(
+    store, watchdog, monkeypatch
+) -> None:
     """The thread died, and after a minute the rank was said not to have been heard of."""
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 0.001)
     made = Reporter(store.another(), 3, rounds="all", watchdog=watchdog)
@@ -236,7 +260,9 @@ def test_a_full_disk_under_a_ranks_log(server, store, tmp_path, monkeypatch) -> 
     monkeypatch.setattr("sys.stderr", Full())
     monkeypatch.setattr("ashl.run.rank.train_rank", lambda *_: 1 / 0)
     plan = planned("cluster=homogeneous", "sync=asp", "runtime=local")
-    settings = RankSettings(1, "127.0.0.1", server.port, SECRET, "here", str(tmp_path), "all", log=True)
+    settings = RankSettings(
+        1, "127.0.0.1", server.port, SECRET, "here", str(tmp_path), "all", log=True
+    )
     monkeypatch.setattr("ashl.run.rank.redirect", lambda path: None)
     assert run_rank(settings, plan.to_json()).code == 1
     errors = [record for record, _ in received(store) if isinstance(record, RankError)]

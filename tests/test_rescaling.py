@@ -1,4 +1,6 @@
-"""`ashl train --resume RUN cluster.num_workers=M`: a run goes on with other workers, in a folder of its own."""
+"""`ashl train --resume RUN cluster.num_workers=M`: a run goes on with other workers, in a folder of
+its own.
+"""
 
 import fcntl
 import json
@@ -14,22 +16,31 @@ from ashl.topology import rescaling
 SHORT = ("cluster=homogeneous", "tracking=none", "tracking.events=all", "model.hidden=[8]", "-q")
 HALF = ("runtime=sim", *SHORT, "run.dir=four", "run.checkpoint_s=0.1", "cluster.num_workers=4")
 OTHER = ("cluster.num_workers=2", "run.dir=two")
-# Of n workers the i-th has every n-th sample, in their order, so that a round of 4 batches of 16 is one of 2 of 32
+# Of n workers the i-th has every n-th sample, in their order, so that a round of 4 batches of 16 is
+# one of 2 of 32
 DEALT = ("dataset.partition=interleaved", "eval.every_commits=8", "stop.epochs=0.8")
 MODES = {
     "momentum at the server": "sync=bsp optimizer.lr=0.2 optimizer.momentum=0.9",
-    "momentum alike at all, a rate that falls": "topology=all_reduce sync=bsp optimizer.lr=0.2 optimizer.momentum=0.9 "
-    "optimizer.schedule=cosine",
+    "momentum alike at all, a rate that falls": (
+        "topology=all_reduce sync=bsp optimizer.lr=0.2 optimizer.momentum=0.9 "
+        "optimizer.schedule=cosine"
+    ),
     "moments and their count": "sync=bsp optimizer=adam optimizer.lr=0.01",
-    "an outer optimizer": "sync=local_sgd sync.local_steps=1 outer=nesterov optimizer.lr=0.1 optimizer.momentum=0",
-    "an outer one, sums": "topology=all_reduce sync=local_sgd sync.local_steps=1 outer=nesterov optimizer.momentum=0",
+    "an outer optimizer": (
+        "sync=local_sgd sync.local_steps=1 outer=nesterov optimizer.lr=0.1 optimizer.momentum=0"
+    ),
+    "an outer one, sums": (
+        "topology=all_reduce sync=local_sgd sync.local_steps=1 outer=nesterov optimizer.momentum=0"
+    ),
 }
 SLOW = pytest.mark.slow
 FIRST = ("momentum at the server", "momentum alike at all, a rate that falls")
 
 
 def model(run: str) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in torch.load(f"{run}/final.pt", weights_only=True).values()])
+    return torch.cat(
+        [tensor.flatten() for tensor in torch.load(f"{run}/final.pt", weights_only=True).values()]
+    )
 
 
 def lines(path: str) -> list[dict]:
@@ -57,9 +68,18 @@ def four(workplace: Path) -> Path:
 
 
 @pytest.mark.parametrize("mode", [pytest.param(m, marks=[SLOW] * (m not in FIRST)) for m in MODES])
-def test_rounds_of_the_same_samples_make_one_trajectory_whatever_the_workers(mode: str, workplace: Path) -> None:
+def test_rounds_of_the_same_samples_make_one_trajectory_whatever_the_workers(
+    mode: str, workplace: Path
+) -> None:
     own = [*DEALT, *MODES[mode].split()]
-    train("runtime=sim", *SHORT, *own, "cluster.num_workers=2", "dataset.batch_size=32", "run.dir=whole")
+    train(
+        "runtime=sim",
+        *SHORT,
+        *own,
+        "cluster.num_workers=2",
+        "dataset.batch_size=32",
+        "run.dir=whole",
+    )
     train(*HALF, *own, "dataset.batch_size=16")
     assert (model("four") - model("whole")).abs().max() < 2e-6
     train("--resume", "four", *OTHER, "dataset.batch_size=32")
@@ -68,7 +88,9 @@ def test_rounds_of_the_same_samples_make_one_trajectory_whatever_the_workers(mod
 
 
 @pytest.mark.slow
-def test_without_its_momentum_that_trajectory_would_be_another(workplace: Path, monkeypatch) -> None:
+def test_without_its_momentum_that_trajectory_would_be_another(
+    workplace: Path, monkeypatch
+) -> None:
     own, made = [*DEALT, *MODES["momentum at the server"].split()], rescaling.rescale_states
 
     def empty(stage, state, now_s):
@@ -86,19 +108,31 @@ def test_records_go_on_in_a_folder_that_names_the_run(four: Path, workplace: Pat
     train("--resume", "four", *OTHER, "stop.steps=200")
     assert {path: path.read_bytes() for path in four.rglob("*") if path.is_file()} == before
     assert f"resumed: {four}" in Path("two/config.yaml").read_text()
-    assert "goes on from four, which had 4 workers" in json.loads(Path("two/plan.json").read_text())["notes"][-1]
+    assert (
+        "goes on from four, which had 4 workers"
+        in json.loads(Path("two/plan.json").read_text())["notes"][-1]
+    )
     ours, theirs, found = lines("two/metrics.jsonl"), lines("four/metrics.jsonl"), summary("two")
     common = [line for line in ours if line in theirs]
     assert ours[: len(common)] == common == theirs[: len(common)] != []
     for key in ("time_s", "step", "commits", "samples", "bytes_up"):
         assert [line[key] for line in ours] == sorted(line[key] for line in ours)
     assert (found["num_workers"], found["steps"], found["commits"]) == (2, 200, 200)
-    assert [sum(worker[key] for worker in found["workers"]) for key in ("steps", "commits")] == [200, 200]
+    assert [sum(worker[key] for worker in found["workers"]) for key in ("steps", "commits")] == [
+        200,
+        200,
+    ]
     for worker in found["workers"]:
-        spent = sum(worker[f"{kind}_s"] for kind in ("compute", "compress", "push", "pull", "wait", "down"))
+        spent = sum(
+            worker[f"{kind}_s"] for kind in ("compute", "compress", "push", "pull", "wait", "down")
+        )
         assert spent == pytest.approx(found["time_s"], abs=1e-9)
     assert found["bytes_up"] == pytest.approx(200 * summary("four")["bytes_up"] / 120, abs=4)
-    rounds = [(event["rank"], event["round"]) for event in lines("two/events.jsonl") if event["kind"] == "round"]
+    rounds = [
+        (event["rank"], event["round"])
+        for event in lines("two/events.jsonl")
+        if event["kind"] == "round"
+    ]
     assert len(rounds) == len(set(rounds)) == 2 * len({k for _, k in rounds})
 
 
@@ -115,7 +149,10 @@ def test_what_goes_on_so_goes_on_again_bit_for_bit(four: Path) -> None:
 
 @pytest.mark.parametrize(
     "mode",
-    ["sync=ssp compression=topk", pytest.param("sync=asp topology.pull_ratio=0.1 compression=topk", marks=SLOW)],
+    [
+        "sync=ssp compression=topk",
+        pytest.param("sync=asp topology.pull_ratio=0.1 compression=topk", marks=SLOW),
+    ],
 )
 def test_workers_at_their_own_pace(mode: str, workplace: Path) -> None:
     train(*HALF, *mode.split(), "optimizer.lr=0.02", "stop.steps=300")
@@ -128,10 +165,26 @@ def test_workers_at_their_own_pace(mode: str, workplace: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "rule", ["cr_psgd", "cr_psgd_catalyst", "adacomm", "dssp", "lb_bsp", "rescaled_asgd", "decoupled", "fedbuff"]
+    "rule",
+    [
+        "cr_psgd",
+        "cr_psgd_catalyst",
+        "adacomm",
+        "dssp",
+        "lb_bsp",
+        "rescaled_asgd",
+        "decoupled",
+        "fedbuff",
+    ],
 )
 def test_each_rule_of_a_server_goes_on(rule: str, workplace: Path) -> None:
-    own = (*HALF, f"sync={rule}", "optimizer.lr=0.02", "optimizer.momentum=0", "optimizer.weight_decay=0")
+    own = (
+        *HALF,
+        f"sync={rule}",
+        "optimizer.lr=0.02",
+        "optimizer.momentum=0",
+        "optimizer.weight_decay=0",
+    )
     train(*own, "eval.every_commits=8", "stop.epochs=3")
     train("--resume", "four", "cluster.num_workers=5", "run.dir=five", "stop.epochs=5")
     assert summary("five")["status"] == "finished"
@@ -139,7 +192,9 @@ def test_each_rule_of_a_server_goes_on(rule: str, workplace: Path) -> None:
         known, ours = lines("four/metrics.jsonl"), lines("five/metrics.jsonl")
         at = sum(line in known for line in ours)
         (a, b), (c, d) = ours[at - 2 : at], ours[at : at + 2]
-        before, after = ((y["samples"] - x["samples"]) / (y["step"] - x["step"]) for x, y in ((a, b), (c, d)))
+        before, after = (
+            (y["samples"] - x["samples"]) / (y["step"] - x["step"]) for x, y in ((a, b), (c, d))
+        )
         assert after >= before > 40
 
 
@@ -149,17 +204,25 @@ def test_a_stage_is_where_it_was(workplace: Path) -> None:
     train(*HALF, "schedule=ashl", "schedule.loss_switch=1.5", "stop.epochs=8")
     train("--resume", "four", "cluster.compute=[1,3]", "run.dir=two", "stop.epochs=10")
     before, after = summary("four")["stages"], summary("two")["stages"]
-    assert [stage["name"] for stage in after] == ["profile", "ahl", "shl"] == [stage["name"] for stage in before]
+    assert (
+        [stage["name"] for stage in after]
+        == ["profile", "ahl", "shl"]
+        == [stage["name"] for stage in before]
+    )
     assert [stage["end_s"] for stage in after[:2]] == [stage["end_s"] for stage in before[:2]]
     slow, fast = sorted(after[2]["local_steps"])
     assert (len(after[2]["local_steps"]), fast > slow) == (2, True)
 
 
 REFUSED = {
-    "cluster.num_workers=0": "cluster.num_workers=0 is not possible: should be greater than or equal to 1",
+    "cluster.num_workers=0": (
+        "cluster.num_workers=0 is not possible: should be greater than or equal to 1"
+    ),
     "cluster.num_workers=3 cluster.compute=[1,2]": "cluster.num_workers is 3",
     "cluster.num_workers=200": "shard holds 7 samples, fewer than its batch of 32",
-    "cluster.num_workers=2 optimizer.lr=1": "optimizer.lr: only stop.*, runtime and the number of workers",
+    "cluster.num_workers=2 optimizer.lr=1": (
+        "optimizer.lr: only stop.*, runtime and the number of workers"
+    ),
     "dataset.batch_size=8": "dataset.batch_size: only stop.*, runtime and the number of workers",
     "run.dir=elsewhere": "run.dir: only stop.*",
     "cluster.num_workers=4 dataset.batch_size=8": "the run in four has 4 workers already",
@@ -175,19 +238,26 @@ def test_what_cannot_be_is_refused(four: Path, capsys) -> None:
     with open(four / "metrics.jsonl", "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert main(["train", "--resume", "four", *OTHER]) == 1
-    assert capsys.readouterr().err == "ashl: another process is writing the run in four; wait for it to end.\n"
+    assert (
+        capsys.readouterr().err
+        == "ashl: another process is writing the run in four; wait for it to end.\n"
+    )
 
 
 @pytest.mark.parametrize(
     "mode",
     [
         "topology=gossip sync=d_psgd",
-        pytest.param("topology=parameter_server sync=pr_sgd_momentum", marks=SLOW),  # no plain updates
+        pytest.param(
+            "topology=parameter_server sync=pr_sgd_momentum", marks=SLOW
+        ),  # no plain updates
         pytest.param("topology=all_reduce sync=bsp overlap=merged", marks=SLOW),
         pytest.param("topology=sharded_server topology.servers=2 sync=bsp", marks=SLOW),
     ],
 )
-def test_what_has_no_meaning_for_other_workers_is_refused(mode: str, workplace: Path, capsys) -> None:
+def test_what_has_no_meaning_for_other_workers_is_refused(
+    mode: str, workplace: Path, capsys
+) -> None:
     train(*HALF, *mode.split(), "stop.steps=60", "cluster.exchange_s=null", "cluster.bandwidth_mbit_s=50",
           "cluster.latency_s=0.001")  # fmt: skip
     said = refused(capsys, "--resume", "four", *OTHER)

@@ -1,4 +1,6 @@
-"""What a job on several machines is made of: what starters say, who plays which rank, what messages go through."""
+"""What a job on several machines is made of: what starters say, who plays which rank, what messages
+go through.
+"""
 
 import json
 import os
@@ -38,9 +40,24 @@ from ashl.run.launcher_env import JobMembership, expand_nodelist, read_membershi
 from tests.conf_option import conf_option
 from tests.support import planned
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
-SRUN = {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "n[07-09]"}
-MPIRUN = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29500",
+    "LOCAL_RANK": "1",
+}
+SRUN = {
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_JOB_NODELIST": "n[07-09]",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
 
 
 @pytest.mark.parametrize(
@@ -102,11 +119,22 @@ def test_lists_of_nodes() -> None:
     assert list(expand_nodelist("r[1-2]n[01-02].x")) == ["r1n01.x", "r1n02.x", "r2n01.x", "r2n02.x"]
 
 
-# --- who plays which rank ---------------------------------------------------------------------------------------------
+# --- who plays which rank
+# ---------------------------------------------------------------------------------------------
 
 
 def process(rank: int, host: str, local_rank: int | None = None, **known: str | None) -> Hello:
-    return Hello(rank, host, f"machine of {host}", local_rank, "1", "2", "3.11", address=f"10.0.0.{host}", **known)
+    return Hello(
+        rank,
+        host,
+        f"machine of {host}",
+        local_rank,
+        "1",
+        "2",
+        "3.11",
+        address=f"10.0.0.{host}",
+        **known,
+    )
 
 
 JOB = (process(0, "a"), process(1, "a"), process(2, "b.lan"), process(3, "c"))
@@ -124,14 +152,25 @@ JOB = (process(0, "a"), process(1, "a"), process(2, "b.lan"), process(3, "c"))
         (PlacementRequest(("10.0.0.c", "b", "a"), server="a"), (3, 2, 0, 1)),
     ],
 )
-def test_workers_and_a_server_find_their_processes(wanted: PlacementRequest, found: tuple[int, ...]) -> None:
+def test_workers_and_a_server_find_their_processes(
+    wanted: PlacementRequest, found: tuple[int, ...]
+) -> None:
     assert assign_ranks(JOB, 3, 4, wanted) == found
 
 
 def test_a_server_without_a_process_of_its_own_is_a_child_of_process_0() -> None:
     assert assign_ranks(JOB, 4, 5, PlacementRequest()) == (0, 1, 2, 3, 0)
-    assert assign_ranks(JOB, 4, 5, PlacementRequest(("c", "a", "b", "a"), server="a")) == (3, 0, 2, 1, 0)
-    with pytest.raises(UsageError, match=r"names c: .* shares the node of process 0, a; start one process more, on c"):
+    assert assign_ranks(JOB, 4, 5, PlacementRequest(("c", "a", "b", "a"), server="a")) == (
+        3,
+        0,
+        2,
+        1,
+        0,
+    )
+    with pytest.raises(
+        UsageError,
+        match=r"names c: .* shares the node of process 0, a; start one process more, on c",
+    ):
         assign_ranks(JOB, 4, 5, PlacementRequest(server="c"))
 
 
@@ -143,18 +182,39 @@ def test_a_server_without_a_process_of_its_own_is_a_child_of_process_0() -> None
         ("", 2, 2, 2),
         ("", 3, 2, 2),
         ("topology=all_reduce", 2, None, 2),
-        ("", 2, None, r"2 processes make 1 worker and 1 server, .*; start 3 processes, or give cluster.num_workers=2 "),
+        (
+            "",
+            2,
+            None,
+            (
+                r"2 processes make 1 worker and 1 server, .*; start 3 processes, or give"
+                r" cluster.num_workers=2 "
+            ),
+        ),
         (
             "",
             1,
             None,
-            r"1 process makes 0 workers and 1 server, and one worker learns alone; start 3 processes, or take",
+            (
+                r"1 process makes 0 workers and 1 server, and one worker learns alone; start 3"
+                r" processes, or take"
+            ),
         ),
-        ("", 4, 2, r"the job has 4 processes, but 2 workers and a server need 3, or 2 where the server shares a node"),
+        (
+            "",
+            4,
+            2,
+            (
+                r"the job has 4 processes, but 2 workers and a server need 3, or 2 where the server"
+                r" shares a node"
+            ),
+        ),
         ("topology=gossip sync=hop", 2, None, r"2 processes make 1 worker and 1 coordinator"),
     ],
 )
-def test_how_many_workers_a_job_has(mode: str, size: int, workers: int | None, found: int | str) -> None:
+def test_how_many_workers_a_job_has(
+    mode: str, size: int, workers: int | None, found: int | str
+) -> None:
     """One worker beside a server learns alone: nobody wants that who does not say so."""
     asked = [] if workers is None else [f"cluster.num_workers={workers}"]
     config = compose(["runtime=torchrun", "cluster=real", "sync=bsp", *mode.split(), *asked], None)
@@ -177,7 +237,10 @@ def test_without_a_server_all_keep_their_order() -> None:
             PlacementRequest(("a", "d", "c")),
             r"cluster.hosts names d, and .* there are: a \(2 processes\), b.lan \(1 process\), c",
         ),
-        (PlacementRequest(("a", "c", "c")), "cluster.hosts names c for 2 workers, and the job has 1 process there"),
+        (
+            PlacementRequest(("a", "c", "c")),
+            "cluster.hosts names c for 2 workers, and the job has 1 process there",
+        ),
         (
             PlacementRequest(("a", "b", "c"), server="c"),
             "names c for 1 worker beside the server, and the job has 1 process",
@@ -194,14 +257,20 @@ def test_hosts_that_cannot_be(wanted: PlacementRequest, said: str) -> None:
 
 def test_two_machines_of_one_name() -> None:
     twins = (process(0, "pi"), process(1, "pi")._replace(machine="another", address="10.0.0.9"))
-    with pytest.raises(UsageError, match=r"several machines call .* so; take their addresses: 10.0.0.pi, "):
+    with pytest.raises(
+        UsageError, match=r"several machines call .* so; take their addresses: 10.0.0.pi, "
+    ):
         assign_ranks(twins, 2, 2, PlacementRequest(("pi", "pi")))
     assert assign_ranks(twins, 2, 2, PlacementRequest(("10.0.0.9", "10.0.0.pi"))) == (1, 0)
 
 
 @pytest.mark.parametrize(
     ("hosts", "workers", "said"),
-    [([], None, "names no host"), (["a"], 2, "has 1 entry and cluster.num_workers is 2"), (["a", "b"], 3, "2 entries")],
+    [
+        ([], None, "names no host"),
+        (["a"], 2, "has 1 entry and cluster.num_workers is 2"),
+        (["a", "b"], 3, "2 entries"),
+    ],
 )
 def test_fewer_hosts_than_workers(hosts: list[str], workers: int | None, said: str) -> None:
     with pytest.raises(UsageError, match=said):
@@ -210,22 +279,41 @@ def test_fewer_hosts_than_workers(hosts: list[str], workers: int | None, said: s
 
 
 def test_two_workers_on_one_gpu() -> None:
-    job = (process(0, "a", gpu="0"), process(1, "a", gpu="1"), process(2, "b", gpu="0"), process(3, "a", gpu="0"))
+    job = (
+        process(0, "a", gpu="0"),
+        process(1, "a", gpu="1"),
+        process(2, "b", gpu="0"),
+        process(3, "a", gpu="0"),
+    )
     check_gpus(job, (0, 1, 2), share=False)
     check_gpus(job, (0, 1, 2, 3), share=True)
-    with pytest.raises(UsageError, match=r"ranks 0 and 3 on a both take its GPU 0; .* runtime.share_gpu=true"):
+    with pytest.raises(
+        UsageError, match=r"ranks 0 and 3 on a both take its GPU 0; .* runtime.share_gpu=true"
+    ):
         check_gpus(job, (0, 1, 2, 3), share=False)
 
 
-# --- what a profile says of places ------------------------------------------------------------------------------------
+# --- what a profile says of places
+# ------------------------------------------------------------------------------------
 
 
-def profile(*hosts: str | None, server: str | None = None, bound: float | None = None, rates: tuple[float, ...] = ()):
+def profile(
+    *hosts: str | None,
+    server: str | None = None,
+    bound: float | None = None,
+    rates: tuple[float, ...] = (),
+):
     """A measured one, with the host and the rate of each worker, and the server's."""
-    known = profile_of_declared_costs(conf_option("cluster", "homogeneous", compute=[1] * len(hosts)), "mlp", 1000, 8)
+    known = profile_of_declared_costs(
+        conf_option("cluster", "homogeneous", compute=[1] * len(hosts)), "mlp", 1000, 8
+    )
     pairs = zip(known.workers, hosts, rates or (1e6,) * len(hosts), strict=True)
-    workers = [replace(w, host=host, push_bytes_s=rate, pull_bytes_s=rate) for w, host, rate in pairs]
-    return replace(known, source="measured", workers=tuple(workers), server_host=server, server_bytes_s=bound)
+    workers = [
+        replace(w, host=host, push_bytes_s=rate, pull_bytes_s=rate) for w, host, rate in pairs
+    ]
+    return replace(
+        known, source="measured", workers=tuple(workers), server_host=server, server_bytes_s=bound
+    )
 
 
 def test_workers_are_where_their_profile_has_measured_them() -> None:
@@ -236,23 +324,32 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
     check_profile(known, JOB, processes, "FILE")
     said = server_note("the server", "a", wanted, known, "FILE")
     assert said == "the server runs on host a: the process that profile=FILE leaves"
-    with pytest.raises(UsageError, match="profile=FILE has measured worker 0 on c, and here it is on a; profile again"):
+    with pytest.raises(
+        UsageError,
+        match="profile=FILE has measured worker 0 on c, and here it is on a; profile again",
+    ):
         check_profile(known, JOB, (0, 2, 3, 1), "FILE")
     with pytest.raises(
-        UsageError, match=r"profile=FILE names c for 1 worker beside the server, .*; profile again with"
+        UsageError,
+        match=r"profile=FILE names c for 1 worker beside the server, .*; profile again with",
     ):
         assign_ranks(JOB, 3, 4, wanted._replace(server="c"))
     given = PlacementRequest(("a", "a", "c"))
     assert placement_by_profile(known, JOB, given, "FILE") == given
     for elsewhere in (profile("x", "y", "z", server="x"), profile(None, None, None), None):
-        assert placement_by_profile(elsewhere, JOB, PlacementRequest(), "FILE") == PlacementRequest()
+        assert (
+            placement_by_profile(elsewhere, JOB, PlacementRequest(), "FILE") == PlacementRequest()
+        )
         check_profile(elsewhere, JOB, (0, 2, 3, 1), "FILE")
 
 
 @pytest.mark.parametrize(
     ("known", "better"),
     [
-        (profile("a", "b", "c", server="a", rates=(9e9, 25e6, 6e6)), None),  # nobody is slowed down at the server
+        (
+            profile("a", "b", "c", server="a", rates=(9e9, 25e6, 6e6)),
+            None,
+        ),  # nobody is slowed down at the server
         (profile("c", "b", "a", server="c", bound=6e6, rates=(9e9, 5.9e6, 6e6)), "a"),
         (profile("a", "b", "c", server="a", bound=125e6, rates=(9e9, 25e6, 6e6)), None),
         (profile("b", "c", bound=6e6), None),  # nobody knows where the server was
@@ -273,7 +370,8 @@ def test_a_profile_names_its_hosts() -> None:
         Profile.from_json(json.dumps(plain))
 
 
-# --- the handshake ----------------------------------------------------------------------------------------------------
+# --- the handshake
+# --------------------------------------------------------------------------------------------------
 
 
 def member(rank: int, size: int = 3) -> JobMembership:
@@ -301,18 +399,28 @@ def test_all_have_come() -> None:
         ),
         ({"ashl": "0.9"}, UsageError, "rank 1 on a has ashl 0.9 and rank 0 on a has ashl 1"),
         ({"error": "no data", "exit_code": 3}, DataMissingError, "rank 1 on a: no data"),
-        ({"plan": "other"}, UsageError, "rank 1 on a has sync=ssp and rank 0 on a has sync=bsp; give every process"),
+        (
+            {"plan": "other"},
+            UsageError,
+            "rank 1 on a has sync=ssp and rank 0 on a has sync=bsp; give every process",
+        ),
     ],
 )
 def test_what_does_not_fit_together(changed: dict, kind: type[AshlError], said: str) -> None:
     """It is told before all have come."""
-    texts = tuple(json.dumps({"limits": rank, "choices": {"sync": sync}}) for rank, sync in enumerate(("bsp", "ssp")))
+    texts = tuple(
+        json.dumps({"limits": rank, "choices": {"sync": sync}})
+        for rank, sync in enumerate(("bsp", "ssp"))
+    )
     with pytest.raises(kind, match=re.escape(said)):
         gather(JOB[0], JOB[1]._replace(**changed), texts=texts, size=3)
 
 
 def test_who_did_not_come_is_named() -> None:
-    said = r"ranks 2, 3 of the 4 processes did not come within 0.05 s \(runtime.heartbeat_timeout_s\); there are rank"
+    said = (
+        r"ranks 2, 3 of the 4 processes did not come within 0.05 s \(runtime.heartbeat_timeout_s\);"
+        r" there are rank"
+    )
     with pytest.raises(AshlError, match=said):
         gather(*JOB[:2], size=4)
 
@@ -320,7 +428,10 @@ def test_who_did_not_come_is_named() -> None:
 def test_a_rank_that_is_there_twice() -> None:
     store = AuthenticatedStore(dist.HashStore(), new_secret())
     publish_hello(store, JOB[2])
-    with pytest.raises(AshlError, match=r"a process of rank 2 is there already, on b.lan; give every process a rank"):
+    with pytest.raises(
+        AshlError,
+        match=r"a process of rank 2 is there already, on b.lan; give every process a rank",
+    ):
         publish_hello(store, JOB[2]._replace(host="x"))
 
 
@@ -335,7 +446,9 @@ def test_a_rank_that_is_there_twice() -> None:
     ],
 )
 def test_what_no_process_of_ours_says(text: str, why: str) -> None:
-    with pytest.raises(AshlError, match=rf"what rank 0 said of itself makes no sense .*{why}.*; is another program"):
+    with pytest.raises(
+        AshlError, match=rf"what rank 0 said of itself makes no sense .*{why}.*; is another program"
+    ):
         parse_hello(text, 0)
     assert parse_hello(json.dumps(JOB[0]._asdict() | {"host": "a\x1b[2J"}), 0).host == "a [2J"
 
@@ -344,7 +457,9 @@ def test_what_machines_may_have_each_its_own() -> None:
     plan = planned("cluster=homogeneous", "sync=asp", "runtime=local").to_json()
     config: dict = {"dataset": {"root": "here", "batch_size": 8}, "runtime": {"interface": "eth0"}}
     other: dict = {"dataset": {"root": "there", "batch_size": 8}, "runtime": {"interface": None}}
-    config["run"], other["run"] = ({"dir": folder, "checkpoint_s": None} for folder in ("run", None))
+    config["run"], other["run"] = (
+        {"dir": folder, "checkpoint_s": None} for folder in ("run", None)
+    )
     assert settings_in_common(config, plan) == settings_in_common(other, plan)
     often = {**config, "run": {"dir": None, "checkpoint_s": 1.0}}
     assert first_difference(settings_in_common(often, plan), settings_in_common(other, plan)) == (
@@ -372,7 +487,8 @@ def test_a_master_that_does_not_answer() -> None:
         port = free.getsockname()[1]
     job = JobMembership(1, 2, "127.0.0.1", port, None)
     with pytest.raises(
-        AshlError, match=rf"the master 127.0.0.1:{port} \(MASTER_ADDR.* 0.01 s .*: Connection refused; is"
+        AshlError,
+        match=rf"the master 127.0.0.1:{port} \(MASTER_ADDR.* 0.01 s .*: Connection refused; is",
     ):
         jobs.connect_store(job, 0.01)
 
@@ -380,17 +496,25 @@ def test_a_master_that_does_not_answer() -> None:
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=rf"the port {port} \(MASTER_PORT\) is taken on .*; choose another"):
+        with pytest.raises(
+            UsageError, match=rf"the port {port} \(MASTER_PORT\) is taken on .*; choose another"
+        ):
             jobs.connect_store(JobMembership(0, 2, "127.0.0.1", port, None), 1)
 
 
-# --- the interface ----------------------------------------------------------------------------------------------------
+# --- the interface
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def two_cards(monkeypatch) -> None:
     """A Debian machine: its own name is 127.0.1.1, and 10.0.0.7 is on eth1."""
-    there = {"lo": ["127.0.0.1", "::1"], "docker0": [], "eth0": ["192.168.0.7"], "eth1": ["10.0.0.7"]}
+    there = {
+        "lo": ["127.0.0.1", "::1"],
+        "docker0": [],
+        "eth0": ["192.168.0.7"],
+        "eth1": ["10.0.0.7"],
+    }
     monkeypatch.setattr(interface, "addresses", lambda: there)
 
 
@@ -399,9 +523,14 @@ def test_an_interface_that_is_named(two_cards, monkeypatch) -> None:
     assert interface.named("eth1") == Chosen("eth1", "10.0.0.7", "runtime.interface")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,eth1")
     assert interface.named(None) == Chosen("eth0,eth1", "192.168.0.7", "GLOO_SOCKET_IFNAME")
-    with pytest.raises(UsageError, match=r"runtime.interface=eth7, and .* 'eth7'; there are: lo, docker0, eth0, eth1"):
+    with pytest.raises(
+        UsageError,
+        match=r"runtime.interface=eth7, and .* 'eth7'; there are: lo, docker0, eth0, eth1",
+    ):
         interface.named("eth7")
-    with pytest.raises(UsageError, match="docker0 has no address; those that have one are: lo, eth0, eth1"):
+    with pytest.raises(
+        UsageError, match="docker0 has no address; those that have one are: lo, eth0, eth1"
+    ):
         interface.named("docker0")
 
 
@@ -420,9 +549,13 @@ def test_loopback_leads_to_no_other_machine(monkeypatch) -> None:
     assert interface.reaching(lo, ["127.0.1.1", None, "10.9.9.9", "10.0.0.8"]) == routes["10.0.0.8"]
     assert interface.reaching(lo, ["127.0.1.1"]) == lo
     assert interface.reaching(card, ["10.0.0.8"]) == card
-    named = Hello(0, "a", "m", None, "1", "2", "3", address="127.0.0.1", interface_by="GLOO_SOCKET_IFNAME")
+    named = Hello(
+        0, "a", "m", None, "1", "2", "3", address="127.0.0.1", interface_by="GLOO_SOCKET_IFNAME"
+    )
     jobs.check_interfaces((named, named._replace(rank=1)))
-    with pytest.raises(UsageError, match="GLOO_SOCKET_IFNAME of rank 0 on a names loopback, and rank 1 is on b"):
+    with pytest.raises(
+        UsageError, match="GLOO_SOCKET_IFNAME of rank 0 on a names loopback, and rank 1 is on b"
+    ):
         jobs.check_interfaces((named, named._replace(rank=1, host="b", machine="n")))
 
 

@@ -1,4 +1,6 @@
-"""Vectors between a device and the host: nothing is read before its copy is done, and no buffer is used before."""
+"""Vectors between a device and the host: nothing is read before its copy is done, and no buffer is
+used before.
+"""
 
 import threading
 from types import SimpleNamespace
@@ -122,7 +124,9 @@ def test_in_the_hosts_memory_nothing_is_copied() -> None:
 
     with in_host(body) as here:
         assert here.data_ptr() == body.data_ptr()
-    pair = cast(PeerConnection, SimpleNamespace(group=SimpleNamespace(send=send, recv=recv), place=0))
+    pair = cast(
+        PeerConnection, SimpleNamespace(group=SimpleNamespace(send=send, recv=recv), place=0)
+    )
     HostPayloads().send(pair, HostPayloads().placed(body))
     assert [x.data_ptr() for x in sent] == [body.data_ptr()]
     assert torch.equal(HostPayloads().recv(pair, 8, "cpu"), body)

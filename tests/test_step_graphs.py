@@ -1,4 +1,6 @@
-"""CUDA graphs of a step, with a stand-in that writes down what torch is asked for and asks it again."""
+"""CUDA graphs of a step, with a stand-in that writes down what torch is asked for and asks it
+again.
+"""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -50,7 +52,9 @@ class Recorded(TorchDispatchMode):
     def replay(self) -> None:
         self.replayed += 1
         for func, args, kwargs, before in self.calls:
-            for old, new in zip(tree_leaves(before), tree_leaves(func(*args, **kwargs)), strict=True):
+            for old, new in zip(
+                tree_leaves(before), tree_leaves(func(*args, **kwargs)), strict=True
+            ):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
@@ -65,7 +69,9 @@ class Cuda:
         self.Stream, self.CUDAGraph = partial(self.waiting, "side"), self.graph_made
 
     def waiting(self, name: str, device: str) -> Any:
-        return SimpleNamespace(name=name, wait_stream=lambda of: self.log.append(f"{name} waits for {of.name}"))
+        return SimpleNamespace(
+            name=name, wait_stream=lambda of: self.log.append(f"{name} waits for {of.name}")
+        )
 
     def current_stream(self, device: str) -> Any:
         return self.waiting("here", device)
@@ -103,7 +109,9 @@ def learner(model: str, captures: bool, **fields: Any) -> Learner:
 
 @pytest.mark.parametrize("model", ["mlp", "resnet8"])
 def test_a_replayed_step_has_the_bits_of_one_without_graphs(model: str, cuda: Cuda) -> None:
-    """Also where models, workers and batches change, and what came first is still looked at at the end."""
+    """Also where models, workers and batches change, and what came first is still looked at at the
+    end.
+    """
     small = {"hidden": [8]} if model == "mlp" else {}
     eager, graphed = learner(model, False, **small), learner(model, True, **small)
     if graphed._here.resident is None:  # a device has one whatever the size
@@ -119,7 +127,9 @@ def test_a_replayed_step_has_the_bits_of_one_without_graphs(model: str, cuda: Cu
         assert numbers([loss]) == numbers([same_loss])
         assert torch.equal(gradient, same)
     assert cuda.log == ["side waits for here", "warm-up", "here waits for side", "capture"]
-    assert [graph.replayed for graph in cuda.made] == [4]  # the third to the seventh, but for the odd one
+    assert [graph.replayed for graph in cuda.made] == [
+        4
+    ]  # the third to the seventh, but for the odd one
 
 
 def test_a_graph_reads_and_writes_where_it_did(cuda: Cuda) -> None:
@@ -153,12 +163,17 @@ def test_what_cannot_be_captured_is_said(cuda: Cuda) -> None:
     cuda.fails = "operation not permitted when stream is capturing\nand more"
     for step in range(2):
         graphed.gradient(graphed.init(), np.arange(4), 0, step)
-    with pytest.raises(UsageError, match=r"cannot be captured \(operation not .* capturing\); take runtime.graphs=off"):
+    with pytest.raises(
+        UsageError,
+        match=r"cannot be captured \(operation not .* capturing\); take runtime.graphs=off",
+    ):
         graphed.gradient(graphed.init(), np.arange(4), 0, 2)
 
 
 def test_graphs_are_of_cuda_devices() -> None:
     runtime = SimpleNamespace(device="cpu", precision="fp32", graphs="on")
-    with pytest.raises(UsageError, match=r"graphs=on captures steps of CUDA devices, and this run is on a CPU"):
+    with pytest.raises(
+        UsageError, match=r"graphs=on captures steps of CUDA devices, and this run is on a CPU"
+    ):
         device_of(runtime)
     assert device_of(SimpleNamespace(**vars(runtime) | {"graphs": "auto"})) == "cpu"

@@ -1,4 +1,6 @@
-"""Whose fault it is that a real run fails, as home sees it: what ranks say, whose process is gone, who fell silent."""
+"""Whose fault it is that a real run fails, as home sees it: what ranks say, whose process is gone,
+who fell silent.
+"""
 
 import time
 from types import SimpleNamespace
@@ -26,14 +28,32 @@ def lost(rank: int, whom: int | None = None) -> RankError:
     ("errors", "gone", "silent", "who", "what"),
     [
         ([BUG], {}, [], 2, ": ValueError: no"),
-        ([lost(0, 2), BUG], {}, [2], 2, ": ValueError: no"),  # the first to complain is not the cause
+        (
+            [lost(0, 2), BUG],
+            {},
+            [2],
+            2,
+            ": ValueError: no",
+        ),  # the first to complain is not the cause
         ([BUG], KILLED, [3], 2, ": ValueError: no"),
         ([], KILLED, [], 3, " was killed by SIGKILL"),
         ([lost(0, 3), lost(1)], KILLED, [], 3, " was killed by SIGKILL"),
         ([lost(3, 1)], {3: "ended with exit code 1"}, [1], 1, VANISHED),  # it has said why it ended
-        ([lost(0, 1), lost(2, 0)], {}, [3, 1], 1, VANISHED),  # of two that are silent, the one that is missed
+        (
+            [lost(0, 1), lost(2, 0)],
+            {},
+            [3, 1],
+            1,
+            VANISHED,
+        ),  # of two that are silent, the one that is missed
         ([lost(0), lost(2)], {}, [1], 1, VANISHED),  # sums do not know whom they miss
-        ([lost(0, 1), lost(1, 0)], {}, [], 0, ": Connection closed by peer"),  # the link between two that live
+        (
+            [lost(0, 1), lost(1, 0)],
+            {},
+            [],
+            0,
+            ": Connection closed by peer",
+        ),  # the link between two that live
         ([lost(0, 1), lost(1, 2)], {}, [0, 2], 2, VANISHED),  # who has said why is silent by right
     ],
 )
@@ -43,8 +63,13 @@ def test_the_culprit(errors, gone, silent, who, what) -> None:
 
 def test_an_error_says_whether_it_is_a_consequence_and_of_whose_end() -> None:
     assert classify_error(PeerFailedError(4, "Connection reset by peer")) == (True, 4)
-    assert classify_error(RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:4711")) == (True, None)
-    assert classify_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) == (False, None)
+    assert classify_error(
+        RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:4711")
+    ) == (True, None)
+    assert classify_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) == (
+        False,
+        None,
+    )
     wrapped = ValueError("an option of your own failed")
     wrapped.__cause__ = PeerFailedError(1)
     assert classify_error(wrapped) == (True, 1)
@@ -69,7 +94,11 @@ def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, li
         publish=lambda news: None,
     )
     plan = SimpleNamespace(num_workers=2, num_ranks=3, home=2)
-    return LivenessMonitor(plan, channel, {}, {}, lambda *_: None, True, True, **known), monitor, emitted
+    return (
+        LivenessMonitor(plan, channel, {}, {}, lambda *_: None, True, True, **known),
+        monitor,
+        emitted,
+    )
 
 
 def test_what_a_lost_worker_had_still_said_counts_once() -> None:
@@ -87,7 +116,9 @@ def test_what_a_lost_worker_had_still_said_counts_once() -> None:
 
 
 def test_a_worker_is_lost_when_its_last_words_are_heard() -> None:
-    """Else it may be lost, by home's clock, before it said them: that is behind by as much as beats came late."""
+    """Else it may be lost, by home's clock, before it said them: that is behind by as much as beats
+    came late.
+    """
     liveness, monitor, emitted = liveness_monitor()
     liveness.processes[1] = SimpleNamespace(exitcode=-9)
     liveness.clock_zero_ns = time.monotonic_ns()
@@ -102,7 +133,9 @@ def test_a_worker_is_lost_when_its_last_words_are_heard() -> None:
 
 
 def test_who_is_missed_and_silent_has_vanished() -> None:
-    """Sooner where the link is to it alone than where it is one of a team, of which that says something for a while."""
+    """Sooner where the link is to it alone than where it is one of a team, of which that says
+    something for a while.
+    """
     liveness, monitor, _ = liveness_monitor()
     liveness.handle_record(monitor, PeerUnreachable(2, 0, 0), None)
     liveness.handle_record(monitor, PeerUnreachable(2, 1, 0, alone=False), None)

@@ -33,7 +33,9 @@ def test_a_loss_is_judged_by_a_task_with_the_defaults_of_its_file(judged) -> Non
 
 @pytest.mark.parametrize("judged", [None, "clasification", 3])
 def test_a_loss_that_no_task_judges_is_refused(judged) -> None:
-    with pytest.raises(UsageError, match="judged: classification; there are classification, language_model"):
+    with pytest.raises(
+        UsageError, match="judged: classification; there are classification, language_model"
+    ):
         plain_task(functional.huber_loss, {"judged": judged})
 
 
@@ -89,18 +91,24 @@ def test_perplexity_counts_tokens_and_leaves_out_what_is_marked():
     outputs = outputs_of(learner, option, params, data.test)
     nll = functional.cross_entropy(outputs.flatten(0, 1), data.test.targets.flatten())
     assert learner.evaluate(params)["test_metric"] == pytest.approx(math.exp(nll), rel=1e-5)
-    by_accuracy = Learner(option, data, conf_option("task", "language_model", metric="accuracy"), seed=0)
+    by_accuracy = Learner(
+        option, data, conf_option("task", "language_model", metric="accuracy"), seed=0
+    )
     right = (outputs.argmax(2) == data.test.targets).sum() / (data.test.targets != -100).sum()
     found = by_accuracy.evaluate(params)
     assert found["test_accuracy"] == found["test_metric"] == pytest.approx(float(right))
 
 
 def test_the_language_model_learns_what_comes_next():
-    """The next token is the last one plus one: an embedding and a matrix can know it for certain."""
+    """The next token is the last one plus one: an embedding and a matrix can know it for
+    certain.
+    """
     drawn = torch.randint(6, (60, 1), generator=torch.Generator().manual_seed(0)) + torch.arange(9)
     split = Split(drawn[:, :-1] % 6, drawn[:, 1:] % 6)
     option = FixedModel(lambda: nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 6)))
-    learner = Learner(option, Data(split, split, (8,), 6), conf_option("task", "language_model"), seed=0)
+    learner = Learner(
+        option, Data(split, split, (8,), 6), conf_option("task", "language_model"), seed=0
+    )
     params = learner.init()
     before = learner.evaluate(params)["test_metric"]
     for step in range(60):
@@ -118,11 +126,18 @@ def test_the_language_model_learns_what_comes_next():
 )
 def test_targets_that_a_task_cannot_learn(task, data, words):
     with pytest.raises(UsageError, match=words):
-        Learner(conf_option("model", "linear"), conf_option("dataset", data).load(), conf_option("task", task), seed=0)
+        Learner(
+            conf_option("model", "linear"),
+            conf_option("dataset", data).load(),
+            conf_option("task", task),
+            seed=0,
+        )
 
 
 def test_the_best_evaluation_is_that_with_the_best_metric():
-    """Where lower is better, the lowest; where there is none, the one with the lowest loss; what is no number never."""
+    """Where lower is better, the lowest; where there is none, the one with the lowest loss; what is
+    no number never.
+    """
 
     def found(metric, loss, higher):
         return Evaluation(
@@ -142,7 +157,12 @@ def test_a_text_is_cut_into_samples_whose_targets_are_one_character_on(tmp_path)
     path = tmp_path / "text.txt"
     path.write_text("abcdefghij" * 30, encoding="utf-8")
     data = conf_option("dataset", "text", path=str(path), sequence_length=7).load()
-    assert (len(data.train), len(data.test), data.sample_shape, data.num_classes) == (38, 4, (7,), 10)
+    assert (len(data.train), len(data.test), data.sample_shape, data.num_classes) == (
+        38,
+        4,
+        (7,),
+        10,
+    )
     inputs, targets = data.train.batch(np.arange(38))
     assert inputs.flatten().tolist() == [place % 10 for place in range(266)]
     assert torch.equal(targets, (inputs + 1) % 10)
@@ -175,8 +195,22 @@ def test_the_transformer_learns_a_text_and_looks_at_nothing_that_comes_later(tmp
 
 
 def test_a_metric_has_a_name_of_its_own_in_the_records():
-    names = {"mae": "mae", "": "", "accuracy": "accuracy", "loss": "loss_metric", "Acc": "Acc_metric"}
-    names |= {"acc@5(top)": "acc_5_top_", "../x": "_x", "...": "metric", "F1 score": "F1 score", "größe": "gr__e"}
+    names = {
+        "mae": "mae",
+        "": "",
+        "accuracy": "accuracy",
+        "loss": "loss_metric",
+        "Acc": "Acc_metric",
+    }
+    names |= {
+        "acc@5(top)": "acc_5_top_",
+        "../x": "_x",
+        "...": "metric",
+        "F1 score": "F1 score",
+        "größe": "gr__e",
+    }
     assert {name: recorded_name(name) for name in names} == names
     assert renamed("mae") == ()
-    assert renamed("loss") == ("the metric 'loss' is recorded as 'loss_metric', as test/loss_metric",)
+    assert renamed("loss") == (
+        "the metric 'loss' is recorded as 'loss_metric', as test/loss_metric",
+    )

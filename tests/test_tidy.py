@@ -1,4 +1,6 @@
-"""Check layering, single homes of heavy libraries, and that code and option files mirror each other."""
+"""Check layering, single homes of heavy libraries, and that code and option files mirror each
+other.
+"""
 
 import ast
 import graphlib
@@ -39,9 +41,24 @@ LEVELS = (
     {"advice"},
     {"cli", "__init__", "__main__"},  # the front doors
 )
-ROOT_MODULES = {"__init__", "__main__", "errors", "option", "size_only"}  # what may lie loose in ashl/
+ROOT_MODULES = {
+    "__init__",
+    "__main__",
+    "errors",
+    "option",
+    "size_only",
+}  # what may lie loose in ashl/
 HEIGHTS = {unit: height for height, level in enumerate(LEVELS) for unit in level}
-ALGORITHMS = ("sync", "aggregate", "outer", "overlap", "topology", "compression", "planner", "schedule")
+ALGORITHMS = (
+    "sync",
+    "aggregate",
+    "outer",
+    "overlap",
+    "topology",
+    "compression",
+    "planner",
+    "schedule",
+)
 CITED = ("sync", "aggregate", "outer", "overlap", "topology", "compression", "planner", "task")
 FOLDERS = {"dataset": "data"}  # a group whose code lies in a folder of another name
 PRESETS = ("experiment", "debug")
@@ -59,7 +76,11 @@ HOMES = {
     "jinja2": ("ashl/export/",),
     "torch.distributed": ("ashl/runtime/", "ashl/run/", "cli/doctor.py"),
     "typer": ("cli/",),
-    "time": ("ashl/runtime/", "ashl/tracking/", "ashl/run/"),  # the experiment's clock, host seconds
+    "time": (
+        "ashl/runtime/",
+        "ashl/tracking/",
+        "ashl/run/",
+    ),  # the experiment's clock, host seconds
     "datetime": ("ashl/runtime/", "ashl/tracking/", "ashl/run/"),
     "random": ("ashl/learn/device.py",),
     "asyncio": (),
@@ -103,7 +124,9 @@ def nodes(file: Path) -> tuple[ast.AST, ...]:
 
 @cache
 def imports(file: Path) -> tuple[str, ...]:
-    """Every dotted name that a file imports, wherever in the file; `from a import b` gives `a.b`."""
+    """Every dotted name that a file imports, wherever in the file; `from a import b` gives
+    `a.b`.
+    """
     found: list[str] = []
     for node in nodes(file):
         if isinstance(node, ast.Import):
@@ -122,7 +145,9 @@ def unit(file: Path) -> str:
 
 
 def known(module: str) -> str:
-    """The name in `LEVELS` of a module: its folder in ashl/ or the file itself, or cli; "" for `ashl` alone."""
+    """The name in `LEVELS` of a module: its folder in ashl/ or the file itself, or cli; "" for
+    `ashl` alone.
+    """
     parts = module.removeprefix("ashl.").split(".")
     return next((unit for unit in (".".join(parts[:2]), parts[0]) if unit in HEIGHTS), "")
 
@@ -139,8 +164,12 @@ def test_imports_point_downwards() -> None:
 
 @pytest.mark.parametrize("package", HOMES)
 def test_one_home(package: str) -> None:
-    strangers = [file for file in files("ashl", "cli") if not name(file).startswith(HOMES[package] or ("-",))]
-    assert not [name(file) for file in strangers if any(within(module, package) for module in imports(file))]
+    strangers = [
+        file for file in files("ashl", "cli") if not name(file).startswith(HOMES[package] or ("-",))
+    ]
+    assert not [
+        name(file) for file in strangers if any(within(module, package) for module in imports(file))
+    ]
 
 
 def test_algorithms_know_the_node_and_nothing_else_of_the_runtime() -> None:
@@ -148,7 +177,8 @@ def test_algorithms_know_the_node_and_nothing_else_of_the_runtime() -> None:
         f"{name(file)} imports {module}"
         for file in files(*(f"ashl/{folder}" for folder in ALGORITHMS))
         for module in imports(file)
-        if within(module, "ashl.runtime") and not any(within(module, seen) for seen in SEEN_BY_ALGORITHMS)
+        if within(module, "ashl.runtime")
+        and not any(within(module, seen) for seen in SEEN_BY_ALGORITHMS)
     ]
     assert not wrong
 
@@ -172,12 +202,23 @@ def test_no_circle_of_files() -> None:
     """Also not through imports that only type checkers see."""
     modules = {module_of(file): file for file in files("ashl", "cli")}
     arrows = {
-        module: {parent for name in imports(file) for parent in (name, name.rpartition(".")[0]) if parent in modules}
+        module: {
+            parent
+            for name in imports(file)
+            for parent in (name, name.rpartition(".")[0])
+            if parent in modules
+        }
         for module, file in modules.items()
     }
     packages = {module for module, file in modules.items() if file.stem == "__init__"}
-    graph = {module: found - {module} - packages for module, found in arrows.items() if module not in packages}
-    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the files
+    graph = {
+        module: found - {module} - packages
+        for module, found in arrows.items()
+        if module not in packages
+    }
+    tuple(
+        graphlib.TopologicalSorter(graph).static_order()
+    )  # raises CycleError, which names the files
 
 
 def module_of(file: Path) -> str:
@@ -210,12 +251,15 @@ def test_no_global_random_state() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     speechless = [
-        name(file) for file in files("ashl", "cli") if file.stat().st_size and not ast.get_docstring(tree(file))
+        name(file)
+        for file in files("ashl", "cli")
+        if file.stat().st_size and not ast.get_docstring(tree(file))
     ]
     assert not speechless
 
 
-# --- code and configuration mirror each other -------------------------------------------------------------------------
+# --- code and configuration mirror each other
+# -------------------------------------------------------------------------
 
 
 @cache
@@ -230,7 +274,10 @@ def classes() -> dict[str, ast.ClassDef]:
 
 
 def is_option(node: ast.ClassDef) -> bool:
-    return any(isinstance(decorator, ast.Name) and decorator.id == "option" for decorator in node.decorator_list)
+    return any(
+        isinstance(decorator, ast.Name) and decorator.id == "option"
+        for decorator in node.decorator_list
+    )
 
 
 def fields(dotted: str) -> set[str]:
@@ -248,11 +295,17 @@ def fields(dotted: str) -> set[str]:
     return own
 
 
-OPTIONS = [(group, option, file) for group, options in catalog().items() for option, file in options.items()]
+OPTIONS = [
+    (group, option, file)
+    for group, options in catalog().items()
+    for option, file in options.items()
+]
 OBJECTS = [(group, option, file) for group, option, file in OPTIONS if group not in PRESETS]
 
 
-@pytest.mark.parametrize(("group", "option", "file"), OBJECTS, ids=lambda value: str(value).rpartition("/")[2])
+@pytest.mark.parametrize(
+    ("group", "option", "file"), OBJECTS, ids=lambda value: str(value).rpartition("/")[2]
+)
 def test_option_file_mirrors_its_class(group: str, option: str, file: Path) -> None:
     dotted = target(file)
     assert dotted in classes(), f"{name(file)} names {dotted}, which does not exist"
@@ -262,7 +315,11 @@ def test_option_file_mirrors_its_class(group: str, option: str, file: Path) -> N
 
 
 def test_a_catalogue_holds_methods_and_its_contract_only() -> None:
-    modules = [file for file in (ROOT / "ashl/compression").glob("*.py") if file.stem not in ("__init__", "contract")]
+    modules = [
+        file
+        for file in (ROOT / "ashl/compression").glob("*.py")
+        if file.stem not in ("__init__", "contract")
+    ]
     methods = {target(file).split(".")[2] for file in catalog()["compression"].values()}
     assert {file.stem for file in modules} == methods
 
@@ -279,7 +336,10 @@ def test_every_option_class_has_a_file() -> None:
     parts = {  # what is inherited from, or the type of a field of another option
         used.id
         for node in classes().values()
-        for part in [*node.bases, *(field.annotation for field in node.body if isinstance(field, ast.AnnAssign))]
+        for part in [
+            *node.bases,
+            *(field.annotation for field in node.body if isinstance(field, ast.AnnAssign)),
+        ]
         for used in ast.walk(part)
         if isinstance(used, ast.Name)
     }
@@ -289,10 +349,15 @@ def test_every_option_class_has_a_file() -> None:
         for dotted, node in classes().items()
         if is_option(node) and node.name not in parts and ".".join(dotted.split(".")[:2]) in groups
     }
-    assert orphans - chosen == {"ashl.cluster.spec.Measured", *STANDS_IN}  # which planning makes of a profile
+    assert orphans - chosen == {
+        "ashl.cluster.spec.Measured",
+        *STANDS_IN,
+    }  # which planning makes of a profile
 
 
-@pytest.mark.parametrize("file", [ROOT / "conf/config.yaml", *(file for _, _, file in OBJECTS)], ids=name)
+@pytest.mark.parametrize(
+    "file", [ROOT / "conf/config.yaml", *(file for _, _, file in OBJECTS)], ids=name
+)
 def test_every_parameter_has_a_comment(file: Path) -> None:
     assert [parameter.key for parameter in parameters(file) if not parameter.comment] == []
 
@@ -301,23 +366,39 @@ def test_every_parameter_has_a_comment(file: Path) -> None:
 def test_an_algorithm_names_its_source(file: Path) -> None:
     if any(is_option(node) for node in tree(file).body if isinstance(node, ast.ClassDef)):
         text = ast.get_docstring(tree(file)) or ""
-        assert re.search(r"Sources?:|arXiv|\b(19|20)\d\d\b", text), "say in the module's docstring where it is from"
+        assert re.search(r"Sources?:|arXiv|\b(19|20)\d\d\b", text), (
+            "say in the module's docstring where it is from"
+        )
 
 
 def test_packages_are_listed() -> None:
-    """setuptools cannot find packages in two places at once, so that pyproject.toml lists them by hand."""
+    """setuptools cannot find packages in two places at once, so that pyproject.toml lists them by
+    hand.
+    """
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    found = {folder.parent.relative_to(ROOT).as_posix() for top in ("ashl", "cli", "conf") for folder in files(top)}
+    found = {
+        folder.parent.relative_to(ROOT).as_posix()
+        for top in ("ashl", "cli", "conf")
+        for folder in files(top)
+    }
     dotted = {folder.replace("/", ".") for folder in found}
-    assert {package if within(package, "ashl") else f"ashl.{package}" for package in dotted} == set(listed)
+    assert {package if within(package, "ashl") else f"ashl.{package}" for package in dotted} == set(
+        listed
+    )
     folders = [folder for folder in (ROOT / "conf").glob("[!_]*/") if folder.is_dir()]
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
 
 
 def test_files_beside_the_code_are_package_data() -> None:
     """A file that no pattern names is missing in the wheel."""
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    beside = {path for path in (ROOT / "ashl").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]
+    beside = {
+        path
+        for path in (ROOT / "ashl").rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
     for package, globs in patterns.items():
         folder = "ashl/**" if package == "*" else package.replace(".", "/")
         beside -= {path for pattern in globs for path in ROOT.glob(f"{folder}/{pattern}")}

@@ -1,4 +1,6 @@
-"""The record files: what was recorded can be read back, whatever happened to the run or to the disk."""
+"""The record files: what was recorded can be read back, whatever happened to the run or to the
+disk.
+"""
 
 import errno
 import gzip
@@ -60,14 +62,18 @@ def test_what_is_recorded_can_be_read_back(tmp_path):
     events = list(jsonl.read(tmp_path / "events.jsonl"))
     assert len(events) == 16
     assert events[0] == round_record(0, 0)
-    assert list(jsonl.read(tmp_path / "metrics.jsonl")) == [{"time_s": 1.5, "step": 15, "test/acc": 0.5}]
+    assert list(jsonl.read(tmp_path / "metrics.jsonl")) == [
+        {"time_s": 1.5, "step": 15, "test/acc": 0.5}
+    ]
     assert json.loads((tmp_path / "summary.json").read_text()) == SUMMARY
     assert not list(tmp_path.glob("*.part"))
 
 
 def test_what_is_no_number_becomes_null(tmp_path):
     recorder = Recorder(tmp_path, "none")
-    recorder.metric({"a": math.nan, "b": [math.inf, 1.0], "c": np.float32("nan"), "d": np.int64(3), "e": "é"})
+    recorder.metric(
+        {"a": math.nan, "b": [math.inf, 1.0], "c": np.float32("nan"), "d": np.int64(3), "e": "é"}
+    )
     recorder.metric({"a": np.float32(0.5), "b": np.arange(2)})
     recorder.close({"final": {"loss": -math.inf}})
     assert list(jsonl.read(tmp_path / "metrics.jsonl")) == [
@@ -94,12 +100,18 @@ def test_sampling_keeps_the_start_and_grows_with_the_logarithm():
 @pytest.mark.parametrize("rounds", get_args(Rounds))
 def test_of_rounds_that_nobody_keeps_no_record_is_made(rounds):
     emitted = []
-    ctx = RankContext(SimpleNamespace(observer=SimpleNamespace(rounds=rounds, emit=emitted.append)), 0)
+    ctx = RankContext(
+        SimpleNamespace(observer=SimpleNamespace(rounds=rounds, emit=emitted.append)), 0
+    )
     for number in range(1100):
         ctx.time_accounting.attribute_until("compute", number + 1)
         ctx.record_round(0, number, 1, 0, dropped=False, loss=0.5)
-    assert [record.round for record in emitted] == [k for k in range(1100) if is_recorded(rounds, k)]
-    assert [record.spans_ns for record in emitted] == [[("compute", r.round, r.round + 1)] for r in emitted]
+    assert [record.round for record in emitted] == [
+        k for k in range(1100) if is_recorded(rounds, k)
+    ]
+    assert [record.spans_ns for record in emitted] == [
+        [("compute", r.round, r.round + 1)] for r in emitted
+    ]
     assert ctx.steps == 1100  # counted nevertheless
 
 
@@ -119,7 +131,9 @@ def test_a_folder_that_cannot_be_written_to_is_named():
 def test_a_full_disk_leaves_whole_lines(tmp_path):
     recorder = Recorder(tmp_path, "all")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # beyond it, writes are cut short and then refused
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (10_000, limits[1])
+    )  # beyond it, writes are cut short and then refused
     written, failure = 0, None
     try:
         while failure is None:
@@ -163,11 +177,10 @@ def test_a_summary_is_whole_or_absent(tmp_path, monkeypatch):
 
 def test_a_killed_writer_leaves_whole_lines(tmp_path):
     code = (
-        "import itertools, sys; from pathlib import Path; from ashl.tracking.recorder import Recorder\n"
-        "recorder = Recorder(Path(sys.argv[1]), 'all')\n"
-        "for k in itertools.count():\n"
-        "    recorder.event({'kind': 'round', 'round': k, 'pad': 'x' * (k % 997)})\n"
-        "    if k == 100: print(flush=True)\n"
+        "import itertools, sys; from pathlib import Path; from ashl.tracking.recorder import"
+        " Recorder\nrecorder = Recorder(Path(sys.argv[1]), 'all')\nfor k in itertools.count():\n   "
+        " recorder.event({'kind': 'round', 'round': k, 'pad': 'x' * (k % 997)})\n    if k == 100:"
+        " print(flush=True)\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
     assert child.stdout is not None
@@ -195,23 +208,31 @@ def test_readers_leave_a_cut_line_out(tmp_path):
 def test_equal_runs_have_equal_traces(tmp_path):
     record_run(tmp_path / "first")
     record_run(tmp_path / "elsewhere and later")
-    first, second = ((tmp_path / name / "trace.json.gz").read_bytes() for name in ("first", "elsewhere and later"))
+    first, second = (
+        (tmp_path / name / "trace.json.gz").read_bytes()
+        for name in ("first", "elsewhere and later")
+    )
     assert first == second
 
 
 def test_the_trace_is_in_chromes_format(tmp_path):
     record_run(tmp_path)
     found = entries(tmp_path)
-    names = {entry["tid"]: entry["args"]["name"] for entry in found if entry["name"] == "thread_name"}
+    names = {
+        entry["tid"]: entry["args"]["name"] for entry in found if entry["name"] == "thread_name"
+    }
     assert names == {0: "worker 0", 1: "worker 1", 2: "server"}
     slices = [entry for entry in found if entry["ph"] == "X"]
     assert len(slices) == 15 * 5
-    assert all(entry["dur"] >= 0 and {"name", "pid", "tid", "ts"} <= entry.keys() for entry in slices)
+    assert all(
+        entry["dur"] >= 0 and {"name", "pid", "tid", "ts"} <= entry.keys() for entry in slices
+    )
     for outer in (entry for entry in slices if entry["name"].startswith("round")):
         inner = [
             entry
             for entry in slices
-            if entry["tid"] == outer["tid"] and outer["ts"] <= entry["ts"] < outer["ts"] + outer["dur"]
+            if entry["tid"] == outer["tid"]
+            and outer["ts"] <= entry["ts"] < outer["ts"] + outer["dur"]
         ]
         assert [entry["name"] for entry in inner[1:]] == ["compute", "push", "wait", "pull"]
         assert sum(entry["dur"] for entry in inner[1:]) == pytest.approx(outer["dur"], abs=1e-6)

@@ -38,8 +38,21 @@ def frame(host_s: float, num_workers: int = 2, metric: tuple[str, float] | None 
 
 
 def summary(**changes: object) -> dict:
-    worker = {"steps": 500, "compute_s": 6.0, "compress_s": 0.0, "push_s": 1.0, "pull_s": 1.0, "wait_s": 2.0}
-    worker |= {"down_s": 0.0, "bytes_up": 5e6, "bytes_down": 5e6, "staleness_mean": 1.25, "staleness_max": 3}
+    worker = {
+        "steps": 500,
+        "compute_s": 6.0,
+        "compress_s": 0.0,
+        "push_s": 1.0,
+        "pull_s": 1.0,
+        "wait_s": 2.0,
+    }
+    worker |= {
+        "down_s": 0.0,
+        "bytes_up": 5e6,
+        "bytes_down": 5e6,
+        "staleness_mean": 1.25,
+        "staleness_max": 3,
+    }
     return {
         "name": "demo",
         "status": "finished",
@@ -79,7 +92,8 @@ def test_a_pipe_gets_a_plain_line_every_two_seconds():
     lines = text(console).splitlines()
     assert len(lines) == 3
     assert set(lines) == {
-        "time 1 min 15 s  steps 12,345  ETA 8 s  accuracy 93.1 % of 97.0 %  loss 0.123  samples/s 7,890  waiting 12.5 %"
+        "time 1 min 15 s  steps 12,345  ETA 8 s  accuracy 93.1 % of 97.0 %  loss 0.123  samples/s"
+        " 7,890  waiting 12.5 %"
     }
 
 
@@ -119,7 +133,11 @@ def test_a_task_without_accuracy_is_told_by_its_own_metric():
     with Progress(console, name="demo") as progress:
         progress.update(frame(0.0, metric=("perplexity", 21.37)))
     assert "perplexity 21.4  loss 0.123" in text(console)
-    shown = ending(summary(final={"test_metric": 0.141, "train_loss": 0.2}, metric="mae", time_to_target_s=None))
+    shown = ending(
+        summary(
+            final={"test_metric": 0.141, "train_loss": 0.2}, metric="mae", time_to_target_s=None
+        )
+    )
     assert shown == "finished after 10 s, mae 0.141"
 
 
@@ -141,7 +159,7 @@ def test_the_outcome_fits_80_columns_but_for_what_is_copied():
     assert "target    97.0 % reached after 8 s" in lines
     assert f"run folder  {Path('runs/demo')}" in lines
     assert lines[-1] == "MLflow      ashl ui runs/demo"
-    (row, _) = (line.split() for line in lines if " 500 " in line)
+    row, _ = (line.split() for line in lines if " 500 " in line)
     assert " ".join(row) == "0 500 60 % 10 % 10 % 20 % 1.25 3 5 MB"
     assert all(len(line) <= 80 for line in lines[:-2])
 
@@ -151,7 +169,14 @@ def test_the_table_of_workers_cuts_no_word_and_no_number(width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
     shares = {f"{part}_s": 1.0 for part in screen.SHARES}
     worker = summary()["workers"][0] | shares | {"steps": 12345, "bytes_up": 2.11e6}
-    profile = {"name": "profile", "start_s": 0.0, "end_s": 5.0, "steps": 0, "wait_share": 0.5, "wait_s": [0.5, 0.5]}
+    profile = {
+        "name": "profile",
+        "start_s": 0.0,
+        "end_s": 5.0,
+        "steps": 0,
+        "wait_share": 0.5,
+        "wait_s": [0.5, 0.5],
+    }
     stage = profile | {"profiling": True, "exit_reason": "plan", "until": {}}
     outcome(console, summary(workers=[worker, worker], stages=[stage]), Path("runs/demo"), None)
     said = text(console)
@@ -174,20 +199,31 @@ def test_a_loss_that_nobody_has_computed_is_a_dash() -> None:
 @pytest.mark.parametrize("status", ["failed", "diverged", "interrupted"])
 def test_a_run_that_ended_early_has_an_outcome_too(status):
     console = pipe()
-    outcome(console, {"name": "demo", "status": status, "exit_reason": None}, Path("runs/demo"), None)
+    outcome(
+        console, {"name": "demo", "status": status, "exit_reason": None}, Path("runs/demo"), None
+    )
     assert text(console).startswith(f"demo {status}\n")
     assert "MLflow" not in text(console)
 
 
 def test_numbers_as_people_write_them():
-    assert [screen.number(value) for value in (None, 3, 12345.6, 0.012345)] == ["-", "3", "12,346", "0.0123"]
+    assert [screen.number(value) for value in (None, 3, 12345.6, 0.012345)] == [
+        "-",
+        "3",
+        "12,346",
+        "0.0123",
+    ]
     assert [screen.seconds(value) for value in (None, 0.25, 125.0, 11_220.0)] == [
         "-",
         "0.25 s",
         "2 min 05 s",
         "3 h 07 min",
     ]
-    assert [screen.megabytes(value) for value in (None, 27_400_000, 1_234_000_000)] == ["-", "27.4 MB", "1,234 MB"]
+    assert [screen.megabytes(value) for value in (None, 27_400_000, 1_234_000_000)] == [
+        "-",
+        "27.4 MB",
+        "1,234 MB",
+    ]
     assert [screen.percent(value) for value in (None, 0.5)] == ["-", "50.0 %"]
 
 
@@ -195,5 +231,7 @@ def test_numbers_as_people_write_them():
 def test_how_long_processes_took_to_start_does_not_count(virtual: bool, eta_s: float) -> None:
     """A quarter of 8 s is done, 10 s after the command was typed."""
     beat = Heartbeat(0, 2 * 10**9, 5, None, None, dict.fromkeys(KINDS, 0), 0, 0, {})
-    shown = view(planned("sync=bsp", "stop.seconds=8"), 0, None, [beat], (), 1437, None, None, 10.0, virtual)
+    shown = view(
+        planned("sync=bsp", "stop.seconds=8"), 0, None, [beat], (), 1437, None, None, 10.0, virtual
+    )
     assert shown.eta_host_s == eta_s

@@ -1,4 +1,6 @@
-"""MLflow as a copy: what arrives there, and that a run never suffers from a store that is away. Read back by SQLite."""
+"""MLflow as a copy: what arrives there, and that a run never suffers from a store that is away.
+Read back by SQLite.
+"""
 
 import re
 import sqlite3
@@ -20,7 +22,15 @@ CONFIG = {
     "sync": {"_target_": "ashl.sync.ssp.SSP", "staleness": 3},
     "cluster": {"_target_": "ashl.cluster.spec.Cluster", "compute": [1.0, 2.0]},
 }
-METRICS = {"time_s": 0.5, "host_s": 0.1, "step": 40, "commits": 40, "train/loss": 1.5, "wait/w0": 0.25, "time/s": 0.5}
+METRICS = {
+    "time_s": 0.5,
+    "host_s": 0.1,
+    "step": 40,
+    "commits": 40,
+    "train/loss": 1.5,
+    "wait/w0": 0.25,
+    "time/s": 0.5,
+}
 METRICS |= {"measure/grad_norm": 4.5}
 
 
@@ -45,20 +55,26 @@ def begin(run_dir: Path, store: Path) -> tuple[Recorder, mlflow.Writer]:
     recorder = Recorder(run_dir, "all")
     (run_dir / "config.yaml").write_text("seed: 7\n")
     tags = {"ashl.kind": "train"}
-    writer = mlflow.start(run_dir, store=store, experiment="ashl", run_name=run_dir.name, params=CONFIG, tags=tags)
+    writer = mlflow.start(
+        run_dir, store=store, experiment="ashl", run_name=run_dir.name, params=CONFIG, tags=tags
+    )
     recorder.metric(METRICS | {"test/acc": 0.25})
     recorder.metric(METRICS | {"time_s": 1.0, "step": 80, "test/acc": None, "time/s": 1.0})
     return recorder, writer
 
 
-def end(begun: tuple[Recorder, mlflow.Writer], status: str = "finished") -> tuple[str | None, str | None]:
+def end(
+    begun: tuple[Recorder, mlflow.Writer], status: str = "finished"
+) -> tuple[str | None, str | None]:
     recorder, writer = begun
     recorder.close(summary(status))
     return mlflow.finish(writer, timeout_s=60.0)
 
 
 def query(store: Path, sql: str) -> list[tuple]:
-    with closing(sqlite3.connect(f"{(store / 'mlflow.db').as_uri()}?mode=ro", uri=True, timeout=10.0)) as connection:
+    with closing(
+        sqlite3.connect(f"{(store / 'mlflow.db').as_uri()}?mode=ro", uri=True, timeout=10.0)
+    ) as connection:
         return connection.execute(sql).fetchall()
 
 
@@ -79,7 +95,9 @@ def statuses(store: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Path:
-    """A store that three writers began on at once when it was fresh; one of them was killed, and reaped by a fourth."""
+    """A store that three writers began on at once when it was fresh; one of them was killed, and
+    reaped by a fourth.
+    """
     runs = tmp_path_factory.mktemp("the runs")  # a blank in its name
     ends = {"good": "finished", "stopped": "interrupted"}
     begun = {name: begin(runs / name, runs) for name in ends}
@@ -93,7 +111,9 @@ def store(tmp_path_factory) -> Path:
     for name, status in ends.items():
         link, warning = end(begun[name], status)
         assert warning is None
-        assert str(link).startswith("http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning&")
+        assert str(link).startswith(
+            "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning&"
+        )
     died, writer = begin(runs / "died", runs)
     assert mlflow.finish(writer)[1] is None  # as at the death of its process: no summary yet
     for late in (recorder, died):
@@ -118,7 +138,9 @@ def test_the_page_opens_on_the_view_of_the_last_run(store):
 
 
 def test_what_arrives(store):
-    ((run_id, artifacts),) = query(store, "SELECT run_uuid, artifact_uri FROM runs WHERE name = 'good'")
+    ((run_id, artifacts),) = query(
+        store, "SELECT run_uuid, artifact_uri FROM runs WHERE name = 'good'"
+    )
     tags = dict(query(store, f"SELECT key, value FROM tags WHERE run_uuid = '{run_id}'"))
     assert tags["ashl.kind"] == "train"
     assert tags["ashl.status"] == "finished"
@@ -131,7 +153,9 @@ def test_what_arrives(store):
         "cluster": "spec",
         "cluster.compute": "[1.0, 2.0]",
     }
-    history = query(store, f"SELECT key, step, value FROM metrics WHERE run_uuid = '{run_id}' AND step > 0")
+    history = query(
+        store, f"SELECT key, step, value FROM metrics WHERE run_uuid = '{run_id}' AND step > 0"
+    )
     assert set(history) == {
         ("test/acc", 40, 0.25),
         ("train/loss", 40, 1.5),
@@ -143,7 +167,9 @@ def test_what_arrives(store):
         ("time/s", 40, 0.5),
         ("time/s", 80, 1.0),
     }
-    finals = dict(query(store, f"SELECT key, value FROM metrics WHERE run_uuid = '{run_id}' AND step = 0"))
+    finals = dict(
+        query(store, f"SELECT key, value FROM metrics WHERE run_uuid = '{run_id}' AND step = 0")
+    )
     assert finals == {
         "final/time_s": 3.0,
         "final/num_workers": 1.0,
@@ -156,7 +182,11 @@ def test_what_arrives(store):
     }
     folder = Path(urllib.request.url2pathname(artifacts.removeprefix("file://")))
     assert folder.is_relative_to(store / "artifacts")
-    assert {path.name for path in folder.iterdir()} == {"summary.json", "config.yaml", "trace.json.gz"}
+    assert {path.name for path in folder.iterdir()} == {
+        "summary.json",
+        "config.yaml",
+        "trace.json.gz",
+    }
 
 
 def test_the_key_metric_comes_first():
@@ -166,7 +196,9 @@ def test_the_key_metric_comes_first():
 
 def test_a_flat_configuration_is_as_good_as_a_nested_one():
     flat = mlflow.flat(CONFIG)
-    assert flat == mlflow.flat({"sync._target_": "ashl.sync.ssp.SSP"} | {k: v for k, v in flat.items() if k != "sync"})
+    assert flat == mlflow.flat(
+        {"sync._target_": "ashl.sync.ssp.SSP"} | {k: v for k, v in flat.items() if k != "sync"}
+    )
     assert mlflow.flat({"model": {"_target_": "torchvision.models.vgg11"}}) == {"model": "vgg11"}
 
 
@@ -192,7 +224,10 @@ def test_a_store_that_is_away_costs_a_warning_and_no_more(store, tmp_path, monke
         link, warning = mlflow.finish(locked[1], timeout_s=3.0)
         assert time.monotonic() - began < 6.0
     assert link is None
-    said = r"MLflow did not take all of this run \(.*mlflow.db is locked by another process; waited 3 s\); its .*"
+    said = (
+        r"MLflow did not take all of this run \(.*mlflow.db is locked by another process; waited 3"
+        r" s\); its .*"
+    )
     assert re.fullmatch(said, str(warning))
     hurried = begin(tmp_path / "hurried", store)
     hurried[0].close(summary("finished"))
@@ -204,18 +239,33 @@ def test_a_store_that_is_away_costs_a_warning_and_no_more(store, tmp_path, monke
     assert "was deleted or replaced during the run" in str(end(deleted)[1])
     link, warning = end(unreachable)
     assert link is None
-    said = "MLflow did not take all of this run (http://127.0.0.1:9 does not answer); its records are whole in "
+    said = (
+        "MLflow did not take all of this run (http://127.0.0.1:9 does not answer); its records are"
+        " whole in "
+    )
     assert str(warning).startswith(said)
     assert "secret" not in str(warning) + (tmp_path / "unreachable" / mlflow.LOG).read_text()
 
 
 def test_no_name_costs_a_run(tmp_path):
-    """Names of a user's own: signs that MLflow refuses, parts of a path, names that become equal."""
-    odd = {"test/acc@5(top)": 0.5, "measure/a//../b": 1.0, "measure/ä": 2.0, "measure/" + "x" * 400: 3.0}
+    """Names of a user's own: signs that MLflow refuses, parts of a path, names that become
+    equal.
+    """
+    odd = {
+        "test/acc@5(top)": 0.5,
+        "measure/a//../b": 1.0,
+        "measure/ä": 2.0,
+        "measure/" + "x" * 400: 3.0,
+    }
     recorder = Recorder(tmp_path / "run", "all")
     params = {"dataset": {"k(1)": 1, "k[1]": 2}, "model": {"y" * 400: 3}}
     writer = mlflow.start(
-        tmp_path / "run", store=tmp_path / "store", experiment="ashl", run_name="odd", params=params, tags={}
+        tmp_path / "run",
+        store=tmp_path / "store",
+        experiment="ashl",
+        run_name="odd",
+        params=params,
+        tags={},
     )
     recorder.metric(METRICS | odd)
     link, warning = end((recorder, writer))
@@ -223,7 +273,13 @@ def test_no_name_costs_a_run(tmp_path):
     store = tmp_path / "store"
     assert query(store, "select status from runs") == [("FINISHED",)]
     names = {name for (name,) in query(store, "select distinct key from metrics")}
-    assert {"test/acc_5_top_", "measure/a/_/_/b", "measure/_", "train/loss", "final/test_accuracy"} <= names
+    assert {
+        "test/acc_5_top_",
+        "measure/a/_/_/b",
+        "measure/_",
+        "train/loss",
+        "final/test_accuracy",
+    } <= names
     found = dict(query(store, "select key, value from params"))
     assert (found["dataset.k_1_"], found["dataset.k_1__2"]) == ("1", "2")
 

@@ -1,4 +1,6 @@
-"""MLflow's page: it serves, says why not, dies with us; and it opens on a view that this MLflow understands."""
+"""MLflow's page: it serves, says why not, dies with us; and it opens on a view that this MLflow
+understands.
+"""
 
 import base64
 import importlib.util
@@ -35,7 +37,9 @@ def test_the_page_answers_and_dies_with_us(tmp_path):
     )
     port = free_port()
     command = [sys.executable, "-c", code, str(tmp_path), str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         assert parent.stderr is not None
         link, guard = parent.stdout.readline().split()
@@ -56,7 +60,9 @@ def test_a_taken_port_is_said_in_one_sentence(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(AshlError, match=rf"127.0.0.1:{port} \(address already in use\); choose another port"):
+        with pytest.raises(
+            AshlError, match=rf"127.0.0.1:{port} \(address already in use\); choose another port"
+        ):
             ui.serve(tmp_path, port)
 
 
@@ -66,8 +72,12 @@ def test_a_host_that_is_not_there_is_said_in_one_sentence(tmp_path):
 
 
 def test_a_store_that_is_no_store_is_said_in_one_sentence(tmp_path):
-    (tmp_path / "mlflow.db").write_text("this is not a database, and it is long enough to be looked at" * 100)
-    with pytest.raises(AshlError, match=r"MLflow's page did not start \(.*file is not a database\)"):
+    (tmp_path / "mlflow.db").write_text(
+        "this is not a database, and it is long enough to be looked at" * 100
+    )
+    with pytest.raises(
+        AshlError, match=r"MLflow's page did not start \(.*file is not a database\)"
+    ):
         ui.serve(tmp_path, free_port())
 
 
@@ -101,7 +111,9 @@ def test_the_link_leads_to_the_experiment_that_ran_last(tmp_path):
     assert uri == f"sqlite:///{tmp_path}/mlflow.db"
     assert store.latest(uri) is None
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection:
-        connection.execute("CREATE TABLE runs (run_uuid, experiment_id, start_time, lifecycle_stage)")
+        connection.execute(
+            "CREATE TABLE runs (run_uuid, experiment_id, start_time, lifecycle_stage)"
+        )
         assert store.latest(uri) is None
         rows = [("a", 1, 10, "active"), ("b", 3, 20, "active"), ("c", 2, 30, "deleted")]
         connection.executemany("INSERT INTO runs VALUES (?, ?, ?, ?)", rows)
@@ -113,7 +125,9 @@ def test_the_link_leads_to_the_experiment_that_ran_last(tmp_path):
         assert store.has_run(tmp_path / "mlflow.db", "z")  # who knows
     assert not store.has_run(tmp_path / "elsewhere.db", "a")
     assert link is not None
-    assert link.startswith("http://127.0.0.1:5001/#/experiments/3/runs?workflowType=machine_learning&")
+    assert link.startswith(
+        "http://127.0.0.1:5001/#/experiments/3/runs?workflowType=machine_learning&"
+    )
     assert link.endswith(f"&viewStateShareKey={view.KEY}")
 
 
@@ -129,10 +143,17 @@ def test_the_view_shows_what_it_should():
     page = state()
     lines = [chart for chart in page["compareRunCharts"] if chart["type"] == "LINE"]
     assert [chart["metricKey"] for chart in lines[:3]] == ["test/acc", "wait/w0", "train/loss"]
-    assert {(chart["xAxisKey"], chart["selectedXAxisMetricKey"]) for chart in lines} == {("metric", "time/s")}
+    assert {(chart["xAxisKey"], chart["selectedXAxisMetricKey"]) for chart in lines} == {
+        ("metric", "time/s")
+    }
     assert lines[1]["selectedMetricKeys"] == [f"wait/w{rank}" for rank in range(16)]
     bars = [chart["metricKey"] for chart in page["compareRunCharts"] if chart["type"] == "BAR"]
-    assert bars == ["final/test_accuracy", "final/time_to_target_s", "final/wait_share", "final/samples_per_s"]
+    assert bars == [
+        "final/test_accuracy",
+        "final/time_to_target_s",
+        "final/wait_share",
+        "final/samples_per_s",
+    ]
     assert page["selectedColumns"][:2] == ["params.`schedule`", "params.`sync`"]
     assert "metrics.`final/time_to_target_s`" in page["selectedColumns"]
     shown = [section["name"] for section in page["compareRunSections"] if section["display"]]
@@ -151,17 +172,29 @@ def test_the_installed_mlflow_still_knows_the_views_words():
     scripts = Path(spec.submodule_search_locations[0]).glob("server/js/build/static/js/*.js")
     text = "\n".join(path.read_text(encoding="utf-8") for path in scripts)
     page = state()
-    words = {"mlflow.sharedViewState.", "viewStateShareKey", "compareRunsMode", "workflowType", "machine_learning"}
+    words = {
+        "mlflow.sharedViewState.",
+        "viewStateShareKey",
+        "compareRunsMode",
+        "workflowType",
+        "machine_learning",
+    }
     words |= {"deflate;", "FIRST_20_RUNS", "LINE", "BAR", "DIFFERENCE", *page}
-    words |= {key for chart in page["compareRunCharts"] for key in chart} | set(page["compareRunSections"][0])
+    words |= {key for chart in page["compareRunCharts"] for key in chart} | set(
+        page["compareRunSections"][0]
+    )
     assert not [word for word in sorted(words) if word not in text]
 
 
 def test_the_page_of_a_run_is_that_of_model_training(tmp_path):
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection, connection:
-        connection.execute("CREATE TABLE runs (run_uuid, experiment_id, start_time, lifecycle_stage)")
+        connection.execute(
+            "CREATE TABLE runs (run_uuid, experiment_id, start_time, lifecycle_stage)"
+        )
         connection.execute("CREATE TABLE tags (run_uuid, key, value)")
         connection.execute("INSERT INTO runs VALUES ('r', 3, 1, 'active')")
-        connection.execute("INSERT INTO tags VALUES ('r', 'ashl.run_dir', ?)", (str(tmp_path / "run"),))
+        connection.execute(
+            "INSERT INTO tags VALUES ('r', 'ashl.run_dir', ?)", (str(tmp_path / "run"),)
+        )
     page = store.page_of(store.tracking_uri(tmp_path), tmp_path / "run", "http://here")
     assert page == "http://here/#/experiments/3/runs/r?workflowType=machine_learning"

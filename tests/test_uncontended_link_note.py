@@ -1,4 +1,6 @@
-"""Under a declared `exchange_s` no port is ever busy: plans, sweeps and reports say so where it decides the outcome."""
+"""Under a declared `exchange_s` no port is ever busy: plans, sweeps and reports say so where it
+decides the outcome.
+"""
 
 import pytest
 from rich.console import Console
@@ -17,7 +19,10 @@ PORTS = ["cluster.exchange_s=null", "cluster.bandwidth_mbit_s=10", "cluster.late
     ("line", "says"),
     [
         ("topology=gossip sync=matcha", "MATCHA's budget saves no time"),
-        ("topology=gossip sync=d_psgd topology.graph=complete", "every neighbour beyond the first is free on graph"),
+        (
+            "topology=gossip sync=d_psgd topology.graph=complete",
+            "every neighbour beyond the first is free on graph",
+        ),
         ("sync=asp cluster.num_workers=16", "16 workers never queue at the server"),
         ("topology=gossip sync=d_psgd", None),
         ("sync=asp", None),
@@ -32,16 +37,25 @@ def test_a_plan_says_what_its_cluster_leaves_out(line: str, says: str | None) ->
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        (("topology=gossip sync=d_psgd", "topology=gossip sync=d_psgd topology.graph=complete"), "comparing graphs;"),
+        (
+            ("topology=gossip sync=d_psgd", "topology=gossip sync=d_psgd topology.graph=complete"),
+            "comparing graphs;",
+        ),
         (("sync=bsp", "sync=bsp topology=all_reduce"), "comparing topologies;"),
         (("topology=gossip sync=matcha",), "comparing MATCHA's budget;"),
         (("sync=asp", "sync=asp cluster.num_workers=8"), "comparing numbers of workers;"),
         (("sync=asp", "sync=bsp"), None),
     ],
 )
-def test_a_comparison_says_what_its_cluster_leaves_out(lines: tuple[str, ...], says: str | None) -> None:
+def test_a_comparison_says_what_its_cluster_leaves_out(
+    lines: tuple[str, ...], says: str | None
+) -> None:
     configs = [flat(compose(["runtime=sim", *line.split()])) for line in lines]
-    assert [says in note for note in note_comparison(configs)] == [True] if says else not note_comparison(configs)
+    assert (
+        [says in note for note in note_comparison(configs)] == [True]
+        if says
+        else not note_comparison(configs)
+    )
     assert not note_comparison(flat(compose([*line.split(), *PORTS])) for line in lines)
 
 

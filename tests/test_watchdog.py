@@ -1,4 +1,6 @@
-"""A rank's watch: when it ends its process, what it says then, and that it blames nobody for its own sleep."""
+"""A rank's watch: when it ends its process, what it says then, and that it blames nobody for its
+own sleep.
+"""
 
 from collections.abc import Iterator
 

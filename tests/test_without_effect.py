@@ -1,4 +1,6 @@
-"""A typed value either changes something or is refused with what makes it count; a sweep leaves it out, visibly."""
+"""A typed value either changes something or is refused with what makes it count; a sweep leaves it
+out, visibly.
+"""
 
 from functools import partial
 
@@ -22,12 +24,17 @@ PLANNED = "sync=local_sgd sync.local_steps=plan schedule.h_preset=[8]"
 CHOCO = "compression=topk optimizer.momentum=0"
 GROUPS = "topology=partial_all_reduce sync=ripples_smart"
 
-# Typed values without an effect: what is typed, beside what, and what is typed instead so that it counts.
+# Typed values without an effect: what is typed, beside what, and what is typed instead so that it
+# counts.
 INERT: list[tuple[str, str, str | None]] = [  # None: it takes what is not here, as a GPU
     ("cluster.bandwidth_mbit_s=20", "sync=bsp", f"{PORTS}"),
     ("cluster.latency_s=0.01", "sync=bsp cluster=homogeneous", f"{PORTS}"),
     ("cluster.server_bandwidth_mbit_s=20", "sync=bsp cluster=random", f"{PORTS}"),
-    ("cluster.server_bandwidth_mbit_s=20", f"sync=bsp topology=all_reduce {PORTS}", "topology=parameter_server"),
+    (
+        "cluster.server_bandwidth_mbit_s=20",
+        f"sync=bsp topology=all_reduce {PORTS}",
+        "topology=parameter_server",
+    ),
     ("cluster.server_step_s=0.1", "sync=bsp topology=all_reduce", "topology=parameter_server"),
     ("cluster.intra_node_bandwidth_mbit_s=9", f"{GROUPS} cluster.node=[0,0,1,1]", f"{PORTS}"),
     ("cluster.intra_node_bandwidth_mbit_s=9", "sync=bsp cluster=four_nodes", "topology=all_reduce"),
@@ -47,13 +54,37 @@ INERT: list[tuple[str, str, str | None]] = [  # None: it takes what is not here,
     ("task.ignore_index=-1", "sync=bsp", None),
     ("dataset.partition=iid", "sync=asp", "sync.local_steps=plan schedule.h_preset=[8]"),
     ("overlap.local_weight=0.5", "sync=bsp overlap=delayed topology=all_reduce", "sync=local_sgd"),
-    ("overlap.slice=20000", f"sync=bsp model.hidden=[8] overlap=slices {PORTS}", "overlap.slice=100"),
-    ("compression.momentum=0.9", "sync=bsp compression=sign optimizer.momentum=0", "compression.masking=false"),
-    ("compression.clip_norm=1", f"{CHOCO} topology=gossip sync=choco", "topology=parameter_server sync=bsp"),
-    ("aggregate.weights=data_share", "topology=gossip sync=d_psgd", "topology=parameter_server sync=bsp"),
-    ("aggregate.momentum=0.5", "sync=local_sgd aggregate=fednova", "sync.local_steps=plan schedule.h_preset=[8]"),
+    (
+        "overlap.slice=20000",
+        f"sync=bsp model.hidden=[8] overlap=slices {PORTS}",
+        "overlap.slice=100",
+    ),
+    (
+        "compression.momentum=0.9",
+        "sync=bsp compression=sign optimizer.momentum=0",
+        "compression.masking=false",
+    ),
+    (
+        "compression.clip_norm=1",
+        f"{CHOCO} topology=gossip sync=choco",
+        "topology=parameter_server sync=bsp",
+    ),
+    (
+        "aggregate.weights=data_share",
+        "topology=gossip sync=d_psgd",
+        "topology=parameter_server sync=bsp",
+    ),
+    (
+        "aggregate.momentum=0.5",
+        "sync=local_sgd aggregate=fednova",
+        "sync.local_steps=plan schedule.h_preset=[8]",
+    ),
     ("aggregate.max_staleness=2", "sync=bsp overlap=delayed", "sync=asp"),
-    ("topology.workers_per_node=2", "topology=partial_all_reduce sync=ripples_random", "sync=ripples_smart"),
+    (
+        "topology.workers_per_node=2",
+        "topology=partial_all_reduce sync=ripples_random",
+        "sync=ripples_smart",
+    ),
     ("runtime.share_gpu=true", "runtime=local sync=bsp runtime.device=cpu", None),
     ("run.save_weights=true", "sync=bsp runtime.gradients=false", "runtime.gradients=true"),
     ("dataset.epochs=3", "sync=bsp stop.steps=9", "stop.steps=null"),
@@ -67,11 +98,23 @@ INERT: list[tuple[str, str, str | None]] = [  # None: it takes what is not here,
     ),
     ("run.compression_stats_vs_mean=true", "sync=asp compression=topk", "sync=bsp"),
     ("tracking.experiment=mine", "sync=bsp tracking=none", "tracking=mlflow"),
-    ("compression.masking=false", "sync=bsp compression=topk optimizer.momentum=0", "compression.momentum=0.9"),
-    ("compression.feedback_gain=0.5", "sync=bsp compression=natural", "compression.error_feedback=true"),
+    (
+        "compression.masking=false",
+        "sync=bsp compression=topk optimizer.momentum=0",
+        "compression.momentum=0.9",
+    ),
+    (
+        "compression.feedback_gain=0.5",
+        "sync=bsp compression=natural",
+        "compression.error_feedback=true",
+    ),
     ("compression.ratio=0.01", "schedule=ashl", "schedule.r_preset=[1.0,null]"),
     ("compression.levels=3", "sync=bsp compression=diana", "compression.quantizer=qsgd"),
-    ("compression.bucket=32", "sync=bsp compression=diana compression.quantizer=natural", "compression.quantizer=qsgd"),
+    (
+        "compression.bucket=32",
+        "sync=bsp compression=diana compression.quantizer=natural",
+        "compression.quantizer=qsgd",
+    ),
     ("compression.num_levels=8", "sync=bsp compression=dryden", "compression.levels=lloyd"),
     ("compression.conv_bin=20", "sync=bsp compression=adacomp", "dataset=synthetic model=cnn"),
     ("optimizer.horizon_epochs=20", "sync=bsp", "optimizer.schedule=cosine"),
@@ -81,10 +124,26 @@ INERT: list[tuple[str, str, str | None]] = [  # None: it takes what is not here,
     ("schedule.h_preset=[4]", "sync=local_sgd", "sync.local_steps=plan"),
     ("schedule.r_preset=[0.5]", "sync=local_sgd", "compression=topk"),
     ("schedule.residual=drop", "schedule=post_local", "compression=topk"),
-    ("schedule.momentum=reset", "schedule=post_local optimizer.momentum=0", "optimizer.momentum=0.9"),
-    ("schedule.profile_steps=9", "schedule=ashl_next", "runtime=local cluster=real cluster.num_workers=2"),
-    ("schedule.pull_ratio=0.2", "schedule=ashl_plus topology.pull_ratio=0.1", "topology.pull_ratio=null"),
-    ("schedule.decay_factor=0.5", "schedule=decay_on_rise sync=asp schedule.decay_stages=1", "schedule.decay_stages=2"),
+    (
+        "schedule.momentum=reset",
+        "schedule=post_local optimizer.momentum=0",
+        "optimizer.momentum=0.9",
+    ),
+    (
+        "schedule.profile_steps=9",
+        "schedule=ashl_next",
+        "runtime=local cluster=real cluster.num_workers=2",
+    ),
+    (
+        "schedule.pull_ratio=0.2",
+        "schedule=ashl_plus topology.pull_ratio=0.1",
+        "topology.pull_ratio=null",
+    ),
+    (
+        "schedule.decay_factor=0.5",
+        "schedule=decay_on_rise sync=asp schedule.decay_stages=1",
+        "schedule.decay_stages=2",
+    ),
     ("planner=dylu", "sync=local_sgd", "sync.local_steps=plan schedule.h_preset=[8]"),
     ("planner.h_max=9", "sync=local_sgd", "sync.local_steps=plan schedule.h_preset=[8]"),
     ("aggregate.staleness_discount=0.5", "sync=bsp", "sync=asp"),
@@ -120,8 +179,14 @@ def test_what_has_no_effect_is_refused_and_counts_with_what_the_sentence_names(
 
 def test_every_condition_has_an_example_and_names_what_makes_its_keys_count() -> None:
     files = {(group, file) for group, options in catalog().items() for file in options.values()}
-    keys = {f"{group}.{parameter.key}" for group, file in files for parameter in parameters(file)} | catalog().keys()
-    keys |= {f"{part}.{key}" for part in ("run", "stop", "eval") for key in load(CONF / "config.yaml")[part]}
+    keys = {
+        f"{group}.{parameter.key}" for group, file in files for parameter in parameters(file)
+    } | catalog().keys()
+    keys |= {
+        f"{part}.{key}"
+        for part in ("run", "stop", "eval")
+        for key in load(CONF / "config.yaml")[part]
+    }
     shown = {typed.partition("=")[0] for typed, *_ in INERT}
     for condition in CONDITIONS:
         assert keys.union(f"{group}." for group in catalog()).issuperset(condition.keys)
@@ -147,7 +212,9 @@ def test_a_list_that_says_how_many_workers_there_are_counts() -> None:
 
 def test_a_sweep_merges_what_becomes_equal_and_says_why() -> None:
     grid = make_grid(
-        grid_lines(["runtime=sim", "sync=bsp", "cluster.bandwidth_mbit_s=1,1000", "seed=0,1"], None),
+        grid_lines(
+            ["runtime=sim", "sync=bsp", "cluster.bandwidth_mbit_s=1,1000", "seed=0,1"], None
+        ),
         partial(compose, config_dir=None),
     )
     assert len(grid.settings) == grid.merged == 2
@@ -158,7 +225,9 @@ def test_a_sweep_merges_what_becomes_equal_and_says_why() -> None:
 
 def test_a_profile_stands_in_for_costs_and_a_plan_for_the_schedule(tmp_path) -> None:
     plan = planned("sync=bsp")
-    found = declared_profile(construct(plan.cluster, "cluster"), plan.choices["model"], plan.num_params, 32)
+    found = declared_profile(
+        construct(plan.cluster, "cluster"), plan.choices["model"], plan.num_params, 32
+    )
     assert found is not None
     for name, text in (("profile", found.to_json()), ("plan", plan.to_json())):
         (tmp_path / f"{name}.json").write_text(text)
@@ -192,7 +261,11 @@ MEETINGS = {
 
 
 PAIRS = [
-    pytest.param(meeting, cluster, marks=() if (meeting, cluster) == ("server", "mixed") else pytest.mark.slow)
+    pytest.param(
+        meeting,
+        cluster,
+        marks=() if (meeting, cluster) == ("server", "mixed") else pytest.mark.slow,
+    )
     for meeting in MEETINGS
     for cluster in ("mixed", "four_nodes")
 ]
@@ -201,7 +274,12 @@ PAIRS = [
 @pytest.mark.parametrize(("meeting", "cluster"), PAIRS)
 def test_each_cost_of_a_cluster_changes_a_run_or_is_refused(meeting: str, cluster: str) -> None:
     """Differential: a run in virtual time with the typed value against one without it."""
-    given = ("runtime.gradients=false", "stop.steps=160", f"cluster={cluster}", *MEETINGS[meeting].split())
+    given = (
+        "runtime.gradients=false",
+        "stop.steps=160",
+        f"cluster={cluster}",
+        *MEETINGS[meeting].split(),
+    )
     before = simulated(*given).records
     for key, value in TYPED.items():
         typed = f"cluster.{key}={value}"

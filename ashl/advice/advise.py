@@ -1,4 +1,6 @@
-"""`ashl advise`: from a cluster and a task to the combination to take, how sure that is, and what would change it."""
+"""`ashl advise`: from a cluster and a task to the combination to take, how sure that is, and what
+would change it.
+"""
 
 import hashlib
 import os
@@ -63,7 +65,8 @@ def advise(
 ) -> None:
     """Build the candidates, race them in virtual time, print the answer and keep it.
 
-    Raises UsageError and DataMissingError for what cannot be asked, and AshlError where no candidate has an answer.
+    Raises UsageError and DataMissingError for what cannot be asked, and AshlError where no
+    candidate has an answer.
     """
     deadline = Deadline(budget_s)
     typed = with_target(overrides, target)
@@ -71,7 +74,15 @@ def advise(
     with Counting("planning candidates", quiet=quiet) as counting:
         field = field_of(wanted, config_dir, counting.update)
     folder = folder_of(field, wanted)
-    place = Place(folder, command, wanted.fixed, slots or len(os.sched_getaffinity(0)), deadline, console, quiet)
+    place = Place(
+        folder,
+        command,
+        wanted.fixed,
+        slots or len(os.sched_getaffinity(0)),
+        deadline,
+        console,
+        quiet,
+    )
     if dry_run:
         show_field(console, field)
         load = loaded(field, place)
@@ -92,10 +103,12 @@ def advise(
             if found is None:
                 needed_s = enough_s(load, scale.length, len(scale.rates), began_s, budget_s)
                 raise AshlError(
-                    f"not enough budget for an answer: no run came to its end in {budget_s:g} s; --budget "
-                    f"{needed_s:.0f} would do, and the same command continues"
+                    f"not enough budget for an answer: no run came to its end in {budget_s:g} s;"
+                    f" --budget {needed_s:.0f} would do, and the same command continues"
                 )
-            known = evidence(field, found.board, unreached, scale, load, wanted.rates, place, began_s)
+            known = evidence(
+                field, found.board, unreached, scale, load, wanted.rates, place, began_s
+            )
             follows = Follows(command, real, folder / HOSTS)
             result = answered(field, tries, scale, found, unreached, known, follows, deadline)
             keep(folder, result, scale, known.slower)
@@ -108,28 +121,44 @@ def with_target(overrides: Sequence[str], target: float | None) -> list[str]:
     found = list(overrides)
     if target is not None:
         if not 0 < target <= 1:
-            raise UsageError(f"--target {target:g} is no accuracy; give a share, as in --target 0.9")
+            raise UsageError(
+                f"--target {target:g} is no accuracy; give a share, as in --target 0.9"
+            )
         found.append(f"stop.target_accuracy={target:g}")
     keys = {key_of(text) for text in found}
-    if keys & {f"stop.{target}" for target in TARGETS} and "stop.target_consecutive_evals" not in keys:
+    if (
+        keys & {f"stop.{target}" for target in TARGETS}
+        and "stop.target_consecutive_evals" not in keys
+    ):
         found.append(f"stop.target_consecutive_evals={HOLD}")
     return found
 
 
-def virtual(wanted: Asked, config_dir: Path | None, console: Console) -> tuple[Asked, tuple[str, ...]]:
-    """What was typed, as it is in virtual time, and as it is for the real run: processes that are there are measured
-    first, where no profile of them is given. Raises UsageError and AshlError."""
+def virtual(
+    wanted: Asked, config_dir: Path | None, console: Console
+) -> tuple[Asked, tuple[str, ...]]:
+    """What was typed, as it is in virtual time, and as it is for the real run: processes that are
+    there are measured first, where no profile of them is given. Raises UsageError and AshlError.
+    """
     config, typed = compose(wanted.fixed, config_dir), wanted.fixed
     if is_virtual(config):
         return wanted, typed
-    fixed = [text for text in typed if key_of(text).partition(".")[0] != "runtime" or key_of(text) in KEPT]
+    fixed = [
+        text
+        for text in typed
+        if key_of(text).partition(".")[0] != "runtime" or key_of(text) in KEPT
+    ]
     if config["choices"]["cluster"] == "real":
         if config["profile"] is None:
             place = ADVICE / f"profile-{config_hash(config)}"
             if not (place / "profile.json").exists():
-                console.print(f"measuring what steps and exchanges cost here, into {place}", soft_wrap=True)
+                console.print(
+                    f"measuring what steps and exchanges cost here, into {place}", soft_wrap=True
+                )
                 shutil.rmtree(place, ignore_errors=True)
-                measure({**config, "run": {**config["run"], "dir": str(place)}}, list(typed), quiet=True)
+                measure(
+                    {**config, "run": {**config["run"], "dir": str(place)}}, list(typed), quiet=True
+                )
             typed = (*typed, f"profile={place / 'profile.json'}")
         fixed = [text for text in fixed if key_of(text) not in ("cluster", "profile")]
         fixed += ["cluster=profile", *(text for text in typed if key_of(text) == "profile")]
@@ -147,7 +176,9 @@ def folder_of(field: Field, wanted: Asked) -> Path:
 
 
 def loaded(field: Field, place: Place) -> Load:
-    """What a race costs here; by what an earlier one in this folder has measured, where there was one."""
+    """What a race costs here; by what an earlier one in this folder has measured, where there was
+    one.
+    """
     limits, evaluation = (field.candidates[0].config[key] for key in ("stop", "eval"))
     return load_of(
         field,
@@ -163,7 +194,9 @@ def scaled(load: Load, wanted: Asked, place: Place) -> Scale:
     """Choose the size of the race, and keep it for the same command again."""
     scale = chosen_scale(load, wanted, place)
     if scale != scale_before(place.folder):
-        jsonl.write_json(place.folder / FILE, {"schema": 1, "scale": asdict(scale), "slower": load.slower})
+        jsonl.write_json(
+            place.folder / FILE, {"schema": 1, "scale": asdict(scale), "slower": load.slower}
+        )
     return scale
 
 
@@ -176,18 +209,24 @@ def scale_before(folder: Path) -> Scale | None:
 
 
 def chosen_scale(load: Load, wanted: Asked, place: Place) -> Scale:
-    """Return the size of the race. A resumed race keeps its size, unless the budget now allows a larger one.
+    """Return the size of the race. A resumed race keeps its size, unless the budget now allows a
+    larger one.
 
     Raises UsageError if not even one run fits into the budget.
     """
     before, deadline = scale_before(place.folder), place.deadline
     try:
-        scale = scale_of(load, wanted.rates, RACING * deadline.budget_s - deadline.spent_s, deadline.budget_s)
+        scale = scale_of(
+            load, wanted.rates, RACING * deadline.budget_s - deadline.spent_s, deadline.budget_s
+        )
     except UsageError:
         if before is None:
             raise
         return before
-    if before is not None and (before.length, len(before.rates)) >= (scale.length, len(scale.rates)):
+    if before is not None and (before.length, len(before.rates)) >= (
+        scale.length,
+        len(scale.rates),
+    ):
         return before
     return scale
 
@@ -210,8 +249,12 @@ def forecast(load: Load, scale: Scale, place: Place) -> Forecast:
 
 
 def keep(folder: Path, result: Answered, scale: Scale, slower: float) -> None:
-    """Write the plan of the winner, a file of hosts to fill in, and all that was printed, for machines."""
+    """Write the plan of the winner, a file of hosts to fill in, and all that was printed, for
+    machines.
+    """
     (folder / "plan.json").write_text(result.plan.to_json(), encoding="utf-8")
     if not (folder / HOSTS).exists():  # it may be filled in
         (folder / HOSTS).write_text(hosts_of(result.plan), encoding="utf-8")
-    jsonl.write_json(folder / FILE, {"schema": 1, "scale": asdict(scale), "slower": slower, **result.record})
+    jsonl.write_json(
+        folder / FILE, {"schema": 1, "scale": asdict(scale), "slower": slower, **result.record}
+    )

@@ -55,8 +55,8 @@ class Answered:
 class Follows:
     """Which commands follow from the answer.
 
-    Args: command is what was typed; real is what holds for a run on processes; hosts is the file that `ashl launch`
-    reads.
+    Args: command is what was typed; real is what holds for a run on processes; hosts is the file
+    that `ashl launch` reads.
     """
 
     command: CommandLine
@@ -71,10 +71,14 @@ class Follows:
         return where, self.command.followed_by("train", *self._with_effect((*kept, *chosen)))
 
     def on_hosts(self, chosen: Sequence[str], num_workers: int) -> str:
-        """Return the command on several machines: without the cluster that was declared, or measured on this one."""
+        """Return the command on several machines: without the cluster that was declared, or
+        measured on this one.
+        """
         typed = [text for text in self.command.words if "=" in text and key_of(text) == "profile"]
         rest = [text for text in self.real if key_of(text) not in (*OWN, "profile")]
-        rest = [text for text in rest if key_of(text).partition(".")[0] not in ("cluster", "runtime")]
+        rest = [
+            text for text in rest if key_of(text).partition(".")[0] not in ("cluster", "runtime")
+        ]
         before = ("ashl", "launch", "--hosts", str(self.hosts), "--")
         line = CommandLine(("train",), self.command.config_dir, before)
         there = ("cluster=real", f"cluster.num_workers={num_workers}")
@@ -82,9 +86,13 @@ class Follows:
         return line.followed_by("train", *(text for text in kept if text != "cluster=real"))
 
     def _with_effect(self, texts: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the overrides without those that have no effect beside the others, which `ashl train` refuses."""
+        """Return the overrides without those that have no effect beside the others, which `ashl
+        train` refuses.
+        """
         try:
-            return checked(texts, partial(compose, config_dir=own_folder(self.command.config_dir)), {})[0]
+            return checked(
+                texts, partial(compose, config_dir=own_folder(self.command.config_dir)), {}
+            )[0]
         except UsageError:  # the command says itself what it lacks, as a file of another machine
             return texts
 
@@ -93,8 +101,9 @@ class Follows:
 class Forecast:
     """What a race takes on this machine, as predicted before it.
 
-    Args: ended is the number of its runs that `folder` has already; run_s is host seconds of one run that nothing
-    ends early, race_s of the whole race with `slots` runs at a time; spent_s was used to plan and to measure.
+    Args: ended is the number of its runs that `folder` has already; run_s is host seconds of one
+    run that nothing ends early, race_s of the whole race with `slots` runs at a time; spent_s was
+    used to plan and to measure.
     """
 
     scale: Scale
@@ -110,10 +119,12 @@ class Forecast:
 
 
 def hosts_of(plan: Plan) -> str:
-    """The file of hosts with as many slots as the run has ranks, on this machine, to be filled in."""
+    """The file of hosts with as many slots as the run has ranks, on this machine, to be
+    filled in.
+    """
     return (
-        "# A line for each machine, as ssh knows it: `node1`, or `node1 slots=2` for two ranks on it.\n"
-        f"localhost slots={plan.num_ranks}\n"
+        "# A line for each machine, as ssh knows it: `node1`, or `node1 slots=2` for two ranks on"
+        f" it.\nlocalhost slots={plan.num_ranks}\n"
     )
 
 
@@ -129,7 +140,8 @@ def field_tables(field: Field) -> list[SaidTable]:
     taken = tuple((own.name, number(own.rate), own.reason) for own in field.candidates)
     reasons = dict.fromkeys(out.reason for out in field.left_out)
     others = tuple(
-        (", ".join(out.name for out in field.left_out if out.reason == reason), reason) for reason in reasons
+        (", ".join(out.name for out in field.left_out if out.reason == reason), reason)
+        for reason in reasons
     )
     tables = [SaidTable("Candidates", ("candidate", "steps/s", "because"), taken)]
     return tables + ([SaidTable("Left out", ("rule", "because"), others)] if others else [])
@@ -148,8 +160,14 @@ def show_table(console: Console, shown: SaidTable) -> None:
 def announce(console: Console, field: Field, scale: Scale, folder: Path) -> None:
     """What will run, before anything does."""
     rest = f"{len(field.left_out)} left out (--explain says why)"
-    rates = f"{len(scale.rates)} learning rates each" if len(scale.rates) > 1 else "one learning rate for all"
-    console.print(f"{len(field.candidates)} candidates, {rest}; {rates}; folder {folder}", soft_wrap=True)
+    rates = (
+        f"{len(scale.rates)} learning rates each"
+        if len(scale.rates) > 1
+        else "one learning rate for all"
+    )
+    console.print(
+        f"{len(field.candidates)} candidates, {rest}; {rates}; folder {folder}", soft_wrap=True
+    )
     for note in (*notes_of(scale), *dropped_notes(field.candidates)):
         console.print(note, markup=False, soft_wrap=True)
 
@@ -173,15 +191,22 @@ def forecast_lines(found: Forecast) -> list[str]:
     if found.ended:
         lines.append(f"{found.ended} of them have ended before, in {found.folder}.")
     lines.append(
-        f"About {seconds(found.race_s)} on this machine, {found.slots} runs at a time, without the further seeds; "
-        f"a run takes up to {seconds(found.run_s)}, as a few steps and an evaluation took here."
+        f"About {seconds(found.race_s)} on this machine, {found.slots} runs at a time, without the"
+        f" further seeds; a run takes up to {seconds(found.run_s)}, as a few steps and an"
+        " evaluation took here."
     )
-    ends = "when runs reach the target and which runs are dropped" if found.ends_early else "which runs are dropped"
-    lines.append(
-        f"Not known before the race: {ends}, whether further seeds are needed, and what else this machine does."
+    ends = (
+        "when runs reach the target and which runs are dropped"
+        if found.ends_early
+        else "which runs are dropped"
     )
     lines.append(
-        f"The race ends with --budget {found.budget_s:g} s at the latest; planning has taken {seconds(found.spent_s)}."
+        f"Not known before the race: {ends}, whether further seeds are needed, and what else this"
+        " machine does."
+    )
+    lines.append(
+        f"The race ends with --budget {found.budget_s:g} s at the latest; planning has taken"
+        f" {seconds(found.spent_s)}."
     )
     return lines
 
@@ -190,11 +215,20 @@ def notes_of(scale: Scale) -> list[str]:
     """What the budget has cost the answer."""
     notes = []
     if scale.length < 1:
-        notes.append(f"As the budget is too small for whole runs, each has {percent(scale.length, 0)} of the steps.")
+        notes.append(
+            f"As the budget is too small for whole runs, each has {percent(scale.length, 0)} of the"
+            " steps."
+        )
     if scale.target is not None:
-        notes.append(f"The target is the best accuracy that all reached in the tuning: {percent(scale.target)}.")
+        notes.append(
+            "The target is the best accuracy that all reached in the tuning:"
+            f" {percent(scale.target)}."
+        )
     if len(scale.rates) == 1:
-        notes.append("Nothing was tuned: each candidate has one learning rate, which may suit some better than others.")
+        notes.append(
+            "Nothing was tuned: each candidate has one learning rate, which may suit some better"
+            " than others."
+        )
     return notes
 
 
@@ -218,13 +252,17 @@ def answered(
     if unreached is not None and scale.length == 1 and known.enough_ran:
         raise AshlError(nobody(board, describe(unreached), deadline))
     if not math.isfinite(first.spread.middle):
-        raise AshlError(nobody(board, describe(board.target) if board.target else board.measure.title, deadline))
+        raise AshlError(
+            nobody(board, describe(board.target) if board.target else board.measure.title, deadline)
+        )
     own, rate = named(field, first), first.runs[0].config["optimizer.lr"]
     evaluated = [] if scale.every_s is None else [f"eval.every_s={scale.every_s:g}"]
     chosen = [*evaluated, *own.overrides, f"optimizer.lr={rate:g}"]
     where, command = follows.here(chosen)
     launch = follows.on_hosts(chosen, own.plan.num_workers)
-    plan = compile_plan({**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, [])
+    plan = compile_plan(
+        {**own.config, "optimizer": {**own.config["optimizer"], "lr": rate}}, None, []
+    )
     flips = flipped(field, board, lambda: deadline.left_s < max(LEAST_S, deadline.budget_s / 20))
     notes = [*notes_of(scale), *dropped_notes(field.candidates), *known.notes(field)]
     words, sure = in_words(board, known, notes), board.second.probability if board.second else None
@@ -232,10 +270,18 @@ def answered(
     value = f"{board.measure.text(first.spread.middle)} ({interval(first.spread, board.measure)})"
     lines = [("flips", text) for text, _ in flips]
     lines += [("", "as far as learning needs as many steps there as here")] if flips else []
-    lines += [("expect", f"{board.measure.title}: {value}; {megabytes(up)} up and {megabytes(down)} down")]
+    lines += [
+        ("expect", f"{board.measure.title}: {value}; {megabytes(up)} up and {megabytes(down)} down")
+    ]
     lines += [("run it", f"{where}: {command}"), ("", f"on your machines: {launch}")]
     if sure is not None and not known.missing:
-        lines.insert(0, ("sure", f"{percent(sure)}, that {first.label} is better than {others[0].label} on average"))
+        lines.insert(
+            0,
+            (
+                "sure",
+                f"{percent(sure)}, that {first.label} is better than {others[0].label} on average",
+            ),
+        )
     record = {
         "winner": row_record(first),
         "runner_up": row_record(others[0]) if others else None,
@@ -266,7 +312,10 @@ def in_words(board: Leaderboard, known: Evidence, notes: Sequence[str]) -> Answe
     if not known.missing:
         return Answer(words.headline, (*words.sentences, *notes))
     more = words.sentences if len(board.ranked) > 1 else board.notes
-    return Answer(f"not enough budget for an answer; so far {standing(board)}", (*known.sentences(), *more, *notes))
+    return Answer(
+        f"not enough budget for an answer; so far {standing(board)}",
+        (*known.sentences(), *more, *notes),
+    )
 
 
 def named(field: Field, row: Row) -> Candidate:
@@ -274,7 +323,9 @@ def named(field: Field, row: Row) -> Candidate:
     return next(own for own in field.candidates if own.name == row.runs[0].label)
 
 
-def flipped(field: Field, board: Leaderboard, over: Callable[[], bool]) -> list[tuple[str, dict[str, Any]]]:
+def flipped(
+    field: Field, board: Leaderboard, over: Callable[[], bool]
+) -> list[tuple[str, dict[str, Any]]]:
     """What would flip it, where settings are ranked by times to a target."""
     if not board.measure.is_time:
         return []
@@ -290,9 +341,13 @@ def row_record(row: Row) -> dict[str, Any]:
         "optimizer.lr": run.config.get("optimizer.lr"),
         "value": row.spread.middle if math.isfinite(row.spread.middle) else None,
         "seeds": row.spread.count,
-        "against_baseline": against and {"mean": against.middle, "low": against.low, "high": against.high},
+        "against_baseline": (
+            against and {"mean": against.middle, "low": against.low, "high": against.high}
+        ),
         "steps_per_s": row.steps_per_s,
-        "shares": {kind: fmean(worker[kind] for worker in shares) for kind in KINDS} if shares else None,
+        "shares": (
+            {kind: fmean(worker[kind] for worker in shares) for kind in KINDS} if shares else None
+        ),
     }
 
 
@@ -306,7 +361,9 @@ def candidate_record(own: Tuned, board: Leaderboard) -> dict[str, Any]:
         "reason": own.candidate.reason,
         "predicted_steps_per_s": own.candidate.rate,
         "optimizer.lr": own.rate,
-        "tuning": None if course is None else {"reached_s": course.reached_s, "seen_s": course.now_s},
+        "tuning": (
+            None if course is None else {"reached_s": course.reached_s, "seen_s": course.now_s}
+        ),
         "final": row_record(rows[0]) if rows else None,
     }
 
@@ -319,7 +376,11 @@ def racer_of(row: Row, own: Candidate, board: Leaderboard) -> Racer | None:
         return None
     stages = list[tuple[float | None, float]]()
     for k, stage in enumerate(own.plan.stages):
-        parts = [until(run.summary["stages"][k], at_s) for run, at_s in runs if k < len(run.summary["stages"])]
+        parts = [
+            until(run.summary["stages"][k], at_s)
+            for run, at_s in runs
+            if k < len(run.summary["stages"])
+        ]
         steps, spent_s = (fmean(part[i] for part in parts) if parts else 0.0 for i in (0, 1))
         stages.append((steps if stage.predicted_steps_per_s else None, spent_s))
     return Racer(own, row.spread.middle, tuple(stages))
@@ -341,8 +402,9 @@ def nobody(board: Leaderboard, what: str, deadline: Deadline) -> str:
     elif nearest.loss is not None:
         far += f", with a training loss of {nearest.loss:.3g}"
     return (
-        f"no candidate reached {what}, in {seconds(deadline.spent_s)} of this machine{far}; lower the target, let runs "
-        "go on longer (stop.epochs), or give --budget more: the same command continues"
+        f"no candidate reached {what}, in {seconds(deadline.spent_s)} of this machine{far}; lower"
+        " the target, let runs go on longer (stop.epochs), or give --budget more: the same command"
+        " continues"
     )
 
 
@@ -358,7 +420,10 @@ def show(console: Console, field: Field, result: Answered, folder: Path, *, expl
     for sentence in result.words.sentences:
         console.print(sentence, markup=False, soft_wrap=True)
     console.print()
-    places = (("plan", f"{folder / 'plan.json'}; all else in {folder / 'advice.json'}"), ("report", folder / REPORT))
+    places = (
+        ("plan", f"{folder / 'plan.json'}; all else in {folder / 'advice.json'}"),
+        ("report", folder / REPORT),
+    )
     for key, text in (*result.lines, *places):
         console.print(f"{key:<7} {text}", markup=False, soft_wrap=True)
     if explain:
@@ -372,6 +437,11 @@ def time_table(board: Leaderboard) -> SaidTable:
     rows = list[tuple[str, ...]]()
     for row in board.rows:
         shares = parts_of(row)
-        cells = [percent(fmean(worker[kind] for worker in shares), 0) if shares else "-" for kind in KINDS[:-1]]
+        cells = [
+            percent(fmean(worker[kind] for worker in shares), 0) if shares else "-"
+            for kind in KINDS[:-1]
+        ]
         rows.append((row.label, board.measure.text(row.spread.middle, row.bound), *cells))
-    return SaidTable("Where time goes", ("candidate", board.measure.title, *KINDS[:-1]), tuple(rows))
+    return SaidTable(
+        "Where time goes", ("candidate", board.measure.title, *KINDS[:-1]), tuple(rows)
+    )

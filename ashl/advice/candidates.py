@@ -1,4 +1,6 @@
-"""From the rules and what was typed to the candidates: composed, planned, and thinned out by what is safe to say."""
+"""From the rules and what was typed to the candidates: composed, planned, and thinned out by what
+is safe to say.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,11 @@ from ashl.run.rank import evaluation_here
 from ashl.study.grid import checked
 
 RATE = "optimizer.lr"
-CHOSEN = ("schedule", "planner", *(group for group in STAGE_GROUPS if group != "optimizer"))  # what rules choose
+CHOSEN = (
+    "schedule",
+    "planner",
+    *(group for group in STAGE_GROUPS if group != "optimizer"),
+)  # what rules choose
 GAIN = 1.01  # in predicted steps per second, for which something may be given up
 MOST = 24  # candidates
 PLAIN = (("sync=bsp", "topology=parameter_server"), ("sync=bsp", "topology=all_reduce"))
@@ -29,7 +35,9 @@ TYPED = Rule(name="as typed", overrides="", why="what the command line says")
 
 
 class Asked(NamedTuple):
-    """What was typed: overrides that hold for every candidate, and the values that a key with several may have."""
+    """What was typed: overrides that hold for every candidate, and the values that a key with
+    several may have.
+    """
 
     fixed: tuple[str, ...]
     several: dict[str, tuple[str, ...]]
@@ -38,7 +46,8 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A rule that was taken, as a configuration for virtual time and its plan. `overrides` are the rule's own.
+    """A rule that was taken, as a configuration for virtual time and its plan. `overrides` are the
+    rule's own.
 
     `dropped` has the typed overrides that have no effect in it, and why.
     """
@@ -57,7 +66,10 @@ class Candidate:
     @property
     def rate(self) -> float:
         """Predicted steps per second, of the slowest of its stages."""
-        return min((s.predicted_steps_per_s for s in self.plan.stages if s.predicted_steps_per_s), default=0.0)
+        return min(
+            (s.predicted_steps_per_s for s in self.plan.stages if s.predicted_steps_per_s),
+            default=0.0,
+        )
 
 
 class LeftOut(NamedTuple):
@@ -69,7 +81,9 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Field:
-    """Who competes, the baseline first and then by predicted speed; `host` is a run to try what things cost here."""
+    """Who competes, the baseline first and then by predicted speed; `host` is a run to try what
+    things cost here.
+    """
 
     situation: Situation
     candidates: tuple[Candidate, ...]
@@ -82,7 +96,10 @@ def asked(overrides: Sequence[str], config_dir: Path | None) -> Asked:
     """Raises UsageError for several values of what no candidate chooses."""
     fixed, several, rates = list[str](), dict[str, tuple[str, ...]](), tuple[float, ...]()
     for text in {key_of(text): text for text in overrides}.values():
-        key, values = key_of(text), [single.partition("=")[2] for single in alternatives(text, config_dir)]
+        key, values = (
+            key_of(text),
+            [single.partition("=")[2] for single in alternatives(text, config_dir)],
+        )
         if key == RATE:
             try:
                 rates = tuple(map(float, values))
@@ -95,34 +112,46 @@ def asked(overrides: Sequence[str], config_dir: Path | None) -> Asked:
             several[key] = tuple(values)
         else:
             raise UsageError(
-                f"{text} gives several values, and advise chooses {', '.join(CHOSEN)} and {RATE} alone; give one, or "
-                "compare them with `ashl sweep`"
+                f"{text} gives several values, and advise chooses {', '.join(CHOSEN)} and {RATE}"
+                " alone; give one, or compare them with `ashl sweep`"
             )
     return Asked(tuple(fixed), several, rates)
 
 
-def field_of(wanted: Asked, config_dir: Path | None, progress: Callable[[int, int, str], None]) -> Field:
+def field_of(
+    wanted: Asked, config_dir: Path | None, progress: Callable[[int, int, str], None]
+) -> Field:
     """Try every rule. Raises UsageError where fewer than two candidates remain."""
     progress(0, len(RULES), "this cluster and this machine")
     free = [text for text in wanted.fixed if key_of(text).partition(".")[0] not in CHOSEN]
-    plain = [prepare_plan(with_effect((*free, *texts), config_dir)[1], None, texts) for texts in PLAIN]
+    plain = [
+        prepare_plan(with_effect((*free, *texts), config_dir)[1], None, texts) for texts in PLAIN
+    ]
     host = plain[0]
     if not getattr(host.parts.runtime, "gradients", True):
-        raise UsageError("runtime.gradients=false: nothing is learned, so that no candidate is better; drop it")
+        raise UsageError(
+            "runtime.gradients=false: nothing is learned, so that no candidate is better; drop it"
+        )
     evaluation_s, first_loss = evaluation_here(*host)
     found = situation_of(plain, first_loss)
-    typed = (TYPED,) if any(key_of(text).partition(".")[0] in CHOSEN for text in wanted.fixed) else ()
+    typed = (
+        (TYPED,) if any(key_of(text).partition(".")[0] in CHOSEN for text in wanted.fixed) else ()
+    )
     rules = (*RULES, *typed)
-    place = field_cache.place_of([wanted, found, [rule.name for rule in rules]], wanted.fixed, host, config_dir)
-    taken, left_out = restored(field_cache.read(place), rules) or planned(rules, found, wanted, config_dir, progress)
+    place = field_cache.place_of(
+        [wanted, found, [rule.name for rule in rules]], wanted.fixed, host, config_dir
+    )
+    taken, left_out = restored(field_cache.read(place), rules) or planned(
+        rules, found, wanted, config_dir, progress
+    )
     field_cache.write(place, as_kept(taken, left_out))
     taken, worse = thinned(taken)
     if len(taken) < 2:
         only = f"only {taken[0].name} goes" if taken else "no candidate goes"
         why = f" ({left_out[0].name}: {left_out[0].reason.rstrip('.')})" if left_out else ""
         raise UsageError(
-            f"nothing is left to compare: {only} with {' '.join(wanted.fixed)}{why}; drop some of that, or take "
-            "`ashl sweep`"
+            f"nothing is left to compare: {only} with {' '.join(wanted.fixed)}{why}; drop some of"
+            " that, or take `ashl sweep`"
         )
     return Field(found, tuple(taken), (*left_out, *worse), host, evaluation_s)
 
@@ -147,11 +176,16 @@ def planned(
 
 def as_kept(taken: Sequence[Candidate], left_out: Sequence[LeftOut]) -> dict[str, Any]:
     """What was planned, as plain values."""
-    rows = [[own.name, own.overrides, own.config, own.plan.to_json(), own.reason, own.dropped] for own in taken]
+    rows = [
+        [own.name, own.overrides, own.config, own.plan.to_json(), own.reason, own.dropped]
+        for own in taken
+    ]
     return {"candidates": rows, "left_out": left_out}
 
 
-def restored(kept: dict[str, Any] | None, rules: Sequence[Rule]) -> tuple[list[Candidate], list[LeftOut]] | None:
+def restored(
+    kept: dict[str, Any] | None, rules: Sequence[Rule]
+) -> tuple[list[Candidate], list[LeftOut]] | None:
     """What an earlier command has planned."""
     if kept is None:
         return None
@@ -179,21 +213,29 @@ def candidate(rule: Rule, s: Situation, wanted: Asked, config_dir: Path | None) 
         raise UsageError(rule.reason(s))
     own = tuple(rule.overrides.format(**s.values).split())
     typed = {key_of(text): text for text in wanted.fixed}
-    if "experiment" in typed and "topology" not in {*typed, *map(key_of, own)} and rule is not TYPED:
+    if (
+        "experiment" in typed
+        and "topology" not in {*typed, *map(key_of, own)}
+        and rule is not TYPED
+    ):
         own = ("topology=parameter_server", *own)  # which a preset may have changed
     for text in own:
         if (other := typed.get(key_of(text), text)) != text:
             raise UsageError(f"the command line says {other}, and this is {text}.")
     chosen = dict(text.split("=", 1) for text in own)
     if "schedule" in chosen and "sync" in {*typed, *wanted.several}:
-        raise UsageError("the command line names a sync mode, and this names that of each of its stages.")
+        raise UsageError(
+            "the command line names a sync mode, and this names that of each of its stages."
+        )
     refuse_others(chosen, wanted)
     own = tuple(text for text in own if text not in wanted.fixed)
     refuse_others(compose([*wanted.fixed, *own], config_dir)["choices"], wanted)
     reasons = dict[str, str]()
     point, config, plan = with_effect((*wanted.fixed, *own), config_dir, reasons)
     dropped = {text: reasons[key_of(text)] for text in wanted.fixed if text not in point}
-    return Candidate(rule, tuple(text for text in own if text in point), config, plan, rule.reason(s), dropped)
+    return Candidate(
+        rule, tuple(text for text in own if text in point), config, plan, rule.reason(s), dropped
+    )
 
 
 def with_effect(
@@ -204,11 +246,15 @@ def with_effect(
     Args: reasons receives, by key, why an override has no effect.
     Raises: UsageError for everything else, and so for a key that the chosen option lacks.
     """
-    return checked(overrides, partial(compose, config_dir=config_dir), {}, reasons=reasons, drops=NoEffectError)
+    return checked(
+        overrides, partial(compose, config_dir=config_dir), {}, reasons=reasons, drops=NoEffectError
+    )
 
 
 def dropped_notes(candidates: Sequence[Candidate]) -> list[str]:
-    """Return a sentence for each typed override that has no effect in some candidates, with their names."""
+    """Return a sentence for each typed override that has no effect in some candidates, with their
+    names.
+    """
     found = dict[str, dict[str, str]]()
     for own in candidates:
         for text, reason in own.dropped.items():
@@ -217,7 +263,9 @@ def dropped_notes(candidates: Sequence[Candidate]) -> list[str]:
     for text, by_name in found.items():
         where = "every candidate" if len(by_name) == len(candidates) else ", ".join(by_name)
         reason = next(iter(by_name.values())).removeprefix(f"{text} has no effect here: ")
-        notes.append(f"{text} was dropped in {where}: {reason.removesuffix('; drop it otherwise')}.")
+        notes.append(
+            f"{text} was dropped in {where}: {reason.removesuffix('; drop it otherwise')}."
+        )
     return notes
 
 
@@ -225,17 +273,23 @@ def refuse_others(chosen: Mapping[str, str], wanted: Asked) -> None:
     """UsageError for an option that is none of those that were typed."""
     for key, values in wanted.several.items():
         if chosen.get(key, values[0]) not in values:
-            raise UsageError(f"the command line says {key}={','.join(values)}, and this is {chosen[key]}.")
+            raise UsageError(
+                f"the command line says {key}={','.join(values)}, and this is {chosen[key]}."
+            )
 
 
 def thinned(taken: Sequence[Candidate]) -> tuple[list[Candidate], list[LeftOut]]:
-    """Without those that cannot be the best, as far as that is safe to say from predicted steps per second alone."""
+    """Without those that cannot be the best, as far as that is safe to say from predicted steps per
+    second alone.
+    """
     left_out = list[LeftOut]()
     kept = dict[str, Candidate]()  # by configuration
     for own in taken:
         digest = config_hash(own.config)
         if digest in kept:
-            left_out.append(LeftOut(own.name, f"with what was typed it is the same as {kept[digest].name}."))
+            left_out.append(
+                LeftOut(own.name, f"with what was typed it is the same as {kept[digest].name}.")
+            )
         else:
             kept[digest] = own
     fastest = dict[str, Candidate]()  # of those that make the same updates
@@ -246,14 +300,24 @@ def thinned(taken: Sequence[Candidate]) -> tuple[list[Candidate], list[LeftOut]]
     stays = list[Candidate]()
     for own in kept.values():
         best = fastest[own.rule.same or own.name]
-        than = max((fastest[name] for name in origins(own.rule) if name in fastest), key=lambda c: c.rate, default=None)
+        than = max(
+            (fastest[name] for name in origins(own.rule) if name in fastest),
+            key=lambda c: c.rate,
+            default=None,
+        )
         if best is not own:
-            left_out.append(LeftOut(own.name, f"it makes the same updates as {best.name}, and {rates(own, best)}."))
+            left_out.append(
+                LeftOut(
+                    own.name, f"it makes the same updates as {best.name}, and {rates(own, best)}."
+                )
+            )
         elif than is not None and own.rate <= GAIN * than.rate:
             gives_up = own.rule.gives_up
             left_out.append(
                 LeftOut(
-                    own.name, f"it gives up {gives_up} against {than.name} for no more than 1 %: {rates(own, than)}."
+                    own.name,
+                    f"it gives up {gives_up} against {than.name} for no more than 1 %:"
+                    f" {rates(own, than)}.",
                 )
             )
         else:

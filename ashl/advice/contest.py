@@ -1,4 +1,6 @@
-"""The race: every candidate at a few learning rates with one seed, then those in front with seeds of their own."""
+"""The race: every candidate at a few learning rates with one seed, then those in front with seeds
+of their own.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +29,15 @@ from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
 
 TUNING = "tuning"  # the sweep inside the study that chose the learning rates
-RATED, FRONT = (4, 1 / 3), (3, 1 / 5)  # who tries other rates, and who goes on from there: at least, and of all
-ROUNDS = (3, 5, 8)  # seeds; those after the first for the first two alone, until they are told apart
+RATED, FRONT = (
+    (4, 1 / 3),
+    (3, 1 / 5),
+)  # who tries other rates, and who goes on from there: at least, and of all
+ROUNDS = (
+    3,
+    5,
+    8,
+)  # seeds; those after the first for the first two alone, until they are told apart
 
 
 class Tuned(NamedTuple):
@@ -51,8 +60,12 @@ class Place(NamedTuple):
     quiet: bool
 
 
-def setting_of(own: Candidate, place: Place, scale: Scale, rate: float, seed: int, axes: Sequence[str]) -> Setting:
-    """A run of a candidate; of its rate and its seed, those that are `axes` are part of its name."""
+def setting_of(
+    own: Candidate, place: Place, scale: Scale, rate: float, seed: int, axes: Sequence[str]
+) -> Setting:
+    """A run of a candidate; of its rate and its seed, those that are `axes` are part of
+    its name.
+    """
     config, limits = own.config, dict(own.config["stop"])
     texts = {RATE: f"{rate:g}", "seed": str(seed)}
     changes = {"seed": seed, "optimizer": {**config["optimizer"], "lr": rate}}
@@ -60,14 +73,20 @@ def setting_of(own: Candidate, place: Place, scale: Scale, rate: float, seed: in
         texts["eval.every_s"] = f"{scale.every_s:g}"
         changes["eval"] = {**config["eval"], "every_s": scale.every_s}
     if scale.length < 1:
-        bounds = {key: limits[key] * scale.length for key in ("epochs", "seconds") if limits[key] is not None}
+        bounds = {
+            key: limits[key] * scale.length
+            for key in ("epochs", "seconds")
+            if limits[key] is not None
+        }
         if limits["steps"] is not None:
             bounds["steps"] = math.ceil(limits["steps"] * scale.length)
         limits |= bounds or {"epochs": config["dataset"]["epochs"] * scale.length}
     if scale.target is not None:
         limits["target_accuracy"] = scale.target
     changed = {key: value for key, value in limits.items() if value != config["stop"][key]}
-    texts |= {f"stop.{key}": "null" if value is None else f"{value:g}" for key, value in changed.items()}
+    texts |= {
+        f"stop.{key}": "null" if value is None else f"{value:g}" for key, value in changed.items()
+    }
     kept = (*(text for text in place.fixed if text not in own.dropped), *own.overrides)
     typed = [text for text in kept if key_of(text) not in texts]
     config = {**config, **changes, "stop": limits}
@@ -84,7 +103,9 @@ def setting_of(own: Candidate, place: Place, scale: Scale, rate: float, seed: in
 def grid_of(settings: Sequence[Setting], left_out: Sequence[LeftOut]) -> Grid:
     keys = dict.fromkeys(key for setting in settings for key in setting.axes)
     axes = {key: list(dict.fromkeys(setting.axes[key] for setting in settings)) for key in keys}
-    return Grid(axes, tuple(settings), tuple(Skipped((out.name,), out.reason) for out in left_out), {}, 0)
+    return Grid(
+        axes, tuple(settings), tuple(Skipped((out.name,), out.reason) for out in left_out), {}, 0
+    )
 
 
 def run(
@@ -95,14 +116,18 @@ def run(
     to_mlflow: Callable[[Setting], None] = lambda setting: None,
     seeds: int = 1,
 ) -> None:
-    """Race what is missing of a grid in its folder, as long as the budget lets it. With more `seeds` than there are in
-    the grid, nobody is dropped for what may be chance, and nobody stays as the baseline."""
+    """Race what is missing of a grid in its folder, as long as the budget lets it. With more
+    `seeds` than there are in the grid, nobody is dropped for what may be chance, and nobody stays
+    as the baseline.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     record = begun(grid, place.fixed, folder, keep_dropped=True, command=place.command)
     waiting = [setting for setting in grid.settings if open_in(folder, setting, record)]
     if not waiting or place.deadline.spent_s >= until_s:
         return
-    progress = SweepProgress(place.console, len(waiting), quiet=place.quiet, deadline=place.deadline)
+    progress = SweepProgress(
+        place.console, len(waiting), quiet=place.quiet, deadline=place.deadline
+    )
     fill(
         grid,
         record,
@@ -127,7 +152,9 @@ def open_in(folder: Path, setting: Setting, record: Mapping[str, Any]) -> bool:
 
 
 def judged(field: Field, scale: Scale, place: Place) -> Scale:
-    """The race after the tuning. Without a target of its own, it goes to the best accuracy that all reached there."""
+    """The race after the tuning. Without a target of its own, it goes to the best accuracy that all
+    reached there.
+    """
     limits = field.candidates[0].config["stop"]
     own = any(limits.get(target) is not None for target in TARGETS)
     if own or scale.target is not None or len(scale.rates) == 1:
@@ -139,14 +166,16 @@ def judged(field: Field, scale: Scale, place: Place) -> Scale:
 
 
 def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tuned]:
-    """Each candidate at its best learning rate, the best candidate first. All try the first rate; those in front with
-    that one, and the baseline, try the others; and who will go on tries its two best with another seed. Where there is
-    one rate, nothing is run for it."""
+    """Each candidate at its best learning rate, the best candidate first. All try the first rate;
+    those in front with that one, and the baseline, try the others; and who will go on tries its two
+    best with another seed. Where there is one rate, nothing is run for it.
+    """
     base, folder = field.candidates[0], place.folder / TUNING
     seed, scale = base.config["seed"], replace(scale, target=None)
     rates = {own: rates_of(own, scale) for own in field.candidates}
     teams = {
-        own: [setting_of(own, place, scale, rate, seed, (RATE,)) for rate in rates[own]] for own in field.candidates
+        own: [setting_of(own, place, scale, rate, seed, (RATE,)) for rate in rates[own]]
+        for own in field.candidates
     }
     if len(scale.rates) == 1:
         return [Tuned(own, rates[own][0], None) for own in field.candidates]
@@ -166,7 +195,9 @@ def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tune
         return ranked([tried(own, count)[0] for own in field.candidates])
 
     near = [own.candidate for own in best(1)][: most_of(RATED, field)]
-    order += [teams[own][k] for k in range(1, len(scale.rates)) for own in dict.fromkeys((base, *near))]
+    order += [
+        teams[own][k] for k in range(1, len(scale.rates)) for own in dict.fromkeys((base, *near))
+    ]
     run(grid_of(order, field.left_out), folder, place, until_s, seeds=2)
     found, further = best(), seed + 1 + ROUNDS[-1]  # a seed that the race does not have
     again = {
@@ -178,22 +209,34 @@ def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tune
     }
     order += [run for pairs in again.values() for _, run in pairs]
     run(grid_of(order, field.left_out), folder, place, until_s, seeds=3)
-    return [steadier(own, [(two, course(run)) for two, run in again.get(own.candidate, ())]) for own in found]
+    return [
+        steadier(own, [(two, course(run)) for two, run in again.get(own.candidate, ())])
+        for own in found
+    ]
 
 
 def steadier(own: Tuned, pairs: Sequence[tuple[Tuned, Course | None]]) -> Tuned:
-    """Of two rates, each with another run of its own, the one that reached the target in less time in both together."""
+    """Of two rates, each with another run of its own, the one that reached the target in less time
+    in both together.
+    """
 
     def total_s(pair: tuple[Tuned, Course | None]) -> float:
         return math.fsum(
-            math.inf if c is None or c.reached_s is None else c.reached_s for c in (pair[0].course, pair[1])
+            math.inf if c is None or c.reached_s is None else c.reached_s
+            for c in (pair[0].course, pair[1])
         )
 
-    return own if any(course is None for _, course in pairs) else min(pairs, key=total_s, default=(own, None))[0]
+    return (
+        own
+        if any(course is None for _, course in pairs)
+        else min(pairs, key=total_s, default=(own, None))[0]
+    )
 
 
 class RunCount(NamedTuple):
-    """Runs of a race, at most: of the tuning, of the first seeds after it, and of further seeds of the first two."""
+    """Runs of a race, at most: of the tuning, of the first seeds after it, and of further seeds of
+    the first two.
+    """
 
     tuning: int
     seeds: int
@@ -201,7 +244,9 @@ class RunCount(NamedTuple):
 
 
 def run_count(candidates: int, tries: int) -> RunCount:
-    """Return how many runs a race of so many candidates has at most, with `tries` learning rates each."""
+    """Return how many runs a race of so many candidates has at most, with `tries` learning rates
+    each.
+    """
     ahead = min(candidates, 1 + share_of(FRONT, candidates))  # the baseline and those in front
     rated = min(candidates, 1 + share_of(RATED, candidates))
     tuning = candidates + (tries - 1) * rated + 2 * ahead if tries > 1 else 0
@@ -227,8 +272,12 @@ def rates_of(own: Candidate, scale: Scale) -> list[float]:
 
 
 def ranked(tries: Sequence[Tuned]) -> list[Tuned]:
-    """By when they had reached the target, and else by their loss at the last moment that all of them have come to."""
-    going = [own.course for own in tries if own.course and own.course.times and not own.course.failed]
+    """By when they had reached the target, and else by their loss at the last moment that all of
+    them have come to.
+    """
+    going = [
+        own.course for own in tries if own.course and own.course.times and not own.course.failed
+    ]
     at_s = min((course.now_s for course in going), default=0.0)
 
     def order(own: Tuned) -> tuple[int, float]:
@@ -247,15 +296,27 @@ def front(tries: Sequence[Tuned], base: Candidate, count: int) -> list[Tuned]:
     """Who goes on: the baseline first, and so many others; all, where nothing was tuned."""
     if all(own.course is None for own in tries):
         return list(tries)
-    others = [own for own in tries if own.candidate is not base and own.course is not None and not own.course.failed]
+    others = [
+        own
+        for own in tries
+        if own.candidate is not base and own.course is not None and not own.course.failed
+    ]
     whole = [own for own in others if own.course is not None and own.course.ended]
-    return [own for own in tries if own.candidate is base] + (whole if len(whole) > 1 else others[:2])[:count]
+    return [own for own in tries if own.candidate is base] + (
+        whole if len(whole) > 1 else others[:2]
+    )[:count]
 
 
 def race_grid(
-    field: Field, tries: Sequence[Tuned], scale: Scale, place: Place, counts: Mapping[str, int] | None = None
+    field: Field,
+    tries: Sequence[Tuned],
+    scale: Scale,
+    place: Place,
+    counts: Mapping[str, int] | None = None,
 ) -> Grid:
-    """Those in front with seeds of their own: by name as many as `counts` says, and else the first round's."""
+    """Those in front with seeds of their own: by name as many as `counts` says, and else the first
+    round's.
+    """
     base = field.candidates[0]
     seed, ahead = base.config["seed"], front(tries, base, most_of(FRONT, field))
     counted = [(own, (counts or {}).get(own.candidate.name, ROUNDS[0])) for own in ahead]
@@ -272,11 +333,11 @@ def final(
     until_s: float,
     to_mlflow: Callable[[Setting], None],
 ) -> tuple[Comparison | None, Target | None]:
-    """Race those in front with seeds of their own, and the first two with more and more of them, until they are told
-    apart or the budget is used up.
+    """Race those in front with seeds of their own, and the first two with more and more of them,
+    until they are told apart or the budget is used up.
 
-    Returns: the last round's outcome, or the tuning's where no run of the rounds ended, or None where none of it did;
-    and the target that was asked for, where no setting reached it.
+    Returns: the last round's outcome, or the tuning's where no run of the rounds ended, or None
+    where none of it did; and the target that was asked for, where no setting reached it.
     """
     counts = dict[str, int]()
     for further in (*ROUNDS[1:], 0):
@@ -284,21 +345,32 @@ def final(
         run(race_grid(field, tries, scale, place, counts), place.folder, place, until_s, to_mlflow)
         now_s, (found, unreached) = place.deadline.spent_s, compared(place)
         second = found.board.second if found else None
-        if found is None or second is None or second.ahead or now_s + (now_s - began_s) / 2 > until_s:
+        if (
+            found is None
+            or second is None
+            or second.ahead
+            or now_s + (now_s - began_s) / 2 > until_s
+        ):
             break
         counts |= {row.runs[0].label: further for row in found.board.ranked[:2]}
     return found, unreached
 
 
 def compared(place: Place) -> tuple[Comparison | None, Target | None]:
-    """The last round's outcome, or the tuning's where that has more to tell: by the target that was asked for wherever
-    a setting has reached it; else by what all have reached, with the target."""
+    """The last round's outcome, or the tuning's where that has more to tell: by the target that was
+    asked for wherever a setting has reached it; else by what all have reached, with the target.
+    """
     outcomes = list[tuple[Comparison, Target | None]]()
     for folder in (place.folder, place.folder / TUNING):
         with suppress(UsageError):
             found, target = compare([folder], command=str(place.command)), None
-            if found.board.target is not None and not math.isfinite(found.board.ranked[0].spread.middle):
-                found, target = compare([folder], command=str(place.command), own_target=False), found.board.target
+            if found.board.target is not None and not math.isfinite(
+                found.board.ranked[0].spread.middle
+            ):
+                found, target = (
+                    compare([folder], command=str(place.command), own_target=False),
+                    found.board.target,
+                )
             outcomes.append((found, target))
     several = (outcome for outcome in outcomes if len(outcome[0].board.ranked) > 1)
     return next(several, outcomes[-1] if outcomes else (None, None))

@@ -1,4 +1,6 @@
-"""How much an answer rests on: which candidates ran, what is missing for an answer, and the budget that would do."""
+"""How much an answer rests on: which candidates ran, what is missing for an answer, and the budget
+that would do.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -41,7 +43,10 @@ class Evidence:
         """Say what is missing, and the budget that would do."""
         if not self.missing:
             return []
-        return [f"An answer needs more: {'; '.join(self.missing)}. --budget {self.budget_s:.0f} would do."]
+        return [
+            f"An answer needs more: {'; '.join(self.missing)}. --budget {self.budget_s:.0f}"
+            " would do."
+        ]
 
 
 def host_seconds(place: Place) -> dict[str, list[float]]:
@@ -67,15 +72,18 @@ def evidence(
 ) -> Evidence:
     """Judge what ran.
 
-    Args: unreached is the target that was asked for, where no setting reached it; typed holds the learning rates that
-    were typed; began_s is when the race began, in seconds of the budget.
+    Args: unreached is the target that was asked for, where no setting reached it; typed holds the
+    learning rates that were typed; began_s is when the race began, in seconds of the budget.
     """
     ran = host_seconds(place)
     never_ran = tuple(own.name for own in field.candidates if own.name not in ran)
     missing = list[str]()
     if unreached is not None:
         within = f" in {percent(scale.length, 0)} of the steps" if scale.length < 1 else ""
-        missing.append(f"none reached {describe(unreached)}{within}, so the ranking is by {board.measure.title}")
+        missing.append(
+            f"none reached {describe(unreached)}{within}, so the ranking is by"
+            f" {board.measure.title}"
+        )
     counts = [row.spread.count for row in board.ranked[:2]]
     if len(counts) < 2:
         missing.append("only one candidate has come to an end")
@@ -90,12 +98,16 @@ def evidence(
         return Evidence((), never_ran, count >= least, None, slower)
     length = 1.0 if unreached is not None else scale.length
     tries = len(typed) or (len(RATES) if length > scale.length else len(scale.rates))
-    budget_s = enough_s(replace(load, slower=slower), length, tries, began_s, place.deadline.budget_s)
+    budget_s = enough_s(
+        replace(load, slower=slower), length, tries, began_s, place.deadline.budget_s
+    )
     return Evidence(tuple(missing), never_ran, count >= least, budget_s, slower)
 
 
 def enough_s(load: Load, length: float, tries: int, began_s: float, budget_s: float) -> float:
-    """The budget that would do, for a race that begins after `began_s`, where `budget_s` did not."""
+    """The budget that would do, for a race that begins after `began_s`, where `budget_s`
+    did not.
+    """
     return rounded_up(max((began_s + MARGIN * load.race_s(length, tries)) / RACING, 1.5 * budget_s))
 
 

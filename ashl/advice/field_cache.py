@@ -1,8 +1,8 @@
 """Keep the planned candidates of a command, so that the same command need not plan them again.
 
-What is kept is named by everything that planning depends on: the program's own files, what was typed, the files that
-this names, the data and the model. With options or code of the user's own, which may
-change at any time, nothing is kept.
+What is kept is named by everything that planning depends on: the program's own files, what was
+typed, the files that this names, the data and the model. With options or code of the user's own,
+which may change at any time, nothing is kept.
 """
 
 import hashlib
@@ -22,13 +22,19 @@ PACKAGE = Path(__file__).parents[1]
 FILES = ("profile", "plan")  # keys whose value names a file
 
 
-def place_of(wanted: Sequence[Any], fixed: Sequence[str], host: PreparedPlan, config_dir: Path | None) -> Path | None:
-    """The file of these candidates, whether it is there or not; None where they must be planned each time."""
+def place_of(
+    wanted: Sequence[Any], fixed: Sequence[str], host: PreparedPlan, config_dir: Path | None
+) -> Path | None:
+    """The file of these candidates, whether it is there or not; None where they must be planned
+    each time.
+    """
     if config_dir is not None or host.plan.allow_targets:
         return None
     named = [text.partition("=")[2] for text in fixed if key_of(text) in FILES]
     try:
-        contents = [hashlib.sha256(Path(name).expanduser().read_bytes()).hexdigest() for name in named]
+        contents = [
+            hashlib.sha256(Path(name).expanduser().read_bytes()).hexdigest() for name in named
+        ]
     except OSError:
         return None
     data = [len(host.data.train), len(host.data.test), host.plan.num_params, host.plan.to_json()]
@@ -38,7 +44,12 @@ def place_of(wanted: Sequence[Any], fixed: Sequence[str], host: PreparedPlan, co
 
 def own_files() -> str:
     """A digest of the names, sizes and times of the program's files."""
-    files = sorted(path for root in (PACKAGE, CONF) for path in root.rglob("*") if path.suffix in (".py", ".yaml"))
+    files = sorted(
+        path
+        for root in (PACKAGE, CONF)
+        for path in root.rglob("*")
+        if path.suffix in (".py", ".yaml")
+    )
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()
 

@@ -1,8 +1,10 @@
-"""What would flip the answer: the bandwidth, the slowest worker or the number of workers at which another one wins.
+"""What would flip the answer: the bandwidth, the slowest worker or the number of workers at which
+another one wins.
 
-Time to target at another point = steps to the target, as the race measured them on this cluster, over the steps per
-second that planning predicts there; scaled so that this cluster comes out as measured. It assumes that the steps that
-learning needs stay what they are, which other paces and other numbers of workers change.
+Time to target at another point = steps to the target, as the race measured them on this cluster,
+over the steps per second that planning predicts there; scaled so that this cluster comes out as
+measured. It assumes that the steps that learning needs stay what they are, which other paces and
+other numbers of workers change.
 """
 
 import math
@@ -16,9 +18,20 @@ from ashl.planning.compile_plan import compile_plan
 from ashl.report.crossover import Axis, Cell, Terrain, flip
 from ashl.report.measure import Measure
 
-MEASURED = ("jitters", "encode_s", "latencies", "up_bytes_s", "down_bytes_s")  # lists of a measured cluster, by worker
+MEASURED = (
+    "jitters",
+    "encode_s",
+    "latencies",
+    "up_bytes_s",
+    "down_bytes_s",
+)  # lists of a measured cluster, by worker
 MEASURED += ("steps", "pull_latencies", "empty_s")  # ... of what `ashl profile` measures
-RATES = ("bandwidth_mbit_s", "server_bandwidth_mbit_s", "intra_node_bandwidth_mbit_s", "server_bytes_s")
+RATES = (
+    "bandwidth_mbit_s",
+    "server_bandwidth_mbit_s",
+    "intra_node_bandwidth_mbit_s",
+    "server_bytes_s",
+)
 FACTORS = tuple(2.0**k for k in range(-4, 5))
 SLOWNESS = (1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0)
 
@@ -26,8 +39,9 @@ Spec = dict[str, Any]
 
 
 class Racer(NamedTuple):
-    """A candidate with its time to the target, and its steps until then by stage (None = a stage without steps) with
-    the seconds of that stage."""
+    """A candidate with its time to the target, and its steps until then by stage (None = a stage
+    without steps) with the seconds of that stage.
+    """
 
     candidate: Candidate
     time_s: float
@@ -62,9 +76,13 @@ def with_slowest(spec: Spec, worker: int, slowness: float) -> Spec:
 
 
 def with_workers(spec: Spec, count: int) -> Spec:
-    """The workers over and over, or cut; a measured sum over all of them says nothing of other numbers."""
+    """The workers over and over, or cut; a measured sum over all of them says nothing of other
+    numbers.
+    """
     found: Spec = {
-        key: repeated(key, own, count) for key in (*LISTS, *MEASURED) if isinstance(own := spec.get(key), list) and own
+        key: repeated(key, own, count)
+        for key in (*LISTS, *MEASURED)
+        if isinstance(own := spec.get(key), list) and own
     }
     found |= {"all_reduce": None} if "all_reduce" in spec else {}
     return {**spec, **found, "num_workers": count}
@@ -81,8 +99,12 @@ def ways(spec: Spec) -> list[Way]:
         least, now = max(others) / min(others), compute[slowest] / min(others)
         values = {value for value in SLOWNESS if value >= least} | {now}
         name = f"the slowness of worker {slowest}, in times of the fastest's step"
-        found.append(Way(axis_of("slowness", name, values, now), lambda v: with_slowest(spec, slowest, v)))
-    counts = {float(max(2, round(n * factor))) for factor in (0.25, 0.5, 1.0, 2.0, 4.0)} | {float(n)}
+        found.append(
+            Way(axis_of("slowness", name, values, now), lambda v: with_slowest(spec, slowest, v))
+        )
+    counts = {float(max(2, round(n * factor))) for factor in (0.25, 0.5, 1.0, 2.0, 4.0)} | {
+        float(n)
+    }
     if not spec["events"]:
         workers = axis_of("workers", "the number of workers", counts, n)
         found.append(Way(workers, lambda m: with_workers(spec, round(m))))
@@ -95,7 +117,9 @@ def axis_of(key: str, name: str, values: Sequence[float] | set[float], now: floa
 
 
 def predicted_s(own: Racer, spec: Spec) -> float | None:
-    """Seconds for its steps at the predicted rates of its stages there; None where nothing is predicted."""
+    """Seconds for its steps at the predicted rates of its stages there; None where nothing is
+    predicted.
+    """
     config = {**own.candidate.config, "cluster": spec, "profile": None}
     try:
         plan = compile_plan(config, None, [])
@@ -112,7 +136,9 @@ def predicted_s(own: Racer, spec: Spec) -> float | None:
     return total_s or None
 
 
-def terrain_of(racers: Sequence[Racer], way: Way, measure: Measure, over: Callable[[], bool]) -> Terrain | None:
+def terrain_of(
+    racers: Sequence[Racer], way: Way, measure: Measure, over: Callable[[], bool]
+) -> Terrain | None:
     """Who would win along a way; what could not be predicted in time is no cell."""
     now = way.axis.values[way.axis.first]
     bases = {own: predicted_s(own, way.spec(now)) for own in racers}
@@ -124,9 +150,16 @@ def terrain_of(racers: Sequence[Racer], way: Way, measure: Measure, over: Callab
         for own in racers:
             base_s = bases[own]
             here_s = (
-                base_s if index == way.axis.first else base_s and predicted_s(own, way.spec(way.axis.values[index]))
+                base_s
+                if index == way.axis.first
+                else base_s and predicted_s(own, way.spec(way.axis.values[index]))
             )
-            times.append((own.candidate.name, own.time_s * here_s / base_s if here_s and base_s else math.inf))
+            times.append(
+                (
+                    own.candidate.name,
+                    own.time_s * here_s / base_s if here_s and base_s else math.inf,
+                )
+            )
         if len(times) > 1 and any(math.isfinite(time_s) for _, time_s in times):
             cells[index,] = Cell(tuple(sorted(times, key=lambda named: named[1])), sure=True)
     names = tuple(own.candidate.name for own in racers)
@@ -139,18 +172,26 @@ def described(ground: Terrain) -> tuple[str, dict[str, Any]]:
     assert base is not None
     tried = [axis.values[point[0]] for point in ground.cells]
     change = flip(ground, base)
-    record: dict[str, Any] = {"axis": axis.key, "now": axis.values[axis.first], "from": min(tried), "to": max(tried)}
+    record: dict[str, Any] = {
+        "axis": axis.key,
+        "now": axis.values[axis.first],
+        "from": min(tried),
+        "to": max(tried),
+    }
     if change is None:
-        return f"{axis.name}: no other candidate wins from {min(tried):.3g} to {max(tried):.3g}", record | {
-            "flip": None
-        }
+        return (
+            f"{axis.name}: no other candidate wins from {min(tried):.3g} to {max(tried):.3g}",
+            record | {"flip": None},
+        )
     start, to = change.changes[axis]
     about = "about" if change.exact else "at the latest"
     record |= {"flip": to, "winner": change.new}
     return f"{axis.name}: from {start:.3g} to {about} {to:.3g}, and {change.new} wins", record
 
 
-def flips_of(racers: Sequence[Racer], measure: Measure, over: Callable[[], bool]) -> list[tuple[str, dict[str, Any]]]:
+def flips_of(
+    racers: Sequence[Racer], measure: Measure, over: Callable[[], bool]
+) -> list[tuple[str, dict[str, Any]]]:
     """A sentence and a record for each number of the cluster, as far as time allows."""
     plan = racers[0].candidate.plan
     spec = {**plan.cluster, "num_workers": plan.num_workers}

@@ -36,7 +36,9 @@ def read() -> tuple[Rule, ...]:
     lines = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     rules = (Rule(**{key: value for key, value in line.items() if key != "when"}) for line in lines)
     when = (tuple(CONDITIONS[name] for name in line.get("when", ("always",))) for line in lines)
-    return tuple(replace(rule, when=conditions) for rule, conditions in zip(rules, when, strict=True))
+    return tuple(
+        replace(rule, when=conditions) for rule, conditions in zip(rules, when, strict=True)
+    )
 
 
 RULES = read()

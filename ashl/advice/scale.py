@@ -1,4 +1,6 @@
-"""Size the race for the budget: the length of its runs, and the number of learning rates of each candidate."""
+"""Size the race for the budget: the length of its runs, and the number of learning rates of each
+candidate.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +13,23 @@ from ashl.run.host_time import OVERHEAD, START_S
 SEEDS = 3
 RACING = 0.88  # of the budget, at the latest; the rest is for the answer
 READINGS = 200  # evaluations of the fastest candidate's whole run, where eval.* is not typed
-# host seconds of evaluations, divided by those of steps, at most; of a run twice as long as the fastest
+# host seconds of evaluations, divided by those of steps, at most; of a run twice as long as the
+# fastest
 EVALUATING = 1.0
 LEAST = 40  # evaluations of the fastest candidate's whole run, whatever they take
 RATES = (1.0, 0.5, 2.0)  # multiples of the learning rate
-SCALES = ((1.0, RATES), (0.5, RATES), (0.25, RATES), (0.125, RATES), (0.125, (1.0,)), (1 / 16, (1.0,)))
-ENDING = (0.3, 0.5)  # share of a whole run that runs take which a target ends: in the tuning, and after it
+SCALES = (
+    (1.0, RATES),
+    (0.5, RATES),
+    (0.25, RATES),
+    (0.125, RATES),
+    (0.125, (1.0,)),
+    (1 / 16, (1.0,)),
+)
+ENDING = (
+    0.3,
+    0.5,
+)  # share of a whole run that runs take which a target ends: in the tuning, and after it
 WHOLE = (0.6, 0.8)  # the same of runs that no target ends
 
 
@@ -24,7 +37,8 @@ WHOLE = (0.6, 0.8)  # the same of runs that no target ends
 class Scale:
     """Length and learning rates of the runs of a race.
 
-    `length` is a share of the whole run. `target` is an accuracy that the tuning has found, for runs without a target.
+    `length` is a share of the whole run. `target` is an accuracy that the tuning has found, for
+    runs without a target.
     """
 
     length: float
@@ -49,7 +63,9 @@ class Load:
         return self.slower * (START_S + length * self.whole_s)
 
     def shares(self, length: float) -> tuple[float, float]:
-        """The share of a run that is run on average, in the tuning and after it. Short runs seldom reach a target."""
+        """The share of a run that is run on average, in the tuning and after it. Short runs seldom
+        reach a target.
+        """
         return ENDING if self.ends_early and length == 1 else WHOLE
 
     def race_s(self, length: float, tries: int) -> float:
@@ -67,16 +83,23 @@ def steps_of(own: Candidate, epoch_samples: int) -> float:
     return min((float(found) for found in (count, timed) if found is not None), default=0.0)
 
 
-def load_of(field: Field, step_s: float, slots: int, *, target: bool, evaluates: bool, slower: float = 1.0) -> Load:
+def load_of(
+    field: Field, step_s: float, slots: int, *, target: bool, evaluates: bool, slower: float = 1.0
+) -> Load:
     """What a race of these candidates costs here.
 
-    Args: step_s is a step on this host [s]; target is True if runs have one; evaluates is True if eval.* was typed.
+    Args: step_s is a step on this host [s]; target is True if runs have one; evaluates is True if
+    eval.* was typed.
     """
     epoch = len(field.host.data.train)
     steps = fmean(steps_of(own, epoch) for own in field.candidates)
     times = [own.plan.predicted_s for own in field.candidates if own.plan.predicted_s] or [0.0]
     most = EVALUATING * steps * step_s / max(field.evaluation_s, 1e-6) / 2
-    every_s = None if evaluates or not all(times) else float(f"{min(times) / min(READINGS, max(LEAST, most)):.2g}")
+    every_s = (
+        None
+        if evaluates or not all(times)
+        else float(f"{min(times) / min(READINGS, max(LEAST, most)):.2g}")
+    )
     evaluated_s = field.evaluation_s * fmean(times) / every_s if every_s else 0.0
     whole_s = steps * step_s * OVERHEAD + evaluated_s
     return Load(len(field.candidates), whole_s, every_s, slots, target, slower)
@@ -92,8 +115,8 @@ def scale_of(load: Load, typed: Sequence[float], left_s: float, budget_s: float)
             break
     if load.run_s(length) > left_s:
         raise UsageError(
-            f"--budget {budget_s:g} is too small: a single run of a sixteenth of this task takes about "
-            f"{load.run_s(length):.2g} s here, and {max(0, left_s):.2g} s are left for runs; give --budget "
-            f"{budget_s - left_s + 10 * load.run_s(length):.0f} or more"
+            f"--budget {budget_s:g} is too small: a single run of a sixteenth of this task takes"
+            f" about {load.run_s(length):.2g} s here, and {max(0, left_s):.2g} s are left for runs;"
+            f" give --budget {budget_s - left_s + 10 * load.run_s(length):.0f} or more"
         )
     return Scale(length, tuple(rate / typed[0] for rate in typed) or rates, load.every_s)

@@ -1,4 +1,6 @@
-"""What decides which methods make sense on a cluster, in a few numbers, and the conditions that the rules name."""
+"""What decides which methods make sense on a cluster, in a few numbers, and the conditions that the
+rules name.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +12,9 @@ from ashl.plan.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """A cluster and a task. Exchanges are of the dense model at a barrier, contention included, in slowest steps."""
+    """A cluster and a task. Exchanges are of the dense model at a barrier, contention included, in
+    slowest steps.
+    """
 
     num_workers: int
     fast_step_s: float
@@ -35,8 +39,10 @@ class Situation:
 
     @property
     def values(self) -> dict[str, float]:
-        """What the overrides of a rule may name in braces: constants that are published for steps of other lengths, as
-        seconds of this cluster, and losses of other tasks, as shares of this one's first."""
+        """What the overrides of a rule may name in braces: constants that are published for steps
+        of other lengths, as seconds of this cluster, and losses of other tasks, as shares of this
+        one's first.
+        """
         period_s = 2 * self.slow_step_s + self.slow_exchange_s
         return {
             "gamma_s": 4 * period_s,
@@ -46,8 +52,12 @@ class Situation:
         }
 
 
-def situation(profile: Profile, plan: Plan, rates: tuple[float, float], first_loss: float) -> Situation:
-    """From a profile, any plan on that cluster, and BSP's predicted steps per second at a server and in a ring."""
+def situation(
+    profile: Profile, plan: Plan, rates: tuple[float, float], first_loss: float
+) -> Situation:
+    """From a profile, any plan on that cluster, and BSP's predicted steps per second at a server
+    and in a ring.
+    """
     steps = sorted(worker.step_s for worker in profile.workers)
     server, ring = (max(0.0, profile.num_workers / rate / steps[-1] - 1) for rate in rates)
     return Situation(
@@ -65,7 +75,9 @@ def situation(profile: Profile, plan: Plan, rates: tuple[float, float], first_lo
 
 
 class Condition(NamedTuple):
-    """A fact that a rule asks for: `yes` and `no` are what is said of it, with the situation as {s}."""
+    """A fact that a rule asks for: `yes` and `no` are what is said of it, with the situation as
+    {s}.
+    """
 
     holds: Callable[[Situation], bool]
     yes: str
@@ -80,12 +92,14 @@ CONDITIONS = {
     "unequal": Condition(
         lambda s: s.unequal >= 1.25,
         "the slowest worker takes {s.unequal:.3g} times as long for a step as the fastest",
-        "the workers are about equally fast (the slowest takes {s.unequal:.3g} times as long as the fastest)",
+        "the workers are about equally fast (the slowest takes {s.unequal:.3g} times as long as the"
+        " fastest)",
     ),
     "very_unequal": Condition(
         lambda s: s.unequal >= 4,
         "the slowest worker takes {s.unequal:.3g} times as long for a step as the fastest",
-        "the slowest worker takes {s.unequal:.3g} times as long as the fastest, and this is for 4 times and more",
+        "the slowest worker takes {s.unequal:.3g} times as long as the fastest, and this is for 4"
+        " times and more",
     ),
     "uncentral": Condition(
         lambda s: s.unequal >= 1.25 or (s.num_workers >= 6 and s.server >= 0.3),
@@ -115,12 +129,15 @@ CONDITIONS = {
     "slow_server": Condition(
         lambda s: s.server >= 0.3,
         "an exchange of all with a server takes {s.server:.2g} of the slowest step",
-        "an exchange of all with a server takes {s.server:.2g} of the slowest step, and this pays from 0.3 on",
+        "an exchange of all with a server takes {s.server:.2g} of the slowest step, and this pays"
+        " from 0.3 on",
     ),
     "slow_links": Condition(
         lambda s: s.server >= 1,
-        "an exchange of all with a server takes longer than the slowest step ({s.server:.2g} times)",
-        "an exchange of all with a server takes {s.server:.2g} of the slowest step (this is for slower links)",
+        "an exchange of all with a server takes longer than the slowest step ({s.server:.2g}"
+        " times)",
+        "an exchange of all with a server takes {s.server:.2g} of the slowest step (this is for"
+        " slower links)",
     ),
     "several": Condition(
         lambda s: s.num_workers >= 3,
@@ -128,10 +145,14 @@ CONDITIONS = {
         "there are only {s.num_workers} workers",
     ),
     "many": Condition(
-        lambda s: s.num_workers >= 6, "there are {s.num_workers} workers", "there are only {s.num_workers} workers"
+        lambda s: s.num_workers >= 6,
+        "there are {s.num_workers} workers",
+        "there are only {s.num_workers} workers",
     ),
     "deep": Condition(
-        lambda s: s.layers > 1, "the model has {s.layers} tensors that can travel apart", "the model is one tensor"
+        lambda s: s.layers > 1,
+        "the model has {s.layers} tensors that can travel apart",
+        "the model is one tensor",
     ),
     "even": Condition(
         lambda s: not s.skewed,

@@ -1,5 +1,5 @@
-"""What the merged update is. A rule weighs the workers and folds pushes into one update; what is then done with it is
-`ashl.outer`'s:
+"""What the merged update is. A rule weighs the workers and folds pushes into one update; what is
+then done with it is `ashl.outer`'s:
 
 `scale`, `weigh(workers)`  the coefficients c_i = scale · w_i (Σ w_i = 1)
 `accepts(staleness)`       whether a push is used at all; if not, it is dropped and counted

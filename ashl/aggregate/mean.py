@@ -1,11 +1,11 @@
 """The weighted mean, at a barrier or one push at a time.
 
-Rule: w_i proportional to the samples behind a push (batch·H), which makes n workers of batch b one worker of batch n·b:
-`samples`; or to those that the worker has, n_i: `data_share`. The two are one where batches are equal and shards
-follow a planned H.
+Rule: w_i proportional to the samples behind a push (batch·H), which makes n workers of batch b one
+worker of batch n·b: `samples`; or to those that the worker has, n_i: `data_share`. The two are one
+where batches are equal and shards follow a planned H.
 
-Source: McMahan et al., "Communication-Efficient Learning of Deep Networks", AISTATS 2017, where each worker passes over
-its own samples equally often, so that the two are one, too.
+Source: McMahan et al., "Communication-Efficient Learning of Deep Networks", AISTATS 2017, where
+each worker passes over its own samples equally often, so that the two are one, too.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,10 @@
 """Each push counts by the samples behind it: batch·H.
 
-Rule: w ← w + scale·b_i·H_i / Σ_j b_j·H_j · Δ_i. `mean` does so, too, unless configured otherwise; so does
-`data_share` where batches are equal and shards follow a planned H.
+Rule: w ← w + scale·b_i·H_i / Σ_j b_j·H_j · Δ_i. `mean` does so, too, unless configured otherwise;
+so does `data_share` where batches are equal and shards follow a planned H.
 
-Source: Chen et al., "Semi-Dynamic Load Balancing", SoCC 2020 (of batches; H steps count as so many).
+Source: Chen et al., "Semi-Dynamic Load Balancing", SoCC 2020 (of batches; H steps count as so
+many).
 """
 
 from collections.abc import Sequence

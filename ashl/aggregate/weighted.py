@@ -1,13 +1,14 @@
-"""What the weighted rules share: coefficients, and three optional guards against stale or large updates.
+"""What the weighted rules share: coefficients, and three optional guards against stale or large
+updates.
 
-Rule: update = Σ_i c_i·s(τ_i)·x_i with c_i = scale·w_i. At a barrier the sum runs over its members in rank order
-and w_i is renormalised over them; one at a time it is each push as it comes, with Σ w_i = 1 over all workers. The
-discount is s(τ) = (1 + τ)^−a for a push of staleness τ; a push with τ ≥ max_staleness is dropped. A worker shortens
-what it computed to `clip_norm` before anything is done with it, on every topology: what a codec keeps and sends is of
-that.
+Rule: update = Σ_i c_i·s(τ_i)·x_i with c_i = scale·w_i. At a barrier the sum runs over its members
+in rank order and w_i is renormalised over them; one at a time it is each push as it comes, with Σ
+w_i = 1 over all workers. The discount is s(τ) = (1 + τ)^−a for a push of staleness τ; a push with τ
+≥ max_staleness is dropped. A worker shortens what it computed to `clip_norm` before anything is
+done with it, on every topology: what a codec keeps and sends is of that.
 
-Source: discount, Xie et al., "Asynchronous Federated Optimization", arXiv 1903.03934; delay cut-off, Maranjyan et
-al., "Ringmaster ASGD", ICML 2025; clipping, "Clipped ASGD", ICML 2026.
+Source: discount, Xie et al., "Asynchronous Federated Optimization", arXiv 1903.03934; delay
+cut-off, Maranjyan et al., "Ringmaster ASGD", ICML 2025; clipping, "Clipped ASGD", ICML 2026.
 """
 
 from collections.abc import Sequence
@@ -53,10 +54,13 @@ class Weighted(Contract, group="aggregate", strict=True):
         raise NotImplementedError
 
     def fold(self, members: Sequence[Push], weights: Sequence[float]) -> Any:
-        """The update of the members of a merge, in rank order, so that the order of arrival plays no part."""
+        """The update of the members of a merge, in rank order, so that the order of arrival plays
+        no part.
+        """
         if self.staleness_discount is not None:
             weights = [
-                w * (1.0 + p.staleness) ** -self.staleness_discount for p, w in zip(members, weights, strict=True)
+                w * (1.0 + p.staleness) ** -self.staleness_discount
+                for p, w in zip(members, weights, strict=True)
             ]
         return sum_in_rank_order([p.body * w for p, w in zip(members, weights, strict=True)])
 

@@ -1,1 +1,3 @@
-"""The machines: how fast each worker computes, how fast each link carries, and when that changes."""
+"""The machines: how fast each worker computes, how fast each link carries, and when that
+changes.
+"""

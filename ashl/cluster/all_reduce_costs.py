@@ -1,8 +1,9 @@
 """What a sum over all costs and moves by a chosen algorithm, see `ashl.cluster.all_reduce_rounds`.
 
-A round takes as long as its slowest message, and a sum as long as its rounds one after the other; a ring's, where
-nobody waits for a round of others to end, as long as `ashl.cluster.network` says. `auto` is whichever takes least for
-so many bytes over the links as they are when the run begins; of equals, the first of `BY_NAME`.
+A round takes as long as its slowest message, and a sum as long as its rounds one after the other; a
+ring's, where nobody waits for a round of others to end, as long as `ashl.cluster.network` says.
+`auto` is whichever takes least for so many bytes over the links as they are when the run begins; of
+equals, the first of `BY_NAME`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ def contention_of(cluster: Cluster) -> ContentionCosts | None:
     return cluster.contention if isinstance(cluster, Measured) else None
 
 
-def cost_over_ports(home: np.ndarray, latency: np.ndarray, out: np.ndarray, into: np.ndarray) -> CostOf:
-    """Of members on these machines: each one's latency, and seconds per byte out of its port and into it, between
-    machines and inside (rows). Of messages that share a port, as a machine's members do, one goes after the other."""
+def cost_over_ports(
+    home: np.ndarray, latency: np.ndarray, out: np.ndarray, into: np.ndarray
+) -> CostOf:
+    """Of members on these machines: each one's latency, and seconds per byte out of its port and
+    into it, between machines and inside (rows). Of messages that share a port, as a machine's
+    members do, one goes after the other.
+    """
     g = len(home)
 
     def cost_ns(one: Round, nbytes: np.ndarray) -> int:
@@ -45,7 +50,9 @@ def cost_over_ports(home: np.ndarray, latency: np.ndarray, out: np.ndarray, into
 
 
 class AllReduceCost(NamedTuple):
-    """A sum's algorithm, its cost at the beginning, and the bytes that each member sends and receives."""
+    """A sum's algorithm, its cost at the beginning, and the bytes that each member sends and
+    receives.
+    """
 
     algorithm: str
     cost_ns: int
@@ -67,12 +74,16 @@ class CollectiveNetwork(Protocol):
 class AllReduceCosts:
     """The sums of a network."""
 
-    def __init__(self, algorithm: str, node: Sequence[int] | None, network: CollectiveNetwork) -> None:
+    def __init__(
+        self, algorithm: str, node: Sequence[int] | None, network: CollectiveNetwork
+    ) -> None:
         self.algorithm, self.node, self._network = algorithm, node, network
         self._known: dict[tuple[Group, int], AllReduceCost] = {}
 
     def candidates(self, group: Group) -> list[str]:
-        """The algorithms that `auto` weighs: no server, and no hierarchy without machines of several members."""
+        """The algorithms that `auto` weighs: no server, and no hierarchy without machines of
+        several members.
+        """
         homes = nodes_of_members(group, self.node)
         out = {"star"} if 1 < len(set(homes)) < len(homes) else {"star", "hierarchical"}
         return [name for name in BY_NAME if name not in out]
@@ -83,27 +94,42 @@ class AllReduceCosts:
             if len(self._known) >= KEPT:
                 self._known.clear()
             names = self.candidates(group) if self.algorithm == "auto" else [self.algorithm]
-            found = min((self.by(name, group, nbytes, 0) for name in names), key=lambda known: known.cost_ns)
+            found = min(
+                (self.by(name, group, nbytes, 0) for name in names), key=lambda known: known.cost_ns
+            )
             self._known[group, nbytes] = found
         return found
 
     def cost_ns(self, group: Group, nbytes: int, now_ns: int) -> int:
         """What it takes now."""
         known = self.known(group, nbytes)
-        return known.cost_ns if self._network.steady else self.by(known.algorithm, group, nbytes, now_ns).cost_ns
+        return (
+            known.cost_ns
+            if self._network.steady
+            else self.by(known.algorithm, group, nbytes, now_ns).cost_ns
+        )
 
     def by(self, algorithm: str, group: Group, nbytes: int, now_ns: int) -> AllReduceCost:
         """What it takes now by this algorithm."""
         g = len(group)
         if algorithm == "ring":
             moved = [2 * (g - 1) * nbytes // g] * g
-            return AllReduceCost(algorithm, self._network.ring_ns(group, nbytes, now_ns), moved, moved)
+            return AllReduceCost(
+                algorithm, self._network.ring_ns(group, nbytes, now_ns), moved, moved
+            )
         pieces, rounds = rounds_of(algorithm, nodes_of_members(group, self.node))
-        round_ns, cost_ns, sent, received = self._network.round_ns(group, now_ns), 0, np.zeros(g), np.zeros(g)
+        round_ns, cost_ns, sent, received = (
+            self._network.round_ns(group, now_ns),
+            0,
+            np.zeros(g),
+            np.zeros(g),
+        )
         for one in rounds:
             count = one.stop - one.start
             cost_ns += round_ns(one, nbytes * (count / pieces))
             sent += np.bincount(one.src, count, g)
             received += np.bincount(one.dst, count, g)
         moved = ([nbytes * int(count) // pieces for count in way] for way in (sent, received))
-        return AllReduceCost(algorithm, self._network.factors.stretched(group, cost_ns, now_ns), *moved)
+        return AllReduceCost(
+            algorithm, self._network.factors.stretched(group, cost_ns, now_ns), *moved
+        )

@@ -1,23 +1,26 @@
 """Who sends what to whom while a vector is summed over all, round by round, by each algorithm.
 
-A vector is cut into equal pieces, and a message is some of them in a row. Members are taken machine by machine, and
-within one in rank order. With n members, latency α, β seconds per byte and S bytes, where all links are equal:
+A vector is cut into equal pieces, and a message is some of them in a row. Members are taken machine
+by machine, and within one in rank order. With n members, latency α, β seconds per byte and S bytes,
+where all links are equal:
 
 - ring: 2(n − 1) rounds of S/n. 2(n − 1)·α + 2(n − 1)/n·Sβ.
-- halving: recursive halving of the vector, then doubling, with neighbours at the distances 1, 2, 4 … of the largest
-  power of two p ≤ n. 2·log₂p·α + 2(p − 1)/p·Sβ. Where n > p, n − p members hand all they have to a neighbour first and
-  are handed the sum last: 2(α + Sβ) more.
+- halving: recursive halving of the vector, then doubling, with neighbours at the distances 1, 2, 4
+  … of the largest power of two p ≤ n. 2·log₂p·α + 2(p − 1)/p·Sβ. Where n > p, n − p members hand
+  all they have to a neighbour first and are handed the sum last: 2(α + Sβ) more.
 - tree: a binomial tree, up and down again. 2⌈log₂n⌉·(α + Sβ).
-- star: all hand what they have to the first member, and are handed the sum: 2(α + (n − 1)·Sβ), through its port. It is
-  a parameter server that sends gradients instead of models, each worker with a model of its own.
-- hierarchical: reduce-scatter inside each machine, all-reduce of each shard over the machines, all-gather inside. With
-  m machines of k members: 2(k − 1)·α' + 2(k − 1)/k·Sβ' inside, and 2(m − 1)·α + 2(m − 1)/m·Sβ through each machine's
-  port. Where machines have different numbers of members there are as many shards as the smallest one has members.
+- star: all hand what they have to the first member, and are handed the sum: 2(α + (n − 1)·Sβ),
+  through its port. It is a parameter server that sends gradients instead of models, each worker
+  with a model of its own.
+- hierarchical: reduce-scatter inside each machine, all-reduce of each shard over the machines,
+  all-gather inside. With m machines of k members: 2(k − 1)·α' + 2(k − 1)/k·Sβ' inside, and 2(m −
+  1)·α + 2(m − 1)/m·Sβ through each machine's port. Where machines have different numbers of members
+  there are as many shards as the smallest one has members.
 
-Sources: Patarasuk and Yuan, JPDC 2009 (ring); Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
-Operations in MPICH", IJHPCA 2005 (halving, tree); Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50
-Training in a Flash", 2018 (2D-torus: hierarchical); Wen et al., "TernGrad", NeurIPS 2017 (star: its parameter
-localization).
+Sources: Patarasuk and Yuan, JPDC 2009 (ring); Thakur, Rabenseifner and Gropp, "Optimization of
+Collective Communication Operations in MPICH", IJHPCA 2005 (halving, tree); Mikami et al.,
+"Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", 2018 (2D-torus: hierarchical);
+Wen et al., "TernGrad", NeurIPS 2017 (star: its parameter localization).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +32,9 @@ Algorithm = Literal["auto", "ring", "halving", "tree", "star", "hierarchical"]
 
 
 class Round(NamedTuple):
-    """Messages under way at once: pieces [start, stop) from one member to another, both by their place in the group.
-    They are added to what the other has of these pieces, or take its place."""
+    """Messages under way at once: pieces [start, stop) from one member to another, both by their
+    place in the group. They are added to what the other has of these pieces, or take its place.
+    """
 
     src: np.ndarray
     dst: np.ndarray
@@ -70,7 +74,13 @@ def halving(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
             yield Round(far, near, nothing, all_of_it, True)
         for level in range(levels):
             half, upper = p >> (level + 1), (at >> level) & 1
-            yield Round(core, core[at ^ (1 << level)], low + (1 - upper) * half, low + (2 - upper) * half, True)
+            yield Round(
+                core,
+                core[at ^ (1 << level)],
+                low + (1 - upper) * half,
+                low + (2 - upper) * half,
+                True,
+            )
             low = low + upper * half
         for level in reversed(range(levels)):
             half, upper = p >> (level + 1), (at >> level) & 1
@@ -92,7 +102,9 @@ def tree(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
             for level in levels if adds else reversed(levels):
                 lower = np.arange(1 << level, len(members), 2 << level)
                 ends = members[lower], members[lower - (1 << level)]
-                yield Round(*(ends if adds else ends[::-1]), np.zeros_like(lower), np.ones_like(lower), adds)
+                yield Round(
+                    *(ends if adds else ends[::-1]), np.zeros_like(lower), np.ones_like(lower), adds
+                )
 
     return 1, rounds()
 
@@ -107,7 +119,9 @@ def star(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
 
 
 def hierarchical(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
-    """(pieces, rounds). Within each of the three parts everybody sends straight to whom it is for."""
+    """(pieces, rounds). Within each of the three parts everybody sends straight to whom it
+    is for.
+    """
     m, shards, most = len(machines), min(map(len, machines)), max(map(len, machines))
     owners = np.stack([members[:shards] for members in machines])
 

@@ -1,18 +1,20 @@
 """How long transfers take, in integer nanoseconds.
 
 Two models. With a declared `exchange_s`, ports have no occupancy and a transfer of worker i takes
-`link_i · exchange_s / 2 · bytes / dense bytes` (between workers the larger factor holds). Otherwise a transfer
-occupies the sender's port for bytes / bandwidth, crosses in `latency_s`, and occupies the receiver's port from the
-moment its head arrives there and the port is free: many workers that push to one server at once queue at its port.
-Head and tail overlap, so an uncontended transfer takes latency + bytes / the slower of the two ports. Ports belong to
-machines: the workers that `cluster.node` puts on one share its port, and each has one of its own for links inside.
+`link_i · exchange_s / 2 · bytes / dense bytes` (between workers the larger factor holds). Otherwise
+a transfer occupies the sender's port for bytes / bandwidth, crosses in `latency_s`, and occupies
+the receiver's port from the moment its head arrives there and the port is free: many workers that
+push to one server at once queue at its port. Head and tail overlap, so an uncontended transfer
+takes latency + bytes / the slower of the two ports. Ports belong to machines: the workers that
+`cluster.node` puts on one share its port, and each has one of its own for links inside.
 
-A collective is a ring, machine by machine and within one in rank order, so that it leaves each machine once. An all-
-reduce of g members takes 2(g − 1) rounds in which everybody sends a chunk of bytes / g to the next as soon as the last
-one has come from the one before; an all-gather takes g − 1 rounds. Its cost is that of these messages one by one, until
-the last has come, and it holds the ports that the ring runs over from its start to its end: it begins when what was
-sent before has left them, and what is sent afterwards queues behind it. Sums by another algorithm that was asked for
-cost what `ashl.cluster.all_reduce_costs` says, and hold the same ports.
+A collective is a ring, machine by machine and within one in rank order, so that it leaves each
+machine once. An all- reduce of g members takes 2(g − 1) rounds in which everybody sends a chunk of
+bytes / g to the next as soon as the last one has come from the one before; an all-gather takes g −
+1 rounds. Its cost is that of these messages one by one, until the last has come, and it holds the
+ports that the ring runs over from its start to its end: it begins when what was sent before has
+left them, and what is sent afterwards queues behind it. Sums by another algorithm that was asked
+for cost what `ashl.cluster.all_reduce_costs` says, and hold the same ports.
 """
 
 from __future__ import annotations
@@ -29,8 +31,12 @@ from ashl.cluster.speed import NS, Factors
 
 KEPT = 4096  # costs of rings that are remembered
 
-Port = tuple[int, str, bool]  # rank, or the first one of its machine; "out" or "in"; whether of an inner link
-Edge = tuple[int, int, int]  # what a chunk takes at the sender's port, on its way, at the receiver's port
+Port = tuple[
+    int, str, bool
+]  # rank, or the first one of its machine; "out" or "in"; whether of an inner link
+Edge = tuple[
+    int, int, int
+]  # what a chunk takes at the sender's port, on its way, at the receiver's port
 
 
 class Coming(NamedTuple):
@@ -41,11 +47,15 @@ class Coming(NamedTuple):
     dst: int
     nbytes: int
     tail_ns: int
-    end_ns: int | None  # where a collective waits for it, so that it is known when its last byte is in
+    end_ns: (
+        int | None
+    )  # where a collective waits for it, so that it is known when its last byte is in
 
 
 class Ring(NamedTuple):
-    """Where a group's collectives run: (from, to, whether inside a machine), and the ports of both ends of each."""
+    """Where a group's collectives run: (from, to, whether inside a machine), and the ports of both
+    ends of each.
+    """
 
     edges: tuple[tuple[int, int, bool], ...]
     ports: tuple[Port, ...]
@@ -83,7 +93,11 @@ class Exchange:
         return self.cost_ns(src, dst, nbytes, 0)
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
-        return self.summing.cost_ns(group, nbytes, now_ns) if self.summing else self.ring_ns(group, nbytes, now_ns)
+        return (
+            self.summing.cost_ns(group, nbytes, now_ns)
+            if self.summing
+            else self.ring_ns(group, nbytes, now_ns)
+        )
 
     def ring_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
         """An all-reduce on a ring."""
@@ -132,11 +146,17 @@ class Ports:
         self.factors = Factors(cluster, "link")
         self._sums = cluster.all_reduce if isinstance(cluster, Measured) else None
         first: dict[int, int] = {}
-        self._first = [first.setdefault(machine, rank) for rank, machine in enumerate(cluster.node or ())]
-        if self._first:  # a server beyond these is on no machine of theirs, and those after it are one on each
+        self._first = [
+            first.setdefault(machine, rank) for rank, machine in enumerate(cluster.node or ())
+        ]
+        if (
+            self._first
+        ):  # a server beyond these is on no machine of theirs, and those after it are one on each
             self._first += [len(self._first), *(first[machine] for machine in sorted(first))]
         self._free: dict[Port, int] = {}
-        self._coming: dict[Port, list[Coming]] = {}  # heaps: what is on its way to a receiver's port
+        self._coming: dict[
+            Port, list[Coming]
+        ] = {}  # heaps: what is on its way to a receiver's port
         self._posted = 0
         self.steady = not cluster.events
         self._rings: dict[tuple[int, ...], Ring] = {}
@@ -155,14 +175,21 @@ class Ports:
 
     def service_ns(self, rank: int, nbytes: float, now_ns: int, inner: bool, out: bool) -> int:
         """How long these bytes hold this rank's port on their way out of it or into it."""
-        return round(self.factors.at(rank, now_ns) * nbytes / self.cluster.bytes_s(rank, out, inner) * NS)
+        return round(
+            self.factors.at(rank, now_ns) * nbytes / self.cluster.bytes_s(rank, out, inner) * NS
+        )
 
     def latency_ns(self, src: int, dst: int, nbytes: float, now_ns: int) -> int:
         inner = self.inner(src, dst)
-        return round(max(self.factors.at(r, now_ns) * self.cluster.latency_of(r, inner) for r in (src, dst)) * NS)
+        return round(
+            max(self.factors.at(r, now_ns) * self.cluster.latency_of(r, inner) for r in (src, dst))
+            * NS
+        )
 
     def leave(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
-        """Queue at the sender's port: (start of the transfer, arrival of its head, earliest arrival of its tail)."""
+        """Queue at the sender's port: (start of the transfer, arrival of its head, earliest arrival
+        of its tail).
+        """
         inner = self.inner(src, dst)
         key = self.port(src, "out", inner)
         start = max(now_ns, self._free.get(key, 0))
@@ -183,7 +210,9 @@ class Ports:
         return start, head, tail
 
     def arrive(self, src: int, dst: int, nbytes: int, head_ns: int, tail_ns: int) -> int:
-        """Queue at the receiver's port, in the order in which heads arrive; returns when the last byte is in."""
+        """Queue at the receiver's port, in the order in which heads arrive; returns when the last
+        byte is in.
+        """
         inner = self.inner(src, dst)
         key = self.port(dst, "in", inner)
         if (coming := self._coming.get(key)) and (end := heappop(coming).end_ns) is not None:
@@ -215,8 +244,9 @@ class Ports:
         return self.latency_ns(src, dst, nbytes, 0) + service
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
-        """By ports that are free: as the algorithm that was asked for; else of all workers as it was measured, where it
-        was; else on a ring."""
+        """By ports that are free: as the algorithm that was asked for; else of all workers as it
+        was measured, where it was; else on a ring.
+        """
         if self.summing:
             return self.summing.cost_ns(group, nbytes, now_ns)
         if self._sums is not None and len(group) == len(self.cluster.compute):
@@ -231,10 +261,16 @@ class Ports:
         """What the rounds of an all-reduce take."""
         factors = np.array([self.factors.at(rank, now_ns) for rank in group])
         home = np.unique([self.machine(rank) for rank in group], return_inverse=True)[1]
-        kinds = (False, len(set(home)) < len(group))  # of links between machines, and inside them if there are any
+        kinds = (
+            False,
+            len(set(home)) < len(group),
+        )  # of links between machines, and inside them if there are any
         latency = [[self.cluster.latency_of(rank, inner) for rank in group] for inner in kinds]
         bytes_s = self.cluster.bytes_s
-        out, into = ([[bytes_s(rank, way, inner) for rank in group] for inner in kinds] for way in (True, False))
+        out, into = (
+            [[bytes_s(rank, way, inner) for rank in group] for inner in kinds]
+            for way in (True, False)
+        )
         return cost_over_ports(home, factors * latency, factors / out, factors / into)
 
     def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
@@ -246,7 +282,11 @@ class Ports:
     def free_ns(self, group: tuple[int, ...], rank: int | None = None) -> int:
         """When the ports that a group's collectives need are free, of all members or of one."""
         own = None if rank is None else (rank, self.machine(rank))
-        return max(self._free.get(port, 0) for port in self.ring(group).ports if own is None or port[0] in own)
+        return max(
+            self._free.get(port, 0)
+            for port in self.ring(group).ports
+            if own is None or port[0] in own
+        )
 
     def hold(self, group: tuple[int, ...], cost_ns: int, now_ns: int) -> int:
         """When a collective that takes so long begins. Its ports are taken until it ends."""
@@ -274,8 +314,15 @@ class Ports:
             if len(self._rings) >= KEPT:
                 self._rings.clear()
             members = sorted(group, key=lambda rank: (self.machine(rank), rank))
-            edges = tuple((a, b, self.inner(a, b)) for a, b in zip(members, [*members[1:], members[0]], strict=True))
-            ports = tuple(self.port(rank, way, e[2]) for e in edges for rank, way in ((e[0], "out"), (e[1], "in")))
+            edges = tuple(
+                (a, b, self.inner(a, b))
+                for a, b in zip(members, [*members[1:], members[0]], strict=True)
+            )
+            ports = tuple(
+                self.port(rank, way, e[2])
+                for e in edges
+                for rank, way in ((e[0], "out"), (e[1], "in"))
+            )
             ring = self._rings[group] = Ring(edges, ports)
         return ring
 
@@ -299,7 +346,9 @@ class Ports:
 
 
 class MeasuredPorts(Ports):
-    """The links of a profile that has lines for each direction: pushes, pulls and empty messages differ in latency."""
+    """The links of a profile that has lines for each direction: pushes, pulls and empty messages
+    differ in latency.
+    """
 
     def __init__(self, cluster: Measured, dense_bytes: int, algorithm: str | None = None) -> None:
         super().__init__(cluster, dense_bytes, algorithm)
@@ -314,8 +363,9 @@ class MeasuredPorts(Ports):
 
 
 def ring_ns(edges: list[Edge], rounds: int) -> int:
-    """How long it takes until all members of a ring have had so many messages from the one before, each sent as soon as
-    the last one has come. `edges[j]` leads from the j-th member to the next."""
+    """How long it takes until all members of a ring have had so many messages from the one before,
+    each sent as soon as the last one has come. `edges[j]` leads from the j-th member to the next.
+    """
     if len(set(edges)) == 1:  # nobody waits for anybody
         out, latency, into = edges[0]
         return rounds * (latency + max(out, into))

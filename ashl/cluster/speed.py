@@ -1,4 +1,6 @@
-"""How long computing takes: declared seconds per step, slowdown factors, jitter, and events that change a factor."""
+"""How long computing takes: declared seconds per step, slowdown factors, jitter, and events that
+change a factor.
+"""
 
 import math
 from bisect import bisect_right
@@ -9,7 +11,11 @@ import numpy as np
 from ashl.cluster.spec import Cluster, Measured
 
 NS = 1e9
-LEVELS = (*(k / 32 for k in range(32)), *(1 - 2.0**-k for k in range(6, 11)), 1.0)  # of quantiles: rare steps are long
+LEVELS = (
+    *(k / 32 for k in range(32)),
+    *(1 - 2.0**-k for k in range(6, 11)),
+    1.0,
+)  # of quantiles: rare steps are long
 BLOCK = 1024  # jitter is drawn in blocks: one generator per block keeps it counter-based and cheap
 
 
@@ -18,16 +24,25 @@ class Factors:
 
     def __init__(self, cluster: Cluster, what: str) -> None:
         self.base = cluster.compute if what == "compute" else cluster.links
-        self.changes: dict[int, tuple[list[int], list[float]]] = {}  # by worker: when, and the factor from then on
-        self.outages: dict[int, list[tuple[int, int]]] = {}  # by worker: when its link went down, and was back
+        self.changes: dict[
+            int, tuple[list[int], list[float]]
+        ] = {}  # by worker: when, and the factor from then on
+        self.outages: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # by worker: when its link went down, and was back
         for event in sorted(cluster.events, key=lambda e: e.time_s):
-            factor, time_ns = event.compute if what == "compute" else event.link, round(event.time_s * NS)
+            factor, time_ns = (
+                event.compute if what == "compute" else event.link,
+                round(event.time_s * NS),
+            )
             if event.worker is not None and factor is not None:
                 times, factors = self.changes.setdefault(event.worker, ([], []))
                 times.append(time_ns)
                 factors.append(factor)
             if event.worker is not None and event.link_down and what == "link":
-                self.outages.setdefault(event.worker, []).append((time_ns, time_ns + round(event.link_down * NS)))
+                self.outages.setdefault(event.worker, []).append(
+                    (time_ns, time_ns + round(event.link_down * NS))
+                )
 
     def at(self, worker: int, now_ns: int) -> float:
         """The factor in force now. The server (rank n) and whatever has no entry is at factor 1."""
@@ -39,12 +54,15 @@ class Factors:
         return factors[before - 1] if (before := bisect_right(times, now_ns)) else self.base[worker]
 
     def stretched(self, ends: Iterable[int], cost_ns: int, now_ns: int) -> int:
-        """What takes so long from now on, with the time that it stands still because the link of one of its ends is
-        down."""
+        """What takes so long from now on, with the time that it stands still because the link of
+        one of its ends is down.
+        """
         if not self.outages:
             return cost_ns
         end_ns, back_ns = now_ns + cost_ns, now_ns
-        for down_ns, up_ns in sorted(outage for rank in ends for outage in self.outages.get(rank, ())):
+        for down_ns, up_ns in sorted(
+            outage for rank in ends for outage in self.outages.get(rank, ())
+        ):
             if (down_ns <= now_ns or down_ns < end_ns) and up_ns > back_ns:
                 end_ns += up_ns - max(down_ns, back_ns)
                 back_ns = up_ns
@@ -54,8 +72,8 @@ class Factors:
 class Speed:
     """Cost of a computation in integer nanoseconds, rounded once.
 
-    Jitter multiplies a step by a lognormal draw with mean 1 and the declared relative standard deviation; draw k of
-    worker i is a pure function of (seed, i, k).
+    Jitter multiplies a step by a lognormal draw with mean 1 and the declared relative standard
+    deviation; draw k of worker i is a pure function of (seed, i, k).
     """
 
     def __init__(self, cluster: Cluster, batch: int, seed: int) -> None:
@@ -78,7 +96,9 @@ class Speed:
         if kind == "decode":
             seconds = self.cluster.decode_of(worker)
         else:
-            seconds = self.cluster.server_step_s if kind == "apply" else self.cluster.compress_of(worker)
+            seconds = (
+                self.cluster.server_step_s if kind == "apply" else self.cluster.compress_of(worker)
+            )
         return None if seconds is None else round(seconds * work * NS)
 
     def drawn(self, worker: int) -> int:
@@ -111,8 +131,9 @@ class Speed:
 
 
 class MeasuredSpeed(Speed):
-    """Steps drawn from measured quantiles: draw k of worker i is uniform between neighbouring quantiles and a pure
-    function of (seed, i, k). Without jitter a step takes their mean."""
+    """Steps drawn from measured quantiles: draw k of worker i is uniform between neighbouring
+    quantiles and a pure function of (seed, i, k). Without jitter a step takes their mean.
+    """
 
     def __init__(self, cluster: Measured, batch: int, seed: int) -> None:
         super().__init__(cluster, batch, seed)

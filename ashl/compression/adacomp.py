@@ -1,16 +1,19 @@
-"""AdaComp: in each bin of neighbours what would soon be the largest is sent, as a sign and one scale for the layer.
+"""AdaComp: in each bin of neighbours what would soon be the largest is sent, as a sign and one
+scale for the layer.
 
-Rule: with the residual e and the update g, G = e + g; element j is sent where |G_j + g_j| ≥ max |G| over its bin, as
-sign(G_j)·s, s the mean over the layer's bins of max |G|; e ← G − sent. Bins have `conv_bin` elements in layers of more
-than two dimensions and `dense_bin` in others; the last bin of a layer may be shorter. How much is sent is an outcome:
-much where residuals and updates agree. Bits: 1 for each sign, its place, and 32 for each layer; declared beforehand is
-that all is sent. The paper writes sign and place in a bin as 8 bits; Golomb's code takes about as many or fewer.
+Rule: with the residual e and the update g, G = e + g; element j is sent where |G_j + g_j| ≥ max |G|
+over its bin, as sign(G_j)·s, s the mean over the layer's bins of max |G|; e ← G − sent. Bins have
+`conv_bin` elements in layers of more than two dimensions and `dense_bin` in others; the last bin of
+a layer may be shorter. How much is sent is an outcome: much where residuals and updates agree.
+Bits: 1 for each sign, its place, and 32 for each layer; declared beforehand is that all is sent.
+The paper writes sign and place in a bin as 8 bits; Golomb's code takes about as many or fewer.
 
-Limit: bins of one element send all whose residual does not oppose the update. Error feedback is part of it, and s may
-be larger than what it stands for: it is no contraction. A dropped message returns its content to e. A bin whose G is 0
-sends nothing.
+Limit: bins of one element send all whose residual does not oppose the update. Error feedback is
+part of it, and s may be larger than what it stands for: it is no contraction. A dropped message
+returns its content to e. A bin whose G is 0 sends nothing.
 
-Source: Chen et al., "AdaComp: Adaptive Residual Gradient Compression for Data-Parallel Distributed Training", 2018.
+Source: Chen et al., "AdaComp: Adaptive Residual Gradient Compression for Data-Parallel Distributed
+Training", 2018.
 """
 
 from __future__ import annotations
@@ -22,7 +25,16 @@ import torch
 from torch import Tensor
 
 from ashl.compression.common.code import Sparse
-from ashl.compression.contract import ENCODE_CONTEXT, EncodeContext, Layer, Layout, PayloadError, State, Traits, size_of
+from ashl.compression.contract import (
+    ENCODE_CONTEXT,
+    EncodeContext,
+    Layer,
+    Layout,
+    PayloadError,
+    State,
+    Traits,
+    size_of,
+)
 from ashl.compression.wire.arrays import (
     Array,
     array_of,
@@ -93,7 +105,9 @@ class AdaComp(Sparse):
                 for part in (slice(at, last), slice(last, cut)):
                     if part.stop > part.start:
                         rows = -1, min(length, part.stop - part.start)
-                        stands_out, largest = select_outstanding(whole[part].reshape(rows), g[part].reshape(rows))
+                        stands_out, largest = select_outstanding(
+                            whole[part].reshape(rows), g[part].reshape(rows)
+                        )
                         found.append(where_true(stands_out.reshape(-1)) + part.start)
                         largest = read(largest)
                         for row in range(0, len(largest), together):
@@ -124,20 +138,30 @@ class AdaComp(Sparse):
         ends, scales = np.cumsum([size for size, _ in self.bins(d)]), read(parts.scales).view("<f4")
         negative = unpack_truths(as_bytes(parts.values), len(places))
         if isinstance(places, Tensor):
-            values = look_up(scales, torch.searchsorted(beside(places, ends), places.long(), side="right"))
+            values = look_up(
+                scales, torch.searchsorted(beside(places, ends), places.long(), side="right")
+            )
         else:
             values = np.repeat(scales, np.diff(np.searchsorted(places, ends), prepend=0))
         return ops(places).where(negative, -values, values)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return HEADER.size + 4 * len(self.bins(d)) + packed_bytes(d, 1) + index_room(self.indices, d, d)
+        return (
+            HEADER.size
+            + 4 * len(self.bins(d))
+            + packed_bytes(d, 1)
+            + index_room(self.indices, d, d)
+        )
 
     def bins(self, d: int) -> list[tuple[int, int]]:
         """The size of each layer, and how long its bins are."""
         layout = self.layout or (Layer("all", (d,)),)
         if d != size_of(layout):
             raise PayloadError(f"a vector of {d} elements came for layers of another size")
-        return [(layer.size, self.conv_bin if len(layer.shape) > 2 else self.dense_bin) for layer in layout]
+        return [
+            (layer.size, self.conv_bin if len(layer.shape) > 2 else self.dense_bin)
+            for layer in layout
+        ]
 
 
 def select_outstanding(whole: Array, g: Array) -> tuple[Array, Array]:

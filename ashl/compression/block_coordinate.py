@@ -1,17 +1,20 @@
 """Block coordinate descent: in each round one of B blocks moves, the same on all workers.
 
-Rule: C(x) = x on block b, elements ⌊b·d/B⌋ … ⌊(b + 1)·d/B⌋ − 1, else 0, with b the number of the round mod B (cyclic)
-or drawn alike by all workers (random). `scaled` multiplies it by B: over a random block it is then unbiased, with
-E‖C(x) − x‖² = (B − 1)‖x‖²; unscaled it is a contraction by 1 − 1/B on average over the blocks. Bits: 32·d/B and 32 for
-the block, no places. The sum of bodies is the body of the sum: an all-reduce adds them up on their way.
+Rule: C(x) = x on block b, elements ⌊b·d/B⌋ … ⌊(b + 1)·d/B⌋ − 1, else 0, with b the number of the
+round mod B (cyclic) or drawn alike by all workers (random). `scaled` multiplies it by B: over a
+random block it is then unbiased, with E‖C(x) − x‖² = (B − 1)‖x‖²; unscaled it is a contraction by 1
+− 1/B on average over the blocks. Bits: 32·d/B and 32 for the block, no places. The sum of bodies is
+the body of the sum: an all-reduce adds them up on their way.
 
-Limit: B = 1 is no compression. A sweep of B rounds moves every element once, with the gradient of its own round: the
-classic method keeps nothing of the others. With error feedback (unscaled) a block sends at its turn what it gathered.
-Cyclic order with momentum can go in circles. Asynchronous workers go by the version of their model: B of them in step
-would each be at the same block for ever; take order=random.
+Limit: B = 1 is no compression. A sweep of B rounds moves every element once, with the gradient of
+its own round: the classic method keeps nothing of the others. With error feedback (unscaled) a
+block sends at its turn what it gathered. Cyclic order with momentum can go in circles. Asynchronous
+workers go by the version of their model: B of them in step would each be at the same block for
+ever; take order=random.
 
-Source: Nesterov, "Efficiency of Coordinate Descent Methods on Huge-Scale Optimization Problems", 2012; Richtárik and
-Takáč, "Iteration Complexity of Randomized Block-Coordinate Descent Methods", 2014.
+Source: Nesterov, "Efficiency of Coordinate Descent Methods on Huge-Scale Optimization Problems",
+2012; Richtárik and Takáč, "Iteration Complexity of Randomized Block-Coordinate Descent Methods",
+2014.
 """
 
 from typing import Any, ClassVar, Literal
@@ -40,12 +43,22 @@ class BlockCoordinate(Sparse, SummedValues, Wrappers):
     @property
     def traits(self) -> Traits:
         random = self.order == "random"
-        unbiased, contraction, drains = self.scaled and random, not self.scaled and random, not (self.scaled or random)
-        return Traits(unbiased=unbiased, contraction=contraction, drains=drains, linear=True, variable=True)
+        unbiased, contraction, drains = (
+            self.scaled and random,
+            not self.scaled and random,
+            not (self.scaled or random),
+        )
+        return Traits(
+            unbiased=unbiased, contraction=contraction, drains=drains, linear=True, variable=True
+        )
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         count = self.number(len(x))
-        block = context.common % count if self.order == "cyclic" else int(context.shared().integers(count))
+        block = (
+            context.common % count
+            if self.order == "cyclic"
+            else int(context.shared().integers(count))
+        )
         values = x[self.place(block, len(x))]
         if self.scaled and count > 1:
             values = values * float(count)
@@ -69,7 +82,9 @@ class BlockCoordinate(Sparse, SummedValues, Wrappers):
         count = self.number(d)
         if self.order == "random":
             return count - 1 if self.scaled else 1 - 1 / count
-        return max(1.0, (count - 1.0) ** 2) if self.scaled else 1.0  # of one message; the block may be 0
+        return (
+            max(1.0, (count - 1.0) ** 2) if self.scaled else 1.0
+        )  # of one message; the block may be 0
 
     def number(self, d: int) -> int:
         """B, but no more than there are elements."""

@@ -1,15 +1,16 @@
 """Casts to 16 bits: every element becomes the nearest number of a shorter floating type.
 
-Rule: C(x)_j is the nearest fp16 (11 significant bits, up to 65504) or bf16 (8 significant bits, the range of float32);
-of two nearest, the even one. ‖C(x) − x‖² ≤ 2⁻¹⁶·‖x‖² in bf16. Bits: 16·d. Linear: an all-reduce sums the bodies, at
-the precision of float32, and rounds the sum once.
+Rule: C(x)_j is the nearest fp16 (11 significant bits, up to 65504) or bf16 (8 significant bits, the
+range of float32); of two nearest, the even one. ‖C(x) − x‖² ≤ 2⁻¹⁶·‖x‖² in bf16. Bits: 16·d.
+Linear: an all-reduce sums the bodies, at the precision of float32, and rounds the sum once.
 
-Limit: what is beyond 65504 becomes infinity in fp16, and the run is seen to diverge; what is below 3e-8 becomes 0, so
-that fp16 promises no contraction and takes no feedback. A scale would help, but sums need the same one everywhere.
-Deterministic, hence biased by up to half a step. What rides along with a sum, the mean loss, is rounded with it.
+Limit: what is beyond 65504 becomes infinity in fp16, and the run is seen to diverge; what is below
+3e-8 becomes 0, so that fp16 promises no contraction and takes no feedback. A scale would help, but
+sums need the same one everywhere. Deterministic, hence biased by up to half a step. What rides
+along with a sum, the mean loss, is rounded with it.
 
-Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; Kalamkar et al., "A Study of BFLOAT16 for Deep
-Learning Training", 2019.
+Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; Kalamkar et al., "A Study of
+BFLOAT16 for Deep Learning Training", 2019.
 """
 
 from typing import ClassVar, Literal
@@ -63,4 +64,6 @@ class Cast(Code, Linear, Wrappers):
 
     def summed(self, payload: Tensor, total: Tensor) -> Tensor:
         """A body like this one, with these values."""
-        return torch.cat([payload[: HEADER.size], total.to(TYPES[self.dtype]).contiguous().view(torch.uint8)])
+        return torch.cat(
+            [payload[: HEADER.size], total.to(TYPES[self.dtype]).contiguous().view(torch.uint8)]
+        )

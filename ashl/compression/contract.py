@@ -1,18 +1,20 @@
 """How an update travels: the contract of a codec.
 
-A codec is an option derived from `Codec`. Its functions are pure: arguments are never changed, state is passed and
-returned. `sender` and `receiver` are its state at the two ends of one link, None at first; they belong to the link (see
-`ashl.stage.compression_pipeline`), so that drops, stage borders and replies to many clients have one place to be
-right. A body says
-itself all that decoding needs. It is one flat tensor of its own (a lossless codec may send x itself); its bytes are
-what is counted and paid for.
+A codec is an option derived from `Codec`. Its functions are pure: arguments are never changed,
+state is passed and returned. `sender` and `receiver` are its state at the two ends of one link,
+None at first; they belong to the link (see `ashl.stage.compression_pipeline`), so that drops, stage
+borders and replies to many clients have one place to be right. A body says itself all that decoding
+needs. It is one flat tensor of its own (a lossless codec may send x itself); its bytes are what is
+counted and paid for.
 
-What comes with methods of its own is a class to derive from, too: `Reduces`, `Linear`, `Collective`. Most codecs have
-no state: they are two functions on arrays, see `ashl.compression.common.code`. Memory, clipping and
-schedules around them are in `ashl.compression.wrappers.compose`. A run that is only timed asks no codec to
-encode: `encoded_nbytes` is all that is needed, and of a `Collective` what it says in `timed`.
+What comes with methods of its own is a class to derive from, too: `Reduces`, `Linear`,
+`Collective`. Most codecs have no state: they are two functions on arrays, see
+`ashl.compression.common.code`. Memory, clipping and schedules around them are in
+`ashl.compression.wrappers.compose`. A run that is only timed asks no codec to encode:
+`encoded_nbytes` is all that is needed, and of a `Collective` what it says in `timed`.
 
-A body of another program, version or length raises `PayloadError`; nothing of it is believed before it is checked.
+A body of another program, version or length raises `PayloadError`; nothing of it is believed before
+it is checked.
 """
 
 from __future__ import annotations
@@ -60,24 +62,27 @@ class Traits(NamedTuple):
 
     unbiased: bool = False  # E C(x) = x
     contraction: bool = False  # E‖C(x) − x‖² ≤ (1 − δ)‖x‖² with δ > 0: error feedback may be used
-    drains: bool = False  # ‖C(x) − x‖ ≤ ‖x‖, equal where x is small; what feedback keeps stays bounded: it may be used
+    # ‖C(x) − x‖ ≤ ‖x‖, equal where x is small; what feedback keeps stays bounded: it may be used
+    drains: bool = False
     linear: bool = False  # the sum of bodies decodes to the sum: an all-reduce may carry it
     lossless: bool = False  # C(x) = x
     variable: bool = False  # the size of a body depends on x
     full_gradient: bool = False  # needs the gradient over all samples, not over a minibatch
     reduces: bool = False  # what the bodies of one merge are together is for `reduce` to say
-    scale_free: bool = False  # the length of x is lost: makes sense of gradients, not of differences between models
+    # the length of x is lost: makes sense of gradients, not of differences between models
+    scale_free: bool = False
 
 
 class EncodeContext(NamedTuple):
-    """What one message is encoded for. (seed, worker, round, layer) name its random streams, where `round` counts the
-    worker's own messages. What all draw alike goes by `version` instead, that of the model that x was computed on:
-    workers share it however many messages each has sent. None = all have sent as many.
+    """What one message is encoded for. (seed, worker, round, layer) name its random streams, where
+    `round` counts the worker's own messages. What all draw alike goes by `version` instead, that of
+    the model that x was computed on: workers share it however many messages each has sent. None =
+    all have sent as many.
 
-    `ratio` is the density of this message, in (0, 1]; None is the option's own, and codecs without one ignore it. It
-    may change from message to message. `lr` is what x will be multiplied with on its way into the model: 1 where x is a
-    difference between models, minus the learning rate where it is a gradient. `weight` is what x was multiplied with
-    already.
+    `ratio` is the density of this message, in (0, 1]; None is the option's own, and codecs without
+    one ignore it. It may change from message to message. `lr` is what x will be multiplied with on
+    its way into the model: 1 where x is a difference between models, minus the learning rate where
+    it is a gradient. `weight` is what x was multiplied with already.
     """
 
     ratio: float | None = None
@@ -91,10 +96,14 @@ class EncodeContext(NamedTuple):
     weight: float = 1.0
     params: Tensor | None = None  # the model that x was computed on
     version: int | None = None
-    squares: Tensor | None = None  # with `estimator = "moments"`: Σ (share · gradient)² over parts of the minibatch
+    squares: Tensor | None = (
+        None  # with `estimator = "moments"`: Σ (share · gradient)² over parts of the minibatch
+    )
 
     def stream(self) -> np.random.Generator:
-        """This worker's own random numbers for this message, drawn one after the other by the host."""
+        """This worker's own random numbers for this message, drawn one after the other by
+        the host.
+        """
         return quick(self.seed, Purpose.CODEC, self.worker, self.round, self.layer)
 
     def words(self, *more: int) -> CounterRng:
@@ -115,12 +124,17 @@ ENCODE_CONTEXT = EncodeContext()
 
 
 class Codec(Contract, group="compression"):
-    """The contract, with what holds of a codec that has nothing to say of it. A field of the option may stand in for
-    any of these."""
+    """The contract, with what holds of a codec that has nothing to say of it. A field of the option
+    may stand in for any of these.
+    """
 
-    code: ClassVar[int] = 0  # its number on the wire, one for each codec that writes `wire.payload_format`
+    code: ClassVar[int] = (
+        0  # its number on the wire, one for each codec that writes `wire.payload_format`
+    )
     parts: ClassVar[int] = 1  # of a minibatch, with `estimator = "moments"`
-    per_layer: ClassVar[bool] = False  # whether each layer is encoded by itself, by `wrappers.layers`
+    per_layer: ClassVar[bool] = (
+        False  # whether each layer is encoded by itself, by `wrappers.layers`
+    )
     entropy: ClassVar[str] = "none"
     warmup_epochs: ClassVar[int] = 0
     critical_ratio: ClassVar[float | None] = None
@@ -154,12 +168,16 @@ class Codec(Contract, group="compression"):
 
     # --- what goes on the wire
 
-    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
+    def encode(
+        self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[State, Tensor]:
         """(sender, body): a flat vector [d] becomes what goes on the wire."""
         raise NotImplementedError
 
     def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
-        """(receiver, x): ... and a vector again, of the d elements that are expected. Raises BodyError."""
+        """(receiver, x): ... and a vector again, of the d elements that are expected. Raises
+        BodyError.
+        """
         raise NotImplementedError
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
@@ -186,8 +204,9 @@ class Codec(Contract, group="compression"):
         return None
 
     def import_state(self, kept: State) -> State:
-        """The sender that takes up what another codec's `Residual` or `Velocity` kept; None where it has no use for
-        it."""
+        """The sender that takes up what another codec's `Residual` or `Velocity` kept; None where
+        it has no use for it.
+        """
         return None
 
     # --- other forms of the codec
@@ -222,8 +241,9 @@ class Reduces(Codec, contract=True):
         raise NotImplementedError
 
     def convert_memory(self, memory: State, keeps: Keeps, worth: float) -> State:
-        """The memory to begin a stage with, of the one that the stage before left, a unit of which is `worth` so many
-        of this stage's; None where there is no use for it."""
+        """The memory to begin a stage with, of the one that the stage before left, a unit of which
+        is `worth` so many of this stage's; None where there is no use for it.
+        """
         return None
 
 
@@ -244,7 +264,9 @@ class Linear(Codec, contract=True):
 
 
 class CodecInput(NamedTuple):
-    """What a codec is given by the wrappers around it: its own state, the vector, and what it is sent for."""
+    """What a codec is given by the wrappers around it: its own state, the vector, and what it is
+    sent for.
+    """
 
     inner: State
     x: Tensor
@@ -252,8 +274,9 @@ class CodecInput(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a protocol over all workers came to: the update, the same on all; what of this worker's vector is in it; and
-    the codec's state afterwards."""
+    """What a protocol over all workers came to: the update, the same on all; what of this worker's
+    vector is in it; and the codec's state afterwards.
+    """
 
     update: Tensor
     sent: Tensor | None = None  # None = nothing is kept of what was not
@@ -261,8 +284,9 @@ class Outcome(NamedTuple):
 
 
 class Team(Protocol):
-    """The ranks that merge, as a protocol sees them. Places count from 0, in rank order. What else workers tell each
-    other with a merge rides along unseen."""
+    """The ranks that merge, as a protocol sees them. Places count from 0, in rank order. What else
+    workers tell each other with a merge rides along unseen.
+    """
 
     @property
     def size(self) -> int: ...
@@ -279,7 +303,9 @@ class Team(Protocol):
 
     @property
     def not_finite(self) -> bool:
-        """Whether somebody's update was not finite, as far as is known: then there is no use in going on."""
+        """Whether somebody's update was not finite, as far as is known: then there is no use in
+        going on.
+        """
         ...
 
     async def all_reduce(self, x: Tensor, weight: float = 1.0) -> Tensor:
@@ -294,7 +320,9 @@ class Team(Protocol):
         """To one other; numbers cost nothing."""
         ...
 
-    async def recv(self, place: int, name: str, final: bool = False) -> tuple[Tensor, tuple[float, ...]]:
+    async def recv(
+        self, place: int, name: str, final: bool = False
+    ) -> tuple[Tensor, tuple[float, ...]]:
         """(body, numbers) from one other; `final` where it comes from who has everything."""
         ...
 

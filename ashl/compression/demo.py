@@ -1,13 +1,15 @@
 """DeMo: the largest cosine coefficients of what has gathered, block by block.
 
-Rule: each layer, as a matrix, is cut into blocks of at most 64 × 64, as equal as can be; of the orthonormal cosine
-transform (DCT-II) of each block the k' = max(1, round(ratio · size)) largest coefficients are sent. With the feedback
-e ← β·e + x − C(β·e + x), β = `feedback_gain` = `feedback_decay`, e is the paper's momentum, from which what was sent is
-taken away. As the transform keeps lengths, ‖C(x) − x‖² ≤ (1 − k'/size)‖x‖². Bits: those of the values, ⌈log2 size⌉ for
+Rule: each layer, as a matrix, is cut into blocks of at most 64 × 64, as equal as can be; of the
+orthonormal cosine transform (DCT-II) of each block the k' = max(1, round(ratio · size)) largest
+coefficients are sent. With the feedback e ← β·e + x − C(β·e + x), β = `feedback_gain` =
+`feedback_decay`, e is the paper's momentum, from which what was sent is taken away. As the
+transform keeps lengths, ‖C(x) − x‖² ≤ (1 − k'/size)‖x‖². Bits: those of the values, ⌈log2 size⌉ for
 each place, and 32 for the largest |x_j|, by which everything is divided first.
 
-Limit: ratio = 1 is no compression. Edges that do not fill a block are filled up with zeros. In the paper the sign of
-the merged update moves the model; here the update itself does, so that learning rates differ.
+Limit: ratio = 1 is no compression. Edges that do not fill a block are filled up with zeros. In the
+paper the sign of the merged update moves the model; here the update itself does, so that learning
+rates differ.
 
 Source: Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", 2024.
 """
@@ -43,7 +45,13 @@ from ashl.compression.wire.bits import BLOCK, pack, packed_bytes, unpack
 from ashl.compression.wire.index_code import width
 from ashl.compression.wire.levels import reach_of
 from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
-from ashl.compression.wire.value_code import ValueCode, read_values, value_bound, value_bytes, write_values
+from ashl.compression.wire.value_code import (
+    ValueCode,
+    read_values,
+    value_bound,
+    value_bytes,
+    write_values,
+)
 from ashl.compression.wrappers.layers import with_layout
 from ashl.option import option
 
@@ -96,7 +104,9 @@ class Grid(NamedTuple):
         return self.blocks * self.kept
 
     def strips(self, like: Array) -> Iterator[slice]:
-        """Blocks that lie beside each other, by row of blocks: as many rows as fit the cache; on a device all."""
+        """Blocks that lie beside each other, by row of blocks: as many rows as fit the cache; on a
+        device all.
+        """
         down, across = self.cut
         step = down if isinstance(like, Tensor) else max(1, BLOCK // (across * self.size))
         return (slice(first, min(first + step, down)) for first in range(0, down, step))
@@ -107,17 +117,29 @@ class Grid(NamedTuple):
         filled = zeros(x, (strip.stop - strip.start) * height, across * width)
         filled[: len(rows), : self.columns] = divide(rows, float(top) or 1.0)
         blocks = filled.reshape(-1, height, across, width).swapaxes(1, 2).reshape(-1, height, width)
-        return rotate_blocks(beside(x, cosines(height)), blocks, beside(x, cosines(width)).T).reshape(-1, self.size)
+        return rotate_blocks(
+            beside(x, cosines(height)), blocks, beside(x, cosines(width)).T
+        ).reshape(-1, self.size)
 
     def backward(self, coefficients: Array, places: Array, x: Array, strip: slice) -> Array:
-        """That strip again, as it is in x, of the coefficients [blocks, kept] and their places in each block."""
+        """That strip again, as it is in x, of the coefficients [blocks, kept] and their places in
+        each block.
+        """
         rows, (height, width), across = self.of(x, strip), self.block, self.cut[1]
         whole, unit = to_integers(coefficients, BITS)
-        blocks = scatter(look_up(interleave(height, width), places), whole, self.size).reshape(-1, width, height)
-        half = ops(whole).round(multiply_mirrored(*half_cosines(blocks, width, -SCALE), blocks)).swapaxes(1, 2)
+        blocks = scatter(look_up(interleave(height, width), places), whole, self.size).reshape(
+            -1, width, height
+        )
+        half = (
+            ops(whole)
+            .round(multiply_mirrored(*half_cosines(blocks, width, -SCALE), blocks))
+            .swapaxes(1, 2)
+        )
         blocks = multiply_mirrored(*half_cosines(blocks, height, 0), half)
         blocks *= (unit * 2.0**-SCALE)[:, :, None]
-        filled = blocks.reshape(-1, across, height, width).swapaxes(1, 2).reshape(-1, across * width)
+        filled = (
+            blocks.reshape(-1, across, height, width).swapaxes(1, 2).reshape(-1, across * width)
+        )
         rows[:] = filled[: len(rows), : self.columns]
         return rows
 
@@ -129,8 +151,9 @@ class Grid(NamedTuple):
 
 
 def rotate_blocks(left: Array, blocks: Array, right: Array) -> Array:
-    """left @ block @ right of each: products so small that BLAS does not share them among threads, which waits long
-    where cores are busy."""
+    """left @ block @ right of each: products so small that BLAS does not share them among threads,
+    which waits long where cores are busy.
+    """
     if len(left) == 1:
         return blocks[:, 0] @ right
     return left @ (blocks @ right)
@@ -146,8 +169,9 @@ def cosines(n: int) -> np.ndarray:
 
 @cache
 def integer_cosines(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """2^SCALE times that, as whole numbers: of the first half of the places, which the other one mirrors, those of even
-    and those of odd frequencies, float64 [place, frequency]."""
+    """2^SCALE times that, as whole numbers: of the first half of the places, which the other one
+    mirrors, those of even and those of odd frequencies, float64 [place, frequency].
+    """
     half = np.rint(cosines(n)[:, : -(-n // 2)].T.astype(np.float64) * 2.0**SCALE)
     return np.ascontiguousarray(half[:, ::2]), np.ascontiguousarray(half[:, 1::2])
 
@@ -159,7 +183,9 @@ def half_cosines(like: Array, n: int, scale: int) -> list[Array]:
 
 @cache
 def interleave(height: int, width: int) -> np.ndarray:
-    """Where each coefficient of a block comes to lie: in its transpose, even frequencies before odd ones."""
+    """Where each coefficient of a block comes to lie: in its transpose, even frequencies before odd
+    ones.
+    """
     along, down = (np.argsort(np.r_[0:n:2, 1:n:2]) for n in (width, height))
     return (along * height + down[:, None]).reshape(-1)
 
@@ -208,8 +234,12 @@ class DeMo(Code, Share):
                 found.append(inside.reshape(-1))
             places.append(pack(concatenate(found), width(grid.size)))
         values, scales = write_values(self.values, concatenate(chosen), context)
-        scales = concatenate([beside(scales, np.array([top], "<f4").view(np.uint8)), as_bytes(scales)])
-        share = np.array([self.ratio if context.ratio is None else context.ratio], "<f8").view(np.uint8)
+        scales = concatenate(
+            [beside(scales, np.array([top], "<f4").view(np.uint8)), as_bytes(scales)]
+        )
+        share = np.array([self.ratio if context.ratio is None else context.ratio], "<f8").view(
+            np.uint8
+        )
         return Parts(count_sent(grids), values, concatenate([beside(x, share), *places]), scales)
 
     def unpack(self, parts: Parts, d: int) -> Any:
@@ -217,7 +247,9 @@ class DeMo(Code, Share):
         if parts.form == DENSE and not size + len(parts.scales) and parts.count == d:
             return typed_part(parts.values, "<f4", d, "values")
         if parts.form != SPARSE or size < 8 or len(parts.scales) < 4:
-            raise PayloadError(f"what came are no blocks of coefficients: form {parts.form}, {size} bytes")
+            raise PayloadError(
+                f"what came are no blocks of coefficients: form {parts.form}, {size} bytes"
+            )
         share = np.frombuffer(read(parts.indices[:8]).tobytes(), "<f8")[0]
         if not 0 < share <= 1:
             raise PayloadError(f"a share of {share} of the coefficients came")
@@ -229,9 +261,13 @@ class DeMo(Code, Share):
         top = read(parts.scales[:4]).view("<f4")[0]
         x, value, start = zeros(values, d), 0, 8
         for grid, size in zip(grids, sizes, strict=True):
-            inside = unpack(parts.indices[start : start + size], width(grid.size), grid.sent).reshape(-1, grid.kept)
+            inside = unpack(
+                parts.indices[start : start + size], width(grid.size), grid.sent
+            ).reshape(-1, grid.kept)
             if not is_true((inside < grid.size).all() & (inside[:, 1:] > inside[:, :-1]).all()):
-                raise PayloadError(f"the places that came are not {grid.kept} ascending numbers below {grid.size}")
+                raise PayloadError(
+                    f"the places that came are not {grid.kept} ascending numbers below {grid.size}"
+                )
             content = values[value : value + grid.sent].reshape(inside.shape)
             for strip in grid.strips(x):
                 part = slice(strip.start * grid.cut[1], strip.stop * grid.cut[1])

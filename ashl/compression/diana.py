@@ -1,17 +1,20 @@
-"""DIANA: what is quantized is the difference between a gradient and what has been learned of it, not the gradient.
+"""DIANA: what is quantized is the difference between a gradient and what has been learned of it,
+not the gradient.
 
-Rule: h_i is kept by worker i and, for each worker, by who decodes (0 at first); m = Q(g_i − h_i) is sent, decoded is
-ĝ_i = h_i + m, and h_i ← h_i + α·m at both ends, with α ≤ 1/(1 + ω) for E‖Q(x) − x‖² ≤ ω‖x‖² (`alpha=null`: equal).
-Since h_i goes to the gradient of worker i at the optimum, what is quantized goes to 0, and so does the noise of Q:
-with full gradients convergence is linear, where Q alone stalls at a distance that grows with how unlike workers are.
+Rule: h_i is kept by worker i and, for each worker, by who decodes (0 at first); m = Q(g_i − h_i) is
+sent, decoded is ĝ_i = h_i + m, and h_i ← h_i + α·m at both ends, with α ≤ 1/(1 + ω) for E‖Q(x) −
+x‖² ≤ ω‖x‖² (`alpha=null`: equal). Since h_i goes to the gradient of worker i at the optimum, what
+is quantized goes to 0, and so does the noise of Q: with full gradients convergence is linear, where
+Q alone stalls at a distance that grows with how unlike workers are.
 Bits: those of Q; of the ternary code, which is that of the paper, 2·d and 32 a bucket. E ĝ_i = g_i.
 
 A dropped message is not decoded, and h_i is what it was before, to the bit, at both ends.
 
-Limit: who decodes keeps a vector per worker; in a gathered all-reduce these are all workers, n² vectors in all. With
-minibatches their noise remains: take estimator=svrg or full. Source: Mishchenko et al., "Distributed Learning with
-Compressed Gradient Differences", 2019, with the ternary code in the ℓ2 or the largest norm; other Q: Horváth et al.,
-"Stochastic Distributed Learning with Gradient Quantization and Variance Reduction", 2019.
+Limit: who decodes keeps a vector per worker; in a gathered all-reduce these are all workers, n²
+vectors in all. With minibatches their noise remains: take estimator=svrg or full. Source:
+Mishchenko et al., "Distributed Learning with Compressed Gradient Differences", 2019, with the
+ternary code in the ℓ2 or the largest norm; other Q: Horváth et al., "Stochastic Distributed
+Learning with Gradient Quantization and Variance Reduction", 2019.
 """
 
 from functools import cached_property
@@ -53,7 +56,9 @@ class Diana(Codec):
         if self.quantizer == "natural":
             return NaturalCompression(**PLAIN)
         levels = 1 if self.quantizer == "ternary" else self.levels
-        return QSGD(levels=levels, bucket=self.bucket, norm=self.norm, entropy=self.entropy, **PLAIN)
+        return QSGD(
+            levels=levels, bucket=self.bucket, norm=self.norm, entropy=self.entropy, **PLAIN
+        )
 
     @property
     def on_host(self) -> bool:

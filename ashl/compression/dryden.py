@@ -1,21 +1,23 @@
-"""Adaptive quantization: the same share of the positive and of the negative elements is sent, each as one level of few.
+"""Adaptive quantization: the same share of the positive and of the negative elements is sent, each
+as one level of few.
 
-Rule: of the positive elements the k⁺ = max(1, round(ratio · d⁺)) largest are kept, τ⁺ being the least of them, and of
-the d⁻ negative ones as many of the most negative; an empty side keeps none. Each side decodes to its levels: `mean`,
-one, the mean of what is kept on that side, or `lloyd`, the `num_levels` of Lloyd and Max that fit what is kept best,
-found anew for every message. Bits: for each element kept its place, one of side and ⌈log2 levels⌉ of level; 32 for each
-level.
+Rule: of the positive elements the k⁺ = max(1, round(ratio · d⁺)) largest are kept, τ⁺ being the
+least of them, and of the d⁻ negative ones as many of the most negative; an empty side keeps none.
+Each side decodes to its levels: `mean`, one, the mean of what is kept on that side, or `lloyd`, the
+`num_levels` of Lloyd and Max that fit what is kept best, found anew for every message. Bits: for
+each element kept its place, one of side and ⌈log2 levels⌉ of level; 32 for each level.
 
-Another way to learn levels is another branch of `learned`: it is given the kept magnitudes of one side and returns
-ascending levels. Whatever lies between the least and the largest magnitude is only shortened by it.
+Another way to learn levels is another branch of `learned`: it is given the kept magnitudes of one
+side and returns ascending levels. Whatever lies between the least and the largest magnitude is only
+shortened by it.
 
-Limit: ‖C(x) − x‖² ≤ (1 − δ)‖x‖² with δ about 1/k where one element outweighs the others: error feedback carries the
-rest. Thresholds are exact here, where the paper takes those of a sample. A side that is not finite decodes to what is
-not.
+Limit: ‖C(x) − x‖² ≤ (1 − δ)‖x‖² with δ about 1/k where one element outweighs the others: error
+feedback carries the rest. Thresholds are exact here, where the paper takes those of a sample. A
+side that is not finite decodes to what is not.
 
-Source: Dryden et al., "Communication Quantization for Data-Parallel Training of Deep Neural Networks", MLHPC 2016;
-levels: Lloyd, "Least Squares Quantization in PCM", 1982; learned ones for gradients: Faghri et al., "Adaptive Gradient
-Quantization for Data-Parallel SGD", NeurIPS 2020.
+Source: Dryden et al., "Communication Quantization for Data-Parallel Training of Deep Neural
+Networks", MLHPC 2016; levels: Lloyd, "Least Squares Quantization in PCM", 1982; learned ones for
+gradients: Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD", NeurIPS 2020.
 """
 
 from typing import Any, ClassVar, Literal
@@ -29,7 +31,13 @@ from ashl.compression.common.sparsifier import DENSE, SPARSE, Share
 from ashl.compression.contract import EncodeContext, PayloadError, Traits
 from ashl.compression.wire.arrays import Array, beside, is_true, ops, read, to_device_index, zeros
 from ashl.compression.wire.bits import pack, packed_bytes, unpack
-from ashl.compression.wire.index_code import IndexCode, index_bytes, index_room, read_indices, write_indices
+from ashl.compression.wire.index_code import (
+    IndexCode,
+    index_bytes,
+    index_room,
+    read_indices,
+    write_indices,
+)
 from ashl.compression.wire.levels import ends_of
 from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, typed_part
 from ashl.learn.device import numbers
@@ -58,7 +66,11 @@ class Dryden(Sparse, Share):
             x = ops(x).where(ops(x).isnan(x), zeros(x, 1) + np.nan, x)
         sides = []
         for size, order in zip(self._sizes(x), (POSITIVE, NEGATIVE), strict=True):
-            places = largest(x, kept_count(share, size), order) if size else to_device_index(x, np.empty(0, np.int64))
+            places = (
+                largest(x, kept_count(share, size), order)
+                if size
+                else to_device_index(x, np.empty(0, np.int64))
+            )
             sides.append((read(places), np.abs(read(x[places]))))  # few, which the host writes
         return self._written(x, *sides)
 
@@ -93,17 +105,26 @@ class Dryden(Sparse, Share):
         if form == DENSE and k == d and not (len(parts.scales) or len(parts.indices)):
             return slice(None), typed_part(parts.values, "<f4", d, "values")
         if isinstance(parts.values, Tensor):  # few, which the host reads
-            few = parts._replace(values=read(parts.values), indices=read(parts.indices), scales=read(parts.scales))
+            few = parts._replace(
+                values=read(parts.values), indices=read(parts.indices), scales=read(parts.scales)
+            )
             places, values = self.unpack(few, d)
             return to_device_index(parts.values, places), beside(parts.values, values)
         scales = typed_part(parts.scales, "<f4", 2 * count, "levels")
         if form != SPARSE or parts.values.size != packed_bytes(k, self._width + 1):
-            raise PayloadError(f"what came is no vector of levels: form {form}, {k} values, {parts.values.size} bytes")
+            raise PayloadError(
+                f"what came is no vector of levels: form {form}, {k} values, {parts.values.size}"
+                " bytes"
+            )
         numbers = unpack(parts.values, self._width + 1, k)
         level = numbers & ((1 << self._width) - 1)
         if k and int(level.max()) >= count:
             raise PayloadError(f"level {int(level.max())} came where there are {count}")
-        places = read_indices(self.indices, parts.indices, k, d) if k or parts.indices.size else np.empty(0, np.int64)
+        places = (
+            read_indices(self.indices, parts.indices, k, d)
+            if k or parts.indices.size
+            else np.empty(0, np.int64)
+        )
         signed = np.concatenate([scales[:count], -scales[count:]])
         return places, signed[level + count * (numbers >> self._width)]
 
@@ -112,10 +133,13 @@ class Dryden(Sparse, Share):
         kept_count(share, d)
         most = min(d, int(share * d) + 2)  # each side rounds for itself
         places = index_room(self.indices, most, d)
-        return HEADER.size + min(4 * d, 8 * self._count + packed_bytes(most, self._width + 1) + places)
+        return HEADER.size + min(
+            4 * d, 8 * self._count + packed_bytes(most, self._width + 1) + places
+        )
 
     def bound(self, ratio: float | None, d: int) -> float:
-        # With S the sum of the k that a side keeps, of n: S²/k of their squares goes, and ‖x‖² ≤ S²·max(1, n/k²).
+        # With S the sum of the k that a side keeps, of n: S²/k of their squares goes, and ‖x‖² ≤
+        # S²·max(1, n/k²).
         share = self.ratio if ratio is None else ratio
         return 1 - min(1 / max(1, int(share * d) + 1), 1 / min(d, 1.5 / share))
 
@@ -128,7 +152,11 @@ class Dryden(Sparse, Share):
         return (self._count - 1).bit_length()
 
     def _size(self, k: int, d: int) -> int:
-        return 8 * self._count + packed_bytes(k, self._width + 1) + (index_bytes(self.indices, k, d) if k else 0)
+        return (
+            8 * self._count
+            + packed_bytes(k, self._width + 1)
+            + (index_bytes(self.indices, k, d) if k else 0)
+        )
 
 
 def learn_centroids(rule: LevelsRule, magnitudes: np.ndarray, count: int) -> np.ndarray:
@@ -140,7 +168,9 @@ def learn_centroids(rule: LevelsRule, magnitudes: np.ndarray, count: int) -> np.
 
 
 def lloyd(magnitudes: np.ndarray, count: int) -> np.ndarray:
-    """Every level is the mean of what is closest to it. It begins with the means of equally many."""
+    """Every level is the mean of what is closest to it. It begins with the means of
+    equally many.
+    """
     values = np.sort(magnitudes[:: -(-magnitudes.size // SAMPLE)]).astype(np.float64)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(count + 1) * values.size // count
@@ -160,8 +190,9 @@ def nearest(levels: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def centroids_of(levels: np.ndarray, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Each level as the mean of all that decodes to it, where it was learned from a sample: a level far above what was
-    not in the sample would enlarge that."""
+    """Each level as the mean of all that decodes to it, where it was learned from a sample: a level
+    far above what was not in the sample would enlarge that.
+    """
     counts = np.bincount(chosen, minlength=levels.size)
     sums = np.bincount(chosen, values, levels.size)
     return np.where(counts > 0, sums / np.maximum(counts, 1), levels)

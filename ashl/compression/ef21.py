@@ -1,18 +1,21 @@
-"""EF21: what is compressed is the change of a gradient since the last message, and both ends keep what has come of it.
+"""EF21: what is compressed is the change of a gradient since the last message, and both ends keep
+what has come of it.
 
-Rule: g_i is kept by worker i and, for each worker, by who decodes (0 at first); c = C(x_i − g_i) is sent, and g_i ←
-g_i + c at both ends is what is merged, with any contraction C. As gradients settle, x_i − g_i goes to 0 and so does
-what C loses, however unlike the workers' shards are, where error feedback keeps a residual as large as they differ.
-With `beta` it is EF21-SGDM: x_i is the running mean u ← β·u + (1 − β)·∇f_i of the worker's gradients (its η is 1 − β),
-which minibatches need. Bits: those of C; where these are no fewer than 32·d, x_i itself is sent.
+Rule: g_i is kept by worker i and, for each worker, by who decodes (0 at first); c = C(x_i − g_i) is
+sent, and g_i ← g_i + c at both ends is what is merged, with any contraction C. As gradients settle,
+x_i − g_i goes to 0 and so does what C loses, however unlike the workers' shards are, where error
+feedback keeps a residual as large as they differ. With `beta` it is EF21-SGDM: x_i is the running
+mean u ← β·u + (1 − β)·∇f_i of the worker's gradients (its η is 1 − β), which minibatches need.
+Bits: those of C; where these are no fewer than 32·d, x_i itself is sent.
 
 A dropped message is not decoded, and g_i is what it was before, to the bit, at both ends.
 
-Limits: C = identity (`ratio=1`) is no compression, bit for bit; with `beta` it is momentum SGD at lr/(1 − β). Who
-decodes keeps a vector per worker, in a gathered all-reduce n² in all. Source: Richtárik, Sokolov and Fatkhullin,
-"EF21: A New, Simpler, Theoretically Better, and Practically Faster Error Feedback", NeurIPS 2021, Algorithm 2;
-Fatkhullin, Tyurin and Richtárik, "Momentum Provably Improves Error Feedback!", NeurIPS 2023 (EF21-SGDM). Differs: there
-u and g_i begin with a first gradient; here both are 0, so that the first steps with `beta` are shorter.
+Limits: C = identity (`ratio=1`) is no compression, bit for bit; with `beta` it is momentum SGD at
+lr/(1 − β). Who decodes keeps a vector per worker, in a gathered all-reduce n² in all. Source:
+Richtárik, Sokolov and Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically
+Faster Error Feedback", NeurIPS 2021, Algorithm 2; Fatkhullin, Tyurin and Richtárik, "Momentum
+Provably Improves Error Feedback!", NeurIPS 2023 (EF21-SGDM). Differs: there u and g_i begin with a
+first gradient; here both are 0, so that the first steps with `beta` are shorter.
 """
 
 from functools import cached_property
@@ -32,7 +35,9 @@ from ashl.option import Fraction, Ratio, option
 
 
 class Known(NamedTuple):
-    """The sender's state: g and what was left out of all messages, now and before the last one; None = 0."""
+    """The sender's state: g and what was left out of all messages, now and before the last one;
+    None = 0.
+    """
 
     sum: Tensor | None = None
     error: Tensor | None = None
@@ -70,13 +75,17 @@ class EF21(Codec):
     def traits(self) -> Traits:
         return Traits(variable=self.inner.traits.variable)
 
-    def encode(self, sender: Known | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[Known, Tensor]:
+    def encode(
+        self, sender: Known | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[Known, Tensor]:
         known, error, *_ = sender or Known()
         target = x if error is None else x + error * self._gain
         if self._whole(context.ratio, x.numel()):
             payload = target.clone().view(torch.uint8)
         else:
-            _, payload = self.inner.encode(None, target if known is None else target - known, context)
+            _, payload = self.inner.encode(
+                None, target if known is None else target - known, context
+            )
         after, _ = self.decode(known, payload, x.numel())
         rest = None
         if self._gain:

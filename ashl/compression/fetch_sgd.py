@@ -1,21 +1,25 @@
-"""FetchSGD: workers send sketches of their updates; momentum and error feedback live in the sum, as sketches too.
+"""FetchSGD: workers send sketches of their updates; momentum and error feedback live in the sum, as
+sketches too.
 
-Rule: M ← ρ·M + Σ w_i·S(g_i), E ← E + M, Δ = the k largest elements that E holds by its estimates, E ← E without Δ, and
-Δ is the update; S and the estimates as in `count_sketch`. Workers have no memory at all, so they may come and go.
-Without Δ: `error=zero` sets every cell of E that an element of Δ has to 0, `error=subtract` takes S(Δ) from E, as the
-paper's text has it. `masking` sets those cells of M to 0, too. At a parameter server M and E are the server's; under an
-all-reduce the sketches are summed on their way, and everybody has the same M and E. Bits up: 64, and 32 for each of the
-about `size`·d cells.
+Rule: M ← ρ·M + Σ w_i·S(g_i), E ← E + M, Δ = the k largest elements that E holds by its estimates, E
+← E without Δ, and Δ is the update; S and the estimates as in `count_sketch`. Workers have no memory
+at all, so they may come and go.
+Without Δ: `error=zero` sets every cell of E that an element of Δ has to 0, `error=subtract` takes
+S(Δ) from E, as the paper's text has it. `masking` sets those cells of M to 0, too. At a parameter
+server M and E are the server's; under an all-reduce the sketches are summed on their way, and
+everybody has the same M and E. Bits up: 64, and 32 for each of the about `size`·d cells.
 
-Traps: with `subtract` what an estimate was too large by stays in E with the other sign, is recovered in turn, and feeds
-itself where the sketch is small against k; the authors' code zeroes the cells, since subtraction diverged for them.
-`zero` forgets what else was in those cells. The momentum is that of the optimizer already, so the optimizer's own must
-be 0. E is in units of what is sent: with gradients, a learning rate that falls also shrinks what E still holds.
+Traps: with `subtract` what an estimate was too large by stays in E with the other sign, is
+recovered in turn, and feeds itself where the sketch is small against k; the authors' code zeroes
+the cells, since subtraction diverged for them. `zero` forgets what else was in those cells. The
+momentum is that of the optimizer already, so the optimizer's own must be 0. E is in units of what
+is sent: with gradients, a learning rate that falls also shrinks what E still holds.
 
-Limits: ρ = 0 with `sketch_ratio=1` and `error=subtract` is top-k with the residual where the sum is; with
-`recovered_fraction=1` SGD.
+Limits: ρ = 0 with `sketch_ratio=1` and `error=subtract` is top-k with the residual where the sum
+is; with `recovered_fraction=1` SGD.
 
-Source: Rothchild et al., "FetchSGD: Communication-Efficient Federated Learning with Sketching", ICML 2020.
+Source: Rothchild et al., "FetchSGD: Communication-Efficient Federated Learning with Sketching",
+ICML 2020.
 """
 
 from collections.abc import Sequence
@@ -65,7 +69,9 @@ class FetchSGD(CountSketch):
                 np.subtract.at(error, cells, signs * values)
             if self.masking:
                 momentum[cells] = 0
-        return Sketches(torch.from_numpy(momentum), torch.from_numpy(error), table.seed), dense(places, values, d)
+        return Sketches(torch.from_numpy(momentum), torch.from_numpy(error), table.seed), dense(
+            places, values, d
+        )
 
     def convert_memory(self, memory: State, keeps: Keeps, worth: float) -> State:
         """Over the border of a stage M goes like an optimizer's momentum, and E like a residual."""

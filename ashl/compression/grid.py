@@ -1,14 +1,15 @@
-"""Symmetric grid: every element is rounded up or down to a multiple of one step, at random, so that its mean is kept.
+"""Symmetric grid: every element is rounded up or down to a multiple of one step, at random, so that
+its mean is kept.
 
-Rule: L = 2^(b−1) − 1, Δ = ‖x‖_∞ / L; q_j = ⌊x_j/Δ + u_j⌋ in −L … L with u_j uniform in [0, 1); decoded to Δ·q_j.
-E C(x) = x and E‖C(x) − x‖² ≤ d·Δ²/4 ≤ d/(4L²)·‖x‖². Bits: b·d + 32. A body names its b, so that it may change from
-message to message, and may hold float32 instead.
+Rule: L = 2^(b−1) − 1, Δ = ‖x‖_∞ / L; q_j = ⌊x_j/Δ + u_j⌋ in −L … L with u_j uniform in [0, 1);
+decoded to Δ·q_j. E C(x) = x and E‖C(x) − x‖² ≤ d·Δ²/4 ≤ d/(4L²)·‖x‖². Bits: b·d + 32. A body names
+its b, so that it may change from message to message, and may hold float32 instead.
 
 Limit: one large element makes the grid coarse for all. What is not finite makes all of them NaN.
 
-Source: Yu, Wu and Huang, "Double Quantization for Communication-Efficient Distributed Optimization", NeurIPS 2019
-(AsyLPG, with `sync=asylpg`); the bound as for stochastic rounding, Suresh et al., "Distributed Mean Estimation with
-Limited Communication", ICML 2017.
+Source: Yu, Wu and Huang, "Double Quantization for Communication-Efficient Distributed
+Optimization", NeurIPS 2019 (AsyLPG, with `sync=asylpg`); the bound as for stochastic rounding,
+Suresh et al., "Distributed Mean Estimation with Limited Communication", ICML 2017.
 """
 
 from typing import Annotated, ClassVar
@@ -66,7 +67,11 @@ def quantize_to_grid(x: Array, bits: int, context: EncodeContext) -> Parts:
     scales = np.array([top if np.isfinite(top) else np.nan], "<f4")
     if isinstance(x, Tensor):
         lowest = x.new_zeros(len(x), dtype=torch.int32)
-        levels = round_to_int32(divide(x, float(top)) * end, noise, 0, steps) if scales[0] > 0 else lowest
+        levels = (
+            round_to_int32(divide(x, float(top)) * end, noise, 0, steps)
+            if scales[0] > 0
+            else lowest
+        )
         return Parts(len(x), pack(levels, bits), scales=scales, form=bits)
     stream, step = np.zeros(packed_bytes(x.size, bits), np.uint8), TOGETHER * BLOCK
     for start in range(0, x.size if scales[0] > 0 else 0, step):

@@ -1,24 +1,29 @@
-"""gTop-k: workers merge their top-k sets two by two, each time keeping the k largest sums, so that no message grows.
+"""gTop-k: workers merge their top-k sets two by two, each time keeping the k largest sums, so that
+no message grows.
 
-Rule, under an all-reduce: p_j is worker j's update and residual; it selects the k largest |p_j| and takes c_j·p_j
-there. In ⌈log2 n⌉ steps along a tree rooted in worker 0, for any n, a parent adds its child's set to its own and keeps
-the k largest sums. The root's set goes back along the tree and is the update, on all workers. What a worker sent
-and what did not come through returns to its residual (`error_feedback`), so that c_j-weighted sent and residuals add
-up to what was there. An element may be dropped on one branch and come through on another, hence beside the set each
-parent tells its child, with one bit for each element, whether the child's part is in it. Bits: those of k values and
-places up, those and k more down. Where a worker is lost, the others begin that sum anew along a tree of their own.
+Rule, under an all-reduce: p_j is worker j's update and residual; it selects the k largest |p_j| and
+takes c_j·p_j there. In ⌈log2 n⌉ steps along a tree rooted in worker 0, for any n, a parent adds its
+child's set to its own and keeps the k largest sums. The root's set goes back along the tree and is
+the update, on all workers. What a worker sent and what did not come through returns to its residual
+(`error_feedback`), so that c_j-weighted sent and residuals add up to what was there. An element may
+be dropped on one branch and come through on another, hence beside the set each parent tells its
+child, with one bit for each element, whether the child's part is in it. Bits: those of k values and
+places up, those and k more down. Where a worker is lost, the others begin that sum anew along a
+tree of their own.
 
-At a parameter server there are no branches: it keeps the k largest of the whole sum of a merge, and what it leaves out
-it adds to the next merge itself, since its workers learn nothing but the model. It does so where workers keep residuals
-too; an asynchronous merge is of one push. That memory is in units of what was sent, and is not rescaled with the
-learning rate; over the border of a stage it goes like a worker's residual.
+At a parameter server there are no branches: it keeps the k largest of the whole sum of a merge, and
+what it leaves out it adds to the next merge itself, since its workers learn nothing but the model.
+It does so where workers keep residuals too; an asynchronous merge is of one push. That memory is in
+units of what was sent, and is not rescaled with the learning rate; over the border of a stage it
+goes like a worker's residual.
 
-Limits: one worker is top-k; workers that select the same places end with their exact sum. The result depends on the
-tree, since the largest of partial sums need not be the largest of the sum. Where densities differ, the largest
-counts.
+Limits: one worker is top-k; workers that select the same places end with their exact sum. The
+result depends on the tree, since the largest of partial sums need not be the largest of the sum.
+Where densities differ, the largest counts.
 
-Source: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth
-Networks", ICDCS 2019; there an element that is in the final set counts as sent on all branches.
+Source: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for
+Low Bandwidth Networks", ICDCS 2019; there an element that is in the final set counts as sent on all
+branches.
 """
 
 from collections.abc import Sequence
@@ -31,11 +36,27 @@ from torch import Tensor
 
 from ashl.compression.common.select import largest
 from ashl.compression.common.sparsifier import SPARSE
-from ashl.compression.contract import CodecInput, Collective, Keeps, Outcome, PayloadError, Reduces, State, Team, Traits
+from ashl.compression.contract import (
+    CodecInput,
+    Collective,
+    Keeps,
+    Outcome,
+    PayloadError,
+    Reduces,
+    State,
+    Team,
+    Traits,
+)
 from ashl.compression.topk import TopK
 from ashl.compression.wire.arrays import array_of, beside, read, tensor_of, to_device_index
 from ashl.compression.wire.index_code import write_indices
-from ashl.compression.wire.payload_format import EMPTY, Parts, read_payload, typed_part, write_payload
+from ashl.compression.wire.payload_format import (
+    EMPTY,
+    Parts,
+    read_payload,
+    typed_part,
+    write_payload,
+)
 from ashl.option import option
 
 UP, DOWN = "gtopk_up", "gtopk_down"  # messages along the tree
@@ -43,7 +64,9 @@ WORD = 4  # bytes: what follows the bits of a set stays aligned
 
 
 class Few(NamedTuple):
-    """Some elements of a vector: ascending places, and what is there. The host merges them, wherever the vector is."""
+    """Some elements of a vector: ascending places, and what is there. The host merges them,
+    wherever the vector is.
+    """
 
     places: np.ndarray
     values: np.ndarray
@@ -173,8 +196,9 @@ class GTopK(TopK, Reduces, Collective):
 
 
 def tree_neighbours(rank: int, n: int) -> tuple[int | None, tuple[int, ...]]:
-    """(parent, children in the order in which they are merged) of a rank in the tree of n: of two neighbours 2^i apart
-    the second sends to the first."""
+    """(parent, children in the order in which they are merged) of a rank in the tree of n: of two
+    neighbours 2^i apart the second sends to the first.
+    """
     children, step = [], 1
     while step < n and rank % (2 * step) == 0:
         if rank + step < n:

@@ -1,25 +1,29 @@
-"""LAQ: a worker sends the change of its gradient, in b bits an element, and only where it matters; without bits, LAG.
+"""LAQ: a worker sends the change of its gradient, in b bits an element, and only where it matters;
+without bits, LAG.
 
-Rule: g is the worker's gradient, Q its last sent form, which both ends keep (0 at first), R = ‖g − Q‖_∞ and τ =
-1/(2^b − 1). δ = 2τR·q − R with q = ⌊(g − Q + R)/(2τR) + ½⌋ in 0 … 2^b − 1. Where
+Rule: g is the worker's gradient, Q its last sent form, which both ends keep (0 at first), R = ‖g −
+Q‖_∞ and τ = 1/(2^b − 1). δ = 2τR·q − R with q = ⌊(g − Q + R)/(2τR) + ½⌋ in 0 … 2^b − 1. Where
 
-    ‖δ‖² ≤ (1/γ²) Σ_{j ≤ D} ξ_j ‖x^{t+1−j} − x^{t−j}‖² + 3(‖ε‖² + ‖ε'‖²)    and fewer than `max_age` were skipped
+    ‖δ‖² ≤ (1/γ²) Σ_{j ≤ D} ξ_j ‖x^{t+1−j} − x^{t−j}‖² + 3(‖ε‖² + ‖ε'‖²)    and fewer than `max_age`
+    were skipped
 
-nothing is sent: a body of 0 bytes, and the server goes on with Q. Else it is sent and Q ← Q + δ at both ends. ξ_j =
-xi/D, x are the models that the worker was given, ε = g − Q − δ, and ε' that of the last message. Bits: 32 + b·d when
-sent. LAG (`bits=null`) has δ = g − Q and sends g itself, 32·d: no error adds up, and with xi = 0 it is gradient
-descent, bit for bit.
+nothing is sent: a body of 0 bytes, and the server goes on with Q. Else it is sent and Q ← Q + δ at
+both ends. ξ_j = xi/D, x are the models that the worker was given, ε = g − Q − δ, and ε' that of the
+last message. Bits: 32 + b·d when sent. LAG (`bits=null`) has δ = g − Q and sends g itself, 32·d: no
+error adds up, and with xi = 0 it is gradient descent, bit for bit.
 
-The sum of the papers is a mean here, so that their 1/(γn)² with f = Σ f_i is 1/γ² of this learning rate; all workers
-are taken to weigh alike. A dropped message leaves Q as it was at both ends.
+The sum of the papers is a mean here, so that their 1/(γn)² with f = Σ f_i is 1/γ² of this learning
+rate; all workers are taken to weigh alike. A dropped message leaves Q as it was at both ends.
 
-Limits: with `estimator=minibatch` the noise of the gradients is taken for change, and hardly anything is ever skipped.
-With momentum or Adam a model moves farther than γ·Q, and nothing would be sent any more; that is refused. Where a few
-elements are far larger than the rest, as in deep models, 4 bits leave an ε as long as g itself, which excuses every
-worker until `max_age`: 8 do. What is not finite makes all of Q NaN.
+Limits: with `estimator=minibatch` the noise of the gradients is taken for change, and hardly
+anything is ever skipped. With momentum or Adam a model moves farther than γ·Q, and nothing would be
+sent any more; that is refused. Where a few elements are far larger than the rest, as in deep
+models, 4 bits leave an ε as long as g itself, which excuses every worker until `max_age`: 8 do.
+What is not finite makes all of Q NaN.
 
-Source: Chen et al., "LAG: Lazily Aggregated Gradient for Communication-Efficient Distributed Learning", NeurIPS 2018;
-Sun et al., "Communication-Efficient Distributed Learning via Lazily Aggregated Quantized Gradients", NeurIPS 2019.
+Source: Chen et al., "LAG: Lazily Aggregated Gradient for Communication-Efficient Distributed
+Learning", NeurIPS 2018; Sun et al., "Communication-Efficient Distributed Learning via Lazily
+Aggregated Quantized Gradients", NeurIPS 2019.
 """
 
 from collections.abc import Iterator
@@ -30,11 +34,33 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, Estimator, PayloadError, Traits
-from ashl.compression.wire.arrays import Array, array_of, as_bytes, divide, read, tensor_of, wide, zeros
+from ashl.compression.contract import (
+    ENCODE_CONTEXT,
+    Codec,
+    EncodeContext,
+    Estimator,
+    PayloadError,
+    Traits,
+)
+from ashl.compression.wire.arrays import (
+    Array,
+    array_of,
+    as_bytes,
+    divide,
+    read,
+    tensor_of,
+    wide,
+    zeros,
+)
 from ashl.compression.wire.bits import BLOCK, blocks, pack, packed_bytes, unpack, unpack_bytes
 from ashl.compression.wire.levels import reach_of
-from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed_part, write_payload
+from ashl.compression.wire.payload_format import (
+    HEADER,
+    Parts,
+    read_payload,
+    typed_part,
+    write_payload,
+)
 from ashl.learn.device import numbers
 from ashl.option import Count, NonNegative, Number, option
 
@@ -42,8 +68,9 @@ LEVELS, WHOLE = 0, 1  # forms of a body: levels of δ, or g as float32
 
 
 class Lazy(NamedTuple):
-    """The sender's state: Q, ‖ε'‖² and how many messages were skipped since; the last model and the squared lengths of
-    the last D moves; and the first three as they were before the last message."""
+    """The sender's state: Q, ‖ε'‖² and how many messages were skipped since; the last model and the
+    squared lengths of the last D moves; and the first three as they were before the last message.
+    """
 
     sent: Tensor | None = None
     error: float = 0.0
@@ -72,7 +99,9 @@ class LAQ(Codec):
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + (4 * d if self.bits is None else 4 + packed_bytes(d, self.bits))
 
-    def encode(self, sender: Lazy | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[Lazy, Tensor]:
+    def encode(
+        self, sender: Lazy | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[Lazy, Tensor]:
         state, g = model_changes(sender or Lazy(), context.params, self.memory), array_of(x)
         sent = zeros(g, len(g)) if state.sent is None else array_of(state.sent)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -110,18 +139,30 @@ class LAQ(Codec):
             reach = reach_of(g - sent)
             scales = np.array([reach if np.isfinite(reach) else np.nan], "<f4")
             levels = ((divide(g - sent, float(reach) or 1.0) + 1) * (top / 2) + 0.5).clamp(0, top)
-            return Parts(d, pack(levels.to(torch.int32) * int(np.isfinite(reach)), self.bits), scales=scales)
-        buffer, stream = np.empty(min(BLOCK, d), np.float32), np.empty(packed_bytes(d, self.bits), np.uint8)
-        reach = np.max([np.abs(part, out=part).max() for _, part in changes(g, sent, buffer)], initial=np.float32(0))
+            return Parts(
+                d, pack(levels.to(torch.int32) * int(np.isfinite(reach)), self.bits), scales=scales
+            )
+        buffer, stream = (
+            np.empty(min(BLOCK, d), np.float32),
+            np.empty(packed_bytes(d, self.bits), np.uint8),
+        )
+        reach = np.max(
+            [np.abs(part, out=part).max() for _, part in changes(g, sent, buffer)],
+            initial=np.float32(0),
+        )
         if not np.isfinite(reach):
             stream[:] = 0
             return Parts(d, stream, scales=np.array([np.nan], "<f4"))
         for where, change in changes(g, sent, buffer):
-            change /= reach if reach else np.float32(1)  # divided first: twice a large R is no float32
+            change /= (
+                reach if reach else np.float32(1)
+            )  # divided first: twice a large R is no float32
             change += np.float32(1)
             change *= np.float32(top / 2)
             change += np.float32(0.5)
-            levels = np.clip(change, 0, top, out=change).astype(np.uint8 if self.bits <= 8 else np.uint16)
+            levels = np.clip(change, 0, top, out=change).astype(
+                np.uint8 if self.bits <= 8 else np.uint16
+            )
             piece = pack(levels, self.bits)
             stream[where.start * self.bits // 8 :][: piece.size] = piece
         return Parts(d, stream, scales=np.array([reach], "<f4"))
@@ -131,7 +172,9 @@ class LAQ(Codec):
         d = len(sent)
         form = WHOLE if self.bits is None else LEVELS
         if parts.count != d or len(parts.indices) or parts.form != form:
-            raise PayloadError(f"what came is no gradient of {d} elements: form {parts.form}, {parts.count} values")
+            raise PayloadError(
+                f"what came is no gradient of {d} elements: form {parts.form}, {parts.count} values"
+            )
         values = as_bytes(parts.values)
         if self.bits is None:
             typed_part(parts.scales, "<f4", 0, "scales")
@@ -166,7 +209,8 @@ def model_changes(state: Lazy, model: Tensor | None, memory: int) -> Lazy:
 def changes(x: np.ndarray, y: np.ndarray, buffer: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
     """x − y by blocks, each of which overwrites the one before."""
     return (
-        (where, np.subtract(x[where], y[where], out=buffer[: where.stop - where.start])) for where in blocks(x.size)
+        (where, np.subtract(x[where], y[where], out=buffer[: where.stop - where.start]))
+        for where in blocks(x.size)
     )
 
 

@@ -1,12 +1,12 @@
-"""Natural compression: every element is rounded at random to one of the two powers of two beside it: a sign and an
-exponent remain.
+"""Natural compression: every element is rounded at random to one of the two powers of two beside
+it: a sign and an exponent remain.
 
-Rule: for 2^a ≤ |x_j| < 2^(a+1), C(x)_j = sign(x_j)·2^(a+1) with probability |x_j|/2^a − 1, else sign(x_j)·2^a. E C(x) =
-x, E‖C(x) − x‖² ≤ ‖x‖²/8. Bits: 9·d. No multiplication is needed: 23 random bits are added to the bits of a float32, and
-its mantissa is dropped.
+Rule: for 2^a ≤ |x_j| < 2^(a+1), C(x)_j = sign(x_j)·2^(a+1) with probability |x_j|/2^a − 1, else
+sign(x_j)·2^a. E C(x) = x, E‖C(x) − x‖² ≤ ‖x‖²/8. Bits: 9·d. No multiplication is needed: 23 random
+bits are added to the bits of a float32, and its mantissa is dropped.
 
-Limit: what is subnormal becomes 0 or 2⁻¹²⁶, unbiased but without the bound. Beyond 2¹²⁷ there is no power of two to
-round up to, so that all becomes 2¹²⁷. NaN becomes infinity.
+Limit: what is subnormal becomes 0 or 2⁻¹²⁶, unbiased but without the bound. Beyond 2¹²⁷ there is no
+power of two to round up to, so that all becomes 2¹²⁷. NaN becomes infinity.
 
 Source: Horváth et al., "Natural Compression for Distributed Deep Learning", 2019.
 """
@@ -35,7 +35,9 @@ class NaturalCompression(Code, Wrappers):
         return Parts(len(x), write_natural(x, context.words()))
 
     def unpack(self, parts: Parts, d: int) -> Array:
-        return read_natural(typed_part(all_levels(parts, d), "u1", natural_bytes(d), "signs and exponents"), d)
+        return read_natural(
+            typed_part(all_levels(parts, d), "u1", natural_bytes(d), "signs and exponents"), d
+        )
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + natural_bytes(d)

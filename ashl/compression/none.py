@@ -1,11 +1,20 @@
-"""No compression: the dense float32 vector, 32 bits per element. Source: the baseline of every compression paper."""
+"""No compression: the dense float32 vector, 32 bits per element. Source: the baseline of every
+compression paper.
+"""
 
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, PayloadError, State, Traits
+from ashl.compression.contract import (
+    ENCODE_CONTEXT,
+    Codec,
+    EncodeContext,
+    PayloadError,
+    State,
+    Traits,
+)
 from ashl.option import option
 
 
@@ -16,12 +25,17 @@ class Dense(Codec):
     traits: ClassVar[Traits] = Traits(unbiased=True, contraction=True, linear=True, lossless=True)
     on_host: ClassVar[bool] = False
 
-    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
+    def encode(
+        self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[State, Tensor]:
         return sender, x
 
     def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
         if payload.nbytes != 4 * d or payload.dtype != torch.float32:
-            raise PayloadError(f"a body of {payload.nbytes} bytes came where a dense one of {d} float32 was expected")
+            raise PayloadError(
+                f"a body of {payload.nbytes} bytes came where a dense one of {d} float32 was"
+                " expected"
+            )
         return receiver, payload
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:

@@ -1,14 +1,15 @@
 """1-bit SGD: one bit for each element says whether it is negative; either side decodes to its mean.
 
-Rule: C(x)_j = the mean of all x_j ≥ 0 where x_j ≥ 0, and of all x_j < 0 where it is not, by parts of x: the whole
-vector, each layer, or each column (or row) of each layer's matrix [outputs, all else]; the paper has columns. The mean
-of an empty side is 0. ‖C(x) − x‖² ≤ (1 − 1/d)‖x‖², less the finer the parts. Bits: d, and 64 for each part.
+Rule: C(x)_j = the mean of all x_j ≥ 0 where x_j ≥ 0, and of all x_j < 0 where it is not, by parts
+of x: the whole vector, each layer, or each column (or row) of each layer's matrix [outputs, all
+else]; the paper has columns. The mean of an empty side is 0. ‖C(x) − x‖² ≤ (1 − 1/d)‖x‖², less the
+finer the parts. Bits: d, and 64 for each part.
 
-Limit: −0 counts as negative. Columns are short where a layer has few outputs: of 10 elements, a bit each costs 6.4 more
-for the means. What is not finite makes its side, or its part, not finite.
+Limit: −0 counts as negative. Columns are short where a layer has few outputs: of 10 elements, a bit
+each costs 6.4 more for the means. What is not finite makes its side, or its part, not finite.
 
-Source: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
-Speech DNNs", Interspeech 2014.
+Source: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
+Distributed Training of Speech DNNs", Interspeech 2014.
 """
 
 from collections.abc import Iterator
@@ -98,14 +99,19 @@ class TwoMeans(Code):
         if isinstance(stream, Tensor):
             sides = typed_part(parts.scales, "<f4", 2 * self._count(), "means").view(-1, 2)
             parts_there = zip(self.split(unpack(stream, 1, d)), sides, strict=True)
-            return torch.cat([torch.where(negative[0] > 0, side[1], side[0]) for negative, side in parts_there])
+            return torch.cat(
+                [torch.where(negative[0] > 0, side[1], side[0]) for negative, side in parts_there]
+            )
         means = typed_part(parts.scales, "<u4", 2 * self._count(), "means").reshape(
             -1, 2
         )  # bits, of which some are flipped
         negative = np.unpackbits(stream, count=d, bitorder="little")
         x, start = np.empty(d, np.uint32), 0
         for rows, signs in zip(self.split(x), self.split(negative), strict=True):
-            above, below = means[start : start + len(rows), :1], means[start : start + len(rows), 1:]
+            above, below = (
+                means[start : start + len(rows), :1],
+                means[start : start + len(rows), 1:],
+            )
             for columns in column_blocks(rows):
                 block = signs[:, columns].astype(np.uint32)
                 block *= above ^ below
@@ -126,9 +132,14 @@ class TwoMeans(Code):
 
 
 def two_means(rows: Array) -> np.ndarray:
-    """The means [n, 2], float64, of what is not negative and of what is, in each row; on a device there is but one."""
+    """The means [n, 2], float64, of what is not negative and of what is, in each row; on a device
+    there is but one.
+    """
     if isinstance(rows, Tensor):
-        sides, fewer = (rows[0].clamp(min=0), rows[0].clamp(max=0)), numbers([torch.signbit(rows[0]).sum()])[0]
+        sides, fewer = (
+            (rows[0].clamp(min=0), rows[0].clamp(max=0)),
+            numbers([torch.signbit(rows[0]).sum()])[0],
+        )
         sums = np.array([sum(block_sums(side, BLOCK)) for side in sides])
         return (sums / np.maximum([rows.shape[1] - fewer, fewer], 1))[None]
     sums, counts = np.zeros((2, len(rows))), np.zeros((2, len(rows)))

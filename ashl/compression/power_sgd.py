@@ -1,22 +1,26 @@
-"""PowerSGD: each layer's matrix is sent as the product of two thin ones, found by one step of power iteration.
+"""PowerSGD: each layer's matrix is sent as the product of two thin ones, found by one step of power
+iteration.
 
-Rule: M [m, n] is a layer as a matrix of its first dimension by all others, r = min(rank, m, n). With Q [n, r] of the
-message before: P ← M·Q, P̂ ← P with orthonormal columns (Gram-Schmidt), Q ← Mᵀ·P̂, C(M) = P̂·Qᵀ = P̂P̂ᵀM, which is a
-projection: ‖C(M) − M‖ ≤ ‖M‖. Layers of one dimension, and those for which r·(m + n) ≥ m·n, are sent as they are, so a
-large rank is no compression. Bits: 32·r·(m + n) of a matrix that is sent as two.
+Rule: M [m, n] is a layer as a matrix of its first dimension by all others, r = min(rank, m, n).
+With Q [n, r] of the message before: P ← M·Q, P̂ ← P with orthonormal columns (Gram-Schmidt), Q ←
+Mᵀ·P̂, C(M) = P̂·Qᵀ = P̂P̂ᵀM, which is a projection: ‖C(M) − M‖ ≤ ‖M‖. Layers of one dimension, and
+those for which r·(m + n) ≥ m·n, are sent as they are, so a large rank is no compression. Bits:
+32·r·(m + n) of a matrix that is sent as two.
 
-On a link each worker has its own Q, and P̂ and Q are the body. Under an all-reduce both products are linear in M, so
-they are summed on their way: P ← Σ c_j·M_j·Q, then Q ← Σ c_j·M_jᵀ·P̂; everybody has the same basis and ends with the
-projection of the sum, by two sums of r·(m + n) elements in all. With error feedback a worker keeps e_j = M_j − P̂P̂ᵀM_j,
-its own part in the common basis. Published code keeps M_j − P̂·Qᵀ instead: Σ c_j·e_j, and with it every update, is the
-same for both where Σ c_j = 1, but that e_j also gathers how a worker's data differ from the others', without bound.
+On a link each worker has its own Q, and P̂ and Q are the body. Under an all-reduce both products
+are linear in M, so they are summed on their way: P ← Σ c_j·M_j·Q, then Q ← Σ c_j·M_jᵀ·P̂; everybody
+has the same basis and ends with the projection of the sum, by two sums of r·(m + n) elements in
+all. With error feedback a worker keeps e_j = M_j − P̂P̂ᵀM_j, its own part in the common basis.
+Published code keeps M_j − P̂·Qᵀ instead: Σ c_j·e_j, and with it every update, is the same for both
+where Σ c_j = 1, but that e_j also gathers how a worker's data differ from the others', without
+bound.
 
-Traps: a column of Q that has become 0 (a layer whose gradient was 0 once) would stay 0 for ever, so it is drawn anew.
-Columns are made orthonormal in float64, and P̂·Qᵀ added up, by a fixed order of operations, so that all workers have the
-same bits.
+Traps: a column of Q that has become 0 (a layer whose gradient was 0 once) would stay 0 for ever, so
+it is drawn anew. Columns are made orthonormal in float64, and P̂·Qᵀ added up, by a fixed order of
+operations, so that all workers have the same bits.
 
-Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-Optimization", NeurIPS 2019.
+Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
+Distributed Optimization", NeurIPS 2019.
 """
 
 from __future__ import annotations
@@ -45,7 +49,13 @@ from ashl.compression.contract import (
     Traits,
 )
 from ashl.compression.wire.arrays import array_of, beside, is_true, tensor_of
-from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed_part, write_payload
+from ashl.compression.wire.payload_format import (
+    HEADER,
+    Parts,
+    read_payload,
+    typed_part,
+    write_payload,
+)
 from ashl.compression.wrappers.layers import slices
 from ashl.compression.wrappers.options import Wrappers
 from ashl.learn.device import to_device, to_host
@@ -66,7 +76,9 @@ class PowerSGD(Wrappers):
     def for_layout(self, layout: Layout) -> LowRank:
         return LowRank(self.rank, tuple(layer.shape for layer in layout))
 
-    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
+    def encode(
+        self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[State, Tensor]:
         """Without layers there are no matrices: as it is."""
         return LowRank(self.rank, ((x.numel(),),)).encode(sender, x, context)
 
@@ -75,7 +87,9 @@ class PowerSGD(Wrappers):
 
 
 class Basis(NamedTuple):
-    """The sender's state: every Q in one flat tensor, and the one before, in case the message is dropped."""
+    """The sender's state: every Q in one flat tensor, and the one before, in case the message is
+    dropped.
+    """
 
     q: Tensor | None = None
     before: Tensor | None = None
@@ -104,7 +118,9 @@ class LowRank(Collective):
     def _split(self) -> tuple[list[Matrix], list[slice]]:
         """The layers that are sent as two matrices, and the places of the others."""
         matrices, others = [], []
-        for shape, part in zip(self.shapes, slices([prod(shape) for shape in self.shapes]), strict=True):
+        for shape, part in zip(
+            self.shapes, slices([prod(shape) for shape in self.shapes]), strict=True
+        ):
             m, n = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
             r = min(self.rank, m, n)
             if r * (m + n) < m * n:
@@ -121,7 +137,11 @@ class LowRank(Collective):
     def counts(self) -> tuple[int, int, int]:
         """Elements of every P, of every Q, and of the layers that are sent as they are."""
         left = sum(a.m * a.r for a in self.matrices)
-        return left, sum(a.n * a.r for a in self.matrices), sum(part.stop - part.start for part in self._split[1])
+        return (
+            left,
+            sum(a.n * a.r for a in self.matrices),
+            sum(part.stop - part.start for part in self._split[1]),
+        )
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 * sum(self.counts)
@@ -129,18 +149,29 @@ class LowRank(Collective):
     def bound(self, ratio: float | None, d: int) -> float:
         return 1.0 if self.matrices else 0.0
 
-    def encode(self, sender: Basis | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[Basis, Tensor]:
+    def encode(
+        self, sender: Basis | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[Basis, Tensor]:
         sender = sender or Basis()
         flat = tensor_of(array_of(x))
         left = self.orthonormal(self.left(flat, self.begin(sender.q, flat, context.stream())))
         right = self.right(flat, left)
         values = torch.cat([left, right, self.others(flat)])
-        return Basis(right, sender.q), write_payload(self.code, x.numel(), Parts(values.numel(), array_of(values)))
+        return Basis(right, sender.q), write_payload(
+            self.code, x.numel(), Parts(values.numel(), array_of(values))
+        )
 
     def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
         parts = read_payload(payload, self.code, d)
-        if d != self.size or len(parts.indices) or len(parts.scales) or parts.count != sum(self.counts):
-            raise PayloadError(f"what came are no layers of low rank: {parts.count} values for {d} elements")
+        if (
+            d != self.size
+            or len(parts.indices)
+            or len(parts.scales)
+            or parts.count != sum(self.counts)
+        ):
+            raise PayloadError(
+                f"what came are no layers of low rank: {parts.count} values for {d} elements"
+            )
         values = tensor_of(typed_part(parts.values, "<f4", parts.count, "values")).clone()
         return receiver, self.whole(*values.split(self.counts))
 
@@ -152,7 +183,9 @@ class LowRank(Collective):
         return sum(prod(shape) for shape in self.shapes)
 
     def begin(self, q: Tensor | None, x: Tensor, rng: np.random.Generator) -> Tensor:
-        """Every Q to begin with: that of the message before, with the columns that are 0 drawn anew; at first all."""
+        """Every Q to begin with: that of the message before, with the columns that are 0 drawn
+        anew; at first all.
+        """
         gone = None if q is None else [(thin == 0).all(0) for _, thin in self._thin(q, right=True)]
         if q is not None and (not gone or not is_true(torch.cat(gone).any())):
             return q
@@ -160,11 +193,15 @@ class LowRank(Collective):
         if q is None or gone is None:
             return drawn
         pairs = zip(gone, self._thin(q, drawn, right=True), strict=True)
-        return flatten_parts([torch.where(columns, new, old) for columns, (_, old, new) in pairs], x)
+        return flatten_parts(
+            [torch.where(columns, new, old) for columns, (_, old, new) in pairs], x
+        )
 
     def left(self, x: Tensor, q: Tensor) -> Tensor:
         """Every P = M·Q."""
-        return flatten_parts([x[a.part].view(a.m, a.n) @ thin for a, thin in self._thin(q, right=True)], x)
+        return flatten_parts(
+            [x[a.part].view(a.m, a.n) @ thin for a, thin in self._thin(q, right=True)], x
+        )
 
     def right(self, x: Tensor, p: Tensor) -> Tensor:
         """Every Q = Mᵀ·P̂."""
@@ -172,7 +209,9 @@ class LowRank(Collective):
 
     def orthonormal(self, p: Tensor) -> Tensor:
         """Every P̂, which the host makes: it is little."""
-        there = flatten_parts([orthonormalize(thin) for _, thin in self._thin(to_host(p))], to_host(p))
+        there = flatten_parts(
+            [orthonormalize(thin) for _, thin in self._thin(to_host(p))], to_host(p)
+        )
         return to_device(there, str(p.device))
 
     def others(self, x: Tensor) -> Tensor:
@@ -183,7 +222,9 @@ class LowRank(Collective):
         x = torch.empty(self.size, device=str(p.device))
         for (a, left), (_, right) in zip(self._thin(p), self._thin(q, right=True), strict=True):
             outer_sum(array_of(left.T), array_of(right.T), array_of(x[a.part].view(a.m, a.n)))
-        for part, values in zip(self._split[1], others.split([s.stop - s.start for s in self._split[1]]), strict=True):
+        for part, values in zip(
+            self._split[1], others.split([s.stop - s.start for s in self._split[1]]), strict=True
+        ):
             x[part] = values
         return x
 
@@ -191,7 +232,10 @@ class LowRank(Collective):
         """Each matrix with its thin ones, of flat tensors that hold all of them."""
         rows = [a.n if right else a.m for a in self.matrices]
         sizes = [count * a.r for a, count in zip(self.matrices, rows, strict=True)]
-        views = [[v.view(-1, a.r) for v, a in zip(f.split(sizes), self.matrices, strict=True)] for f in flat]
+        views = [
+            [v.view(-1, a.r) for v, a in zip(f.split(sizes), self.matrices, strict=True)]
+            for f in flat
+        ]
         return list(zip(self.matrices, *views, strict=True))
 
     async def collective(self, team: Team, source: CodecInput) -> Outcome:
@@ -200,7 +244,9 @@ class LowRank(Collective):
         total = await team.all_reduce(mine, team.weight)
         left, right = await team.compute(partial(self._second, source, total))
         common = await team.all_reduce(right, team.weight) if self.matrices else right
-        return await team.compute(partial(self._end, source, left, right, common, total[self.counts[0] :]))
+        return await team.compute(
+            partial(self._end, source, left, right, common, total[self.counts[0] :])
+        )
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
         left, right, others = self.counts
@@ -211,14 +257,21 @@ class LowRank(Collective):
     def _first(self, source: CodecInput) -> Tensor:
         """What is summed first: every P, and what is sent as it is."""
         q = source.inner.q if source.inner else None
-        return torch.cat([self.left(source.x, self.begin(q, source.x, source.context.shared())), self.others(source.x)])
+        return torch.cat(
+            [
+                self.left(source.x, self.begin(q, source.x, source.context.shared())),
+                self.others(source.x),
+            ]
+        )
 
     def _second(self, source: CodecInput, total: Tensor) -> tuple[Tensor, Tensor]:
         """The common basis, and what is summed next: every Q."""
         left = self.orthonormal(total[: self.counts[0]])
         return left, self.right(source.x, left)
 
-    def _end(self, source: CodecInput, left: Tensor, right: Tensor, common: Tensor, others: Tensor) -> Outcome:
+    def _end(
+        self, source: CodecInput, left: Tensor, right: Tensor, common: Tensor, others: Tensor
+    ) -> Outcome:
         """Once both sums are known."""
         sent = self.whole(left, right, self.others(source.x))
         return Outcome(self.whole(left, common, others), sent, Basis(common))
@@ -230,12 +283,15 @@ def flatten_parts(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def orthonormalize(p: Tensor) -> Tensor:
-    """float32 [m, r]: the columns of p, each freed of those before it, twice against rounding, and made of length 1.
-    One that depends on those before it becomes 0. What is not finite stays so."""
+    """float32 [m, r]: the columns of p, each freed of those before it, twice against rounding, and
+    made of length 1. One that depends on those before it becomes 0. What is not finite stays so.
+    """
     q = p.double().numpy().copy()
     with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
         for j in range(q.shape[1]):
-            before = np.sqrt((q[:, j] ** 2).sum())  # sums, not products of matrices: the same order everywhere
+            before = np.sqrt(
+                (q[:, j] ** 2).sum()
+            )  # sums, not products of matrices: the same order everywhere
             for _ in range(2 if j else 0):
                 q[:, j] -= (q[:, :j] * (q[:, :j] * q[:, j : j + 1]).sum(0)).sum(1)
             length = np.sqrt((q[:, j] ** 2).sum())

@@ -1,14 +1,17 @@
-"""QSGD: in buckets, every element is rounded at random to one of s levels of either sign, so that its mean is kept.
+"""QSGD: in buckets, every element is rounded at random to one of s levels of either sign, so that
+its mean is kept.
 
-Rule: for each `bucket` of b elements with norm m, their ℓ2 norm or their largest magnitude, q_j = ⌊s·x_j/m + u_j⌋ with
-u_j uniform in [0, 1); C(x)_j = m·q_j/s. E C(x) = x, and E‖C(x) − x‖² ≤ ω‖x‖² with ω = min(b/s², √b/s)
-for the ℓ2 norm and min(b/4s², (1 + √b)/2s) for the largest. Bits: d·⌈log2(2s + 1)⌉ and 32 a bucket.
+Rule: for each `bucket` of b elements with norm m, their ℓ2 norm or their largest magnitude, q_j =
+⌊s·x_j/m + u_j⌋ with u_j uniform in [0, 1); C(x)_j = m·q_j/s. E C(x) = x, and E‖C(x) − x‖² ≤ ω‖x‖²
+with ω = min(b/s², √b/s) for the ℓ2 norm and min(b/4s², (1 + √b)/2s) for the largest. Bits:
+d·⌈log2(2s + 1)⌉ and 32 a bucket.
 
-Limit: ω goes with the bucket, not with the model. It is a contraction, and may have feedback, only where ω < 1:
-feedback around a large ω is unstable. For the rare levels of a small s with the ℓ2 norm, entropy coding is shorter
-still. What is not finite makes its bucket NaN.
+Limit: ω goes with the bucket, not with the model. It is a contraction, and may have feedback, only
+where ω < 1: feedback around a large ω is unstable. For the rare levels of a small s with the ℓ2
+norm, entropy coding is shorter still. What is not finite makes its bucket NaN.
 
-Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017.
+Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
+NeurIPS 2017.
 """
 
 from __future__ import annotations
@@ -58,7 +61,11 @@ class QSGD(Code, Wrappers):
         return Traits(unbiased=True, contraction=small, variable=variable)
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
-        row, top, noise = min(self.bucket, len(x)), 2 * self.levels, rounding_noise(x, context.words(), self.levels)
+        row, top, noise = (
+            min(self.bucket, len(x)),
+            2 * self.levels,
+            rounding_noise(x, context.words(), self.levels),
+        )
         norms = zeros(x, -(-len(x) // row), 1)
 
         def numbers(where: slice, block: Array) -> Array:
@@ -66,7 +73,9 @@ class QSGD(Code, Wrappers):
             y = scale_levels(block, norms[where], self.levels * noise.unit)
             return round_to_uint8(y, noise, where.start * row, self.levels)
 
-        stream = pack_levels(len(x), top, (numbers(where, block) for where, block in rows_of(x, row)), self.entropy)
+        stream = pack_levels(
+            len(x), top, (numbers(where, block) for where, block in rows_of(x, row)), self.entropy
+        )
         return Parts(len(x), stream, scales=norms)
 
     def unpack(self, parts: Parts, d: int) -> Array:
@@ -85,21 +94,32 @@ class QSGD(Code, Wrappers):
 
     def bound(self, ratio: float | None, d: int) -> float:
         b, s = min(self.bucket, d), self.levels
-        return min(b / s**2, b**0.5 / s) if self.norm == "l2" else min(b / (2 * s) ** 2, (1 + b**0.5) / (2 * s))
+        return (
+            min(b / s**2, b**0.5 / s)
+            if self.norm == "l2"
+            else min(b / (2 * s) ** 2, (1 + b**0.5) / (2 * s))
+        )
 
 
 def largest(rows: Array) -> Array:
     """The largest magnitude of each row [n, m], [n, 1]."""
-    return rows.abs().amax(1, keepdim=True) if isinstance(rows, Tensor) else np.abs(rows).max(1, keepdims=True)
+    return (
+        rows.abs().amax(1, keepdim=True)
+        if isinstance(rows, Tensor)
+        else np.abs(rows).max(1, keepdims=True)
+    )
 
 
 def lengths(rows: Array) -> Array:
-    """‖·‖₂ of each row [n, m] as float32 [n, 1]; of what is finite the largest float32, where it is beyond that. On a
-    device it may be another in the last bit."""
+    """‖·‖₂ of each row [n, m] as float32 [n, 1]; of what is finite the largest float32, where it is
+    beyond that. On a device it may be another in the last bit.
+    """
     if isinstance(rows, Tensor):
         return device_kernels.lengths(rows)
     step = block_rows(rows.shape[1])
-    return np.concatenate([_lengths(rows[start : start + step]) for start in range(0, len(rows), step)])
+    return np.concatenate(
+        [_lengths(rows[start : start + step]) for start in range(0, len(rows), step)]
+    )
 
 
 def _lengths(rows: np.ndarray) -> np.ndarray:

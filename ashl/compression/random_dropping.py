@@ -1,16 +1,19 @@
-"""Random dropping: an element is sent with a probability that follows its magnitude, scaled to be right on average.
+"""Random dropping: an element is sent with a probability that follows its magnitude, scaled to be
+right on average.
 
-Rule: p_j = min(1, λ·|x_j|) with λ such that Σ p_j = k = max(1, round(ratio · d)); C(x)_j = x_j/p_j with probability
-p_j, else 0. λ comes from rounds of a fixed point: what p_j = 1 cuts off is given to the others until nothing is cut off
-any more. Then E C(x) = x, with the least E‖C(x) − x‖² = Σ x_j²/p_j − ‖x‖² that k elements on average can have; it is
-at most (d/k − 1)‖x‖². Bits: those of the values and their places; all that are not certain to be sent have the same
-magnitude 1/λ.
+Rule: p_j = min(1, λ·|x_j|) with λ such that Σ p_j = k = max(1, round(ratio · d)); C(x)_j = x_j/p_j
+with probability p_j, else 0. λ comes from rounds of a fixed point: what p_j = 1 cuts off is given
+to the others until nothing is cut off any more. Then E C(x) = x, with the least E‖C(x) − x‖² = Σ
+x_j²/p_j − ‖x‖² that k elements on average can have; it is at most (d/k − 1)‖x‖². Bits: those of the
+values and their places; all that are not certain to be sent have the same magnitude 1/λ.
 
-Limit: where no more than k elements differ from 0 it loses nothing. The number of elements sent varies around k with a
-deviation of at most √k; declared is k + 7√k + 16, which one message in 10^10 would exceed, and then it loses the last
-elements. It enlarges what it is given, so error feedback is refused.
+Limit: where no more than k elements differ from 0 it loses nothing. The number of elements sent
+varies around k with a deviation of at most √k; declared is k + 7√k + 16, which one message in 10^10
+would exceed, and then it loses the last elements. It enlarges what it is given, so error feedback
+is refused.
 
-Source: Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed Optimization", NeurIPS 2018.
+Source: Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed
+Optimization", NeurIPS 2018.
 """
 
 import math
@@ -52,7 +55,9 @@ class RandomDropping(Sparsifier):
         if not np.isfinite(top):
             return self.pack_selected(x, k, largest(x, k), context)
         steep = slope(x, top, k)
-        places = np.flatnonzero(x) if steep == math.inf else draw_places(x, top, steep, context.stream())
+        places = (
+            np.flatnonzero(x) if steep == math.inf else draw_places(x, top, steep, context.stream())
+        )
         places = places[: largest_slope(k, x.size)]
         if not places.size:
             return Parts(0, EMPTY)
@@ -83,7 +88,9 @@ def largest_slope(k: int, d: int) -> int:
 
 
 def slope(x: np.ndarray, top: np.float32, k: int) -> float:
-    """λ for the magnitudes in units of the largest; infinite where k elements or fewer are not 0."""
+    """λ for the magnitudes in units of the largest; infinite where k elements or fewer are
+    not 0.
+    """
     cut, steep = -1, math.inf
     for _ in range(ROUNDS):
         count, rest = 0, 0.0
@@ -102,7 +109,9 @@ def slope(x: np.ndarray, top: np.float32, k: int) -> float:
     return min(steep, STEEPEST)
 
 
-def draw_places(x: np.ndarray, top: np.float32, steep: float, rng: np.random.Generator) -> np.ndarray:
+def draw_places(
+    x: np.ndarray, top: np.float32, steep: float, rng: np.random.Generator
+) -> np.ndarray:
     """Ascending places, each with its probability."""
     chances, dither, places = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), []
     scale = np.float32(steep * 2.0**32)

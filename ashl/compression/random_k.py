@@ -1,11 +1,11 @@
 """Random-k: each worker sends the elements at random places of its own.
 
-Rule: C(x)_j = x_j at k places drawn without replacement by each worker in each round, else 0. E‖C(x) − x‖² =
-(1 − k/d)‖x‖². Bits: those of k values, and 64 for the seed that the receiver draws the places from; or those of the
-places, where `indices` says how.
+Rule: C(x)_j = x_j at k places drawn without replacement by each worker in each round, else 0.
+E‖C(x) − x‖² = (1 − k/d)‖x‖². Bits: those of k values, and 64 for the seed that the receiver draws
+the places from; or those of the places, where `indices` says how.
 
-Limit: ratio = 1 is no compression. Unscaled, hence biased: it is for error feedback; `subsampling` is its unbiased
-relative.
+Limit: ratio = 1 is no compression. Unscaled, hence biased: it is for error feedback; `subsampling`
+is its unbiased relative.
 
 Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
 """
@@ -16,7 +16,13 @@ from ashl.compression.common.seeded import Seeded, draw_distinct
 from ashl.compression.common.sparsifier import SPARSE
 from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.wire.arrays import Array, to_device_index
-from ashl.compression.wire.index_code import VARIABLE, IndexCode, index_bytes, read_indices, write_indices
+from ashl.compression.wire.index_code import (
+    VARIABLE,
+    IndexCode,
+    index_bytes,
+    read_indices,
+    write_indices,
+)
 from ashl.compression.wire.payload_format import Parts
 from ashl.option import option
 
@@ -33,7 +39,9 @@ class RandomK(Seeded):
         return Traits(contraction=True, variable=self.indices in VARIABLE)
 
     def place_bytes(self, k: int, d: int) -> int:
-        return super().place_bytes(k, d) if self.indices == "seed" else index_bytes(self.indices, k, d)
+        return (
+            super().place_bytes(k, d) if self.indices == "seed" else index_bytes(self.indices, k, d)
+        )
 
     def read_places(self, buffer: Array, k: int, d: int) -> Array:
         if self.indices == "seed":

@@ -1,13 +1,15 @@
 """Random mask: all workers send the elements at the same random places, which travel in no message.
 
-Rule: C(x)_j = x_j at k places that all workers draw alike in each round, else 0. E‖C(x) − x‖² = (1 − k/d)‖x‖². Bits:
-those of k values, and 64 for the seed. With values=fp32 the sum of bodies is the body of the sum: an all-reduce adds
-them up on their way.
+Rule: C(x)_j = x_j at k places that all workers draw alike in each round, else 0. E‖C(x) − x‖² = (1
+− k/d)‖x‖². Bits: those of k values, and 64 for the seed. With values=fp32 the sum of bodies is the
+body of the sum: an all-reduce adds them up on their way.
 
-Limit: ratio = 1 is no compression. Unscaled, hence biased: it is for error feedback; `subsampling` is its unbiased
-relative. Masks go by the version of the model: asynchronous workers share one as long as they share that.
+Limit: ratio = 1 is no compression. Unscaled, hence biased: it is for error feedback; `subsampling`
+is its unbiased relative. Masks go by the version of the model: asynchronous workers share one as
+long as they share that.
 
-Source: Konečný et al., "Federated Learning: Strategies for Improving Communication Efficiency", 2016.
+Source: Konečný et al., "Federated Learning: Strategies for Improving Communication Efficiency",
+2016.
 """
 
 from typing import ClassVar

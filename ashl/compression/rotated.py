@@ -1,16 +1,17 @@
-"""Stochastic rotated quantization: in blocks, the vector is rotated at random, so that no element stands out, then
-rounded at random to one of k levels, and rotated back at the other end.
+"""Stochastic rotated quantization: in blocks, the vector is rotated at random, so that no element
+stands out, then rounded at random to one of k levels, and rotated back at the other end.
 
-Rule: for each block of b = 4096 elements (the next power of two, where d is smaller; the last is filled up with zeros)
-z = b^(−1/2)·H·diag(σ)·x with H of Hadamard and random signs σ, the same on all workers and new in each round; z is
-quantized between its least and largest element as by `uniform`, and rotated back. E C(x) = x and E‖C(x) − x‖² ≤
-min(b/2, 2 ln b + 2)/(k − 1)²·‖x‖². Bits: ⌈log2 k⌉ for each element of each block, 64 a block, and 64 for the seed of σ.
+Rule: for each block of b = 4096 elements (the next power of two, where d is smaller; the last is
+filled up with zeros) z = b^(−1/2)·H·diag(σ)·x with H of Hadamard and random signs σ, the same on
+all workers and new in each round; z is quantized between its least and largest element as by
+`uniform`, and rotated back. E C(x) = x and E‖C(x) − x‖² ≤ min(b/2, 2 ln b + 2)/(k − 1)²·‖x‖². Bits:
+⌈log2 k⌉ for each element of each block, 64 a block, and 64 for the seed of σ.
 
-H of b is the Kronecker product of two smaller ones, so that rotating is two products with matrices of 64 × 64, faster
-than butterflies.
+H of b is the Kronecker product of two smaller ones, so that rotating is two products with matrices
+of 64 × 64, faster than butterflies.
 
-Limit: several times the time of `uniform`. A contraction, which may have feedback, from k = 6 on. What is not finite,
-or is so once rotated, makes its block NaN.
+Limit: several times the time of `uniform`. A contraction, which may have feedback, from k = 6 on.
+What is not finite, or is so once rotated, makes its block NaN.
 
 Source: Suresh et al., "Distributed Mean Estimation with Limited Communication", ICML 2017.
 """
@@ -30,9 +31,24 @@ from ashl.compression.common.deterministic_matmul import hadamard_sums, signs_of
 from ashl.compression.contract import EncodeContext, Traits
 from ashl.compression.uniform import Levels, place_levels
 from ashl.compression.wire import device_kernels
-from ashl.compression.wire.arrays import Array, as_bytes, beside, concatenate, divide, read, view_as, zeros
+from ashl.compression.wire.arrays import (
+    Array,
+    as_bytes,
+    beside,
+    concatenate,
+    divide,
+    read,
+    view_as,
+    zeros,
+)
 from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wire.levels import all_levels, level_bytes, pack_levels, rows_of, unpack_levels
+from ashl.compression.wire.levels import (
+    all_levels,
+    level_bytes,
+    pack_levels,
+    rows_of,
+    unpack_levels,
+)
 from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wire.stochastic_rounding import round_to_uint8, rounding_noise
 from ashl.compression.wrappers.options import Wrappers
@@ -66,12 +82,18 @@ class Rotated(Code, Wrappers):
 
         def numbers(where: slice, block: Array) -> Array:
             z = rotate(flip_signs(flips, where.start * row, block), row)
-            ends[where, 0], ends[where, 1] = (z.amin(1), z.amax(1)) if isinstance(z, Tensor) else (z.min(1), z.max(1))
-            return round_to_uint8(place_levels(z, ends[where], top * noise.unit), noise, where.start * row)
+            ends[where, 0], ends[where, 1] = (
+                (z.amin(1), z.amax(1)) if isinstance(z, Tensor) else (z.min(1), z.max(1))
+            )
+            return round_to_uint8(
+                place_levels(z, ends[where], top * noise.unit), noise, where.start * row
+            )
 
         blocks = (numbers(where, block) for where, block in rows_of(x, row))
         stream = pack_levels(rows * row, top, blocks, self.entropy)
-        return Parts(len(x), stream, scales=concatenate([beside(x, seed.view(np.uint8)), as_bytes(ends)]))
+        return Parts(
+            len(x), stream, scales=concatenate([beside(x, seed.view(np.uint8)), as_bytes(ends)])
+        )
 
     def unpack(self, parts: Parts, d: int) -> Array:
         row, top = block_of(d), self.levels - 1
@@ -88,7 +110,12 @@ class Rotated(Code, Wrappers):
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         row = block_of(d)
         rows = -(-d // row)
-        return HEADER.size + SEED.itemsize + 8 * rows + level_bytes(rows * row, self.levels - 1, self.entropy)
+        return (
+            HEADER.size
+            + SEED.itemsize
+            + 8 * rows
+            + level_bytes(rows * row, self.levels - 1, self.entropy)
+        )
 
     def bound(self, ratio: float | None, d: int) -> float:
         b = block_of(d)
@@ -101,28 +128,35 @@ def block_of(d: int) -> int:
 
 
 def flip_signs(flips: CounterRng, start: int, rows: Array) -> Array:
-    """diag(σ)·x of these rows, in a new array; `start`, a multiple of 64, counts elements before them."""
+    """diag(σ)·x of these rows, in a new array; `start`, a multiple of 64, counts elements before
+    them.
+    """
     if isinstance(rows, Tensor):
         words = flips.words(rows, start // 64, -(-rows.numel() // 64)).view(torch.uint8)
         return device_kernels.flip_signs(words, rows)
     words = flips.words(rows, start // 64, -(-rows.size // 64))
-    signs = np.unpackbits(words.view(np.uint8), count=rows.size, bitorder="little").astype(np.uint32)
+    signs = np.unpackbits(words.view(np.uint8), count=rows.size, bitorder="little").astype(
+        np.uint32
+    )
     signs <<= np.uint32(31)
     signs ^= np.ascontiguousarray(rows).view(np.uint32).reshape(-1)
     return signs.view(np.float32).reshape(rows.shape)
 
 
 def rotate(rows: Array, size: int) -> Array:
-    """b^(−1/2)·H·x of each row [n, b]: its own inverse. A product of matrices, so a device's last bits are its own."""
+    """b^(−1/2)·H·x of each row [n, b]: its own inverse. A product of matrices, so a device's last
+    bits are its own.
+    """
     left, right = hadamard(1 << size.bit_length() // 2), hadamard(1 << (size.bit_length() - 1) // 2)
     square = rows.reshape(-1, len(left), len(right))
     return (beside(rows, left) @ (square @ beside(rows, right))).reshape(rows.shape)
 
 
 def rotate_back(numbers: Array, ends: Array, top: int) -> Array:
-    """The same of what numbers [n, b] between ends [n, 2] stand for, to the bit on every machine and device. Only the
-    numbers are rotated, whose sums are whole and below 2²⁰; what they are counted from is alike for all of a row, so
-    that it comes to lie in its first element."""
+    """The same of what numbers [n, b] between ends [n, 2] stand for, to the bit on every machine
+    and device. Only the numbers are rotated, whose sums are whole and below 2²⁰; what they are
+    counted from is alike for all of a row, so that it comes to lie in its first element.
+    """
     lowest, step, size = ends[:, :1], divide(ends[:, 1:] - ends[:, :1], top), numbers.shape[1]
     sums = hadamard_sums(numbers)
     first = (sums[:, :1] * 2.0 ** -(size.bit_length() - 1) * step + lowest) * math.sqrt(size)

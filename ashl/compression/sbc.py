@@ -1,14 +1,17 @@
-"""Sparse binary compression: of the largest and of the smallest elements one side is sent, as one number.
+"""Sparse binary compression: of the largest and of the smallest elements one side is sent, as one
+number.
 
-Rule: of the k largest elements the positive ones have the mean μ⁺, of the k smallest the negative ones −μ⁻. Where μ⁺ ≥
-μ⁻, C(x)_j = μ⁺ at the former, else −μ⁻ at the latter, and 0 elsewhere. What is sent lies in the span of its error:
-‖C(x) − x‖² = ‖x‖² − m·μ² with m elements sent. Bits: m·b̄ + 32, b̄ those of a place.
+Rule: of the k largest elements the positive ones have the mean μ⁺, of the k smallest the negative
+ones −μ⁻. Where μ⁺ ≥ μ⁻, C(x)_j = μ⁺ at the former, else −μ⁻ at the latter, and 0 elsewhere. What is
+sent lies in the span of its error: ‖C(x) − x‖² = ‖x‖² − m·μ² with m elements sent. Bits: m·b̄ + 32,
+b̄ those of a place.
 
-Limit: a vector without one sign is top-k with one magnitude. Made for error feedback and for updates of many local
-steps (sync=local_sgd): the other side waits in the residual, for many rounds where one side keeps winning.
+Limit: a vector without one sign is top-k with one magnitude. Made for error feedback and for
+updates of many local steps (sync=local_sgd): the other side waits in the residual, for many rounds
+where one side keeps winning.
 
-Source: Sattler, Wiedemann, Müller and Samek, "Sparse Binary Compression: Towards Distributed Deep Learning with minimal
-Communication", IJCNN 2019.
+Source: Sattler, Wiedemann, Müller and Samek, "Sparse Binary Compression: Towards Distributed Deep
+Learning with minimal Communication", IJCNN 2019.
 """
 
 from typing import Any, ClassVar
@@ -41,10 +44,16 @@ class SBC(Sparse, Share):
         places, mean = (up, above) if abs(above) >= abs(below) or np.isnan(above) else (down, below)
         if not len(places):
             return Parts(0, x[:0])
-        return Parts(len(places), x[:0], write_indices(self.indices, places, len(x)), np.array([mean], "<f4"))
+        return Parts(
+            len(places), x[:0], write_indices(self.indices, places, len(x)), np.array([mean], "<f4")
+        )
 
     def unpack(self, parts: Parts, d: int) -> Any:
-        if len(parts.values) or parts.form or not (parts.count or len(parts.indices) + len(parts.scales) == 0):
+        if (
+            len(parts.values)
+            or parts.form
+            or not (parts.count or len(parts.indices) + len(parts.scales) == 0)
+        ):
             raise PayloadError(f"what came is not one number at {parts.count} places")
         if not parts.count:
             return slice(0), view_as(parts.values, "<f4")
@@ -59,7 +68,9 @@ class SBC(Sparse, Share):
 
 
 def choose_side(x: Array, k: int, order: Order) -> tuple[Array, float]:
-    """The places of the k largest elements of one sign, or of all, and their mean; 0 where there are none."""
+    """The places of the k largest elements of one sign, or of all, and their mean; 0 where there
+    are none.
+    """
     places = largest(x, k, order)
     values = read(x[places])
     of_it = np.signbit(values) == (order is NEGATIVE)

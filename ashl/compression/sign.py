@@ -1,19 +1,22 @@
-"""Signs: one bit for each element; signSGD, its majority vote, Signum, and signs with a scale for error feedback.
+"""Signs: one bit for each element; signSGD, its majority vote, Signum, and signs with a scale for
+error feedback.
 
-Rule: C(x)_j = m·sign(x_j), with m = 1 (`scale=none`, signSGD) or m = ‖x‖₁/d (`scale=mean`, EF-signSGD, of each layer
-with `layers`): then ‖C(x) − x‖² = ‖x‖² − ‖x‖₁²/d ≤ (1 − 1/d)‖x‖². With `vote=majority` what is applied is not the mean
-of the signs but sign(Σ c_i·sign(x_i)) over the workers i, 0 where they are even. With `beta` (Signum) x is replaced by
-the momentum u ← β·u + (1 − β)·x, kept by the sender. Bits: d, and 32 for m.
+Rule: C(x)_j = m·sign(x_j), with m = 1 (`scale=none`, signSGD) or m = ‖x‖₁/d (`scale=mean`,
+EF-signSGD, of each layer with `layers`): then ‖C(x) − x‖² = ‖x‖² − ‖x‖₁²/d ≤ (1 − 1/d)‖x‖². With
+`vote=majority` what is applied is not the mean of the signs but sign(Σ c_i·sign(x_i)) over the
+workers i, 0 where they are even. With `beta` (Signum) x is replaced by the momentum u ← β·u + (1 −
+β)·x, kept by the sender. Bits: d, and 32 for m.
 
-Limit: sign(±0) is ±1, by the sign bit, since a bit has no third value; NaN counts by its sign bit, too. Without a
-scale, steps are of one length whatever x is, and training may go the wrong way: set a small learning rate that falls. A
-majority is d bits up, but the model that comes back is 32·d: with `topology.pull_ratio=1` pulls are signs with a scale,
-d bits down. Under all-reduce, signs are gathered, (n − 1)·d bits, which up to 15 workers is less than integers that add
-up. Signum's momentum is there instead of the optimizer's.
+Limit: sign(±0) is ±1, by the sign bit, since a bit has no third value; NaN counts by its sign bit,
+too. Without a scale, steps are of one length whatever x is, and training may go the wrong way: set
+a small learning rate that falls. A majority is d bits up, but the model that comes back is 32·d:
+with `topology.pull_ratio=1` pulls are signs with a scale, d bits down. Under all-reduce, signs are
+gathered, (n − 1)·d bits, which up to 15 workers is less than integers that add up. Signum's
+momentum is there instead of the optimizer's.
 
-Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018, and "signSGD with
-Majority Vote", ICLR 2019; Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
-ICML 2019.
+Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018, and
+"signSGD with Majority Vote", ICLR 2019; Karimireddy et al., "Error Feedback Fixes SignSGD and other
+Gradient Compression Schemes", ICML 2019.
 """
 
 from __future__ import annotations
@@ -52,14 +55,18 @@ class Sign(Code, Reduces, Wrappers):
     @property
     def traits(self) -> Traits:
         scaled, votes = self.scale == "mean", self.vote == "majority"
-        return Traits(contraction=scaled and not votes, reduces=votes, scale_free=not scaled or votes)
+        return Traits(
+            contraction=scaled and not votes, reduces=votes, scale_free=not scaled or votes
+        )
 
     def for_pulls(self) -> Sign:
         """The codec of pulls: signs of differences between models make no sense without a scale."""
         return replace(self, scale="mean", vote="mean")
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
-        return Parts(len(x), pack_signs(x), scales=mean_magnitude(x) if self.scale == "mean" else EMPTY)
+        return Parts(
+            len(x), pack_signs(x), scales=mean_magnitude(x) if self.scale == "mean" else EMPTY
+        )
 
     def unpack(self, parts: Parts, d: int) -> Array:
         bits = typed_part(all_levels(parts, d), "u1", packed_bytes(d, 1), "signs")

@@ -1,15 +1,20 @@
-"""Single threshold: one bound for all layers, estimated from a sample of the magnitudes; about a share reaches it.
+"""Single threshold: one bound for all layers, estimated from a sample of the magnitudes; about a
+share reaches it.
 
-Rule: τ is the magnitude that a share `ratio` of a strided sample of some 33,000 elements reaches; C(x)_j = x_j where
-|x_j| ≥ τ, else 0. Where fewer than k/2 or more than 2k of the d elements reach it, k = max(1, round(ratio · d)), the
-k largest are taken instead. Hence ‖C(x) − x‖² ≤ (1 − k/(2d))‖x‖². Bits: those of the values and of their places; what
+Rule: τ is the magnitude that a share `ratio` of a strided sample of some 33,000 elements reaches;
+C(x)_j = x_j where
+|x_j| ≥ τ, else 0. Where fewer than k/2 or more than 2k of the d elements reach it, k = max(1,
+round(ratio · d)), the
+k largest are taken instead. Hence ‖C(x) − x‖² ≤ (1 − k/(2d))‖x‖². Bits: those of the values and of
+their places; what
 is declared beforehand is for 2k.
 
-Limit: for a vector shorter than the sample it is top-k, with all of those that are as large as the k-th. It saves
-top-k's exact choice, and little of its time. With `per_layer` each layer has a bound of its own.
+Limit: for a vector shorter than the sample it is top-k, with all of those that are as large as the
+k-th. It saves top-k's exact choice, and little of its time. With `per_layer` each layer has a bound
+of its own.
 
-Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017; sampled as in Lin et al.,
-"Deep Gradient Compression", ICLR 2018.
+Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017;
+sampled as in Lin et al., "Deep Gradient Compression", ICLR 2018.
 """
 
 from typing import ClassVar

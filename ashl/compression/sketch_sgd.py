@@ -1,18 +1,20 @@
-"""Sketched SGD: the sum of everybody's sketches says which elements are large, a second sum what they are exactly.
+"""Sketched SGD: the sum of everybody's sketches says which elements are large, a second sum what
+they are exactly.
 
-Rule, under an all-reduce: p_j is worker j's update and residual; S ← Σ c_j·S(p_j), summed on its way; the P·k elements
-(`candidates` = P) with the largest estimates are the same for all; y ← Σ c_j·p_j there, summed too; the k largest |y|
-are the update, exact, and a worker's residual is p_j without its own values there. S and the estimates as in
-`count_sketch`. Bits: 32 for each of the about `sketch_ratio`·d cells and, in the second sum, for each of P·k elements;
-no places travel.
+Rule, under an all-reduce: p_j is worker j's update and residual; S ← Σ c_j·S(p_j), summed on its
+way; the P·k elements (`candidates` = P) with the largest estimates are the same for all; y ← Σ
+c_j·p_j there, summed too; the k largest |y| are the update, exact, and a worker's residual is p_j
+without its own values there. S and the estimates as in `count_sketch`. Bits: 32 for each of the
+about `sketch_ratio`·d cells and, in the second sum, for each of P·k elements; no places travel.
 
-At a parameter server there is no second round in one exchange: it sums the sketches of a merge and takes the k largest
-estimates for what they estimate. Workers do not learn which those were, so they keep no residual; what is not
-recovered is lost. FetchSGD keeps it in the sketch.
+At a parameter server there is no second round in one exchange: it sums the sketches of a merge and
+takes the k largest estimates for what they estimate. Workers do not learn which those were, so they
+keep no residual; what is not recovered is lost. FetchSGD keeps it in the sketch.
 
-Limits: with `sketch_ratio=1`, or P·k = d, it is top-k of the sum, exactly; with `recovered_fraction=1` no compression.
-A sketch that is small against k sees noise among the candidates, which their exact values tell from large elements:
-the residual shrinks in every round all the same.
+Limits: with `sketch_ratio=1`, or P·k = d, it is top-k of the sum, exactly; with
+`recovered_fraction=1` no compression. A sketch that is small against k sees noise among the
+candidates, which their exact values tell from large elements: the residual shrinks in every round
+all the same.
 
 Source: Ivkin et al., "Communication-efficient Distributed SGD with Sketching", NeurIPS 2019.
 """
@@ -38,7 +40,9 @@ class SketchSGD(CountSketch, Collective, Wrappers):
     """Finds what is large in the sum, then asks for it."""
 
     code: ClassVar[int] = 82
-    traits: ClassVar[Traits] = Traits(linear=True, reduces=True, drains=True)  # drains: in its two rounds
+    traits: ClassVar[Traits] = Traits(
+        linear=True, reduces=True, drains=True
+    )  # drains: in its two rounds
     candidates: Count
 
     def asked(self, d: int) -> int:
@@ -67,7 +71,9 @@ class SketchSGD(CountSketch, Collective, Wrappers):
         """(the candidates' places, this worker's values there)."""
         d = source.x.numel()
         with np.errstate(over="ignore", invalid="ignore"):
-            places, _ = recover_largest(total.numpy(), self.table(d, source.context.seed), d, self.asked(d))
+            places, _ = recover_largest(
+                total.numpy(), self.table(d, source.context.seed), d, self.asked(d)
+            )
         return places, source.x[places]
 
     def finish_sum(self, source: CodecInput, places: np.ndarray, exact: Tensor) -> Outcome:

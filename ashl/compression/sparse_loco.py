@@ -1,16 +1,19 @@
-"""SparseLoCo: the largest of every 4096 elements, two bits each, with an error feedback that forgets.
+"""SparseLoCo: the largest of every 4096 elements, two bits each, with an error feedback that
+forgets.
 
-Rule: C(x) keeps in each chunk of `chunk` elements the k' = max(1, round(ratio · chunk)) of largest magnitude, of the
-last chunk that share of it, rounded up. With the feedback e ← β·e + x − C(β·e + x) of the paper, β = `feedback_gain` =
-`feedback_decay`. ‖C(x) − x‖² ≤ (1 − k'/chunk)‖x‖² before values are rounded. Bits: those of the values, and ⌈log2
-chunk⌉ for each place: 2 + 12 with 4096, and 32 for k'.
+Rule: C(x) keeps in each chunk of `chunk` elements the k' = max(1, round(ratio · chunk)) of largest
+magnitude, of the last chunk that share of it, rounded up. With the feedback e ← β·e + x − C(β·e +
+x) of the paper, β = `feedback_gain` = `feedback_decay`. ‖C(x) − x‖² ≤ (1 − k'/chunk)‖x‖² before
+values are rounded. Bits: those of the values, and ⌈log2 chunk⌉ for each place: 2 + 12 with 4096,
+and 32 for k'.
 
-It is made for the differences of many local steps (sync=local_sgd). Limit: chunk ≥ d is top-k; β = 1 is plain error
-feedback. Where that is no less than 32·d the whole vector is sent.
+It is made for the differences of many local steps (sync=local_sgd). Limit: chunk ≥ d is top-k; β =
+1 is plain error feedback. Where that is no less than 32·d the whole vector is sent.
 
-Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025. Differs: there each tensor is
-cut into chunks by itself; here the update as a whole is, so that a chunk may hold the end of one layer and the start of
-the next. `compression.per_layer=true` cuts each layer by itself.
+Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025. Differs:
+there each tensor is cut into chunks by itself; here the update as a whole is, so that a chunk may
+hold the end of one layer and the start of the next. `compression.per_layer=true` cuts each layer by
+itself.
 """
 
 from typing import Annotated, ClassVar
@@ -61,22 +64,34 @@ class SparseLoCo(Selection, Share):
         if self.form(k, d) != SPARSE:
             return self.parts_of(x, k, None, None, context)
         whole = d - d % self.chunk
-        columns = [largest_of_rows(x[:whole].reshape(-1, self.chunk), each).reshape(-1)] if whole else []
+        columns = (
+            [largest_of_rows(x[:whole].reshape(-1, self.chunk), each).reshape(-1)] if whole else []
+        )
         if d > whole:
             columns.append(largest_of_rows(x[None, whole:], k - whole // self.chunk * each)[0])
         inside = concatenate(columns)
-        coded = concatenate([beside(x, np.array([each], "<u4").view(np.uint8)), pack(inside, width(self.chunk))])
+        coded = concatenate(
+            [beside(x, np.array([each], "<u4").view(np.uint8)), pack(inside, width(self.chunk))]
+        )
         return self.parts_of(x, k, x[inside + self.starts(x, each, k)], coded, context)
 
     def starts(self, like: Array, each: int, k: int) -> Array:
         """Where the chunk of each of the k values begins."""
-        numbers = torch.arange(k, device=str(like.device)) if isinstance(like, Tensor) else np.arange(k)
+        numbers = (
+            torch.arange(k, device=str(like.device)) if isinstance(like, Tensor) else np.arange(k)
+        )
         return numbers // each * self.chunk
 
     def read_places(self, buffer: Array, k: int, d: int) -> Array:
         each = int.from_bytes(read(buffer[:4]).tobytes(), "little")
-        if len(buffer) != self.place_bytes(k, d) or not 1 <= each <= self.chunk or self.total(each, d) != k:
-            raise PayloadError(f"{k} places in chunks of {self.chunk} came as {each} each in {len(buffer)} bytes")
+        if (
+            len(buffer) != self.place_bytes(k, d)
+            or not 1 <= each <= self.chunk
+            or self.total(each, d) != k
+        ):
+            raise PayloadError(
+                f"{k} places in chunks of {self.chunk} came as {each} each in {len(buffer)} bytes"
+            )
         places = as_index(unpack(buffer[4:], width(self.chunk), k))
         inside = (places < self.chunk).all()
         places += self.starts(places, each, k)

@@ -1,16 +1,18 @@
 """Strom's fixed threshold: what is beyond ±τ is sent as ±τ, in one word of place and sign each.
 
-Rule: with v = x + e of error feedback, C(v)_j = τ·sign(v_j) where |v_j| > τ, else 0. Bits: 32 of scale, and 32 for each
-element sent, 31 of place and 1 of sign (`indices=words`), or 1 of sign and those of an index code. Where 2 bits for
-every element are fewer, or with `dense=true`, which is the form of MXNet, these are sent: 0, τ or −τ each.
+Rule: with v = x + e of error feedback, C(v)_j = τ·sign(v_j) where |v_j| > τ, else 0. Bits: 32 of
+scale, and 32 for each element sent, 31 of place and 1 of sign (`indices=words`), or 1 of sign and
+those of an index code. Where 2 bits for every element are fewer, or with `dense=true`, which is the
+form of MXNet, these are sent: 0, τ or −τ each.
 
-Limit: ‖C(x) − x‖ ≤ ‖x‖, but no share of x is sent for sure: where all |x_j| ≤ τ nothing is, hence no contraction. With
-feedback |e_j| ≤ τ while |x_j| ≤ τ: what is kept stays bounded, and all is sent in the end. A coordinate whose updates
-are larger than τ drains by τ a message only, and lags behind: τ is in units of what is exchanged, gradients or
-differences between models, and belongs to a model. NaN and infinity become NaN wherever anything is sent.
+Limit: ‖C(x) − x‖ ≤ ‖x‖, but no share of x is sent for sure: where all |x_j| ≤ τ nothing is, hence
+no contraction. With feedback |e_j| ≤ τ while |x_j| ≤ τ: what is kept stays bounded, and all is sent
+in the end. A coordinate whose updates are larger than τ drains by τ a message only, and lags
+behind: τ is in units of what is exchanged, gradients or differences between models, and belongs to
+a model. NaN and infinity become NaN wherever anything is sent.
 
-Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech 2015; dense form:
-MXNet's 2-bit gradient compression, 2017.
+Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech
+2015; dense form: MXNet's 2-bit gradient compression, 2017.
 """
 
 from typing import Any, ClassVar, Literal
@@ -55,7 +57,9 @@ class Strom(Sparse, Wrappers):
             return Parts(d, pack(codes, 2), scales=scales, form=DENSE)
         if self.indices == "words":
             return Parts(k, pack(places | negative * SIGN, 32), scales=scales, form=WORDS)
-        return Parts(k, pack_truths(negative), write_indices(self.indices, places, d), scales, INDICES)
+        return Parts(
+            k, pack_truths(negative), write_indices(self.indices, places, d), scales, INDICES
+        )
 
     def unpack(self, parts: Parts, d: int) -> Any:
         (tau,) = typed_part(read(parts.scales), "<f4", 1, "scales").tolist()
@@ -69,9 +73,13 @@ class Strom(Sparse, Wrappers):
         if form == WORDS:
             _expect(parts, 4 * k, indices=False)
             words = typed_part(parts.values, "<i4", k, "words")
-            return read_indices("int32", as_bytes(words & SIGN - 1), k, d), signs_of_sent(words < 0, tau)
+            return read_indices("int32", as_bytes(words & SIGN - 1), k, d), signs_of_sent(
+                words < 0, tau
+            )
         if form != INDICES or self.indices == "words":
-            raise PayloadError(f"what came is no vector of thresholds: form {form}, {k} values of {d}")
+            raise PayloadError(
+                f"what came is no vector of thresholds: form {form}, {k} values of {d}"
+            )
         _expect(parts, -(-k // 8), indices=True)
         negative = unpack_truths(parts.values, k)
         return read_indices(self.indices, parts.indices, k, d), signs_of_sent(negative, tau)
@@ -110,4 +118,6 @@ def beyond(x: Array, threshold: float) -> tuple[Array, bool]:
 
 def _expect(parts: Parts, size: int, indices: bool) -> None:
     if len(parts.values) != size or (len(parts.indices) and not indices):
-        raise PayloadError(f"{len(parts.values)} and {len(parts.indices)} bytes of {parts.count} signs came")
+        raise PayloadError(
+            f"{len(parts.values)} and {len(parts.indices)} bytes of {parts.count} signs came"
+        )

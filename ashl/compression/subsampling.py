@@ -1,13 +1,16 @@
 """Unbiased subsampling: elements at random places, scaled up so that the mean is right.
 
-Rule: C(x)_j = d/k · x_j at k places drawn without replacement, else 0. E C(x) = x, and E‖C(x) − x‖² = (d/k − 1)‖x‖².
-The places are drawn by all workers alike (`shared`; with values=fp32 an all-reduce then adds bodies up on their way),
-or by each for itself, which averages the error out over the workers. Bits: those of k values, and 64 for the seed.
+Rule: C(x)_j = d/k · x_j at k places drawn without replacement, else 0. E C(x) = x, and E‖C(x) − x‖²
+= (d/k − 1)‖x‖². The places are drawn by all workers alike (`shared`; with values=fp32 an all-reduce
+then adds bodies up on their way), or by each for itself, which averages the error out over the
+workers. Bits: those of k values, and 64 for the seed.
 
-Limit: ratio = 1 is no compression. It enlarges what it is given, so error feedback would diverge and is refused; the
-learning rate has to be small enough for a variance of d/k: `random_mask` with feedback bears larger ones.
+Limit: ratio = 1 is no compression. It enlarges what it is given, so error feedback would diverge
+and is refused; the learning rate has to be small enough for a variance of d/k: `random_mask` with
+feedback bears larger ones.
 
-Source: Konečný and Richtárik, "Randomized Distributed Mean Estimation: Accuracy vs. Communication", 2018.
+Source: Konečný and Richtárik, "Randomized Distributed Mean Estimation: Accuracy vs. Communication",
+2018.
 """
 
 import math

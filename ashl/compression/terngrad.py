@@ -1,19 +1,22 @@
 """TernGrad: every element becomes −m, 0 or m at random, so that its mean is kept.
 
-Rule: m = max|x_j| (of each layer with `layers`); C(x)_j = m·sign(x_j) with probability |x_j|/m, else 0. E C(x) = x,
-E‖C(x) − x‖² ≤ (√d − 1)/2·‖x‖². With `clip_sigmas` = c, x_j is first cut at ±c·σ, with σ² the mean of x_j²: less noise,
-but biased. Bits: 1.6·d, as five trits in a byte, and 32 for each m.
+Rule: m = max|x_j| (of each layer with `layers`); C(x)_j = m·sign(x_j) with probability |x_j|/m,
+else 0. E C(x) = x, E‖C(x) − x‖² ≤ (√d − 1)/2·‖x‖². With `clip_sigmas` = c, x_j is first cut at
+±c·σ, with σ² the mean of x_j²: less noise, but biased. Bits: 1.6·d, as five trits in a byte, and 32
+for each m.
 
-With `shared_scale`, under all-reduce, all workers round to the largest of their m, for which 24 bytes of each are
-gathered beforehand. Ternaries then add up: what is summed on its way are integers of the ⌈log2(2n + 1)⌉ bits that n
-workers need, rounded up to 2, 4, 8 or 16. That sum is also what every worker applies to its own model, and nobody sends
-the model: the paper's «parameter localization», which every all-reduce has; with topology.algorithm=star, too, where
-all goes through one of them as its server.
+With `shared_scale`, under all-reduce, all workers round to the largest of their m, for which 24
+bytes of each are gathered beforehand. Ternaries then add up: what is summed on its way are integers
+of the ⌈log2(2n + 1)⌉ bits that n workers need, rounded up to 2, 4, 8 or 16. That sum is also what
+every worker applies to its own model, and nobody sends the model: the paper's «parameter
+localization», which every all-reduce has; with topology.algorithm=star, too, where all goes through
+one of them as its server.
 
-Limit: no contraction, hence nothing for feedback. A shared scale is a larger one: more noise, which the saved bytes pay
-for up to some number of workers only. What is not finite makes its vector NaN.
+Limit: no contraction, hence nothing for feedback. A shared scale is a larger one: more noise, which
+the saved bytes pay for up to some number of workers only. What is not finite makes its vector NaN.
 
-Source: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS 2017.
+Source: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
+Learning", NeurIPS 2017.
 """
 
 from __future__ import annotations
@@ -41,13 +44,32 @@ from ashl.compression.contract import (
     Traits,
     size_of,
 )
-from ashl.compression.wire.arrays import Array, array_of, beside, bytes_of, concatenate, read, tensor_of
+from ashl.compression.wire.arrays import (
+    Array,
+    array_of,
+    beside,
+    bytes_of,
+    concatenate,
+    read,
+    tensor_of,
+)
 from ashl.compression.wire.bits import BLOCK, blocks, pack, unpack
 from ashl.compression.wire.entropy_code import EntropyCode
-from ashl.compression.wire.levels import all_levels, ends_of, level_bytes, pack_levels, unpack_levels
+from ashl.compression.wire.levels import (
+    all_levels,
+    ends_of,
+    level_bytes,
+    pack_levels,
+    unpack_levels,
+)
 from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wire.stochastic_rounding import rounding_noise
-from ashl.compression.wire.ternary_packing import read_ternary, round_ternary, ternary_nbytes, write_ternary
+from ashl.compression.wire.ternary_packing import (
+    read_ternary,
+    round_ternary,
+    ternary_nbytes,
+    write_ternary,
+)
 from ashl.compression.wrappers.layers import slices
 from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Positive, option
@@ -71,7 +93,9 @@ class TernGrad(Code, Wrappers):
         return Traits(unbiased=self.clip_sigmas is None, variable=self.entropy != "none")
 
     def for_layout(self, layout: Layout) -> Codec:
-        """The codec for a model's layers; layers without a shared scale are kept apart around it."""
+        """The codec for a model's layers; layers without a shared scale are kept apart
+        around it.
+        """
         sizes = tuple(layer.size for layer in layout) if self.per_layer else (size_of(layout),)
         return SharedScale(self, sizes) if self.shared_scale else self
 
@@ -94,7 +118,11 @@ class TernGrad(Code, Wrappers):
         return unpack_levels(all_levels(parts, d), d, min(BLOCK // 8, d), 2, meant, self.entropy)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return HEADER.size + 4 + (ternary_nbytes(d) if self.entropy == "none" else level_bytes(d, 2, self.entropy))
+        return (
+            HEADER.size
+            + 4
+            + (ternary_nbytes(d) if self.entropy == "none" else level_bytes(d, 2, self.entropy))
+        )
 
     def bound(self, ratio: float | None, d: int) -> float:
         return (d**0.5 - 1) / 2 + (self.clip_sigmas is not None)
@@ -107,7 +135,11 @@ class TernGrad(Code, Wrappers):
     def top(self, x: Array) -> Array:
         """m, float32 [1]."""
         ends = ends_of(x)
-        top = ends.abs().amax(0, keepdim=True) if isinstance(ends, Tensor) else np.abs(ends).max(keepdims=True)
+        top = (
+            ends.abs().amax(0, keepdim=True)
+            if isinstance(ends, Tensor)
+            else np.abs(ends).max(keepdims=True)
+        )
         if self.clip_sigmas is None or not 0 < (most := read(top)) < np.inf:
             return top
         parts = (x[where] / top for where in pieces(x))
@@ -127,7 +159,9 @@ class SharedScale(Collective):
     def traits(self) -> Traits:
         return self.codec.traits
 
-    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
+    def encode(
+        self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[State, Tensor]:
         return self.codec.encode(sender, x, context)
 
     def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
@@ -157,21 +191,31 @@ class SharedScale(Collective):
 
     def tops(self, x: Tensor) -> np.ndarray:
         """m of each part."""
-        return np.concatenate([read(self.codec.top(array_of(x[part]))) for part in slices(self.sizes)])
+        return np.concatenate(
+            [read(self.codec.top(array_of(x[part]))) for part in slices(self.sizes)]
+        )
 
     def words(self, x: Tensor, tops: np.ndarray, context: EncodeContext, workers: int) -> Tensor:
-        """int32: the ternaries of all parts, as numbers 0, 1 and 2 with room for the sum over all workers."""
+        """int32: the ternaries of all parts, as numbers 0, 1 and 2 with room for the sum over all
+        workers.
+        """
         array, numbers = array_of(x), []
         for i, part in enumerate(slices(self.sizes)):
             one = array[part]
             noise = rounding_noise(one, context.words(i), 1)
-            numbers.append(round_ternary(one, beside(one, tops[i : i + 1]), noise, beyond=self.codec.beyond))
+            numbers.append(
+                round_ternary(one, beside(one, tops[i : i + 1]), noise, beyond=self.codec.beyond)
+            )
         stream = pack(concatenate(numbers), sum_width(workers))
-        return tensor_of(concatenate([stream, beside(stream, np.zeros(-len(stream) % 4, np.uint8))])).view(torch.int32)
+        return tensor_of(
+            concatenate([stream, beside(stream, np.zeros(-len(stream) % 4, np.uint8))])
+        ).view(torch.int32)
 
     def update(self, total: Tensor, tops: np.ndarray, workers: int) -> Tensor:
         """What the sum of all words stands for."""
-        sums = tensor_of(unpack(bytes_of(total.view(torch.uint8)), sum_width(workers), sum(self.sizes))).float()
+        sums = tensor_of(
+            unpack(bytes_of(total.view(torch.uint8)), sum_width(workers), sum(self.sizes))
+        ).float()
         sums -= workers
         for part, top in zip(slices(self.sizes), tops.tolist(), strict=True):
             sums[part] *= top
@@ -184,5 +228,7 @@ def pieces(x: Array) -> Iterable[slice]:
 
 
 def sum_width(workers: int) -> int:
-    """Bits that hold the sum of so many numbers up to 2, such that words of them add up without a carry."""
+    """Bits that hold the sum of so many numbers up to 2, such that words of them add up without a
+    carry.
+    """
     return next(width for width in WIDTHS if 2 * workers < 2**width)

@@ -1,15 +1,16 @@
 """Top-K: the k elements of largest magnitude are sent with their places; the others are not.
 
-Rule: C(x)_j = x_j for the k largest |x_j| of the whole vector, else 0, with k = max(1, round(ratio · d)). Of equal
-magnitudes the first are kept. ‖C(x) − x‖² ≤ (1 − k/d)‖x‖². Bits: those of k values and of their places, with the
-defaults k·(32 + ⌈log2 d⌉). Where that is no less than 32·d the whole vector is sent, which loses nothing.
+Rule: C(x)_j = x_j for the k largest |x_j| of the whole vector, else 0, with k = max(1, round(ratio
+· d)). Of equal magnitudes the first are kept. ‖C(x) − x‖² ≤ (1 − k/d)‖x‖². Bits: those of k values
+and of their places, with the defaults k·(32 + ⌈log2 d⌉). Where that is no less than 32·d the whole
+vector is sent, which loses nothing.
 
-Limit: ratio = 1 with `values=fp32` is no compression. A NaN or an infinity counts as large and is sent among the first,
-as torch.topk has it: a run that diverges is then seen at the server, where a residual would hide it, and bodies keep
-their size.
+Limit: ratio = 1 with `values=fp32` is no compression. A NaN or an infinity counts as large and is
+sent among the first, as torch.topk has it: a run that diverges is then seen at the server, where a
+residual would hide it, and bodies keep their size.
 
-Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017; with error feedback Stich
-et al., "Sparsified SGD with Memory", NeurIPS 2018.
+Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017; with
+error feedback Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
 """
 
 from typing import ClassVar
@@ -31,4 +32,6 @@ class TopK(Sparsifier):
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         k = self.kept(context.ratio, len(x))
-        return self.pack_selected(x, k, largest(x, k) if self.form(k, len(x)) == SPARSE else None, context)
+        return self.pack_selected(
+            x, k, largest(x, k) if self.form(k, len(x)) == SPARSE else None, context
+        )

@@ -1,11 +1,13 @@
-"""Stochastic uniform quantization: every element is rounded at random to one of k levels from the least to the largest.
+"""Stochastic uniform quantization: every element is rounded at random to one of k levels from the
+least to the largest.
 
-Rule: q_j = ⌊(k − 1)·(x_j − lo)/(hi − lo) + u_j⌋ with lo and hi the least and largest element and u_j uniform in [0, 1);
-C(x)_j = lo + q_j·(hi − lo)/(k − 1). E C(x) = x, E‖C(x) − x‖² ≤ d/(2(k − 1)²)·‖x‖², and the mean of n workers has one
-n-th of it. Bits: d·⌈log2 k⌉ + 64.
+Rule: q_j = ⌊(k − 1)·(x_j − lo)/(hi − lo) + u_j⌋ with lo and hi the least and largest element and
+u_j uniform in [0, 1); C(x)_j = lo + q_j·(hi − lo)/(k − 1). E C(x) = x, E‖C(x) − x‖² ≤ d/(2(k −
+1)²)·‖x‖², and the mean of n workers has one n-th of it. Bits: d·⌈log2 k⌉ + 64.
 
-Limit: one outlier makes the steps coarse for all; `rotated` spreads it. No contraction where d is large, hence nothing
-for feedback. Where lo = hi nothing is lost. What is not finite makes all of them NaN.
+Limit: one outlier makes the steps coarse for all; `rotated` spreads it. No contraction where d is
+large, hence nothing for feedback. Where lo = hi nothing is lost. What is not finite makes all of
+them NaN.
 
 Source: Suresh et al., "Distributed Mean Estimation with Limited Communication", ICML 2017.
 """
@@ -56,7 +58,9 @@ class StochasticUniform(Code, Wrappers):
         noise = rounding_noise(x, context.words(), top)
 
         def numbers(where: slice, block: Array) -> Array:
-            return round_to_uint8(place_levels(block, ends, top * noise.unit), noise, where.start * row)
+            return round_to_uint8(
+                place_levels(block, ends, top * noise.unit), noise, where.start * row
+            )
 
         blocks = (numbers(where, block) for where, block in rows_of(x, row))
         return Parts(len(x), pack_levels(len(x), top, blocks, self.entropy), scales=ends)
@@ -65,7 +69,12 @@ class StochasticUniform(Code, Wrappers):
         ends, top = typed_part(parts.scales, "<f4", 2, "ends")[None], self.levels - 1
         row = min(ROW, d)
         return unpack_levels(
-            all_levels(parts, d), d, row, top, lambda _, block: interpolate(block, ends, top), self.entropy
+            all_levels(parts, d),
+            d,
+            row,
+            top,
+            lambda _, block: interpolate(block, ends, top),
+            self.entropy,
         )
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:

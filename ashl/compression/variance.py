@@ -1,18 +1,20 @@
 """Variance criterion: an element is sent once its sum is sure to have a sign; until then it waits.
 
-Rule, coordinate by coordinate, with g the minibatch's gradient and s = Σ_p (share_p·g_p)² over parts of it, an estimate
-of g's second moment: r ← r + g, v ← v + s; where r² > α·v send C(r), then r ← 0 and v ← 0; elsewhere v ← ζ·v. C(r) is a
-sign and a power of two, M·2^−e with M the largest power of two up to max |r| of what is sent, rounded to the nearest of
-its two neighbours, e = 0 … 7; what is smaller than M·2^−7 waits on. Bits: 32 for each value sent, of which 1 is the
-sign, 3 are e and 28 the place, and 32 of M. A dropped message returns its content to r.
+Rule, coordinate by coordinate, with g the minibatch's gradient and s = Σ_p (share_p·g_p)² over
+parts of it, an estimate of g's second moment: r ← r + g, v ← v + s; where r² > α·v send C(r), then
+r ← 0 and v ← 0; elsewhere v ← ζ·v. C(r) is a sign and a power of two, M·2^−e with M the largest
+power of two up to max |r| of what is sent, rounded to the nearest of its two neighbours, e = 0 … 7;
+what is smaller than M·2^−7 waits on. Bits: 32 for each value sent, of which 1 is the sign, 3 are e
+and 28 the place, and 32 of M. A dropped message returns its content to r.
 
-r and v are kept in units of the model: they are rescaled when the learning rate changes. Limits: below 2^28 elements.
-One M for the whole model, where the paper has one for each matrix: layers of small gradients come later. The paper has
-parts of one sample; larger ones make v too large where gradients agree (see `topology.estimate`), and with a single
-part r² > v hardly ever holds before the second minibatch. Rounding is not made good later.
+r and v are kept in units of the model: they are rescaled when the learning rate changes. Limits:
+below 2^28 elements. One M for the whole model, where the paper has one for each matrix: layers of
+small gradients come later. The paper has parts of one sample; larger ones make v too large where
+gradients agree (see `topology.estimate`), and with a single part r² > v hardly ever holds before
+the second minibatch. Rounding is not made good later.
 
-Source: Tsuzuku, Imachi and Akiba, "Variance-based Gradient Compression for Efficient Distributed Deep Learning", ICLR
-workshop 2018, with its α between 1 and 2 and ζ = 0.999.
+Source: Tsuzuku, Imachi and Akiba, "Variance-based Gradient Compression for Efficient Distributed
+Deep Learning", ICLR workshop 2018, with its α between 1 and 2 and ζ = 0.999.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ from pydantic import Field
 from torch import Tensor
 
 from ashl.compression.common.code import Sparse
-from ashl.compression.contract import ENCODE_CONTEXT, EncodeContext, Layout, PayloadError, Traits, size_of
+from ashl.compression.contract import (
+    ENCODE_CONTEXT,
+    EncodeContext,
+    Layout,
+    PayloadError,
+    Traits,
+    size_of,
+)
 from ashl.compression.wire.arrays import (
     Array,
     array_of,
@@ -48,8 +57,9 @@ SMALLEST = 7  # e
 
 
 class Waiting(NamedTuple):
-    """The sender's state: r and v; what r held at the places that were sent last; and the learning rate that both go
-    with."""
+    """The sender's state: r and v; what r held at the places that were sent last; and the learning
+    rate that both go with.
+    """
 
     error: Tensor | None = None
     squares: Tensor | None = None
@@ -74,8 +84,8 @@ class Variance(Sparse):
         """Itself, where its places suffice."""
         if size_of(layout) > 2**PLACE_BITS:
             raise UsageError(
-                f"compression=variance names places in {PLACE_BITS} bits, and this model has more than "
-                f"{2**PLACE_BITS} elements; take compression=topk"
+                f"compression=variance names places in {PLACE_BITS} bits, and this model has more"
+                f" than {2**PLACE_BITS} elements; take compression=topk"
             )
         return self
 
@@ -100,7 +110,9 @@ class Variance(Sparse):
             squares *= self.zeta
             sums[places] = squares[places] = 0
         after = Waiting(*map(tensor_of, (sums, squares, places, values)), lr=context.lr)
-        return after, write_payload(self.code, x.numel(), Parts(len(places), pack(words | places, 32), scales=top))
+        return after, write_payload(
+            self.code, x.numel(), Parts(len(places), pack(words | places, 32), scales=top)
+        )
 
     def unpack(self, parts: Parts, d: int) -> Any:
         top = typed_part(read(parts.scales), "<f4", 1, "scales")
@@ -108,9 +120,13 @@ class Variance(Sparse):
         places = as_index(words & 2**PLACE_BITS - 1)
         sound = not len(places) or is_true((places[-1] < d) & (places[1:] > places[:-1]).all())
         if parts.form or len(parts.indices) or not sound:
-            raise PayloadError(f"the places that came are not {parts.count} ascending numbers below {d}")
+            raise PayloadError(
+                f"the places that came are not {parts.count} ascending numbers below {d}"
+            )
         levels = np.ldexp(top, -np.arange(SMALLEST + 1, dtype=np.int32))
-        return places, look_up(np.concatenate([levels, -levels]), words >> PLACE_BITS & 2 * SMALLEST + 1)
+        return places, look_up(
+            np.concatenate([levels, -levels]), words >> PLACE_BITS & 2 * SMALLEST + 1
+        )
 
     def residual(self, sender: Waiting | None) -> Tensor | None:
         return sender and sender.error
@@ -128,8 +144,9 @@ class Variance(Sparse):
 
 
 def round_to_power(x: Array) -> tuple[np.ndarray, Array, Array]:
-    """(M, signs, e): the largest power of two, float32 [1], and of each element its sign bit and M / |C(x)| as an
-    exponent of two; above 7 where it is too small, and 0 where it is no number."""
+    """(M, signs, e): the largest power of two, float32 [1], and of each element its sign bit and M
+    / |C(x)| as an exponent of two; above 7 where it is too small, and 0 where it is no number.
+    """
     length, signs, where = abs(x), as_index(ops(x).signbit(x)), ops(x).where
     top = float(read(length.max()[None])[0]) if len(x) else 0.0
     if not np.isfinite(top) or not top:

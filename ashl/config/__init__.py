@@ -1,1 +1,3 @@
-"""From KEY=VALUE to objects: what can be chosen, composition, `_target_`, a configuration's name."""
+"""From KEY=VALUE to objects: what can be chosen, composition, `_target_`, a
+configuration's name.
+"""

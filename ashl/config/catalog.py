@@ -1,6 +1,8 @@
-"""What can be chosen: the folders of `conf/` are groups, their files options, the lines of a file its parameters.
+"""What can be chosen: the folders of `conf/` are groups, their files options, the lines of a file
+its parameters.
 
-Read without Hydra and without importing what the options name, so that completion and `ashl list` answer at once.
+Read without Hydra and without importing what the options name, so that completion and `ashl list`
+answer at once.
 """
 
 import ast
@@ -25,14 +27,18 @@ PACKAGE = Path(__file__).resolve().parents[1]
 MERGE = "tag:yaml.org,2002:merge"  # what YAML calls `<<`
 CONFIG_DIR = "ASHL_CONFIG_DIR"  # the environment's word for --config-dir
 A_FEW = 12  # names that a sentence may list
-CONF = next(f for f in (PACKAGE / "conf", PACKAGE.parent / "conf") if f.is_dir())  # where installed, in a checkout
+CONF = next(
+    f for f in (PACKAGE / "conf", PACKAGE.parent / "conf") if f.is_dir()
+)  # where installed, in a checkout
 
 Catalog = Mapping[str, Mapping[str, Path]]  # group -> option -> its file
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One line of an option's file: a dotted key, its value as written, and the comment behind it."""
+    """One line of an option's file: a dotted key, its value as written, and the comment
+    behind it.
+    """
 
     key: str
     value: str
@@ -40,18 +46,24 @@ class Parameter:
 
 
 def own_folder(config_dir: str | PathLike[str] | None) -> Path | None:
-    """The folder of the user's own options: the one given, else the one that the environment names."""
+    """The folder of the user's own options: the one given, else the one that the
+    environment names.
+    """
     found = config_dir or os.environ.get(CONFIG_DIR)
     return Path(found) if found else None
 
 
 def catalog(config_dir: Path | None = None) -> dict[str, dict[str, Path]]:
-    """Every group with its options, sorted by name; the options that `config_dir` has for a group are added to ours."""
+    """Every group with its options, sorted by name; the options that `config_dir` has for a group
+    are added to ours.
+    """
     if config_dir is not None and not config_dir.is_dir():
         raise UsageError(f"--config-dir {config_dir}: there is no such folder.")
     found: dict[str, dict[str, Path]] = {}
     for group in defaults():
-        roots = [root for root in (config_dir, CONF) if root]  # ours last: a user's file never hides a shipped one
+        roots = [
+            root for root in (config_dir, CONF) if root
+        ]  # ours last: a user's file never hides a shipped one
         options = {file.stem: file for root in roots for file in (root / group).glob("[!_]*.yaml")}
         found[group] = dict(sorted(options.items()))
     return found
@@ -59,25 +71,38 @@ def catalog(config_dir: Path | None = None) -> dict[str, dict[str, Path]]:
 
 @cache
 def defaults() -> MappingProxyType[str, str]:
-    """The option each group has when nothing is said, in the order of `config.yaml`; "" where a group is optional."""
+    """The option each group has when nothing is said, in the order of `config.yaml`; "" where a
+    group is optional.
+    """
     entries = [entry for entry in load(CONF / "config.yaml")["defaults"] if isinstance(entry, dict)]
-    found = {group.removeprefix("optional "): option or "" for entry in entries for group, option in entry.items()}
+    found = {
+        group.removeprefix("optional "): option or ""
+        for entry in entries
+        for group, option in entry.items()
+    }
     return MappingProxyType(found)
 
 
 def usual() -> dict[str, str]:
-    """What runs when nothing is said: `defaults`, with what the default schedule brings along, "" where it leaves no
-    choice, as of the sync mode, since it names those of its stages."""
+    """What runs when nothing is said: `defaults`, with what the default schedule brings along, ""
+    where it leaves no choice, as of the sync mode, since it names those of its stages.
+    """
     found = defaults()
     entries = load(CONF / "schedule" / f"{found['schedule']}.yaml").get("defaults", ())
-    brought = {str(key).split("@")[0].removeprefix("override /"): o for entry in entries for key, o in entry.items()}
+    brought = {
+        str(key).split("@")[0].removeprefix("override /"): o
+        for entry in entries
+        for key, o in entry.items()
+    }
     return found | brought | {"sync": ""}
 
 
 def parameters(file: Path) -> list[Parameter]:
-    """The parameters of an option's file, in order; nested keys are dotted, `_target_` and `defaults` left out.
+    """The parameters of an option's file, in order; nested keys are dotted, `_target_` and
+    `defaults` left out.
 
-    A file that starts from another option of its group (`defaults: [mixed]`) has that option's parameters too.
+    A file that starts from another option of its group (`defaults: [mixed]`) has that option's
+    parameters too.
     """
     text = checked(file)
     root = _parsed(yaml.compose, text, file)
@@ -91,7 +116,9 @@ def parameters(file: Path) -> list[Parameter]:
 def target(file: Path) -> str:
     """The dotted name that the option's file constructs; "" for a group of plain values."""
     content = load(file)
-    return str(content.get("_target_", "")) or next((name for parent in parents(file) if (name := target(parent))), "")
+    return str(content.get("_target_", "")) or next(
+        (name for parent in parents(file) if (name := target(parent))), ""
+    )
 
 
 def check_keys(file: Path) -> None:
@@ -114,58 +141,83 @@ def values(file: Path) -> dict:
 
 
 def held() -> dict[str, list[str]]:
-    """The tests that hold what options are at their limits, by `GROUP=OPTION`, where this is a checkout: each says it
-    itself, as in `@pytest.mark.limit("sync=ssp")`."""
+    """The tests that hold what options are at their limits, by `GROUP=OPTION`, where this is a
+    checkout: each says it itself, as in `@pytest.mark.limit("sync=ssp")`.
+    """
     found: dict[str, list[str]] = {}
     root = PACKAGE.parent
     for file in sorted((root / "tests").rglob("test_*.py")) if root / "conf" == CONF else ():
-        for names, test in re.findall(r"^@pytest\.mark\.limit\(([^)]*)\)$.*?^def (\w+)", read(file), re.M | re.S):
+        for names, test in re.findall(
+            r"^@pytest\.mark\.limit\(([^)]*)\)$.*?^def (\w+)", read(file), re.M | re.S
+        ):
             for option in re.findall(r'"([^"]*)"', names):
                 found.setdefault(option, []).append(f"{file.relative_to(root).as_posix()}::{test}")
     return found
 
 
 def docstrings(name: str) -> tuple[str, str]:
-    """The docstrings of the module and of the class that a `_target_` names, read and not imported; "" where none."""
+    """The docstrings of the module and of the class that a `_target_` names, read and not imported;
+    "" where none.
+    """
     module, _, attribute = name.rpartition(".")
     top, *rest = module.split(".")
-    spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [""]) if top else None  # imports nothing
-    places = [Path(place, *rest) for place in (spec.submodule_search_locations if spec else None) or ()]
+    spec = (
+        importlib.util.find_spec(top) or PathFinder.find_spec(top, [""]) if top else None
+    )  # imports nothing
+    places = [
+        Path(place, *rest) for place in (spec.submodule_search_locations if spec else None) or ()
+    ]
     alone = [Path(spec.origin)] if spec and spec.origin and not places else []
-    for file in [*alone, *(file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))]:
+    for file in [
+        *alone,
+        *(file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")),
+    ]:
         if file.is_file():
             tree = ast.parse(file.read_text(encoding="utf-8"))
-            nodes = (n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == attribute)
+            nodes = (
+                n
+                for n in tree.body
+                if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == attribute
+            )
             node = next(nodes, None)
             return ast.get_docstring(tree) or "", (ast.get_docstring(node) or "") if node else ""
     return "", ""
 
 
 def summary(file: Path) -> str:
-    """One line about an option: the comment at the head of its file, else the first line of what it constructs."""
+    """Return one line about an option.
+
+    It is the comment at the head of its file, else the first paragraph of the docstring of its
+    module or class.
+    """
     if text := head(file):
         return text.partition("\n")[0]
     name = target(file)
     module, attribute = docstrings(name)
-    own = name.split(".")[-2:-1] == [file.stem]  # a method's own module is about it, a shared one about all of them
-    return (module or attribute if own else attribute or module).partition("\n")[0]
+    # A method's own module is about it, a shared module about all of its methods.
+    is_own = name.split(".")[-2:-1] == [file.stem]
+    text = (module or attribute) if is_own else (attribute or module)
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def head(file: Path) -> str:
     """The comment at the head of an option's file."""
     lines = [line for line in read(file).splitlines() if "@package" not in line]
-    return "\n".join(line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines))
+    return "\n".join(
+        line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines)
+    )
 
 
 def load(file: Path) -> dict:
-    """The content of a YAML file as a dict; UsageError, naming the line, for what is not valid YAML, for an anchor that
-    contains itself and for a key that a mapping has twice."""
+    """The content of a YAML file as a dict; UsageError, naming the line, for what is not valid
+    YAML, for an anchor that contains itself and for a key that a mapping has twice.
+    """
     text = checked(file)
     if repeated := _parsed(repeated_key, text, file):
         line, key = repeated
         raise UsageError(
-            f"{file}, line {line}: {key} stands twice in one mapping, by itself or through `<<`, and readers of YAML "
-            "differ in which of the two holds; write it once."
+            f"{file}, line {line}: {key} stands twice in one mapping, by itself or through `<<`,"
+            " and readers of YAML differ in which of the two holds; write it once."
         )
     content = _parsed(yaml.safe_load, text, file)
     return content if isinstance(content, dict) else {}
@@ -175,7 +227,9 @@ def checked(file: Path) -> str:
     """The text of a YAML file; UsageError for an anchor that contains itself, which has no end."""
     text = read(file)
     if line := _parsed(endless_line, text, file):
-        raise UsageError(f"{file}, line {line}: this anchor contains itself; write out what it is to hold.")
+        raise UsageError(
+            f"{file}, line {line}: this anchor contains itself; write out what it is to hold."
+        )
     return text
 
 
@@ -188,7 +242,9 @@ def endless_line(text: str) -> int | None:
             return None
         if id(node) in around:
             return node.start_mark.line + 1 if node.start_mark else 1
-        parts = node.value if isinstance(node, yaml.SequenceNode) else chain.from_iterable(node.value)
+        parts = (
+            node.value if isinstance(node, yaml.SequenceNode) else chain.from_iterable(node.value)
+        )
         line = next(filter(None, (look(part, around | {id(node)}) for part in parts)), None)
         done.add(id(node))
         return line
@@ -197,8 +253,10 @@ def endless_line(text: str) -> int | None:
 
 
 def repeated_key(text: str) -> tuple[int, str] | None:
-    """The line and the name of the first key that a mapping has twice: written twice, or in two of the mappings that
-    `<<` merges into it. A key of the mapping's own that replaces a merged one is no repetition: all readers agree."""
+    """The line and the name of the first key that a mapping has twice: written twice, or in two of
+    the mappings that `<<` merges into it. A key of the mapping's own that replaces a merged one is
+    no repetition: all readers agree.
+    """
 
     looked_at: set[int] = set()  # an alias is the node of its anchor again
 
@@ -214,7 +272,11 @@ def repeated_key(text: str) -> tuple[int, str] | None:
         merged: set[str] = set()
         for key, value in node.value:
             is_merge = key.tag == MERGE
-            names = [name for part in _parts(value) for name in sorted(_names(part))] if is_merge else [str(key.value)]
+            names = (
+                [name for part in _parts(value) for name in sorted(_names(part))]
+                if is_merge
+                else [str(key.value)]
+            )
             seen = merged if is_merge else own
             for name in names:
                 if name in seen:
@@ -256,7 +318,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def meant(word: str, known: Iterable[str], otherwise: str = ".") -> str:
-    """The end of a sentence about `word`: `; did you mean NAME?`, or `otherwise` where no known name is near."""
+    """The end of a sentence about `word`: `; did you mean NAME?`, or `otherwise` where no known
+    name is near.
+    """
     name = nearest(word, known)
     return f"; did you mean {name}?" if name else otherwise
 
@@ -267,7 +331,10 @@ def lacking(kind: str, word: str, known: Iterable[str]) -> UsageError:
     if len(names) <= A_FEW:
         return UsageError(f"{begins} among {', '.join(names) or 'none at all'}{meant(word, names)}")
     shown = f"`ashl list{'' if kind == 'group' else f' {kind}'}` shows what there is."
-    return UsageError(f"{begins}; " + (f"did you mean {near}? {shown}" if (near := nearest(word, names)) else shown))
+    return UsageError(
+        f"{begins}; "
+        + (f"did you mean {near}? {shown}" if (near := nearest(word, names)) else shown)
+    )
 
 
 def _parsed(parse, text: str, file: Path):
@@ -298,8 +365,14 @@ def _leaves(node: yaml.MappingNode, prefix: str, lines: list[str]) -> Iterator[P
             yield from _leaves(value, f"{name}.", lines)
             continue
         first, last = value.start_mark, value.end_mark
-        if isinstance(value, yaml.SequenceNode) and not value.flow_style:  # its comment stands behind the key
+        if (
+            isinstance(value, yaml.SequenceNode) and not value.flow_style
+        ):  # its comment stands behind the key
             first = last = key.end_mark
-        text = lines[first.line][first.column : last.column if first.line == last.line else None].strip()
-        comment = re.search(r"#\s*(.*)$", lines[last.line][last.column :] if last.line < len(lines) else "")
+        text = lines[first.line][
+            first.column : last.column if first.line == last.line else None
+        ].strip()
+        comment = re.search(
+            r"#\s*(.*)$", lines[last.line][last.column :] if last.line < len(lines) else ""
+        )
         yield Parameter(name, text or "[...]", comment[1].strip() if comment else "")

@@ -1,7 +1,8 @@
 """From the command line's KEY=VALUE to one plain dict, by Hydra.
 
-A composition in which values were set is checked against one of the same options in which none was: a key that is not
-there does not exist, whether it was mistyped on the command line, forced in with `++` or written in a preset.
+A composition in which values were set is checked against one of the same options in which none was:
+a key that is not there does not exist, whether it was mistyped on the command line, forced in with
+`++` or written in a preset.
 """
 
 import re
@@ -23,7 +24,17 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ashl.config.catalog import CONF, Catalog, catalog, check_keys, lacking, load, nearest, parameters, parents
+from ashl.config.catalog import (
+    CONF,
+    Catalog,
+    catalog,
+    check_keys,
+    lacking,
+    load,
+    nearest,
+    parameters,
+    parents,
+)
 from ashl.config.construct import found
 from ashl.config.override import command_line, key_of
 from ashl.config.workers import sized
@@ -36,32 +47,48 @@ LINKS = (
     "intra_node_bandwidth_mbit_s",
     "intra_node_latency_s",
 )
-PRESETS = ("experiment", "debug")  # groups that set other groups' values and leave nothing of their own
-CHOOSERS = ("dataset", "schedule")  # groups whose options may choose other groups' options: no other option reaches out
+PRESETS = (
+    "experiment",
+    "debug",
+)  # groups that set other groups' values and leave nothing of their own
+CHOOSERS = (
+    "dataset",
+    "schedule",
+)  # groups whose options may choose other groups' options: no other option reaches out
 MOST = 10_000  # values of one key in a sweep
 
-_PARTS: dict[tuple[str, str], DictConfig] = {}  # what Hydra made of each shipped option of a group: always the same
+_PARTS: dict[
+    tuple[str, str], DictConfig
+] = {}  # what Hydra made of each shipped option of a group: always the same
 
 # Hydra 1.3 warns without version_base, Hydra 1.4 warns with it.
-VERSION_BASE = {"version_base": "1.3"} if tuple(map(int, hydra.__version__.split(".")[:2])) < (1, 4) else {}
+VERSION_BASE = (
+    {"version_base": "1.3"} if tuple(map(int, hydra.__version__.split(".")[:2])) < (1, 4) else {}
+)
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> dict:
-    """The whole configuration as a plain dict: every group's chosen option, `_target_` kept, interpolations resolved,
-    and first of all `choices`, the name of each group's option (of a preset where one was chosen). What has no say is
-    not among them: the sync mode, where the schedule names those of its stages.
+    """The whole configuration as a plain dict: every group's chosen option, `_target_` kept,
+    interpolations resolved, and first of all `choices`, the name of each group's option (of a
+    preset where one was chosen). What has no say is not among them: the sync mode, where the
+    schedule names those of its stages.
 
-    `config_dir` holds options of the user's own, found beside the shipped ones. A leading `+` or `++` means nothing
-    here. Who names a sync mode and no schedule wants that mode for the whole run: `schedule=single`. Raises UsageError,
-    one sentence, for whatever does not exist or cannot be read.
+    `config_dir` holds options of the user's own, found beside the shipped ones. A leading `+` or
+    `++` means nothing here. Who names a sync mode and no schedule wants that mode for the whole
+    run: `schedule=single`. Raises UsageError, one sentence, for whatever does not exist or cannot
+    be read.
     """
     known = catalog(config_dir)
     named = {key_of(text) for text in overrides}
     if any(key.partition(".")[0] == "sync" for key in named) and "schedule" not in named:
         overrides = [*overrides, "schedule=single"]
     changes = [_change(text, known, config_dir) for text in overrides]
-    last = {change.key_or_group: change.value() for change in changes if change.key_or_group in known}
-    groups = tuple(f"{group}={option}" for group, option in sorted(last.items()) if option is not None)
+    last = {
+        change.key_or_group: change.value() for change in changes if change.key_or_group in known
+    }
+    groups = tuple(
+        f"{group}={option}" for group, option in sorted(last.items()) if option is not None
+    )
     values = [change for change in changes if change.key_or_group not in known]
     keys = [change.key_or_group for change in values]
     for key in keys:
@@ -86,25 +113,43 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> di
         plain = _plain(config, resolve=True)
     if not isinstance(plain["allow_targets"], list):
         raise UsageError(
-            f"allow_targets={plain['allow_targets']} is no list; write it as in 'allow_targets=[mypackage]'."
+            f"allow_targets={plain['allow_targets']} is no list; write it as in"
+            " 'allow_targets=[mypackage]'."
         )
     if plain["allow_targets"] and "allow_targets" not in named:
         raise UsageError(f"{source}a file cannot allow code to be imported; {typed_again(plain)}.")
     for group, option in choices.items():
         if group not in PRESETS and not isinstance(plain.get(group), dict):
-            raise UsageError(f"{known[group][option]} must hold keys and values, as in `_target_: mypackage.MyClass`.")
+            raise UsageError(
+                f"{known[group][option]} must hold keys and values, as in `_target_:"
+                " mypackage.MyClass`."
+            )
     written = {key.removeprefix("cluster.") for key in keys if key.startswith("cluster.")}
-    changed = {key for key, value in plain["cluster"].items() if before and value != before.get(key)}
-    if config_dir and "exchange_s" not in written and plain["cluster"].get("exchange_s") is not None:
-        _refuse_hidden_links([known[g][choices[g]] for g in (*PRESETS, "cluster") if choices.get(g)])
+    changed = {
+        key for key, value in plain["cluster"].items() if before and value != before.get(key)
+    }
+    if (
+        config_dir
+        and "exchange_s" not in written
+        and plain["cluster"].get("exchange_s") is not None
+    ):
+        _refuse_hidden_links(
+            [known[g][choices[g]] for g in (*PRESETS, "cluster") if choices.get(g)]
+        )
     plain["cluster"] = sized(plain["cluster"], (written, changed))
     mute = "sync" if _names_sync(plain) else None
-    return {"choices": {group: choices[group] for group in known if group in choices and group != mute}, **plain}
+    return {
+        "choices": {group: choices[group] for group in known if group in choices and group != mute},
+        **plain,
+    }
 
 
-def specs_of(group: str, names: Sequence[str], overrides: Sequence[str], config_dir: Path | None) -> list[dict]:
-    """These options of a group as specs, where all else is as said; what is said of another option of it is left out.
-    Raises UsageError."""
+def specs_of(
+    group: str, names: Sequence[str], overrides: Sequence[str], config_dir: Path | None
+) -> list[dict]:
+    """These options of a group as specs, where all else is as said; what is said of another option
+    of it is left out. Raises UsageError.
+    """
     others = [text for text in overrides if key_of(text).partition(".")[0] != group]
     return [compose([*others, f"{group}={name}"], config_dir)[group] for name in names]
 
@@ -117,15 +162,21 @@ class Naming(Protocol):
 
 
 def _names_sync(config: Mapping) -> bool:
-    """Whether the schedule says which sync mode each stage has. What is wrong with it is reported by planning."""
+    """Whether the schedule says which sync mode each stage has. What is wrong with it is reported
+    by planning.
+    """
     with suppress(UsageError):
-        schedule = found(config["schedule"].get("_target_", ""), "schedule", config["allow_targets"])
+        schedule = found(
+            config["schedule"].get("_target_", ""), "schedule", config["allow_targets"]
+        )
         return isinstance(schedule, Naming) and schedule.names_sync
     return False
 
 
 def typed_again(config: Mapping) -> str:
-    """What to do where a file, and not the command line, says `allow_targets`: whoever starts it allows it."""
+    """What to do where a file, and not the command line, says `allow_targets`: whoever starts it
+    allows it.
+    """
     packages = str(config["allow_targets"]).replace("'", "").replace(" ", "")
     return f"if you trust it, type 'allow_targets={packages}' on the command line"
 
@@ -140,21 +191,31 @@ def _one_sentence(known: Catalog, folder: Path) -> Generator[None]:
             load(file)  # says which file it is
         raise UsageError(f"A file in {folder} nests its values too deep.") from error
     except yaml.MarkedYAMLError as error:
-        where = f"{mark.name}, line {mark.line + 1}," if (mark := error.problem_mark) else f"A file in {folder}"
+        where = (
+            f"{mark.name}, line {mark.line + 1},"
+            if (mark := error.problem_mark)
+            else f"A file in {folder}"
+        )
         raise UsageError(f"{where} is not valid YAML: {error.problem}.") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"A file in {folder} is not UTF-8: {error}.") from error
-    except MissingConfigException as error:  # named by a preset: what the command line names was looked up before
+    except (
+        MissingConfigException
+    ) as error:  # named by a preset: what the command line names was looked up before
         group, _, option = str(error.missing_cfg_file or "").partition("/")
-        raise (lacking(group, option, known[group]) if group in known else UsageError(sentence(error))) from error
+        raise (
+            lacking(group, option, known[group]) if group in known else UsageError(sentence(error))
+        ) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(sentence(error)) from error
 
 
 @lru_cache(maxsize=256)
 def _shipped(options: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
-    """The options as they are shipped: composed once for all settings of a sweep that differ in values only, and put
-    together here, as Hydra takes ten times as long, where each has been part of a composition before."""
+    """The options as they are shipped: composed once for all settings of a sweep that differ in
+    values only, and put together here, as Hydra takes ten times as long, where each has been part
+    of a composition before.
+    """
     choices = dict(option.split("=", 1) for option in options)
     if not choices.keys().isdisjoint(PRESETS):
         return _compose(options, None)
@@ -175,7 +236,9 @@ def _with(config: DictConfig, values: Sequence[Override]) -> DictConfig:
     changed = deepcopy(config)
     for change in values:
         try:
-            OmegaConf.update(changed, change.key_or_group, change.value(), merge=True, force_add=True)
+            OmegaConf.update(
+                changed, change.key_or_group, change.value(), merge=True, force_add=True
+            )
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             raise UsageError(
                 f"{change.input_line} cannot be set: {_in_the_way(config, change.key_or_group)}."
@@ -201,21 +264,28 @@ def _compose(options: Sequence[str], config_dir: Path | None) -> tuple[DictConfi
     """One composition by Hydra, and the option that each group ended with."""
     path = str(config_dir.resolve()).replace("\\", "\\\\").replace("'", "\\'") if config_dir else ""
     search = [f"hydra.searchpath=['file://{path}']"] if config_dir else []
-    choosing = [f"{group}={in_quotes(option)}" for group, _, option in (text.partition("=") for text in options)]
+    choosing = [
+        f"{group}={in_quotes(option)}"
+        for group, _, option in (text.partition("=") for text in options)
+    ]
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONF), **VERSION_BASE):
             config = hydra.compose("config", [*choosing, *search], return_hydra_config=True)
     except UnicodeDecodeError:
         raise
-    except ValueError as error:  # of a `defaults` list: YAML reads an option's name as a number or a truth value
+    except (
+        ValueError
+    ) as error:  # of a `defaults` list: YAML reads an option's name as a number or a truth value
         raise UsageError(
-            f"{' '.join(choosing) or config_dir}: a `defaults` list names an option that YAML does not read as text; "
-            f"quote it, as in {{override /sync: '1'}} ({sentence(error)})"
+            f"{' '.join(choosing) or config_dir}: a `defaults` list names an option that YAML does"
+            f" not read as text; quote it, as in {{override /sync: '1'}} ({sentence(error)})"
         ) from error
     finally:
         GlobalHydra.instance().clear()
-    choices = {str(group): str(option) for group, option in config.hydra.runtime.choices.items() if option}
+    choices = {
+        str(group): str(option) for group, option in config.hydra.runtime.choices.items() if option
+    }
     own = {group: option for group, option in choices.items() if not group.startswith("hydra/")}
     for group, option in own.items():
         places = [root / group / f"{option}.yaml" for root in (config_dir, CONF) if root]
@@ -238,22 +308,40 @@ def _change(text: str, known: Catalog, config_dir: Path | None) -> Override:
         raise UsageError(f"{text}: a key cannot be taken away; set it to null, as in {key}=null.")
     if key.split(".")[0] == "hydra" or "/" in key or "@" in key:
         fix = "; options of your own are found with --config-dir" if "searchpath" in key else ""
-        fix = "; it goes with `ashl sweep --launcher NAME`" if key.startswith("hydra.launcher.") else fix
+        fix = (
+            "; it goes with `ashl sweep --launcher NAME`"
+            if key.startswith("hydra.launcher.")
+            else fix
+        )
         raise UsageError(f"{text}: Hydra's own settings and packages are not used here{fix}.")
     if key.split(".")[0] == "sweep":
-        raise UsageError(f"{text}: lines of a sweep stand in a preset; here give values, as in sync=bsp,asp.")
+        raise UsageError(
+            f"{text}: lines of a sweep stand in a preset; here give values, as in sync=bsp,asp."
+        )
     if change.is_sweep_override():
-        brackets = f", or write a list as '{key}=[{value}]'" if "(" not in value and key not in known else ""
+        brackets = (
+            f", or write a list as '{key}=[{value}]'"
+            if "(" not in value and key not in known
+            else ""
+        )
         sweep = command_line("sweep", [text], config_dir)
-        raise UsageError(f"{text} gives several values where train takes one; use `{sweep}`{brackets}.")
-    if key in known and str(change.value()) not in known[key] and not (value == "null" and key in PRESETS):
+        raise UsageError(
+            f"{text} gives several values where train takes one; use `{sweep}`{brackets}."
+        )
+    if (
+        key in known
+        and str(change.value()) not in known[key]
+        and not (value == "null" and key in PRESETS)
+    ):
         raise lacking(key, value, known[key])
     return change
 
 
 def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
-    """The single changes that one override of a sweep stands for: `a,b`, `choice()`, `range()` and `glob()` in Hydra's
-    grammar. Raises UsageError for what does not exist, cannot be read, or cannot be counted."""
+    """The single changes that one override of a sweep stands for: `a,b`, `choice()`, `range()` and
+    `glob()` in Hydra's grammar. Raises UsageError for what does not exist, cannot be read, or
+    cannot be counted.
+    """
     known = catalog(config_dir)
     change = parsed(text, known)
     if change.is_delete() or not change.is_sweep_override():
@@ -262,20 +350,28 @@ def alternatives(text: str, config_dir: Path | None = None) -> list[str]:
     key = text.partition("=")[0]
     if not change.is_discrete_sweep():
         raise UsageError(
-            f"{text} has no end of values; list some, as in {key}=0.1,0.2, or search with --sweeper optuna."
+            f"{text} has no end of values; list some, as in {key}=0.1,0.2, or search with --sweeper"
+            " optuna."
         )
     if isinstance(found := change.value(), Glob):
         if key not in known:
-            raise UsageError(f"{text}: glob() chooses among a group's options, and {key} is no group; list its values.")
+            raise UsageError(
+                f"{text}: glob() chooses among a group's options, and {key} is no group; list its"
+                " values."
+            )
         values = found.filter(list(known[key]))
     else:
         values = list(islice(change.sweep_string_iterator(), MOST + 1))
         if len(values) > MOST:
-            raise UsageError(f"{text} stands for more than {MOST:,} values; give fewer, or a larger step.")
+            raise UsageError(
+                f"{text} stands for more than {MOST:,} values; give fewer, or a larger step."
+            )
     if not values:
         raise UsageError(f"{text} matches nothing; `ashl list {key}` shows what there is.")
     if key in known:
-        values = [re.sub(r"\\(.)", r"\1", re.sub("^'(.*)'$", r"\1", str(value))) for value in values]
+        values = [
+            re.sub(r"\\(.)", r"\1", re.sub("^'(.*)'$", r"\1", str(value))) for value in values
+        ]
     singles = [f"{key}={value}" for value in values]
     for single in singles:
         _change(single, known, config_dir)
@@ -296,7 +392,9 @@ def parsed(text: str, known: Catalog) -> Override:
 
 
 def quoted(text: str) -> str:
-    """Return an override as Hydra reads it: a value with an apostrophe, as a path may have, becomes a quoted one."""
+    """Return an override as Hydra reads it: a value with an apostrophe, as a path may have, becomes
+    a quoted one.
+    """
     key, _, value = text.partition("=")
     if "'" not in value or value[0] in "'\"[{":
         return text
@@ -308,8 +406,8 @@ def quoted(text: str) -> str:
 
 
 def with_names(text: str, options: Container[str]) -> str:
-    """Return an override of a group with the names of options quoted that Hydra reads as numbers, truth values or
-    several words: a file may be called 1.yaml, NaN.yaml or o'hara.yaml.
+    """Return an override of a group with the names of options quoted that Hydra reads as numbers,
+    truth values or several words: a file may be called 1.yaml, NaN.yaml or o'hara.yaml.
 
     >>> with_names("sync=ssp,1", {"ssp", "1"}), with_names("sync=choice(NaN,ssp)", {"ssp", "NaN"})
     ("sync=ssp,'1'", "sync=choice('NaN',ssp)")
@@ -324,8 +422,16 @@ def with_names(text: str, options: Container[str]) -> str:
 
 
 def in_quotes(name: str) -> str:
-    """Return the name of an option as Hydra reads it as text: quoted where it would be read as another value."""
-    if re.fullmatch(r"[A-Za-z_]\w*", name) and name.lower() not in ("true", "false", "null", "nan", "inf"):
+    """Return the name of an option as Hydra reads it as text: quoted where it would be read as
+    another value.
+    """
+    if re.fullmatch(r"[A-Za-z_]\w*", name) and name.lower() not in (
+        "true",
+        "false",
+        "null",
+        "nan",
+        "inf",
+    ):
         return name
     return "'" + name.replace("'", "\\'") + "'"
 
@@ -336,30 +442,39 @@ def _parsed(text: str) -> Override:
 
 
 def _unreadable(key: str, value: str) -> str:
-    """What is wrong with a value that cannot be read, and how it is written; the shell takes the outer quotes away."""
+    """What is wrong with a value that cannot be read, and how it is written; the shell takes the
+    outer quotes away.
+    """
     if value.count("[") != value.count("]"):
         return f"its brackets do not match; write a list as '{key}=[1,2,3]'"
     if value.endswith(",") or value.startswith(",") or ",," in value:
         one = ",".join(part for part in value.split(",") if part)
         return f"a value is missing beside a comma; write {key}={one}"
     if "'" in value:
-        return "it has special characters; quote the value twice, as in " + shlex.quote(f'{key}="{value}"')
+        return "it has special characters; quote the value twice, as in " + shlex.quote(
+            f'{key}="{value}"'
+        )
     return "it has special characters; quote the value twice, as in " + f"{key}=\"'{value}'\""
 
 
 def _refuse_hidden(choices: Mapping[str, str], config_dir: Path | None) -> None:
-    """UsageError for a chosen option that the user's folder has too: Hydra would silently take ours."""
+    """UsageError for a chosen option that the user's folder has too: Hydra would silently take
+    ours.
+    """
     for group, option in choices.items():
         own, shipped = (root / group / f"{option}.yaml" for root in (config_dir or CONF, CONF))
         if own.is_file() and shipped.is_file() and not own.samefile(shipped):
-            raise UsageError(f"{own} has the name of an option of ashl's own; rename it, as in my_{option}.yaml.")
+            raise UsageError(
+                f"{own} has the name of an option of ashl's own; rename it, as in my_{option}.yaml."
+            )
 
 
 def _refuse_hidden_links(files: Sequence[Path]) -> None:
-    """Raise UsageError for the user's own file that sets links while the file it starts from sets `exchange_s`.
+    """Raise UsageError for the user's own file that sets links while the file it starts from sets
+    `exchange_s`.
 
-    `exchange_s` holds whatever the links are, so they would have no effect. `files` are those of the chosen presets and
-    of the chosen cluster; the nearest file that sets `exchange_s` decides.
+    `exchange_s` holds whatever the links are, so they would have no effect. `files` are those of
+    the chosen presets and of the chosen cluster; the nearest file that sets `exchange_s` decides.
     """
     for file in files:
         said = load(file)
@@ -370,8 +485,8 @@ def _refuse_hidden_links(files: Sequence[Path]) -> None:
             continue
         if links := [key for key in LINKS if said.get(key) is not None]:
             raise UsageError(
-                f"{file}: {links[0]} has no effect, as exchange_s of the cluster that this file starts from holds "
-                "whatever the links are; add the line `exchange_s: null`."
+                f"{file}: {links[0]} has no effect, as exchange_s of the cluster that this file"
+                " starts from holds whatever the links are; add the line `exchange_s: null`."
             )
         if file.parent.name == "cluster":
             _refuse_hidden_links(list(parents(file)))
@@ -383,10 +498,17 @@ def _explained(
     """What to say of a key that is not in `reference`: who has it, or what was probably meant."""
     group, _, rest = key.partition(".")
     if group in PRESETS:
-        return UsageError(f"{source}{group}/{choices[group]}.yaml must begin with the line `# @package _global_`.")
-    having = [o for o, file in known.get(group, {}).items() if rest in {p.key for p in parameters(file)}]
+        return UsageError(
+            f"{source}{group}/{choices[group]}.yaml must begin with the line `# @package _global_`."
+        )
+    having = [
+        o for o, file in known.get(group, {}).items() if rest in {p.key for p in parameters(file)}
+    ]
     if having:
-        text = f"{source}{group}={choices.get(group)} has no key {rest}; these have one: {', '.join(having)}."
+        text = (
+            f"{source}{group}={choices.get(group)} has no key {rest}; these have one:"
+            f" {', '.join(having)}."
+        )
         return UnusedKeyError(text, key)
     keys = [k for k in _keys(reference) if not k.endswith("_target_")]
     same = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
@@ -396,16 +518,22 @@ def _explained(
 
 
 def _unknown(config: Mapping, reference: Mapping, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of `config` that are not in `reference`, where a null or an empty mapping may take anything."""
+    """Dotted keys of `config` that are not in `reference`, where a null or an empty mapping may
+    take anything.
+    """
     for key, value in config.items():
         name, allowed = f"{prefix}{key}", reference.get(key, 0)
         if isinstance(value, Mapping) and value:
             if allowed is not None and allowed != {}:
-                yield from _unknown(value, allowed if isinstance(allowed, Mapping) else {}, f"{name}.")
+                yield from _unknown(
+                    value, allowed if isinstance(allowed, Mapping) else {}, f"{name}."
+                )
         elif key not in reference:
             yield name
         elif isinstance(allowed, Mapping) and allowed and not isinstance(value, Mapping):
-            raise UsageError(f"{name} is no value but a group of them: {', '.join(_keys(allowed, f'{name}.'))}.")
+            raise UsageError(
+                f"{name} is no value but a group of them: {', '.join(_keys(allowed, f'{name}.'))}."
+            )
 
 
 def _keys(config: Mapping, prefix: str = "") -> Iterator[str]:

@@ -40,35 +40,57 @@ BASES = {  # which a class has to extend to be of a group
 }
 PHRASES = (  # what pydantic says, and what a person says
     (r"^Value error, ", ""),
-    (r"^\w+ should have at (least|most) (\d+) items? after validation, not", r"should have at \1 \2 values, not"),
+    (
+        r"^\w+ should have at (least|most) (\d+) items? after validation, not",
+        r"should have at \1 \2 values, not",
+    ),
     (r"^(Input|String|List|Tuple) should", "should"),
     (r"should have at least 1 character", "should not be empty"),
     (r"should be a valid (tuple|list)", "should be a list"),
-    (r"should be a valid string", "should be text; a number that is meant as text is written \"'3'\""),
+    (
+        r"should be a valid string",
+        "should be text; a number that is meant as text is written \"'3'\"",
+    ),
     (r"should be a valid integer", "should be a whole number"),
     (r"should be a valid number", "should be a number"),
     (r"should be a valid boolean", "should be true or false"),
     (r"should be a (valid )?dictionary.*", "should be keys and values, as in {key: value}"),
     (r", (unable to|got a number with).*", ""),
 )
-BRANCHES = ("function-", "constrained-", "literal[", "tuple[", "list[")  # pydantic's names for what may stand there
-SESSION = "python_session"  # the module of objects that were passed in Python, see `ashl.config.session`
+BRANCHES = (
+    "function-",
+    "constrained-",
+    "literal[",
+    "tuple[",
+    "list[",
+)  # pydantic's names for what may stand there
+SESSION = (  # the module of objects that were passed in Python, see `ashl.config.session`
+    "python_session"
+)
 Maker = type[Any] | FunctionType  # what a `_target_` may name
 Plain = Callable[[Maker, Mapping[str, Any]], Any]
 
 
-def construct(spec: Mapping[str, Any], where: str, allow: Sequence[str] = (), plain: Plain | None = None) -> Any:
+def construct(
+    spec: Mapping[str, Any], where: str, allow: Sequence[str] = (), plain: Plain | None = None
+) -> Any:
     """The object that `_target_` names, made of the spec's other keys.
 
-    Only what `ashl` or a package in `allow` defines may be named, so that a configuration cannot run arbitrary code:
-    classes and, outside of `ashl`, functions where there is something to make of them. That is `plain`, which is handed
-    what was named with its keys, and returns None for what is an option by itself. Raises UsageError, also for a class
-    of the user's own that has a fault.
+    Only what `ashl` or a package in `allow` defines may be named, so that a configuration cannot
+    run arbitrary code: classes and, outside of `ashl`, functions where there is something to make
+    of them. That is `plain`, which is handed what was named with its keys, and returns None for
+    what is an option by itself. Raises UsageError, also for a class of the user's own that has a
+    fault.
     """
     target = spec.get("_target_")
     if not isinstance(target, str) or "." not in target:
-        raise UsageError(f"{where} has no `_target_`; take one of the options that `ashl list {where}` shows")
-    cls, keys = found(target, where, allow), {key: value for key, value in spec.items() if key != "_target_"}
+        raise UsageError(
+            f"{where} has no `_target_`; take one of the options that `ashl list {where}` shows"
+        )
+    cls, keys = (
+        found(target, where, allow),
+        {key: value for key, value in spec.items() if key != "_target_"},
+    )
     try:
         if plain and not target.startswith("ashl.") and (made := plain(cls, keys)) is not None:
             return made
@@ -79,15 +101,16 @@ def construct(spec: Mapping[str, Any], where: str, allow: Sequence[str] = (), pl
     if where in BASES:
         if not (issubclass(cls, Contract) and cls._group == where):
             raise UsageError(
-                f"{where} names {target!r}, which is no {where}: it has to extend {BASES[where]}; take one of the "
-                f"options that `ashl list {where}` shows, or give the class that base"
+                f"{where} names {target!r}, which is no {where}: it has to extend {BASES[where]};"
+                f" take one of the options that `ashl list {where}` shows, or give the class that"
+                " base"
             )
         refuse_unasked(cls, where)
     lacking = [name for name in KINDS.get(where, ()) if not has(cls, name)]
     if lacking:
         raise UsageError(
-            f"{where} names {target!r}, which is no {where}: it has no {lacking[0]!r}; take one of the options that "
-            f"`ashl list {where}` shows, or give the class what they have"
+            f"{where} names {target!r}, which is no {where}: it has no {lacking[0]!r}; take one of"
+            f" the options that `ashl list {where}` shows, or give the class what they have"
         )
     try:
         made = cls(**keys)
@@ -98,13 +121,18 @@ def construct(spec: Mapping[str, Any], where: str, allow: Sequence[str] = (), pl
     except AshlError:
         raise
     except Exception as error:
-        raise UsageError(f"{where} names {target!r}, which cannot be made: {fault(error, allow)}") from error
+        raise UsageError(
+            f"{where} names {target!r}, which cannot be made: {fault(error, allow)}"
+        ) from error
     return made
 
 
-def arguments(make: Maker, keys: Mapping[str, Any], where: str, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """What a class or function of the user's own is called with: its keys, and those of `offered` that it has a
-    parameter for. Raises UsageError where they do not fit."""
+def arguments(
+    make: Maker, keys: Mapping[str, Any], where: str, offered: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a class or function of the user's own is called with: its keys, and those of `offered`
+    that it has a parameter for. Raises UsageError where they do not fit.
+    """
     known = signature(make).parameters
     passed = {name: value for name, value in offered.items() if name in known} | dict(keys)
     try:
@@ -120,11 +148,13 @@ def found(target: str, where: str, allow: Sequence[str]) -> Maker:
     module_name, _, class_name = target.rpartition(".")
     package = module_name.split(".")[0]
     if package not in ("ashl", *allow):
-        raise UsageError(f"{where} names {target!r}, outside of ashl; allow it with 'allow_targets=[{package}]'")
+        raise UsageError(
+            f"{where} names {target!r}, outside of ashl; allow it with 'allow_targets=[{package}]'"
+        )
     if package == SESSION and SESSION not in sys.modules:
         raise UsageError(
-            f"{where} names {target!r}, an object of the Python session that began the run; move it into a file and "
-            "import it from there"
+            f"{where} names {target!r}, an object of the Python session that began the run; move it"
+            " into a file and import it from there"
         )
     if package != "ashl" and "" not in sys.path:
         sys.path.append("")  # the working directory: what lies there never hides what is installed
@@ -132,12 +162,17 @@ def found(target: str, where: str, allow: Sequence[str]) -> Maker:
         cls = getattr(importlib.import_module(module_name), class_name, None)
     except ModuleNotFoundError as error:
         if f"{module_name}.".startswith(f"{error.name}.") and package != "ashl":
-            reason = f"there is no module {error.name!r}; start in the folder that holds it, or install it"
+            reason = (
+                f"there is no module {error.name!r}; start in the folder that holds it, or"
+                " install it"
+            )
         else:
             reason = fault(error, allow)
         raise UsageError(f"{where} names {target!r}, which cannot be imported: {reason}") from error
     except Exception as error:
-        raise UsageError(f"{where} names {target!r}, which cannot be imported: {fault(error, allow)}") from error
+        raise UsageError(
+            f"{where} names {target!r}, which cannot be imported: {fault(error, allow)}"
+        ) from error
     own = package != "ashl"
     if isinstance(cls, type | FunctionType if own else type):
         home = cls.__module__.split(".")[0] if own else cls.__module__
@@ -148,7 +183,9 @@ def found(target: str, where: str, allow: Sequence[str]) -> Maker:
 
 @contextmanager
 def own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) -> Generator[None]:
-    """What a class of the user's own raises in here is reported as theirs, with file and line; it is no bug of ours."""
+    """What a class of the user's own raises in here is reported as theirs, with file and line; it
+    is no bug of ours.
+    """
     try:
         yield
     except OwnFaultError as error:
@@ -166,25 +203,34 @@ def own_faults(allow: Sequence[str], kind: type[AshlError] = UsageError) -> Gene
 
 
 def has(cls: type, name: str) -> bool:
-    """Whether its objects have it, as a field or as anything else that a class can say beforehand."""
+    """Whether its objects have it, as a field or as anything else that a class can say
+    beforehand.
+    """
     return hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ())
 
 
 def fault(error: Exception, allow: Sequence[str]) -> str:
-    """What went wrong and, where it was in a package that the user has allowed, in which file and line."""
+    """What went wrong and, where it was in a package that the user has allowed, in which file and
+    line.
+    """
     place = place_of(error, allow)
     text = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" + (f" ({place})" if place else "")
 
 
 def unsaid(error: NotImplementedError, allow: Sequence[str]) -> str:
-    """Which hook without a default a class of the user's own leaves out; "" where it is none of the user's own."""
+    """Which hook without a default a class of the user's own leaves out; "" where it is none of the
+    user's own.
+    """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     cls = type(frame.f_locals.get("self"))
     if cls.__module__.split(".")[0] not in allow:
         return ""
     hook = frame.f_code.co_name
-    return f"'{cls.__module__}.{cls.__name__}' does not say {hook!r}; it has no default, so give the class one"
+    return (
+        f"'{cls.__module__}.{cls.__name__}' does not say {hook!r}; it has no default, so give the"
+        " class one"
+    )
 
 
 def option_of(error: Exception, allow: Sequence[str]) -> str:
@@ -198,14 +244,22 @@ def option_of(error: Exception, allow: Sequence[str]) -> str:
 
 
 def place_of(error: Exception, allow: Sequence[str]) -> str:
-    """File and line of the user's own where it came from; "" where nothing of the user's own took part."""
+    """File and line of the user's own where it came from; "" where nothing of the user's own took
+    part.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
-    owner = sys.modules.get(type(getattr(error, "obj", None)).__module__)  # what lacks an attribute, if that is it
+    owner = sys.modules.get(
+        type(getattr(error, "obj", None)).__module__
+    )  # what lacks an attribute, if that is it
     if owner is not None and owner.__name__.split(".")[0] in allow:
         return str(owner.__file__)
     steps = traceback.walk_tb(error.__traceback__)
-    own = [(f.f_code.co_filename, n) for f, n in steps if f.f_globals.get("__name__", "").split(".")[0] in allow]
+    own = [
+        (f.f_code.co_filename, n)
+        for f, n in steps
+        if f.f_globals.get("__name__", "").split(".")[0] in allow
+    ]
     return f"{own[-1][0]}, line {own[-1][1]}" if own else ""
 
 
@@ -223,7 +277,10 @@ def explain(error: ValidationError, where: str, cls: Maker) -> str:
         return f"{key} is missing; give it a value"
     if not path:
         raised = first.get("ctx", {}).get("error")
-        return f"{where} names {cls.__module__}.{cls.__name__}, which cannot be made: {raised or first['msg']}"
+        return (
+            f"{where} names {cls.__module__}.{cls.__name__}, which cannot be made:"
+            f" {raised or first['msg']}"
+        )
     message = first["msg"]
     for said, meant in PHRASES:
         message = re.sub(said, meant, message)
@@ -235,13 +292,25 @@ def explain(error: ValidationError, where: str, cls: Maker) -> str:
 
 
 def of_a_choice(errors: list[ErrorDetails]) -> tuple[ErrorDetails, str]:
-    """The error to tell of, and what a word would have to be. Where a word or something else may stand, what is no word
-    was meant to be the other, and a word may have been meant to be either."""
+    """The error to tell of, and what a word would have to be. Where a word or something else may
+    stand, what is no word was meant to be the other, and a word may have been meant to be either.
+    """
     first = errors[0]
-    words = next((e for e in errors if e["type"] == "literal_error" and str(e["loc"][-1]).startswith("literal[")), None)
+    words = next(
+        (
+            e
+            for e in errors
+            if e["type"] == "literal_error" and str(e["loc"][-1]).startswith("literal[")
+        ),
+        None,
+    )
     if words is None or words["loc"][:-1] != first["loc"][: len(words["loc"]) - 1]:
         return first, ""
-    beside = [e for e in errors if e is not words and e["loc"][: len(words["loc"]) - 1] == words["loc"][:-1]]
+    beside = [
+        e
+        for e in errors
+        if e is not words and e["loc"][: len(words["loc"]) - 1] == words["loc"][:-1]
+    ]
     if not beside:
         return words, ""
     return beside[0], words["msg"] if isinstance(words["input"], str) else ""

@@ -1,8 +1,9 @@
 """Whose fault an exception is: a part of the user's own, or ashl.
 
-`Guard` stands around each call of a model, a loss, a metric, a data set or an optimizer. What they raise becomes one
-sentence with the part, the worker and the step, the exception and, for the common ones, the fix. Only what ashl's own
-parts raise, and what ashl's own code raises on the way, stays as it is.
+`Guard` stands around each call of a model, a loss, a metric, a data set or an optimizer. What they
+raise becomes one sentence with the part, the worker and the step, the exception and, for the common
+ones, the fix. Only what ashl's own parts raise, and what ashl's own code raises on the way, stays
+as it is.
 """
 
 import re
@@ -14,8 +15,17 @@ from typing import Any
 from ashl.errors import AshlError, OwnFaultError
 
 PACKAGE = Path(__file__).resolve().parents[1]
-MACHINERY = ("ashl.runtime.", "ashl.stage.", "ashl.topology.", "ashl.learn.pieces")  # called back by hooks
-LIBRARIES = ("site-packages", "dist-packages", "lib/python")  # parts of paths that hold no file of the user's
+MACHINERY = (
+    "ashl.runtime.",
+    "ashl.stage.",
+    "ashl.topology.",
+    "ashl.learn.pieces",
+)  # called back by hooks
+LIBRARIES = (
+    "site-packages",
+    "dist-packages",
+    "lib/python",
+)  # parts of paths that hold no file of the user's
 NO_MEMORY = ("allocate memory", "out of memory", "OutOfMemory", "MemoryError")
 SMALLER = "there is not enough memory; take a smaller dataset.batch_size or a smaller model"
 HINTS = (  # words of an exception, and the fix
@@ -26,13 +36,31 @@ HINTS = (  # words of an exception, and the fix
     ),
     (
         "does not require grad",
-        "the loss has no gradient: look for torch.no_grad(), .detach(), .data or .item() in forward and loss",
+        (
+            "the loss has no gradient: look for torch.no_grad(), .detach(), .data or .item() in"
+            " forward and loss"
+        ),
     ),
-    ("more than 1 value per channel", "a norm needs more than one value; take dataset.batch_size=2 or more"),
-    ("inplace operation", "an operation in place changes what the backward pass needs; write x = x + y, not x += y"),
-    ("index out of range in self", "an index is beyond an embedding's size; make num_embeddings larger"),
-    (r"Target -?\d+ is out of bounds", "a target is beyond the model's outputs; give the model more outputs"),
-    ("only for scalar outputs|only be implicitly created for scalar", "the loss should be one number; take its mean"),
+    (
+        "more than 1 value per channel",
+        "a norm needs more than one value; take dataset.batch_size=2 or more",
+    ),
+    (
+        "inplace operation",
+        "an operation in place changes what the backward pass needs; write x = x + y, not x += y",
+    ),
+    (
+        "index out of range in self",
+        "an index is beyond an embedding's size; make num_embeddings larger",
+    ),
+    (
+        r"Target -?\d+ is out of bounds",
+        "a target is beyond the model's outputs; give the model more outputs",
+    ),
+    (
+        "only for scalar outputs|only be implicitly created for scalar",
+        "the loss should be one number; take its mean",
+    ),
     ("|".join(NO_MEMORY), SMALLER),
 )
 
@@ -57,18 +85,27 @@ class Guard:
         if not isinstance(error, Exception) or isinstance(error, AshlError) or called_back(trace):
             return
         if short_of_memory(error):
-            raise AshlError(f"{self.place or self.parts[0][0]}: {SMALLER} ({brief(error)})") from error
-        own = next((part for part in self.parts if part[1] and not part[1].startswith("ashl.")), None)
+            raise AshlError(
+                f"{self.place or self.parts[0][0]}: {SMALLER} ({brief(error)})"
+            ) from error
+        own = next(
+            (part for part in self.parts if part[1] and not part[1].startswith("ashl.")), None
+        )
         if own is None:
             return
         group, name = self.parts[0]
         doing = "" if own == self.parts[0] else f" with {group} {name.removeprefix('ashl.')}"
-        raise OwnFaultError(f"{own[0]} {own[1]}{doing}", self.place, reason(error), hint_for(error)) from error
+        raise OwnFaultError(
+            f"{own[0]} {own[1]}{doing}", self.place, reason(error), hint_for(error)
+        ) from error
 
 
 def called_back(trace: TracebackType | None) -> bool:
     """Return True if ashl's own machinery, called by a hook inside, raised the exception."""
-    return any(frame.f_globals.get("__name__", "").startswith(MACHINERY) for frame, _ in traceback.walk_tb(trace))
+    return any(
+        frame.f_globals.get("__name__", "").startswith(MACHINERY)
+        for frame, _ in traceback.walk_tb(trace)
+    )
 
 
 def brief(error: BaseException) -> str:
@@ -84,7 +121,9 @@ def reason(error: Exception) -> str:
 
 
 def users_line(error: Exception) -> str:
-    """File and line of the innermost frame that belongs neither to ashl nor to an installed library; "" if none."""
+    """File and line of the innermost frame that belongs neither to ashl nor to an installed
+    library; "" if none.
+    """
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename

@@ -15,8 +15,9 @@ def key_of(override: str) -> str:
 class CommandLine:
     """A command of ashl as it was typed; as text, quoted for a shell.
 
-    Args: words is the command's name and what follows it; config_dir is the folder of the user's own options, which
-    the environment may have named; before is `ashl`, with `launch` and its options where hosts run the command.
+    Args: words is the command's name and what follows it; config_dir is the folder of the user's
+    own options, which the environment may have named; before is `ashl`, with `launch` and its
+    options where hosts run the command.
     """
 
     words: tuple[str, ...]
@@ -28,12 +29,16 @@ class CommandLine:
         return self.followed_by(name, *rest)
 
     def followed_by(self, name: str, *words: object) -> str:
-        """Return a command that follows from this one: on the same hosts, with the same folder of options."""
+        """Return a command that follows from this one: on the same hosts, with the same folder of
+        options.
+        """
         own = [] if self.config_dir is None else ["--config-dir", self.config_dir]
         return shlex.join([*self.before, name, *own, *map(str, words)])
 
 
-def command_line(name: str, words: Sequence[str], config_dir: str | PathLike[str] | None = None) -> CommandLine:
+def command_line(
+    name: str, words: Sequence[str], config_dir: str | PathLike[str] | None = None
+) -> CommandLine:
     """Return the command that does what a function of the package was asked for."""
     return CommandLine((name, *words), None if config_dir is None else fspath(config_dir))
 

@@ -1,4 +1,6 @@
-"""What an earlier run was configured with, as its folder has it: an edited or damaged file is told as that."""
+"""What an earlier run was configured with, as its folder has it: an edited or damaged file is told
+as that.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,21 @@ def config_of(run_dir: Path) -> dict[str, Any]:
     config = read(run_dir, CONFIG)
     groups = [group for group in catalog() if group not in PRESETS]
     kinds = {"choices": dict, **dict.fromkeys((*BESIDE, *groups), dict), "allow_targets": list}
-    lacking = [key for key, kind in kinds.items() if not isinstance(config, dict) or type(config.get(key)) is not kind]
-    chosen = {} if lacking else {"sync": "", **config["choices"]}  # where stages name their modes, none was chosen
-    lacking += [f"choices.{group}" for group in groups if chosen and not isinstance(chosen.get(group), str)]
+    lacking = [
+        key
+        for key, kind in kinds.items()
+        if not isinstance(config, dict) or type(config.get(key)) is not kind
+    ]
+    chosen = (
+        {} if lacking else {"sync": "", **config["choices"]}
+    )  # where stages name their modes, none was chosen
+    lacking += [
+        f"choices.{group}" for group in groups if chosen and not isinstance(chosen.get(group), str)
+    ]
     if lacking:
-        raise UsageError(f"{run_dir / CONFIG} lacks {lacking[0]}, or has something else there; name another run.")
+        raise UsageError(
+            f"{run_dir / CONFIG} lacks {lacking[0]}, or has something else there; name another run."
+        )
     return config
 
 

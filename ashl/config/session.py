@@ -1,9 +1,11 @@
-"""Objects that a Python session passes to `ashl.train` in place of options: model, data, loss, optimizer.
+"""Objects that a Python session passes to `ashl.train` in place of options: model, data, loss,
+optimizer.
 
-An object becomes an option file of its group in a folder that exists during the run, so that its arguments are keys and
-a run of objects is composed, checked and recorded as every other one. A class or function of an imported file is named
-by its module, and any process can import it. Everything else, as a class of a notebook cell, is an attribute of a
-stand-in module (`SESSION`) that this process alone has, while the run lasts.
+An object becomes an option file of its group in a folder that exists during the run, so that its
+arguments are keys and a run of objects is composed, checked and recorded as every other one. A
+class or function of an imported file is named by its module, and any process can import it.
+Everything else, as a class of a notebook cell, is an attribute of a stand-in module (`SESSION`)
+that this process alone has, while the run lasts.
 """
 
 from __future__ import annotations
@@ -28,18 +30,31 @@ from ashl.config.construct import SESSION
 from ashl.config.override import key_of
 from ashl.errors import UsageError
 
-GROUPS = {"model": "model", "dataset": "dataset", "loss": "task", "optimizer": "optimizer"}  # keyword -> group
+GROUPS = {
+    "model": "model",
+    "dataset": "dataset",
+    "loss": "task",
+    "optimizer": "optimizer",
+}  # keyword -> group
 OWN = ("dataset", "optimizer")  # groups whose options start from `_own`
 SPECIAL = re.compile(r"[<>&#!;%^~|]")  # signs that Hydra reads in quotes only
-OFFERED = ("params", "train", "sample_shape", "num_classes", "self", "outputs", "targets")  # passed by ashl itself
+OFFERED = (
+    "params",
+    "train",
+    "sample_shape",
+    "num_classes",
+    "self",
+    "outputs",
+    "targets",
+)  # passed by ashl itself
 
 
 @dataclass(frozen=True)
 class Session:
     """The objects of a call, by keyword.
 
-    Args: `overrides` choose their options, found in `folder`; `local` are the names that this process alone has, by
-    keyword.
+    Args: `overrides` choose their options, found in `folder`; `local` are the names that this
+    process alone has, by keyword.
     """
 
     overrides: tuple[str, ...] = ()
@@ -48,14 +63,17 @@ class Session:
     module: ModuleType | None = None
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """Raise UsageError where processes would have to import an object that only this process has."""
+        """Raise UsageError where processes would have to import an object that only this process
+        has.
+        """
         if not self.local or config["runtime"]["_target_"].endswith("SimRuntime"):
             return
         keyword, name = next(iter(self.local.items()))
         raise UsageError(
-            f"{keyword}={name} is an object of this Python session, which the processes of "
-            f"runtime={config['choices']['runtime']} cannot import; move it into a file, as mine.py, and import it "
-            "from there (data: a function that returns them), or take runtime=sim."
+            f"{keyword}={name} is an object of this Python session, which the processes of"
+            f" runtime={config['choices']['runtime']} cannot import; move it into a file, as"
+            " mine.py, and import it from there (data: a function that returns them), or take"
+            " runtime=sim."
         )
 
     @contextmanager
@@ -75,7 +93,9 @@ class Session:
 
 
 class Made(NamedTuple):
-    """An object as what a `_target_` names: a class or function, its name, and the keys that were given with it."""
+    """An object as what a `_target_` names: a class or function, its name, and the keys that were
+    given with it.
+    """
 
     part: Any
     name: str
@@ -84,12 +104,16 @@ class Made(NamedTuple):
 
 
 def keyword_overrides(keywords: Mapping[str, Any]) -> list[str]:
-    """Return keywords as they are typed on a command line: sync="asp" is sync=asp. Raises UsageError."""
+    """Return keywords as they are typed on a command line: sync="asp" is sync=asp. Raises
+    UsageError.
+    """
     return [f"{key}={typed(key, value)}" for key, value in keywords.items()]
 
 
 def typed(key: str, value: Any) -> str:
-    """Return a value in Hydra's grammar; a text as it is, or quoted for signs that Hydra cannot read."""
+    """Return a value in Hydra's grammar; a text as it is, or quoted for signs that Hydra cannot
+    read.
+    """
     text = str(value)
     special = SPECIAL.search(text) and text[0] not in "'\"[{"
     return text if isinstance(value, str | Path) and not special else within(key, value)
@@ -112,8 +136,8 @@ def within(key: str, value: Any) -> str:
     if isinstance(value, list | tuple | range):
         return "[" + ",".join(within(key, one) for one in value) + "]"
     raise UsageError(
-        f"{key}={type(value).__name__}: a setting is a text, a number, a list or a mapping; objects are taken as "
-        f"{', '.join(GROUPS)}."
+        f"{key}={type(value).__name__}: a setting is a text, a number, a list or a mapping; objects"
+        f" are taken as {', '.join(GROUPS)}."
     )
 
 
@@ -121,7 +145,8 @@ def within(key: str, value: Any) -> str:
 def session_of(
     objects: Mapping[str, Any], overrides: Sequence[str], config_dir: Path | None
 ) -> Generator[tuple[list[str], Session]]:
-    """Yield the overrides with those that choose the objects' options, and the session; its folder is gone at the end.
+    """Yield the overrides with those that choose the objects' options, and the session; its folder
+    is gone at the end.
 
     Raises UsageError for what cannot stand for an option.
     """
@@ -136,18 +161,24 @@ def session_of(
         yield written(objects, list(overrides), folder)
 
 
-def written(objects: Mapping[str, Any], overrides: list[str], folder: Path) -> tuple[list[str], Session]:
+def written(
+    objects: Mapping[str, Any], overrides: list[str], folder: Path
+) -> tuple[list[str], Session]:
     """Write the option files of these objects; see `session_of`."""
     module, local, chosen, allow = ModuleType(SESSION), {}, [], []
     typed_keys = [key_of(text) for text in overrides]
-    task = next((text.partition("=")[2] for text in reversed(overrides) if key_of(text) == "task"), None)
+    task = next(
+        (text.partition("=")[2] for text in reversed(overrides) if key_of(text) == "task"), None
+    )
     if task is None:
         task = task_for(objects.get("dataset"))
         overrides += [f"task={task}"] if "loss" not in objects else []
     for keyword, value in objects.items():
         group = GROUPS[keyword]
         if keyword != "loss" and group in typed_keys:
-            raise UsageError(f"{group} is given twice, as an object and as a setting; drop one of them.")
+            raise UsageError(
+                f"{group} is given twice, as an object and as a setting; drop one of them."
+            )
         made = made_of(keyword, value)
         if made.alone:
             local[keyword] = made.name
@@ -155,12 +186,18 @@ def written(objects: Mapping[str, Any], overrides: list[str], folder: Path) -> t
         home = SESSION if made.alone else made.part.__module__
         allow.append(home.partition(".")[0])
         option = re.sub(r"\W", "_", made.name)
-        option = f"my_{option}" if (CONF / group / f"{option}.yaml").exists() or not option[:1].isalpha() else option
+        option = (
+            f"my_{option}"
+            if (CONF / group / f"{option}.yaml").exists() or not option[:1].isalpha()
+            else option
+        )
         spec: dict[str, Any] = {"defaults": ["_own"]} if group in OWN else {}
         spec |= {"_target_": f"{home}.{made.name}", **defaults_of(made.part), **made.keys}
         if keyword == "loss":
             if not (CONF / "task" / f"{task}.yaml").exists():
-                raise UsageError(f"task={task} beside a loss has to be one of: {', '.join(catalog()['task'])}.")
+                raise UsageError(
+                    f"task={task} beside a loss has to be one of: {', '.join(catalog()['task'])}."
+                )
             overrides = [text for text in overrides if key_of(text) != "task"]
             spec["judged"] = values(CONF / "task" / f"{task}.yaml")
         (folder / group).mkdir(exist_ok=True)
@@ -170,15 +207,21 @@ def written(objects: Mapping[str, Any], overrides: list[str], folder: Path) -> t
 
 
 def with_allowed(overrides: list[str], allow: Sequence[str]) -> list[str]:
-    """Return the overrides with permission to name these packages, beside those that a setting allows."""
-    given = [text.partition("=")[2].strip("[] ") for text in overrides if key_of(text) == "allow_targets"]
+    """Return the overrides with permission to name these packages, beside those that a setting
+    allows.
+    """
+    given = [
+        text.partition("=")[2].strip("[] ") for text in overrides if key_of(text) == "allow_targets"
+    ]
     packages = [name.strip(" '\"") for name in ",".join(given[-1:]).split(",")]
     rest = [text for text in overrides if key_of(text) != "allow_targets"]
     return [*rest, f"allow_targets=[{','.join(dict.fromkeys(filter(None, (*packages, *allow))))}]"]
 
 
 def task_for(dataset: Any) -> str:
-    """Return the task that these data are for, by the first target, where they are a pair (train, test)."""
+    """Return the task that these data are for, by the first target, where they are a pair (train,
+    test).
+    """
     import torch
 
     if not isinstance(dataset, tuple | list):
@@ -193,16 +236,22 @@ def task_for(dataset: Any) -> str:
 
 
 def made_of(keyword: str, value: Any) -> Made:
-    """Return an object as what a `_target_` names. Raises UsageError for what cannot stand for an option."""
+    """Return an object as what a `_target_` names. Raises UsageError for what cannot stand for an
+    option.
+    """
     keys: dict[str, Any] = {}
     while isinstance(value, functools.partial):
         if value.args:
-            raise UsageError(f"{keyword}: name the arguments of functools.partial, as in partial(Net, width=8).")
+            raise UsageError(
+                f"{keyword}: name the arguments of functools.partial, as in partial(Net, width=8)."
+            )
         value, keys = value.func, {**value.keywords, **keys}
     if isinstance(value, type | FunctionType):
         if is_importable(value):
             return Made(value, value.__name__, keys, alone=False)
-        return Made(value, re.sub(r"\W", "_", value.__name__).strip("_") or keyword, keys, alone=True)
+        return Made(
+            value, re.sub(r"\W", "_", value.__name__).strip("_") or keyword, keys, alone=True
+        )
     return Made(standing_for(keyword, value), named(keyword, value), keys, alone=True)
 
 
@@ -237,7 +286,9 @@ def is_importable(part: Any) -> bool:
     module = sys.modules.get(part.__module__)
     if module is None or part.__module__ == "__main__" or getattr(module, "__spec__", None) is None:
         return False
-    return bool(getattr(module, "__file__", None)) and getattr(module, part.__qualname__, None) is part
+    return (
+        bool(getattr(module, "__file__", None)) and getattr(module, part.__qualname__, None) is part
+    )
 
 
 def defaults_of(part: Any) -> dict[str, Any]:
@@ -250,7 +301,9 @@ def defaults_of(part: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for one in known:
         value = list(one.default) if isinstance(one.default, tuple) else one.default
-        single = isinstance(value, plain) or (isinstance(value, list) and all(isinstance(x, plain) for x in value))
+        single = isinstance(value, plain) or (
+            isinstance(value, list) and all(isinstance(x, plain) for x in value)
+        )
         if one.name not in OFFERED and single:
             found[one.name] = value
     return found
@@ -258,5 +311,7 @@ def defaults_of(part: Any) -> dict[str, Any]:
 
 def call_text(objects: Mapping[str, Any], lines: Sequence[str]) -> str:
     """Return the call of `ashl.train` with these objects, by their names, and settings."""
-    named_objects = [f"{keyword}={made_of(keyword, value).name}" for keyword, value in objects.items()]
+    named_objects = [
+        f"{keyword}={made_of(keyword, value).name}" for keyword, value in objects.items()
+    ]
     return f"ashl.train({', '.join([*map(repr, lines), *named_objects])})"

@@ -15,7 +15,8 @@ BARE = re.compile(r"[\w.+/-]+")  # characters of a list's text that Hydra reads 
 
 
 def with_settings(file: Path | None, typed: Sequence[str]) -> list[str]:
-    """Return the settings of a file, or none, followed by those that were typed; a typed key replaces the file's.
+    """Return the settings of a file, or none, followed by those that were typed; a typed key
+    replaces the file's.
 
     Raises: UsageError if the file cannot be read, or holds anything but settings.
     """
@@ -30,7 +31,8 @@ def settings_in(file: Path) -> list[str]:
     A list of KEY=VALUE, as the overrides.yaml of a run folder, is taken, too.
     """
     try:
-        # BaseLoader leaves values as they are written, so that Hydra reads them as it reads the command line.
+        # BaseLoader leaves values as they are written, so that Hydra reads them as it reads the
+        # command line.
         found = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader)
         check_keys(file)
     except yaml.YAMLError as error:
@@ -38,15 +40,22 @@ def settings_in(file: Path) -> list[str]:
         raise UsageError(f"--config {file}: it is not valid YAML ({problem}); mend it.") from error
     except (OSError, UnicodeDecodeError) as error:
         reason = (getattr(error, "strerror", None) or "it is not UTF-8").lower()
-        raise UsageError(f"--config {file}: it cannot be read ({reason}); name a YAML file of KEY: VALUE.") from error
+        raise UsageError(
+            f"--config {file}: it cannot be read ({reason}); name a YAML file of KEY: VALUE."
+        ) from error
     if isinstance(found, list) and all(isinstance(text, str) and "=" in text for text in found):
         texts = [str(text) for text in found]
     elif isinstance(found, dict):
         texts = [f"{key}={value}" for key, value in flattened(found)]
     else:
-        raise UsageError(f"--config {file}: it holds no settings; write KEY: VALUE, as in `sync: bsp`.")
+        raise UsageError(
+            f"--config {file}: it holds no settings; write KEY: VALUE, as in `sync: bsp`."
+        )
     if any(key_of(text) == "allow_targets" for text in texts):
-        raise UsageError(f"--config {file}: a file cannot allow code to be imported; type allow_targets=[...] instead.")
+        raise UsageError(
+            f"--config {file}: a file cannot allow code to be imported; type allow_targets=[...]"
+            " instead."
+        )
     return texts
 
 
@@ -56,7 +65,10 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
         if isinstance(value, dict) and value:
             yield from flattened(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", "null" if value == "" else value if isinstance(value, str) else as_typed(value)
+            yield (
+                f"{prefix}{key}",
+                "null" if value == "" else value if isinstance(value, str) else as_typed(value),
+            )
 
 
 def as_typed(value: Any) -> str:

@@ -9,22 +9,27 @@ PADDING = 4  # pixels at each border
 
 
 def crops(count: int, generator: np.random.Generator) -> Tensor:
-    """How each of so many images is moved, int64 [3, count, 1]: down, right, and mirrored or not."""
+    """How each of so many images is moved, int64 [3, count, 1]: down, right, and mirrored
+    or not.
+    """
     shift = generator.integers(0, 2 * PADDING + 1, (2, count, 1))
     return torch.from_numpy(np.concatenate([shift, generator.random((1, count, 1)) < 0.5]))
 
 
 def crop_flip(images: Tensor, moves: Tensor) -> Tensor:
-    """Images [b, c, h, w], each shifted by up to four pixels (the gap has the mean colour) and mirrored or not, where
-    both arguments lie.
+    """Images [b, c, h, w], each shifted by up to four pixels (the gap has the mean colour) and
+    mirrored or not, where both arguments lie.
 
-    The customary augmentation of 32x32 images: He et al., "Deep residual learning", 2015, section 4.2.
+    The customary augmentation of 32x32 images: He et al., "Deep residual learning", 2015, section
+    4.2.
     """
     (count, _, height, width), place = images.shape, images.device
     down, right, mirrored = moves
     columns = torch.arange(width, device=place)
     rows = torch.arange(height, device=place) + down
     columns = torch.where(mirrored > 0, columns.flip(0), columns) + right
-    padded = functional.pad(images, (PADDING,) * 4).permute(0, 2, 3, 1)  # channels last: one gather moves whole pixels
+    padded = functional.pad(images, (PADDING,) * 4).permute(
+        0, 2, 3, 1
+    )  # channels last: one gather moves whole pixels
     sample = torch.arange(count, device=place)[:, None, None]
     return padded[sample, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

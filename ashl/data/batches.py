@@ -10,20 +10,32 @@ from ashl.data.rng import Purpose, permutation
 class Batches:
     """Minibatches of one shard, each a pure function of (seed, worker, step).
 
-    The shard is walked epoch after epoch, in a new order each time; a batch that reaches the end of one epoch goes on
-    in the next, so that every batch is full and every sample is visited once per epoch. Without `shuffle` each epoch
-    has the shard's own order.
+    The shard is walked epoch after epoch, in a new order each time; a batch that reaches the end of
+    one epoch goes on in the next, so that every batch is full and every sample is visited once per
+    epoch. Without `shuffle` each epoch has the shard's own order.
     """
 
-    def __init__(self, shard: np.ndarray, batch: int, seed: int, worker: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, shard: np.ndarray, batch: int, seed: int, worker: int, shuffle: bool = True
+    ) -> None:
         if not 1 <= batch <= len(shard):
             raise ValueError(f"a batch of {batch} does not fit a shard of {len(shard)} samples")
-        self._shard, self._batch, self._seed, self._worker, self._shuffle = shard, batch, seed, worker, shuffle
+        self._shard, self._batch, self._seed, self._worker, self._shuffle = (
+            shard,
+            batch,
+            seed,
+            worker,
+            shuffle,
+        )
         self._epochs: dict[int, np.ndarray] = {}  # a memo, never part of the answer
 
     def over(self, shard: np.ndarray) -> Batches:
         """The same worker's stream over another shard."""
-        return self if shard is self._shard else Batches(shard, self._batch, self._seed, self._worker, self._shuffle)
+        return (
+            self
+            if shard is self._shard
+            else Batches(shard, self._batch, self._seed, self._worker, self._shuffle)
+        )
 
     @property
     def size(self) -> int:
@@ -40,7 +52,9 @@ class Batches:
         return self.span(step * self._batch, self._batch)
 
     def span(self, first: int, size: int) -> np.ndarray:
-        """The samples from number `first` of the stream on, int64 [size], for a batch that is not always the same."""
+        """The samples from number `first` of the stream on, int64 [size], for a batch that is not
+        always the same.
+        """
         epoch, start = divmod(first, len(self._shard))
         head = self._epoch(epoch)[start : start + size]
         if len(head) == size:

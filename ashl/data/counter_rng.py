@@ -1,9 +1,10 @@
-"""Random words by index: word i of a stream is a hash of its key and of i, so that each can be had alone, in any order,
-and on any device with the same bits.
+"""Random words by index: word i of a stream is a hash of its key and of i, so that each can be had
+alone, in any order, and on any device with the same bits.
 
-Rule: word i = mix(key + i·γ mod 2⁶⁴) with SplitMix64's γ and its finalizer, two rounds of xor-shift and multiply: nine
-operations on whole arrays of integers, where Philox 4x64-10 takes some hundred without a 128-bit product. Streams start
-at 64 bits of a hash of their name; of a million streams of ten million words two that overlap are unlikely.
+Rule: word i = mix(key + i·γ mod 2⁶⁴) with SplitMix64's γ and its finalizer, two rounds of xor-shift
+and multiply: nine operations on whole arrays of integers, where Philox 4x64-10 takes some hundred
+without a 128-bit product. Streams start at 64 bits of a hash of their name; of a million streams of
+ten million words two that overlap are unlikely.
 
 Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
 """
@@ -35,7 +36,9 @@ class CounterRng(NamedTuple):
     @overload
     def words(self, like: Tensor, start: int, count: int) -> Tensor: ...
     def words(self, like: np.ndarray | Tensor, start: int, count: int) -> np.ndarray | Tensor:
-        """The words start … start + count − 1: uint64, or int64 of the same bits where `like` lies."""
+        """The words start … start + count − 1: uint64, or int64 of the same bits where
+        `like` lies.
+        """
         if isinstance(like, Tensor):
             return _mixed(torch.arange(start, start + count, device=str(like.device)), self.key)
         words, spare = np.empty(count, np.uint64), np.empty(min(count, PIECE), np.uint64)
@@ -48,7 +51,9 @@ class CounterRng(NamedTuple):
 
 def counter_rng(seed: int, purpose: Purpose, *words: int) -> CounterRng:
     """The stream of these non-negative words."""
-    return CounterRng(int(np.random.SeedSequence((seed, int(purpose), *words)).generate_state(1, np.uint64)[0]))
+    return CounterRng(
+        int(np.random.SeedSequence((seed, int(purpose), *words)).generate_state(1, np.uint64)[0])
+    )
 
 
 @cache

@@ -16,7 +16,9 @@ from ashl.option import Count, Positive, option
 
 
 class Samples(Protocol):
-    """A tensor [n, *sample_shape], or what answers an index tensor [b] with [b, *sample_shape] as one would."""
+    """A tensor [n, *sample_shape], or what answers an index tensor [b] with [b, *sample_shape] as
+    one would.
+    """
 
     def __getitem__(self, index: Tensor, /) -> Tensor: ...
 
@@ -25,8 +27,9 @@ class Samples(Protocol):
 class Split:
     """One half of a data set.
 
-    `inputs` are float32 as the model wants them, or uint8 pixels, which are normalised batch by batch to
-    `(pixel / 255 - mean) / std` per channel: a quarter of the memory, and the same numbers.
+    `inputs` are float32 as the model wants them, or uint8 pixels, which are normalised batch by
+    batch to `(pixel / 255 - mean) / std` per channel: a quarter of the memory, and the same
+    numbers.
     """
 
     inputs: Samples
@@ -48,7 +51,9 @@ class Split:
         return not self.targets.is_floating_point() and self.targets.ndim == 1
 
     def batch(self, indices: np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs float32 [b, *sample_shape] and targets of the samples named, where all of these lie."""
+        """Inputs float32 [b, *sample_shape] and targets of the samples named, where all of these
+        lie.
+        """
         index = torch.from_numpy(indices) if isinstance(indices, np.ndarray) else indices
         inputs, targets = _rows(self.inputs, index), _rows(self.targets, index)
         if inputs.dtype == torch.uint8:
@@ -57,8 +62,9 @@ class Split:
         return inputs, targets
 
     def channels_last(self, most: int) -> Split:
-        """With the channels of its images last in the host's memory, so that no batch has to be turned over; itself
-        where they are more bytes than that."""
+        """With the channels of its images last in the host's memory, so that no batch has to be
+        turned over; itself where they are more bytes than that.
+        """
         there = isinstance(self.inputs, Tensor) and self.inputs.is_cpu and self.inputs.ndim == 4
         if not there or self.inputs.nbytes > most:
             return self
@@ -67,16 +73,23 @@ class Split:
     @cached_property
     def _normal(self) -> tuple[Tensor, Tensor]:
         """What normalises pixels, by channel: −mean/std and 1/(255·std)."""
-        mean, std = torch.tensor([self.mean, self.std], device=self.targets.device)[:, :, None, None]
+        mean, std = torch.tensor([self.mean, self.std], device=self.targets.device)[
+            :, :, None, None
+        ]
         return -mean / std, 1 / (255 * std)
 
 
 def _rows(samples: Samples, index: Tensor) -> Tensor:
-    """`samples[index]`, in a tenth of the time where they are a tensor of uint8 pixels and a quarter for float ones; of
-    images whose channels lie last, in that order."""
+    """`samples[index]`, in a tenth of the time where they are a tensor of uint8 pixels and a
+    quarter for float ones; of images whose channels lie last, in that order.
+    """
     if not isinstance(samples, Tensor):
         return samples[index]
-    if samples.ndim == 4 and not samples.is_contiguous() and samples.is_contiguous(memory_format=torch.channels_last):
+    if (
+        samples.ndim == 4
+        and not samples.is_contiguous()
+        and samples.is_contiguous(memory_format=torch.channels_last)
+    ):
         return samples.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2)
     return samples.index_select(0, index)
 
@@ -105,11 +118,14 @@ class Dataset:
 
     def __post_init__(self) -> None:
         if self.partition == "dirichlet" and self.alpha is None:
-            raise UsageError("dataset.partition=dirichlet needs dataset.alpha; add for example dataset.alpha=0.5.")
+            raise UsageError(
+                "dataset.partition=dirichlet needs dataset.alpha; add for example"
+                " dataset.alpha=0.5."
+            )
         if self.partition != "dirichlet" and self.alpha is not None:
             text = (
-                f"dataset.alpha={self.alpha} has no effect with dataset.partition={self.partition}; "
-                "leave it out or take dataset.partition=dirichlet."
+                f"dataset.alpha={self.alpha} has no effect with dataset.partition={self.partition};"
+                " leave it out or take dataset.partition=dirichlet."
             )
             raise NoEffectError(text, "dataset.alpha")
 
@@ -120,9 +136,12 @@ def resolve(root: str) -> Path:
 
 
 def missing(name: str, searched: Path, expected: str, *, download: bool) -> DataMissingError:
-    """The one sentence about data that is not there: what, where it was looked for, and every way out."""
+    """The one sentence about data that is not there: what, where it was looked for, and every way
+    out.
+    """
     ways = "dataset.download=true to fetch it, " if download else ""
     return DataMissingError(
-        f"Data set {name} is not, or not whole, in {searched} (expected: {expected}); take {ways}ASHL_DATA=DIR or "
-        "dataset.root=DIR to name the folder that holds it, or dataset=digits, which is always there."
+        f"Data set {name} is not, or not whole, in {searched} (expected: {expected}); take"
+        f" {ways}ASHL_DATA=DIR or dataset.root=DIR to name the folder that holds it, or"
+        " dataset=digits, which is always there."
     )

@@ -1,4 +1,6 @@
-"""Handwritten digits, 8x8, shipped inside scikit-learn: real, offline, and small enough for a laptop."""
+"""Handwritten digits, 8x8, shipped inside scikit-learn: real, offline, and small enough for a
+laptop.
+"""
 
 import gzip
 from functools import cache
@@ -21,27 +23,41 @@ MEAN, STD = 0.305, 0.376  # of the grey levels, scaled to 0 … 1
 
 @option
 class Digits(Dataset):
-    """1,797 handwritten digits of 8x8 grey levels, of which a fixed 1,437 are for training and 360 for testing.
+    """1,797 handwritten digits of 8x8 grey levels, of which a fixed 1,437 are for training and 360
+    for testing.
 
-    E. Alpaydin and C. Kaynak, "Optical recognition of handwritten digits", UCI Machine Learning Repository, 1998.
+    E. Alpaydin and C. Kaynak, "Optical recognition of handwritten digits", UCI Machine Learning
+    Repository, 1998.
     """
 
     def load(self) -> Data:
-        """Reads the file itself, because importing scikit-learn takes ten times as long. Raises DataMissingError."""
+        """Reads the file itself, because importing scikit-learn takes ten times as long. Raises
+        DataMissingError.
+        """
         package = find_spec("sklearn")
-        path = Path(package.origin).parent / FILE if package and package.origin else Path("sklearn") / FILE
+        path = (
+            Path(package.origin).parent / FILE
+            if package and package.origin
+            else Path("sklearn") / FILE
+        )
         if not path.is_file():
-            raise DataMissingError(f"The digits are not in {path}; run `pip install scikit-learn`, which brings them.")
+            raise DataMissingError(
+                f"The digits are not in {path}; run `pip install scikit-learn`, which brings them."
+            )
         table = read(path)
         pixels = torch.from_numpy((table[:, :-1] / LARGEST - MEAN) / STD).reshape(-1, 1, 8, 8)
         classes = torch.from_numpy(table[:, -1].astype(np.int64))
         order = torch.from_numpy(permutation(len(table), 0, Purpose.SPLIT))
-        train, test = (Split(pixels[part], classes[part]) for part in (order[:NUM_TRAIN], order[NUM_TRAIN:]))
+        train, test = (
+            Split(pixels[part], classes[part]) for part in (order[:NUM_TRAIN], order[NUM_TRAIN:])
+        )
         return Data(train, test, sample_shape=(1, 8, 8), num_classes=10)
 
 
 @cache
 def read(path: Path) -> np.ndarray:
-    """The file's table, 64 grey levels and the digit in each row: read once for the plan and for what is run of it."""
+    """The file's table, 64 grey levels and the digit in each row: read once for the plan and for
+    what is run of it.
+    """
     with gzip.open(path, "rt", encoding="ascii") as file:
         return np.loadtxt(file, delimiter=",", dtype=np.float32)

@@ -16,7 +16,20 @@ from ashl.errors import AshlError, DataMissingError
 from ashl.option import Count, Natural, option
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, customary for photographs
-KINDS = (".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+KINDS = (
+    ".bmp",
+    ".gif",
+    ".jfif",
+    ".jpe",
+    ".jpeg",
+    ".jpg",
+    ".pgm",
+    ".png",
+    ".ppm",
+    ".tif",
+    ".tiff",
+    ".webp",
+)
 SIXTEEN_BITS = ("PNG", "PPM")  # formats whose integers Pillow may give 32 bits of room
 LEFT_BEHIND = ("__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir")
 A_FEW = 5  # names that a sentence lists
@@ -26,14 +39,16 @@ EXPECTED = "train/<class>/*.jpg and test/<class>/*.jpg"
 class Decoder:
     """Images decoded when first asked for, and kept as uint8 while the memory lasts.
 
-    What is kept is never evicted: an epoch asks for every image once, so that evicting the least recently used would
-    throw each one away just before it is wanted again.
+    What is kept is never evicted: an epoch asks for every image once, so that evicting the least
+    recently used would throw each one away just before it is wanted again.
     """
 
     def __init__(self, paths: list[str], size: int, cache_mb: int) -> None:
         self._paths, self._size = paths, size
         capacity = min(len(paths), cache_mb * 10**6 // (3 * size * size))
-        self._kept = torch.empty(capacity, 3, size, size, dtype=torch.uint8)  # pages are taken as they are filled
+        self._kept = torch.empty(
+            capacity, 3, size, size, dtype=torch.uint8
+        )  # pages are taken as they are filled
         self._slots: dict[int, int] = {}
 
     def __getitem__(self, index: Tensor, /) -> Tensor:
@@ -53,7 +68,9 @@ class Decoder:
             warnings.simplefilter("ignore")  # of large images, and of transparency in palettes
             try:
                 with Image.open(path) as file:
-                    image = ImageOps.fit(in_colour(file), (self._size, self._size), Image.Resampling.BILINEAR)
+                    image = ImageOps.fit(
+                        in_colour(file), (self._size, self._size), Image.Resampling.BILINEAR
+                    )
             except MemoryError:
                 raise
             except Exception as error:  # decoders raise what they like
@@ -75,7 +92,10 @@ def in_colour(file: Image.Image) -> Image.Image:
     if file.mode == "F":
         levels = np.asarray(file)
         if not (np.isfinite(levels).all() and levels.min() >= 0 and levels.max() <= 1):
-            raise ValueError(f"its float values go from {levels.min():g} to {levels.max():g}, and should from 0 to 1")
+            raise ValueError(
+                f"its float values go from {levels.min():g} to {levels.max():g}, and should from 0"
+                " to 1"
+            )
         return Image.fromarray(np.round(levels * 255).astype(np.uint8)).convert("RGB")
     if file.mode == "I":
         raise ValueError("it has 32-bit integers; save it with 8 or 16 bits")
@@ -84,7 +104,9 @@ def in_colour(file: Image.Image) -> Image.Image:
 
 @option
 class ImageFolder(Dataset):
-    """Images in `root`/train/<class>/ and `root`/test/<class>/, cut to a square from the middle and scaled."""
+    """Images in `root`/train/<class>/ and `root`/test/<class>/, cut to a square from the middle and
+    scaled.
+    """
 
     root: str
     image_size: Count
@@ -101,33 +123,54 @@ class ImageFolder(Dataset):
         if train.keys() != test.keys():
             differing = ", ".join(sorted(train.keys() ^ test.keys()))
             raise DataMissingError(
-                f"{root}/train and {root}/test must hold the same classes; they differ in {differing}."
+                f"{root}/train and {root}/test must hold the same classes; they differ in"
+                f" {differing}."
             )
         kinds = ", ".join(f"{count} {kind}" for kind, count in unused.most_common(A_FEW))
-        notes = (f"dataset: files in the folders of classes that are not used: {kinds}",) if kinds else ()
+        notes = (
+            (f"dataset: files in the folders of classes that are not used: {kinds}",)
+            if kinds
+            else ()
+        )
         shape = (3, self.image_size, self.image_size)
-        return Data(self._split(train), self._split(test), shape, len(train), augment=self.augment, notes=notes)
+        return Data(
+            self._split(train),
+            self._split(test),
+            shape,
+            len(train),
+            augment=self.augment,
+            notes=notes,
+        )
 
     def _split(self, paths: dict[str, list[str]]) -> Split:
         """The images of one half, by class."""
         targets = [number for number, files in enumerate(paths.values()) for _ in files]
         every = [path for files in paths.values() for path in files]
-        return Split(Decoder(every, self.image_size, self.cache_mb), torch.tensor(targets), MEAN, STD)
+        return Split(
+            Decoder(every, self.image_size, self.cache_mb), torch.tensor(targets), MEAN, STD
+        )
 
 
 def listed(folder: Path, unused: Counter[str]) -> dict[str, list[str]]:
-    """Return the images of each class of one half, classes and images by name, and count other files by kind.
+    """Return the images of each class of one half, classes and images by name, and count other
+    files by kind.
 
     Hidden folders, as of notebooks and of archives, are no classes. Raises DataMissingError.
     """
     found: dict[str, list[str]] = {}
-    for name in sorted(place.name for place in folder.iterdir() if place.is_dir() and not is_hidden(place.name)):
+    for name in sorted(
+        place.name for place in folder.iterdir() if place.is_dir() and not is_hidden(place.name)
+    ):
         found[name], others = images_in(folder / name)
         if not found[name]:
-            held = f"only files of the kinds {', '.join(sorted(others)[:A_FEW])}" if others else "and no other file"
+            held = (
+                f"only files of the kinds {', '.join(sorted(others)[:A_FEW])}"
+                if others
+                else "and no other file"
+            )
             raise DataMissingError(
-                f"{folder / name} has no image, {held}; images are {' '.join(KINDS)}. Add some, or delete the folder "
-                "in train and test."
+                f"{folder / name} has no image, {held}; images are {' '.join(KINDS)}. Add some, or"
+                " delete the folder in train and test."
             )
         unused += others
     if not found:
@@ -136,8 +179,10 @@ def listed(folder: Path, unused: Counter[str]) -> dict[str, list[str]]:
 
 
 def images_in(folder: Path) -> tuple[list[str], Counter[str]]:
-    """Return the paths of the images of a class, in its subfolders too, in torchvision's order, and how many other
-    files of each kind there are. Hidden files are left out. Links are followed, each folder once."""
+    """Return the paths of the images of a class, in its subfolders too, in torchvision's order, and
+    how many other files of each kind there are. Hidden files are left out. Links are followed, each
+    folder once.
+    """
     seen, found = set[str](), list[tuple[str, list[str]]]()
     for root, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(root)

@@ -17,7 +17,9 @@ from ashl.option import option
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a data set before it is read; mean and std are those of its training pixels, scaled to 0 … 1."""
+    """What is known of a data set before it is read; mean and std are those of its training pixels,
+    scaled to 0 … 1.
+    """
 
     files: str
     mean: tuple[float, ...]
@@ -33,13 +35,16 @@ KNOWN = {
         (0.4914, 0.4822, 0.4465),
         (0.2470, 0.2435, 0.2616),
     ),
-    "CIFAR100": Known("cifar-100-python/{train,test,meta}", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "CIFAR100": Known(
+        "cifar-100-python/{train,test,meta}", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    ),
 }
 
 
 @option
 class Images(Dataset):
-    """MNIST (LeCun et al., 1998), Fashion-MNIST (Xiao et al., 2017), CIFAR-10 or CIFAR-100 (Krizhevsky, 2009).
+    """MNIST (LeCun et al., 1998), Fashion-MNIST (Xiao et al., 2017), CIFAR-10 or CIFAR-100
+    (Krizhevsky, 2009).
 
     The files are torchvision's, in torchvision's layout below `root`.
     """
@@ -50,7 +55,9 @@ class Images(Dataset):
     augment: Literal["none", "crop_flip"]
 
     def load(self) -> Data:
-        """Reads both splits, fetching them first where `download` says so. Raises DataMissingError."""
+        """Reads both splits, fetching them first where `download` says so. Raises
+        DataMissingError.
+        """
         root = resolve(self.root)
         if self.download:
             with _alone(root):
@@ -60,17 +67,24 @@ class Images(Dataset):
     def _read(self, root: Path, *, download: bool) -> Data:
         known, datasets = KNOWN[self.name], load_torchvision().datasets
         try:
-            both = [getattr(datasets, self.name)(root, train=train, download=download) for train in (True, False)]
-        except Exception as error:  # of many kinds, by data set, and by what is missing, broken or out of reach
+            both = [
+                getattr(datasets, self.name)(root, train=train, download=download)
+                for train in (True, False)
+            ]
+        except (
+            Exception
+        ) as error:  # of many kinds, by data set, and by what is missing, broken or out of reach
             if download:
                 raise DataMissingError(
-                    f"Data set {self.name} could not be fetched into {root} ({' '.join(str(error).split())}); copy "
-                    f"{known.files} there from a machine with a network, or take dataset=digits, which is always there."
+                    f"Data set {self.name} could not be fetched into {root}"
+                    f" ({' '.join(str(error).split())}); copy {known.files} there from a machine"
+                    " with a network, or take dataset=digits, which is always there."
                 ) from error
             raise missing(self.name, root, known.files, download=True) from error
         pixels = [_pixels(half.data) for half in both]
         train, test = (
-            Split(x, torch.as_tensor(half.targets), known.mean, known.std) for x, half in zip(pixels, both, strict=True)
+            Split(x, torch.as_tensor(half.targets), known.mean, known.std)
+            for x, half in zip(pixels, both, strict=True)
         )
         shape = tuple(pixels[0].shape[1:])
         return Data(train, test, shape, len(both[0].classes), augment=self.augment)

@@ -19,13 +19,14 @@ def shards(
     seed: int,
     batch: Sequence[int],
 ) -> list[np.ndarray]:
-    """Disjoint shards that cover the training set: sorted sample numbers, int64, one array per worker.
+    """Disjoint shards that cover the training set: sorted sample numbers, int64, one array per
+    worker.
 
-    `plan`: random parts in proportion to `shares` (any positive numbers), but a batch at least. `iid`: equal random
-    parts. `dirichlet`: each class is dealt out by shares of its own, drawn from Dir(alpha); the smaller alpha, the
-    fewer classes a worker sees (Hsu, Qi and Brown, "Measuring the effects of non-identical data distribution", 2019).
-    `interleaved`: worker i of n takes every n-th sample from i on, for exact comparisons; its batches are not to be
-    shuffled.
+    `plan`: random parts in proportion to `shares` (any positive numbers), but a batch at least.
+    `iid`: equal random parts. `dirichlet`: each class is dealt out by shares of its own, drawn from
+    Dir(alpha); the smaller alpha, the fewer classes a worker sees (Hsu, Qi and Brown, "Measuring
+    the effects of non-identical data distribution", 2019). `interleaved`: worker i of n takes every
+    n-th sample from i on, for exact comparisons; its batches are not to be shuffled.
 
     `batch` is each worker's batch size. Raises UsageError when one is larger than its shard.
     """
@@ -34,10 +35,17 @@ def shards(
         parts = [np.arange(worker, total, num_workers) for worker in range(num_workers)]
     elif partition == "dirichlet":
         if alpha is None or not data.train.has_classes:
-            raise UsageError("dataset.partition=dirichlet needs class labels and dataset.alpha; take another one.")
+            raise UsageError(
+                "dataset.partition=dirichlet needs class labels and dataset.alpha; take another"
+                " one."
+            )
         parts = _dirichlet(data, num_workers, alpha, seed, batch)
     else:
-        sizes = sized(total, shares, batch) if partition == "plan" else apportion(total, [1.0] * num_workers)
+        sizes = (
+            sized(total, shares, batch)
+            if partition == "plan"
+            else apportion(total, [1.0] * num_workers)
+        )
         order = permutation(total, seed, Purpose.PARTITION)
         parts = [np.sort(part) for part in np.split(order, np.cumsum(sizes)[:-1])]
     check_sizes([len(part) for part in parts], batch, total)
@@ -45,8 +53,9 @@ def shards(
 
 
 def handed(parts: Sequence[np.ndarray], gone: Collection[int]) -> list[np.ndarray]:
-    """The shards while these workers are away: their samples are dealt out to the others one by one, behind what each
-    has of its own. Theirs stay as they were, for when they are back."""
+    """The shards while these workers are away: their samples are dealt out to the others one by
+    one, behind what each has of its own. Theirs stay as they were, for when they are back.
+    """
     here = [rank for rank in range(len(parts)) if rank not in gone]
     dealt = np.concatenate([parts[rank] for rank in sorted(gone)])
     found = list(parts)
@@ -63,17 +72,20 @@ def check_sizes(sizes: Sequence[int], batch: Sequence[int], total: int) -> None:
     worker = sizes.index(least)
     if not least:
         raise UsageError(
-            f"Worker {worker}'s shard is empty: {total} samples do not go round {len(sizes)} workers like this; take "
-            "fewer workers, or dataset.partition=iid."
+            f"Worker {worker}'s shard is empty: {total} samples do not go round {len(sizes)}"
+            " workers like this; take fewer workers, or dataset.partition=iid."
         )
     raise UsageError(
-        f"Worker {worker}'s shard holds {least} samples, fewer than its batch of {batch[worker]}; take "
-        f"dataset.batch_size={least} or less, fewer workers, or a more even dataset.partition."
+        f"Worker {worker}'s shard holds {least} samples, fewer than its batch of {batch[worker]};"
+        f" take dataset.batch_size={least} or less, fewer workers, or a more even"
+        " dataset.partition."
     )
 
 
 def apportion(total: int, shares: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Whole numbers that add up to `total`, in proportion to `shares` by largest remainder (ties to the lower rank)."""
+    """Whole numbers that add up to `total`, in proportion to `shares` by largest remainder (ties to
+    the lower rank).
+    """
     ideal = np.asarray(shares, float) / np.sum(shares) * total
     sizes = np.floor(ideal).astype(np.int64)
     late = np.argsort(-(ideal - sizes), kind="stable")[: total - int(sizes.sum())]
@@ -82,7 +94,9 @@ def apportion(total: int, shares: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def sized(total: int, shares: Sequence[float], batch: Sequence[int]) -> np.ndarray:
-    """The same, but a batch at least for everybody where that can be, so that shares planned on the way end no run."""
+    """The same, but a batch at least for everybody where that can be, so that shares planned on the
+    way end no run.
+    """
     share_of, least = np.asarray(shares, float), np.asarray(batch)
     short = np.zeros(len(share_of), bool)
     while True:
@@ -93,14 +107,18 @@ def sized(total: int, shares: Sequence[float], batch: Sequence[int]) -> np.ndarr
         short |= sizes < least  # never all of them: what is left is enough for the others
 
 
-def _dirichlet(data: Data, num_workers: int, alpha: float, seed: int, batch: Sequence[int]) -> list[np.ndarray]:
+def _dirichlet(
+    data: Data, num_workers: int, alpha: float, seed: int, batch: Sequence[int]
+) -> list[np.ndarray]:
     labels = data.train.labels
     for draw in range(DRAWS):
         generator = stream(seed, Purpose.PARTITION, step=draw)
         parts: list[list[np.ndarray]] = [[] for _ in range(num_workers)]
         for label in np.unique(labels):
             members = generator.permutation(np.flatnonzero(labels == label))
-            cuts = np.round(np.cumsum(generator.dirichlet([alpha] * num_workers)) * len(members)).astype(np.int64)
+            cuts = np.round(
+                np.cumsum(generator.dirichlet([alpha] * num_workers)) * len(members)
+            ).astype(np.int64)
             for worker, piece in enumerate(np.split(members, cuts[:-1])):
                 parts[worker].append(piece)
         shard = [np.sort(np.concatenate(pieces)) for pieces in parts]

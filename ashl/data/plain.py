@@ -1,4 +1,6 @@
-"""A data set as plain torch has it: a map-style `torch.utils.data.Dataset`, or a function that returns two of them."""
+"""A data set as plain torch has it: a map-style `torch.utils.data.Dataset`, or a function that
+returns two of them.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,8 +24,9 @@ MOST_TOKENS = 10**7  # words of a vocabulary
 
 @option
 class PlainDataset(Dataset):
-    """What makes the two halves, and the keys that it is called with: with `train=True` and `train=False` where it has
-    that parameter, else once for a pair (train, test)."""
+    """What makes the two halves, and the keys that it is called with: with `train=True` and
+    `train=False` where it has that parameter, else once for a pair (train, test).
+    """
 
     make: Maker
     keys: dict[str, Any]
@@ -35,7 +38,9 @@ class PlainDataset(Dataset):
         pair: Any = self.make(**arguments(self.make, self.keys, "dataset", {}))
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             name = self.make.__name__
-            raise UsageError(f"dataset: {name} should take train=True or False, or return a pair (train, test)")
+            raise UsageError(
+                f"dataset: {name} should take train=True or False, or return a pair (train, test)"
+            )
         return self.data_of(*pair)
 
     @property
@@ -59,27 +64,40 @@ class PlainDataset(Dataset):
             outputs, notes = classes_of([train.targets, test.targets], name)
         else:  # tokens: as many as there are words in targets and inputs
             known = [half.targets for half in (train, test)]
-            known += [half.inputs[torch.arange(len(half))] for half in (train, test) if not inputs.is_floating_point()]
+            known += [
+                half.inputs[torch.arange(len(half))]
+                for half in (train, test)
+                if not inputs.is_floating_point()
+            ]
             outputs = int(max(part.max() for part in known)) + 1
             if outputs > MOST_TOKENS:
                 raise UsageError(
-                    f"dataset: a token of {name} is {outputs - 1}; number tokens from 0 on, up to {MOST_TOKENS - 1}"
+                    f"dataset: a token of {name} is {outputs - 1}; number tokens from 0 on, up to"
+                    f" {MOST_TOKENS - 1}"
                 )
         shape, source = tuple(inputs.shape[1:]), f"{self.make.__module__}.{name}"
-        return Data(train, test, sample_shape=shape, num_classes=outputs, source=source, notes=notes)
+        return Data(
+            train, test, sample_shape=shape, num_classes=outputs, source=source, notes=notes
+        )
 
 
 def plain_dataset(part: Maker, keys: Mapping[str, Any]) -> PlainDataset | None:
-    """The data set that a class or a function makes; None for a class that is no data set of torch's."""
+    """The data set that a class or a function makes; None for a class that is no data set of
+    torch's.
+    """
     if isinstance(part, type) and not issubclass(part, TorchDataset):
         return None
     own = known_fields(Dataset)
     own_keys = {key: value for key, value in keys.items() if key in own}
-    return PlainDataset(make=part, keys={key: value for key, value in keys.items() if key not in own}, **own_keys)
+    return PlainDataset(
+        make=part, keys={key: value for key, value in keys.items() if key not in own}, **own_keys
+    )
 
 
 class Items:
-    """Inputs that are read one by one, whenever they are asked for: what is drawn at random is drawn anew."""
+    """Inputs that are read one by one, whenever they are asked for: what is drawn at random is
+    drawn anew.
+    """
 
     def __init__(self, half: Any, name: str) -> None:
         self._half, self._name = half, name
@@ -95,7 +113,8 @@ class Items:
 def classes_of(halves: Sequence[Tensor], name: str) -> tuple[int, tuple[str, ...]]:
     """How many outputs these classes need, and a note about numbers without a sample.
 
-    Raises UsageError where fewer than half of the numbers are classes: each would cost memory and learn nothing.
+    Raises UsageError where fewer than half of the numbers are classes: each would cost memory and
+    learn nothing.
     """
     present = [int(value) for value in torch.unique(torch.cat(list(halves))) if value >= 0]
     outputs = max(present, default=-1) + 1
@@ -104,15 +123,18 @@ def classes_of(halves: Sequence[Tensor], name: str) -> tuple[int, tuple[str, ...
         raise UsageError(f"dataset: {name} has no class; number classes from 0 on")
     if missing > len(present):
         raise UsageError(
-            f"dataset: the classes of {name} are {len(present)} numbers from {present[0]} to {present[-1]}; number "
-            f"them from 0 to {len(present) - 1}, as torch.unique(targets, return_inverse=True)[1] does"
+            f"dataset: the classes of {name} are {len(present)} numbers from {present[0]} to"
+            f" {present[-1]}; number them from 0 to {len(present) - 1}, as torch.unique(targets,"
+            " return_inverse=True)[1] does"
         )
     if not missing:
         return outputs, ()
     here = set(present)
     absent = [number for number in range(outputs) if number not in here]
     named = ", ".join(map(str, absent[:A_FEW])) + (", ..." if len(absent) > A_FEW else "")
-    return outputs, (f"no sample of {name} is of class {named}; the model has {outputs} outputs all the same",)
+    return outputs, (
+        f"no sample of {name} is of class {named}; the model has {outputs} outputs all the same",
+    )
 
 
 def split_of(half: Any, name: str) -> Split:
@@ -122,11 +144,15 @@ def split_of(half: Any, name: str) -> Split:
         first = half[0]
     except (TypeError, IndexError, KeyError) as error:
         raise UsageError(
-            f"dataset: {name} needs a length and items by number, and at least one ({reason(error)})"
+            f"dataset: {name} needs a length and items by number, and at least one"
+            f" ({reason(error)})"
         ) from error
     if not isinstance(first, tuple | list) or len(first) != 2:
         raise UsageError(f"dataset: an item of {name} should be a pair (input, target)")
-    targets = [tensor_of(item_of(half, number, name)[1], f"{name}'s target {number}") for number in range(count)]
+    targets = [
+        tensor_of(item_of(half, number, name)[1], f"{name}'s target {number}")
+        for number in range(count)
+    ]
     together = stacked(targets, f"{name}'s targets")
     if together.is_floating_point() and together.ndim == 1:
         together = together[:, None]  # as a model has its one output
@@ -142,9 +168,14 @@ def item_of(half: Any, number: int, name: str) -> Any:
     except Exception as error:
         if short_of_memory(error):
             raise
-        raise OwnFaultError(f"dataset {name}", f"item {number}", reason(error), hint_for(error)) from error
+        raise OwnFaultError(
+            f"dataset {name}", f"item {number}", reason(error), hint_for(error)
+        ) from error
     if not isinstance(item, tuple | list) or len(item) != 2:
-        raise UsageError(f"dataset: item {number} of {name} is {type(item).__name__}; make it a pair (input, target)")
+        raise UsageError(
+            f"dataset: item {number} of {name} is {type(item).__name__}; make it a pair (input,"
+            " target)"
+        )
     return item
 
 
@@ -153,10 +184,14 @@ def tensor_of(value: Any, what: str) -> Tensor:
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"dataset: {what} is {type(value).__name__}; give a tensor, an array or a number") from error
+        raise UsageError(
+            f"dataset: {what} is {type(value).__name__}; give a tensor, an array or a number"
+        ) from error
     if tensor.dtype in (torch.uint8, torch.bool):
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise UsageError(f"dataset: {what} is {kind}; give float32, as x / 255, or int64 for classes and tokens")
+        raise UsageError(
+            f"dataset: {what} is {kind}; give float32, as x / 255, or int64 for classes and tokens"
+        )
     return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 

@@ -11,7 +11,8 @@ from ashl.option import Count, Natural, NonNegative, Size, option
 
 @option
 class Quadratic(Dataset):
-    """Samples y = x·w + b + noise with x ~ N(0, C); with model=linear the loss is a convex quadratic of the parameters.
+    """Samples y = x·w + b + noise with x ~ N(0, C); with model=linear the loss is a convex
+    quadratic of the parameters.
 
     The eigenvalues of C run evenly in the logarithm from 1 down to 1/condition, in a random basis.
     """
@@ -27,7 +28,10 @@ class Quadratic(Dataset):
         generator = stream(self.seed, Purpose.SAMPLES)
         basis, _ = np.linalg.qr(generator.standard_normal((self.num_features, self.num_features)))
         factor = basis * np.sqrt(np.geomspace(1, 1 / self.condition, self.num_features))
-        weight, bias = generator.standard_normal((self.num_features, 1)), generator.standard_normal()
+        weight, bias = (
+            generator.standard_normal((self.num_features, 1)),
+            generator.standard_normal(),
+        )
 
         def split(count: int) -> Split:
             inputs = generator.standard_normal((count, self.num_features)) @ factor.T
@@ -39,11 +43,14 @@ class Quadratic(Dataset):
 
 
 def optimum(data: Data) -> tuple[Tensor, float]:
-    """The linear model's best parameters, flat (weight [outputs, features], then bias), and their training loss.
+    """The linear model's best parameters, flat (weight [outputs, features], then bias), and their
+    training loss.
 
     In closed form, by least squares in double precision: the gradient there is zero.
     """
-    inputs, targets = (part.double().flatten(1) for part in data.train.batch(np.arange(len(data.train))))
+    inputs, targets = (
+        part.double().flatten(1) for part in data.train.batch(np.arange(len(data.train)))
+    )
     design = torch.cat([inputs, torch.ones(len(inputs), 1, dtype=torch.double)], dim=1)
     solution = torch.linalg.lstsq(design, targets).solution  # [features + 1, outputs]
     loss = 0.5 * (design @ solution - targets).square().mean()

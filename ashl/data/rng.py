@@ -1,7 +1,9 @@
-"""The random streams of data and learning: counter-based, so that no draw depends on what was drawn before it.
+"""The random streams of data and learning: counter-based, so that no draw depends on what was drawn
+before it.
 
-Every stream is named by (seed, purpose, worker, step) and starts afresh, hence an order of execution, a restart or
-another process cannot change it. Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+Every stream is named by (seed, purpose, worker, step) and starts afresh, hence an order of
+execution, a restart or another process cannot change it. Philox: Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", SC 2011.
 """
 
 from enum import IntEnum
@@ -45,17 +47,27 @@ def stream(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.ra
 
 
 def quick(seed: int, purpose: Purpose, *words: int) -> np.random.Generator:
-    """A generator for bulk, several times as fast as Philox, at the start of the stream of these non-negative words."""
-    return np.random.Generator(np.random.SFC64(np.random.SeedSequence((seed, int(purpose), *words))))
+    """A generator for bulk, several times as fast as Philox, at the start of the stream of these
+    non-negative words.
+    """
+    return np.random.Generator(
+        np.random.SFC64(np.random.SeedSequence((seed, int(purpose), *words)))
+    )
 
 
-def permutation(length: int, seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> np.ndarray:
-    """0 … length-1 in random order, int64, by sorting raw words: only those are the same in every numpy version."""
+def permutation(
+    length: int, seed: int, purpose: Purpose, worker: int = 0, step: int = 0
+) -> np.ndarray:
+    """0 … length-1 in random order, int64, by sorting raw words: only those are the same in every
+    numpy version.
+    """
     words = bits(seed, purpose, worker, step).random_raw(length)
     return np.argsort(words, kind="stable")
 
 
-def chosen(length: int, count: int, seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> list[int]:
+def chosen(
+    length: int, count: int, seed: int, purpose: Purpose, worker: int = 0, step: int = 0
+) -> list[int]:
     """The first `count` of that `permutation`, without sorting the others."""
     words = bits(seed, purpose, worker, step).random_raw(length)
     least = np.argpartition(words, count)[:count] if count < length else np.arange(length)
@@ -69,10 +81,14 @@ def torch_seed(seed: int, purpose: Purpose, worker: int = 0, step: int = 0) -> i
 
 @lru_cache(maxsize=4096)
 def seeds_of(seed: int, purpose: Purpose, worker: int, block: int) -> tuple[int, ...]:
-    """The seeds of the steps of a block: to go on to the next step's stream takes a quarter of making it."""
+    """The seeds of the steps of a block: to go on to the next step's stream takes a quarter of
+    making it.
+    """
     drawn = bits(seed, purpose, worker, block * BLOCK)
     found = [int(drawn.random_raw()) >> 1]
     while len(found) < BLOCK:
-        drawn.advance(2**64 - 1)  # to the start of the next step; the draw has moved the lowest word by one
+        drawn.advance(
+            2**64 - 1
+        )  # to the start of the next step; the draw has moved the lowest word by one
         found.append(int(drawn.random_raw()) >> 1)
     return tuple(found)

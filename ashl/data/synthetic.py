@@ -1,4 +1,6 @@
-"""A classification task made up on the spot, of any size and shape: for throughput, and learnable all the same."""
+"""A classification task made up on the spot, of any size and shape: for throughput, and learnable
+all the same.
+"""
 
 import math
 from typing import Annotated
@@ -12,15 +14,17 @@ from ashl.data.rng import Purpose, stream
 from ashl.errors import UsageError
 from ashl.option import Natural, Positive, Size, option
 
-PATCH = 4  # images: pixels per side of a patch of one colour, so that convolution and pooling keep the pattern
+# images: pixels per side of a patch of one colour, so that convolution and pooling keep the pattern
+PATCH = 4
 
 
 @option
 class Synthetic(Dataset):
     """One Gaussian cluster per class, of unit variance, whose centres lie `separation` apart.
 
-    The difficulty is the same for every shape: two classes are confused with probability Q(separation / 2) by the best
-    classifier there is, Q being the normal distribution's tail. Centres of images are made of patches of 4x4 pixels.
+    The difficulty is the same for every shape: two classes are confused with probability
+    Q(separation / 2) by the best classifier there is, Q being the normal distribution's tail.
+    Centres of images are made of patches of 4x4 pixels.
     """
 
     shape: Annotated[list[Size], Field(min_length=1, max_length=3)]
@@ -31,22 +35,30 @@ class Synthetic(Dataset):
     seed: Natural
 
     def load(self) -> Data:
-        """Raises UsageError for a shape that is neither [features] nor [channels, height, width]."""
+        """Raises UsageError for a shape that is neither [features] nor [channels, height,
+        width].
+        """
         if len(self.shape) == 2:
-            raise UsageError("dataset.shape has two entries; take [features] or [channels, height, width].")
+            raise UsageError(
+                "dataset.shape has two entries; take [features] or [channels, height, width]."
+            )
         generator = stream(self.seed, Purpose.SAMPLES)
         centres = torch.from_numpy(self._centres(generator)).float()
 
         def split(count: int) -> Split:
             classes = torch.from_numpy(generator.integers(0, self.num_classes, count))
-            noise = torch.from_numpy(generator.standard_normal((count, *self.shape), dtype=np.float32))
+            noise = torch.from_numpy(
+                generator.standard_normal((count, *self.shape), dtype=np.float32)
+            )
             return Split(noise.add_(centres[classes]), classes)
 
         train, test = split(self.num_train), split(self.num_test)
         return Data(train, test, sample_shape=tuple(self.shape), num_classes=self.num_classes)
 
     def _centres(self, generator: np.random.Generator) -> np.ndarray:
-        """Random directions of equal length, nearly orthogonal, so that any two are `separation` apart."""
+        """Random directions of equal length, nearly orthogonal, so that any two are `separation`
+        apart.
+        """
         if len(self.shape) == 3:
             channels, height, width = self.shape
             patches = (self.num_classes, channels, -(-height // PATCH), -(-width // PATCH))

@@ -1,4 +1,6 @@
-"""Text, by characters, bytes or the tokens of a file of the user's: what comes next, from what came before."""
+"""Text, by characters, bytes or the tokens of a file of the user's: what comes next, from what came
+before.
+"""
 
 import sysconfig
 from collections.abc import Iterator
@@ -16,7 +18,10 @@ from ashl.option import Count, Positive, option
 
 TEST = 10  # one of so many samples, the last ones, is for testing
 BYTES = 256
-STDLIB, OTHERS = "stdlib", {"site-packages", "dist-packages", "test", "tests", "idlelib"}  # what is not in it
+STDLIB, OTHERS = (
+    "stdlib",
+    {"site-packages", "dist-packages", "test", "tests", "idlelib"},
+)  # what is not in it
 
 
 def known(tokens: str) -> str:
@@ -27,11 +32,13 @@ def known(tokens: str) -> str:
 
 @option
 class Text(Dataset):
-    """A text cut into samples of `sequence_length` tokens, the last tenth of which is for testing; targets are one on.
+    """A text cut into samples of `sequence_length` tokens, the last tenth of which is for testing;
+    targets are one on.
 
-    Without a path it is the language reference that comes with Python, and with `path=stdlib` the sources of Python's
-    standard library: another text with each version of it. Of a folder it is all files of UTF-8 below it, by name.
-    `tokenizer` may be a file that the library `tokenizers` has written.
+    Without a path it is the language reference that comes with Python, and with `path=stdlib` the
+    sources of Python's standard library: another text with each version of it. Of a folder it is
+    all files of UTF-8 below it, by name. `tokenizer` may be a file that the library `tokenizers`
+    has written.
     """
 
     path: str | None
@@ -40,22 +47,28 @@ class Text(Dataset):
     max_mb: Positive | None
 
     def load(self) -> Data:
-        """Raises DataMissingError where there is nothing to read, and UsageError where it is too short."""
+        """Raises DataMissingError where there is nothing to read, and UsageError where it is too
+        short.
+        """
         text = self.read()
         numbers, words = numbered(text, self.tokenizer)
         count = (len(numbers) - 1) // self.sequence_length
         if count < TEST:
             raise UsageError(
-                f"dataset.sequence_length={self.sequence_length} makes {count} samples of {len(numbers)} tokens "
-                f"(dataset.tokenizer={self.tokenizer}); take a shorter one"
+                f"dataset.sequence_length={self.sequence_length} makes {count} samples of"
+                f" {len(numbers)} tokens (dataset.tokenizer={self.tokenizer}); take a shorter one"
             )
         tokens = torch.from_numpy(numbers)
 
         def rows(first: int) -> Tensor:
-            return tokens[first : first + count * self.sequence_length].view(count, self.sequence_length)
+            return tokens[first : first + count * self.sequence_length].view(
+                count, self.sequence_length
+            )
 
         inputs, targets, train = rows(0), rows(1), count - count // TEST
-        halves = (Split(inputs[part], targets[part]) for part in (slice(train), slice(train, count)))
+        halves = (
+            Split(inputs[part], targets[part]) for part in (slice(train), slice(train, count))
+        )
         return Data(*halves, sample_shape=(self.sequence_length,), num_classes=words)
 
     def read(self) -> bytes:
@@ -72,7 +85,9 @@ class Text(Dataset):
                 whole = path.read_bytes()
                 whole.decode()
             except (OSError, UnicodeDecodeError) as error:
-                raise DataMissingError(f"dataset.path={self.path} is no text that can be read ({error})") from error
+                raise DataMissingError(
+                    f"dataset.path={self.path} is no text that can be read ({error})"
+                ) from error
             return cut(whole, most)
         parts, size = [], 0
         for part in texts(path, stdlib):
@@ -81,48 +96,62 @@ class Text(Dataset):
             if most is not None and size > most:
                 break
         if not parts:
-            raise DataMissingError(f"dataset.path={self.path} is a folder without a file of UTF-8; give another one")
+            raise DataMissingError(
+                f"dataset.path={self.path} is a folder without a file of UTF-8; give another one"
+            )
         return cut(b"\n".join(parts), most)
 
 
 def numbered(text: bytes, tokens: str) -> tuple[np.ndarray, int]:
-    """A number for each token, int64, and how many there may be: bytes as they are, characters in their order, or as a
-    tokenizer's file has them."""
+    """A number for each token, int64, and how many there may be: bytes as they are, characters in
+    their order, or as a tokenizer's file has them.
+    """
     if tokens == "bytes":
         return np.frombuffer(text, np.uint8).astype(np.int64), BYTES
     if tokens != "characters":
         return by_file(text.decode(), tokens)
-    characters, numbers = np.unique(np.frombuffer(text.decode().encode("utf-32-le"), "<u4"), return_inverse=True)
+    characters, numbers = np.unique(
+        np.frombuffer(text.decode().encode("utf-32-le"), "<u4"), return_inverse=True
+    )
     return numbers.astype(np.int64, copy=False), len(characters)
 
 
 def by_file(text: str, name: str) -> tuple[np.ndarray, int]:
-    """What a tokenizer from a file makes of the text, without the marks that it sets about a sequence."""
+    """What a tokenizer from a file makes of the text, without the marks that it sets about a
+    sequence.
+    """
     if not (path := resolve(name)).is_file():
-        raise DataMissingError(f"dataset.tokenizer={name}: there is no such file; take dataset.tokenizer=bytes, say")
+        raise DataMissingError(
+            f"dataset.tokenizer={name}: there is no such file; take dataset.tokenizer=bytes, say"
+        )
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise UsageError(
-            f"dataset.tokenizer={name} needs the library tokenizers: pip install 'ashl[tokenizers]', or take "
-            "dataset.tokenizer=bytes."
+            f"dataset.tokenizer={name} needs the library tokenizers: pip install"
+            " 'ashl[tokenizers]', or take dataset.tokenizer=bytes."
         ) from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
         numbers = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
     except Exception as error:  # the library raises nothing more special
-        raise UsageError(f"dataset.tokenizer={name} is no tokenizer for this text: {error}.") from error
+        raise UsageError(
+            f"dataset.tokenizer={name} is no tokenizer for this text: {error}."
+        ) from error
     return numbers, max(tokenizer.get_vocab_size(), 1 + int(numbers.max(initial=0)))
 
 
 def cut(text: bytes, most: int | None) -> bytes:
     """At most so many bytes of it, to the end of a character."""
-    return text if most is None or len(text) <= most else text[:most].decode(errors="ignore").encode()
+    return (
+        text if most is None or len(text) <= most else text[:most].decode(errors="ignore").encode()
+    )
 
 
 def texts(folder: Path, stdlib: bool) -> Iterator[bytes]:
-    """The files below a folder that are UTF-8, by their names; hidden ones are left out. Of the standard library they
-    are its modules, without their tests."""
+    """The files below a folder that are UTF-8, by their names; hidden ones are left out. Of the
+    standard library they are its modules, without their tests.
+    """
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or (stdlib and path.name in OTHERS):
             continue

@@ -1,9 +1,12 @@
-"""Write a run as a training script for another tool: check that the tool can express it, then fill a template.
+"""Write a run as a training script for another tool: check that the tool can express it, then fill
+a template.
 
-Each file in `templates/` reads as the script that it becomes; `base.py.jinja` has what all of them share. A script
-draws its own samples, so its losses agree with the run's within the spread of seeds, not bit for bit.
+Each file in `templates/` reads as the script that it becomes; `base.py.jinja` has what all of them
+share. A script draws its own samples, so its losses agree with the run's within the spread of
+seeds, not bit for bit.
 
-Limits: one stage, synchronous rounds, one model, equal batches. A run that was only timed is exported, too.
+Limits: one stage, synchronous rounds, one model, equal batches. A run that was only timed is
+exported, too.
 """
 
 import json
@@ -41,15 +44,18 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # Parameters of these options that a script can express at one value only.
 FIXED = """
-topology.pull_ratio=null aggregate.clip_norm=null dataset.augment=none dataset.alpha=null runtime.precision=fp32
-compression.values=fp32 compression.per_layer=false compression.error_feedback=true compression.feedback_gain=1.0
-compression.feedback_decay=1.0 compression.clip_norm=null compression.warmup_epochs=0 compression.critical_ratio=null
+topology.pull_ratio=null aggregate.clip_norm=null dataset.augment=none dataset.alpha=null
+runtime.precision=fp32 compression.values=fp32 compression.per_layer=false
+compression.error_feedback=true compression.feedback_gain=1.0 compression.feedback_decay=1.0
+compression.clip_norm=null compression.warmup_epochs=0 compression.critical_ratio=null
 """
 # Factors of the learning rate after the warm-up; both lengths are in samples of all workers.
 DECAYS = {
     "constant": "",
     "linear": " * (1 - min((samples - {warmup}) / ({horizon} - {warmup}), 1.0))",
-    "cosine": " * (1 + math.cos(math.pi * min((samples - {warmup}) / ({horizon} - {warmup}), 1.0))) / 2",
+    "cosine": (
+        " * (1 + math.cos(math.pi * min((samples - {warmup}) / ({horizon} - {warmup}), 1.0))) / 2"
+    ),
     "step": " * 0.1 ** ((samples >= {horizon} / 2) + (samples >= {horizon} * 3 / 4))",
 }
 
@@ -57,15 +63,21 @@ DECAYS = {
 def render_script(folder: Path, to: str, name: str) -> str:
     """Return the script `name` of a run for the tool `to`. Raises UsageError if there is none."""
     if not (folder / "plan.json").is_file():
-        raise UsageError(f"{folder} is no folder of a run (it has no plan.json); name one, as runs/<date>/<run>.")
+        raise UsageError(
+            f"{folder} is no folder of a run (it has no plan.json); name one, as runs/<date>/<run>."
+        )
     plan = read_plan(str(folder / "plan.json"))
     job = assemble(plan, HOST)
     if obstacle := find_obstacle(plan, job, to):
-        able = " and ".join(f"--to {other}" for other in TARGETS if not find_obstacle(plan, job, other))
+        able = " and ".join(
+            f"--to {other}" for other in TARGETS if not find_obstacle(plan, job, other)
+        )
         hint = f"; this run can be exported with {able}" if able else ""
         raise UsageError(f"{folder} cannot be exported with --to {to}: {obstacle}{hint}.")
     loader = FileSystemLoader(Path(__file__).parent / "templates")
-    templates = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    templates = Environment(
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
     values = {**template_values(plan, job), "rounds": count_rounds(folder, plan, job)}
     return templates.get_template(f"{to}.py.jinja").render(values, folder=folder, name=name, to=to)
 
@@ -74,12 +86,18 @@ def find_obstacle(plan: Plan, job: Job, to: str) -> str | None:
     """Return what a tool cannot express of a run and what to take instead, or None."""
     stage = job.stages[0]
     if len(plan.stages) > 1:
-        return f"schedule={plan.choices['schedule']} has {len(plan.stages)} stages; take schedule=single"
+        return (
+            f"schedule={plan.choices['schedule']} has {len(plan.stages)} stages; take"
+            " schedule=single"
+        )
     specs = {**vars(plan), **vars(plan.stages[0])}
     for group, names in {**COMMON, **TARGETS[to]}.items():
         module = specs[group]["_target_"].rpartition(".")[0]
         if module not in [f"ashl.{group}.{name}" for name in names]:
-            return f"such a script has no {group}={plan.choices[group]}; take {group}={' or '.join(names)}"
+            return (
+                f"such a script has no {group}={plan.choices[group]}; take"
+                f" {group}={' or '.join(names)}"
+            )
     for setting in FIXED.split():
         key, _, fixed = setting.partition("=")
         group, _, parameter = key.partition(".")
@@ -87,23 +105,36 @@ def find_obstacle(plan: Plan, job: Job, to: str) -> str | None:
         if parameter in specs[group] and value != fixed:
             return f"such a script has no {key}={value}; take {setting}"
     if len({worker.batch for worker in stage.plan.workers}) > 1:
-        return "its workers have batches of different sizes; take one dataset.batch_size for all of them"
+        return (
+            "its workers have batches of different sizes; take one dataset.batch_size for all of"
+            " them"
+        )
     if to == "ddp" and stage.sync.exchange == "difference" and plan.choices["optimizer"] != "sgd":
         return "such a script averages gradients; take sync.exchange=gradient"
-    equal = all(abs(plan.num_workers * weight - 1) < 1e-6 for weight in stage.weights(stage.workers))
+    equal = all(
+        abs(plan.num_workers * weight - 1) < 1e-6 for weight in stage.weights(stage.workers)
+    )
     if to != "script" and not (equal and len(set(steps_in_round(job))) == 1):
-        return "its workers differ in weight or steps; take aggregate=uniform and a number as sync.local_steps"
+        return (
+            "its workers differ in weight or steps; take aggregate=uniform and a number as"
+            " sync.local_steps"
+        )
     return None
 
 
 def steps_in_round(job: Job) -> list[int]:
     """Return the optimizer steps of each worker between two exchanges."""
     stage = job.stages[0]
-    return [worker.local_steps if stage.sync.exchange == "difference" else 1 for worker in stage.plan.workers]
+    return [
+        worker.local_steps if stage.sync.exchange == "difference" else 1
+        for worker in stage.plan.workers
+    ]
 
 
 def count_rounds(folder: Path, plan: Plan, job: Job) -> int:
-    """Return the rounds of a run, or the planned ones if it has not ended. Raises UsageError if neither is known."""
+    """Return the rounds of a run, or the planned ones if it has not ended. Raises UsageError if
+    neither is known.
+    """
     outcome = folder / "summary.json"
     steps: Any = plan.num_steps(job.stages[0].epoch_samples)
     try:
@@ -111,7 +142,9 @@ def count_rounds(folder: Path, plan: Plan, job: Job) -> int:
             steps = parsed(outcome.read_text(encoding="utf-8"))["stages"][0]["steps"]
         return max(1, round(steps / sum(steps_in_round(job))))
     except (OSError, ValueError, LookupError, TypeError) as error:
-        reason = "is damaged" if outcome.exists() else "is missing, and its plan has no number of steps"
+        reason = (
+            "is damaged" if outcome.exists() else "is missing, and its plan has no number of steps"
+        )
         raise UsageError(f"{outcome} {reason}; name a run that has ended.") from error
 
 
@@ -121,19 +154,32 @@ def template_values(plan: Plan, job: Job) -> dict[str, Any]:
     own = job.parts.stages[0]
     sizes = {"sample_shape": plan.sample_shape, "num_classes": plan.num_classes}
     if isinstance(job.parts.model, PlainModel):
-        model = call_of(plan.model | arguments(job.parts.model.make, job.parts.model.keys, "model", sizes))
+        model = call_of(
+            plan.model | arguments(job.parts.model.make, job.parts.model.keys, "model", sizes)
+        )
     else:
         model = f"{call_of(plan.model)}.build(**{sizes})"
     inner = with_horizon(own.optimizer, plan.limits.epochs)
     assert isinstance(inner, Scheduled)
-    warmup, horizon = (stage.epoch_samples * (epochs or 0) for epochs in (inner.warmup_epochs, inner.horizon_epochs))
+    warmup, horizon = (
+        stage.epoch_samples * (epochs or 0)
+        for epochs in (inner.warmup_epochs, inner.horizon_epochs)
+    )
     groups = layer_groups(plan)
-    counts = (len(groups),) if own.overlap.serial else own.overlap.messages(untimed_timeline(groups))
+    counts = (
+        (len(groups),) if own.overlap.serial else own.overlap.messages(untimed_timeline(groups))
+    )
     sent: list[int] = []
     if isinstance(own.compression, TopK):
         # A worker sends its whole update if values and indices would take no fewer bytes.
-        kept = [own.compression.kept(worker.compression_ratio, plan.num_params) for worker in stage.plan.workers]
-        sent = [k if own.compression.form(k, plan.num_params) == SPARSE else plan.num_params for k in kept]
+        kept = [
+            own.compression.kept(worker.compression_ratio, plan.num_params)
+            for worker in stage.plan.workers
+        ]
+        sent = [
+            k if own.compression.form(k, plan.num_params) == SPARSE else plan.num_params
+            for k in kept
+        ]
     return {
         "plan": plan,
         "stage": stage,
@@ -145,7 +191,9 @@ def template_values(plan: Plan, job: Job) -> dict[str, Any]:
         "call_of": call_of,
         "steps": steps_in_round(job),
         "weights": [round(weight, 9) for weight in stage.weights(stage.workers)],
-        "messages": [4 * (part.stop - part.start) for part in reversed(merge_buckets(groups, counts))],
+        "messages": [
+            4 * (part.stop - part.start) for part in reversed(merge_buckets(groups, counts))
+        ],
         "sent": sent,
         "differences": stage.sync.exchange == "difference",
     }

@@ -1,8 +1,9 @@
 """The doors between the host's memory and the device's: whatever crosses, crosses here.
 
-The vectors of a run (models, moments, gradients, what is summed of them) lie on `runtime.device` and stay there. The
-host sees what it must: losses, once for each exchange; what is sent by gloo, evaluated, or encoded by a codec that
-works there alone. Each way back waits until the device has come so far, so none lies inside a local step.
+The vectors of a run (models, moments, gradients, what is summed of them) lie on `runtime.device`
+and stay there. The host sees what it must: losses, once for each exchange; what is sent by gloo,
+evaluated, or encoded by a codec that works there alone. Each way back waits until the device has
+come so far, so none lies inside a local step.
 """
 
 import random
@@ -39,19 +40,25 @@ def numbers(scalars: Sequence[Tensor | float]) -> list[float]:
     if len(scalars) == 1:
         return [float(scalars[0])]
     there = [scalar for scalar in scalars if isinstance(scalar, Tensor)]
-    return to_host(torch.stack(there)).tolist() if len(there) > 1 else [float(scalar) for scalar in scalars]
+    return (
+        to_host(torch.stack(there)).tolist()
+        if len(there) > 1
+        else [float(scalar) for scalar in scalars]
+    )
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether products and convolutions of float32 on CUDA may round their factors to ten bits. torch's own default is
-    that convolutions may."""
+    """Whether products and convolutions of float32 on CUDA may round their factors to ten bits.
+    torch's own default is that convolutions may.
+    """
     backends: Any = torch.backends
     kinds = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
     for kind in kinds:
         kind.fp32_precision = "tf32" if allowed else "ieee"
 
 
-# Stands in for numpy's own while it is seeded: swapping costs a hundredth of saving 624 words and restoring them.
+# Stands in for numpy's own while it is seeded: swapping costs a hundredth of saving 624 words and
+# restoring them.
 SEEDED = np.random.MT19937(0)
 NUMPY: Any = np.random  # its stubs lack what swaps
 WORD = 2**32  # seeds of numpy's global generator are below
@@ -61,8 +68,8 @@ WORD = 2**32  # seeds of numpy's global generator are below
 def seeded(seed: int, device: str) -> Generator[torch.Generator]:
     """Seed each generator from which code draws without naming one; restore all of them at the end.
 
-    These are torch's of the CPU and of `device`, numpy's, and that of Python's `random`. Yields torch's generator of
-    `device`. This is the only place that seeds them.
+    These are torch's of the CPU and of `device`, numpy's, and that of Python's `random`. Yields
+    torch's generator of `device`. This is the only place that seeds them.
     """
     generator = generator_of(device)
     own = [torch.default_generator] if device == HOST else [torch.default_generator, generator]
@@ -83,9 +90,16 @@ def seeded(seed: int, device: str) -> Generator[torch.Generator]:
 
 
 def generator_states() -> tuple[Any, ...]:
-    """Return the states of the generators of torch (on the CPU), numpy and Python, to be compared."""
+    """Return the states of the generators of torch (on the CPU), numpy and Python, to be
+    compared.
+    """
     _, words, position, *_ = NUMPY.get_state(legacy=True)
-    return torch.default_generator.get_state().numpy().tobytes(), words.tobytes(), position, random.getstate()
+    return (
+        torch.default_generator.get_state().numpy().tobytes(),
+        words.tobytes(),
+        position,
+        random.getstate(),
+    )
 
 
 def generator_of(device: str) -> torch.Generator:
@@ -94,4 +108,6 @@ def generator_of(device: str) -> torch.Generator:
     if place.type != "cuda":
         return torch.default_generator
     torch.cuda.init()
-    return torch.cuda.default_generators[torch.cuda.current_device() if place.index is None else place.index]
+    return torch.cuda.default_generators[
+        torch.cuda.current_device() if place.index is None else place.index
+    ]

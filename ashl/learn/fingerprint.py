@@ -1,7 +1,8 @@
-"""Fingerprints of tensors: processes that made the same model and the same data compare them before a run begins.
+"""Fingerprints of tensors: processes that made the same model and the same data compare them before
+a run begins.
 
-Whole numbers are hashed. Of floating-point numbers a few sums are compared up to rounding, because processors of
-different kinds draw normal numbers that differ in the last bit.
+Whole numbers are hashed. Of floating-point numbers a few sums are compared up to rounding, because
+processors of different kinds draw normal numbers that differ in the last bit.
 """
 
 import hashlib
@@ -35,7 +36,9 @@ def fingerprint(x: Tensor) -> list[Any]:
 
 
 def fingerprint_of_data(data: Data) -> dict[str, list[Any]]:
-    """Return the fingerprints of the targets of both halves and, where they lie in memory, of some inputs."""
+    """Return the fingerprints of the targets of both halves and, where they lie in memory, of some
+    inputs.
+    """
     found = {}
     for name, half in (("training", data.train), ("test", data.test)):
         found[f"the number of {name} samples"] = [str(len(half))]
@@ -52,7 +55,9 @@ def some(half: Split) -> Tensor:
 
 
 def differing(own: Fingerprint, other: Fingerprint) -> str | None:
-    """Return the name of the first thing that differs; None if everything is the same up to rounding."""
+    """Return the name of the first thing that differs; None if everything is the same up to
+    rounding.
+    """
     names = (*own, *(name for name in other if name not in own))
     return next((name for name in names if not same(own.get(name, ()), other.get(name, ()))), None)
 
@@ -61,4 +66,6 @@ def same(own: Sequence[Any], other: Sequence[Any]) -> bool:
     if len(own) != 4 or len(other) != 4 or own[0] != other[0]:
         return list(own) == list(other)
     bound = ROUNDING * own[1]
-    return all(abs(a - b) <= bound or repr(a) == repr(b) for a, b in zip(own[1:], other[1:], strict=True))
+    return all(
+        abs(a - b) <= bound or repr(a) == repr(b) for a, b in zip(own[1:], other[1:], strict=True)
+    )

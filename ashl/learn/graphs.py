@@ -1,14 +1,16 @@
-"""CUDA graphs of a step: the kernels of forward and backward, captured once for a shape of batch and launched as one
-from then on, which saves what launching each costs where models are small.
+"""CUDA graphs of a step: the kernels of forward and backward, captured once for a shape of batch
+and launched as one from then on, which saves what launching each costs where models are small.
 
-Rule: a batch whose shape comes for the tenth time is captured, of eight shapes at most; all others, as the last of an
-epoch, are computed as without graphs. To capture, a copy of the batch is gone through three times on a side stream,
-so that libraries have chosen their kernels and taken their memory, and once more while launches are written down. From
-then on a batch is copied to where that one lies, the graph is launched, and loss and gradient are copied out. The
-parameters are those of the resident module, whose place does not change (`ashl.learn.replica`); the optimizer's step
-stays outside, since moments and models are each worker's own and would have to be copied in and out.
+Rule: a batch whose shape comes for the tenth time is captured, of eight shapes at most; all others,
+as the last of an epoch, are computed as without graphs. To capture, a copy of the batch is gone
+through three times on a side stream, so that libraries have chosen their kernels and taken their
+memory, and once more while launches are written down. From then on a batch is copied to where that
+one lies, the graph is launched, and loss and gradient are copied out. The parameters are those of
+the resident module, whose place does not change (`ashl.learn.replica`); the optimizer's step stays
+outside, since moments and models are each worker's own and would have to be copied in and out.
 
-Not for models that draw random numbers: these are drawn anew from a seed for each step, which a graph does not see.
+Not for models that draw random numbers: these are drawn anew from a seed for each step, which a
+graph does not see.
 """
 
 from collections import Counter
@@ -69,11 +71,13 @@ class Graphs:
         here.wait_stream(side)
         graph = CUDA.CUDAGraph()
         try:
-            with CUDA.graph(graph, capture_error_mode="thread_local"):  # other threads may copy meanwhile
+            with CUDA.graph(
+                graph, capture_error_mode="thread_local"
+            ):  # other threads may copy meanwhile
                 loss, gradient = step(inputs, targets)
         except RuntimeError as error:
             raise UsageError(
-                f"runtime.graphs=on: a step of this model cannot be captured ({str(error).splitlines()[0]}); take "
-                "runtime.graphs=off"
+                "runtime.graphs=on: a step of this model cannot be captured"
+                f" ({str(error).splitlines()[0]}); take runtime.graphs=off"
             ) from error
         return Captured(graph, inputs, targets, loss, gradient)

@@ -1,13 +1,14 @@
 """Learning on one flat vector: the only file that differentiates.
 
-A model is one flat float32 vector here: the module's trainable parameters in their order, each flattened. One resident
-module serves every worker of a process, one for each thread that computes (`ashl.learn.replica`), so that N workers
-cost N vectors instead of N models.
+A model is one flat float32 vector here: the module's trainable parameters in their order, each
+flattened. One resident module serves every worker of a process, one for each thread that computes
+(`ashl.learn.replica`), so that N workers cost N vectors instead of N models.
 
-Buffers do not travel between workers: only parameters and gradients ever do. A BatchNorm that the model trains
-normalises with the statistics of the batch (Ioffe and Szegedy, 2015), and evaluation first estimates the statistics
-that belong to the vector it is given, from a fixed set of training samples, in the same way for every method. Running
-averages of such a norm, gathered in training, are never read.
+Buffers do not travel between workers: only parameters and gradients ever do. A BatchNorm that the
+model trains normalises with the statistics of the batch (Ioffe and Szegedy, 2015), and evaluation
+first estimates the statistics that belong to the vector it is given, from a fixed set of training
+samples, in the same way for every method. Running averages of such a norm, gathered in training,
+are never read.
 """
 
 import math
@@ -36,7 +37,16 @@ from ashl.learn.allocator import keep_pages
 from ashl.learn.device import HOST, allow_tf32, numbers, seeded, to_device, to_host
 from ashl.learn.fingerprint import fingerprint, fingerprint_of_data
 from ashl.learn.making import make_module
-from ashl.learn.module_state import Carrier, Key, State, beside, changed, copied, put_all, state_queue
+from ashl.learn.module_state import (
+    Carrier,
+    Key,
+    State,
+    beside,
+    changed,
+    copied,
+    put_all,
+    state_queue,
+)
 from ashl.learn.pieces import Arriving, Pieces
 from ashl.learn.replica import Replica
 from ashl.model.plain import PlainModel
@@ -44,11 +54,16 @@ from ashl.optimizer.absent import flat
 from ashl.task.contract import ACCURACY, Task
 
 EVALUATED = 2000  # training samples that train_loss is taken over, at most
-CALIBRATION = (8, 128)  # batches, and samples in each, that BatchNorm's statistics are estimated from
+CALIBRATION = (
+    8,
+    128,
+)  # batches, and samples in each, that BatchNorm's statistics are estimated from
 RESIDENT = 2**32  # bytes of samples that are kept on the device, at most
 REENTRANT = "CheckpointFunctionBackward"  # torch's node of a checkpoint with use_reentrant=True
 EVALUATING, TRYING = "in an evaluation", "as it was tried out"
-CHUNK = 2**21  # elements of inputs or outputs that one evaluation batch holds, at most; bounds the memory
+CHUNK = (
+    2**21
+)  # elements of inputs or outputs that one evaluation batch holds, at most; bounds the memory
 
 
 class ModelOption(Protocol):
@@ -58,10 +73,11 @@ class ModelOption(Protocol):
 
 
 class Learner:
-    """One resident module and a data set; every answer is a pure function of the arguments and of the seed.
+    """One resident module and a data set; every answer is a pure function of the arguments and of
+    the seed.
 
-    Several threads may ask at once for gradients, where it is `threadsafe`. Raises UsageError when the model does not
-    fit the data.
+    Several threads may ask at once for gradients, where it is `threadsafe`. Raises UsageError when
+    the model does not fit the data.
     """
 
     def __init__(
@@ -80,7 +96,13 @@ class Learner:
         if device != HOST:
             allow_tf32(precision == "tf32")
         self._halved = precision == "bf16"
-        self._option, self._data, self._task, self._seed, self.device = model_option, data, task, seed, device
+        self._option, self._data, self._task, self._seed, self.device = (
+            model_option,
+            data,
+            task,
+            seed,
+            device,
+        )
         self.start = start
         made = model_option.make if isinstance(model_option, PlainModel) else type(model_option)
         self._name = made.__name__
@@ -90,8 +112,11 @@ class Learner:
         self._of_loss, self._of_backward = (judge, model, source), (model, judge, source)
         self._here = Replica(self._build, device, graphs)  # to be tried out
         self._train, self._test = on_device(data.train, device), on_device(data.test, device)
-        # Convolutions on a CPU are a tenth to a fifth faster on channels-last batches; the numbers are the same.
-        self._channels_last = any(isinstance(module, nn.Conv2d) for module in self._here.module.modules())
+        # Convolutions on a CPU are a tenth to a fifth faster on channels-last batches; the numbers
+        # are the same.
+        self._channels_last = any(
+            isinstance(module, nn.Conv2d) for module in self._here.module.modules()
+        )
         self._train = self._train.channels_last(RESIDENT) if self._channels_last else self._train
         self._counts = counts_of(task, data.train, "train"), counts_of(task, data.test, "test")
         self.counts = None if self._counts[0] is None else self._counts[0].numpy()
@@ -103,13 +128,21 @@ class Learner:
         self._here = Replica(self._build, device, graphs, copies)
         own = not made.__module__.startswith("ashl.")
         self.carrier = Carrier(carried, self._build, self._here.apart) if own else None
-        self.wants_state, self.shown = False, None  # of the worker here, asked for by another thread; and what it is
+        self.wants_state, self.shown = (
+            False,
+            None,
+        )  # of the worker here, asked for by another thread; and what it is
         self._captures = graphs and not drew and not carried and self.counts is None
         # A user's own code may draw in some steps only, which one try does not show.
-        self._draws = drew or not all(part.__module__.startswith("ashl.") for part in (made, type(task)))
-        self._looks = not copies and not made.__module__.startswith("ashl.")  # whether a later step may begin to write
+        self._draws = drew or not all(
+            part.__module__.startswith("ashl.") for part in (made, type(task))
+        )
+        self._looks = not copies and not made.__module__.startswith(
+            "ashl."
+        )  # whether a later step may begin to write
         self._versions = 0
-        # Whether each gradient that was computed here had an element for each parameter; None before the first one.
+        # Whether each gradient that was computed here had an element for each parameter; None
+        # before the first one.
         self.complete: bool | None = None
         order = permutation(len(data.train), 0, Purpose.SUBSET)
         self._subset = (order if self.counts is None else order[self.counts[order] > 0])[:EVALUATED]
@@ -117,12 +150,16 @@ class Learner:
         # Where each tensor begins in a vector of parameters.
         self.starts = np.array([0, *accumulate(p.numel() for p in self._here.parameters)][:-1])
         self.layers = tuple(
-            (name, tuple(p.shape)) for name, p in self._here.module.named_parameters() if p.requires_grad
+            (name, tuple(p.shape))
+            for name, p in self._here.module.named_parameters()
+            if p.requires_grad
         )
 
     @property
     def threadsafe(self) -> bool:
-        """Return True if neither the model nor the reading of samples may draw from a generator of the process."""
+        """Return True if neither the model nor the reading of samples may draw from a generator of
+        the process.
+        """
         return self.carrier is None and not self._draws and isinstance(self._train.inputs, Tensor)
 
     def replicate(self) -> None:
@@ -130,7 +167,9 @@ class Learner:
         self._here.train()
 
     def init(self) -> Tensor:
-        """The first parameters, float32 [d]: a pure function of the seed, or those of the file to start from."""
+        """The first parameters, float32 [d]: a pure function of the seed, or those of the file to
+        start from.
+        """
         return self._flat(self._build())
 
     def untrained(self) -> Tensor:
@@ -142,8 +181,9 @@ class Learner:
         return to_device(_flatten_dense_tensors(parameters), self.device)
 
     def fingerprint(self) -> dict[str, list[Any]]:
-        """Return what every process of a run has to have made alike: the whole first state of the module, by its own
-        names, and the data."""
+        """Return what every process of a run has to have made alike: the whole first state of the
+        module, by its own names, and the data.
+        """
         state = state_queue(self._build())
         found = {f"the model's {name}": fingerprint(value) for name, value in state.items()}
         return found | fingerprint_of_data(self._data)
@@ -170,7 +210,9 @@ class Learner:
         return self.carrier.mean()
 
     def constants(self) -> State:
-        """Return frozen parameters and buffers that no forward pass has changed, for a checkpoint."""
+        """Return frozen parameters and buffers that no forward pass has changed, for a
+        checkpoint.
+        """
         return {} if self.carrier is None else self.carrier.constants(self._here.module)
 
     def set_constants(self, state: State) -> None:
@@ -180,8 +222,9 @@ class Learner:
 
     @contextmanager
     def _evaluating(self, params: Tensor, state: State | None = None) -> Generator[None]:
-        """The module is at these parameters, with the mean state of the workers, or this one. What changes of it inside
-        is not kept."""
+        """The module is at these parameters, with the mean state of the workers, or this one. What
+        changes of it inside is not kept.
+        """
         here = self._here
         here.point_at(params)
         if self.carrier is not None:
@@ -195,7 +238,9 @@ class Learner:
             self.carrier.notice(here.module)
 
     def _leave(self, worker: int) -> None:
-        """After a step of this worker: see what the module has changed, and show it to the thread that asked."""
+        """After a step of this worker: see what the module has changed, and show it to the thread
+        that asked.
+        """
         if self.carrier is not None:
             self.carrier.notice(self._here.module)
             if self.wants_state:
@@ -204,16 +249,24 @@ class Learner:
     def gradient(
         self, params: Tensor, indices: np.ndarray, worker: int, step: int, share: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Mean loss over the samples, a scalar, and its gradient at `params`, a fresh float32 [d], both on the device
-        and both times `share`. The gradient is −0.0 in parameters without one, see `ashl.optimizer.absent`.
+        """Mean loss over the samples, a scalar, and its gradient at `params`, a fresh float32 [d],
+        both on the device and both times `share`. The gradient is −0.0 in parameters without one,
+        see `ashl.optimizer.absent`.
 
         Augmentation and dropout are drawn from (seed, worker, step) alone. `params` is only read.
-        Raises UsageError when BatchNorm gets too small a batch to normalise over, and OwnFaultError.
+        Raises UsageError when BatchNorm gets too small a batch to normalise over, and
+        OwnFaultError.
         """
         return self.gradient_found(params, indices, worker, step, share)[:2]
 
     def gradient_found(
-        self, params: Tensor, indices: np.ndarray, worker: int, step: int, share: float = 1.0, marked: bool = True
+        self,
+        params: Tensor,
+        indices: np.ndarray,
+        worker: int,
+        step: int,
+        share: float = 1.0,
+        marked: bool = True,
     ) -> tuple[Tensor, Tensor, bool]:
         """Return loss and gradient, as `gradient` does, and True if some parameter has none.
 
@@ -229,7 +282,9 @@ class Learner:
             self._enter(params, worker)
 
             def captured(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-                return self._differentiated(self._loss(self._forward, inputs, targets, place), place)[:2]
+                return self._differentiated(
+                    self._loss(self._forward, inputs, targets, place), place
+                )[:2]
 
             return *self._here.graphs.run(captured, *batch), not self.complete
 
@@ -238,32 +293,45 @@ class Learner:
         return share if self.counts is None or self.counts[indices].any() else 0.0
 
     def _drawing(self, purpose: Purpose, worker: int = 0, step: int = 0) -> AbstractContextManager:
-        """Where the model may draw, what is drawn inside follows from (seed, purpose, worker, step) alone."""
-        return seeded(torch_seed(self._seed, purpose, worker, step), self.device) if self._draws else nullcontext()
+        """Where the model may draw, what is drawn inside follows from (seed, purpose, worker, step)
+        alone.
+        """
+        return (
+            seeded(torch_seed(self._seed, purpose, worker, step), self.device)
+            if self._draws
+            else nullcontext()
+        )
 
-    def _differentiated(self, loss: Tensor, place: str, marked: bool = True) -> tuple[Tensor, Tensor, bool]:
+    def _differentiated(
+        self, loss: Tensor, place: str, marked: bool = True
+    ) -> tuple[Tensor, Tensor, bool]:
         with Guard(self._of_backward, place):
             gradients = torch.autograd.grad(loss, self._here.parameters, allow_unused=True)
         self._look(place)
         return loss.detach(), *self._vector(gradients, self._here.parameters, marked)
 
     def _look(self, place: str) -> None:
-        """Raise UsageError if this step wrote into parameters, and none did when the model was tried out."""
+        """Raise UsageError if this step wrote into parameters, and none did when the model was
+        tried out.
+        """
         if self._looks and self._versions != versions(self._here.parameters):
             raise UsageError(
-                f"{place}: model {self._name} wrote into its own parameters, and did not when it was tried out; let "
-                "each forward pass write, or none"
+                f"{place}: model {self._name} wrote into its own parameters, and did not when it"
+                " was tried out; let each forward pass write, or none"
             )
 
     def stepped_from(self, params: Tensor) -> Tensor:
-        """Return the parameters that the optimizer steps from after a gradient at `params`: the same vector, or a new
-        one with what the forward pass wrote into them."""
+        """Return the parameters that the optimizer steps from after a gradient at `params`: the
+        same vector, or a new one with what the forward pass wrote into them.
+        """
         return self._here.written() if self.writes else params
 
     def _vector(
         self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], marked: bool = True
     ) -> tuple[Tensor, bool]:
-        """Return these gradients as one vector and whether any parameter has none, and note the latter."""
+        """Return these gradients as one vector and whether any parameter has none, and note the
+        latter.
+        """
         vector, lacks = flat(gradients, parameters, marked)
         self.complete = not lacks and self.complete is not False
         return vector, lacks
@@ -279,12 +347,16 @@ class Learner:
         halfway: Callable[[], None] = lambda: None,
         share: float = 1.0,
     ) -> float:
-        """The same; returns the loss, and calls `hand_out(k, slice)` as soon as backward has come to all of the tensors
-        in the elements [start, stop) = parts[k], from the thread of the backward pass. Parts are of whole tensors.
-        Parameters in pieces are waited for as the forward pass comes to them."""
+        """The same; returns the loss, and calls `hand_out(k, slice)` as soon as backward has come
+        to all of the tensors in the elements [start, stop) = parts[k], from the thread of the
+        backward pass. Parts are of whole tensors. Parameters in pieces are waited for as the
+        forward pass comes to them.
+        """
         batch = self._moved(indices, worker, step)
         with self._drawing(Purpose.MODEL, worker, step):
-            loss = self._in_parts(params, batch, worker, step, parts, hand_out, halfway, self._share(indices, share))
+            loss = self._in_parts(
+                params, batch, worker, step, parts, hand_out, halfway, self._share(indices, share)
+            )
         self._leave(worker)
         return loss
 
@@ -313,7 +385,12 @@ class Learner:
             k = part_of[i]
             found[i], left[k] = gradient, left[k] - 1
             if not left[k]:
-                hand_out(k, self._vector([found.pop(j) for j in holds[k]], [parameters[j] for j in holds[k]])[0])
+                hand_out(
+                    k,
+                    self._vector(
+                        [found.pop(j) for j in holds[k]], [parameters[j] for j in holds[k]]
+                    )[0],
+                )
 
         hooks = [p.register_hook(partial(arrived, i)) for i, p in enumerate(parameters)]
         try:
@@ -325,7 +402,12 @@ class Learner:
         self._look(place_of(worker, step))
         for k, tensors in enumerate(holds):
             if left[k]:  # some of them take no part in the loss
-                hand_out(k, self._vector([gradients[i] for i in tensors], [parameters[i] for i in tensors])[0])
+                hand_out(
+                    k,
+                    self._vector([gradients[i] for i in tensors], [parameters[i] for i in tensors])[
+                        0
+                    ],
+                )
         return numbers([loss.detach()])[0]
 
     def passes_in_parts(
@@ -337,9 +419,11 @@ class Learner:
         parts: Sequence[tuple[int, int]],
         hand_out: Callable[[int, Tensor], None],
     ) -> float:
-        """The same, to be timed: of L parts it hands out nothing as k once forward has ended with the k-th, the first
-        layers first, and then the gradient of the k-th as L + k, the last layers first. What reads a batch counts for
-        the first, and what has no parameters for what comes before it."""
+        """The same, to be timed: of L parts it hands out nothing as k once forward has ended with
+        the k-th, the first layers first, and then the gradient of the k-th as L + k, the last
+        layers first. What reads a batch counts for the first, and what has no parameters for what
+        comes before it.
+        """
         count, starts = len(parts), [start for start, _ in reversed(parts)]
         came, nothing = 0, torch.empty(0)
 
@@ -352,22 +436,31 @@ class Learner:
             came = max(came, group)
 
         bounds = [0, *accumulate(p.numel() for p in self._here.parameters)]
-        group_of = {id(p): bisect_right(starts, bounds[i]) - 1 for i, p in enumerate(self._here.parameters)}
+        group_of = {
+            id(p): bisect_right(starts, bounds[i]) - 1 for i, p in enumerate(self._here.parameters)
+        }
         hooks = []
         for module in self._here.module.modules():
-            if own := [group_of[id(p)] for p in module.parameters(recurse=False) if id(p) in group_of]:
+            if own := [
+                group_of[id(p)] for p in module.parameters(recurse=False) if id(p) in group_of
+            ]:
                 first = min(own)
-                hooks.append(module.register_forward_pre_hook(lambda *_, first=first: reached(first)))
+                hooks.append(
+                    module.register_forward_pre_hook(lambda *_, first=first: reached(first))
+                )
         try:
             args = (params, indices, worker, step, parts)
-            return self.gradient_in_parts(*args, lambda k, x: hand_out(count + k, x), lambda: reached(count))
+            return self.gradient_in_parts(
+                *args, lambda k, x: hand_out(count + k, x), lambda: reached(count)
+            )
         finally:
             for hook in hooks:
                 hook.remove()
 
     def work(self) -> tuple[int, ...]:
-        """What a forward pass costs by parameter tensor, as torch counts operations: those of a module stand with the
-        largest of its own tensors."""
+        """What a forward pass costs by parameter tensor, as torch counts operations: those of a
+        module stand with the largest of its own tensors.
+        """
         places = {id(p): i for i, p in enumerate(self._here.parameters)}
         work = [0] * len(places)
         if self.carrier is not None:
@@ -379,16 +472,27 @@ class Learner:
         for name, module in self._here.module.named_modules(prefix=root):
             own = [p for p in module.parameters(recurse=False) if id(p) in places]
             if own:
-                inside = sum(counted.get(f"{name}.{child}", 0) for child, _ in module.named_children())
+                inside = sum(
+                    counted.get(f"{name}.{child}", 0) for child, _ in module.named_children()
+                )
                 work[places[id(max(own, key=Tensor.numel))]] += counted.get(name, 0) - inside
         return tuple(work)
 
     def _batch_loss(
-        self, params: Tensor | Pieces, batch: tuple[Tensor, Tensor], worker: int, step: int, share: float
+        self,
+        params: Tensor | Pieces,
+        batch: tuple[Tensor, Tensor],
+        worker: int,
+        step: int,
+        share: float,
     ) -> Tensor:
         """The mean loss over a batch at `params` times `share`, ready to be differentiated."""
         self._enter(params, worker)
-        forward = self._forward if isinstance(params, Tensor) else partial(self._forward_on, params, worker, step)
+        forward = (
+            self._forward
+            if isinstance(params, Tensor)
+            else partial(self._forward_on, params, worker, step)
+        )
         loss = self._loss(forward, *batch, place_of(worker, step), counted=share != 0)
         return loss if share in (0, 1) else loss * share
 
@@ -428,8 +532,8 @@ class Learner:
             if "more than 1 value per channel" not in str(error):
                 raise
             raise UsageError(
-                f"Model {self._name} normalises over the batch, and the batch of {len(inputs)} of {place} is too small "
-                "for that; take dataset.batch_size=2 or more."
+                f"Model {self._name} normalises over the batch, and the batch of {len(inputs)} of"
+                f" {place} is too small for that; take dataset.batch_size=2 or more."
             ) from error
         if not counted:
             return outputs.new_zeros((), requires_grad=True)  # which no parameter takes part in
@@ -445,9 +549,11 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, params: Tensor) -> dict[str, float | None]:
-        """`train_loss` over a fixed subset of the training set, `test_loss` and the task's metric over the test set.
+        """`train_loss` over a fixed subset of the training set, `test_loss` and the task's metric
+        over the test set.
 
-        `test_metric` is None where the task has none, and `test_accuracy` where its metric is another one.
+        `test_metric` is None where the task has none, and `test_accuracy` where its metric is
+        another one.
         """
         with self._evaluating(params):
             train_loss, _ = self._score(self._train, self._subset)
@@ -461,22 +567,37 @@ class Learner:
 
     @torch.no_grad()
     def train_loss(self, params: Tensor, shift: int = 0) -> float:
-        """Return `train_loss` as `evaluate` does. With a `shift`, each sample has the target of another one."""
+        """Return `train_loss` as `evaluate` does. With a `shift`, each sample has the target of
+        another one.
+        """
         with self._evaluating(params):
             return self._score(self._train, self._subset, shift=shift)[0]
 
     @torch.no_grad()
     def state_dict(self, params: Tensor, own: State | None = None) -> dict[str, Tensor]:
-        """The whole state of the module at these parameters, by its own names, on the CPU. BatchNorm's statistics are
-        those that an evaluation estimates; what forward passes change is the workers' mean, or `own`."""
+        """The whole state of the module at these parameters, by its own names, on the CPU.
+        BatchNorm's statistics are those that an evaluation estimates; what forward passes change is
+        the workers' mean, or `own`.
+        """
         with self._evaluating(params, own):
             state = self._here.module.state_dict()
-            return {name: to_host(value).clone() for name, value in state.items() if isinstance(value, Tensor)}
+            return {
+                name: to_host(value).clone()
+                for name, value in state.items()
+                if isinstance(value, Tensor)
+            }
 
     def _batch(
-        self, split: Split, indices: np.ndarray, worker: int = 0, step: int = 0, place: str = EVALUATING
+        self,
+        split: Split,
+        indices: np.ndarray,
+        worker: int = 0,
+        step: int = 0,
+        place: str = EVALUATING,
     ) -> tuple[Tensor, Tensor]:
-        """A batch; what is drawn while samples are read is drawn from (seed, worker, step) alone."""
+        """A batch; what is drawn while samples are read is drawn from (seed, worker, step)
+        alone.
+        """
         if not isinstance(split.inputs, Tensor):
             guard = Guard(self._of_data, place)
             with guard, seeded(torch_seed(self._seed, Purpose.AUGMENT, worker, step), HOST):
@@ -484,48 +605,60 @@ class Learner:
         elif self.device == HOST:
             return split.batch(indices)
         else:
-            inputs, targets = split.batch(to_device(torch.from_numpy(indices), str(split.targets.device)))
+            inputs, targets = split.batch(
+                to_device(torch.from_numpy(indices), str(split.targets.device))
+            )
         return to_device(inputs, self.device), to_device(targets, self.device)
 
     def _build(self, *, untrained: bool = False) -> nn.Module:
         start = None if untrained else self.start
-        module = make_module(self._option, self._data.sample_shape, self._data.num_classes, self._seed, start)
+        module = make_module(
+            self._option, self._data.sample_shape, self._data.num_classes, self._seed, start
+        )
         if any(is_lazy(parameter) for parameter in module.parameters()):
             raise UsageError(
-                f"Model {self._name} has lazy layers, whose parameters have no size yet; give them their sizes, as "
-                "nn.Linear(16, 4) in place of nn.LazyLinear(4)."
+                f"Model {self._name} has lazy layers, whose parameters have no size yet; give them"
+                " their sizes, as nn.Linear(16, 4) in place of nn.LazyLinear(4)."
             )
         return module
 
     def _try_out(self) -> tuple[bool, int, frozenset[Key]]:
-        """Computes a gradient and an evaluation of two samples to see that the module fits the data and the task.
-        Returns whether it draws random numbers in training, how many outputs a sample has, and what the module changes
-        beside its parameters."""
+        """Computes a gradient and an evaluation of two samples to see that the module fits the data
+        and the task. Returns whether it draws random numbers in training, how many outputs a sample
+        has, and what the module changes beside its parameters.
+        """
         name, shape = self._name, "x".join(map(str, self._data.sample_shape))
-        if not self._here.parameters or any(p.dtype != torch.float32 for p in self._here.parameters):
+        if not self._here.parameters or any(
+            p.dtype != torch.float32 for p in self._here.parameters
+        ):
             raise UsageError(f"Model {name} must have trainable parameters, all of them float32.")
         inputs, targets = self._batch(self._train, np.zeros(2, np.int64))
-        first = {key: copied(value) for key, value in beside(self._here.module, self._here.apart).items()}
+        first = {
+            key: copied(value) for key, value in beside(self._here.module, self._here.apart).items()
+        }
         expected = self._task.expected(targets, self._data.num_classes)
         with seeded(0, self.device) as generator:
             before = generator.get_state()
             output = self._tried(inputs)
-            if not isinstance(output, Tensor) or (expected is not None and output.shape != expected):
+            if not isinstance(output, Tensor) or (
+                expected is not None and output.shape != expected
+            ):
                 raise UsageError(
-                    f"Model {name} returns {shape_of(output)} for two samples of shape {shape}, and should return "
-                    f"{expected or 'a tensor'}."
+                    f"Model {name} returns {shape_of(output)} for two samples of shape {shape}, and"
+                    f" should return {expected or 'a tensor'}."
                 )
             draws = not torch.equal(before, generator.get_state())
             with Guard(self._of_loss, TRYING):
                 loss = self._task.loss(output, targets)
         if not isinstance(loss, Tensor) or loss.shape != ():
             raise UsageError(
-                f"Task {type(self._task).__name__} returns {shape_of(loss)} as loss, and should return one number."
+                f"Task {type(self._task).__name__} returns {shape_of(loss)} as loss, and should"
+                " return one number."
             )
         if has_node(loss, REENTRANT):
             raise UsageError(
-                f"Model {name} has a reentrant checkpoint, whose parameters would get no gradient here; pass "
-                "use_reentrant=False to torch.utils.checkpoint."
+                f"Model {name} has a reentrant checkpoint, whose parameters would get no gradient"
+                " here; pass use_reentrant=False to torch.utils.checkpoint."
             )
         with Guard(self._of_backward, TRYING):
             torch.autograd.grad(loss, self._here.parameters, allow_unused=True)
@@ -535,13 +668,15 @@ class Learner:
         self._here.train()
         if shape_of(evaluated) != shape_of(output):
             raise UsageError(
-                f"Model {name} returns {shape_of(evaluated)} in evaluation mode and {shape_of(output)} in training; "
-                "let its forward return the same in both."
+                f"Model {name} returns {shape_of(evaluated)} in evaluation mode and"
+                f" {shape_of(output)} in training; let its forward return the same in both."
             )
         return draws, output[0].numel(), changed(first, beside(self._here.module, self._here.apart))
 
     def _tried(self, inputs: Tensor) -> Any:
-        """What the module returns for these samples. Raises UsageError where it cannot take them."""
+        """What the module returns for these samples. Raises UsageError where it cannot
+        take them.
+        """
         with Guard(self._of_forward, TRYING):
             try:
                 return self._forward(inputs)
@@ -563,8 +698,9 @@ class Learner:
             return self._here.module(inputs).float()
 
     def _forward_on(self, pieces: Pieces, worker: int, step: int, inputs: Tensor) -> Tensor:
-        """The same, on parameters that come while it goes on. They lie in memory as in one vector: by where a matrix
-        begins some kernels choose in which order they add up."""
+        """The same, on parameters that come while it goes on. They lie in memory as in one vector:
+        by where a matrix begins some kernels choose in which order they add up.
+        """
         if self._here.resident is None:
             self._here.point_at(torch.empty(self.num_params, device=self.device))
         before = self.worker_state(worker)
@@ -585,7 +721,9 @@ class Learner:
         parameter.data.copy_(values)
 
     def _calibrate(self) -> None:
-        """Estimates BatchNorm's statistics at these parameters, as plain averages over equal batches."""
+        """Estimates BatchNorm's statistics at these parameters, as plain averages over equal
+        batches.
+        """
         if not self._here.norms:
             return
         self._here.eval()
@@ -596,7 +734,9 @@ class Learner:
             norm.momentum = None  # the plain average, in torch's terms
         batches, size = CALIBRATION
         size = min(size, self._chunk(), len(self._subset))
-        for part in np.split(self._subset[: len(self._subset) // size * size], len(self._subset) // size)[:batches]:
+        for part in np.split(
+            self._subset[: len(self._subset) // size * size], len(self._subset) // size
+        )[:batches]:
             with Guard(self._of_forward, EVALUATING):
                 self._forward(self._batch(self._train, part)[0])
         for norm, momentum in zip(self._here.norms, momenta, strict=True):
@@ -608,8 +748,9 @@ class Learner:
     def _score(
         self, split: Split, indices: np.ndarray, *, judged: bool = False, shift: int = 0
     ) -> tuple[float, float | None]:
-        """Mean loss over the samples' targets that count and, where they are `judged`, the task's metric. With a
-        `shift`, each sample has the target of the one that comes so many before it."""
+        """Mean loss over the samples' targets that count and, where they are `judged`, the task's
+        metric. With a `shift`, each sample has the target of the one that comes so many before it.
+        """
         losses, total, judged = 0.0, 0.0, judged and self._task.metric != ""
         counts = self._counts[split is self._test]
         sums: Tensor | float = 0.0
@@ -625,7 +766,12 @@ class Learner:
             total += count
             if judged:
                 with Guard(self._of_loss, EVALUATING):
-                    sums += self._task.scores(outputs, targets).double().reshape(len(targets), -1).sum(0)
+                    sums += (
+                        self._task.scores(outputs, targets)
+                        .double()
+                        .reshape(len(targets), -1)
+                        .sum(0)
+                    )
         metric = self._value(sums, len(indices)) if isinstance(sums, Tensor) else None
         return losses / total, metric
 
@@ -675,14 +821,16 @@ def counts_of(task: Task, split: Split, half: str) -> Tensor | None:
     counts = to_host(counts).double()
     if not counts.any():
         raise UsageError(
-            f"dataset: no target of its {half} half counts, all are task.ignore_index={task.ignore_index}; give it some"
+            f"dataset: no target of its {half} half counts, all are"
+            f" task.ignore_index={task.ignore_index}; give it some"
         )
     return None if bool((counts == counts[0]).all()) else counts
 
 
 def chunks(indices: np.ndarray, most: int) -> Iterator[np.ndarray]:
-    """Cut into parts of `most`, of which the last may be shorter. It is never of one sample, unless there is but one:
-    a norm over the batch refuses that; then the part before it has one more."""
+    """Cut into parts of `most`, of which the last may be shorter. It is never of one sample, unless
+    there is but one: a norm over the batch refuses that; then the part before it has one more.
+    """
     start = 0
     while start < len(indices):
         stop = len(indices) if len(indices) - start <= most + 1 else start + most
@@ -701,14 +849,20 @@ def written_parts(module: nn.Module) -> dict[str, tuple[int, Tensor]]:
     return {name: (p._version, p.detach().clone()) for name, p in learned}
 
 
-def changed_parts(before: dict[str, tuple[int, Tensor]], after: dict[str, tuple[int, Tensor]]) -> tuple[str, ...]:
+def changed_parts(
+    before: dict[str, tuple[int, Tensor]], after: dict[str, tuple[int, Tensor]]
+) -> tuple[str, ...]:
     """Return the names of parameters that were written to in between."""
     pairs = ((name, before[name], after[name]) for name in before if name in after)
-    return tuple(name for name, old, new in pairs if old[0] != new[0] or not torch.equal(old[1], new[1]))
+    return tuple(
+        name for name, old, new in pairs if old[0] != new[0] or not torch.equal(old[1], new[1])
+    )
 
 
 def on_device(split: Split, device: str) -> Split:
     """With the samples there, where they are few enough."""
     if device == HOST or not isinstance(split.inputs, Tensor) or split.inputs.nbytes > RESIDENT:
         return split
-    return replace(split, inputs=to_device(split.inputs, device), targets=to_device(split.targets, device))
+    return replace(
+        split, inputs=to_device(split.inputs, device), targets=to_device(split.targets, device)
+    )

@@ -1,7 +1,7 @@
 """Make a model and a data set under generators that are seeded from the run's seed.
 
-Code of users draws first weights and splits from the global generators of torch, numpy and Python. Every process of a
-run makes both for itself, so that each of them has to draw the same numbers.
+Code of users draws first weights and splits from the global generators of torch, numpy and Python.
+Every process of a run makes both for itself, so that each of them has to draw the same numbers.
 """
 
 from pathlib import Path
@@ -15,13 +15,21 @@ from ashl.data.rng import Purpose, torch_seed
 from ashl.learn.device import HOST, generator_states, seeded
 from ashl.learn.weights import put_into
 
-SPLIT, SAMPLES = 0, 1  # attempts at the test half: with the seed of the training half, and with another one
+SPLIT, SAMPLES = (
+    0,
+    1,
+)  # attempts at the test half: with the seed of the training half, and with another one
 
 
 def make_module(
-    option: Any, sample_shape: tuple[int, ...], num_classes: int, seed: int, start: str | None = None
+    option: Any,
+    sample_shape: tuple[int, ...],
+    num_classes: int,
+    seed: int,
+    start: str | None = None,
 ) -> nn.Module:
-    """Return the module with its first weights and buffers: those of the file `start`, else a function of the seed.
+    """Return the module with its first weights and buffers: those of the file `start`, else a
+    function of the seed.
 
     Raises UsageError if the file cannot be read or does not fit.
     """
@@ -33,9 +41,9 @@ def make_module(
 def load_data(dataset: Any, seed: int) -> Data:
     """Return the data set as a function of the seed. Raises UsageError and DataMissingError.
 
-    A class that is called once for each half draws the same numbers in both calls: a split that it draws by itself is
-    one split, and the halves are disjoint. If it draws samples instead, equal numbers make equal samples; then the test
-    half is made from another seed.
+    A class that is called once for each half draws the same numbers in both calls: a split that it
+    draws by itself is one split, and the halves are disjoint. If it draws samples instead, equal
+    numbers make equal samples; then the test half is made from another seed.
     """
     if not (isinstance(dataset, PlainDataset) and dataset.makes_halves):
         with seeded(torch_seed(seed, Purpose.DATA), HOST):
@@ -65,7 +73,10 @@ def count_common(train: Any, test: Any) -> int:
 
 def content_of(item: Any) -> tuple[bytes, ...]:
     """Return the bytes of an item (input, target); unknown types count by their text."""
-    return tuple(part.tobytes() if hasattr(part, "tobytes") else repr_of(part) for part in map(as_array, item))
+    return tuple(
+        part.tobytes() if hasattr(part, "tobytes") else repr_of(part)
+        for part in map(as_array, item)
+    )
 
 
 def as_array(part: Any) -> Any:

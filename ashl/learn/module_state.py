@@ -1,8 +1,10 @@
-"""What a module keeps beside the parameters that are learned: frozen parameters, buffers, and plain attributes.
+"""What a module keeps beside the parameters that are learned: frozen parameters, buffers, and plain
+attributes.
 
-Rule: what a forward pass changes of these is each worker's own. One module serves all workers of a process, so that
-what changes is exchanged whenever another worker computes. An evaluation uses the mean over the workers of
-floating-point values, and of all else what the first of them has. What no forward pass changes is the same for all.
+Rule: what a forward pass changes of these is each worker's own. One module serves all workers of a
+process, so that what changes is exchanged whenever another worker computes. An evaluation uses the
+mean over the workers of floating-point values, and of all else what the first of them has. What no
+forward pass changes is the same for all.
 """
 
 import copy
@@ -46,7 +48,9 @@ def beside(module: nn.Module, apart: Collection[str] = ()) -> State:
 
 
 def attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Return plain attributes of a class of the user's own; those of torch's layers never change."""
+    """Return plain attributes of a class of the user's own; those of torch's layers never
+    change.
+    """
     if not type(part).__module__.startswith("torch."):
         for name, value in vars(part).items():
             if name not in OWN and is_plain(value):
@@ -95,26 +99,40 @@ def shard_sizes(module: nn.Module, kind: str, path: str) -> dict[str, Any]:
 
 
 def put(module: nn.Module, key: Key, state: State) -> None:
-    """Give a module what a state has under this key; remove it where the state has nothing there."""
+    """Give a module what a state has under this key; remove it where the state has nothing
+    there.
+    """
     kind, path, name = key
     held = shard_sizes(module, kind, path)
     if key not in state:
-        if kind != ATTRIBUTE or is_plain(held.get(name)):  # else it holds a graph, which belongs to one step
+        if kind != ATTRIBUTE or is_plain(
+            held.get(name)
+        ):  # else it holds a graph, which belongs to one step
             held.pop(name, None)
         return
     value, there = state[key], held.get(name)
     if not isinstance(value, Tensor):
         held[name] = copy.deepcopy(value)
-    elif kind != ATTRIBUTE and isinstance(there, Tensor) and (there.shape, there.dtype) == (value.shape, value.dtype):
+    elif (
+        kind != ATTRIBUTE
+        and isinstance(there, Tensor)
+        and (there.shape, there.dtype) == (value.shape, value.dtype)
+    ):
         there.detach().copy_(value)
     else:
-        where = next(module.parameters()).device if there is None or not isinstance(there, Tensor) else there.device
+        where = (
+            next(module.parameters()).device
+            if there is None or not isinstance(there, Tensor)
+            else there.device
+        )
         fresh = value.to(where, copy=True)
         held[name] = nn.Parameter(fresh, requires_grad=False) if kind == PARAMETER else fresh
 
 
 def mean_of(states: Sequence[State]) -> State:
-    """Return the mean of floating-point values over workers, in double precision, and all else of the first worker."""
+    """Return the mean of floating-point values over workers, in double precision, and all else of
+    the first worker.
+    """
     found: State = {}
     for key in dict.fromkeys(key for state in states for key in state):
         values = [state[key] for state in states if key in state]
@@ -136,17 +154,25 @@ def alike(values: Sequence[Any]) -> bool:
 
 
 class Carrier:
-    """Each worker's own state of one module that serves all of them in turn; one thread computes."""
+    """Each worker's own state of one module that serves all of them in turn; one thread
+    computes.
+    """
 
-    def __init__(self, names: Collection[Key], build: Callable[[], nn.Module], apart: Collection[str]) -> None:
+    def __init__(
+        self, names: Collection[Key], build: Callable[[], nn.Module], apart: Collection[str]
+    ) -> None:
         """`names`: what forward is known to change; `build` makes the module as it is at first."""
         self.names = frozenset(names)
         self._build, self._apart = build, apart
         self._first: State | None = None
         self._kept: dict[int, State] = {}  # of workers that have computed; values are never changed
         self._resident: int | None = None  # whose state the module has
-        self._watched: dict[Key, Any] | None = None  # what else there is, and by what a change shows
-        self._places: list[tuple[Mapping[str, Any], int, list[tuple[str, Any]]]] | None = None  # the same, to be quick
+        self._watched: dict[Key, Any] | None = (
+            None  # what else there is, and by what a change shows
+        )
+        self._places: list[tuple[Mapping[str, Any], int, list[tuple[str, Any]]]] | None = (
+            None  # the same, to be quick
+        )
 
     def enter(self, module: nn.Module, worker: int) -> None:
         """Let the module have the state of this worker."""
@@ -170,13 +196,19 @@ class Carrier:
             self._load(module, self.mean())
 
     def notice(self, module: nn.Module) -> None:
-        """Look whether the module has changed something else than is known; from then on that is carried, too."""
+        """Look whether the module has changed something else than is known; from then on that is
+        carried, too.
+        """
         if self._places is not None and all(
             len(held) == count and all(mark_of(held.get(name)) == mark for name, mark in marks)
             for held, count, marks in self._places
         ):
             return
-        seen = {key: mark_of(value) for key, value in beside(module, self._apart).items() if key not in self.names}
+        seen = {
+            key: mark_of(value)
+            for key, value in beside(module, self._apart).items()
+            if key not in self.names
+        }
         if self._watched is not None:
             keys = seen.keys() | self._watched.keys()
             self._add(key for key in keys if seen.get(key, self) != self._watched.get(key, self))
@@ -189,7 +221,8 @@ class Carrier:
                 marks.setdefault((BUFFER, path), [])
                 marks.setdefault((ATTRIBUTE, path), [])
         self._places = [
-            (held := shard_sizes(module, kind, path), len(held), found) for (kind, path), found in marks.items()
+            (held := shard_sizes(module, kind, path), len(held), found)
+            for (kind, path), found in marks.items()
         ]
 
     def take(self, module: nn.Module, worker: int) -> State | None:
@@ -209,7 +242,11 @@ class Carrier:
 
     def mean(self) -> State:
         """Return the mean over the workers that have computed, in the order of their ranks."""
-        return mean_of([state for _, state in sorted(self._kept.items())]) if self._kept else self.first
+        return (
+            mean_of([state for _, state in sorted(self._kept.items())])
+            if self._kept
+            else self.first
+        )
 
     @property
     def first(self) -> State:
@@ -222,7 +259,9 @@ class Carrier:
     def constants(self, module: nn.Module) -> State:
         """Return the tensors that no forward pass has changed."""
         found = beside(module, self._apart)
-        return {key: x for key, x in found.items() if key not in self.names and isinstance(x, Tensor)}
+        return {
+            key: x for key, x in found.items() if key not in self.names and isinstance(x, Tensor)
+        }
 
     def _of(self, module: nn.Module) -> State:
         found = beside(module, self._apart)

@@ -1,5 +1,6 @@
-"""A module as a learner uses it: its parameters are pointed at views of the vector at hand, or, where that is so short
-that making views takes longer, it is copied in."""
+"""A module as a learner uses it: its parameters are pointed at views of the vector at hand, or,
+where that is so short that making views takes longer, it is copied in.
+"""
 
 import threading
 from collections.abc import Callable
@@ -16,25 +17,44 @@ SHORT = 2**16  # elements: up to here a copy takes less time than views
 
 
 class Replica(threading.local):
-    """Each thread that computes has one of its own, made when it first asks; buffers of them never travel."""
+    """Each thread that computes has one of its own, made when it first asks; buffers of them never
+    travel.
+    """
 
-    def __init__(self, build: Callable[[], nn.Module], device: str, graphs: bool, copies: bool = False) -> None:
-        """`graphs`: whether its steps are to be captured, for which parameters stay in one place. `copies`: whether the
-        model writes into its parameters, so that it gets a copy of each vector."""
+    def __init__(
+        self, build: Callable[[], nn.Module], device: str, graphs: bool, copies: bool = False
+    ) -> None:
+        """`graphs`: whether its steps are to be captured, for which parameters stay in one place.
+        `copies`: whether the model writes into its parameters, so that it gets a copy of each
+        vector.
+        """
         self.device, self.graphs = device, Graphs(device)
         self.module = to_device(build(), device)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         here = [*self.module.modules()]
-        # A submodule that was built in evaluation mode stays in it; a model that was as a whole is only loaded so.
-        self.held = [module for module in here if not module.training] if self.module.training else []
+        # A submodule that was built in evaluation mode stays in it; a model that was as a whole is
+        # only loaded so.
+        self.held = (
+            [module for module in here if not module.training] if self.module.training else []
+        )
         self.train()
-        self.norms = [module for module in here if isinstance(module, _BatchNorm) and is_estimated(module)]
+        self.norms = [
+            module for module in here if isinstance(module, _BatchNorm) and is_estimated(module)
+        ]
         norms = {id(norm) for norm in self.norms}
-        self.apart = frozenset(path for path, module in self.module.named_modules() if id(module) in norms)
+        self.apart = frozenset(
+            path for path, module in self.module.named_modules() if id(module) in norms
+        )
         self.num_params = sum(p.numel() for p in self.parameters)
-        self.hidden: set[int] = set()  # ids of parameters that are used where no function of torch shows it
-        self.resident: Tensor | None = None  # what the parameters are views of, where vectors are copied in
-        fits = bool(self.parameters) and all(p.dtype == torch.float32 for p in self.parameters)  # else it is refused
+        self.hidden: set[int] = (
+            set()
+        )  # ids of parameters that are used where no function of torch shows it
+        self.resident: Tensor | None = (
+            None  # what the parameters are views of, where vectors are copied in
+        )
+        fits = bool(self.parameters) and all(
+            p.dtype == torch.float32 for p in self.parameters
+        )  # else it is refused
         self.copies = copies
         if fits and (self.num_params <= SHORT or graphs or copies):
             resident = _flatten_dense_tensors([p.detach() for p in self.parameters]).clone()
@@ -42,7 +62,9 @@ class Replica(threading.local):
             self.resident = resident
 
     def train(self) -> None:
-        """Put the module into training mode: by its own `train`, but for the submodules that are held in evaluation."""
+        """Put the module into training mode: by its own `train`, but for the submodules that are
+        held in evaluation.
+        """
         self.module.train()
         for module in self.held:
             module.training = False
@@ -54,9 +76,14 @@ class Replica(threading.local):
         self.trains = False
 
     def point_at(self, params: Tensor) -> None:
-        """The module computes at these parameters, float32 [d]. Raises ValueError for a vector of another length."""
+        """The module computes at these parameters, float32 [d]. Raises ValueError for a vector of
+        another length.
+        """
         if params.shape != (self.num_params,):
-            raise ValueError(f"expected a vector of {self.num_params} parameters, got shape {tuple(params.shape)}")
+            raise ValueError(
+                f"expected a vector of {self.num_params} parameters, got shape"
+                f" {tuple(params.shape)}"
+            )
         params = to_device(params.detach(), self.device)
         if self.resident is not None:
             self.resident.copy_(params)
@@ -75,8 +102,8 @@ class Replica(threading.local):
 def is_estimated(module: _BatchNorm) -> bool:
     """Return True if an evaluation estimates this norm's statistics, which it gathers in training.
 
-    One that the model holds in evaluation mode, or that has momentum 0, keeps the statistics that it has. A subclass
-    with a forward of its own may read them in training.
+    One that the model holds in evaluation mode, or that has momentum 0, keeps the statistics that
+    it has. A subclass with a forward of its own may read them in training.
     """
     return (
         type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)

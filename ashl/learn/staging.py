@@ -1,12 +1,15 @@
-"""How vectors pass between a CUDA device's memory and the host's while the device computes: through buffers of the host
-that the device reaches by itself (pinned), which are used again, and on a stream of their own.
+"""How vectors pass between a CUDA device's memory and the host's while the device computes: through
+buffers of the host that the device reaches by itself (pinned), which are used again, and on a
+stream of their own.
 
-Rule. Out: the side stream waits for what the device has been asked for, copies into a free buffer, and the thread that
-asks waits for the copy's event before it reads. In: a buffer is filled, the side stream copies it, and the thread waits
-before the vector is handed on. Only then a buffer is free again; one that a failed reader or writer had is not. What
-waits is the thread that sends, receives or reports, never the device.
+Rule. Out: the side stream waits for what the device has been asked for, copies into a free buffer,
+and the thread that asks waits for the copy's event before it reads. In: a buffer is filled, the
+side stream copies it, and the thread waits before the vector is handed on. Only then a buffer is
+free again; one that a failed reader or writer had is not. What waits is the thread that sends,
+receives or reports, never the device.
 
-In the host's memory, and on anything that is not CUDA, a tensor comes and goes by the doors of `ashl.learn.device`.
+In the host's memory, and on anything that is not CUDA, a tensor comes and goes by the doors of
+`ashl.learn.device`.
 """
 
 import threading
@@ -39,7 +42,9 @@ class Streams(Protocol):
         ...
 
     def catch_up(self) -> None:
-        """What is copied from here on is as it is once all is done that the device has been asked for."""
+        """What is copied from here on is as it is once all is done that the device has been asked
+        for.
+        """
         ...
 
     def copy(self, to: Tensor, x: Tensor) -> Event:
@@ -73,7 +78,9 @@ class Cuda:
             return self._side.record_event()
 
     def empty(self, nbytes: int) -> Tensor:
-        with torch.cuda.stream(self._side):  # its memory is the side stream's: nothing else may still be writing there
+        with torch.cuda.stream(
+            self._side
+        ):  # its memory is the side stream's: nothing else may still be writing there
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def hand_over(self, x: Tensor) -> None:
@@ -113,7 +120,9 @@ class Staging:
         if whole is None:
             whole = self._streams.pinned(max(LEAST, 1 << (nbytes - 1).bit_length()))
         yield whole[:nbytes]
-        with self._lock:  # not where what was done inside has failed: somebody may still write there
+        with (
+            self._lock
+        ):  # not where what was done inside has failed: somebody may still write there
             self._free.append(whole)
             self._free.sort(key=len)
 

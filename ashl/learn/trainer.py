@@ -26,7 +26,9 @@ Moments = tuple[Any, ...]
 
 
 class Trainer:
-    """Pure functions over flat vectors [d]; arguments are never changed. Batches are counted per worker from 0."""
+    """Pure functions over flat vectors [d]; arguments are never changed. Batches are counted per
+    worker from 0.
+    """
 
     def __init__(
         self,
@@ -36,13 +38,22 @@ class Trainer:
         shares: Sequence[float],
         in_rounds: bool = False,
     ) -> None:
-        """`deal` gives each worker its batches, from everybody's share of the data; with `in_rounds` all workers are at
-        the same step."""
-        self.learner, self.optimizer, self.deal, self.in_rounds = learner, optimizer, deal, in_rounds
+        """`deal` gives each worker its batches, from everybody's share of the data; with
+        `in_rounds` all workers are at the same step.
+        """
+        self.learner, self.optimizer, self.deal, self.in_rounds = (
+            learner,
+            optimizer,
+            deal,
+            in_rounds,
+        )
         self.batches = deal(shares)
         made = optimizer.make if isinstance(optimizer, PlainOptimizer) else type(optimizer)
         self._of_step = (("optimizer", named(made)),)
-        self._last: tuple[Any, float] = (None, 1.0)  # the mean density of the last step that was asked for
+        self._last: tuple[Any, float] = (
+            None,
+            1.0,
+        )  # the mean density of the last step that was asked for
         self.epoch_samples = learner.epoch_samples
         self.num_params = learner.num_params
         self.dense_bytes = 4 * learner.num_params
@@ -65,11 +76,13 @@ class Trainer:
         return self.learner.counts is not None
 
     def share(self, worker: int, steps: range, weights: Sequence[float] | None = None) -> float:
-        """Return the density of the targets that count in these minibatches over its mean over all workers.
+        """Return the density of the targets that count in these minibatches over its mean over all
+        workers.
 
-        A mean loss times its share, weighted by samples, is the mean over all targets that count. In rounds, densities
-        are those of the same steps; else those of the whole shards. `weights` are those of the workers, by default
-        their batch sizes. Returns 1 where every sample counts alike.
+        A mean loss times its share, weighted by samples, is the mean over all targets that count.
+        In rounds, densities are those of the same steps; else those of the whole shards. `weights`
+        are those of the workers, by default their batch sizes. Returns 1 where every sample counts
+        alike.
         """
         counts = self.learner.counts
         if counts is None:
@@ -79,9 +92,13 @@ class Trainer:
         own = density(counts, self.batches[worker], steps)
         asked = (steps, None if weights is None else tuple(weights))
         if self._last[0] != asked:
-            weighed = [float(batches.size) for batches in self.batches] if weights is None else weights
+            weighed = (
+                [float(batches.size) for batches in self.batches] if weights is None else weights
+            )
             each = zip(weighed, self.batches, strict=True)
-            mean = sum(weight * density(counts, batches, steps) for weight, batches in each) / sum(weighed)
+            mean = sum(weight * density(counts, batches, steps) for weight, batches in each) / sum(
+                weighed
+            )
             self._last = asked, mean
         return own / self._last[1] if self._last[1] else 1.0
 
@@ -92,7 +109,9 @@ class Trainer:
         return self.share(worker, range(step, step + 1) if planned else range(0))
 
     def worker_state(self, worker: int) -> Any:
-        """Return what forward passes have changed of the module for this worker, beside its parameters."""
+        """Return what forward passes have changed of the module for this worker, beside its
+        parameters.
+        """
         return self.learner.worker_state(worker)
 
     def set_worker_state(self, worker: int, state: Any) -> None:
@@ -109,7 +128,11 @@ class Trainer:
 
     def moments(self) -> Moments:
         """Empty, on the device; what the optimizer counts stays with the host."""
-        own = self.optimizer.shaped(self.learner.layers) if self.statistics else self.optimizer.init(self.num_params)
+        own = (
+            self.optimizer.shaped(self.learner.layers)
+            if self.statistics
+            else self.optimizer.init(self.num_params)
+        )
         return tuple(to_device(x, self.device) if x.is_floating_point() else x for x in own)
 
     @property
@@ -119,20 +142,29 @@ class Trainer:
 
     @property
     def statistics(self) -> int:
-        """How many elements workers exchange for an optimizer that needs something else than gradients; else 0."""
+        """How many elements workers exchange for an optimizer that needs something else than
+        gradients; else 0.
+        """
         return self.optimizer.statistics(self.learner.layers)
 
-    def sweep(self, params: Tensor, moments: Moments, blocks: Any, worker: int) -> tuple[float, Any, Tensor]:
+    def sweep(
+        self, params: Tensor, moments: Moments, blocks: Any, worker: int
+    ) -> tuple[float, Any, Tensor]:
         """(loss, blocks, statistics) of all samples of a worker, for such an optimizer."""
         inputs, targets = self.learner.samples(self.batches[worker].shard)
         return self.optimizer.sweep(params, moments, blocks, inputs, targets)
 
-    def gradient(self, params: Tensor, worker: int, step: int, span: range | None = None) -> tuple[Tensor, Tensor]:
-        """Loss, still on the device, and gradient on batch `step` of a worker, or on what lies at `span` in its stream
-        of samples."""
+    def gradient(
+        self, params: Tensor, worker: int, step: int, span: range | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss, still on the device, and gradient on batch `step` of a worker, or on what lies at
+        `span` in its stream of samples.
+        """
         batches = self.batches[worker]
         indices = batches.indices(step) if span is None else batches.span(span.start, len(span))
-        return self.learner.gradient(params, indices, worker, step, self._share_of(worker, step, span))
+        return self.learner.gradient(
+            params, indices, worker, step, self._share_of(worker, step, span)
+        )
 
     def gradient_in_parts(
         self,
@@ -143,11 +175,14 @@ class Trainer:
         parts: Sequence[tuple[int, int]],
         hand_out: Callable[[int, Tensor], None],
     ) -> float:
-        """The loss on what lies at `span` in the worker's stream of samples; slices of the gradient are handed out as
-        soon as they are there, see `Learner.gradient_in_parts`."""
+        """The loss on what lies at `span` in the worker's stream of samples; slices of the gradient
+        are handed out as soon as they are there, see `Learner.gradient_in_parts`.
+        """
         indices = self.batches[worker].span(span.start, len(span))
         share = self._share_of(worker, step, span)
-        return self.learner.gradient_in_parts(params, indices, worker, step, parts, hand_out, share=share)
+        return self.learner.gradient_in_parts(
+            params, indices, worker, step, parts, hand_out, share=share
+        )
 
     def passes_in_parts(
         self,
@@ -166,8 +201,10 @@ class Trainer:
         return len(self.batches[worker].shard)
 
     def full_gradient(self, params: Tensor, worker: int, batch: int) -> tuple[float, Tensor]:
-        """Loss and gradient over all of a worker's samples, added up over parts of at most about `batch`, always the
-        same parts in the same order and with the same augmentation: a fixed function of `params`."""
+        """Loss and gradient over all of a worker's samples, added up over parts of at most about
+        `batch`, always the same parts in the same order and with the same augmentation: a fixed
+        function of `params`.
+        """
         shard = self.batches[worker].shard
         losses, sizes, total = [], [], torch.full_like(params, -0.0)
         whole, share = self._counted(shard), self.share(worker, range(0))
@@ -182,23 +219,34 @@ class Trainer:
         return mean, total
 
     def _counted(self, indices: np.ndarray) -> float:
-        """The targets of these samples that count, at least 1; the number of samples where all count alike."""
+        """The targets of these samples that count, at least 1; the number of samples where all
+        count alike.
+        """
         counts = self.learner.counts
         return len(indices) if counts is None else max(1.0, float(counts[indices].sum()))
 
     def reduced_gradient(
         self, params: Tensor, anchor: Tensor, worker: int, step: int, span: range
     ) -> tuple[Tensor, Tensor]:
-        """g(params) − g(anchor) on the same minibatch: what the gradient over all samples at `anchor` lacks."""
+        """g(params) − g(anchor) on the same minibatch: what the gradient over all samples at
+        `anchor` lacks.
+        """
         loss, grad = self.gradient(params, worker, step, span)
         return loss, plus(grad, -self.gradient(anchor, worker, step, span)[1])
 
     def spread_gradient(
         self, params: Tensor, worker: int, step: int, span: range, parts: int
     ) -> tuple[float, Tensor, Tensor]:
-        """Loss, gradient g and Σ_p (share_p·g_p)², coordinate by coordinate, over parts of the minibatch."""
+        """Loss, gradient g and Σ_p (share_p·g_p)², coordinate by coordinate, over parts of the
+        minibatch.
+        """
         indices = self.batches[worker].span(span.start, len(span))
-        losses, shares, total, squares = [], [], torch.full_like(params, -0.0), torch.zeros_like(params)
+        losses, shares, total, squares = (
+            [],
+            [],
+            torch.full_like(params, -0.0),
+            torch.zeros_like(params),
+        )
         share = self._share_of(worker, step, span)
         for part in np.array_split(indices, min(parts, len(indices))):
             loss, grad = self.learner.gradient(params, part, worker, step, share)
@@ -213,20 +261,35 @@ class Trainer:
         return mean, total, squares
 
     def local_step(
-        self, params: Tensor, moments: Moments, worker: int, step: int, lr: float, span: range | None = None
+        self,
+        params: Tensor,
+        moments: Moments,
+        worker: int,
+        step: int,
+        lr: float,
+        span: range | None = None,
     ) -> tuple[Tensor | float, Moments, Tensor]:
-        """One optimizer step on one minibatch, or on the shard where that is what the optimizer needs: (loss, moments,
-        params). The loss is still on the device (`numbers` reads it), so that steps follow each other unseen."""
+        """One optimizer step on one minibatch, or on the shard where that is what the optimizer
+        needs: (loss, moments, params). The loss is still on the device (`numbers` reads it), so
+        that steps follow each other unseen.
+        """
         if self.statistics:
             loss, _, statistics = self.sweep(params, moments, None, worker)
             return (loss, *self.optimizer.step(moments, params, statistics, lr))
         batches = self.batches[worker]
         indices = batches.indices(step) if span is None else batches.span(span.start, len(span))
         loss, grad, lacks = self.learner.gradient_found(params, indices, worker, step, marked=False)
-        return (loss, *self.apply(self.stepped_from(params), moments, grad, lr, lacks, place_of(worker, step)))
+        return (
+            loss,
+            *self.apply(
+                self.stepped_from(params), moments, grad, lr, lacks, place_of(worker, step)
+            ),
+        )
 
     def stepped_from(self, params: Tensor) -> Tensor:
-        """Return what the optimizer steps from after a gradient at `params`, see `Learner.stepped_from`."""
+        """Return what the optimizer steps from after a gradient at `params`, see
+        `Learner.stepped_from`.
+        """
         return self.learner.stepped_from(params)
 
     def apply(
@@ -239,10 +302,11 @@ class Trainer:
         place: str = "at a merge",
         starts: np.ndarray | None = None,
     ) -> tuple[Moments, Tensor]:
-        """Make the optimizer's step on a gradient, or on a weighted sum of several; leave elements without one alone.
+        """Make the optimizer's step on a gradient, or on a weighted sum of several; leave elements
+        without one alone.
 
-        `exact`: whether the gradient came without loss, so that −0.0 marks those elements. `starts`: where tensors
-        begin in the vector, if it is not that of the whole model.
+        `exact`: whether the gradient came without loss, so that −0.0 marks those elements.
+        `starts`: where tensors begin in the vector, if it is not that of the whole model.
         """
         with Guard(self._of_step, place):
             after, moved = self.optimizer.step(moments, params, grad, lr)
@@ -256,25 +320,40 @@ class Trainer:
         return tuple(after), moved
 
     def _none_absent(self, grad: Tensor, starts: np.ndarray | None) -> bool:
-        """Return True if each element has a gradient. A vector on an accelerator is not read where all gradients
-        computed in this process were complete: a look at it would wait for the device."""
+        """Return True if each element has a gradient. A vector on an accelerator is not read where
+        all gradients computed in this process were complete: a look at it would wait for the
+        device.
+        """
         if at_home(grad):
             return not some_absent(grad, starts)
         return bool(self.learner.complete) or not numbers([marks(grad).any()])[0]
 
     def apply_slice(
-        self, params: Tensor, moments: Moments, start: int, stop: int, grad: Tensor, lr: float, exact: bool = True
+        self,
+        params: Tensor,
+        moments: Moments,
+        start: int,
+        stop: int,
+        grad: Tensor,
+        lr: float,
+        exact: bool = True,
     ) -> tuple[Moments, Tensor]:
-        """The same of the elements [start, stop) alone, of an optimizer that goes element by element."""
+        """The same of the elements [start, stop) alone, of an optimizer that goes element by
+        element.
+        """
         own = tuple(moment[start:stop] if moment.dim() else moment for moment in moments)
         begun = self.learner.starts
-        inside = begun[(begun > start) & (begun < stop)] - start  # the slice may begin within a tensor
+        inside = (
+            begun[(begun > start) & (begun < stop)] - start
+        )  # the slice may begin within a tensor
         return self.apply(params[start:stop], own, grad, lr, exact, starts=np.array([0, *inside]))
 
     def joined(self, slices: Sequence[tuple[Moments, Tensor]]) -> tuple[Moments, Tensor]:
         """The moments and the model of their slices, in order."""
         vectors = [params for _, params in slices]
-        moments = (put_together(parts, vectors) for parts in zip(*(m for m, _ in slices), strict=True))
+        moments = (
+            put_together(parts, vectors) for parts in zip(*(m for m, _ in slices), strict=True)
+        )
         return tuple(moments), torch.cat(vectors)
 
     @property
@@ -288,14 +367,18 @@ class Trainer:
 
 
 def put_together(parts: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor:
-    """Return a moment of consecutive slices as one; a number that all slices have in common stays one."""
+    """Return a moment of consecutive slices as one; a number that all slices have in common stays
+    one.
+    """
     if not any(part.dim() for part in parts) and len({part.item() for part in parts}) == 1:
         return parts[0]
     return torch.cat([part.expand_as(vector) for part, vector in zip(parts, vectors, strict=True)])
 
 
 def density(counts: np.ndarray, batches: Batches, steps: range) -> float:
-    """Targets that count per sample in these minibatches of a worker; in its whole shard where there are none."""
+    """Targets that count per sample in these minibatches of a worker; in its whole shard where
+    there are none.
+    """
     parts = [batches.indices(step) for step in steps] or [batches.shard]
     return float(np.mean([counts[part].mean() for part in parts]))
 
@@ -307,7 +390,9 @@ class SizeOnlyTrainer:
     device = HOST
     weighs = False
 
-    def __init__(self, num_params: int, epoch_samples: int, num_workers: int = 1, statistics: int = 0) -> None:
+    def __init__(
+        self, num_params: int, epoch_samples: int, num_workers: int = 1, statistics: int = 0
+    ) -> None:
         self.statistics = statistics
         self.epoch_samples = epoch_samples
         self.num_workers = num_workers
@@ -336,10 +421,14 @@ class SizeOnlyTrainer:
     def moments(self) -> Moments:
         return ()
 
-    def sweep(self, params: SizeOnly, moments: Moments, blocks: Any, worker: int) -> tuple[float, Any, SizeOnly]:
+    def sweep(
+        self, params: SizeOnly, moments: Moments, blocks: Any, worker: int
+    ) -> tuple[float, Any, SizeOnly]:
         return 0.0, None, SizeOnly(4 * self.statistics)
 
-    def gradient(self, params: SizeOnly, worker: int, step: int, span: range | None = None) -> tuple[float, SizeOnly]:
+    def gradient(
+        self, params: SizeOnly, worker: int, step: int, span: range | None = None
+    ) -> tuple[float, SizeOnly]:
         return 0.0, params
 
     def gradient_in_parts(
@@ -387,7 +476,13 @@ class SizeOnlyTrainer:
         return 0.0, params, params
 
     def local_step(
-        self, params: SizeOnly, moments: Moments, worker: int, step: int, lr: float, span: range | None = None
+        self,
+        params: SizeOnly,
+        moments: Moments,
+        worker: int,
+        step: int,
+        lr: float,
+        span: range | None = None,
     ) -> tuple[float, Moments, SizeOnly]:
         return 0.0, (), params
 
@@ -409,7 +504,14 @@ class SizeOnlyTrainer:
         return (), params
 
     def apply_slice(
-        self, params: SizeOnly, moments: Moments, start: int, stop: int, grad: SizeOnly, lr: float, exact: bool = True
+        self,
+        params: SizeOnly,
+        moments: Moments,
+        start: int,
+        stop: int,
+        grad: SizeOnly,
+        lr: float,
+        exact: bool = True,
     ) -> tuple[Moments, SizeOnly]:
         return (), grad
 

@@ -10,7 +10,9 @@ from ashl.option import Count, option
 
 @option
 class CNN:
-    """Blocks of 3x3 convolution, ReLU and 2x2 max pooling, one per entry of `channels`, then one linear layer."""
+    """Blocks of 3x3 convolution, ReLU and 2x2 max pooling, one per entry of `channels`, then one
+    linear layer.
+    """
 
     channels: list[Count]
 

@@ -1,4 +1,6 @@
-"""A decoder as language models have it today: RMSNorm before each part, rotary positions, no biases."""
+"""A decoder as language models have it today: RMSNorm before each part, rotary positions, no
+biases.
+"""
 
 import math
 
@@ -22,13 +24,22 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.attend = nn.Linear(width, 3 * width, bias=False)
         self.mix = nn.Linear(width, width, bias=False)
-        self.widen, self.narrow = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.widen, self.narrow = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         batch, length, width = x.shape
-        parts = self.attend(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads).transpose(1, 3)
+        parts = (
+            self.attend(self.norm1(x))
+            .view(batch, length, 3, self.heads, width // self.heads)
+            .transpose(1, 3)
+        )
         query, key, value = parts.unbind(2)
-        seen = functional.scaled_dot_product_attention(turned(query, turns), turned(key, turns), value, is_causal=True)
+        seen = functional.scaled_dot_product_attention(
+            turned(query, turns), turned(key, turns), value, is_causal=True
+        )
         x = x + self.mix(seen.transpose(1, 2).reshape(batch, length, width))
         return x + self.narrow(functional.gelu(self.widen(self.norm2(x))))
 
@@ -38,7 +49,9 @@ class Decoder(nn.Module):
 
     turns: Tensor
 
-    def __init__(self, words: int, length: int, width: int, heads: int, layers: int, tied: bool) -> None:
+    def __init__(
+        self, words: int, length: int, width: int, heads: int, layers: int, tied: bool
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -47,7 +60,9 @@ class Decoder(nn.Module):
         self.register_buffer("turns", angles(length, width // heads), persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                ends = name.endswith(("mix.weight", "narrow.weight"))  # of a block, whose outputs add up
+                ends = name.endswith(
+                    ("mix.weight", "narrow.weight")
+                )  # of a block, whose outputs add up
                 nn.init.normal_(parameter, std=SPREAD / math.sqrt(2 * layers) if ends else SPREAD)
         if tied:
             self.head.weight = self.embed.weight
@@ -75,11 +90,13 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
 
 @option
 class GPT:
-    """Decoder-only: Radford et al., 2019, with RMSNorm (Zhang and Sennrich, NeurIPS 2019), rotary positions (Su et al.,
-    "RoFormer", 2021) and, where `tie_embeddings`, one matrix for tokens on their way in and out (Press and Wolf, EACL
+    """Decoder-only: Radford et al., 2019, with RMSNorm (Zhang and Sennrich, NeurIPS 2019), rotary
+    positions (Su et al., "RoFormer", 2021) and, where `tie_embeddings`, one matrix for tokens on
+    their way in and out (Press and Wolf, EACL
     2017).
 
-    About 12·layers·width² parameters: 0.8 million with width 128 and 4 layers, 85 million with 768 and 12.
+    About 12·layers·width² parameters: 0.8 million with width 128 and 4 layers, 85 million with 768
+    and 12.
     """
 
     width: Count
@@ -88,13 +105,19 @@ class GPT:
     tie_embeddings: bool
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Raises UsageError unless samples are rows of tokens, and where the heads do not divide the width evenly."""
+        """Raises UsageError unless samples are rows of tokens, and where the heads do not divide
+        the width evenly.
+        """
         if len(sample_shape) != 1:
             text = "x".join(map(str, sample_shape))
-            raise UsageError(f"Model gpt needs rows of tokens, and a sample here is {text}; take dataset=text.")
+            raise UsageError(
+                f"Model gpt needs rows of tokens, and a sample here is {text}; take dataset=text."
+            )
         if self.width % (2 * self.heads):
             raise UsageError(
-                f"model.width={self.width} leaves each of model.heads={self.heads} no even number of elements, as "
-                "rotary positions need; take a multiple of twice the heads"
+                f"model.width={self.width} leaves each of model.heads={self.heads} no even number"
+                " of elements, as rotary positions need; take a multiple of twice the heads"
             )
-        return Decoder(num_classes, sample_shape[0], self.width, self.heads, self.layers, self.tie_embeddings)
+        return Decoder(
+            num_classes, sample_shape[0], self.width, self.heads, self.layers, self.tie_embeddings
+        )

@@ -8,13 +8,17 @@ from ashl.option import option
 
 @option
 class LeNet:
-    """LeNet-5 as it is taught today (ReLU, max pooling): LeCun, Bottou, Bengio and Haffner, Proc. IEEE 86(11), 1998.
+    """LeNet-5 as it is taught today (ReLU, max pooling): LeCun, Bottou, Bengio and Haffner, Proc.
+    IEEE 86(11), 1998.
 
-    Two 5x5 convolutions, each pooled, and three linear layers; 61,706 parameters on 28x28 and 62,006 on 3x32x32.
+    Two 5x5 convolutions, each pooled, and three linear layers; 61,706 parameters on 28x28 and
+    62,006 on 3x32x32.
     """
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Raises UsageError unless samples are images of at least 28x28; under 32, two are padded on each side."""
+        """Raises UsageError unless samples are images of at least 28x28; under 32, two are padded
+        on each side.
+        """
         channels, height, width = image_shape("lenet", sample_shape, at_least=28)
         padding = 2 if min(height, width) < 32 else 0
         rows, columns = (((side + 2 * padding - 4) // 2 - 4) // 2 for side in (height, width))

@@ -12,5 +12,7 @@ class Linear:
     """One linear layer over the flattened sample: convex, with any loss used here."""
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Takes samples of any shape. Parameters in order: weight [num_classes, inputs], bias [num_classes]."""
+        """Takes samples of any shape. Parameters in order: weight [num_classes, inputs], bias
+        [num_classes].
+        """
         return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(sample_shape), num_classes))

@@ -10,7 +10,9 @@ from ashl.option import Count, option
 
 @option
 class MLP:
-    """Fully connected layers with ReLU between them: Rumelhart, Hinton and Williams, Nature 323, 1986."""
+    """Fully connected layers with ReLU between them: Rumelhart, Hinton and Williams, Nature 323,
+    1986.
+    """
 
     hidden: list[Count]
 

@@ -18,16 +18,23 @@ class PlainModel:
     keys: Mapping[str, Any]
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Of the two arguments those are passed on for which there is a parameter and no key. Raises UsageError."""
+        """Of the two arguments those are passed on for which there is a parameter and no key.
+        Raises UsageError.
+        """
         offered = {"sample_shape": sample_shape, "num_classes": num_classes}
         module = self.make(**arguments(self.make, self.keys, "model", offered))
         if not isinstance(module, nn.Module):
             raise UsageError(
-                f"model: {self.make.__name__} returns {type(module).__name__}, and should return a torch.nn.Module"
+                f"model: {self.make.__name__} returns {type(module).__name__}, and should return a"
+                " torch.nn.Module"
             )
         return module
 
 
 def plain_model(part: Maker, keys: Mapping[str, Any]) -> PlainModel | None:
     """The model that a class or a function makes; None for a class that is no module."""
-    return None if isinstance(part, type) and not issubclass(part, nn.Module) else PlainModel(part, keys)
+    return (
+        None
+        if isinstance(part, type) and not issubclass(part, nn.Module)
+        else PlainModel(part, keys)
+    )

@@ -16,15 +16,24 @@ GROUPS, CHANNELS = 32, 4  # groups of GroupNorm at most, and channels in one at 
 
 
 def normed(norm: Norm, channels: int) -> nn.Module:
-    """BatchNorm; or GroupNorm, which looks at one sample alone: Wu and He, "Group normalization", ECCV 2018."""
-    return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(min(GROUPS, channels // CHANNELS), channels)
+    """BatchNorm; or GroupNorm, which looks at one sample alone: Wu and He, "Group normalization",
+    ECCV 2018.
+    """
+    return (
+        nn.BatchNorm2d(channels)
+        if norm == "batch"
+        else nn.GroupNorm(min(GROUPS, channels // CHANNELS), channels)
+    )
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: without parameters (the paper's option A), or where it is `projected` and
-    shapes differ, a 1x1 convolution (option B)."""
+    """Two 3x3 convolutions beside a shortcut: without parameters (the paper's option A), or where
+    it is `projected` and shapes differ, a 1x1 convolution (option B).
+    """
 
-    def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm, projected: bool = False) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, stride: int, norm: Norm, projected: bool = False
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         self.norm1 = normed(norm, outputs)
@@ -32,7 +41,9 @@ class Block(nn.Module):
         self.norm2 = normed(norm, outputs)
         self.stride, self.widening, self.shortcut = stride, outputs - inputs, None
         if projected and self.widening:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), normed(norm, outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), normed(norm, outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         out = functional.relu(self.norm1(self.conv1(x)))
@@ -40,12 +51,19 @@ class Block(nn.Module):
         if self.shortcut is not None:
             x = self.shortcut(x)
         elif self.widening:  # every second pixel, and zeros in the new channels
-            x = functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.widening))
+            x = functional.pad(
+                x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.widening)
+            )
         return functional.relu(out + x)
 
 
 def network(
-    channels: int, widths: tuple[int, ...], blocks: int, num_classes: int, norm: Norm, projected: bool = False
+    channels: int,
+    widths: tuple[int, ...],
+    blocks: int,
+    num_classes: int,
+    norm: Norm,
+    projected: bool = False,
 ) -> nn.Module:
     """A 3x3 convolution, stages of so many blocks, and a mean over what is left of the image."""
     layers: list[nn.Module] = [
@@ -58,7 +76,9 @@ def network(
         for _ in range(blocks):
             layers.append(Block(before, width, 1 if before == width else 2, norm, projected))
             before = width
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, num_classes))
+    model = nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, num_classes)
+    )
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -67,26 +87,34 @@ def network(
 
 @option
 class ResNet:
-    """The network of `depth` 6n + 2 for 32x32 images: He et al., "Deep residual learning", 2015, section 4.2.
+    """The network of `depth` 6n + 2 for 32x32 images: He et al., "Deep residual learning", 2015,
+    section 4.2.
 
-    With three channels and ten classes depth 8 has 75,290 parameters, depth 20 has 269,722 (the paper's 0.27 million).
+    With three channels and ten classes depth 8 has 75,290 parameters, depth 20 has 269,722 (the
+    paper's 0.27 million).
     """
 
     depth: Count
     norm: Norm
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Raises UsageError unless samples are images of at least 4x4, and `depth` is 8, 14, 20, …"""
+        """Raises UsageError unless samples are images of at least 4x4, and `depth` is 8,
+        14, 20, …
+        """
         blocks, odd = divmod(self.depth - 2, 6)
         if odd or blocks < 1:
-            raise UsageError(f"model.depth={self.depth} is not of the form 6n + 2; take 8, 14, 20, 32, 44, 56 or 110.")
+            raise UsageError(
+                f"model.depth={self.depth} is not of the form 6n + 2; take 8, 14, 20, 32, 44, 56 or"
+                " 110."
+            )
         channels, _, _ = image_shape(f"resnet{self.depth}", sample_shape, at_least=4)
         return network(channels, WIDTHS, blocks, num_classes, self.norm)
 
 
 @option
 class ResNet18:
-    """ResNet-18 (He et al., 2015) as is customary on 32x32 images: a 3x3 convolution first, and no pooling after it.
+    """ResNet-18 (He et al., 2015) as is customary on 32x32 images: a 3x3 convolution first, and no
+    pooling after it.
 
     With three channels and ten classes it has 11,173,962 parameters.
     """

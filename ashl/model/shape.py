@@ -11,13 +11,13 @@ def image_shape(model: str, sample_shape: tuple[int, ...], at_least: int) -> tup
     text = "x".join(map(str, sample_shape))
     if len(sample_shape) != 3:
         raise UsageError(
-            f"Model {model} needs images (channels, height, width), but a sample of this data set has shape {text}; "
-            "take model=mlp or model=linear."
+            f"Model {model} needs images (channels, height, width), but a sample of this data set"
+            f" has shape {text}; take model=mlp or model=linear."
         )
     channels, height, width = sample_shape
     if min(height, width) < at_least:
         raise UsageError(
-            f"Model {model} needs images of at least {at_least}x{at_least} pixels, but a sample of this data set "
-            f"has shape {text}; take model=cnn or model=mlp."
+            f"Model {model} needs images of at least {at_least}x{at_least} pixels, but a sample of"
+            f" this data set has shape {text}; take model=cnn or model=mlp."
         )
     return channels, height, width

@@ -13,8 +13,12 @@ class Decoder(nn.Module):
     def __init__(self, words: int, length: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
-        block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        block = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(
+            block, layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.head = nn.Linear(width, words)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -26,18 +30,28 @@ class Decoder(nn.Module):
 
 @option
 class Transformer:
-    """Attention to all that came before, normalised before each part: Vaswani et al., "Attention is all you need",
-    2017, in the form of Radford et al., "Language models are unsupervised multitask learners", 2019."""
+    """Attention to all that came before, normalised before each part: Vaswani et al., "Attention is
+    all you need", 2017, in the form of Radford et al., "Language models are unsupervised multitask
+    learners", 2019.
+    """
 
     width: Count
     heads: Count
     layers: Count
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Raises UsageError unless samples are rows of tokens, and where the heads do not divide the width."""
+        """Raises UsageError unless samples are rows of tokens, and where the heads do not divide
+        the width.
+        """
         if len(sample_shape) != 1:
             text = "x".join(map(str, sample_shape))
-            raise UsageError(f"Model transformer needs rows of tokens, and a sample here is {text}; take dataset=text.")
+            raise UsageError(
+                f"Model transformer needs rows of tokens, and a sample here is {text}; take"
+                " dataset=text."
+            )
         if self.width % self.heads:
-            raise UsageError(f"model.width={self.width} is not divisible by model.heads={self.heads}; take 1, say.")
+            raise UsageError(
+                f"model.width={self.width} is not divisible by model.heads={self.heads}; take 1,"
+                " say."
+            )
         return Decoder(num_classes, sample_shape[0], self.width, self.heads, self.layers)

@@ -17,14 +17,17 @@ SMALL = 64  # pixels: below, what VGG flattens is a single pixel, copied 49 time
 class Vision:
     """A network of torchvision.models, untrained: `resnet18`, `vgg16_bn`, `mobilenet_v2`, …
 
-    Two things are adapted: the first convolution to the number of channels, and for images under 64 pixels VGG's three
-    linear layers become one, as is customary on CIFAR (vgg16_bn then has 14.7 million parameters instead of 134).
+    Two things are adapted: the first convolution to the number of channels, and for images under 64
+    pixels VGG's three linear layers become one, as is customary on CIFAR (vgg16_bn then has 14.7
+    million parameters instead of 134).
     """
 
     name: str
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Raises UsageError for an unknown name, and unless samples are images of at least 32x32."""
+        """Raises UsageError for an unknown name, and unless samples are images of at least
+        32x32.
+        """
         models = load_torchvision().models
         known = models.list_models(module=models)
         if self.name not in known:
@@ -43,7 +46,9 @@ class Vision:
 
 def _take_channels(model: nn.Module, channels: int) -> None:
     """Replaces the first convolution by one like it, for images of another number of channels."""
-    name, first = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
+    name, first = next(
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d)
+    )
     parent, _, child = name.rpartition(".")
     setattr(
         model.get_submodule(parent),

@@ -15,7 +15,8 @@ from ashl.option import Positive, option
 class Adam(Scheduled):
     """Adam, as torch.optim.Adam has it. Weight decay joins the gradient.
 
-    m ← β1 m + (1 - β1) g;  v ← β2 v + (1 - β2) g²;  w ← w - η m̂ / (√v̂ + ε), with the bias of both means taken out.
+    m ← β1 m + (1 - β1) g;  v ← β2 v + (1 - β2) g²;  w ← w - η m̂ / (√v̂ + ε), with the bias of both
+    means taken out.
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
     """
 
@@ -25,16 +26,24 @@ class Adam(Scheduled):
     eps: Positive
 
     def init(self, num_params: int) -> Moments:
-        """The number of steps (a scalar tensor; [d] once elements differ in it) and the two means, zeros [d]."""
+        """The number of steps (a scalar tensor; [d] once elements differ in it) and the two means,
+        zeros [d].
+        """
         return torch.zeros((), dtype=torch.int64), torch.zeros(num_params), torch.zeros(num_params)
 
-    def step(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
-        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they are."""
+    def step(
+        self, moments: Moments, params: Tensor, grad: Tensor, lr: float
+    ) -> tuple[Moments, Tensor]:
+        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they
+        are.
+        """
         if self.weight_decay:
             grad = torch.add(grad, params, alpha=self.weight_decay)
         return self._descend(moments, params, grad, lr)
 
-    def _descend(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
+    def _descend(
+        self, moments: Moments, params: Tensor, grad: Tensor, lr: float
+    ) -> tuple[Moments, Tensor]:
         count, first, second = moments[0] + 1, moments[1], moments[2]
         first = torch.lerp(first, grad, 1 - self.beta1)
         second = torch.mul(second, self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
@@ -43,7 +52,14 @@ class Adam(Scheduled):
 
 
 def descended(
-    params: Tensor, first: Tensor, second: Tensor, lr: float, count: Tensor, beta1: float, beta2: float, eps: float
+    params: Tensor,
+    first: Tensor,
+    second: Tensor,
+    lr: float,
+    count: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
 ) -> Tensor:
     """Return w − η·m̂/(√v̂ + ε), new, with the bias of `count` steps taken out of both means."""
     if not count.dim():
@@ -62,6 +78,10 @@ class AdamW(Adam):
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
     """
 
-    def step(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
-        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they are."""
+    def step(
+        self, moments: Moments, params: Tensor, grad: Tensor, lr: float
+    ) -> tuple[Moments, Tensor]:
+        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they
+        are.
+        """
         return self._descend(moments, params * (1 - lr * self.weight_decay), grad, lr)

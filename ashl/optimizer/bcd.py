@@ -1,24 +1,30 @@
-"""Block coordinate descent without gradients, for multi-layer perceptrons: every block has its minimum in closed form.
+"""Block coordinate descent without gradients, for multi-layer perceptrons: every block has its
+minimum in closed form.
 
-Rule: of every sample, each layer's input U_{l−1} and its sums V_l become variables of their own (U_0 the inputs), held
-together by penalties; with N layers and W_l holding the biases as a last column, for an input that is always 1,
+Rule: of every sample, each layer's input U_{l−1} and its sums V_l become variables of their own
+(U_0 the inputs), held together by penalties; with N layers and W_l holding the biases as a last
+column, for an input that is always 1,
 
-    F = mean over samples of ½‖V_N − y‖² + γ/2 Σ_l ‖V_l − W_l·U_{l−1}‖² + ρ/2 Σ_{l<N} ‖U_l − max(0, V_l)‖²
+    F = mean over samples of ½‖V_N − y‖² + γ/2 Σ_l ‖V_l − W_l·U_{l−1}‖² + ρ/2 Σ_{l<N} ‖U_l − max(0,
+    V_l)‖²
 
-y are values, or 0 and 1 by class. One step is a sweep: V_N, then U_l and V_l for l = N − 1 … 1, each where F is least
-given all others; then all W_l ← (mean V_l·U_{l−1}ᵀ + λ·W_l)(mean U_{l−1}·U_{l−1}ᵀ + λ·I)⁻¹ at once, least in F +
-γλ/2·‖W_l − W_l before‖². F never grows. U and V stay with the worker that has the samples; what workers add up are the
-two means of each layer: ((in + 1)² + out·(in + 1))·32 bits, whatever the number of samples. So many workers are one
-with all the data, up to rounding.
+y are values, or 0 and 1 by class. One step is a sweep: V_N, then U_l and V_l for l = N − 1 … 1,
+each where F is least given all others; then all W_l ← (mean V_l·U_{l−1}ᵀ + λ·W_l)(mean
+U_{l−1}·U_{l−1}ᵀ + λ·I)⁻¹ at once, least in F + γλ/2·‖W_l − W_l before‖². F never grows. U and V
+stay with the worker that has the samples; what workers add up are the two means of each layer: ((in
++ 1)² + out·(in + 1))·32 bits, whatever the number of samples. So many workers are one with all the
+data, up to rounding.
 
-Limits: fully connected layers and ReLU only. Memory for U and V of every sample. The loss is squared error, with which
-classes are told apart well enough, and the reported one is F. There is no learning rate.
+Limits: fully connected layers and ReLU only. Memory for U and V of every sample. The loss is
+squared error, with which classes are told apart well enough, and the reported one is F. There is no
+learning rate.
 
-Departs from Zeng et al. in that all W_l follow the sweep instead of one after each layer, so that a step is one
-exchange, and that only they have a proximal term.
+Departs from Zeng et al. in that all W_l follow the sweep instead of one after each layer, so that a
+step is one exchange, and that only they have a proximal term.
 
-Source: Zeng et al., "Global Convergence of Block Coordinate Descent in Deep Learning", ICML 2019; Lau et al., "A
-Proximal Block Coordinate Descent Algorithm for Deep Neural Network Training", ICLR workshop 2018.
+Source: Zeng et al., "Global Convergence of Block Coordinate Descent in Deep Learning", ICML 2019;
+Lau et al., "A Proximal Block Coordinate Descent Algorithm for Deep Neural Network Training", ICLR
+workshop 2018.
 """
 
 from typing import NamedTuple
@@ -56,27 +62,43 @@ class BCD(Optimizer):
     def rate(self, samples: int, epoch_samples: int) -> float:
         return 1.0
 
-    def step(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
+    def step(
+        self, moments: Moments, params: Tensor, grad: Tensor, lr: float
+    ) -> tuple[Moments, Tensor]:
         """The weights that go with everybody's means, flat [d]; the arguments stay as they are."""
         solved, start = [], 0
         for weight in weights_of(moments, params):
             out, wide = weight.shape
-            gram, cross = grad[start : start + wide * (wide + out)].double().split([wide * wide, out * wide])
+            gram, cross = (
+                grad[start : start + wide * (wide + out)].double().split([wide * wide, out * wide])
+            )
             start += wide * (wide + out)
             right = cross.view(out, wide) + self.ridge * weight
-            solved.append(torch.linalg.solve(gram.view(wide, wide) + self.ridge * torch.eye(wide), right, left=False))
+            solved.append(
+                torch.linalg.solve(
+                    gram.view(wide, wide) + self.ridge * torch.eye(wide), right, left=False
+                )
+            )
         return moments, flat(solved).to(params.dtype)
 
     def sweep(
-        self, params: Tensor, moments: Moments, blocks: Blocks | None, inputs: Tensor, targets: Tensor
+        self,
+        params: Tensor,
+        moments: Moments,
+        blocks: Blocks | None,
+        inputs: Tensor,
+        targets: Tensor,
     ) -> tuple[float, Blocks, Tensor]:
-        """(F, V and U where F is least, the two means of all layers) for inputs [features, samples] and targets
-        [values, samples]; without blocks, from those of a pass forward."""
+        """(F, V and U where F is least, the two means of all layers) for inputs [features, samples]
+        and targets [values, samples]; without blocks, from those of a pass forward.
+        """
         weights = [weight.to(inputs.dtype) for weight in weights_of(moments, params)]
         sums, outputs = blocks or forward(weights, inputs)
         sums, outputs = list(sums), list(outputs)
         gamma, rho, last = self.gamma, self.rho, len(weights) - 1
-        sums[last] = (targets + gamma * (weights[last] @ padded([inputs, *outputs][last]))) / (1 + gamma)
+        sums[last] = (targets + gamma * (weights[last] @ padded([inputs, *outputs][last]))) / (
+            1 + gamma
+        )
         for k in reversed(range(last)):
             matrix, bias = weights[k + 1][:, :-1], weights[k + 1][:, -1:]
             left = gamma * matrix.T @ matrix + rho * torch.eye(matrix.shape[1])
@@ -91,13 +113,19 @@ class BCD(Optimizer):
         return self.objective(weights, found, inputs, targets), found, torch.cat(means)
 
     def activated(self, output: Tensor, sums: Tensor) -> Tensor:
-        """argmin_v ρ/2·(output − max(0, v))² + γ/2·(v − sums)², element by element: the better of both sides of 0."""
+        """argmin_v ρ/2·(output − max(0, v))² + γ/2·(v − sums)², element by element: the better of
+        both sides of 0.
+        """
         above = ((self.rho * output + self.gamma * sums) / (self.rho + self.gamma)).clamp_(min=0)
         below = sums.clamp(max=0)
         cost = self.rho * (output - above) ** 2 + self.gamma * (above - sums) ** 2
-        return torch.where(cost <= self.rho * output**2 + self.gamma * (below - sums) ** 2, above, below)
+        return torch.where(
+            cost <= self.rho * output**2 + self.gamma * (below - sums) ** 2, above, below
+        )
 
-    def objective(self, weights: list[Tensor], blocks: Blocks, inputs: Tensor, targets: Tensor) -> float:
+    def objective(
+        self, weights: list[Tensor], blocks: Blocks, inputs: Tensor, targets: Tensor
+    ) -> float:
         """F over these samples."""
         sums, outputs = blocks
         total = (sums[-1] - targets).square().sum()

@@ -1,4 +1,6 @@
-"""What an optimizer is: pure functions on flat vectors [d], with its moments passed and returned."""
+"""What an optimizer is: pure functions on flat vectors [d], with its moments passed and
+returned.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ Layers = Sequence[tuple[str, tuple[int, ...]]]  # name and shape
 
 
 class Optimizer(Contract, group="optimizer"):
-    """Makes steps of gradients; or, where it has `statistics`, of something else that workers sum."""
+    """Makes steps of gradients; or, where it has `statistics`, of something else that
+    workers sum.
+    """
 
     elementwise: ClassVar[bool] = False  # whether an element's step depends on that element alone
     schedule: ClassVar[str] = "constant"  # of the learning rate
@@ -31,7 +35,9 @@ class Optimizer(Contract, group="optimizer"):
         """Empty moments."""
         return ()
 
-    def step(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
+    def step(
+        self, moments: Moments, params: Tensor, grad: Tensor, lr: float
+    ) -> tuple[Moments, Tensor]:
         """(new moments, new parameters); the arguments stay as they are."""
         raise NotImplementedError
 

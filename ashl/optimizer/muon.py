@@ -24,16 +24,20 @@ TINY = 1e-7
 
 @option
 class Muon(AdamW):
-    """Momentum orthogonalised by Newton and Schulz, with steps as long as AdamW's, so that one rate serves both.
+    """Momentum orthogonalised by Newton and Schulz, with steps as long as AdamW's, so that one rate
+    serves both.
 
-    For a matrix W [r, c] (a convolution's with all but the first axis as one), M ← μM + G and W ← (1 - ηλ)W -
-    η·0.2·√max(r, c)·O(G + μM), with O five steps of a polynomial that brings all singular values near 1. Vectors, and
-    the layers that `others` names a part of, take AdamW's steps. On the workers, with outer=nesterov, it is MuLoCo.
-    Where gradients are summed by all-reduce each replica makes the step itself, which needs machines whose matrix
-    products have the same bits.
+    For a matrix W [r, c] (a convolution's with all but the first axis as one), M ← μM + G and W ←
+    (1 - ηλ)W - η·0.2·√max(r, c)·O(G + μM), with O five steps of a polynomial that brings all
+    singular values near 1. Vectors, and the layers that `others` names a part of, take AdamW's
+    steps. On the workers, with outer=nesterov, it is MuLoCo. Where gradients are summed by
+    all-reduce each replica makes the step itself, which needs machines whose matrix products have
+    the same bits.
 
-    Limit: a model without matrices, or whose layers are all among the `others`, is AdamW, bit for bit.
-    Source: Jordan et al., "Muon", 2024; lengths as in Liu et al., "Muon is scalable for LLM training", arXiv
+    Limit: a model without matrices, or whose layers are all among the `others`, is AdamW, bit for
+    bit.
+    Source: Jordan et al., "Muon", 2024; lengths as in Liu et al., "Muon is scalable for LLM
+    training", arXiv
     2502.16982; MuLoCo, Thérien et al., arXiv 2505.23725.
     """
 
@@ -48,8 +52,12 @@ class Muon(AdamW):
         object.__setattr__(shaped, "_layers", tuple(layers))
         return shaped
 
-    def step(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
-        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they are."""
+    def step(
+        self, moments: Moments, params: Tensor, grad: Tensor, lr: float
+    ) -> tuple[Moments, Tensor]:
+        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they
+        are.
+        """
         (count, first, second), moved = super().step(moments, params, grad, lr)
         ends = accumulate(prod(shape) for _, shape in self._layers)
         for (name, shape), end in zip(self._layers, ends, strict=True):

@@ -1,9 +1,10 @@
 """An optimizer of plain torch: a subclass of `torch.optim.Optimizer` that steps element by element.
 
-A step here is a function of flat vectors, and workers and servers may step on slices of a model. A class of torch is an
-object with state, made for whole tensors. For each step an object of the class is made anew and given the state that
-the previous step left. A try-out compares a few steps of vectors and slices with those of one lasting object on a
-matrix, and refuses a class for which they differ.
+A step here is a function of flat vectors, and workers and servers may step on slices of a model. A
+class of torch is an object with state, made for whole tensors. For each step an object of the class
+is made anew and given the state that the previous step left. A try-out compares a few steps of
+vectors and slices with those of one lasting object on a matrix, and refuses a class for which they
+differ.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from ashl.optimizer.contract import Moments, Optimizer
 from ashl.optimizer.schedule import Scheduled
 from ashl.option import option
 
-OWN = ("schedule", "warmup_epochs", "horizon_epochs")  # keys of the learning rate, which the class does not receive
+OWN = (
+    "schedule",
+    "warmup_epochs",
+    "horizon_epochs",
+)  # keys of the learning rate, which the class does not receive
 TRIED = (6, 4)  # shape of the matrix of the try-out
 RATES = (1.0, 0.5, 2.0, 1.0, 0.25)  # shares of the rate at the steps of the try-out
 TOLERANCE = 1e-5  # of the try-out, relative: vectors of other lengths round differently
@@ -32,8 +37,8 @@ TOLERANCE = 1e-5  # of the try-out, relative: vectors of other lengths round dif
 class Held(NamedTuple):
     """A value that the class keeps from step to step.
 
-    Args: `kind` is the type of a number (int, float or the dtype of a tensor []), or the dtype of a tensor with a value
-    for each element (`each`).
+    Args: `kind` is the type of a number (int, float or the dtype of a tensor []), or the dtype of a
+    tensor with a value for each element (`each`).
     """
 
     name: str
@@ -43,7 +48,9 @@ class Held(NamedTuple):
 
 @option
 class PlainOptimizer(Scheduled):
-    """Makes the steps of a class of torch. `keys` are the arguments of the class; `held` is what it keeps."""
+    """Makes the steps of a class of torch. `keys` are the arguments of the class; `held` is what it
+    keeps.
+    """
 
     elementwise: ClassVar[bool] = True
     make: Maker
@@ -52,21 +59,32 @@ class PlainOptimizer(Scheduled):
     held: tuple[Held, ...]
 
     def init(self, num_params: int) -> Moments:
-        """The number of steps, and what the class keeps, empty: it is not read before the first step."""
+        """The number of steps, and what the class keeps, empty: it is not read before the first
+        step.
+        """
         return torch.zeros((), dtype=torch.int64), *(empty(held, num_params) for held in self.held)
 
-    def step(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
-        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they are.
+    def step(
+        self, moments: Moments, params: Tensor, grad: Tensor, lr: float
+    ) -> tuple[Moments, Tensor]:
+        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they
+        are.
 
-        Elements that have made other steps before, as parameters without a gradient in some steps, are stepped apart.
+        Elements that have made other steps before, as parameters without a gradient in some steps,
+        are stepped apart.
         """
         numbers = [moment for moment, each in zip(moments, self._each, strict=True) if not each]
         if not any(number.dim() for number in numbers):
             return self._step(moments, params, grad, lr)
-        rows = torch.stack([number.to(params.device, torch.float64).expand(len(params)) for number in numbers], dim=1)
+        rows = torch.stack(
+            [number.to(params.device, torch.float64).expand(len(params)) for number in numbers],
+            dim=1,
+        )
         found, row_of = torch.unique(rows, dim=0, return_inverse=True)
         moved = torch.empty_like(params)
-        after = [torch.empty(len(params), dtype=moment.dtype, device=params.device) for moment in moments]
+        after = [
+            torch.empty(len(params), dtype=moment.dtype, device=params.device) for moment in moments
+        ]
         for row in range(len(found)):
             own = row_of == row
             part = tuple(
@@ -83,14 +101,19 @@ class PlainOptimizer(Scheduled):
         """Return for each moment if it has a value for each element."""
         return False, *(held.each for held in self.held)
 
-    def _step(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
+    def _step(
+        self, moments: Moments, params: Tensor, grad: Tensor, lr: float
+    ) -> tuple[Moments, Tensor]:
         """Make the step of elements that have made the same steps before."""
         count, *kept = moments
         parameter = nn.Parameter(params.clone(), requires_grad=params.is_floating_point())
         optimizer = self.make([parameter], lr=self.lr, **self.keys)
         state = optimizer.state[parameter]
         if int(count):
-            state |= {held.name: restored(held, value) for held, value in zip(self.held, kept, strict=True)}
+            state |= {
+                held.name: restored(held, value)
+                for held, value in zip(self.held, kept, strict=True)
+            }
         step_once(optimizer, parameter, grad.clone(), lr)
         after = tuple(as_moment(held, state[held.name]) for held in self.held)
         return (count + 1, *after), parameter.detach()
@@ -98,12 +121,18 @@ class PlainOptimizer(Scheduled):
 
 def empty(held: Held, num_params: int) -> Tensor:
     """Return the moment before the first step."""
-    return torch.zeros(num_params, dtype=held.kind) if held.each else torch.zeros((), dtype=dtype_of(held))
+    return (
+        torch.zeros(num_params, dtype=held.kind)
+        if held.each
+        else torch.zeros((), dtype=dtype_of(held))
+    )
 
 
 def dtype_of(held: Held) -> torch.dtype:
     """Return the type in which a number is kept: exact for what the class computes with."""
-    whole = held.kind in (int, bool) or (isinstance(held.kind, torch.dtype) and not held.kind.is_floating_point)
+    whole = held.kind in (int, bool) or (
+        isinstance(held.kind, torch.dtype) and not held.kind.is_floating_point
+    )
     return torch.int64 if whole else torch.float64
 
 
@@ -143,14 +172,18 @@ def plain_optimizer(part: Maker, keys: Mapping[str, Any]) -> PlainOptimizer | No
     known = inspect.signature(part).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     if "lr" not in known and not open_ended:
-        raise UsageError(f"{name}, which takes no lr; a learning rate that ashl sets for each step is needed")
+        raise UsageError(
+            f"{name}, which takes no lr; a learning rate that ashl sets for each step is needed"
+        )
     lr = keys.get("lr", known["lr"].default if "lr" in known else inspect.Parameter.empty)
     if lr is inspect.Parameter.empty:
         raise UsageError(f"{name}, which needs a learning rate; give its file a line as lr: 0.001")
     unknown = [] if open_ended else [key for key in own if key not in known]
     if unknown:
         takes = ", ".join(key for key in known if key != "params")
-        raise UsageError(f"{name}, which has no argument {unknown[0]!r}; its arguments are: {takes}")
+        raise UsageError(
+            f"{name}, which has no argument {unknown[0]!r}; its arguments are: {takes}"
+        )
     made = PlainOptimizer(
         make=part,
         keys=own,
@@ -172,7 +205,9 @@ def tried(made: PlainOptimizer, name: str) -> PlainOptimizer:
     """Return the optimizer with what its class keeps, after a few steps. Raises UsageError."""
     draw = torch.Generator().manual_seed(0)
     first = torch.randn(TRIED, generator=draw)
-    sizes = torch.logspace(-2, 2, TRIED[0])[:, None]  # so that a norm over all elements is seen in each
+    sizes = torch.logspace(-2, 2, TRIED[0])[
+        :, None
+    ]  # so that a norm over all elements is seen in each
     grads = [torch.randn(TRIED, generator=draw) * sizes for _ in RATES]
     rates = [made.lr * share for share in RATES]
     try:
@@ -182,13 +217,16 @@ def tried(made: PlainOptimizer, name: str) -> PlainOptimizer:
     except UsageError as error:
         raise UsageError(f"{name}, {error}") from error
     except Exception as error:
-        raise UsageError(f"{name}, which cannot step on a model as one vector: {reason(error)}") from error
+        raise UsageError(
+            f"{name}, which cannot step on a model as one vector: {reason(error)}"
+        ) from error
     scale = (right - first).abs().max() + torch.finfo(first.dtype).tiny
     if not bool(((found - right).abs() <= TOLERANCE * (scale + right.abs())).all()):
         raise UsageError(
-            f"{name}, whose step is not element by element: on a slice of the parameters, or on a matrix as a vector, "
-            "it makes another step; take an element-wise one as optimizer=adamw, or optimizer=muon for matrices, and "
-            "keep what it remembers in state[parameter]"
+            f"{name}, whose step is not element by element: on a slice of the parameters, or on a"
+            " matrix as a vector, it makes another step; take an element-wise one as"
+            " optimizer=adamw, or optimizer=muon for matrices, and keep what it remembers in"
+            " state[parameter]"
         )
     return made
 
@@ -196,7 +234,9 @@ def tried(made: PlainOptimizer, name: str) -> PlainOptimizer:
 def lasting(
     made: PlainOptimizer, first: Tensor, grads: Sequence[Tensor], rates: Sequence[float]
 ) -> tuple[Tensor, PlainOptimizer]:
-    """Return where one object of the class takes a matrix, and the optimizer with what the object keeps."""
+    """Return where one object of the class takes a matrix, and the optimizer with what the object
+    keeps.
+    """
     parameter = nn.Parameter(first.clone())
     optimizer = made.make([parameter], lr=made.lr, **made.keys)
     if "closure" in (needed := required(optimizer.step)):
@@ -205,12 +245,20 @@ def lasting(
         raise UsageError(f"whose step needs {needed[0]!r}; a step is called without arguments")
     for grad, lr in zip(grads, rates, strict=True):
         step_once(optimizer, parameter, grad.clone(), lr)
-    held = [kept(key, value, parameter) for key, value in optimizer.state[parameter].items() if value is not None]
+    held = [
+        kept(key, value, parameter)
+        for key, value in optimizer.state[parameter].items()
+        if value is not None
+    ]
     return parameter.detach(), replace(made, held=tuple(held))
 
 
-def in_slices(made: PlainOptimizer, first: Tensor, grads: Sequence[Tensor], rates: Sequence[float]) -> Tensor:
-    """Return where the same steps take the matrix, as vectors of two halves whose steps take turns."""
+def in_slices(
+    made: PlainOptimizer, first: Tensor, grads: Sequence[Tensor], rates: Sequence[float]
+) -> Tensor:
+    """Return where the same steps take the matrix, as vectors of two halves whose steps
+    take turns.
+    """
     halves = list(first.flatten().chunk(2))
     moments = [made.init(len(half)) for half in halves]
     for grad, lr in zip(grads, rates, strict=True):
@@ -226,13 +274,20 @@ def required(step: Callable[..., Any]) -> list[str]:
 
 
 def kept(name: str, value: Any, parameter: Tensor) -> Held:
-    """Return how a value is kept. Raises UsageError for what is neither a number nor a value for each element."""
+    """Return how a value is kept. Raises UsageError for what is neither a number nor a value for
+    each element.
+    """
     if isinstance(value, Tensor) and value.shape == parameter.shape:
         return Held(name, value.dtype, each=True)
     if not is_number(value):
-        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        what = (
+            f"a tensor of shape {list(value.shape)}"
+            if isinstance(value, Tensor)
+            else type(value).__name__
+        )
         raise UsageError(
-            f"whose state {name!r} is {what}; an element-wise step keeps numbers, and tensors of the parameter's shape"
+            f"whose state {name!r} is {what}; an element-wise step keeps numbers, and tensors of"
+            " the parameter's shape"
         )
     return Held(name, value.dtype if isinstance(value, Tensor) else type(value), each=False)
 

@@ -13,16 +13,20 @@ from ashl.option import NonNegative, Positive, option
 Decay = Annotated[float, Field(ge=0, lt=1)]  # what a running mean keeps of itself at each step
 
 WARMUP_START = 0.1  # share of the full rate at the first sample
-MILESTONES, DROP = (0.5, 0.75), 0.1  # step: shares of the horizon at which the rate falls to a tenth
+MILESTONES, DROP = (
+    (0.5, 0.75),
+    0.1,
+)  # step: shares of the horizon at which the rate falls to a tenth
 
 
 @option
 class Scheduled(Optimizer, contract=True):
     """The fields that every optimizer has, and the rate that follows from them.
 
-    `constant` stays; `linear` and `cosine` fall to zero at the horizon (cosine: Loshchilov and Hutter, SGDR, 2017);
-    `step` falls to a tenth at a half and again at three quarters of it (He et al., 2015). Warm-up rises in a straight
-    line from a tenth (Goyal et al., 2017) and the decay begins where it ends; `step` counts from the start.
+    `constant` stays; `linear` and `cosine` fall to zero at the horizon (cosine: Loshchilov and
+    Hutter, SGDR, 2017); `step` falls to a tenth at a half and again at three quarters of it (He et
+    al., 2015). Warm-up rises in a straight line from a tenth (Goyal et al., 2017) and the decay
+    begins where it ends; `step` counts from the start.
     """
 
     lr: Annotated[Positive, Field(le=1e38)]  # of what float32 can hold
@@ -40,7 +44,9 @@ class Scheduled(Optimizer, contract=True):
             )
 
     def rate(self, samples: int, epoch_samples: int) -> float:
-        """The learning rate once `samples` samples are applied; `epoch_samples` is the size of the training set."""
+        """The learning rate once `samples` samples are applied; `epoch_samples` is the size of the
+        training set.
+        """
         epochs = samples / epoch_samples
         if epochs < self.warmup_epochs:
             return self.lr * (WARMUP_START + (1 - WARMUP_START) * epochs / self.warmup_epochs)
@@ -61,9 +67,11 @@ S = TypeVar("S", bound=Optimizer)
 
 
 def with_horizon(optimizer: S, run_epochs: float | None) -> S:
-    """The optimizer with the run's own length as its horizon, where it needs one and was given none.
+    """The optimizer with the run's own length as its horizon, where it needs one and was given
+    none.
 
-    Raises UsageError when the rate decays, no horizon is given, and the run ends otherwise (`run_epochs` is None).
+    Raises UsageError when the rate decays, no horizon is given, and the run ends otherwise
+    (`run_epochs` is None).
     """
     if optimizer.schedule == "constant" or optimizer.horizon_epochs is not None:
         return optimizer
@@ -75,6 +83,7 @@ def with_horizon(optimizer: S, run_epochs: float | None) -> S:
 
 def _no_horizon(schedule: str) -> UsageError:
     return UsageError(
-        f"optimizer.schedule={schedule} must know where the rate reaches its end, as this run does not end by epochs; "
-        "add for example optimizer.horizon_epochs=20, or take optimizer.schedule=constant."
+        f"optimizer.schedule={schedule} must know where the rate reaches its end, as this run does"
+        " not end by epochs; add for example optimizer.horizon_epochs=20, or take"
+        " optimizer.schedule=constant."
     )

@@ -16,7 +16,8 @@ class SGD(Scheduled):
     """SGD with momentum, as torch.optim.SGD has it.
 
     g ← g + λw;  m ← μm + g;  w ← w - η m, or w ← w - η (g + μm) with Nesterov's look-ahead.
-    Source: Polyak, 1964; Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML
+    Source: Polyak, 1964; Sutskever et al., "On the importance of initialization and momentum in
+    deep learning", ICML
     2013.
     """
 
@@ -34,13 +35,19 @@ class SGD(Scheduled):
         """The momentum, zeros [d]; nothing without momentum."""
         return (torch.zeros(num_params),) if self.momentum else ()
 
-    def step(self, moments: Moments, params: Tensor, grad: Tensor, lr: float) -> tuple[Moments, Tensor]:
-        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they are."""
+    def step(
+        self, moments: Moments, params: Tensor, grad: Tensor, lr: float
+    ) -> tuple[Moments, Tensor]:
+        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they
+        are.
+        """
         if self.weight_decay:
             grad = torch.add(grad, params, alpha=self.weight_decay)
         if not self.momentum:
             return (), torch.add(params, grad, alpha=-lr)
-        ours = self.weight_decay and not self.nesterov  # a temporary of this step, that may be written over
+        ours = (
+            self.weight_decay and not self.nesterov
+        )  # a temporary of this step, that may be written over
         momentum = (grad.add_ if ours else grad.add)(moments[0], alpha=self.momentum)
         direction = torch.add(grad, momentum, alpha=self.momentum) if self.nesterov else momentum
         return (momentum,), torch.add(params, direction, alpha=-lr)

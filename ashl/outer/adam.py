@@ -1,11 +1,14 @@
 """FedAdam: Adam on the merged updates.
 
-Rule: with Δ = Σ c_i·Δ_i, m ← β1·m + (1 − β1)·Δ and v ← β2·v + (1 − β2)·Δ², then w ← w + lr·m/(√v + τ), from m = 0 and
-v = τ². As in the paper, the bias of both means is left in, unlike `optimizer=adam`.
+Rule: with Δ = Σ c_i·Δ_i, m ← β1·m + (1 − β1)·Δ and v ← β2·v + (1 − β2)·Δ², then w ← w + lr·m/(√v +
+τ), from m = 0 and v = τ². As in the paper, the bias of both means is left in, unlike
+`optimizer=adam`.
 
-Limits: a coordinate that always moves by Δ has m = (1 − β1^t)·Δ and v = β2^t·τ² + (1 − β2^t)·Δ² after t merges.
-β1 = β2 = 0 is w ← w + lr·Δ/(|Δ| + τ): steps of ±lr where |Δ| is far above τ, and `average` with lr = τ far above |Δ|.
-Source: Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2 (β1 = 0.9, β2 = 0.99).
+Limits: a coordinate that always moves by Δ has m = (1 − β1^t)·Δ and v = β2^t·τ² + (1 − β2^t)·Δ²
+after t merges. β1 = β2 = 0 is w ← w + lr·Δ/(|Δ| + τ): steps of ±lr where |Δ| is far above τ, and
+`average` with lr = τ far above |Δ|.
+Source: Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2 (β1 = 0.9, β2 =
+0.99).
 """
 
 from typing import Annotated
@@ -31,10 +34,14 @@ class FedAdam(Outer):
     def step(
         self, moments: Moments | None, params: Tensor, update: Tensor, inner_lr: float
     ) -> tuple[Moments | None, Tensor]:
-        first, second = (update * 0.0, torch.full_like(update, self.tau**2)) if moments is None else moments
+        first, second = (
+            (update * 0.0, torch.full_like(update, self.tau**2)) if moments is None else moments
+        )
         first = first * self.beta1 + update * (1 - self.beta1)
         second = self._squares(second, update)
-        return (first, second), torch.addcdiv(params, first, second.sqrt().add_(self.tau), value=self.lr)
+        return (first, second), torch.addcdiv(
+            params, first, second.sqrt().add_(self.tau), value=self.lr
+        )
 
     def _squares(self, second: Tensor, update: Tensor) -> Tensor:
         """The new mean square of the updates."""

@@ -2,8 +2,8 @@
 
 Rule: w ← w + Σ c_i·Δ_i.
 
-Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017
-(FedAvg); with H local steps it is local SGD: Stich, ICLR 2019.
+Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+AISTATS 2017 (FedAvg); with H local steps it is local SGD: Stich, ICLR 2019.
 """
 
 from typing import ClassVar

@@ -1,12 +1,14 @@
 """Delayed Nesterov: momentum at the server that moves only with every N-th push.
 
-Rule: with x = Σ c_i·Δ_i of a merge (one push: scale·Δ_i / n with `aggregate=uniform`) and a the sum of the x since the
-last N-th merge: at each merge w ← w + c·β·m + x; at every N-th first m ← β·m + a and a ← 0, then w ← w + (1 − c·N +
-c)·β·m + x. The paper's pseudo-gradient is g = −Δ and its step lr·g / N, hence with `aggregate=uniform` and N = n its lr
-is `aggregate.scale`. Momentum taken at every push of an asynchronous run would count each stale direction again and
-again; here N pushes make one step of it. Pushes of one merge (a barrier) count once.
+Rule: with x = Σ c_i·Δ_i of a merge (one push: scale·Δ_i / n with `aggregate=uniform`) and a the sum
+of the x since the last N-th merge: at each merge w ← w + c·β·m + x; at every N-th first m ← β·m + a
+and a ← 0, then w ← w + (1 − c·N + c)·β·m + x. The paper's pseudo-gradient is g = −Δ and its step
+lr·g / N, hence with `aggregate=uniform` and N = n its lr is `aggregate.scale`. Momentum taken at
+every push of an asynchronous run would count each stale direction again and again; here N pushes
+make one step of it. Pushes of one merge (a barrier) count once.
 
-Limit: β = 0 is `average`. Source: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv
+Limit: β = 0 is `average`. Source: Liu et al., "Asynchronous Local-SGD Training for Language
+Modeling", arXiv
 2401.09135 (delayed Nesterov).
 """
 
@@ -40,11 +42,13 @@ class DelayedNesterov(Outer):
     def __post_init__(self) -> None:
         if self.spread * self.buffer > 1:
             raise UsageError(
-                f"outer.spread={self.spread} takes more than the whole momentum in outer.buffer={self.buffer} pushes; "
-                f"take at most {1 / self.buffer:g}"
+                f"outer.spread={self.spread} takes more than the whole momentum in"
+                f" outer.buffer={self.buffer} pushes; take at most {1 / self.buffer:g}"
             )
 
-    def step(self, moments: Moments | None, params: Tensor, update: Tensor, inner_lr: float) -> tuple[Momentum, Tensor]:
+    def step(
+        self, moments: Moments | None, params: Tensor, update: Tensor, inner_lr: float
+    ) -> tuple[Momentum, Tensor]:
         m, buffer, count = Momentum(*(moments or ()))
         buffer = update if buffer is None else buffer + update
         share, count = self.spread, count + 1
@@ -52,4 +56,6 @@ class DelayedNesterov(Outer):
             m = buffer if m is None else m * self.beta + buffer
             share, buffer, count = 1 - self.spread * self.buffer + self.spread, None, 0
         ahead = share * self.beta
-        return Momentum(m, buffer, count), params + (update if m is None or ahead == 0 else update + m * ahead)
+        return Momentum(m, buffer, count), params + (
+            update if m is None or ahead == 0 else update + m * ahead
+        )

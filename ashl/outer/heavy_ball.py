@@ -1,12 +1,14 @@
 """Heavy-ball momentum of the merged updates: BMUF, and FedAvgM.
 
-Rule: with Δ = Σ c_i·Δ_i, m ← μ·m + Δ, then w ← w + lr·m. In BMUF's words lr is the block learning rate ζ and μ the
-block momentum η; it keeps lr·m where this keeps m. One that steps ahead as well is `nesterov` (BMUF-NBM).
+Rule: with Δ = Σ c_i·Δ_i, m ← μ·m + Δ, then w ← w + lr·m. In BMUF's words lr is the block learning
+rate ζ and μ the block momentum η; it keeps lr·m where this keeps m. One that steps ahead as well is
+`nesterov` (BMUF-NBM).
 
 Limits: μ = 0 and lr = 1 is `average`; at a constant inner learning rate it is `slowmo` with α = lr.
-Source: Chen and Huo, "Scalable Training of Deep Learning Machines by Incremental Block Training with Intra-block
-Parallel Optimization and Blockwise Model-Update Filtering", ICASSP 2016; at a server, Hsu, Qi and Brown, "Measuring the
-Effects of Non-Identical Data Distribution for Federated Visual Classification", arXiv 1909.06335.
+Source: Chen and Huo, "Scalable Training of Deep Learning Machines by Incremental Block Training
+with Intra-block Parallel Optimization and Blockwise Model-Update Filtering", ICASSP 2016; at a
+server, Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated
+Visual Classification", arXiv 1909.06335.
 """
 
 from typing import ClassVar

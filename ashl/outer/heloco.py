@@ -1,15 +1,20 @@
-"""HeLoCo: what of a late update points against the momentum is shortened, layer by layer, then MLA's step.
+"""HeLoCo: what of a late update points against the momentum is shortened, layer by layer, then
+MLA's step.
 
-Rule: of each layer, with c the cosine between its update Δ and the momentum m, v = m/‖m‖ and q = ‖Δ‖/(‖Δ‖ + κ·‖m‖):
+Rule: of each layer, with c the cosine between its update Δ and the momentum m, v = m/‖m‖ and q =
+‖Δ‖/(‖Δ‖ + κ·‖m‖):
     c ≥ align_threshold    Δ unchanged
-    c < 0    Δ − β·c·‖Δ‖·v with β = min(shrink_gain·(−c)·q, max_shrink): a shorter component against the momentum
-    else     ‖Δ‖·u/‖u‖ with u = (1 − λ)·Δ/‖Δ‖ + λ·v, λ = min(rotate_gain·(1 − c)·q, 1): rotated towards it
-then `mla`'s step. Merges of several updates are judged as one. Where each rank of an all-reduce makes the step itself,
-norms need machines that add up alike.
+    c < 0    Δ − β·c·‖Δ‖·v with β = min(shrink_gain·(−c)·q, max_shrink): a shorter component against
+             the momentum
+    else     ‖Δ‖·u/‖u‖ with u = (1 − λ)·Δ/‖Δ‖ + λ·v, λ = min(rotate_gain·(1 − c)·q, 1): rotated
+             towards it
+then `mla`'s step. Merges of several updates are judged as one. Where each rank of an all-reduce
+makes the step itself, norms need machines that add up alike.
 
-Limits: align_threshold = −1 is `mla`, bit for bit. Source: Al Asif et al., "HeLoCo: Efficient asynchronous
-low-communication training under data and device heterogeneity", arXiv 2606.00271, 2026, by a description of its rule;
-the published constants were not at hand, and the defaults are ours.
+Limits: align_threshold = −1 is `mla`, bit for bit. Source: Al Asif et al., "HeLoCo: Efficient
+asynchronous low-communication training under data and device heterogeneity", arXiv 2606.00271,
+2026, by a description of its rule; the published constants were not at hand, and the defaults are
+ours.
 """
 
 from __future__ import annotations

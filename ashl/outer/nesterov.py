@@ -1,12 +1,13 @@
 """Nesterov momentum of the merged updates: DiLoCo's outer optimizer.
 
-Rule: with Δ = Σ c_i·Δ_i, m ← μ·m + Δ, then w ← w + lr·(Δ + μ·m): what torch.optim.SGD(nesterov=True) makes of the
-pseudo-gradient −Δ. DiLoCo has AdamW on the workers, H of 50 to 500, lr = 0.7 and μ = 0.9. One that goes with pushes
-that come one at a time is `delayed_nesterov`: here each push of n is a step of the momentum.
+Rule: with Δ = Σ c_i·Δ_i, m ← μ·m + Δ, then w ← w + lr·(Δ + μ·m): what
+torch.optim.SGD(nesterov=True) makes of the pseudo-gradient −Δ. DiLoCo has AdamW on the workers, H
+of 50 to 500, lr = 0.7 and μ = 0.9. One that goes with pushes that come one at a time is
+`delayed_nesterov`: here each push of n is a step of the momentum.
 
 Limit: μ = 0 and lr = 1 is `average`.
-Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105; first,
-as BMUF-NBM, Chen and Huo, ICASSP 2016.
+Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv
+2311.08105; first, as BMUF-NBM, Chen and Huo, ICASSP 2016.
 """
 
 from typing import ClassVar

@@ -1,11 +1,14 @@
-"""FedYogi: as FedAdam, with a mean square that comes down slowly, so that steps do not grow of a sudden.
+"""FedYogi: as FedAdam, with a mean square that comes down slowly, so that steps do not grow of a
+sudden.
 
-Rule: with Δ = Σ c_i·Δ_i, m ← β1·m + (1 − β1)·Δ and v ← v − (1 − β2)·Δ²·sign(v − Δ²), then w ← w + lr·m/(√v + τ), from
-m = 0 and v = τ². Where an update is much smaller than those before, v falls by a share of its square, and not of v.
+Rule: with Δ = Σ c_i·Δ_i, m ← β1·m + (1 − β1)·Δ and v ← v − (1 − β2)·Δ²·sign(v − Δ²), then w ← w +
+lr·m/(√v + τ), from m = 0 and v = τ². Where an update is much smaller than those before, v falls by
+a share of its square, and not of v.
 
-Limits: the first merge is FedAdam's where |Δ| is far above τ. β1 = 0 is `average` with lr = 2·τ far above |Δ|.
-Source: Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2 (β1 = 0.9, β2 = 0.99); after Zaheer et
-al., "Adaptive Methods for Nonconvex Optimization", NeurIPS 2018.
+Limits: the first merge is FedAdam's where |Δ| is far above τ. β1 = 0 is `average` with lr = 2·τ far
+above |Δ|.
+Source: Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2 (β1 = 0.9, β2 =
+0.99); after Zaheer et al., "Adaptive Methods for Nonconvex Optimization", NeurIPS 2018.
 """
 
 import torch

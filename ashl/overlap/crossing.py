@@ -1,9 +1,12 @@
-"""What crosses the barrier: sums go on under the next forward pass, which waits for each message by itself.
+"""What crosses the barrier: sums go on under the next forward pass, which waits for each message by
+itself.
 
-Messages are runs of layer groups, and the forward pass waits before the first layer of each. By `plan`:
+Messages are runs of layer groups, and the forward pass waits before the first layer of each. By
+`plan`:
     layers   a message for each group
     bytes    messages of 25 MiB, as DeAR was released
-    tuned    as the costs say: of messages by size, and of those that are best with a barrier, the best without one
+    tuned    as the costs say: of messages by size, and of those that are best with a barrier, the
+             best without one
     [2, 3]   as given: how many groups each message holds, the last layers first
 
 Source: Zhang et al., "DeAR", ICDCS 2023 (messages by size, tuned).
@@ -47,7 +50,9 @@ class Crossing(Overlap, contract=True):
 
 @option
 class TwoWay(Crossing, contract=True):
-    """Messages go up as they are ready and, once all have gone, come back in the order in which forward needs them."""
+    """Messages go up as they are ready and, once all have gone, come back in the order in which
+    forward needs them.
+    """
 
     plan: Literal["layers", "bytes", "tuned"] | Counts
 
@@ -69,9 +74,12 @@ class TwoWay(Crossing, contract=True):
         return replace(self, plan=self.messages(timeline))
 
 
-def step_with_pulls_ns(timeline: StepTimeline, messages: Sequence[int], up_ns: Callable[[int], int]) -> int:
-    """How long a step takes in the long run whose messages go up at this cost as they are ready, and come back at that
-    of a half once all have gone."""
+def step_with_pulls_ns(
+    timeline: StepTimeline, messages: Sequence[int], up_ns: Callable[[int], int]
+) -> int:
+    """How long a step takes in the long run whose messages go up at this cost as they are ready,
+    and come back at that of a half once all have gone.
+    """
     ends, now = list(accumulate(messages)), 0
     sizes = [sum(timeline.nbytes[end - n : end]) for end, n in zip(ends, messages, strict=True)]
     for end, size in zip(ends, sizes, strict=True):
@@ -90,6 +98,10 @@ def candidate_plans(timeline: StepTimeline) -> list[tuple[int, ...]]:
     n = len(timeline.nbytes)
     caps = {sum(timeline.nbytes[i:j]) for i in range(n) for j in range(i + 1, n + 1)}
     return sorted(
-        {one_message_each(timeline), plan_optimally(timeline), *(plan_by_bytes(timeline, (cap, cap)) for cap in caps)},
+        {
+            one_message_each(timeline),
+            plan_optimally(timeline),
+            *(plan_by_bytes(timeline, (cap, cap)) for cap in caps),
+        },
         key=lambda p: (len(p), p),
     )

@@ -1,20 +1,28 @@
-"""Merged-gradient wait-free backpropagation: neighbouring layer groups travel as one message where that ends earlier.
+"""Merged-gradient wait-free backpropagation: neighbouring layer groups travel as one message where
+that ends earlier.
 
-Rule: a message of s bytes costs c(s), with a latency c(0) that merging saves and waiting for the merged group's ready
-time pays for. By `plan`:
-    greedy   from the output to the input, l is merged into l − 1 while R(l − 1) < start(l) + c(0), with start(l) the
+Rule: a message of s bytes costs c(s), with a latency c(0) that merging saves and waiting for the
+merged group's ready time pays for. By `plan`:
+    greedy   from the output to the input, l is merged into l − 1 while R(l − 1) < start(l) + c(0),
+             with start(l) the
              moment at which the message of l could begin (MG-WFBP as published)
-    optimal  the exact minimum over all cuts, E[j] = min_i max(E[i], R of the last group in (i, j]) + c((i, j]), for
-             any cost function; the greedy rule misses it where the waits of several merges add up. Where sums slow
-             computing down, of the first j groups all ends are kept at which it had come furthest, and where parts
-             cost a step something, of each number of messages; that may well leave one, which is `none`
+    optimal  the exact minimum over all cuts, E[j] = min_i max(E[i], R of the last group in (i, j])
+             + c((i, j]), for
+             any cost function; the greedy rule misses it where the waits of several merges add up.
+             Where sums slow
+             computing down, of the first j groups all ends are kept at which it had come furthest,
+             and where parts
+             cost a step something, of each number of messages; that may well leave one, which is
+             `none`
     bytes    by size alone: 1 MiB, then 25 MiB each, as torch's DistributedDataParallel does
     [2, 3]   as given: how many groups each message holds, the last layers first
 The plan stays where a worker is lost: that round is done once more without it, all of its messages.
 
-Limits: without latency optimal = greedy = `wfbp` in time; with all latency one message is best, which is `none`.
-Source: Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms", INFOCOM
-2019; bytes, Li et al., "PyTorch Distributed", VLDB 2020. The exact minimum is our own.
+Limits: without latency optimal = greedy = `wfbp` in time; with all latency one message is best,
+which is `none`.
+Source: Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD
+Algorithms", INFOCOM 2019; bytes, Li et al., "PyTorch Distributed", VLDB 2020. The exact minimum is
+our own.
 """
 
 from __future__ import annotations
@@ -48,7 +56,9 @@ class Merged(Overlap):
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         if not isinstance(self.plan, str):
             return plan_as_listed(self.plan, len(timeline.ready_ns))
-        return {"greedy": plan_greedily, "optimal": plan_optimally, "bytes": plan_by_bytes}[self.plan](timeline)
+        return {"greedy": plan_greedily, "optimal": plan_optimally, "bytes": plan_by_bytes}[
+            self.plan
+        ](timeline)
 
     def with_plan(self, timeline: StepTimeline) -> Merged:
         return replace(self, plan=self.messages(timeline))
@@ -58,8 +68,8 @@ def plan_as_listed(plan: tuple[int, ...], groups: int) -> tuple[int, ...]:
     """A plan that somebody gave for so many layer groups. Raises UsageError."""
     if sum(plan) != groups:
         raise UsageError(
-            f"overlap.plan={list(plan)} holds {sum(plan)} layer groups, and the model has {groups}; give numbers that "
-            "add up to that, or drop it"
+            f"overlap.plan={list(plan)} holds {sum(plan)} layer groups, and the model has {groups};"
+            " give numbers that add up to that, or drop it"
         )
     return plan
 
@@ -80,8 +90,8 @@ def plan_greedily(timeline: StepTimeline) -> tuple[int, ...]:
 def plan_optimally(timeline: StepTimeline) -> tuple[int, ...]:
     """The plan that ends first; of several the one whose last messages hold most.
 
-    Where each message costs the step something, those of two messages, of three and so on are tried, until no plan ends
-    sooner by what so many cost, or the best does with no more.
+    Where each message costs the step something, those of two messages, of three and so on are
+    tried, until no plan ends sooner by what so many cost, or the best does with no more.
     """
     n = len(timeline.ready_ns)
     if not (timeline.split_ns or timeline.part_ns):
@@ -99,16 +109,20 @@ def plan_optimally(timeline: StepTimeline) -> tuple[int, ...]:
 
 
 def fastest_plan(timeline: StepTimeline, messages: int | None = None) -> tuple[int, ...]:
-    """The plan of so many messages, or of any number, that ends first; what their number costs is in the chain.
+    """The plan of so many messages, or of any number, that ends first; what their number costs is
+    in the chain.
 
-    Who ends no later and lets computing stand no further back is no worse however it goes on, so that of the first j
-    groups only plans count which no other is better than in both. How far back it stands is what it lacks at that end
-    of the time until then, which who ends later computes meanwhile; where a message that begins later may end earlier,
-    as it slows computing down by less, it is what it has still to do.
+    Who ends no later and lets computing stand no further back is no worse however it goes on, so
+    that of the first j groups only plans count which no other is better than in both. How far back
+    it stands is what it lacks at that end of the time until then, which who ends later computes
+    meanwhile; where a message that begins later may end earlier, as it slows computing down by
+    less, it is what it has still to do.
     """
     n, waits = len(timeline.ready_ns), timeline.lost * timeline.slowed > 1
     counted, count = messages is not None, messages or 0
-    fronts = {(0, 0): [Ending(0.0, 0.0, 0, 0, 0.0)]}  # of the first j groups in k messages; 0 = in any number
+    fronts = {
+        (0, 0): [Ending(0.0, 0.0, 0, 0, 0.0)]
+    }  # of the first j groups in k messages; 0 = in any number
     costs = {(i, j): timeline.cost(i, j) for j in range(1, n + 1) for i in range(j)}
     for j, k in product(range(1, n + 1), range(counted, count + 1)):
         found = list[Ending]()

@@ -2,7 +2,8 @@
 
 Rule: a step of F + B, then one sum of C.
 
-Source: synchronous SGD as in Chen et al., "Revisiting Distributed Synchronous SGD", ICLR workshop 2016.
+Source: synchronous SGD as in Chen et al., "Revisiting Distributed Synchronous SGD", ICLR workshop
+2016.
 """
 
 from __future__ import annotations

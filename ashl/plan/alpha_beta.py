@@ -1,11 +1,12 @@
-"""What a message costs: a latency and seconds per byte, fitted to times of messages of several sizes.
+"""What a message costs: a latency and seconds per byte, fitted to times of messages of several
+sizes.
 
-Rule: of each size the lower quartile counts, since whatever else a machine does only adds. β is the median slope
-between messages of a megabyte and more: smaller ones pass through the buffers of a link whatever its rate. a is the
-median of what smaller ones take beyond β. Neither is below zero.
+Rule: of each size the lower quartile counts, since whatever else a machine does only adds. β is the
+median slope between messages of a megabyte and more: smaller ones pass through the buffers of a
+link whatever its rate. a is the median of what smaller ones take beyond β. Neither is below zero.
 
-Source: Theil, "A rank-invariant method of linear and polynomial regression analysis", 1950; a and β as Shi, Chu and Li,
-"MG-WFBP", INFOCOM 2019.
+Source: Theil, "A rank-invariant method of linear and polynomial regression analysis", 1950; a and β
+as Shi, Chu and Li, "MG-WFBP", INFOCOM 2019.
 """
 
 from collections.abc import Mapping, Sequence

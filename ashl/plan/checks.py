@@ -28,10 +28,14 @@ def require_keys(data: Any, names: Sequence[str], what: str) -> None:
         raise ValueError(f"{what} is no mapping; it needs {', '.join(names)}")
     for name in names:
         if name not in data:
-            raise ValueError(f"{what} lacks {name}; profile again, or add it (a missing cost is never zero)")
+            raise ValueError(
+                f"{what} lacks {name}; profile again, or add it (a missing cost is never zero)"
+            )
     for name in data:
         if name not in names:
-            raise ValueError(f"{what} has {name!r}, which is not a key; there are: {', '.join(names)}")
+            raise ValueError(
+                f"{what} has {name!r}, which is not a key; there are: {', '.join(names)}"
+            )
 
 
 def is_number(value: Any) -> bool:

@@ -1,4 +1,6 @@
-"""How sure a measured figure is: medians with the interval in which they lie, and workers that are equal within it."""
+"""How sure a measured figure is: medians with the interval in which they lie, and workers that are
+equal within it.
+"""
 
 import math
 import statistics
@@ -22,7 +24,9 @@ class Estimate(NamedTuple):
 
 
 def estimate(times: Sequence[float]) -> Estimate:
-    """By order statistics: of n times, those √n to both sides of the middle (1.96/2 of it) bound the median."""
+    """By order statistics: of n times, those √n to both sides of the middle (1.96/2 of it) bound
+    the median.
+    """
     ordered, n = sorted(times), len(times)
     k = max(0, int((n - 1.96 * math.sqrt(n)) / 2))
     noise = (ordered[n - 1 - k] - ordered[k]) / 2
@@ -30,7 +34,9 @@ def estimate(times: Sequence[float]) -> Estimate:
 
 
 def trimmed_deviation(times: Sequence[float]) -> float:
-    """Standard deviation of times without their outermost tenths, where the machine did something else."""
+    """Standard deviation of times without their outermost tenths, where the machine did something
+    else.
+    """
     ordered, trim = sorted(times), len(times) // 10
     return statistics.pstdev(ordered[trim : len(ordered) - trim])
 
@@ -48,7 +54,8 @@ def is_narrow(times: Sequence[float]) -> bool:
 def equalize_costs(
     workers: Sequence[WorkerProfile], noises: Mapping[str, Sequence[float]] | None = None
 ) -> tuple[WorkerProfile, ...]:
-    """Return the workers with each cost made equal among those whose costs differ by no more than their noise.
+    """Return the workers with each cost made equal among those whose costs differ by no more than
+    their noise.
 
     Equal workers then get equal H and densities. The common cost is the mean.
     Args: noises holds half intervals, by worker, of costs whose noise is no field of a profile.
@@ -65,11 +72,15 @@ def equalize_costs(
 
 def group_equal_workers(workers: Sequence[WorkerProfile], cost: str, noise: str) -> list[list[int]]:
     """Return the workers that count as equal in a cost."""
-    return group_overlapping([getattr(own, cost) for own in workers], [getattr(own, noise) for own in workers])
+    return group_overlapping(
+        [getattr(own, cost) for own in workers], [getattr(own, noise) for own in workers]
+    )
 
 
 def group_overlapping(costs: Sequence[float], noises: Sequence[float]) -> list[list[int]]:
-    """Return the ranks whose intervals overlap that of the least among them, where there are several and some noise."""
+    """Return the ranks whose intervals overlap that of the least among them, where there are
+    several and some noise.
+    """
     groups: list[list[int]] = []
     for rank in sorted(range(len(costs)), key=costs.__getitem__):
         least = groups[-1][0] if groups else None
@@ -77,4 +88,6 @@ def group_overlapping(costs: Sequence[float], noises: Sequence[float]) -> list[l
             groups[-1].append(rank)
         else:
             groups.append([rank])
-    return [sorted(ranks) for ranks in groups if len(ranks) > 1 and any(noises[rank] for rank in ranks)]
+    return [
+        sorted(ranks) for ranks in groups if len(ranks) > 1 and any(noises[rank] for rank in ranks)
+    ]

@@ -15,8 +15,8 @@ def profile_of_declared_costs(cluster: Cluster, model: str, num_params: int, bat
     for name in cluster.missing():
         if name != "server_step_s":  # the server's own, no worker's
             raise UsageError(
-                f"a profile without measuring needs cluster.{name}, which is not declared (a missing cost is never "
-                "zero); give it a value, or measure with runtime=local"
+                f"a profile without measuring needs cluster.{name}, which is not declared (a"
+                " missing cost is never zero); give it a value, or measure with runtime=local"
             )
     assert cluster.step_s is not None
     assert cluster.compress_s is not None
@@ -43,7 +43,11 @@ def profile_of_declared_costs(cluster: Cluster, model: str, num_params: int, bat
                 compress_s=cluster.compress_of(rank) or 0.0,
             )
         )
-    server = math.inf if cluster.exchange_s is not None else cluster.bytes_s(len(cluster.compute), True, False)
+    server = (
+        math.inf
+        if cluster.exchange_s is not None
+        else cluster.bytes_s(len(cluster.compute), True, False)
+    )
     return Profile(
         schema=SCHEMA,
         model=model,
@@ -59,12 +63,19 @@ def profile_of_declared_costs(cluster: Cluster, model: str, num_params: int, bat
 
 
 def _way(cluster: Cluster, rank: int, dense_bytes: int) -> tuple[float, float | None, float | None]:
-    """(latency, bytes per second up and down) of one worker's way to the server, as the network model has it."""
+    """(latency, bytes per second up and down) of one worker's way to the server, as the network
+    model has it.
+    """
     link, server = cluster.links[rank], len(cluster.compute)
     if cluster.exchange_s is not None:
         rate = rate_of(link * cluster.exchange_s / 2, dense_bytes)
         return 0.0, rate, rate
     up, down = (
-        min(cluster.bytes_s(rank, o, False) / link, cluster.bytes_s(server, not o, False)) for o in (True, False)
+        min(cluster.bytes_s(rank, o, False) / link, cluster.bytes_s(server, not o, False))
+        for o in (True, False)
     )
-    return link * cluster.latency_of(rank), None if up == math.inf else up, None if down == math.inf else down
+    return (
+        link * cluster.latency_of(rank),
+        None if up == math.inf else up,
+        None if down == math.inf else down,
+    )

@@ -1,4 +1,6 @@
-"""Plans and profiles that a user hands back: `plan=FILE`, `profile=FILE`. Nothing of them is believed unchecked."""
+"""Plans and profiles that a user hands back: `plan=FILE`, `profile=FILE`. Nothing of them is
+believed unchecked.
+"""
 
 import math
 from collections.abc import Callable
@@ -27,12 +29,16 @@ def read(path: str, key: str, parse: Callable[[str], T]) -> T:
     try:
         return parse(Path(path).read_text(encoding="utf-8"))
     except IsADirectoryError as error:
-        raise UsageError(f"{key}={path} is a folder; name the file: {key}={Path(path, key)}.json") from error
+        raise UsageError(
+            f"{key}={path} is a folder; name the file: {key}={Path(path, key)}.json"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"{key}={path} cannot be read: {reason}") from error
     except JSONDecodeError as error:
-        raise UsageError(f"{key}={path} is no usable {key}: line {error.lineno} is not JSON") from error
+        raise UsageError(
+            f"{key}={path} is no usable {key}: line {error.lineno} is not JSON"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise UsageError(f"{key}={path} is no usable {key}: {reason}") from error
@@ -76,18 +82,23 @@ def check_stage(stage: StagePlan, num_workers: int) -> None:
     check_names(stage.name)
     where = f"stage {stage.name}"
     if len(stage.workers) != num_workers:
-        raise ValueError(f"{where} has {len(stage.workers)} workers where the plan has {num_workers}")
+        raise ValueError(
+            f"{where} has {len(stage.workers)} workers where the plan has {num_workers}"
+        )
     for rule, bound in stage.until.items():
         if rule not in RULES or not is_number(bound):
             raise ValueError(
-                f"{where}: until.{rule}={bound!r} is no rule; there are: {', '.join(RULES)}, each with a number"
+                f"{where}: until.{rule}={bound!r} is no rule; there are: {', '.join(RULES)}, each"
+                " with a number"
             )
     for what, how in stage.handover.items():
         if how not in HANDED.get(what, ()):
             there = " and ".join(f"{name} ({' or '.join(ways)})" for name, ways in HANDED.items())
             raise ValueError(f"{where}: handover.{what}={how!r} is none; there are: {there}")
     if stage.h_preset is not None and not is_count(stage.h_preset):
-        raise ValueError(f"{where}: h_preset is {stage.h_preset!r}, where a whole number from 1 up is expected")
+        raise ValueError(
+            f"{where}: h_preset is {stage.h_preset!r}, where a whole number from 1 up is expected"
+        )
     if stage.r_preset is not None:
         check_share(stage.r_preset, f"{where}: r_preset")
     check_types(stage, where)
@@ -96,7 +107,8 @@ def check_stage(stage: StagePlan, num_workers: int) -> None:
         for name in ("local_steps", "batch"):
             if not is_count(getattr(worker, name)):
                 raise ValueError(
-                    f"{here}: {name} is {getattr(worker, name)!r}, where a whole number from 1 up is expected"
+                    f"{here}: {name} is {getattr(worker, name)!r}, where a whole number from 1 up"
+                    " is expected"
                 )
         check_share(worker.data_share, f"{here}: data_share")
         check_share(worker.compression_ratio, f"{here}: compression_ratio")

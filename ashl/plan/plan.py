@@ -1,4 +1,6 @@
-"""A plan: every choice of a run, resolved into plain values. It is the same for virtual time and for a real run."""
+"""A plan: every choice of a run, resolved into plain values. It is the same for virtual time and
+for a real run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class WorkerPlan:
     data_share: float  # n_i / n, the worker's shard by the training set
     compression_ratio: float  # density of the update; 1 = dense
     predicted_cycle_s: float | None  # H steps, push and pull; null where costs are not declared
-    message_bytes: int | None = None  # of one compressed update, at most; null once the ratio was planned anew
+    message_bytes: int | None = (
+        None  # of one compressed update, at most; null once the ratio was planned anew
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +47,21 @@ class StagePlan:
     optimizer: Spec
     until: dict[str, float]  # rule → bound, see Stage.reached; empty: until the run's own stop rule
     workers: tuple[WorkerPlan, ...]
-    handover: dict[str, str] = field(default_factory=dict)  # what the workers do with momentum (keep, reset), residual
+    handover: dict[str, str] = field(
+        default_factory=dict
+    )  # what the workers do with momentum (keep, reset), residual
     h_preset: int | None = None  # where H is planned: the slowest worker's
     r_preset: float | None = None  # and the preset compression ratio; null = the codec's own
     predicted_steps_per_s: float | None = None
     predicted_wait_share: float | None = None
 
 
-def assigned(workers: Sequence[WorkerPlan], rows: Sequence[Any], resharded: bool = True) -> tuple[WorkerPlan, ...]:
-    """The workers with H, data share (where they are resharded), ratio and cycle as a planner assigns them."""
+def assigned(
+    workers: Sequence[WorkerPlan], rows: Sequence[Any], resharded: bool = True
+) -> tuple[WorkerPlan, ...]:
+    """The workers with H, data share (where they are resharded), ratio and cycle as a planner
+    assigns them.
+    """
     return tuple(
         replace(
             worker,
@@ -59,7 +69,9 @@ def assigned(workers: Sequence[WorkerPlan], rows: Sequence[Any], resharded: bool
             data_share=row.data_share if resharded else worker.data_share,
             compression_ratio=row.compression_ratio,
             predicted_cycle_s=row.predicted_cycle_s,
-            message_bytes=worker.message_bytes if row.compression_ratio == worker.compression_ratio else None,
+            message_bytes=worker.message_bytes
+            if row.compression_ratio == worker.compression_ratio
+            else None,
         )
         for worker, row in zip(workers, rows, strict=True)
     )
@@ -98,10 +110,14 @@ class Plan:
     sample_shape: tuple[int, ...] = ()  # of what the model is given
     num_classes: int = 0  # outputs that the data set asks for
     layers: tuple[tuple[str, tuple[int, ...]], ...] = ()  # name and shape of each parameter tensor
-    work: tuple[int, ...] = ()  # what each costs in a forward pass, where messages are planned by it
+    work: tuple[
+        int, ...
+    ] = ()  # what each costs in a forward pass, where messages are planned by it
     shares: tuple[float, ...] = ()  # ... or of a step, until each layer group is ready, as measured
     needed: tuple[float, ...] = ()  # ... and until forward comes to each
-    choices: dict[str, str] = field(default_factory=dict)  # each group's option by name; no sync where stages name it
+    choices: dict[str, str] = field(
+        default_factory=dict
+    )  # each group's option by name; no sync where stages name it
     model: Spec
     dataset: Spec
     task: Spec = field(default_factory=CLASSES.copy)
@@ -120,26 +136,40 @@ class Plan:
 
     @property
     def home(self) -> int:
-        """The rank that judges, counts and hands out snapshots: the server, or worker 0 where there is none."""
+        """The rank that judges, counts and hands out snapshots: the server, or worker 0 where there
+        is none.
+        """
         return self.num_workers if self.num_ranks > self.num_workers else 0
 
     def num_steps(self, epoch_samples: int) -> int | None:
-        """The count of steps at which the run ends, if neither time nor a target ends it before; None = by no count."""
+        """The count of steps at which the run ends, if neither time nor a target ends it before;
+        None = by no count.
+        """
         batch = sum(worker.batch for worker in self.stages[-1].workers) / self.num_workers
-        by_epochs = None if self.limits.epochs is None else math.ceil(self.limits.epochs * epoch_samples / batch)
-        return min((count for count in (self.limits.steps, by_epochs) if count is not None), default=None)
+        by_epochs = (
+            None
+            if self.limits.epochs is None
+            else math.ceil(self.limits.epochs * epoch_samples / batch)
+        )
+        return min(
+            (count for count in (self.limits.steps, by_epochs) if count is not None), default=None
+        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Raises ValueError, KeyError or TypeError on anything that is not a plan of this schema."""
+        """Raises ValueError, KeyError or TypeError on anything that is not a plan of this
+        schema.
+        """
         data: Any = parsed(text)
         if not isinstance(data, dict) or data.get("schema", SCHEMA) != SCHEMA:
             found = f"schema {data['schema']}" if isinstance(data, dict) else "no mapping of keys"
             raise ValueError(f"{found} where schema {SCHEMA} was expected")
-        data["stages"] = tuple(_stage(stage, f"stage {i}") for i, stage in enumerate(_list(data["stages"], "stages")))
+        data["stages"] = tuple(
+            _stage(stage, f"stage {i}") for i, stage in enumerate(_list(data["stages"], "stages"))
+        )
         data["limits"] = _made(Limits, data["limits"], "limits")
         data["layers"] = tuple(_layer(layer) for layer in _list(data.get("layers", []), "layers"))
         for key in ("allow_targets", "notes", "work", "shares", "needed", "sample_shape"):
@@ -152,7 +182,17 @@ class Plan:
 def _stage(data: Any, where: str) -> StagePlan:
     """A stage as a file has it. Raises ValueError."""
     where = f"stage {_mapping(data, where).get('name', where)}"
-    for key in ("sync", "topology", "aggregate", "outer", "compression", "overlap", "optimizer", "until", "handover"):
+    for key in (
+        "sync",
+        "topology",
+        "aggregate",
+        "outer",
+        "compression",
+        "overlap",
+        "optimizer",
+        "until",
+        "handover",
+    ):
         _mapping(data.get(key, {}), f"{where}: {key}")
     workers = [
         _made(WorkerPlan, worker, f"{where}, worker {rank}")
@@ -181,14 +221,20 @@ def _list(data: Any, where: str) -> list[Any]:
 
 
 def _made(cls: type[T], data: Any, where: str) -> T:
-    """A dataclass of a mapping, all of whose keys it has and which has all that it needs. Raises ValueError."""
+    """A dataclass of a mapping, all of whose keys it has and which has all that it needs. Raises
+    ValueError.
+    """
     known = {field.name: field for field in fields(cls)}  # ty: ignore[invalid-argument-type]
     for key in _mapping(data, where):
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
             raise ValueError(f"{where} has no key {key!r}; {hint}")
-    needed = (key for key, own in known.items() if own.default is MISSING and own.default_factory is MISSING)
+    needed = (
+        key
+        for key, own in known.items()
+        if own.default is MISSING and own.default_factory is MISSING
+    )
     for key in needed:
         if key not in data:
             raise ValueError(f"{where} lacks {key!r}")

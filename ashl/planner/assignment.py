@@ -24,7 +24,9 @@ class Assignment:
 def assignment_of(row: Sequence[float]) -> Assignment:
     """From the four numbers, in order, as they travel."""
     steps, share, ratio, cycle_s = row
-    return Assignment(local_steps=int(steps), data_share=share, compression_ratio=ratio, predicted_cycle_s=cycle_s)
+    return Assignment(
+        local_steps=int(steps), data_share=share, compression_ratio=ratio, predicted_cycle_s=cycle_s
+    )
 
 
 class Assigned(Protocol):
@@ -49,7 +51,13 @@ class Planner(Contract, group="planner"):
         raise NotImplementedError
 
     def observe(
-        self, state: Any, worker: int, step_s: float, push_s: float, pull_s: float, payload: float = 1.0
+        self,
+        state: Any,
+        worker: int,
+        step_s: float,
+        push_s: float,
+        pull_s: float,
+        payload: float = 1.0,
     ) -> Any:
         """One commit, see `online`."""
         raise NotImplementedError
@@ -59,7 +67,12 @@ class Planner(Contract, group="planner"):
         return state
 
     def replan(
-        self, state: Any, current: Sequence[Assigned], h_preset: int, r_preset: float | None, payload: Payload
+        self,
+        state: Any,
+        current: Sequence[Assigned],
+        h_preset: int,
+        r_preset: float | None,
+        payload: Payload,
     ) -> tuple[Any, tuple[Assignment, ...] | None]:
         """(state, a new assignment where that is worth it)."""
         raise NotImplementedError
@@ -96,12 +109,17 @@ def costs_of(profile: Profile, encoded: bool) -> list[Costs]:
 
 
 def sent(payload: Callable[[float], float], ratio: float) -> float:
-    """What travels of the dense model's bytes. Keeping everything never takes more than the dense vector itself."""
+    """What travels of the dense model's bytes. Keeping everything never takes more than the dense
+    vector itself.
+    """
     return min(1.0, payload(1.0)) if ratio == 1 else payload(ratio)
 
 
 def assignments(
-    costs: Sequence[Costs], steps: Sequence[int], ratios: Sequence[float], payload: Callable[[float], float]
+    costs: Sequence[Costs],
+    steps: Sequence[int],
+    ratios: Sequence[float],
+    payload: Callable[[float], float],
 ) -> tuple[Assignment, ...]:
     """With the cycles that follow, and shares of the data as of the steps: D_i = H_i / Σ H."""
     total = sum(steps)

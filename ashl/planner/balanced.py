@@ -1,19 +1,20 @@
 """Equal cycles by choice of integers instead of rounding, with bounds on H and true bytes.
 
-Rule: T_i = t_i · H_i + compress_i + push_i(payload(r_i)) + pull_i. The worker slowest at H_preset, the anchor, keeps
-H_preset, as does every worker of the same costs; the others take H_i ∈ [1, h_max] so that the spread
-max_i T_i − min_i T_i is least, of equal spreads the shorter common cycle T = max_i T_i, and in it as many steps as fit.
-D_i = H_i / Σ H.
+Rule: T_i = t_i · H_i + compress_i + push_i(payload(r_i)) + pull_i. The worker slowest at H_preset,
+the anchor, keeps H_preset, as does every worker of the same costs; the others take H_i ∈ [1, h_max]
+so that the spread max_i T_i − min_i T_i is least, of equal spreads the shorter common cycle T =
+max_i T_i, and in it as many steps as fit. D_i = H_i / Σ H.
 
-Where the fastest worker cannot fill the anchor's cycle with h_max steps, it is the anchor, at h_max: h_max bounds
-everybody's cycle, and a slow worker's H goes below H_preset, down to 1.
+Where the fastest worker cannot fill the anchor's cycle with h_max steps, it is the anchor, at
+h_max: h_max bounds everybody's cycle, and a slow worker's H goes below H_preset, down to 1.
 
-Ratios: r_i is the largest ratio ≥ r_preset whose cycle stays within T; where keeping everything costs no more bytes
-than the preset ratio does, r_i = 1.
+Ratios: r_i is the largest ratio ≥ r_preset whose cycle stays within T; where keeping everything
+costs no more bytes than the preset ratio does, r_i = 1.
 
-Exact: a spread can only become less where one more step of some worker just fits, so these n + 1 candidates for T are
-tried, in O(n log n). Without ratios and h_max the spread is never larger than `paper`'s. With ratios each candidate is
-judged by the spread that they leave: everybody's cycle is T, but for those who send everything and are still earlier.
+Exact: a spread can only become less where one more step of some worker just fits, so these n + 1
+candidates for T are tried, in O(n log n). Without ratios and h_max the spread is never larger than
+`paper`'s. With ratios each candidate is judged by the spread that they leave: everybody's cycle is
+T, but for those who send everything and are still earlier.
 
 Source: departs from Shen et al., "ASHL", IEEE TC 73(1), 2024, Algorithms 1 and 2.
 """
@@ -30,7 +31,9 @@ HALVINGS = 16  # a ratio is found to within 2e-5
 
 
 class Load(NamedTuple):
-    """One worker: its cycle takes steps · step + base, and up to `room` more where more is sent. Nanoseconds."""
+    """One worker: its cycle takes steps · step + base, and up to `room` more where more is sent.
+    Nanoseconds.
+    """
 
     step: int
     base: int
@@ -56,12 +59,19 @@ class Balanced(Planner):
     h_max: Count | None
 
     def assign(
-        self, profile: Profile, h_preset: int, r_preset: float | None, payload: Callable[[float], float]
+        self,
+        profile: Profile,
+        h_preset: int,
+        r_preset: float | None,
+        payload: Callable[[float], float],
     ) -> tuple[Assignment, ...]:
         costs = costs_of(profile, encoded=r_preset is not None)
         whole = sent(payload, 1.0)
         least = whole if r_preset is None else min(whole, payload(r_preset))
-        loads = [Load(c.step, c.cycle(0, least), c.push_of(whole) - c.push_of(least), self.h_max) for c in costs]
+        loads = [
+            Load(c.step, c.cycle(0, least), c.push_of(whole) - c.push_of(least), self.h_max)
+            for c in costs
+        ]
         cycle, steps = balance(loads, h_preset)
         ratios = []
         for c, load, h in zip(costs, loads, steps, strict=True):
@@ -80,13 +90,20 @@ def balance(loads: Sequence[Load], h_preset: int) -> tuple[int, list[int]]:
     loads = [load._replace(most=kept) if load == loads[anchor] else load for load in loads]
     start = max(loads[anchor].cycle(kept), *(load.cycle(1) for load in loads))
     now = [(load, load.fill(start)) for load in loads]
-    final = min(load.reach(h) for load, h in now if h == load.most)  # of those who take no step more
-    more = sorted((load.cycle(h + 1), load.reach(h), load.room) for load, h in now if h != load.most)
-    # With k of them one step further: what those who stay behind, and those who have moved, reach at least.
+    final = min(
+        load.reach(h) for load, h in now if h == load.most
+    )  # of those who take no step more
+    more = sorted(
+        (load.cycle(h + 1), load.reach(h), load.room) for load, h in now if h != load.most
+    )
+    # With k of them one step further: what those who stay behind, and those who have moved, reach
+    # at least.
     behind = list(accumulate((reach for _, reach, _ in reversed(more)), min, initial=final))[::-1]
     ahead = accumulate((cycle + room for cycle, _, room in more), min, initial=final)
     times = [start, *(cycle for cycle, _, _ in more)]
-    best = min((max(0, time - min(low)), time) for time, *low in zip(times, behind, ahead, strict=True))
+    best = min(
+        (max(0, time - min(low)), time) for time, *low in zip(times, behind, ahead, strict=True)
+    )
     return best[1], [load.fill(best[1]) for load in loads]
 
 
@@ -101,7 +118,9 @@ def anchor_of(loads: Sequence[Load], h_preset: int) -> tuple[int, int]:
 
 
 def largest_ratio(payload: Callable[[float], float], r_preset: float, share: float) -> float:
-    """The largest ratio from r_preset up whose message is at most this share of the dense model's bytes."""
+    """The largest ratio from r_preset up whose message is at most this share of the dense model's
+    bytes.
+    """
     low, high = r_preset, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2

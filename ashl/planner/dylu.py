@@ -1,10 +1,12 @@
-"""DyLU, dynamic local updates: steps in proportion to speed, with the fastest worker as the measure.
+"""DyLU, dynamic local updates: steps in proportion to speed, with the fastest worker as the
+measure.
 
-Rule: H_i = max(1, ⌊H_preset·v_i / max_j v_j⌋) with v_i = 1 / t_i steps per second, so that H_preset is the fastest
-worker's H. D_i = H_i / Σ H. Links play no part, and everybody compresses at r_preset.
+Rule: H_i = max(1, ⌊H_preset·v_i / max_j v_j⌋) with v_i = 1 / t_i steps per second, so that H_preset
+is the fastest worker's H. D_i = H_i / Σ H. Links play no part, and everybody compresses at
+r_preset.
 
-Limit: equal workers all take H_preset. Source: Liu et al., "Asynchronous Local-SGD Training for Language Modeling",
-arXiv 2401.09135 (dynamic local updates).
+Limit: equal workers all take H_preset. Source: Liu et al., "Asynchronous Local-SGD Training for
+Language Modeling", arXiv 2401.09135 (dynamic local updates).
 """
 
 from collections.abc import Callable
@@ -19,7 +21,11 @@ class DyLU(Planner):
     """Anchored on the fastest."""
 
     def assign(
-        self, profile: Profile, h_preset: int, r_preset: float | None, payload: Callable[[float], float]
+        self,
+        profile: Profile,
+        h_preset: int,
+        r_preset: float | None,
+        payload: Callable[[float], float],
     ) -> tuple[Assignment, ...]:
         costs = costs_of(profile, encoded=r_preset is not None)
         fastest = min(c.step for c in costs)

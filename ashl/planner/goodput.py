@@ -1,24 +1,30 @@
-"""H where the measured trade-off is best: steps per second, against what a step of a larger round still teaches.
+"""H where the measured trade-off is best: steps per second, against what a step of a larger round
+still teaches.
 
-Rule: every `cooldown_commits` commits per worker each H of the slowest from 1 to `h_max`, in steps of a quarter, is
-planned as `balanced` does on the moving averages of times, and judged by its goodput, (Σ H / max_i T_i) · B / (B +
-b·Σ H): the pace, and the share of it that learns, since of a round that holds many more samples (b·Σ H) than the
-gradient noise scale B most repeat each other. The best one is taken where it promises more than (1 + threshold) times
-what the present one does. B = tr Σ/|G|² is measured from what is pushed anyway: of two pushes in a row of different
-workers, with H_i and H_j steps, ⟨Δ_i, Δ_j⟩/(H_i·H_j) is |G|² in the mean, and |Δ_i|²/H_i² − |G|² the noise of b·H_i
-samples, or with a `momentum` ρ that of b·H_i²/((1 − ρ)²·V), V = (H_i + 2·Σ_{l<H_i} (H_i − l)·ρ^l)/(1 − ρ²). Both have a
-mean of their own, of all pairs at first and then a moving one with weight `smoothing`, and B is their quotient; before
-1/`smoothing` pairs it is `online` with its preset. What a codec leaves out counts as noise.
+Rule: every `cooldown_commits` commits per worker each H of the slowest from 1 to `h_max`, in steps
+of a quarter, is planned as `balanced` does on the moving averages of times, and judged by its
+goodput, (Σ H / max_i T_i) · B / (B + b·Σ H): the pace, and the share of it that learns, since of a
+round that holds many more samples (b·Σ H) than the gradient noise scale B most repeat each other.
+The best one is taken where it promises more than (1 + threshold) times what the present one does. B
+= tr Σ/|G|² is measured from what is pushed anyway: of two pushes in a row of different workers,
+with H_i and H_j steps, ⟨Δ_i, Δ_j⟩/(H_i·H_j) is |G|² in the mean, and |Δ_i|²/H_i² − |G|² the noise
+of b·H_i samples, or with a `momentum` ρ that of b·H_i²/((1 − ρ)²·V), V = (H_i + 2·Σ_{l<H_i} (H_i −
+l)·ρ^l)/(1 − ρ²). Both have a mean of their own, of all pairs at first and then a moving one with
+weight `smoothing`, and B is their quotient; before 1/`smoothing` pairs it is `online` with its
+preset. What a codec leaves out counts as noise.
 
-On equal workers the best H is near √(B/(b·n) · C/t), with exchanges of C seconds and steps of t: H grows as the
-gradient fades in its noise, and as exchanges turn slower. It knows noise alone: that models drift apart where they are
-curved, and swing where rates are high, it does not see, so that H may come out too large.
+On equal workers the best H is near √(B/(b·n) · C/t), with exchanges of C seconds and steps of t: H
+grows as the gradient fades in its noise, and as exchanges turn slower. It knows noise alone: that
+models drift apart where they are curved, and swing where rates are high, it does not see, so that H
+may come out too large.
 
-Limits: updates without noise, or exchanges without cost, make H = 1; without a gradient H is what is quickest; one
-worker, of whose noise nobody can tell, is `online`, and so are all with h_max = 1 and h_preset = [1].
+Limits: updates without noise, or exchanges without cost, make H = 1; without a gradient H is what
+is quickest; one worker, of whose noise nobody can tell, is `online`, and so are all with h_max = 1
+and h_preset = [1].
 
-Source: the goodput of Pollux (Qiao et al., OSDI 2021), with H in place of its batch; B of McCandlish et al., "An
-Empirical Model of Large-Batch Training", arXiv 1812.06162. That H follows it is ours.
+Source: the goodput of Pollux (Qiao et al., OSDI 2021), with H in place of its batch; B of
+McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv 1812.06162. That H follows it
+is ours.
 """
 
 from __future__ import annotations
@@ -40,7 +46,9 @@ from ashl.size_only import SizeOnly
 
 @dataclass(frozen=True)
 class Noise:
-    """What is known of the gradients: the last update, and the means of what pairs of updates said."""
+    """What is known of the gradients: the last update, and the means of what pairs of
+    updates said.
+    """
 
     worker: int
     direction: Any  # the last update by step, [d]
@@ -111,7 +119,9 @@ def candidates(h_max: int) -> Iterator[int]:
 
 
 def independent(steps: int, momentum: float) -> float:
-    """How many gradients have as much noise beside their mean as so many steps with this momentum, in the long run."""
+    """How many gradients have as much noise beside their mean as so many steps with this momentum,
+    in the long run.
+    """
     rest = 1 - momentum
     within = momentum * (steps * rest - (1 - momentum**steps)) / rest**2  # Σ_{l<H} (H − l)·ρ^l
     return steps**2 * (1 - momentum**2) / (rest**2 * (steps + 2 * within))

@@ -1,7 +1,7 @@
 """What any planner says where exchanges go on beside the steps: H alone makes the cycles equal.
 
-Rule: the planner is asked about workers whose transfers take no time, and all send the preset ratio: to send more
-would gain no time, and what is longer than the steps would be longer still.
+Rule: the planner is asked about workers whose transfers take no time, and all send the preset
+ratio: to send more would gain no time, and what is longer than the steps would be longer still.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,24 @@ class Hidden(Planner):
     follows: bool
 
     def assign(
-        self, profile: Profile, h_preset: int, r_preset: float | None, payload: Callable[[float], float]
+        self,
+        profile: Profile,
+        h_preset: int,
+        r_preset: float | None,
+        payload: Callable[[float], float],
     ) -> tuple[Assignment, ...]:
-        return preset(self.planner.assign(without_transfers(profile), h_preset, r_preset, payload), r_preset)
+        return preset(
+            self.planner.assign(without_transfers(profile), h_preset, r_preset, payload), r_preset
+        )
 
     def observe(
-        self, state: Any, worker: int, step_s: float, push_s: float, pull_s: float, payload: float = 1.0
+        self,
+        state: Any,
+        worker: int,
+        step_s: float,
+        push_s: float,
+        pull_s: float,
+        payload: float = 1.0,
     ) -> Any:
         return self.planner.observe(state, worker, step_s, 0.0, 0.0, payload)
 

@@ -1,12 +1,15 @@
-"""ASHL's planner as printed: everybody is filled up to the cycle of the slowest worker, and rounded.
+"""ASHL's planner as printed: everybody is filled up to the cycle of the slowest worker, and
+rounded.
 
-Rule (Algorithm 1): T_max = max_i (t_i · H_preset + push_i + pull_i); H_i = round((T_max − push_i − pull_i) / t_i), half
-to even; D_i = H_i / Σ H. The worker that defines T_max keeps H_preset, each cycle is within t_i / 2 of T_max.
-Rule (Algorithm 2): rest_i = t_i · H_i + compress_i + pull_i; T_max = max_i (rest_i + push_i · r_preset);
-R_i = min(1, (T_max − rest_i) / push_i). The worker that defines T_max compresses at r_preset, all others send more.
+Rule (Algorithm 1): T_max = max_i (t_i · H_preset + push_i + pull_i); H_i = round((T_max − push_i −
+pull_i) / t_i), half to even; D_i = H_i / Σ H. The worker that defines T_max keeps H_preset, each
+cycle is within t_i / 2 of T_max. Rule (Algorithm 2): rest_i = t_i · H_i + compress_i + pull_i;
+T_max = max_i (rest_i + push_i · r_preset); R_i = min(1, (T_max − rest_i) / push_i). The worker that
+defines T_max compresses at r_preset, all others send more.
 
-Where a push costs nothing there is nothing to save, and R_i = 1. The decisions take a push to be push_i · R_i, as the
-paper does; the predicted cycles are in the bytes really sent, so they may be longer.
+Where a push costs nothing there is nothing to save, and R_i = 1. The decisions take a push to be
+push_i · R_i, as the paper does; the predicted cycles are in the bytes really sent, so they may be
+longer.
 
 Source: Shen et al., "ASHL", IEEE TC 73(1), 2024, Algorithms 1 and 2.
 """
@@ -24,11 +27,17 @@ class Paper(Planner):
     """Round to the slowest worker's cycle."""
 
     def assign(
-        self, profile: Profile, h_preset: int, r_preset: float | None, payload: Callable[[float], float]
+        self,
+        profile: Profile,
+        h_preset: int,
+        r_preset: float | None,
+        payload: Callable[[float], float],
     ) -> tuple[Assignment, ...]:
         costs = costs_of(profile, encoded=r_preset is not None)
         steps = local_steps(costs, h_preset)
-        ratios = [1.0] * len(costs) if r_preset is None else compression_ratios(costs, steps, r_preset)
+        ratios = (
+            [1.0] * len(costs) if r_preset is None else compression_ratios(costs, steps, r_preset)
+        )
         return assignments(costs, steps, ratios, payload)
 
 
@@ -38,9 +47,14 @@ def local_steps(costs: Sequence[Costs], h_preset: int) -> list[int]:
     return [round(Fraction(t_max - c.push - c.pull, c.step)) for c in costs]
 
 
-def compression_ratios(costs: Sequence[Costs], steps: Sequence[int], r_preset: float) -> list[float]:
+def compression_ratios(
+    costs: Sequence[Costs], steps: Sequence[int], r_preset: float
+) -> list[float]:
     """Algorithm 2, in exact fractions: R_i ≥ r_preset for all."""
     preset = Fraction(r_preset)
     rest = [c.step * h + c.encode + c.pull for c, h in zip(costs, steps, strict=True)]
     t_max = max(r + c.push * preset for c, r in zip(costs, rest, strict=True))
-    return [float(min(1, (t_max - r) / c.push)) if c.push else 1.0 for c, r in zip(costs, rest, strict=True)]
+    return [
+        float(min(1, (t_max - r) / c.push)) if c.push else 1.0
+        for c, r in zip(costs, rest, strict=True)
+    ]

@@ -65,11 +65,16 @@ from ashl.schedule.choices import Choices
 from ashl.stage.stage import extra_ranks
 from ashl.task.contract import renamed
 
-TAKES_COSTS = "virtual time takes its costs from profile=FILE; of cluster.* only the number of workers has a say"
+TAKES_COSTS = (
+    "virtual time takes its costs from profile=FILE; of cluster.* only the number of workers has"
+    " a say"
+)
 
 
 class PreparedPlan(NamedTuple):
-    """A checked plan with the options that its specs stand for, and the data set, which a check has loaded."""
+    """A checked plan with the options that its specs stand for, and the data set, which a check has
+    loaded.
+    """
 
     plan: Plan
     parts: Parts
@@ -98,8 +103,9 @@ def prepare_plan(
 ) -> PreparedPlan:
     """Check every choice and every combination, and resolve them into a plan.
 
-    `world_size` is the number of processes of the job that this one is part of, where there is one; `overrides` is what
-    the user wrote; with `strict`, a value among them that has no effect is refused; `profile` what was just measured.
+    `world_size` is the number of processes of the job that this one is part of, where there is one;
+    `overrides` is what the user wrote; with `strict`, a value among them that has no effect is
+    refused; `profile` what was just measured.
     Precedence: plan=FILE, what was measured, profile=FILE, cluster.*.
     Raises UsageError and DataMissingError; afterwards nothing is left to refuse.
     """
@@ -132,7 +138,10 @@ def _prepare_plan(
     check_combination(parts, config["choices"])
     num_workers = count_workers(parts, world_size)
     check_worker_count(parts["sync"], parts["topology"], num_workers, settings.seed)
-    data, limits = load_data_set(parts["dataset"], settings.seed), limits_of(settings, parts["dataset"])
+    data, limits = (
+        load_data_set(parts["dataset"], settings.seed),
+        limits_of(settings, parts["dataset"]),
+    )
     with_horizon(parts["optimizer"], limits.epochs)  # refused here where it cannot be known
     check_targets(limits, parts["runtime"].gradients, parts["task"], config["choices"]["task"])
     device_of(parts["runtime"])
@@ -147,7 +156,9 @@ def _prepare_plan(
     taken = note_profile(known, parts["compression"], replaced, config["choices"])
     taken += note_whole_steps(parts["sync"], num_workers, config["choices"])
     taken += note_shared_cores(parts["cluster"], parts["runtime"], num_ranks)
-    specs: dict[str, Any] = {g: dict(config[g]) for g in ("model", "dataset", "task", "runtime", "planner")}
+    specs: dict[str, Any] = {
+        g: dict(config[g]) for g in ("model", "dataset", "task", "runtime", "planner")
+    }
     plan = Plan(
         schema=SCHEMA,
         name=settings.name or make_run_name(config["choices"], parts),
@@ -158,7 +169,9 @@ def _prepare_plan(
         sample_shape=data.sample_shape,
         num_classes=data.num_classes,
         layers=learner.layers,
-        choices={g: option for g, option in config["choices"].items() if parts.get(g, option) is not None},
+        choices={
+            g: option for g, option in config["choices"].items() if parts.get(g, option) is not None
+        },
         cluster=cluster,
         **specs,
         limits=limits,
@@ -182,11 +195,16 @@ def _prepare_plan(
     resolved = resolve_plan(plan, options, settings.plan)
     check_checkpoints(settings.run.checkpoint_s, resolved, plan.stages)
     check_faults(resolved, plan.stages, settings.run.checkpoint_s)
-    clock, by = choose_prediction_cluster(parts["cluster"], known, replaced, codec_class(config), options)
+    clock, by = choose_prediction_cluster(
+        parts["cluster"], known, replaced, codec_class(config), options
+    )
     plan = plan_overlap(plan, resolved, learner, known, clock)
     resolved = parts_of(plan, options)
     plan = replace(
-        plan, stages=tuple(with_message_bytes(plan, *of) for of in zip(plan.stages, resolved.stages, strict=True))
+        plan,
+        stages=tuple(
+            with_message_bytes(plan, *of) for of in zip(plan.stages, resolved.stages, strict=True)
+        ),
     )
     deal = make_dealer(plan, resolved, data)
     plan = replace(plan, stages=tuple(with_shards(stage, deal) for stage in plan.stages))
@@ -203,7 +221,9 @@ def load_data_set(dataset: Any, seed: int) -> Data:
     try:
         return load_data(dataset, seed)
     except MemoryError as error:
-        raise UsageError("the data set does not fit into this machine's memory; make dataset.* smaller") from error
+        raise UsageError(
+            "the data set does not fit into this machine's memory; make dataset.* smaller"
+        ) from error
 
 
 def make_learner(parts: Mapping[str, Any], data: Data, settings: Settings) -> Learner:
@@ -211,24 +231,34 @@ def make_learner(parts: Mapping[str, Any], data: Data, settings: Settings) -> Le
     start = start_of(settings.run.init_weights)
     try:
         learner = Learner(parts["model"], data, parts["task"], seed=settings.seed, start=start)
-    except RuntimeError as error:  # what torch raises, which has no kind of its own for it on the host
+    except (
+        RuntimeError
+    ) as error:  # what torch raises, which has no kind of its own for it on the host
         if "allocate memory" not in str(error):
             raise
-        raise UsageError("the model does not fit into this machine's memory; make model.* smaller") from error
+        raise UsageError(
+            "the model does not fit into this machine's memory; make model.* smaller"
+        ) from error
     if start is not None:
         learner.init()
     return learner
 
 
 def resolve_plan(plan: Plan, options: OptionFactory, path: str | None) -> Parts:
-    """What a plan's specs stand for, where its stages can follow one another. Raises UsageError, naming the file."""
+    """What a plan's specs stand for, where its stages can follow one another. Raises UsageError,
+    naming the file.
+    """
     try:
         resolved = parts_of(plan, options)
         check_stages(resolved, plan.stages)
         check_annealed_values(resolved, plan.stages)
-        extra = max(extra_ranks(own.topology, own.sync, resolved.cluster.node) for own in resolved.stages)
+        extra = max(
+            extra_ranks(own.topology, own.sync, resolved.cluster.node) for own in resolved.stages
+        )
         if plan.num_ranks != (ranks := plan.num_workers + extra):
-            raise UsageError(f"num_ranks is {plan.num_ranks}, and its workers and servers are {ranks}")
+            raise UsageError(
+                f"num_ranks is {plan.num_ranks}, and its workers and servers are {ranks}"
+            )
     except UsageError as error:
         if path is None:
             raise
@@ -237,13 +267,16 @@ def resolve_plan(plan: Plan, options: OptionFactory, path: str | None) -> Parts:
 
 
 def draw_compute_factors(cluster: Mapping[str, Any], seed: int) -> Spec:
-    """The cluster's spec with what its trace says, and the factors that are to be drawn: those of the first workers do
-    not depend on how many follow."""
+    """The cluster's spec with what its trace says, and the factors that are to be drawn: those of
+    the first workers do not depend on how many follow.
+    """
     cluster = with_trace_events(cluster)
     if not (spread := cluster.get("compute_spread")):
         return cluster
     normal = stream(seed, Purpose.SPEED).standard_normal(len(cluster["compute"])).tolist()
-    compute = [factor * math.exp(spread * z) for factor, z in zip(cluster["compute"], normal, strict=True)]
+    compute = [
+        factor * math.exp(spread * z) for factor, z in zip(cluster["compute"], normal, strict=True)
+    ]
     return {**cluster, "compute": compute, "compute_spread": 0.0}
 
 
@@ -255,14 +288,23 @@ def with_message_bytes(plan: Plan, stage: StagePlan, own: StageParts) -> StagePl
     @cache
     def nbytes(ratio: float) -> int:
         shares = own.overlap.shares or [ratio] * len(links)
-        return sum(link.codec.encoded_nbytes(share, link.d) for link, share in zip(links, shares, strict=True))
+        return sum(
+            link.codec.encoded_nbytes(share, link.d)
+            for link, share in zip(links, shares, strict=True)
+        )
 
-    workers = (replace(worker, message_bytes=nbytes(worker.compression_ratio)) for worker in stage.workers)
+    workers = (
+        replace(worker, message_bytes=nbytes(worker.compression_ratio)) for worker in stage.workers
+    )
     return replace(stage, workers=tuple(workers))
 
 
 def schedule_choices(
-    config: Mapping[str, Any], parts: dict[str, Any], num_workers: int, layout: Layout, profile: Profile | None
+    config: Mapping[str, Any],
+    parts: dict[str, Any],
+    num_workers: int,
+    layout: Layout,
+    profile: Profile | None,
 ) -> Choices:
     """What the schedule is given to make stages of."""
     batch, num_params = parts["dataset"].batch_size, size_of(layout)
@@ -273,7 +315,8 @@ def schedule_choices(
         batch=batch,
         num_workers=num_workers,
         planner=planner_for(parts["overlap"], parts["planner"]),
-        profile=profile or declared_profile(parts["cluster"], config["choices"]["model"], num_params, batch),
+        profile=profile
+        or declared_profile(parts["cluster"], config["choices"]["model"], num_params, batch),
         payload=payload_of(parts["compression"], layout),
         ratio=parts["compression"].ratio,
         profiled=profile is not None,
@@ -287,10 +330,18 @@ def make_run_name(choices: Mapping[str, str], parts: dict[str, Any]) -> str:
 
 
 def add_prediction(
-    plan: Plan, parts: Parts, cluster: Any, deal: Deal, epoch_samples: int, batch: int, known: Profile | None
+    plan: Plan,
+    parts: Parts,
+    cluster: Any,
+    deal: Deal,
+    epoch_samples: int,
+    batch: int,
+    known: Profile | None,
 ) -> Plan:
-    """The plan with what each stage should reach, where this cluster, chosen or the profile's, says what it costs.
-    Raises UsageError where sums cannot go as they were asked to, or a model cannot be shared out."""
+    """The plan with what each stage should reach, where this cluster, chosen or the profile's, says
+    what it costs. Raises UsageError where sums cannot go as they were asked to, or a model cannot
+    be shared out.
+    """
     check_sharded_server(plan, parts)
     plan = replace(plan, notes=plan.notes + note_reduction_times(plan, parts, cluster))
     if not isinstance(cluster, Cluster) or cluster.missing():
@@ -303,28 +354,37 @@ def add_prediction(
 
 
 def predict_duration_s(plan: Plan, epoch_samples: int) -> float | None:
-    """What the run should take by its limits. Of stages that follow one another nobody knows beforehand when they
-    change, so it is as long as the slowest of them would take for all."""
-    rates = [s.predicted_steps_per_s for s in plan.stages if s.predicted_steps_per_s]  # 0 = too slow to foretell
+    """What the run should take by its limits. Of stages that follow one another nobody knows
+    beforehand when they change, so it is as long as the slowest of them would take for all.
+    """
+    rates = [
+        s.predicted_steps_per_s for s in plan.stages if s.predicted_steps_per_s
+    ]  # 0 = too slow to foretell
     steps = plan.num_steps(epoch_samples)
     bounds = [plan.limits.seconds, None if steps is None or not rates else steps / min(rates)]
     return min((bound for bound in bounds if bound is not None), default=None)
 
 
-def choose_virtual_cluster(parts: Mapping[str, Any], known: Profile | None, codec: str) -> Spec | None:
-    """The cluster that drives virtual time in place of the chosen one: the profile's, where it says something else.
+def choose_virtual_cluster(
+    parts: Mapping[str, Any], known: Profile | None, codec: str
+) -> Spec | None:
+    """The cluster that drives virtual time in place of the chosen one: the profile's, where it says
+    something else.
 
-    Raises UsageError where a cluster is chosen that is nothing without a profile, or says what a profile cannot.
+    Raises UsageError where a cluster is chosen that is nothing without a profile, or says what a
+    profile cannot.
     """
     cluster, virtual = parts["cluster"], parts["runtime"].name == "sim"
     if isinstance(cluster, ProfileCluster):
         if not virtual:
             raise UsageError(
-                "cluster=profile is a measured cluster in virtual time; take runtime=sim, or cluster=real to run on "
-                "the processes that are there"
+                "cluster=profile is a measured cluster in virtual time; take runtime=sim, or"
+                " cluster=real to run on the processes that are there"
             )
         if known is None:
-            raise UsageError("cluster=profile needs the profile that it is made of: give profile=FILE, too")
+            raise UsageError(
+                "cluster=profile needs the profile that it is made of: give profile=FILE, too"
+            )
     if not virtual or known is None:
         return None
     if cluster.num_workers not in (None, known.num_workers):
@@ -334,17 +394,23 @@ def choose_virtual_cluster(parts: Mapping[str, Any], known: Profile | None, code
             return None
         if cluster.events:
             raise UsageError(
-                "cluster.events change the declared costs of a cluster, and profile=FILE says others; drop one of them"
+                "cluster.events change the declared costs of a cluster, and profile=FILE says"
+                " others; drop one of them"
             )
     if not isinstance(cluster, Cluster) or cluster.churn is None:
         return known.cluster(codec)
-    return known.cluster(codec) | {"churn": asdict(cluster.churn), "failure_detection_s": cluster.failure_detection_s}
+    return known.cluster(codec) | {
+        "churn": asdict(cluster.churn),
+        "failure_detection_s": cluster.failure_detection_s,
+    }
 
 
 def choose_prediction_cluster(
     cluster: Any, known: Profile | None, replaced: Spec | None, codec: str, options: OptionFactory
 ) -> tuple[Any, Profile | None]:
-    """The cluster by which is predicted what a run takes, and the profile that it is of, if it is."""
+    """The cluster by which is predicted what a run takes, and the profile that it is of,
+    if it is.
+    """
     if known is None or replaced is not None:
         return cluster, known
     if isinstance(cluster, Cluster):
@@ -355,7 +421,10 @@ def choose_prediction_cluster(
 def declares_profile(cluster: Cluster, known: Profile) -> bool:
     """Whether the profile is what this cluster declares."""
     own = declared_profile(cluster, known.model, known.num_params, known.workers[0].batch)
-    return own is not None and replace(own, device=known.device, source=known.source) == known.without_parts()
+    return (
+        own is not None
+        and replace(own, device=known.device, source=known.source) == known.without_parts()
+    )
 
 
 def codec_class(config: Mapping[str, Any]) -> str:
@@ -363,49 +432,67 @@ def codec_class(config: Mapping[str, Any]) -> str:
     return config["compression"]["_target_"]
 
 
-def note_profile(known: Profile | None, codec: Codec, replaced: Spec | None, choices: Mapping[str, str]) -> list[str]:
+def note_profile(
+    known: Profile | None, codec: Codec, replaced: Spec | None, choices: Mapping[str, str]
+) -> list[str]:
     """What a profile is taken for, and what it has not timed."""
     notes = [TAKES_COSTS] if replaced and choices["cluster"] != "profile" else []
     own = f"{type(codec).__module__}.{type(codec).__name__}"
-    if known is not None and known.codecs and not codec.traits.lossless and known.codec(own) is None:
+    if (
+        known is not None
+        and known.codecs
+        and not codec.traits.lossless
+        and known.codec(own) is None
+    ):
         notes.append(
-            f"the profile has not timed {choices['compression']}: encoding is taken to last as long as by the codec "
-            "that it was measured with"
+            f"the profile has not timed {choices['compression']}: encoding is taken to last as long"
+            " as by the codec that it was measured with"
         )
     return notes
 
 
 def note_whole_steps(sync: Any, num_workers: int, choices: Mapping[str, str]) -> list[str]:
-    """Return the note for a sync mode that steps n times as far in a round as BSP does at the same rate."""
+    """Return the note for a sync mode that steps n times as far in a round as BSP does at the same
+    rate.
+    """
     if sync is None or not sync.whole_steps or num_workers == 1:
         return []
     return [
-        f"sync={choices['sync']} takes {num_workers} whole steps in a round, where BSP and ASP take one at "
-        f"aggregate.scale=1; optimizer.lr may need to be {num_workers} times smaller"
+        f"sync={choices['sync']} takes {num_workers} whole steps in a round, where BSP and ASP take"
+        f" one at aggregate.scale=1; optimizer.lr may need to be {num_workers} times smaller"
     ]
 
 
 def note_shared_cores(cluster: Any, runtime: Any, num_ranks: int) -> list[str]:
-    """Return the note for unpaced ranks that share this host's cores, which the nodes of a cluster do not."""
+    """Return the note for unpaced ranks that share this host's cores, which the nodes of a cluster
+    do not.
+    """
     here = num_ranks if runtime.name == "local" else int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     cores = len(os.sched_getaffinity(0))
     if cluster.paced or runtime.name == "sim" or here <= cores:
         return []
     return [
-        f"{here} ranks share {cores} core{'s' * (cores > 1)} of this host: times measured here are not those of a "
-        "cluster, where each rank has a core"
+        f"{here} ranks share {cores} core{'s' * (cores > 1)} of this host: times measured here are"
+        " not those of a cluster, where each rank has a core"
     ]
 
 
-def check_profile(profile: Profile, config: Mapping[str, Any], num_workers: int, num_params: int, batch: int) -> None:
+def check_profile(
+    profile: Profile, config: Mapping[str, Any], num_workers: int, num_params: int, batch: int
+) -> None:
     """Raises UsageError where it is of something else."""
     model, before = config["choices"]["model"], config["model"]["_target_"].rpartition(".")[2]
-    profile.check(num_workers, before if profile.model == before else model, num_params, batch)  # its class once
+    profile.check(
+        num_workers, before if profile.model == before else model, num_params, batch
+    )  # its class once
 
 
-def take_stages_of_plan_file(path: str, own: Plan, config: Mapping[str, Any], overrides: Sequence[str]) -> Plan:
-    """The stages of a plan that the user gave, run where and for as long as this configuration says; a seed that was
-    typed is this run's, for a plan does not depend on it."""
+def take_stages_of_plan_file(
+    path: str, own: Plan, config: Mapping[str, Any], overrides: Sequence[str]
+) -> Plan:
+    """The stages of a plan that the user gave, run where and for as long as this configuration
+    says; a seed that was typed is this run's, for a plan does not depend on it.
+    """
     plan = read_plan(path)
     clashes = (
         ("workers", plan.num_workers, own.num_workers),
@@ -416,15 +503,16 @@ def take_stages_of_plan_file(path: str, own: Plan, config: Mapping[str, Any], ov
     for what, theirs, ours in clashes:
         if theirs != ours:
             raise UsageError(
-                f"plan={path} is for another run: {what} {theirs} there, {ours} here; give this run the same, or plan "
-                "anew"
+                f"plan={path} is for another run: {what} {theirs} there, {ours} here; give this run"
+                " the same, or plan anew"
             )
     check_plan_overrides(path, plan, config, overrides)
     seed = own.seed if any(key_of(override) == "seed" for override in overrides) else plan.seed
     return replace(
         own,
         name=config["name"] or plan.name,
-        choices=own.choices | {group: option for group, option in plan.choices.items() if group in STAGE_GROUPS},
+        choices=own.choices
+        | {group: option for group, option in plan.choices.items() if group in STAGE_GROUPS},
         stages=plan.stages,
         planner=plan.planner,
         seed=seed,

@@ -47,7 +47,9 @@ from ashl.task.contract import Task
 from ashl.task.plain import plain_task
 from ashl.topology.sharded_server import ShardedServer
 
-PLAIN: dict[str, Plain] = {  # groups whose classes need not be options, and what is made of such a class
+PLAIN: dict[
+    str, Plain
+] = {  # groups whose classes need not be options, and what is made of such a class
     "model": plain_model,
     "dataset": plain_dataset,
     "optimizer": plain_optimizer,
@@ -58,7 +60,9 @@ Deal = Callable[[Sequence[float]], list[np.ndarray]]  # everybody's samples, by 
 
 
 class OptionFactory:
-    """Makes an option of each spec, once: options never change, so that equal specs may share one."""
+    """Makes an option of each spec, once: options never change, so that equal specs may
+    share one.
+    """
 
     def __init__(self, allow: Sequence[str]) -> None:
         self.allow = allow
@@ -99,7 +103,9 @@ class Parts:
 
 
 def parts_of(plan: Plan, options: OptionFactory | None = None) -> Parts:
-    """What a plan's specs stand for; with `options` where some of them have been made. Raises UsageError."""
+    """What a plan's specs stand for; with `options` where some of them have been made. Raises
+    UsageError.
+    """
     options = options or OptionFactory(plan.allow_targets)
     return Parts(
         model=options.of("model", plan.model),
@@ -138,10 +144,17 @@ def declared_profile(cluster: Any, model: str, num_params: int, batch: int) -> P
 
 
 def answer_block(cluster: Any, fragments: Sequence[Fragment]) -> int:
-    """How many workers several servers can answer, each with its fragment, while one worker takes in all of them; 1
-    where another order than that of the ranks may cost time: where workers are not declared as equal, so that servers
-    answer at different moments, and where a server's port is faster than a worker's."""
-    if not isinstance(cluster, Cluster) or cluster.exchange_s is not None or cluster.missing() or not fragments:
+    """How many workers several servers can answer, each with its fragment, while one worker takes
+    in all of them; 1 where another order than that of the ranks may cost time: where workers are
+    not declared as equal, so that servers answer at different moments, and where a server's port is
+    faster than a worker's.
+    """
+    if (
+        not isinstance(cluster, Cluster)
+        or cluster.exchange_s is not None
+        or cluster.missing()
+        or not fragments
+    ):
         return 1
     first, links = cluster.compute[0], cluster.links
     equal = set(cluster.compute) == {first} and len(set(links)) == 1
@@ -161,7 +174,9 @@ def layout_of(layers: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
 
 
 def layer_groups(plan: Plan) -> tuple[Bucket, ...]:
-    """A model's, as messages are made of them, by what its tensors cost; there when they were measured to be."""
+    """A model's, as messages are made of them, by what its tensors cost; there when they were
+    measured to be.
+    """
     parts = buckets_of_tensors([shape for _, shape in plan.layers], plan.work)
     if not plan.shares:
         return parts
@@ -176,7 +191,8 @@ def links_of(plan: Plan, own: StageParts, device: str = HOST) -> tuple[Compressi
     groups = layer_groups(plan)
     link = partial(link_of, own.compression, layout_of(plan.layers), device=device)
     return tuple(
-        link(start, stop) for start, stop, *_ in merge_buckets(groups, own.overlap.messages(untimed_timeline(groups)))
+        link(start, stop)
+        for start, stop, *_ in merge_buckets(groups, own.overlap.messages(untimed_timeline(groups)))
     )
 
 
@@ -188,11 +204,19 @@ def outer_of(own: StageParts, trainer: AnyTrainer, layout: Layout) -> Outer:
 
 
 def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Fragment, ...]:
-    """Those of the model, where each is exchanged by itself: of P, the k-th has its layer groups (`balanced`), or what
-    the k-th server holds. One that is drawn is elements and no layers."""
+    """Those of the model, where each is exchanged by itself: of P, the k-th has its layer groups
+    (`balanced`), or what the k-th server holds. One that is drawn is elements and no layers.
+    """
     if own.overlap.share is not None:
         elements = Layer("elements", (kept_count(own.overlap.share, plan.num_params),))
-        return (Fragment(((0, plan.num_params),), (elements,), own.compression, outer_of(own, trainer, (elements,))),)
+        return (
+            Fragment(
+                ((0, plan.num_params),),
+                (elements,),
+                own.compression,
+                outer_of(own, trainer, (elements,)),
+            ),
+        )
     layout = layout_of(plan.layers)
     cuts = balanced(layer_groups(plan), own.overlap.fragments) if own.overlap.fragments else []
     if isinstance(own.topology, ShardedServer):
@@ -201,14 +225,22 @@ def fragments_of(plan: Plan, own: StageParts, trainer: AnyTrainer) -> tuple[Frag
     for k, runs in enumerate(cuts):
         layers = tuple(layer for start, stop in runs for layer in within(layout, start, stop))
         own_outer, first = outer_of(own, trainer, layers), runs[0][0]
-        number = starts.index(first) if first in starts else (k + 1) * len(starts)  # no other fragment's
-        found.append(Fragment(tuple(runs), layers, wrap_codec(own.compression, layers), own_outer, first=number))
+        number = (
+            starts.index(first) if first in starts else (k + 1) * len(starts)
+        )  # no other fragment's
+        found.append(
+            Fragment(
+                tuple(runs), layers, wrap_codec(own.compression, layers), own_outer, first=number
+            )
+        )
     return tuple(found)
 
 
 def balanced(groups: Sequence[Bucket], count: int) -> list[list[tuple[int, int]]]:
-    """The layer groups as so many fragments of nearly equal size, each as runs of elements: the largest group first,
-    each to the fragment that has the fewest elements so far. Of groups of one size each fragment has every P-th."""
+    """The layer groups as so many fragments of nearly equal size, each as runs of elements: the
+    largest group first, each to the fragment that has the fewest elements so far. Of groups of one
+    size each fragment has every P-th.
+    """
     found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     held = [0] * count
     for group in sorted(groups, key=lambda group: (group.start - group.stop, group.start)):
@@ -228,9 +260,16 @@ def within(layout: Layout, start: int, stop: int) -> Iterator[Layer]:
         at += layer.size
 
 
-def timed_of(own: StageParts, layout: Layout, allow: Sequence[str]) -> tuple[tuple[str, CompressionPipeline], ...]:
-    """Return the codecs whose cost is measured: the class of each, and its link of the whole model."""
-    options = [own.compression, *(OptionFactory(allow).of("compression", spec) for spec in own.sync.codecs)]
+def timed_of(
+    own: StageParts, layout: Layout, allow: Sequence[str]
+) -> tuple[tuple[str, CompressionPipeline], ...]:
+    """Return the codecs whose cost is measured: the class of each, and its link of the
+    whole model.
+    """
+    options = [
+        own.compression,
+        *(OptionFactory(allow).of("compression", spec) for spec in own.sync.codecs),
+    ]
     return tuple(
         (
             f"{type(option).__module__}.{type(option).__name__}",
@@ -241,11 +280,15 @@ def timed_of(own: StageParts, layout: Layout, allow: Sequence[str]) -> tuple[tup
     )
 
 
-def link_of(option: Codec, layout: Layout, start: int, stop: int, device: str = HOST) -> CompressionPipeline:
+def link_of(
+    option: Codec, layout: Layout, start: int, stop: int, device: str = HOST
+) -> CompressionPipeline:
     """That of the tensors in the elements [start, stop)."""
     bounds = [0, *accumulate(layer.size for layer in layout)]
     first = bounds.index(start)
-    return CompressionPipeline(wrap_codec(option, layout[first : bounds.index(stop)]), stop - start, first, device)
+    return CompressionPipeline(
+        wrap_codec(option, layout[first : bounds.index(stop)]), stop - start, first, device
+    )
 
 
 def payload_of(option: Codec, layout: Layout) -> Callable[[float | None], float]:
@@ -255,29 +298,40 @@ def payload_of(option: Codec, layout: Layout) -> Callable[[float | None], float]
 
 
 def make_dealer(plan: Plan, parts: Parts, data: Data) -> Deal:
-    """Everybody's samples, by everybody's share. Raises UsageError where a worker's do not fill a batch; without
-    gradients nobody needs to."""
+    """Everybody's samples, by everybody's share. Raises UsageError where a worker's do not fill a
+    batch; without gradients nobody needs to.
+    """
     dataset, rows = parts.dataset, zip(*(stage.workers for stage in plan.stages), strict=True)
     batch = [max(worker.batch for worker in row) if parts.runtime.gradients else 0 for row in rows]
-    return partial(shards, data, dataset.partition, alpha=dataset.alpha, seed=plan.seed, batch=batch)
+    return partial(
+        shards, data, dataset.partition, alpha=dataset.alpha, seed=plan.seed, batch=batch
+    )
 
 
 def with_shards(stage: StagePlan, deal: Deal) -> StagePlan:
-    """The stage with the shares that its workers' shards are; as planned where there are more workers than samples."""
+    """The stage with the shares that its workers' shards are; as planned where there are more
+    workers than samples.
+    """
     sizes = [len(shard) for shard in deal([worker.data_share for worker in stage.workers])]
     if not all(sizes):
         return stage
     rows = zip(stage.workers, sizes, strict=True)
-    return replace(stage, workers=tuple(replace(worker, data_share=size / sum(sizes)) for worker, size in rows))
+    return replace(
+        stage, workers=tuple(replace(worker, data_share=size / sum(sizes)) for worker, size in rows)
+    )
 
 
-def bind_stages(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal) -> tuple[Stage, ...]:
+def bind_stages(
+    plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: Deal
+) -> tuple[Stage, ...]:
     """Each stage's rules, bound to its workers."""
     stages = []
     batch = plan.stages[0].workers[0].batch
     known = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, batch)
     layout = layout_of(plan.layers)
-    for index, (stage, own, trainer) in enumerate(zip(plan.stages, parts.stages, trainers, strict=True)):
+    for index, (stage, own, trainer) in enumerate(
+        zip(plan.stages, parts.stages, trainers, strict=True)
+    ):
         fragments = fragments_of(plan, own, trainer)
         stages.append(
             Stage(
@@ -291,7 +345,11 @@ def bind_stages(plan: Plan, parts: Parts, trainers: Sequence[AnyTrainer], deal: 
                 layout=layout,
                 overlap=own.overlap,
                 fragments=fragments,
-                parts=() if own.overlap.serial and not own.sync.per_layer_group else layer_groups(plan),
+                parts=(
+                    ()
+                    if own.overlap.serial and not own.sync.per_layer_group
+                    else layer_groups(plan)
+                ),
                 links=links_of(plan, own, trainer.device),
                 timed=timed_of(own, layout, plan.allow_targets) if own.sync.per_layer_group else (),
                 trainer=trainer,
@@ -331,7 +389,9 @@ def replan_stages(
     contention: ContentionCosts | None,
     codecs: tuple[CodecCost, ...],
 ) -> tuple[Profile, list[StagePlan]]:
-    """The profile of what was measured during a run, and the stages from `first` on planned from it."""
+    """The profile of what was measured during a run, and the stages from `first` on planned from
+    it.
+    """
     profile = Profile(
         schema=PROFILE_SCHEMA,
         model=plan.choices["model"],
@@ -352,7 +412,9 @@ def replan_stages(
     stages = []
     for stage, own in zip(plan.stages[first:], parts.stages[first:], strict=True):
         if stage.h_preset is not None:
-            stage = with_assignments(stage, planner_for(own.overlap, parts.planner), profile, payload)
+            stage = with_assignments(
+                stage, planner_for(own.overlap, parts.planner), profile, payload
+            )
         stages.append(with_shards(stage, deal))
     return profile, stages
 
@@ -369,18 +431,22 @@ def size_only_trainer(plan: Plan, parts: Parts, epoch_samples: int) -> SizeOnlyT
 
 
 def check_writes(learner: Learner, sync: Rule) -> None:
-    """Raise UsageError if forward passes write into parameters, and workers exchange something else than models."""
+    """Raise UsageError if forward passes write into parameters, and workers exchange something else
+    than models.
+    """
     if learner.writes and sync.exchange != "difference":
         raise UsageError(
-            f"{type(sync).__name__} exchanges gradients, and the model's forward pass writes into "
-            f"{', '.join(learner.writes[:3])} (as max_norm does), which they do not carry; take "
-            "sync.exchange=difference, a sync mode that exchanges models, for example sync=local_sgd, or a model that "
-            "does not write"
+            f"{type(sync).__name__} exchanges gradients, and the model's forward pass writes into"
+            f" {', '.join(learner.writes[:3])} (as max_norm does), which they do not carry; take"
+            " sync.exchange=difference, a sync mode that exchanges models, for example"
+            " sync=local_sgd, or a model that does not write"
         )
 
 
 def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | None = None) -> Job:
-    """Everything that a process needs to run or to evaluate a plan; `parts` and `data` where they are there already."""
+    """Everything that a process needs to run or to evaluate a plan; `parts` and `data` where they
+    are there already.
+    """
     parts = parts or parts_of(plan)
     data = data or load_data(parts.dataset, plan.seed)
     deal = make_dealer(plan, parts, data)
@@ -396,11 +462,18 @@ def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | N
     )
     if not parts.runtime.gradients:
         size_only = size_only_trainer(plan, parts, len(data.train))
-        return Job(parts, data, learner, bind_stages(plan, parts, [size_only] * len(plan.stages), deal))
-    sizes, shuffle = [worker.batch for worker in plan.stages[0].workers], parts.dataset.partition != "interleaved"
+        return Job(
+            parts, data, learner, bind_stages(plan, parts, [size_only] * len(plan.stages), deal)
+        )
+    sizes, shuffle = (
+        [worker.batch for worker in plan.stages[0].workers],
+        parts.dataset.partition != "interleaved",
+    )
 
     def batches(shares: Sequence[float]) -> list[Batches]:
-        return [Batches(shard, sizes[i], plan.seed, i, shuffle) for i, shard in enumerate(deal(shares))]
+        return [
+            Batches(shard, sizes[i], plan.seed, i, shuffle) for i, shard in enumerate(deal(shares))
+        ]
 
     trainers = []
     for stage, own in zip(plan.stages, parts.stages, strict=True):

@@ -64,27 +64,38 @@ class Settings:
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
-    """The checked values outside of the groups. Raises UsageError, also on keys that nothing reads."""
+    """The checked values outside of the groups. Raises UsageError, also on keys that
+    nothing reads.
+    """
     parts: dict[str, Any] = {}
     beside = {"choices", "resumed", "sweep", "tracking"}
     extra = set(config) - set(GROUPS) - set(Settings.__dataclass_fields__) - beside  # type: ignore[attr-defined]
     if extra:
         raise UsageError(f"nothing reads {sorted(extra)[0]!r}; `ashl train --cfg` shows all keys")
-    if isinstance(config["name"], str) and (set(config["name"]) & {"/", "\\"} or not config["name"].isprintable()):
+    if isinstance(config["name"], str) and (
+        set(config["name"]) & {"/", "\\"} or not config["name"].isprintable()
+    ):
         raise UsageError(
-            f"name={config['name']} is part of a folder's name, so it cannot hold / or \\, or what cannot be printed; "
-            "say with run.dir where the run folder goes"
+            f"name={config['name']} is part of a folder's name, so it cannot hold / or \\, or what"
+            " cannot be printed; say with run.dir where the run folder goes"
         )
     for key, cls in (("run", Run), ("stop", Stop), ("eval", Evaluation)):
-        parts[key] = construct({"_target_": f"ashl.planning.settings.{cls.__name__}", **config[key]}, key)
+        parts[key] = construct(
+            {"_target_": f"ashl.planning.settings.{cls.__name__}", **config[key]}, key
+        )
     try:
-        return Settings(**parts, **{key: config[key] for key in ("seed", "name", "plan", "profile", "allow_targets")})
+        return Settings(
+            **parts,
+            **{key: config[key] for key in ("seed", "name", "plan", "profile", "allow_targets")},
+        )
     except ValidationError as error:
         raise UsageError(explain(error, "", Settings)) from error
 
 
 def limits_of(settings: Settings, dataset: Any) -> Limits:
-    """The stop rule. Without a limit, and also where only a target is given, the data set's own epochs hold."""
+    """The stop rule. Without a limit, and also where only a target is given, the data set's own
+    epochs hold.
+    """
     stop = settings.stop
     unbounded = stop.epochs is None and stop.steps is None and stop.seconds is None
     return Limits(

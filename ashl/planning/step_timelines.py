@@ -1,4 +1,6 @@
-"""What transfers cost where nothing is in their way, and a step as a chain of layer groups with its exchange."""
+"""What transfers cost where nothing is in their way, and a step as a chain of layer groups with its
+exchange.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ WARM = 1_000_000  # an epoch in which every warm-up is over
 
 
 class Uncontended:
-    """What transfers cost at the start of a run, a ring of many worked out once for all that are in it."""
+    """What transfers cost at the start of a run, a ring of many worked out once for all that are in
+    it.
+    """
 
     def __init__(self, network: Exchange | Ports) -> None:
         self._network = network
@@ -39,8 +43,9 @@ class Uncontended:
         return self._network.latency_ns(src, dst, 1, 0)
 
     def at_server_ns(self, workers: Members, server: int, nbytes: int, *, out: bool) -> int:
-        """How long these bytes of each of these workers hold the port of the server, on their way out of it or into it;
-        or the slowest of the workers' own."""
+        """How long these bytes of each of these workers hold the port of the server, on their way
+        out of it or into it; or the slowest of the workers' own.
+        """
         if isinstance(self._network, Exchange):
             return max(self.transfer_ns(rank, server, nbytes) for rank in workers)
         service_ns = partial(self._network.service_ns, nbytes=nbytes, now_ns=0, inner=False)
@@ -62,13 +67,17 @@ def make_timeline(
     server: bool = False,
     algorithm: str | None = None,
 ) -> StepTimeline | None:
-    """A step of the slowest worker, and what exchanges over all cost: sums, by the codec of a message's `link` where it
-    is compressed; or pushes and pulls of all at once through a server's port, where messages under way at once share
-    their latency. None where that is not declared."""
+    """A step of the slowest worker, and what exchanges over all cost: sums, by the codec of a
+    message's `link` where it is compressed; or pushes and pulls of all at once through a server's
+    port, where messages under way at once share their latency. None where that is not declared.
+    """
     if not isinstance(cluster, Cluster) or cluster.missing():
         return None
     steady = replace(cluster, jitter=0.0, events=())
-    speed, costs = speed_of(steady, stage.workers[0].batch, seed=0), network(steady, 4 * groups[0].stop, algorithm)
+    speed, costs = (
+        speed_of(steady, stage.workers[0].batch, seed=0),
+        network(steady, 4 * groups[0].stop, algorithm),
+    )
     everybody = tuple(range(len(stage.workers)))
     return make_group_timeline(everybody, stage, speed, Uncontended(costs), groups, link, server)
 
@@ -82,9 +91,13 @@ def make_group_timeline(
     link: LinkOf | None,
     server: bool,
 ) -> StepTimeline:
-    """The same of the slowest of some workers, with no other push or pull than theirs; sums are over all."""
+    """The same of the slowest of some workers, with no other push or pull than theirs; sums are
+    over all.
+    """
     team, d = tuple(range(len(stage.workers))), groups[0].stop
-    step_ns = {rank: speed.cost_ns(rank, "compute", stage.workers[rank].batch, 0) or 0 for rank in members}
+    step_ns = {
+        rank: speed.cost_ns(rank, "compute", stage.workers[rank].batch, 0) or 0 for rank in members
+    }
 
     def ready_ns(group: Bucket) -> int:
         done = (d - group.start) / d if link else 0.0  # of an encoding
@@ -95,7 +108,9 @@ def make_group_timeline(
         ready_ns=tuple(map(ready_ns, groups)),
         nbytes=untimed_timeline(groups).nbytes,
         cost_ns=partial(costs.all_reduce_ns, team, now_ns=0),
-        half_ns=lambda nbytes: costs.all_gather_ns(team, -(-nbytes // (4 * len(team))) * 4 * len(team), 0),
+        half_ns=lambda nbytes: costs.all_gather_ns(
+            team, -(-nbytes // (4 * len(team))) * 4 * len(team), 0
+        ),
         needed_ns=tuple(round(max(step_ns.values()) * group.needed) for group in groups),
     )
     if (contention := contention_of(speed.cluster)) is not None:
@@ -106,12 +121,18 @@ def make_group_timeline(
             reached=tuple(group.ready for group in groups),
         )
         if (more := contention.parts) is not None:
-            own = {"split_ns": more.step_s * NS, "part_ns": more.part_s * NS, "start_ns": more.sum_s * NS}
+            own = {
+                "split_ns": more.step_s * NS,
+                "part_ns": more.part_s * NS,
+                "start_ns": more.sum_s * NS,
+            }
             timeline = replace(timeline, **own)
     if server:
         home = len(team)
         latency_ns = max(costs.latency_ns(rank, home) for rank in members)
-        up_ns, down_ns = (partial(costs.at_server_ns, members, home, out=out) for out in (False, True))
+        up_ns, down_ns = (
+            partial(costs.at_server_ns, members, home, out=out) for out in (False, True)
+        )
         timeline = replace(
             timeline,
             ready_ns=tuple(ready + latency_ns for ready in timeline.ready_ns),
@@ -129,7 +150,11 @@ def make_group_timeline(
 
 
 def compressed(
-    timeline: StepTimeline, stage: StagePlan, costs: Uncontended, groups: Sequence[Bucket], link: LinkOf
+    timeline: StepTimeline,
+    stage: StagePlan,
+    costs: Uncontended,
+    groups: Sequence[Bucket],
+    link: LinkOf,
 ) -> CompressedTimeline:
     """The chain with messages as long as their codecs make them."""
     whole, team = link(0, groups[0].stop), tuple(range(len(stage.workers)))
@@ -138,14 +163,19 @@ def compressed(
 
     @cache
     def body_ns(first: int, last: int, share: float | None) -> int:
-        own, context = link(groups[last - 1].start, groups[first].stop), EncodeContext(ratio=share, epoch=WARM)
+        own, context = (
+            link(groups[last - 1].start, groups[first].stop),
+            EncodeContext(ratio=share, epoch=WARM),
+        )
         body = own.encode(CodecState(), SizeOnly(0), context)
         if linear:
             return costs.all_reduce_ns(team, own.summand(body, context).nbytes, 0)
         return costs.all_gather_ns(team, len(team) * body.nbytes, 0)
 
     latency_ns = (costs.all_reduce_ns if linear else costs.all_gather_ns)(team, 0, 0)
-    ratio = None if whole.codec.ratio is None else min(shares) if linear else max(shares)  # as `topology.exchange` does
+    ratio = (
+        None if whole.codec.ratio is None else min(shares) if linear else max(shares)
+    )  # as `topology.exchange` does
     return CompressedTimeline(
         timeline.ready_ns,
         timeline.nbytes,

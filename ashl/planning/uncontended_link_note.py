@@ -1,12 +1,14 @@
-"""Where `cluster.exchange_s` is declared no port is ever occupied: what that hides, in a sentence."""
+"""Where `cluster.exchange_s` is declared no port is ever occupied: what that hides, in a
+sentence.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 MANY = 16  # workers at one server
 HIDES = (
-    "cluster.exchange_s keeps no port busy, so {what}; cluster.exchange_s=null with cluster.bandwidth_mbit_s and "
-    "cluster.latency_s has ports"
+    "cluster.exchange_s keeps no port busy, so {what}; cluster.exchange_s=null with"
+    " cluster.bandwidth_mbit_s and cluster.latency_s has ports"
 )
 
 
@@ -27,7 +29,9 @@ def note_plan(config: Mapping[str, Any], num_workers: int) -> list[str]:
 
 
 def note_comparison(configs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What a comparison of these runs leaves out by it; `configs` are flat, with the names of options."""
+    """What a comparison of these runs leaves out by it; `configs` are flat, with the names of
+    options.
+    """
     free = [config for config in configs if config.get("cluster.exchange_s") is not None]
     graphs = {config.get("topology.graph") for config in free if config.get("topology") == "gossip"}
     compared = (
@@ -37,4 +41,8 @@ def note_comparison(configs: Iterable[Mapping[str, Any]]) -> list[str]:
         ("numbers of workers", len({config.get("cluster.num_workers") for config in free}) > 1),
     )
     what = " and ".join(name for name, there in compared if there)
-    return [HIDES.format(what=f"what many messages at once cost is no part of comparing {what}") + "."] if what else []
+    return (
+        [HIDES.format(what=f"what many messages at once cost is no part of comparing {what}") + "."]
+        if what
+        else []
+    )

@@ -1,8 +1,10 @@
-"""Typed values without an effect: refused in one run, left out of the points of a sweep, with what makes them count.
+"""Typed values without an effect: refused in one run, left out of the points of a sweep, with what
+makes them count.
 
-Each row of `CONDITIONS` says of some keys when they count, judged by the checked plan and its options, so that keys of
-one option and keys across groups have one mechanism. A value counts if it may change anything that is recorded.
-Values that are equal to the default, or that a preset brings, are no error: nobody expects an effect of them.
+Each row of `CONDITIONS` says of some keys when they count, judged by the checked plan and its
+options, so that keys of one option and keys across groups have one mechanism. A value counts if it
+may change anything that is recorded. Values that are equal to the default, or that a preset brings,
+are no error: nobody expects an effect of them.
 """
 
 from __future__ import annotations
@@ -37,15 +39,38 @@ from ashl.sync.ripples_random import RipplesRandom
 from ashl.topology.halos import Halos
 from ashl.topology.partial_all_reduce import PartialAllReduce
 
-LISTED = ("cluster.compute", "cluster.link", "cluster.node")  # one that is typed may say how many workers there are
+LISTED = (
+    "cluster.compute",
+    "cluster.link",
+    "cluster.node",
+)  # one that is typed may say how many workers there are
 INSIDE = ("cluster.intra_node_bandwidth_mbit_s", "cluster.intra_node_latency_s")
-LINKS = ("cluster.bandwidth_mbit_s", "cluster.latency_s", "cluster.server_bandwidth_mbit_s", *INSIDE)
+LINKS = (
+    "cluster.bandwidth_mbit_s",
+    "cluster.latency_s",
+    "cluster.server_bandwidth_mbit_s",
+    *INSIDE,
+)
 COSTS = (
-    *("cluster.compute_spread", "cluster.link", "cluster.step_s", "cluster.exchange_s", "cluster.compress_s"),
+    *(
+        "cluster.compute_spread",
+        "cluster.link",
+        "cluster.step_s",
+        "cluster.exchange_s",
+        "cluster.compress_s",
+    ),
     *("cluster.server_step_s", "cluster.jitter", "cluster.compute", "cluster.node", *LINKS),
 )
 LEARNED = (  # what is learned hangs on them, and neither time nor bytes do
-    *("task.", "optimizer.", "outer", "model.heads", "model.norm", "run.save_weights", "run.init_weights"),
+    *(
+        "task.",
+        "optimizer.",
+        "outer",
+        "model.heads",
+        "model.norm",
+        "run.save_weights",
+        "run.init_weights",
+    ),
     *(
         "aggregate.scale",
         "aggregate.weights",
@@ -53,22 +78,74 @@ LEARNED = (  # what is learned hangs on them, and neither time nor bytes do
         "aggregate.clip_norm",
         "aggregate.momentum",
     ),
-    *("compression.error_feedback", "compression.feedback_gain", "compression.feedback_decay", "compression.momentum"),
-    *("compression.masking", "compression.clip_norm", "compression.norm", "compression.alpha", "compression.beta"),
-    *("compression.eta", "compression.xi", "compression.zeta", "compression.memory", "compression.max_age"),
-    *("compression.order", "compression.scaled", "compression.decay", "compression.error", "compression.clip_sigmas"),
-    *("dataset.condition", "dataset.noise", "dataset.seed", "dataset.separation", "dataset.augment"),
-    *("topology.mixing", "topology.lr", "topology.beta", "topology.buffer", "overlap.local_weight", "overlap.alpha"),
+    *(
+        "compression.error_feedback",
+        "compression.feedback_gain",
+        "compression.feedback_decay",
+        "compression.momentum",
+    ),
+    *(
+        "compression.masking",
+        "compression.clip_norm",
+        "compression.norm",
+        "compression.alpha",
+        "compression.beta",
+    ),
+    *(
+        "compression.eta",
+        "compression.xi",
+        "compression.zeta",
+        "compression.memory",
+        "compression.max_age",
+    ),
+    *(
+        "compression.order",
+        "compression.scaled",
+        "compression.decay",
+        "compression.error",
+        "compression.clip_sigmas",
+    ),
+    *(
+        "dataset.condition",
+        "dataset.noise",
+        "dataset.seed",
+        "dataset.separation",
+        "dataset.augment",
+    ),
+    *(
+        "topology.mixing",
+        "topology.lr",
+        "topology.beta",
+        "topology.buffer",
+        "overlap.local_weight",
+        "overlap.alpha",
+    ),
     *("sync.beta", "sync.every_s", "sync.exchange", "sync.gamma", "sync.h_max", "sync.l1"),
     *("sync.loss_target", "sync.mu", "sync.rho", "sync.rise", "sync.theta"),
     *("schedule.momentum", "schedule.residual", "runtime.precision"),
 )
 LEARNS = "runtime.gradients=true, as nothing is learned otherwise"
 WRAPPED = (  # what is wrapped around a codec on a link
-    *("compression.error_feedback", "compression.feedback_gain", "compression.feedback_decay", "compression.momentum"),
-    *("compression.masking", "compression.clip_norm", "compression.warmup_epochs", "compression.critical_ratio"),
+    *(
+        "compression.error_feedback",
+        "compression.feedback_gain",
+        "compression.feedback_decay",
+        "compression.momentum",
+    ),
+    *(
+        "compression.masking",
+        "compression.clip_norm",
+        "compression.warmup_epochs",
+        "compression.critical_ratio",
+    ),
 )
-DENSE = (Cast, NaturalCompression, OneBit, PowerSGD, Sign)  # codecs that send something for every element
+DENSE = (
+    Cast,
+    NaturalCompression,
+    OneBit,
+    PowerSGD,
+    Sign,
+)  # codecs that send something for every element
 FAILURES = "workers that fail, as with 'cluster.churn={mtbf_s:100,mttr_s:10}'"
 MEET = "workers of one machine that exchange with each other, as with topology=all_reduce"
 
@@ -101,8 +178,9 @@ class EffectContext(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """`keys` count where `counts`; `needs` names what makes them count. A key that ends with a point stands for all
-    keys of its group."""
+    """`keys` count where `counts`; `needs` names what makes them count. A key that ends with a
+    point stands for all keys of its group.
+    """
 
     keys: tuple[str, ...]
     needs: str
@@ -110,9 +188,14 @@ class Condition(NamedTuple):
 
 
 def has(group: str, **fields: Callable[[Any], bool]) -> Callable[[EffectContext], bool]:
-    """Return a condition: in some stage, these fields of the group's option are such. An option without one counts."""
+    """Return a condition: in some stage, these fields of the group's option are such. An option
+    without one counts.
+    """
     return lambda context: context.any(
-        group, lambda option: all(holds(getattr(option, name)) for name, holds in fields.items() if name in dir(option))
+        group,
+        lambda option: all(
+            holds(getattr(option, name)) for name, holds in fields.items() if name in dir(option)
+        ),
     )
 
 
@@ -127,13 +210,17 @@ def any_server(context: EffectContext) -> bool:
 def workers_meet(context: EffectContext) -> bool:
     """Return True if machines with several workers exchange inside."""
     nodes = context.cluster.node or ()
-    near = context.any("topology", lambda topology: not topology.has_server or isinstance(topology, Halos))
+    near = context.any(
+        "topology", lambda topology: not topology.has_server or isinstance(topology, Halos)
+    )
     return near and len(set(nodes)) < len(nodes)
 
 
 def nodes_matter(context: EffectContext) -> bool:
     def uses_nodes(own: StageParts) -> bool:
-        by_itself = groups_by_machine(own) and getattr(own.topology, "workers_per_node", None) is None
+        by_itself = (
+            groups_by_machine(own) and getattr(own.topology, "workers_per_node", None) is None
+        )
         return by_itself or isinstance(own.topology, Halos) or own.topology.algorithm is not None
 
     return not is_declared(context) or any(map(uses_nodes, context.stages))
@@ -193,7 +280,9 @@ def plans_local_steps(context: EffectContext) -> bool:
 
 
 def work_differs(context: EffectContext) -> bool:
-    """Return True if in some stage the workers take different numbers of steps between two pushes."""
+    """Return True if in some stage the workers take different numbers of steps between two
+    pushes.
+    """
     return plans_local_steps(context) or any(
         len({worker.local_steps for worker in stage.workers}) > 1 for stage in context.plan.stages
     )
@@ -207,14 +296,17 @@ def ignores_targets(context: EffectContext) -> bool:
 
 
 def is_cut(context: EffectContext) -> bool:
-    """Return True if a slice is shorter than the longest message, by the value or by the default."""
+    """Return True if a slice is shorter than the longest message, by the value or by the
+    default.
+    """
     groups = layer_groups(context.plan)
     before = usual("overlap.slice", context)
 
     def cuts(overlap: Any) -> bool:
         sizes = [size for size in (overlap.slice, before) if isinstance(size, int)]
         longest = max(
-            stop - start for start, stop, *_ in merge_buckets(groups, overlap.messages(untimed_timeline(groups)))
+            stop - start
+            for start, stop, *_ in merge_buckets(groups, overlap.messages(untimed_timeline(groups)))
         )
         return min(sizes, default=0) < longest
 
@@ -232,12 +324,16 @@ def run_ends(context: EffectContext) -> bool:
 
 
 def preset_ratios(context: EffectContext) -> Sequence[float | None]:
-    return (getattr(context.schedule, "r_preset", None) or ()) if context.schedule.names_sync else ()
+    return (
+        (getattr(context.schedule, "r_preset", None) or ()) if context.schedule.names_sync else ()
+    )
 
 
 CONDITIONS = (
     Condition(
-        COSTS, "profile=null, as the costs of profile=FILE stand in for it", lambda context: not context.profiled
+        COSTS,
+        "profile=null, as the costs of profile=FILE stand in for it",
+        lambda context: not context.profiled,
     ),
     Condition(
         LINKS,
@@ -249,11 +345,14 @@ CONDITIONS = (
         "a topology with a server, as topology=parameter_server",
         any_server,
     ),
-    Condition(INSIDE[:1], MEET, lambda context: workers_meet(context) or usual(INSIDE[0], context) is None),
+    Condition(
+        INSIDE[:1], MEET, lambda context: workers_meet(context) or usual(INSIDE[0], context) is None
+    ),
     Condition(INSIDE[1:], MEET, workers_meet),
     Condition(
         ("cluster.node",),
-        "cluster.exchange_s=null, or groups by machine, as topology=partial_all_reduce sync=ripples_smart",
+        "cluster.exchange_s=null, or groups by machine, as topology=partial_all_reduce"
+        " sync=ripples_smart",
         nodes_matter,
     ),
     Condition(
@@ -283,12 +382,14 @@ CONDITIONS = (
     ),
     Condition(
         ("task.ignore_index",),
-        "targets of that value, as in a data set of your own: allow_targets=[PACKAGE] dataset._target_=PACKAGE.NAME",
+        "targets of that value, as in a data set of your own: allow_targets=[PACKAGE]"
+        " dataset._target_=PACKAGE.NAME",
         ignores_targets,
     ),
     Condition(
         ("dataset.partition",),
-        "a plan of H, as sync.local_steps=plan schedule.h_preset=[8], as shards are equal otherwise",
+        "a plan of H, as sync.local_steps=plan schedule.h_preset=[8], as shards are equal"
+        " otherwise",
         lambda context: (
             context.config["dataset"].get("partition") != "iid"
             or plans_local_steps(context)
@@ -303,7 +404,10 @@ CONDITIONS = (
     Condition(
         ("sync.alpha",),
         LEARNS,
-        lambda context: context.parts.runtime.gradients or context.any("sync", lambda sync: isinstance(sync, LBBSP)),
+        lambda context: (
+            context.parts.runtime.gradients
+            or context.any("sync", lambda sync: isinstance(sync, LBBSP))
+        ),
     ),
     Condition(
         ("dataset.epochs",),
@@ -315,9 +419,17 @@ CONDITIONS = (
         "a target, as stop.target_accuracy=0.95",
         lambda context: any(context.config["stop"][name] is not None for name in TARGETS),
     ),
-    Condition(("eval.every_commits",), "eval.every_s=null", lambda context: context.config["eval"]["every_s"] is None),
     Condition(
-        ("run.compression_stats_every", "run.compression_stats_per_layer", "run.compression_stats_vs_mean"),
+        ("eval.every_commits",),
+        "eval.every_s=null",
+        lambda context: context.config["eval"]["every_s"] is None,
+    ),
+    Condition(
+        (
+            "run.compression_stats_every",
+            "run.compression_stats_per_layer",
+            "run.compression_stats_vs_mean",
+        ),
         "a compression that encodes, as compression=topk",
         lambda context: context.lossy,
     ),
@@ -331,30 +443,43 @@ CONDITIONS = (
         "a barrier, as sync=bsp",
         lambda context: any(
             not own.topology.replicas
-            and (not own.topology.has_server or own.sync.quorum(context.plan.num_workers) == context.plan.num_workers)
+            and (
+                not own.topology.has_server
+                or own.sync.quorum(context.plan.num_workers) == context.plan.num_workers
+            )
             for own in context.stages
         ),
     ),
     Condition(
-        ("tracking.experiment",), "tracking=mlflow", lambda context: context.config["tracking"].get("sink") == "mlflow"
+        ("tracking.experiment",),
+        "tracking=mlflow",
+        lambda context: context.config["tracking"].get("sink") == "mlflow",
     ),
     Condition(
         WRAPPED,
-        "a topology that adds updates up, as topology=parameter_server, as replicas take what was sent as it is",
+        "a topology that adds updates up, as topology=parameter_server, as replicas take what was"
+        " sent as it is",
         lambda context: context.any("topology", lambda topology: not topology.replicas),
     ),
     Condition(
         ("compression.momentum",),
-        "compression.masking=false, as this compression sends every element, and masking clears what was sent",
+        "compression.masking=false, as this compression sends every element, and masking clears"
+        " what was sent",
         lambda context: context.any(
-            "compression", lambda codec: not isinstance(codec, DENSE) or codec.momentum is None or not codec.masking
+            "compression",
+            lambda codec: (
+                not isinstance(codec, DENSE) or codec.momentum is None or not codec.masking
+            ),
         ),
     ),
     Condition(
         ("compression.masking",),
         "momentum in the compression, as compression.momentum=0.9",
         lambda context: context.any(
-            "compression", lambda codec: is_set(codec.momentum) or (isinstance(codec, FetchSGD) and is_set(codec.decay))
+            "compression",
+            lambda codec: (
+                is_set(codec.momentum) or (isinstance(codec, FetchSGD) and is_set(codec.decay))
+            ),
         ),
     ),
     Condition(
@@ -404,8 +529,8 @@ CONDITIONS = (
     ),
     Condition(
         ("schedule.residual",),
-        "error feedback before the last stage, as with compression=topk, and where ratios are preset "
-        "schedule.r_preset=[0.1,0.1]",
+        "error feedback before the last stage, as with compression=topk, and where ratios are"
+        " preset schedule.r_preset=[0.1,0.1]",
         keeps_residual,
     ),
     Condition(
@@ -451,10 +576,15 @@ CONDITIONS = (
         "pushes that may be stale by more than one merge, as those of sync=asp",
         lambda context: context.any("sync", lambda sync: not sync.in_rounds),
     ),
-    Condition(("aggregate.weights",), "pushes that are weighed, as those of sync=bsp or sync=asp", sums_weights),
+    Condition(
+        ("aggregate.weights",),
+        "pushes that are weighed, as those of sync=bsp or sync=asp",
+        sums_weights,
+    ),
     Condition(
         ("aggregate.momentum",),
-        "workers that take different numbers of steps, as with sync.local_steps=plan schedule.h_preset=[8]",
+        "workers that take different numbers of steps, as with sync.local_steps=plan"
+        " schedule.h_preset=[8]",
         work_differs,
     ),
     Condition(
@@ -473,23 +603,35 @@ CONDITIONS = (
         several_machines,
     ),
     Condition(
-        ("sync.delay",), "a barrier of fewer than all neighbours, as sync.barrier=1", has("sync", barrier=is_set)
+        ("sync.delay",),
+        "a barrier of fewer than all neighbours, as sync.barrier=1",
+        has("sync", barrier=is_set),
     ),
-    Condition(("sync.barrier",), "neighbours that may be late, as with sync.delay=2", has("sync", delay=is_set)),
     Condition(
-        ("sync.max_lead",), "workers that do not wait for all, as with sync.backups=1", has("sync", backups=is_set)
+        ("sync.barrier",),
+        "neighbours that may be late, as with sync.delay=2",
+        has("sync", delay=is_set),
+    ),
+    Condition(
+        ("sync.max_lead",),
+        "workers that do not wait for all, as with sync.backups=1",
+        has("sync", backups=is_set),
     ),
     Condition(
         ("sync.alpha",),
         "steps that take different times, as with cluster.jitter=0.1",
-        lambda context: context.any("sync", lambda sync: not isinstance(sync, LBBSP)) or speeds_vary(context),
+        lambda context: (
+            context.any("sync", lambda sync: not isinstance(sync, LBBSP)) or speeds_vary(context)
+        ),
     ),
     Condition(
         ("overlap.local_weight",),
         "a sync mode that exchanges models, as sync=local_sgd",
         has("sync", exchange=lambda exchange: exchange == "difference"),
     ),
-    Condition(("overlap.slice",), "a message longer than a slice, as with overlap.slice=100", is_cut),
+    Condition(
+        ("overlap.slice",), "a message longer than a slice, as with overlap.slice=100", is_cut
+    ),
     Condition(
         ("overlap.max_ratio",),
         "overlap.ratio=adaptive",
@@ -503,16 +645,23 @@ def check_effects(context: EffectContext, overrides: Sequence[str]) -> None:
     for override in overrides:
         key = key_of(override)
         for condition in CONDITIONS:
-            if names(condition, key) and applies(condition, context) and not condition.counts(context):
+            if (
+                names(condition, key)
+                and applies(condition, context)
+                and not condition.counts(context)
+            ):
                 if is_default(key, context):
                     break
                 raise NoEffectError(
-                    f"{override} has no effect here: it needs {condition.needs}; drop it otherwise", key
+                    f"{override} has no effect here: it needs {condition.needs}; drop it otherwise",
+                    key,
                 )
 
 
 def names(condition: Condition, key: str) -> bool:
-    """Return True if a condition is about a key; one of a whole group is about its choice and all its keys."""
+    """Return True if a condition is about a key; one of a whole group is about its choice and all
+    its keys.
+    """
     group, point, _ = key.partition(".")
     return not {key, group, group + point}.isdisjoint(condition.keys)
 
@@ -524,8 +673,9 @@ def applies(condition: Condition, context: EffectContext) -> bool:
 
 
 def is_default(key: str, context: EffectContext) -> bool:
-    """Return True if a typed value is that of its option's file. Of lists one that says how many workers there are is
-    never without an effect."""
+    """Return True if a typed value is that of its option's file. Of lists one that says how many
+    workers there are is never without an effect.
+    """
     group, _, name = key.partition(".")
     if not name:
         return context.config["choices"].get(group) == defaults().get(group)
@@ -537,7 +687,9 @@ def is_default(key: str, context: EffectContext) -> bool:
 
 
 def usual(key: str, context: EffectContext) -> Any:
-    """Return a key's value in the file of the chosen option; None if that is not a file of this package."""
+    """Return a key's value in the file of the chosen option; None if that is not a file of this
+    package.
+    """
     group, _, name = key.partition(".")
     if group not in catalog():
         return at(load(CONF / "config.yaml").get(group, {}), name)

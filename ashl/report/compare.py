@@ -1,4 +1,6 @@
-"""From folders to a leaderboard and a report: what `ashl compare` does, and `ashl sweep` at its end."""
+"""From folders to a leaderboard and a report: what `ashl compare` does, and `ashl sweep` at its
+end.
+"""
 
 import os
 import re
@@ -18,7 +20,9 @@ REPORT = "report.html"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was read, how it ranks, what was drawn of it, where the report lies, and what it lacks, in a sentence."""
+    """What was read, how it ranks, what was drawn of it, where the report lies, and what it lacks,
+    in a sentence.
+    """
 
     study: Study
     board: Leaderboard
@@ -43,12 +47,13 @@ def compare(
     own_target: bool = True,
     beside: str = "",
 ) -> Comparison:
-    """Read the folders, rank what they hold, and write the report: to `out`, or into the sweep's folder, where
-    `leaderboard.md` and the figures, as SVG and PDF, go, too. Without `own_target`, the target of the runs themselves
-    is ignored. `beside` is a word for the names of these files, which then replace none of the sweep's own.
+    """Read the folders, rank what they hold, and write the report: to `out`, or into the sweep's
+    folder, where `leaderboard.md` and the figures, as SVG and PDF, go, too. Without `own_target`,
+    the target of the runs themselves is ignored. `beside` is a word for the names of these files,
+    which then replace none of the sweep's own.
 
-    Raises UsageError for folders that hold no run, runs of different targets and a baseline that is not there, and
-    AshlError where the report cannot be written.
+    Raises UsageError for folders that hold no run, runs of different targets and a baseline that is
+    not there, and AshlError where the report cannot be written.
     """
     study = read(paths)
     board = rank(study, target=target, hold=hold, baseline=baseline, own_target=own_target)
@@ -82,7 +87,9 @@ def rewrite(found: Comparison, folder: Path, command: str, said: Said) -> None:
 
 
 def _save(drawn: Sequence[Figure], folder: Path) -> str:
-    """Each figure as SVG and, where the library is there, as PDF; else a sentence that says how to have it."""
+    """Each figure as SVG and, where the library is there, as PDF; else a sentence that says how to
+    have it.
+    """
     folder.mkdir(exist_ok=True)
     lacks = pdf.lacks() if drawn else ""
     for figure in drawn:
@@ -103,4 +110,6 @@ def write(file: Path, content: str | bytes) -> None:
         with suppress(OSError):  # a read-only file system says so here, too
             part.unlink(missing_ok=True)
         reason = (error.strerror or str(error)).lower()
-        raise AshlError(f"{file} cannot be written ({reason}); name another place with --out FILE.") from error
+        raise AshlError(
+            f"{file} cannot be written ({reason}); name another place with --out FILE."
+        ) from error

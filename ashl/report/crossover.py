@@ -1,7 +1,9 @@
-"""Who wins where, over one or two numbers of the cluster, and the smallest change of them that flips the winner.
+"""Who wins where, over one or two numbers of the cluster, and the smallest change of them that
+flips the winner.
 
-Pure: from a board to cells, from cells to a flip, from a flip to a sentence. Distances on an axis are logarithms of
-ratios (doubling a bandwidth is as far as halving it); on an axis that holds a zero, shares of its range.
+Pure: from a board to cells, from cells to a flip, from a flip to a sentence. Distances on an axis
+are logarithms of ratios (doubling a bandwidth is as far as halving it); on an axis that holds a
+zero, shares of its range.
 """
 
 import json
@@ -17,7 +19,9 @@ Point = tuple[int, ...]  # a place in the grid: an index on each axis
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """A number of the cluster. `name` says what is counted: of a list, the largest over the smallest."""
+    """A number of the cluster. `name` says what is counted: of a list, the largest over the
+    smallest.
+    """
 
     key: str
     name: str
@@ -29,15 +33,25 @@ class Axis:
         return self.values[0] > 0
 
     def place(self, value: float) -> float:
-        return math.log(value) if self.log else (value - self.values[0]) / (self.values[-1] - self.values[0])
+        return (
+            math.log(value)
+            if self.log
+            else (value - self.values[0]) / (self.values[-1] - self.values[0])
+        )
 
     def value(self, place: float) -> float:
-        return math.exp(place) if self.log else self.values[0] + place * (self.values[-1] - self.values[0])
+        return (
+            math.exp(place)
+            if self.log
+            else self.values[0] + place * (self.values[-1] - self.values[0])
+        )
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cluster: what each contestant came to there, the best first. `sure`: the first two are told apart."""
+    """One cluster: what each contestant came to there, the best first. `sure`: the first two are
+    told apart.
+    """
 
     ranking: tuple[tuple[str, float], ...]
     sure: bool
@@ -68,8 +82,10 @@ class Terrain:
 
 @dataclass(frozen=True)
 class Flip:
-    """The smallest change found: the axes that change, to which values, and who wins then. `exact`: the place between
-    two cells where the two curves cross, by interpolation; otherwise the nearest cell where another one wins."""
+    """The smallest change found: the axes that change, to which values, and who wins then. `exact`:
+    the place between two cells where the two curves cross, by interpolation; otherwise the nearest
+    cell where another one wins.
+    """
 
     changes: Mapping[Axis, tuple[float, float]]  # from, to
     old: str
@@ -79,7 +95,9 @@ class Flip:
 
 
 def terrain(board: Leaderboard) -> Terrain | None:
-    """None unless one or two axes of the study are numbers of the cluster and two or more settings compete there."""
+    """None unless one or two axes of the study are numbers of the cluster and two or more settings
+    compete there.
+    """
     around = [key for key in board.axes if key in ENVIRONMENT or key.startswith("cluster.")]
     axes = [axis for key in around if (axis := _axis(board, key))]
     if not 1 <= len(axes) <= 2 or len(axes) < len(around):
@@ -89,19 +107,27 @@ def terrain(board: Leaderboard) -> Terrain | None:
         numbers = [as_number(row.setting.axes.get(axis.key, "")) for axis in axes]
         if all(number is not None for number in numbers):
             point = tuple(
-                axis.values.index(number) for axis, number in zip(axes, numbers, strict=True) if number is not None
+                axis.values.index(number)
+                for axis, number in zip(axes, numbers, strict=True)
+                if number is not None
             )
             at.setdefault(point, {})[row.setting.name({axis.key for axis in axes})] = row
     names = list(dict.fromkeys(name for rows in at.values() for name in rows))
-    cells = {point: cell for point, rows in sorted(at.items()) if (cell := _cell(rows, board.measure))}
+    cells = {
+        point: cell for point, rows in sorted(at.items()) if (cell := _cell(rows, board.measure))
+    }
     if len(names) < 2 or not cells:
         return None
     wins = {name: sum(cell.winner == name for cell in cells.values()) for name in names}
-    return Terrain(tuple(axes), tuple(sorted(names, key=lambda name: -wins[name])), cells, board.measure)
+    return Terrain(
+        tuple(axes), tuple(sorted(names, key=lambda name: -wins[name])), cells, board.measure
+    )
 
 
 def _axis(board: Leaderboard, key: str) -> Axis | None:
-    written = [row.setting.axes.get(key, "") for row in sorted(board.rows, key=lambda row: row.order)]
+    written = [
+        row.setting.axes.get(key, "") for row in sorted(board.rows, key=lambda row: row.order)
+    ]
     numbers = [as_number(value) for value in written]
     found = [number for number in numbers if number is not None]
     if len(found) < len(numbers) or len(set(found)) < 2 or len(set(found)) < len(set(written)):
@@ -112,7 +138,9 @@ def _axis(board: Leaderboard, key: str) -> Axis | None:
 
 
 def as_number(written: str) -> float | None:
-    """A value of the cluster as a number; a list of factors is the ratio of its largest to its smallest."""
+    """A value of the cluster as a number; a list of factors is the ratio of its largest to its
+    smallest.
+    """
     try:
         value = json.loads(written)
         numbers = [float(number) for number in value] if isinstance(value, list) else [float(value)]
@@ -136,9 +164,14 @@ def _cell(rows: Mapping[str, Row], measure: Measure) -> Cell | None:
 
 
 def flip(ground: Terrain, base: Point) -> Flip | None:
-    """The nearest change of the cluster, from the base cell, with another winner; None where the grid holds none."""
+    """The nearest change of the cluster, from the base cell, with another winner; None where the
+    grid holds none.
+    """
     found = [
-        change for along in range(len(ground.axes)) for step in (-1, 1) if (change := _along(ground, base, along, step))
+        change
+        for along in range(len(ground.axes))
+        for step in (-1, 1)
+        if (change := _along(ground, base, along, step))
     ]
     if len(ground.axes) == 2 and all(axis.log for axis in ground.axes):
         found += _across(ground, base)
@@ -155,7 +188,10 @@ def _along(ground: Terrain, base: Point, along: int, step: int) -> Flip | None:
             here = ground.cells[point]
             if here.winner != old:
                 faster = [name for name, cost in here.ranking if cost < here.of(old)]
-                places = {name: _crossing(ground, axis, along, before, point, old, name) for name in faster}
+                places = {
+                    name: _crossing(ground, axis, along, before, point, old, name)
+                    for name in faster
+                }
                 start = axis.place(axis.values[base[along]])
                 new = min(faster, key=lambda name: abs(places[name][0] - start))
                 place, exact = places[new]
@@ -169,7 +205,9 @@ def _along(ground: Terrain, base: Point, along: int, step: int) -> Flip | None:
 def _crossing(
     ground: Terrain, axis: Axis, along: int, before: Point, after: Point, old: str, new: str
 ) -> tuple[float, bool]:
-    """Where two curves cross between two cells, on straight lines; where one has no number, the farther cell."""
+    """Where two curves cross between two cells, on straight lines; where one has no number, the
+    farther cell.
+    """
     ends = [axis.place(axis.values[point[along]]) for point in (before, after)]
     gaps = [_cost(ground, point, new) - _cost(ground, point, old) for point in (before, after)]
     if not all(map(math.isfinite, gaps)) or gaps[0] <= gaps[1]:
@@ -190,35 +228,56 @@ def _across(ground: Terrain, base: Point) -> list[Flip]:
     for point, cell in ground.cells.items():
         if cell.winner != old and all(a != b for a, b in zip(point, base, strict=True)):
             changes = {
-                axis: (axis.values[b], axis.values[p]) for axis, b, p in zip(ground.axes, base, point, strict=True)
+                axis: (axis.values[b], axis.values[p])
+                for axis, b, p in zip(ground.axes, base, point, strict=True)
             }
-            distance = math.hypot(*(axis.place(to) - axis.place(start) for axis, (start, to) in changes.items()))
+            distance = math.hypot(
+                *(axis.place(to) - axis.place(start) for axis, (start, to) in changes.items())
+            )
             found.append(Flip(changes, old, cell.winner, distance, False))
     return found
 
 
 def statement(ground: Terrain) -> tuple[str, ...]:
-    """Who wins how often, who wins at the base, and the smallest change that flips that, in words."""
-    wins = {name: sum(cell.winner == name for cell in ground.cells.values()) for name in ground.contestants}
+    """Who wins how often, who wins at the base, and the smallest change that flips that,
+    in words.
+    """
+    wins = {
+        name: sum(cell.winner == name for cell in ground.cells.values())
+        for name in ground.contestants
+    }
     counts = ", ".join(f"{name} wins {count}" for name, count in wins.items() if count)
     unsure = sum(not cell.sure for cell in ground.cells.values())
     unsure_text = f"; in {unsure} of them the first two are not separated" if unsure else ""
-    sentences = [f"Of {len(ground.cells)} clusters, {counts}, by {ground.measure.title}{unsure_text}."]
+    sentences = [
+        f"Of {len(ground.cells)} clusters, {counts}, by {ground.measure.title}{unsure_text}."
+    ]
     base = ground.base
     if base is None:
         return tuple(sentences)
-    where = " and ".join(f"{axis.name} = {axis.values[i]:g}" for axis, i in zip(ground.axes, base, strict=True))
+    where = " and ".join(
+        f"{axis.name} = {axis.values[i]:g}" for axis, i in zip(ground.axes, base, strict=True)
+    )
     cell = ground.cells[base]
     unsure_here = "" if cell.sure else " (not separated)"
-    sentences.append(f"At {where} (written first) {cell.winner} wins{margin_text(ground, cell)}{unsure_here}.")
+    sentences.append(
+        f"At {where} (written first) {cell.winner} wins{margin_text(ground, cell)}{unsure_here}."
+    )
     change = flip(ground, base)
     if change is None:
         return (*sentences, "No change inside this grid flips that.")
     steps = [_step(axis, start, to) for axis, (start, to) in change.changes.items()]
     about = "about " if change.exact else "at the latest "
-    by = "where the two curves cross, by interpolation" if change.exact else "the nearest cell with another winner"
+    by = (
+        "where the two curves cross, by interpolation"
+        if change.exact
+        else "the nearest cell with another winner"
+    )
     changes = " and ".join(steps).format(about=about)
-    return (*sentences, f"The smallest change that flips it: {changes} ({by}); then {change.new} wins.")
+    return (
+        *sentences,
+        f"The smallest change that flips it: {changes} ({by}); then {change.new} wins.",
+    )
 
 
 def _step(axis: Axis, start: float, to: float) -> str:
@@ -238,16 +297,26 @@ def margin_text(ground: Terrain, cell: Cell) -> str:
         return f", {100 * (cost - cell.ranking[0][1]):.1f} points ahead of {second}"
     ratio = ratio_of(ground.measure, cell)
     return (
-        f", {ratio:.2f} {ground.measure.better} {'as' if ground.measure.better.endswith('fast') else 'than'} {second}"
+        f", {ratio:.2f} {ground.measure.better}"
+        f" {'as' if ground.measure.better.endswith('fast') else 'than'} {second}"
     )
 
 
 def ratio_of(measure: Measure, cell: Cell) -> float:
-    """How many times better the first is than the second; infinite where the second has no number."""
+    """How many times better the first is than the second; infinite where the second has no
+    number.
+    """
     first, second = (abs(cost) for _, cost in cell.ranking[:2])
-    return (second / first if measure.lower_is_better else first / second) if first and second else math.inf
+    return (
+        (second / first if measure.lower_is_better else first / second)
+        if first and second
+        else math.inf
+    )
 
 
 def letters(names: Sequence[str]) -> dict[str, str]:
     """A letter for each contestant."""
-    return {name: chr(ord("A") + index) if index < 26 else str(index) for index, name in enumerate(names)}
+    return {
+        name: chr(ord("A") + index) if index < 26 else str(index)
+        for index, name in enumerate(names)
+    }

@@ -35,11 +35,20 @@ from ashl.tracking.console import seconds
 POINTS = 100  # of a line
 SPACING = 96.0  # px between the markers of a line
 BELOW = 0.25  # of accuracy below the target: where the other axis begins
-BEYOND = 1.15  # of the time in which the slowest one drawn has reached the target: where the axis ends
+BEYOND = (
+    1.15  # of the time in which the slowest one drawn has reached the target: where the axis ends
+)
 MAX_BANDS = 3  # of the first, and the baseline's; more would cover each other
 WIDTH, HEIGHT, LEFT, TOP, LEGEND = 940, 380, 70, 16, 300
-NAMES = {"test/acc": "accuracy on the test set, %", "test/loss": "test loss", "train/loss": "training loss"}
-XS = {"time_s": "seconds on the experiment's clock", "bytes": "MB sent, up and down together, all workers"}
+NAMES = {
+    "test/acc": "accuracy on the test set, %",
+    "test/loss": "test loss",
+    "train/loss": "training loss",
+}
+XS = {
+    "time_s": "seconds on the experiment's clock",
+    "bytes": "MB sent, up and down together, all workers",
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,9 @@ class Curve:
 
 
 def curve(runs: Sequence[Run], x: str, y: str) -> Curve | None:
-    """Several seeds as one. Between evaluations a run goes straight; one that has ended keeps its last value."""
+    """Several seeds as one. Between evaluations a run goes straight; one that has ended keeps its
+    last value.
+    """
     lines = [points for run in runs if (points := _points(run, x, y))]
     if not lines:
         return None
@@ -62,7 +73,9 @@ def curve(runs: Sequence[Run], x: str, y: str) -> Curve | None:
     stride = max(1, math.ceil(len(marks) / POINTS))
     xs = [*marks[:-1:stride], marks[-1]]
     columns = [[_at(points, at) for points in lines] for at in xs]
-    return Curve(tuple(xs), tuple(map(fmean, columns)), tuple(map(min, columns)), tuple(map(max, columns)))
+    return Curve(
+        tuple(xs), tuple(map(fmean, columns)), tuple(map(min, columns)), tuple(map(max, columns))
+    )
 
 
 def _points(run: Run, x: str, y: str) -> list[tuple[float, float]]:
@@ -71,7 +84,9 @@ def _points(run: Run, x: str, y: str) -> list[tuple[float, float]]:
     except BrokenRecordError:
         return []
     found = [(sent_mb(row) if x == "bytes" else row["time_s"], row[y]) for row in rows]
-    return [point for index, point in enumerate(found) if index == 0 or point[0] > found[index - 1][0]]
+    return [
+        point for index, point in enumerate(found) if index == 0 or point[0] > found[index - 1][0]
+    ]
 
 
 def sent_mb(row: Mapping[str, Any]) -> float:
@@ -87,9 +102,15 @@ def _at(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def scored(runs: Sequence[Run]) -> dict[str, str]:
-    """What the evaluations can be drawn by, the first of it that any run has, and what it is called."""
+    """What the evaluations can be drawn by, the first of it that any run has, and what it is
+    called.
+    """
     own = {run.metric[0] for run in runs if run.metric}
-    names = {"test/acc": NAMES["test/acc"]} | {f"test/{name}": f"{name} on the test set" for name in own} | NAMES
+    names = (
+        {"test/acc": NAMES["test/acc"]}
+        | {f"test/{name}": f"{name} on the test set" for name in own}
+        | NAMES
+    )
     for key, name in names.items():
         for run in runs:
             try:
@@ -101,8 +122,9 @@ def scored(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def chart(board: Leaderboard, rows: Sequence[Row], x: str, y: str = "") -> str:
-    """One figure of the given rows; `x` is `time_s` or `bytes`, `y` a metric, by default the one that they are judged
-    by. Empty where there is nothing to draw."""
+    """One figure of the given rows; `x` is `time_s` or `bytes`, `y` a metric, by default the one
+    that they are judged by. Empty where there is nothing to draw.
+    """
     own = next(iter(scored([run for row in rows for run in row.runs]).items()), ("", ""))
     if y == own[0]:
         return ""
@@ -112,13 +134,19 @@ def chart(board: Leaderboard, rows: Sequence[Row], x: str, y: str = "") -> str:
         return ""
     target = board.target.accuracy if board.target and y == "test/acc" else None
     reached = {
-        row: row.spread.middle for row in curves if target and x == "time_s" and math.isfinite(row.spread.middle)
+        row: row.spread.middle
+        for row in curves
+        if target and x == "time_s" and math.isfinite(row.spread.middle)
     }
     near = target and any(math.isfinite(row.spread.middle) for row in curves)
     if reached and len(curves) > 1:  # what one run did behind its best is part of its story
         curves = {row: cut(found, BEYOND * max(reached.values())) for row, found in curves.items()}
     ends = [found.xs[-1] for found in curves.values()]
-    log = min(ends) > 0 and max(ends) > 20 * min(ends) and all(found.xs[0] > 0 for found in curves.values())
+    log = (
+        min(ends) > 0
+        and max(ends) > 20 * min(ends)
+        and all(found.xs[0] > 0 for found in curves.values())
+    )
     start = min(found.xs[0] for found in curves.values()) if log else 0.0
     across = Scale(start, max(ends), LEFT, WIDTH - LEGEND, log)
     every = [value for found in curves.values() for value in (*found.low, *found.high)]
@@ -132,22 +160,38 @@ def chart(board: Leaderboard, rows: Sequence[Row], x: str, y: str = "") -> str:
         y_axis(up, LEFT, name, right=WIDTH - LEGEND, factor=percentages),
     ]
     if target:
-        parts.append(line(LEFT, up(target), WIDTH - LEGEND, up(target), stroke=INK, stroke_dasharray="3 3"))
+        parts.append(
+            line(LEFT, up(target), WIDTH - LEGEND, up(target), stroke=INK, stroke_dasharray="3 3")
+        )
         left, below = WIDTH - LEGEND + 34, TOP + 14 + 22 * len(curves)
         parts.append(line(left, below, left + 34, below, stroke=INK, stroke_dasharray="3 3"))
         parts.append(text(left + 42, below + 4, f"target: {100 * target:g} %", fill=SOFT))
     parts += _stage_boundaries(board, x, across)
     styles = {row: index % len(COLORS) for index, row in enumerate(rows)}
-    banded = [row for row in curves if len(curves) <= MAX_BANDS + 1 or row in rows[:MAX_BANDS] or row.is_baseline]
+    banded = [
+        row
+        for row in curves
+        if len(curves) <= MAX_BANDS + 1 or row in rows[:MAX_BANDS] or row.is_baseline
+    ]
     plot = f"plot-{x}-{y.replace('/', '-')}"
     window = rect(LEFT, TOP - 6, WIDTH - LEGEND - LEFT + 6, HEIGHT - 50 - TOP + 6)
     inside = [_band(curves[row], across, up, COLORS[styles[row]]) for row in banded]
-    inside += [_line(found, across, up, styles[row], row is rows[0]) for row, found in reversed(curves.items())]
+    inside += [
+        _line(found, across, up, styles[row], row is rows[0])
+        for row, found in reversed(curves.items())
+    ]
     parts += [tag("clipPath", window, id=plot), tag("g", *inside, clip_path=f"url(#{plot})")]
     for row, time_s in reached.items():
         there = (across(max(time_s, across.low)), up(target or 0.0))
         parts.append(
-            line(*there, there[0], up.start, stroke=COLORS[styles[row]], stroke_width=1, stroke_dasharray="2 2")
+            line(
+                *there,
+                there[0],
+                up.start,
+                stroke=COLORS[styles[row]],
+                stroke_width=1,
+                stroke_dasharray="2 2",
+            )
         )
         parts.append(marker("ring", *there, COLORS[styles[row]], 4.5))
     parts += _numbers({row: (across(f.xs[-1]), up(f.mean[-1])) for row, f in curves.items()}, board)
@@ -156,7 +200,9 @@ def chart(board: Leaderboard, rows: Sequence[Row], x: str, y: str = "") -> str:
 
 
 def stages_of(board: Leaderboard) -> Sequence[Mapping[str, Any]]:
-    """Return the stages of a single run, each with `name`, `start_s`, `end_s`; empty for several runs or one stage."""
+    """Return the stages of a single run, each with `name`, `start_s`, `end_s`; empty for several
+    runs or one stage.
+    """
     runs = [run for row in board.rows for run in row.runs]
     stages = runs[0].summary.get("stages") or [] if len(runs) == 1 else []
     return stages if len(stages) > 1 else []
@@ -165,7 +211,8 @@ def stages_of(board: Leaderboard) -> Sequence[Mapping[str, Any]]:
 def _stage_boundaries(board: Leaderboard, x: str, across: Scale) -> list[str]:
     """Draw where each stage of a single run begins, with its name and the second of its start.
 
-    Bytes at a start are interpolated between evaluations; a stage that begins before the first one has no place there.
+    Bytes at a start are interpolated between evaluations; a stage that begins before the first one
+    has no place there.
     """
     stages = stages_of(board)
     run = board.rows[0].runs[0]
@@ -176,10 +223,14 @@ def _stage_boundaries(board: Leaderboard, x: str, across: Scale) -> list[str]:
     parts = []
     for stage, begin, end in zip(placed, begins, [*begins[1:], across.end], strict=False):
         if begin > across.start:
-            parts.append(line(begin, TOP - 6, begin, HEIGHT - 50, stroke=SOFT, stroke_dasharray="6 3"))
+            parts.append(
+                line(begin, TOP - 6, begin, HEIGHT - 50, stroke=SOFT, stroke_dasharray="6 3")
+            )
         width = end - begin
         if width > 3 * GLYPH:
-            parts.append(haloed(begin + 4, HEIGHT - 70, short(str(stage["name"]), width - 8), 3, fill=SOFT))
+            parts.append(
+                haloed(begin + 4, HEIGHT - 70, short(str(stage["name"]), width - 8), 3, fill=SOFT)
+            )
         start = f"from {seconds(stage['start_s'])}"
         if width - 8 > GLYPH * len(start):
             parts.append(haloed(begin + 4, HEIGHT - 56, start, 3, fill=SOFT))
@@ -213,9 +264,14 @@ def _line(found: Curve, across: Scale, up: Scale, style: int, first: bool) -> st
         stroke_dasharray=DASHES[style] or None,
         stroke_linejoin="round",
     )
-    # Markers stand at another phase in each series, so that lines that run together can still be told apart.
+    # Markers stand at another phase in each series, so that lines that run together can still be
+    # told apart.
     start, end = points[0][0] + SPACING / len(COLORS) * style, points[-1][0]
-    places = [start + SPACING * k for k in range(int((end - start) // SPACING) + 1)] if end > start else [end]
+    places = (
+        [start + SPACING * k for k in range(int((end - start) // SPACING) + 1)]
+        if end > start
+        else [end]
+    )
     return drawn + "".join(marker(MARKERS[style], x, _at(points, x), color, 3.6) for x in places)
 
 
@@ -236,5 +292,15 @@ def legend(board: Leaderboard, row: Row, index: int, style: int) -> str:
     x, y = WIDTH - LEGEND + 34, TOP + 10 + 22 * index
     end = " (baseline)" if row.is_baseline else ""
     name = short(f"{board.rank(row)}  {row.label}", LEGEND - 78 - GLYPH * len(end)) + end
-    sample = line(x, y, x + 34, y, stroke=COLORS[style], stroke_width=2.2, stroke_dasharray=DASHES[style] or None)
-    return sample + marker(MARKERS[style], x + 17, y, COLORS[style], 3.6) + text(x + 42, y + 4, name)
+    sample = line(
+        x,
+        y,
+        x + 34,
+        y,
+        stroke=COLORS[style],
+        stroke_width=2.2,
+        stroke_dasharray=DASHES[style] or None,
+    )
+    return (
+        sample + marker(MARKERS[style], x + 17, y, COLORS[style], 3.6) + text(x + 42, y + 4, name)
+    )

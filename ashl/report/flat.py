@@ -1,4 +1,6 @@
-"""Records as tables for other tools: a row for each run, or for each of its evaluations or events."""
+"""Records as tables for other tools: a row for each run, or for each of its evaluations or
+events.
+"""
 
 import csv
 import json
@@ -15,36 +17,55 @@ from ashl.tracking import jsonl
 
 PLACES = ("run.dir", "name", "seed", "sweep")  # typed keys that other columns hold
 Record = dict[str, Any]
-Batches = Callable[[], Iterator[list[Record]]]  # a run at a time, so that one is in memory; may be gone through again
+Batches = Callable[
+    [], Iterator[list[Record]]
+]  # a run at a time, so that one is in memory; may be gone through again
 
 
 def summaries(study: Study) -> Batches:
-    """One flat record for each run: hash, the axes, what else was typed, the summary's values, and each worker's as
-    `w0_wait_s`."""
+    """One flat record for each run: hash, the axes, what else was typed, the summary's values, and
+    each worker's as `w0_wait_s`.
+    """
 
     def rows() -> Iterator[list[Record]]:
-        typed = [key for key in dict.fromkeys(key for run in study.runs for key in run.typed) if key not in PLACES]
+        typed = [
+            key
+            for key in dict.fromkeys(key for run in study.runs for key in run.typed)
+            if key not in PLACES
+        ]
         for run, keys in _keyed(study):
-            yield [_joined(run, keys | {key: _value(run, key) for key in typed if key not in keys}, _summary(run))]
+            yield [
+                _joined(
+                    run,
+                    keys | {key: _value(run, key) for key in typed if key not in keys},
+                    _summary(run),
+                )
+            ]
 
     return rows
 
 
 def metrics(study: Study) -> Batches:
     """A record for each evaluation."""
-    return lambda: ([_joined(run, keys, _plain(row)) for row in run.metrics] for run, keys in _keyed(study))
+    return lambda: (
+        [_joined(run, keys, _plain(row)) for row in run.metrics] for run, keys in _keyed(study)
+    )
 
 
 def events(study: Study) -> Batches:
     """A record for each event; a round's spans stay together, as JSON text."""
-    return lambda: ([_joined(run, keys, _plain(row)) for row in read_events(run)] for run, keys in _keyed(study))
+    return lambda: (
+        [_joined(run, keys, _plain(row)) for row in read_events(run)] for run, keys in _keyed(study)
+    )
 
 
 TABLES = {"summary": summaries, "metrics": metrics, "events": events}
 
 
 def table(study: Study, what: str) -> tuple[Batches, list[LeftOut]]:
-    """The records of one kind, and the runs that lack them or whose file is broken. Raises UsageError where all do."""
+    """The records of one kind, and the runs that lack them or whose file is broken. Raises
+    UsageError where all do.
+    """
     good, bad = [], []
     for run in study.runs:
         try:
@@ -57,7 +78,9 @@ def table(study: Study, what: str) -> tuple[Batches, list[LeftOut]]:
         except BrokenRecordError as error:
             bad.append(LeftOut(str(run.folder), str(error)))
     if not good:
-        raise UsageError(f"None of these runs has {what} to export; the first: {bad[0].name}: {bad[0].reason}.")
+        raise UsageError(
+            f"None of these runs has {what} to export; the first: {bad[0].name}: {bad[0].reason}."
+        )
     kept = replace(study, runs=tuple(good))
     return TABLES[what](kept), bad
 
@@ -71,7 +94,9 @@ def read_events(run: Run) -> Iterator[Mapping[str, Any]]:
 
 
 def _keyed(study: Study) -> Iterator[tuple[Run, Record]]:
-    """Each run with what tells its rows from those of others; the axes are those of the whole study."""
+    """Each run with what tells its rows from those of others; the axes are those of the whole
+    study.
+    """
     axes, settings = settings_of(study)
     labels = {run: setting for setting in settings for run in setting.runs}
     for run in study.runs:
@@ -81,14 +106,17 @@ def _keyed(study: Study) -> Iterator[tuple[Run, Record]]:
 
 
 def _value(run: Run, key: str) -> str | None:
-    """The value of a key as typed; where the run's command left it out, the value it had by default. None where the
-    run has no such key."""
+    """The value of a key as typed; where the run's command left it out, the value it had by
+    default. None where the run has no such key.
+    """
     return run.typed.get(key, written(run.config[key]) if key in run.config else None)
 
 
 def _joined(run: Run, keys: Record, recorded: Mapping[str, Any]) -> Record:
-    """One row. A recorded value never replaces a configured one: where it has the name of a column, it gets another
-    name, and where it is null and has the name of a key, the column holds the key's value."""
+    """One row. A recorded value never replaces a configured one: where it has the name of a column,
+    it gets another name, and where it is null and has the name of a key, the column holds the key's
+    value.
+    """
     row = dict(keys)
     for key, value in recorded.items():
         if value is None and key in run.config:
@@ -102,14 +130,19 @@ def _joined(run: Run, keys: Record, recorded: Mapping[str, Any]) -> Record:
 
 def _summary(run: Run) -> Record:
     nested = ("workers", "stages")
-    row = {"folder": str(run.folder)} | _plain(dict(leaves({k: v for k, v in run.summary.items() if k not in nested})))
+    row = {"folder": str(run.folder)} | _plain(
+        dict(leaves({k: v for k, v in run.summary.items() if k not in nested}))
+    )
     for rank, worker in enumerate(run.summary.get("workers") or ()):
         row |= {f"w{rank}_{key}": value for key, value in worker.items() if key != "rank"}
     return {key.replace(".", "_"): value for key, value in row.items()}
 
 
 def _plain(row: Mapping[str, Any]) -> Record:
-    return {key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in row.items()}
+    return {
+        key: json.dumps(value) if isinstance(value, list | dict) else value
+        for key, value in row.items()
+    }
 
 
 def columns_of(batches: Batches) -> dict[str, type]:
@@ -121,12 +154,20 @@ def columns_of(batches: Batches) -> dict[str, type]:
                 kind = type(value) if value is not None else type(None)
                 known = found.setdefault(key, kind)
                 if kind is not known and value is not None:
-                    found[key] = kind if known is type(None) else float if {kind, known} == {int, float} else str
+                    found[key] = (
+                        kind
+                        if known is type(None)
+                        else float
+                        if {kind, known} == {int, float}
+                        else str
+                    )
     return found
 
 
 def write(batches: Batches, kind: str, out: Path | TextIO) -> None:
-    """Write the records to a file, whole or not at all, or as text to a stream. Raises AshlError for the file."""
+    """Write the records to a file, whole or not at all, or as text to a stream. Raises AshlError
+    for the file.
+    """
     writer = {"csv": write_csv, "json": write_json}.get(kind)
     if not isinstance(out, Path):
         assert writer, "Parquet is no text"
@@ -142,7 +183,9 @@ def write(batches: Batches, kind: str, out: Path | TextIO) -> None:
         os.replace(part, out)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise AshlError(f"{out} cannot be written ({reason}); name another place with --out FILE.") from error
+        raise AshlError(
+            f"{out} cannot be written ({reason}); name another place with --out FILE."
+        ) from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -170,16 +213,31 @@ def write_parquet(batches: Batches, path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64(), bool: pyarrow.bool_()}
+    types = {
+        str: pyarrow.string(),
+        int: pyarrow.int64(),
+        float: pyarrow.float64(),
+        bool: pyarrow.bool_(),
+    }
     columns = columns_of(batches)
-    schema = pyarrow.schema([(name, types.get(kind, pyarrow.null())) for name, kind in columns.items()])
+    schema = pyarrow.schema(
+        [(name, types.get(kind, pyarrow.null())) for name, kind in columns.items()]
+    )
     with parquet.ParquetWriter(path, schema) as writer:
         for batch in batches():
-            arrays = [_array([row.get(name) for row in batch], kind) for name, kind in columns.items()]
-            made = [pyarrow.array(values, field.type) for values, field in zip(arrays, schema, strict=True)]
+            arrays = [
+                _array([row.get(name) for row in batch], kind) for name, kind in columns.items()
+            ]
+            made = [
+                pyarrow.array(values, field.type)
+                for values, field in zip(arrays, schema, strict=True)
+            ]
             writer.write_table(pyarrow.Table.from_arrays(made, schema=schema))
 
 
 def _array(values: Sequence[Any], kind: type) -> list[Any]:
     """Values of one column in its one type."""
-    return [None if value is None else kind(value) if kind in (str, float) else value for value in values]
+    return [
+        None if value is None else kind(value) if kind in (str, float) else value
+        for value in values
+    ]

@@ -1,4 +1,6 @@
-"""The first rounds of each worker, as they overlapped: a panel for each setting, all on one time axis."""
+"""The first rounds of each worker, as they overlapped: a panel for each setting, all on one time
+axis.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +23,15 @@ MAX_WHOLE = 40_000  # events that are read for it
 
 @dataclass(frozen=True)
 class Opening:
-    """The first rounds of one run: by worker, their (kind, start, end), and when each round ended."""
+    """The first rounds of one run: by worker, their (kind, start, end), and when each
+    round ended.
+    """
 
     run: Run
     spans: Mapping[int, Sequence[tuple[str, float, float]]]
-    aside: Mapping[int, Mapping[str, Sequence[tuple[str, float, float]]]]  # the parts of steps, and their messages
+    aside: Mapping[
+        int, Mapping[str, Sequence[tuple[str, float, float]]]
+    ]  # the parts of steps, and their messages
     ends: Mapping[int, Sequence[float]]
 
     @property
@@ -42,12 +48,16 @@ def opening(run: Run) -> Opening | None:
     try:
         for event in run.rounds(MAX_EVENTS):
             rank = event["rank"]
-            spans.setdefault(rank, []).extend((str(k), float(a), float(b)) for k, a, b in event.get("spans") or ())
+            spans.setdefault(rank, []).extend(
+                (str(k), float(a), float(b)) for k, a, b in event.get("spans") or ()
+            )
             own = aside.setdefault(rank, {"parts": [], "sums": []})
             own["parts"] += [("part", a, b) for a, b in parts_of(event)]
             own["sums"] += [("message", float(a), float(b)) for a, b in event.get("messages") or ()]
             ends.setdefault(rank, []).append(float(event["end_s"]))
-            if len(ends) == run.summary["num_workers"] and all(len(found) >= ROUNDS * 8 for found in ends.values()):
+            if len(ends) == run.summary["num_workers"] and all(
+                len(found) >= ROUNDS * 8 for found in ends.values()
+            ):
                 break
     except (KeyError, TypeError, ValueError):
         return None
@@ -75,7 +85,9 @@ def gantt(board: Leaderboard, rows: Sequence[Row]) -> str:
     for row, first in found.items():
         workers, y = sorted(first.spans)[:MAX_WORKERS], top + 8
         more = (
-            f", workers {workers[0]} to {workers[-1]} of {len(first.spans)}" if len(first.spans) > MAX_WORKERS else ""
+            f", workers {workers[0]} to {workers[-1]} of {len(first.spans)}"
+            if len(first.spans) > MAX_WORKERS
+            else ""
         )
         name = f"{board.rank(row)}  {row.label} (seed {first.run.seed}{more})"
         parts.append(text(10, top, short(name, WIDTH - 20), font_weight="bold"))
@@ -91,12 +103,21 @@ def gantt(board: Leaderboard, rows: Sequence[Row]) -> str:
         parts.append(x_axis(across, top + 2, ""))
         top += 50
     parts.append(
-        text((across.start + across.end) / 2, top - 16, "seconds on the experiment's clock", text_anchor="middle")
+        text(
+            (across.start + across.end) / 2,
+            top - 16,
+            "seconds on the experiment's clock",
+            text_anchor="middle",
+        )
     )
-    return drawing(WIDTH, top - 4, "first rounds by worker", patterns("gantt"), *filled("gantt", drawn), *parts)
+    return drawing(
+        WIDTH, top - 4, "first rounds by worker", patterns("gantt"), *filled("gantt", drawn), *parts
+    )
 
 
-def _track(spans: Sequence[tuple[str, float, float]], across: Scale, y: float) -> Iterator[tuple[str, Box]]:
+def _track(
+    spans: Sequence[tuple[str, float, float]], across: Scale, y: float
+) -> Iterator[tuple[str, Box]]:
     """What one worker did, as rectangles with their kinds."""
     for kind, start_s, end_s in spans[:MAX_SPANS]:
         if start_s >= across.high:
@@ -107,7 +128,9 @@ def _track(spans: Sequence[tuple[str, float, float]], across: Scale, y: float) -
 
 
 def whole(board: Leaderboard, rows: Sequence[Row]) -> str:
-    """The whole of one run of each setting: in each column of pixels what a worker mostly did; empty without events."""
+    """The whole of one run of each setting: in each column of pixels what a worker mostly did;
+    empty without events.
+    """
     found = {row: spent for row in rows if row.runs and (spent := columns(row.runs[0]))}
     if not found:
         return ""
@@ -129,22 +152,43 @@ def whole(board: Leaderboard, rows: Sequence[Row]) -> str:
         top += 8 + min(len(spent), MAX_WORKERS) * ROW
         parts.append(x_axis(across, top + 2, ""))
         top += 50
-    parts.append(text(50 + WIDE * COLUMNS / 2, top - 16, "seconds on the experiment's clock", text_anchor="middle"))
-    return drawing(WIDTH, top - 4, "the whole run by worker", patterns("whole"), *filled("whole", drawn), *parts)
+    parts.append(
+        text(
+            50 + WIDE * COLUMNS / 2,
+            top - 16,
+            "seconds on the experiment's clock",
+            text_anchor="middle",
+        )
+    )
+    return drawing(
+        WIDTH,
+        top - 4,
+        "the whole run by worker",
+        patterns("whole"),
+        *filled("whole", drawn),
+        *parts,
+    )
 
 
 def columns(run: Run) -> dict[int, list[str]]:
-    """By worker, of each of `COLUMNS` equal parts of the run what took most of it; "" where no round was kept."""
+    """By worker, of each of `COLUMNS` equal parts of the run what took most of it; "" where no
+    round was kept.
+    """
     time_s = run.summary.get("time_s") or 0.0
     spent: dict[int, list[dict[str, float]]] = {}
     try:
         for event in run.rounds(MAX_WHOLE) if time_s else ():
             parts = spent.setdefault(event["rank"], [{} for _ in range(COLUMNS)])
             for kind, start_s, end_s in event.get("spans") or ():
-                low, high = (min(max(float(at) / time_s * COLUMNS, 0.0), COLUMNS) for at in (start_s, end_s))
+                low, high = (
+                    min(max(float(at) / time_s * COLUMNS, 0.0), COLUMNS) for at in (start_s, end_s)
+                )
                 for place in range(int(low), min(math.ceil(high), COLUMNS)):
                     share = min(high, place + 1) - max(low, place)
                     parts[place][str(kind)] = parts[place].get(str(kind), 0.0) + share
     except (KeyError, TypeError, ValueError):
         return {}
-    return {rank: [max(part, key=part.__getitem__, default="") for part in parts] for rank, parts in spent.items()}
+    return {
+        rank: [max(part, key=part.__getitem__, default="") for part in parts]
+        for rank, parts in spent.items()
+    }

@@ -1,4 +1,6 @@
-"""The leaderboard as data: settings in order, each against the baseline, and what must be said beside it."""
+"""The leaderboard as data: settings in order, each against the baseline, and what must be said
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,22 @@ from ashl.report.replicates import Replicates, common_to, label, settings_of
 from ashl.report.stats import Effect, Key, Spread, spread
 from ashl.tracking.console import percent
 
-ENVIRONMENT = ("cluster", "dataset", "model")  # these, and `cluster.*`, are given; the rest is chosen
+ENVIRONMENT = (
+    "cluster",
+    "dataset",
+    "model",
+)  # these, and `cluster.*`, are given; the rest is chosen
 MAX_NAMED = 8  # settings that an error message lists
 LATE = 0.05  # runs that were slower than declared by more than this are no equals of the others
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One setting of the leaderboard. Means are over its seeds; `against` is the effect against the baseline.
+    """One setting of the leaderboard. Means are over its seeds; `against` is the effect against the
+    baseline.
 
-    `environment`: the cluster, data set and model, where the study varies them; the `label` is of all else, since that
-    is what competes.
+    `environment`: the cluster, data set and model, where the study varies them; the `label` is of
+    all else, since that is what competes.
     """
 
     label: str
@@ -53,25 +60,37 @@ class Row:
     against: Effect | None
     accuracy: tuple[float, float] | None  # final: mean and standard deviation
     best: float | None
-    metric: tuple[str, float, float] | None  # the task's own, where it has no accuracy: name, final mean and deviation
+    metric: (
+        tuple[str, float, float] | None
+    )  # the task's own, where it has no accuracy: name, final mean and deviation
     loss: float | None
     steps_per_s: float | None
     wait_share: float | None
     hidden: float | None  # of the time of communication, behind computing; where something overlaps
-    goodput: float | None  # steps/s over those planned without failures; where some run lost a worker
+    goodput: (
+        float | None
+    )  # steps/s over those planned without failures; where some run lost a worker
     mb_up: float | None
     mb_down: float | None
     consensus: float | None  # distance of the models from their mean, where each worker has its own
-    late: float | None  # by how much its processes were slower than the cluster declares, at worst, where that is much
+    late: (
+        float | None
+        # by how much its processes were slower than the cluster declares, at worst, where that is
+        # much
+    )
     measures: Mapping[str, float]  # what the runs measured by themselves, at their ends
 
     @property
     def bound(self) -> float | None:
-        """What the median time to the target is above at least, where a race has stopped runs before they got there."""
+        """What the median time to the target is above at least, where a race has stopped runs
+        before they got there.
+        """
         runs = self.setting.by_seed()
         if not any(run.dropped for run in runs.values()):
             return None
-        ends = {key: runs[key].summary.get("time_s") or 0.0 for key in self.values if runs[key].dropped}
+        ends = {
+            key: runs[key].summary.get("time_s") or 0.0 for key in self.values if runs[key].dropped
+        }
         return median(min(value, ends.get(key, math.inf)) for key, value in self.values.items())
 
     @property
@@ -85,8 +104,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """Rows by environment, and in each from the best to the worst. `ended_badly`: runs that failed, diverged or were
-    interrupted."""
+    """Rows by environment, and in each from the best to the worst. `ended_badly`: runs that failed,
+    diverged or were interrupted.
+    """
 
     measure: Measure
     target: Target | None
@@ -100,7 +120,9 @@ class Leaderboard:
 
     @property
     def ranked(self) -> tuple[Row, ...]:
-        """The rows that are equals: those whose runs kept the declared pace, or all where none did."""
+        """The rows that are equals: those whose runs kept the declared pace, or all where
+        none did.
+        """
         return tuple(row for row in self.rows if row.late is None) or self.rows
 
     def rank(self, row: Row) -> str:
@@ -112,7 +134,10 @@ class Leaderboard:
     def environments(self) -> tuple[Leaderboard, ...]:
         """A board for each."""
         names = dict.fromkeys(row.environment for row in self.rows)
-        return tuple(replace(self, rows=tuple(r for r in self.rows if r.environment == name)) for name in names)
+        return tuple(
+            replace(self, rows=tuple(r for r in self.rows if r.environment == name))
+            for name in names
+        )
 
     @property
     def baseline(self) -> Row | None:
@@ -127,8 +152,9 @@ class Leaderboard:
 
     @property
     def resolution_s(self) -> float | None:
-        """How finely the evaluations tell the winner's time to target: on average over its seeds, from the last one
-        below the target to the first at it."""
+        """How finely the evaluations tell the winner's time to target: on average over its seeds,
+        from the last one below the target to the first at it.
+        """
         if self.target is None:
             return None
         found = [reached_at(run, self.target) for run in measurable(self.rows[0].runs)[0]]
@@ -157,9 +183,9 @@ def rank(
     baseline: str | None = None,
     own_target: bool = True,
 ) -> Leaderboard:
-    """Order the settings by time to target: what was asked for, or else the best accuracy that all of them reach; where
-    there are no accuracies, by what they had at an equal time. Without `own_target`, the target of the runs themselves
-    is ignored.
+    """Order the settings by time to target: what was asked for, or else the best accuracy that all
+    of them reach; where there are no accuracies, by what they had at an equal time. Without
+    `own_target`, the target of the runs themselves is ignored.
 
     Raises UsageError for runs of different targets and for a baseline that is not there.
     """
@@ -176,13 +202,20 @@ def rank(
         left_out += tuple(unreadable)
         if not counted:
             where = unreadable[0]
-            raise UsageError(f"There are no evaluations to compare; the first: {where.name}: {where.reason}.")
+            raise UsageError(
+                f"There are no evaluations to compare; the first: {where.name}: {where.reason}."
+            )
     usable, own = set(counted), None
     if asked is None:
-        own = best_that_all_reach([[run for run in s.by_seed().values() if run in usable] for s in settings])
+        own = best_that_all_reach(
+            [[run for run in s.by_seed().values() if run in usable] for s in settings]
+        )
         asked, recomputed = (own[0], True) if own else (None, False)
     measure = time_to(asked, recomputed) if asked else at_equal_time(counted)
-    values = {s: {k: measure.value(run) for k, run in s.by_seed().items() if run in usable} for s in settings}
+    values = {
+        s: {k: measure.value(run) for k, run in s.by_seed().items() if run in usable}
+        for s in settings
+    }
     settings = tuple(setting for setting in settings if values[setting])
     rows = _rows(axes, settings, values, measure, baseline)
     target_note = _target_note(study, *own) if own and own_target else []
@@ -194,7 +227,9 @@ def rank(
         *_pace_note(rows),
     )
     notes += tuple(uncontended_link_note.note_comparison(run.config for run in counted))
-    return Leaderboard(measure, asked, axes, rows, notes, left_out, badly, study.dropped, common_to(study))
+    return Leaderboard(
+        measure, asked, axes, rows, notes, left_out, badly, study.dropped, common_to(study)
+    )
 
 
 def _rows(
@@ -209,10 +244,21 @@ def _rows(
     if len(around) == len(axes):
         around = []  # nothing else was varied: then these are what is compared
     parts = {setting: _parts(setting, around) for setting in settings}
-    if len({environment for environment, _ in parts.values()}) > 1:  # lines of a grid that say nothing of it
-        parts = {setting: (environment or "elsewhere", name) for setting, (environment, name) in parts.items()}
+    if (
+        len({environment for environment, _ in parts.values()}) > 1
+    ):  # lines of a grid that say nothing of it
+        parts = {
+            setting: (environment or "elsewhere", name)
+            for setting, (environment, name) in parts.items()
+        }
     ranked = sorted(settings, key=lambda s: (late(s) is not None, *_order(measure, s, values[s])))
-    chosen = _baseline([s for s in ranked if parts[s][0] == parts[settings[0]][0]], settings, parts, values, baseline)
+    chosen = _baseline(
+        [s for s in ranked if parts[s][0] == parts[settings[0]][0]],
+        settings,
+        parts,
+        values,
+        baseline,
+    )
     bases = {parts[s][0]: s for s in settings if parts[s][1] == chosen}
     places = list(dict.fromkeys(parts[s][0] for s in settings))
     rows = []
@@ -220,7 +266,12 @@ def _rows(
         environment, name = parts[setting]
         base = bases.get(environment)
         against = None if base in (None, setting) else measure.effect(values[setting], values[base])
-        head = {"label": name, "environment": environment, "setting": setting, "order": settings.index(setting)}
+        head = {
+            "label": name,
+            "environment": environment,
+            "setting": setting,
+            "order": settings.index(setting),
+        }
         alone = len(settings) == 1
         rows.append(_row(head, values[setting], setting is base and not alone, against))
     return tuple(rows)
@@ -238,23 +289,38 @@ def good(run: Run) -> bool:
 
 
 def ordering(key: str | None) -> Callable[[Leaderboard], tuple[Row, ...]]:
-    """The rows of a board in another order; None is the board's own. Raises UsageError for a key that is not there."""
+    """The rows of a board in another order; None is the board's own. Raises UsageError for a key
+    that is not there.
+    """
     if key is not None and key not in SORTS:
         near = get_close_matches(key, SORTS, n=1)
-        raise UsageError(f"--sort {key}: " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(SORTS)}."))
+        raise UsageError(
+            f"--sort {key}: "
+            + (f"did you mean {near[0]}?" if near else f"there are {', '.join(SORTS)}.")
+        )
     if key is None:
         return lambda board: board.rows
     if key == "setting":
         return lambda board: tuple(sorted(board.rows, key=lambda row: row.label))
     by = SORTS[key]
-    return lambda board: tuple(sorted(board.rows, key=lambda row: math.inf if (found := by(row)) is None else found))
+    return lambda board: tuple(
+        sorted(board.rows, key=lambda row: math.inf if (found := by(row)) is None else found)
+    )
 
 
-def _order(measure: Measure, setting: Replicates, values: Mapping[Key, float]) -> tuple[float, float, float]:
-    """Median first; where that is infinite, the share that got there, and then how far the others came."""
+def _order(
+    measure: Measure, setting: Replicates, values: Mapping[Key, float]
+) -> tuple[float, float, float]:
+    """Median first; where that is infinite, the share that got there, and then how far the others
+    came.
+    """
     finite = [value for value in values.values() if math.isfinite(value)]
     best = [(run.summary.get("best") or {}).get("test_accuracy") or 0.0 for run in setting.runs]
-    return measure.order(spread(list(values.values())).middle), -len(finite) / len(values), -fmean(best)
+    return (
+        measure.order(spread(list(values.values())).middle),
+        -len(finite) / len(values),
+        -fmean(best),
+    )
 
 
 def _baseline(
@@ -264,8 +330,9 @@ def _baseline(
     values: Mapping[Replicates, Mapping[Key, float]],
     name: str | None,
 ) -> str:
-    """What was asked for; else the grid's first BSP, without compression if there is one; else the slowest of the first
-    environment that got there."""
+    """What was asked for; else the grid's first BSP, without compression if there is one; else the
+    slowest of the first environment that got there.
+    """
     if name is not None:
         return named({parts[setting][1]: setting.axes for setting in grid}, name)
     place = usual_baseline([setting.runs[0].config for setting in grid])
@@ -274,8 +341,8 @@ def _baseline(
 
 
 def usual_baseline(grid: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the place of the setting that others are compared with if none is named: the first BSP, without
-    compression if there is one.
+    """Return the place of the setting that others are compared with if none is named: the first
+    BSP, without compression if there is one.
 
     Args: grid has the options of each setting by group.
 
@@ -291,13 +358,19 @@ def usual_baseline(grid: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def named(settings: Mapping[str, Mapping[str, str]], name: str) -> str:
-    """The label that a name stands for: the label itself, or some of its parts, if no other has them."""
+    """The label that a name stands for: the label itself, or some of its parts, if no other has
+    them.
+    """
     if name in settings:
         return name
     wanted = set(name.replace(",", " ").split())
     found = []
     for known, axes in settings.items():
-        written = {f"{part}={value}" for key, value in axes.items() for part in (key, key.rpartition(".")[2])}
+        written = {
+            f"{part}={value}"
+            for key, value in axes.items()
+            for part in (key, key.rpartition(".")[2])
+        }
         if wanted <= {*known.split(), *axes.values(), *written}:
             found.append(known)
     if len(found) == 1:
@@ -308,12 +381,16 @@ def named(settings: Mapping[str, Mapping[str, str]], name: str) -> str:
     raise UsageError(f'--baseline "{name}" {problem}; name one of: {listed}.')
 
 
-def _row(head: Mapping[str, Any], values: Mapping[Key, float], is_baseline: bool, against: Effect | None) -> Row:
+def _row(
+    head: Mapping[str, Any], values: Mapping[Key, float], is_baseline: bool, against: Effect | None
+) -> Row:
     runs = head["setting"].by_seed().values()
     final = _known((run.summary.get("final") or {}).get("test_accuracy") for run in runs)
 
     def mean(key: str, part: str | None = None) -> float | None:
-        found = _known((run.summary if part is None else run.summary.get(part) or {}).get(key) for run in runs)
+        found = _known(
+            (run.summary if part is None else run.summary.get(part) or {}).get(key) for run in runs
+        )
         return fmean(found) if found else None
 
     up, down = mean("bytes_up"), mean("bytes_down")
@@ -367,7 +444,10 @@ def _ended(run: Run) -> LeftOut:
 
 def late(setting: Replicates) -> float | None:
     """How much slower than declared the worst of its runs was, where that is more than `LATE`."""
-    worst = max((run.summary.get("pace") or {}).get("slower_by") or 0.0 for run in setting.by_seed().values())
+    worst = max(
+        (run.summary.get("pace") or {}).get("slower_by") or 0.0
+        for run in setting.by_seed().values()
+    )
     return worst if worst > LATE else None
 
 
@@ -377,9 +457,14 @@ def _pace_note(rows: Sequence[Row]) -> list[str]:
         return []
     worst = percent(max(row.late or 0.0 for row in slow), 0)
     effect = (
-        "they are not ranked" if len(slow) < len(rows) else "they show what this machine could do, not that cluster"
+        "they are not ranked"
+        if len(slow) < len(rows)
+        else "they show what this machine could do, not that cluster"
     )
-    return [f"{len(slow)} of {len(rows)} settings did not keep the declared pace (up to {worst} slower): {effect}."]
+    return [
+        f"{len(slow)} of {len(rows)} settings did not keep the declared pace (up to {worst}"
+        f" slower): {effect}."
+    ]
 
 
 def _target_note(study: Study, target: Target, behind: int) -> list[str]:
@@ -393,7 +478,10 @@ def _race_note(study: Study) -> list[str]:
     if not study.dropped:
         return []
     last = study.dropped[-1]
-    return [f"Racing dropped {len(study.dropped)} runs on the way, the last of them {last.name}: {last.reason}."]
+    return [
+        f"Racing dropped {len(study.dropped)} runs on the way, the last of them {last.name}:"
+        f" {last.reason}."
+    ]
 
 
 def _clock_note(runs: Sequence[Run]) -> list[str]:
@@ -402,12 +490,15 @@ def _clock_note(runs: Sequence[Run]) -> list[str]:
         return []
     counts = " and ".join(f"{count} of {kind} time" for kind, count in kinds.items())
     return [
-        f"The times are of different kinds: {counts} runs. They compare only as far as the real ones kept their pace."
+        f"The times are of different kinds: {counts} runs. They compare only as far as the real"
+        " ones kept their pace."
     ]
 
 
 def _stopped_note(runs: Sequence[Run], asked: Target | None) -> list[str]:
-    """A run that ended at an easier target of its own never had a chance to reach the one that was asked for."""
+    """A run that ended at an easier target of its own never had a chance to reach the one that was
+    asked for.
+    """
     if asked is None:
         return []
     once = asked._replace(hold=1)
@@ -417,6 +508,7 @@ def _stopped_note(runs: Sequence[Run], asked: Target | None) -> list[str]:
         return []
     own = describe(own_target(early[0]))
     return [
-        f"{len(early)} of {len(runs)} runs had ended at a target of their own ({own}, as in {early[0].name}), below "
-        f"{describe(once)}: they count as not reached, which says nothing against their settings."
+        f"{len(early)} of {len(runs)} runs had ended at a target of their own ({own}, as in"
+        f" {early[0].name}), below {describe(once)}: they count as not reached, which says nothing"
+        " against their settings."
     ]

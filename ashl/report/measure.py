@@ -1,4 +1,6 @@
-"""What settings are ranked by: time to the target; without one, how far they were at a time that all have reached."""
+"""What settings are ranked by: time to the target; without one, how far they were at a time that
+all have reached.
+"""
 
 import math
 from bisect import bisect_right
@@ -13,13 +15,16 @@ from ashl.report.records import BrokenRecordError, LeftOut, Run
 from ashl.report.stats import Effect, Key, effect
 from ashl.tracking.console import number, percent, seconds
 
-BEHIND = 0.1  # of accuracy: a setting that stays so far below the median must not decide what all reach
+BEHIND = (
+    0.1  # of accuracy: a setting that stays so far below the median must not decide what all reach
+)
 STEPS = 200  # in which an accuracy is rounded down: half a point
 
 
 class Target(NamedTuple):
-    """What a run is asked to reach, any of it, in `hold` evaluations in a row; `metric` is the task's own, with its
-    name and whether higher is better."""
+    """What a run is asked to reach, any of it, in `hold` evaluations in a row; `metric` is the
+    task's own, with its name and whether higher is better.
+    """
 
     accuracy: float | None = None
     loss: float | None = None
@@ -28,7 +33,9 @@ class Target(NamedTuple):
 
     def reached(self, row: Mapping[str, Any]) -> bool:
         """With this evaluation."""
-        if at_least(row.get("test/acc"), self.accuracy) or at_least(self.loss, row.get("train/loss")):
+        if at_least(row.get("test/acc"), self.accuracy) or at_least(
+            self.loss, row.get("train/loss")
+        ):
             return True
         if self.metric is None:
             return False
@@ -55,14 +62,20 @@ class Measure:
         """A value, or of one that never came what it is above at least."""
         if value is None or math.isfinite(value):
             return "-" if value is None else self.show(value)
-        return f"> {self.show(bound)}" if self.is_time and bound is not None and math.isfinite(bound) else self.worst
+        return (
+            f"> {self.show(bound)}"
+            if self.is_time and bound is not None and math.isfinite(bound)
+            else self.worst
+        )
 
     def effect(self, own: Mapping[Key, float], base: Mapping[Key, float]) -> Effect | None:
         """How much better `own` is, paired by seed."""
         return effect(own, base, ratio=self.ratio, lower_is_better=self.lower_is_better)
 
     def gain(self, own: float, base: float) -> float | None:
-        """How much better one value is than another, as a quotient or as a difference; None without two numbers."""
+        """How much better one value is than another, as a quotient or as a difference; None without
+        two numbers.
+        """
         if not (math.isfinite(own) and math.isfinite(base)) or (self.ratio and min(own, base) <= 0):
             return None
         better, worse = (base, own) if self.lower_is_better else (own, base)
@@ -74,32 +87,44 @@ class Measure:
 
 
 def target_of(runs: Sequence[Run], target: float | None, hold: int | None) -> Target | None:
-    """The target that all runs share, or the one that was asked for: an accuracy, or where all are judged by the same
-    metric of their own a value of it. Raises UsageError where they have several."""
+    """The target that all runs share, or the one that was asked for: an accuracy, or where all are
+    judged by the same metric of their own a value of it. Raises UsageError where they have several.
+    """
     if target is not None:
         metrics = {run.metric for run in runs}
         if len(metrics) == 1 and (own_metric := metrics.pop()):
             return Target(metric=(target, *own_metric), hold=hold or 1)
         if not 0 < target <= 1:
-            raise UsageError(f"--target {target:g} is no accuracy; give a share, as in --target 0.9.")
+            raise UsageError(
+                f"--target {target:g} is no accuracy; give a share, as in --target 0.9."
+            )
         return Target(target, hold=hold or 1)
     own = {run: own_target(run)._replace(hold=hold or own_target(run).hold) for run in runs}
     found = sorted(set(own.values()), key=str)
     if len(found) > 1:
         example = {of: next(run.name for run in own if own[run] == of) for of in found}
         named = ", ".join(f"{describe(of)} ({example[of]})" for of in found[:4])
-        raise UsageError(f"These runs have different targets: {named}; judge them all by one, as in --target 0.9.")
+        raise UsageError(
+            f"These runs have different targets: {named}; judge them all by one, as in --target"
+            " 0.9."
+        )
     return found[0] if any(bound is not None for bound in found[0][:3]) else None
 
 
 def best_that_all_reach(settings: Sequence[Sequence[Run]]) -> tuple[Target, int] | None:
-    """The best accuracy that every run of every setting reaches, down to half a point, and the number of settings that
-    are left out of this: with a diverged run, or of three and more, with one that stays `BEHIND` the median. None where
-    there are no accuracies."""
+    """The best accuracy that every run of every setting reaches, down to half a point, and the
+    number of settings that are left out of this: with a diverged run, or of three and more, with
+    one that stays `BEHIND` the median. None where there are no accuracies.
+    """
     sound = [
-        runs for runs in settings if runs and not any(r.dropped or r.summary["status"] == "diverged" for r in runs)
+        runs
+        for runs in settings
+        if runs and not any(r.dropped or r.summary["status"] == "diverged" for r in runs)
     ]
-    found = [[max((row.get("test/acc") or 0.0 for row in run.metrics), default=0.0) for run in runs] for runs in sound]
+    found = [
+        [max((row.get("test/acc") or 0.0 for row in run.metrics), default=0.0) for run in runs]
+        for runs in sound
+    ]
     floors = [min(shares) for shares in found]
     if not any(floors):
         return None
@@ -115,7 +140,9 @@ def own_target(run: Run) -> Target:
         accuracy = bound
     asked = any(found is not None for found in (accuracy, loss, metric))
     return (
-        Target(accuracy, loss, metric, int(run.config.get("stop.target_consecutive_evals") or 1)) if asked else Target()
+        Target(accuracy, loss, metric, int(run.config.get("stop.target_consecutive_evals") or 1))
+        if asked
+        else Target()
     )
 
 
@@ -130,7 +157,8 @@ def describe(target: Target) -> str:
 
 
 def reached_at(run: Run, target: Target) -> tuple[float, float]:
-    """When a run reached a target (infinity: never), and its evaluation before: it came there in between.
+    """When a run reached a target (infinity: never), and its evaluation before: it came there in
+    between.
 
     As the run itself judges: `hold` evaluations in a row, and the time is that of the last of them.
     """
@@ -148,7 +176,9 @@ def at_least(value: float | None, bound: float | None) -> bool:
 
 
 def value_at(run: Run, key: str, time_s: float) -> float | None:
-    """A metric at a time, on the straight line between the evaluations around it; None before the first."""
+    """A metric at a time, on the straight line between the evaluations around it; None before the
+    first.
+    """
     rows = [row for row in run.metrics if row.get(key) is not None]
     after = bisect_right(rows, time_s, key=lambda row: row["time_s"])
     if after == 0:
@@ -161,7 +191,9 @@ def value_at(run: Run, key: str, time_s: float) -> float | None:
 
 
 def time_to(target: Target, recomputed: bool) -> Measure:
-    """Seconds on the experiment's clock until the target; from the summary, or anew from the evaluations."""
+    """Seconds on the experiment's clock until the target; from the summary, or anew from the
+    evaluations.
+    """
 
     def value(run: Run) -> float:
         if recomputed:
@@ -170,16 +202,28 @@ def time_to(target: Target, recomputed: bool) -> Measure:
         return math.inf if time_s is None else time_s
 
     return Measure(
-        f"time to {describe(target)}", "s", True, True, value, seconds, "not reached", "times as fast", is_time=True
+        f"time to {describe(target)}",
+        "s",
+        True,
+        True,
+        value,
+        seconds,
+        "not reached",
+        "times as fast",
+        is_time=True,
     )
 
 
 def at_equal_time(runs: Sequence[Run]) -> Measure:
-    """Accuracy, else the task's own metric, else test loss, else training loss, at the end of the run that ended first;
-    without any, the speed."""
+    """Accuracy, else the task's own metric, else test loss, else training loss, at the end of the
+    run that ended first; without any, the speed.
+    """
     timed = [run for run in runs if run.metrics]
     if not timed:
-        speed = lambda run: run.summary.get("samples_per_s") or 0.0  # noqa: E731
+
+        def speed(run: Run) -> float:
+            return run.summary.get("samples_per_s") or 0.0
+
         return Measure("speed", "samples/s", False, True, speed, number, "none", "times as fast")
     sound = [run for run in timed if run.summary["status"] != "diverged" and not run.dropped]
     time_s = min(run.metrics[-1]["time_s"] for run in sound or timed)
@@ -187,16 +231,35 @@ def at_equal_time(runs: Sequence[Run]) -> Measure:
     titles = {"test/acc": "accuracy", "test/loss": "test loss", "train/loss": "training loss"}
     if own is not None:
         titles = {"test/acc": "accuracy", f"test/{own[0]}": own[0], **titles}
-    key = next((key for key in titles if any(r.get(key) is not None for r in timed[0].metrics)), "test/loss")
-    accuracy, lower = key == "test/acc", key != "test/acc" and not (own and own[1] and titles[key] == own[0])
+    key = next(
+        (key for key in titles if any(r.get(key) is not None for r in timed[0].metrics)),
+        "test/loss",
+    )
+    accuracy, lower = (
+        key == "test/acc",
+        key != "test/acc" and not (own and own[1] and titles[key] == own[0]),
+    )
     worst = math.inf if lower else -math.inf
 
     def value(run: Run) -> float:
         found = None if run.summary["status"] == "diverged" else value_at(run, key, time_s)
         return worst if found is None else found
 
-    show, better = (percent, "points better") if accuracy else (number, "times lower" if lower else "times higher")
-    return Measure(f"{titles[key]} after {seconds(time_s)}", "", lower, not accuracy, value, show, "none", better)
+    show, better = (
+        (percent, "points better")
+        if accuracy
+        else (number, "times lower" if lower else "times higher")
+    )
+    return Measure(
+        f"{titles[key]} after {seconds(time_s)}",
+        "",
+        lower,
+        not accuracy,
+        value,
+        show,
+        "none",
+        better,
+    )
 
 
 def measurable(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:

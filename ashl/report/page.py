@@ -1,4 +1,6 @@
-"""`report.html`: the answer and the figures behind it, as one file that opens anywhere, offline, and prints in grey."""
+"""`report.html`: the answer and the figures behind it, as one file that opens anywhere, offline,
+and prints in grey.
+"""
 
 import os
 import platform
@@ -11,7 +13,16 @@ from urllib.parse import quote
 
 from ashl import __version__
 from ashl.config.override import command_line, command_text
-from ashl.report import crossover, crossover_map, curves, gantt, pareto, shares, small_multiples, staleness
+from ashl.report import (
+    crossover,
+    crossover_map,
+    curves,
+    gantt,
+    pareto,
+    shares,
+    small_multiples,
+    staleness,
+)
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.phrases import Answer, answer
 from ashl.report.records import LeftOut, Study
@@ -23,18 +34,24 @@ CURVES, PANELS, GANTTS = 8, 6, 3  # settings drawn, the baseline beside them
 UNFOLDED, TABLE_ROWS, LISTED, LINKS = 20, 200, 50, 10
 
 CURVE = (
-    "Lines: means over seeds; bands: the range over seeds, of the first three and the baseline. "
-    "A run that has ended keeps its last value. Rings: where a setting reaches the target, by its median; against time "
-    "the axis ends a little behind the last of them."
+    "Lines: means over seeds; bands: the range over seeds, of the first three and the baseline. A"
+    " run that has ended keeps its last value. Rings: where a setting reaches the target, by its"
+    " median; against time the axis ends a little behind the last of them."
 )
 ONE_CURVE = "Ring: the run reaches the target."
 LOSS = "On the training set, at each evaluation."
 BOUNDARIES = " Dashed lines from top to bottom: a stage begins. "
 BYTES = "Bytes as sent, headers and indices included."
-AXES = "Rings: settings, by their median over seeds, with what lies around it; bars: the median of the rings."
+AXES = (
+    "Rings: settings, by their median over seeds, with what lies around it; bars: the median of the"
+    " rings."
+)
 SHARES = "Means over seeds."
 GANTT = "One run of each."
-WHOLE = "One run of each; in every place what took most of the worker's time, blank where no round was kept."
+WHOLE = (
+    "One run of each; in every place what took most of the worker's time, blank where no round was"
+    " kept."
+)
 PARETO = "Medians over seeds; bytes as sent, in both directions."
 MEDIANS = "medians over seeds."
 STALENESS = f"Pushes that were applied; one run of each, its first {staleness.MAX_ROUNDS:,} events."
@@ -74,7 +91,9 @@ class SaidTable(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What a command says beside the leaderboard: the answer in its own words, labelled lines, tables."""
+    """What a command says beside the leaderboard: the answer in its own words, labelled lines,
+    tables.
+    """
 
     answer: Answer
     lines: tuple[tuple[str, str], ...] = ()
@@ -91,18 +110,25 @@ def page(
 ) -> str:
     """The whole page with these figures.
 
-    Args: command is what was typed; home is the folder that the page lies in; said is None if the command says what
-    follows from the leaderboard alone.
+    Args: command is what was typed; home is the folder that the page lies in; said is None if the
+    command says what follows from the leaderboard alone.
     """
     said = said or Said(answer(board))
     name = str(study.sweep.get("name") or "") if study.sweep else ""
     several = len(study.runs) > 1
-    what = f"{name or 'comparison'}, {len(study.runs)} runs of {len(board.rows)} settings" if several else "one run"
+    what = (
+        f"{name or 'comparison'}, {len(study.runs)} runs of {len(board.rows)} settings"
+        if several
+        else "one run"
+    )
     title = f"ashl: {what}"
     sections = [
         _answer(said),
         _table(board, home, study.folder),
-        *(_section(title, f'<div class="wide">{figure}</div>', note) for title, figure, note in drawn),
+        *(
+            _section(title, f'<div class="wide">{figure}</div>', note)
+            for title, figure, note in drawn
+        ),
         *map(_said_table, said.tables),
         _list("Ended badly", board.ended_badly),
         _list("Left out", board.left_out),
@@ -110,7 +136,10 @@ def page(
         _list("Skipped points of the grid", study.skipped),
         _origin(study, command),
     ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    head = (
+        '<meta charset="utf-8"><meta name="viewport"'
+        f' content="width=device-width"><title>{escape(title)}</title>'
+    )
     common = f'<p class="note">All: {escape(board.common)}</p>' if board.common else ""
     body = "\n".join(filter(None, [f"<h1>{escape(title)}</h1>", common, *sections]))
     top = f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head>'
@@ -119,10 +148,16 @@ def page(
 
 def figures(board: Leaderboard) -> list[Figure]:
     """Every figure that there is something to draw in."""
-    main = board.environments[0]  # the others differ in their cluster, say, and are compared in the map and by axis
+    main = board.environments[
+        0
+    ]  # the others differ in their cluster, say, and are compared in the map and by axis
     drawn, panels, gantts = (_drawn(main, most) for most in (CURVES, PANELS, GANTTS))
     ground = crossover.terrain(board)
-    wins = ("", "") if ground is None else (crossover_map.figure(ground), f"By {ground.measure.title}, {MEDIANS}")
+    wins = (
+        ("", "")
+        if ground is None
+        else (crossover_map.figure(ground), f"By {ground.measure.title}, {MEDIANS}")
+    )
     found = [
         ("Who wins where", *wins),
         (
@@ -131,10 +166,22 @@ def figures(board: Leaderboard) -> list[Figure]:
             CURVE + _few(board, main, drawn) if len(main.rows) > 1 else ONE_CURVE + stages(main),
         ),
         ("Loss against time", *loss(main, drawn)),
-        ("Against bytes", curves.chart(main, drawn, "bytes"), BYTES + stages(main) + _few(board, main, drawn)),
-        ("Time against bytes at the target", pareto.scatter(main, drawn), PARETO + _few(board, main, drawn)),
+        (
+            "Against bytes",
+            curves.chart(main, drawn, "bytes"),
+            BYTES + stages(main) + _few(board, main, drawn),
+        ),
+        (
+            "Time against bytes at the target",
+            pareto.scatter(main, drawn),
+            PARETO + _few(board, main, drawn),
+        ),
         ("By axis", small_multiples.multiples(board), AXES),
-        ("Where the workers' time goes", shares.bars(main, panels), SHARES + _few(board, main, panels)),
+        (
+            "Where the workers' time goes",
+            shares.bars(main, panels),
+            SHARES + _few(board, main, panels),
+        ),
         ("The first rounds", gantt.gantt(main, gantts), GANTT + _few(board, main, gantts)),
         ("The whole run", gantt.whole(main, gantts), WHOLE + _few(board, main, gantts)),
         ("Staleness", staleness.histograms(main, panels), STALENESS + _few(board, main, panels)),
@@ -143,24 +190,39 @@ def figures(board: Leaderboard) -> list[Figure]:
 
 
 def loss(board: Leaderboard, drawn: Sequence[Row]) -> tuple[str, str]:
-    """Of one setting the training loss, and the note below it; of several, what they are judged by is enough."""
+    """Of one setting the training loss, and the note below it; of several, what they are judged by
+    is enough.
+    """
     if len(board.rows) > 1:
         return "", ""
     return curves.chart(board, drawn, "time_s", "train/loss"), LOSS + stages(board)
 
 
 def stages(board: Leaderboard) -> str:
-    """Return names and times of a single run's stages, as the end of a note; empty for one stage or several runs."""
-    found = [f"{s['name']} {seconds(s['start_s'])} to {seconds(s['end_s'])}" for s in curves.stages_of(board)]
+    """Return names and times of a single run's stages, as the end of a note; empty for one stage or
+    several runs.
+    """
+    found = [
+        f"{s['name']} {seconds(s['start_s'])} to {seconds(s['end_s'])}"
+        for s in curves.stages_of(board)
+    ]
     return f"{BOUNDARIES}Stages: {', '.join(found)}." if found else ""
 
 
 def leaderboard(board: Leaderboard, words: Answer | None = None) -> str:
-    """The answer, by default in the board's words, and the leaderboard as Markdown, which MLflow shows as a table."""
+    """The answer, by default in the board's words, and the leaderboard as Markdown, which MLflow
+    shows as a table.
+    """
     answered = words or answer(board)
-    columns = [column for column in columns_of(board) if any(column[1](row) not in ("-", "") for row in board.rows)]
+    columns = [
+        column
+        for column in columns_of(board)
+        if any(column[1](row) not in ("-", "") for row in board.rows)
+    ]
     rows = [[title for title, _ in columns], ["---"] * len(columns)]
-    rows += [[cell(row).replace("|", "\\|") for _, cell in columns] for row in board.rows[:TABLE_ROWS]]
+    rows += [
+        [cell(row).replace("|", "\\|") for _, cell in columns] for row in board.rows[:TABLE_ROWS]
+    ]
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
     common = f"All: {board.common}\n\n" if board.common else ""
     return f"**{answered.headline}**\n\n{' '.join(answered.sentences)}\n\n{common}{table}\n\n{method(board)}\n"
@@ -168,29 +230,55 @@ def leaderboard(board: Leaderboard, words: Answer | None = None) -> str:
 
 def booktabs(board: Leaderboard) -> str:
     """The leaderboard as a table for LaTeX, with the package booktabs."""
-    columns = [column for column in columns_of(board) if any(column[1](row) not in ("-", "") for row in board.rows)]
+    columns = [
+        column
+        for column in columns_of(board)
+        if any(column[1](row) not in ("-", "") for row in board.rows)
+    ]
     words = "".join("l" if title in ("setting", "where") else "r" for title, _ in columns)
     rows = [[cell(row) for _, cell in columns] for row in board.rows[:TABLE_ROWS]]
-    head, *body = (" & ".join(map(_tex, cells)) + r" \\" for cells in ([title for title, _ in columns], *rows))
-    lines = [rf"\begin{{tabular}}{{{words}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
+    head, *body = (
+        " & ".join(map(_tex, cells)) + r" \\" for cells in ([title for title, _ in columns], *rows)
+    )
+    lines = [
+        rf"\begin{{tabular}}{{{words}}}",
+        r"\toprule",
+        head,
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
     return f"% {_tex(board.common)}\n" * bool(board.common) + "\n".join(lines) + "\n"
 
 
 def _tex(words: str) -> str:
     """Text as LaTeX prints it."""
-    special = {"\\": r"\textbackslash{}", "±": r"$\pm$", ">": "$>$", "<": "$<$", "~": r"\textasciitilde{}"}
+    special = {
+        "\\": r"\textbackslash{}",
+        "±": r"$\pm$",
+        ">": "$>$",
+        "<": "$<$",
+        "~": r"\textasciitilde{}",
+    }
     return "".join(special.get(sign, f"\\{sign}" if sign in "&%$#_{}" else sign) for sign in words)
 
 
 def _drawn(board: Leaderboard, most: int) -> list[Row]:
     """The best, and the baseline."""
     shown = list(board.rows[:most])
-    return shown if board.baseline is None or board.baseline in shown else [*shown[: most - 1], board.baseline]
+    return (
+        shown
+        if board.baseline is None or board.baseline in shown
+        else [*shown[: most - 1], board.baseline]
+    )
 
 
 def _answer(said: Said) -> str:
     rest = "".join(f"<p>{escape(sentence)}</p>" for sentence in said.answer.sentences)
-    rest += "".join(f'<p><span class="note">{escape(key)}</span> {_line(text)}</p>' for key, text in said.lines)
+    rest += "".join(
+        f'<p><span class="note">{escape(key)}</span> {_line(text)}</p>' for key, text in said.lines
+    )
     return f'<div class="answer"><p><b>{escape(said.answer.headline)}</b></p>{rest}</div>'
 
 
@@ -202,19 +290,28 @@ def _line(text: str) -> str:
 def _said_table(table: SaidTable) -> str:
     head = "".join(f'<th class="words">{escape(title)}</th>' for title in table.columns)
     rows = "".join(
-        "<tr>" + "".join(f'<td class="words">{escape(cell)}</td>' for cell in row) + "</tr>" for row in table.rows
+        "<tr>" + "".join(f'<td class="words">{escape(cell)}</td>' for cell in row) + "</tr>"
+        for row in table.rows
     )
-    body = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    body = (
+        "<div"
+        f' class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    )
     return _section(table.title, body)
 
 
 def _table(board: Leaderboard, home: Path, folder: Path | None) -> str:
     """The leaderboard; of a long one, the rest can be unfolded."""
     shown = board.rows[:UNFOLDED]
-    columns = [column for column in columns_of(board) if any(column[1](row) not in ("-", "") for row in shown)]
+    columns = [
+        column
+        for column in columns_of(board)
+        if any(column[1](row) not in ("-", "") for row in shown)
+    ]
     folded = board.rows[UNFOLDED:TABLE_ROWS]
     rest = (
-        f"<details><summary>{len(folded)} more</summary>{_rows(board, folded, columns, home)}</details>"
+        f"<details><summary>{len(folded)}"
+        f" more</summary>{_rows(board, folded, columns, home)}</details>"
         if folded
         else ""
     )
@@ -227,7 +324,9 @@ def _table(board: Leaderboard, home: Path, folder: Path | None) -> str:
 def _rows(board: Leaderboard, rows: Sequence[Row], columns: Sequence[Column], home: Path) -> str:
     words = {index for index, (title, _) in enumerate(columns) if title in ("setting", "where")}
     kinds = [' class="words"' if index in words else "" for index in range(len(columns))]
-    head = "".join(f"<th{kind}>{escape(title)}</th>" for kind, (title, _) in zip(kinds, columns, strict=True))
+    head = "".join(
+        f"<th{kind}>{escape(title)}</th>" for kind, (title, _) in zip(kinds, columns, strict=True)
+    )
     lines = []
     for row in rows:
         cells = "".join(
@@ -236,13 +335,22 @@ def _rows(board: Leaderboard, rows: Sequence[Row], columns: Sequence[Column], ho
         )
         first = ' class="first"' if board.rank(row) == "1" else ""
         lines.append(f"<tr{first}>{cells}</tr>")
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    return (
+        "<div"
+        f' class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    )
 
 
 def _linked(row: Row, name: str, home: Path) -> str:
-    """A setting's name, and a link to the page of each of its runs, by seed; to the folder of a run without a page."""
+    """A setting's name, and a link to the page of each of its runs, by seed; to the folder of a run
+    without a page.
+    """
     places = [
-        (quote(os.path.relpath(run.folder, home)), RUN_PAGE if (run.folder / RUN_PAGE).exists() else "", run.seed)
+        (
+            quote(os.path.relpath(run.folder, home)),
+            RUN_PAGE if (run.folder / RUN_PAGE).exists() else "",
+            run.seed,
+        )
         for run in row.setting.runs[:LINKS]
     ]
     runs = " ".join(f'<a href="{place}/{own}">{seed}</a>' for place, own, seed in places)
@@ -256,19 +364,27 @@ def _section(title: str, figure: str, note: str = "") -> str:
 
 def _few(board: Leaderboard, main: Leaderboard, drawn: Sequence[Row]) -> str:
     """What of the study a figure leaves out, as the end of its note."""
-    left = "" if main.baseline is None or main.baseline in main.rows[: len(drawn)] else " and the baseline"
+    left = (
+        ""
+        if main.baseline is None or main.baseline in main.rows[: len(drawn)]
+        else " and the baseline"
+    )
     note = (
         f" The best {len(drawn) - bool(left)} of {len(main.rows)} settings{left}."
         if len(drawn) < len(main.rows)
         else ""
     )
-    return f"{note} Of {main.rows[0].environment} only." if len(main.rows) < len(board.rows) else note
+    return (
+        f"{note} Of {main.rows[0].environment} only." if len(main.rows) < len(board.rows) else note
+    )
 
 
 def _list(title: str, found: Sequence[LeftOut]) -> str:
     if not found:
         return ""
-    items = "".join(f"<li><code>{escape(out.name)}</code> {escape(out.reason)}</li>" for out in found[:LISTED])
+    items = "".join(
+        f"<li><code>{escape(out.name)}</code> {escape(out.reason)}</li>" for out in found[:LISTED]
+    )
     more = f"<li>and {len(found) - LISTED} more</li>" if len(found) > LISTED else ""
     return f"<section><h2>{escape(title)} ({len(found)})</h2><ul>{items}{more}</ul></section>"
 
@@ -276,10 +392,24 @@ def _list(title: str, found: Sequence[LeftOut]) -> str:
 def _origin(study: Study, command: str) -> str:
     made = [study.runs[0].command] if len(study.runs) == 1 and study.sweep is None else []
     if study.sweep and (overrides := study.sweep.get("overrides")):
-        made = [study.sweep.get("command") or str(command_line("sweep", [str(text) for text in overrides]))]
-    lines = [f"<code>{escape(text)}</code>" for text in dict.fromkeys(filter(None, [command, *made]))]
-    lines.append(escape(", ".join([f"ashl {__version__}", f"Python {platform.python_version()}", f"torch {_torch()}"])))
-    return f"<section><h2>How this was made</h2>{''.join(f'<p>{line}</p>' for line in lines)}</section>"
+        made = [
+            study.sweep.get("command")
+            or str(command_line("sweep", [str(text) for text in overrides]))
+        ]
+    lines = [
+        f"<code>{escape(text)}</code>" for text in dict.fromkeys(filter(None, [command, *made]))
+    ]
+    lines.append(
+        escape(
+            ", ".join(
+                [f"ashl {__version__}", f"Python {platform.python_version()}", f"torch {_torch()}"]
+            )
+        )
+    )
+    return (
+        "<section><h2>How this was"
+        f" made</h2>{''.join(f'<p>{line}</p>' for line in lines)}</section>"
+    )
 
 
 def _torch() -> str:

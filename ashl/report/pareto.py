@@ -1,4 +1,6 @@
-"""Time against bytes at the target: which setting is worth its traffic, and which ones no other beats in both."""
+"""Time against bytes at the target: which setting is worth its traffic, and which ones no other
+beats in both.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,13 +11,26 @@ from ashl.report.curves import legend, sent_mb
 from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.measure import Target, measurable, reached_at
 from ashl.report.records import Run
-from ashl.report.svg import COLORS, MARKERS, SOFT, Scale, drawing, marker, path, text, x_axis, y_axis
+from ashl.report.svg import (
+    COLORS,
+    MARKERS,
+    SOFT,
+    Scale,
+    drawing,
+    marker,
+    path,
+    text,
+    x_axis,
+    y_axis,
+)
 
 WIDTH, HEIGHT, LEFT, TOP, LEGEND = 940, 340, 70, 16, 300
 
 
 def at_target(runs: Sequence[Run], target: Target) -> tuple[float, float] | None:
-    """Medians over the seeds: seconds to the target, and MB sent by then; None where most never reached it."""
+    """Medians over the seeds: seconds to the target, and MB sent by then; None where most never
+    reached it.
+    """
     found = []
     for run in measurable(runs)[0]:
         time_s = reached_at(run, target)[0]
@@ -47,7 +62,9 @@ def scatter(board: Leaderboard, rows: Sequence[Row]) -> str:
     title = "seconds to the target" + (", logarithmic" if across.log else "")
     parts = [
         x_axis(across, HEIGHT - 50, title, top=TOP),
-        y_axis(up, LEFT, "MB sent by then" + (", logarithmic" if up.log else ""), right=WIDTH - LEGEND),
+        y_axis(
+            up, LEFT, "MB sent by then" + (", logarithmic" if up.log else ""), right=WIDTH - LEGEND
+        ),
     ]
     edge = [(across(x), up(y)) for x, y in front(points)]
     steps = [edge[0], *(corner for a, b in pairwise(edge) for corner in ((b[0], a[1]), b))]

@@ -1,4 +1,6 @@
-"""Figures as PDF, by CairoSVG: it draws hatchings and clips, which the libraries without Cairo leave out."""
+"""Figures as PDF, by CairoSVG: it draws hatchings and clips, which the libraries without Cairo
+leave out.
+"""
 
 import importlib
 
@@ -10,7 +12,9 @@ def lacks() -> str:
     except ImportError:
         return 'as SVG; for PDF beside them pip install "ashl[pdf]"'
     except OSError:  # the C library below it
-        return "as SVG; for PDF beside them install the C library cairo, as in apt install libcairo2"
+        return (
+            "as SVG; for PDF beside them install the C library cairo, as in apt install libcairo2"
+        )
     return ""
 
 

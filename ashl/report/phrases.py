@@ -1,4 +1,6 @@
-"""The answer in words: who is first, by how much, how sure; who comes second; what it would take to be sure."""
+"""The answer in words: who is first, by how much, how sure; who comes second; what it would take to
+be sure.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -29,25 +31,43 @@ def answer(board: Leaderboard) -> Answer:
     parts = board.environments
     if len(parts) == 1:
         return _answer(board)
-    answers = {part.rows[0].environment: _answer(replace(part, notes=())) for part in parts[:MAX_ENVIRONMENTS]}
+    answers = {
+        part.rows[0].environment: _answer(replace(part, notes=()))
+        for part in parts[:MAX_ENVIRONMENTS]
+    }
     leaders = dict.fromkeys(part.rows[0].label for part in parts)
-    headline = f"Over {len(parts)} environments, first is " + (" or ".join(leaders)) + "."
-    more = [f"{len(parts) - len(answers)} more environments are in the table."] if len(parts) > len(answers) else []
-    return Answer(headline, (*(f"{name}: {one.headline}" for name, one in answers.items()), *more, *board.notes))
+    headline = f"Over {len(parts)} environments, first is " + " or ".join(leaders) + "."
+    more = (
+        [f"{len(parts) - len(answers)} more environments are in the table."]
+        if len(parts) > len(answers)
+        else []
+    )
+    return Answer(
+        headline,
+        (*(f"{name}: {one.headline}" for name, one in answers.items()), *more, *board.notes),
+    )
 
 
 def _answer(board: Leaderboard) -> Answer:
     board = replace(board, rows=board.ranked)
     measure, first = board.measure, board.rows[0]
     if len(board.rows) == 1 and board.dropped:
-        return Answer(f"{first.label} is what the race has left: {measure.title} {_of(first, measure)}.", board.notes)
+        return Answer(
+            f"{first.label} is what the race has left: {measure.title} {_of(first, measure)}.",
+            board.notes,
+        )
     if len(board.rows) == 1:
         text = f"There is one setting, {first.label}: {measure.title} {_of(first, measure)}."
         return Answer(text, (*board.notes, "Name other runs beside it for a comparison."))
     if not math.isfinite(first.spread.middle):
-        return Answer(f"No setting has an answer: {measure.title} was reached by no majority of seeds.", _nobody(board))
+        return Answer(
+            f"No setting has an answer: {measure.title} was reached by no majority of seeds.",
+            _nobody(board),
+        )
     headline = standing(board, "leads" if unsure(board) else "is first")
-    return Answer(headline, tuple(filter(None, (_second(board), unsure(board), _needed(board), *board.notes))))
+    return Answer(
+        headline, tuple(filter(None, (_second(board), unsure(board), _needed(board), *board.notes)))
+    )
 
 
 def standing(board: Leaderboard, place: str = "") -> str:
@@ -81,17 +101,25 @@ def _against(board: Leaderboard, row: Row) -> str:
         return f"; the baseline {board.baseline.label} has no seed in common with it"
     better = gain(row, board.baseline, board.measure)
     if better is None:
-        return f"; the baseline {board.baseline.label} got there in {most(board.baseline)} ({certainty(row.against)})"
+        return (
+            f"; the baseline {board.baseline.label} got there in {most(board.baseline)}"
+            f" ({certainty(row.against)})"
+        )
     return f", {better} the baseline {board.baseline.label} ({certainty(row.against)})"
 
 
 def most(row: Row) -> str:
     """In how many of its seeds a setting got there that did not in most of them."""
-    return f"{row.reached or 'none'} of its {'seeds' if row.reached == 0 else f'{len(row.values)} seeds'}"
+    return (
+        f"{row.reached or 'none'} of its"
+        f" {'seeds' if row.reached == 0 else f'{len(row.values)} seeds'}"
+    )
 
 
 def gain(row: Row, other: Row, measure: Measure) -> str | None:
-    """ "1.8 times as fast as", or "2.3 points better than", by the medians that rank them; None without two."""
+    """ "1.8 times as fast as", or "2.3 points better than", by the medians that rank them; None
+    without two.
+    """
     found = measure.gain(row.spread.middle, other.spread.middle)
     if found is None:
         return None
@@ -130,18 +158,22 @@ def unsure(board: Leaderboard) -> str:
     if found is None:
         return "The first two are not separated: no seed was run with both."
     if found.pairs == 1:
-        return "The first two are not separated: with one seed, nothing is known of the spread between seeds."
+        return (
+            "The first two are not separated: with one seed, nothing is known of the spread between"
+            " seeds."
+        )
     if found.low is None and not found.ahead:
         return (
-            f"The first two are not separated: without a number from every run there is no interval, and {found.wins} "
-            f"of {found.pairs} pairs is within chance (sign test, p = {found.chance:.2g})."
+            "The first two are not separated: without a number from every run there is no"
+            f" interval, and {found.wins} of {found.pairs} pairs is within chance (sign test, p ="
+            f" {found.chance:.2g})."
         )
     if not found.ahead:
         return "The first two are not separated: the interval includes equality."
     if _too_coarse(board):
         return (
-            "The first two are not separated: they differ by less than the distance between two evaluations, "
-            f"{seconds(board.resolution_s)}."
+            "The first two are not separated: they differ by less than the distance between two"
+            f" evaluations, {seconds(board.resolution_s)}."
         )
     return ""
 
@@ -157,7 +189,8 @@ def _needed(board: Leaderboard) -> str:
     found, count = board.second, board.rows[0].spread.count
     if not unsure(board):
         return (
-            f"The first two are separated: in {found.wins} of {found.pairs} seeds the winner was ahead."
+            f"The first two are separated: in {found.wins} of {found.pairs} seeds the winner was"
+            " ahead."
             if found
             else ""
         )
@@ -172,7 +205,10 @@ def _needed(board: Leaderboard) -> str:
     if needed is None:
         return f"More than {MAX_SEEDS} seeds would be needed to tell them apart: take either."
     coarse = " and evaluations closer together (eval.every_s)" if _too_coarse(board) else ""
-    return f"To be sure would take about {needed} seeds (now {count}){coarse}, if the spread stays as it is."
+    return (
+        f"To be sure would take about {needed} seeds (now {count}){coarse}, if the spread stays as"
+        " it is."
+    )
 
 
 def _nobody(board: Leaderboard) -> tuple[str, ...]:
@@ -182,7 +218,10 @@ def _nobody(board: Leaderboard) -> tuple[str, ...]:
     if nearest.best is not None:
         typical = median(row.best for row in board.rows if row.best is not None)
         lines.append(
-            f"{nearest.label} came nearest, with {percent(nearest.best)} at best; half stayed below {percent(typical)}."
+            f"{nearest.label} came nearest, with {percent(nearest.best)} at best; half stayed below"
+            f" {percent(typical)}."
         )
-    lines.append("To have an answer, let the runs go on longer, or judge them by a lower target (--target).")
+    lines.append(
+        "To have an answer, let the runs go on longer, or judge them by a lower target (--target)."
+    )
     return (*lines, *board.notes)

@@ -6,14 +6,17 @@ from ashl.report.leaderboard import Leaderboard
 
 
 def places(board: Leaderboard, groups: Collection[str]) -> dict[tuple[str, str], str]:
-    """By group and option, as `2 of 12`; from the best to the worst place where there are several environments.
+    """By group and option, as `2 of 12`; from the best to the worst place where there are several
+    environments.
 
-    Options that all settings of an environment have in common have no place there, and a setting that never reached
-    the target is in none.
+    Options that all settings of an environment have in common have no place there, and a setting
+    that never reached the target is in none.
     """
     found: dict[tuple[str, str], list[tuple[float, int]]] = {}
     for part in board.environments:
-        options = [{(group, row.runs[0].config.get(group)) for group in groups} for row in part.ranked]
+        options = [
+            {(group, row.runs[0].config.get(group)) for group in groups} for row in part.ranked
+        ]
         shared = set.intersection(*options)
         reached: dict[tuple[str, str], float] = {}
         for place, (row, chosen) in enumerate(zip(part.ranked, options, strict=True), 1):
@@ -29,7 +32,12 @@ def places(board: Leaderboard, groups: Collection[str]) -> dict[tuple[str, str],
 def _said(among: list[tuple[float, int]]) -> str:
     """`1 of 12`, `1 to 3 of 12`, `not reached, of 12`."""
     ranks = sorted(place for place, _ in among)
-    best, worst = (f"{place:g}" if place < float("inf") else "not reached" for place in (ranks[0], ranks[-1]))
+    best, worst = (
+        f"{place:g}" if place < float("inf") else "not reached" for place in (ranks[0], ranks[-1])
+    )
     sizes = sorted({size for _, size in among})
     of = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    return f"{best}{'' if best == worst else f' to {worst}'}{',' if worst == 'not reached' else ''} of {of}"
+    return (
+        f"{best}{'' if best == worst else f' to {worst}'}{',' if worst == 'not reached' else ''} of"
+        f" {of}"
+    )

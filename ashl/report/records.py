@@ -1,4 +1,6 @@
-"""Run folders and sweep folders as records. What is not there, not finished or broken is left out by name."""
+"""Run folders and sweep folders as records. What is not there, not finished or broken is left out
+by name.
+"""
 
 import json
 import math
@@ -50,7 +52,9 @@ class LeftOut:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run folder. `config` is flat: dotted keys, and each group's option by its name. The rest is read on demand."""
+    """A run folder. `config` is flat: dotted keys, and each group's option by its name. The rest is
+    read on demand.
+    """
 
     folder: Path
     hash: str
@@ -70,7 +74,9 @@ class Run:
 
     @property
     def counts(self) -> bool:
-        """Whether its outcome is known: a run that crashed or was interrupted might still have got there."""
+        """Whether its outcome is known: a run that crashed or was interrupted might still have got
+        there.
+        """
         reached = self.summary.get("time_to_target_s") is not None
         return self.summary["status"] in ("finished", "diverged") or reached or self.dropped
 
@@ -78,11 +84,17 @@ class Run:
     def metric(self) -> tuple[str, bool] | None:
         """The task's own metric and whether higher is better, where it is no accuracy."""
         name, higher = self.summary.get("metric"), self.summary.get("higher_is_better")
-        return (name, higher) if isinstance(name, str) and name != "accuracy" and isinstance(higher, bool) else None
+        return (
+            (name, higher)
+            if isinstance(name, str) and name != "accuracy" and isinstance(higher, bool)
+            else None
+        )
 
     @cached_property
     def typed(self) -> Mapping[str, str]:
-        """The value of each key on its command line, as written there; empty where `overrides.yaml` is missing."""
+        """The value of each key on its command line, as written there; empty where `overrides.yaml`
+        is missing.
+        """
         try:
             lines = yaml.load((self.folder / OVERRIDES).read_text(encoding="utf-8"), SafeLoader)
             return {key_of(text): text.partition("=")[2] for text in lines or ()}
@@ -91,13 +103,16 @@ class Run:
 
     @cached_property
     def command(self) -> str:
-        """The command that runs it again, quoted for a shell: as typed, or as its sweep's folder and its own overrides
-        say; empty where neither is known."""
+        """The command that runs it again, quoted for a shell: as typed, or as its sweep's folder
+        and its own overrides say; empty where neither is known.
+        """
         try:
             return (self.folder / COMMAND).read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             train = (jsonl.whole(self.folder.parent / SWEEP) or {}).get("train")
-        own = [f"{key}={value}" for key, value in self.typed.items() if key not in ("run.dir", "sweep")]
+        own = [
+            f"{key}={value}" for key, value in self.typed.items() if key not in ("run.dir", "sweep")
+        ]
         return f"{train} {shlex.join(own)}" if train else ""
 
     @cached_property
@@ -112,7 +127,9 @@ class Run:
         raise BrokenRecordError("metrics.jsonl is missing or broken")
 
     def rounds(self, most: int) -> Iterator[Mapping[str, Any]]:
-        """The first rounds of its workers, as they ended; none where no events were kept or the file is broken."""
+        """The first rounds of its workers, as they ended; none where no events were kept or the
+        file is broken.
+        """
         try:
             for event in islice(jsonl.read(self.folder / "events.jsonl"), most):
                 if event.get("kind") == "round" and event["rank"] < self.summary["num_workers"]:
@@ -134,10 +151,14 @@ class Study:
 
 
 def read(paths: Sequence[Path]) -> Study:
-    """The runs that these folders hold. Raises UsageError where a folder does not exist, or none holds a run."""
+    """The runs that these folders hold. Raises UsageError where a folder does not exist, or none
+    holds a run.
+    """
     for path in paths:
         if not path.is_dir():
-            raise UsageError(f"{path} is no folder; name the folder of a run or of a sweep, as runs/sweeps/*.")
+            raise UsageError(
+                f"{path} is no folder; name the folder of a run or of a sweep, as runs/sweeps/*."
+            )
     runs: dict[Path, Run] = {}
     left_out: list[LeftOut] = []
     skipped: list[LeftOut] = []
@@ -160,31 +181,41 @@ def read(paths: Sequence[Path]) -> Study:
                 dropped.append(LeftOut(f"{named} ({digest})", gone[digest]))
             try:
                 run = read_run(folder, digest, axes, label)
-                runs[folder.resolve()] = replace(run, dropped=digest in gone and run.summary["status"] == "interrupted")
+                runs[folder.resolve()] = replace(
+                    run, dropped=digest in gone and run.summary["status"] == "interrupted"
+                )
             except BrokenRecordError as error:
                 left_out += [] if digest in gone else [LeftOut(str(folder), str(error))]
     if not runs:
-        what = "; ".join(f"{out.name}: {out.reason}" for out in left_out[:3]) or "the sweep has none"
-        raise UsageError(f"There is no finished run to read ({what}); run `ashl train` or `ashl sweep`.")
+        what = (
+            "; ".join(f"{out.name}: {out.reason}" for out in left_out[:3]) or "the sweep has none"
+        )
+        raise UsageError(
+            f"There is no finished run to read ({what}); run `ashl train` or `ashl sweep`."
+        )
     one = len(paths) == 1 and sweep is not None
     everything = (tuple(runs.values()), tuple(left_out), tuple(skipped), tuple(dropped))
     return Study(*everything, sweep if one else None, paths[0] if one else None)
 
 
 def below(path: Path) -> list[Path]:
-    """A folder that is a run or a sweep; of any other, the runs and sweeps somewhere in it, if there are any. What
-    MLflow keeps is none."""
+    """A folder that is a run or a sweep; of any other, the runs and sweeps somewhere in it, if
+    there are any. What MLflow keeps is none.
+    """
     found = []
     for place, folders, files in os.walk(path):
         if not {SWEEP, SUMMARY, CONFIG}.isdisjoint(files):
             found.append(Path(place))
             folders.clear()
-        folders[:] = sorted(folder for folder in folders if folder != "artifacts" and not folder.startswith("."))
+        folders[:] = sorted(
+            folder for folder in folders if folder != "artifacts" and not folder.startswith(".")
+        )
     return found or [path]
 
 
 def read_sweep(path: Path) -> tuple[dict[str, Any], list[Child], dict[str, str], list[LeftOut]]:
-    """`sweep.json`, its settings, those that racing dropped by hash with the reason, and the points that were skipped.
+    """`sweep.json`, its settings, those that racing dropped by hash with the reason, and the points
+    that were skipped.
 
     Raises BrokenRecordError.
     """
@@ -197,7 +228,10 @@ def read_sweep(path: Path) -> tuple[dict[str, Any], list[Child], dict[str, str],
             label = str(setting.get("label") or "")
             children.append((path / place, str(setting.get("hash") or place), axes, label))
         gone = {str(drop["hash"]): _dropped(drop) for drop in sweep.get("dropped") or ()}
-        points = [(" ".join(point.get("overrides") or ()), point.get("reason")) for point in sweep.get("skipped") or ()]
+        points = [
+            (" ".join(point.get("overrides") or ()), point.get("reason"))
+            for point in sweep.get("skipped") or ()
+        ]
     except (TypeError, AttributeError, KeyError):
         raise BrokenRecordError("sweep.json is broken") from None
     return sweep, children, gone, [LeftOut(name, str(reason)) for name, reason in points]
@@ -207,17 +241,26 @@ def _dropped(drop: Mapping[str, Any]) -> str:
     at_s, rung, reason = drop.get("at_s"), drop.get("rung"), str(drop.get("reason") or "")
     if at_s == 0:
         return f"before it began, because of another seed: {reason}"
-    when = [f"after {at_s:.3g} s" if isinstance(at_s, int | float) else "", f"rung {rung}" if rung is not None else ""]
+    when = [
+        f"after {at_s:.3g} s" if isinstance(at_s, int | float) else "",
+        f"rung {rung}" if rung is not None else "",
+    ]
     return ", ".join(filter(None, [*when, reason]))
 
 
-def read_run(folder: Path, digest: str = "", axes: Mapping[str, str] | None = None, label: str = "") -> Run:
+def read_run(
+    folder: Path, digest: str = "", axes: Mapping[str, str] | None = None, label: str = ""
+) -> Run:
     """One run folder. Raises BrokenRecordError."""
     if not folder.is_dir():
         raise BrokenRecordError("has not run")
-    if not (folder / SUMMARY).exists() and not ((folder / CONFIG).exists() and close_killed(folder)):
+    if not (folder / SUMMARY).exists() and not (
+        (folder / CONFIG).exists() and close_killed(folder)
+    ):
         known = (folder / CONFIG).exists()
-        raise BrokenRecordError("no summary.json: it has not ended" if known else "is no run folder")
+        raise BrokenRecordError(
+            "no summary.json: it has not ended" if known else "is no run folder"
+        )
     summary = read_json(folder / SUMMARY)
     if not is_summary(summary):
         raise BrokenRecordError("summary.json is broken")
@@ -226,7 +269,15 @@ def read_run(folder: Path, digest: str = "", axes: Mapping[str, str] | None = No
     try:
         config = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), SafeLoader)
         return Run(folder, digest or config_hash(config), flat(config), summary, axes or {}, label)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, yaml.YAMLError):
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        yaml.YAMLError,
+    ):
         raise BrokenRecordError("config.yaml is missing or broken") from None
 
 
@@ -236,14 +287,22 @@ def is_summary(summary: Mapping[str, Any]) -> bool:
     workers = summary.get("workers") or []
     if summary.get("status") not in STATUSES or type(summary.get("seed")) is not int:
         return False
-    if not isinstance(workers, list) or not all(isinstance(part, dict) for part in [*parts, *workers]):
+    if not isinstance(workers, list) or not all(
+        isinstance(part, dict) for part in [*parts, *workers]
+    ):
         return False
     scores = all(are_numbers(part, ("train_loss", "test_loss", "test_accuracy")) for part in parts)
     measures = summary.get("measures") or {}
-    if not isinstance(measures, dict) or not all(isinstance(found, dict) for found in measures.values()):
+    if not isinstance(measures, dict) or not all(
+        isinstance(found, dict) for found in measures.values()
+    ):
         return False
     scores &= all(are_numbers(found, ("last", "mean")) for found in measures.values())
-    return scores and are_numbers(summary, NUMBERS) and all(are_numbers(w, [*w.keys()]) for w in workers)
+    return (
+        scores
+        and are_numbers(summary, NUMBERS)
+        and all(are_numbers(w, [*w.keys()]) for w in workers)
+    )
 
 
 def are_numbers(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
@@ -263,9 +322,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration under dotted keys, lists as JSON text, and each group's option under the group's own name.
+    """A configuration under dotted keys, lists as JSON text, and each group's option under the
+    group's own name.
 
-    A group that has no say, as the sync mode where the schedule names those of its stages, is in no `choices`.
+    A group that has no say, as the sync mode where the schedule names those of its stages, is in no
+    `choices`.
     """
     choices = dict(config.get("choices") or {})
     if choices and "sync" not in choices:
@@ -273,9 +334,15 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     for group, content in config.items():
         if isinstance(content, dict) and "_target_" in content:
             choices.setdefault(group, option_of(str(content["_target_"])))
-    found: dict[str, Any] = {group: option for group, option in choices.items() if group not in PRESETS}
+    found: dict[str, Any] = {
+        group: option for group, option in choices.items() if group not in PRESETS
+    }
     rest = {key: value for key, value in config.items() if key not in ("choices", "sweep")}
-    values = {key: value for key, value in leaves(rest) if not key.endswith("_target_") and key not in found}
+    values = {
+        key: value
+        for key, value in leaves(rest)
+        if not key.endswith("_target_") and key not in found
+    }
     return found | values
 
 

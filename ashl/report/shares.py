@@ -1,4 +1,6 @@
-"""Where the workers' time goes: stacked bars, a panel for each setting; and how the parts of a round are drawn."""
+"""Where the workers' time goes: stacked bars, a panel for each setting; and how the parts of a
+round are drawn.
+"""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -8,7 +10,8 @@ from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.svg import INK, SOFT, Scale, boxes, drawing, line, rect, short, tag, text, x_axis
 
 KINDS = ("compute", "compress", "push", "pull", "wait", "down")
-# Told apart by hatching and by lightness, so that grey paper shows them: dark computes, white waits, hatched transfers.
+# Told apart by hatching and by lightness, so that grey paper shows them: dark computes, white
+# waits, hatched transfers.
 FILL = {
     "compute": "#2f6390",
     "compress": "#8c6bb1",
@@ -65,11 +68,17 @@ def legend(prefix: str, kinds: Sequence[str], x: float, y: float) -> str:
 
 
 def bars(board: Leaderboard, rows: Sequence[Row]) -> str:
-    """Share of the experiment's time that each worker spent on what, on average over a setting's seeds."""
+    """Share of the experiment's time that each worker spent on what, on average over a setting's
+    seeds.
+    """
     data = {row: found for row in rows if (found := parts_of(row))}
     if not data:
         return ""
-    kinds = [kind for kind in KINDS if any(worker[kind] > 0 for found in data.values() for worker in found)]
+    kinds = [
+        kind
+        for kind in KINDS
+        if any(worker[kind] > 0 for found in data.values() for worker in found)
+    ]
     column = WIDTH / COLUMNS
     panels, top = [legend("share", kinds, 40, 2)], 40.0
     items = list(data.items())
@@ -83,20 +92,31 @@ def bars(board: Leaderboard, rows: Sequence[Row]) -> str:
 
 def parts_of(row: Row) -> list[dict[str, float]]:
     """By worker: the share of each kind, a mean over the seeds."""
-    runs = [run.summary for run in row.runs if run.summary.get("workers") and run.summary.get("time_s")]
+    runs = [
+        run.summary for run in row.runs if run.summary.get("workers") and run.summary.get("time_s")
+    ]
     if not runs:
         return []
     count = min(len(run["workers"]) for run in runs)
-    return [{kind: fmean(_share(run, i, kind) for run in runs) for kind in KINDS} for i in range(count)]
+    return [
+        {kind: fmean(_share(run, i, kind) for run in runs) for kind in KINDS} for i in range(count)
+    ]
 
 
 def _share(summary: Mapping[str, Any], worker: int, kind: str) -> float:
     spent = {kind: summary["workers"][worker].get(f"{kind}_s") or 0.0 for kind in KINDS}
-    return spent[kind] / max(summary["time_s"], sum(spent.values()))  # measured parts may add up to a little more
+    return spent[kind] / max(
+        summary["time_s"], sum(spent.values())
+    )  # measured parts may add up to a little more
 
 
 def _panel(
-    board: Leaderboard, row: Row, found: Sequence[dict[str, float]], kinds: Sequence[str], left: float, top: float
+    board: Leaderboard,
+    row: Row,
+    found: Sequence[dict[str, float]],
+    kinds: Sequence[str],
+    left: float,
+    top: float,
 ) -> str:
     shown = found[:MAX_WORKERS]
     across = Scale(0.0, 1.0, left + 40, left + WIDTH / COLUMNS - 30)
@@ -116,4 +136,11 @@ def _panel(
                 drawn.append((kind, (across(start), y, width, ROW - 3)))
                 start += shares[kind]
     axis = x_axis(across, bottom + 2, "share of the run's time, %", factor=100.0)
-    return "".join([*parts, *filled("share", drawn), axis, line(across(0), top + 6, across(0), bottom, stroke=INK)])
+    return "".join(
+        [
+            *parts,
+            *filled("share", drawn),
+            axis,
+            line(across(0), top + 6, across(0), bottom, stroke=INK),
+        ]
+    )

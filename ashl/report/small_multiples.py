@@ -1,11 +1,25 @@
-"""Each axis of a study against the outcome: small multiples, a dot for each setting, a bar at each median."""
+"""Each axis of a study against the outcome: small multiples, a dot for each setting, a bar at each
+median.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 
 from ashl.report.leaderboard import Leaderboard, Row
-from ashl.report.svg import COLORS, INK, SOFT, Scale, drawing, line, marker, rect, short, text, y_axis
+from ashl.report.svg import (
+    COLORS,
+    INK,
+    SOFT,
+    Scale,
+    drawing,
+    line,
+    marker,
+    rect,
+    short,
+    text,
+    y_axis,
+)
 
 WIDTH, COLUMNS, HEIGHT = 940, 2, 270
 MAX_DOTS = 300  # settings, the best
@@ -29,13 +43,17 @@ def multiples(board: Leaderboard) -> str:
     for index, axis in enumerate(axes):
         left, top = index % COLUMNS * WIDTH / COLUMNS, index // COLUMNS * HEIGHT + 0.0
         span = (low / 1.15, high * 1.15) if log else (low - pad, high + pad)
-        panels.append(_panel(board, axis, Scale(*span, top + HEIGHT - 62, top + 36, log), left, top))
+        panels.append(
+            _panel(board, axis, Scale(*span, top + HEIGHT - 62, top + 36, log), left, top)
+        )
     return drawing(WIDTH, -(-len(axes) // COLUMNS) * HEIGHT, "outcome by axis", *panels)
 
 
 def has_values(board: Leaderboard, axis: str) -> bool:
-    """Return True if the rows have several values on an axis. Having no such key is a value only of a group, which then
-    has its default; a parameter that only one option has would repeat the axis of its group."""
+    """Return True if the rows have several values on an axis. Having no such key is a value only of
+    a group, which then has its default; a parameter that only one option has would repeat the axis
+    of its group.
+    """
     found = by_value(board, axis).keys()
     return len(found - {ABSENT} if "." in axis else found) > 1
 
@@ -47,7 +65,9 @@ def by_value(board: Leaderboard, axis: str) -> Mapping[str, list[Row]]:
         found.setdefault(row.setting.axes.get(axis, ABSENT), []).append(row)
     numbers = {value: as_number(value) for value in found}
     if all(number is not None for value, number in numbers.items() if value != ABSENT):
-        return dict(sorted(found.items(), key=lambda item: (numbers[item[0]] is None, numbers[item[0]])))
+        return dict(
+            sorted(found.items(), key=lambda item: (numbers[item[0]] is None, numbers[item[0]]))
+        )
     return dict(sorted(found.items(), key=lambda item: min(row.order for row in item[1])))
 
 
@@ -64,13 +84,30 @@ def _panel(board: Leaderboard, axis: str, up: Scale, left: float, top: float) ->
     start, end = left + 66.0, left + WIDTH / COLUMNS - 16
     column = (end - start) / len(shown)
     measure = board.measure
-    unit, factor = (f", {measure.unit}", 1.0) if measure.unit else (", %", 100.0) if not measure.ratio else ("", 1.0)
-    title = axis + (f", the first {MAX_VALUES} of {len(found)} values" if len(found) > len(shown) else "")
+    unit, factor = (
+        (f", {measure.unit}", 1.0)
+        if measure.unit
+        else (", %", 100.0)
+        if not measure.ratio
+        else ("", 1.0)
+    )
+    title = axis + (
+        f", the first {MAX_VALUES} of {len(found)} values" if len(found) > len(shown) else ""
+    )
     parts = [text(left + 12, top + 16, short(title, WIDTH / COLUMNS - 20), font_weight="bold")]
     parts.append(y_axis(up, start, short(measure.title + unit, 230), right=end, factor=factor))
     if any(math.isinf(row.spread.middle) for row in board.rows):
         parts.append(rect(start, up.start, end - start, 20, fill="#f3f3f3"))
-        parts.append(text(end, up.end - 6, f"crosses: {measure.worst}", text_anchor="end", fill=SOFT, font_size=11))
+        parts.append(
+            text(
+                end,
+                up.end - 6,
+                f"crosses: {measure.worst}",
+                text_anchor="end",
+                fill=SOFT,
+                font_size=11,
+            )
+        )
     drawn = set(board.rows[:MAX_DOTS])
     for index, (value, rows) in enumerate(shown.items()):
         middle = start + (index + 0.5) * column
@@ -78,23 +115,37 @@ def _panel(board: Leaderboard, axis: str, up: Scale, left: float, top: float) ->
         good = [row.spread.middle for row in rows if math.isfinite(row.spread.middle)]
         if good:
             y = up(median(good))
-            parts.append(line(middle - 0.3 * column, y, middle + 0.3 * column, y, stroke=INK, stroke_width=2.4))
+            parts.append(
+                line(
+                    middle - 0.3 * column, y, middle + 0.3 * column, y, stroke=INK, stroke_width=2.4
+                )
+            )
         turned = column < 64 and len(value) * 7 > column
         where = {"transform": f"rotate(-30 {middle:.0f} {up.start + 34:.0f})"} if turned else {}
         room = column if not turned else 76
         parts.append(
-            text(middle, up.start + 36, short(value, room), text_anchor="end" if turned else "middle", **where)
+            text(
+                middle,
+                up.start + 36,
+                short(value, room),
+                text_anchor="end" if turned else "middle",
+                **where,
+            )
         )
     return "".join(parts)
 
 
 def _dots(rows: Sequence[Row], up: Scale, middle: float, column: float) -> list[str]:
-    """Spread a little to the sides, in order, so that equal values stay visible; the unreached lie below the axis."""
+    """Spread a little to the sides, in order, so that equal values stay visible; the unreached lie
+    below the axis.
+    """
     parts = []
     for index, row in enumerate(rows):
         x = middle + (((index * 7) % 11) - 5) / 11 * min(0.6 * column, 70) * (len(rows) > 1)
         if math.isfinite(row.spread.middle):
-            top, bottom = (up(min(max(end, up.low), up.high)) for end in (row.spread.high, row.spread.low))
+            top, bottom = (
+                up(min(max(end, up.low), up.high)) for end in (row.spread.high, row.spread.low)
+            )
             parts.append(line(x, top, x, bottom, stroke=COLORS[0], stroke_opacity="0.5"))
             parts.append(marker("ring", x, up(row.spread.middle), COLORS[0], 3.4))
         else:

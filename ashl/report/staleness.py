@@ -36,7 +36,15 @@ def histograms(board: Leaderboard, rows: Sequence[Row]) -> str:
     return drawing(WIDTH, -(-len(found) // COLUMNS) * HEIGHT, "staleness of pushes", *panels)
 
 
-def _panel(board: Leaderboard, row: Row, counts: Counter[int], most: int, width: int, left: float, top: float) -> str:
+def _panel(
+    board: Leaderboard,
+    row: Row,
+    counts: Counter[int],
+    most: int,
+    width: int,
+    left: float,
+    top: float,
+) -> str:
     bins = Counter({start: 0 for start in range(0, most + 1, width)})
     for staleness, count in counts.items():
         bins[staleness - staleness % width] += count
@@ -45,13 +53,20 @@ def _panel(board: Leaderboard, row: Row, counts: Counter[int], most: int, width:
     across = Scale(-0.5, end - 0.5, left + 62, left + WIDTH / COLUMNS - 16)
     up = Scale(0.0, 1.0, top + HEIGHT - 48, top + 26)
     parts = [
-        text(left + 12, top + 14, short(f"{board.rank(row)}  {row.label}", WIDTH / COLUMNS - 20), font_weight="bold")
+        text(
+            left + 12,
+            top + 14,
+            short(f"{board.rank(row)}  {row.label}", WIDTH / COLUMNS - 20),
+            font_weight="bold",
+        )
     ]
     parts.append(y_axis(up, across.start, "pushes, %", right=across.end, factor=100.0))
     for start, count in bins.items():
         x, y = across(start - 0.5), up(count / total)
         hint = (
-            f"staleness {start}" + (f" to {start + width - 1}" if width > 1 else "") + f": {100 * count / total:.1f} %"
+            f"staleness {start}"
+            + (f" to {start + width - 1}" if width > 1 else "")
+            + f": {100 * count / total:.1f} %"
         )
         size = across(start + width - 0.5) - x
         parts.append(rect(x + 0.1 * size, y, 0.8 * size, up.start - y, hint, fill=COLORS[0]))

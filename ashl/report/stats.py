@@ -1,6 +1,8 @@
-"""How sure: intervals for few seeds, stated for what they are. No distribution is assumed where none is needed.
+"""How sure: intervals for few seeds, stated for what they are. No distribution is assumed where
+none is needed.
 
-A run that never reached its target counts as later than all that did: infinity, which medians and ranges can carry.
+A run that never reached its target counts as later than all that did: infinity, which medians and
+ranges can carry.
 """
 
 import math
@@ -10,15 +12,50 @@ from statistics import fmean, median, stdev
 
 Key = tuple[int, int]  # a seed, and which of the runs with that seed
 LEVEL = 0.95
-# Student's t, two-sided 95 %, by degrees of freedom from 1; beyond 30 the last one is a little too wide.
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-T95 += (2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+# Student's t, two-sided 95 %, by degrees of freedom from 1; beyond 30 the last one is a little too
+# wide.
+T95 = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+)
+T95 += (
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+    2.086,
+    2.080,
+    2.074,
+    2.069,
+    2.064,
+    2.060,
+    2.056,
+    2.052,
+    2.048,
+    2.045,
+    2.042,
+)
 MAX_SEEDS = 100  # more than anybody will run
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median and the interval that covers the true one with probability `coverage`: 0.75 for the range of 3 seeds."""
+    """A median and the interval that covers the true one with probability `coverage`: 0.75 for the
+    range of 3 seeds.
+    """
 
     middle: float
     low: float
@@ -29,10 +66,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class Effect:
-    """One setting against another, paired by seed, so that > 1 (for ratios) or > 0 (for differences) is better.
+    """One setting against another, paired by seed, so that > 1 (for ratios) or > 0 (for
+    differences) is better.
 
-    `low` and `high`: 95 % interval of the mean, by Student's t over the pairs (of logarithms, for ratios); None where a
-    pair lacks a number or there is one pair only. `noise`: standard deviation over the pairs on that scale.
+    `low` and `high`: 95 % interval of the mean, by Student's t over the pairs (of logarithms, for
+    ratios); None where a pair lacks a number or there is one pair only. `noise`: standard deviation
+    over the pairs on that scale.
     """
 
     pairs: int
@@ -46,13 +85,17 @@ class Effect:
 
     @property
     def chance(self) -> float:
-        """Two-sided sign test: how likely so lopsided a count of wins and losses is between equals."""
+        """Two-sided sign test: how likely so lopsided a count of wins and losses is
+        between equals.
+        """
         n, fewer = self.wins + self.losses, min(self.wins, self.losses)
         return min(1.0, 2 * sum(math.comb(n, i) for i in range(fewer + 1)) / 2**n)
 
     @property
     def probability(self) -> float | None:
-        """How likely it is better on average, by Student's t over the pairs; None without an interval."""
+        """How likely it is better on average, by Student's t over the pairs; None without an
+        interval.
+        """
         if self.middle is None or self.noise is None:
             return None
         from scipy.stats import t
@@ -64,25 +107,32 @@ class Effect:
 
     @property
     def ahead(self) -> bool:
-        """Whether it is surely better: the whole interval is; where there is none, the sign test says so."""
+        """Whether it is surely better: the whole interval is; where there is none, the sign test
+        says so.
+        """
         if self.low is None:
             return self.wins > self.losses and self.chance <= 1 - LEVEL
         return self.low > (1.0 if self.ratio else 0.0)
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median with the narrowest interval of order statistics that covers it with 95 %, else with the range.
+    """Median with the narrowest interval of order statistics that covers it with 95 %, else with
+    the range.
 
-    Distribution-free: k-th smallest and k-th largest of n miss the median with probability 2 P(Binomial(n, 1/2) < k).
-    Six values are the fewest whose range covers 95 %.
+    Distribution-free: k-th smallest and k-th largest of n miss the median with probability 2
+    P(Binomial(n, 1/2) < k). Six values are the fewest whose range covers 95 %.
     """
     ordered, n = sorted(values), len(values)
     tails = [2 * sum(math.comb(n, i) for i in range(k)) / 2**n for k in range(1, n // 2 + 1)]
     k = max((k for k, tail in enumerate(tails, 1) if 1 - tail >= LEVEL), default=1)
-    return Spread(median(ordered), ordered[k - 1], ordered[n - k], 1 - tails[k - 1] if tails else 0.0, n)
+    return Spread(
+        median(ordered), ordered[k - 1], ordered[n - k], 1 - tails[k - 1] if tails else 0.0, n
+    )
 
 
-def effect(own: Mapping[Key, float], base: Mapping[Key, float], *, ratio: bool, lower_is_better: bool) -> Effect | None:
+def effect(
+    own: Mapping[Key, float], base: Mapping[Key, float], *, ratio: bool, lower_is_better: bool
+) -> Effect | None:
     """`own` against `base`, over the keys (seeds) that both have; None where there are none."""
     keys = [key for key in own if key in base]
     if not keys:
@@ -102,7 +152,9 @@ def effect(own: Mapping[Key, float], base: Mapping[Key, float], *, ratio: bool, 
 
 
 def _gain(own: float, base: float, ratio: bool) -> float:
-    """How much larger `own` is; NaN where both are infinite, infinity where one is (or where a quotient has a zero)."""
+    """How much larger `own` is; NaN where both are infinite, infinity where one is (or where a
+    quotient has a zero).
+    """
     if math.isinf(own) and math.isinf(base):
         return math.nan
     if ratio and own != base and not math.isinf(own) and not math.isinf(base):
@@ -115,12 +167,17 @@ def t95(freedom: int) -> float:
 
 
 def seeds_needed(found: Effect) -> int | None:
-    """How many pairs would separate the two, were difference and noise what they seem; None if they are not known,
-    or more than `MAX_SEEDS`."""
+    """How many pairs would separate the two, were difference and noise what they seem; None if they
+    are not known, or more than `MAX_SEEDS`.
+    """
     if found.middle is None or found.noise is None:
         return None
     size = abs(math.log(found.middle) if found.ratio else found.middle)
     return next(
-        (n for n in range(max(3, found.pairs + 1), MAX_SEEDS + 1) if t95(n - 1) * found.noise / math.sqrt(n) < size),
+        (
+            n
+            for n in range(max(3, found.pairs + 1), MAX_SEEDS + 1)
+            if t95(n - 1) * found.noise / math.sqrt(n) < size
+        ),
         None,
     )

@@ -1,6 +1,7 @@
 """Drawing: SVG as text, from a handful of functions; whatever comes from files is escaped here.
 
-Ours, because matplotlib takes half a second to import, makes outlines of text, and its files are ten times the size.
+Ours, because matplotlib takes half a second to import, makes outlines of text, and its files are
+ten times the size.
 """
 
 import math
@@ -13,14 +14,17 @@ INK, SOFT, FAINT = "#1a1a1a", "#5f5f5f", "#d9d9d9"
 FONT = 12  # px
 GLYPH = 6.6  # px: a wide guess at the mean width of a character at FONT
 
-# A series has a colour, a dash and a marker: the last two are enough on grey paper. Okabe and Ito's colours, darkened.
+# A series has a colour, a dash and a marker: the last two are enough on grey paper. Okabe and Ito's
+# colours, darkened.
 COLORS = ("#0060a8", "#c44e00", "#00815d", "#a8437f", "#7a6a00", "#2f8fc4", "#8a3b12", "#5a5a9e")
 DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "12 4", "4 2", "1 3", "6 2 1 2 1 2")
 MARKERS = ("circle", "square", "triangle", "diamond", "cross", "ring", "box", "wedge")
 
 
 def tag(name: str, *children: str, **attributes: object) -> str:
-    """An element; `_` in a name stands for `-`, None leaves an attribute out, children are markup already."""
+    """An element; `_` in a name stands for `-`, None leaves an attribute out, children are markup
+    already.
+    """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_plain(value))}"'
         for key, value in attributes.items()
@@ -39,7 +43,13 @@ def text(x: float, y: float, content: str, **attributes: object) -> str:
 
 def haloed(x: float, y: float, content: str, width: float, **attributes: object) -> str:
     """Text on a white rim, which is drawn first: not every viewer knows `paint-order`."""
-    rim = {"fill": "#fff", "stroke": "#fff", "stroke_width": width, "stroke_linejoin": "round", "aria_hidden": "true"}
+    rim = {
+        "fill": "#fff",
+        "stroke": "#fff",
+        "stroke_width": width,
+        "stroke_linejoin": "round",
+        "aria_hidden": "true",
+    }
     return text(x, y, content, **attributes | rim) + text(x, y, content, **attributes)
 
 
@@ -47,7 +57,9 @@ def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> st
     return tag("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), **attributes)
 
 
-def rect(x: float, y: float, width: float, height: float, hint: str = "", **attributes: object) -> str:
+def rect(
+    x: float, y: float, width: float, height: float, hint: str = "", **attributes: object
+) -> str:
     """A rectangle, with a hint that shows under the pointer."""
     inside = (tag("title", escape(hint)),) if hint else ()
     size = {"x": float(x), "y": float(y), "width": max(float(width), 0.0), "height": float(height)}
@@ -55,8 +67,13 @@ def rect(x: float, y: float, width: float, height: float, hint: str = "", **attr
 
 
 def boxes(rectangles: Iterable[tuple[float, float, float, float]], **attributes: object) -> str:
-    """Many rectangles (x, y, width, height) as one shape: printed, each hatched shape costs as much as a picture."""
-    drawn = "".join(f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h{-width:.1f}Z" for x, y, width, height in rectangles)
+    """Many rectangles (x, y, width, height) as one shape: printed, each hatched shape costs as much
+    as a picture.
+    """
+    drawn = "".join(
+        f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h{-width:.1f}Z"
+        for x, y, width, height in rectangles
+    )
     return tag("path", d=drawn, **attributes) if drawn else ""
 
 
@@ -81,7 +98,8 @@ def marker(kind: str, x: float, y: float, color: str, size: float = 4.0) -> str:
         return tag("circle", cx=float(x), cy=float(y), r=s, **style)
     if kind == "cross":
         return path(
-            [(x - s, y - s), (x + s, y + s), (x, y), (x - s, y + s), (x + s, y - s)], **(style | {"fill": "none"})
+            [(x - s, y - s), (x + s, y + s), (x, y), (x - s, y + s), (x + s, y - s)],
+            **(style | {"fill": "none"}),
         )
     shapes = {
         "square": [(-s, -s), (s, -s), (s, s), (-s, s)],
@@ -118,7 +136,9 @@ def short(content: str, width: float) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to pixels: `low` lies at `start`, `high` at `end`. `whole`: the values are counts."""
+    """From values to pixels: `low` lies at `start`, `high` at `end`. `whole`: the values are
+    counts.
+    """
 
     low: float
     high: float
@@ -138,7 +158,9 @@ class Scale:
 
 
 def linear_ticks(low: float, high: float, most: int = 7, least: float = 0.0) -> list[float]:
-    """Round numbers between two values: steps of 1, 2 or 5 times a power of ten, and of `least` at least."""
+    """Round numbers between two values: steps of 1, 2 or 5 times a power of ten, and of `least` at
+    least.
+    """
     span = high - low
     if not span > 0:
         return [low]
@@ -152,7 +174,12 @@ def linear_ticks(low: float, high: float, most: int = 7, least: float = 0.0) -> 
 def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
     for factors in ((1, 2, 5), (1, 3), (1,)):
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        found = [m * 10.0**p for p in powers for m in factors if low * 0.999 <= m * 10.0**p <= high * 1.001]
+        found = [
+            m * 10.0**p
+            for p in powers
+            for m in factors
+            if low * 0.999 <= m * 10.0**p <= high * 1.001
+        ]
         if len(found) <= most:
             break
     return found if len(found) > 1 else [low, high]
@@ -167,8 +194,12 @@ def tick_text(value: float, ticks: Sequence[float] = ()) -> str:
     return f"{value:.{digits}f}" if not ticks or digits <= 4 else f"{value:.3g}"
 
 
-def x_axis(scale: Scale, y: float, title: str, *, top: float | None = None, factor: float = 1.0) -> str:
-    """An axis below a plot, with faint lines up to `top`; `factor` turns values into what is written."""
+def x_axis(
+    scale: Scale, y: float, title: str, *, top: float | None = None, factor: float = 1.0
+) -> str:
+    """An axis below a plot, with faint lines up to `top`; `factor` turns values into what is
+    written.
+    """
     ticks = scale.ticks()
     shown = [tick * factor for tick in ticks]
     parts = [line(scale.start, y, scale.end, y, stroke=SOFT)]
@@ -183,7 +214,9 @@ def x_axis(scale: Scale, y: float, title: str, *, top: float | None = None, fact
     return "".join(parts)
 
 
-def y_axis(scale: Scale, x: float, title: str, *, right: float | None = None, factor: float = 1.0) -> str:
+def y_axis(
+    scale: Scale, x: float, title: str, *, right: float | None = None, factor: float = 1.0
+) -> str:
     """An axis left of a plot, with faint lines to `right`."""
     ticks = scale.ticks(6)
     shown = [tick * factor for tick in ticks]
@@ -196,5 +229,13 @@ def y_axis(scale: Scale, x: float, title: str, *, right: float | None = None, fa
         label = f"{value:g}" if scale.log else tick_text(value, shown)
         parts.append(text(x - 7, y + 4, label, text_anchor="end", fill=SOFT))
     middle = (scale.start + scale.end) / 2
-    parts.append(text(x - 44, middle, title, text_anchor="middle", transform=f"rotate(-90 {x - 44:.0f} {middle:.0f})"))
+    parts.append(
+        text(
+            x - 44,
+            middle,
+            title,
+            text_anchor="middle",
+            transform=f"rotate(-90 {x - 44:.0f} {middle:.0f})",
+        )
+    )
     return "".join(parts)

@@ -17,7 +17,15 @@ from ashl.tracking.console import number, percent
 MAX_NAMED = 10  # runs that ended badly, in full
 
 TITLE, NAME = 14, 24  # characters: of a line of a title, of a name before it is wrapped
-RARE = ("consensus distance", "best", "loss", "between", "MB down", "steps/s", "MB up")  # without room, they go first,
+RARE = (
+    "consensus distance",
+    "best",
+    "loss",
+    "between",
+    "MB down",
+    "steps/s",
+    "MB up",
+)  # without room, they go first,
 USUAL = (
     "accuracy",
     "hidden",
@@ -31,21 +39,39 @@ USUAL = (
 Column = tuple[str, Callable[[Row], str]]
 
 
-def show(console: Console, board: Leaderboard, *, rows: Sequence[Row] | None = None, top: int = 20) -> None:
-    """Print the answer in words, the leaderboard (`rows` in another order than the board's own) and what went wrong."""
+def show(
+    console: Console, board: Leaderboard, *, rows: Sequence[Row] | None = None, top: int = 20
+) -> None:
+    """Print the answer in words, the leaderboard (`rows` in another order than the board's own) and
+    what went wrong.
+    """
     answered = answer(board)
     console.print(Text(answered.headline, style="bold"))
     for sentence in answered.sentences:
         console.print(Text(sentence))
     shown = board.rows if rows is None else rows
-    columns = [column for column in columns_of(board) if any(column[1](row) not in ("-", "") for row in shown)]
-    columns, absent = fitting(columns, shown[:top], console.width, [title for title, _ in measured(board)])
+    columns = [
+        column
+        for column in columns_of(board)
+        if any(column[1](row) not in ("-", "") for row in shown)
+    ]
+    columns, absent = fitting(
+        columns, shown[:top], console.width, [title for title, _ in measured(board)]
+    )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title, _ in columns:
         words = title in ("setting", "where")
-        table.add_column(fill(title, TITLE), justify="left" if words else "right", no_wrap=not words, vertical="bottom")
+        table.add_column(
+            fill(title, TITLE),
+            justify="left" if words else "right",
+            no_wrap=not words,
+            vertical="bottom",
+        )
     for row in shown[:top]:
-        table.add_row(*(Text(cell(row)) for _, cell in columns), style="bold" if board.rank(row) == "1" else "")
+        table.add_row(
+            *(Text(cell(row)) for _, cell in columns),
+            style="bold" if board.rank(row) == "1" else "",
+        )
     if board.common:
         console.print(Text(f"All: {board.common}", style="dim"))
     console.print(table)
@@ -60,7 +86,9 @@ def show(console: Console, board: Leaderboard, *, rows: Sequence[Row] | None = N
 def fitting(
     columns: Sequence[Column], rows: Sequence[Row], width: int, measures: Sequence[str]
 ) -> tuple[list[Column], list[str]]:
-    """The columns for which there is room, and the titles of those that had to go: the least needed first."""
+    """The columns for which there is room, and the titles of those that had to go: the least needed
+    first.
+    """
     wide: dict[str, int] = {}
     for title, cell in columns:
         longest = max(map(len, (*fill(title, TITLE).split("\n"), *map(cell, rows))))
@@ -83,7 +111,9 @@ def columns_of(board: Leaderboard) -> list[Column]:
             return ""
         low, high = measure.text(row.spread.low), measure.text(row.spread.high)
         value, _, unit = low.partition(" ")
-        return f"{value if high.partition(' ')[2] == unit else low} .. {high}"  # one unit is said once
+        return (  # one unit is said once
+            f"{value if high.partition(' ')[2] == unit else low} .. {high}"
+        )
 
     def against(row: Row) -> str:
         if row.is_baseline:
@@ -95,7 +125,9 @@ def columns_of(board: Leaderboard) -> list[Column]:
         shown = number_of(better, measure.ratio) + ("x" if measure.ratio else "")
         if found is None or found.low is None or found.high is None:
             return shown
-        return f"{shown} ({number_of(found.low, found.ratio)} .. {number_of(found.high, found.ratio)})"
+        return (
+            f"{shown} ({number_of(found.low, found.ratio)} .. {number_of(found.high, found.ratio)})"
+        )
 
     def reached(row: Row) -> str:
         return f"{row.reached} of {len(row.values)}" if measure.is_time else f"{len(row.values)}"
@@ -127,11 +159,15 @@ def columns_of(board: Leaderboard) -> list[Column]:
 def measured(board: Leaderboard) -> list[Column]:
     """What the runs measured by themselves (`node.measure`)."""
     names = dict.fromkeys(name for row in board.rows for name in row.measures)
-    return [(f"measure {name}", lambda row, name=name: number(row.measures.get(name))) for name in names]
+    return [
+        (f"measure {name}", lambda row, name=name: number(row.measures.get(name))) for name in names
+    ]
 
 
 def own_metrics(board: Leaderboard) -> list[Column]:
-    """What tasks without an accuracy are reported by: final mean and standard deviation over the seeds."""
+    """What tasks without an accuracy are reported by: final mean and standard deviation over the
+    seeds.
+    """
 
     def cell(row: Row, name: str) -> str:
         if row.metric is None or row.metric[0] != name:
@@ -156,10 +192,15 @@ def method(board: Leaderboard) -> str:
     covered = {row.spread.count: row.spread.coverage for row in board.rows if row.spread.count > 1}
     parts = [f"{percent(coverage, 0)} for {count}" for count, coverage in sorted(covered.items())]
     sentences = (
-        [f"Median over seeds; 'between' covers it with the probability {', '.join(parts)} seeds."] if parts else []
+        [f"Median over seeds; 'between' covers it with the probability {', '.join(parts)} seeds."]
+        if parts
+        else []
     )
     if any(row.against and row.against.low is not None for row in board.rows):
-        sentences.append("'Against' the baseline: by the medians; in brackets, 95 % of the mean over paired seeds (t).")
+        sentences.append(
+            "'Against' the baseline: by the medians; in brackets, 95 % of the mean over paired"
+            " seeds (t)."
+        )
     if any(math.isinf(row.spread.high) for row in board.rows):
         sentences.append("A run that did not reach the target counts as later than all that did.")
     return " ".join(sentences)

@@ -1,13 +1,14 @@
 """A job's store as its own processes see it: what strangers write there is never acted on.
 
-Whoever reaches the port of a torch store may list, read, set and delete its keys. So all processes of a job share a
-secret, and every value carries a keyed hash (BLAKE2b, RFC 7693) over where it lies and what it says; in a queue also
-over who sent it and how many that sender has sent before, so that nothing counts twice. What carries another hash is
-not of this job: in a queue it is passed over and counted, under a key it is an error of whoever asks for it.
+Whoever reaches the port of a torch store may list, read, set and delete its keys. So all processes
+of a job share a secret, and every value carries a keyed hash (BLAKE2b, RFC 7693) over where it lies
+and what it says; in a queue also over who sent it and how many that sender has sent before, so that
+nothing counts twice. What carries another hash is not of this job: in a queue it is passed over and
+counted, under a key it is an error of whoever asks for it.
 
-Queues are not listed, and their names follow from the secret: a stranger cannot even take anything out of one. Keys
-are, and what is deleted there may stop a job while it starts (gloo meets by keys), and no more: all that is said while
-it runs goes through queues.
+Queues are not listed, and their names follow from the secret: a stranger cannot even take anything
+out of one. Keys are, and what is deleted there may stop a job while it starts (gloo meets by keys),
+and no more: all that is said while it runs goes through queues.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import torch.distributed as dist
 
 from ashl.errors import AshlError
 
-SECRET = "ASHL_JOB_SECRET"  # the variable that a job's processes share it by, where they are started by others
+# the variable that a job's processes share it by, where they are started by others
+SECRET = "ASHL_JOB_SECRET"
 HASH_BYTES = 16
 FROM = struct.Struct(">iQ")  # of an item: its sender and the sender's number for it
 
@@ -41,16 +43,20 @@ def new_secret() -> Secret:
 
 
 def shared_secret(*known: object) -> Secret:
-    """Of a job that others have started: from the variable ASHL_JOB_SECRET, if it is set, and from what all of them
-    know (the store's port, say), which alone keeps two jobs apart and nobody out who knows it, too."""
+    """Of a job that others have started: from the variable ASHL_JOB_SECRET, if it is set, and from
+    what all of them know (the store's port, say), which alone keeps two jobs apart and nobody out
+    who knows it, too.
+    """
     text = f"given {os.environ.get(SECRET, '')} known {' '.join(map(str, known))}"
     return Secret(hashlib.blake2b(text.encode(), digest_size=32, person=b"ashl job").digest())
 
 
 class AuthenticatedStore(dist.Store):
-    """The job's store under its secret; gloo meets through it, too. One per thread, as of any client.
+    """The job's store under its secret; gloo meets through it, too. One per thread, as of any
+    client.
 
-    Every call lets other threads go on while the store does not answer; torch's `queue_len` and `list_keys` do not.
+    Every call lets other threads go on while the store does not answer; torch's `queue_len` and
+    `list_keys` do not.
     """
 
     def __init__(self, store: dist.Store, secret: Secret) -> None:
@@ -108,11 +114,14 @@ class AuthenticatedStore(dist.Store):
         number = self._sent[queue] = max(self._sent.get(queue, 0) + 1, time.time_ns())
         head = FROM.pack(sender, number)
         self._store.queue_push(
-            self._name(queue), self._hash(b"item", queue.encode(), head, content) + head + bytes(content)
+            self._name(queue),
+            self._hash(b"item", queue.encode(), head, content) + head + bytes(content),
         )
 
     def pop(self, queue: str) -> tuple[int, bytes] | None:
-        """The next item and its sender; None where there is none. What is not of this job is passed over."""
+        """The next item and its sender; None where there is none. What is not of this job is passed
+        over.
+        """
         name, start = self._name(queue), HASH_BYTES + FROM.size
         while True:
             try:
@@ -140,7 +149,10 @@ class AuthenticatedStore(dist.Store):
     def _verify(self, key: str, value: bytes) -> bytes:
         content = value[HASH_BYTES:]
         if not hmac.compare_digest(value[:HASH_BYTES], self._hash(b"key", key.encode(), content)):
-            raise AshlError("the job's store holds what no process of this job has written; give the job another port")
+            raise AshlError(
+                "the job's store holds what no process of this job has written; give the job"
+                " another port"
+            )
         return content
 
     def _hash(self, *parts: bytes | memoryview) -> bytes:

@@ -1,10 +1,11 @@
 """Messages between the controller and the ranks of a run, through the job's key-value store.
 
-Records, heartbeats and models flow from each rank (`Reporter`) to the controller (`ControlChannel`). Control updates
-flow back: the request to stop, which workers failed or rejoined, which checkpoint is due, and how the run ended. Each
-side has one thread that speaks with the store, so neither training nor an evaluation waits for a store that does not
-answer. A (re)joining process on the same machine finds the store by the run's join endpoint, and asks for the place of
-a failed worker.
+Records, heartbeats and models flow from each rank (`Reporter`) to the controller
+(`ControlChannel`). Control updates flow back: the request to stop, which workers failed or
+rejoined, which checkpoint is due, and how the run ended. Each side has one thread that speaks with
+the store, so neither training nor an evaluation waits for a store that does not answer. A
+(re)joining process on the same machine finds the store by the run's join endpoint, and asks for the
+place of a failed worker.
 """
 
 from __future__ import annotations
@@ -69,31 +70,49 @@ logger = logging.getLogger(__name__)
 
 
 class ControlChannel:
-    """The controller's end: reads the records of all ranks, and publishes control updates to them."""
+    """The controller's end: reads the records of all ranks, and publishes control updates
+    to them.
+    """
 
     def __init__(
-        self, store: AuthenticatedStore, num_ranks: int, num_params: int, shard_sizes: Mapping[int, int] | None = None
+        self,
+        store: AuthenticatedStore,
+        num_ranks: int,
+        num_params: int,
+        shard_sizes: Mapping[int, int] | None = None,
     ) -> None:
         """`held`: of ranks that hold a piece of the model, how many parameters that has."""
         now = time.monotonic()
-        self.last_heard_s = dict.fromkeys(range(num_ranks), now)  # when something of each rank was taken out last ...
-        self.incarnations = dict.fromkeys(range(num_ranks), 0)  # of each rank, the one that is listened to
+        self.last_heard_s = dict.fromkeys(
+            range(num_ranks), now
+        )  # when something of each rank was taken out last ...
+        self.incarnations = dict.fromkeys(
+            range(num_ranks), 0
+        )  # of each rank, the one that is listened to
         self.absent: set[int] = set()  # of whom nobody is there
         self.drained_s = now  # ... and when all there was had been taken out
         self.store_answered_s = now  # when the store answered last
-        self.resumed_s = 0.0  # when this process went on after it was stopped, as by Ctrl-Z, the ranks with it perhaps
+        # when this process went on after it was stopped, as by Ctrl-Z, the ranks with it perhaps
+        self.resumed_s = 0.0
         self.store = f"the job's store at {store.address}"
-        self._store, self._sizes = store, dict.fromkeys(range(num_ranks), num_params) | dict(shard_sizes or {})
+        self._store, self._sizes = (
+            store,
+            dict.fromkeys(range(num_ranks), num_params) | dict(shard_sizes or {}),
+        )
         self.news = self._published = ControlUpdate()
         self._due = 0.0
         self._outbox: deque[tuple[str, bytes]] = deque()  # to be pushed
-        self.join_requests: deque[tuple[int, JoinRequest]] = deque()  # of newcomers, each by its number
+        self.join_requests: deque[tuple[int, JoinRequest]] = (
+            deque()
+        )  # of newcomers, each by its number
         self._inbox: deque[tuple[Record, Tensor | None]] = deque()
         self._prefetched = self._consumed = 0  # vectors
         self._consumed_from: Counter[str] = Counter()  # how many of them by queue
         self._error: Exception | None = None
         self._wake, self._over = threading.Event(), False
-        self._unacknowledged: set[int] | None = None  # who has yet to take note of the end, once there is one
+        self._unacknowledged: set[int] | None = (
+            None  # who has yet to take note of the end, once there is one
+        )
         self._thread = threading.Thread(target=self._loop, daemon=True, name="control_channel")
         self._thread.start()
 
@@ -103,8 +122,9 @@ class ControlChannel:
         return self._store.refused
 
     def receive_records(self) -> Iterator[tuple[Record, Tensor | None]]:
-        """What has come, with the model, update or part of a checkpoint that belongs to it. Raises AshlError for what
-        no rank would say, and where the store is gone."""
+        """What has come, with the model, update or part of a checkpoint that belongs to it. Raises
+        AshlError for what no rank would say, and where the store is gone.
+        """
         while self._inbox:
             record, vector = self._inbox.popleft()
             self._consumed += vector is not None
@@ -115,19 +135,29 @@ class ControlChannel:
             raise AshlError(f"{self.store} is gone: {first_line(self._error)}") from self._error
 
     def publish(self, news: ControlUpdate) -> None:
-        """Publish this control update to all ranks, again and again until another one replaces it."""
+        """Publish this control update to all ranks, again and again until another one
+        replaces it.
+        """
         self.news = news
         self._wake.set()
 
     def evict(self, rank: int, end: End) -> None:
         """Tell the present incarnation of a rank, when it next reads, that it is evicted."""
-        self._outbox.append((control_queue(rank, self.incarnations[rank]), ControlUpdate(end=end).dumps().encode()))
+        self._outbox.append(
+            (control_queue(rank, self.incarnations[rank]), ControlUpdate(end=end).dumps().encode())
+        )
         self._wake.set()
 
     def close(self, end: End, here: Collection[int]) -> None:
-        """Let everybody know how it ended, and wait for a while until those who do not run here have taken note: the
-        store may end with this process. Where the run has failed, whoever is silent is not waited for."""
-        quiet = {rank for rank, at in self.last_heard_s.items() if end.code and self.drained_s - at > FINAL_SIGNAL_S}
+        """Let everybody know how it ended, and wait for a while until those who do not run here
+        have taken note: the store may end with this process. Where the run has failed, whoever is
+        silent is not waited for.
+        """
+        quiet = {
+            rank
+            for rank, at in self.last_heard_s.items()
+            if end.code and self.drained_s - at > FINAL_SIGNAL_S
+        }
         self._unacknowledged = {*self.last_heard_s} - {*here} - quiet - self.absent
         self.publish(self.news._replace(end=end))
         self._thread.join(FINAL_SIGNAL_S if end.code else PATIENCE_S)
@@ -213,24 +243,38 @@ class ControlChannel:
 
 EVERY_S = 0.2
 CHUNK = 1_000_000  # characters in one item of the store, which refuses more than 8 MB
-MAX_PENDING = (
-    4  # snapshots (and updates) of a rank that wait here, and in the store; of more, all but the last are spared
-)
+# snapshots (and updates) of a rank that wait here, and in the store; of more, all but the last are
+# spared
+MAX_PENDING = 4
 STATES = 2  # of a worker's module that are on their way at a time
 INCARNATIONS = 1 << 20  # between the numbers of two lives; more than there are ranks
-RECORDS, END_SEEN = "records", "noted"  # queues of all ranks: their records; that they know of the end
+RECORDS, END_SEEN = (
+    "records",
+    "noted",
+)  # queues of all ranks: their records; that they know of the end
 
 
 def described(record: Record) -> str:
     """Return the fields of a record but its rank, as text."""
-    return ", ".join(f"{name}={value}" for name, value in record._asdict().items() if name not in ("rank", "counts"))
+    return ", ".join(
+        f"{name}={value}"
+        for name, value in record._asdict().items()
+        if name not in ("rank", "counts")
+    )
 
 
 class Reporter:
-    """A rank's end: sends its records, heartbeats and models, and reads the control updates of the controller."""
+    """A rank's end: sends its records, heartbeats and models, and reads the control updates of the
+    controller.
+    """
 
     def __init__(
-        self, store: AuthenticatedStore, rank: int, rounds: Rounds, watchdog: Watchdog, incarnation: int = 0
+        self,
+        store: AuthenticatedStore,
+        rank: int,
+        rounds: Rounds,
+        watchdog: Watchdog,
+        incarnation: int = 0,
     ) -> None:
         self.stopping: str | None = None
         self.scores: dict[str, float | None] | None = None
@@ -240,16 +284,25 @@ class Reporter:
             None
         )  # who else wants to know, in this one's thread
         self.rounds, self._rank, self._incarnation, self._broken = rounds, rank, incarnation, False
-        self.on_evicted: Callable[[End], NoReturn] = exit_process  # where the run has gone on without this rank
-        self.checkpoint_writer: RankCheckpointWriter | None = None  # of this rank's part of checkpoints
+        self.on_evicted: Callable[[End], NoReturn] = (
+            exit_process  # where the run has gone on without this rank
+        )
+        self.checkpoint_writer: RankCheckpointWriter | None = (
+            None  # of this rank's part of checkpoints
+        )
         self.make_heartbeat: Callable[[], Record] = lambda: Alive(rank)
         self.learner: Learner | None = None  # whose module's state is shown
         self._pending_states: deque[tuple[Any, bool]] = deque()
         self._store, self._watch = store, watchdog
         self._outbox: deque[tuple[Record, Tensor | None]] = deque()
-        self._uploaded: Counter[str] = Counter()  # vectors by queue, and how many home has taken out of each
+        self._uploaded: Counter[str] = (
+            Counter()
+        )  # vectors by queue, and how many home has taken out of each
         self._consumed: dict[str, int] = {}
-        self._pending: dict[type, int] = {Snapshot: 0, UpdateShown: 0}  # among them, with their vectors
+        self._pending: dict[type, int] = {
+            Snapshot: 0,
+            UpdateShown: 0,
+        }  # among them, with their vectors
         self._lock, self._flush_lock = threading.Lock(), threading.Lock()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True, name="reporter")
@@ -257,7 +310,10 @@ class Reporter:
 
     def emit(self, record: Record) -> None:
         """Send a record to the controller."""
-        if isinstance(record, StageEnd | StageBoundary | Replan | PlanMade | CheckpointPartSaved | PeerUnreachable):
+        if isinstance(
+            record,
+            StageEnd | StageBoundary | Replan | PlanMade | CheckpointPartSaved | PeerUnreachable,
+        ):
             logger.info("reports %s: %s", type(record).__name__, described(record))
         elif not isinstance(record, RankError):
             logger.debug("reports %s", type(record).__name__)
@@ -274,13 +330,17 @@ class Reporter:
         self._outbox.append((record, vector))
 
     def show_last_state(self, state: Any) -> None:
-        """Send what forward passes have changed of this worker's module in the end; nothing older is sent after it."""
+        """Send what forward passes have changed of this worker's module in the end; nothing older
+        is sent after it.
+        """
         with self._flush_lock:
             self.learner = None
             self._pending_states.append((state, True))
 
     def _upload_states(self) -> Iterator[str]:
-        """Send what is to be shown, where home has kept up, and ask for the next; yields the records."""
+        """Send what is to be shown, where home has kept up, and ask for the next; yields the
+        records.
+        """
         queue = uploads.state_queue(self._rank, self._incarnation)
         if self.learner is not None:
             if self.learner.shown is not None:
@@ -310,7 +370,9 @@ class Reporter:
                 self._fail(error)
 
     def await_run_end(self, limit_s: float = float("inf")) -> End | None:
-        """How the run has ended, once home says so; None where it does not within that time. To be asked at last."""
+        """How the run has ended, once home says so; None where it does not within that time. To be
+        asked at last.
+        """
         until = time.monotonic() + limit_s
         with suppress(RuntimeError):  # the store is gone, and whoever kept it
             while self.end is None and time.monotonic() < until:
@@ -326,13 +388,17 @@ class Reporter:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Nothing can be recorded of this rank any longer: that is why the run ends, not that it was not heard of."""
+        """Nothing can be recorded of this rank any longer: that is why the run ends, not that it
+        was not heard of.
+        """
         self._broken = True
         text = f"its records cannot be sent: {type(error).__name__}: {first_line(error)}"
         try:
             self._push([dumps(RankError(self._rank, text, consequence=False))])
         except RuntimeError:
-            exit_process(End(1, f"the job's store at {self._store.address} is gone: {first_line(error)}"))
+            exit_process(
+                End(1, f"the job's store at {self._store.address} is gone: {first_line(error)}")
+            )
         with suppress(OSError):  # the rank's log may be on a full disk
             traceback.print_exception(error)
 
@@ -355,10 +421,14 @@ class Reporter:
 
     def _push(self, lines: list[str]) -> None:
         if lines:
-            self._store.push(RECORDS, sender_number(self._rank, self._incarnation), "\n".join(lines).encode())
+            self._store.push(
+                RECORDS, sender_number(self._rank, self._incarnation), "\n".join(lines).encode()
+            )
 
     def _listen(self) -> None:
-        """Take in the news. Where the run has failed, this process ends here, whatever it is doing."""
+        """Take in the news. Where the run has failed, this process ends here, whatever it
+        is doing.
+        """
         while item := self._store.pop(control_queue(self._rank, self._incarnation)):
             news = ControlUpdate.loads(item[1])
             self._watch.record_controller_message()
@@ -367,7 +437,11 @@ class Reporter:
             if news.wanted is not None and news.wanted != self.news.wanted:
                 logger.info("checkpoint %d is due at version %d", *news.wanted)
             if news.end and not self.end:
-                logger.info("the run has ended with code %d: %s", news.end.code, news.end.why or "as planned")
+                logger.info(
+                    "the run has ended with code %d: %s",
+                    news.end.code,
+                    news.end.why or "as planned",
+                )
             self.stopping = self.stopping or news.stopping
             self.scores, self.end, self._consumed = news.scores, news.end, news.taken or {}
             self.news = news
@@ -381,12 +455,17 @@ class Reporter:
         self._watch.record_store_answer()
 
     def _upload_vector(self, record: Record, vector: Tensor) -> Record | None:
-        """Send the vector ahead of its record; None where the monitor has not kept up and this one can be spared."""
+        """Send the vector ahead of its record; None where the monitor has not kept up and this one
+        can be spared.
+        """
         assert isinstance(record, Snapshot | UpdateShown)
         with self._lock:
             self._pending[type(record)] -= 1
         queue = uploads.vector_queue(record, self._incarnation)
-        if not is_last(record) and self._uploaded[queue] - self._consumed.get(queue, 0) >= MAX_PENDING:
+        if (
+            not is_last(record)
+            and self._uploaded[queue] - self._consumed.get(queue, 0) >= MAX_PENDING
+        ):
             return None
         self._uploaded[queue] += 1
 
@@ -394,7 +473,9 @@ class Reporter:
             self._push([dumps(self.make_heartbeat())])
             self._listen()
 
-        return record._replace(nbytes=uploads.upload_vector(self._store, queue, record, vector, send_heartbeat))
+        return record._replace(
+            nbytes=uploads.upload_vector(self._store, queue, record, vector, send_heartbeat)
+        )
 
 
 def is_last(record: Record) -> bool:
@@ -479,7 +560,9 @@ def versions() -> tuple[str, str, str]:
 
 @contextmanager
 def publish_join_endpoint(run_dir: Path, host: str, port: int, secret: Secret) -> Generator[None]:
-    """While this lasts, the run may be joined. Raises AshlError where the file cannot be written."""
+    """While this lasts, the run may be joined. Raises AshlError where the file cannot be
+    written.
+    """
     path = run_dir / FILE
     endpoint = JoinEndpoint(host, port, secret.hex(), machine(), platform.node(), *versions())
     try:
@@ -488,7 +571,9 @@ def publish_join_endpoint(run_dir: Path, host: str, port: int, secret: Secret) -
         with open(file, "w", encoding="utf-8") as text:
             json.dump(endpoint._asdict(), text)
     except OSError as error:
-        raise AshlError(f"cannot write {path} ({error.strerror}); choose another run.dir") from error
+        raise AshlError(
+            f"cannot write {path} ({error.strerror}); choose another run.dir"
+        ) from error
     try:
         yield
     finally:
@@ -497,21 +582,32 @@ def publish_join_endpoint(run_dir: Path, host: str, port: int, secret: Secret) -
 
 
 def read_join_endpoint(run_dir: Path) -> JoinEndpoint:
-    """Of a run that goes on here. Raises UsageError where there is none that this process could join."""
+    """Of a run that goes on here. Raises UsageError where there is none that this process could
+    join.
+    """
     path = run_dir / FILE
     try:
         endpoint = validate(JoinEndpoint, parsed(path.read_text(encoding="utf-8")), "something")
     except FileNotFoundError:
         raise UsageError(f"{run_dir}: {why_not_joinable(run_dir)}") from None
     except PermissionError:
-        raise UsageError(f"{run_dir}: the run is another user's, and only that user may join it.") from None
+        raise UsageError(
+            f"{run_dir}: the run is another user's, and only that user may join it."
+        ) from None
     except (OSError, ValueError, AshlError) as error:
         raise UsageError(f"{path} says nothing that a run would ({error}).") from error
     if endpoint.machine != machine():
-        raise UsageError(f"{run_dir}: the run is on {endpoint.name}, on its loopback; join it there.")
-    for name, theirs, own in zip(("ashl", "torch", "Python"), endpoint[-3:], versions(), strict=True):
+        raise UsageError(
+            f"{run_dir}: the run is on {endpoint.name}, on its loopback; join it there."
+        )
+    for name, theirs, own in zip(
+        ("ashl", "torch", "Python"), endpoint[-3:], versions(), strict=True
+    ):
         if theirs != own:
-            raise UsageError(f"{run_dir}: the run has {name} {theirs}, and here is {own}; install the same on both.")
+            raise UsageError(
+                f"{run_dir}: the run has {name} {theirs}, and here is {own}; install the same on"
+                " both."
+            )
     return endpoint
 
 
@@ -525,14 +621,17 @@ def why_not_joinable(run_dir: Path) -> str:
 
 
 def newest_joinable_run(runs: Path) -> Path:
-    """The folder of the run under this one that began last among those that go on. Raises UsageError where none
-    does."""
+    """The folder of the run under this one that began last among those that go on. Raises
+    UsageError where none does.
+    """
     joinable: list[tuple[float, Path]] = []
     for path in runs.glob(f"**/{FILE}"):
         with suppress(OSError):
             joinable.append((path.stat().st_mtime, path.parent))
     if not joinable:
-        raise UsageError(f"No run under {runs} is running that could be joined; name the folder of one.")
+        raise UsageError(
+            f"No run under {runs} is running that could be joined; name the folder of one."
+        )
     return max(joinable)[1]
 
 

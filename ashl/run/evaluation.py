@@ -1,17 +1,18 @@
-"""What is evaluated during a run, what the evaluations found, and whether the run reached a target or has diverged.
+"""What is evaluated during a run, what the evaluations found, and whether the run reached a target
+or has diverged.
 
-Where each worker has a model of its own, the mean of all models is evaluated, with their spread; where several servers
-hold a shard each, the shards are put together.
+Where each worker has a model of its own, the mean of all models is evaluated, with their spread;
+where several servers hold a shard each, the shards are put together.
 
-Mean: x̄ = (1/n)·Σ_i x_i, in double precision and rank order, so that the mean of equal models is that model bit for bit;
-consensus distance (1/n)·Σ_i ‖x_i − x̄‖².
+Mean: x̄ = (1/n)·Σ_i x_i, in double precision and rank order, so that the mean of equal models is
+that model bit for bit; consensus distance (1/n)·Σ_i ‖x_i − x̄‖².
 
 A run has diverged if its last model, or a worker's own, is noise:
 - its training loss is not finite;
 - the square of a parameter overflows float32;
 - the workers' models are farther from their mean than as many unrelated models would be;
-- its training loss is above that of the untrained model, and the model fits its samples hardly better than samples that
-  were paired at random;
+- its training loss is above that of the untrained model, and the model fits its samples hardly
+  better than samples that were paired at random;
 - the workers' minibatch losses are far above the untrained model's loss.
 In the first epoch a loss may rise before it falls, so only a rise by the factor `FAR` counts there.
 
@@ -37,8 +38,9 @@ from ashl.stage.stage import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A model that was evaluated. `merges` tells whether it has changed since; `consensus_distance` is that of the
-    workers' models from their mean, where each has its own."""
+    """A model that was evaluated. `merges` tells whether it has changed since; `consensus_distance`
+    is that of the workers' models from their mean, where each has its own.
+    """
 
     time_s: float
     merges: int | None
@@ -62,7 +64,9 @@ class Evaluation:
 
     def reaches(self, bound: float | None) -> bool:
         """Whether the metric is as good as this; no bound is never reached."""
-        lower, higher = (bound, self.test_metric) if self.higher_is_better else (self.test_metric, bound)
+        lower, higher = (
+            (bound, self.test_metric) if self.higher_is_better else (self.test_metric, bound)
+        )
         return at_least(higher, lower)
 
     @property
@@ -72,8 +76,9 @@ class Evaluation:
 
 @dataclass
 class Target:
-    """A target counts when it held for so many evaluations in a row, whatever another one did meanwhile; its time is
-    that of the last of them."""
+    """A target counts when it held for so many evaluations in a row, whatever another one did
+    meanwhile; its time is that of the last of them.
+    """
 
     held: dict[str, int] = field(default_factory=dict)
     reached_s: float | None = None
@@ -86,7 +91,9 @@ class Target:
             "target_metric": found.reaches(limits.target_metric),
         }
         self.held = {name: self.held.get(name, 0) + 1 if hit else 0 for name, hit in met.items()}
-        reached = [name for name, held in self.held.items() if held >= limits.target_consecutive_evals]
+        reached = [
+            name for name, held in self.held.items() if held >= limits.target_consecutive_evals
+        ]
         if not reached or self.reached_s is not None:
             return None
         self.reached_s = found.time_s
@@ -117,7 +124,9 @@ def at_least(value: float | None, bound: float | None) -> bool:
 
 
 def is_out_of_patience(limits: Limits, evaluations: list[Evaluation]) -> bool:
-    """Return True if the last `stop.patience` evaluations or more brought no new best, as `best_of` judges."""
+    """Return True if the last `stop.patience` evaluations or more brought no new best, as `best_of`
+    judges.
+    """
     best = best_of(evaluations)
     if limits.patience is None or best is None:
         return False
@@ -132,7 +141,9 @@ def best_of(evaluations: list[Evaluation]) -> Evaluation | None:
 
 
 class EvaluatedModel(NamedTuple):
-    """What one evaluation is made of. `distance`: of the models from their mean, where each worker has its own."""
+    """What one evaluation is made of. `distance`: of the models from their mean, where each worker
+    has its own.
+    """
 
     snapshot: Snapshot  # with the counts
     params: Vector | None
@@ -148,7 +159,9 @@ def mean_of(models: Sequence[Vector]) -> tuple[Vector, float | None]:
     for model in tensors:
         total += model
     mean: Tensor = (total / len(tensors)).to(tensors[0].dtype)
-    squares = [float(torch.linalg.vector_norm(model - mean, dtype=torch.float64)) ** 2 for model in tensors]
+    squares = [
+        float(torch.linalg.vector_norm(model - mean, dtype=torch.float64)) ** 2 for model in tensors
+    ]
     return mean, sum(squares) / len(tensors)
 
 
@@ -156,17 +169,21 @@ def mean_of(models: Sequence[Vector]) -> tuple[Vector, float | None]:
 class ModelSet:
     """Snapshots that make one evaluation together, until the last of them has come.
 
-    Each worker gives its model with the evaluation's `tick` (none = at the end); the home rank, a worker or not, gives
-    the counts. Where a snapshot was left out (see `run.control_channel`), its evaluation never comes and is
-    discarded. Of a failed worker no model is waited for. Of pieces of one model, as many are waited for as there are
-    servers.
+    Each worker gives its model with the evaluation's `tick` (none = at the end); the home rank, a
+    worker or not, gives the counts. Where a snapshot was left out (see `run.control_channel`), its
+    evaluation never comes and is discarded. Of a failed worker no model is waited for. Of pieces of
+    one model, as many are waited for as there are servers.
     """
 
     num_workers: int
     pieces: bool = False
-    _parts: dict[int | None, dict[int, tuple[Snapshot, Vector | None]]] = field(default_factory=dict)
+    _parts: dict[int | None, dict[int, tuple[Snapshot, Vector | None]]] = field(
+        default_factory=dict
+    )
     _gone: set[int] = field(default_factory=set)  # workers that are lost now
-    _without: dict[int | None, set[int]] = field(default_factory=dict)  # ... and of whom nothing will come
+    _without: dict[int | None, set[int]] = field(
+        default_factory=dict
+    )  # ... and of whom nothing will come
 
     def add(self, snapshot: Snapshot, params: Vector | None) -> EvaluatedModel | None:
         """The whole once all have come: with the counts and the latest time."""
@@ -209,7 +226,11 @@ class ModelSet:
         parts, without = self._parts[tick], self._without[tick]
         models = [model for _, (_, model) in sorted(parts.items()) if model is not None]
         home = next((part for part, _ in parts.values() if part.counts is not None), None)
-        if home is None or not models or len(models) + len(without - parts.keys()) < self.num_workers:
+        if (
+            home is None
+            or not models
+            or len(models) + len(without - parts.keys()) < self.num_workers
+        ):
             return None
         self._forget(tick)
         time_ns = home.time_ns if tick is None else max(part.time_ns for part, _ in parts.values())
@@ -234,10 +255,14 @@ def make_model_set(stage: Stage) -> ModelSet | None:
 LARGEST = math.sqrt(3.4028235e38)  # a larger parameter has no square in float32
 RISE = 1.1  # of the untrained model's loss: a larger one is a rise
 FAR = 10.0  # the same of minibatches and within the first epoch, where losses vary more
-UNRELATED = 0.5  # of the loss on samples paired at random: a larger loss means that little was learned
+UNRELATED = (
+    0.5  # of the loss on samples paired at random: a larger loss means that little was learned
+)
 
 
-def why_diverged(counts: Counts, found: Evaluation, params: Tensor, learner: Learner, num_workers: int) -> str | None:
+def why_diverged(
+    counts: Counts, found: Evaluation, params: Tensor, learner: Learner, num_workers: int
+) -> str | None:
     """Return why the run with this last evaluation has diverged, None if it has not."""
     step = f"after step {counts.steps}"
     if counts.diverged:
@@ -251,8 +276,9 @@ def why_diverged(counts: Counts, found: Evaluation, params: Tensor, learner: Lea
         length = max(squared(params), squared(untrained))
         if not found.consensus_distance <= num_workers * length:
             return (
-                f"the workers' models are unrelated {step}: their mean squared distance from their mean is "
-                f"{found.consensus_distance:.3g}, and that mean's squared length is {squared(params):.3g}"
+                f"the workers' models are unrelated {step}: their mean squared distance from their"
+                f" mean is {found.consensus_distance:.3g}, and that mean's squared length is"
+                f" {squared(params):.3g}"
             )
     before = learner.train_loss(untrained)
     if not math.isfinite(before):
@@ -261,14 +287,22 @@ def why_diverged(counts: Counts, found: Evaluation, params: Tensor, learner: Lea
     factor = FAR if counts.samples < learner.epoch_samples else RISE
     grown = risen(found.train_loss, before, factor)
     if grown and not risen(learner.train_loss(params, shift=1), found.train_loss, 1 / UNRELATED):
-        return f"the model's training loss is {found.train_loss:.3g} {step}, which is more than {untrained_loss}"
+        return (
+            f"the model's training loss is {found.train_loss:.3g} {step}, which is more than"
+            f" {untrained_loss}"
+        )
     if risen(counts.loss, before, FAR):
-        return f"the workers' training loss is {counts.loss:.3g} {step}, which is more than {untrained_loss}"
+        return (
+            f"the workers' training loss is {counts.loss:.3g} {step}, which is more than"
+            f" {untrained_loss}"
+        )
     return None
 
 
 def risen(loss: float, before: float, factor: float) -> bool:
-    """Return True if a loss is above another one by more than (factor − 1) times its size. Losses may be negative."""
+    """Return True if a loss is above another one by more than (factor − 1) times its size. Losses
+    may be negative.
+    """
     return loss > before + (factor - 1) * abs(before)
 
 

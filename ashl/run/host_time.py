@@ -1,4 +1,6 @@
-"""Predict the host seconds of a run in virtual time, from a few steps and an evaluation in this process."""
+"""Predict the host seconds of a run in virtual time, from a few steps and an evaluation in this
+process.
+"""
 
 from typing import NamedTuple
 
@@ -20,14 +22,18 @@ class Costs(NamedTuple):
 
 
 def measured_costs(first: PreparedPlan) -> Costs | None:
-    """Time a step and an evaluation of this run; None where nothing is computed (runtime.gradients=false)."""
+    """Time a step and an evaluation of this run; None where nothing is computed
+    (runtime.gradients=false).
+    """
     if not getattr(first.parts.runtime, "gradients", True):
         return None
     return Costs(step_here_s(*first), evaluation_here(*first)[0], len(first.data.train))
 
 
 def steps_of(plan: Plan, epoch_samples: int) -> float | None:
-    """Steps of the whole run: by its count, or by its seconds at the rate of its slowest stage; None without both."""
+    """Steps of the whole run: by its count, or by its seconds at the rate of its slowest stage;
+    None without both.
+    """
     rates = [stage.predicted_steps_per_s for stage in plan.stages if stage.predicted_steps_per_s]
     timed = plan.limits.seconds * min(rates) if plan.limits.seconds is not None and rates else None
     counts = [count for count in (plan.num_steps(epoch_samples), timed) if count is not None]
@@ -44,11 +50,16 @@ def host_s(plan: Plan, costs: Costs, cores: int = 1) -> float | None:
         return None
     batch = sum(worker.batch for worker in plan.stages[-1].workers) / plan.num_workers
     evaluations = steps * batch / costs.epoch_samples
-    limits, rates = plan.limits, [s.predicted_steps_per_s for s in plan.stages if s.predicted_steps_per_s]
+    limits, rates = (
+        plan.limits,
+        [s.predicted_steps_per_s for s in plan.stages if s.predicted_steps_per_s],
+    )
     if limits.eval_every_s is not None and rates:
         evaluations = steps / min(rates) / limits.eval_every_s
     elif limits.eval_every_commits is not None:
-        local_steps = sum(worker.local_steps for worker in plan.stages[-1].workers) / plan.num_workers
+        local_steps = (
+            sum(worker.local_steps for worker in plan.stages[-1].workers) / plan.num_workers
+        )
         evaluations = steps / max(1.0, local_steps) / limits.eval_every_commits
     at_once = cores if costs.step_s >= WORTH_S else 1
     return START_S + steps * costs.step_s * OVERHEAD / at_once + evaluations * costs.evaluation_s
@@ -58,4 +69,8 @@ def host_here_s(first: PreparedPlan) -> float | None:
     """Measure and predict a run by itself on this machine."""
     costs = measured_costs(first)
     asked = getattr(first.parts.runtime, "cores", 1)
-    return None if costs is None else host_s(first.plan, costs, count_cores(asked, first.plan.num_workers))
+    return (
+        None
+        if costs is None
+        else host_s(first.plan, costs, count_cores(asked, first.plan.num_workers))
+    )

@@ -1,7 +1,8 @@
 """Which network interface a rank's messages go through, for gloo and NCCL alike.
 
-gloo advertises the address of the interface that it is set to, and of itself what the machine's own name resolves to:
-with the `127.0.1.1 name` of a Debian that is loopback, and no other machine reaches it.
+gloo advertises the address of the interface that it is set to, and of itself what the machine's own
+name resolves to: with the `127.0.1.1 name` of a Debian that is loopback, and no other machine
+reaches it.
 """
 
 import fcntl
@@ -59,25 +60,31 @@ def addresses() -> dict[str, list[str]]:
     with suppress(OSError):  # a machine without IPv6
         for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines():
             digits, *_, name = line.split()
-            found.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+            found.setdefault(name, []).append(
+                socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+            )
     return found
 
 
 def check_loopback(by: str) -> None:
-    """Raise UsageError unless processes on this machine reach each other over 127.0.0.1. `by`: what needs it."""
+    """Raise UsageError unless processes on this machine reach each other over 127.0.0.1. `by`: what
+    needs it.
+    """
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             socket.create_connection(listener.getsockname(), timeout=LOOPBACK_S).close()
     except OSError as error:
         raise UsageError(
-            f"{by}: processes on this machine do not reach each other over loopback, 127.0.0.1 "
-            f"({error.strerror or error}); bring it up with `ip link set {LOOPBACK} up`, or take runtime=sim"
+            f"{by}: processes on this machine do not reach each other over loopback, 127.0.0.1"
+            f" ({error.strerror or error}); bring it up with `ip link set {LOOPBACK} up`, or take"
+            " runtime=sim"
         ) from error
 
 
 def named(wanted: str | None) -> Chosen | None:
-    """What `runtime.interface` names, else GLOO_SOCKET_IFNAME; None where neither does. Raises UsageError where this
-    machine has no such interface, or it has no address."""
+    """What `runtime.interface` names, else GLOO_SOCKET_IFNAME; None where neither does. Raises
+    UsageError where this machine has no such interface, or it has no address.
+    """
     by, names = (KEY, wanted) if wanted is not None else (GLOO, os.environ.get(GLOO, ""))
     if wanted is None and not names:
         return None
@@ -85,16 +92,21 @@ def named(wanted: str | None) -> Chosen | None:
     for name in names.split(","):
         if name not in there:
             raise UsageError(
-                f"{by}={names}, and {socket.gethostname()} has no interface {name!r}; there are: {', '.join(there)}"
+                f"{by}={names}, and {socket.gethostname()} has no interface {name!r}; there are:"
+                f" {', '.join(there)}"
             )
         if not there[name]:
             having = ", ".join(other for other, own in there.items() if own)
-            raise UsageError(f"{by}={names}, and {name} has no address; those that have one are: {having}")
+            raise UsageError(
+                f"{by}={names}, and {name} has no address; those that have one are: {having}"
+            )
     return Chosen(names, there[names.split(",")[0]][0], by)
 
 
 def towards(host: str, port: int = ANY_PORT) -> Chosen | None:
-    """The interface through which packets to that host leave; None where nothing leads there. Nothing is sent."""
+    """The interface through which packets to that host leave; None where nothing leads there.
+    Nothing is sent.
+    """
     try:
         targets = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError:
@@ -112,20 +124,30 @@ def towards(host: str, port: int = ANY_PORT) -> Chosen | None:
 
 
 def reaching(chosen: Chosen | None, elsewhere: Iterable[str | None]) -> Chosen | None:
-    """The interface for a rank whose job has processes on other machines, which have these addresses: loopback leads to
-    none of them."""
+    """The interface for a rank whose job has processes on other machines, which have these
+    addresses: loopback leads to none of them.
+    """
     if chosen is not None and (chosen.by or not chosen.loopback):
         return chosen
     for address in elsewhere:
-        if address and not is_loopback(address) and (found := towards(address)) and not found.loopback:
+        if (
+            address
+            and not is_loopback(address)
+            and (found := towards(address))
+            and not found.loopback
+        ):
             return found
     return chosen
 
 
 def use(chosen: Chosen | None) -> None:
-    """Have gloo and NCCL take this interface in this process; None = what they take by themselves."""
+    """Have gloo and NCCL take this interface in this process; None = what they take by
+    themselves.
+    """
     if chosen is None:
         return
     os.environ[GLOO] = chosen.name
     if chosen.by == KEY or NCCL not in os.environ:
-        os.environ[NCCL] = f"={chosen.name}"  # exactly this one, where NCCL would take any that begins like it
+        os.environ[NCCL] = (
+            f"={chosen.name}"  # exactly this one, where NCCL would take any that begins like it
+        )

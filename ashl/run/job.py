@@ -1,5 +1,6 @@
-"""A job that others have started, torchrun say: its processes meet, one joins and records it, the others take part, and
-all leave in order."""
+"""A job that others have started, torchrun say: its processes meet, one joins and records it, the
+others take part, and all leave in order.
+"""
 
 import os
 import socket
@@ -65,8 +66,12 @@ class ProcessAssignment(NamedTuple):
     ] = ()  # of a server, or coordinator, that has no process and is a child of process 0
 
 
-def join_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership) -> ProcessAssignment:
-    """Meet the others, and find out who plays which rank. Raises AshlError, in all processes, where that cannot be."""
+def join_job(
+    plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMembership
+) -> ProcessAssignment:
+    """Meet the others, and find out who plays which rank. Raises AshlError, in all processes, where
+    that cannot be.
+    """
     runtime = parts.runtime
     if interface.is_loopback(job.host):
         interface.check_loopback(f"MASTER_ADDR={job.host}")
@@ -87,7 +92,10 @@ def join_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
         check_interfaces(hellos)
         processes, note = assign_processes(plan, parts, config["profile"], hellos)
         check_gpus(hellos, processes[: plan.num_workers], bool(runtime.share_gpu))
-        gpus = [peer.gpu and (peer.machine, peer.gpu) for peer in (hellos[process] for process in processes)]
+        gpus = [
+            peer.gpu and (peer.machine, peer.gpu)
+            for peer in (hellos[process] for process in processes)
+        ]
         apart = one_each(gpus, runtime)
     except UsageError:
         leave_job(store, job)
@@ -98,10 +106,14 @@ def join_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
         device = HOST  # the GPU is a worker's
     through = interface.reaching(chosen, elsewhere) if elsewhere else chosen
     where = job.host, job.port, job_secret(job), hellos[0].host
-    settings = RankSettings(rank, *where, ".", config["tracking"]["events"], False, through, device, apart)
+    settings = RankSettings(
+        rank, *where, ".", config["tracking"]["events"], False, through, device, apart
+    )
     settings = settings._replace(saves_checkpoints=config["run"]["checkpoint_s"] is not None)
     colocated = [
-        settings._replace(rank=other) for other in range(rank + 1, plan.num_ranks) if processes[other] == job.rank
+        settings._replace(rank=other)
+        for other in range(rank + 1, plan.num_ranks)
+        if processes[other] == job.rank
     ]
     if colocated and gpus[rank] is not None:
         colocated = [other._replace(device=HOST) for other in colocated]  # the GPU is the worker's
@@ -111,13 +123,17 @@ def join_job(plan: Plan, parts: Parts, config: Mapping[str, Any], job: JobMember
 def assign_processes(
     plan: Plan, parts: Parts, path: str | None, hellos: tuple[Hello, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The process of each rank of the plan, and what is to be said of the one that is no worker's."""
+    """The process of each rank of the plan, and what is to be said of the one that is no
+    worker's.
+    """
     profile = read_profile(path) if path else None
     request = placement_by_profile(profile, hellos, placement_of(parts), str(path))
     processes = assign_ranks(hellos, plan.num_workers, plan.num_ranks, request)
     check_profile(profile, hellos, processes, str(path))
     shared = shares_a_node(hellos, plan.num_ranks)
-    return processes, server_notes(plan, hellos[processes[-1]].host, request, profile, str(path), shared)
+    return processes, server_notes(
+        plan, hellos[processes[-1]].host, request, profile, str(path), shared
+    )
 
 
 def placement_of(parts: Parts) -> PlacementRequest:
@@ -140,13 +156,23 @@ def notes_before_start(plan: Plan, parts: Parts, path: str | None, size: int) ->
 
 
 def server_notes(
-    plan: Plan, host: str | None, request: PlacementRequest, profile: Profile | None, path: str, shared: bool
+    plan: Plan,
+    host: str | None,
+    request: PlacementRequest,
+    profile: Profile | None,
+    path: str,
+    shared: bool,
 ) -> tuple[str, ...]:
-    """How many workers there are beside a server or coordinator, where that is, and what has decided it."""
+    """How many workers there are beside a server or coordinator, where that is, and what has
+    decided it.
+    """
     if plan.num_ranks == plan.num_workers:
         return ()
     who = role_name(plan, plan.num_workers).partition(" (")[0]
-    count = f"the job is {pluralize(plan.num_workers, 'worker', 'workers')} and {who.replace('the', 'a', 1)}"
+    count = (
+        f"the job is {pluralize(plan.num_workers, 'worker', 'workers')} and"
+        f" {who.replace('the', 'a', 1)}"
+    )
     return count, server_note(who, host, request, profile, path, shared)
 
 
@@ -156,8 +182,8 @@ def check_interfaces(hellos: tuple[Hello, ...]) -> None:
         there = next((other for other in hellos if other.machine != peer.machine), None)
         if there and peer.interface_by and peer.address and interface.is_loopback(peer.address):
             raise UsageError(
-                f"{peer.interface_by} of rank {peer.rank} on {peer.host} names loopback, and rank {there.rank} is on "
-                f"{there.host}; name the interface between them, or drop it"
+                f"{peer.interface_by} of rank {peer.rank} on {peer.host} names loopback, and rank"
+                f" {there.rank} is on {there.host}; name the interface between them, or drop it"
             )
 
 
@@ -175,13 +201,17 @@ def meet_processes(
             leave_job(store, job)
             raise
 
-    late = f"the master {job.host}:{job.port} does not answer as a job's store does; is another program using the port?"
+    late = (
+        f"the master {job.host}:{job.port} does not answer as a job's store does; is another"
+        " program using the port?"
+    )
     return call_within(2 * timeout_s + PATIENCE_S, meet, late)
 
 
 def call_within(limit_s: float, act: Callable[[], T], late: str) -> T:
-    """What `act` returns or raises. What the store does cannot be interrupted, so that another thread waits for it.
-    Raises AshlError where it takes longer."""
+    """What `act` returns or raises. What the store does cannot be interrupted, so that another
+    thread waits for it. Raises AshlError where it takes longer.
+    """
     awake = membership_listener.AwakeTime()
     outcome = call_unless_failed(act, lambda: awake.passed_s() > limit_s)
     if outcome is None:
@@ -191,7 +221,9 @@ def call_within(limit_s: float, act: Callable[[], T], late: str) -> T:
 
 @contextmanager
 def aborting_job_on_error(plan: Plan, assignment: ProcessAssignment | None) -> Generator[None]:
-    """What keeps the process of rank 0 from beginning, once all have met, is reported to the others."""
+    """What keeps the process of rank 0 from beginning, once all have met, is reported to the
+    others.
+    """
     try:
         yield
     except AshlError as error:
@@ -203,7 +235,9 @@ def aborting_job_on_error(plan: Plan, assignment: ProcessAssignment | None) -> G
 def abort_job(plan: Plan, assignment: ProcessAssignment, end: End) -> None:
     """All have met, and the run does not begin."""
     channel = ControlChannel(assignment.store.another(), plan.num_ranks, plan.num_params)
-    channel.close(end, here=[settings.rank for settings in (assignment.settings, *assignment.colocated)])
+    channel.close(
+        end, here=[settings.rank for settings in (assignment.settings, *assignment.colocated)]
+    )
     leave_job(assignment.store, assignment.job)
 
 
@@ -215,7 +249,12 @@ def reporting_error_to_job(job: JobMembership | None) -> Generator[None]:
     except AshlError as error:
         if job is not None:
             with suppress(AshlError):
-                meet_processes(job, make_hello(job, error=plain(str(error)), exit_code=error.exit_code), "", PATIENCE_S)
+                meet_processes(
+                    job,
+                    make_hello(job, error=plain(str(error)), exit_code=error.exit_code),
+                    "",
+                    PATIENCE_S,
+                )
         raise
 
 
@@ -224,22 +263,26 @@ def job_secret(job: JobMembership) -> Secret:
 
 
 def connect_store(job: JobMembership, timeout_s: float) -> AuthenticatedStore:
-    """The job's store. Raises AshlError where its port is taken, or nobody answers there in time."""
+    """The job's store. Raises AshlError where its port is taken, or nobody answers there
+    in time.
+    """
     master = job.rank == 0 and not job.agent_store
     if not master:
         await_master(job, timeout_s)
     try:
         limit = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(job.host, job.port, is_master=master, wait_for_workers=False, timeout=limit)
+        store = dist.TCPStore(
+            job.host, job.port, is_master=master, wait_for_workers=False, timeout=limit
+        )
     except RuntimeError as error:
         if master and "EADDRINUSE" in str(error):
             raise UsageError(
-                f"the port {job.port} (MASTER_PORT) is taken on {socket.gethostname()}; choose another, or end the job "
-                "that has it"
+                f"the port {job.port} (MASTER_PORT) is taken on {socket.gethostname()}; choose"
+                " another, or end the job that has it"
             ) from error
         raise AshlError(
-            f"the master {job.host}:{job.port} does not answer as a job's store does ({first_line(error)}); is another "
-            "program using the port?"
+            f"the master {job.host}:{job.port} does not answer as a job's store does"
+            f" ({first_line(error)}); is another program using the port?"
         ) from error
     store.set_timeout(NEVER)
     return AuthenticatedStore(store, job_secret(job))
@@ -250,15 +293,22 @@ def await_master(job: JobMembership, timeout_s: float) -> None:
     end = time.monotonic() + timeout_s
     while True:
         try:
-            socket.create_connection((job.host, job.port), timeout=max(0.1, end - time.monotonic())).close()
+            socket.create_connection(
+                (job.host, job.port), timeout=max(0.1, end - time.monotonic())
+            ).close()
             return
         except OSError as error:
             if time.monotonic() > end:
                 unknown = isinstance(error, socket.gaierror)
                 raise AshlError(
-                    f"the master {job.host}:{job.port} (MASTER_ADDR, MASTER_PORT) did not answer within {timeout_s:g} "
-                    f"s (runtime.heartbeat_timeout_s): {error.strerror or error}; is rank 0 running, and "
-                    + ("known here by that name (torchrun --local-addr)?" if unknown else "reachable?")
+                    f"the master {job.host}:{job.port} (MASTER_ADDR, MASTER_PORT) did not answer"
+                    f" within {timeout_s:g} s (runtime.heartbeat_timeout_s):"
+                    f" {error.strerror or error}; is rank 0 running, and "
+                    + (
+                        "known here by that name (torchrun --local-addr)?"
+                        if unknown
+                        else "reachable?"
+                    )
                 ) from error
         time.sleep(3 * POLL_S)
 
@@ -271,17 +321,19 @@ def run_as_controller(
     checkpoint_manager: CheckpointManager,
     saved: Checkpoint | None = None,
 ) -> dict | None:
-    """The process of rank 0 of the job: its rank of the plan is a child, so that evaluating snapshots and writing
-    records never hold it up, and so is a server that has no process of its own. Where ranks keep their parts of
-    checkpoints, the others are given theirs of the one that counts, as this process alone has the run folder. See
-    `run_controller`."""
+    """The process of rank 0 of the job: its rank of the plan is a child, so that evaluating
+    snapshots and writing records never hold it up, and so is a server that has no process of its
+    own. Where ranks keep their parts of checkpoints, the others are given theirs of the one that
+    counts, as this process alone has the run folder. See `run_controller`.
+    """
     rank_settings = [
         settings._replace(run_dir=str(run_dir), rounds=monitor.rounds, log=True)
         for settings in (assignment.settings, *assignment.colocated)
     ]
     if saved is not None:
         rank_settings = [
-            settings._replace(saved=str(saved.folder), since_ns=saved.time_ns) for settings in rank_settings
+            settings._replace(saved=str(saved.folder), since_ns=saved.time_ns)
+            for settings in rank_settings
         ]
     for rank in (
         set(range(plan.num_ranks)) - {settings.rank for settings in rank_settings}
@@ -289,15 +341,20 @@ def run_as_controller(
         else ()
     ):
         send_restore_point(assignment.store, rank, saved)
-    return run_controller(plan, run_dir, monitor, assignment.store.another(), rank_settings, checkpoint_manager)
+    return run_controller(
+        plan, run_dir, monitor, assignment.store.another(), rank_settings, checkpoint_manager
+    )
 
 
 def run_as_rank(plan: Plan, assignment: ProcessAssignment) -> int:
-    """Any other process of the job: it plays its rank here; returns the exit code. Where the run goes on without it,
-    that is no failure to torchrun, which would end all others."""
+    """Any other process of the job: it plays its rank here; returns the exit code. Where the run
+    goes on without it, that is no failure to torchrun, which would end all others.
+    """
 
     def exit_evicted(end: End) -> NoReturn:
-        membership_listener.exit_process(end._replace(code=0) if assignment.job.agent_store else end)
+        membership_listener.exit_process(
+            end._replace(code=0) if assignment.job.agent_store else end
+        )
 
     return run_rank(assignment.settings, plan.to_json(), exit_evicted).code
 

@@ -1,4 +1,6 @@
-"""Home's side of a real run: start the ranks that run here, attend to all of them, tell all how it ended."""
+"""Home's side of a real run: start the ranks that run here, attend to all of them, tell all how it
+ended.
+"""
 
 import logging
 import multiprocessing as mp
@@ -40,7 +42,9 @@ logger = logging.getLogger(__name__)
 
 CONTROLLER_LOG = "controller.log"
 SHORT = "/tmp"
-SOCKET_FOLDER_BYTES = 70  # the path of a socket has at most 107, of which multiprocessing's own names take 32
+SOCKET_FOLDER_BYTES = (
+    70  # the path of a socket has at most 107, of which multiprocessing's own names take 32
+)
 
 
 def check_local(plan: Plan, runtime: Any) -> None:
@@ -50,8 +54,8 @@ def check_local(plan: Plan, runtime: Any) -> None:
     devices = devices_of(plan, runtime)[: plan.num_workers]
     if runtime.share_gpu is False and HOST not in devices and len(set(devices)) < len(devices):
         raise UsageError(
-            f"{len(devices)} workers on {len(set(devices))} GPUs, and runtime.share_gpu is false; take as many workers "
-            "as there are GPUs, or runtime.share_gpu=true"
+            f"{len(devices)} workers on {len(set(devices))} GPUs, and runtime.share_gpu is false;"
+            " take as many workers as there are GPUs, or runtime.share_gpu=true"
         )
     one_each([*map(gpu_index, devices)], runtime)
 
@@ -62,7 +66,11 @@ def devices_of(plan: Plan, runtime: Any) -> list[str]:
 
 
 def launch(
-    plan: Plan, run_dir: Path, monitor: Monitor, checkpoint_manager: CheckpointManager, saved: Checkpoint | None = None
+    plan: Plan,
+    run_dir: Path,
+    monitor: Monitor,
+    checkpoint_manager: CheckpointManager,
+    saved: Checkpoint | None = None,
 ) -> dict | None:
     """All ranks on this machine, as they were saved or from the beginning; see `run_controller`."""
     runtime = monitor.job.parts.runtime
@@ -70,19 +78,34 @@ def launch(
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=NEVER, master_listen_fd=listener.detach()
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=NEVER,
+        master_listen_fd=listener.detach(),
     )
     secret = new_secret()
-    settings = RankSettings(0, "127.0.0.1", port, secret, platform.node(), str(run_dir), monitor.rounds, True, through)
+    settings = RankSettings(
+        0, "127.0.0.1", port, secret, platform.node(), str(run_dir), monitor.rounds, True, through
+    )
     settings = settings._replace(saves_checkpoints=checkpoint_manager.every_s is not None)
     devices = devices_of(plan, runtime)
     apart = one_each([*map(gpu_index, devices)], runtime)
     if saved is not None:
         settings = settings._replace(saved=str(saved.folder), since_ns=saved.time_ns)
-    rank_settings = [settings._replace(rank=rank, device=device, one_each=apart) for rank, device in enumerate(devices)]
+    rank_settings = [
+        settings._replace(rank=rank, device=device, one_each=apart)
+        for rank, device in enumerate(devices)
+    ]
     with publish_join_endpoint(run_dir, "127.0.0.1", port, secret):
         return run_controller(
-            plan, run_dir, monitor, AuthenticatedStore(store, secret), rank_settings, checkpoint_manager
+            plan,
+            run_dir,
+            monitor,
+            AuthenticatedStore(store, secret),
+            rank_settings,
+            checkpoint_manager,
         )
 
 
@@ -96,8 +119,10 @@ def run_controller(
 ) -> dict | None:
     """Start these ranks on this node and supervise all ranks until they have exited.
 
-    Writes `controller.log` in the run folder. However the run ends, every process of the job is notified.
-    Returns: how well the declared pace was kept; None if the run was interrupted and a rank did not exit in time.
+    Writes `controller.log` in the run folder. However the run ends, every process of the job is
+    notified.
+    Returns: how well the declared pace was kept; None if the run was interrupted and a rank did not
+    exit in time.
     Raises: AshlError that names the failed rank.
     """
     with logging_to(run_dir / CONTROLLER_LOG, "controller"), titled("ashl controller"):
@@ -115,7 +140,8 @@ def supervise_ranks(
     """Do what `run_controller` says, in a process that has its log and title."""
     runtime = monitor.job.parts.runtime
     logger.info(
-        "starts a run of %d workers and %d ranks, %d of them on node %s; heartbeat timeout %g s, checkpoints: %s",
+        "starts a run of %d workers and %d ranks, %d of them on node %s; heartbeat timeout %g s,"
+        " checkpoints: %s",
         plan.num_workers,
         plan.num_ranks,
         len(rank_settings),
@@ -125,19 +151,34 @@ def supervise_ranks(
     )
     monitor.states_travel = True
     publish_fingerprint(store, monitor.job.learner.fingerprint())
-    channel = ControlChannel(store, plan.num_ranks, plan.num_params, shard_sizes(monitor.job.stages[0]))
+    channel = ControlChannel(
+        store, plan.num_ranks, plan.num_params, shard_sizes(monitor.job.stages[0])
+    )
     end, processes = End(130), dict[int, BaseProcess]()
     try:
         with rank_processes(plan, rank_settings) as (processes, start):
-            parts, by_rank = monitor.job.parts, {settings.rank: settings for settings in rank_settings}
+            parts, by_rank = (
+                monitor.job.parts,
+                {settings.rank: settings for settings in rank_settings},
+            )
             seen = LivenessMonitor(
-                plan, channel, processes, by_rank, start, survives_failure(parts), admits_rejoin(parts)
+                plan,
+                channel,
+                processes,
+                by_rank,
+                start,
+                survives_failure(parts),
+                admits_rejoin(parts),
             )
             pace = supervise(seen, run_dir, monitor, checkpoint_manager)
         if pace is not None:
             end = End(0)
         stages = monitor.run_state.stages
-        reason = "interrupted" if pace is None else (stages[-1].reason if stages else None) or "all stages are complete"
+        reason = (
+            "interrupted"
+            if pace is None
+            else (stages[-1].reason if stages else None) or "all stages are complete"
+        )
         logger.info("the run ends: %s", reason)
         return pace
     except Exception as error:
@@ -153,7 +194,9 @@ def supervise_ranks(
 def rank_processes(
     plan: Plan, rank_settings: Sequence[RankSettings]
 ) -> Generator[tuple[dict[int, BaseProcess], Callable[[int, int], None]]]:
-    """Processes for these ranks, and how a rank gets one in another life; whatever happens, none is left behind."""
+    """Processes for these ranks, and how a rank gets one in another life; whatever happens, none is
+    left behind.
+    """
     context: Any = mp.get_context("spawn" if torch.cuda.is_initialized() else "forkserver")
     by_rank = {settings.rank: settings for settings in rank_settings}
     processes: dict[int, BaseProcess] = {}
@@ -161,11 +204,15 @@ def rank_processes(
 
     def start(rank: int, incarnation: int) -> None:
         settings = by_rank[rank]._replace(incarnation=incarnation)
-        process = context.Process(target=run_rank_in_child, args=(settings, plan.to_json()), name=f"rank{rank}")
+        process = context.Process(
+            target=run_rank_in_child, args=(settings, plan.to_json()), name=f"rank{rank}"
+        )
         all_processes.append(process)
         with allow_children():
             process.start()
-        logger.info("started rank %d, incarnation %d, as process %s", rank, incarnation, process.pid)
+        logger.info(
+            "started rank %d, incarnation %d, as process %s", rank, incarnation, process.pid
+        )
         processes[rank] = process
 
     try:
@@ -185,13 +232,13 @@ def rank_processes(
 def start_fork_server(*preload: str) -> None:
     """Start Python's fork server, which imports these modules once for all processes that it makes.
 
-    A Ctrl-C in the terminal reaches every process, as does a queue's SIGTERM and the SIGHUP of a terminal that closes,
-    and the fork server would die of it, and take its word on the ranks with it. It inherits that they are blocked; here
-    they wait until they are not.
+    A Ctrl-C in the terminal reaches every process, as does a queue's SIGTERM and the SIGHUP of a
+    terminal that closes, and the fork server would die of it, and take its word on the ranks with
+    it. It inherits that they are blocked; here they wait until they are not.
 
-    Python's fork server looks for what it preloads in the working directory first, which may be a checkout where this
-    process has the installed package, or the other way round. The processes it makes have this one's path, so it is
-    given that, too.
+    Python's fork server looks for what it preloads in the working directory first, which may be a
+    checkout where this process has the installed package, or the other way round. The processes it
+    makes have this one's path, so it is given that, too.
     """
     path = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     own = {name: os.environ.get(name) for name in path}
@@ -204,14 +251,17 @@ def start_fork_server(*preload: str) -> None:
         shorten_socket_paths()
         try:
             forkserver.ensure_running()
-        except ChildProcessError:  # this process was forked from one that has a fork server, which is not its own
+        except (
+            ChildProcessError
+        ):  # this process was forked from one that has a fork server, which is not its own
             forkserver._forkserver.__init__()
             forkserver.set_forkserver_preload([*preload])
             forkserver.ensure_running()
     except OSError as error:
         raise AshlError(
-            f"no process can be started: {error.strerror or error} (temporary files go to {tempfile.gettempdir()}); "
-            "set TMPDIR to a short path that can be written, as TMPDIR=/tmp"
+            f"no process can be started: {error.strerror or error} (temporary files go to"
+            f" {tempfile.gettempdir()}); set TMPDIR to a short path that can be written, as"
+            " TMPDIR=/tmp"
         ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -235,8 +285,9 @@ def shorten_socket_paths() -> None:
 
 @contextmanager
 def allow_children() -> Generator[None]:
-    """Let this process start others, also where it is a daemonic one of multiprocessing's: what it starts ends with
-    it (`ashl.run.process_setup.die_with_parent`)."""
+    """Let this process start others, also where it is a daemonic one of multiprocessing's: what it
+    starts ends with it (`ashl.run.process_setup.die_with_parent`).
+    """
     process = mp.current_process()
     daemonic, process.daemon = process.daemon, False
     try:

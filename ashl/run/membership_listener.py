@@ -1,10 +1,10 @@
 """A rank's side of supervision: its view of which peers are members, and its watchdog.
 
-`MembershipListener` applies the controller's control updates: it disconnects failed peers and connects those that
-rejoin. `Watchdog` ends this process when the job's store or the controller is silent for
-`runtime.heartbeat_timeout_s`. A call to a store whose link is cut never returns, nor does a collective of gloo, so the
-watchdog's thread calls neither. It counts only while this process is awake: a process that was stopped must not take
-the others for silent.
+`MembershipListener` applies the controller's control updates: it disconnects failed peers and
+connects those that rejoin. `Watchdog` ends this process when the job's store or the controller is
+silent for `runtime.heartbeat_timeout_s`. A call to a store whose link is cut never returns, nor
+does a collective of gloo, so the watchdog's thread calls neither. It counts only while this process
+is awake: a process that was stopped must not take the others for silent.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class MembershipListener:
         """Return the ranks whose latest incarnation failed."""
         with self._lock:
             return {
-                rank for rank, incarnation in self._failed.items() if incarnation >= self._incarnations.get(rank, 0)
+                rank
+                for rank, incarnation in self._failed.items()
+                if incarnation >= self._incarnations.get(rank, 0)
             }
 
     def on_membership(self, news: ControlUpdate) -> None:
@@ -67,7 +69,9 @@ class MembershipListener:
             self._failed = lost
         for rank, incarnation in lost.items():
             if incarnation >= self._incarnations.get(rank, 0) and previous.get(rank) != incarnation:
-                logger.warning("worker %d, incarnation %d, failed; continues without it", rank, incarnation)
+                logger.warning(
+                    "worker %d, incarnation %d, failed; continues without it", rank, incarnation
+                )
                 self._kernel.mark_peer_failed(rank, "the run continues without it")
                 if self._consensus is not None:
                     self._consensus.mark_failed(rank, incarnation)
@@ -76,12 +80,17 @@ class MembershipListener:
                 with self._lock:
                     self._incarnations[rank] = incarnation
                 threading.Thread(
-                    target=self._connect_rejoined, args=(rank, incarnation), daemon=True, name=f"let_in-{rank}"
+                    target=self._connect_rejoined,
+                    args=(rank, incarnation),
+                    daemon=True,
+                    name=f"let_in-{rank}",
                 ).start()
 
     def _connect_rejoined(self, rank: int, incarnation: int) -> None:
         store = self._store.another()
-        group = admit_worker(store, self._rank, self._incarnation, rank, incarnation, self._kernel.clock_ns)
+        group = admit_worker(
+            store, self._rank, self._incarnation, rank, incarnation, self._kernel.clock_ns
+        )
         self._kernel.connect_peer(rank, incarnation, group)
         if self._consensus is not None:
             self._consensus.mark_connected(rank, incarnation)
@@ -101,8 +110,15 @@ class Watchdog:
     """Ends this process if the store or the controller is silent for `timeout_s` seconds."""
 
     def __init__(self, timeout_s: float, store: str, controller: str, code: int) -> None:
-        """Args: store, its address; controller, its host; code, the exit code of this process if one is silent."""
-        self._timeout_s, self._store, self._controller, self._code = timeout_s, store, controller, code
+        """Args: store, its address; controller, its host; code, the exit code of this process if
+        one is silent.
+        """
+        self._timeout_s, self._store, self._controller, self._code = (
+            timeout_s,
+            store,
+            controller,
+            code,
+        )
         self._store_silent_s = self._controller_silent_s = 0.0  # seconds since
         self._stopped = threading.Event()
         threading.Thread(target=self._loop, daemon=True, name="watchdog").start()
@@ -120,14 +136,18 @@ class Watchdog:
         self._stopped.set()
 
     def check_timeouts(self, passed_s: float) -> End | None:
-        """Return the reason to end this process, if there is one, `passed_s` seconds after the last check."""
+        """Return the reason to end this process, if there is one, `passed_s` seconds after the last
+        check.
+        """
         awake_s = min(passed_s, AWAKE_S)
         self._store_silent_s += awake_s
         self._controller_silent_s += awake_s
         if max(self._store_silent_s, self._controller_silent_s) <= self._timeout_s:
             return None
         for_so_long = f"for {self._timeout_s:g} s (runtime.heartbeat_timeout_s)"
-        if self._controller_silent_s - self._store_silent_s < SAME_CAUSE_S:  # no news, because no answers
+        if (
+            self._controller_silent_s - self._store_silent_s < SAME_CAUSE_S
+        ):  # no news, because no answers
             return End(self._code, f"the job's store at {self._store} did not answer {for_so_long}")
         controller = f"the process that keeps the records, on {self._controller},"
         return End(self._code, f"nothing was heard of {controller} {for_so_long}")
@@ -143,7 +163,9 @@ class Watchdog:
 
 
 def exit_process(end: End) -> NoReturn:
-    """End this process without destructors: they would wait for threads that may be blocked forever."""
+    """End this process without destructors: they would wait for threads that may be blocked
+    forever.
+    """
     with suppress(OSError, ValueError):  # a full disk; a closed terminal
         if end.why:
             sys.stderr.write(f"ashl: {end.why}\n")
@@ -153,7 +175,9 @@ def exit_process(end: End) -> NoReturn:
 
 
 class AwakeTime:
-    """Measures seconds for which this process was not stopped. Call `passed_s` at least every `AWAKE_S` seconds."""
+    """Measures seconds for which this process was not stopped. Call `passed_s` at least every
+    `AWAKE_S` seconds.
+    """
 
     def __init__(self) -> None:
         self._last, self._passed_s = time.monotonic(), 0.0

@@ -1,4 +1,5 @@
-"""Metrics of a run: a line of metrics.jsonl under the names that MLflow shows, and the workers' compression metrics.
+"""Metrics of a run: a line of metrics.jsonl under the names that MLflow shows, and the workers'
+compression metrics.
 
 A codec that enlarges what it encodes is not a contraction; `CompressionMetrics` warns of it.
 """
@@ -27,11 +28,19 @@ class Waited(NamedTuple):
 
 
 def metrics_line(
-    counts: Counts, found: Evaluation, time_s: float, host_s: float, workers: Sequence[Waited], extra: dict[str, float]
+    counts: Counts,
+    found: Evaluation,
+    time_s: float,
+    host_s: float,
+    workers: Sequence[Waited],
+    extra: dict[str, float],
 ) -> dict[str, Any]:
     """One evaluation; `extra` are metrics beside those that every run has."""
     waited = sum(worker.wait_s for worker in workers)
-    up, down = sum(worker.bytes_up for worker in workers), sum(worker.bytes_down for worker in workers)
+    up, down = (
+        sum(worker.bytes_up for worker in workers),
+        sum(worker.bytes_down for worker in workers),
+    )
     pushes = sum(counts.commits)
     distance = found.consensus_distance
     return {
@@ -64,8 +73,9 @@ def values_of(ranks: Iterable[Measures]) -> dict[str, float]:
 
 
 def summed_up(ranks: Iterable[Measures]) -> dict[str, dict[str, float]]:
-    """Of each measure, over the ranks that have it: `last`, the mean of their latest values, and `mean`, that of all
-    values of the run."""
+    """Of each measure, over the ranks that have it: `last`, the mean of their latest values, and
+    `mean`, that of all values of the run.
+    """
     by_name: dict[str, list] = {}
     for measures in ranks:
         for name, found in measures.items():
@@ -73,7 +83,9 @@ def summed_up(ranks: Iterable[Measures]) -> dict[str, dict[str, float]]:
     return {
         name: {
             "last": fmean(found.last for found in all_found),
-            "mean": sum(found.total for found in all_found) / sum(found.count for found in all_found),
+            "mean": (
+                sum(found.total for found in all_found) / sum(found.count for found in all_found)
+            ),
         }
         for name, all_found in sorted(by_name.items())
     }
@@ -84,7 +96,9 @@ OFTEN = 3  # reports in a row in which a worker's update must have grown before 
 
 @dataclass
 class Health:
-    """The latest report of each worker, how often in a row its update grew, and updates that wait for their mean."""
+    """The latest report of each worker, how often in a row its update grew, and updates that wait
+    for their mean.
+    """
 
     dense_bytes: int
     latest: dict[int, records.Health] = field(default_factory=dict)
@@ -100,18 +114,22 @@ class Health:
         grows = error is not None and error > 1 and not report.unbiased
         self.grown[rank] = self.grown.get(rank, 0) + 1 if grows else 0
         if self.grown[rank] == OFTEN and self.warning is None:
-            layers = {name: found["relative_error"] or 0.0 for name, found in (report.layers or {}).items()}
+            layers = {
+                name: found["relative_error"] or 0.0
+                for name, found in (report.layers or {}).items()
+            }
             worst = max(layers, key=lambda name: layers[name], default=None)
             where = f", most of all in layer {worst}" if worst else ""
             self.warning = (
-                f"the codec is not a contraction: at worker {rank} the relative error of messages is {error:.3g}, "
-                f"above 1{where}; training may diverge. Take more bits, a larger ratio, or a codec that is a "
-                "contraction"
+                f"the codec is not a contraction: at worker {rank} the relative error of messages"
+                f" is {error:.3g}, above 1{where}; training may diverge. Take more bits, a larger"
+                " ratio, or a codec that is a contraction"
             )
 
     def update(self, shown: UpdateShown, vector: Tensor, num_workers: int) -> None:
-        """An update before compression, or what the merge made of all of them: once all have come, their cosine. What
-        is incomplete when a later one is complete is forgotten."""
+        """An update before compression, or what the merge made of all of them: once all have come,
+        their cosine. What is incomplete when a later one is complete is forgotten.
+        """
         parts = self._updates.setdefault(shown.tick, {})
         parts[shown.of] = (shown.weight, vector)
         if len(parts) <= num_workers:
@@ -127,16 +145,22 @@ class Health:
         """Means over the workers' latest reports."""
         rows = self.latest.values()
         columns = {
-            "relative_error": [row.relative_error for row in rows if row.relative_error is not None],
+            "relative_error": [
+                row.relative_error for row in rows if row.relative_error is not None
+            ],
             "residual": [row.residual for row in rows if row.residual is not None],
             "cosine": [row.cosine for row in rows if row.cosine is not None],
-            "aggregate_cosine": [self.aggregate_cosine] if self.aggregate_cosine is not None else [],
+            "aggregate_cosine": (
+                [self.aggregate_cosine] if self.aggregate_cosine is not None else []
+            ),
             "bits": [32 * fmean(row.nbytes for row in rows) / self.dense_bytes] if rows else [],
         }
         return {f"compress/{name}": fmean(values) for name, values in columns.items() if values}
 
     def report(self) -> dict[str, Any] | None:
-        """What the summary says: the measures, the bytes of a message by what they are for, and the layers."""
+        """What the summary says: the measures, the bytes of a message by what they are for, and the
+        layers.
+        """
         if not self.latest:
             return None
         rows = list(self.latest.values())

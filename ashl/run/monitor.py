@@ -1,4 +1,6 @@
-"""Beside every run, off its clock: takes in what the ranks say, has snapshots evaluated, keeps the records."""
+"""Beside every run, off its clock: takes in what the ranks say, has snapshots evaluated, keeps the
+records.
+"""
 
 import hashlib
 import time
@@ -81,35 +83,50 @@ class MonitorState:
     best: Tensor | None = None  # the model of the best evaluation
     best_state: Any = None  # ... and what forward passes had changed beside its parameters
     outages: list[Outage] = field(default_factory=list)  # in the order in which they began
-    borders: list[dict[int, dict[str, int]]] = field(default_factory=list)  # by stage that gave way, by worker: totals
+    borders: list[dict[int, dict[str, int]]] = field(
+        default_factory=list
+    )  # by stage that gave way, by worker: totals
 
     @property
     def ended(self) -> int:
-        """How many stages are over; of the end of one nobody may have heard, where its home rank was lost just then."""
+        """How many stages are over; of the end of one nobody may have heard, where its home rank
+        was lost just then.
+        """
         return self.stages[-1].stage + 1 if self.stages else 0
 
 
 class Monitor:
     """The observer of a run, in the process that records it.
 
-    In virtual time the kernel calls it directly and `stopping` acts at once; for real processes it is handed what
-    their reporters sent, and passes `stopping` on.
+    In virtual time the kernel calls it directly and `stopping` acts at once; for real processes it
+    is handed what their reporters sent, and passes `stopping` on.
     """
 
     def __init__(
-        self, plan: Plan, job: Job, recorder: Recorder, progress: Progress, *, rounds: Rounds, weights: bool
+        self,
+        plan: Plan,
+        job: Job,
+        recorder: Recorder,
+        progress: Progress,
+        *,
+        rounds: Rounds,
+        weights: bool,
     ) -> None:
         self.plan, self.job, self.recorder, self.progress = plan, job, recorder, progress
         self.rounds, self.weights = rounds, weights
         self.run_state = MonitorState(Health(4 * plan.num_params), make_model_set(job.stages[0]))
         self.beats: dict[int, Heartbeat] = {}
-        self.read_beats: Callable[[], list[Heartbeat]] | None = None  # in virtual time: ask the nodes
+        self.read_beats: Callable[[], list[Heartbeat]] | None = (
+            None  # in virtual time: ask the nodes
+        )
         self.ledgers: dict[int, TimeTotals] = {}
         self.hosts: dict[int, Placed] = {}  # of real processes
         self.final: Counts | None = None
         self.not_finite: str | None = None  # what was no number before any loss was
         self.sha256: str | None = None
-        self.states_travel = False  # whether workers send what their modules keep, the last after their last model
+        self.states_travel = (
+            False  # whether workers send what their modules keep, the last after their last model
+        )
         self._waiting: EvaluatedModel | None = None  # the last model, until they have
         self.refused = 0  # messages that came to a real run and were not of it
         self._started = time.monotonic()
@@ -130,7 +147,11 @@ class Monitor:
     @property
     def current_outages(self) -> dict[int, Outage]:
         """Who is gone now."""
-        return {absence.worker: absence for absence in self.run_state.outages if absence.rejoined_ns is None}
+        return {
+            absence.worker: absence
+            for absence in self.run_state.outages
+            if absence.rejoined_ns is None
+        }
 
     @property
     def host_s(self) -> float:
@@ -144,11 +165,17 @@ class Monitor:
         return known | {"constants": constants}
 
     def resume_from(self, state: dict[str, Any]) -> None:
-        """Take up what a checkpoint has kept; when the run ends, and where it runs, is as of now."""
+        """Take up what a checkpoint has kept; when the run ends, and where it runs, is as
+        of now.
+        """
         now = self.plan
         before = Plan.from_json(state["plan"])
-        self.plan = replace(before, limits=now.limits, runtime=now.runtime, choices=now.choices, notes=now.notes)
-        if state["host_s"] != self._state_host_s:  # its own state, read back, holds nothing from before it
+        self.plan = replace(
+            before, limits=now.limits, runtime=now.runtime, choices=now.choices, notes=now.notes
+        )
+        if (
+            state["host_s"] != self._state_host_s
+        ):  # its own state, read back, holds nothing from before it
             self._started -= state["host_s"]
         self.run_state = state["books"]
         self.job.learner.set_constants(state["constants"])
@@ -170,7 +197,8 @@ class Monitor:
             case Lost(rank, time_ns, why):
                 self.run_state.outages.append(Outage(rank, time_ns, why))
                 self.show_line(
-                    f"worker {rank} failed at {seconds(time_ns / 1e9)} ({why}); the run continues without it"
+                    f"worker {rank} failed at {seconds(time_ns / 1e9)} ({why}); the run continues"
+                    " without it"
                 )
                 self.recorder.event(as_event(record))
                 for whole in self.run_state.parts.lose(rank) if self.run_state.parts else ():
@@ -184,7 +212,9 @@ class Monitor:
             case TimeTotals():
                 self.ledgers[record.rank] = record
             case StageEnd() if record.stage < self.run_state.ended:
-                pass  # from who stands in for a home rank that was lost after it had reported to us, and to nobody else
+                # from who stands in for a home rank that was lost after it had reported to us, and
+                # to nobody else
+                pass
             case StageEnd():
                 self.run_state.stages.append(record)
                 self.recorder.event(as_event(record))
@@ -195,7 +225,9 @@ class Monitor:
             case HealthReport():
                 self.run_state.health.add(record)
             case NotFinite(_, where, number):
-                self.not_finite = self.not_finite or f"{where} is not finite in its round {number + 1}"
+                self.not_finite = (
+                    self.not_finite or f"{where} is not finite in its round {number + 1}"
+                )
             case ProfileMeasured(_, profile):
                 self.recorder.document("profile.json", self.locate_profile(profile))
             case PlanMade(_, first, stages):
@@ -203,12 +235,16 @@ class Monitor:
                 self.recorder.document("plan.json", self.plan.to_json())
 
     def show_line(self, text: str) -> None:
-        """Show a line at once. In virtual time, where many workers may fail in a second, the outcome tells it."""
+        """Show a line at once. In virtual time, where many workers may fail in a second, the
+        outcome tells it.
+        """
         if self.read_beats is None:
             self.progress.say(text)
 
     def locate_profile(self, profile: str) -> str:
-        """A profile with the host and the device of each worker, and the server's host, where ranks reported them."""
+        """A profile with the host and the device of each worker, and the server's host, where ranks
+        reported them.
+        """
         known = Profile.from_json(profile)
         workers = list(known.workers)
         for rank, placed in self.hosts.items():
@@ -219,7 +255,9 @@ class Monitor:
         return replace(known, workers=tuple(workers)).to_json()
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
-        """Evaluate a model: metrics, best so far, target. Where every worker has its own, wait until all have come."""
+        """Evaluate a model: metrics, best so far, target. Where every worker has its own, wait
+        until all have come.
+        """
         vector = to_host(vector) if isinstance(vector, Tensor) else vector
         if isinstance(record, UpdateShown):
             if isinstance(vector, Tensor):
@@ -235,7 +273,9 @@ class Monitor:
             self.job.learner.set_worker_state(rank, state)
 
     def evaluate_pending(self) -> None:
-        """All have said all: evaluate the last model, where that has waited for what the modules keep beside it."""
+        """All have said all: evaluate the last model, where that has waited for what the modules
+        keep beside it.
+        """
         whole, self._waiting, self.states_travel = self._waiting, None, False
         if whole is not None:
             self.evaluate(whole)
@@ -268,13 +308,20 @@ class Monitor:
             self.final = self.with_divergence(counts, found, params)
         hit = self.run_state.target.judge(self.plan.limits, found)
         self.stopping = self.stopping or hit
-        if self.stopping is None and is_out_of_patience(self.plan.limits, self.run_state.evaluations):
+        if self.stopping is None and is_out_of_patience(
+            self.plan.limits, self.run_state.evaluations
+        ):
             self.stopping = PATIENCE
         if not record.final:
-            waited = [Waited(b.rank, b.totals_ns["wait"] / 1e9, b.bytes_up, b.bytes_down) for b in self.workers()]
+            waited = [
+                Waited(b.rank, b.totals_ns["wait"] / 1e9, b.bytes_up, b.bytes_down)
+                for b in self.workers()
+            ]
             self.recorder.metric(self.metrics_row(counts, found, found.time_s, waited))
 
-    def score(self, params: Tensor, time_s: float, merges: int | None, distance: float | None = None) -> Evaluation:
+    def score(
+        self, params: Tensor, time_s: float, merges: int | None, distance: float | None = None
+    ) -> Evaluation:
         scores = self.job.learner.evaluate(params)
         train_loss, test_loss = scores["train_loss"], scores["test_loss"]
         assert train_loss is not None
@@ -302,12 +349,17 @@ class Monitor:
         return counts._replace(diverged=why)
 
     def shown_ns(self, merges: int) -> int | None:
-        """When the last model after at most so many merges was shown, where servers show their pieces each for itself;
-        None while some are still to come."""
+        """When the last model after at most so many merges was shown, where servers show their
+        pieces each for itself; None while some are still to come.
+        """
         parts = self.run_state.parts
         if parts is None or not parts.pieces:
             return 0
-        found = [one.time_s for one in self.run_state.evaluations if one.merges is not None and one.merges <= merges]
+        found = [
+            one.time_s
+            for one in self.run_state.evaluations
+            if one.merges is not None and one.merges <= merges
+        ]
         return None if parts.has_pending(merges) else round(max(found, default=0.0) * 1e9)
 
     def save(self, name: str, params: Tensor, own: Any = None) -> None:
@@ -316,11 +368,14 @@ class Monitor:
             weights.write(self.recorder.run_dir / name, self.job.learner.state_dict(params, own))
 
     def write_final_metrics(self, summary: Mapping[str, Any]) -> None:
-        """The last line of metrics.jsonl, written once the ranks have accounted for what lies past the end: it agrees
-        with the summary to the byte."""
+        """The last line of metrics.jsonl, written once the ranks have accounted for what lies past
+        the end: it agrees with the summary to the byte.
+        """
         if self.final is not None and self.run_state.evaluations and (time_s := summary["time_s"]):
             workers = [Waited(*(w[key] for key in Waited._fields)) for w in summary["workers"]]
-            self.recorder.metric(self.metrics_row(self.final, self.run_state.evaluations[-1], time_s, workers))
+            self.recorder.metric(
+                self.metrics_row(self.final, self.run_state.evaluations[-1], time_s, workers)
+            )
 
     def metrics_row(
         self, counts: Counts, found: Evaluation, time_s: float, workers: Sequence[Waited]
@@ -338,10 +393,16 @@ class Monitor:
         return None if name in ("", ACCURACY) or value is None else (name, value)
 
     def hidden_share(self) -> float | None:
-        """The share of the collectives' time in which their workers did something else; None where nothing overlaps."""
+        """The share of the collectives' time in which their workers did something else; None where
+        nothing overlaps.
+        """
         if all(stage.overlap.serial and not stage.delayed for stage in self.job.stages):
             return None
-        beats = [beats for rank, beats in (self.beats | self.ledgers).items() if rank < self.plan.num_workers]
+        beats = [
+            beats
+            for rank, beats in (self.beats | self.ledgers).items()
+            if rank < self.plan.num_workers
+        ]
         moving = sum(of.collective_ns for of in beats)
         shown = sum(of.totals_ns["push"] + of.totals_ns["pull"] for of in beats)
         return max(0.0, 1 - shown / moving) if moving else None
@@ -358,7 +419,10 @@ class Monitor:
 
     def counts(self) -> Counts | None:
         """The latest counts of the home rank, or of the one that stands in for it."""
-        stages, beats = self.run_state.stages, sorted(self.beats.values(), key=lambda beat: beat.time_ns)
+        stages, beats = (
+            self.run_state.stages,
+            sorted(self.beats.values(), key=lambda beat: beat.time_ns),
+        )
         latest = next((beat.counts for beat in reversed(beats) if beat.counts), None)
         return self.final or latest or (stages[-1].counts if stages else None)
 
@@ -368,13 +432,23 @@ class Monitor:
             workers, found = self.workers(), next(reversed(self.run_state.evaluations), None)
             epoch = len(self.job.data.train)
             virtual = self.read_beats is not None
-            args = (self.plan, self.run_state.ended, self.counts(), workers, self.current_outages.keys(), epoch)
-            self.progress.update(view(*args, found, found and self.own_metric(found), host_s, virtual))
+            args = (
+                self.plan,
+                self.run_state.ended,
+                self.counts(),
+                workers,
+                self.current_outages.keys(),
+                epoch,
+            )
+            self.progress.update(
+                view(*args, found, found and self.own_metric(found), host_s, virtual)
+            )
 
 
 def replanned(plan: Plan, first: int, stages: Sequence[Sequence[Sequence[float]]]) -> Plan:
-    """The plan with (H, share, ratio, cycle) by worker as planned during the run, from stage `first` on. Raises
-    AshlError where it is none of these workers."""
+    """The plan with (H, share, ratio, cycle) by worker as planned during the run, from stage
+    `first` on. Raises AshlError where it is none of these workers.
+    """
     try:
         after = [
             replace(stage, workers=assigned(stage.workers, [assignment_of(row) for row in rows]))
@@ -397,13 +471,17 @@ def view(
     host_s: float,
     virtual: bool,
 ) -> Frame:
-    """How the run stands, after so many stages that have ended; `found` and `metric`: by the last evaluation."""
+    """How the run stands, after so many stages that have ended; `found` and `metric`: by the last
+    evaluation.
+    """
     time_s = max((beat.time_ns for beat in beats), default=0) / 1e9
     done = share_done(plan.limits, counts, time_s, epoch_samples)
     passed_s = host_s if virtual else time_s  # processes took time to start
     waits = [waited(beat, time_s) for beat in beats]
     batches = [worker.batch for worker in plan.stages[0].workers]
-    workers = [worker_frame(beat, batches[beat.rank], time_s, beat.rank in absent) for beat in beats]
+    workers = [
+        worker_frame(beat, batches[beat.rank], time_s, beat.rank in absent) for beat in beats
+    ]
     return Frame(
         time_s=time_s,
         host_s=host_s,

@@ -1,8 +1,9 @@
-"""A job on several nodes: the hostfile, the ranks of each node, one ssh connection for each, and how all of it ends.
+"""A job on several nodes: the hostfile, the ranks of each node, one ssh connection for each, and
+how all of it ends.
 
-`read_hosts` and `assign_slots` say which ranks run where. `connect_nodes` starts a node agent on each node
-(`ashl.run.node_agent`). `run_job` sends each agent its ranks, shows their output, and ends the job everywhere at the
-first failure.
+`read_hosts` and `assign_slots` say which ranks run where. `connect_nodes` starts a node agent on
+each node (`ashl.run.node_agent`). `run_job` sends each agent its ranks, shows their output, and
+ends the job everywhere at the first failure.
 """
 
 import json
@@ -42,13 +43,19 @@ from ashl.stage.stage import FAULT_TOLERANT, extra_ranks
 LINE = re.compile(
     r"(?P<login>(?:[\w.][\w.-]*@)?[\w.][\w.-]*|[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:.]*)(?:\s+slots=(?P<slots>\d{1,4}))?"
 )
-COPIED = ("ASHL_", "NCCL_", "GLOO_", "OMP_")  # what the environment of every rank takes over from the launcher's
+COPIED = (
+    "ASHL_",
+    "NCCL_",
+    "GLOO_",
+    "OMP_",
+)  # what the environment of every rank takes over from the launcher's
 
 
 class Host(NamedTuple):
     """A line of a hostfile."""
 
-    login: str  # as ssh takes it: a name, an address or an alias of its configuration, perhaps with `user@`
+    # as ssh takes it: a name, an address or an alias of its configuration, perhaps with `user@`
+    login: str
     slots: int  # how many ranks it takes
 
     @property
@@ -64,9 +71,11 @@ class HostRanks(NamedTuple):
 
 
 def read_hosts(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file with a line for each: `host`, `user@host` or `host slots=2`; `#` begins a comment.
+    """The hosts of a file with a line for each: `host`, `user@host` or `host slots=2`; `#` begins a
+    comment.
 
-    Raises UsageError with the number of the line that is none of these, or that names a host again."""
+    Raises UsageError with the number of the line that is none of these, or that names a host again.
+    """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -78,13 +87,15 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
             continue
         match = LINE.fullmatch(text)
         if match is None or (match["slots"] is not None and not int(match["slots"])):
-            raise UsageError(f"{path}, line {number}: {text[:60]!r} is no host; write `host`, or `host slots=2`.")
+            raise UsageError(
+                f"{path}, line {number}: {text[:60]!r} is no host; write `host`, or `host slots=2`."
+            )
         host = Host(match["login"], int(match["slots"] or 1))
         if host.name in found:
             first = found[host.name][0]
             raise UsageError(
-                f"{path}, line {number}: {host.name} is there in line {first} already; give it slots=2, say, to run "
-                "several ranks on it."
+                f"{path}, line {number}: {host.name} is there in line {first} already; give it"
+                " slots=2, say, to run several ranks on it."
             )
         found[host.name] = number, host
     if not found:
@@ -103,7 +114,9 @@ def assign_slots(hosts: Sequence[Host], size: int) -> tuple[HostRanks, ...]:
 
 
 def describe_idle_slots(hosts: Sequence[Host], size: int) -> str:
-    """What there is to do for nobody, as in `node2 (1 of 2 slots), node3`; "" where all slots are taken."""
+    """What there is to do for nobody, as in `node2 (1 of 2 slots), node3`; "" where all slots are
+    taken.
+    """
     taken = {share.host: len(share.ranks) for share in assign_slots(hosts, size)}
     left = {host: host.slots - taken.get(host, 0) for host in hosts}
     return ", ".join(
@@ -113,7 +126,9 @@ def describe_idle_slots(hosts: Sequence[Host], size: int) -> str:
     )
 
 
-def ranks_environment(share: HostRanks, group: int, size: int, master: tuple[str, int]) -> dict[int, dict[str, str]]:
+def ranks_environment(
+    share: HostRanks, group: int, size: int, master: tuple[str, int]
+) -> dict[int, dict[str, str]]:
     """What torchrun would set for each rank of this host, the `group`-th."""
     common = {
         "WORLD_SIZE": size,
@@ -122,18 +137,24 @@ def ranks_environment(share: HostRanks, group: int, size: int, master: tuple[str
         "MASTER_ADDR": master[0],
         "MASTER_PORT": master[1],
     }
-    own = {rank: common | {"RANK": rank, "LOCAL_RANK": local} for local, rank in enumerate(share.ranks)}
+    own = {
+        rank: common | {"RANK": rank, "LOCAL_RANK": local} for local, rank in enumerate(share.ranks)
+    }
     return {rank: {name: str(value) for name, value in env.items()} for rank, env in own.items()}
 
 
 def copied_environment(env: Mapping[str, str], wanted: Iterable[str]) -> dict[str, str]:
-    """What every rank takes over from here: all that is for us, NCCL, gloo or OpenMP, and what the user names, as NAME
-    or as NAME=VALUE. Raises UsageError for a name that is not set."""
+    """What every rank takes over from here: all that is for us, NCCL, gloo or OpenMP, and what the
+    user names, as NAME or as NAME=VALUE. Raises UsageError for a name that is not set.
+    """
     found = {name: value for name, value in env.items() if name.startswith(COPIED)}
     for text in wanted:
         name, equals, value = text.partition("=")
         if not name or (not equals and name not in env):
-            raise UsageError(f"--env {text}: it is not set here; give it a value, as in --env {name or 'NAME'}=1.")
+            raise UsageError(
+                f"--env {text}: it is not set here; give it a value, as in --env"
+                f" {name or 'NAME'}=1."
+            )
         found[name] = value if equals else env[name]
     return found
 
@@ -141,12 +162,16 @@ def copied_environment(env: Mapping[str, str], wanted: Iterable[str]) -> dict[st
 def master_address(first: Host, reached_at: str | None, seen_from: Sequence[str | None]) -> str:
     """The address of the first host as the others reach it.
 
-    That is the one at which we have reached it, or its name where nothing tells. Where this is loopback, the launcher
-    runs there itself, and the others know by which address it has come to them (`seen_from`)."""
+    That is the one at which we have reached it, or its name where nothing tells. Where this is
+    loopback, the launcher runs there itself, and the others know by which address it has come to
+    them (`seen_from`).
+    """
     own = reached_at or first.name
     if not is_loopback(own):
         return own
-    return next((address for address in seen_from if address and not is_loopback(address)), "127.0.0.1")
+    return next(
+        (address for address in seen_from if address and not is_loopback(address)), "127.0.0.1"
+    )
 
 
 CONNECT_S = 10
@@ -161,7 +186,9 @@ class Launch:
     """Where jobs run, and how they are started there."""
 
     hosts: tuple[Host, ...]
-    ssh: tuple[str, ...]  # the command and its options; ours follow, of which ssh takes the first that it is given
+    ssh: tuple[
+        str, ...
+    ]  # the command and its options; ours follow, of which ssh takes the first that it is given
     python: str
     folder: str  # the working directory of every rank
     env: Mapping[str, str]
@@ -191,7 +218,9 @@ class Connection:
     process: subprocess.Popen[bytes]
     stdin: IO[bytes]
     greeting: Greeting | None = None
-    words: list[str] = field(default_factory=list)  # what ssh, or a shell over there, has said so far
+    words: list[str] = field(
+        default_factory=list
+    )  # what ssh, or a shell over there, has said so far
     running: set[int] = field(default_factory=set)  # its ranks that have not ended
     open: bool = True
     listeners: list[threading.Thread] = field(default_factory=list)
@@ -239,8 +268,12 @@ def command(where: Launch, host: Host, remote: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def connect_nodes(where: Launch, shares: Sequence[HostRanks]) -> Generator[tuple[list[Connection], Inbox]]:
-    """An agent on every host, over ssh, in process groups of their own: a Ctrl-C here is not for them."""
+def connect_nodes(
+    where: Launch, shares: Sequence[HostRanks]
+) -> Generator[tuple[list[Connection], Inbox]]:
+    """An agent on every host, over ssh, in process groups of their own: a Ctrl-C here is not for
+    them.
+    """
     inbox: Inbox = queue.SimpleQueue()
     connections: list[Connection] = []
     try:
@@ -250,7 +283,11 @@ def connect_nodes(where: Launch, shares: Sequence[HostRanks]) -> Generator[tuple
             argv = command(where, share.host, agent)
             try:
                 process = subprocess.Popen(
-                    argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+                    argv,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
                 )
             except OSError as error:
                 option = "--python" if share.host.login == LOCAL else "--ssh"
@@ -258,7 +295,9 @@ def connect_nodes(where: Launch, shares: Sequence[HostRanks]) -> Generator[tuple
             assert process.stdin is not None
             connections.append(connection := Connection(share, process, process.stdin))
             for stream, error in ((process.stdout, False), (process.stderr, True)):
-                listener = threading.Thread(target=read_stream, args=(connection, stream, error, inbox), daemon=True)
+                listener = threading.Thread(
+                    target=read_stream, args=(connection, stream, error, inbox), daemon=True
+                )
                 connection.listeners.append(listener)
                 listener.start()
         yield connections, inbox
@@ -268,7 +307,9 @@ def connect_nodes(where: Launch, shares: Sequence[HostRanks]) -> Generator[tuple
                 connection.stdin.close()  # on which an agent ends what it has started
         end = time.monotonic() + 1.0
         for connection in connections:
-            process = connection.process  # by SIGTERM an agent on this machine ends its ranks before it goes
+            process = (
+                connection.process
+            )  # by SIGTERM an agent on this machine ends its ranks before it goes
             for more_firmly, until in ((process.terminate, end), (process.kill, end + 4.0)):
                 try:
                     process.wait(max(0.0, until - time.monotonic()))
@@ -300,8 +341,9 @@ def next_line(inbox: Inbox, wait_s: float) -> OutputLine | None:
 def await_greetings(
     connections: Sequence[Connection], inbox: Inbox, interrupt: InterruptRequest, python: str
 ) -> list[Greeting]:
-    """What each has said as it began; none where the user does not wait for it. Raises AshlError naming all hosts that
-    cannot take part."""
+    """What each has said as it began; none where the user does not wait for it. Raises AshlError
+    naming all hosts that cannot take part.
+    """
     end = time.monotonic() + GREETING_S
     while any(c.open and c.greeting is None for c in connections) and time.monotonic() < end:
         if interrupt.times:
@@ -323,7 +365,9 @@ def await_greetings(
         if text := explain_fault(connection, python):
             faults.setdefault(text, []).append(connection.name)
     if faults:
-        raise AshlError("; ".join(f"{', '.join(names)} {text}" for text, names in faults.items()) + ".")
+        raise AshlError(
+            "; ".join(f"{', '.join(names)} {text}" for text, names in faults.items()) + "."
+        )
     return [connection.greeting for connection in connections if connection.greeting]
 
 
@@ -331,7 +375,13 @@ def explain_fault(connection: Connection, python: str) -> str:
     """Why this host cannot take part, as said of it; "" where it can."""
     if (greeting := connection.greeting) is not None:
         same = greeting.ashl == __version__
-        return "" if same else f"has ashl {plain(greeting.ashl)}, and this machine {__version__}: install the same"
+        return (
+            ""
+            if same
+            else (
+                f"has ashl {plain(greeting.ashl)}, and this machine {__version__}: install the same"
+            )
+        )
     words = connection.last_words
     if connection.open:
         return f"{UNREACHED} for {GREETING_S:g} s" + (f" ({words})" if words else "")
@@ -341,13 +391,23 @@ def explain_fault(connection: Connection, python: str) -> str:
     if code == 127:
         return f"has no {python}; name the Python that has ashl there by --python"
     if code == 255:
-        return UNREACHED + (f" ({words})" if words else "") + "; `ssh HOST true` has to work without a question"
-    return f"cannot start its ranks: {python} ended with exit code {code}" + (f" ({words})" if words else "")
+        return (
+            UNREACHED
+            + (f" ({words})" if words else "")
+            + "; `ssh HOST true` has to work without a question"
+        )
+    return f"cannot start its ranks: {python} ended with exit code {code}" + (
+        f" ({words})" if words else ""
+    )
 
 
 def printable(text: str) -> str:
     """Text from elsewhere, without what would command a terminal."""
-    return text if text.isprintable() else "".join(c for c in text if c == "\t" or unicodedata.category(c)[0] != "C")
+    return (
+        text
+        if text.isprintable()
+        else "".join(c for c in text if c == "\t" or unicodedata.category(c)[0] != "C")
+    )
 
 
 PULSE_S = 2.0
@@ -378,23 +438,36 @@ class Failure(NamedTuple):
 
 
 def run_job(where: Launch, size: int, argv: Sequence[str], may_lose: bool = False) -> int:
-    """Start `ashl ARGV` on as many slots, and see it to its end; returns its exit code, 130 if interrupted.
+    """Start `ashl ARGV` on as many slots, and see it to its end; returns its exit code, 130 if
+    interrupted.
 
-    With `may_lose` a rank that is killed, or a host that is lost, is no failure before the home of the run says so.
-    The first Ctrl-C or SIGTERM ends the job in order, the second one at once. Raises AshlError naming the host where
-    one cannot take part (then nothing was started anywhere) or is lost, and UsageError for a folder that is not there.
+    With `may_lose` a rank that is killed, or a host that is lost, is no failure before the home of
+    the run says so. The first Ctrl-C or SIGTERM ends the job in order, the second one at once.
+    Raises AshlError naming the host where one cannot take part (then nothing was started anywhere)
+    or is lost, and UsageError for a folder that is not there.
     """
     shares, interrupt = assign_slots(where.hosts, size), InterruptRequest()
-    with titled("ashl launcher"), handle_signals(interrupt), connect_nodes(where, shares) as (connections, inbox):
+    with (
+        titled("ashl launcher"),
+        handle_signals(interrupt),
+        connect_nodes(where, shares) as (connections, inbox),
+    ):
         if not (greetings := await_greetings(connections, inbox, interrupt, where.python)):
             return 130
         first, *others = greetings
         if first.port is None:
-            raise UsageError(f"--port {where.port} is taken on {connections[0].name}; give another, or none.")
+            raise UsageError(
+                f"--port {where.port} is taken on {connections[0].name}; give another, or none."
+            )
         address = "127.0.0.1"
         if others:
-            address = master_address(shares[0].host, first.reached_at, [other.seen_from for other in others])
-        env = {**where.env, SECRET: secrets.token_hex(32)}  # by which they know each other; it is in no command line
+            address = master_address(
+                shares[0].host, first.reached_at, [other.seen_from for other in others]
+            )
+        env = {
+            **where.env,
+            SECRET: secrets.token_hex(32),
+        }  # by which they know each other; it is in no command line
         order = {"argv": [*RANK, *argv], "folder": where.folder, "env": env}
         for group, connection in enumerate(connections):
             own = ranks_environment(connection.share, group, size, (address, first.port))
@@ -404,30 +477,47 @@ def run_job(where: Launch, size: int, argv: Sequence[str], may_lose: bool = Fals
 
 
 def job_size(config: Mapping[str, Any], where: Launch) -> int:
-    """How many processes this run takes: all slots, where neither the user nor the configuration says. Raises
-    UsageError where these do not agree, or there are fewer slots."""
+    """How many processes this run takes: all slots, where neither the user nor the configuration
+    says. Raises UsageError where these do not agree, or there are fewer slots.
+    """
     asked, slots, options = where.size, where.slots, OptionFactory(config["allow_targets"])
-    topology, schedule, sync = (options.of(group, config[group]) for group in ("topology", "schedule", "sync"))
+    topology, schedule, sync = (
+        options.of(group, config[group]) for group in ("topology", "schedule", "sync")
+    )
     cluster = options.of("cluster", draw_compute_factors(config["cluster"], config["seed"]))
     if isinstance(cluster, ProfileCluster):
-        raise UsageError("cluster=profile is in virtual time, which needs no hosts; take cluster=real, or leave it out")
-    workers, extra = cluster.num_workers, extra_ranks(topology, None if schedule.names_sync else sync, cluster.node)
+        raise UsageError(
+            "cluster=profile is in virtual time, which needs no hosts; take cluster=real, or leave"
+            " it out"
+        )
+    workers, extra = (
+        cluster.num_workers,
+        extra_ranks(topology, None if schedule.names_sync else sync, cluster.node),
+    )
     if config["plan"]:
         plan = read_plan(config["plan"])
         workers, extra = plan.num_workers, plan.num_ranks - plan.num_workers
     needed = (asked or slots) if workers is None else workers + extra
     beside = (" and a server" if topology.has_server else " and a coordinator") if extra else ""
     if asked not in (None, needed):
-        raise UsageError(f"--np {asked}: {workers} workers{beside} are {needed} processes; drop one of the two.")
+        raise UsageError(
+            f"--np {asked}: {workers} workers{beside} are {needed} processes; drop one of the two."
+        )
     if needed > slots:
         what = f"--np {needed}" if workers is None else f"{workers} workers{beside}"
-        raise UsageError(f"{what} need {needed} slots, and the hosts have {slots}; name more hosts, or write slots=2.")
+        raise UsageError(
+            f"{what} need {needed} slots, and the hosts have {slots}; name more hosts, or write"
+            " slots=2."
+        )
     return needed
 
 
 def may_lose(config: Mapping[str, Any]) -> bool:
     """Whether such a run may go on without a worker."""
-    return FAULT_TOLERANT in OptionFactory(config["allow_targets"]).of("topology", config["topology"]).supports
+    return (
+        FAULT_TOLERANT
+        in OptionFactory(config["allow_targets"]).of("topology", config["topology"]).supports
+    )
 
 
 def real_job_size(config: Mapping[str, Any], where: Launch) -> int | None:
@@ -442,8 +532,9 @@ def check_nodes(where: Launch, size: int) -> None:
 
 
 class Report:
-    """What the user sees of what the ranks say: all of rank 0, of the others their errors, once where they all say the
-    same. Their last sentences are held back: rank 0 may say it better."""
+    """What the user sees of what the ranks say: all of rank 0, of the others their errors, once
+    where they all say the same. Their last sentences are held back: rank 0 may say it better.
+    """
 
     def __init__(self, verbose: bool) -> None:
         self.verbose, self.ending = verbose, False
@@ -459,7 +550,9 @@ class Report:
             self.sentences.setdefault(text, f"{name} r{rank}")
         elif not error and not rank:
             write(sys.stdout, text)
-        elif last or (error and not self.ending and text not in self.complaints):  # who is interrupted may complain
+        elif last or (
+            error and not self.ending and text not in self.complaints
+        ):  # who is interrupted may complain
             self.complaints.add(text)
             self.lines[rank] += 1
             text = "... (--verbose shows all)" if rank and self.lines[rank] == MAX_LINES else text
@@ -480,7 +573,11 @@ def write(stream: TextIO, text: str) -> None:
 
 
 def supervise_nodes(
-    connections: Sequence[Connection], inbox: Inbox, interrupt: InterruptRequest, report: Report, may_lose: bool
+    connections: Sequence[Connection],
+    inbox: Inbox,
+    interrupt: InterruptRequest,
+    report: Report,
+    may_lose: bool,
 ) -> int:
     """Until every host is done; the first failure anywhere ends the job everywhere, in order."""
     failure: Failure | None = None
@@ -490,13 +587,19 @@ def supervise_nodes(
         if interrupt.times > 1 or (asked_at is not None and now - asked_at > GRACE_S + SETTLE_S):
             broadcast(connections, KILL)
             break
-        if asked_at is None and (interrupt.times or (failure is not None and now - failure.at > SETTLE_S)):
+        if asked_at is None and (
+            interrupt.times or (failure is not None and now - failure.at > SETTLE_S)
+        ):
             asked_at, report.ending = now, True
             broadcast(connections, STOP)
         if now - pulse_at > PULSE_S:
             pulse_at = now
             broadcast(connections, PULSE)
-        if (found := next_line(inbox, 0.1)) and (wrong := handle_output(found, report, may_lose)) and failure is None:
+        if (
+            (found := next_line(inbox, 0.1))
+            and (wrong := handle_output(found, report, may_lose))
+            and failure is None
+        ):
             failure = wrong
     explained = report.close()
     if interrupt.times:
@@ -509,20 +612,26 @@ def supervise_nodes(
 
 
 def handle_output(found: OutputLine, report: Report, may_lose: bool) -> Failure | None:
-    """Show what a host says; returns what has gone wrong there, if something has that ends the job."""
+    """Show what a host says; returns what has gone wrong there, if something has that ends
+    the job.
+    """
     connection, line, error = found
     name, now = connection.name, time.monotonic()
     if line is None:
         connection.open = False
         if not connection.running:
             return None
-        if may_lose and HOME not in connection.running:  # whether the run goes on without it, home says
+        if (
+            may_lose and HOME not in connection.running
+        ):  # whether the run goes on without it, home says
             names = ", ".join(f"rank {rank}" for rank in sorted(connection.running))
             connection.running.clear()
             write(sys.stderr, f"ashl: {name} {LOST}, with {names}")
             return None
         words = connection.last_words or "the connection has ended"
-        return Failure(1, f"{name} {LOST} ({words}); what ran there ends by itself within {SILENCE_S:g} s", now)
+        return Failure(
+            1, f"{name} {LOST} ({words}); what ran there ends by itself within {SILENCE_S:g} s", now
+        )
     try:
         record = AgentRecord() if error else AgentRecord.model_validate_json(line)
     except ValidationError:
@@ -534,13 +643,17 @@ def handle_output(found: OutputLine, report: Report, may_lose: bool) -> Failure 
             report.show(name, record.rank, printable(text), is_error)
     if record.failed is not None:
         connection.running.clear()
-        return Failure(2, f"{name}: {plain(record.failed)}; name a folder that every host has by --folder", now)
+        return Failure(
+            2, f"{name}: {plain(record.failed)}; name a folder that every host has by --folder", now
+        )
     if record.code is None:
         return None
     connection.running.discard(record.rank)
     if record.code == 0:
         return None
-    if may_lose and record.rank != HOME and (record.code < 0 or record.code == EXIT_EVICTED):  # likewise
+    if (
+        may_lose and record.rank != HOME and (record.code < 0 or record.code == EXIT_EVICTED)
+    ):  # likewise
         write(sys.stderr, f"ashl: rank {record.rank} on {name} {describe_exit(record.code)}")
         return None
     what = f"rank {record.rank} on {name} {describe_exit(record.code)}"
@@ -548,13 +661,20 @@ def handle_output(found: OutputLine, report: Report, may_lose: bool) -> Failure 
 
 
 def fetch_run_folder(where: Launch, run_dir: Path) -> bool:
-    """Bring the files of a run folder here from the first host, which keeps the records; whether there were any.
-    Nothing but plain files of the folder itself is taken."""
+    """Bring the files of a run folder here from the first host, which keeps the records; whether
+    there were any. Nothing but plain files of the folder itself is taken.
+    """
     there, count = str(Path(where.folder, run_dir)), 0
     remote = command(where, where.hosts[0], ["tar", "-C", there, "-cf", "-", "."])
-    process = subprocess.Popen(remote, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        remote, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     assert process.stdout is not None
-    with process, suppress(tarfile.TarError), tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+    with (
+        process,
+        suppress(tarfile.TarError),
+        tarfile.open(fileobj=process.stdout, mode="r|") as archive,
+    ):
         for member in archive:
             content = archive.extractfile(member) if member.isfile() else None
             if content is not None and "/" not in (name := member.name.removeprefix("./")):

@@ -1,9 +1,11 @@
-"""One host's part of `ashl launch`: starts its ranks, passes on what they say, lets none outlive the launcher.
+"""One host's part of `ashl launch`: starts its ranks, passes on what they say, lets none outlive
+the launcher.
 
-It is started over ssh and talks in lines of JSON. Out goes a greeting, then what the ranks say, and the exit code of
-each that ends. In comes one order with what to start, then a pulse every few seconds and perhaps `stop` or `kill`. When
-the input ends, or is silent for long, the launcher is gone, or cannot be reached: the ranks are ended as by Ctrl-C.
-Imports nothing heavy, so that it answers at once.
+It is started over ssh and talks in lines of JSON. Out goes a greeting, then what the ranks say, and
+the exit code of each that ends. In comes one order with what to start, then a pulse every few
+seconds and perhaps `stop` or `kill`. When the input ends, or is silent for long, the launcher is
+gone, or cannot be reached: the ranks are ended as by Ctrl-C. Imports nothing heavy, so that it
+answers at once.
 """
 
 import json
@@ -27,11 +29,18 @@ SILENCE_S = 60.0  # without a pulse
 POLL_S = 0.1
 MAX_LINE = 1 << 16  # bytes of a line that are passed on at once
 STOP, KILL, PULSE = b"stop", b"kill", b""  # what the launcher says after its order
-STRANGE = ("TORCHELASTIC_", "OMPI_", "SLURM_", "PMI_")  # another starter's variables, which are not about this job
+STRANGE = (
+    "TORCHELASTIC_",
+    "OMPI_",
+    "SLURM_",
+    "PMI_",
+)  # another starter's variables, which are not about this job
 
 
 class OutputWriter:
-    """What goes to the launcher, line by line, from any thread. Where nobody listens any longer, nothing is said."""
+    """What goes to the launcher, line by line, from any thread. Where nobody listens any longer,
+    nothing is said.
+    """
 
     def __init__(self, out: int) -> None:
         self.out, self.lock = out, threading.Lock()
@@ -84,10 +93,14 @@ class Rank(NamedTuple):
     forwarders: tuple[threading.Thread, ...]
 
     def ended(self) -> bool:
-        """Whether it has; then nothing is left of what it started, and all that it said is passed on."""
+        """Whether it has; then nothing is left of what it started, and all that it said is passed
+        on.
+        """
         if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
-        self.end(signal.SIGKILL)  # before it is waited for: until then nobody else's group can have its number
+        self.end(
+            signal.SIGKILL
+        )  # before it is waited for: until then nobody else's group can have its number
         self.process.wait()
         for forwarder in self.forwarders:
             forwarder.join(1.0)
@@ -102,7 +115,9 @@ class Rank(NamedTuple):
 def main() -> int:
     """The exit code is that of the first rank that failed; 0 where none did."""
     set_title("ashl node agent")
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the ranks inherit it, and are to hear of SIGINT
+    signal.pthread_sigmask(
+        signal.SIG_SETMASK, []
+    )  # the ranks inherit it, and are to hear of SIGINT
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, exit_on_signal)
     writer, reader = OutputWriter(sys.stdout.fileno()), CommandReader(sys.stdin.fileno())
@@ -144,14 +159,19 @@ def start(order: Mapping[str, Any], running: dict[int, Rank], writer: OutputWrit
         process = subprocess.Popen(
             [sys.executable, *order["argv"]],
             cwd=order["folder"],
-            env=inherited | order["env"] | env | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
+            env=inherited
+            | order["env"]
+            | env
+            | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,
         )
         streams = (("out", process.stdout), ("err", process.stderr))
-        forwarders = tuple(threading.Thread(target=writer.forward, args=(rank, *s), daemon=True) for s in streams)
+        forwarders = tuple(
+            threading.Thread(target=writer.forward, args=(rank, *s), daemon=True) for s in streams
+        )
         running[rank] = Rank(process, forwarders)
         for forwarder in forwarders:
             forwarder.start()

@@ -1,7 +1,8 @@
 """Set up a process: its standard streams, its signals, its title, its log and its exit code.
 
-A daemon or a cron job may start with closed descriptors: then the next file that is opened takes number 1 and receives
-what is printed. A terminal may show ASCII only, or close while the process continues.
+A daemon or a cron job may start with closed descriptors: then the next file that is opened takes
+number 1 and receives what is printed. A terminal may show ASCII only, or close while the process
+continues.
 """
 
 import errno
@@ -26,24 +27,31 @@ import setproctitle
 from ashl.errors import UsageError
 
 SPELLED = {
-    "·": "*", "×": "x", "−": "-", "–": "-", "─": "-", "‖": "||", "…": "...", "→": "->", "←": "<-", "≤": "<=", "≥": ">=",
-    "≠": "!=", "±": "+/-", "√": "sqrt ", "∞": "inf", "∇": "grad ", "∈": "in", "⌈": "ceil(", "⌉": ")", "⌊": "floor(",
-    "⌋": ")", "⟨": "<", "⟩": ">", "«": "<<", "»": ">>", "⊗": "(x)", "⊕": "(+)", "ᵀ": "^T", "²": "^2", "³": "^3",
-    "⁄": "/",
+    "·": "*", "×": "x", "−": "-", "–": "-", "─": "-", "‖": "||", "…": "...", "→": "->",
+    "←": "<-", "≤": "<=", "≥": ">=", "≠": "!=", "±": "+/-", "√": "sqrt ", "∞": "inf",
+    "∇": "grad ", "∈": "in", "⌈": "ceil(", "⌉": ")", "⌊": "floor(", "⌋": ")", "⟨": "<", "⟩": ">",
+    "«": "<<", "»": ">>", "⊗": "(x)", "⊕": "(+)", "ᵀ": "^T", "²": "^2", "³": "^3", "⁄": "/",
 }  # fmt: skip
 # Exit codes of a rank, beside those of a command.
 EXIT_ORPHANED = 75  # its parent has died
-EXIT_CONTROLLER_SILENT = 76  # a child of the controller that has heard nothing of it for runtime.heartbeat_timeout_s
+# A child of the controller that has heard nothing of it for runtime.heartbeat_timeout_s.
+EXIT_CONTROLLER_SILENT = 76
 EXIT_DECLARED_FAILURE = 77  # a worker that fails as cluster.events declares
 EXIT_EVICTED = 78  # a worker without which the run continues, as it missed heartbeats
-INTERRUPTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # Ctrl-C, a queue, a terminal that closes
+INTERRUPTS = {
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+}  # Ctrl-C, a queue, a terminal that closes
 LOG_LEVEL = "ASHL_LOG"  # the environment variable that sets how much is logged
 LEVELS = ("debug", "info", "warning", "error")
 ASCII_ONLY = "ashl.ascii"  # name of the error handler
 
 
 def spell(character: str) -> str:
-    """Return a character in ASCII: α is alpha, Γ is Gamma, é is e; what has no spelling is a question mark."""
+    """Return a character in ASCII: α is alpha, Γ is Gamma, é is e; what has no spelling is a
+    question mark.
+    """
     if character.isascii():
         return character
     if character in SPELLED:
@@ -67,8 +75,10 @@ register_error(ASCII_ONLY, spell_failed)
 
 
 class Output(io.FileIO):
-    """The descriptor of a terminal or a pipe. Once the terminal is closed, or the pipe has no reader (`| head`), it
-    becomes /dev/null at the first write that fails, and the command continues to its end."""
+    """The descriptor of a terminal or a pipe. Once the terminal is closed, or the pipe has no
+    reader (`| head`), it becomes /dev/null at the first write that fails, and the command continues
+    to its end.
+    """
 
     def write(self, data: Any, /) -> int:
         try:
@@ -96,7 +106,9 @@ def open_descriptors() -> None:
 
 
 def read_elsewhere(stream: TextIO) -> bool:
-    """Return True if the stream leads to a terminal, a pipe or a socket, whose other end may be closed."""
+    """Return True if the stream leads to a terminal, a pipe or a socket, whose other end may be
+    closed.
+    """
     mode = os.fstat(stream.fileno()).st_mode
     return stream.isatty() or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
@@ -107,7 +119,9 @@ def usable(stream: TextIO | None) -> TextIO:
         return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):  # a notebook's, or a test's
         return stream
-    if isinstance(stream.buffer, io.BufferedWriter | io.FileIO) and read_elsewhere(stream):  # FileIO by `python -u`
+    if isinstance(stream.buffer, io.BufferedWriter | io.FileIO) and read_elsewhere(
+        stream
+    ):  # FileIO by `python -u`
         stream.flush()
         raw = Output(stream.fileno(), "wb", closefd=False)
         return io.TextIOWrapper(
@@ -147,14 +161,18 @@ def redirect(path: Path) -> None:
         if stream := getattr(sys, name):
             stream.flush()
         os.dup2(out, number)
-        setattr(sys, name, open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False))  # noqa: SIM115
+        stream = open(  # noqa: SIM115
+            number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+        )
+        setattr(sys, name, stream)
     os.close(out)
 
 
 @contextmanager
 def handle_signals(handle: Callable[[int, object], None]) -> Generator[None]:
-    """Handle Ctrl-C, SIGTERM and SIGHUP like this for a while, in the main thread. A SIGHUP that is ignored, as under
-    nohup, stays so."""
+    """Handle Ctrl-C, SIGTERM and SIGHUP like this for a while, in the main thread. A SIGHUP that is
+    ignored, as under nohup, stays so.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -168,7 +186,9 @@ def handle_signals(handle: Callable[[int, object], None]) -> Generator[None]:
 
 
 def die_with_parent() -> None:
-    """A forkserver's children do not die with the process that asked for them, so each watches it."""
+    """A forkserver's children do not die with the process that asked for them, so each
+    watches it.
+    """
     parent = mp.parent_process()
     if parent is None:
         return
@@ -189,7 +209,9 @@ logger.addHandler(logging.NullHandler())  # without a log of its own, a process 
 
 
 def log_level() -> str:
-    """Return the level that `ASHL_LOG` sets, info by default. Raises UsageError if it is no level."""
+    """Return the level that `ASHL_LOG` sets, info by default. Raises UsageError if it is
+    no level.
+    """
     level = os.environ.get(LOG_LEVEL, "info").lower()
     if level not in LEVELS:
         raise UsageError(f"{LOG_LEVEL}={level}: unknown level; set one of {', '.join(LEVELS)}")
@@ -197,8 +219,12 @@ def log_level() -> str:
 
 
 def start_log(handler: logging.Handler, name: str) -> None:
-    """Log to this handler from now on, each line with its time, level and the process that writes it."""
-    handler.handleError = lambda record: None  # a full disk: the log is cut short, and the run goes on
+    """Log to this handler from now on, each line with its time, level and the process that writes
+    it.
+    """
+    handler.handleError = lambda record: (
+        None
+    )  # a full disk: the log is cut short, and the run goes on
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {name}: %(message)s"))
     logger.setLevel(log_level().upper())
     logger.propagate = False
@@ -222,7 +248,9 @@ def logging_to(path: Path, name: str) -> Generator[None]:
 
 
 def set_title(title: str) -> None:
-    """Show the process under this title in ps, top and kill. Its environment stays readable in /proc."""
+    """Show the process under this title in ps, top and kill. Its environment stays readable in
+    /proc.
+    """
     kept = os.environ.get("SPT_NOENV")
     os.environ["SPT_NOENV"] = "1"  # read at the first call
     setproctitle.setproctitle(title)

@@ -58,7 +58,17 @@ from ashl.runtime.control_messages import End
 from ashl.runtime.effects import PeerFailedError
 from ashl.runtime.process import TorchKernel
 from ashl.runtime.rank_checkpoint import RankCheckpointWriter, write_to_folder
-from ashl.runtime.records import Joined, Left, Lost, Placed, RankError, Ready, Record, Rounds, StopAsked
+from ashl.runtime.records import (
+    Joined,
+    Left,
+    Lost,
+    Placed,
+    RankError,
+    Ready,
+    Record,
+    Rounds,
+    StopAsked,
+)
 from ashl.runtime.regroup_consensus import RegroupConsensus
 from ashl.runtime.rendezvous import init_process_groups, join_running_job
 from ashl.runtime.throttle import Throttle
@@ -90,22 +100,30 @@ class RankSettings(NamedTuple):
     home: str  # the host of the process that keeps the records
     run_dir: str
     rounds: Rounds
-    log: bool  # whether it is that process's child, and output goes to rank<r>.log in the run folder
+    log: (
+        bool  # whether it is that process's child, and output goes to rank<r>.log in the run folder
+    )
     interface: Chosen | None = None  # of its messages; None = what gloo takes by itself
     device: str = HOST
     one_each: bool = False  # whether all ranks of the job have a GPU of their own
     saves_checkpoints: bool = False  # whether it keeps its part of checkpoints, in the run folder
     saved: str | None = None  # the folder of the checkpoint that it goes on from
     since_ns: int = 0  # ... and the moment
-    incarnation: int = 0  # how often this rank has been lost before, and comes (back) while the others run
+    incarnation: int = (
+        0  # how often this rank has been lost before, and comes (back) while the others run
+    )
 
 
 def run_rank_in_child(settings: RankSettings, plan_json: str) -> None:
-    """The whole of a rank's process: it logs to its own file, leaves interrupts to its parent and dies with it."""
+    """The whole of a rank's process: it logs to its own file, leaves interrupts to its parent and
+    dies with it.
+    """
     for number in INTERRUPTS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
-    exit_process(End(run_rank(settings, plan_json).code))  # no destructors: gloo's may hang when a peer is already gone
+    exit_process(
+        End(run_rank(settings, plan_json).code)
+    )  # no destructors: gloo's may hang when a peer is already gone
 
 
 def run_rank(
@@ -114,27 +132,38 @@ def run_rank(
     dropped: Callable[[End], NoReturn] = exit_process,
     say: Callable[[str], None] = lambda text: None,
 ) -> End:
-    """Join the job, play this rank's part, leave; returns how it went. What goes wrong is reported to home. A rank that
-    is no child of home's waits to hear how the run has ended, and where it has failed does not come back. `dropped`
-    is what becomes of one without which the run has gone on; `say` tells who watches what it does."""
+    """Join the job, play this rank's part, leave; returns how it went. What goes wrong is reported
+    to home. A rank that is no child of home's waits to hear how the run has ended, and where it has
+    failed does not come back. `dropped` is what becomes of one without which the run has gone on;
+    `say` tells who watches what it does.
+    """
     plan = Plan.from_json(plan_json)
     timeout_s = plan.runtime["heartbeat_timeout_s"]
     watchdog = Watchdog(
-        timeout_s, f"{settings.host}:{settings.port}", settings.home, EXIT_CONTROLLER_SILENT if settings.log else 1
+        timeout_s,
+        f"{settings.host}:{settings.port}",
+        settings.home,
+        EXIT_CONTROLLER_SILENT if settings.log else 1,
     )
     wait = timedelta(seconds=max(1.0, timeout_s))
     store = AuthenticatedStore(
         dist.TCPStore(settings.host, settings.port, is_master=False, timeout=wait), settings.secret
     )
-    reporter = Reporter(store.another(), settings.rank, settings.rounds, watchdog, settings.incarnation)
+    reporter = Reporter(
+        store.another(), settings.rank, settings.rounds, watchdog, settings.incarnation
+    )
     reporter.on_evicted = dropped
     if settings.saves_checkpoints and settings.log:
         reporter.checkpoint_writer = RankCheckpointWriter(
-            settings.rank, partial(write_to_folder, Path(settings.run_dir), settings.rank), reporter.emit
+            settings.rank,
+            partial(write_to_folder, Path(settings.run_dir), settings.rank),
+            reporter.emit,
         )
     elif settings.saves_checkpoints:
         reporter.checkpoint_writer = RankCheckpointWriter(
-            settings.rank, partial(upload_checkpoint_part, store.another(), settings.rank), reporter.emit
+            settings.rank,
+            partial(upload_checkpoint_part, store.another(), settings.rank),
+            reporter.emit,
         )
     try:
         if settings.log:
@@ -144,7 +173,8 @@ def run_rank(
         title = title_of(plan, settings.rank)
         set_title(f"ashl {title}")
         logger.info(
-            "starts as %s, incarnation %d, process %d on %s; the job's store is at %s:%d, the controller on %s",
+            "starts as %s, incarnation %d, process %d on %s; the job's store is at %s:%d, the"
+            " controller on %s",
             title,
             settings.incarnation,
             os.getpid(),
@@ -168,14 +198,19 @@ def run_rank(
         end = (
             End(0)
             if settings.log
-            else reporter.await_run_end() or End(1, "the job's store failed before the end of the run")
+            else reporter.await_run_end()
+            or End(1, "the job's store failed before the end of the run")
         )
     except KeyboardInterrupt:
         reporter.emit(Lost(settings.rank, 0, "was interrupted"))
         reporter.close()
         exit_process(End(130))
     except Exception as error:
-        sentence = str(error) if isinstance(error, AshlError) else f"{type(error).__name__}: {first_line(error)}"
+        sentence = (
+            str(error)
+            if isinstance(error, AshlError)
+            else f"{type(error).__name__}: {first_line(error)}"
+        )
         consequence, blamed = classify_error(error)
         logger.error("fails: %s (consequence=%s, blames=%s)", sentence, consequence, blamed)
         reporter.emit(RankError(settings.rank, sentence, consequence, blamed))
@@ -184,22 +219,31 @@ def run_rank(
             with suppress(OSError):  # its log may be on a full disk
                 traceback.print_exc()
         if not settings.log:
-            exit_process(reporter.await_run_end(VERDICT_S) or End(1, f"rank {settings.rank}: {sentence}"))
+            exit_process(
+                reporter.await_run_end(VERDICT_S) or End(1, f"rank {settings.rank}: {sentence}")
+            )
         end = End(1, sentence)
     watchdog.stop()
     return end
 
 
 def role_name(plan: Plan, rank: int) -> str:
-    """Return the role of a rank with its article: worker 1, the server (rank 2), the coordinator (rank 4)."""
+    """Return the role of a rank with its article: worker 1, the server (rank 2), the coordinator
+    (rank 4).
+    """
     if rank < plan.num_workers:
         return f"worker {rank}"
-    coordinated = plan.stages[0].topology["_target_"].split(".")[-2] in ("gossip", "partial_all_reduce")
+    coordinated = plan.stages[0].topology["_target_"].split(".")[-2] in (
+        "gossip",
+        "partial_all_reduce",
+    )
     return f"the {'coordinator' if coordinated else 'server'} (rank {rank})"
 
 
 def title_of(plan: Plan, rank: int) -> str:
-    """Return what the process of a rank is called in lists of processes: worker 1, server, server 2, coordinator."""
+    """Return what the process of a rank is called in lists of processes: worker 1, server, server
+    2, coordinator.
+    """
     if rank < plan.num_workers:
         return f"worker {rank}"
     role = role_name(plan, rank).partition(" (")[0].removeprefix("the ")
@@ -211,7 +255,9 @@ def raise_interrupt(number: int, frame: object) -> NoReturn:
 
 
 def classify_error(error: Exception) -> tuple[bool, int | None]:
-    """Whether an error is but the consequence of another rank's end, and of whose, if that is known."""
+    """Whether an error is but the consequence of another rank's end, and of whose, if that is
+    known.
+    """
     cause = error.__cause__ or error
     if isinstance(cause, PeerFailedError):
         return True, cause.rank
@@ -219,15 +265,23 @@ def classify_error(error: Exception) -> tuple[bool, int | None]:
 
 
 def build_stages(
-    settings: RankSettings, plan: Plan, parts: Parts, store: AuthenticatedStore, emit: Callable[[Record], None]
+    settings: RankSettings,
+    plan: Plan,
+    parts: Parts,
+    store: AuthenticatedStore,
+    emit: Callable[[Record], None],
 ) -> tuple[tuple[Stage, ...], RegroupConsensus | None]:
-    """The stages as this rank plays them; where sums may lack a worker that is lost, its part in going on."""
+    """The stages as this rank plays them; where sums may lack a worker that is lost, its part in
+    going on.
+    """
     stages = assemble(plan, settings.device, parts).stages
     if settings.saves_checkpoints or not survives_failure(parts):
         return stages, None
     consensus = None
     if any(map(exchanges_by_collectives, parts.stages)):
-        consensus = RegroupConsensus(store, settings.rank, stages[0].workers, emit, settings.incarnation)
+        consensus = RegroupConsensus(
+            store, settings.rank, stages[0].workers, emit, settings.incarnation
+        )
     return tuple(replace(stage, elastic=True) for stage in stages), consensus
 
 
@@ -239,29 +293,48 @@ def find_restore_point(
         return await_restore_point(store, settings.rank, over)
     return RestorePoint(
         settings.since_ns,
-        None if settings.saved is None else rank_checkpoint.part_of(Path(settings.saved), settings.rank),
+        (
+            None
+            if settings.saved is None
+            else rank_checkpoint.part_of(Path(settings.saved), settings.rank)
+        ),
     )
 
 
 def train_rank(
-    settings: RankSettings, plan: Plan, store: AuthenticatedStore, reporter: Reporter, say: Callable[[str], None]
+    settings: RankSettings,
+    plan: Plan,
+    store: AuthenticatedStore,
+    reporter: Reporter,
+    say: Callable[[str], None],
 ) -> None:
     """Set up, run, leave."""
     restore_point = find_restore_point(settings, store, lambda: reporter.end is not None)
     if restore_point is None:
         return
     parts = parts_of(plan)
-    reporter.emit(Placed(settings.rank, platform.node(), use_device(settings.device), len(os.sched_getaffinity(0))))
+    reporter.emit(
+        Placed(
+            settings.rank,
+            platform.node(),
+            use_device(settings.device),
+            len(os.sched_getaffinity(0)),
+        )
+    )
     torch.set_num_threads(parts.runtime.threads)
     stages, consensus = build_stages(settings, plan, parts, store, reporter.emit)
     use(settings.interface)
     stage = stages[0]
     assert isinstance(stage.trainer, Trainer)
-    compare_fingerprint(store, stage.trainer.learner.fingerprint(), lambda: reporter.end is not None)
+    compare_fingerprint(
+        store, stage.trainer.learner.fingerprint(), lambda: reporter.end is not None
+    )
     nccl = settings.one_each and uses_nccl(parts.runtime, stage.topology, parts.cluster)
     if not settings.incarnation:
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-        init_process_groups(backend, dist.PrefixStore("group", store), settings.rank, plan.num_ranks)
+        init_process_groups(
+            backend, dist.PrefixStore("group", store), settings.rank, plan.num_ranks
+        )
     peers, all_others = peers_of(stages, settings.rank), ranks_to_notify(stages, settings.rank)
     batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
     algorithm, exact = stage.topology.algorithm, parts.runtime.reduction == "deterministic"
@@ -270,7 +343,9 @@ def train_rank(
     kernel = TorchKernel(
         settings.rank,
         reporter,
-        lambda clock: Throttle(parts.cluster, settings.rank, batch, plan.seed, dense, clock, store, algorithm),
+        lambda clock: Throttle(
+            parts.cluster, settings.rank, batch, plan.seed, dense, clock, store, algorithm
+        ),
         peers=peers,
         max_bytes=max(stage.most_bytes for stage in stages),
         exact=exact,
@@ -281,16 +356,20 @@ def train_rank(
         checkpoint_writer=reporter.checkpoint_writer,
         hierarchy=hierarchy,
         consensus=consensus,
-        bodies=make_nccl_payloads(settings.rank, stage.workers, stage.server, settings.device)
-        if nccl and stage.topology.has_server
-        else None,
+        bodies=(
+            make_nccl_payloads(settings.rank, stage.workers, stage.server, settings.device)
+            if nccl and stage.topology.has_server
+            else None
+        ),
     )
     kernel.ctx.incarnation = settings.incarnation
     learner = stage.trainer.learner
     kernel.worker_states = learner
     saved, own = None, None
     if restore_point.file is not None:
-        known = rank_checkpoint.read(restore_point.file, ("ashl", *plan.allow_targets), settings.device)
+        known = rank_checkpoint.read(
+            restore_point.file, ("ashl", *plan.allow_targets), settings.device
+        )
         kernel.restore(known, restore_point.since_ns)
         saved, own = (known.stage, known.state), known.own
     if settings.rank < plan.num_workers:
@@ -300,26 +379,45 @@ def train_rank(
     incarnations = dict.fromkeys(all_others, 0)
     if settings.incarnation:
         reporter.emit(Ready(settings.rank))
-        entry = join_running_job(store, all_others, settings.rank, settings.incarnation, lambda: reporter.news)
+        entry = join_running_job(
+            store, all_others, settings.rank, settings.incarnation, lambda: reporter.news
+        )
         if entry is None:
             return
         kernel.join_running(entry)
         incarnations |= entry.incarnations
         reporter.emit(Joined(settings.rank, kernel.now_ns))
         say(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
-    listener = MembershipListener(kernel, settings.rank, settings.incarnation, incarnations, store, consensus)
+    listener = MembershipListener(
+        kernel, settings.rank, settings.incarnation, incarnations, store, consensus
+    )
     reporter.on_update, reporter.make_heartbeat = listener.on_membership, kernel.heartbeat
     for event in parts.cluster.events if parts.cluster.fault_kinds else ():
         late = settings.incarnation and event.time_s * 1e9 < kernel.now_ns
         if event.fail and event.worker == settings.rank and not late:
-            threading.Thread(target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail").start()
-    anew = saved is not None and (retransmits_on_resume(parts) or not runs_in_lockstep(parts, plan.num_workers))
-    logger.info("connected to ranks %s; trains from %.3f s of the run on", [*all_others], kernel.now_ns / 1e9)
+            threading.Thread(
+                target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail"
+            ).start()
+    anew = saved is not None and (
+        retransmits_on_resume(parts) or not runs_in_lockstep(parts, plan.num_workers)
+    )
+    logger.info(
+        "connected to ranks %s; trains from %.3f s of the run on",
+        [*all_others],
+        kernel.now_ns / 1e9,
+    )
     kernel.run(partial(program, stages=stages, saved=saved, comes=anew or settings.incarnation > 0))
     if settings.rank < plan.num_workers and learner.carries:
         reporter.show_last_state(learner.worker_state(settings.rank))
     reporter.emit(kernel.throttle.report())
-    leave_together(settings, plan, store, kernel, listener, answers=stage.elastic or settings.rank == stage.server)
+    leave_together(
+        settings,
+        plan,
+        store,
+        kernel,
+        listener,
+        answers=stage.elastic or settings.rank == stage.server,
+    )
 
 
 def leave_together(
@@ -330,8 +428,9 @@ def leave_together(
     listener: MembershipListener,
     answers: bool,
 ) -> None:
-    """When all who are there are done, all say goodbye; whoever `answers` tells those who come until then that it is
-    too late."""
+    """When all who are there are done, all say goodbye; whoever `answers` tells those who come
+    until then that it is too late.
+    """
     for rank in range(plan.num_ranks):
         store.push(f"done/{rank}", settings.rank, b"")
     done: set[int] = set()
@@ -357,8 +456,12 @@ def fail_at(kernel: TorchKernel, time_s: float) -> NoReturn:
     os._exit(EXIT_DECLARED_FAILURE)
 
 
-def process_groups(stages: Sequence[Stage], hierarchy: Hierarchy | None) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make one for each group that the plan or the hierarchy of nodes lists: all ranks all of them, in one order."""
+def process_groups(
+    stages: Sequence[Stage], hierarchy: Hierarchy | None
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make one for each group that the plan or the hierarchy of nodes lists: all ranks all of them,
+    in one order.
+    """
     listed = {group for stage in stages for group in stage.topology.groups(stage)}
     listed |= set(hierarchy.teams) if hierarchy else set()
     return {group: dist.new_group(list(group), timeout=NEVER) for group in sorted(listed)}
@@ -379,7 +482,9 @@ def step_here_s(plan: Plan, parts: Parts, data: Data) -> float:
 
 
 def evaluation_here(plan: Plan, parts: Parts, data: Data) -> tuple[float, float]:
-    """Seconds of an evaluation of the first model in this process, and the training loss that it found."""
+    """Seconds of an evaluation of the first model in this process, and the training loss that it
+    found.
+    """
     learner = assemble(plan, device_of(parts.runtime), parts, data).learner
     loss = learner.evaluate(learner.init())["train_loss"]  # which allocates
     began = time.perf_counter()

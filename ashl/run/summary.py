@@ -14,18 +14,28 @@ from ashl.task.contract import recorded_name
 
 SCHEMA = 1
 SCORES = ("train_loss", "test_loss", "test_accuracy", "test_metric")
-CLASSES = ("wait", "pull", "push", "compress", "compute")  # in the order in which too much time is taken from them
+CLASSES = (
+    "wait",
+    "pull",
+    "push",
+    "compress",
+    "compute",
+)  # in the order in which too much time is taken from them
 
 
 def settled(totals_ns: dict[str, int], time_ns: int, absent: bool) -> dict[str, float]:
-    """Seconds by class that add up to the run's time. Real clocks of several ranks differ by microseconds: what is
-    missing was waiting (of a worker that is gone: it was down), what is too much is taken from waiting first."""
+    """Seconds by class that add up to the run's time. Real clocks of several ranks differ by
+    microseconds: what is missing was waiting (of a worker that is gone: it was down), what is too
+    much is taken from waiting first.
+    """
     totals = dict(totals_ns)
     excess = sum(totals.values()) - time_ns
     for kind in CLASSES:
         if excess < 0 and absent:
             kind = "down"
-        taken = min(totals[kind], excess)  # negative where time is missing: all of it goes to the first
+        taken = min(
+            totals[kind], excess
+        )  # negative where time is missing: all of it goes to the first
         totals[kind] -= taken
         excess -= taken
         if excess == 0:
@@ -33,7 +43,9 @@ def settled(totals_ns: dict[str, int], time_ns: int, absent: bool) -> dict[str, 
     return {f"{kind}_s": total / 1e9 for kind, total in totals.items()}
 
 
-def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: dict | None = None) -> dict:
+def summarise(
+    monitor: Monitor, runtime: str, status: str, reason: str, pace: dict | None = None
+) -> dict:
     """The outcome as one flat record (docs/outcome.md explains its keys)."""
     plan, n, run_state = monitor.plan, monitor.plan.num_workers, monitor.run_state
     beats = {beat.rank: beat for beat in monitor.workers()}
@@ -41,9 +53,15 @@ def summarise(monitor: Monitor, runtime: str, status: str, reason: str, pace: di
     latest_ns = max((beat.time_ns for beat in monitor.beats.values()), default=0)
     time_ns = run_state.stages[-1].end_ns if run_state.stages else latest_ns
     outages = [absence for absence in run_state.outages if absence.time_ns <= time_ns]
-    absent = {absence.worker for absence in outages if absence.rejoined_ns is None or absence.rejoined_ns > time_ns}
+    absent = {
+        absence.worker
+        for absence in outages
+        if absence.rejoined_ns is None or absence.rejoined_ns > time_ns
+    }
     workers = [
-        worker_summary(rank, counts, monitor.ledgers.get(rank) or beats.get(rank), time_ns, rank in absent)
+        worker_summary(
+            rank, counts, monitor.ledgers.get(rank) or beats.get(rank), time_ns, rank in absent
+        )
         for rank in range(n)
     ]
     time_s = time_ns / 1e9
@@ -104,11 +122,18 @@ def of_absence(absence: Outage, time_ns: int) -> dict[str, Any]:
     """Who was lost when and why, and when it was back, if that was before the end."""
     back = absence.rejoined_ns is not None and absence.rejoined_ns <= time_ns
     rejoined_s = absence.rejoined_ns / 1e9 if back else None
-    return {"worker": absence.worker, "time_s": absence.time_ns / 1e9, "reason": absence.why, "rejoined_s": rejoined_s}
+    return {
+        "worker": absence.worker,
+        "time_s": absence.time_ns / 1e9,
+        "reason": absence.why,
+        "rejoined_s": rejoined_s,
+    }
 
 
 def goodput(monitor: Monitor) -> float | None:
-    """Steps that count per second, over those that the plan predicts where nothing fails; None without prediction."""
+    """Steps that count per second, over those that the plan predicts where nothing fails; None
+    without prediction.
+    """
     steps, expected, start_ns, before = 0, 0.0, 0, 0
     for end in monitor.run_state.stages:
         predicted = monitor.plan.stages[end.stage].predicted_steps_per_s
@@ -150,7 +175,9 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
         if end.stage < len(borders):
             border = borders[end.stage]
             found = {rank: totals["wait"] / 1e9 for rank, totals in border.items()}
-            waited = [found.get(w["rank"], w["wait_s"]) for w in workers]  # of a failed worker: all of it
+            waited = [
+                found.get(w["rank"], w["wait_s"]) for w in workers
+            ]  # of a failed worker: all of it
         else:
             waited = [w["wait_s"] for w in workers]
         wait_s = [after - before_s for after, before_s in zip(waited, waited_before, strict=True)]
@@ -177,11 +204,14 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
 
 
 def not_begun(monitor: Monitor) -> list[dict[str, Any]]:
-    """The planned stages that never began, each with the rule that would have ended the stage before it, and with the
-    best value of that rule in an evaluation of the last stage that ran."""
+    """The planned stages that never began, each with the rule that would have ended the stage
+    before it, and with the best value of that rule in an evaluation of the last stage that ran.
+    """
     run_state, planned = monitor.run_state, monitor.plan.stages
     last = run_state.stages[-1] if run_state.stages else None
-    gave_way = last is not None and (last.reason == "profiled" or last.reason in planned[last.stage].until)
+    gave_way = last is not None and (
+        last.reason == "profiled" or last.reason in planned[last.stage].until
+    )
     begun = max(1, run_state.ended + gave_way)
     start_s = run_state.stages[begun - 2].end_ns / 1e9 if begun > 1 else 0.0
     seen = [found for found in run_state.evaluations if found.time_s >= start_s]
@@ -189,7 +219,11 @@ def not_begun(monitor: Monitor) -> list[dict[str, Any]]:
     accuracies = [found.test_accuracy for found in seen if found.test_accuracy is not None]
     best = {"evaluated_loss": min(losses, default=None), "accuracy": max(accuracies, default=None)}
     return [
-        {"name": stage.name, "until": dict(before.until), "best": {rule: best.get(rule) for rule in before.until}}
+        {
+            "name": stage.name,
+            "until": dict(before.until),
+            "best": {rule: best.get(rule) for rule in before.until},
+        }
         for before, stage in pairwise(planned[begun - 1 :])
     ]
 

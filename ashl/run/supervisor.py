@@ -1,9 +1,10 @@
 """The controller's supervision of a real run: liveness, failures, restarts, and how the run ends.
 
-`LivenessMonitor` holds what is known of each rank: running, failed, rejoining or exited. `supervise` is the loop of the
-controller: it reads records from the control channel, detects failures, restarts workers, answers join requests, takes
-checkpoints, and decides whether the run ends. An unexpected exit is a fact (`LivenessMonitor.unexpected_exits`); that
-the run ends for it is a decision (`supervise`).
+`LivenessMonitor` holds what is known of each rank: running, failed, rejoining or exited.
+`supervise` is the loop of the controller: it reads records from the control channel, detects
+failures, restarts workers, answers join requests, takes checkpoints, and decides whether the run
+ends. An unexpected exit is a fact (`LivenessMonitor.unexpected_exits`); that the run ends for it is
+a decision (`supervise`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from ashl.errors import AshlError
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import admits_rejoin, can_block_forever, describe_modes
 from ashl.run.checkpoints import CheckpointManager
-from ashl.run.control_channel import PATIENCE_S, POLL_S, ControlChannel, JoinAnswer, JoinRequest, described
+from ashl.run.control_channel import (
+    PATIENCE_S,
+    POLL_S,
+    ControlChannel,
+    JoinAnswer,
+    JoinRequest,
+    described,
+)
 from ashl.run.membership_listener import AWAKE_S, SAME_CAUSE_S
 from ashl.run.monitor import Monitor
 from ashl.run.process_setup import EXIT_CONTROLLER_SILENT, EXIT_DECLARED_FAILURE, EXIT_EVICTED
@@ -68,7 +76,8 @@ logger = logging.getLogger(__name__)
 KILLED = "was killed by"  # how it is reported, followed by the signal's name
 DECLARED = "failed, as cluster.events says"
 SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
-QUIET_S = 0.7  # of a rank that speaks five times a second, when another has lost the link to it: it has vanished
+# of a rank that speaks five times a second, when another has lost the link to it: it has vanished
+QUIET_S = 0.7
 SURE_S = 2.0  # ... where others have lost the link to one of several and cannot say to whom
 
 
@@ -76,27 +85,45 @@ SURE_S = 2.0  # ... where others have lost the link to one of several and cannot
 class LivenessMonitor:
     """What the controller knows of each rank, from its records and from its process.
 
-    A worker is running, failed (`failed`), rejoining (`failed` and `rejoining`) or exited (`exited`).
+    A worker is running, failed (`failed`), rejoining (`failed` and `rejoining`) or exited
+    (`exited`).
     """
 
     plan: Plan
     channel: ControlChannel
     processes: dict[int, BaseProcess]  # of the ranks on this node
-    rank_settings: Mapping[int, RankSettings]  # of the ranks on this node, in their first incarnation
+    rank_settings: Mapping[
+        int, RankSettings
+    ]  # of the ranks on this node, in their first incarnation
     start: Callable[[int, int], None]  # starts this incarnation of a rank on this node
     survives_failure: bool  # the run can continue without a worker
     admits_rejoin: bool  # a failed worker can rejoin
     exited: set[int] = field(default_factory=set)
-    failed: dict[int, str] = field(default_factory=dict)  # workers without which the run continues, with the cause
+    failed: dict[int, str] = field(
+        default_factory=dict
+    )  # workers without which the run continues, with the cause
     last_failure_s: float = 0.0  # controller time of the latest worker failure
-    exit_noticed_s: dict[int, float] = field(default_factory=dict)  # controller time at which an exit was noticed
-    rejoining: dict[int, bool] = field(default_factory=dict)  # True once the worker is ready to be connected
-    prior_totals: dict[int, Heartbeat] = field(default_factory=dict)  # totals of a worker's earlier incarnations
-    # Peers that another rank cannot reach: whether the broken link leads to this peer alone, and the controller time.
+    exit_noticed_s: dict[int, float] = field(
+        default_factory=dict
+    )  # controller time at which an exit was noticed
+    rejoining: dict[int, bool] = field(
+        default_factory=dict
+    )  # True once the worker is ready to be connected
+    prior_totals: dict[int, Heartbeat] = field(
+        default_factory=dict
+    )  # totals of a worker's earlier incarnations
+    # Peers that another rank cannot reach: whether the broken link leads to this peer alone, and
+    # the controller time.
     unreachable: dict[int, tuple[bool, float]] = field(default_factory=dict)
-    killed_as_silent: set[int] = field(default_factory=set)  # evicted workers whose process was killed here
-    restarts: Counter[int] = field(default_factory=Counter)  # restarts of a killed worker, up to runtime.max_restarts
-    clock_zero_ns: int | None = None  # controller time of the run's zero, by the heartbeat with the least delay
+    killed_as_silent: set[int] = field(
+        default_factory=set
+    )  # evicted workers whose process was killed here
+    restarts: Counter[int] = field(
+        default_factory=Counter
+    )  # restarts of a killed worker, up to runtime.max_restarts
+    clock_zero_ns: int | None = (
+        None  # controller time of the run's zero, by the heartbeat with the least delay
+    )
     errors: list[RankError] = field(default_factory=list)
     pace: list[PacingStats] = field(default_factory=list)
 
@@ -105,10 +132,17 @@ class LivenessMonitor:
         log_record(record)
         if isinstance(record, Heartbeat) and record.time_ns > 0:
             zero_ns = time.monotonic_ns() - record.time_ns
-            self.clock_zero_ns = zero_ns if self.clock_zero_ns is None else min(self.clock_zero_ns, zero_ns)
+            self.clock_zero_ns = (
+                zero_ns if self.clock_zero_ns is None else min(self.clock_zero_ns, zero_ns)
+            )
         match record:
-            case Round() | StageEnd() | StageBoundary() | Replan() if record.stage not in range(len(self.plan.stages)):
-                raise AshlError(f"rank {record.rank} tells of stage {record.stage + 1}, which the plan does not have")
+            case Round() | StageEnd() | StageBoundary() | Replan() if record.stage not in range(
+                len(self.plan.stages)
+            ):
+                raise AshlError(
+                    f"rank {record.rank} tells of stage {record.stage + 1}, which the plan does not"
+                    " have"
+                )
             case Alive() | CheckpointPartSaved():
                 pass
             case Left():
@@ -126,7 +160,9 @@ class LivenessMonitor:
             case PeerUnreachable(_, rank, incarnation, alone) if (
                 rank < self.plan.num_workers and incarnation == self.channel.incarnations[rank]
             ):
-                self.unreachable[rank] = max(self.unreachable.get(rank, (False, 0.0)), (alone, time.monotonic()))
+                self.unreachable[rank] = max(
+                    self.unreachable.get(rank, (False, 0.0)), (alone, time.monotonic())
+                )
             case RankError(rank) if rank in self.failed:
                 self.abandon_rejoin(rank)
             case RankError():
@@ -139,29 +175,46 @@ class LivenessMonitor:
                 monitor.snapshot(record, vector)
             case ModuleState():
                 assert vector is not None
-                monitor.set_module_state(record.rank, decode_state(vector, ("ashl", *self.plan.allow_targets)))
+                monitor.set_module_state(
+                    record.rank, decode_state(vector, ("ashl", *self.plan.allow_targets))
+                )
             case Heartbeat() | TimeTotals() | StageBoundary() if record.rank in self.prior_totals:
                 monitor.emit(add_prior_totals(self.prior_totals[record.rank], record))
             case _:
                 monitor.emit(record)
 
     def unexpected_exits(self) -> dict[int, str]:
-        """Return the ranks on this node whose process ended before the rank had exited in order, and how it ended."""
+        """Return the ranks on this node whose process ended before the rank had exited in order,
+        and how it ended.
+        """
         away = self.exited.union(self.failed)
-        ended = {rank: process.exitcode for rank, process in self.processes.items() if rank not in away}
+        ended = {
+            rank: process.exitcode for rank, process in self.processes.items() if rank not in away
+        }
         return {rank: describe_exit(code) for rank, code in ended.items() if code is not None}
 
-    def detect_failures(self, monitor: Monitor, timeout_s: float, late: Sequence[int], drained: float) -> None:
-        """Continue without workers that were killed, failed as declared, or miss heartbeats while others do not.
+    def detect_failures(
+        self, monitor: Monitor, timeout_s: float, late: Sequence[int], drained: float
+    ) -> None:
+        """Continue without workers that were killed, failed as declared, or miss heartbeats while
+        others do not.
 
-        Does nothing before the run has begun. A failure counts once all records that the worker had sent are read.
-        Args: late, ranks without a heartbeat for `timeout_s`; drained, controller time up to which records are read.
+        Does nothing before the run has begun. A failure counts once all records that the worker had
+        sent are read.
+        Args: late, ranks without a heartbeat for `timeout_s`; drained, controller time up to which
+        records are read.
         """
-        if not self.survives_failure or not any(beat.steps or beat.counts for beat in monitor.beats.values()):
+        if not self.survives_failure or not any(
+            beat.steps or beat.counts for beat in monitor.beats.values()
+        ):
             return
         for rank, how in self.unexpected_exits().items():
             heard_out = drained > self.exit_noticed_s.setdefault(rank, time.monotonic())
-            if heard_out and rank < self.plan.num_workers and (how.startswith(KILLED) or how == DECLARED):
+            if (
+                heard_out
+                and rank < self.plan.num_workers
+                and (how.startswith(KILLED) or how == DECLARED)
+            ):
                 self.continue_without(monitor, rank, how)
         for rank in [*self.rejoining]:
             quiet_s = self.channel.drained_s - self.channel.last_heard_s[rank]
@@ -177,22 +230,31 @@ class LivenessMonitor:
             for rank in late:
                 fenced = self.channel.incarnations[rank]
                 logger.warning(
-                    "evicts worker %d, incarnation %d: it missed heartbeats for %g s", rank, fenced, timeout_s
+                    "evicts worker %d, incarnation %d: it missed heartbeats for %g s",
+                    rank,
+                    fenced,
+                    timeout_s,
                 )
                 how = f"sent no heartbeat for {timeout_s:g} s"
                 self.channel.evict(
                     rank,
                     End(
-                        EXIT_EVICTED, f"worker {rank} {how} (runtime.heartbeat_timeout_s); the run continues without it"
+                        EXIT_EVICTED,
+                        f"worker {rank} {how} (runtime.heartbeat_timeout_s); the run continues"
+                        " without it",
                     ),
                 )
-                if rank in self.processes and (not self.admits_rejoin or can_block_forever(monitor.job.parts)):
+                if rank in self.processes and (
+                    not self.admits_rejoin or can_block_forever(monitor.job.parts)
+                ):
                     self.processes[rank].kill()  # others may wait for it in the middle of a sum
                     self.killed_as_silent.add(rank)
                 self.continue_without(monitor, rank, how)
 
     def is_presumed_dead(self, rank: int, quiet_s: float) -> bool:
-        """Return True if a rank on another node, silent and unreachable for its peers, counts as failed."""
+        """Return True if a rank on another node, silent and unreachable for its peers, counts as
+        failed.
+        """
         alone, at = self.unreachable.get(rank, (False, -math.inf))
         if rank in self.processes:
             return False
@@ -207,10 +269,16 @@ class LivenessMonitor:
         ]
 
     def can_continue_without(self, monitor: Monitor, alike: set[int]) -> bool:
-        """Return True if the run can continue without these ranks, which fell silent at about the same time."""
+        """Return True if the run can continue without these ranks, which fell silent at about the
+        same time.
+        """
         there = {*range(self.plan.num_workers)} - self.exited - self.failed.keys()
         served = self.plan.home >= self.plan.num_workers  # else another worker stands in for home
-        if (served and self.plan.home in alike) or not alike < there or is_cut_off(self, monitor, alike):
+        if (
+            (served and self.plan.home in alike)
+            or not alike < there
+            or is_cut_off(self, monitor, alike)
+        ):
             return False
         return not alike - self.processes.keys() or not can_block_forever(monitor.job.parts)
 
@@ -223,19 +291,32 @@ class LivenessMonitor:
         self.failed[rank], self.last_failure_s = how, time.monotonic()
         now_ns = time.monotonic_ns() - (self.clock_zero_ns or 0)
         if how == DECLARED:
-            declared = [round(e.time_s * 1e9) for e in monitor.job.parts.cluster.events if e.fail and e.worker == rank]
+            declared = [
+                round(e.time_s * 1e9)
+                for e in monitor.job.parts.cluster.events
+                if e.fail and e.worker == rank
+            ]
             # home's clock may be a little behind
             now_ns = min(declared, key=lambda time_ns: abs(time_ns - now_ns), default=now_ns)
         monitor.emit(Lost(rank, now_ns, "declared" if how == DECLARED else how))
         incarnation = self.channel.incarnations[rank]
-        logger.warning("worker %d, incarnation %d, failed: %s; the run continues without it", rank, incarnation, how)
+        logger.warning(
+            "worker %d, incarnation %d, failed: %s; the run continues without it",
+            rank,
+            incarnation,
+            how,
+        )
         self.publish_membership()
 
     def abandon_rejoin(self, rank: int) -> None:
         """Stop waiting for a rejoining worker."""
         if self.rejoining.pop(rank, None) is not None:
             incarnation = self.channel.incarnations[rank]
-            logger.warning("worker %d does not rejoin: incarnation %d failed or is superseded", rank, incarnation)
+            logger.warning(
+                "worker %d does not rejoin: incarnation %d failed or is superseded",
+                rank,
+                incarnation,
+            )
         self.publish_membership()
 
     def restart_workers(self, monitor: Monitor, max_restarts: int) -> None:
@@ -258,7 +339,12 @@ class LivenessMonitor:
                 self.killed_as_silent.discard(rank)
                 self.expect_rejoin(monitor, rank)
                 incarnation = self.channel.incarnations[rank]
-                logger.info("restarts worker %d as incarnation %d: it %s", rank, incarnation, self.failed[rank])
+                logger.info(
+                    "restarts worker %d as incarnation %d: it %s",
+                    rank,
+                    incarnation,
+                    self.failed[rank],
+                )
                 self.start(rank, incarnation)
 
     def expect_rejoin(self, monitor: Monitor, rank: int) -> None:
@@ -275,25 +361,47 @@ class LivenessMonitor:
         incarnations = self.channel.incarnations
         self.channel.absent = self.failed.keys() - self.rejoining.keys()
         lost = tuple((rank, incarnations[rank] - (rank in self.rejoining)) for rank in self.failed)
-        ready = tuple((rank, incarnations[rank]) for rank, is_ready in self.rejoining.items() if is_ready)
-        self.channel.publish(self.channel.news._replace(lost=lost, ready=ready[:1]))  # one after the other
+        ready = tuple(
+            (rank, incarnations[rank]) for rank, is_ready in self.rejoining.items() if is_ready
+        )
+        self.channel.publish(
+            self.channel.news._replace(lost=lost, ready=ready[:1])
+        )  # one after the other
 
     def silent_ranks(self, for_s: float) -> list[int]:
-        """Return the ranks without a record for longer than `for_s`, as of the last empty queue; longest first."""
+        """Return the ranks without a record for longer than `for_s`, as of the last empty queue;
+        longest first.
+        """
         away = self.exited.union(self.failed)
         since = {
-            rank: self.channel.drained_s - at for rank, at in self.channel.last_heard_s.items() if rank not in away
+            rank: self.channel.drained_s - at
+            for rank, at in self.channel.last_heard_s.items()
+            if rank not in away
         }
-        return sorted((rank for rank in since if since[rank] > for_s), key=lambda rank: -since[rank])
+        return sorted(
+            (rank for rank in since if since[rank] > for_s), key=lambda rank: -since[rank]
+        )
 
 
 def supervise(
-    liveness: LivenessMonitor, run_dir: Path, monitor: Monitor, checkpoint_manager: CheckpointManager
+    liveness: LivenessMonitor,
+    run_dir: Path,
+    monitor: Monitor,
+    checkpoint_manager: CheckpointManager,
 ) -> dict | None:
-    """Read records and react to them until all ranks have exited or failed, as `run_controller` says."""
-    plan, channel, processes, runtime = liveness.plan, liveness.channel, liveness.processes, monitor.job.parts.runtime
+    """Read records and react to them until all ranks have exited or failed, as `run_controller`
+    says.
+    """
+    plan, channel, processes, runtime = (
+        liveness.plan,
+        liveness.channel,
+        liveness.processes,
+        monitor.job.parts.runtime,
+    )
     timeout_s = runtime.heartbeat_timeout_s
-    channel.last_heard_s |= dict.fromkeys(processes, time.monotonic())  # they have only just been started
+    channel.last_heard_s |= dict.fromkeys(
+        processes, time.monotonic()
+    )  # they have only just been started
     channel.publish(channel.news._replace(scores=monitor.scores))  # of before, where it goes on
     announced, failed_at, interrupted_at = None, None, None
     looked, answered, unanswered_s = time.monotonic(), 0.0, 0.0
@@ -306,22 +414,35 @@ def supervise(
             elif isinstance(record, CheckpointPartSaved):
                 checkpoint_manager.add_part(record, monitor, vector)
         now = time.monotonic()
-        unanswered_s += min(now - looked, AWAKE_S) if channel.store_answered_s == answered else -unanswered_s
+        unanswered_s += (
+            min(now - looked, AWAKE_S) if channel.store_answered_s == answered else -unanswered_s
+        )
         looked, answered = now, channel.store_answered_s
         if monitor.stopping and not announced:
-            announced, interrupted_at = monitor.stopping, now if monitor.stopping == "interrupted" else None
+            announced, interrupted_at = (
+                monitor.stopping,
+                now if monitor.stopping == "interrupted" else None,
+            )
             logger.info("asks all ranks to stop: %s", announced)
             channel.publish(channel.news._replace(stopping=announced))
         late = liveness.silent_ranks(timeout_s)
-        if checkpoint_manager.every_s is None:  # else the run is gone on with from its last checkpoint
+        if (
+            checkpoint_manager.every_s is None
+        ):  # else the run is gone on with from its last checkpoint
             liveness.detect_failures(monitor, timeout_s, late, drained)
             if not announced and monitor.final is None:
                 liveness.restart_workers(monitor, runtime.max_restarts)
         while channel.join_requests:
             number, ask = channel.join_requests.popleft()
-            answer = answer_join_request(liveness, monitor, ask, checkpoint_manager.every_s is not None)
+            answer = answer_join_request(
+                liveness, monitor, ask, checkpoint_manager.every_s is not None
+            )
             if answer.refused is None:
-                logger.info("admits a process as worker %d, incarnation %d", answer.worker, answer.incarnation)
+                logger.info(
+                    "admits a process as worker %d, incarnation %d",
+                    answer.worker,
+                    answer.incarnation,
+                )
             else:
                 logger.info("rejects a join request: %s", answer.refused)
             channel.send_join_answer(number, answer)
@@ -337,13 +458,21 @@ def supervise(
         if failed_at is not None and drained - failed_at > SETTLE_S:
             raise run_failure(liveness, run_dir, monitor)
         if interrupted_at is not None and now - interrupted_at > PATIENCE_S:
-            if vanished := [rank for rank in liveness.silent_ranks(PATIENCE_S - SETTLE_S) if rank not in processes]:
-                raise AshlError(f"{rank_name(plan, monitor, vanished[0])} disconnected, and the run was interrupted")
+            if vanished := [
+                rank
+                for rank in liveness.silent_ranks(PATIENCE_S - SETTLE_S)
+                if rank not in processes
+            ]:
+                raise AshlError(
+                    f"{rank_name(plan, monitor, vanished[0])} disconnected, and the run was"
+                    " interrupted"
+                )
             monitor.evaluate_pending()
             return None
         if unanswered_s > timeout_s:
             raise AshlError(
-                f"{channel.store} did not answer for {timeout_s:g} s (runtime.heartbeat_timeout_s); the run ends here"
+                f"{channel.store} did not answer for {timeout_s:g} s (runtime.heartbeat_timeout_s);"
+                " the run ends here"
             )
         check_liveness(plan, monitor, liveness, timeout_s, bool({*late} - liveness.failed.keys()))
         checkpoint_manager.finish_if_complete(monitor)
@@ -362,7 +491,9 @@ def supervise(
 
 
 def log_record(record: Record) -> None:
-    """Log what a rank reports: at INFO what happens seldom in a run, at DEBUG the rest, heartbeats left out."""
+    """Log what a rank reports: at INFO what happens seldom in a run, at DEBUG the rest, heartbeats
+    left out.
+    """
     match record:
         case Alive() | Heartbeat():
             pass
@@ -373,7 +504,9 @@ def log_record(record: Record) -> None:
         case Ready(rank):
             logger.info("worker %d is ready to rejoin", rank)
         case StageEnd():
-            logger.info("stage %d ended at rank %d: %s", record.stage + 1, record.rank, described(record))
+            logger.info(
+                "stage %d ended at rank %d: %s", record.stage + 1, record.rank, described(record)
+            )
         case Replan() | PlanMade() | ProfileMeasured():
             logger.info("rank %d reports %s", record.rank, type(record).__name__)
         case StopAsked():
@@ -381,7 +514,13 @@ def log_record(record: Record) -> None:
         case PeerUnreachable():
             logger.warning("rank %d reports: %s", record.rank, described(record))
         case RankError(rank, error, consequence, blames):
-            logger.error("rank %d reports a failure: %s (consequence=%s, blames=%s)", rank, error, consequence, blames)
+            logger.error(
+                "rank %d reports a failure: %s (consequence=%s, blames=%s)",
+                rank,
+                error,
+                consequence,
+                blames,
+            )
         case Lost():
             logger.warning("rank %d reports: %s", record.rank, described(record))
         case Left(rank):
@@ -393,11 +532,14 @@ def log_record(record: Record) -> None:
 def run_failure(liveness: LivenessMonitor, run_dir: Path, monitor: Monitor) -> AshlError:
     """Return the error that names the rank at fault and its log."""
     rank, what = find_culprit(
-        liveness.errors, liveness.unexpected_exits() | liveness.failed, liveness.silent_ranks(QUIET_S)
+        liveness.errors,
+        liveness.unexpected_exits() | liveness.failed,
+        liveness.silent_ranks(QUIET_S),
     )
     log = log_path(run_dir, rank)
     return AshlError(
-        f"{rank_name(liveness.plan, monitor, rank)}{what}" + (f"; its log is {log}" if log.exists() else "")
+        f"{rank_name(liveness.plan, monitor, rank)}{what}"
+        + (f"; its log is {log}" if log.exists() else "")
     )
 
 
@@ -411,10 +553,13 @@ def describe_exit(code: int) -> str:
     return f"{KILLED} {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def find_culprit(errors: Sequence[RankError], gone: Mapping[int, str], silent: Collection[int]) -> tuple[int, str]:
+def find_culprit(
+    errors: Sequence[RankError], gone: Mapping[int, str], silent: Collection[int]
+) -> tuple[int, str]:
     """Return the rank at fault for a failure, and the sentence about it.
 
-    Order: an error of a rank's own, then a process that ended, then a rank that is silent and that others cannot reach.
+    Order: an error of a rank's own, then a process that ended, then a rank that is silent and that
+    others cannot reach.
     Args: silent, ranks without records, longest first.
     """
     own = next((error for error in errors if not error.consequence), None)
@@ -425,7 +570,9 @@ def find_culprit(errors: Sequence[RankError], gone: Mapping[int, str], silent: C
     quiet = [rank for rank in silent if rank not in reported]
     named = [rank for rank in quiet if rank in blamed]
     killed = [rank for rank in gone if rank not in reported]
-    if killed := [rank for rank in killed if rank in blamed] or (killed if not named else []):  # some long before
+    if killed := [rank for rank in killed if rank in blamed] or (
+        killed if not named else []
+    ):  # some long before
         return killed[0], f" {gone[killed[0]]}"
     if vanished := named or quiet:
         return vanished[0], " disconnected: its connections were closed, and no heartbeat followed"
@@ -448,11 +595,19 @@ def is_cut_off(liveness: LivenessMonitor, monitor: Monitor, late: set[int]) -> b
     here = {*liveness.processes}
     elsewhere = {place.host for rank, place in monitor.hosts.items() if rank not in here}
     away = liveness.exited.union(liveness.failed)
-    return len(elsewhere) > 1 and not here & late and here | away | late == {*range(liveness.plan.num_ranks)}
+    return (
+        len(elsewhere) > 1
+        and not here & late
+        and here | away | late == {*range(liveness.plan.num_ranks)}
+    )
 
 
-def check_liveness(plan: Plan, monitor: Monitor, liveness: LivenessMonitor, timeout_s: float, missing: bool) -> None:
-    """Raise AshlError, which names the ranks, if one misses heartbeats or all wait for each other."""
+def check_liveness(
+    plan: Plan, monitor: Monitor, liveness: LivenessMonitor, timeout_s: float, missing: bool
+) -> None:
+    """Raise AshlError, which names the ranks, if one misses heartbeats or all wait for
+    each other.
+    """
     for_so_long = f"for {timeout_s:g} s (runtime.heartbeat_timeout_s)"
     if missing:
         late = liveness.silent_ranks(
@@ -475,30 +630,47 @@ def check_liveness(plan: Plan, monitor: Monitor, liveness: LivenessMonitor, time
         raise AshlError(f"deadlock: nothing has moved for {timeout_s:g} s: {waits}")
 
 
-# --- answers to whoever asks for the place of a failed worker ---------------------------------------------------------
+# --- answers to whoever asks for the place of a failed worker
+# ---------------------------------------------------------
 
 
-def answer_join_request(liveness: LivenessMonitor, monitor: Monitor, ask: JoinRequest, keeps: bool) -> JoinAnswer:
+def answer_join_request(
+    liveness: LivenessMonitor, monitor: Monitor, ask: JoinRequest, keeps: bool
+) -> JoinAnswer:
     """Admit a joining process in the place of a failed worker, or return the reason against it.
 
     Args: keeps, True if the run takes checkpoints.
     """
     if why := join_refusal(liveness, monitor, ask.worker, keeps):
         return JoinAnswer(refused=why)
-    rank = min(liveness.failed.keys() - liveness.rejoining.keys()) if ask.worker is None else ask.worker
+    rank = (
+        min(liveness.failed.keys() - liveness.rejoining.keys())
+        if ask.worker is None
+        else ask.worker
+    )
     liveness.expect_rejoin(monitor, rank)
     liveness.processes.pop(rank, None)
     place = liveness.rank_settings[rank]
     known = place.home, place.rounds, place.device, place.one_each
     return JoinAnswer(
-        None, rank, liveness.channel.incarnations[rank], liveness.failed[rank], liveness.plan.to_json(), *known
+        None,
+        rank,
+        liveness.channel.incarnations[rank],
+        liveness.failed[rank],
+        liveness.plan.to_json(),
+        *known,
     )
 
 
-def join_refusal(liveness: LivenessMonitor, monitor: Monitor, worker: int | None, keeps: bool) -> str | None:
+def join_refusal(
+    liveness: LivenessMonitor, monitor: Monitor, worker: int | None, keeps: bool
+) -> str | None:
     plan, parts = liveness.plan, monitor.job.parts
     if not admits_rejoin(parts):
-        return f"a run with {describe_modes(parts)} takes nobody; a new run with run.checkpoint_s can be resumed."
+        return (
+            f"a run with {describe_modes(parts)} takes nobody; a new run with run.checkpoint_s can"
+            " be resumed."
+        )
     if keeps:
         return "a run that leaves checkpoints (run.checkpoint_s) takes nobody."
     if monitor.final is not None or monitor.stopping:
@@ -522,7 +694,9 @@ def empty_totals(rank: int) -> Heartbeat:
 
 
 def outage_until(before: Heartbeat, time_ns: int) -> Heartbeat:
-    """Return the totals of a failed worker at the time it rejoins: time without totals counts as down."""
+    """Return the totals of a failed worker at the time it rejoins: time without totals counts as
+    down.
+    """
     down = before.totals_ns["down"] + max(0, time_ns - sum(before.totals_ns.values()))
     return before._replace(totals_ns=before.totals_ns | {"down": down})
 
@@ -541,7 +715,11 @@ def add_prior_totals(
         collective_ns=before.collective_ns + record.collective_ns,
         measures=measured(before.measures, record.measures),
     )
-    return record._replace(steps=before.steps + record.steps) if isinstance(record, Heartbeat) else record
+    return (
+        record._replace(steps=before.steps + record.steps)
+        if isinstance(record, Heartbeat)
+        else record
+    )
 
 
 def measured(before: Measures, now: Measures) -> dict[str, Measured]:
@@ -554,9 +732,11 @@ def measured(before: Measures, now: Measures) -> dict[str, Measured]:
 
 
 def pacing_summary(reports: Sequence[PacingStats], num_workers: int) -> dict:
-    """Where the machine was too slow to keep the declared pace: by worker, with the pushes that a server took in for
-    it, which share of its steps and transfers was late and how much longer than declared they took; by how much of all
-    that is declared its encoding took longer than declared (often nothing is); and the worst."""
+    """Where the machine was too slow to keep the declared pace: by worker, with the pushes that a
+    server took in for it, which share of its steps and transfers was late and how much longer than
+    declared they took; by how much of all that is declared its encoding took longer than declared
+    (often nothing is); and the worst.
+    """
     steps: dict[int, list[Lateness]] = {rank: [] for rank in range(num_workers)}
     transfers: dict[int, list[Lateness]] = {rank: [] for rank in range(num_workers)}
     encodings: dict[int, list[Lateness]] = {rank: [] for rank in range(num_workers)}
@@ -568,15 +748,23 @@ def pacing_summary(reports: Sequence[PacingStats], num_workers: int) -> dict:
         for src, counts in report.transfers:
             if worker or src < num_workers:  # what servers send to each other is nobody's
                 transfers[report.rank if worker else src].append(counts)
-    workers = [pacing_of(rank, steps[rank], transfers[rank], encodings[rank]) for rank in range(num_workers)]
-    if not any(counts.count for rank in range(num_workers) for counts in steps[rank] + transfers[rank]):
+    workers = [
+        pacing_of(rank, steps[rank], transfers[rank], encodings[rank])
+        for rank in range(num_workers)
+    ]
+    if not any(
+        counts.count for rank in range(num_workers) for counts in steps[rank] + transfers[rank]
+    ):
         return {}
     worst = ("steps_slower_by", "transfers_slower_by", "encodings_slower_by", "slower_by")
     return {"workers": workers, **{key: max(worker[key] for worker in workers) for key in worst}}
 
 
 def pacing_of(
-    rank: int, steps: Sequence[Lateness], transfers: Sequence[Lateness], encodings: Sequence[Lateness]
+    rank: int,
+    steps: Sequence[Lateness],
+    transfers: Sequence[Lateness],
+    encodings: Sequence[Lateness],
 ) -> dict[str, Any]:
     everything = [*steps, *transfers, *encodings]
     return {
@@ -596,6 +784,8 @@ def share_late(counts: Sequence[Lateness]) -> float:
 
 
 def slower_by(counts: Sequence[Lateness], late: Sequence[Lateness] | None = None) -> float:
-    """How much later these (or those among them) were than declared, as a share of what is declared of all of them."""
+    """How much later these (or those among them) were than declared, as a share of what is declared
+    of all of them.
+    """
     total = sum(row.declared_s for row in counts)
     return sum(row.late_s for row in (counts if late is None else late)) / total if total else 0.0

@@ -1,4 +1,6 @@
-"""A run from a composed configuration to its outcome: plan, run folder, kernel, records, exit code."""
+"""A run from a composed configuration to its outcome: plan, run folder, kernel, records,
+exit code.
+"""
 
 import shlex
 import signal
@@ -48,7 +50,9 @@ MLFLOW_S = 30.0  # how long the end of a run waits for its copy in MLflow
 
 
 class RunOutcome(NamedTuple):
-    """A run that ended as it should: its exit code and, in the process that records it, the folder and the summary."""
+    """A run that ended as it should: its exit code and, in the process that records it, the folder
+    and the summary.
+    """
 
     code: int
     run_dir: Path | None = None
@@ -66,7 +70,9 @@ def train(
     strict: bool = True,
 ) -> int:
     """The exit code of `run`."""
-    return run(config, overrides, quiet=quiet, silent=silent, resume=resume, command=command, strict=strict).code
+    return run(
+        config, overrides, quiet=quiet, silent=silent, resume=resume, command=command, strict=strict
+    ).code
 
 
 def run(
@@ -79,12 +85,13 @@ def run(
     command: str = "",
     strict: bool = True,
 ) -> RunOutcome:
-    """Plan, run, record. `resume` is the folder of a run to go on with from its checkpoint; `quiet` shows no progress,
-    `silent` not even the outcome. `command` is what was typed, for its records; a run of a sweep has none of its own.
-    With `strict`, a typed value without an effect is refused, unless the run is resumed.
+    """Plan, run, record. `resume` is the folder of a run to go on with from its checkpoint; `quiet`
+    shows no progress, `silent` not even the outcome. `command` is what was typed, for its records;
+    a run of a sweep has none of its own. With `strict`, a typed value without an effect is refused,
+    unless the run is resumed.
 
-    Raises UsageError and DataMissingError before anything is started, AshlError when the run failed or diverged, and
-    KeyboardInterrupt when it was interrupted; the records are complete by then.
+    Raises UsageError and DataMissingError before anything is started, AshlError when the run failed
+    or diverged, and KeyboardInterrupt when it was interrupted; the records are complete by then.
     """
     log_level()
     config, job = detect_job(config)
@@ -99,10 +106,14 @@ def run(
     runtime = parts.runtime
     torch.set_num_threads(runtime.threads)
     with jobs.aborting_job_on_error(plan, assignment):
-        whole = assemble(plan, assignment.settings.device if assignment else device_of(runtime), parts, data)
+        whole = assemble(
+            plan, assignment.settings.device if assignment else device_of(runtime), parts, data
+        )
         if resume is not None:
             close_killed(resume)
-        resume, origin, plan = resolve_resume(find_restarted_run(config, job) or resume, config, plan, whole)
+        resume, origin, plan = resolve_resume(
+            find_restarted_run(config, job) or resume, config, plan, whole
+        )
         saved, sizes = (None, None) if resume is None else load_checkpoint(resume, config, plan)
         run_dir = resume or make_run_folder(config, plan)
         recorder = Recorder(run_dir, tracking.events, sizes)
@@ -110,7 +121,9 @@ def run(
     console = Console(highlight=False)
     if not quiet:
         notes(console, plan)
-    progress = Progress(console, name=plan.name, quiet=quiet, target_accuracy=plan.limits.target_accuracy)
+    progress = Progress(
+        console, name=plan.name, quiet=quiet, target_accuracy=plan.limits.target_accuracy
+    )
     monitor = Monitor(
         plan,
         whole,
@@ -141,15 +154,25 @@ def run(
     if not silent:
         outcome(console, summary, run_dir, link)
         if status == "interrupted" and list_checkpoints(run_dir):
-            console.print(f"go on with `{resume_command(run_dir, config)}`", soft_wrap=True, markup=False)
+            console.print(
+                f"go on with `{resume_command(run_dir, config)}`", soft_wrap=True, markup=False
+            )
     for text in filter(
-        None, (monitor.run_state.health.warning, untrusted_messages(monitor), warning, None if silent else unwritten)
+        None,
+        (
+            monitor.run_state.health.warning,
+            untrusted_messages(monitor),
+            warning,
+            None if silent else unwritten,
+        ),
     ):
         Console(stderr=True, highlight=False).print(f"ashl: {text}", soft_wrap=True)
     if failure:
         raise failure
     if status == "diverged":
-        raise AshlError(f"the run diverged: {reason}; lower optimizer.lr, say. Its records are in {run_dir}")
+        raise AshlError(
+            f"the run diverged: {reason}; lower optimizer.lr, say. Its records are in {run_dir}"
+        )
     if status == "interrupted":
         raise KeyboardInterrupt
     return RunOutcome(0, run_dir, summary)
@@ -157,7 +180,9 @@ def run(
 
 def resume_command(run_dir: Path, config: Mapping[str, Any]) -> str:
     """The command that goes on with an interrupted run from its checkpoint."""
-    packages = [f"allow_targets=[{','.join(config['allow_targets'])}]"] if config["allow_targets"] else []
+    packages = (
+        [f"allow_targets=[{','.join(config['allow_targets'])}]"] if config["allow_targets"] else []
+    )
     return shlex.join(["ashl", "train", "--resume", str(run_dir), *packages])
 
 
@@ -171,7 +196,9 @@ def write_report(run_dir: Path) -> str | None:
 
 
 def detect_job(config: dict[str, Any]) -> tuple[dict[str, Any], JobMembership | None]:
-    """The job that the environment names, if real processes are wanted: `ashl train` under torchrun joins it."""
+    """The job that the environment names, if real processes are wanted: `ashl train` under torchrun
+    joins it.
+    """
     kind = config["runtime"].get("_target_", "").rsplit(".", 1)[-1]
     job = read_membership() if kind in ("LocalRuntime", "TorchrunRuntime") else None
     if job and kind == "LocalRuntime":
@@ -186,7 +213,9 @@ def detect_job(config: dict[str, Any]) -> tuple[dict[str, Any], JobMembership | 
 def assign_process(
     plan: Plan, parts: Parts, config: dict[str, Any], job: JobMembership | None
 ) -> tuple[Plan, jobs.ProcessAssignment | None]:
-    """The plan with what is to be said of who is where, and this process's seat in its job, once all have met."""
+    """The plan with what is to be said of who is where, and this process's seat in its job, once
+    all have met.
+    """
     if job is not None:
         assignment = jobs.join_job(plan, parts, config, job)
         return replace(plan, notes=(*plan.notes, *assignment.notes)), assignment
@@ -224,7 +253,9 @@ def run_kernel(
     return pace
 
 
-def make_checkpoint_manager(plan: Plan, run_dir: Path, monitor: Monitor, saving: Saving) -> CheckpointManager:
+def make_checkpoint_manager(
+    plan: Plan, run_dir: Path, monitor: Monitor, saving: Saving
+) -> CheckpointManager:
     """How real processes leave checkpoints of this run."""
     how, replicas = SERVER, monitor.job.stages[0].replicas
     if runs_in_lockstep(monitor.job.parts, plan.num_workers):
@@ -233,7 +264,9 @@ def make_checkpoint_manager(plan: Plan, run_dir: Path, monitor: Monitor, saving:
         how = ROUND if any(saves_one_round(own) for own in monitor.job.parts.stages) else EACH
     home = None if how == LOCKSTEP and replicas else plan.home
     servers = plan.num_ranks - plan.num_workers if how == SERVER else 1
-    return CheckpointManager(run_dir, plan.num_ranks, saving.every_s, saving.identity, how, home, servers)
+    return CheckpointManager(
+        run_dir, plan.num_ranks, saving.every_s, saving.identity, how, home, servers
+    )
 
 
 def warn(text: str | None) -> None:
@@ -250,39 +283,55 @@ def identity(config: dict[str, Any]) -> str:
 def resolve_resume(
     resume: Path | None, config: dict[str, Any], plan: Plan, job: Job
 ) -> tuple[Path | None, Origin | None, Plan]:
-    """The run to go on with in its own folder, or with other workers in one of theirs, and the plan, which says so."""
+    """The run to go on with in its own folder, or with other workers in one of theirs, and the
+    plan, which says so.
+    """
     if resume is None or not rescaling.rescales(config, resume):
         return resume, None, plan
     origin = rescaling.origin_of(resume, identity(config_of(resume)), plan, job)
     return None, origin, replace(plan, notes=(*plan.notes, origin.note))
 
 
-def load_checkpoint(run_dir: Path, config: dict[str, Any], plan: Plan) -> tuple[Checkpoint, dict[str, int]]:
-    """The checkpoint of this run, and how much of its records is from before. Raises UsageError where there is none, or
-    where it is of another run."""
+def load_checkpoint(
+    run_dir: Path, config: dict[str, Any], plan: Plan
+) -> tuple[Checkpoint, dict[str, int]]:
+    """The checkpoint of this run, and how much of its records is from before. Raises UsageError
+    where there is none, or where it is of another run.
+    """
     saved = checkpoints.newest(run_dir, identity(config))
-    if (before := checkpoints.plan_of(saved).num_workers) != plan.num_workers:  # by the size of a job
+    if (
+        before := checkpoints.plan_of(saved).num_workers
+    ) != plan.num_workers:  # by the size of a job
         n = plan.num_workers
-        raise UsageError(f"{run_dir} has {before} workers, and this job {n}; take it on with cluster.num_workers={n}")
+        raise UsageError(
+            f"{run_dir} has {before} workers, and this job {n}; take it on with"
+            f" cluster.num_workers={n}"
+        )
     if saved.how != ANEW:
         checkpoints.refuse_other_kernel(run_dir, saved, virtual=is_virtual(config))
     return saved, checkpoints.truncate_records(run_dir, saved)
 
 
 def find_restarted_run(config: Mapping[str, Any], job: JobMembership | None) -> Path | None:
-    """The folder of this run, where torchrun has started all of its processes anew, and it has left a checkpoint there
-    to go on from."""
+    """The folder of this run, where torchrun has started all of its processes anew, and it has left
+    a checkpoint there to go on from.
+    """
     if job is None or job.attempt == "0" or not config["run"]["dir"]:
         return None
     run_dir = Path(config["run"]["dir"]).expanduser()
-    if not list_checkpoints(run_dir) or (jsonl.whole(run_dir / SUMMARY) or {}).get("status") == "finished":
+    if (
+        not list_checkpoints(run_dir)
+        or (jsonl.whole(run_dir / SUMMARY) or {}).get("status") == "finished"
+    ):
         return None
     warn(f"restarted: the run in {run_dir} resumes from its last checkpoint")
     return run_dir
 
 
 def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:
-    """Close the records. When the run has failed already (a full disk, say), that is what the user hears of."""
+    """Close the records. When the run has failed already (a full disk, say), that is what the user
+    hears of.
+    """
     try:
         try:
             monitor.write_final_metrics(summary)
@@ -296,7 +345,11 @@ def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:
 def untrusted_messages(monitor: Monitor) -> str | None:
     """A warning where others have written into the job's store."""
     count = monitor.refused
-    return f"{count} messages in the job's store were not of this run and were ignored" if count else None
+    return (
+        f"{count} messages in the job's store were not of this run and were ignored"
+        if count
+        else None
+    )
 
 
 def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
@@ -314,15 +367,23 @@ def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
 def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None = None) -> None:
     """Compose, check, plan and estimate; run nothing. `processes`: how many a job will have."""
     config, job = detect_job(config)
-    plan, parts, data = prepare_plan(config, job.world_size if job else processes, overrides, strict=True)
+    plan, parts, data = prepare_plan(
+        config, job.world_size if job else processes, overrides, strict=True
+    )
     construct(config["tracking"], "tracking", config["allow_targets"])
     if job or processes:
         size = job.world_size if job else processes or 0
-        plan = replace(plan, notes=(*plan.notes, *jobs.notes_before_start(plan, parts, config["profile"], size)))
+        plan = replace(
+            plan,
+            notes=(*plan.notes, *jobs.notes_before_start(plan, parts, config["profile"], size)),
+        )
     if job is None or job.rank == 0:
         console = Console(highlight=False)
         forecast(console, plan, len(data.train))
-        if is_virtual(config) and (host_s := host_here_s(PreparedPlan(plan, parts, data))) is not None:
+        if (
+            is_virtual(config)
+            and (host_s := host_here_s(PreparedPlan(plan, parts, data))) is not None
+        ):
             console.print(f"on this machine about {seconds(host_s)} at most")
 
 
@@ -338,17 +399,25 @@ def make_run_folder(config: Mapping[str, Any], plan: Plan) -> Path:
     base = RUNS / day / f"{moment}-{plan.name}-{config_hash(config)}"
     for path in (base, *(base.with_name(f"{base.name}-{k}") for k in range(2, 1000))):
         try:
-            path.mkdir(parents=True)  # made at once, so that two runs of the same second never share it
+            path.mkdir(
+                parents=True
+            )  # made at once, so that two runs of the same second never share it
         except FileExistsError:
             continue
         except OSError as error:
-            raise AshlError(f"cannot make the run folder {path} ({error.strerror}); choose another run.dir") from error
+            raise AshlError(
+                f"cannot make the run folder {path} ({error.strerror}); choose another run.dir"
+            ) from error
         return path
     raise AshlError(f"{base} and a thousand more like it exist; choose another run.dir")
 
 
 def write_inputs(
-    recorder: Recorder, config: dict[str, Any], overrides: list[str], plan: Plan | None, command: str
+    recorder: Recorder,
+    config: dict[str, Any],
+    overrides: list[str],
+    plan: Plan | None,
+    command: str,
 ) -> None:
     recorder.document("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
     recorder.document("overrides.yaml", yaml.safe_dump(overrides))
@@ -378,8 +447,9 @@ def start_mlflow(
 
 @contextmanager
 def stop_on_interrupt(monitor: Monitor) -> Generator[None]:
-    """The first Ctrl-C ends the run through ordinary replies, so that nothing is lost; the second one ends it now. A
-    terminal that closes may send SIGHUP twice."""
+    """The first Ctrl-C ends the run through ordinary replies, so that nothing is lost; the second
+    one ends it now. A terminal that closes may send SIGHUP twice.
+    """
 
     def handle(number: int, frame: object) -> None:
         if monitor.stopping == "interrupted" and number != signal.SIGHUP:

@@ -1,8 +1,10 @@
-"""Models, updates, module states and parts of checkpoints on their way through the job's store, beside the records.
+"""Models, updates, module states and parts of checkpoints on their way through the job's store,
+beside the records.
 
-Bytes are cut into pieces that the store accepts, in a queue of their own for each rank, incarnation and kind. The
-number of bytes is published after the last piece, so that a reader of the number finds all pieces. Models are float32.
-Parts of checkpoints travel only where processes share no folder: from a rank to the controller, and back on resume.
+Bytes are cut into pieces that the store accepts, in a queue of their own for each rank, incarnation
+and kind. The number of bytes is published after the last piece, so that a reader of the number
+finds all pieces. Models are float32. Parts of checkpoints travel only where processes share no
+folder: from a rank to the controller, and back on resume.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def upload_vector(
     vector: Tensor,
     before_piece: Callable[[], None],
 ) -> int:
-    """Put a record's vector into this queue, calling `between` ahead of each piece; returns how many bytes it has."""
+    """Put a record's vector into this queue, calling `between` ahead of each piece; returns how
+    many bytes it has.
+    """
     with in_host(vector.to(torch.float32)) as here:
         content = memoryview(here.contiguous().numpy()).cast("B")
         for start in range(0, content.nbytes, PIECE):
@@ -47,7 +51,9 @@ def upload_vector(
 def receive_vector(
     store: AuthenticatedStore, queue: str, record: Snapshot | UpdateShown, num_params: int
 ) -> Tensor | None:
-    """Take a record's vector out, if it has one. Raises AshlError for one of another size than the model's."""
+    """Take a record's vector out, if it has one. Raises AshlError for one of another size than the
+    model's.
+    """
     if record.nbytes is None:
         return None
     content = bytearray()
@@ -57,7 +63,9 @@ def receive_vector(
             content += item[1] if item else b""
     if len(content) != 4 * num_params:
         size = (record.nbytes if record.nbytes != 4 * num_params else len(content)) // 4
-        raise AshlError(f"rank {record.rank} handed in {size} parameters where {num_params} were expected")
+        raise AshlError(
+            f"rank {record.rank} handed in {size} parameters where {num_params} were expected"
+        )
     return torch.frombuffer(content, dtype=torch.float32)
 
 
@@ -100,7 +108,9 @@ def pop_bytes(store: AuthenticatedStore, queue: str, nbytes: int) -> bytes:
 def upload_checkpoint_part(
     store: AuthenticatedStore, rank: int, number: int, document: dict[str, Any]
 ) -> tuple[str, int]:
-    """At a rank, to home: returns the hash of its part of a checkpoint, and how many bytes it has."""
+    """At a rank, to home: returns the hash of its part of a checkpoint, and how many bytes
+    it has.
+    """
     file = io.BytesIO()
     torch.save(document, file)
     content = file.getvalue()
@@ -124,17 +134,24 @@ def upload_state(store: AuthenticatedStore, rank: int, incarnation: int, state: 
 def receive_state(store: AuthenticatedStore, record: ModuleState, incarnation: int) -> Tensor:
     """At home: the bytes that such a record comes with."""
     return torch.frombuffer(
-        bytearray(pop_bytes(store, state_queue(record.rank, incarnation), record.nbytes)), dtype=torch.uint8
+        bytearray(pop_bytes(store, state_queue(record.rank, incarnation), record.nbytes)),
+        dtype=torch.uint8,
     )
 
 
 def decode_state(content: Tensor, packages: tuple[str, ...]) -> Any:
     """The state that these bytes are. Nothing is unpickled."""
-    return from_plain(torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True), packages)
+    return from_plain(
+        torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True), packages
+    )
 
 
-def receive_checkpoint_part(store: AuthenticatedStore, record: CheckpointPartSaved) -> Tensor | None:
-    """At home: the bytes that such a record comes with; None where the rank has written them itself."""
+def receive_checkpoint_part(
+    store: AuthenticatedStore, record: CheckpointPartSaved
+) -> Tensor | None:
+    """At home: the bytes that such a record comes with; None where the rank has written them
+    itself.
+    """
     if record.nbytes == 0:
         return None
     content = pop_bytes(store, checkpoint_queue(record.rank, record.number), record.nbytes)
@@ -156,7 +173,9 @@ class RestorePoint(NamedTuple):
     file: Path | io.BytesIO | None
 
 
-def await_restore_point(store: AuthenticatedStore, rank: int, over: Callable[[], bool]) -> RestorePoint | None:
+def await_restore_point(
+    store: AuthenticatedStore, rank: int, over: Callable[[], bool]
+) -> RestorePoint | None:
     """At a rank: waits for it; None where the run is over before that."""
     while not store.check([restore_queue(rank)]):
         if over():

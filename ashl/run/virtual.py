@@ -24,14 +24,17 @@ from ashl.stage.program import program, ranks_to_notify
 
 
 class Saving(NamedTuple):
-    """Which checkpoints are left: every so many seconds of the run's clock. `identity` is written into them: what the
-    run is, apart from when it stops and where."""
+    """Which checkpoints are left: every so many seconds of the run's clock. `identity` is written
+    into them: what the run is, apart from when it stops and where.
+    """
 
     identity: str = ""
     every_s: float | None = None
 
 
-def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Checkpoint | None = None) -> Sim:
+def simulate(
+    plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Checkpoint | None = None
+) -> Sim:
     """Run the plan, from its beginning or from what was saved."""
     cluster, stage = job.parts.cluster, job.stages[0]
     overlaps = any(stage.sums_beside for stage in job.stages)
@@ -45,12 +48,19 @@ def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Chec
         if monitor.stopping is not None:  # ranks may know of it already
             return None
         folder = rank_checkpoint.folder_of(monitor.recorder.run_dir, number)
-        about = {"how": VIRTUAL, "time_ns": document["time_ns"], "ranks_ns": [], "home_ns": document["time_ns"]}
+        about = {
+            "how": VIRTUAL,
+            "time_ns": document["time_ns"],
+            "ranks_ns": [],
+            "home_ns": document["time_ns"],
+        }
         try:
             files = {STATE: rank_checkpoint.write(folder / STATE, document)}
             checkpoints.complete(folder, saving.identity, monitor, files, about)
         except (OSError, RuntimeError) as error:
-            text = f"cannot write the checkpoint {folder}; free some space or choose another run.dir"
+            text = (
+                f"cannot write the checkpoint {folder}; free some space or choose another run.dir"
+            )
             raise AshlError(text) from error
         number += 1
         return following(document["time_ns"], saving.every_s)
@@ -61,26 +71,38 @@ def simulate(plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Chec
         sim.save_at(due, keep)
     play = partial(program, stages=job.stages)
     if cluster.fault_kinds:
-        Churn(sim, cluster, plan.seed, stage.min_workers, partial(ranks_to_notify, job.stages), play)
+        Churn(
+            sim, cluster, plan.seed, stage.min_workers, partial(ranks_to_notify, job.stages), play
+        )
     try:
         runtime = job.parts.runtime
-        with use_cores(sim, runtime.cores if runtime.gradients else 1, plan.num_workers, job.learner):
+        with use_cores(
+            sim, runtime.cores if runtime.gradients else 1, plan.num_workers, job.learner
+        ):
             sim.run(play, monitor.draw_progress, saved and beginning(plan, job, saved))
     except PeerFailedError as loss:
         raise AshlError(
-            f"worker {loss.rank} failed ({loss.why}), and the stage needs all workers, as profiling does: the run ends "
-            "here; let it fail later, or give profile=FILE"
+            f"worker {loss.rank} failed ({loss.why}), and the stage needs all workers, as profiling"
+            " does: the run ends here; let it fail later, or give profile=FILE"
         ) from loss
     return sim
 
 
 def simulation(
-    kind: Callable[[int, Speed, Exchange | Ports, Monitor], Sim], plan: Plan, job: Job, monitor: Monitor
+    kind: Callable[[int, Speed, Exchange | Ports, Monitor], Sim],
+    plan: Plan,
+    job: Job,
+    monitor: Monitor,
 ) -> Sim:
     """Of what the cluster declares."""
     cluster, stage = job.parts.cluster, job.stages[0]
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
-    return kind(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm), monitor)
+    return kind(
+        plan.num_ranks,
+        speed,
+        network(cluster, stage.trainer.dense_bytes, stage.topology.algorithm),
+        monitor,
+    )
 
 
 def beginning(plan: Plan, job: Job, saved: Checkpoint) -> Begin:
@@ -95,7 +117,9 @@ def beginning(plan: Plan, job: Job, saved: Checkpoint) -> Begin:
 
 
 def following(now_ns: int, every_s: float | None) -> int | None:
-    """When the next checkpoint is due, in nanoseconds: whole ones, lest it be at this very moment."""
+    """When the next checkpoint is due, in nanoseconds: whole ones, lest it be at this very
+    moment.
+    """
     if every_s is None:
         return None
     every_ns = max(1, round(every_s * 1e9))

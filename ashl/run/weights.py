@@ -1,4 +1,6 @@
-"""The weights of a run as plain tensors, name by name as the model has them: for torch alone, and back."""
+"""The weights of a run as plain tensors, name by name as the model has them: for torch alone, and
+back.
+"""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,12 +22,16 @@ def write(path: Path, weights: Mapping[str, Tensor]) -> None:
     try:
         save(path, dict(weights))
     except (OSError, RuntimeError) as error:
-        text = f"cannot write the weights {path}; free some space, choose another run.dir, or run.save_weights=false"
+        text = (
+            f"cannot write the weights {path}; free some space, choose another run.dir, or"
+            " run.save_weights=false"
+        )
         raise AshlError(text) from error
 
 
 def load(run_dir: Path, weights: str, allow: Sequence[str]) -> nn.Module:
-    """The module that the run's plan describes, with the tensors of `final.pt` or `best.pt`, in evaluation mode.
+    """The module that the run's plan describes, with the tensors of `final.pt` or `best.pt`, in
+    evaluation mode.
 
     The plan's own permission is enough for a class that this process has imported already.
     Raises UsageError where the run or its weights are not there, or do not fit each other.
@@ -34,7 +40,9 @@ def load(run_dir: Path, weights: str, allow: Sequence[str]) -> nn.Module:
     if weights not in ("final", "best"):
         raise UsageError(f"no run leaves weights called {weights!r}; name final or best")
     if not file.is_file():
-        raise UsageError(f"{run_dir} has no {file.name}; a run of a sweep leaves them with run.save_weights=true")
+        raise UsageError(
+            f"{run_dir} has no {file.name}; a run of a sweep leaves them with run.save_weights=true"
+        )
     allow = (*allow, *at_hand(plan))
     with own_faults(allow):
         option = OptionFactory(allow).of("model", plan.model)
@@ -42,8 +50,10 @@ def load(run_dir: Path, weights: str, allow: Sequence[str]) -> nn.Module:
 
 
 def at_hand(plan: Plan) -> tuple[str, ...]:
-    """Return the package of the model, if the plan allows it and its class is one of `nn.Module` that this process has
-    imported already. A record alone imports nothing, and it calls no function."""
+    """Return the package of the model, if the plan allows it and its class is one of `nn.Module`
+    that this process has imported already. A record alone imports nothing, and it calls no
+    function.
+    """
     home, _, name = plan.model["_target_"].rpartition(".")
     cls = getattr(sys.modules.get(home), name, None)
     known = isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == home

@@ -1,1 +1,3 @@
-"""Where algorithms run: a small vocabulary of effects and two kernels, exact virtual time and real processes."""
+"""Where algorithms run: a small vocabulary of effects and two kernels, exact virtual time and real
+processes.
+"""

@@ -1,12 +1,13 @@
 """Inject faults into a simulation: workers fail and rejoin, or the server fails.
 
-A worker that fails loses its state, the messages in flight to it, and the messages that it sent and that have not
-arrived. NICs still receive those messages. Peers are notified `detect_s` later, or when the worker rejoins, if that is
-sooner: a failure is always seen before the next incarnation.
+A worker that fails loses its state, the messages in flight to it, and the messages that it sent and
+that have not arrived. NICs still receive those messages. Peers are notified `detect_s` later, or
+when the worker rejoins, if that is sooner: a failure is always seen before the next incarnation.
 
-Random faults: the k-th time to failure of worker i is Exp(mtbf_s), and the k-th time to repair Exp(mttr_s). Each is the
-k-th draw of the worker's own stream. A failure that would leave fewer than `min_workers` is skipped, and the next one
-is drawn. Faults never extend a run: it ends when all running workers have ended.
+Random faults: the k-th time to failure of worker i is Exp(mtbf_s), and the k-th time to repair
+Exp(mttr_s). Each is the k-th draw of the worker's own stream. A failure that would leave fewer than
+`min_workers` is skipped, and the next one is drawn. Faults never extend a run: it ends when all
+running workers have ended.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from ashl.runtime.records import Joined, Lost
 from ashl.runtime.sim import Sim
 
 FIRST = -(2**60)  # before all else that happens at an instant
-LATE = 2  # budgets of time, after which nobody fails at random: what is done then does not count, and is to end
+# budgets of time, after which nobody fails at random: what is done then does not count, and is to
+# end
+LATE = 2
 
 
 class DiscardingMailbox(Mailbox):
@@ -42,8 +45,9 @@ class DiscardingMailbox(Mailbox):
 
 
 class Churn:
-    """Lets a cluster's events happen to a simulation. `start(ctx, comes=True)` is the coroutine of a worker that
-    comes; `links(rank)` says who hears of a loss."""
+    """Lets a cluster's events happen to a simulation. `start(ctx, comes=True)` is the coroutine of
+    a worker that comes; `links(rank)` says who hears of a loss.
+    """
 
     def __init__(
         self,
@@ -54,13 +58,21 @@ class Churn:
         links: Callable[[int], Sequence[int]],
         start: Callable[..., Coroutine],
     ) -> None:
-        self.sim, self.cluster, self.min_workers, self.links, self.start = sim, cluster, min_workers, links, start
+        self.sim, self.cluster, self.min_workers, self.links, self.start = (
+            sim,
+            cluster,
+            min_workers,
+            links,
+            start,
+        )
         self.served = len(sim.contexts) > len(
             cluster.compute
         )  # so that somebody goes on whatever becomes of the workers
         self._places = count(FIRST)
         self.membership = SimMembership(sim, len(cluster.compute))
-        self._uninformed: set[tuple[int, int, int, str]] = set()  # (a peer, who is lost, since when, why)
+        self._uninformed: set[tuple[int, int, int, str]] = (
+            set()
+        )  # (a peer, who is lost, since when, why)
         for event in cluster.events:
             if event.server_fail:
                 self._at(event.time_s, self._server_fails, event)
@@ -68,7 +80,12 @@ class Churn:
                 self._at(event.time_s, self._apply_event, event)
         if cluster.churn is not None:
             for rank in range(len(cluster.compute)):
-                self._draw(rank, stream(seed, Purpose.CHURN, rank), cluster.churn.mtbf_s, self._fails_at_random)
+                self._draw(
+                    rank,
+                    stream(seed, Purpose.CHURN, rank),
+                    cluster.churn.mtbf_s,
+                    self._fails_at_random,
+                )
 
     @property
     def over(self) -> bool:
@@ -92,8 +109,8 @@ class Churn:
     def _server_fails(self, event: Event) -> None:
         if not self.over:
             raise AshlError(
-                f"the server failed at {event.time_s:g} s, as cluster.events says, and no worker can continue without "
-                "it"
+                f"the server failed at {event.time_s:g} s, as cluster.events says, and no worker"
+                " can continue without it"
             )
 
     # --- at random
@@ -108,7 +125,9 @@ class Churn:
         if self.over or churn is None or self.sim.now_ns > LATE * limit_ns:
             return
         left = (
-            len(self.cluster.compute) - len(self.sim.gone) if self.served else len(self.membership.knowing - {rank}) + 1
+            len(self.cluster.compute) - len(self.sim.gone)
+            if self.served
+            else len(self.membership.knowing - {rank}) + 1
         )
         if rank in self.sim.gone or left > self.min_workers:
             self.fail(rank, "random")
@@ -144,8 +163,8 @@ class Churn:
         self.membership.fail_member(rank, peers)
         if not self.served and not self.membership.knowing:
             raise AshlError(
-                f"worker {rank} failed at {now / 1e9:.6g} s and 0 of {len(self.cluster.compute)} workers remain "
-                "that have the model: the run ends here"
+                f"worker {rank} failed at {now / 1e9:.6g} s and 0 of {len(self.cluster.compute)}"
+                " workers remain that have the model: the run ends here"
             )
         for peer in peers:
             self._uninformed.add(item := (peer, rank, now, why))
@@ -157,7 +176,9 @@ class Churn:
         if item not in self._uninformed:
             return
         self._uninformed.remove(item)
-        loss = PeerFailedError(rank, f"{why}, at {since_ns / 1e9:.6g} s", self.membership.losses[rank] - 1)
+        loss = PeerFailedError(
+            rank, f"{why}, at {since_ns / 1e9:.6g} s", self.membership.losses[rank] - 1
+        )
         for task, value in sim._mail[peer].mark_failed(loss, since_ns):
             if task.main:
                 task.ctx.time_accounting.attribute_idle(sim.now_ns)
@@ -187,11 +208,19 @@ class Churn:
     def _truncate_accounting(self, rank: int) -> None:
         """Cut a rank's accounted time off at this instant."""
         sim = self.sim
-        coming = [v[1].start_ns for _, _, target, v in sim._heap if target == sim._deliver and v[0] == rank]
-        sim.contexts[rank].time_accounting.truncate_at(sim.now_ns, sim._push_end[rank], min(coming, default=sim.now_ns))
+        coming = [
+            v[1].start_ns
+            for _, _, target, v in sim._heap
+            if target == sim._deliver and v[0] == rank
+        ]
+        sim.contexts[rank].time_accounting.truncate_at(
+            sim.now_ns, sim._push_end[rank], min(coming, default=sim.now_ns)
+        )
 
     def _discard_events(self, rank: int) -> None:
-        """Nothing comes any more of what goes on in this rank, or is on its way to it or from it."""
+        """Nothing comes any more of what goes on in this rank, or is on its way to it or
+        from it.
+        """
         sim = self.sim
         sim._mail[rank] = DiscardingMailbox()
         own, kept = (sim._awake, sim._expire, sim._hand_out), []
@@ -204,14 +233,18 @@ class Churn:
                     lost, target = False, self._receive_and_discard
             else:
                 lost = target in own and value[0].ctx.rank == rank
-                lost = lost or (target == sim._expire and value[0].waiting is not value[1])  # nobody waits any more
+                lost = lost or (
+                    target == sim._expire and value[0].waiting is not value[1]
+                )  # nobody waits any more
             if not lost:
                 kept.append((time_ns, place, target, value))
         heapify(kept)
         sim._heap[:] = kept
 
     def _receive_and_discard(self, item: tuple[int, Message, int, int]) -> None:
-        """What a lost worker had sent, or was to get, is at a port, which takes it in all the same."""
+        """What a lost worker had sent, or was to get, is at a port, which takes it in all
+        the same.
+        """
         dst, message, nbytes, tail = item
         assert isinstance(self.sim.network, Ports)
         self.sim.network.arrive(message.src, dst, nbytes, self.sim.now_ns, tail)

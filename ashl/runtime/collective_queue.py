@@ -1,17 +1,20 @@
-"""The collective queue of a process group: its collectives run one at a time, in the same order on all members.
+"""The collective queue of a process group: its collectives run one at a time, in the same order on
+all members.
 
-Rule: every member posts the group's collectives in the same order, of the same kinds and with the same keys. Of those
-that all members have posted, the lowest key is committed first; equal keys go in the order of posting. A collective is
-committed while fewer than its `credit` are committed, including the one in flight; without credit, once none is.
-Committed collectives run in that order, and no later one overtakes them. A member that breaks the rule gets an error
-in virtual time; on real processes the ranks that differ would hang or mix their data, as in any such library.
+Rule: every member posts the group's collectives in the same order, of the same kinds and with the
+same keys. Of those that all members have posted, the lowest key is committed first; equal keys go
+in the order of posting. A collective is committed while fewer than its `credit` are committed,
+including the one in flight; without credit, once none is. Committed collectives run in that order,
+and no later one overtakes them. A member that breaks the rule gets an error in virtual time; on
+real processes the ranks that differ would hang or mix their data, as in any such library.
 
-Members that know how many collectives all have posted know which one is next; that takes one number from each member.
-No exchange is needed while something is committed, or where the oldest collective has key 0. Real processes exchange
-the number between two collectives, and without declared costs only then.
+Members that know how many collectives all have posted know which one is next; that takes one number
+from each member. No exchange is needed while something is committed, or where the oldest collective
+has key 0. Real processes exchange the number between two collectives, and without declared costs
+only then.
 
-Source of the credit: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training Acceleration", SOSP
-2019 (ByteScheduler).
+Source of the credit: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training
+Acceleration", SOSP 2019 (ByteScheduler).
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -40,7 +43,9 @@ N = TypeVar("N", bound=Numbered)
 
 
 def choose_committed(ready: Iterable[N], held: int) -> list[N]:
-    """Those that are committed now of those that all members have posted, where `held` already are."""
+    """Those that are committed now of those that all members have posted, where `held`
+    already are.
+    """
     chosen: list[N] = []
     for posted in sorted(ready, key=lambda posted: (posted.effect.key, posted.number)):
         if held and held >= posted.effect.credit:
@@ -51,16 +56,23 @@ def choose_committed(ready: Iterable[N], held: int) -> list[N]:
 
 
 class Posted:
-    """A collective of a team that is to be carried out: its place in the order of posting, and who has come to it."""
+    """A collective of a team that is to be carried out: its place in the order of posting, and who
+    has come to it.
+    """
 
     __slots__ = ("arrived", "effect", "number", "order")
 
     def __init__(self, number: int, effect: Collective) -> None:
         self.number, self.effect, self.order = number, effect, order_of(effect)
-        self.arrived: dict[int, tuple[Task, Any]] = {}  # by rank: who waits for the result, and its tensor
+        self.arrived: dict[
+            int, tuple[Task, Any]
+        ] = {}  # by rank: who waits for the result, and its tensor
 
     def describe(self) -> str:
-        return f"{type(self.effect).__name__} with key {self.effect.key} of ranks {list(self.effect.group)}"
+        return (
+            f"{type(self.effect).__name__} with key {self.effect.key} of ranks"
+            f" {list(self.effect.group)}"
+        )
 
 
 class SharedResult:
@@ -100,7 +112,9 @@ class CollectiveQueue:
         self.ready = 0  # how many of those have all their members
         self.free_ns = 0  # when the one that goes on now will have ended
         self.waking = False  # whether an event will come then
-        self.settling = False  # ... and one at the end of this instant, to commit what has been posted
+        self.settling = (
+            False  # ... and one at the end of this instant, to commit what has been posted
+        )
         self.committed: list[Posted] = []  # of those that are pending
         self.shared: dict[Hashable, SharedResult] = {}
 
@@ -115,8 +129,9 @@ class CollectiveQueue:
             posted = self.pending[number] = Posted(number, effect)
         elif order_of(effect) != posted.order:
             raise AshlError(
-                f"the members of a team must post its collectives in the same order: rank {rank} posts "
-                f"{Posted(0, effect).describe()} where rank {next(iter(posted.arrived))} posted {posted.describe()}"
+                f"the members of a team must post its collectives in the same order: rank {rank}"
+                f" posts {Posted(0, effect).describe()} where rank {next(iter(posted.arrived))}"
+                f" posted {posted.describe()}"
             )
         self.counts[rank] = number + 1
         posted.arrived[rank] = task, effect.tensor
@@ -126,7 +141,11 @@ class CollectiveQueue:
         """Commit what may be."""
         all_here = len(self.team)
         held = (self.free_ns > now_ns) + len(self.committed)
-        ready = (p for p in self.pending.values() if len(p.arrived) == all_here and p not in self.committed)
+        ready = (
+            p
+            for p in self.pending.values()
+            if len(p.arrived) == all_here and p not in self.committed
+        )
         self.committed += choose_committed(ready, held)
 
     def take(self, now_ns: int) -> Posted:
@@ -167,7 +186,9 @@ class CollectiveQueue:
 
 
 class CollectiveQueues:
-    """The channels of all teams, made when they are first asked for and forgotten when nothing goes on in them."""
+    """The channels of all teams, made when they are first asked for and forgotten when nothing goes
+    on in them.
+    """
 
     def __init__(self) -> None:
         self._of: dict[tuple[int, ...], CollectiveQueue] = {}
@@ -176,7 +197,9 @@ class CollectiveQueues:
 
     def of(self, team: tuple[int, ...], now_ns: int) -> CollectiveQueue:
         last = self._last
-        if last.team is team:  # the members of a large team mostly come one after the other, and to hash it takes long
+        if (
+            last.team is team
+        ):  # the members of a large team mostly come one after the other, and to hash it takes long
             return last
         collective_queue = self._of.get(team)
         if collective_queue is None:
@@ -189,7 +212,11 @@ class CollectiveQueues:
 
     def abort_with_member(self, rank: int) -> list[Task]:
         """Forget the channels of teams that have lost this member; returns who waits there."""
-        lost = [collective_queue for collective_queue in self._of.values() if rank in collective_queue.team]
+        lost = [
+            collective_queue
+            for collective_queue in self._of.values()
+            if rank in collective_queue.team
+        ]
         for collective_queue in lost:
             del self._of[collective_queue.team]
         self._last = CollectiveQueue(())
@@ -200,4 +227,8 @@ class CollectiveQueues:
 
     def waiting(self) -> list[Posted]:
         """Collectives to which not all members have come, or that wait for their turn."""
-        return [posted for collective_queue in self._of.values() for posted in collective_queue.pending.values()]
+        return [
+            posted
+            for collective_queue in self._of.values()
+            for posted in collective_queue.pending.values()
+        ]

@@ -1,25 +1,29 @@
 """Collectives on real processes: by the backend, over a subset of the ranks, and by nodes.
 
-`all_reduce` and `all_gather` use a process group of the backend. With `exact` a sum has the same bits on every run: a
-reduce-scatter by direct exchange, in which each member sums its chunk in rank order, and an all-gather; it moves
-2(g − 1)/g of the vector in each direction, as a ring does. The sum of two vectors is the same in either order, so two
-members may use the backend's own; up to `HOPS_COUNT` elements they gather both vectors in one hop instead.
+`all_reduce` and `all_gather` use a process group of the backend. With `exact` a sum has the same
+bits on every run: a reduce-scatter by direct exchange, in which each member sums its chunk in rank
+order, and an all-gather; it moves 2(g − 1)/g of the vector in each direction, as a ring does. The
+sum of two vectors is the same in either order, so two members may use the backend's own; up to
+`HOPS_COUNT` elements they gather both vectors in one hop instead.
 
-`all_reduce_subset` sums over some of the ranks without a process group of their own, by tagged messages. To make a
-process group takes all ranks, and on demand it hangs where members have made a different number of groups before.
-Member j receives chunk j of every vector, sums it in rank order and sends the sum to the others. Bits and bytes are
-those of an exact sum. A subset has one sum at a time, and its messages carry a number of its own. A failed
-member breaks only the connections to it, so survivors send everything that they can; in place of a sum that lacks a
-term a survivor sends a NaN that no arithmetic makes, and the receiver of it raises RuntimeError. A rejoined worker is
+`all_reduce_subset` sums over some of the ranks without a process group of their own, by tagged
+messages. To make a process group takes all ranks, and on demand it hangs where members have made a
+different number of groups before. Member j receives chunk j of every vector, sums it in rank order
+and sends the sum to the others. Bits and bytes are those of an exact sum. A subset has one sum at a
+time, and its messages carry a number of its own. A failed member breaks only the connections to it,
+so survivors send everything that they can; in place of a sum that lacks a term a survivor sends a
+NaN that no arithmetic makes, and the receiver of it raises RuntimeError. A rejoined worker is
 reached by a group of two with each peer, so nothing of an earlier incarnation enters a sum.
 
-`all_reduce_by_node` sums in three collectives of the backend: reduce inside each node, all-reduce across the nodes,
-broadcast inside. The first worker of each node is its leader. After a failure the sum is flat.
+`all_reduce_by_node` sums in three collectives of the backend: reduce inside each node, all-reduce
+across the nodes, broadcast inside. The first worker of each node is its leader. After a failure the
+sum is flat.
 
-Source of the sum by nodes: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", 2018,
-with one leader in the place of one shard for each member.
+Source of the sum by nodes: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training
+in a Flash", 2018, with one leader in the place of one shard for each member.
 
-`wait` replaces the blocking wait for the backend, so that a caller can stop waiting when a member fails.
+`wait` replaces the blocking wait for the backend, so that a caller can stop waiting when a member
+fails.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ from ashl.runtime.sums import HALVES, sum_in_rank_order
 
 Group = tuple[int, ...]
 Wait = Callable[[Any], None]  # until what the backend was asked for has been done
-GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of older ones
+GATHER = (
+    "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+)  # of older ones
 HOPS_COUNT = 2**15  # elements: up to here a hop takes longer than the bytes in it
 
 
@@ -90,7 +96,9 @@ def _exact_sum(tensor: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait 
     return gather_equal(reduce_scatter(tensor, g, pg, wait), g, pg, wait)[: tensor.numel()]
 
 
-def reduce_scatter(tensor: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait | None = None) -> Tensor:
+def reduce_scatter(
+    tensor: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait | None = None
+) -> Tensor:
     """The first half of it: this member's chunk of the sum, see `ashl.runtime.sums.chunk`."""
     d = tensor.numel()
     chunk = -(-d // g)
@@ -103,7 +111,9 @@ def reduce_scatter(tensor: Tensor, g: int, pg: dist.ProcessGroup | None, wait: W
     return sum_in_rank_order(parts.view(g, chunk).unbind())
 
 
-def gather_equal(mine: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait | None = None) -> Tensor:
+def gather_equal(
+    mine: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait | None = None
+) -> Tensor:
     """The second half: all members' vectors of one length, in rank order."""
     total = mine.new_empty(g * mine.numel())
     _gather(as_bytes(total), as_bytes(mine), pg, wait)
@@ -116,10 +126,15 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def all_gather(
-    tensor: Tensor, group: tuple[int, ...], pg: dist.ProcessGroup | None, max_bytes: int, wait: Wait | None = None
+    tensor: Tensor,
+    group: tuple[int, ...],
+    pg: dist.ProcessGroup | None,
+    max_bytes: int,
+    wait: Wait | None = None,
 ) -> tuple[list[Tensor], int]:
-    """Every member's bytes, of whatever length each has, and that of the longest, as which all of them travel. Raises
-    AshlError where one says that it has more than there can be."""
+    """Every member's bytes, of whatever length each has, and that of the longest, as which all of
+    them travel. Raises AshlError where one says that it has more than there can be.
+    """
     g = len(group)
     if g == 1:
         return [tensor], tensor.numel()
@@ -128,7 +143,10 @@ def all_gather(
     _gather(sizes, size, pg, wait)
     longest = int(sizes.max())
     if not 0 <= int(sizes.min()) <= longest <= max_bytes:
-        raise AshlError(f"bodies of {sizes.tolist()} bytes were announced, where at most {max_bytes} were expected")
+        raise AshlError(
+            f"bodies of {sizes.tolist()} bytes were announced, where at most {max_bytes} were"
+            " expected"
+        )
     padded = torch.nn.functional.pad(tensor, (0, longest - tensor.numel()))
     rows = padded.new_empty(g * longest)  # where it lies
     _gather(rows, padded, pg, wait)
@@ -141,30 +159,49 @@ BARRIER, CHUNKS, SUMS = range(3)  # planes of a team
 MISSING = 255  # all bytes of a sum that lacks a term: a NaN, but not the one that arithmetic makes
 FIRST, TEAMS = 16, 2**29  # tags below are the transport's; gloo's end at 2^31
 
-Ways = Mapping[int, tuple[dist.ProcessGroup, int]]  # to ranks that came later, or from one: a group, the place there
+Ways = Mapping[
+    int, tuple[dist.ProcessGroup, int]
+]  # to ranks that came later, or from one: a group, the place there
 
 
 def all_reduce_subset_max(
-    numbers: Tensor, group: tuple[int, ...], rank: int, team: int, ways: Ways, lost: Collection[int] = ()
+    numbers: Tensor,
+    group: tuple[int, ...],
+    rank: int,
+    team: int,
+    ways: Ways,
+    lost: Collection[int] = (),
 ) -> Tensor:
-    """The maximum over the group of a few numbers, each by itself; returns once all members have come. `team` marks the
-    group's messages. Raises RuntimeError where one is lost, as those are that are known to be."""
+    """The maximum over the group of a few numbers, each by itself; returns once all members have
+    come. `team` marks the group's messages. Raises RuntimeError where one is lost, as those are
+    that are known to be.
+    """
     g, me = len(group), group.index(rank)
     from_all = [numbers if i == me else torch.empty_like(numbers) for i in range(g)]
-    if error := _exchange([numbers] * g, from_all, group, rank, subset_tag(team, BARRIER), ways, lost):
+    if error := _exchange(
+        [numbers] * g, from_all, group, rank, subset_tag(team, BARRIER), ways, lost
+    ):
         raise error
     return torch.stack(from_all).amax(0)
 
 
 def all_reduce_subset(
-    tensor: Tensor, group: tuple[int, ...], rank: int, team: int, ways: Ways, lost: Collection[int] = ()
+    tensor: Tensor,
+    group: tuple[int, ...],
+    rank: int,
+    team: int,
+    ways: Ways,
+    lost: Collection[int] = (),
 ) -> Tensor:
-    """A new vector [d] with the sum over the group, of which `rank` is a member. `team` marks the group's messages.
-    Raises RuntimeError where a member is lost, as those are that are known to be."""
+    """A new vector [d] with the sum over the group, of which `rank` is a member. `team` marks the
+    group's messages. Raises RuntimeError where a member is lost, as those are that are known to be.
+    """
     g, me = len(group), group.index(rank)
     if g == 2:  # as many bytes in one hop
         both = [tensor if i == me else torch.empty_like(tensor) for i in range(2)]
-        if error := _exchange([tensor, tensor], both, group, rank, subset_tag(team, CHUNKS), ways, lost):
+        if error := _exchange(
+            [tensor, tensor], both, group, rank, subset_tag(team, CHUNKS), ways, lost
+        ):
             raise error
         return sum_in_rank_order(both)
     d = tensor.numel()
@@ -178,9 +215,13 @@ def all_reduce_subset(
         sums[me].copy_(sum_in_rank_order(parts))
     else:
         sums[me].view(torch.uint8).fill_(MISSING)
-    error = _exchange([sums[me]] * g, sums, group, rank, subset_tag(team, SUMS), ways, lost) or error
+    error = (
+        _exchange([sums[me]] * g, sums, group, rank, subset_tag(team, SUMS), ways, lost) or error
+    )
     firsts = total[:: len(mine[0])]
-    if firsts.isnan().any() and any((first.view(1).view(torch.uint8) == MISSING).all() for first in firsts):
+    if firsts.isnan().any() and any(
+        (first.view(1).view(torch.uint8) == MISSING).all() for first in firsts
+    ):
         error = error or RuntimeError("a member of the team is not connected to another")
     if error is not None:
         raise error
@@ -200,8 +241,14 @@ def _exchange(
     ways: Ways,
     lost: Collection[int],
 ) -> RuntimeError | None:
-    """To the i-th member `out[i]`, from it `into[i]`; returns why that was not done with one of them, if it was not."""
-    peers = [(i, *(ways.get(peer) or (world(), peer))) for i, peer in enumerate(group) if peer not in (rank, *lost)]
+    """To the i-th member `out[i]`, from it `into[i]`; returns why that was not done with one of
+    them, if it was not.
+    """
+    peers = [
+        (i, *(ways.get(peer) or (world(), peer)))
+        for i, peer in enumerate(group)
+        if peer not in (rank, *lost)
+    ]
     work, errors = [], [RuntimeError(f"rank {peer} has failed") for peer in group if peer in lost]
     for sends, boxes in ((False, into), (True, out)):
         for i, pg, place in peers:
@@ -264,7 +311,9 @@ def all_reduce_by_node(
     groups: Mapping[Group, dist.ProcessGroup | None],
     wait: Wait | None,
 ) -> Tensor:
-    """Return a new tensor with the sum or maximum over all workers, the same bits on all of them."""
+    """Return a new tensor with the sum or maximum over all workers, the same bits on all
+    of them.
+    """
     total, kind = tensor.clone(), dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     (own,) = (node for node in hierarchy.nodes if rank in node)
 

@@ -1,8 +1,9 @@
 """Collectives of one rank on real processes: its local queues, one for each process group.
 
-A collective runs inline, in the calling thread, while no other task of the rank could run meanwhile; otherwise it runs
-on a thread of its process group. The rule of `ashl.runtime.collective_queue` holds in both cases, so each member knows
-what the others have posted before. Where a key above 0 leaves a choice, members exchange how many collectives they have
+A collective runs inline, in the calling thread, while no other task of the rank could run
+meanwhile; otherwise it runs on a thread of its process group. The rule of
+`ashl.runtime.collective_queue` holds in both cases, so each member knows what the others have
+posted before. Where a key above 0 leaves a choice, members exchange how many collectives they have
 posted. In a paced run they exchange when their NICs are free, too; both take one hop together.
 `ashl.runtime.regroup_consensus` says what happens when a member fails.
 """
@@ -41,8 +42,10 @@ Incarnations = tuple[int, ...]  # of its members, where one has come anew to wha
 
 
 class Outcome(NamedTuple):
-    """What came of a collective: when it began and ended on the rank's clock, the bytes that the rank sent and received
-    in it, and what is known now of earlier ones: how long each waited for its last member."""
+    """What came of a collective: when it began and ended on the rank's clock, the bytes that the
+    rank sent and received in it, and what is known now of earlier ones: how long each waited for
+    its last member.
+    """
 
     value: Any
     begin_ns: int
@@ -52,8 +55,9 @@ class Outcome(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """One that this rank has posted, the n-th of its team's; `done` is called with what came of it, or why nothing
-    did, from the team's thread."""
+    """One that this rank has posted, the n-th of its team's; `done` is called with what came of it,
+    or why nothing did, from the team's thread.
+    """
 
     number: int
     effect: Collective
@@ -73,12 +77,17 @@ class LocalQueue:
     """This rank's end of one team's channel."""
 
     def __init__(
-        self, team: Team, incarnations: Incarnations, carry_out: Callable[[LocalQueue], tuple[Pending, Outcome]]
+        self,
+        team: Team,
+        incarnations: Incarnations,
+        carry_out: Callable[[LocalQueue], tuple[Pending, Outcome]],
     ) -> None:
         self.team, self.incarnations, self._carry_out = team, incarnations, carry_out
         self.posted = 0
         self.pending: list[Pending] = []  # in the order of posting
-        self.committed: list[Pending] = []  # ... and those of them that are next, alike on all members
+        self.committed: list[
+            Pending
+        ] = []  # ... and those of them that are next, alike on all members
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._inline = self._closing = False
@@ -93,13 +102,17 @@ class LocalQueue:
         self._inline = False
         return outcome
 
-    def post(self, effect: Collective, main: bool, done: Callable[[Outcome | Exception], None]) -> None:
+    def post(
+        self, effect: Collective, main: bool, done: Callable[[Outcome | Exception], None]
+    ) -> None:
         """Leave a collective to the team's thread."""
         with self._changed:
             self._append(effect, main, done)
             self._changed.notify()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, daemon=True, name=f"collectives-{self.team}")
+            self._thread = threading.Thread(
+                target=self._loop, daemon=True, name=f"collectives-{self.team}"
+            )
             self._thread.start()
 
     def commit(self, common: int) -> None:
@@ -116,8 +129,10 @@ class LocalQueue:
             self.committed.pop(0)
 
     def close(self, until_s: float) -> str | None:
-        """Nothing more will be posted. Waits until what is pending has ended, up to this moment of the host's monotonic
-        clock; returns what has not, in words. Raises what ended the thread, if something did."""
+        """Nothing more will be posted. Waits until what is pending has ended, up to this moment of
+        the host's monotonic clock; returns what has not, in words. Raises what ended the thread, if
+        something did.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -129,7 +144,9 @@ class LocalQueue:
             raise self._error
         return None
 
-    def _append(self, effect: Collective, main: bool, done: Callable[[Outcome | Exception], None]) -> None:
+    def _append(
+        self, effect: Collective, main: bool, done: Callable[[Outcome | Exception], None]
+    ) -> None:
         self.pending.append(Pending(self.posted, effect, main, done))
         self.posted += 1
 
@@ -149,8 +166,9 @@ class LocalQueue:
 
 
 def keep_groups_alive(groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """Also not when the process ends: gloo would wait for a sum that was broken off, and for good where one of its
-    members stands still, or its link is cut."""
+    """Also not when the process ends: gloo would wait for a sum that was broken off, and for good
+    where one of its members stands still, or its link is cut.
+    """
     for group in (*groups, *((world(), dist.group.WORLD) if dist.is_initialized() else ())):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -170,13 +188,20 @@ class Communicator:
         hierarchy: Hierarchy | None = None,
         consensus: RegroupConsensus | None = None,
     ) -> None:
-        """`groups` are those that the plan lists; a sum over any other part of the ranks does without. They carry what
-        lies in the host's memory; with `settle` what lies on the device, too, and it waits until that is done. With a
-        `hierarchy` sums over all workers go by it, unless they are exact. With an `agreement` a collective that lacks
-        a member comes to `Broken`."""
+        """`groups` are those that the plan lists; a sum over any other part of the ranks does
+        without. They carry what lies in the host's memory; with `settle` what lies on the device,
+        too, and it waits until that is done. With a `hierarchy` sums over all workers go by it,
+        unless they are exact. With an `agreement` a collective that lacks a member comes to
+        `Broken`.
+        """
         self._rank, self._exact, self._throttle, self._clock = rank, exact, throttle, clock_ns
         self._groups: Groups = {**groups}
-        self._max_bytes, self._settle, self._hierarchy, self._consensus = max_bytes, settle, hierarchy, consensus
+        self._max_bytes, self._settle, self._hierarchy, self._consensus = (
+            max_bytes,
+            settle,
+            hierarchy,
+            consensus,
+        )
         self._ends: dict[tuple[Team, Incarnations], LocalQueue] = {}
         self._ways: collectives.Ways = {}
         self._tags: dict[int, Team] = {}  # of teams without a process group
@@ -189,7 +214,10 @@ class Communicator:
 
     def local_queue(self, effect: Collective) -> LocalQueue:
         """This rank's end of the channel of a team."""
-        key = team, incarnations = effect.group, effect.incarnations if isinstance(effect, AllReduce) else ()
+        key = team, incarnations = (
+            effect.group,
+            effect.incarnations if isinstance(effect, AllReduce) else (),
+        )
         end = self._ends.get(key)
         if end is None:
             if self._rank not in team:
@@ -198,15 +226,20 @@ class Communicator:
         return end
 
     def add_routes(self, ways: collectives.Ways) -> None:
-        """From now on sums that no group carries reach these ranks so. May be called from another thread."""
+        """From now on sums that no group carries reach these ranks so. May be called from another
+        thread.
+        """
         self._ways = {**self._ways, **ways}
 
     def close(self) -> list[int]:
-        """The rank has ended; returns how long collectives waited, as far as it was not known. Raises AshlError where
-        something was posted that not all members of its team have posted."""
+        """The rank has ended; returns how long collectives waited, as far as it was not known.
+        Raises AshlError where something was posted that not all members of its team have posted.
+        """
         until_s = time.monotonic() + LINGER_S
         if stuck := [words for end in self._ends.values() if (words := end.close(until_s))]:
-            raise AshlError(f"rank {self._rank} has ended and still {stuck[0]}, to which not all of them came")
+            raise AshlError(
+                f"rank {self._rank} has ended and still {stuck[0]}, to which not all of them came"
+            )
         try:
             return self._measure_waiting()
         except RuntimeError:  # somebody is lost in the last moment
@@ -234,7 +267,9 @@ class Communicator:
         if consensus is None:
             return self._run_next_of_survivors(end)
         try:
-            if consensus.lost.intersection(end.team) and not self._without_process_group(end.team, end.incarnations):
+            if consensus.lost.intersection(end.team) and not self._without_process_group(
+                end.team, end.incarnations
+            ):
                 raise RuntimeError("a member of the process group has failed")
             return self._run_next_of_survivors(end)
         except RuntimeError as error:
@@ -277,20 +312,26 @@ class Communicator:
         return pending, Outcome(value, begin, end_ns, moved, waited)
 
     def _agree_on_order(self, end: LocalQueue, free_ns: int) -> tuple[int, int]:
-        """(how many collectives all have posted, when the ports of all are free); clocks were started together."""
+        """(how many collectives all have posted, when the ports of all are free); clocks were
+        started together.
+        """
         team, numbers = end.team, torch.tensor([-end.posted, free_ns])
         if not self._without_process_group(team, end.incarnations):
             numbers = self._all_reduce_max(numbers, team)
         else:
             try:
-                numbers = collectives.all_reduce_subset_max(numbers, *self._subset_arguments(team, end.incarnations))
+                numbers = collectives.all_reduce_subset_max(
+                    numbers, *self._subset_arguments(team, end.incarnations)
+                )
             except RuntimeError:
                 if self._consensus is None:
                     raise  # else the others wait for its part in a sum that comes to nothing
         return -int(numbers[0]), int(numbers[1])
 
     def _all_reduce_max(self, numbers: torch.Tensor, team: Team) -> torch.Tensor:
-        return collectives.all_reduce(numbers, team, "max", self._groups.get(team), self._exact, self._wait(team))
+        return collectives.all_reduce(
+            numbers, team, "max", self._groups.get(team), self._exact, self._wait(team)
+        )
 
     def _wait(self, team: Team) -> collectives.Wait | None:
         return None if self._consensus is None else partial(self._consensus.wait, team)
@@ -307,19 +348,31 @@ class Communicator:
     def _transfer(
         self, effect: Collective, tensor: torch.Tensor, number: int, asked_ns: int
     ) -> tuple[Any, tuple[int, int], int, int | None]:
-        """(value where it was carried, bytes sent and received, when it began, declared cost if there is one)."""
+        """(value where it was carried, bytes sent and received, when it began, declared cost if
+        there is one).
+        """
         group, g = effect.group, len(effect.group)
         incarnations = effect.incarnations if isinstance(effect, AllReduce) else ()
-        pg, loose, wait = self._groups.get(group), self._without_process_group(group, incarnations), self._wait(group)
+        pg, loose, wait = (
+            self._groups.get(group),
+            self._without_process_group(group, incarnations),
+            self._wait(group),
+        )
         if isinstance(effect, AllReduce):
             nbytes = tensor.nbytes - effect.piggybacked * tensor.element_size()
             if effect.op in HALVES_OF_A_SUM:
                 assert not loose, "half a sum is of all ranks, or of a group that the plan lists"
                 gathers = effect.op == "gather"
-                value = (collectives.gather_equal if gathers else collectives.reduce_scatter)(tensor, g, pg, wait)
+                value = (collectives.gather_equal if gathers else collectives.reduce_scatter)(
+                    tensor, g, pg, wait
+                )
                 total = g * nbytes if gathers else g * value.nbytes
                 moved = total * (g - 1) // g
-                return value, (moved, moved), *self._throttle.schedule_all_gather(group, number, total, asked_ns)
+                return (
+                    value,
+                    (moved, moved),
+                    *self._throttle.schedule_all_gather(group, number, total, asked_ns),
+                )
             begin, cost = self._throttle.schedule_all_reduce(group, number, nbytes, asked_ns)
             moved = self._moved(group, nbytes)
             if self._hierarchy is not None and self._sums_by_nodes(group) and not loose:
@@ -328,7 +381,9 @@ class Communicator:
                 )
             elif loose and g > 1:
                 assert effect.op == "sum"
-                value = collectives.all_reduce_subset(tensor, *self._subset_arguments(group, incarnations))
+                value = collectives.all_reduce_subset(
+                    tensor, *self._subset_arguments(group, incarnations)
+                )
             else:
                 value = collectives.all_reduce(tensor, group, effect.op, pg, self._exact, wait)
             return value, moved, begin, cost
@@ -336,17 +391,25 @@ class Communicator:
         parts, longest = collectives.all_gather(tensor, group, pg, self._max_bytes, wait)
         total = g * (longest - effect.piggybacked)  # known only now
         moved = total * (g - 1) // g
-        return parts, (moved, moved), *self._throttle.schedule_all_gather(group, number, total, asked_ns)
+        return (
+            parts,
+            (moved, moved),
+            *self._throttle.schedule_all_gather(group, number, total, asked_ns),
+        )
 
     def _sums_by_nodes(self, group: Team) -> bool:
-        """Return True if a sum over this group goes by the hierarchy; after a failure its process groups are gone."""
+        """Return True if a sum over this group goes by the hierarchy; after a failure its process
+        groups are gone.
+        """
         hierarchy = self._hierarchy
         if hierarchy is None or self._exact or group != hierarchy.members:
             return False
         return all(team in self._groups for team in hierarchy.teams)
 
     def _moved(self, group: Team, nbytes: int) -> tuple[int, int]:
-        """Return the bytes that this rank sends and receives in a sum: by the model of costs where there is one."""
+        """Return the bytes that this rank sends and receives in a sum: by the model of costs where
+        there is one.
+        """
         network, g = self._throttle.network, len(group)
         if network is not None and network.summing is not None and g > 1:
             known, place = network.summing.known(group, nbytes), group.index(self._rank)
@@ -364,23 +427,32 @@ class Communicator:
         self, team: Team, incarnations: Incarnations
     ) -> tuple[Team, int, int, collectives.Ways, Collection[int]]:
         """What a sum without a process group has to know."""
-        lost = self._consensus.lost_of(team, incarnations) if self._consensus is not None else frozenset[int]()
+        lost = (
+            self._consensus.lost_of(team, incarnations)
+            if self._consensus is not None
+            else frozenset[int]()
+        )
         if not self._all:  # it came later itself
             lost |= {*team} - {self._rank, *self._ways}
         return team, self._rank, self._tag(team), self._ways, lost
 
     def _tag(self, team: Team) -> int:
-        """What marks the messages of a team without a process group. Raises AshlError where two are marked alike."""
+        """What marks the messages of a team without a process group. Raises AshlError where two are
+        marked alike.
+        """
         tag = zlib.crc32(repr(team).encode()) % collectives.TEAMS
         if self._tags.setdefault(tag, team) != team:
             raise AshlError(
-                f"the teams {team} and {self._tags[tag]} cannot be told apart; list one of them in the plan"
+                f"the teams {team} and {self._tags[tag]} cannot be told apart; list one of them in"
+                " the plan"
             )
         return tag
 
     def _measure_waiting(self) -> list[int]:
-        """Unpaced collectives: nobody knows at the time who came last. Every so often all compare when they came, and
-        the time before the last one came is called waiting; returned for each that took the main task's time."""
+        """Unpaced collectives: nobody knows at the time who came last. Every so often all compare
+        when they came, and the time before the last one came is called waiting; returned for each
+        that took the main task's time.
+        """
         starts, self._starts = self._starts, []
         if not starts:
             return []

@@ -1,8 +1,9 @@
 """Run the computations of one real rank, one after the other, throttled to their declared cost.
 
-A computation runs in the main thread while no other task could run meanwhile, and otherwise on one compute thread. It
-may emit parts of its result early; they arrive as messages of the rank to itself. It may pause for messages that it
-needs. Every run reports its spans: computing, encoding, waiting, pulling or idle.
+A computation runs in the main thread while no other task could run meanwhile, and otherwise on one
+compute thread. It may emit parts of its result early; they arrive as messages of the rank to
+itself. It may pause for messages that it needs. Every run reports its spans: computing, encoding,
+waiting, pulling or idle.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ IDLE = "idle"
 
 
 class Ran(NamedTuple):
-    """A result, and what was done in turn: (kind, when it counts as ended), `IDLE` where it stood still."""
+    """A result, and what was done in turn: (kind, when it counts as ended), `IDLE` where it stood
+    still.
+    """
 
     value: Any
     spans: list[tuple[str, int]]
@@ -41,9 +44,13 @@ class Ran(NamedTuple):
 
 
 class ComputeUnit:
-    """That of one rank. What a computation hands out goes to the inbox, as messages of the rank to itself."""
+    """That of one rank. What a computation hands out goes to the inbox, as messages of the rank to
+    itself.
+    """
 
-    def __init__(self, rank: int, throttle: Throttle, inbox: queue.SimpleQueue, mail: Mailbox) -> None:
+    def __init__(
+        self, rank: int, throttle: Throttle, inbox: queue.SimpleQueue, mail: Mailbox
+    ) -> None:
         self._rank, self._throttle, self._inbox, self._mail = rank, throttle, inbox, mail
         self.busy = 0  # how many computations the thread has not finished
         self.standing: Recv | None = None  # what the thread waits for now
@@ -52,12 +59,22 @@ class ComputeUnit:
         self._thread: ThreadPoolExecutor | None = None
 
     def run(self, effect: Compute, start: int, needed: Sequence[Future] = ()) -> Ran:
-        """A computation that began then, on this thread; `needed` will be the bodies that it takes on its way."""
-        cost, kind, encoding = self._throttle.cost_ns(effect.kind, effect.work, start), effect.booked, effect.encoding
+        """A computation that began then, on this thread; `needed` will be the bodies that it takes
+        on its way.
+        """
+        cost, kind, encoding = (
+            self._throttle.cost_ns(effect.kind, effect.work, start),
+            effect.booked,
+            effect.encoding,
+        )
         if not effect.parts and not effect.needs:
-            return Ran(effect.fn(), [(kind, self._throttle.finish_compute(effect.kind, cost, start))])
+            return Ran(
+                effect.fn(), [(kind, self._throttle.finish_compute(effect.kind, cost, start))]
+            )
         spans: list[tuple[str, int]] = []
-        began = start  # had nothing come between; without a declared cost, when the last part was there
+        began = (
+            start  # had nothing come between; without a declared cost, when the last part was there
+        )
 
         def reached(share: float) -> int:
             nonlocal began
@@ -74,7 +91,9 @@ class ComputeUnit:
                 spans.append((kind, now))
                 tensor = encoding.fn(k, tensor)
                 work = encoding.work[k] - (encoding.work[k - 1] if k else 0)
-                end = self._throttle.finish_compute("compress", self._throttle.cost_ns("compress", work, now), now)
+                end = self._throttle.finish_compute(
+                    "compress", self._throttle.cost_ns("compress", work, now), now
+                )
                 spans.append(("compress", end))
                 now, began = end, began + end - now
             self._inbox.put(Message(self._rank, tag, tensor, (), now))
@@ -95,8 +114,12 @@ class ComputeUnit:
         value = effect.fn(*([hand_out] if effect.parts else []), *([take] if effect.needs else []))
         return Ran(value, [*spans, (kind, self._throttle.finish_compute(effect.kind, cost, began))])
 
-    def post(self, effect: Compute, asked_ns: int, done: Callable[[Ran | Exception, int], None]) -> None:
-        """Leave a computation to the thread; `done` is called from the main thread, with when it began."""
+    def post(
+        self, effect: Compute, asked_ns: int, done: Callable[[Ran | Exception, int], None]
+    ) -> None:
+        """Leave a computation to the thread; `done` is called from the main thread, with when it
+        began.
+        """
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="compute")
         self.busy += 1
         needed = [self._await_message(tag) for _, tag in effect.needs]
@@ -106,7 +129,9 @@ class ComputeUnit:
             try:
                 ran: Ran | Exception = self.run(effect, start, needed)
                 self._free_ns = ran.end_ns
-            except Exception as raised:  # what is raised here would end in the thread, and nobody would hear of it
+            except (
+                Exception
+            ) as raised:  # what is raised here would end in the thread, and nobody would hear of it
                 ran = raised
             self._inbox.put(lambda: finished(ran, start))
 
@@ -148,7 +173,9 @@ class ComputeUnit:
         return future
 
     def _stall_spans(self, message: Message, since_ns: int, now_ns: int) -> list[tuple[str, int]]:
-        """What standing still for a message was: of one's own, whatever other tasks moved meanwhile."""
+        """What standing still for a message was: of one's own, whatever other tasks moved
+        meanwhile.
+        """
         if message.src == self._rank:
             return [(IDLE, now_ns)]
         return [("wait", min(max(since_ns, message.start_ns), now_ns)), ("pull", now_ns)]

@@ -1,8 +1,9 @@
 """Simulate ranks whose computing and collectives slow each other down while both are active.
 
-Every rank has two FIFO queues: one for what it computes, one for its share of collectives. A queue that is alone makes
-one nanosecond of progress per nanosecond; while both have work, each progresses at its own rate, as `Contention` says.
-A collective ends when the slowest of its members has done its share.
+Every rank has two FIFO queues: one for what it computes, one for its share of collectives. A queue
+that is alone makes one nanosecond of progress per nanosecond; while both have work, each progresses
+at its own rate, as `Contention` says. A collective ends when the slowest of its members has done
+its share.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from ashl.runtime.sim import LAST, Sim, price_collective
 from ashl.runtime.sums import chunk
 
 COMPUTE, COLLECTIVE = 0, 1  # the two queues of a rank
-Work = tuple[float, Callable[[int], None]]  # nanoseconds when alone, and what is called at its end with its begin
+Work = tuple[
+    float, Callable[[int], None]
+]  # nanoseconds when alone, and what is called at its end with its begin
 
 
 class Contention:
@@ -51,12 +54,20 @@ class Contention:
         self.changes += 1
 
     def next_end_ns(self) -> int | None:
-        """Return when the next work ends if nothing else begins, or None where both queues are empty."""
-        ends = [self.remaining[queue] / self._rate(queue) for queue in (COMPUTE, COLLECTIVE) if self.queues[queue]]
+        """Return when the next work ends if nothing else begins, or None where both queues are
+        empty.
+        """
+        ends = [
+            self.remaining[queue] / self._rate(queue)
+            for queue in (COMPUTE, COLLECTIVE)
+            if self.queues[queue]
+        ]
         return self._since_ns + max(0, round(min(ends))) if ends else None
 
     def finish(self, now_ns: int) -> tuple[int, Callable[[int], None]]:
-        """Remove the work that ends now and begin the next of its queue; return that work's begin and its callback."""
+        """Remove the work that ends now and begin the next of its queue; return that work's begin
+        and its callback.
+        """
         self._advance(now_ns)
         active = [queue for queue in (COMPUTE, COLLECTIVE) if self.queues[queue]]
         queue = min(active, key=lambda queue: self.remaining[queue] / self._rate(queue))
@@ -79,7 +90,9 @@ class Contention:
 
 
 class ContendedCompute(Compute):
-    """A computation whose end is not known when it begins, because a collective may slow it down."""
+    """A computation whose end is not known when it begins, because a collective may slow
+    it down.
+    """
 
     __slots__ = ()
 
@@ -94,7 +107,9 @@ class ContendedContext(RankContext):
 
 
 class Segment(NamedTuple):
-    """One part of a computation: its kind of time, its nanoseconds when alone, and what is called at its end."""
+    """One part of a computation: its kind of time, its nanoseconds when alone, and what is called
+    at its end.
+    """
 
     kind: str
     alone_ns: float
@@ -108,10 +123,17 @@ class Segments(NamedTuple):
 
 
 class ContendedSim(Sim):
-    """Drive the coroutines of all ranks under a virtual clock, with contention between computing and collectives."""
+    """Drive the coroutines of all ranks under a virtual clock, with contention between computing
+    and collectives.
+    """
 
     def __init__(
-        self, num_ranks: int, speed: Speed, network: Exchange | Ports, observer: Observer, beside: ContentionCosts
+        self,
+        num_ranks: int,
+        speed: Speed,
+        network: Exchange | Ports,
+        observer: Observer,
+        beside: ContentionCosts,
     ) -> None:
         super().__init__(num_ranks, speed, network, observer)
         self.contexts = [ContendedContext(self, rank) for rank in range(num_ranks)]
@@ -134,7 +156,9 @@ class ContendedSim(Sim):
         return self._run_segments(task, segments, value)
 
     def _alone_ns(self, rank: int, effect: Compute) -> int:
-        """Return the cost of a computation, with what it costs that it hands out its result in parts."""
+        """Return the cost of a computation, with what it costs that it hands out its result in
+        parts.
+        """
         cost, count = self._cost_ns(rank, effect.kind, effect.work, self.now_ns), len(effect.parts)
         if self._parts_cost is None or count < 2:
             return cost
@@ -160,7 +184,9 @@ class ContendedSim(Sim):
         self._hand_out((task, Message(task.ctx.rank, tag, body, (), self.now_ns)))
 
     def _compute_with_needs(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
-        """Yield the effects of a computation that stands still where a message that it needs has not come."""
+        """Yield the effects of a computation that stands still where a message that it needs has
+        not come.
+        """
         needed, bodies, done = [], dict[int, Any](), 0.0
         cost = self._alone_ns(task.ctx.rank, effect)
         for share, tag in effect.needs:
@@ -171,7 +197,9 @@ class ContendedSim(Sim):
         yield Segments(self._segments_of(task, effect, bodies, cost, done))
         return value
 
-    def _run_segments(self, task: Task, segments: tuple[Segment, ...], value: Any) -> tuple[bool, Any]:
+    def _run_segments(
+        self, task: Task, segments: tuple[Segment, ...], value: Any
+    ) -> tuple[bool, Any]:
         """Queue the segments; the task goes on with `value` after the last one."""
         contention = self._contention[task.ctx.rank]
         if not contention.queues[COMPUTE] and not any(own.alone_ns or own.then for own in segments):
@@ -183,7 +211,9 @@ class ContendedSim(Sim):
         self._schedule(contention)
         return True, None
 
-    def _end_segment(self, task: Task, segment: Segment, value: Any, last: bool, began_ns: int) -> None:
+    def _end_segment(
+        self, task: Task, segment: Segment, value: Any, last: bool, began_ns: int
+    ) -> None:
         if task.main:
             task.ctx.time_accounting.attribute_until("wait", began_ns)
             task.ctx.time_accounting.attribute_until(segment.kind, self.now_ns)
@@ -212,7 +242,9 @@ class ContendedSim(Sim):
         """Carry out the next collective; it ends when all of its members have done their share."""
         posted, group = collective_queue.take(self.now_ns), collective_queue.team
         tensors = [posted.arrived[rank][1] for rank in group]
-        result, cost, moved, own = price_collective(posted.effect, tensors, self.network, self.now_ns)
+        result, cost, moved, own = price_collective(
+            posted.effect, tensors, self.network, self.now_ns
+        )
         cost += self._handover_ns(posted)
         start = self.network.hold(group, cost, self.now_ns)
         scattered = isinstance(posted.effect, fx.AllReduce) and posted.effect.op == "scatter"
@@ -220,7 +252,9 @@ class ContendedSim(Sim):
 
         def begin(_: None) -> None:
             for rank in group:
-                self._contention[rank].add(COLLECTIVE, (cost, partial(end_share, rank)), self.now_ns)
+                self._contention[rank].add(
+                    COLLECTIVE, (cost, partial(end_share, rank)), self.now_ns
+                )
                 self._schedule(self._contention[rank])
 
         def end_share(rank: int, began_ns: int) -> None:
@@ -231,27 +265,42 @@ class ContendedSim(Sim):
         def end(_: None) -> None:
             collective_queue.free_ns = self.now_ns
             for place, rank in enumerate(group):
-                member, time_accounting = posted.arrived[rank][0], self.contexts[rank].time_accounting
+                member, time_accounting = (
+                    posted.arrived[rank][0],
+                    self.contexts[rank].time_accounting,
+                )
                 time_accounting.record_traffic(
-                    start, *((moved, moved) if own is None else (own.sent[place], own.received[place]))
+                    start,
+                    *((moved, moved) if own is None else (own.sent[place], own.received[place])),
                 )
                 time_accounting.record_collective(start, self.now_ns, member.main)
-                self._at(self.now_ns, member, chunk(result, len(group), place) if scattered else result)
+                self._at(
+                    self.now_ns, member, chunk(result, len(group), place) if scattered else result
+                )
             self._at_last(self.now_ns, self._serve, collective_queue)
 
         self._at(start, begin, None)
 
     def _handover_ns(self, posted: Posted) -> int:
-        """Return what handing a collective to a thread costs: nothing where each member's main task asked for it."""
+        """Return what handing a collective to a thread costs: nothing where each member's main task
+        asked for it.
+        """
         if self._parts_cost is None or all(member.main for member, _ in posted.arrived.values()):
             return 0
         return round(self._parts_cost.sum_s * NS)
 
 
 def simulator(
-    num_ranks: int, speed: Speed, costs: Exchange | Ports, observer: Observer, *, overlaps: bool = False
+    num_ranks: int,
+    speed: Speed,
+    costs: Exchange | Ports,
+    observer: Observer,
+    *,
+    overlaps: bool = False,
 ) -> Sim:
-    """Return the simulator for a cluster; `overlaps`: collectives may be in flight while ranks compute."""
+    """Return the simulator for a cluster; `overlaps`: collectives may be in flight while ranks
+    compute.
+    """
     cluster = speed.cluster
     beside = cluster.contention if overlaps and isinstance(cluster, Measured) else None
     if beside is None or not isinstance(costs, Ports):

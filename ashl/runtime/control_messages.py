@@ -1,7 +1,8 @@
 """Messages from the controller to every rank: the counterpart of records.
 
-The controller publishes one `ControlUpdate` again and again. It holds a stop request, the latest evaluation, the model
-version to save, the workers that have failed or may join, and at last the exit code.
+The controller publishes one `ControlUpdate` again and again. It holds a stop request, the latest
+evaluation, the model version to save, the workers that have failed or may join, and at last the
+exit code.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ class End(NamedTuple):
 
 
 class ControlUpdate(NamedTuple):
-    """What the process that keeps the records lets every rank know, again and again: that it is there, whether to
-    stop, how the model was judged last, of which version of it the next checkpoint is to be (number, version), and at
-    last how it all ended."""
+    """What the process that keeps the records lets every rank know, again and again: that it is
+    there, whether to stop, how the model was judged last, of which version of it the next
+    checkpoint is to be (number, version), and at last how it all ended.
+    """
 
     stopping: Text | None = None
     scores: dict[str, float | None] | None = None
     end: End | None = None
     wanted: tuple[int, int] | None = None
     taken: dict[str, int] | None = None  # how many vectors it has taken out of each queue
-    lost: tuple[tuple[int, int], ...] = ()  # workers without which the run goes on, and which life of theirs is over
+    lost: tuple[
+        tuple[int, int], ...
+    ] = ()  # workers without which the run goes on, and which life of theirs is over
     ready: tuple[tuple[int, int], ...] = ()  # a worker to let in, and in which life
 
     def dumps(self) -> str:

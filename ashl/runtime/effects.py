@@ -1,7 +1,8 @@
 """Effects: the closed set of operations that an algorithm may await.
 
-An algorithm is a coroutine. It yields an effect; a kernel performs it, in virtual time or on a real process, and sends
-the result back. Effects are named tuples, so that a simulator can pass hundreds of thousands a second.
+An algorithm is a coroutine. It yields an effect; a kernel performs it, in virtual time or on a real
+process, and sends the result back. Effects are named tuples, so that a simulator can pass hundreds
+of thousands a second.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ from typing import Any, NamedTuple
 
 ANY = -1  # a receive from whoever is first
 Tag = tuple[str, int, int]  # (name, stage, iteration)
-PEER_FAILED: Tag = ("lost", 0, 0)  # from a peer that is gone: comes to each rank that has a link to it, from the kernel
+PEER_FAILED: Tag = (
+    "lost",
+    0,
+    0,
+)  # from a peer that is gone: comes to each rank that has a link to it, from the kernel
 JOIN: Tag = ("join", 0, 0)  # from a worker that has come, or come back: it asks to take part
 
 
 class Message(NamedTuple):
-    """What a receive returns. `start_ns`: when the transfer began; before it, a receiver that blocked was waiting."""
+    """What a receive returns. `start_ns`: when the transfer began; before it, a receiver that
+    blocked was waiting.
+    """
 
     src: int
     tag: Tag
@@ -27,31 +34,39 @@ class Message(NamedTuple):
 
 
 class Encoding(NamedTuple):
-    """What becomes of each part that a `Compute` hands out: fn(k, tensor), as compression, before the compute goes on;
-    after part k, `work[k]` units of it have been done in all."""
+    """What becomes of each part that a `Compute` hands out: fn(k, tensor), as compression, before
+    the compute goes on; after part k, `work[k]` units of it have been done in all.
+    """
 
     fn: Callable[[int, Any], Any]
     work: tuple[float, ...]
 
 
 class Compute(NamedTuple):
-    """Run `fn()`; returns its result. `work` is in samples, or in units of `kind` where that is not "compute". A rank
-    computes one thing at a time, of whatever kind, in the order in which its tasks ask.
+    """Run `fn()`; returns its result. `work` is in samples, or in units of `kind` where that is not
+    "compute". A rank computes one thing at a time, of whatever kind, in the order in which its
+    tasks ask.
 
-    With `parts` it is `fn(hand_out)`, which calls `hand_out(k, tensor)` once for each part. When the part's share of
-    the cost has passed, the tensor is there as a message of this rank to itself, with the part's tag, at no cost; with
-    `encoding` what was made of it, as much later as that took.
+    With `parts` it is `fn(hand_out)`, which calls `hand_out(k, tensor)` once for each part. When
+    the part's share of the cost has passed, the tensor is there as a message of this rank to
+    itself, with the part's tag, at no cost; with `encoding` what was made of it, as much later as
+    that took.
 
-    With `needs` it is `fn(hand_out, take)`, and stands still before the share of a need until a message with the need's
-    tag has come, from whoever; `take(k)` is the body of the k-th. All of them come before the first part.
+    With `needs` it is `fn(hand_out, take)`, and stands still before the share of a need until a
+    message with the need's tag has come, from whoever; `take(k)` is the body of the k-th. All of
+    them come before the first part.
     """
 
     fn: Callable[..., Any]
     work: float
     kind: str = "compute"
-    parts: tuple[tuple[float, Tag], ...] = ()  # the share of the cost until it is there, and its tag
+    parts: tuple[
+        tuple[float, Tag], ...
+    ] = ()  # the share of the cost until it is there, and its tag
     encoding: Encoding | None = None
-    needs: tuple[tuple[float, Tag], ...] = ()  # the share of the cost up to which it can do without, and its tag
+    needs: tuple[
+        tuple[float, Tag], ...
+    ] = ()  # the share of the cost up to which it can do without, and its tag
 
     @property
     def booked(self) -> str:
@@ -66,8 +81,9 @@ class Compute(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Post `body` (a flat tensor that nobody changes any more, or None) and a few numbers; returns at once. To itself a
-    rank sends at no cost."""
+    """Post `body` (a flat tensor that nobody changes any more, or None) and a few numbers; returns
+    at once. To itself a rank sends at no cost.
+    """
 
     dst: int
     tag: Tag
@@ -81,9 +97,9 @@ class Send(NamedTuple):
 class Recv(NamedTuple):
     """The next message with one of `tags`; None when `before_s` on the clock comes first.
 
-    That a peer is gone is a message, too, with the tag LOST, after all that had come from it, which says how often it
-    had been gone before. Raises PeerLostError where LOST is not among the tags, and what is waited for would come from
-    that peer, or from whoever is first.
+    That a peer is gone is a message, too, with the tag LOST, after all that had come from it, which
+    says how often it had been gone before. Raises PeerLostError where LOST is not among the tags,
+    and what is waited for would come from that peer, or from whoever is first.
     """
 
     tags: tuple[Tag, ...]
@@ -104,20 +120,21 @@ class Discard(NamedTuple):
 
 
 class AllReduce(NamedTuple):
-    """Sum or maximum over `group` (sorted ranks), in rank order. The last `piggybacked` elements are scalars that ride
-    along
-    and count for neither bytes nor time. `op` may be half a sum, for half the cost: "scatter" gives each member its
-    chunk of the sum, of equal length and filled up with zeros, and "gather" all members' tensors in rank order.
+    """Sum or maximum over `group` (sorted ranks), in rank order. The last `piggybacked` elements
+    are scalars that ride along and count for neither bytes nor time. `op` may be half a sum, for
+    half the cost: "scatter" gives each member its chunk of the sum, of equal length and filled up
+    with zeros, and "gather" all members' tensors in rank order.
 
-    Several collectives of a group may be under way at once, from tasks of their own. All members post them in the same
-    order, kind, `key` and `credit` alike; of those that all have posted the lowest key goes first, at most `credit` of
-    them committed at once (`ashl.runtime.collective_queue`). Key 0 is the next one. What has been posted is carried
-    out, also when its task is cancelled.
+    Several collectives of a group may be under way at once, from tasks of their own. All members
+    post them in the same order, kind, `key` and `credit` alike; of those that all have posted the
+    lowest key goes first, at most `credit` of them committed at once
+    (`ashl.runtime.collective_queue`). Key 0 is the next one. What has been posted is carried out,
+    also when its task is cancelled.
 
-    `epoch`: how many losses had been noticed when the group was formed. Where a member is lost after that,
-    the others have `Broken` instead of the result, also where their sum is under way. `incarnations`: how often each
-    member
-    had been lost by then, where one had, and all of them do not agree on who is there by themselves.
+    `epoch`: how many losses had been noticed when the group was formed. Where a member is lost
+    after that, the others have `Broken` instead of the result, also where their sum is under way.
+    `incarnations`: how often each member had been lost by then, where one had, and all of them do
+    not agree on who is there by themselves.
     """
 
     tensor: Any
@@ -134,9 +151,10 @@ class AllReduce(NamedTuple):
 
 
 class AllGather(NamedTuple):
-    """Every member's bytes (uint8 tensors of any lengths), as a list in rank order. The last `piggybacked` bytes ride
-    along
-    and count for neither bytes nor time. Order, `key` and `epoch` as of `AllReduce`."""
+    """Every member's bytes (uint8 tensors of any lengths), as a list in rank order. The last
+    `piggybacked` bytes ride along and count for neither bytes nor time. Order, `key` and `epoch` as
+    of `AllReduce`.
+    """
 
     tensor: Any
     group: tuple[int, ...]
@@ -156,8 +174,10 @@ class Broken(NamedTuple):
 
 
 class Regroup(NamedTuple):
-    """Agree with all who are left of a team how to go on; returns `Formed` once all of them ask. A worker that has come
-    asks, too, with a version below 0, and is let in where the others all are `open` to that, or the run ends."""
+    """Agree with all who are left of a team how to go on; returns `Formed` once all of them ask. A
+    worker that has come asks, too, with a version below 0, and is let in where the others all are
+    `open` to that, or the run ends.
+    """
 
     version: int  # of the model that this rank would go on from
     signal: int = 0  # 1 or 2: it ends the stage or the run there
@@ -202,8 +222,9 @@ class Join(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """End a spawned task where it stands; a compute or a collective that it has posted is carried out all the same, and
-    the result is thrown away."""
+    """End a spawned task where it stands; a compute or a collective that it has posted is carried
+    out all the same, and the result is thrown away.
+    """
 
     task: Any
 

@@ -1,4 +1,5 @@
-"""Encode and decode the header of a message between processes: 26 int64, then one flat payload of uint8.
+"""Encode and decode the header of a message between processes: 26 int64, then one flat payload of
+uint8.
 
 Nothing is unpickled. Numbers that do not fit into the header follow it, ahead of the payload.
 
@@ -9,7 +10,8 @@ Nothing is unpickled. Numbers that do not fit into the header follow it, ahead o
     6, 7   bytes of the payload, code of its element type
     8      how many numbers of meta there are
     9-23   the first of them, as the bits of float64
-    24, 25 payloads received so far from the addressed rank, and nanoseconds from header to last byte of the latest
+    24, 25 payloads received so far from the addressed rank, and nanoseconds from header to last
+    byte of the latest
 
 Every value is checked against bounds before memory is allocated for it.
 """
@@ -30,7 +32,15 @@ HEADER_WORDS = RECEIPT + 2
 MAGIC = 0x4153484C0002
 MESSAGE, BYE, GRANT = range(3)
 HEADERS, BODIES = 1, 2  # tags of the two planes
-DTYPES = (torch.uint8, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+DTYPES = (
+    torch.uint8,
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+)
 NO_BODY = len(DTYPES)
 
 
@@ -48,24 +58,41 @@ class Header(NamedTuple):
 
 
 def encode(kind: int, tag: Tag, body: Any = None, meta: tuple[float, ...] = ()) -> Tensor:
-    """The header of a message, and the numbers that follow it. Raises ValueError where a name is too long or there are
-    too many numbers."""
+    """The header of a message, and the numbers that follow it. Raises ValueError where a name is
+    too long or there are too many numbers.
+    """
     name, stage, iteration = tag
     text = name.encode("ascii")
     if len(text) > 16 or len(meta) > MOST:
         raise ValueError(f"tag {name!r} with {len(meta)} numbers does not fit a header")
     nbytes, dtype = (0, NO_BODY) if body is None else (body.nbytes, DTYPES.index(body.dtype))
-    words = [MAGIC, *struct.unpack("<2q", text.ljust(16, b"\0")), stage, iteration, kind, nbytes, dtype, len(meta)]
+    words = [
+        MAGIC,
+        *struct.unpack("<2q", text.ljust(16, b"\0")),
+        stage,
+        iteration,
+        kind,
+        nbytes,
+        dtype,
+        len(meta),
+    ]
     words += struct.unpack(f"<{len(meta)}q", struct.pack(f"<{len(meta)}d", *meta))
     words[RECEIPT:RECEIPT] = [0] * max(2, HEADER_WORDS - len(words))
     return torch.tensor(words, dtype=torch.int64)
 
 
 def decode(header: Tensor, max_bytes: int, rest: Callable[[int], Tensor]) -> Header:
-    """`rest` waits for as many words that follow the header. Raises WireError on anything out of bounds."""
+    """`rest` waits for as many words that follow the header. Raises WireError on anything out of
+    bounds.
+    """
     words = header.tolist()
     magic, name_a, name_b, stage, iteration, kind, nbytes, dtype, count = words[:9]
-    if magic != MAGIC or kind not in (MESSAGE, BYE, GRANT) or not 0 <= count <= MOST or not 0 <= dtype <= NO_BODY:
+    if (
+        magic != MAGIC
+        or kind not in (MESSAGE, BYE, GRANT)
+        or not 0 <= count <= MOST
+        or not 0 <= dtype <= NO_BODY
+    ):
         raise FramingError("a header of another version or program")
     element = None if dtype == NO_BODY else DTYPES[dtype]
     if not 0 <= nbytes <= max_bytes or (nbytes % element.itemsize if element else nbytes):
@@ -76,6 +103,10 @@ def decode(header: Tensor, max_bytes: int, rest: Callable[[int], Tensor]) -> Hea
     bodies, took_ns = words[RECEIPT:]
     if bodies < 0 or took_ns < 0:
         raise FramingError("a receipt that is none")
-    numbers = words[9 : min(9 + count, RECEIPT)] + (rest(count - META).tolist() if count > META else [])
+    numbers = words[9 : min(9 + count, RECEIPT)] + (
+        rest(count - META).tolist() if count > META else []
+    )
     meta = struct.unpack(f"<{count}d", struct.pack(f"<{count}q", *numbers))
-    return Header(kind, (text.decode("ascii"), stage, iteration), nbytes, element, meta, (bodies, took_ns))
+    return Header(
+        kind, (text.decode("ascii"), stage, iteration), nbytes, element, meta, (bodies, took_ns)
+    )

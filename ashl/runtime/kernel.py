@@ -1,8 +1,9 @@
 """Tasks and mailboxes, which both kernels share.
 
-A task is a coroutine with the effect that it is blocked in. `resume_task` gives it a result and returns its next
-effect. A mailbox holds the messages of one rank that no receive has taken yet, and the tasks that wait for one. After
-a peer has failed, a receive that depends on it raises PeerLostError, or returns a message with the tag LOST.
+A task is a coroutine with the effect that it is blocked in. `resume_task` gives it a result and
+returns its next effect. A mailbox holds the messages of one rank that no receive has taken yet, and
+the tasks that wait for one. After a peer has failed, a receive that depends on it raises
+PeerLostError, or returns a message with the tag LOST.
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ from typing import Any
 
 from torch import is_autocast_enabled, is_grad_enabled
 
-from ashl.runtime.effects import ANY, JOIN, PEER_FAILED, AllGather, AllReduce, Message, PeerFailedError, Recv, Tag
+from ashl.runtime.effects import (
+    ANY,
+    JOIN,
+    PEER_FAILED,
+    AllGather,
+    AllReduce,
+    Message,
+    PeerFailedError,
+    Recv,
+    Tag,
+)
 from ashl.runtime.rank_context import RankContext
 
 NEWS = (PEER_FAILED[0], JOIN[0])  # what nobody waits for
@@ -22,10 +33,27 @@ NEWS = (PEER_FAILED[0], JOIN[0])  # what nobody waits for
 class Task:
     """A coroutine on one rank, and what it waits for."""
 
-    __slots__ = ("coro", "ctx", "done", "is_background_service", "joiner", "main", "result", "send", "waiting")
+    __slots__ = (
+        "coro",
+        "ctx",
+        "done",
+        "is_background_service",
+        "joiner",
+        "main",
+        "result",
+        "send",
+        "waiting",
+    )
 
-    def __init__(self, ctx: RankContext, coro: Coroutine, main: bool, is_background_service: bool = False) -> None:
-        self.ctx, self.coro, self.main, self.is_background_service = ctx, coro, main, is_background_service
+    def __init__(
+        self, ctx: RankContext, coro: Coroutine, main: bool, is_background_service: bool = False
+    ) -> None:
+        self.ctx, self.coro, self.main, self.is_background_service = (
+            ctx,
+            coro,
+            main,
+            is_background_service,
+        )
         self.send = coro.send  # looked up once: it is called for every effect
         self.waiting: Any = None  # the effect it is blocked in
         self.done = False
@@ -41,7 +69,9 @@ def describe_wait(effect: Any) -> str:
     """What a task that is blocked in this effect waits for, in words."""
     if isinstance(effect, Recv):
         names = " or ".join(
-            f"{name!r} (stage {stage}, iteration {k})" for name, stage, k in effect.tags if name not in NEWS
+            f"{name!r} (stage {stage}, iteration {k})"
+            for name, stage, k in effect.tags
+            if name not in NEWS
         )
         return f"waits for {names} from {'anyone' if effect.src == ANY else f'rank {effect.src}'}"
     if isinstance(effect, AllReduce | AllGather):
@@ -51,16 +81,22 @@ def describe_wait(effect: Any) -> str:
 
 
 def resume_task(task: Task, value: Any) -> Any:
-    """Resume a task with the result of what it awaited; returns its next effect, or None when it has ended."""
+    """Resume a task with the result of what it awaited; returns its next effect, or None when it
+    has ended.
+    """
     try:
-        return task.send(value) if value.__class__ is not PeerFailedError else task.coro.throw(value)
+        return (
+            task.send(value) if value.__class__ is not PeerFailedError else task.coro.throw(value)
+        )
     except StopIteration as end:
         task.done, task.result = True, end.value
         return None
 
 
 def check_context() -> None:
-    """An `await` inside a torch context would leak that context into whichever task runs next, so it is an error."""
+    """An `await` inside a torch context would leak that context into whichever task runs next, so
+    it is an error.
+    """
     if is_autocast_enabled() or not is_grad_enabled():
         raise AssertionError("await inside a torch context")
 
@@ -78,14 +114,18 @@ class Mailbox:
     __slots__ = ("arrived", "dropped", "lost", "messages", "waiters")
 
     def __init__(self) -> None:
-        self.messages: dict[Tag, deque[tuple[int, Message]]] = {}  # each with its number in order of arrival
+        self.messages: dict[
+            Tag, deque[tuple[int, Message]]
+        ] = {}  # each with its number in order of arrival
         self.arrived = 0
         self.waiters: list[Task] = []
         self.dropped: set[Tag] = set()
         self.lost: dict[int, PeerFailedError] = {}
 
     def receive(self, recv: Recv) -> Message | PeerFailedError | None:
-        """The first message that is already here, if there is one; else the loss of the peer it would come from."""
+        """The first message that is already here, if there is one; else the loss of the peer it
+        would come from.
+        """
         if self.messages and (message := self._pop_first(recv)) is not None:
             return message
         if self.lost and PEER_FAILED not in recv.tags:
@@ -113,7 +153,10 @@ class Mailbox:
 
     def undelivered(self) -> list[Message]:
         """All that has come and was not taken, in order of arrival."""
-        return [message for _, message in sorted(pair for queue in self.messages.values() for pair in queue)]
+        return [
+            message
+            for _, message in sorted(pair for queue in self.messages.values() for pair in queue)
+        ]
 
     def put(self, message: Message) -> Task | None:
         """Deliver; returns the task that was waiting for it, or keeps the message."""
@@ -131,16 +174,25 @@ class Mailbox:
             queue.append((self.arrived, message))
         return None
 
-    def mark_failed(self, loss: PeerFailedError, since_ns: int) -> list[tuple[Task, Message | PeerFailedError]]:
-        """A peer is gone: who hears of it now, as a message where it asks for that, and as an error in a receive that
-        can no longer end."""
+    def mark_failed(
+        self, loss: PeerFailedError, since_ns: int
+    ) -> list[tuple[Task, Message | PeerFailedError]]:
+        """A peer is gone: who hears of it now, as a message where it asks for that, and as an error
+        in a receive that can no longer end.
+        """
         if loss.rank in self.lost:
             return []
         self.lost[loss.rank] = loss
         peer = (ANY, loss.rank)
-        stuck = [task for task in self.waiters if task.waiting.src in peer and PEER_FAILED not in task.waiting.tags]
+        stuck = [
+            task
+            for task in self.waiters
+            if task.waiting.src in peer and PEER_FAILED not in task.waiting.tags
+        ]
         self.waiters = [task for task in self.waiters if task not in stuck]
-        woken = self.put(message := Message(loss.rank, PEER_FAILED, None, (loss.incarnation,), since_ns))
+        woken = self.put(
+            message := Message(loss.rank, PEER_FAILED, None, (loss.incarnation,), since_ns)
+        )
         return [*((task, loss) for task in stuck), *([(woken, message)] if woken else [])]
 
     def discard(self, tags: tuple[Tag, ...]) -> None:

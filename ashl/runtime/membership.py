@@ -1,8 +1,10 @@
-"""Membership of process groups in virtual time: failed members leave them, joining workers enter them.
+"""Membership of process groups in virtual time: failed members leave them, joining workers enter
+them.
 
-A collective that lacks a failed member is aborted: every other member receives `Broken` once it has noticed the
-failure, even if the collective was in flight. So all members receive the result, or none does. The survivors then ask
-to regroup; when all have asked, they form a new group and admit the waiting workers.
+A collective that lacks a failed member is aborted: every other member receives `Broken` once it has
+noticed the failure, even if the collective was in flight. So all members receive the result, or
+none does. The survivors then ask to regroup; when all have asked, they form a new group and admit
+the waiting workers.
 """
 
 from __future__ import annotations
@@ -21,23 +23,30 @@ from ashl.runtime.sim import Sim
 
 
 class SimMembership:
-    """Stands between a simulation and its channels. `noticed` are the losses so far, in the order in which others knew
-    of them: how many of these a team has taken into account is its epoch."""
+    """Stands between a simulation and its channels. `noticed` are the losses so far, in the order
+    in which others knew of them: how many of these a team has taken into account is its epoch.
+    """
 
     def __init__(self, sim: Sim, workers: int) -> None:
         self.sim = sim
         self.losses = Counter[int]()
         self.noticed: list[int] = []
         self._team = 0, tuple(range(workers))  # (epoch, ranks)
-        self.members = set(range(workers))  # of the team that regroups: those who are not known to be gone
+        self.members = set(
+            range(workers)
+        )  # of the team that regroups: those who are not known to be gone
         self.knowing = set(range(workers))  # who has the model
         self._last: Formed | None = None  # with which the run ends
         self._asked: dict[int, tuple[Task, Regroup]] = {}
         self._waiting: set[int] = set()  # who has asked to be let in, and was not in a sum since
-        self._stuck: dict[int, list[tuple[Task, Collective]]] = {}  # by rank: in what can come to nothing any more
+        self._stuck: dict[
+            int, list[tuple[Task, Collective]]
+        ] = {}  # by rank: in what can come to nothing any more
         self._under_way: list[tuple[int, tuple[int, ...]]] = []  # sums: until when, and of whom
         self._unnoticed: set[int] = set()  # who is lost, and nobody has noticed
-        self._uninformed: set[tuple[int, int]] = set()  # (rank, who is lost, and it has not noticed)
+        self._uninformed: set[tuple[int, int]] = (
+            set()
+        )  # (rank, who is lost, and it has not noticed)
         sim._post, sim._begin, sim.safe_point = self.post, self.begin, self.safe_point  # type: ignore[method-assign]
 
     def post(self, task: Task, effect: Collective | Regroup) -> None:
@@ -57,7 +66,11 @@ class SimMembership:
         if len(self.noticed) == effect.epoch and not self._unnoticed:
             return type(self.sim)._post(self.sim, task, effect)
         known = Counter(self.noticed[: effect.epoch])
-        lost = [other for other in effect.group if self.losses[other] > known[other]] if self.losses else []
+        lost = (
+            [other for other in effect.group if self.losses[other] > known[other]]
+            if self.losses
+            else []
+        )
         if not lost:
             return type(self.sim)._post(self.sim, task, effect)
         heard = [other for other in lost if (rank, other) not in self._uninformed]
@@ -67,7 +80,9 @@ class SimMembership:
             self._stuck.setdefault(rank, []).append((task, effect))
 
     def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
-        """Who is at the top of a loop has a model, but for who has yet to be in a sum with those that let it in."""
+        """Who is at the top of a loop has a model, but for who has yet to be in a sum with those
+        that let it in.
+        """
         if ctx.rank not in self._waiting:
             self.knowing.add(ctx.rank)
         return type(self.sim).safe_point(self.sim, ctx, stage, state)
@@ -103,9 +118,19 @@ class SimMembership:
     def _revoke_results(self, ranks: list[int], team: tuple[int, ...]) -> None:
         """These will not have the result that they wait for."""
         sim, now = self.sim, self.sim.now_ns
-        there = (target for _, _, target, _ in sorted(sim._heap, key=itemgetter(0, 1)) if isinstance(target, Task))
-        waiting = [task for task in there if isinstance(task.waiting, Collective) and task.waiting.group == team]
-        waiting = sorted((task for task in waiting if task.ctx.rank in ranks), key=lambda task: task.ctx.rank)
+        there = (
+            target
+            for _, _, target, _ in sorted(sim._heap, key=itemgetter(0, 1))
+            if isinstance(target, Task)
+        )
+        waiting = [
+            task
+            for task in there
+            if isinstance(task.waiting, Collective) and task.waiting.group == team
+        ]
+        waiting = sorted(
+            (task for task in waiting if task.ctx.rank in ranks), key=lambda task: task.ctx.rank
+        )
         for task in waiting:
             if task.main:
                 task.ctx.time_accounting.truncate_at(now, now, now)
@@ -145,13 +170,26 @@ class SimMembership:
         last = min(versions)
         signal = 0 if max(versions) > last else max(effect.signal for effect in known.values())
         opens = not signal and all(effect.open for effect in known.values() if effect.version >= 0)
-        came = [] if not opens else [rank for rank, (_, effect) in self._asked.items() if effect.version < 0]
-        ranks = tuple(sorted({*came, *(rank for rank, effect in known.items() if effect.version >= 0)}))
+        came = (
+            []
+            if not opens
+            else [rank for rank, (_, effect) in self._asked.items() if effect.version < 0]
+        )
+        ranks = tuple(
+            sorted({*came, *(rank for rank, effect in known.items() if effect.version >= 0)})
+        )
         lost = tuple(rank for rank in self._team[1] if rank in self.noticed[self._team[0] :])
         times = Counter(self.noticed)
         incarnations = tuple(times[rank] for rank in ranks)
         formed = Formed(
-            len(self.noticed), ranks, last, signal, lost, tuple(sorted(came)), self.sim.now_ns, incarnations
+            len(self.noticed),
+            ranks,
+            last,
+            signal,
+            lost,
+            tuple(sorted(came)),
+            self.sim.now_ns,
+            incarnations,
         )
         self._team = len(self.noticed), ranks
         if signal > 1:

@@ -1,7 +1,8 @@
 """Use several cores of this machine for one simulation.
 
-A worker's computation starts on a free core when the worker asks for it, and the simulation waits for it when virtual
-time has reached its end. Computations are pure functions, so the result has the same bits on any number of cores.
+A worker's computation starts on a free core when the worker asks for it, and the simulation waits
+for it when virtual time has reached its end. Computations are pure functions, so the result has the
+same bits on any number of cores.
 """
 
 from __future__ import annotations
@@ -51,18 +52,27 @@ class ParallelCompute:
 
 
 def count_cores(asked: int | Literal["auto"], num_workers: int) -> int:
-    """How many to use: all of them, but one where this process is one of several, as a run of a sweep."""
+    """How many to use: all of them, but one where this process is one of several, as a run of a
+    sweep.
+    """
     if asked != "auto":
         return asked
     if multiprocessing.parent_process() is not None:
         return 1
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, num_workers)
+    return min(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_workers,
+    )
 
 
 @contextmanager
-def use_cores(sim: Sim, asked: int | Literal["auto"], num_workers: int, learner: Learner) -> Generator[None]:
-    """Let a simulation compute on several cores, but where one does it all, or the model draws random numbers from the
-    only generator that there is. What was begun and nobody waits for is thrown away."""
+def use_cores(
+    sim: Sim, asked: int | Literal["auto"], num_workers: int, learner: Learner
+) -> Generator[None]:
+    """Let a simulation compute on several cores, but where one does it all, or the model draws
+    random numbers from the only generator that there is. What was begun and nobody waits for is
+    thrown away.
+    """
     count = count_cores(asked, num_workers)
     if count < 2 or learner.device != HOST or not learner.threadsafe:
         yield

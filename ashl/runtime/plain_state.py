@@ -1,7 +1,8 @@
 """Convert state to plain values and back, and write them to a file.
 
-Nothing is unpickled. A file holds tensors, numbers, text and containers only. Dataclasses and named tuples of the named
-packages are made again field by field. A tensor on a device is copied to the host first.
+Nothing is unpickled. A file holds tensors, numbers, text and containers only. Dataclasses and named
+tuples of the named packages are made again field by field. A tensor on a device is copied to the
+host first.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ THERE = "there"  # on a device
 
 
 def save(path: Path, document: Any) -> None:
-    """Replace a file of tensors and plain values in one step. Raises OSError, or RuntimeError, which torch's writer
-    makes of a full disk; then what was there stays."""
+    """Replace a file of tensors and plain values in one step. Raises OSError, or RuntimeError,
+    which torch's writer makes of a full disk; then what was there stays.
+    """
     part = path.with_suffix(".part")
     try:
         torch.save(document, part)
@@ -39,8 +41,9 @@ def save(path: Path, document: Any) -> None:
 
 
 def to_plain(value: Any) -> Any:
-    """Plain containers of tensors, numbers and text. Tensors are shared, or fetched from their device; everything that
-    can change is copied. Raises TypeError for what is no state."""
+    """Plain containers of tensors, numbers and text. Tensors are shared, or fetched from their
+    device; everything that can change is copied. Raises TypeError for what is no state.
+    """
     if type(value) in PLAIN:
         return value
     if isinstance(value, Tensor):
@@ -55,13 +58,17 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | deque):
         return {KIND: type(value).__name__, ITEMS: [to_plain(item) for item in value]}
     if isinstance(value, dict):
-        return {KIND: "dict", ITEMS: [(to_plain(key), to_plain(item)) for key, item in value.items()]}
+        return {
+            KIND: "dict",
+            ITEMS: [(to_plain(key), to_plain(item)) for key, item in value.items()],
+        }
     raise TypeError(f"a {type(value).__name__} cannot be kept in a checkpoint")
 
 
 def from_plain(value: Any, packages: tuple[str, ...] = ("ashl",), device: str = HOST) -> Any:
-    """What `to_plain` was given, what was on a device on this one; classes are looked up in `packages` only. Raises
-    ValueError for anything else."""
+    """What `to_plain` was given, what was on a device on this one; classes are looked up in
+    `packages` only. Raises ValueError for anything else.
+    """
     if type(value) in PLAIN or isinstance(value, Tensor):
         return value
     if not isinstance(value, dict) or KIND not in value:
@@ -70,7 +77,9 @@ def from_plain(value: Any, packages: tuple[str, ...] = ("ashl",), device: str = 
     if kind == THERE:
         return to_device(items, device)
     if kind == "dict":
-        return {from_plain(key, packages): from_plain(item, packages, device) for key, item in items}
+        return {
+            from_plain(key, packages): from_plain(item, packages, device) for key, item in items
+        }
     if kind == "dataclass":
         cls = class_of(value[NAME], packages)
         made = object.__new__(cls)
@@ -84,7 +93,9 @@ def from_plain(value: Any, packages: tuple[str, ...] = ("ashl",), device: str = 
 
 
 def split_tensors(value: Any) -> list[Tensor]:
-    """A value to send, as `to_plain` takes it: the tensors in it, after a first one that says in JSON what they are."""
+    """A value to send, as `to_plain` takes it: the tensors in it, after a first one that says in
+    JSON what they are.
+    """
     tensors = list[Tensor]()
 
     def apart(item: Any) -> Any:

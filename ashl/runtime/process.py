@@ -1,12 +1,15 @@
-"""Run the coroutines of one rank on a real process: the kernel for `runtime=local` and `runtime=torchrun`.
+"""Run the coroutines of one rank on a real process: the kernel for `runtime=local` and
+`runtime=torchrun`.
 
-Data flow: the main thread resumes tasks. Listener threads, the compute thread and the threads of collectives put their
-results into one inbox, and the main thread takes items from it: messages, receipts, failures, callbacks. A computation
-or collective runs inline while no other task of the rank could run meanwhile; otherwise it runs on the one compute
-thread, or on the thread of its process group.
+Data flow: the main thread resumes tasks. Listener threads, the compute thread and the threads of
+collectives put their results into one inbox, and the main thread takes items from it: messages,
+receipts, failures, callbacks. A computation or collective runs inline while no other task of the
+rank could run meanwhile; otherwise it runs on the one compute thread, or on the thread of its
+process group.
 
-States: before `run` (restored or joining), running (all clocks start together after a barrier, except those of joining
-workers), finished (`run_until`, then `close_connections`). A failed peer arrives as PeerLostError through the inbox.
+States: before `run` (restored or joining), running (all clocks start together after a barrier,
+except those of joining workers), finished (`run_until`, then `close_connections`). A failed peer
+arrives as PeerLostError through the inbox.
 """
 
 from __future__ import annotations
@@ -63,9 +66,11 @@ class TorchKernel:
         consensus: RegroupConsensus | None = None,
         bodies: PayloadTransport | None = None,
     ) -> None:
-        """`groups` are those that the plan lists; a sum over any other part of the ranks does without. Where a device
-        goes on with a computation when its function has returned, `settle` waits until all are done; `nccl`: the groups
-        carry what lies there. `bodies` carry those of messages, unless gloo does."""
+        """`groups` are those that the plan lists; a sum over any other part of the ranks does
+        without. Where a device goes on with a computation when its function has returned, `settle`
+        waits until all are done; `nccl`: the groups carry what lies there. `bodies` carry those of
+        messages, unless gloo does.
+        """
         self.observer = observer
         self.worker_states: WorkerStates | None = None
         self.ctx = RankContext(self, rank)
@@ -74,9 +79,22 @@ class TorchKernel:
         self._entry: Entry | None = None  # where it comes while others run
         self.throttle = make_throttle(self.clock_ns)
         self._communicator = Communicator(
-            rank, groups, exact, self.throttle, self.clock_ns, max_bytes, settle if nccl else None, hierarchy, consensus
+            rank,
+            groups,
+            exact,
+            self.throttle,
+            self.clock_ns,
+            max_bytes,
+            settle if nccl else None,
+            hierarchy,
+            consensus,
         )
-        self._peers, self._max_bytes, self._device, self._payload_transport = peers, max_bytes, device, bodies
+        self._peers, self._max_bytes, self._device, self._payload_transport = (
+            peers,
+            max_bytes,
+            device,
+            bodies,
+        )
         self._settle, self._unsettled = settle, False
         self._mail, self._inbox = Mailbox(), queue.SimpleQueue[Any]()
         self._links: PeerConnections | None = None
@@ -84,7 +102,9 @@ class TorchKernel:
         self._timers: list[tuple[int, int, Callable[[], None]]] = []
         self._seq = itertools.count()
         self._live, self._push_end = 0, 0
-        self._stand = list[Task]()  # tasks that stand wherever the main one is at the top of its loop
+        self._stand = list[
+            Task
+        ]()  # tasks that stand wherever the main one is at the top of its loop
         self._main: Task | None = None
         self._unit = ComputeUnit(rank, self.throttle, self._inbox, self._mail)
         self._moved = time.monotonic_ns()  # when a task last went on
@@ -102,7 +122,9 @@ class TorchKernel:
         return self.now_ns
 
     def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
-        """The main task is at the top of its loop; kept where that is wanted, and all beside it stands, too."""
+        """The main task is at the top of its loop; kept where that is wanted, and all beside it
+        stands, too.
+        """
         beside = self._live - 1 - sum(not task.done for task in self._stand)
         return (
             self._checkpoint_writer is not None
@@ -116,10 +138,18 @@ class TorchKernel:
     def safe_point_wanted(self, ctx: RankContext) -> bool:
         return self._checkpoint_writer is not None and self._checkpoint_writer.wanted is not None
 
-    def compute_once(self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
+    def compute_once(
+        self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]
+    ) -> T:
         return fn()
 
-    def spawn(self, ctx: RankContext, coro: Coroutine, main: bool = False, is_background_service: bool = False) -> Task:
+    def spawn(
+        self,
+        ctx: RankContext,
+        coro: Coroutine,
+        main: bool = False,
+        is_background_service: bool = False,
+    ) -> Task:
         self._live += 1
         self._ready.append((task := Task(ctx, coro, main, is_background_service), None))
         self._stand += [task] * is_background_service
@@ -142,10 +172,14 @@ class TorchKernel:
         self.ctx.time_accounting.start_at(self.now_ns)
 
     def connect_peer(self, peer: int, incarnation: int, group: dist.ProcessGroup) -> None:
-        """A worker has come (back) in this life, by this group of two. May be called from another thread."""
+        """A worker has come (back) in this life, by this group of two. May be called from another
+        thread.
+        """
         assert self._links is not None
         self._communicator.add_routes({peer: (group, NEWCOMER)})
-        self._links.reconnect(peer, incarnation, group, NEWCOMER, lambda: self._mail.lost.pop(peer, None))
+        self._links.reconnect(
+            peer, incarnation, group, NEWCOMER, lambda: self._mail.lost.pop(peer, None)
+        )
 
     def mark_peer_failed(self, peer: int, why: str) -> None:
         """A peer counts as gone. May be called from another thread."""
@@ -153,17 +187,26 @@ class TorchKernel:
             self._links.mark_failed(peer, why)
 
     def run(self, main: Callable[[RankContext], Coroutine]) -> Any:
-        """Run `main(ctx)` to its end; what else was spawned ends with it, once the collectives that this rank has
-        posted have ended. The clock starts now, on all ranks, but for who comes later."""
+        """Run `main(ctx)` to its end; what else was spawned ends with it, once the collectives that
+        this rank has posted have ended. The clock starts now, on all ranks, but for who comes
+        later.
+        """
         if self._entry is None:
-            self._zero = common_zero() - self._since_ns  # before anything is listened to, which is timed by it
+            self._zero = (
+                common_zero() - self._since_ns
+            )  # before anything is listened to, which is timed by it
             pairs = {peer: (world(), peer, 0) for peer in self._peers}
         else:
-            pairs = {peer: (group, MET, self._entry.incarnations[peer]) for peer, group in self._entry.groups.items()}
+            pairs = {
+                peer: (group, MET, self._entry.incarnations[peer])
+                for peer, group in self._entry.groups.items()
+            }
             for peer in set(self._peers) - pairs.keys():
                 self._inbox.put(fx.PeerFailedError(peer, "it failed before"))
         when = self.clock_ns, self.throttle.schedule_arrival
-        self._links = PeerConnections(pairs, self._inbox, *when, self._max_bytes, self._device, self._payload_transport)
+        self._links = PeerConnections(
+            pairs, self._inbox, *when, self._max_bytes, self._device, self._payload_transport
+        )
         self._main = self.spawn(self.ctx, main(self.ctx), main=True)
         try:
             while not self._main.done:
@@ -194,12 +237,15 @@ class TorchKernel:
             self._links.close(timeout_s)
 
     def heartbeat(self) -> Heartbeat:
-        """How this rank stands: what its main task is blocked in (None while it computes), and since when nothing has
-        moved. May be asked from another thread."""
+        """How this rank stands: what its main task is blocked in (None while it computes), and
+        since when nothing has moved. May be asked from another thread.
+        """
         effect = self._unit.standing or (self._main.waiting if self._main else None)
         blocked = effect is not None and not isinstance(effect, fx.Compute)
         idle_s = (time.monotonic_ns() - self._moved) / 1e9
-        return self.ctx.heartbeat()._replace(waiting=describe_wait(effect) if blocked else None, idle_s=idle_s)
+        return self.ctx.heartbeat()._replace(
+            waiting=describe_wait(effect) if blocked else None, idle_s=idle_s
+        )
 
     def _next(self) -> None:
         """Wait for the world: a message, a result, or a timer."""
@@ -268,7 +314,9 @@ class TorchKernel:
                     return self._collect_on_thread(end, task, effect)
                 value = self._account_collective(end.run_inline(effect, task.main), task.main)
             elif isinstance(effect, fx.Sleep):
-                self._timer(self.now_ns + round(effect.seconds * 1e9), lambda: self._wake(task, None))
+                self._timer(
+                    self.now_ns + round(effect.seconds * 1e9), lambda: self._wake(task, None)
+                )
                 return
             elif isinstance(effect, fx.Join):
                 if not effect.task.done:
@@ -281,7 +329,9 @@ class TorchKernel:
                 value = self._mail.discard(effect.tags)
             elif isinstance(effect, fx.Regroup):
                 value = self._communicator.regroup(effect)
-                self.ctx.join_pending = False  # first: another thread may find meanwhile that somebody does
+                self.ctx.join_pending = (
+                    False  # first: another thread may find meanwhile that somebody does
+                )
                 if self._communicator.join_pending:
                     self.ctx.join_pending = True
             else:
@@ -305,7 +355,9 @@ class TorchKernel:
         return ran.value
 
     def _wait_for_device(self) -> None:
-        """What was left of the main task's computations when their functions returned is computing, too."""
+        """What was left of the main task's computations when their functions returned is computing,
+        too.
+        """
         assert self._settle is not None
         self._settle()
         self.ctx.time_accounting.attribute_until("compute", self.now_ns)
@@ -326,7 +378,9 @@ class TorchKernel:
         self._unit.post(effect, self.ctx.time_accounting.cursor if task.main else self.now_ns, done)
 
     def _emits_parts(self, effect: Collective) -> bool:
-        """Whether the main task computes what leaves in parts, in order: all wait for this, so this thread may."""
+        """Whether the main task computes what leaves in parts, in order: all wait for this, so this
+        thread may.
+        """
         main = self._main.waiting if self._main else None
         return isinstance(main, fx.Compute) and bool(main.parts) and not (main.needs or effect.key)
 
@@ -354,17 +408,23 @@ class TorchKernel:
         nbytes = 0 if effect.body is None else effect.body.nbytes
         now = self._paced_now()
         if effect.dst == self.ctx.rank:
-            return self._deliver_to_self(fx.Message(effect.dst, effect.tag, effect.body, effect.meta, now))
+            return self._deliver_to_self(
+                fx.Message(effect.dst, effect.tag, effect.body, effect.meta, now)
+            )
         header_ns, body_ns, busy_ns = self.throttle.schedule_departure(effect.dst, nbytes, now)
         if nbytes:
             self.ctx.time_accounting.record_traffic(now, nbytes, 0)
             self._push_end = max(self._push_end, busy_ns)
         assert self._links is not None
         sent = self._note_sent if nbytes else lambda _: None
-        self._links.post(effect.dst, effect.tag, effect.body, effect.meta, (header_ns, body_ns), sent)
+        self._links.post(
+            effect.dst, effect.tag, effect.body, effect.meta, (header_ns, body_ns), sent
+        )
 
     def _paced_now(self) -> int:
-        """Where the last span should have ended, as long as the machine keeps up; else the clock."""
+        """Where the last span should have ended, as long as the machine keeps up; else the
+        clock.
+        """
         cursor, now = self.ctx.time_accounting.cursor, self.now_ns
         return cursor if now - cursor < KEPT_UP_NS else now
 

@@ -1,8 +1,9 @@
 """Write and read one rank's part of a checkpoint: its state at a safe point.
 
-The controller (`ashl.run.checkpoints`) names the version of the model from which on each rank saves its state, and
-assembles one checkpoint of all parts. In synchronous rounds no message is in flight at a safe point, so the parts
-together are the whole run. A part is written by a thread, and its record tells the controller the hash.
+The controller (`ashl.run.checkpoints`) names the version of the model from which on each rank saves
+its state, and assembles one checkpoint of all parts. In synchronous rounds no message is in flight
+at a safe point, so the parts together are the whole run. A part is written by a thread, and its
+record tells the controller the hash.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class RankCheckpointWriter:
         put: Callable[[int, dict[str, Any]], tuple[str, int]],
         emit: Callable[[CheckpointPartSaved], None],
     ) -> None:
-        """`put(number, document)` returns the hash of its part of this checkpoint, and how many bytes of it home has
-        yet to write."""
+        """`put(number, document)` returns the hash of its part of this checkpoint, and how many
+        bytes of it home has yet to write.
+        """
         self._rank, self._put, self._emit = rank, put, emit
         self._done = -1  # the last number that has been kept
         self.asked: Due | None = None  # by home
@@ -59,7 +61,9 @@ class RankCheckpointWriter:
         return wanted is not None and version >= wanted.version
 
     def keep(self, ctx: RankContext, stage: int, state: Any, throttle: Throttle) -> bool:
-        """At the top of the loop, where that is wanted, with how far the draws of jitter are; returns whether it is."""
+        """At the top of the loop, where that is wanted, with how far the draws of jitter are;
+        returns whether it is.
+        """
         wanted = self.wanted
         if wanted is None or state is None or state.version < wanted.version:
             return False
@@ -68,7 +72,9 @@ class RankCheckpointWriter:
         document = document_of(ctx, stage, state, time_ns, drawn)
         rounds = None if ctx.counter is None else ctx.counter.progress.rounds()
         kept = CheckpointPartSaved(self._rank, number, stage, state.version, time_ns, rounds=rounds)
-        threading.Thread(target=self._write, args=(document, kept), name="keeper").start()  # which the end waits for
+        threading.Thread(
+            target=self._write, args=(document, kept), name="keeper"
+        ).start()  # which the end waits for
         return True
 
     def _write(self, document: dict[str, Any], kept: CheckpointPartSaved) -> None:
@@ -79,7 +85,9 @@ class RankCheckpointWriter:
             self._emit(kept._replace(error=first_line(error)))
 
 
-def write_to_folder(run_dir: Path, rank: int, number: int, document: dict[str, Any]) -> tuple[str, int]:
+def write_to_folder(
+    run_dir: Path, rank: int, number: int, document: dict[str, Any]
+) -> tuple[str, int]:
     """Where a rank has the run folder at hand, for its `RankCheckpointWriter`."""
     return write(part_of(folder_of(run_dir, number), rank), document), 0
 
@@ -117,14 +125,20 @@ def part_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.pt"
 
 
-def document_of(ctx: RankContext, stage: int, state: Any, time_ns: int, drawn: int) -> dict[str, Any]:
-    """A rank at the top of its loop, so many draws of jitter into the run: plain values, from which `read` has it."""
+def document_of(
+    ctx: RankContext, stage: int, state: Any, time_ns: int, drawn: int
+) -> dict[str, Any]:
+    """A rank at the top of its loop, so many draws of jitter into the run: plain values, from which
+    `read` has it.
+    """
     known = {"stage": stage, "state": to_plain(state), "context": to_plain(counters_of(ctx))}
     return known | {"time_ns": time_ns, "drawn": drawn, "own": to_plain(ctx.own_state)}
 
 
 class Restored(NamedTuple):
-    """A rank as it was kept: its stage and state, what its context had counted, and where clock and jitter were."""
+    """A rank as it was kept: its stage and state, what its context had counted, and where clock and
+    jitter were.
+    """
 
     stage: int
     state: Any
@@ -147,7 +161,9 @@ KEPT = ("steps", "staleness", "loss", "measures")  # of a context, beside its ti
 
 def counters_of(ctx: RankContext) -> dict[str, Any]:
     """Return the counters of a context."""
-    time_accounting = {name: getattr(ctx.time_accounting, name) for name in ctx.time_accounting.__slots__}
+    time_accounting = {
+        name: getattr(ctx.time_accounting, name) for name in ctx.time_accounting.__slots__
+    }
     return {"time_accounting": time_accounting} | {name: getattr(ctx, name) for name in KEPT}
 
 

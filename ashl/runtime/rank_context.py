@@ -1,7 +1,8 @@
 """The rank context: all that an algorithm knows of its rank, its kernel and the clock.
 
-It makes the effects that the algorithm awaits, and offers calls that take no experiment time: the clock, safe points,
-replicated computations, records, snapshots and measures. The same context works on both kernels.
+It makes the effects that the algorithm awaits, and offers calls that take no experiment time: the
+clock, safe points, replicated computations, records, snapshots and measures. The same context works
+on both kernels.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class NullObserver:
 
     rounds: Rounds = "none"
 
-    def __init__(self, stopping: str | None = None, scores: Mapping[str, float | None] | None = None) -> None:
+    def __init__(
+        self, stopping: str | None = None, scores: Mapping[str, float | None] | None = None
+    ) -> None:
         self.stopping, self.scores = stopping, scores
 
     def emit(self, record: Record) -> None:
@@ -99,7 +102,9 @@ class Counter(Protocol):
 
 
 class WorkerStates(Protocol):
-    """Keeps, for each worker, what forward passes change of the module beside its parameters. None is the first one."""
+    """Keeps, for each worker, what forward passes change of the module beside its parameters. None
+    is the first one.
+    """
 
     def worker_state(self, worker: int) -> Any: ...
 
@@ -116,10 +121,16 @@ class Kernel(Protocol):
     def now_ns(self) -> int: ...
 
     def spawn(
-        self, ctx: RankContext, coro: Coroutine, main: bool = False, is_background_service: bool = False
+        self,
+        ctx: RankContext,
+        coro: Coroutine,
+        main: bool = False,
+        is_background_service: bool = False,
     ) -> Any: ...
 
-    def compute_once(self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T: ...
+    def compute_once(
+        self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]
+    ) -> T: ...
 
     def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool: ...
 
@@ -143,7 +154,14 @@ class RankContext:
         "steps",
         "time_accounting",
     )
-    compute, send, regroup, sleep, join, cancel = Compute, Send, Regroup, Sleep, Join, Cancel  # to be awaited
+    compute, send, regroup, sleep, join, cancel = (
+        Compute,
+        Send,
+        Regroup,
+        Sleep,
+        Join,
+        Cancel,
+    )  # to be awaited
 
     def __init__(self, kernel: Kernel, rank: int) -> None:
         self.kernel = kernel
@@ -178,32 +196,44 @@ class RankContext:
         return AllReduce(tensor, group, op, piggybacked, key, credit, epoch, incarnations)
 
     def all_gather(
-        self, tensor: Any, group: tuple[int, ...], piggybacked: int = 0, key: int = 0, epoch: int = 0
+        self,
+        tensor: Any,
+        group: tuple[int, ...],
+        piggybacked: int = 0,
+        key: int = 0,
+        epoch: int = 0,
     ) -> AllGather:
         assert key >= 0, "keys of collectives count from 0"
         return AllGather(tensor, group, piggybacked, key, 0, epoch)
 
     def spawn(self, coro: Coroutine, is_background_service: bool = False) -> Any:
-        """Start a task beside the main one. Its time is not the worker's time: only the main task is accounted for.
+        """Start a task beside the main one. Its time is not the worker's time: only the main task
+        is accounted for.
 
-        One that `stands` is at the top of a loop of its own whenever another is, and keeps nothing there: where the run
-        goes on from a checkpoint, the main task starts it anew before its mark.
+        One that `stands` is at the top of a loop of its own whenever another is, and keeps nothing
+        there: where the run goes on from a checkpoint, the main task starts it anew before its
+        mark.
         """
         return self.kernel.spawn(self, coro, is_background_service=is_background_service)
 
     def compute_once(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
-        """What all members of a team compute alike: `fn()`, which must be pure and whose value nobody changes.
+        """What all members of a team compute alike: `fn()`, which must be pure and whose value
+        nobody changes.
 
-        In virtual time it runs once for each (team, key), and every member gets the same object; on real processes it
-        just runs. It costs no time. A run that goes on from a checkpoint may run it once more.
+        In virtual time it runs once for each (team, key), and every member gets the same object; on
+        real processes it just runs. It costs no time. A run that goes on from a checkpoint may run
+        it once more.
         """
         return self.kernel.compute_once(self, team, key, fn)
 
     def safe_point(self, stage: int, state: Any) -> bool:
-        """Here is the top of a loop: `state` holds all that is needed to go on from here, in this stage. None = what
-        follows hangs on when the run ends, and it may go on with another end: no checkpoint holds it.
+        """Here is the top of a loop: `state` holds all that is needed to go on from here, in this
+        stage. None = what follows hangs on when the run ends, and it may go on with another end: no
+        checkpoint holds it.
 
-        Returns whether a checkpoint has it without what others do at this moment, so that what follows is not in it."""
+        Returns whether a checkpoint has it without what others do at this moment, so that what
+        follows is not in it.
+        """
         return self.kernel.safe_point(self, stage, state)
 
     @property
@@ -218,7 +248,9 @@ class RankContext:
 
     @property
     def safe_point_wanted(self) -> bool:
-        """Whether a checkpoint waits for this rank to be at the top of a loop, with nothing going on beside it."""
+        """Whether a checkpoint waits for this rank to be at the top of a loop, with nothing going
+        on beside it.
+        """
         return self.kernel.safe_point_wanted(self)
 
     @property
@@ -232,7 +264,9 @@ class RankContext:
 
     @property
     def stopping(self) -> str | None:
-        """Why the run should end, once someone outside has decided so (a target reached, an interrupt)."""
+        """Why the run should end, once someone outside has decided so (a target reached, an
+        interrupt).
+        """
         return self.kernel.observer.stopping
 
     @property
@@ -247,9 +281,10 @@ class RankContext:
     def measure(self, name: str, value: float) -> None:
         """A value of a metric of one's own, from any loop, on any rank, as often as one likes.
 
-        The mean over the ranks' latest values stands as `measure/<name>` in metrics.jsonl and MLflow; its end and the
-        mean over the run are in summary.json, and the leaderboard has a column of it. Raises ValueError for a name
-        that is more than words, digits, `_`, `-`, `.` and single slashes.
+        The mean over the ranks' latest values stands as `measure/<name>` in metrics.jsonl and
+        MLflow; its end and the mean over the run are in summary.json, and the leaderboard has a
+        column of it. Raises ValueError for a name that is more than words, digits, `_`, `-`, `.`
+        and single slashes.
         """
         value = float(value)
         known = self.measures.get(name)
@@ -258,7 +293,9 @@ class RankContext:
         elif MEASURE.fullmatch(name):
             self.measures[name] = Measured(value, value, 1)
         else:
-            raise ValueError(f"a measure cannot be called {name!r}; take letters, digits, '_', '-', '.' and '/'")
+            raise ValueError(
+                f"a measure cannot be called {name!r}; take letters, digits, '_', '-', '.' and '/'"
+            )
 
     def record_round(
         self,
@@ -277,12 +314,26 @@ class RankContext:
         spans, start_ns, end_ns = self.time_accounting.end_round()
         parts, messages = self.time_accounting.take_overlapped()
         if is_recorded(self.kernel.observer.rounds, round):
-            what = (self.rank, stage, round, steps, staleness, dropped, loss, start_ns, end_ns, spans, group)
+            what = (
+                self.rank,
+                stage,
+                round,
+                steps,
+                staleness,
+                dropped,
+                loss,
+                start_ns,
+                end_ns,
+                spans,
+                group,
+            )
             self.kernel.observer.emit(Round(*what, parts or None, messages or None))
 
     def heartbeat(self) -> Heartbeat:
         """How this rank stands, for whoever watches; may be read from another thread."""
-        totals_ns = self.time_accounting.current_totals()  # before the clock is read, which is as far as they may reach
+        totals_ns = (
+            self.time_accounting.current_totals()
+        )  # before the clock is read, which is as far as they may reach
         bytes_up, bytes_down = self.time_accounting.bytes_so_far()
         return Heartbeat(
             rank=self.rank,
@@ -315,13 +366,17 @@ class RankContext:
         time_ns: int | None = None,
         without: Collection[int] = (),
     ) -> None:
-        """Hand the model to the evaluator, at the home rank with the counts; costs the experiment nothing. Where every
-        worker has a model of its own, `tick` says which ones belong together, and `without` who has none among them."""
+        """Hand the model to the evaluator, at the home rank with the counts; costs the experiment
+        nothing. Where every worker has a model of its own, `tick` says which ones belong together,
+        and `without` who has none among them.
+        """
         at_ns = self.now_ns if time_ns is None else time_ns
         shown = Snapshot(self.rank, at_ns, tick, final, counts, without=tuple(sorted(without)))
         self.kernel.observer.snapshot(shown, params)
 
     def show_update(self, x: Vector, *, of: int | None, tick: int, weight: float = 1.0) -> None:
-        """Hand an update to the monitor, which compares what compression makes of the workers' mean: before compression
-        with its worker and weight, or (`of` None) what the merge made of them all."""
+        """Hand an update to the monitor, which compares what compression makes of the workers'
+        mean: before compression with its worker and weight, or (`of` None) what the merge made of
+        them all.
+        """
         self.kernel.observer.snapshot(UpdateShown(self.rank, of, tick, weight), x)

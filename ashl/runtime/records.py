@@ -1,9 +1,11 @@
-"""Records: what a rank reports of its run, a named tuple for each kind, with one JSON form for all of them.
+"""Records: what a rank reports of its run, a named tuple for each kind, with one JSON form for all
+of them.
 
-In virtual time the monitor receives the tuple itself. A process sends it as one line of JSON, in which `kind` names the
-type; a field with its default value is left out. Nothing is unpickled: every field is validated, and text for a
-terminal loses control characters. `is_recorded` says which rounds are recorded at all. Messages from the controller to
-the ranks are in `ashl.runtime.control_messages`.
+In virtual time the monitor receives the tuple itself. A process sends it as one line of JSON, in
+which `kind` names the type; a field with its default value is left out. Nothing is unpickled: every
+field is validated, and text for a terminal loses control characters. `is_recorded` says which
+rounds are recorded at all. Messages from the controller to the ranks are in
+`ashl.runtime.control_messages`.
 """
 
 import json
@@ -31,7 +33,9 @@ Totals = Annotated[dict[str, int], AfterValidator(check_kinds)]
 
 
 class Counts(NamedTuple):
-    """A run's progress, as whoever judges it has counted so far. Lists are by worker, and copies."""
+    """A run's progress, as whoever judges it has counted so far. Lists are by worker, and
+    copies.
+    """
 
     steps: int
     samples: int
@@ -46,7 +50,9 @@ class Counts(NamedTuple):
     conflicts: int | None  # groups that had to wait for another one
     loss: float  # running mean of the workers' minibatch losses
     diverged: Text | None
-    dropped_for: dict[Text, int] | None = None  # steps by the reason why they are part of no model, as far as known
+    dropped_for: dict[Text, int] | None = (
+        None  # steps by the reason why they are part of no model, as far as known
+    )
 
 
 class Measured(NamedTuple):
@@ -74,8 +80,12 @@ class Round(NamedTuple):
     end_ns: int
     spans_ns: list[Span]
     group: list[int] | None = None  # whom it merged with, where workers meet in groups
-    parts_ns: list[int] | None = None  # when the parts of its steps were there, where messages are made of them
-    messages_ns: list[tuple[int, int]] | None = None  # from when to when sums went that overlapped with other work
+    parts_ns: list[int] | None = (
+        None  # when the parts of its steps were there, where messages are made of them
+    )
+    messages_ns: list[tuple[int, int]] | None = (
+        None  # from when to when sums went that overlapped with other work
+    )
 
 
 class StageEnd(NamedTuple):
@@ -106,8 +116,9 @@ class Lost(NamedTuple):
 
 
 class PeerUnreachable(NamedTuple):
-    """The link from here to a peer, in this life of the peer, is broken; where it is not `alone`, or that to another of
-    its team."""
+    """The link from here to a peer, in this life of the peer, is broken; where it is not `alone`,
+    or that to another of its team.
+    """
 
     rank: int
     peer: int
@@ -134,7 +145,9 @@ class TimeTotals(NamedTuple):
 
 
 class Heartbeat(NamedTuple):
-    """How a rank stands. On processes: what its main task is blocked in, and since when nothing has moved."""
+    """How a rank stands. On processes: what its main task is blocked in, and since when nothing has
+    moved.
+    """
 
     rank: int
     time_ns: int
@@ -172,7 +185,9 @@ class Placed(NamedTuple):
     cores: int  # that it may use there
 
 
-Loss = dict[str, float | None]  # relative error, residual and cosine, see `ashl.compression.wrappers.error_metrics`
+Loss = dict[
+    str, float | None
+]  # relative error, residual and cosine, see `ashl.compression.wrappers.error_metrics`
 
 
 class Health(NamedTuple):
@@ -206,8 +221,9 @@ class ProfileMeasured(NamedTuple):
 
 
 class PlanMade(NamedTuple):
-    """What the workers do from stage `first` on, planned during the run: by stage and worker the numbers of an
-    `ashl.planner.assignment.Assignment`."""
+    """What the workers do from stage `first` on, planned during the run: by stage and worker the
+    numbers of an `ashl.planner.assignment.Assignment`.
+    """
 
     rank: int
     first: int
@@ -237,8 +253,9 @@ ON_TIME = Lateness(0, 0, 0.0, 0.0)
 
 
 class PacingStats(NamedTuple):
-    """How well a process kept the declared pace: of its steps, of the transfers that came to it, by sender, and of what
-    it encoded."""
+    """How well a process kept the declared pace: of its steps, of the transfers that came to it, by
+    sender, and of what it encoded.
+    """
 
     rank: int
     steps: Lateness
@@ -260,7 +277,9 @@ class StopAsked(NamedTuple):
 
 
 class RankError(NamedTuple):
-    """A process has failed, by itself or as a consequence of another's failure; then perhaps it knows of whose."""
+    """A process has failed, by itself or as a consequence of another's failure; then perhaps it
+    knows of whose.
+    """
 
     rank: int
     error: Text
@@ -269,7 +288,9 @@ class RankError(NamedTuple):
 
 
 class CheckpointPartSaved(NamedTuple):
-    """A rank has written its part of a checkpoint, or could not: its state at the top of its loop."""
+    """A rank has written its part of a checkpoint, or could not: its state at the top of
+    its loop.
+    """
 
     rank: int
     number: int  # of the checkpoint
@@ -283,8 +304,9 @@ class CheckpointPartSaved(NamedTuple):
 
 
 class ModuleState(NamedTuple):
-    """What forward passes have changed of a worker's module beside its parameters, for evaluations; it travels beside
-    the record."""
+    """What forward passes have changed of a worker's module beside its parameters, for evaluations;
+    it travels beside the record.
+    """
 
     rank: int
     nbytes: int
@@ -292,8 +314,9 @@ class ModuleState(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A model for the evaluator, or the counts that belong to it. Where every worker has its own model, those with the
-    same tick make one evaluation (None = at the end)."""
+    """A model for the evaluator, or the counts that belong to it. Where every worker has its own
+    model, those with the same tick make one evaluation (None = at the end).
+    """
 
     rank: int
     time_ns: int
@@ -372,7 +395,11 @@ NAMES: dict[type[Record], str] = {of: kind for kind, of in KINDS.items()}
 def as_fields(record: Record) -> dict[str, Any]:
     """A record as plain values, its kind first."""
     usual = record._field_defaults
-    fields = {name: value for name, value in record._asdict().items() if name not in usual or value != usual[name]}
+    fields = {
+        name: value
+        for name, value in record._asdict().items()
+        if name not in usual or value != usual[name]
+    }
     if isinstance(counts := fields.get("counts"), Counts):
         fields["counts"] = counts._asdict()
     return {"kind": NAMES[type(record)], **fields}
@@ -384,7 +411,9 @@ def dumps(record: Record) -> str:
 
 
 def loads(line: str | bytes) -> Record:
-    """The record of a line. Raises AshlError for anything that none of ours would send, and says what is wrong."""
+    """The record of a line. Raises AshlError for anything that none of ours would send, and says
+    what is wrong.
+    """
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
@@ -392,7 +421,9 @@ def loads(line: str | bytes) -> Record:
     kind = fields.pop("kind", None) if isinstance(fields, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
         kind = plain(repr(kind))[:40]
-        raise AshlError(f"a record came that is none (kind {kind}); is another program using the job's port?")
+        raise AshlError(
+            f"a record came that is none (kind {kind}); is another program using the job's port?"
+        )
     return validate(KINDS[kind], fields, f"a record of kind {kind!r}")
 
 
@@ -413,15 +444,18 @@ def make_validator(of: type[T]) -> TypeAdapter[T]:
 # --- which rounds are recorded
 
 Rounds = Literal["all", "sampled", "none"]
-BLOCK = 16  # rounds that are kept or left out together, so that a thinned trace still shows how workers interact
+# rounds that are kept or left out together, so that a thinned trace still shows how workers
+# interact
+BLOCK = 16
 WHOLE_BLOCKS = 64  # blocks at the start that are all kept: the first 1024 rounds of every worker
 
 
 def is_recorded(rounds: Rounds, number: int) -> bool:
-    """Whether the round of this number is. Of a sample a worker's kept rounds grow with the logarithm of its rounds.
+    """Whether the round of this number is. Of a sample a worker's kept rounds grow with the
+    logarithm of its rounds.
 
-    Rounds come in blocks of 16. All of the first 64 blocks are kept, of the next 64 every second one, of the next 128
-    every fourth one and so on.
+    Rounds come in blocks of 16. All of the first 64 blocks are kept, of the next 64 every second
+    one, of the next 128 every fourth one and so on.
     """
     if rounds != "sampled":
         return rounds == "all"

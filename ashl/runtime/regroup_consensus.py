@@ -1,20 +1,24 @@
-"""Agree on the members of a process group after a failure or a join, and make a gloo group for them.
+"""Agree on the members of a process group after a failure or a join, and make a gloo group for
+them.
 
-The controller says which workers have failed; the group decides when to take that into account. Every member writes
-its request into the job's store, under the number of the decision. The first member that sees all requests, or learns
-of a failed member, writes the decision, and the first decision written holds for all. After a failure the survivors ask
-again, under the next number. So all members see the same decisions in the same order, though they learn of a failure
-at different times.
+The controller says which workers have failed; the group decides when to take that into account.
+Every member writes its request into the job's store, under the number of the decision. The first
+member that sees all requests, or learns of a failed member, writes the decision, and the first
+decision written holds for all. After a failure the survivors ask again, under the next number. So
+all members see the same decisions in the same order, though they learn of a failure at different
+times.
 
-A joining worker first connects to all others, then writes a join request into the store. It reads the decisions from
-the first number on, until one admits it or the run ends. A failure concerns one incarnation: that worker stays failed
-for its group until the next decision, even if it has rejoined by then.
+A joining worker first connects to all others, then writes a join request into the store. It reads
+the decisions from the first number on, until one admits it or the run ends. A failure concerns one
+incarnation: that worker stays failed for its group until the next decision, even if it has rejoined
+by then.
 
-gloo's collectives need all members. They raise an error at members connected to the failed one, and others would wait
-forever. So waiting members check for failures from time to time, and each decision makes a new gloo group.
+gloo's collectives need all members. They raise an error at members connected to the failed one, and
+others would wait forever. So waiting members check for failures from time to time, and each
+decision makes a new gloo group.
 
-Source: a new communicator of the survivors as in Bland et al., "Post-failure recovery of MPI communication
-capability", IJHPCA 2013.
+Source: a new communicator of the survivors as in Bland et al., "Post-failure recovery of MPI
+communication capability", IJHPCA 2013.
 """
 
 from __future__ import annotations
@@ -47,8 +51,10 @@ def join_key(rank: int, incarnation: int) -> str:
 
 
 class Decision(NamedTuple):
-    """What is written of an agreement: who is lost of those who were to ask; else from which version of the model the
-    others go on, the word, who comes in, in which life, and who is out again, as it has no model yet."""
+    """What is written of an agreement: who is lost of those who were to ask; else from which
+    version of the model the others go on, the word, who comes in, in which life, and who is out
+    again, as it has no model yet.
+    """
 
     lost: Sequence[int]
     version: int = 0
@@ -70,10 +76,17 @@ class RegroupConsensus:
     ) -> None:
         """`emit` tells home, `incarnation` is above 0 where it comes while the others run."""
         self.lost: frozenset[int] = frozenset()
-        self._shared, self._store, self._rank, self._incarnation = store, store.another(), rank, incarnation
+        self._shared, self._store, self._rank, self._incarnation = (
+            store,
+            store.another(),
+            rank,
+            incarnation,
+        )
         self._emit = emit
         self._team, self._number = tuple(workers), 0
-        self._incarnations = dict.fromkeys(self._team, 0)  # the one of each that is in the team, or was last
+        self._incarnations = dict.fromkeys(
+            self._team, 0
+        )  # the one of each that is in the team, or was last
         self._gone: dict[int, int] = {}  # the last one of each that is over
         self._met: dict[int, int] = {}  # the one of each that has come and is linked to this rank
         self._lock = threading.Lock()
@@ -93,12 +106,15 @@ class RegroupConsensus:
     def join_pending(self) -> bool:
         """Whether somebody has come who is not in the team."""
         return any(
-            incarnation > max(self._incarnations[rank], self._gone[rank]) for rank, incarnation in [*self._met.items()]
+            incarnation > max(self._incarnations[rank], self._gone[rank])
+            for rank, incarnation in [*self._met.items()]
         )
 
     def _update_lost(self) -> None:
         self.lost = frozenset(
-            rank for rank, incarnation in self._gone.items() if incarnation >= self._incarnations[rank]
+            rank
+            for rank, incarnation in self._gone.items()
+            if incarnation >= self._incarnations[rank]
         )
 
     def lost_of(self, team: Sequence[int], incarnations: Sequence[int] = ()) -> frozenset[int]:
@@ -111,8 +127,12 @@ class RegroupConsensus:
             if self._gone.get(rank, -1) >= incarnation
         )
 
-    def await_failure(self, team: Sequence[int], error: Exception, incarnations: Sequence[int] = ()) -> Broken:
-        """What comes of a collective of this team that has ended with an error; raises it where nobody is lost."""
+    def await_failure(
+        self, team: Sequence[int], error: Exception, incarnations: Sequence[int] = ()
+    ) -> Broken:
+        """What comes of a collective of this team that has ended with an error; raises it where
+        nobody is lost.
+        """
         until = time.monotonic() + KNOWN_S
         known = dict(zip(team, incarnations, strict=True)) if incarnations else self._incarnations
         for rank in {*team} - {self._rank} if not self.lost_of(team, incarnations) else ():
@@ -138,8 +158,9 @@ class RegroupConsensus:
                 return
 
     def regroup(self, asked: Regroup, clock_ns: Callable[[], int]) -> tuple[Formed, Groups | None]:
-        """The new team and, where it is another one than before, its group, if one more is lost meanwhile without any.
-        Raises AshlError where nobody is left who has the model."""
+        """The new team and, where it is another one than before, its group, if one more is lost
+        meanwhile without any. Raises AshlError where nobody is left who has the model.
+        """
         decision = self._next(asked)
         lost = [*decision.lost]
         while decision.lost or not (self._is_member or decision.signal > 1):
@@ -147,7 +168,9 @@ class RegroupConsensus:
             lost += decision.lost
         came = tuple(sorted(rank for rank, _ in decision.came))
         how = decision.version, decision.signal, tuple(lost), came, clock_ns()
-        formed = Formed(self._number, self._team, *how, tuple(self._incarnations[rank] for rank in self._team))
+        formed = Formed(
+            self._number, self._team, *how, tuple(self._incarnations[rank] for rank in self._team)
+        )
         another = self._is_member and (lost or came or decision.out)
         return formed, {self._team: self._group()} if another else None
 
@@ -171,7 +194,9 @@ class RegroupConsensus:
         return decision
 
     def _no_model_error(self) -> AshlError:
-        return AshlError(f"0 of {len(self._incarnations)} workers remain that have the model: the run ends here")
+        return AshlError(
+            f"0 of {len(self._incarnations)} workers remain that have the model: the run ends here"
+        )
 
     def _decide_with_group(self, asked: Regroup) -> Decision:
         """The next agreement, of a team that this rank is in."""
@@ -198,10 +223,18 @@ class RegroupConsensus:
         if not known:
             return Decision([], -1)
         version = min(asked.version for asked in known)
-        signal = 0 if any(asked.version > version for asked in known) else max(asked.signal for asked in known)
+        signal = (
+            0
+            if any(asked.version > version for asked in known)
+            else max(asked.signal for asked in known)
+        )
         came = []
         if not signal and all(asked.open for asked in known):
-            came = [one for one in self._met.items() if one[1] > max(self._incarnations[one[0]], self._gone[one[0]])]
+            came = [
+                one
+                for one in self._met.items()
+                if one[1] > max(self._incarnations[one[0]], self._gone[one[0]])
+            ]
             came = [one for one in came if self._store.check([join_key(*one)])]
         return Decision([], version, signal, came, out)
 
@@ -220,7 +253,13 @@ class RegroupConsensus:
         team = self._team
         if len(team) == 1:
             return None
-        meet = partial(make_group, f"group/{self._number}", self._shared.another(), team.index(self._rank), len(team))
+        meet = partial(
+            make_group,
+            f"group/{self._number}",
+            self._shared.another(),
+            team.index(self._rank),
+            len(team),
+        )
         try:
             return call_unless_failed(meet, lambda: bool(self.lost.intersection(team)))
         except RuntimeError as error:

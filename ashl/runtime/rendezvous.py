@@ -1,9 +1,10 @@
-"""Connect the processes of a run: all in one group at the start, a joining worker by a group of two with each peer.
+"""Connect the processes of a run: all in one group at the start, a joining worker by a group of two
+with each peer.
 
-gloo makes a group with all members at once, and a failed member breaks only its own pairs. So each incarnation of a
-joining worker has groups of its own, and no message of an earlier incarnation can arrive through them. Before it makes
-the group, the peer announces itself in the job's store. The worker polls for that, because gloo's own wait cannot be
-interrupted.
+gloo makes a group with all members at once, and a failed member breaks only its own pairs. So each
+incarnation of a joining worker has groups of its own, and no message of an earlier incarnation can
+arrive through them. Before it makes the group, the peer announces itself in the job's store. The
+worker polls for that, because gloo's own wait cannot be interrupted.
 """
 
 import threading
@@ -35,8 +36,9 @@ class SharedStore(Protocol):
 
 
 class Entry(NamedTuple):
-    """What a worker that comes needs: a group with each peer, in which life that is, and when the run's clock was zero,
-    by its own."""
+    """What a worker that comes needs: a group with each peer, in which life that is, and when the
+    run's clock was zero, by its own.
+    """
 
     groups: dict[int, dist.ProcessGroup]
     incarnations: dict[int, int]
@@ -44,8 +46,10 @@ class Entry(NamedTuple):
 
 
 def init_process_groups(backend: str, store: dist.Store, rank: int, ranks: int) -> None:
-    """All ranks come together, and have a group of all that is not torch's default one: messages between workers and
-    sums go faster by it, by a tenth with four processes on two cores and torch 2.13."""
+    """All ranks come together, and have a group of all that is not torch's default one: messages
+    between workers and sums go faster by it, by a tenth with four processes on two cores and torch
+    2.13.
+    """
     global _all  # as torch's own is
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=NEVER)
     _all = dist.new_group(timeout=NEVER)
@@ -59,8 +63,10 @@ def world() -> dist.ProcessGroup:
 
 
 def common_zero() -> int:
-    """When the clock starts, in this process's monotonic nanoseconds: when all ranks have come. Ranks on the machine of
-    rank 0 share its monotonic clock, and so its very start; others start when the barrier lets them go."""
+    """When the clock starts, in this process's monotonic nanoseconds: when all ranks have come.
+    Ranks on the machine of rank 0 share its monotonic clock, and so its very start; others start
+    when the barrier lets them go.
+    """
     dist.all_reduce(torch.zeros(1))  # a barrier, which would go by NCCL where there is one
     own = time.monotonic_ns()
     first = torch.tensor([own, clock_id()])
@@ -85,12 +91,16 @@ def known_key(name: str) -> str:
 
 def make_group(name: str, store: dist.Store, place: int, size: int = 2) -> dist.ProcessGroup:
     """The group of this name and size, once all are there."""
-    return cast("dist.ProcessGroup", dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/", store), place, size, NEVER))
+    return cast(
+        "dist.ProcessGroup",
+        dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/", store), place, size, NEVER),
+    )
 
 
 def call_unless_failed(act: Callable[[], T], in_vain: Callable[[], bool]) -> T | None:
-    """What comes of what may last for good, as gloo's waiting does where a process is lost: None once it is in vain.
-    Raises what `act` raises."""
+    """What comes of what may last for good, as gloo's waiting does where a process is lost: None
+    once it is in vain. Raises what `act` raises.
+    """
     outcome = Future[T]()
 
     def run() -> None:
@@ -107,7 +117,12 @@ def call_unless_failed(act: Callable[[], T], in_vain: Callable[[], bool]) -> T |
 
 
 def admit_worker(
-    store: dist.Store, peer: int, own_incarnation: int, worker: int, incarnation: int, clock_ns: Callable[[], int]
+    store: dist.Store,
+    peer: int,
+    own_incarnation: int,
+    worker: int,
+    incarnation: int,
+    clock_ns: Callable[[], int],
 ) -> dist.ProcessGroup:
     """At a peer, whose run has this clock: the group with a worker that comes. Waits for it."""
     name, now_ns = pair_key(peer, worker, incarnation), clock_ns()
@@ -121,15 +136,26 @@ def confirm_known(store: dist.Store, peer: int, worker: int, incarnation: int) -
 
 
 def join_running_job(
-    shared: SharedStore, peers: Iterable[int], worker: int, incarnation: int, news: Callable[[], ControlUpdate]
+    shared: SharedStore,
+    peers: Iterable[int],
+    worker: int,
+    incarnation: int,
+    news: Callable[[], ControlUpdate],
 ) -> Entry | None:
-    """At the worker: None where the run is over before it is let in. Who is lost by then lets nobody in: one comes
-    after the other, so each of two who come finds the other there, or will be found. In the end all others know it."""
+    """At the worker: None where the run is over before it is let in. Who is lost by then lets
+    nobody in: one comes after the other, so each of two who come finds the other there, or will be
+    found. In the end all others know it.
+    """
     while (worker, incarnation) not in news().ready:
         if news().end is not None:
             return None
         time.sleep(POLL_S)
-    groups, incarnations, zero_ns, store = dict[int, dist.ProcessGroup](), dict[int, int](), 0, shared.another()
+    groups, incarnations, zero_ns, store = (
+        dict[int, dist.ProcessGroup](),
+        dict[int, int](),
+        0,
+        shared.another(),
+    )
 
     def in_vain(peer: int) -> bool:
         return peer in dict(news().lost) or news().end is not None
@@ -143,7 +169,9 @@ def join_running_job(
         if there(peer, name := pair_key(peer, worker, incarnation)):
             zero, now, clock, incarnations[peer] = map(int, store.get(name).split())
             zero_ns = zero if clock == clock_id() else time.monotonic_ns() - now
-            group = call_unless_failed(partial(make_group, name, shared.another(), NEWCOMER), partial(in_vain, peer))
+            group = call_unless_failed(
+                partial(make_group, name, shared.another(), NEWCOMER), partial(in_vain, peer)
+            )
             groups |= {} if group is None else {peer: group}
     for peer in groups:
         there(peer, known_key(pair_key(peer, worker, incarnation)))

@@ -6,10 +6,14 @@ from pydantic import Field
 
 from ashl.option import Count, Natural, Span, option
 
-Threads = Annotated[Count, Field(le=1024)]  # torch starts as many as it is asked for, until the machine gives up
+Threads = Annotated[
+    Count, Field(le=1024)
+]  # torch starts as many as it is asked for, until the machine gives up
 Device = Literal["auto", "cpu", "cuda"]
 OnWorkerFailure = Literal["skip", "reshard"]  # what becomes of a lost worker's data
-Graphs = Literal["auto", "off", "on"]  # of steps, see ashl.learn.graphs; auto is off until they have run on a device
+Graphs = Literal[
+    "auto", "off", "on"
+]  # of steps, see ashl.learn.graphs; auto is off until they have run on a device
 Precision = Literal["fp32", "tf32", "bf16"]  # of products and convolutions; vectors are float32
 
 
@@ -56,6 +60,8 @@ class LocalRuntime(Processes):
 
 @option
 class TorchrunRuntime(Processes):
-    """The processes of a job that torchrun, mpirun or srun has started, or whoever sets RANK and WORLD_SIZE."""
+    """The processes of a job that torchrun, mpirun or srun has started, or whoever sets RANK and
+    WORLD_SIZE.
+    """
 
     name: ClassVar[str] = "torchrun"

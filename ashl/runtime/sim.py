@@ -1,13 +1,15 @@
-"""Run the coroutines of all ranks in exact virtual time: real arithmetic, one thread, no clock of the host.
+"""Run the coroutines of all ranks in exact virtual time: real arithmetic, one thread, no clock of
+the host.
 
-Data flow: a heap orders events by virtual time in integer nanoseconds, ties by the order of posting. An event resumes a
-task, which runs until its next effect. `Compute` calls its function at once; the result is returned when the cost has
-passed, counted from when the rank's compute unit is free. `Send` asks the network model when the message arrives. A
-collective starts when all members have posted it and their collective queue is free. The same plan gives the same
-parameters and the same trace, bit for bit, in any process.
+Data flow: a heap orders events by virtual time in integer nanoseconds, ties by the order of
+posting. An event resumes a task, which runs until its next effect. `Compute` calls its function at
+once; the result is returned when the cost has passed, counted from when the rank's compute unit is
+free. `Send` asks the network model when the message arrives. A collective starts when all members
+have posted it and their collective queue is free. The same plan gives the same parameters and the
+same trace, bit for bit, in any process.
 
-States: running; saving (`Saving` follows all ranks until each has passed a safe point); replaying a checkpoint
-(`Replay`). Failures of workers are injected by `ashl.runtime.churn`.
+States: running; saving (`Saving` follows all ranks until each has passed a safe point); replaying a
+checkpoint (`Replay`). Failures of workers are injected by `ashl.runtime.churn`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ from ashl.errors import AshlError
 from ashl.learn.allocator import collecting_seldom
 from ashl.learn.device import HOST
 from ashl.runtime import effects as fx
-from ashl.runtime.collective_queue import Collective, CollectiveQueue, CollectiveQueues, SharedResult
+from ashl.runtime.collective_queue import (
+    Collective,
+    CollectiveQueue,
+    CollectiveQueues,
+    SharedResult,
+)
 from ashl.runtime.effects import COLLECTIVES, AllReduce, Compute, Message, Recv, Send
 from ashl.runtime.kernel import Mailbox, Task, check_context, deadline_ns, resume_task
 from ashl.runtime.plain_state import from_plain, to_plain
@@ -45,14 +52,18 @@ LAST = 2**62  # what the end of an instant adds to a place in the order of event
 class Sim:
     """Drives the coroutines of all ranks under a virtual clock."""
 
-    def __init__(self, num_ranks: int, speed: Speed, network: Exchange | Ports, observer: Observer) -> None:
+    def __init__(
+        self, num_ranks: int, speed: Speed, network: Exchange | Ports, observer: Observer
+    ) -> None:
         self.now_ns = self.events = 0
         self.speed, self.network, self.observer = speed, network, observer
         self._exchange = network if isinstance(network, Exchange) else None
         self.contexts = [RankContext(self, rank) for rank in range(num_ranks)]
         self._mail = [Mailbox() for _ in range(num_ranks)]
         self._push_end = [0] * num_ranks  # when the last transfer that this rank sent ends
-        self._unit_free = [0] * num_ranks  # when this rank's compute unit has done all that it was asked
+        self._unit_free = [
+            0
+        ] * num_ranks  # when this rank's compute unit has done all that it was asked
         self._heap: list[tuple[int, int, Any, Any]] = []
         self._seq = 0
         self._tasks: set[Task] = set()
@@ -61,15 +72,25 @@ class Sim:
         self.saving: Saving | None = None  # while a checkpoint is being made
         self.gone: set[int] = set()  # ranks that are lost
         self.worker_states: WorkerStates | None = None
-        self.begin_compute: Callable[[Compute], Any] | None = None  # runs a computation, or begins it on another core
+        self.begin_compute: Callable[[Compute], Any] | None = (
+            None  # runs a computation, or begins it on another core
+        )
 
-    def spawn(self, ctx: RankContext, coro: Coroutine, main: bool = False, is_background_service: bool = False) -> Task:
+    def spawn(
+        self,
+        ctx: RankContext,
+        coro: Coroutine,
+        main: bool = False,
+        is_background_service: bool = False,
+    ) -> Task:
         task = Task(ctx, coro, main, is_background_service)
         self._tasks.add(task)
         self._at(self.now_ns, task, None)
         return task
 
-    def compute_once(self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
+    def compute_once(
+        self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]
+    ) -> T:
         collective_queue = self.collective_queues.of(team, self.now_ns)
         if self.saving is not None:
             self.saving.record_request(ctx, collective_queue, key)
@@ -87,7 +108,9 @@ class Sim:
         return self.saving is not None and ctx.rank not in self.saving.marks
 
     def save_at(self, time_ns: int, keep: Callable[[dict[str, Any]], int | None]) -> None:
-        """Make a checkpoint once all ranks have since been at the top of their loops; `keep` says when one is next."""
+        """Make a checkpoint once all ranks have since been at the top of their loops; `keep` says
+        when one is next.
+        """
         self._at(time_ns, self._save, keep)
 
     def _save(self, keep: Callable[[dict[str, Any]], int | None]) -> None:
@@ -97,12 +120,16 @@ class Sim:
         if saving.until_consistent() and (due := keep(saving.document())) is not None:
             self.save_at(max(due, self.now_ns), keep)
 
-    def run(self, main: Callable[..., Coroutine], tick: Callable[[], None], begin: Begin | None = None) -> list[Any]:
-        """Run `main(ctx)` on every rank until all have ended; returns their results in rank order. To go on from a
-        checkpoint, `begin(sim, main)` brings all there: `main(ctx, saved=(stage, state))`.
+    def run(
+        self, main: Callable[..., Coroutine], tick: Callable[[], None], begin: Begin | None = None
+    ) -> list[Any]:
+        """Run `main(ctx)` on every rank until all have ended; returns their results in rank order.
+        To go on from a checkpoint, `begin(sim, main)` brings all there: `main(ctx, saved=(stage,
+        state))`.
 
-        `tick` is called every few hundred events, to draw progress. Raises AshlError on a deadlock, naming who waits,
-        and where some ranks have come to a collective and the others ended without.
+        `tick` is called every few hundred events, to draw progress. Raises AshlError on a deadlock,
+        naming who waits, and where some ranks have come to a collective and the others ended
+        without.
         """
         if begin is None:
             self._mains = [self.spawn(ctx, main(ctx), main=True) for ctx in self.contexts]
@@ -115,7 +142,10 @@ class Sim:
         finally:
             for task in self._tasks:
                 task.coro.close()
-        end_ns = max((ctx.time_accounting.cursor for ctx in self.contexts if ctx.rank not in self.gone), default=0)
+        end_ns = max(
+            (ctx.time_accounting.cursor for ctx in self.contexts if ctx.rank not in self.gone),
+            default=0,
+        )
         for ctx in self.contexts:
             if ctx.rank in self.gone:
                 ctx.time_accounting.close_at(end_ns, "down")
@@ -127,7 +157,9 @@ class Sim:
             raise AshlError("deadlock: " + "; ".join(task.describe() for task in stuck))
         if waiting := self.collective_queues.waiting():
             here = ", ".join(map(str, sorted(waiting[0].arrived)))
-            raise AshlError(f"only rank {here} came to {waiting[0].describe()}, and the run has ended")
+            raise AshlError(
+                f"only rank {here} came to {waiting[0].describe()}, and the run has ended"
+            )
 
     def _drain(self, tick: Callable[[], None]) -> None:
         """Let happen what is on the heap, until nothing is left."""
@@ -196,9 +228,17 @@ class Sim:
         value = effect.fn(bodies.__setitem__)
         return value, self._post_parts(task, effect, bodies, *self._started(task, effect))
 
-    def _post_parts(self, task: Task, effect: Compute, bodies: dict[int, Any], start: int, cost: int) -> int:
+    def _post_parts(
+        self, task: Task, effect: Compute, bodies: dict[int, Any], start: int, cost: int
+    ) -> int:
         """When a computation ends that began then; what it hands out is posted."""
-        rank, encoding, encoded, before, spans = task.ctx.rank, effect.encoding, [0] * len(effect.parts), 0, []
+        rank, encoding, encoded, before, spans = (
+            task.ctx.rank,
+            effect.encoding,
+            [0] * len(effect.parts),
+            0,
+            [],
+        )
         if encoding is not None:
             bodies = {k: encoding.fn(k, bodies[k]) for k in range(len(effect.parts))}
             encoded = [self._cost_ns(rank, "compress", work, start) for work in encoding.work]
@@ -216,8 +256,10 @@ class Sim:
         return end
 
     def _in_steps(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
-        """The effects of a computation that needs messages on its way: from one need to the next. Once all have come
-        the function is run. Nothing else is to be asked of the rank's compute unit meanwhile."""
+        """The effects of a computation that needs messages on its way: from one need to the next.
+        Once all have come the function is run. Nothing else is to be asked of the rank's compute
+        unit meanwhile.
+        """
         start, cost = self._started(task, effect)
         needed, bodies = [], dict[int, Any]()
         for share, tag in effect.needs:
@@ -274,7 +316,11 @@ class Sim:
         if dst == src:
             return self._at(now, self._deliver, (dst, Message(src, tag, body, meta, now)))
         if self._exchange is not None:
-            end = now + self._exchange.cost_ns(src, dst, nbytes, now) if nbytes or self._exchange.outages else now
+            end = (
+                now + self._exchange.cost_ns(src, dst, nbytes, now)
+                if nbytes or self._exchange.outages
+                else now
+            )
             self._at(end, self._deliver, (dst, Message(src, tag, body, meta, now)))
         else:
             assert isinstance(self.network, Ports)
@@ -302,7 +348,9 @@ class Sim:
             if task.main and message.src == dst:
                 task.ctx.time_accounting.attribute_idle(self.now_ns)
             elif task.main:
-                task.ctx.time_accounting.attribute_blocked(self.now_ns, self._push_end[dst], message.start_ns)
+                task.ctx.time_accounting.attribute_blocked(
+                    self.now_ns, self._push_end[dst], message.start_ns
+                )
             self._resume(task, message)
 
     def _block(self, task: Task, recv: Recv) -> None:
@@ -316,7 +364,9 @@ class Sim:
         if task.waiting is recv:
             self._mail[task.ctx.rank].waiters.remove(task)
             if task.main:
-                task.ctx.time_accounting.attribute_blocked(self.now_ns, self._push_end[task.ctx.rank], self.now_ns)
+                task.ctx.time_accounting.attribute_blocked(
+                    self.now_ns, self._push_end[task.ctx.rank], self.now_ns
+                )
             self._resume(task, None)
 
     def _end(self, task: Task) -> None:
@@ -386,7 +436,9 @@ class Sim:
         collective_queue.waking = collective_queue.ready > 0
         if collective_queue.waking:
             keyed = any(posted.effect.key for posted in collective_queue.pending.values())
-            (self._at_last if keyed else self._at)(collective_queue.free_ns, self._serve, collective_queue)
+            (self._at_last if keyed else self._at)(
+                collective_queue.free_ns, self._serve, collective_queue
+            )
 
     def _begin(self, collective_queue: CollectiveQueue) -> None:
         """Carry out the collective that is next."""
@@ -414,38 +466,47 @@ def undeclared_cost(kind: str, rank: int) -> AshlError:
 def price_collective(
     effect: Collective, tensors: list[Any], network: Exchange | Ports, now_ns: int
 ) -> tuple[Any, int, int, AllReduceCost | None]:
-    """(result, cost in ns, bytes that each member of the ring sends and receives, or of a sum by another algorithm
-    those of each)."""
+    """(result, cost in ns, bytes that each member of the ring sends and receives, or of a sum by
+    another algorithm those of each).
+    """
     g, group, size_only = len(tensors), effect.group, isinstance(tensors[0], SizeOnly)
     if isinstance(effect, AllReduce):
-        nbytes = tensors[0].nbytes - (0 if size_only else effect.piggybacked * tensors[0].element_size())
+        nbytes = tensors[0].nbytes - (
+            0 if size_only else effect.piggybacked * tensors[0].element_size()
+        )
         if effect.op in HALVES_OF_A_SUM:
             gathers = effect.op == "gather"
             total = nbytes * g if gathers else -(-nbytes // (4 * g)) * 4 * g
             cost, moved = network.all_gather_ns(group, total, now_ns), total * (g - 1) // g
-            return concatenate(tensors) if gathers else sum_in_rank_order(tensors), cost, moved, None
+            return (
+                concatenate(tensors) if gathers else sum_in_rank_order(tensors),
+                cost,
+                moved,
+                None,
+            )
         cost, own = network.all_reduce_ns(group, nbytes, now_ns), None
         if network.summing is not None:
             own = network.summing.known(group, nbytes)
         return sum_in_rank_order(tensors, effect.op), cost, 2 * (g - 1) * nbytes // g, own
-    longest = max(t.nbytes for t in tensors) - (0 if size_only else effect.piggybacked)  # as which all of them travel
+    longest = max(t.nbytes for t in tensors) - (
+        0 if size_only else effect.piggybacked
+    )  # as which all of them travel
     total = g * longest
     return tensors, network.all_gather_ns(group, total, now_ns), total * (g - 1) // g, None
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-#
-# Checkpoints of a simulated run, from which it goes on bit for bit.
-#
-# A coroutine cannot be written to a file. At its safe point, the top of its loop, its state holds all that it needs
-# (`ctx.safe_point`), and from there on it is deterministic given its messages. So a checkpoint holds each rank's state
-# at its last safe point, the messages that it has received since, and those in flight. To resume, every rank starts
-# at its safe point and receives the same messages again, at the same instants. Until the moment of the checkpoint,
-# everything that it sends, records and pays for is
-# thrown away, since the checkpoint has it already. At most one round of each worker is computed twice.
-#
-# Source: Elnozahy et al., "A survey of rollback-recovery protocols in message-passing systems", ACM Computing Surveys
-# 2002 (pessimistic message logging), and Chandy and Lamport, "Distributed snapshots", ACM TOCS 1985.
+# --- checkpoints
+# --------------------------------------------------------------------------------------------------
+# Checkpoints of a simulated run, from which it goes on bit for bit.  A coroutine cannot be written
+# to a file. At its safe point, the top of its loop, its state holds all that it needs
+# (`ctx.safe_point`), and from there on it is deterministic given its messages. So a checkpoint
+# holds each rank's state at its last safe point, the messages that it has received since, and those
+# in flight. To resume, every rank starts at its safe point and receives the same messages again, at
+# the same instants. Until the moment of the checkpoint, everything that it sends, records and pays
+# for is thrown away, since the checkpoint has it already. At most one round of each worker is
+# computed twice.  Source: Elnozahy et al., "A survey of rollback-recovery protocols in
+# message-passing systems", ACM Computing Surveys 2002 (pessimistic message logging), and Chandy and
+# Lamport, "Distributed snapshots", ACM TOCS 1985.
 
 
 MESSAGE, HEAD, RESULT, TURN = "message", "head", "result", "turn"  # what may be on its way
@@ -455,8 +516,10 @@ BEFORE = -(2**40)  # the places of what comes before all else at the instant of 
 
 @dataclass
 class Mark:
-    """One rank since the top of its loop: where it stood, what it has received, the places in the order of events that
-    its doings took, how many collectives it has posted, and which of them have begun."""
+    """One rank since the top of its loop: where it stood, what it has received, the places in the
+    order of events that its doings took, how many collectives it has posted, and which of them have
+    begun.
+    """
 
     time_ns: int
     stage: int
@@ -473,12 +536,16 @@ class Mark:
 
 
 class Saving:
-    """Runs the simulation on, with every rank's doings written down, until all have been at the top of their loops."""
+    """Runs the simulation on, with every rank's doings written down, until all have been at the top
+    of their loops.
+    """
 
     def __init__(self, sim: Sim) -> None:
         self.sim = sim
         self.marks: dict[int, Mark] = {}
-        self._results: dict[int, tuple[int, int]] = {}  # by place: of which rank's collective, and which of them
+        self._results: dict[
+            int, tuple[int, int]
+        ] = {}  # by place: of which rank's collective, and which of them
         self._shared_places: set[int] = set()  # those that no rank takes by itself
         self._numbers: dict[Task, int] = {}  # which of its rank's collectives a task waits for
         self._asked = {  # who had asked for what is computed alike, before its mark
@@ -516,13 +583,17 @@ class Saving:
             del sim._post, sim._begin  # type: ignore[method-assign]
 
     def safe_point(self, ctx: RankContext, stage: int, state: Any) -> None:
-        """This rank is at the top of its loop; without a state it cannot be saved before it is there again."""
+        """This rank is at the top of its loop; without a state it cannot be saved before it is
+        there again.
+        """
         sim = self.sim
         if state is None:
             self.marks.clear()  # nor the others: they are on their way to the same end
             self._numbers.clear()
             return
-        if any(task.ctx is ctx and not (task.main or task.is_background_service) for task in sim._tasks):
+        if any(
+            task.ctx is ctx and not (task.main or task.is_background_service) for task in sim._tasks
+        ):
             return  # what runs beside it has no top of a loop
         if any(ctx.rank in posted.arrived for posted in sim.collective_queues.waiting()):
             return  # nor has a collective that a cancelled task has left behind
@@ -538,7 +609,9 @@ class Saving:
             unit_free=sim._unit_free[ctx.rank],
         )
 
-    def record_request(self, ctx: RankContext, collective_queue: CollectiveQueue, key: Hashable) -> None:
+    def record_request(
+        self, ctx: RankContext, collective_queue: CollectiveQueue, key: Hashable
+    ) -> None:
         """A rank asks for what its team computes alike. Once it has a mark, it will ask again."""
         if ctx.rank not in self.marks:
             asked = self._asked.setdefault((collective_queue.team, key), set())
@@ -570,7 +643,13 @@ class Saving:
         if isinstance(target, Task):
             return target.ctx.rank
         name = target.__name__
-        return -1 if name in ("_arrive", "_serve", "_settle") else value[0] if name == "_deliver" else value[0].ctx.rank
+        return (
+            -1
+            if name in ("_arrive", "_serve", "_settle")
+            else value[0]
+            if name == "_deliver"
+            else value[0].ctx.rank
+        )
 
     def describe_event(self, place: int, target: Any, value: Any) -> tuple[str, Any] | None:
         """What came from outside with this event; all else a rank does again by itself."""
@@ -580,13 +659,20 @@ class Saving:
         if name == "_serve":
             return TURN, to_plain(value.team)
         return (
-            (MESSAGE, to_plain(value)) if name == "_deliver" else (HEAD, to_plain(value)) if name == "_arrive" else None
+            (MESSAGE, to_plain(value))
+            if name == "_deliver"
+            else (HEAD, to_plain(value))
+            if name == "_arrive"
+            else None
         )
 
     def document(self) -> dict[str, Any]:
         """All that the simulation needs to go on."""
         sim = self.sim
-        under_way = [(time_ns, place, self.describe_event(place, *what)) for time_ns, place, *what in sorted(sim._heap)]
+        under_way = [
+            (time_ns, place, self.describe_event(place, *what))
+            for time_ns, place, *what in sorted(sim._heap)
+        ]
         return {
             "time_ns": sim.now_ns,
             "cut": self.cut,
@@ -598,16 +684,22 @@ class Saving:
             "push_end": list(sim._push_end),
             "ports": to_plain(sim.network.saved()),
             "channels": to_plain(
-                {collective_queue.team: collective_queue.free_ns for collective_queue in sim.collective_queues.all()}
+                {
+                    collective_queue.team: collective_queue.free_ns
+                    for collective_queue in sim.collective_queues.all()
+                }
             ),
             "asked": to_plain(self._asked),
         }
 
 
 def resume(sim: Sim, start: Callable[..., Coroutine], saved: Mapping[str, Any]) -> None:
-    """Bring a fresh simulation to where the checkpoint was made. `start(ctx, saved=(stage, state))` is a rank's
-    coroutine; `saved["packages"]` says whose classes a state may be of."""
-    restored = partial(from_plain, packages=tuple(saved["packages"]), device=saved.get("device", HOST))
+    """Bring a fresh simulation to where the checkpoint was made. `start(ctx, saved=(stage, state))`
+    is a rank's coroutine; `saved["packages"]` says whose classes a state may be of.
+    """
+    restored = partial(
+        from_plain, packages=tuple(saved["packages"]), device=saved.get("device", HOST)
+    )
     marks = [Mark(**mark) for mark in saved["marks"]]
     replay = Replay(sim, marks)
     for team, free_ns in restored(saved["channels"]).items():
@@ -639,8 +731,12 @@ def resume(sim: Sim, start: Callable[..., Coroutine], saved: Mapping[str, Any]) 
         restore_counters(ctx, known)
 
 
-def restore_ranks(sim: Sim, start: Callable[..., Coroutine], ranks: Sequence[Restored], time_ns: int) -> None:
-    """Bring a fresh simulation to this moment, with what each rank kept where nothing was on its way."""
+def restore_ranks(
+    sim: Sim, start: Callable[..., Coroutine], ranks: Sequence[Restored], time_ns: int
+) -> None:
+    """Bring a fresh simulation to this moment, with what each rank kept where nothing was on its
+    way.
+    """
     sim.now_ns = time_ns
     for ctx, known in zip(sim.contexts, ranks, strict=True):
         restore_counters(ctx, known.context)
@@ -652,14 +748,18 @@ def restore_ranks(sim: Sim, start: Callable[..., Coroutine], ranks: Sequence[Res
 
 
 class Replay:
-    """Until the moment of the checkpoint: events take the places they had, and nothing leaves a rank."""
+    """Until the moment of the checkpoint: events take the places they had, and nothing leaves a
+    rank.
+    """
 
     def __init__(self, sim: Sim, marks: list[Mark]) -> None:
         self.sim = sim
         self.places = [deque(mark.places) for mark in marks]
         self.begun = [set(mark.begun) for mark in marks]
         self.posted = [0] * len(marks)
-        self.tasks: dict[tuple[int, int], Task] = {}  # who waits for a rank's n-th collective since its mark
+        self.tasks: dict[
+            tuple[int, int], Task
+        ] = {}  # who waits for a rank's n-th collective since its mark
         self.marked: set[int] = set()  # who is at its mark, or past it
         self.before = count(BEFORE)
 
@@ -669,13 +769,19 @@ class Replay:
             collective_queue = self.sim.collective_queues.of(value, 0)
             collective_queue.waking = True
             return self.sim._serve, collective_queue
-        return {MESSAGE: self.sim._deliver, HEAD: self.sim._arrive, RESULT: self.result}[what], value
+        return {MESSAGE: self.sim._deliver, HEAD: self.sim._arrive, RESULT: self.result}[
+            what
+        ], value
 
     def until(self, cut: tuple[int, int]) -> None:
         sim, heap = self.sim, self.sim._heap
-        # records and snapshots were taken the first time; what the ranks see of the monitor is what it says now: they
+        # records and snapshots were taken the first time; what the ranks see of the monitor is what
+        # it says now: they
         # ask right after they have sent it something, so it has not changed since
-        observer, sim.observer = sim.observer, NullObserver(sim.observer.stopping, sim.observer.scores)
+        observer, sim.observer = (
+            sim.observer,
+            NullObserver(sim.observer.stopping, sim.observer.scores),
+        )
         sim._at, sim._send, sim._post = self.at, self.send, self.post  # type: ignore[method-assign]
         sim.safe_point = self.safe_point  # type: ignore[method-assign]
         try:
@@ -698,7 +804,9 @@ class Replay:
 
     def at(self, time_ns: int, target: Any, value: Any) -> None:
         rank = (target if isinstance(target, Task) else value[0]).ctx.rank
-        place = self.places[rank].popleft() if rank in self.marked else next(self.before)  # what stands beside it
+        place = (
+            self.places[rank].popleft() if rank in self.marked else next(self.before)
+        )  # what stands beside it
         heappush(self.sim._heap, (time_ns, place, target, value))
 
     def send(self, ctx: RankContext, send: Any) -> None:

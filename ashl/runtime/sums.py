@@ -13,8 +13,9 @@ HALVES_OF_A_SUM = ("scatter", "gather")
 
 
 def sum_in_rank_order(tensors: Sequence[Any], op: str = "sum") -> Any:
-    """((x_0 + x_1) + x_2) + ... or the running maximum; the terms themselves are never changed. 16-bit floats are added
-    up as float32, so that the sum is rounded once."""
+    """((x_0 + x_1) + x_2) + ... or the running maximum; the terms themselves are never changed.
+    16-bit floats are added up as float32, so that the sum is rounded once.
+    """
     total = tensors[0]
     if len(tensors) == 1:
         return total
@@ -33,7 +34,9 @@ def sum_in_rank_order(tensors: Sequence[Any], op: str = "sum") -> Any:
 
 
 def chunk(total: Any, members: int, place: int) -> Any:
-    """The part of a vector that is one member's, of equal length for all and filled up with zeros."""
+    """The part of a vector that is one member's, of equal length for all and filled up
+    with zeros.
+    """
     if isinstance(total, SizeOnly):
         return SizeOnly(-(-total.nbytes // (4 * members)) * 4)
     length = -(-total.numel() // members)

@@ -1,9 +1,10 @@
 """Throttle a real run to its declared costs, and count where the host was too slow for them.
 
-A step or transfer with a declared cost ends at its start plus the cost. Without a declared cost it takes its measured
-time, multiplied by the slowdown factor. A start is counted from the declared end of the work before it, so that a sleep
-that overshoots by a tenth of a millisecond does not accumulate. Workers on one node share a NIC: their processes keep
-its state in one document of the job's store (`SharedNics`).
+A step or transfer with a declared cost ends at its start plus the cost. Without a declared cost it
+takes its measured time, multiplied by the slowdown factor. A start is counted from the declared end
+of the work before it, so that a sleep that overshoots by a tenth of a millisecond does not
+accumulate. Workers on one node share a NIC: their processes keep its state in one document of the
+job's store (`SharedNics`).
 """
 
 import json
@@ -57,8 +58,9 @@ class Throttle:
         store: dist.Store,
         algorithm: str | None = None,
     ) -> None:
-        """In `store` the job's processes tell each other when the ports are free that they share; `algorithm`: the one
-        of sums, where one was asked for."""
+        """In `store` the job's processes tell each other when the ports are free that they share;
+        `algorithm`: the one of sums, where one was asked for.
+        """
         self.rank, self.clock = rank, clock_ns
         self.steps, self.encodings = LatenessCounter(), LatenessCounter()
         self.transfers: defaultdict[int, LatenessCounter] = defaultdict(
@@ -67,7 +69,9 @@ class Throttle:
         self.speed: Speed | None = None
         self.network: Exchange | Ports | None = None
         self.compute = self.link = None
-        self._lock = threading.Lock()  # ports are asked for by the main thread, by listeners and by teams' threads
+        self._lock = (
+            threading.Lock()
+        )  # ports are asked for by the main thread, by listeners and by teams' threads
         if isinstance(cluster, Cluster):
             self.speed = Speed(cluster, batch, seed)
             self.compute, self.link = Factors(cluster, "compute"), Factors(cluster, "link")
@@ -77,14 +81,20 @@ class Throttle:
         self._shared = SharedNics(store, rank) if shares else None
 
     def cost_ns(self, kind: str, work: float, start_ns: int) -> int | None:
-        """What a computation that starts then is declared to cost; to be asked once, as jitter is drawn."""
+        """What a computation that starts then is declared to cost; to be asked once, as jitter is
+        drawn.
+        """
         return self.speed.cost_ns(self.rank, kind, work, start_ns) if self.speed else None
 
     def finish_compute(self, kind: str, cost: int | None, start_ns: int) -> int:
-        """Wait until a computation that started then should end; returns when it counts as ended."""
+        """Wait until a computation that started then should end; returns when it counts as
+        ended.
+        """
         now = self.clock()
         if cost is None:
-            factor = self.compute.at(self.rank, start_ns) if self.compute and kind == "compute" else 1.0
+            factor = (
+                self.compute.at(self.rank, start_ns) if self.compute and kind == "compute" else 1.0
+            )
             cost = round(factor * (now - start_ns)) if factor != 1.0 else 0
         elif kind in ("compute", "compress"):
             (self.steps if kind == "compute" else self.encodings).add(cost, now - start_ns)
@@ -99,13 +109,17 @@ class Throttle:
         return due_ns
 
     def schedule_departure(self, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
-        """When the header and when the body of a message leave, and until when this rank is busy sending."""
+        """When the header and when the body of a message leave, and until when this rank is busy
+        sending.
+        """
         if self.network is None or not nbytes:
             return now_ns, now_ns, now_ns
         if isinstance(self.network, Exchange):
             end = now_ns + self.network.cost_ns(self.rank, dst, nbytes, now_ns)
             return now_ns, end, end
-        _, head, tail = self._change_nics(self.network, lambda ports: ports.leave(self.rank, dst, nbytes, now_ns))
+        _, head, tail = self._change_nics(
+            self.network, lambda ports: ports.leave(self.rank, dst, nbytes, now_ns)
+        )
         return head, head, tail
 
     def schedule_arrival(self, src: int, nbytes: int, header_ns: int, now_ns: int) -> int:
@@ -113,11 +127,15 @@ class Throttle:
         if isinstance(self.network, Ports):
             inner = self.network.inner(src, self.rank)
             tail = header_ns + self.network.service_ns(src, nbytes, header_ns, inner, out=True)
-            due = self._change_nics(self.network, lambda ports: ports.arrive(src, self.rank, nbytes, header_ns, tail))
+            due = self._change_nics(
+                self.network, lambda ports: ports.arrive(src, self.rank, nbytes, header_ns, tail)
+            )
             self.transfers[src].add(due - header_ns, now_ns - header_ns)
             return due
         if self.network is not None:  # its sender has paced it
-            self.transfers[src].add(self.network.cost_ns(src, self.rank, nbytes, header_ns), now_ns - header_ns)
+            self.transfers[src].add(
+                self.network.cost_ns(src, self.rank, nbytes, header_ns), now_ns - header_ns
+            )
             return now_ns
         if self.link is not None:
             factor = max(self.link.at(src, now_ns), self.link.at(self.rank, now_ns))
@@ -131,11 +149,14 @@ class Throttle:
     def schedule_all_reduce(
         self, team: tuple[int, ...], number: int, nbytes: int, now_ns: int
     ) -> tuple[int, int | None]:
-        """When the team's all-reduce of that number begins, and what it costs; None = as long as it takes.
-        It holds the team's ports."""
+        """When the team's all-reduce of that number begins, and what it costs; None = as long as it
+        takes. It holds the team's ports.
+        """
         if self.network is None:
             return now_ns, None
-        return self._hold_nics(self.network, team, number, self.network.all_reduce_ns(team, nbytes, now_ns), now_ns)
+        return self._hold_nics(
+            self.network, team, number, self.network.all_reduce_ns(team, nbytes, now_ns), now_ns
+        )
 
     def schedule_all_gather(
         self, team: tuple[int, ...], number: int, total: int, now_ns: int
@@ -143,14 +164,23 @@ class Throttle:
         """The same of an all-gather of so many bytes."""
         if self.network is None:
             return now_ns, None
-        return self._hold_nics(self.network, team, number, self.network.all_gather_ns(team, total, now_ns), now_ns)
+        return self._hold_nics(
+            self.network, team, number, self.network.all_gather_ns(team, total, now_ns), now_ns
+        )
 
     def _hold_nics(
-        self, network: Exchange | Ports, team: tuple[int, ...], number: int, cost_ns: int, now_ns: int
+        self,
+        network: Exchange | Ports,
+        team: tuple[int, ...],
+        number: int,
+        cost_ns: int,
+        now_ns: int,
     ) -> tuple[int, int]:
         with self._lock:
             if self._shared is not None and isinstance(network, Ports) and len(team) > 1:
-                return self._shared.begin_collective(network, f"{team} {number}", team, cost_ns, now_ns)
+                return self._shared.begin_collective(
+                    network, f"{team} {number}", team, cost_ns, now_ns
+                )
             return network.hold(team, cost_ns, now_ns), cost_ns
 
     def _change_nics(self, network: Ports, change: Callable[[Ports], T]) -> T:
@@ -178,16 +208,24 @@ class SharedNics:
         self._changes = 0
 
     def apply(self, network: Ports, change: Callable[[Ports], T]) -> T:
-        """What `change` says on the ports as they are, and what it does to them. It may be asked more than once."""
+        """What `change` says on the ports as they are, and what it does to them. It may be asked
+        more than once.
+        """
         return self._change(network, lambda _: change(network))
 
     def begin_collective(
         self, network: Ports, name: str, team: tuple[int, ...], cost_ns: int, now_ns: int
     ) -> tuple[int, int]:
-        """When the collective of this name begins, and what it costs: the first member to ask decides for all."""
+        """When the collective of this name begins, and what it costs: the first member to ask
+        decides for all.
+        """
 
         def change(begun: dict[str, list[int]]) -> tuple[int, int]:
-            start, cost, left = begun.pop(name, None) or (network.hold(team, cost_ns, now_ns), cost_ns, len(team))
+            start, cost, left = begun.pop(name, None) or (
+                network.hold(team, cost_ns, now_ns),
+                cost_ns,
+                len(team),
+            )
             if left > 1:
                 begun[name] = [start, cost, left - 1]
             return start, cost
@@ -196,12 +234,19 @@ class SharedNics:
 
     def _change(self, network: Ports, change: Callable[[dict[str, list[int]]], T]) -> T:
         while True:
-            known: dict[str, Any] = json.loads(self._text) if self._text else {"free": [], "begun": {}}
-            network.go_on(({(rank, way, inner): at for rank, way, inner, at in known["free"]}, {}, 0))
+            known: dict[str, Any] = (
+                json.loads(self._text) if self._text else {"free": [], "begun": {}}
+            )
+            network.go_on(
+                ({(rank, way, inner): at for rank, way, inner, at in known["free"]}, {}, 0)
+            )
             result = change(known["begun"])
             self._changes += 1
             free = [[*port, at] for port, at in network.saved()[0].items()]
-            by = [self._rank, self._changes]  # no two texts are the same, or two could believe that theirs is the one
+            by = [
+                self._rank,
+                self._changes,
+            ]  # no two texts are the same, or two could believe that theirs is the one
             text = json.dumps({"by": by, "free": free, "begun": known["begun"]})
             self._text = self._store.compare_set(PORTS_KEY, self._text, text).decode()
             if self._text == text:

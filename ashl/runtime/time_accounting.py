@@ -1,8 +1,10 @@
-"""Attribute every instant of a rank's main task to exactly one class, so that the classes add up to the run's time.
+"""Attribute every instant of a rank's main task to exactly one class, so that the classes add up to
+the run's time.
 
-A span starts where the last one ended, so nothing is counted twice or left out. Spans are folded into the totals two
-rounds later, because a worker learns only from its next reply that the run has ended; `close_at` then truncates what
-lies past the end. `reclassify_as_push` and `reclassify_as_wait` correct spans when a later message tells more.
+A span starts where the last one ended, so nothing is counted twice or left out. Spans are folded
+into the totals two rounds later, because a worker learns only from its next reply that the run has
+ended; `close_at` then truncates what lies past the end. `reclassify_as_push` and
+`reclassify_as_wait` correct spans when a later message tells more.
 """
 
 import math
@@ -34,7 +36,9 @@ class TimeAccounting:
     def __init__(self) -> None:
         self.totals = dict.fromkeys(KINDS, 0)
         self.bytes_up = self.bytes_down = 0
-        self.collective_ns = 0  # how long collectives were under way, whatever the main task did meanwhile
+        self.collective_ns = (
+            0  # how long collectives were under way, whatever the main task did meanwhile
+        )
         self.cursor = 0  # the end of the last span
         self.limit_ns: float = math.inf  # of the run's budget: nothing counts that comes later
         self._start = 0  # of this round
@@ -44,7 +48,9 @@ class TimeAccounting:
         self._old_traffic: list[tuple[int, int, int]] = []
         self._aside: list[tuple[int, int]] = []  # (begin, end) of collectives of other tasks
         self._parts: list[int] = []  # when parts of a computation were there, since the last round
-        self._messages: list[tuple[int, int]] = []  # (begin, end) of collectives, where some overlap
+        self._messages: list[
+            tuple[int, int]
+        ] = []  # (begin, end) of collectives, where some overlap
 
     def start_at(self, now_ns: int) -> None:
         """The clock starts here (a worker that comes later than the others starts later)."""
@@ -59,8 +65,14 @@ class TimeAccounting:
             self.cursor = end_ns
 
     def attribute_blocked(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> None:
-        """The task was blocked until now: pushing first, then waiting, then pulling what it waited for."""
-        at, end, spans = self.cursor, now_ns if now_ns <= self.limit_ns else int(self.limit_ns), self._spans
+        """The task was blocked until now: pushing first, then waiting, then pulling what it waited
+        for.
+        """
+        at, end, spans = (
+            self.cursor,
+            now_ns if now_ns <= self.limit_ns else int(self.limit_ns),
+            self._spans,
+        )
         if end <= at:
             return
         if push_end_ns > at:
@@ -76,10 +88,13 @@ class TimeAccounting:
         self.cursor = end
 
     def record_collective(self, begin_ns: int, end_ns: int, main: bool) -> None:
-        """A collective is under way from here to there; of another task it is the main task's time where that is idle
-        meanwhile."""
+        """A collective is under way from here to there; of another task it is the main task's time
+        where that is idle meanwhile.
+        """
         if begin_ns < self.limit_ns:
-            self.collective_ns += (end_ns if end_ns <= self.limit_ns else int(self.limit_ns)) - begin_ns
+            self.collective_ns += (
+                end_ns if end_ns <= self.limit_ns else int(self.limit_ns)
+            ) - begin_ns
         if not main or self._parts:
             self._messages.append((begin_ns, end_ns))
         if main:
@@ -92,7 +107,9 @@ class TimeAccounting:
         self._parts.append(ready_ns)
 
     def attribute_idle(self, now_ns: int) -> None:
-        """The task did nothing until now: what other tasks moved meanwhile was that, and the rest was waiting."""
+        """The task did nothing until now: what other tasks moved meanwhile was that, and the rest
+        was waiting.
+        """
         if self._aside:
             for begin_ns, end_ns in self._aside:
                 if self.cursor < end_ns <= now_ns:
@@ -122,8 +139,9 @@ class TimeAccounting:
             self._traffic.append((start_ns, up, down))
 
     def reclassify_as_push(self, start_ns: int, end_ns: int) -> None:
-        """It is known now that something this rank sent was on its way from here to there: what was called waiting
-        meanwhile was pushing."""
+        """It is known now that something this rank sent was on its way from here to there: what was
+        called waiting meanwhile was pushing.
+        """
         if start_ns < self.cursor:
             add_push(self._spans, start_ns, end_ns)  # in place, as a round may be long
             if start_ns < self._start:
@@ -131,7 +149,9 @@ class TimeAccounting:
                 add_push(self._old, start_ns, end_ns)
 
     def reclassify_as_wait(self, *each_ns: int) -> None:
-        """It is known now that collectives waited so long for their last members, of what was called a transfer."""
+        """It is known now that collectives waited so long for their last members, of what was
+        called a transfer.
+        """
         for waited_ns in each_ns:
             self.totals["push"] -= waited_ns - waited_ns // 2
             self.totals["pull"] -= waited_ns // 2
@@ -156,7 +176,9 @@ class TimeAccounting:
         return spans, start, cursor
 
     def take_overlapped(self) -> tuple[list[int], list[tuple[int, int]]]:
-        """What overlapped since it was asked last: when parts were there, and from when to when messages went."""
+        """What overlapped since it was asked last: when parts were there, and from when to when
+        messages went.
+        """
         found = self._parts, self._messages
         if self._parts or self._messages:
             self._parts, self._messages = [], []
@@ -175,7 +197,9 @@ class TimeAccounting:
         self._spans, self.cursor = clip_spans(self._spans, now_ns), min(self.cursor, now_ns)
 
     def close_at(self, end_ns: int, missing: str = "wait") -> None:
-        """The experiment ended at `end_ns`: forget what came later, and what is missing up to there was waiting."""
+        """The experiment ended at `end_ns`: forget what came later, and what is missing up to there
+        was waiting.
+        """
         self.attribute_until(missing, end_ns)
         self._old = clip_spans(self._old, end_ns)
         self._spans = clip_spans(self._spans, end_ns)
@@ -196,7 +220,9 @@ class TimeAccounting:
         return totals
 
     def current_totals(self) -> dict[str, int]:
-        """Totals so far, for a person who watches; unlike those after `close` they may run past the end."""
+        """Totals so far, for a person who watches; unlike those after `close` they may run past the
+        end.
+        """
         totals = dict(self.totals)
         for kind, start, end in self._old + self._spans:
             totals[kind] += end - start
@@ -205,7 +231,9 @@ class TimeAccounting:
     def bytes_so_far(self) -> tuple[int, int]:
         """Bytes up and down so far."""
         pending = self._old_traffic + self._traffic
-        return self.bytes_up + sum(t[1] for t in pending), self.bytes_down + sum(t[2] for t in pending)
+        return self.bytes_up + sum(t[1] for t in pending), self.bytes_down + sum(
+            t[2] for t in pending
+        )
 
 
 def clip_spans(spans: list[Span], end_ns: int) -> list[Span]:
@@ -213,7 +241,9 @@ def clip_spans(spans: list[Span], end_ns: int) -> list[Span]:
 
 
 def add_push(spans: list[Span], start_ns: int, end_ns: int) -> None:
-    """Of spans one after the other in time those that were waiting from here to there were pushing."""
+    """Of spans one after the other in time those that were waiting from here to there were
+    pushing.
+    """
     first = len(spans)
     while first and spans[first - 1][2] > start_ns:
         first -= 1

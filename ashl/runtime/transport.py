@@ -1,13 +1,17 @@
-"""Send and receive messages between processes over torch.distributed: a sender and a listener thread for each peer.
+"""Send and receive messages between processes over torch.distributed: a sender and a listener
+thread for each peer.
 
-Headers and payloads use different tags of gloo, so that another transport may carry the payloads. Threads are needed
-because an `irecv` on gloo never reports completion until it is waited for. Process groups get a timeout that never
-expires, since a receive that times out closes every pair of its group; the monitor detects late ranks instead.
+Headers and payloads use different tags of gloo, so that another transport may carry the payloads.
+Threads are needed because an `irecv` on gloo never reports completion until it is waited for.
+Process groups get a timeout that never expires, since a receive that times out closes every pair of
+its group; the monitor detects late ranks instead.
 
-A vector of floats is moved to the rank's device when it arrives; an encoded payload stays in the host's memory.
+A vector of floats is moved to the rank's device when it arrives; an encoded payload stays in the
+host's memory.
 
-A sender is done with a payload when the operating system has it. Only the receiver can measure how long the payload was
-in flight. Therefore each header carries the receipt of the latest payload in the other direction.
+A sender is done with a payload when the operating system has it. Only the receiver can measure how
+long the payload was in flight. Therefore each header carries the receipt of the latest payload in
+the other direction.
 """
 
 from __future__ import annotations
@@ -35,7 +39,9 @@ NEVER = timedelta(days=30)
 
 
 class OutgoingMessage(NamedTuple):
-    """A message on its way out. The header leaves at `header_ns` and the body at `body_ns` of the rank's clock."""
+    """A message on its way out. The header leaves at `header_ns` and the body at `body_ns` of the
+    rank's clock.
+    """
 
     header: torch.Tensor
     body: Any
@@ -52,13 +58,25 @@ class Delivered(NamedTuple):
 
 
 class PeerConnection:
-    """The link to one peer, over a group in which the peer has this place: a sender and a listener thread. Where what
-    comes is to be taken for something, and when, `PeerConnections` says."""
+    """The link to one peer, over a group in which the peer has this place: a sender and a listener
+    thread. Where what comes is to be taken for something, and when, `PeerConnections` says.
+    """
 
     def __init__(
-        self, links: PeerConnections, peer: int, group: dist.ProcessGroup, place: int, incarnation: int
+        self,
+        links: PeerConnections,
+        peer: int,
+        group: dist.ProcessGroup,
+        place: int,
+        incarnation: int,
     ) -> None:
-        self.links, self.peer, self.incarnation, self.group, self.place = links, peer, incarnation, group, place
+        self.links, self.peer, self.incarnation, self.group, self.place = (
+            links,
+            peer,
+            incarnation,
+            group,
+            place,
+        )
         self.lost = False  # what is sent there may never come back
         self.out: queue.SimpleQueue[OutgoingMessage | None] = queue.SimpleQueue()
         self._came = 0, 0  # bodies from there, and what the last one took
@@ -95,7 +113,9 @@ class PeerConnection:
 
     def recv_header(self) -> framing.Header:
         """The next one that comes. Raises WireError."""
-        return framing.decode(self._recv_words(framing.HEADER_WORDS), self.links.max_bytes, self._recv_words)
+        return framing.decode(
+            self._recv_words(framing.HEADER_WORDS), self.links.max_bytes, self._recv_words
+        )
 
     def _recv_words(self, count: int) -> torch.Tensor:
         raw = torch.empty(count, dtype=torch.int64)
@@ -162,8 +182,9 @@ class PeerConnection:
 
 
 class PeerConnections:
-    """The peers of this rank. What comes is put into `inbox` as a Message, or as a PeerLostError, and what is learned
-    of what was sent as a Delivered."""
+    """The peers of this rank. What comes is put into `inbox` as a Message, or as a PeerLostError,
+    and what is learned of what was sent as a Delivered.
+    """
 
     def __init__(
         self,
@@ -175,26 +196,41 @@ class PeerConnections:
         device: str = HOST,
         bodies: PayloadTransport | None = None,
     ) -> None:
-        """`pairs`: by which group each peer is reached, its place there, and its life. `due_ns(src, nbytes, header,
-        now)` says when a paced message counts as delivered. `bodies` are carried by gloo unless something else is
-        given."""
+        """`pairs`: by which group each peer is reached, its place there, and its life. `due_ns(src,
+        nbytes, header, now)` says when a paced message counts as delivered. `bodies` are carried by
+        gloo unless something else is given.
+        """
         self.bodies = bodies or HostPayloads()
-        self.inbox, self.clock, self.due, self.max_bytes, self.device = inbox, clock_ns, due_ns, max_bytes, device
+        self.inbox, self.clock, self.due, self.max_bytes, self.device = (
+            inbox,
+            clock_ns,
+            due_ns,
+            max_bytes,
+            device,
+        )
         self._pairs = {peer: PeerConnection(self, peer, *way) for peer, way in pairs.items()}
 
     def post(
-        self, dst: int, tag: Tag, body: Any, meta: tuple[float, ...], times: tuple[int, int], sent: Callable
+        self,
+        dst: int,
+        tag: Tag,
+        body: Any,
+        meta: tuple[float, ...],
+        times: tuple[int, int],
+        sent: Callable,
     ) -> None:
         if body is not None:
             if body.nbytes > self.max_bytes:
                 raise AshlError(
-                    f"a message of {body.nbytes} bytes, where the stages of the plan send {self.max_bytes} at most: a "
-                    "codec writes more than its payload says"
+                    f"a message of {body.nbytes} bytes, where the stages of the plan send"
+                    f" {self.max_bytes} at most: a codec writes more than its payload says"
                 )
             body = self.bodies.placed(body).contiguous()
         if dst in self._pairs:  # else it was lost before this rank came
             self._pairs[dst].out.put(
-                OutgoingMessage(framing.encode(framing.MESSAGE, tag, body, meta), body, *times, sent)
+                OutgoingMessage(
+                    framing.encode(framing.MESSAGE, tag, body, meta), body, *times, sent
+                )
             )
 
     def mark_failed(self, peer: int, why: str) -> None:
@@ -203,16 +239,24 @@ class PeerConnections:
             self._pairs[peer].mark_failed(why)
 
     def reconnect(
-        self, peer: int, incarnation: int, group: dist.ProcessGroup, place: int, back: Callable[[], object]
+        self,
+        peer: int,
+        incarnation: int,
+        group: dist.ProcessGroup,
+        place: int,
+        back: Callable[[], object],
     ) -> None:
-        """The peer has come anew, and is reached by this group. Into the inbox go its loss, if it is not known, then
-        `back`, then what it says."""
+        """The peer has come anew, and is reached by this group. Into the inbox go its loss, if it
+        is not known, then `back`, then what it says.
+        """
         self.mark_failed(peer, "it has come anew")
         self.inbox.put(back)
         self._pairs[peer] = PeerConnection(self, peer, group, place, incarnation)
 
     def close(self, timeout_s: float) -> None:
-        """Send what is still queued, then send each peer that nothing more will come, and wait for the same from it."""
+        """Send what is still queued, then send each peer that nothing more will come, and wait for
+        the same from it.
+        """
         until = time.monotonic() + timeout_s
         for pair in self._pairs.values() if self.bodies.last_to_leave else ():
             pair.join(until, heard=True)  # what they still send has to be granted
@@ -227,19 +271,18 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0][:200]
 
 
-# --- what carries the payloads of messages ----------------------------------------------------------------------------
-#
-# How bodies get from one rank to another: by gloo through the host's memory, or from device to device as a server
-# grants them.
-#
-# NCCL wants all operations of a device begun by one thread and in one order, and what has begun on one side spins on
-# its device until the other side begins it, too. So with `GrantedPayloads` headers go by gloo, as ever, and a body goes
-# once it is granted: the server takes what it is to receive and what it has to send in the order in which that came up,
-# tells the worker by a header of kind GRANT, and both begin this one body; the next is granted when it is through. A
-# worker has the server for its only peer and at most one granted body, the server one under way. So nobody waits for
-# what is not begun on both sides, and nothing spins for longer than a header takes.
-#
-# `PairwiseGroups` has one communicator for each worker, for both directions, which never overlap. That they are begun
+# --- what carries the payloads of messages
+# ----------------------------------------------------------------------------  How bodies get from
+# one rank to another: by gloo through the host's memory, or from device to device as a server
+# grants them.  NCCL wants all operations of a device begun by one thread and in one order, and what
+# has begun on one side spins on its device until the other side begins it, too. So with
+# `GrantedPayloads` headers go by gloo, as ever, and a body goes once it is granted: the server
+# takes what it is to receive and what it has to send in the order in which that came up, tells the
+# worker by a header of kind GRANT, and both begin this one body; the next is granted when it is
+# through. A worker has the server for its only peer and at most one granted body, the server one
+# under way. So nobody waits for what is not begun on both sides, and nothing spins for longer than
+# a header takes.  `PairwiseGroups` has one communicator for each worker, for both directions, which
+# never overlap. That they are begun
 # in one order, by one thread, and one at a time, holds on gloo as well, where tests look at it.
 
 
@@ -286,7 +329,9 @@ class HostPayloads:
             pair.group.send([flat], pair.place, framing.BODIES).wait()
 
     def recv(self, pair: PeerConnection, nbytes: int, device: str) -> Tensor:
-        return filled(nbytes, device, lambda flat: pair.group.recv([flat], pair.place, framing.BODIES).wait())
+        return filled(
+            nbytes, device, lambda flat: pair.group.recv([flat], pair.place, framing.BODIES).wait()
+        )
 
     def granted(self, pair: PeerConnection, way: str) -> None:
         raise framing.FramingError(UNASKED)
@@ -321,7 +366,9 @@ class GrantedPayloads:
         self.last_to_leave = grants
         self._carrier, self._grants = carrier, grants
         self._turns = ThreadPoolExecutor(1, "bodies")
-        self._asked: queue.SimpleQueue[tuple[Tensor, Future[None]]] = queue.SimpleQueue()  # what waits for a grant
+        self._asked: queue.SimpleQueue[tuple[Tensor, Future[None]]] = (
+            queue.SimpleQueue()
+        )  # what waits for a grant
 
     def placed(self, body: Tensor) -> Tensor:
         return to_device(body, self._carrier.device)
@@ -370,8 +417,12 @@ class GrantedPayloads:
         self._turns.submit(begin).result()
 
 
-def make_nccl_payloads(rank: int, workers: Sequence[int], server: int, device: str) -> GrantedPayloads:
-    """To be made by all ranks alike: a communicator for each worker, each warmed up, in rank order."""
+def make_nccl_payloads(
+    rank: int, workers: Sequence[int], server: int, device: str
+) -> GrantedPayloads:
+    """To be made by all ranks alike: a communicator for each worker, each warmed up, in
+    rank order.
+    """
     groups = dict[int, tuple[dist.ProcessGroup, int]]()
     carrier = PairwiseGroups(groups, device)
     for worker in workers:

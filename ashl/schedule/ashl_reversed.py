@@ -1,10 +1,10 @@
 """ASHL's stages in the other order: SHL with a small H first, then AHL with a large one.
 
-Rule: SHL until the loss ≤ `loss_switch`, as in ASHL, then AHL to the end. Fine first keeps the early, steep part in
-step; coarse later spends fewest exchanges where the model moves least.
+Rule: SHL until the loss ≤ `loss_switch`, as in ASHL, then AHL to the end. Fine first keeps the
+early, steep part in step; coarse later spends fewest exchanges where the model moves least.
 
-Source: stages of Shen et al., "ASHL", IEEE TC 2024, in the order of Sync-Switch (Li et al., ICDCS 2021), whose runs
-are more accurate the stricter stage first.
+Source: stages of Shen et al., "ASHL", IEEE TC 2024, in the order of Sync-Switch (Li et al., ICDCS
+2021), whose runs are more accurate the stricter stage first.
 """
 
 from ashl.option import option
@@ -22,7 +22,13 @@ class ASHLReversed(ASHL, Handover):
         return self.with_handover(
             [
                 *profiling_stage(choices, self.profile_steps),
-                shl_stage(choices, self.h_preset[1], self.r_preset[1], self.staleness, until=self.low_enough),
+                shl_stage(
+                    choices,
+                    self.h_preset[1],
+                    self.r_preset[1],
+                    self.staleness,
+                    until=self.low_enough,
+                ),
                 ahl_stage(choices, self.h_preset[0], self.r_preset[0]),
             ]
         )

@@ -1,4 +1,6 @@
-"""What a schedule is given to make stages of: the other groups' choices, and what is known of the workers."""
+"""What a schedule is given to make stages of: the other groups' choices, and what is known of the
+workers.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +15,9 @@ from ashl.planner.assignment import Planner
 
 @dataclass(frozen=True)
 class Choices:
-    """The specs that a stage takes over unless its schedule says otherwise, and the means to plan its workers."""
+    """The specs that a stage takes over unless its schedule says otherwise, and the means to plan
+    its workers.
+    """
 
     names: Mapping[str, str]  # of the chosen options, by group
     specs: dict[str, Spec]
@@ -22,9 +26,13 @@ class Choices:
     num_workers: int
     planner: Planner
     profile: Profile | None  # None = not known before the run
-    payload: Callable[[float | None], float]  # bytes on the wire of a compressed update / of a dense one
+    payload: Callable[
+        [float | None], float
+    ]  # bytes on the wire of a compressed update / of a dense one
     ratio: float | None  # the codec's own; None = it sends everything
-    profiled: bool  # whether the user gave the profile, so that it need not be measured during the run
+    profiled: (
+        bool  # whether the user gave the profile, so that it need not be measured during the run
+    )
 
     def stage(
         self,
@@ -37,15 +45,17 @@ class Choices:
         handover: dict[str, str] | None = None,
         **specs: Spec,
     ) -> StagePlan:
-        """A stage with the chosen specs, or those given here. With local_steps="plan" its workers' H follow from
-        `h_preset`, the slowest worker's, and their compression ratios from `r_preset` (None = the codec's own)."""
+        """A stage with the chosen specs, or those given here. With local_steps="plan" its workers'
+        H follow from `h_preset`, the slowest worker's, and their compression ratios from `r_preset`
+        (None = the codec's own).
+        """
         r_preset = None if self.ratio is None else self.ratio if r_preset is None else r_preset
         specs = {**self.specs, **specs}
         planned = (self.local_steps if local_steps is None else local_steps) == "plan"
         if planned and h_preset is None:
             raise UsageError(
-                "sync.local_steps=plan needs a schedule that plans H per worker; give a number, schedule=ashl, or "
-                "schedule.h_preset=[8] with schedule=single"
+                "sync.local_steps=plan needs a schedule that plans H per worker; give a number,"
+                " schedule=ashl, or schedule.h_preset=[8] with schedule=single"
             )
         steps = h_preset if planned else (self.local_steps if local_steps is None else local_steps)
         worker = WorkerPlan(
@@ -80,7 +90,9 @@ class Schedule(Contract, group="schedule"):
 
     names_sync: ClassVar[bool]  # whether it says which sync mode each stage has
     h_preset: ClassVar[tuple[int, ...] | None] = None  # by stage: the slowest worker's H
-    r_preset: ClassVar[tuple[float | None, ...] | None] = None  # ... and the preset compression ratio
+    r_preset: ClassVar[tuple[float | None, ...] | None] = (
+        None  # ... and the preset compression ratio
+    )
 
     def stages(self, choices: Choices) -> list[StagePlan]:
         """The stages in order."""

@@ -12,8 +12,8 @@ from ashl.plan.plan import StagePlan
 class Handover:
     """The fields of a schedule that declares it, for all of its borders.
 
-    momentum: the moments of the optimizer and of the outer one are kept, or start from zero. residual: what error
-    feedback holds back is kept and sent in the next stage, or dropped.
+    momentum: the moments of the optimizer and of the outer one are kept, or start from zero.
+    residual: what error feedback holds back is kept and sent in the next stage, or dropped.
     """
 
     momentum: Literal["keep", "reset"]

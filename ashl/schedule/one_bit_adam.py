@@ -1,8 +1,9 @@
-"""1-bit Adam: Adam on whole gradients until its variance has settled, then momenta in a bit an element.
+"""1-bit Adam: Adam on whole gradients until its variance has settled, then momenta in a bit an
+element.
 
-Rule: BSP by all-reduce for `warmup_epochs`, whole gradients and Adam; then `sync=one_bit_adam` to the end, with the
-chosen compression. The paper warms up for 15 to 25 % of the run. Limit: a warm-up to the end is Adam. Source: Tang et
-al., "1-bit Adam", ICML 2021.
+Rule: BSP by all-reduce for `warmup_epochs`, whole gradients and Adam; then `sync=one_bit_adam` to
+the end, with the chosen compression. The paper warms up for 15 to 25 % of the run. Limit: a warm-up
+to the end is Adam. Source: Tang et al., "1-bit Adam", ICML 2021.
 """
 
 from typing import ClassVar
@@ -24,6 +25,10 @@ class OneBitAdam(Schedule):
         whole: Spec = {"_target_": "ashl.compression.none.Dense"}
         until = {"epochs": self.warmup_epochs}
         return [
-            choices.stage("adam", sync=bsp, compression=whole, local_steps=1, r_preset=1.0, until=until),
-            choices.stage("one_bit", sync={"_target_": "ashl.sync.one_bit_adam.OneBitAdam"}, local_steps=1),
+            choices.stage(
+                "adam", sync=bsp, compression=whole, local_steps=1, r_preset=1.0, until=until
+            ),
+            choices.stage(
+                "one_bit", sync={"_target_": "ashl.sync.one_bit_adam.OneBitAdam"}, local_steps=1
+            ),
         ]

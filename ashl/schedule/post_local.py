@@ -1,11 +1,11 @@
 """Post-local SGD: synchronous until a switch, then local SGD.
 
-Rule: BSP for `switch_epochs`, then H local steps between two averages to the end. BSP exchanges differences, so that
-momentum lives on the workers all along; for SGD that is the same as averaging gradients. With topology=all_reduce
-everybody hears of the switch one round later.
+Rule: BSP for `switch_epochs`, then H local steps between two averages to the end. BSP exchanges
+differences, so that momentum lives on the workers all along; for SGD that is the same as averaging
+gradients. With topology=all_reduce everybody hears of the switch one round later.
 
-Limit: `local_steps` = 1 is BSP throughout. Source: Lin et al., "Don't Use Large Mini-batches, Use Local SGD", ICLR
-2020 (there: the switch is at the first decay of the learning rate).
+Limit: `local_steps` = 1 is BSP throughout. Source: Lin et al., "Don't Use Large Mini-batches, Use
+Local SGD", ICLR 2020 (there: the switch is at the first decay of the learning rate).
 """
 
 from typing import ClassVar

@@ -1,8 +1,8 @@
 """ASHL with a tail in which H grows again as the learning rate decays.
 
-Rule: AHL until the loss ≤ `loss_switch`, SHL for `shl_epochs`, then averages at every H steps by the
-quadratic rule H = max(H_SHL, ⌊(alpha/η)²⌋) ≤ `h_max`, each worker's in proportion to its planned H. With a constant
-rate H stays.
+Rule: AHL until the loss ≤ `loss_switch`, SHL for `shl_epochs`, then averages at every H steps by
+the quadratic rule H = max(H_SHL, ⌊(alpha/η)²⌋) ≤ `h_max`, each worker's in proportion to its
+planned H. With a constant rate H stays.
 
 Source: Shen et al., "ASHL", IEEE TC 2024; Gu et al., "A Quadratic Synchronization Rule", ICLR 2024.
 """
@@ -24,7 +24,12 @@ class QSRTail(ASHL, Handover):
 
     def stages(self, choices: Choices) -> list[StagePlan]:
         h, r = self.h_preset[1], self.r_preset[1]
-        spec: Spec = {"_target_": "ashl.sync.qsr.QSR", "local_steps": "plan", "alpha": self.alpha, "h_max": self.h_max}
+        spec: Spec = {
+            "_target_": "ashl.sync.qsr.QSR",
+            "local_steps": "plan",
+            "alpha": self.alpha,
+            "h_max": self.h_max,
+        }
         return self.with_handover(
             [
                 *profiling_stage(choices, self.profile_steps),

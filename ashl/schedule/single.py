@@ -1,6 +1,7 @@
 """One stage from start to stop, with the sync mode, topology and compression that were chosen.
 
-With `sync.local_steps=plan` every worker's H follows from `h_preset`, so that AHL or SHL can be run alone.
+With `sync.local_steps=plan` every worker's H follows from `h_preset`, so that AHL or SHL can be run
+alone.
 """
 
 from typing import ClassVar

@@ -1,10 +1,10 @@
 """A short synchronous warm-up, then ASHL.
 
-Rule: BSP for `warmup_epochs` (differences are exchanged, so that momentum lives on the workers and goes on with
-them), then AHL until the loss ≤ `loss_switch`, then SHL. The warm-up sends everything.
+Rule: BSP for `warmup_epochs` (differences are exchanged, so that momentum lives on the workers and
+goes on with them), then AHL until the loss ≤ `loss_switch`, then SHL. The warm-up sends everything.
 
-Source: Li et al., "Sync-Switch", ICDCS 2021 (synchronous for the first part, asynchronous after it); Shen et al.,
-"ASHL", IEEE TC 2024.
+Source: Li et al., "Sync-Switch", ICDCS 2021 (synchronous for the first part, asynchronous after
+it); Shen et al., "ASHL", IEEE TC 2024.
 """
 
 from ashl.option import Positive, option

@@ -1,1 +1,3 @@
-"""One stage, running: its rules bound together, what is counted, when it is over, and a rank's way through all."""
+"""One stage, running: its rules bound together, what is counted, when it is over, and a rank's way
+through all.
+"""

@@ -1,6 +1,7 @@
 """A fragment of the model that is exchanged like a model of its own.
 
-It holds some of the layer groups, or elements that are drawn again for each exchange, or one server's shard.
+It holds some of the layer groups, or elements that are drawn again for each exchange, or one
+server's shard.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from ashl.size_only import SizeOnly, Vector
 
 @dataclass(frozen=True)
 class Fragment:
-    """Where it lies in the flat vector, as runs [start, stop), and what its exchanges need to know of its layers."""
+    """Where it lies in the flat vector, as runs [start, stop), and what its exchanges need to know
+    of its layers.
+    """
 
     runs: tuple[tuple[int, int], ...]
     layout: Layout

@@ -1,10 +1,13 @@
-"""Collectives of the workers that merge: for all-reduce and for protocols of codecs (`ashl.compression.contract.Team`).
+"""Collectives of the workers that merge: for all-reduce and for protocols of codecs
+(`ashl.compression.contract.Team`).
 
-When a member fails, a collective or protocol in flight raises `GroupBrokenError`, which the caller of the merge
-catches. A rank that waits for a message learns of the failure from the kernel, or from its peer (`give_up`).
+When a member fails, a collective or protocol in flight raises `GroupBrokenError`, which the caller
+of the merge catches. A rank that waits for a message learns of the failure from the kernel, or from
+its peer (`give_up`).
 
-Every merge piggybacks two scalars: a share of the mean loss, and the control signal of rank 0. They travel with the
-first message of each member, count for neither bytes nor time, and are returned as sums.
+Every merge piggybacks two scalars: a share of the mean loss, and the control signal of rank 0. They
+travel with the first message of each member, count for neither bytes nor time, and are returned as
+sums.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ def check_complete(result: Any) -> Any:
 
 @dataclass
 class ProcessGroup:
-    """The workers of a stage at one rank. `loss` and `word` are this rank's before a merge and the sums after it."""
+    """The workers of a stage at one rank. `loss` and `word` are this rank's before a merge and the
+    sums after it.
+    """
 
     ctx: RankContext
     stage: Stage
@@ -56,9 +61,13 @@ class ProcessGroup:
     incarnations: tuple[int, ...] = ()  # how often each member had been lost by then, where one had
 
     @classmethod
-    def of(cls, ctx: RankContext, stage: Stage, epoch: int = 0, incarnations: tuple[int, ...] = ()) -> ProcessGroup:
+    def of(
+        cls, ctx: RankContext, stage: Stage, epoch: int = 0, incarnations: tuple[int, ...] = ()
+    ) -> ProcessGroup:
         """All workers of a stage."""
-        return cls(ctx, stage, stage.workers, stage.team_weights, epoch=epoch, incarnations=incarnations)
+        return cls(
+            ctx, stage, stage.workers, stage.team_weights, epoch=epoch, incarnations=incarnations
+        )
 
     def begin(self, loss: float, signal: float) -> None:
         """A merge begins."""
@@ -83,18 +92,24 @@ class ProcessGroup:
     async def all_reduce(self, x: Any, weight: float = 1.0, key: int = 0, credit: int = 0) -> Any:
         if self.carried:
             x = x if weight == 1 else x * weight
-            return check_complete(await self.ctx.all_reduce(x, self.ranks, key=key, credit=credit, epoch=self.epoch))
+            return check_complete(
+                await self.ctx.all_reduce(x, self.ranks, key=key, credit=credit, epoch=self.epoch)
+            )
         if isinstance(x, SizeOnly):
             signal = SizeOnly(x.nbytes, int(self.signal))
             total = check_complete(
-                await self.ctx.all_reduce(signal, self.ranks, "sum", NUMBERS, key, credit, self.epoch)
+                await self.ctx.all_reduce(
+                    signal, self.ranks, "sum", NUMBERS, key, credit, self.epoch
+                )
             )
             self._carry(0.0, total.signal)
             return SizeOnly(total.nbytes)
         packed = x.new_empty(x.numel() + NUMBERS)
         torch.mul(x, weight, out=packed[:-NUMBERS])
         packed[-2], packed[-1] = self.loss, self.signal
-        total = check_complete(await self.ctx.all_reduce(packed, self.ranks, "sum", NUMBERS, key, credit, self.epoch))
+        total = check_complete(
+            await self.ctx.all_reduce(packed, self.ranks, "sum", NUMBERS, key, credit, self.epoch)
+        )
         self._carry(*to_host(total[-NUMBERS:]).tolist())
         return total[:-NUMBERS]
 
@@ -103,12 +118,16 @@ class ProcessGroup:
         if self.carried:
             return await self.ctx.all_reduce(chunk, self.ranks, "gather")
         if isinstance(chunk, SizeOnly):
-            total = await self.ctx.all_reduce(SizeOnly(chunk.nbytes, int(self.signal)), self.ranks, "gather")
+            total = await self.ctx.all_reduce(
+                SizeOnly(chunk.nbytes, int(self.signal)), self.ranks, "gather"
+            )
             self._carry(0.0, total.signal)
             return SizeOnly(total.nbytes)
         packed = chunk.new_empty(chunk.numel() + NUMBERS)
         packed[:-NUMBERS], packed[-2], packed[-1] = chunk, self.loss, self.signal
-        rows = (await self.ctx.all_reduce(packed, self.ranks, "gather", piggybacked=NUMBERS)).view(self.size, -1)
+        rows = (await self.ctx.all_reduce(packed, self.ranks, "gather", piggybacked=NUMBERS)).view(
+            self.size, -1
+        )
         self._carry(*to_host(sum_in_rank_order(list(rows[:, -NUMBERS:]))).tolist())
         return rows[:, :-NUMBERS].flatten()
 
@@ -117,14 +136,22 @@ class ProcessGroup:
             return check_complete(await self.ctx.all_gather(x, self.ranks, epoch=self.epoch))
         if isinstance(x, SizeOnly):
             parts = check_complete(
-                await self.ctx.all_gather(SizeOnly(x.nbytes, int(self.signal)), self.ranks, epoch=self.epoch)
+                await self.ctx.all_gather(
+                    SizeOnly(x.nbytes, int(self.signal)), self.ranks, epoch=self.epoch
+                )
             )
             self._carry(0.0, sum(part.signal for part in parts))
             return parts
-        tail = torch.tensor([self.loss, self.signal], dtype=torch.float64, device=str(x.device)).view(torch.uint8)
+        tail = torch.tensor(
+            [self.loss, self.signal], dtype=torch.float64, device=str(x.device)
+        ).view(torch.uint8)
         sent = torch.cat([x, tail])
-        parts = check_complete(await self.ctx.all_gather(sent, self.ranks, piggybacked=tail.numel(), epoch=self.epoch))
-        sums = sum_in_rank_order([part[-tail.numel() :].clone().view(torch.float64) for part in parts])
+        parts = check_complete(
+            await self.ctx.all_gather(sent, self.ranks, piggybacked=tail.numel(), epoch=self.epoch)
+        )
+        sums = sum_in_rank_order(
+            [part[-tail.numel() :].clone().view(torch.float64) for part in parts]
+        )
         self._carry(*to_host(sums).tolist())
         return [part[: -tail.numel()] for part in parts]
 
@@ -132,13 +159,18 @@ class ProcessGroup:
         tag = self.stage.tag(name, self.epoch)
         await self.ctx.send(self.ranks[place], tag, payload, (self.loss, self.signal, *numbers))
 
-    async def recv(self, place: int, name: str, final: bool = False) -> tuple[Any, tuple[float, ...]]:
-        """(body, numbers) from one other. What rides along is added up, but `final` from one who has everything. Raises
-        TeamBrokenError where that one is lost, or has given up."""
+    async def recv(
+        self, place: int, name: str, final: bool = False
+    ) -> tuple[Any, tuple[float, ...]]:
+        """(body, numbers) from one other. What rides along is added up, but `final` from one who
+        has everything. Raises TeamBrokenError where that one is lost, or has given up.
+        """
         tag, given_up = self.stage.tag(name, self.epoch), self.stage.tag(GIVEN_UP, self.epoch)
         tags = (tag, given_up, PEER_FAILED) if self.stage.elastic else (tag,)
         while (message := await self.ctx.recv(*tags, src=self.ranks[place])).tag != tag:
-            if message.tag == given_up or message.meta[0] >= (self.incarnations[place] if self.incarnations else 0):
+            if message.tag == given_up or message.meta[0] >= (
+                self.incarnations[place] if self.incarnations else 0
+            ):
                 raise GroupBrokenError  # else it was an earlier life that is over
         loss, signal, *numbers = message.meta
         self._carry(*((loss, signal) if final else (self.loss + loss, self.signal + signal)))
@@ -150,10 +182,15 @@ class ProcessGroup:
             await self.ctx.send(self.ranks[place], self.stage.tag(GIVEN_UP, self.epoch))
 
     async def confirm_all_complete(self) -> None:
-        """Where workers may be lost: all have come so far with a protocol of messages, so that none has what another
-        lacks. Raises TeamBrokenError."""
+        """Where workers may be lost: all have come so far with a protocol of messages, so that none
+        has what another lacks. Raises TeamBrokenError.
+        """
         if self.stage.elastic and self.stage.link.has_own_messages:
-            check_complete(await self.ctx.all_reduce(torch.zeros(1), self.ranks, piggybacked=1, epoch=self.epoch))
+            check_complete(
+                await self.ctx.all_reduce(
+                    torch.zeros(1), self.ranks, piggybacked=1, epoch=self.epoch
+                )
+            )
 
     def compute(self, fn: Callable[[], T], work: float = 0.0) -> Compute:
         return self.ctx.compute(fn, work=work * self.share, kind="compress")

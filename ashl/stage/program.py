@@ -1,4 +1,6 @@
-"""Run one rank through the stages of a plan, in order, with its state carried from stage to stage."""
+"""Run one rank through the stages of a plan, in order, with its state carried from stage
+to stage.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +13,15 @@ from ashl.stage.stage import STOP, Loop, Stage
 
 
 async def program(
-    ctx: RankContext, stages: Sequence[Stage], saved: tuple[int, Any] | None = None, comes: bool = False
+    ctx: RankContext,
+    stages: Sequence[Stage],
+    saved: tuple[int, Any] | None = None,
+    comes: bool = False,
 ) -> None:
-    """Play this rank's role in every stage, until one ends the run; with (stage, state) of a checkpoint, from there. A
-    worker that `comes` while the others run begins where they are; from a checkpoint, where all of them do."""
+    """Play this rank's role in every stage, until one ends the run; with (stage, state) of a
+    checkpoint, from there. A worker that `comes` while the others run begins where they are; from a
+    checkpoint, where all of them do.
+    """
     first = stages[0]
     ctx.time_accounting.limit_ns = first.stop_criteria.deadline_ns
     if comes and saved is None:
@@ -34,7 +41,13 @@ async def program(
             stages = apply_assignments(stages, *state.assigned)
     if ctx.counter is not None:  # this is the home rank, or stands in for it
         progress, without = state.progress, state.progress.gone if first.replicas else ()
-        ctx.snapshot(state.params, final=True, counts=progress.report(), time_ns=progress.end_ns, without=without)
+        ctx.snapshot(
+            state.params,
+            final=True,
+            counts=progress.report(),
+            time_ns=progress.end_ns,
+            without=without,
+        )
     elif first.replicas or (first.server < ctx.rank < first.server + first.topology.servers):
         ctx.snapshot(state.params, final=True)
 
@@ -47,7 +60,11 @@ def peers_of(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
 
 def ranks_to_notify(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
     """All ranks that have to know when this one is gone."""
-    return tuple(sorted({peer for stage in stages for peer in stage.topology.notified_on_failure(stage, rank)}))
+    return tuple(
+        sorted(
+            {peer for stage in stages for peer in stage.topology.notified_on_failure(stage, rank)}
+        )
+    )
 
 
 def select_loop(stage: Stage, rank: int) -> Loop:

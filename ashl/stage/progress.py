@@ -1,7 +1,8 @@
 """Count the progress of a run: steps, samples, commits and staleness, in total and by worker.
 
-`RunProgress` holds the totals that every rank can count; `Progress` adds the counts by worker, as a server keeps them
-(without a server, every worker keeps the same ones). A query never changes a later answer.
+`RunProgress` holds the totals that every rank can count; `Progress` adds the counts by worker, as a
+server keeps them (without a server, every worker keeps the same ones). A query never changes a
+later answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from ashl.runtime.records import Counts
 
 # why steps are part of no model
 LATE, STAGE_END, RUN_END, FAILURE, DIVERGED = "late", "stage_end", "run_end", "failure", "diverged"
-BY_WORKER = ("commits", "clocks", "steps_by", "dropped_by", "drops", "pulled", "stale_sum", "stale_max")
+BY_WORKER = (
+    "commits",
+    "clocks",
+    "steps_by",
+    "dropped_by",
+    "drops",
+    "pulled",
+    "stale_sum",
+    "stale_max",
+)
 
 
 class ProgressMark(NamedTuple):
@@ -32,7 +42,9 @@ RUN_START = ProgressMark()
 
 @dataclass
 class RunProgress:
-    """How far a run is, all workers together: what every rank can count that knows what each round holds."""
+    """How far a run is, all workers together: what every rank can count that knows what each round
+    holds.
+    """
 
     num_workers: int
     version: int = 0  # merges so far
@@ -42,7 +54,10 @@ class RunProgress:
     loss: float = math.nan  # running mean of the workers' minibatch losses
     diverged: str | None = None
     started: ProgressMark = RUN_START  # where this stage began
-    best: tuple[float, int] = (math.inf, 0)  # the lowest running loss of this stage, and at how many commits
+    best: tuple[float, int] = (
+        math.inf,
+        0,
+    )  # the lowest running loss of this stage, and at how many commits
     end_ns: int = 0  # when the last stage ended
     now_s: float = 0.0  # the moment that questions are asked at
 
@@ -66,7 +81,11 @@ class RunProgress:
 
     def record_loss(self, loss: float, whose: str | int) -> None:
         """A loss, and whose it is: a worker's, or in words."""
-        self.loss = loss if math.isnan(self.loss) else self.loss + (loss - self.loss) / (2 * self.num_workers)
+        self.loss = (
+            loss
+            if math.isnan(self.loss)
+            else self.loss + (loss - self.loss) / (2 * self.num_workers)
+        )
         if not math.isfinite(loss):
             who = f"the loss of worker {whose}" if isinstance(whose, int) else whose
             self.diverged = f"{who} became {loss} near step {self.steps + 1}"
@@ -88,9 +107,10 @@ class RunProgress:
 class Progress(RunProgress):
     """The same by worker, as a server counts it (without one: as every worker does, alike).
 
-    `commits[w]` pushes of worker w applied, `clocks[w]` those of this stage, `drops[w]` those that are part of no
-    model; `pulled[w]` the version of the model that w computes on; `waiting` the workers that have pushed and have no
-    reply yet. Every question costs as much as its answer is long, however many workers there are.
+    `commits[w]` pushes of worker w applied, `clocks[w]` those of this stage, `drops[w]` those that
+    are part of no model; `pulled[w]` the version of the model that w computes on; `waiting` the
+    workers that have pushed and have no reply yet. Every question costs as much as its answer is
+    long, however many workers there are.
     """
 
     commits: list[int] = field(default_factory=list)
@@ -101,19 +121,33 @@ class Progress(RunProgress):
     pulled: list[int] = field(default_factory=list)
     stale_sum: list[int] = field(default_factory=list)
     stale_max: list[int] = field(default_factory=list)
-    waiting: dict[int, tuple[int, bool]] = field(default_factory=dict)  # to (staleness, late) of the push
+    waiting: dict[int, tuple[int, bool]] = field(
+        default_factory=dict
+    )  # to (staleness, late) of the push
     max_lead: int = 0
     slowest: int = 0  # min(clocks)
     fastest: int = 0  # max(clocks)
     latest: int = 0  # the worker whose push came last
-    gone: set[int] = field(default_factory=set)  # workers that are lost: nobody waits for them, and no bound is theirs
-    groups: list[int] | None = None  # how many each worker has averaged in, where workers meet in groups
+    gone: set[int] = field(
+        default_factory=set
+    )  # workers that are lost: nobody waits for them, and no bound is theirs
+    groups: list[int] | None = (
+        None  # how many each worker has averaged in, where workers meet in groups
+    )
     conflicts: int | None = None  # groups that had to wait for another one
-    dropped_for: dict[str, int] = field(default_factory=dict)  # steps of all workers by the reason, as far as known
+    dropped_for: dict[str, int] = field(
+        default_factory=dict
+    )  # steps of all workers by the reason, as far as known
     _at_clock: dict[int, int] = field(default_factory=dict)  # how many workers have each clock
-    _waiting_at: dict[int, dict[int, None]] = field(default_factory=dict)  # those that wait, by their clock
-    _unsorted: dict[int, None] = field(default_factory=dict)  # ... and have not been found too far ahead yet
-    _merged: dict[int, None] = field(default_factory=dict)  # those whose push no merge has before it any more
+    _waiting_at: dict[int, dict[int, None]] = field(
+        default_factory=dict
+    )  # those that wait, by their clock
+    _unsorted: dict[int, None] = field(
+        default_factory=dict
+    )  # ... and have not been found too far ahead yet
+    _merged: dict[int, None] = field(
+        default_factory=dict
+    )  # those whose push no merge has before it any more
     _unmerged: dict[int, None] = field(default_factory=dict)  # ... and those whose push one has
 
     def __post_init__(self) -> None:
@@ -149,7 +183,9 @@ class Progress(RunProgress):
         self.record_loss(loss, worker)
 
     def observe_all(self, staleness: int, loss: float, whose: str, commits: int = 0) -> None:
-        """A push of every worker has come, all with this loss, and `commits` lie between one and the next."""
+        """A push of every worker has come, all with this loss, and `commits` lie between one and
+        the next.
+        """
         self.latest = self.num_workers - 1
         if staleness:
             self.stale_sum = [total + staleness for total in self.stale_sum]
@@ -160,7 +196,9 @@ class Progress(RunProgress):
         """This worker has pushed, and waits from now on."""
         self.waiting[worker] = (staleness, late)
         self._unsorted[worker] = None
-        (self._merged if late or self.pulled[worker] < self.version else self._unmerged)[worker] = None
+        (self._merged if late or self.pulled[worker] < self.version else self._unmerged)[worker] = (
+            None
+        )
 
     def commit(self, worker: int, steps: int, samples: int) -> None:
         """A push of this worker is now part of the model."""
@@ -183,7 +221,9 @@ class Progress(RunProgress):
             self._unsorted[worker] = None
 
     def commit_all(self, steps: Sequence[int], samples: int) -> None:
-        """A push of every worker is now part of the model, with these steps of each, and samples of all."""
+        """A push of every worker is now part of the model, with these steps of each, and samples of
+        all.
+        """
         assert not self.waiting
         if self.gone:
             return self._commit_present(steps, samples)
@@ -226,8 +266,12 @@ class Progress(RunProgress):
         self.drops[worker] += steps > 0
 
     def rounds_and_steps_of(self, worker: int) -> tuple[int, int]:
-        """(rounds, steps) of a worker, applied or dropped: from where one goes on that comes (back)."""
-        return self.commits[worker] + self.drops[worker], self.steps_by[worker] + self.dropped_by[worker]
+        """(rounds, steps) of a worker, applied or dropped: from where one goes on that comes
+        (back).
+        """
+        return self.commits[worker] + self.drops[worker], self.steps_by[worker] + self.dropped_by[
+            worker
+        ]
 
     def remove_worker(self, worker: int) -> None:
         """This worker is gone; the slowest and the fastest are those of the others."""
@@ -242,7 +286,9 @@ class Progress(RunProgress):
             self.fastest = max(self._at_clock, default=clock)
 
     def join(self, worker: int) -> None:
-        """This worker takes part (again), on the current version; one that was gone is as far as the slowest is."""
+        """This worker takes part (again), on the current version; one that was gone is as far as
+        the slowest is.
+        """
         self.pulled[worker] = self.version
         if worker in self.gone:
             self.gone.remove(worker)
@@ -268,7 +314,9 @@ class Progress(RunProgress):
         return self.waiting.pop(worker)
 
     def waiting_without_merge(self) -> Collection[int]:
-        """Workers that wait, and for no merge: theirs has been, or they came too late. A barrier lets them go."""
+        """Workers that wait, and for no merge: theirs has been, or they came too late. A barrier
+        lets them go.
+        """
         return self._merged.keys()
 
     def within_staleness(self, staleness: float) -> list[int]:
@@ -279,7 +327,12 @@ class Progress(RunProgress):
             self._waiting_at.setdefault(self.clocks[worker], {})[worker] = None
         if not self._waiting_at:
             return list(self._unsorted)
-        freed = [worker for clock, workers in self._waiting_at.items() if clock <= bound for worker in workers]
+        freed = [
+            worker
+            for clock, workers in self._waiting_at.items()
+            if clock <= bound
+            for worker in workers
+        ]
         return [*self._unsorted, *freed]
 
     def _forget_waiting(self, clock: int, worker: int) -> None:
@@ -290,7 +343,9 @@ class Progress(RunProgress):
 
     def rounds(self) -> list[int]:
         """Of each worker, applied or dropped."""
-        return [applied + dropped for applied, dropped in zip(self.commits, self.drops, strict=True)]
+        return [
+            applied + dropped for applied, dropped in zip(self.commits, self.drops, strict=True)
+        ]
 
     def report(self) -> Counts:
         """The counts that go into records."""

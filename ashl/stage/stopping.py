@@ -1,4 +1,6 @@
-"""Decide when a stage or the run ends, and when a snapshot is evaluated: pure functions of the counts."""
+"""Decide when a stage or the run ends, and when a snapshot is evaluated: pure functions of the
+counts.
+"""
 
 import math
 from collections.abc import Mapping
@@ -21,8 +23,9 @@ class Counting(Protocol):
 
 @dataclass(frozen=True)
 class StopCriteria:
-    """The limits of the run and the rule by which a stage gives way. Asked in one place, at the home rank; what is
-    judged from counts alone, every rank that counts alike decides alike."""
+    """The limits of the run and the rule by which a stage gives way. Asked in one place, at the
+    home rank; what is judged from counts alone, every rank that counts alike decides alike.
+    """
 
     limits: Limits
     until: Mapping[str, float]
@@ -36,9 +39,12 @@ class StopCriteria:
     def deadline_ns(self) -> float:
         return math.inf if self.limits.seconds is None else round(self.limits.seconds * 1e9)
 
-    def remaining_rounds(self, steps: int, samples: int, whole: tuple[int, int]) -> tuple[int, int] | None:
-        """(a, b): after so many steps and samples, a/b rounds of `whole` are left to the count that ends the run; None
-        where no count does."""
+    def remaining_rounds(
+        self, steps: int, samples: int, whole: tuple[int, int]
+    ) -> tuple[int, int] | None:
+        """(a, b): after so many steps and samples, a/b rounds of `whole` are left to the count that
+        ends the run; None where no count does.
+        """
         limits = self.limits
         by_steps = None if limits.steps is None else (limits.steps - steps, whole[0])
         if limits.epochs is None:
@@ -52,20 +58,28 @@ class StopCriteria:
         return "diverged" if progress.diverged else self.reached_limit(progress)
 
     def reached_limit(self, progress: RunProgress) -> str | None:
-        """The same where one rank alone knows of the workers' losses: it has to tell the others first."""
+        """The same where one rank alone knows of the workers' losses: it has to tell the others
+        first.
+        """
         if self.limits.steps is not None and progress.steps >= self.limits.steps:
             return "steps"
-        if self.limits.epochs is not None and progress.samples >= self.limits.epochs * self.epoch_samples:
+        if (
+            self.limits.epochs is not None
+            and progress.samples >= self.limits.epochs * self.epoch_samples
+        ):
             return "epochs"
         return None
 
-    def stage_end_reason(self, progress: RunProgress, now_s: float, scores: Scores | None) -> str | None:
-        """The rule by which this stage gives way to the next one (for the last stage: by which the run ends).
+    def stage_end_reason(
+        self, progress: RunProgress, now_s: float, scores: Scores | None
+    ) -> str | None:
+        """The rule by which this stage gives way to the next one (for the last stage: by which the
+        run ends).
 
-        loss: the running loss of the workers' minibatches is at most this. evaluated_loss, accuracy: as last evaluated.
-        rises: so many evaluations of the whole run saw a training loss above that of the evaluation before.
-        plateau: so many commits per worker without the running loss falling by 1 %. epochs, commits (per worker) and
-        seconds count from the stage's start.
+        loss: the running loss of the workers' minibatches is at most this. evaluated_loss,
+        accuracy: as last evaluated. rises: so many evaluations of the whole run saw a training loss
+        above that of the evaluation before. plateau: so many commits per worker without the running
+        loss falling by 1 %. epochs, commits (per worker) and seconds count from the stage's start.
         """
         if not self.until:
             return None
@@ -87,13 +101,17 @@ class StopCriteria:
         return None
 
     def evaluation_due(self, progress: RunProgress, last: ProgressMark, now_s: float) -> bool:
-        """Whether an evaluation is due, with the last one here: every so many seconds or commits; if neither, each
-        epoch."""
+        """Whether an evaluation is due, with the last one here: every so many seconds or commits;
+        if neither, each epoch.
+        """
         limits = self.limits
         if limits.eval_every_s is not None:
             return now_s // limits.eval_every_s > last.seconds // limits.eval_every_s
         if limits.eval_every_commits is not None:
-            return progress.total_commits // limits.eval_every_commits > last.commits // limits.eval_every_commits
+            return (
+                progress.total_commits // limits.eval_every_commits
+                > last.commits // limits.eval_every_commits
+            )
         return progress.samples // self.epoch_samples > last.samples // self.epoch_samples
 
     def take_evaluation(self, state: Counting, now_s: float) -> bool:

@@ -1,11 +1,13 @@
-"""`ashl calibrate`: run combinations for real and in virtual time, and show predicted beside measured.
+"""`ashl calibrate`: run combinations for real and in virtual time, and show predicted beside
+measured.
 
-Rule: each combination runs on real processes, one at a time, and in virtual time: on the declared cluster, or on the
-profile of a real one, which is measured first unless `profile=FILE` is given. The error of a combination is measured /
-predicted time - 1. The median of |error| over the combinations has a 95 % bootstrap interval.
+Rule: each combination runs on real processes, one at a time, and in virtual time: on the declared
+cluster, or on the profile of a real one, which is measured first unless `profile=FILE` is given.
+The error of a combination is measured / predicted time - 1. The median of |error| over the
+combinations has a 95 % bootstrap interval.
 
-A combination with more ranks than this host has cores is left out on a real cluster: its ranks would slow each other
-down, as the nodes of a cluster do not. Nothing is stored with the profile.
+A combination with more ranks than this host has cores is left out on a real cluster: its ranks
+would slow each other down, as the nodes of a cluster do not. Nothing is stored with the profile.
 """
 
 import hashlib
@@ -55,10 +57,17 @@ COMBINATIONS = {
     "D-PSGD": "sync=d_psgd topology=gossip compression=none",
     "Ripples random": "sync=ripples_random topology=partial_all_reduce compression=none",
 }
-DEFAULTS = ("schedule=single", "optimizer.lr=0.01", "eval.every_commits=1000000000")  # no evaluation in between
+DEFAULTS = (
+    "schedule=single",
+    "optimizer.lr=0.01",
+    "eval.every_commits=1000000000",
+)  # no evaluation in between
 REAL_CLUSTER = ("cluster=real", "cluster.num_workers=2")
 LEAST_ROUNDS, MOST_STEPS = 12, 50_000  # rounds of every worker, and steps, of one run
-TOO_MANY = "its {ranks} ranks are more than this host's {cores} cores, so that its times are not those of a cluster"
+TOO_MANY = (
+    "its {ranks} ranks are more than this host's {cores} cores, so that its times are not those of"
+    " a cluster"
+)
 
 
 @dataclass(frozen=True)
@@ -96,11 +105,16 @@ def calibrate(
     dry_run: bool,
     quiet: bool,
 ) -> None:
-    """Raises UsageError for what cannot be calibrated, AshlError where fewer than two combinations end."""
+    """Raises UsageError for what cannot be calibrated, AshlError where fewer than two combinations
+    end.
+    """
     typed = checked(overrides, config_dir)
     chosen, deadline = combinations_of(typed), Deadline(budget_s)
     base = compose([*typed, *next(iter(chosen.values())).split()], config_dir)
-    folder = Path(base["run"]["dir"] or CALIBRATIONS / hashlib.sha256(config_hash(base).encode()).hexdigest()[:8])
+    folder = Path(
+        base["run"]["dir"]
+        or CALIBRATIONS / hashlib.sha256(config_hash(base).encode()).hexdigest()[:8]
+    )
     if base["profile"]:
         read_profile(base["profile"])
     chosen, left_out = within_cores(chosen, typed, config_dir)
@@ -112,28 +126,46 @@ def calibrate(
     if len(chosen) < 2:
         name, reason = next(iter(left_out.items()))
         raise UsageError(
-            f"fewer than two combinations are left to compare ({name}: {reason}); calibrate on a host with a core for "
-            "each rank, or a declared cluster, whose workers are paced"
+            f"fewer than two combinations are left to compare ({name}: {reason}); calibrate on a"
+            " host with a core for each rank, or a declared cluster, whose workers are paced"
         )
-    pairs = [*pairs_of(chosen, typed, config_dir, folder, profile_for(base, chosen, typed, config_dir, folder), run_s)]
+    pairs = [
+        *pairs_of(
+            chosen,
+            typed,
+            config_dir,
+            folder,
+            profile_for(base, chosen, typed, config_dir, folder),
+            run_s,
+        )
+    ]
     run_pairs(pairs, console, deadline, quiet=quiet)
     rows = [row for pair in pairs if (row := compared(pair)) is not None]
     if len(rows) < 2:
         raise AshlError(
-            f"fewer than two combinations have ended in {budget_s:g} s; give --budget more: the same command "
-            f"continues, and {folder} has the logs of what failed"
+            f"fewer than two combinations have ended in {budget_s:g} s; give --budget more: the"
+            f" same command continues, and {folder} has the logs of what failed"
         )
-    document = {"combinations": [{**asdict(row), "error": row.error} for row in rows], "left_out": left_out}
-    jsonl.write_json(folder / FILE, {**document, "median_error": median_error(rows), "interval": interval(rows)})
+    document = {
+        "combinations": [{**asdict(row), "error": row.error} for row in rows],
+        "left_out": left_out,
+    }
+    jsonl.write_json(
+        folder / FILE, {**document, "median_error": median_error(rows), "interval": interval(rows)}
+    )
     show(console, rows, left_out, len(pairs), folder)
 
 
 def checked(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
-    """Return what holds for all runs, with the defaults of what was not typed. Raises UsageError."""
+    """Return what holds for all runs, with the defaults of what was not typed. Raises
+    UsageError.
+    """
     typed = {key_of(text): text for text in overrides}
     for key, text in typed.items():
         if len(alternatives(text, config_dir)) > 1:
-            raise UsageError(f"{text} gives several values, and all runs of a calibration have one; give one")
+            raise UsageError(
+                f"{text} gives several values, and all runs of a calibration have one; give one"
+            )
         if key == "stop" or key.startswith("stop."):
             raise UsageError(f"{text}: how long runs are follows from --seconds; drop it")
     if not any(key == "cluster" or key.startswith("cluster.") for key in typed):
@@ -141,12 +173,16 @@ def checked(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
     typed = {key_of(text): text for text in DEFAULTS} | typed
     config = compose([*typed.values()], config_dir)
     if is_virtual(config) or not config["runtime"]["_target_"].endswith("LocalRuntime"):
-        raise UsageError("a calibration compares virtual time with real processes here; take runtime=local")
+        raise UsageError(
+            "a calibration compares virtual time with real processes here; take runtime=local"
+        )
     return [*typed.values()]
 
 
 def combinations_of(typed: Sequence[str]) -> dict[str, str]:
-    """Return the combinations that agree with what was typed. Raises UsageError where fewer than two do."""
+    """Return the combinations that agree with what was typed. Raises UsageError where fewer than
+    two do.
+    """
     by_key = {key_of(text): text for text in typed}
     found = {
         name: line
@@ -155,14 +191,18 @@ def combinations_of(typed: Sequence[str]) -> dict[str, str]:
     }
     if len(found) < 2:
         left = f"only {next(iter(found))}" if found else "nothing"
-        raise UsageError(f"{left} of what is calibrated goes with {' '.join(typed)}; drop some of that")
+        raise UsageError(
+            f"{left} of what is calibrated goes with {' '.join(typed)}; drop some of that"
+        )
     return found
 
 
 def within_cores(
     chosen: dict[str, str], typed: Sequence[str], config_dir: Path | None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the combinations that this host has cores for, and why others are left out. Paced ranks mostly sleep."""
+    """Return the combinations that this host has cores for, and why others are left out. Paced
+    ranks mostly sleep.
+    """
     found, left_out, cores = dict[str, str](), dict[str, str](), len(os.sched_getaffinity(0))
     for name, line in chosen.items():
         config = compose([*typed, *line.split()], config_dir)
@@ -179,22 +219,34 @@ def within_cores(
 
 
 def is_paced(config: dict[str, Any]) -> bool:
-    return isinstance(OptionFactory(config["allow_targets"]).of("cluster", config["cluster"]), Cluster)
+    return isinstance(
+        OptionFactory(config["allow_targets"]).of("cluster", config["cluster"]), Cluster
+    )
 
 
 def profile_for(
-    base: dict[str, Any], chosen: dict[str, str], typed: Sequence[str], config_dir: Path | None, folder: Path
+    base: dict[str, Any],
+    chosen: dict[str, str],
+    typed: Sequence[str],
+    config_dir: Path | None,
+    folder: Path,
 ) -> Path | None:
-    """Return the profile of a real cluster, measured unless it was given; None where costs are declared."""
+    """Return the profile of a real cluster, measured unless it was given; None where costs are
+    declared.
+    """
     if base["profile"]:
         return Path(base["profile"])
     if is_paced(base):
         return None
     path = folder / "profile" / "profile.json"
     if not path.exists():
-        names = dict.fromkeys(text.partition("=")[2] for line in chosen.values() for text in line.split()[-1:])
+        names = dict.fromkeys(
+            text.partition("=")[2] for line in chosen.values() for text in line.split()[-1:]
+        )
         codecs = specs_of("compression", [*names], typed, config_dir)
-        measure({**base, "run": {**base["run"], "dir": str(path.parent)}}, [], quiet=True, codecs=codecs)
+        measure(
+            {**base, "run": {**base["run"], "dir": str(path.parent)}}, [], quiet=True, codecs=codecs
+        )
     return path
 
 
@@ -209,7 +261,9 @@ def pairs_of(
     """Yield each combination as a pair of runs that should take so many seconds."""
     for name, line in chosen.items():
         texts = [text for text in (*typed, *line.split()) if key_of(text) != "profile"]
-        virtual = [text for text in texts if profile is None or key_of(text).partition(".")[0] != "cluster"]
+        virtual = [
+            text for text in texts if profile is None or key_of(text).partition(".")[0] != "cluster"
+        ]
         virtual = [text for text in virtual if key_of(text).partition(".")[0] != "runtime"]
         virtual += ["runtime=sim", "runtime.gradients=false"]
         virtual += [] if profile is None else ["cluster=profile", f"profile={profile}"]
@@ -228,7 +282,11 @@ def job(texts: Sequence[str], steps: int, config_dir: Path | None, folder: Path)
     overrides = (*texts, f"stop.steps={steps}", "tracking=none")
     config = compose(overrides, config_dir)
     place = folder / config_hash(config)
-    return Job(place, {**config, "run": {**config["run"], "dir": str(place), "save_weights": False}}, overrides)
+    return Job(
+        place,
+        {**config, "run": {**config["run"], "dir": str(place), "save_weights": False}},
+        overrides,
+    )
 
 
 def run_pairs(pairs: Sequence[Pair], console: Console, deadline: Deadline, *, quiet: bool) -> None:
@@ -275,7 +333,9 @@ def median_error(rows: Sequence[Compared]) -> float:
 
 
 def interval(rows: Sequence[Compared]) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of the median error, the same for the same rows."""
+    """Return the 95 % percentile bootstrap interval of the median error, the same for the same
+    rows.
+    """
     errors = [abs(row.error) for row in rows]
     found = stats.bootstrap((errors,), np.median, method="percentile", rng=np.random.default_rng(0))
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
@@ -286,7 +346,9 @@ def show_left_out(console: Console, left_out: dict[str, str]) -> None:
         console.print(f"left out: {name}: {reason}", soft_wrap=True, markup=False)
 
 
-def show(console: Console, rows: Sequence[Compared], left_out: dict[str, str], count: int, folder: Path) -> None:
+def show(
+    console: Console, rows: Sequence[Compared], left_out: dict[str, str], count: int, folder: Path
+) -> None:
     """Print predicted beside measured, the error and its interval."""
     columns = ("steps", "predicted", "measured", "error", "waiting predicted", "measured")
     table = Table("combination", box=None, padding=(0, 2, 0, 0))
@@ -301,8 +363,9 @@ def show(console: Console, rows: Sequence[Compared], left_out: dict[str, str], c
     low, high = interval(rows)
     worst = max(rows, key=lambda row: abs(row.error))
     console.print(
-        f"Predicted times are off by {percent(median_error(rows))} in the median (95 % interval {percent(low)} to "
-        f"{percent(high)} over {len(rows)} combinations), by {percent(abs(worst.error))} at worst ({worst.name}).",
+        f"Predicted times are off by {percent(median_error(rows))} in the median (95 % interval"
+        f" {percent(low)} to {percent(high)} over {len(rows)} combinations), by"
+        f" {percent(abs(worst.error))} at worst ({worst.name}).",
         soft_wrap=True,
     )
     if len(rows) < count:

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Run(Mapping[str, Any]):
-    """A run folder. As a mapping it holds what its summary does, and `run_dir`; empty in a process of a job that does
-    not record."""
+    """A run folder. As a mapping it holds what its summary does, and `run_dir`; empty in a process
+    of a job that does not record.
+    """
 
     folder: Path
     summary: Mapping[str, Any]  # as in summary.json
@@ -46,14 +47,18 @@ class Run(Mapping[str, Any]):
         try:
             return parsed((self.folder / "plan.json").read_bytes())
         except (OSError, ValueError) as error:
-            raise UsageError(f"{self.folder / 'plan.json'} is missing or broken; run it again.") from error
+            raise UsageError(
+                f"{self.folder / 'plan.json'} is missing or broken; run it again."
+            ) from error
 
-    def model(self, weights: Literal["final", "best"] = "final", allow_targets: Sequence[str] = ()) -> "nn.Module":
+    def model(
+        self, weights: Literal["final", "best"] = "final", allow_targets: Sequence[str] = ()
+    ) -> "nn.Module":
         """The model with the weights that the run left, ready to evaluate; needs no data set.
 
-        `allow_targets` are the packages that a model of your own may be imported from. Those that `ashl.train` was
-        given need not be named again, nor does a class that is imported already. Raises UsageError where the run has
-        left no weights.
+        `allow_targets` are the packages that a model of your own may be imported from. Those that
+        `ashl.train` was given need not be named again, nor does a class that is imported already.
+        Raises UsageError where the run has left no weights.
         """
         from ashl.run.weights import load
 
@@ -110,8 +115,9 @@ def figure(value: object) -> str:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Runs(Sequence[Run]):
-    """The runs of a sweep, in the order of its grid, or of any folder of runs. Its frames have the columns of `ashl
-    export`: hash, setting, seed and the axes first."""
+    """The runs of a sweep, in the order of its grid, or of any folder of runs. Its frames have the
+    columns of `ashl export`: hash, setting, seed and the axes first.
+    """
 
     study: Study
 
@@ -131,8 +137,9 @@ class Runs(Sequence[Run]):
         return self._frame("events")
 
     def answer(self, target: float | None = None) -> str:
-        """Who reaches the target first, by how much and how sure that is, as `ashl compare` says it. `target` is an
-        accuracy; None = the one that was asked for, or the best that all reach."""
+        """Who reaches the target first, by how much and how sure that is, as `ashl compare` says
+        it. `target` is an accuracy; None = the one that was asked for, or the best that all reach.
+        """
         from ashl.report.leaderboard import rank
         from ashl.report.phrases import answer
 
@@ -172,14 +179,21 @@ class Runs(Sequence[Run]):
         head = "".join(f"<th>{key}</th>" for key in (*shown, "final test_accuracy"))
         lines = []
         for run in self:
-            values = [*(run.summary.get(key) for key in shown), (run.summary.get("final") or {}).get("test_accuracy")]
-            lines.append("".join(f"<td>{'' if value is None else figure(value)}</td>" for value in values))
+            values = [
+                *(run.summary.get(key) for key in shown),
+                (run.summary.get("final") or {}).get("test_accuracy"),
+            ]
+            lines.append(
+                "".join(f"<td>{'' if value is None else figure(value)}</td>" for value in values)
+            )
         rows = "".join(f"<tr>{line}</tr>" for line in lines)
         return f"<table><caption>{escape(repr(self)[1:-1])}</caption><tr>{head}</tr>{rows}</table>"
 
 
 def load(path: Path) -> Run | Runs:
-    """One run, or all runs of a sweep or of a folder. Raises UsageError where there is none that has ended."""
+    """One run, or all runs of a sweep or of a folder. Raises UsageError where there is none that
+    has ended.
+    """
     if not path.is_dir() or (path / SWEEP).exists() or not (path / records.CONFIG).exists():
         return Runs(records.read([path]))
     try:

@@ -16,7 +16,9 @@ from ashl.planning.compile_plan import compile_plan
 
 MAX_POINTS = 10_000
 
-Processes = Callable[[dict[str, Any]], int | None]  # of the job that this configuration will be run in, if in one
+Processes = Callable[
+    [dict[str, Any]], int | None
+]  # of the job that this configuration will be run in, if in one
 
 
 def alone(config: dict[str, Any]) -> None:
@@ -24,7 +26,9 @@ def alone(config: dict[str, Any]) -> None:
 
 
 class Line(NamedTuple):
-    """A grid: the product of the alternatives of each override. `label`: what its settings are called."""
+    """A grid: the product of the alternatives of each override. `label`: what its settings are
+    called.
+    """
 
     alternatives: Sequence[Sequence[str]]
     label: str = ""
@@ -40,7 +44,9 @@ class Setting:
     config: dict[str, Any]
     predicted_s: float | None  # on the experiment's clock; None where the plan cannot tell
     label: str = ""  # its name in tables and figures, where its line has one
-    plan: Plan | None = field(default=None, repr=False, compare=False)  # shared by settings of other seeds
+    plan: Plan | None = field(
+        default=None, repr=False, compare=False
+    )  # shared by settings of other seeds
 
 
 def label(setting: Setting, without: str = "") -> str:
@@ -59,9 +65,10 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Grid:
-    """`unused`: keys that were left out of points where the chosen option lacks them or they have no effect, with the
-    number of points; `reasons`: why they have none, for one point of each key; `merged`: points that turned out to be
-    the same as another."""
+    """`unused`: keys that were left out of points where the chosen option lacks them or they have
+    no effect, with the number of points; `reasons`: why they have none, for one point of each key;
+    `merged`: points that turned out to be the same as another.
+    """
 
     axes: dict[str, list[str]]
     settings: tuple[Setting, ...]
@@ -72,8 +79,8 @@ class Grid:
 
 
 def grid_lines(overrides: Sequence[str], config_dir: Path | None) -> list[Line]:
-    """The alternatives of every override: one grid, or one for each line of the `sweep` that a preset brings, with the
-    `label` that it gives itself.
+    """The alternatives of every override: one grid, or one for each line of the `sweep` that a
+    preset brings, with the `label` that it gives itself.
 
     What the command line says of a key counts for every line.
     """
@@ -87,7 +94,10 @@ def grid_lines(overrides: Sequence[str], config_dir: Path | None) -> list[Line]:
     if not isinstance(lines, list) or not all(isinstance(line, dict) for line in lines):
         raise UsageError("sweep must be a list of lines like `- {sync: bsp, optimizer.lr: 0.1}`.")
     if any("allow_targets" in line for line in lines):
-        raise UsageError("sweep: a file cannot allow code to be imported; type allow_targets on the command line.")
+        raise UsageError(
+            "sweep: a file cannot allow code to be imported; type allow_targets on the command"
+            " line."
+        )
     found = []
     for line in lines:
         own = {key: value for key, value in line.items() if key not in {"label", *keys}}
@@ -98,16 +108,20 @@ def grid_lines(overrides: Sequence[str], config_dir: Path | None) -> list[Line]:
 
 
 def points(lines: Sequence[Line]) -> dict[tuple[str, ...], str]:
-    """Every combination of each line's alternatives, line after line, and the line's label. Raises UsageError for none
-    or too many."""
+    """Every combination of each line's alternatives, line after line, and the line's label. Raises
+    UsageError for none or too many.
+    """
     size = sum(math.prod(map(len, line.alternatives)) for line in lines)
     if size > MAX_POINTS:
         raise UsageError(
-            f"this grid has {size:,} points, and {MAX_POINTS:,} is the most that a sweep takes; drop values or axes, "
-            "or search it with --sweeper optuna"
+            f"this grid has {size:,} points, and {MAX_POINTS:,} is the most that a sweep takes;"
+            " drop values or axes, or search it with --sweeper optuna"
         )
     if not size:
-        raise UsageError("this grid is empty; give at least one setting, as in `ashl sweep sync=bsp,ssp seed=0,1,2`")
+        raise UsageError(
+            "this grid is empty; give at least one setting, as in `ashl sweep sync=bsp,ssp"
+            " seed=0,1,2`"
+        )
     found: dict[tuple[str, ...], str] = {}
     for line in lines:
         for point in itertools.product(*line.alternatives):
@@ -122,9 +136,15 @@ def axes_of(lines: Sequence[Line]) -> dict[str, list[str]]:
         for singles in line.alternatives:
             for single in singles:
                 values.setdefault(key_of(single), []).append(single.partition("=")[2])
-    everywhere = {key for key in values if all(any(key == key_of(a[0]) for a in line.alternatives) for line in lines)}
+    everywhere = {
+        key
+        for key in values
+        if all(any(key == key_of(a[0]) for a in line.alternatives) for line in lines)
+    }
     found = {key: list(dict.fromkeys(options)) for key, options in values.items()}
-    return {key: options for key, options in found.items() if len(options) > 1 or key not in everywhere}
+    return {
+        key: options for key, options in found.items() if len(options) > 1 or key not in everywhere
+    }
 
 
 def make_grid(
@@ -135,11 +155,12 @@ def make_grid(
     progress: Callable[[int, int], None] = lambda done, size: None,
     processes: Processes = alone,
 ) -> Grid:
-    """Compose and plan every point. A point that cannot be run is skipped with its reason, or with `strict` an error.
+    """Compose and plan every point. A point that cannot be run is skipped with its reason, or with
+    `strict` an error.
 
-    A key that another chosen option has is left out where this one lacks it, and any key where it has no effect; points
-    that become the same are merged.
-    Raises UsageError and DataMissingError for what is wrong with the whole grid.
+    A key that another chosen option has is left out where this one lacks it, and any key where it
+    has no effect; points that become the same are merged. Raises UsageError and DataMissingError
+    for what is wrong with the whole grid.
     """
     wanted, axes = points(lines), axes_of(lines)
     compose = seeds_at_once(compose)
@@ -181,14 +202,24 @@ def make_grid(
         )
     if not settings:
         assert first is not None
-        raise first if len(wanted) == 1 else UsageError(f"no point of this grid can be run; the first: {first}")
+        raise (
+            first
+            if len(wanted) == 1
+            else UsageError(f"no point of this grid can be run; the first: {first}")
+        )
     for key in unused.keys() - used - reasons.keys():
-        raise UsageError(f"no option that this grid chooses has the key {key}; `ashl list` shows what there is")
+        raise UsageError(
+            f"no option that this grid chooses has the key {key}; `ashl list` shows what there is"
+        )
     return Grid(axes, tuple(settings.values()), tuple(skipped), unused, merged, reasons)
 
 
-def seeds_at_once(compose: Callable[[Sequence[str]], dict[str, Any]]) -> Callable[[Sequence[str]], dict[str, Any]]:
-    """Settings that differ in their seed only are composed once: it is a value that nothing else depends on."""
+def seeds_at_once(
+    compose: Callable[[Sequence[str]], dict[str, Any]],
+) -> Callable[[Sequence[str]], dict[str, Any]]:
+    """Settings that differ in their seed only are composed once: it is a value that nothing else
+    depends on.
+    """
     composed: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def compose_once(point: Sequence[str]) -> dict[str, Any]:
@@ -211,17 +242,21 @@ def checked(
     reasons: dict[str, str] | None = None,
     drops: type[UnusedKeyError] = UnusedKeyError,
 ) -> tuple[tuple[str, ...], dict[str, Any], Plan]:
-    """A point without the keys that have no effect in it, its configuration and its plan. Why a key that the chosen
-    option has was left out is put among the `reasons`.
+    """A point without the keys that have no effect in it, its configuration and its plan. Why a key
+    that the chosen option has was left out is put among the `reasons`.
 
-    Args: drops is UnusedKeyError to leave out keys that the chosen option lacks, too, and NoEffectError to refuse them.
+    Args: drops is UnusedKeyError to leave out keys that the chosen option lacks, too, and
+    NoEffectError to refuse them.
 
-    Points that differ in their seed only share a plan, so one of them is checked, unless it draws the cluster.
+    Points that differ in their seed only share a plan, so one of them is checked, unless it draws
+    the cluster.
     """
     while True:
         try:
             config = compose(point)
-            shared = config_hash(config if config["cluster"].get("compute_spread") else {**config, "seed": 0})
+            shared = config_hash(
+                config if config["cluster"].get("compute_spread") else {**config, "seed": 0}
+            )
             if shared not in plans:
                 plans[shared] = planned(config, point, processes)
             plan = plans[shared]
@@ -237,7 +272,9 @@ def checked(
             point = rest
 
 
-def planned(config: dict[str, Any], point: Sequence[str], processes: Processes) -> Plan | UsageError:
+def planned(
+    config: dict[str, Any], point: Sequence[str], processes: Processes
+) -> Plan | UsageError:
     """The plan, or why there is none; missing data is missing for every point."""
     try:
         return compile_plan(config, processes(config), point, strict=True)

@@ -1,8 +1,10 @@
-"""Jobs that a launcher brings elsewhere: to other processes, or to the machines of a cluster's queue.
+"""Jobs that a launcher brings elsewhere: to other processes, or to the machines of a cluster's
+queue.
 
-Each job is a file in a folder of the launcher's, and that file is its leave to run: a job takes its own file away when
-it has ended, and if the sweep takes it away, the job ends, wherever it is, or does not begin when its turn has come. So
-no queue has to be asked about anything, and a sweep that is taken up never meets the jobs of the one before.
+Each job is a file in a folder of the launcher's, and that file is its leave to run: a job takes its
+own file away when it has ended, and if the sweep takes it away, the job ends, wherever it is, or
+does not begin when its turn has come. So no queue has to be asked about anything, and a sweep that
+is taken up never meets the jobs of the one before.
 """
 
 import json
@@ -25,7 +27,9 @@ PREFIX = "launcher-"
 MARGIN_S = 5.0  # what a launcher may take to notice that all of its jobs have left
 PARENT = os.getppid()
 
-Launch = Callable[[Path, int], Sequence[str]]  # the command that has the jobs 0 to n - 1 of a folder run elsewhere
+Launch = Callable[
+    [Path, int], Sequence[str]
+]  # the command that has the jobs 0 to n - 1 of a folder run elsewhere
 
 
 class WithdrawnError(Exception):
@@ -39,7 +43,9 @@ def run_elsewhere(
     show: Callable[[list[Job]], None],
     unwanted: Callable[[Job], bool] = lambda job: False,
 ) -> Iterator[Job]:
-    """As `slots.run_all`, by a launcher in the sweep's folder. Raises AshlError if some jobs have never begun."""
+    """As `slots.run_all`, by a launcher in the sweep's folder. Raises AshlError if some jobs have
+    never begun.
+    """
     waiting = dict(enumerate(jobs))
     if not waiting:
         return
@@ -60,7 +66,10 @@ def run_elsewhere(
         yield waiting[number]
     if lost:
         what = f"{len(lost)} of {len(jobs)} runs have not begun ({last_words(place)})"
-        raise AshlError(f"{what}; the launcher's output is in {place}, and the same command runs what is missing")
+        raise AshlError(
+            f"{what}; the launcher's output is in {place}, and the same command runs what is"
+            " missing"
+        )
     if not waiting:
         shutil.rmtree(place, ignore_errors=True)
 
@@ -69,8 +78,9 @@ def run_elsewhere(
 def at_work(
     folder: Path, documents: Mapping[str, Any], command: Callable[[Path], Sequence[str]]
 ) -> Generator[tuple[Path, Popen]]:
-    """A launcher in a process, a session and a folder of its own, where these documents are. In the end they are
-    withdrawn, and so is before all what an earlier launcher of this sweep may have left.
+    """A launcher in a process, a session and a folder of its own, where these documents are. In the
+    end they are withdrawn, and so is before all what an earlier launcher of this sweep may have
+    left.
 
     Its input is a pipe that is closed when the sweep dies, however it dies.
     """
@@ -81,7 +91,9 @@ def at_work(
         (place / document).write_text(json.dumps(content), encoding="utf-8")
     with (
         open(place / LOG, "wb") as log,
-        Popen(command(place), stdin=PIPE, stdout=log, stderr=STDOUT, start_new_session=True) as process,
+        Popen(
+            command(place), stdin=PIPE, stdout=log, stderr=STDOUT, start_new_session=True
+        ) as process,
     ):
         try:
             yield place, process
@@ -128,14 +140,17 @@ def play_job(place: Path, number: int) -> None:
 
 
 def run_while(leave: Path, mark: Path, jobs: Sequence[Job], slots: int) -> None:
-    """Run these as long as the first file is there; the second one is there as long as they run. Raises WithdrawnError;
-    the runs have left in order by then."""
+    """Run these as long as the first file is there; the second one is there as long as they run.
+    Raises WithdrawnError; the runs have left in order by then.
+    """
 
     def leave_or_go_on(running: list[Job]) -> None:
         if not leave.exists() or os.getppid() != PARENT:
             raise WithdrawnError
 
-    mp.set_start_method("forkserver", force=True)  # a worker of joblib has one that a fork server does not know
+    mp.set_start_method(
+        "forkserver", force=True
+    )  # a worker of joblib has one that a fork server does not know
     mark.touch()
     try:
         for _ in run_all(slots, jobs, leave_or_go_on):

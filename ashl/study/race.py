@@ -1,18 +1,22 @@
-"""Racing: runs go on to their end one after the other, and one whose setting is clearly behind is stopped on the way.
+"""Racing: runs go on to their end one after the other, and one whose setting is clearly behind is
+stopped on the way.
 
-No run is begun twice or paused, so a race never does more work than its grid. It begins with the baseline, which stays,
-and goes through the settings seed by seed; of a setting that is dropped, no other seed is begun.
+No run is begun twice or paused, so a race never does more work than its grid. It begins with the
+baseline, which stays, and goes through the settings seed by seed; of a setting that is dropped, no
+other seed is begun.
 
-Rule: settings are compared at moments a factor of √2 apart, over the seeds with which both have come that far; the
-better third stays. A setting is dropped where with every seed its loss is above the best one's at half the time: it
-needs more than twice the time. In the second half, when curves have ceased to cross, also where the one-sided
-`CONFIDENCE` interval of its loss minus the best one's lies above zero (of settings with one seed: where it is higher).
-Once a setting has reached the target with the seeds that another one was begun with, that one is dropped when it has
-not by `PATIENCE` times the slowest of these; by `TWICE`, while it is known by one of several seeds. What was first at
-the target with some seed, or within `PATIENCE` of that, is no longer judged by its loss on the way there.
+Rule: settings are compared at moments a factor of √2 apart, over the seeds with which both have
+come that far; the better third stays. A setting is dropped where with every seed its loss is above
+the best one's at half the time: it needs more than twice the time. In the second half, when curves
+have ceased to cross, also where the one-sided `CONFIDENCE` interval of its loss minus the best
+one's lies above zero (of settings with one seed: where it is higher). Once a setting has reached
+the target with the seeds that another one was begun with, that one is dropped when it has not by
+`PATIENCE` times the slowest of these; by `TWICE`, while it is known by one of several seeds. What
+was first at the target with some seed, or within `PATIENCE` of that, is no longer judged by its
+loss on the way there.
 
-Source: Maron and Moore, "Hoeffding races", NIPS 1994 (dropping by intervals); Jamieson and Talwalkar, "Non-stochastic
-best arm identification and hyperparameter optimization", AISTATS 2016.
+Source: Maron and Moore, "Hoeffding races", NIPS 1994 (dropping by intervals); Jamieson and
+Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", AISTATS 2016.
 """
 
 import math
@@ -28,14 +32,18 @@ MOMENTS = 8  # before the end: the first is at 1/16 of the longest run
 
 
 class Standing(NamedTuple):
-    """How one run stands at a moment: `loss` as evaluated there, infinite where it diverged or failed."""
+    """How one run stands at a moment: `loss` as evaluated there, infinite where it diverged or
+    failed.
+    """
 
     loss: float
     reached_s: float | None
 
 
 class Course(NamedTuple):
-    """What a run has shown so far: its evaluations, when it reached the target, whether it has ended."""
+    """What a run has shown so far: its evaluations, when it reached the target, whether it has
+    ended.
+    """
 
     times: Sequence[float]
     losses: Sequence[float]
@@ -48,13 +56,17 @@ class Course(NamedTuple):
         return self.times[-1] if self.times else 0.0
 
     def at(self, time_s: float) -> Standing | None:
-        """None where it has not come so far, or was not evaluated before; a run that has ended stays as it ended."""
+        """None where it has not come so far, or was not evaluated before; a run that has ended
+        stays as it ended.
+        """
         if self.failed:
             return Standing(math.inf, None)
         if not self.times or self.times[0] > time_s or (not self.ended and self.now_s < time_s):
             return None
         reached = self.reached_s is not None and self.reached_s <= time_s
-        return Standing(self.losses[bisect_right(self.times, time_s) - 1], self.reached_s if reached else None)
+        return Standing(
+            self.losses[bisect_right(self.times, time_s) - 1], self.reached_s if reached else None
+        )
 
 
 Courses = Mapping[int, Course]  # a setting's runs that have begun, by seed
@@ -68,15 +80,18 @@ def moments(horizon_s: float) -> list[float]:
 def verdicts(
     field: Mapping[str, Courses], horizon_s: float, seeds: int, stays: Collection[str]
 ) -> dict[str, tuple[float, str]]:
-    """The settings to drop as things stand, with the moment and the reason. `seeds`: how many runs a setting has;
-    `stays`: who is never dropped."""
+    """The settings to drop as things stand, with the moment and the reason. `seeds`: how many runs
+    a setting has; `stays`: who is never dropped.
+    """
     found, there = {}, first_there(field)
     for name, own in field.items():
         if name in stays or not own:
             continue
         verdict = diverged(own) or late(field, name, seeds)
         for at_s in moments(horizon_s) if name not in there else ():
-            verdict = verdict or behind(field, name, at_s, early=at_s <= horizon_s / 2, alone=seeds == 1)
+            verdict = verdict or behind(
+                field, name, at_s, early=at_s <= horizon_s / 2, alone=seeds == 1
+            )
         if verdict:
             found[name] = verdict
     return found
@@ -96,7 +111,9 @@ def first_there(field: Mapping[str, Courses]) -> set[str]:
     for seed in {seed for runs in field.values() for seed in runs}:
         reached = {name: runs[seed].reached_s for name, runs in field.items() if seed in runs}
         times = {name: time_s for name, time_s in reached.items() if time_s is not None}
-        found |= {name for name, time_s in times.items() if time_s <= PATIENCE * min(times.values())}
+        found |= {
+            name for name, time_s in times.items() if time_s <= PATIENCE * min(times.values())
+        }
     return found
 
 
@@ -110,32 +127,59 @@ def late(field: Mapping[str, Courses], name: str, seeds: int) -> tuple[float, st
     own = field[name]
     reached = []
     for other in (runs for n, runs in field.items() if n != name):
-        times = [time_s for seed in own if seed in other and (time_s := other[seed].reached_s) is not None]
+        times = [
+            time_s
+            for seed in own
+            if seed in other and (time_s := other[seed].reached_s) is not None
+        ]
         reached += [max(times)] if len(times) == len(own) else []
     if not reached:
         return None
     factor = TWICE if len(own) < min(2, seeds) else PATIENCE
-    over = [run.now_s for run in own.values() if run.reached_s is None and run.now_s >= factor * min(reached)]
+    over = [
+        run.now_s
+        for run in own.values()
+        if run.reached_s is None and run.now_s >= factor * min(reached)
+    ]
     if not over:
         return None
-    return max(over), f"had not reached the target by {max(over):.4g} s, which the best did within {min(reached):.4g} s"
+    return (
+        max(over),
+        (
+            f"had not reached the target by {max(over):.4g} s, which the best did within"
+            f" {min(reached):.4g} s"
+        ),
+    )
 
 
 def behind(
     field: Mapping[str, Courses], name: str, at_s: float, *, early: bool, alone: bool
 ) -> tuple[float, str] | None:
     """Why this setting is clearly behind at this moment; None where it is not, or nobody knows."""
-    standings = {n: {s: at for s, run in runs.items() if (at := run.at(at_s))} for n, runs in field.items()}
+    standings = {
+        n: {s: at for s, run in runs.items() if (at := run.at(at_s))} for n, runs in field.items()
+    }
     own = standings[name]
-    peers = {n: [found[s] for s in own] for n, found in standings.items() if own and own.keys() <= found.keys()}
+    peers = {
+        n: [found[s] for s in own]
+        for n, found in standings.items()
+        if own and own.keys() <= found.keys()
+    }
     order = sorted(peers, key=lambda n: rank_of(peers[n]))
-    if not own or order.index(name) < math.ceil(len(order) * KEPT) or all(run.reached_s for run in own.values()):
+    if (
+        not own
+        or order.index(name) < math.ceil(len(order) * KEPT)
+        or all(run.reached_s for run in own.values())
+    ):
         return None
     best = field[order[0]]
     before = [best[s].at(at_s / 2) for s in own]
     gaps = [own[s].loss - then.loss for s, then in zip(own, before, strict=True) if then]
     if len(gaps) == len(own) and min(gaps) > 0:
-        return at_s, f"loss higher by {statistics.fmean(gaps):.3g} than the best had in half the time"
+        return (
+            at_s,
+            f"loss higher by {statistics.fmean(gaps):.3g} than the best had in half the time",
+        )
     gaps = [own[s].loss - standings[order[0]][s].loss for s in own]
     if early or not all(map(math.isfinite, gaps)):
         return None
@@ -149,6 +193,8 @@ def surely(at_s: float, gaps: Sequence[float], *, alone: bool) -> tuple[float, s
         return (at_s, f"loss higher by {mean:.3g}, with one seed") if alone and mean > 0 else None
     from scipy.stats import t
 
-    low = mean - float(t.ppf(CONFIDENCE, len(gaps) - 1)) * statistics.stdev(gaps) / math.sqrt(len(gaps))
+    low = mean - float(t.ppf(CONFIDENCE, len(gaps) - 1)) * statistics.stdev(gaps) / math.sqrt(
+        len(gaps)
+    )
     sure = f"by at least {low:.3g} with {CONFIDENCE:.0%} confidence, {len(gaps)} seeds"
     return (at_s, f"loss higher by {mean:.3g}, {sure}") if low > 0 else None

@@ -1,4 +1,6 @@
-"""A race as it goes on: what the runs have written so far, who is dropped by it, and what need not be run any more."""
+"""A race as it goes on: what the runs have written so far, who is dropped by it, and what need not
+be run any more.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,8 +16,10 @@ from ashl.tracking.recorder import METRICS
 
 
 class Race:
-    """`dropped` is the list in `sweep.json`: those of an earlier race in this folder stay dropped. `stays` is the label
-    of the setting that the others are compared with. `seeds`: how many a setting will have, where not all are here."""
+    """`dropped` is the list in `sweep.json`: those of an earlier race in this folder stay dropped.
+    `stays` is the label of the setting that the others are compared with. `seeds`: how many a
+    setting will have, where not all are here.
+    """
 
     def __init__(
         self,
@@ -31,15 +35,25 @@ class Race:
         self.teams: dict[str, list[Setting]] = {}
         for setting in settings:
             self.teams.setdefault(config_hash({**setting.config, "seed": 0}), []).append(setting)
-        self.stays = {name for name, team in self.teams.items() if label(team[0], without="seed") == stays}
-        self.stays |= {name for name, team in self.teams.items() if any(setting.hash in self.gone for setting in team)}
+        self.stays = {
+            name for name, team in self.teams.items() if label(team[0], without="seed") == stays
+        }
+        self.stays |= {
+            name
+            for name, team in self.teams.items()
+            if any(setting.hash in self.gone for setting in team)
+        }
         self.seeds = max(seeds, *map(len, self.teams.values()))
-        self.seen = {setting.hash: Seen(folder / setting.hash, setting.config) for setting in settings}
+        self.seen = {
+            setting.hash: Seen(folder / setting.hash, setting.config) for setting in settings
+        }
         self.longest_s = max(setting.predicted_s or 0.0 for setting in settings)
 
     @property
     def order(self) -> list[Setting]:
-        """Seed by seed, the baseline first: with each seed it is known when the others come to that one."""
+        """Seed by seed, the baseline first: with each seed it is known when the others come to that
+        one.
+        """
         teams = sorted(self.teams.items(), key=lambda item: item[0] not in self.stays)
         return [team[k] for k in range(self.seeds) for _, team in teams if k < len(team)]
 
@@ -51,12 +65,24 @@ class Race:
             name: {s.config["seed"]: course for s in team if (course := courses[s.hash])}
             for name, team in self.teams.items()
         }
-        horizon_s = self.longest_s or max((course.now_s for course in courses.values() if course), default=0.0)
-        done = {name for name, team in self.teams.items() if all(setting.hash in over for setting in team)}
-        for name, (at_s, reason) in verdicts(field, horizon_s, self.seeds, self.stays | done).items():
+        horizon_s = self.longest_s or max(
+            (course.now_s for course in courses.values() if course), default=0.0
+        )
+        done = {
+            name
+            for name, team in self.teams.items()
+            if all(setting.hash in over for setting in team)
+        }
+        for name, (at_s, reason) in verdicts(
+            field, horizon_s, self.seeds, self.stays | done
+        ).items():
             for setting in self.teams[name]:
                 if setting.hash not in over:
-                    entry = {"hash": setting.hash, "at_s": at_s if courses[setting.hash] else 0.0, "reason": reason}
+                    entry = {
+                        "hash": setting.hash,
+                        "at_s": at_s if courses[setting.hash] else 0.0,
+                        "reason": reason,
+                    }
                     self.dropped.append(entry)
                     self.gone.add(setting.hash)
             self.stays.add(name)

@@ -1,7 +1,9 @@
-"""`ashl replay`: make a profile of what a real run recorded, and run its plan on it in virtual time, perhaps changed.
+"""`ashl replay`: make a profile of what a real run recorded, and run its plan on it in virtual
+time, perhaps changed.
 
-The profile has the quantiles of each worker's steps, the mean of its transfers and encodings, and how long the server
-was busy with a push. A run knows transfers of one size only, so that a change of topology or compression is refused.
+The profile has the quantiles of each worker's steps, the mean of its transfers and encodings, and
+how long the server was busy with a push. A run knows transfers of one size only, so that a change
+of topology or compression is refused.
 """
 
 import shutil
@@ -30,17 +32,32 @@ from ashl.tracking.recorder import EVENTS, SUMMARY
 
 TOPOLOGIES = ("parameter_server", "all_reduce")  # whose transfers are all of one kind
 CHANGES = ("sync", "aggregate", "outer", "optimizer", "seed")
-NOT_REPEATED = ("runtime", "cluster", "profile", "plan", "run", "tracking", "stop", "eval", "name")  # of what was typed
+NOT_REPEATED = (
+    "runtime",
+    "cluster",
+    "profile",
+    "plan",
+    "run",
+    "tracking",
+    "stop",
+    "eval",
+    "name",
+)  # of what was typed
 Rounds = Sequence[Mapping[str, Any]]  # of one worker
 
 
-def replay(folder: Path, changes: Sequence[str], config_dir: Path | None, console: Console, *, quiet: bool) -> None:
-    """Run a recorded run again in virtual time, as it was and with `changes`. Raises UsageError if it cannot be."""
+def replay(
+    folder: Path, changes: Sequence[str], config_dir: Path | None, console: Console, *, quiet: bool
+) -> None:
+    """Run a recorded run again in virtual time, as it was and with `changes`. Raises UsageError if
+    it cannot be.
+    """
     for text in changes:
         if key_of(text).partition(".")[0] not in CHANGES:
             raise UsageError(
-                f"{text} is not replayed: a run measured its own model, messages and cluster; it can be replayed with "
-                f"another {', '.join(CHANGES)}; for the rest take runtime=sim cluster=profile with `ashl profile`"
+                f"{text} is not replayed: a run measured its own model, messages and cluster; it"
+                f" can be replayed with another {', '.join(CHANGES)}; for the rest take runtime=sim"
+                " cluster=profile with `ashl profile`"
             )
     config, typed, summary = config_of(folder), typed_of(folder), finished(folder)
     place = folder / "replay"
@@ -49,15 +66,25 @@ def replay(folder: Path, changes: Sequence[str], config_dir: Path | None, consol
     path = place / "profile.json"
     path.write_text(profile_of(folder, config, summary).to_json(), encoding="utf-8")
     own = [text for text in typed if key_of(text).partition(".")[0] not in NOT_REPEATED]
-    own += ["runtime=sim", "runtime.gradients=false", "tracking=none", "cluster=profile", f"profile={path}"]
+    own += [
+        "runtime=sim",
+        "runtime.gradients=false",
+        "tracking=none",
+        "cluster=profile",
+        f"profile={path}",
+    ]
     own += ["eval.every_commits=1000000000", f"stop.steps={summary['steps']}"]
     rows = {"as it was": summary, "replayed": played(own, config_dir, place / "replayed")}
     if changes:
         chosen = [key_of(text) for text in changes]
-        kept = [text for text in own if not any(key_of(text).startswith(f"{key}.") for key in chosen)]
+        kept = [
+            text for text in own if not any(key_of(text).startswith(f"{key}.") for key in chosen)
+        ]
         by_key = {key_of(text): text for text in (*kept, *changes)}
         rows[" ".join(changes)] = played([*by_key.values()], config_dir, place / "changed")
-    jsonl.write_json(place / "replay.json", {"run": str(folder), "changes": list(changes), "runs": rows})
+    jsonl.write_json(
+        place / "replay.json", {"run": str(folder), "changes": list(changes), "runs": rows}
+    )
     if not quiet:
         show(console, rows, place)
 
@@ -65,20 +92,34 @@ def replay(folder: Path, changes: Sequence[str], config_dir: Path | None, consol
 def finished(folder: Path) -> dict[str, Any]:
     """Return the summary of a real run that finished. Raises UsageError for any other."""
     summary = jsonl.whole(folder / SUMMARY)
-    if summary is None or summary.get("status") != "finished" or summary["exit_reason"] == "profiled":
-        how = "has not ended" if summary is None else f"ended as {summary['status']} ({summary['exit_reason']})"
+    if (
+        summary is None
+        or summary.get("status") != "finished"
+        or summary["exit_reason"] == "profiled"
+    ):
+        how = (
+            "has not ended"
+            if summary is None
+            else f"ended as {summary['status']} ({summary['exit_reason']})"
+        )
         raise UsageError(f"the run in {folder} {how}; replay a run that has trained to its end")
     if summary["runtime"] == "sim":
-        raise UsageError(f"the run in {folder} was in virtual time; run it with the change, by `ashl train`")
+        raise UsageError(
+            f"the run in {folder} was in virtual time; run it with the change, by `ashl train`"
+        )
     return summary
 
 
 def profile_of(folder: Path, config: Mapping[str, Any], summary: Mapping[str, Any]) -> Profile:
-    """Return the profile of what a run recorded. Raises UsageError where the records do not suffice."""
+    """Return the profile of what a run recorded. Raises UsageError where the records do not
+    suffice.
+    """
     plan, topology = read_plan(str(folder / "plan.json")), config["choices"]["topology"]
     if len(plan.stages) > 1 or topology not in TOPOLOGIES:
         what = f"{len(plan.stages)} stages" if len(plan.stages) > 1 else f"topology={topology}"
-        raise UsageError(f"the run in {folder} has {what}; replay a run of one stage, by a server or all-reduce")
+        raise UsageError(
+            f"the run in {folder} has {what}; replay a run of one stage, by a server or all-reduce"
+        )
     rounds = [recorded_rounds(folder, config, rank) for rank in range(plan.num_workers)]
     has_server = plan.num_ranks > plan.num_workers
     return Profile(
@@ -100,12 +141,19 @@ def recorded_rounds(folder: Path, config: Mapping[str, Any], rank: int) -> Round
     """Return the rounds of one worker with steps. Raises UsageError where none has its spans."""
     try:
         events = list(jsonl.read(folder / EVENTS)) if (folder / EVENTS).exists() else []
-        found = [e for e in events if e.get("kind") == "round" and e["rank"] == rank and e["steps"] and e["spans"]]
+        found = [
+            e
+            for e in events
+            if e.get("kind") == "round" and e["rank"] == rank and e["steps"] and e["spans"]
+        ]
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{folder / EVENTS} is damaged; repeat the run to replay it") from error
     if not found:
         said = config["tracking"]["events"]
-        raise UsageError(f"{folder} has no spans of worker {rank} (tracking.events={said}); run it with all events")
+        raise UsageError(
+            f"{folder} has no spans of worker {rank} (tracking.events={said}); run it with all"
+            " events"
+        )
     return found
 
 
@@ -135,7 +183,9 @@ def worker_profile(rounds: Rounds, batch: int) -> WorkerProfile:
 
 
 def step_times(rounds: Rounds) -> list[float]:
-    """Return the seconds of each step; steps of a round that kept one span for all of them count as equally long."""
+    """Return the seconds of each step; steps of a round that kept one span for all of them count as
+    equally long.
+    """
     found: list[float] = []
     for each in rounds:
         spans = [end - start for kind, start, end in each["spans"] if kind == "compute"]
@@ -146,14 +196,21 @@ def step_times(rounds: Rounds) -> list[float]:
 
 def min_wait_s(rounds: Sequence[Rounds], kinds: Sequence[str]) -> float:
     """Return the mean over rounds of what the worker that spent least on `kinds` did."""
-    return fmean(min(sum(each[kind] for kind in kinds) for each in together) for together in zip(*rounds, strict=False))
+    return fmean(
+        min(sum(each[kind] for kind in kinds) for each in together)
+        for together in zip(*rounds, strict=False)
+    )
 
 
 def all_reduce_line(rounds: Sequence[Rounds], config: Mapping[str, Any], plan: Plan) -> AlphaBeta:
-    """Return what an all-reduce took after its last member had come; a gathering costs half of the same bytes."""
+    """Return what an all-reduce took after its last member had come; a gathering costs half of the
+    same bytes.
+    """
     codec = OptionFactory(plan.allow_targets).of("compression", config["compression"])
     gathers = not (codec.traits.lossless or codec.traits.linear)
-    return AlphaBeta(min_wait_s(rounds, ("wait_s", "push_s", "pull_s")) * (2 if gathers else 1), 0.0)
+    return AlphaBeta(
+        min_wait_s(rounds, ("wait_s", "push_s", "pull_s")) * (2 if gathers else 1), 0.0
+    )
 
 
 def played(texts: Sequence[str], config_dir: Path | None, folder: Path) -> dict[str, Any]:
@@ -169,12 +226,17 @@ def show(console: Console, rows: Mapping[str, Mapping[str, Any]], place: Path) -
     """Print the run, its replay, and the replay with the change."""
     table = Table("", "time", "steps/s", "waiting", box=None, padding=(0, 2, 0, 0))
     for name, row in rows.items():
-        table.add_row(name, seconds(row["time_s"]), number(row["steps_per_s"]), percent(row["wait_share"]))
+        table.add_row(
+            name, seconds(row["time_s"]), number(row["steps_per_s"]), percent(row["wait_share"])
+        )
     console.print(table)
     was, replayed, *changed = rows.values()
     off = replayed["time_s"] / was["time_s"] - 1
     console.print(f"The replay differs from the run by {off:+.1%} in time.", soft_wrap=True)
     for row in changed:
         share = row["time_s"] / replayed["time_s"] - 1
-        console.print(f"On the same steps and transfers the change alters the time by {share:+.1%}.", soft_wrap=True)
+        console.print(
+            f"On the same steps and transfers the change alters the time by {share:+.1%}.",
+            soft_wrap=True,
+        )
     console.print(f"folder  {place}", soft_wrap=True, markup=False)

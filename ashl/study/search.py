@@ -1,8 +1,10 @@
-"""A search: a sweeper chooses what to try next by what came of the trials before. What it tried is a sweep's folder.
+"""A search: a sweeper chooses what to try next by what came of the trials before. What it tried is
+a sweep's folder.
 
-A trial is a setting with each of the seeds asked for, and what the sweeper makes small is its mean cost: the time to
-the target, or where there is none, the loss at the end. What has ended is not run twice: a search that is taken up
-chooses the same settings again, so it is through in no time with those that it has tried, and goes on from there.
+A trial is a setting with each of the seeds asked for, and what the sweeper makes small is its mean
+cost: the time to the target, or where there is none, the loss at the end. What has ended is not run
+twice: a search that is taken up chooses the same settings again, so it is through in no time with
+those that it has tried, and goes on from there.
 """
 
 import hashlib
@@ -33,15 +35,18 @@ from ashl.tracking.recorder import METRICS
 from ashl.tracking.sweep_progress import Reading, SweepProgress
 
 ASKED = "search.json"
-NEVER = 1e9  # what a trial costs that cannot be run, diverges or misses the target: sweepers want finite numbers
+# what a trial costs that cannot be run, diverges or misses the target: sweepers want finite numbers
+NEVER = 1e9
 
 Compose = Callable[[Sequence[str], Path | None], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What may vary in a search: `singles` are its alternatives, of which the sweeper chooses a number (`numbers`, in
-    Hydra's grammar), or the two ends of the interval from which it takes a value (`drawn`)."""
+    """What may vary in a search: `singles` are its alternatives, of which the sweeper chooses a
+    number (`numbers`, in Hydra's grammar), or the two ends of the interval from which it takes a
+    value (`drawn`).
+    """
 
     key: str
     singles: tuple[str, ...]
@@ -49,11 +54,15 @@ class Axis:
     drawn: str = ""
 
     def asked(self, number: int) -> str:
-        """As the sweeper is asked for it: its own keys mean nothing to Hydra, whose configuration is not ours."""
+        """As the sweeper is asked for it: its own keys mean nothing to Hydra, whose configuration
+        is not ours.
+        """
         return f"+axes.a{number}={self.drawn or self.numbers}"
 
     def single(self, value: float) -> str:
-        """The override that the sweeper's value stands for. Four digits are plenty, and can be read."""
+        """The override that the sweeper's value stands for. Four digits are plenty, and can be
+        read.
+        """
         if not self.drawn:
             return self.singles[int(value)]
         return f"{self.key}={value if isinstance(value, int) else f'{value:.4g}'}"
@@ -73,13 +82,20 @@ class Search:
         return Line([*([single] for single in (*self.fixed, *singles)), self.seeds])
 
     def corners(self) -> list[Line]:
-        """Grids that have every alternative once, beside the first ones of all other axes: what is checked before.
-        Raises UsageError where there is nothing to search."""
+        """Grids that have every alternative once, beside the first ones of all other axes: what is
+        checked before. Raises UsageError where there is nothing to search.
+        """
         if not self.axes:
-            raise UsageError("a search needs something to choose, as in 'optimizer.lr=interval(0.01,0.5)' sync=bsp,ssp")
+            raise UsageError(
+                "a search needs something to choose, as in 'optimizer.lr=interval(0.01,0.5)'"
+                " sync=bsp,ssp"
+            )
         fixed = [[single] for single in (*self.fixed, self.seeds[0])]
         firsts = [axis.singles[:1] for axis in self.axes]
-        return [Line([*fixed, *firsts[:k], axis.singles, *firsts[k + 1 :]]) for k, axis in enumerate(self.axes)]
+        return [
+            Line([*fixed, *firsts[:k], axis.singles, *firsts[k + 1 :]])
+            for k, axis in enumerate(self.axes)
+        ]
 
 
 def folder_of(overrides: Sequence[str], config: dict[str, Any]) -> Path:
@@ -90,7 +106,8 @@ def folder_of(overrides: Sequence[str], config: dict[str, Any]) -> Path:
     return sweep.SWEEPS / f"{config['name'] or 'search'}-{digest}"
 
 
-# --- the sweep's side -------------------------------------------------------------------------------------------------
+# --- the sweep's side
+# -------------------------------------------------------------------------------------------------
 
 
 def search(
@@ -106,10 +123,14 @@ def search(
     rerun_failed: bool,
     quiet: bool,
 ) -> list[dict[str, Any]]:
-    """Let the sweeper try settings until it has had enough; returns their summaries. Raises AshlError when it gives up,
-    and KeyboardInterrupt when interrupted: what has ended by then is kept."""
+    """Let the sweeper try settings until it has had enough; returns their summaries. Raises
+    AshlError when it gives up, and KeyboardInterrupt when interrupted: what has ended by then is
+    kept.
+    """
     if corners.settings[0].config["sweep"]:
-        raise UsageError("a preset that is a grid of its own cannot be searched; run it without --sweeper")
+        raise UsageError(
+            "a preset that is a grid of its own cannot be searched; run it without --sweeper"
+        )
     keys = [*(axis.key for axis in asked.axes), *(["seed"] if len(asked.seeds) > 1 else [])]
     document = {"search": asdict(asked), "folder": str(folder), "keys": keys, "slots": slots}
     with sweep.locked(folder):
@@ -119,7 +140,9 @@ def search(
                 sweep.clear(path)
         console = Console(highlight=False)
         if not quiet:
-            console.print(f"{folder.name} {trials} trials; folder {folder}", soft_wrap=True, markup=False)
+            console.print(
+                f"{folder.name} {trials} trials; folder {folder}", soft_wrap=True, markup=False
+            )
         progress = SweepProgress(console, trials * len(asked.seeds), quiet=quiet)
         with (
             sweep.copied_to_mlflow(corners, folder, str(command), console) as to_mlflow,
@@ -136,13 +159,21 @@ def search(
         if process.returncode:
             raise AshlError(f"the sweeper gave up ({last_words(place)}); its output is in {place}")
         shutil.rmtree(place, ignore_errors=True)
-        return [found for digest in tried.settings if (found := read_summary(folder / digest)) is not None]
+        return [
+            found
+            for digest in tried.settings
+            if (found := read_summary(folder / digest)) is not None
+        ]
 
 
 class Tried:
-    """The settings that were tried, in `sweep.json`: those of an earlier search in this folder too."""
+    """The settings that were tried, in `sweep.json`: those of an earlier search in this
+    folder too.
+    """
 
-    def __init__(self, folder: Path, keys: Sequence[str], typed: Sequence[str], command: CommandLine) -> None:
+    def __init__(
+        self, folder: Path, keys: Sequence[str], typed: Sequence[str], command: CommandLine
+    ) -> None:
         self.folder, self.keys, self.typed, self.command = folder, keys, typed, command
         self.settings: dict[str, Setting] = {}
         self.skipped: dict[str, Skipped] = {}
@@ -155,9 +186,14 @@ class Tried:
             self.settings[entry["hash"]] = Setting(**known, config={})
         self.write()
 
-    def take_in(self, place: Path, progress: SweepProgress, to_mlflow: Callable[[Setting], None]) -> None:
+    def take_in(
+        self, place: Path, progress: SweepProgress, to_mlflow: Callable[[Setting], None]
+    ) -> None:
         """What trials have said since."""
-        fresh = sorted((path for path in place.glob("trial-*.json") if path.name not in self.read), key=number_of)
+        fresh = sorted(
+            (path for path in place.glob("trial-*.json") if path.name not in self.read),
+            key=number_of,
+        )
         for path in fresh:
             record = json.loads(path.read_text(encoding="utf-8"))
             self.read.add(path.name)
@@ -175,7 +211,11 @@ class Tried:
                 del self.running[setting.hash]
                 progress.ended(label(setting), summary)
                 to_mlflow(setting)
-        begun = [setting for setting in self.running.values() if (self.folder / setting.hash / LOG).exists()]
+        begun = [
+            setting
+            for setting in self.running.values()
+            if (self.folder / setting.hash / LOG).exists()
+        ]
         for setting in begun:
             limits = setting.config.get("stop") or {}
             reading = Reading(self.folder / setting.hash / METRICS, limits, setting.predicted_s)
@@ -184,10 +224,14 @@ class Tried:
 
     def write(self) -> None:
         settings = tuple(self.settings.values())
-        axes = {key: list(dict.fromkeys(s.axes[key] for s in settings if key in s.axes)) for key in self.keys}
+        axes = {
+            key: list(dict.fromkeys(s.axes[key] for s in settings if key in s.axes))
+            for key in self.keys
+        }
         grid = Grid(axes, settings, tuple(self.skipped.values()), {}, 0)
         jsonl.write_json(
-            self.folder / sweep.SWEEP, sweep.document(grid, self.typed, self.folder.name, [], self.command)
+            self.folder / sweep.SWEEP,
+            sweep.document(grid, self.typed, self.folder.name, [], self.command),
         )
 
 
@@ -195,11 +239,13 @@ def number_of(path: Path) -> int:
     return int(path.stem.partition("-")[2])
 
 
-# --- the trial's side -------------------------------------------------------------------------------------------------
+# --- the trial's side
+# -------------------------------------------------------------------------------------------------
 
 
 def play_trial(place: Path, number: int, values: Sequence[float], compose: Compose) -> float:
-    """Run a trial to its end, in whatever process the sweeper's launcher has made for it; returns its cost.
+    """Run a trial to its end, in whatever process the sweeper's launcher has made for it; returns
+    its cost.
 
     Raises WithdrawnError when the search is over before that.
     """
@@ -226,14 +272,18 @@ def play_trial(place: Path, number: int, values: Sequence[float], compose: Compo
         sweep.clear(folder / setting.hash)
     jobs = [Job(path := folder / s.hash, sweep.inside(s.config, path), s.overrides) for s in mine]
     run_while(leave, place / begun(number), jobs, record["slots"])
-    while not all(sweep.ended(folder / s.hash, False) for s in missing):  # another trial has chosen the same
+    while not all(
+        sweep.ended(folder / s.hash, False) for s in missing
+    ):  # another trial has chosen the same
         if not leave.exists():
             raise WithdrawnError
         Event().wait(POLL_S)
     return statistics.fmean(cost(standing(folder / s.hash, s.config), s.config) for s in settings)
 
 
-def made(asked: Search, keys: Sequence[str], point: Sequence[str], compose: Compose) -> list[Setting]:
+def made(
+    asked: Search, keys: Sequence[str], point: Sequence[str], compose: Compose
+) -> list[Setting]:
     """The settings of this trial, one for each seed. Raises UsageError for what cannot be run."""
     config_dir = Path(asked.config_dir) if asked.config_dir else None
     settings, plans = [], {}
@@ -242,7 +292,11 @@ def made(asked: Search, keys: Sequence[str], point: Sequence[str], compose: Comp
         chosen = {key_of(single): single.partition("=")[2] for single in kept}
         axes = {key: chosen[key] for key in keys if key in chosen}
         digest = config_hash(config)
-        settings.append(Setting(hash=digest, overrides=kept, axes=axes, config=config, predicted_s=plan.predicted_s))
+        settings.append(
+            Setting(
+                hash=digest, overrides=kept, axes=axes, config=config, predicted_s=plan.predicted_s
+            )
+        )
     return settings
 
 
@@ -264,7 +318,9 @@ def standing(path: Path, config: dict[str, Any]) -> Standing:
 
 
 def cost(found: Standing, config: dict[str, Any]) -> float:
-    """What the sweeper makes small. Whoever misses the target is behind all who reach it, by loss among each other."""
+    """What the sweeper makes small. Whoever misses the target is behind all who reach it, by loss
+    among each other.
+    """
     if found.reached_s is not None:
         return found.reached_s
     stop = config["stop"]

@@ -1,4 +1,6 @@
-"""Slots: runs in processes of their own, so many at a time. A run that dies takes nothing with it but itself."""
+"""Slots: runs in processes of their own, so many at a time. A run that dies takes nothing with it
+but itself.
+"""
 
 import json
 import multiprocessing as mp
@@ -27,7 +29,13 @@ from ashl.tracking.recorder import SUMMARY, UNWRITABLE
 LOG = "output.log"
 GONE = "its process ended without a message"
 ENDED = ("finished", "diverged", "failed")  # what is not run again
-FROM_OUTSIDE = (UNWRITABLE, GONE, UNREACHED, LOST, *(f"{KILLED} SIG{name}" for name in ("KILL", "TERM", "INT", "HUP")))
+FROM_OUTSIDE = (
+    UNWRITABLE,
+    GONE,
+    UNREACHED,
+    LOST,
+    *(f"{KILLED} SIG{name}" for name in ("KILL", "TERM", "INT", "HUP")),
+)
 LEAVE_S = 20.0  # after an interrupt: time for the runs to leave in order
 POLL_S = 0.25
 
@@ -45,7 +53,9 @@ class Job:
 def here(job: Job) -> int:
     """Run it in this process; returns its exit code."""
     resume = job.folder if job.resume else None
-    return train(job.config, list(job.overrides), quiet=True, silent=True, resume=resume, strict=False)
+    return train(
+        job.config, list(job.overrides), quiet=True, silent=True, resume=resume, strict=False
+    )
 
 
 def on_hosts(job: Job, where: Launch, config_dir: Path | None) -> int:
@@ -53,12 +63,27 @@ def on_hosts(job: Job, where: Launch, config_dir: Path | None) -> int:
     size = real_job_size(job.config, where)
     if size is None:
         return here(job)
-    own = {"run.dir": str(job.folder), "run.save_weights": job.config["run"]["save_weights"], "tracking.sink": "none"}
+    own = {
+        "run.dir": str(job.folder),
+        "run.save_weights": job.config["run"]["save_weights"],
+        "tracking.sink": "none",
+    }
     options = ["--quiet", *(["--config-dir", str(config_dir)] if config_dir else [])]
-    argv = ["train", *options, *job.overrides, *(f"{key}={json.dumps(value)}" for key, value in own.items())]
+    argv = [
+        "train",
+        *options,
+        *job.overrides,
+        *(f"{key}={json.dumps(value)}" for key, value in own.items()),
+    ]
     code = run_job(where, size, argv)
-    if not (job.folder / SUMMARY).exists() and not fetch_run_folder(where, job.folder) and code == 0:
-        raise AshlError(f"the records of this run are not on {where.hosts[0].name}, in {where.folder}, either")
+    if (
+        not (job.folder / SUMMARY).exists()
+        and not fetch_run_folder(where, job.folder)
+        and code == 0
+    ):
+        raise AshlError(
+            f"the records of this run are not on {where.hosts[0].name}, in {where.folder}, either"
+        )
     return code
 
 
@@ -69,9 +94,11 @@ def run_all(
     unwanted: Callable[[Job], bool] = lambda job: False,
     run: Callable[[Job], int] = here,
 ) -> Iterator[Job]:
-    """Run every job, `slots` at a time, in order; yields each as it ends. `show` is called a few times a second with
-    those that run; what is `unwanted` then is not begun, or leaves in order. On an interrupt (or when the caller goes
-    away) the running ones leave in order first. Each has a process, in which `run` brings it to its end."""
+    """Run every job, `slots` at a time, in order; yields each as it ends. `show` is called a few
+    times a second with those that run; what is `unwanted` then is not begun, or leaves in order. On
+    an interrupt (or when the caller goes away) the running ones leave in order first. Each has a
+    process, in which `run` brings it to its end.
+    """
     context: Any = mp.get_context("forkserver")
     start_fork_server("ashl.study.slots")
     waiting, running = list(reversed(jobs)), dict[Any, tuple[Job, BaseProcess]]()
@@ -93,7 +120,9 @@ def run_all(
                     record_end(job, process.exitcode or 0)
                 yield job
             show([job for job, _ in running.values()])
-            for sentinel in [s for s, (job, _) in running.items() if s not in stopped and unwanted(job)]:
+            for sentinel in [
+                s for s, (job, _) in running.items() if s not in stopped and unwanted(job)
+            ]:
                 running[sentinel][1].terminate()
                 stopped.add(sentinel)
     finally:
@@ -112,8 +141,9 @@ def stop(processes: Sequence[BaseProcess]) -> None:
 
 
 def play(job: Job, run: Callable[[Job], int]) -> None:
-    """The whole of a run's process, which is part of no job that others have started. Ctrl-C and SIGHUP are for the
-    parent, which passes them on as SIGTERM."""
+    """The whole of a run's process, which is part of no job that others have started. Ctrl-C and
+    SIGHUP are for the parent, which passes them on as SIGTERM.
+    """
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT, signal.SIGHUP})
     die_with_parent()
     clear_launcher_env()
@@ -161,5 +191,10 @@ def record_failure(job: Job, reason: str) -> None:
     if not (job.folder / SUMMARY).exists():
         with suppress(OSError):
             job.folder.mkdir(parents=True, exist_ok=True)
-            record = {"schema": 1, "status": "failed", "exit_reason": reason, "seed": job.config["seed"]}
+            record = {
+                "schema": 1,
+                "status": "failed",
+                "exit_reason": reason,
+                "seed": job.config["seed"],
+            }
             jsonl.write_json(job.folder / SUMMARY, record)

@@ -1,4 +1,6 @@
-"""A sweep: a grid's runs in one folder. The same grid finds that folder again and runs only what is missing there."""
+"""A sweep: a grid's runs in one folder. The same grid finds that folder again and runs only what is
+missing there.
+"""
 
 import fcntl
 import hashlib
@@ -46,12 +48,18 @@ MAX_ROWS = 40
 COSTLY = ("model", "dataset", "task", "optimizer", "runtime", "allow_targets")
 MLFLOW_S = 120.0  # how long the end of a sweep waits for its copy in MLflow
 
-RunJobs = Callable[[Sequence[Job], Callable[[list[Job]], None], Callable[[Job], bool]], Iterator[Job]]
+RunJobs = Callable[
+    [Sequence[Job], Callable[[list[Job]], None], Callable[[Job], bool]], Iterator[Job]
+]
 
 
 def folder_of(grid: Grid, run_dir: str | None, name: str | None) -> Path:
-    """Where a grid's runs lie: named by the configurations in it, in whatever order they were asked for."""
-    digest = hashlib.sha256("".join(sorted(setting.hash for setting in grid.settings)).encode()).hexdigest()[:8]
+    """Where a grid's runs lie: named by the configurations in it, in whatever order they were asked
+    for.
+    """
+    digest = hashlib.sha256(
+        "".join(sorted(setting.hash for setting in grid.settings)).encode()
+    ).hexdigest()[:8]
     return Path(run_dir) if run_dir else SWEEPS / f"{name or 'sweep'}-{digest}"
 
 
@@ -70,12 +78,13 @@ def sweep(
     launch: Launch | None = None,
     run: Callable[[Job], int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Run what is missing, or with `race` as much of it as decides, here or where `launch` brings it; returns the
-    summaries.
+    """Run what is missing, or with `race` as much of it as decides, here or where `launch` brings
+    it; returns the summaries.
 
-    Args: command is what was typed; run brings a run to its end, in a process of its own; baseline is the setting that
-    the others are compared with; quiet shows no progress, silent not even the outcome.   Raises: AshlError where the
-    folder cannot be used or the launcher fails, and KeyboardInterrupt: what has ended by then is kept.
+    Args: command is what was typed; run brings a run to its end, in a process of its own; baseline
+    is the setting that the others are compared with; quiet shows no progress, silent not even the
+    outcome.   Raises: AshlError where the folder cannot be used or the launcher fails, and
+    KeyboardInterrupt: what has ended by then is kept.
     """
     with locked(folder):
         record = begun(grid, overrides, folder, keep_dropped=race, command=command)
@@ -88,17 +97,32 @@ def sweep(
             own = partial(run_all, slots or slots_for(grid), run=run or here)
             run_jobs = partial(run_elsewhere, folder, launch) if launch else own
             stays = kept_in(grid, baseline)
-            fill(grid, record, folder, missing, run_jobs, progress, to_mlflow, stays if race else None)
+            fill(
+                grid,
+                record,
+                folder,
+                missing,
+                run_jobs,
+                progress,
+                to_mlflow,
+                stays if race else None,
+            )
             conclude(folder, command, console, baseline)
-        return [summary for s in grid.settings if (summary := read_summary(folder / s.hash)) is not None]
+        return [
+            summary for s in grid.settings if (summary := read_summary(folder / s.hash)) is not None
+        ]
 
 
 def begun(
     grid: Grid, overrides: Sequence[str], folder: Path, *, keep_dropped: bool, command: CommandLine
 ) -> dict[str, Any]:
-    """The sweep's record, written; with `keep_dropped`, whom an earlier race in this folder has dropped stays out."""
+    """The sweep's record, written; with `keep_dropped`, whom an earlier race in this folder has
+    dropped stays out.
+    """
     before = jsonl.whole(folder / SWEEP) or {}
-    record = document(grid, overrides, folder.name, before.get("dropped", []) if keep_dropped else [], command)
+    record = document(
+        grid, overrides, folder.name, before.get("dropped", []) if keep_dropped else [], command
+    )
     jsonl.write_json(folder / SWEEP, record)
     return record
 
@@ -115,15 +139,27 @@ def fill(
     over: Callable[[], bool] = lambda: False,
     seeds: int = 1,
 ) -> None:
-    """Run what is missing; with `stays`, the setting that is never dropped, as much of it as decides. Once it is
-    `over`, what runs leaves in order, and nothing more is begun. `seeds`: how many each will have at least."""
+    """Run what is missing; with `stays`, the setting that is never dropped, as much of it as
+    decides. Once it is `over`, what runs leaves in order, and nothing more is begun. `seeds`: how
+    many each will have at least.
+    """
     for setting in missing:
         clear(folder / setting.hash)
     for setting in grid.settings:
-        if setting not in missing and ended(folder / setting.hash, False):  # and not dropped on its way
+        if setting not in missing and ended(
+            folder / setting.hash, False
+        ):  # and not dropped on its way
             to_mlflow(setting)
-    contest = None if stays is None else Race(grid.settings, folder, record["dropped"], stays, progress.say, seeds)
-    order = [s for s in contest.order if s in missing and s.hash not in contest.gone] if contest else missing
+    contest = (
+        None
+        if stays is None
+        else Race(grid.settings, folder, record["dropped"], stays, progress.say, seeds)
+    )
+    order = (
+        [s for s in contest.order if s in missing and s.hash not in contest.gone]
+        if contest
+        else missing
+    )
     try:
         run_on(folder, run_jobs, progress, to_mlflow, order, contest, over)
     finally:
@@ -132,7 +168,9 @@ def fill(
 
 
 def kept_in(grid: Grid, baseline: str | None) -> str:
-    """The setting that a race never drops: what was named, else the usual baseline. Raises UsageError."""
+    """The setting that a race never drops: what was named, else the usual baseline. Raises
+    UsageError.
+    """
     labels = {label(setting, without="seed"): setting for setting in grid.settings}
     if baseline is not None:
         return named({name: setting.axes for name, setting in labels.items()}, baseline)
@@ -140,8 +178,12 @@ def kept_in(grid: Grid, baseline: str | None) -> str:
     return "" if place is None else list(labels)[place]
 
 
-def conclude(folder: Path, command: CommandLine, console: Console, baseline: str | None = None) -> None:
-    """The answer: who wins, by how much, how sure; on the terminal, and as a report in the sweep's folder."""
+def conclude(
+    folder: Path, command: CommandLine, console: Console, baseline: str | None = None
+) -> None:
+    """The answer: who wins, by how much, how sure; on the terminal, and as a report in the sweep's
+    folder.
+    """
     try:
         found = compare([folder], command=str(command), baseline=baseline)
     except UsageError as error:  # nothing has ended as it should
@@ -158,7 +200,11 @@ def winner(found: Comparison, command: CommandLine) -> str:
     first = found.board.ranked[0]
     if not math.isfinite(first.spread.middle):
         return ""
-    overrides = next(s["overrides"] for s in (found.study.sweep or {})["settings"] if s["hash"] == first.runs[0].hash)
+    overrides = next(
+        s["overrides"]
+        for s in (found.study.sweep or {})["settings"]
+        if s["hash"] == first.runs[0].hash
+    )
     own = [text for text in overrides if key_of(text) not in ("run.dir", "sweep")]
     return command.followed_by("train", *own)
 
@@ -167,12 +213,16 @@ def winner(found: Comparison, command: CommandLine) -> str:
 def copied_to_mlflow(
     grid: Grid, folder: Path, command: str, console: Console, wait_s: float = MLFLOW_S
 ) -> Generator[Callable[[Setting], None]]:
-    """MLflow hears of each run that has ended, by a process of its own, and in the end of the sweep."""
+    """MLflow hears of each run that has ended, by a process of its own, and in the end of the
+    sweep.
+    """
     config = grid.settings[0].config
     if construct(config["tracking"], "tracking", config["allow_targets"]).sink == "none":
         yield lambda setting: None
         return
-    writer = mlflow_study.start(folder, store=RUNS, name=folder.name, axes=list(grid.axes), command=command)
+    writer = mlflow_study.start(
+        folder, store=RUNS, name=folder.name, axes=list(grid.axes), command=command
+    )
     try:
 
         def to_mlflow(setting: Setting) -> None:
@@ -211,7 +261,9 @@ def run_on(
     }
 
     def show(running: list[Job]) -> None:
-        progress.show([readings[job.folder].running(label(by_folder[job.folder])) for job in running])
+        progress.show(
+            [readings[job.folder].running(label(by_folder[job.folder])) for job in running]
+        )
         if race:
             race.judge()
 
@@ -228,10 +280,16 @@ def run_on(
 
 
 def inside(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The configuration of a run inside a sweep: it writes its folder, and the sweep tells MLflow."""
+    """The configuration of a run inside a sweep: it writes its folder, and the sweep tells
+    MLflow.
+    """
     return {
         **config,
-        "run": {**config["run"], "dir": str(folder), "save_weights": bool(config["run"]["save_weights"])},
+        "run": {
+            **config["run"],
+            "dir": str(folder),
+            "save_weights": bool(config["run"]["save_weights"]),
+        },
         "tracking": {**config["tracking"], "sink": "none"},
         "sweep": None,
     }
@@ -239,14 +297,21 @@ def inside(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def slots_for(grid: Grid) -> int:
     """In virtual time a run is one process on one core; a real run takes the whole machine."""
-    real = any(not setting.config["runtime"]["_target_"].endswith("SimRuntime") for setting in grid.settings)
+    real = any(
+        not setting.config["runtime"]["_target_"].endswith("SimRuntime")
+        for setting in grid.settings
+    )
     return 1 if real else len(os.sched_getaffinity(0))
 
 
 def ended(folder: Path, rerun_failed: bool) -> bool:
     """Whether this run need not be made (again)."""
     summary = read_summary(folder)
-    return summary is not None and by_itself(summary) and not (rerun_failed and summary["status"] != "finished")
+    return (
+        summary is not None
+        and by_itself(summary)
+        and not (rerun_failed and summary["status"] != "finished")
+    )
 
 
 def clear(folder: Path) -> None:
@@ -257,9 +322,15 @@ def clear(folder: Path) -> None:
 
 
 def document(
-    grid: Grid, overrides: Sequence[str], name: str, dropped: list[dict[str, Any]], command: CommandLine
+    grid: Grid,
+    overrides: Sequence[str],
+    name: str,
+    dropped: list[dict[str, Any]],
+    command: CommandLine,
 ) -> dict[str, Any]:
-    """What `sweep.json` says: the grid as asked for, its settings and where they lie, and what is not in it and why."""
+    """What `sweep.json` says: the grid as asked for, its settings and where they lie, and what is
+    not in it and why.
+    """
     settings = [
         {
             "hash": s.hash,
@@ -291,15 +362,19 @@ def locked(folder: Path) -> Generator[None]:
     """The folder, for one sweep at a time."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "wb")  # noqa: SIM115 (closed below)
+        lock = open(folder / ".lock", "wb")  # noqa: SIM115
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise AshlError(f"cannot write to the sweep's folder {folder} ({reason}); choose another run.dir") from error
+        raise AshlError(
+            f"cannot write to the sweep's folder {folder} ({reason}); choose another run.dir"
+        ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise AshlError(f"another sweep is running in {folder}; wait for it, or choose another run.dir") from error
+            raise AshlError(
+                f"another sweep is running in {folder}; wait for it, or choose another run.dir"
+            ) from error
         yield
 
 
@@ -314,24 +389,38 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
         text = f"{key} has no effect in {count} of the points and is left out there{why}"
         console.print(text, soft_wrap=True, markup=False)
     if grid.merged:
-        console.print(f"points that came to the same as others, and run once: {grid.merged}", soft_wrap=True)
-    for note in uncontended_link_note.note_comparison(flat(setting.config) for setting in grid.settings):
+        console.print(
+            f"points that came to the same as others, and run once: {grid.merged}", soft_wrap=True
+        )
+    for note in uncontended_link_note.note_comparison(
+        flat(setting.config) for setting in grid.settings
+    ):
         console.print(f"note: {note}", soft_wrap=True)
     for skipped in grid.skipped[:MAX_ROWS]:
-        console.print(f"skipped: {' '.join(skipped.overrides)}: {skipped.reason}", markup=False, soft_wrap=True)
+        console.print(
+            f"skipped: {' '.join(skipped.overrides)}: {skipped.reason}",
+            markup=False,
+            soft_wrap=True,
+        )
     if len(grid.skipped) > MAX_ROWS:
-        console.print(f"skipped: {len(grid.skipped) - MAX_ROWS} more, all in {folder / SWEEP}", soft_wrap=True)
+        console.print(
+            f"skipped: {len(grid.skipped) - MAX_ROWS} more, all in {folder / SWEEP}", soft_wrap=True
+        )
 
 
 def show(grid: Grid, folder: Path, slots: int | None = None) -> None:
-    """What a sweep would run, with what each run should take on its own clock, and all of it on this machine."""
+    """What a sweep would run, with what each run should take on its own clock, and all of it on
+    this machine.
+    """
     console = Console(highlight=False)
     missing = [setting for setting in grid.settings if not ended(folder / setting.hash, False)]
     announce(console, grid, folder, len(missing))
     named = any(
         setting.label for setting in grid.settings
     )  # lines have keys of their own: columns would be mostly empty
-    table = Table("run", *(["setting"] if named else grid.axes), "predicted", box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        "run", *(["setting"] if named else grid.axes), "predicted", box=None, padding=(0, 2, 0, 0)
+    )
     for setting in grid.settings[:MAX_ROWS]:
         values = [label(setting)] if named else [setting.axes.get(key, "-") for key in grid.axes]
         table.add_row(setting.hash, *values, f"{seconds(setting.predicted_s)}")
@@ -341,13 +430,17 @@ def show(grid: Grid, folder: Path, slots: int | None = None) -> None:
     known = [setting.predicted_s for setting in grid.settings if setting.predicted_s is not None]
     unknown = len(grid.settings) - len(known)
     rest = f", and {unknown} of which nothing is known before" if unknown else ""
-    console.print(f"predicted in all: {seconds(sum(known))} on the runs' own clocks, {len(known)} runs{rest}")
+    console.print(
+        f"predicted in all: {seconds(sum(known))} on the runs' own clocks, {len(known)} runs{rest}"
+    )
     if line := host_time(missing, slots or slots_for(grid)):
         console.print(line, soft_wrap=True)
 
 
 def host_time(missing: Sequence[Setting], slots: int) -> str:
-    """How long this machine should take for what is missing of a grid in virtual time; "" where that is unknown."""
+    """How long this machine should take for what is missing of a grid in virtual time; "" where
+    that is unknown.
+    """
     if not missing or not all(is_virtual(setting.config) for setting in missing):
         return ""
     costs, total_s = dict[str, Costs | None](), 0.0

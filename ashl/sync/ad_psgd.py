@@ -1,14 +1,17 @@
-"""AD-PSGD: nobody waits for anybody; half of the workers ask one neighbour at a time to average models with them.
+"""AD-PSGD: nobody waits for anybody; half of the workers ask one neighbour at a time to average
+models with them.
 
-Rule: an active worker i computes Δ_i on its own, possibly stale, copy, draws a passive neighbour j, both take
-(x_i + x_j)/2 in one atomic exchange, then x_i ← x_i + Δ_i; passive workers step and answer. Roles follow the graph:
-even and odd ranks where the edges between them connect all, otherwise the parity of the distance from rank 0; edges
-inside a role are not used. `overlap` hides the exchange behind the computation.
+Rule: an active worker i computes Δ_i on its own, possibly stale, copy, draws a passive neighbour j,
+both take (x_i + x_j)/2 in one atomic exchange, then x_i ← x_i + Δ_i; passive workers step and
+answer. Roles follow the graph: even and odd ranks where the edges between them connect all,
+otherwise the parity of the distance from rank 0; edges inside a role are not used. `overlap` hides
+the exchange behind the computation.
 
-Limits: one worker is SGD; a slow worker costs the others nothing. The mean of all models moves by the Δ alone.
-Departs from the paper in that the exchange needs no lock (see `ashl.topology.pairs`), so that roles are kept as
-published and are not what prevents a deadlock.
-Source: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv 1710.06952.
+Limits: one worker is SGD; a slow worker costs the others nothing. The mean of all models moves by
+the Δ alone. Departs from the paper in that the exchange needs no lock (see `ashl.topology.pairs`),
+so that roles are kept as published and are not what prevents a deadlock.
+Source: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018,
+arXiv 1710.06952.
 """
 
 from collections.abc import Sequence

@@ -1,25 +1,29 @@
-"""AsyLPG: asynchronous SGD with variance reduction, with fewer bits both ways; it converges linearly where SGD stalls.
+"""AsyLPG: asynchronous SGD with variance reduction, with fewer bits both ways; it converges
+linearly where SGD stalls.
 
-Rule: an epoch begins with a snapshot x̃ of the model, sent to all, of which each worker pushes its full gradient; their
-mean over all samples is ∇f(x̃). Then nobody waits for anybody: worker a holds some Q(x) of the past and pushes
-C(∇f_a(Q(x)) − ∇f_a(x̃)) = C(ζ) of its next minibatch, with any unbiased codec C (`compression=grid` is the paper's); at
-each arrival the server steps along v = C(ζ) + ∇f(x̃), x ← prox_{γ·l1·‖·‖₁}(x − γ·v), and answers with Q(x): every
-element rounded at random to a multiple of Δ = ‖x‖_∞/(2^(b−1) − 1), with the fewest bits b for which d·Δ²/4 ≤
-μ‖x − x̃‖². After `epoch_steps` such steps workers are held until all have arrived, and the next epoch begins. Bits: 32·d
-each way once an epoch; b·d + 32 down, and those of C up, with every step.
+Rule: an epoch begins with a snapshot x̃ of the model, sent to all, of which each worker pushes its
+full gradient; their mean over all samples is ∇f(x̃). Then nobody waits for anybody: worker a holds
+some Q(x) of the past and pushes C(∇f_a(Q(x)) − ∇f_a(x̃)) = C(ζ) of its next minibatch, with any
+unbiased codec C (`compression=grid` is the paper's); at each arrival the server steps along v =
+C(ζ) + ∇f(x̃), x ← prox_{γ·l1·‖·‖₁}(x − γ·v), and answers with Q(x): every element rounded at random
+to a multiple of Δ = ‖x‖_∞/(2^(b−1) − 1), with the fewest bits b for which d·Δ²/4 ≤ μ‖x − x̃‖².
+After `epoch_steps` such steps workers are held until all have arrived, and the next epoch begins.
+Bits: 32·d each way once an epoch; b·d + 32 down, and those of C up, with every step.
 
-Nobody waits for a full gradient of a worker that is lost, nor for its arrival at the end of an epoch; what it had sent
-stays in ∇f(x̃) until the next snapshot, a mean over the samples of all who have sent theirs. Who comes is given x̃,
-whatever x is by then, and pushes its full gradient there, which joins the mean. Where steps go on nobody waits for it;
-where it had sent one in an earlier life that one is in the mean, and this one is dropped and counted.
+Nobody waits for a full gradient of a worker that is lost, nor for its arrival at the end of an
+epoch; what it had sent stays in ∇f(x̃) until the next snapshot, a mean over the samples of all who
+have sent theirs. Who comes is given x̃, whatever x is by then, and pushes its full gradient there,
+which joins the mean. Where steps go on nobody waits for it; where it had sent one in an earlier
+life that one is in the mean, and this one is dropped and counted.
 
-Limits: full passes cost time, and the longer an epoch the fewer; the nearer x is to x̃, the more bits go down, and
-beyond 16 it is sent as it is. With compression=none and mu=null it is asynchronous SVRG. The step is the optimizer's:
-plain SGD in the paper. γ must not fall with time for linear convergence, and has to be smaller the longer the delays.
+Limits: full passes cost time, and the longer an epoch the fewer; the nearer x is to x̃, the more
+bits go down, and beyond 16 it is sent as it is. With compression=none and mu=null it is
+asynchronous SVRG. The step is the optimizer's: plain SGD in the paper. γ must not fall with time
+for linear convergence, and has to be smaller the longer the delays.
 
-Source: Yu, Wu and Huang, "Double Quantization for Communication-Efficient Distributed Optimization", NeurIPS 2019,
-Algorithm 1; Reddi et al., "On Variance Reduction in Stochastic Gradient Descent and its Asynchronous Variants", NIPS
-2015 (without compression).
+Source: Yu, Wu and Huang, "Double Quantization for Communication-Efficient Distributed
+Optimization", NeurIPS 2019, Algorithm 1; Reddi et al., "On Variance Reduction in Stochastic
+Gradient Descent and its Asynchronous Variants", NIPS 2015 (without compression).
 """
 
 from __future__ import annotations
@@ -51,9 +55,10 @@ from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
 @dataclass
 class Epoch:
-    """What the server knows of the epoch: x̃, the workers whose next push is a full gradient there, those whose own is
-    part of ∇f(x̃), how many samples that is over, and the steps left. While it `gathers` nobody steps, and the gradient
-    is a sum over samples."""
+    """What the server knows of the epoch: x̃, the workers whose next push is a full gradient there,
+    those whose own is part of ∇f(x̃), how many samples that is over, and the steps left. While it
+    `gathers` nobody steps, and the gradient is a sum over samples.
+    """
 
     anchor: Any
     owing: set[int]
@@ -65,7 +70,9 @@ class Epoch:
     done: int = 0
 
     def admits(self, progress: Progress) -> bool:
-        """Whether those that wait may go on: all at once at either end of the full gradients, else as they come."""
+        """Whether those that wait may go on: all at once at either end of the full gradients, else
+        as they come.
+        """
         return len(progress.waiting) == progress.present or (not self.gathers and self.left > 0)
 
     def add_gradient(self, worker: int, gradient: Any, samples: int) -> bool:
@@ -74,7 +81,9 @@ class Epoch:
         if worker in self.sent:
             return False
         self.sent.add(worker)
-        total = self.gradient if self.gathers or self.gradient is None else self.gradient * self.samples
+        total = (
+            self.gradient if self.gathers or self.gradient is None else self.gradient * self.samples
+        )
         part = gradient * samples
         self.gradient = part if total is None else total + part
         self.samples += samples
@@ -108,13 +117,17 @@ class AsyLPG(ServerRule):
 
 @dataclass(frozen=True)
 class Snapshots(Updates):
-    """Full gradients at a snapshot and what has changed since go up, snapshots and models in few bits come down."""
+    """Full gradients at a snapshot and what has changed since go up, snapshots and models in few
+    bits come down.
+    """
 
     unbiased: ClassVar[bool] = True
     whole: ClassVar[bool] = True
     rule: AsyLPG
 
-    async def make_push(self, ctx: RankContext, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+    async def make_push(
+        self, ctx: RankContext, stage: Stage, state: WorkerState
+    ) -> tuple[Work, Any, float]:
         """The full gradient at a snapshot; after it, what a minibatch says has changed since."""
         start = ctx.now
         if state.anchor is None:
@@ -125,9 +138,13 @@ class Snapshots(Updates):
         work = Work(change, loss, 1, state.batch, ctx.now - start, state.version)
         return work, *await encode_update(ctx, stage, state, work)
 
-    async def apply_push(self, ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+    async def apply_push(
+        self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
+    ) -> bool:
         """A full gradient joins the sum; anything else is a step."""
-        return await ctx.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
+        return await ctx.compute(
+            partial(self.fold_push, stage, state, message), work=1, kind="apply"
+        )
 
     def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
         progress, worker, (steps, samples) = state.progress, message.src, message.meta[:2]
@@ -139,7 +156,9 @@ class Snapshots(Updates):
             zeta = stage.link.decode(state.ends, worker, message.body)
             lr = stage.trainer.rate(progress.samples)
             exact = stage.link.traits.lossless
-            state.moments, x = stage.trainer.apply(state.params, state.moments, zeta + epoch.gradient, lr, exact)
+            state.moments, x = stage.trainer.apply(
+                state.params, state.moments, zeta + epoch.gradient, lr, exact
+            )
             state.params = shrink(x, lr * self.rule.l1)
             progress.merge()
             epoch.done, epoch.left = epoch.done + 1, max(0, epoch.left - 1)
@@ -152,7 +171,9 @@ class Snapshots(Updates):
         return stepped
 
     def renew(self, stage: Stage, state: ServerState) -> None:
-        """Full gradients are a mean once all are there, and an epoch is over once all have arrived."""
+        """Full gradients are a mean once all are there, and an epoch is over once all have
+        arrived.
+        """
         epoch, progress = state.rule_state, state.progress
         epoch.settle()
         if not epoch.left and 0 < len(progress.waiting) == progress.present:
@@ -170,7 +191,9 @@ class Snapshots(Updates):
     def admission_payload(self, stage: Stage, state: ServerState) -> Any:
         return state.rule_state.anchor
 
-    async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+    async def answer(
+        self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
+    ) -> Any:
         """A snapshot, nothing where the model still is the snapshot, or the model in few bits."""
         return await ctx.compute(partial(self.body, stage, state, rank), work=1, kind="compress")
 
@@ -180,7 +203,9 @@ class Snapshots(Updates):
             return epoch.anchor
         if not epoch.done:
             return None
-        context = EncodeContext(seed=stage.seed, worker=stage.server + 1 + rank, round=state.progress.version)
+        context = EncodeContext(
+            seed=stage.seed, worker=stage.server + 1 + rank, round=state.progress.version
+        )
         return write_model(state.params, epoch.anchor, context, self.rule.mu)
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
@@ -193,7 +218,9 @@ class Snapshots(Updates):
         return stage.link.move_from_codec(read_model(body, stage.trainer.num_params))
 
     def open_epoch(self, stage: Stage, state: ServerState) -> Epoch:
-        """A new epoch; without `epoch_steps` it is as long as minibatches take to go over the data."""
+        """A new epoch; without `epoch_steps` it is as long as minibatches take to go over
+        the data.
+        """
         steps = self.rule.epoch_steps or max(1, stage.epoch_samples // stage.worker(0).batch)
         return Epoch(state.params, set(stage.workers) - state.progress.gone, steps)
 
@@ -204,7 +231,11 @@ def write_model(x: Any, anchor: Any, context: EncodeContext, mu: float | None) -
         bits = 32 if mu is None else MOST // 2
         return SizeOnly(HEADER.size + 4 + -(-bits * (x.nbytes // 4) // 8))
     array, few = array_of(to_host(x)), bits_of(x, anchor, mu)
-    parts = Parts(array.size, array, form=WHOLE) if few is None else quantize_to_grid(array, few, context)
+    parts = (
+        Parts(array.size, array, form=WHOLE)
+        if few is None
+        else quantize_to_grid(array, few, context)
+    )
     return write_payload(Grid.code, x.numel(), parts)
 
 

@@ -1,10 +1,12 @@
-"""Backup workers: of n workers, the first n − e of a step make the update; those that come later are dropped.
+"""Backup workers: of n workers, the first n − e of a step make the update; those that come later
+are dropped.
 
-Rule: w ← w − γ·mean of the first n − e gradients computed on the current w. A late worker's gradient is thrown away and
-counted, what its compressor left behind stays with it, and it goes on with the current model. With persistently slow
-workers the model never sees their data.
+Rule: w ← w − γ·mean of the first n − e gradients computed on the current w. A late worker's
+gradient is thrown away and counted, what its compressor left behind stays with it, and it goes on
+with the current model. With persistently slow workers the model never sees their data.
 
-Limit: e = 0 is BSP. Source: Chen et al., "Revisiting Distributed Synchronous SGD", arXiv 1604.00981.
+Limit: e = 0 is BSP. Source: Chen et al., "Revisiting Distributed Synchronous SGD", arXiv
+1604.00981.
 """
 
 from typing import Literal
@@ -24,7 +26,7 @@ class Backup(BarrierRule):
     def quorum(self, num_workers: int) -> int:
         if self.backups >= num_workers:
             raise UsageError(
-                f"sync.backups={self.backups} leaves no worker to wait for among {num_workers} workers; "
-                f"take at most {num_workers - 1}"
+                f"sync.backups={self.backups} leaves no worker to wait for among {num_workers}"
+                f" workers; take at most {num_workers - 1}"
             )
         return num_workers - self.backups

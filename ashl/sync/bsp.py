@@ -1,7 +1,8 @@
 """Bulk synchronous parallel: nobody goes on before everybody has arrived.
 
-Rule: w ← w − γ·Σ_i w_i·g_i over all n workers, then all go on. With `exchange=difference` each worker steps on its own
-and the differences are averaged; for optimizers that are linear in the gradient (SGD, momentum) that is the same.
+Rule: w ← w − γ·Σ_i w_i·g_i over all n workers, then all go on. With `exchange=difference` each
+worker steps on its own and the differences are averaged; for optimizers that are linear in the
+gradient (SGD, momentum) that is the same.
 
 Source: Valiant, "A bridging model for parallel computation", CACM 1990.
 """

@@ -1,13 +1,15 @@
-"""CR-PSGD-Catalyst: CR-PSGD again and again, each time held to where it began, for losses that are not convex.
+"""CR-PSGD-Catalyst: CR-PSGD again and again, each time held to where it began, for losses that are
+not convex.
 
-Rule: run k minimises f(x) + θ/2·‖x − y‖², y the model that it begins with, by CR-PSGD from the first batch on: w ← w −
-γ·(Σ_i b_i·g_i / Σ_j b_j + θ·(w − y)). A run ends before it would take more than `budget` samples of all workers
-together, and the next one begins with its model, and with small batches again. Momentum goes on from one to the next.
-In the paper that is √(n·T) of n workers with T samples each, hence as many runs.
+Rule: run k minimises f(x) + θ/2·‖x − y‖², y the model that it begins with, by CR-PSGD from the
+first batch on: w ← w − γ·(Σ_i b_i·g_i / Σ_j b_j + θ·(w − y)). A run ends before it would take more
+than `budget` samples of all workers together, and the next one begins with its model, and with
+small batches again. Momentum goes on from one to the next. In the paper that is √(n·T) of n workers
+with T samples each, hence as many runs.
 
-Limits: a budget of one step is BSP, whatever θ, since then w = y; without an end (a large budget) and θ → 0 it is
-CR-PSGD. Source: Yu and Jin, ICML 2019, Algorithm 2; after Lin, Mairal and Harchaoui, "A Universal Catalyst for
-First-Order Optimization", NIPS 2015.
+Limits: a budget of one step is BSP, whatever θ, since then w = y; without an end (a large budget)
+and θ → 0 it is CR-PSGD. Source: Yu and Jin, ICML 2019, Algorithm 2; after Lin, Mairal and
+Harchaoui, "A Universal Catalyst for First-Order Optimization", NIPS 2015.
 """
 
 from typing import Any
@@ -32,8 +34,12 @@ class CRPSGDCatalyst(CRPSGD):
         grown = super().observe(stage, state, progress, push)
         return grown if grown == state else self._within_budget(stage, grown, progress)
 
-    def observe_round(self, stage: Stage, state: Growth, progress: Progress, heard: Heard) -> Growth:
-        return self._within_budget(stage, super().observe_round(stage, state, progress, heard), progress)
+    def observe_round(
+        self, stage: Stage, state: Growth, progress: Progress, heard: Heard
+    ) -> Growth:
+        return self._within_budget(
+            stage, super().observe_round(stage, state, progress, heard), progress
+        )
 
     def _within_budget(self, stage: Stage, grown: Growth, progress: Progress) -> Growth:
         """After a merge: this run goes on, or the next one begins."""
@@ -42,7 +48,9 @@ class CRPSGDCatalyst(CRPSGD):
         return Growth(0, progress.version, progress.samples) if over else grown
 
     def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
-        """y takes the place of an outer optimizer's moments, which merged gradients have no other use for."""
+        """y takes the place of an outer optimizer's moments, which merged gradients have no other
+        use for.
+        """
         y = state.outer_state if state.rule_state.t else state.params
         update, exact = plus(update, (state.params - y) * self.theta), stage.link.traits.lossless
         moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact)

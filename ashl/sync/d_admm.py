@@ -1,24 +1,29 @@
 """D-ADMM: neighbours are held together by a penalty and by dual variables, instead of by averaging.
 
-Rule: neighbours have different colours. In iteration k worker p waits for the newest models of its D neighbours, of
-lower colours those of this iteration, then takes H steps of its own optimizer from x_p on
-    f_p(x) + γ_p·x + ρ·Σ_j ‖x − (x_p + x_j)/2‖²,   gradient g + γ_p + 2ρ·D·(x − mean_j (x_p + x_j)/2)
-and sends x_p. Once both ends of an edge know both models of an iteration, each adds γ_p ← γ_p + ρ·(x_p − x_j). What one
-end adds the other subtracts, at whatever moment, so Σ_p γ_p = 0; at a fixed point Σ_p ∇f_p = 0 at one model, whatever
-each worker's shard.
+Rule: neighbours have different colours. In iteration k worker p waits for the newest models of its
+D neighbours, of lower colours those of this iteration, then takes H steps of its own optimizer from
+x_p on
+    f_p(x) + γ_p·x + ρ·Σ_j ‖x − (x_p + x_j)/2‖²,   gradient g + γ_p + 2ρ·D·(x − mean_j (x_p +
+    x_j)/2)
+and sends x_p. Once both ends of an edge know both models of an iteration, each adds γ_p ← γ_p +
+ρ·(x_p − x_j). What one end adds the other subtracts, at whatever moment, so Σ_p γ_p = 0; at a fixed
+point Σ_p ∇f_p = 0 at one model, whatever each worker's shard.
 
-Synchronous, colour by colour: delay = 0; where a count ends the run, nobody begins more iterations than it has room for
-and the models are the same on whatever machines. Asynchronous: a worker goes on when `barrier` of its neighbours
-have sent what it needs (the partial barrier) and none is more than `delay` iterations behind that (the bounded delay);
-it takes a smaller ρ, as duals follow late.
+Synchronous, colour by colour: delay = 0; where a count ends the run, nobody begins more iterations
+than it has room for and the models are the same on whatever machines. Asynchronous: a worker goes
+on when `barrier` of its neighbours have sent what it needs (the partial barrier) and none is more
+than `delay` iterations behind that (the bounded delay); it takes a smaller ρ, as duals follow late.
 
-On processes a checkpoint is of one iteration: all are kept at its begin, once the models before it have come, and what
-has come of later ones is to come again. So both ends of an edge know the same pairs, and its duals add up to zero.
+On processes a checkpoint is of one iteration: all are kept at its begin, once the models before it
+have come, and what has come of later ones is to come again. So both ends of an edge know the same
+pairs, and its duals add up to zero.
 
-Limit: without neighbours it is SGD. Departs from the papers in that the argmin is H steps of SGD, which the term
-ρ·D·‖x − x_p‖²/2 in the above keeps from going too far, and in that asynchrony is on a graph, without their master.
-Sources: Mota et al., "D-ADMM: A Communication-Efficient Distributed Algorithm for Separable Optimization", IEEE TSP
-2013; Zhang and Kwok, "Asynchronous Distributed ADMM for Consensus Optimization", ICML 2014 (barrier and delay).
+Limit: without neighbours it is SGD. Departs from the papers in that the argmin is H steps of SGD,
+which the term ρ·D·‖x − x_p‖²/2 in the above keeps from going too far, and in that asynchrony is on
+a graph, without their master.
+Sources: Mota et al., "D-ADMM: A Communication-Efficient Distributed Algorithm for Separable
+Optimization", IEEE TSP 2013; Zhang and Kwok, "Asynchronous Distributed ADMM for Consensus
+Optimization", ICML 2014 (barrier and delay).
 """
 
 from __future__ import annotations
@@ -63,7 +68,10 @@ class DADMM(RoamingRule):
     def resume_state(self, state: RoamingState) -> None:
         edges: Edges | None = state.rule_state
         if edges is not None:
-            before = {j: {m: x for m, x in versions.items() if m < edges.k} for j, versions in edges.heard.items()}
+            before = {
+                j: {m: x for m, x in versions.items() if m < edges.k}
+                for j, versions in edges.heard.items()
+            }
             edges.heard, edges.ends = before, {}
 
     def check(self, rounds: Sequence[Round]) -> None:
@@ -71,8 +79,8 @@ class DADMM(RoamingRule):
         most = max(len(row) - 1 for row in rounds[0].rows)
         if self.barrier is not None and self.barrier > most:
             raise UsageError(
-                f"sync.barrier={self.barrier} is more than the {most} neighbours that a worker has; take fewer, or "
-                "null for all of them"
+                f"sync.barrier={self.barrier} is more than the {most} neighbours that a worker has;"
+                " take fewer, or null for all of them"
             )
 
     async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
@@ -80,7 +88,9 @@ class DADMM(RoamingRule):
 
 
 def may_iterate(rule: DADMM, behind: Sequence[int]) -> bool:
-    """Whether an iteration may begin, by how many iterations each neighbour is behind what is needed of it."""
+    """Whether an iteration may begin, by how many iterations each neighbour is behind what is
+    needed of it.
+    """
     wanted = len(behind) if rule.barrier is None else min(rule.barrier, len(behind))
     return sum(b <= 0 for b in behind) >= wanted and all(b <= rule.delay for b in behind)
 
@@ -94,7 +104,9 @@ class Edges:
     own: Versions
     heard: dict[int, Versions]
     matched: dict[int, int]  # neighbour → the last iteration that is in the dual
-    ends: dict[int, int] = field(default_factory=dict)  # neighbour → its last iteration, once it has said so
+    ends: dict[int, int] = field(
+        default_factory=dict
+    )  # neighbour → its last iteration, once it has said so
     k: int = 0  # its iteration
 
     def behind(self, k: int) -> list[int]:
@@ -106,13 +118,22 @@ class Edges:
         return min(max(versions) for versions in self.heard.values())
 
     def match(self, rho: float) -> None:
-        """Add to the dual what both ends of an edge know by now, in the order of iterations and ranks."""
-        pairs = [(m, j) for j, versions in self.heard.items() for m in versions if self.matched[j] < m <= max(self.own)]
+        """Add to the dual what both ends of an edge know by now, in the order of iterations and
+        ranks.
+        """
+        pairs = [
+            (m, j)
+            for j, versions in self.heard.items()
+            for m in versions
+            if self.matched[j] < m <= max(self.own)
+        ]
         for m, j in sorted(pairs):
             step = (self.own[m] - self.heard[j][m]) * rho
             self.dual, self.matched[j] = self.dual + step, m
         for j, versions in self.heard.items():
-            self.heard[j] = {m: x for m, x in versions.items() if m > self.matched[j] or m == max(versions)}
+            self.heard[j] = {
+                m: x for m, x in versions.items() if m > self.matched[j] or m == max(versions)
+            }
         oldest = min(self.matched.values(), default=max(self.own))
         self.own = {m: x for m, x in self.own.items() if m > oldest or m == max(self.own)}
 
@@ -157,7 +178,11 @@ def colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:
 
 def open_edges(stage: Stage, state: RoamingState, rank: int) -> Edges:
     """Everybody begins at the same model, with duals of zero."""
-    colour, params, neighbours = stage.once(colours_in), state.params, graph_of(stage).neighbours(stage, rank)
+    colour, params, neighbours = (
+        stage.once(colours_in),
+        state.params,
+        graph_of(stage).neighbours(stage, rank),
+    )
     return Edges(
         dual=params - params,
         lower={j: colour[j] < colour[rank] for j in neighbours},
@@ -176,7 +201,9 @@ def augment_stage(stage: Stage, edges: Edges, params: Vector, rho: float) -> Sta
     for model in nearest[1:]:
         total = total + model
     target = (params + total * (1 / len(nearest))) * 0.5
-    return replace(stage, trainer=Augmented(stage.trainer, edges.dual, 2 * rho * len(nearest), target))
+    return replace(
+        stage, trainer=Augmented(stage.trainer, edges.dual, 2 * rho * len(nearest), target)
+    )
 
 
 def iterations_left(stage: Stage, rule: DADMM) -> float:
@@ -187,13 +214,20 @@ def iterations_left(stage: Stage, rule: DADMM) -> float:
 
 
 async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: DADMM) -> int:
-    """Wait for enough, work, send; until the coordinator says that the stage is over. Returns the last word."""
+    """Wait for enough, work, send; until the coordinator says that the stage is over. Returns the
+    last word.
+    """
     state.enter(stage, ctx.rank)
     edges = state.rule_state = state.rule_state or open_edges(stage, state, ctx.rank)
     dropped, last = 0, iterations_left(stage, rule)
     while state.signal == GO:
         k = edges.k
-        while state.signal == GO and ctx.checkpoint_due(state.version) and edges.heard and edges.newest() < k - 1:
+        while (
+            state.signal == GO
+            and ctx.checkpoint_due(state.version)
+            and edges.heard
+            and edges.newest() < k - 1
+        ):
             await on_message(ctx, stage, state)
         ctx.safe_point(stage.index, state)
         while await on_message(ctx, stage, state, before_s=ctx.now):
@@ -228,10 +262,16 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: DADM
     return close_worker(ctx, stage, state, dropped)
 
 
-async def on_message(ctx: RankContext, stage: Stage, state: RoamingState, before_s: float = math.inf) -> bool:
-    """Take in a neighbour's model, its last iteration, or a word of the coordinator; False when none came before this
-    moment."""
-    message, edges = await ctx.recv(stage.tag("model"), stage.tag("word"), before_s=before_s), state.rule_state
+async def on_message(
+    ctx: RankContext, stage: Stage, state: RoamingState, before_s: float = math.inf
+) -> bool:
+    """Take in a neighbour's model, its last iteration, or a word of the coordinator; False when
+    none came before this moment.
+    """
+    message, edges = (
+        await ctx.recv(stage.tag("model"), stage.tag("word"), before_s=before_s),
+        state.rule_state,
+    )
     if message is None:
         return False
     if message.tag == stage.tag("word"):

@@ -1,11 +1,13 @@
 """D-PSGD: every worker mixes its model with its neighbours' and takes its own step, round by round.
 
-Rule: `awc` (adapt while communicating) x_i ← Σ_j w_ij·x_j + Δ_i, where models travel while Δ_i is computed at the model
-before mixing; `atc` (adapt, then communicate) x_i ← Σ_j w_ij·(x_j + Δ_j). W is doubly stochastic, so both move the mean
-of all models by the mean of the Δ. With H local steps between two rounds it is local SGD on a graph.
+Rule: `awc` (adapt while communicating) x_i ← Σ_j w_ij·x_j + Δ_i, where models travel while Δ_i is
+computed at the model before mixing; `atc` (adapt, then communicate) x_i ← Σ_j w_ij·(x_j + Δ_j). W
+is doubly stochastic, so both move the mean of all models by the mean of the Δ. With H local steps
+between two rounds it is local SGD on a graph.
 
 Limits: the complete graph with `atc` is BSP (SGD, momentum), to rounding; W = I is no exchange.
-Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056.
+Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
+2017, arXiv 1705.09056.
 """
 
 from collections.abc import Mapping
@@ -31,13 +33,23 @@ class DPSGD(RoundRule):
     def early(self) -> bool:
         return self.order == "awc"
 
-    async def outgoing(self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
+    async def outgoing(
+        self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any
+    ) -> Outgoing:
         if delta is not None:
             state.params = state.params + delta
-        return {rank: (state.params, ()) for rank in graph_of(stage).round(stage, k).targets[ctx.rank]}
+        return {
+            rank: (state.params, ()) for rank in graph_of(stage).round(stage, k).targets[ctx.rank]
+        }
 
     def merge(
-        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
+        self,
+        stage: Stage,
+        state: RoundState,
+        rank: int,
+        k: int,
+        delta: Vector,
+        heard: Mapping[int, Message],
     ) -> None:
         state.params = mix(graph_of(stage).round(stage, k).rows[rank], rank, state.params, heard)
         if self.early:

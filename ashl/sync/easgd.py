@@ -1,14 +1,17 @@
-"""EASGD, elastic averaging: each worker keeps a model of its own, which a spring ties to the server's.
+"""EASGD, elastic averaging: each worker keeps a model of its own, which a spring ties to the
+server's.
 
-Rule: a worker takes H steps from its own x_i and sends it; with x̃ the server's model, x̃ ← x̃ + α·(x_i − x̃), and the
-worker goes on from x_i − α·(x_i − x̃) with x̃ as it was before. Both ends move by the same, so that x_i + x̃ stays what it
-was. Workers may explore, the further apart the smaller α; what is evaluated is x̃. Nobody waits for anybody. In the
-paper α = 0.9/n, with n workers; with momentum at the workers it is EAMSGD. The model of a worker that is lost is gone
-with it, and what it had pulled at x̃ stays; who comes begins at x̃, and α is what it was.
+Rule: a worker takes H steps from its own x_i and sends it; with x̃ the server's model, x̃ ← x̃ +
+α·(x_i − x̃), and the worker goes on from x_i − α·(x_i − x̃) with x̃ as it was before. Both ends
+move by the same, so that x_i + x̃ stays what it was. Workers may explore, the further apart the
+smaller α; what is evaluated is x̃. Nobody waits for anybody. In the paper α = 0.9/n, with n
+workers; with momentum at the workers it is EAMSGD. The model of a worker that is lost is gone with
+it, and what it had pulled at x̃ stays; who comes begins at x̃, and α is what it was.
 
-Limit: on one worker α = 1/2 leaves both ends at one model, x̃ + Δ/2: ASP with aggregate.scale=0.5, to rounding. Source:
-Zhang, Choromanska and LeCun, "Deep Learning with Elastic Averaging SGD", NIPS 2015, Algorithm 1. Differs: there the
-step after an exchange has its gradient at x_i as it was before the exchange; here it is at the model that x_i became.
+Limit: on one worker α = 1/2 leaves both ends at one model, x̃ + Δ/2: ASP with aggregate.scale=0.5,
+to rounding. Source: Zhang, Choromanska and LeCun, "Deep Learning with Elastic Averaging SGD", NIPS
+2015, Algorithm 1. Differs: there the step after an exchange has its gradient at x_i as it was
+before the exchange; here it is at the model that x_i became.
 """
 
 from __future__ import annotations
@@ -40,16 +43,22 @@ class EASGD(ServerRule):
 
 @dataclass(frozen=True)
 class Springs(Updates):
-    """A worker's own model goes up, how far the spring pulls comes down. The server's rule state is the latter."""
+    """A worker's own model goes up, how far the spring pulls comes down. The server's rule state is
+    the latter.
+    """
 
     alpha: float
 
-    async def make_push(self, ctx: RankContext, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+    async def make_push(
+        self, ctx: RankContext, stage: Stage, state: WorkerState
+    ) -> tuple[Work, Any, float]:
         work = await local_work(ctx, stage, state)
         state.params = state.params + work.body
         return work, state.params, work.loss
 
-    async def apply_push(self, ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+    async def apply_push(
+        self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
+    ) -> bool:
         return await ctx.compute(partial(self.pulled_to, state, message), work=1, kind="apply")
 
     def pulled_to(self, state: ServerState, message: Message) -> bool:
@@ -60,7 +69,9 @@ class Springs(Updates):
         state.progress.merge()
         return True
 
-    async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+    async def answer(
+        self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
+    ) -> Any:
         return state.rule_state
 
     def apply_admission(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:

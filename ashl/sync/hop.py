@@ -1,21 +1,25 @@
-"""Hop: gossip in which a worker does not wait for all of its neighbours, nor for their latest model.
+"""Hop: gossip in which a worker does not wait for all of its neighbours, nor for their latest
+model.
 
-Rule: in its iteration k worker i sends x_i, computes Δ_i, and goes on once all but `backups` of its neighbours have
-sent a model of iteration k − s or later, and none trails by more than `max_lead` iterations:
+Rule: in its iteration k worker i sends x_i, computes Δ_i, and goes on once all but `backups` of its
+neighbours have sent a model of iteration k − s or later, and none trails by more than `max_lead`
+iterations:
     x_i ← Σ_j a_j·x_j / Σ_j a_j + Δ_i,   a_j = s + 1 − (age of j's model in iterations)
-over itself (age 0) and those neighbours, of each its newest model up to iteration k. Since everybody's iterations are
-known from its models, no tokens travel.
+over itself (age 0) and those neighbours, of each its newest model up to iteration k. Since
+everybody's iterations are known from its models, no tokens travel.
 
-With `skip_lead`, a worker that all its neighbours lead by so many iterations or more skips to that of the slowest of
-them, from the mean of their models there, with its own in it where that is fresh enough. What it skips are no steps,
-and no neighbour waits for it.
+With `skip_lead`, a worker that all its neighbours lead by so many iterations or more skips to that
+of the slowest of them, from the mean of their models there, with its own in it where that is fresh
+enough. What it skips are no steps, and no neighbour waits for it.
 
-On processes a checkpoint is of one iteration: all are kept at its begin, none skips it, and of models that have come
-only those of before count. Whoever goes on from there sends its own first, newer than any that was on its way.
+On processes a checkpoint is of one iteration: all are kept at its begin, none skips it, and of
+models that have come only those of before count. Whoever goes on from there sends its own first,
+newer than any that was on its way.
 
 Limits: s = backups = 0 is D-PSGD (`awc` on a regular graph), to rounding. The mean of all models is
 kept only there. Where workers are equally fast, nobody ever jumps.
-Source: Luo et al., "Hop: Heterogeneity-Aware Decentralized Training", ASPLOS 2019, arXiv 1902.01064.
+Source: Luo et al., "Hop: Heterogeneity-Aware Decentralized Training", ASPLOS 2019, arXiv
+1902.01064.
 """
 
 import math
@@ -47,7 +51,9 @@ Sent = dict[int, Any]  # iteration → model, of one neighbour; ascending
 
 @dataclass
 class Heard:
-    """What a worker knows in its iteration k: of each neighbour the models that may still be asked for."""
+    """What a worker knows in its iteration k: of each neighbour the models that may still be asked
+    for.
+    """
 
     models: dict[int, Sent]
     k: int = 0
@@ -68,26 +74,29 @@ class Hop(RoamingRule):
         fewest = min(len(row) - 1 for row in rounds[0].rows)
         if self.backups and self.backups >= fewest:
             raise UsageError(
-                f"sync.backups={self.backups} leaves a worker with {fewest} neighbours no neighbour to wait for; take "
-                f"at most {max(0, fewest - 1)}, or a graph with more edges"
+                f"sync.backups={self.backups} leaves a worker with {fewest} neighbours no neighbour"
+                f" to wait for; take at most {max(0, fewest - 1)}, or a graph with more edges"
             )
         if self.max_lead < self.staleness:
             raise UsageError(
-                f"sync.max_lead={self.max_lead} is below sync.staleness={self.staleness}: no model could be that "
-                "stale; take a larger max_lead"
+                f"sync.max_lead={self.max_lead} is below sync.staleness={self.staleness}: no model"
+                " could be that stale; take a larger max_lead"
             )
         most = 1 + (self.max_lead if self.backups else self.staleness)
         if self.skip_lead is not None and self.skip_lead > most:
             raise UsageError(
-                f"sync.skip_lead={self.skip_lead}, and a worker leads a neighbour by {most} iterations at most, so "
-                "nobody would "
-                f"ever jump; take at most {most}" + ("" if self.backups else ", or sync.backups=1")
+                f"sync.skip_lead={self.skip_lead}, and a worker leads a neighbour by {most}"
+                f" iterations at most, so nobody would ever jump; take at most {most}"
+                + ("" if self.backups else ", or sync.backups=1")
             )
 
     def resume_state(self, state: RoamingState) -> None:
         known: Heard | None = state.rule_state
         if known is not None:
-            known.models = {j: {i: x for i, x in sent.items() if i < known.k} for j, sent in known.models.items()}
+            known.models = {
+                j: {i: x for i, x in sent.items() if i < known.k}
+                for j, sent in known.models.items()
+            }
 
     async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
         return await worker(ctx, stage, state, self)
@@ -97,10 +106,14 @@ def may_end_iteration(rule: Hop, k: int, heard: Mapping[int, Sent]) -> bool:
     """Whether iteration k may end."""
     newest = [max(sent, default=-1) for sent in heard.values()]
     fresh = sum(iteration >= k - rule.staleness for iteration in newest)
-    return fresh >= len(newest) - rule.backups and all(k - iteration <= rule.max_lead for iteration in newest)
+    return fresh >= len(newest) - rule.backups and all(
+        k - iteration <= rule.max_lead for iteration in newest
+    )
 
 
-def mix_by_age(rule: Hop, k: int, own: Any, rank: int, heard: Mapping[int, Sent], age: int = 0) -> Any:
+def mix_by_age(
+    rule: Hop, k: int, own: Any, rank: int, heard: Mapping[int, Sent], age: int = 0
+) -> Any:
     """The mean by age, in rank order, over what is fresh enough."""
     if isinstance(own, SizeOnly):
         return own
@@ -117,7 +130,9 @@ def mix_by_age(rule: Hop, k: int, own: Any, rank: int, heard: Mapping[int, Sent]
 
 
 async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop) -> int:
-    """Send, work, wait for enough, mix; until the coordinator says that the stage is over. Returns the last word."""
+    """Send, work, wait for enough, mix; until the coordinator says that the stage is over. Returns
+    the last word.
+    """
     state.enter(stage, ctx.rank)
     near = graph_of(stage).neighbours(stage, ctx.rank)
     known = state.rule_state or Heard({j: {} for j in near})
@@ -144,9 +159,13 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop)
             break
         state.params = mix_by_age(rule, k, state.params, ctx.rank, heard) + work.body
         state.version = k + 1
-        oldest = min((max((i for i in sent if i <= k), default=k) for sent in heard.values()), default=k)
+        oldest = min(
+            (max((i for i in sent if i <= k), default=k) for sent in heard.values()), default=k
+        )
         for j, sent in heard.items():
-            heard[j] = {i: model for i, model in sent.items() if i > k - rule.staleness or i == max(sent)}
+            heard[j] = {
+                i: model for i, model in sent.items() if i > k - rule.staleness or i == max(sent)
+            }
         known.k = k + 1
         await report_merge(ctx, stage, state, work, max(0, k - oldest))
     await report_done(ctx, stage, state, dropped)
@@ -157,10 +176,18 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop)
 
 
 async def on_message(
-    ctx: RankContext, stage: Stage, state: RoamingState, heard: dict[int, Sent], before_s: float = math.inf
+    ctx: RankContext,
+    stage: Stage,
+    state: RoamingState,
+    heard: dict[int, Sent],
+    before_s: float = math.inf,
 ) -> bool:
-    """Take in a neighbour's model or a word of the coordinator; False when none came before this moment."""
-    message: Message | None = await ctx.recv(stage.tag("model"), stage.tag("word"), before_s=before_s)
+    """Take in a neighbour's model or a word of the coordinator; False when none came before this
+    moment.
+    """
+    message: Message | None = await ctx.recv(
+        stage.tag("model"), stage.tag("word"), before_s=before_s
+    )
     if message is None:
         return False
     if message.tag == stage.tag("word"):

@@ -1,18 +1,22 @@
-"""LB-BSP: a barrier at every step, and each worker gets as large a batch as it can do in the same time.
+"""LB-BSP: a barrier at every step, and each worker gets as large a batch as it can do in the same
+time.
 
-Rule: before each step b_i ← (Σ_j b_j)·v_i / Σ_j v_j in whole samples, with v_i the samples per second that worker i
-was seen to compute, as a moving average; so b_i/v_i is the same for all and the whole batch stays what it was. The
-gradients are weighted by the samples behind them (`aggregate=mean` or `samples`), w ← w − γ·Σ_i b_i·g_i / Σ_j b_j.
-A step that also has a constant part is balanced all the same, since v_i follows b_i/t_i until all t_i are equal.
-Shards stay as they were: a fast worker walks through its own more often, which is harmless while shards are alike
+Rule: before each step b_i ← (Σ_j b_j)·v_i / Σ_j v_j in whole samples, with v_i the samples per
+second that worker i was seen to compute, as a moving average; so b_i/v_i is the same for all and
+the whole batch stays what it was. The gradients are weighted by the samples behind them
+(`aggregate=mean` or `samples`), w ← w − γ·Σ_i b_i·g_i / Σ_j b_j. A step that also has a constant
+part is balanced all the same, since v_i follows b_i/t_i until all t_i are equal. Shards stay as
+they were: a fast worker walks through its own more often, which is harmless while shards are alike
 (`dataset.partition=iid`).
 
-At a server, or under all-reduce, where the workers tell each other what a step took them by a sum of one number each.
+At a server, or under all-reduce, where the workers tell each other what a step took them by a sum
+of one number each.
 
-Limit: equal speeds is BSP. Departs from the paper in that the speed is not forecast by a recurrent network, and
-that links are not balanced (the paper's neither): where transfers dominate, their differences still are waited for.
-Source: Chen et al., "Semi-Dynamic Load Balancing: Efficient Distributed Learning in Non-Dedicated Environments",
-SoCC 2020.
+Limit: equal speeds is BSP. Departs from the paper in that the speed is not forecast by a recurrent
+network, and that links are not balanced (the paper's neither): where transfers dominate, their
+differences still are waited for.
+Source: Chen et al., "Semi-Dynamic Load Balancing: Efficient Distributed Learning in Non-Dedicated
+Environments", SoCC 2020.
 """
 
 from collections.abc import Sequence
@@ -60,8 +64,13 @@ class LBBSP(BarrierRule, StepRule):
         state.speeds[push.worker] = known + self.alpha * (speed - known)
         return self.on_membership_change(stage, state, progress, push.worker)
 
-    def observe_round(self, stage: Stage, state: Balance, progress: Progress, heard: Heard) -> Balance:
-        speeds, present = dict(state.speeds), [rank for rank, step_s in enumerate(heard.step_s) if step_s]
+    def observe_round(
+        self, stage: Stage, state: Balance, progress: Progress, heard: Heard
+    ) -> Balance:
+        speeds, present = (
+            dict(state.speeds),
+            [rank for rank, step_s in enumerate(heard.step_s) if step_s],
+        )
         for rank in present:
             speed = (state.batches.get(rank) or stage.worker(rank).batch) / heard.step_s[rank]
             known = speeds.get(rank, speed)
@@ -71,9 +80,13 @@ class LBBSP(BarrierRule, StepRule):
 
     def in_round(self, stage: Stage, state: Balance, progress: Progress) -> Stage:
         planned = enumerate(stage.plan.workers)
-        return stage.with_batches(tuple(state.batches.get(rank, worker.batch) for rank, worker in planned))
+        return stage.with_batches(
+            tuple(state.batches.get(rank, worker.batch) for rank, worker in planned)
+        )
 
-    def on_membership_change(self, stage: Stage, state: Balance, progress: Progress, rank: int) -> Balance:
+    def on_membership_change(
+        self, stage: Stage, state: Balance, progress: Progress, rank: int
+    ) -> Balance:
         """Share out the whole batch to those who are there, once all of them wait."""
         if progress.waiting and len(progress.waiting) == progress.present:
             present = sorted(progress.waiting)
@@ -81,8 +94,12 @@ class LBBSP(BarrierRule, StepRule):
             state.batches = dict(zip(present, sizes, strict=True))
         return state
 
-    def next_assignment(self, stage: Stage, state: Balance, progress: Progress, rank: int) -> Assignment:
-        return Assignment(local_steps=1, batch=state.batches.get(rank, 0))  # a newcomer's is as planned
+    def next_assignment(
+        self, stage: Stage, state: Balance, progress: Progress, rank: int
+    ) -> Assignment:
+        return Assignment(
+            local_steps=1, batch=state.batches.get(rank, 0)
+        )  # a newcomer's is as planned
 
 
 def whole_batch(stage: Stage) -> int:
@@ -91,7 +108,9 @@ def whole_batch(stage: Stage) -> int:
 
 
 def share_out(total: int, speeds: Sequence[float]) -> list[int]:
-    """Whole batches in proportion to speed that add up to `total`, none below `LEAST` where there is enough."""
+    """Whole batches in proportion to speed that add up to `total`, none below `LEAST` where there
+    is enough.
+    """
     sizes = apportion(total, speeds)
     least = min(LEAST, total // len(speeds))
     while sizes.min() < least:

@@ -1,13 +1,15 @@
 """MATCHA: of the graph's edges only some are used in a round, the important ones more often.
 
-Rule: the edges are split into matchings, with Laplacians L_m; in each round matching m is used with probability p_m,
-drawn alike by all from the seed, and x ← (I − α·Σ_m b_m·L_m)·(x + Δ). The p maximise λ_2(Σ p_m·L_m) with Σ p_m ≤
-budget·M, so that a round costs `budget` of the whole graph's; α makes the expected contraction best. M is at most one
-more than the most neighbours that anyone has, as in the paper, and often just as many.
+Rule: the edges are split into matchings, with Laplacians L_m; in each round matching m is used with
+probability p_m, drawn alike by all from the seed, and x ← (I − α·Σ_m b_m·L_m)·(x + Δ). The p
+maximise λ_2(Σ p_m·L_m) with Σ p_m ≤ budget·M, so that a round costs `budget` of the whole graph's;
+α makes the expected contraction best. M is at most one more than the most neighbours that anyone
+has, as in the paper, and often just as many.
 
-Limit: budget = 1 is D-PSGD (`atc`) with W = I − α·L. Departs from the paper in that p is found by projected
-supergradient ascent and α by golden section, instead of by two convex solvers.
-Source: Wang et al., "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling", 2019, arXiv
+Limit: budget = 1 is D-PSGD (`atc`) with W = I − α·L. Departs from the paper in that p is found by
+projected supergradient ascent and α by golden section, instead of by two convex solvers.
+Source: Wang et al., "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling",
+2019, arXiv
 1905.09435.
 """
 
@@ -50,18 +52,34 @@ class Matcha(RoundRule):
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
         plan = stage.once(sampling_in)
-        return tuple(sorted(plan.peers[m][rank] for m in used_matchings(plan, stage.seed, k) if rank in plan.peers[m]))
+        return tuple(
+            sorted(
+                plan.peers[m][rank]
+                for m in used_matchings(plan, stage.seed, k)
+                if rank in plan.peers[m]
+            )
+        )
 
-    async def outgoing(self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
+    async def outgoing(
+        self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any
+    ) -> Outgoing:
         state.params = state.params + delta
         return {j: (state.params, ()) for j in self.sources(stage, ctx.rank, k)}
 
     def merge(
-        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
+        self,
+        stage: Stage,
+        state: RoundState,
+        rank: int,
+        k: int,
+        delta: Vector,
+        heard: Mapping[int, Message],
     ) -> None:
         alpha = stage.once(sampling_in).alpha
         row = {**dict.fromkeys(heard, alpha), rank: 1 - alpha * len(heard)}
-        state.params = mix(dict(sorted(row.items())), rank, state.params, heard) if heard else state.params
+        state.params = (
+            mix(dict(sorted(row.items())), rank, state.params, heard) if heard else state.params
+        )
 
 
 def used_matchings(plan: Sampling, seed: int, k: int) -> list[int]:
@@ -84,7 +102,9 @@ def sampling(edges: tuple[Edge, ...], n: int, budget: float) -> Sampling:
     matchings = matchings_of(edges, n)
     laplacians = [laplacian(matching, n) for matching in matchings]
     chances = activation(laplacians, budget)
-    peers = tuple({i: j for a, b in matching for i, j in ((a, b), (b, a))} for matching in matchings)
+    peers = tuple(
+        {i: j for a, b in matching for i, j in ((a, b), (b, a))} for matching in matchings
+    )
     return Sampling(matchings, peers, chances, edge_weight(laplacians, chances, n))
 
 
@@ -97,17 +117,22 @@ def laplacian(edges: Sequence[Edge], n: int) -> np.ndarray:
 
 
 def activation(laplacians: list[np.ndarray], budget: float) -> np.ndarray:
-    """p in [0, 1] with Σ p = budget·M for which λ_2(Σ p_m·L_m) is largest. It is concave in p, and for its eigenvector
-    v the numbers v'·L_m·v are a supergradient."""
+    """p in [0, 1] with Σ p = budget·M for which λ_2(Σ p_m·L_m) is largest. It is concave in p, and
+    for its eigenvector v the numbers v'·L_m·v are a supergradient.
+    """
     total = budget * len(laplacians)
     best = chances = np.full(len(laplacians), budget)
     most = -1.0
     for step in range(1, ASCENT + 1 if budget < 1 else 1):
-        values, vectors = np.linalg.eigh(sum(p * one for p, one in zip(chances, laplacians, strict=True)))
+        values, vectors = np.linalg.eigh(
+            sum(p * one for p, one in zip(chances, laplacians, strict=True))
+        )
         if values[1] > most:
             most, best = values[1], chances
         uphill = np.array([vectors[:, 1] @ one @ vectors[:, 1] for one in laplacians])
-        chances = project_probabilities(chances + uphill / (np.linalg.norm(uphill) + 1e-12) / step**0.5, total)
+        chances = project_probabilities(
+            chances + uphill / (np.linalg.norm(uphill) + 1e-12) / step**0.5, total
+        )
     return best
 
 
@@ -121,13 +146,18 @@ def project_probabilities(p: np.ndarray, total: float) -> np.ndarray:
 
 
 def edge_weight(laplacians: list[np.ndarray], chances: np.ndarray, n: int) -> float:
-    """The α for which the largest eigenvalue of E[W'W] − J is least; it is convex in α. With L = Σ p_m·L_m,
-    E[W'W] = I − 2α·L + α²·(L² + 2·Σ p(1 − p)·L_m)."""
+    """The α for which the largest eigenvalue of E[W'W] − J is least; it is convex in α. With L = Σ
+    p_m·L_m, E[W'W] = I − 2α·L + α²·(L² + 2·Σ p(1 − p)·L_m).
+    """
     mean = sum(p * one for p, one in zip(chances, laplacians, strict=True))
-    spread = mean @ mean + 2 * sum(p * (1 - p) * one for p, one in zip(chances, laplacians, strict=True))
+    spread = mean @ mean + 2 * sum(
+        p * (1 - p) * one for p, one in zip(chances, laplacians, strict=True)
+    )
 
     def contraction(alpha: float) -> float:
-        return np.linalg.eigvalsh(np.eye(n) - 2 * alpha * mean + alpha**2 * spread - np.ones((n, n)) / n)[-1]
+        return np.linalg.eigvalsh(
+            np.eye(n) - 2 * alpha * mean + alpha**2 * spread - np.ones((n, n)) / n
+        )[-1]
 
     low, high = 0.0, 1.0
     for _ in range(SECTIONS):

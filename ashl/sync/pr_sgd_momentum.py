@@ -1,13 +1,15 @@
-"""PR-SGD with momentum: H local steps with momentum on each worker, then models and momenta are averaged alike.
+"""PR-SGD with momentum: H local steps with momentum on each worker, then models and momenta are
+averaged alike.
 
-Rule: w ← w + Σ w_i·(w_i^H − w) and m ← m + Σ w_i·(m_i^H − m), then all go on from both means. What travels is the model
-and as much again each way, and is counted. Local SGD keeps each worker's momentum where it is; of skewed shards it then
-goes on pointing at the worker's own optimum after each average. A round without a worker that is lost is the mean over
-those who are left, Σ w_i = 1; who comes has both means of the last round, as all others do.
+Rule: w ← w + Σ w_i·(w_i^H − w) and m ← m + Σ w_i·(m_i^H − m), then all go on from both means. What
+travels is the model and as much again each way, and is counted. Local SGD keeps each worker's
+momentum where it is; of skewed shards it then goes on pointing at the worker's own optimum after
+each average. A round without a worker that is lost is the mean over those who are left, Σ w_i = 1;
+who comes has both means of the last round, as all others do.
 
-Limits: H = 1 is BSP, to rounding; without momentum it is local SGD, which is what to take then. Source: Yu, Jin and
-Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD for Distributed Non-Convex Optimization",
-ICML 2019 (PR-SGD-Momentum).
+Limits: H = 1 is BSP, to rounding; without momentum it is local SGD, which is what to take then.
+Source: Yu, Jin and Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD
+for Distributed Non-Convex Optimization", ICML 2019 (PR-SGD-Momentum).
 """
 
 from __future__ import annotations
@@ -47,11 +49,15 @@ class PRSGDMomentum(BarrierRule, StepRule):
 class WithMomentum(Updates):
     """What H steps changed of both goes up, both come down."""
 
-    async def make_push(self, ctx: RankContext, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+    async def make_push(
+        self, ctx: RankContext, stage: Stage, state: WorkerState
+    ) -> tuple[Work, Any, float]:
         work = await with_momentum(ctx, stage, state)
         return work, stage.aggregate.clip(work.body), work.loss
 
-    async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+    async def answer(
+        self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
+    ) -> Any:
         return self.admission_payload(stage, state) if changed else None
 
     def admission_payload(self, stage: Stage, state: ServerState) -> Any:
@@ -70,7 +76,9 @@ WITH_MOMENTUM = WithMomentum()
 
 
 async def with_momentum(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """Local work, and what it changed of the momentum. That of before stays: both means are taken from there."""
+    """Local work, and what it changed of the momentum. That of before stays: both means are taken
+    from there.
+    """
     before = state.moments
     work = await local_work(ctx, stage, state)
     turned = state.moments[0] - before[0] if before else work.body

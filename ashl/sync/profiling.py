@@ -1,20 +1,25 @@
-"""Profiling as a stage on the run's counters: what a step, a push, a pull and an encoding cost each worker.
+"""Profiling as a stage on the run's counters: what a step, a push, a pull and an encoding cost each
+worker.
 
-Rule: all workers time local steps at once, `steps` of them after one to warm up (the model stays as it is). Then they
-take turns to exchange with the server, alone: nothing, the dense model up, the dense model down; at last all at once,
-which is a figure of its own. A transfer is timed until its receipt is there, less the way of the receipt. Each
-cost is a median of as many repetitions as its 95 % interval takes to be narrow, up to a bound; workers whose intervals
-overlap count as equal. The server makes the profile, plans the stages that follow, and sends everyone the plan.
+Rule: all workers time local steps at once, `steps` of them after one to warm up (the model stays as
+it is). Then they take turns to exchange with the server, alone: nothing, the dense model up, the
+dense model down; at last all at once, which is a figure of its own. A transfer is timed until its
+receipt is there, less the way of the receipt. Each cost is a median of as many repetitions as its
+95 % interval takes to be narrow, up to a bound; workers whose intervals overlap count as equal. The
+server makes the profile, plans the stages that follow, and sends everyone the plan.
 
-With `per_layer_group` they also time both passes by layer group, and then messages of several sizes: each worker alone
-to the server and from there, and all workers in a sum, which counts from when the last one has come. Of each, latency
-and seconds per byte are fitted (`ashl.plan.alpha_beta`); sizes go up for as long as there is time. What sums and steps
-cost each other is `ashl.sync.timing.beside`'s to measure, that a gradient leaves in parts `ashl.sync.timing.parts`',
-and what encoding and decoding cost by the chosen codec and by `codecs` `ashl.sync.timing.codecs`'.
+With `per_layer_group` they also time both passes by layer group, and then messages of several
+sizes: each worker alone to the server and from there, and all workers in a sum, which counts from
+when the last one has come. Of each, latency and seconds per byte are fitted
+(`ashl.plan.alpha_beta`); sizes go up for as long as there is time. What sums and steps cost each
+other is `ashl.sync.timing.beside`'s to measure, that a gradient leaves in parts
+`ashl.sync.timing.parts`', and what encoding and decoding cost by the chosen codec and by `codecs`
+`ashl.sync.timing.codecs`'.
 
 `stop.seconds` and an interrupt end it at once, without a profile.
 
-Source: Shen et al., "ASHL", IEEE TC 2024, section on profiling (there: ten epochs, off the reported tally).
+Source: Shen et al., "ASHL", IEEE TC 2024, section on profiling (there: ten epochs, off the reported
+tally).
 """
 
 from __future__ import annotations
@@ -67,9 +72,16 @@ from ashl.topology.parameter_server import BarrierRule, ServerState
 REPEATS = 3  # of an exchange at least
 MOST = 20  # times as many repetitions at most
 SLOWED = 1.1  # a push among others that takes so many times as long shows the server's port
-DISTRIBUTION, DISTRIBUTION_S = 2_000, 4.0  # steps for their quantiles at most, and seconds after which none begins
-COSTS = 5  # numbers of a worker's first answer: a step, its noise and spread, an encoding and its noise
-LINES_S = 2.0  # for the messages of several sizes to and from all workers, and as long again for sums
+DISTRIBUTION, DISTRIBUTION_S = (
+    2_000,
+    4.0,
+)  # steps for their quantiles at most, and seconds after which none begins
+COSTS = (
+    5  # numbers of a worker's first answer: a step, its noise and spread, an encoding and its noise
+)
+LINES_S = (
+    2.0  # for the messages of several sizes to and from all workers, and as long again for sums
+)
 
 
 @option
@@ -85,10 +97,14 @@ class Profiling(BarrierRule):
 
 
 async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
-    """Measure, and again whenever the server says so; take over the plan that it sends at the end."""
+    """Measure, and again whenever the server says so; take over the plan that it sends at
+    the end.
+    """
     assert isinstance(stage.sync, Profiling)
     before = stage.trainer.worker_state(ctx.rank)
-    times = await time_steps(ctx, stage, state, max(1, stage.sync.steps), distribution=stage.sync.per_layer_group)
+    times = await time_steps(
+        ctx, stage, state, max(1, stage.sync.steps), distribution=stage.sync.per_layer_group
+    )
     compress_s = await repeat_timing(partial(time_encoding, ctx, stage, state), REPEATS, REPEATS)
     found: tuple[float, ...] = (*estimate(times), trimmed_deviation(times), *estimate(compress_s))
     passes = None
@@ -108,7 +124,10 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
             elif signal == PARTS:
                 passes = await time_parts(ctx, stage, state, end_ns)
             elif signal == LINK:
-                found = await time_exchange(ctx, stage, UP, end_ns), await time_exchange(ctx, stage, DOWN, end_ns)
+                found = (
+                    await time_exchange(ctx, stage, UP, end_ns),
+                    await time_exchange(ctx, stage, DOWN, end_ns),
+                )
             elif signal == GO:
                 found = (await time_exchange(ctx, stage, EMPTY),)
                 found += await time_exchange(ctx, stage, UP), await time_exchange(ctx, stage, DOWN)
@@ -132,7 +151,9 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
 async def time_steps(
     ctx: RankContext, stage: Stage, state: WorkerState, steps: int, *, distribution: bool = False
 ) -> list[float]:
-    """Return the seconds of local steps, the first left out; at least one, and many for a distribution."""
+    """Return the seconds of local steps, the first left out; at least one, and many for a
+    distribution.
+    """
     trainer, batch = stage.trainer, stage.worker(ctx.rank).batch
     count = 0
 
@@ -142,7 +163,9 @@ async def time_steps(
             return None
         start = ctx.now
         args = (state.params, state.moments, ctx.rank, state.step + count, 0.0)
-        await ctx.compute(lambda: numbers([trainer.local_step(*args)[0]]), work=batch)  # till its loss is there
+        await ctx.compute(
+            lambda: numbers([trainer.local_step(*args)[0]]), work=batch
+        )  # till its loss is there
         count += 1
         return ctx.now - start
 
@@ -157,14 +180,22 @@ async def time_steps(
 
 async def time_encoding(ctx: RankContext, stage: Stage, state: WorkerState) -> float:
     """Seconds of encoding a dense vector."""
-    context = EncodeContext(min(worker.compression_ratio for worker in stage.plan.workers), stage.seed, ctx.rank)
+    context = EncodeContext(
+        min(worker.compression_ratio for worker in stage.plan.workers), stage.seed, ctx.rank
+    )
     start = ctx.now
-    await ctx.compute(partial(stage.link.encode, CodecState(), state.params, context), work=1, kind="compress")
+    await ctx.compute(
+        partial(stage.link.encode, CodecState(), state.params, context), work=1, kind="compress"
+    )
     return ctx.now - start
 
 
-async def time_passes(ctx: RankContext, stage: Stage, state: WorkerState, times: int) -> torch.Tensor:
-    """Seconds of forward of each layer group, and of backward, the last layers first: medians of so many steps."""
+async def time_passes(
+    ctx: RankContext, stage: Stage, state: WorkerState, times: int
+) -> torch.Tensor:
+    """Seconds of forward of each layer group, and of backward, the last layers first: medians of so
+    many steps.
+    """
     count, step = len(stage.parts), state.step
     tags = [stage.tag("passed", k) for k in range(2 * count)]
     ready = tuple(zip(end_shares(stage.parts), tags, strict=True))
@@ -181,7 +212,9 @@ async def time_passes(ctx: RankContext, stage: Stage, state: WorkerState, times:
 
 
 async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
-    """Say whose turn it is, answer every exchange, plan; send everyone the plan, or that the run ends before."""
+    """Say whose turn it is, answer every exchange, plan; send everyone the plan, or that the run
+    ends before.
+    """
     state.progress.begin(ctx.now)
     assigned, signal, reason = None, STOP, "profiled"
     try:
@@ -209,14 +242,22 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
 async def measure_all(
     ctx: RankContext, stage: Stage, state: ServerState
 ) -> tuple[
-    tuple[WorkerProfile, ...], float, float | None, AlphaBeta | None, ContentionCosts | None, tuple[CodecCost, ...]
+    tuple[WorkerProfile, ...],
+    float,
+    float | None,
+    AlphaBeta | None,
+    ContentionCosts | None,
+    tuple[CodecCost, ...],
 ]:
-    """Return (workers, seconds of applying a push, bytes per second of the server's NIC, what all-reduces cost, what
-    they and computing cost each other, what codecs cost). Raises OverError."""
+    """Return (workers, seconds of applying a push, bytes per second of the server's NIC, what
+    all-reduces cost, what they and computing cost each other, what codecs cost). Raises OverError.
+    """
     members = stage.workers
     times: dict[int, list[tuple[float, ...]]] = {rank: [] for rank in members}
     steps = await collect_answers(ctx, stage, members)
-    while not all(timed_enough(rows) for rows in times.values()):  # in turn, so that all see the same weather
+    while not all(
+        timed_enough(rows) for rows in times.values()
+    ):  # in turn, so that all see the same weather
         for rank in members:
             await instruct(ctx, stage, (rank,), GO)
             times[rank].append((await collect_answers(ctx, stage, (rank,)))[rank])
@@ -232,7 +273,10 @@ async def measure_all(
         noises["compress_s"].append(steps[rank][COSTS - 1])
     sums = beside = None
     if stage.sync.per_layer_group:
-        workers = [await add_lines(ctx, stage, worker, rank) for rank, worker in zip(members, workers, strict=True)]
+        workers = [
+            await add_lines(ctx, stage, worker, rank)
+            for rank, worker in zip(members, workers, strict=True)
+        ]
         if len(members) > 1:
             (sums,) = await measure_line(ctx, stage, SUM, members, LINES_S)
             beside = await measure_beside(ctx, stage, max(row[0] for row in steps.values()), sums)
@@ -243,7 +287,9 @@ async def measure_all(
     return equalize_costs(workers, noises), apply_s, server_bytes_s, sums, beside, codecs
 
 
-async def add_lines(ctx: RankContext, stage: Stage, worker: WorkerProfile, rank: int) -> WorkerProfile:
+async def add_lines(
+    ctx: RankContext, stage: Stage, worker: WorkerProfile, rank: int
+) -> WorkerProfile:
     """... and what messages between this worker and the server cost by their bytes."""
     up, down = await measure_line(ctx, stage, LINK, (rank,), LINES_S / stage.num_workers)
     back_s = worker.latency_s  # of the receipt
@@ -254,8 +300,10 @@ async def add_lines(ctx: RankContext, stage: Stage, worker: WorkerProfile, rank:
 async def measure_line(
     ctx: RankContext, stage: Stage, what: int, members: Sequence[int], budget_s: float
 ) -> list[AlphaBeta]:
-    """What these workers find of messages of several sizes: those of every kind that they time, the least over the
-    workers. In rounds until all are narrow, and as time allows; two large sizes at least. Raises OverError."""
+    """What these workers find of messages of several sizes: those of every kind that they time, the
+    least over the workers. In rounds until all are narrow, and as time allows; two large sizes at
+    least. Raises OverError.
+    """
     times: dict[int, list[tuple[float, ...]]] = {}
     end_s, sizes = ctx.now + budget_s, (*SMALL, *LARGE)
     while not times or (ctx.now < end_s and not all(map(timed_enough, times.values()))):
@@ -264,22 +312,36 @@ async def measure_line(
             await instruct(ctx, stage, members, what, nbytes)
             found = (await collect_answers(ctx, stage, members)).values()
             kinds = 1 if what == SUM else 2
-            times.setdefault(nbytes, []).append(tuple(min(own[kind] for own in found) for kind in range(kinds)))
-            if nbytes >= LARGE[1] and 3 * ctx.now - 2 * start > end_s:  # the next size takes twice as long
+            times.setdefault(nbytes, []).append(
+                tuple(min(own[kind] for own in found) for kind in range(kinds))
+            )
+            if (
+                nbytes >= LARGE[1] and 3 * ctx.now - 2 * start > end_s
+            ):  # the next size takes twice as long
                 sizes = tuple(size for size in sizes if size <= nbytes)
                 break
     kinds = range(len(times[LARGE[0]][0]))
-    return [fit_line({nbytes: [row[kind] for row in rows] for nbytes, rows in times.items()}) for kind in kinds]
+    return [
+        fit_line({nbytes: [row[kind] for row in rows] for nbytes, rows in times.items()})
+        for kind in kinds
+    ]
 
 
 def timed_enough(rows: Sequence[Sequence[float]]) -> bool:
     """Whether each kind of exchange has been timed often enough."""
-    return len(rows) >= REPEATS and (len(rows) >= MOST * REPEATS or all(map(is_narrow, zip(*rows, strict=True))))
+    return len(rows) >= REPEATS and (
+        len(rows) >= MOST * REPEATS or all(map(is_narrow, zip(*rows, strict=True)))
+    )
 
 
 def row_of(worker: WorkerPlan) -> list[float]:
     """A worker's part of the plan, as it travels."""
-    return [worker.local_steps, worker.data_share, worker.compression_ratio, worker.predicted_cycle_s or 0.0]
+    return [
+        worker.local_steps,
+        worker.data_share,
+        worker.compression_ratio,
+        worker.predicted_cycle_s or 0.0,
+    ]
 
 
 def worker_profile(
@@ -289,16 +351,22 @@ def worker_profile(
     alone: Sequence[tuple[float, ...]],
     together: Sequence[tuple[float, ...]],
 ) -> WorkerProfile:
-    """Of what was timed: steps with an encoding, and rows of an exchange of nothing, of a push and of a pull."""
+    """Of what was timed: steps with an encoding, and rows of an exchange of nothing, of a push and
+    of a pull.
+    """
     (step_s, step_noise_s, spread_s, compress_s, _), more = steps[:COSTS], steps[COSTS:]
     step_times_s, passes = more[: len(LEVELS)], more[len(LEVELS) :]
     empty, up, down = (estimate(times) for times in zip(*alone, strict=True))
     latency_s = empty.median / 2  # an exchange of nothing crosses the link twice
     push_s, pull_s = (max(way.median - latency_s, latency_s, TICK_S) for way in (up, down))
-    loaded = [max(statistics.median(times) - latency_s, TICK_S) for times in zip(*together, strict=True)]
+    loaded = [
+        max(statistics.median(times) - latency_s, TICK_S) for times in zip(*together, strict=True)
+    ]
     _, push_loaded_s, pull_loaded_s = loaded or (None, None, None)
     beyond = (way_s - latency_s for way_s in (push_s, pull_s))
-    push_bytes_s, pull_bytes_s = (stage.trainer.dense_bytes / way_s if way_s > 0 else None for way_s in beyond)
+    push_bytes_s, pull_bytes_s = (
+        stage.trainer.dense_bytes / way_s if way_s > 0 else None for way_s in beyond
+    )
     return WorkerProfile(
         step_s=step_s,
         step_spread_s=spread_s,
@@ -321,9 +389,16 @@ def worker_profile(
 
 
 def nic_bytes_per_s(workers: Sequence[WorkerProfile], dense_bytes: int) -> float | None:
-    """Bytes per second through the server's port: what had come by the time at which each of the pushes was there that
-    began together; None where nobody was slowed down."""
-    loaded = [(w.push_loaded_s - w.latency_s, w.push_s) for w in workers if w.push_loaded_s is not None]
+    """Bytes per second through the server's port: what had come by the time at which each of the
+    pushes was there that began together; None where nobody was slowed down.
+    """
+    loaded = [
+        (w.push_loaded_s - w.latency_s, w.push_s) for w in workers if w.push_loaded_s is not None
+    ]
     if not any(taken_s > SLOWED * alone_s for taken_s, alone_s in loaded):
         return None
-    return max((k + 1) * dense_bytes / taken_s for k, (taken_s, _) in enumerate(sorted(loaded)) if taken_s > 0)
+    return max(
+        (k + 1) * dense_bytes / taken_s
+        for k, (taken_s, _) in enumerate(sorted(loaded))
+        if taken_s > 0
+    )

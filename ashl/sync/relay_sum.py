@@ -1,16 +1,20 @@
-"""RelaySum: models are relayed along a spanning tree, so that everybody gets the plain mean of all, only later.
+"""RelaySum: models are relayed along a spanning tree, so that everybody gets the plain mean of all,
+only later.
 
-Rule: with x_i half a step on (x_i + Δ_i) and m_ji the last message from j, send m_ij = x_i + Σ_{l≠j} m_li to each
-neighbour j on the tree, with the count of models in it; then x_i ← (x_i + Σ_j m_ji + (n − c)·x_0)/n, where c ≤ n models
-have come and x_0, the worker's model when the stage began, stands in for the others. After as many rounds as the tree
-is wide, every model is in it exactly once, as old as the way is long: weights are uniform on any tree, whatever the
-degrees, which skewed data need.
+Rule: with x_i half a step on (x_i + Δ_i) and m_ji the last message from j, send m_ij = x_i +
+Σ_{l≠j} m_li to each neighbour j on the tree, with the count of models in it; then x_i ← (x_i + Σ_j
+m_ji + (n − c)·x_0)/n, where c ≤ n models have come and x_0, the worker's model when the stage
+began, stands in for the others. After as many rounds as the tree is wide, every model is in it
+exactly once, as old as the way is long: weights are uniform on any tree, whatever the degrees,
+which skewed data need.
 
-The tree is that of breadth-first search from rank 0 in the graph. A mean over older models makes less progress in a
-round, as if the learning rate were divided by 1 + the mean delay: on wide trees it wants a larger one.
+The tree is that of breadth-first search from rank 0 in the graph. A mean over older models makes
+less progress in a round, as if the learning rate were divided by 1 + the mean delay: on wide trees
+it wants a larger one.
 
 Limit: two workers are BSP.
-Source: Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneous Data", NeurIPS 2021.
+Source: Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneous Data", NeurIPS
+2021.
 """
 
 from __future__ import annotations
@@ -55,15 +59,28 @@ class RelaySum(RoundRule):
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
         return stage.once(tree_in)[rank]
 
-    async def outgoing(self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
+    async def outgoing(
+        self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any
+    ) -> Outgoing:
         state.params = state.params + delta
-        outgoing = {j: relay_sum(state.params, state.rule_state.heard, j) for j in self.sources(stage, ctx.rank, k)}
+        outgoing = {
+            j: relay_sum(state.params, state.rule_state.heard, j)
+            for j in self.sources(stage, ctx.rank, k)
+        }
         return {j: (body, (count,)) for j, (body, count) in outgoing.items()}
 
     def merge(
-        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
+        self,
+        stage: Stage,
+        state: RoundState,
+        rank: int,
+        k: int,
+        delta: Vector,
+        heard: Mapping[int, Message],
     ) -> None:
-        latest = {j: Relayed(message.body, int(numbers_of(message)[0])) for j, message in heard.items()}
+        latest = {
+            j: Relayed(message.body, int(numbers_of(message)[0])) for j, message in heard.items()
+        }
         first = state.rule_state.first
         state.rule_state = Relay(first, latest)
         total, count = relay_sum(state.params, latest)
@@ -76,7 +93,10 @@ class RelaySum(RoundRule):
 def relay_sum(own: Vector, heard: Mapping[int, Relayed], but: int | None = None) -> Relayed:
     """Its own model and what it has heard of, but not from whom it tells; summed in rank order."""
     parts = [heard[j] for j in sorted(heard) if j != but]
-    return Relayed(sum_in_rank_order([own, *(part.total for part in parts)]), 1 + sum(part.count for part in parts))
+    return Relayed(
+        sum_in_rank_order([own, *(part.total for part in parts)]),
+        1 + sum(part.count for part in parts),
+    )
 
 
 def tree_in(stage: Stage) -> Sources:
@@ -87,4 +107,6 @@ def tree(edges: tuple[Edge, ...], n: int) -> Sources:
     """Everybody's neighbours on the spanning tree."""
     sources = sources_of(edges, n)
     depth = depths(sources)
-    return sources_of([edge(i, next(j for j in sources[i] if depth[j] < depth[i])) for i in range(1, n)], n)
+    return sources_of(
+        [edge(i, next(j for j in sources[i] if depth[j] < depth[i])) for i in range(1, n)], n
+    )

@@ -1,13 +1,13 @@
 """Rennala: B gradients at one point, from whoever is quick, then one step.
 
-Rule: everyone computes gradients at the current model, one after the other; the server collects them, and with the
-B-th w ← w − γ·Σ_b w_b·g_b, Σ w_b = 1. A worker may contribute several; one whose gradient belongs to an older model
-has it dropped and counted, and goes on with the current one. As long as the model is the same a reply carries none.
-What has come already is taken in before anyone is answered. Work on a model that has become old is finished before it
-is dropped.
+Rule: everyone computes gradients at the current model, one after the other; the server collects
+them, and with the B-th w ← w − γ·Σ_b w_b·g_b, Σ w_b = 1. A worker may contribute several; one whose
+gradient belongs to an older model has it dropped and counted, and goes on with the current one. As
+long as the model is the same a reply carries none. What has come already is taken in before anyone
+is answered. Work on a model that has become old is finished before it is dropped.
 
-Limit: B = n on equal workers is BSP. Source: Tyurin and Richtárik, "Optimal Time Complexities of Parallel Stochastic
-Optimization Methods Under a Fixed Computation Model", NeurIPS 2023.
+Limit: B = n on equal workers is BSP. Source: Tyurin and Richtárik, "Optimal Time Complexities of
+Parallel Stochastic Optimization Methods Under a Fixed Computation Model", NeurIPS 2023.
 """
 
 from typing import ClassVar

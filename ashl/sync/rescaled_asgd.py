@@ -1,14 +1,17 @@
 """Rescaled ASGD: asynchronous, where who comes less often moves the model further each time.
 
-Rule: ASP's, with a step in proportion to the worker's cycle: w ← w + c_i·(τ_i/mean_j τ_j)·Δ_i at each arrival, with c_i
-= scale·w_i of `aggregate` and τ_i the time between two pushes of worker i, as a moving average. Per second each worker
-then moves the model alike, in proportion to w_i; plain ASP goes to the minimum of a sum that counts the data of fast
-workers more. Nothing is buffered. A worker's first two pushes count as in ASP. Where H differs, Δ_i grows with H_i, and
-`aggregate=fednova` takes that out: it then ends where Σ_i n_i/n·f_i is least, whatever speeds and H are.
+Rule: ASP's, with a step in proportion to the worker's cycle: w ← w + c_i·(τ_i/mean_j τ_j)·Δ_i at
+each arrival, with c_i = scale·w_i of `aggregate` and τ_i the time between two pushes of worker i,
+as a moving average. Per second each worker then moves the model alike, in proportion to w_i; plain
+ASP goes to the minimum of a sum that counts the data of fast workers more. Nothing is buffered. A
+worker's first two pushes count as in ASP. Where H differs, Δ_i grows with H_i, and
+`aggregate=fednova` takes that out: it then ends where Σ_i n_i/n·f_i is least, whatever speeds and H
+are.
 
-Limit: equal workers is ASP, to rounding. Source: Mahran, Maranjyan and Richtárik, "Rescaled Asynchronous SGD: Optimal
-Distributed Optimization under Data and System Heterogeneity", arXiv 2605.13434, 2026. Of it the abstract was at hand,
-so that its constants could not be verified; there τ_i is known and fixed, and here it is measured.
+Limit: equal workers is ASP, to rounding. Source: Mahran, Maranjyan and Richtárik, "Rescaled
+Asynchronous SGD: Optimal Distributed Optimization under Data and System Heterogeneity", arXiv
+2605.13434, 2026. Of it the abstract was at hand, so that its constants could not be verified; there
+τ_i is known and fixed, and here it is measured.
 """
 
 import math

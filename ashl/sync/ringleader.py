@@ -1,19 +1,22 @@
-"""Ringleader ASGD: asynchronous, with the same number of steps along everybody's data, however fast who is.
+"""Ringleader ASGD: asynchronous, with the same number of steps along everybody's data, however fast
+who is.
 
-Rule: the server keeps of each worker i the sum G_i of the gradients that it sent in this round, and their number b_i. A
-round first waits until all have sent one; from the push that makes it complete on, each worker's next push joins its
-G_i, the model steps, w ← w − γ·Σ_i w_i·G_i/b_i, and that worker alone is given the new model. So there are n steps a
-round, each along a mean of all workers' data. What a worker sends after its step counts for the next round, and it goes
-on with the model that it has. Nobody waits, nothing is thrown away; what is applied is at most 2n − 2 steps old.
+Rule: the server keeps of each worker i the sum G_i of the gradients that it sent in this round, and
+their number b_i. A round first waits until all have sent one; from the push that makes it complete
+on, each worker's next push joins its G_i, the model steps, w ← w − γ·Σ_i w_i·G_i/b_i, and that
+worker alone is given the new model. So there are n steps a round, each along a mean of all workers'
+data. What a worker sends after its step counts for the next round, and it goes on with the model
+that it has. Nobody waits, nothing is thrown away; what is applied is at most 2n − 2 steps old.
 
-Of a worker that is lost nobody waits for a gradient any more: a round is complete, and over, with those who are left.
-Its G_i leaves the sum, Σ w_i = 1 over the others, and what of its gradients was in no step is dropped and counted. Who
-comes has its first step in the round after; what it sends until then counts for that one.
+Of a worker that is lost nobody waits for a gradient any more: a round is complete, and over, with
+those who are left. Its G_i leaves the sum, Σ w_i = 1 over the others, and what of its gradients was
+in no step is dropped and counted. Who comes has its first step in the round after; what it sends
+until then counts for that one.
 
-Limit: one worker is SGD. Staleness is counted from a worker's last reply, also where that brought no model. Source:
-Maranjyan and Richtárik, "Ringleader ASGD: The First Asynchronous SGD with Optimal Time Complexity under Data
-Heterogeneity", ICLR 2026, arXiv 2509.22860; its listing was not at hand, so that the order of the two phases is by its
-description.
+Limit: one worker is SGD. Staleness is counted from a worker's last reply, also where that brought
+no model. Source: Maranjyan and Richtárik, "Ringleader ASGD: The First Asynchronous SGD with Optimal
+Time Complexity under Data Heterogeneity", ICLR 2026, arXiv 2509.22860; its listing was not at hand,
+so that the order of the two phases is by its description.
 """
 
 from __future__ import annotations
@@ -37,8 +40,10 @@ Sums = dict[int, Push]  # by worker: G_i, the b_i steps in it, and their samples
 
 @dataclass
 class Table:
-    """The round: what came for it, what came for the next one, the workers whose step in it is still to come, those of
-    them that have sent nothing for it, whether it has had a step, and who had the last one."""
+    """The round: what came for it, what came for the next one, the workers whose step in it is
+    still to come, those of them that have sent nothing for it, whether it has had a step, and who
+    had the last one.
+    """
 
     sums: Sums = field(default_factory=dict)
     later: Sums = field(default_factory=dict)
@@ -56,7 +61,9 @@ class Table:
         """A gradient has come; whether the model steps."""
         worker, sums = push.worker, self.sums if push.worker in self.due else self.later
         if (own := sums.get(worker)) is not None:
-            push = own._replace(body=own.body + push.body, steps=own.steps + 1, samples=own.samples + push.samples)
+            push = own._replace(
+                body=own.body + push.body, steps=own.steps + 1, samples=own.samples + push.samples
+            )
         sums[worker] = push
         self.missing.discard(worker)
         self.stepped = None if self.missing or worker not in self.due else worker
@@ -89,8 +96,12 @@ class Ringleader(ServerRule):
 class Gradients(Updates):
     """Gradients go up, and a model comes down to who had a step."""
 
-    async def apply_push(self, ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
-        return await ctx.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
+    async def apply_push(
+        self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
+    ) -> bool:
+        return await ctx.compute(
+            partial(self.fold_push, stage, state, message), work=1, kind="apply"
+        )
 
     def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
         table, progress, worker = state.rule_state, state.progress, message.src
@@ -98,7 +109,9 @@ class Gradients(Updates):
         lr = stage.trainer.rate(progress.samples)
         progress.commit(worker, int(steps), int(samples))
         body = stage.link.decode(state.ends, worker, message.body)
-        push = Push(worker, body, int(steps), int(samples), progress.version - int(version), loss, 0, 0, 0)
+        push = Push(
+            worker, body, int(steps), int(samples), progress.version - int(version), loss, 0, 0, 0
+        )
         if not table.add_push(push._replace(body=stage.aggregate.fold([push], [1.0]))):
             return False
         sums = [table.sums[rank] for rank in sorted(table.sums)]
@@ -125,7 +138,9 @@ class Gradients(Updates):
         if not state.rule_state.due:
             state.rule_state = state.rule_state.open_round(present_workers(stage, state.progress))
 
-    async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+    async def answer(
+        self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
+    ) -> Any:
         return state.params if state.rule_state.stepped == rank else None
 
 

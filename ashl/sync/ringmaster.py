@@ -1,14 +1,15 @@
 """Ringmaster: asynchronous, but what is R or more merges old is thrown away.
 
-Rule: a push with delay τ < R is applied, w ← w + scale·w_i·Δ_i, any other is dropped and counted; either way its
-worker goes on with the current model. A dropped push still moves its worker's own momentum, and what its compressor
-had sent returns to the residual. Work that has become too old meanwhile is finished before it is dropped. In theory R
-~ max(1, σ²/ε) makes it optimal in time for any speeds: with noisy gradients old ones are worth keeping.
+Rule: a push with delay τ < R is applied, w ← w + scale·w_i·Δ_i, any other is dropped and counted;
+either way its worker goes on with the current model. A dropped push still moves its worker's own
+momentum, and what its compressor had sent returns to the residual. Work that has become too old
+meanwhile is finished before it is dropped. In theory R ~ max(1, σ²/ε) makes it optimal in time for
+any speeds: with noisy gradients old ones are worth keeping.
 
 Limits: R = null is ASP, R = 1 accepts only what was computed on the current model.
 
-Source: Maranjyan, Tyurin and Richtárik, "Ringmaster ASGD: The First Asynchronous SGD with Optimal Time Complexity",
-ICML 2025, Algorithm 4.
+Source: Maranjyan, Tyurin and Richtárik, "Ringmaster ASGD: The First Asynchronous SGD with Optimal
+Time Complexity", ICML 2025, Algorithm 4.
 """
 
 from typing import Literal

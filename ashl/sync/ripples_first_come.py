@@ -1,14 +1,15 @@
-"""Ripples with first-come groups: the first k workers that ask average, and nobody waits for anybody by name.
+"""Ripples with first-come groups: the first k workers that ask average, and nobody waits for
+anybody by name.
 
-Rule: a group closes when k workers have asked or, with a window, so many seconds after its first one asked, with
-those who have come by then. A worker never waits for one that still computes, unless fewer than k are left who could
-come.
+Rule: a group closes when k workers have asked or, with a window, so many seconds after its first
+one asked, with those who have come by then. A worker never waits for one that still computes,
+unless fewer than k are left who could come.
 
-Limit: k = n without a window is local SGD. Where all workers are exactly equally fast, the same ones meet every time
-and the models of different groups drift apart: take the smart rule there.
+Limit: k = n without a window is local SGD. Where all workers are exactly equally fast, the same
+ones meet every time and the models of different groups drift apart: take the smart rule there.
 
-Source: Miao et al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce", SIGMOD 2021, with
-a window that stays as it is; as a schedule for Luo et al., "Prague", ASPLOS 2020.
+Source: Miao et al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce",
+SIGMOD 2021, with a window that stays as it is; as a schedule for Luo et al., "Prague", ASPLOS 2020.
 """
 
 from ashl.option import Span, option

@@ -1,15 +1,15 @@
 """Ripples with random groups: a worker that asks is joined by k − 1 others, drawn uniformly.
 
-Rule: x_i ← (1/k)·Σ_j x_j over a group of k every H local steps, momentum stays local. Groups that share a worker
-conflict and run one after the other, so everybody soon waits for somebody who waits: it is what the smart rule is
-measured against.
+Rule: x_i ← (1/k)·Σ_j x_j over a group of k every H local steps, momentum stays local. Groups that
+share a worker conflict and run one after the other, so everybody soon waits for somebody who waits:
+it is what the smart rule is measured against.
 
 Limit: k = n is local SGD. One random group contracts the models' variance by 1 − (k − 1)/(n − 1).
 
-Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020
-(arXiv 1909.08029, as "Ripples"), random Group Generator. Differs: there the Group Buffer belongs to the smart
-generator; here all rules have it, so that a worker that asks joins the group that it is already in, and random groups
-conflict less.
+Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
+Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples"), random Group Generator. Differs: there the
+Group Buffer belongs to the smart generator; here all rules have it, so that a worker that asks
+joins the group that it is already in, and random groups conflict less.
 """
 
 from ashl.data.rng import Purpose, chosen
@@ -24,5 +24,7 @@ class RipplesRandom(GroupRule):
     group_size: GroupSize
 
     def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
-        others = chosen(state.num_workers - 1, self.group_size - 1, state.seed, Purpose.GROUPS, step=state.draws)
+        others = chosen(
+            state.num_workers - 1, self.group_size - 1, state.seed, Purpose.GROUPS, step=state.draws
+        )
         return [tuple(sorted([asker, *(other + (other >= asker) for other in others)]))]

@@ -1,21 +1,22 @@
 """Ripples with static groups: a schedule of four phases that every worker can compute by itself.
 
-Rule: phase 0, the first workers of all machines average, the others in pairs inside their machine; phase 1, each
-machine as a whole; phase 2 as phase 0 with the second workers; phase 3 as phase 1. With four workers on a machine, by
-r = rank in it, this is the authors' schedule:
+Rule: phase 0, the first workers of all machines average, the others in pairs inside their machine;
+phase 1, each machine as a whole; phase 2 as phase 0 with the second workers; phase 3 as phase 1.
+With four workers on a machine, by r = rank in it, this is the authors' schedule:
 
     phase   r = 0             r = 1             r = 2   r = 3
     0       all with r = 0    alone             with 3  with 2
     1, 3    the machine       the machine       the machine
     2       with 3            all with r = 1    alone   with 0
 
-For other numbers: of an odd rest the first one stays alone; a machine of one always sends the same worker. Every
-phase is a partition, so nothing conflicts, and the four together connect all workers, so one straggler costs what it
-costs an all-reduce: this is for clusters of equals. Four phases contract the distance from the mean to 0.6495 of what
-it was.
+For other numbers: of an odd rest the first one stays alone; a machine of one always sends the same
+worker. Every phase is a partition, so nothing conflicts, and the four together connect all workers,
+so one straggler costs what it costs an all-reduce: this is for clusters of equals. Four phases
+contract the distance from the mean to 0.6495 of what it was.
 
-Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020
-(arXiv 1909.08029, as "Ripples"); the table as in the authors' public code (laekov/preduce).
+Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
+Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples"); the table as in the authors' public code
+(laekov/preduce).
 """
 
 from collections.abc import Sequence

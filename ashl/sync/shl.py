@@ -1,10 +1,12 @@
-"""ASHL's second stage: semi-asynchronous, with a small H for each worker and a bounded lead counted in commits.
+"""ASHL's second stage: semi-asynchronous, with a small H for each worker and a bounded lead counted
+in commits.
 
-Rule: SSP's over commits, a worker goes on iff c − min_j c_j ≤ s, with the plan's H_i between two commits. Since the
-plan makes the cycles equally long the bound almost never binds: it is a safety net.
+Rule: SSP's over commits, a worker goes on iff c − min_j c_j ≤ s, with the plan's H_i between two
+commits. Since the plan makes the cycles equally long the bound almost never binds: it is a safety
+net.
 
-Source: Shen et al., "ASHL: An Adaptive Multi-Stage Distributed Deep Learning Training Scheme for Heterogeneous
-Environments", IEEE Transactions on Computers 73(1), 2024.
+Source: Shen et al., "ASHL: An Adaptive Multi-Stage Distributed Deep Learning Training Scheme for
+Heterogeneous Environments", IEEE Transactions on Computers 73(1), 2024.
 """
 
 from typing import Any, ClassVar

@@ -1,20 +1,23 @@
-"""SPY: models with few non-zero elements, where workers tell of those and of a few random ones only.
+"""SPY: models with few non-zero elements, where workers tell of those and of a few random ones
+only.
 
-Rule: worker i keeps its last point x_i (at first the model that it begins with), of which the server keeps the weighted
-mean x̄ = Σ w_i·x_i. On the model x that it was given, the worker takes p = x − γ·∇f_i(x) and the coordinates S = {x ≠ 0}
-and each other one with probability `share`; it sends Δ = (p − x_i)_S with their places, and x_i ← x_i + Δ. At each
-arrival, in whatever order, x̄ ← x̄ + w_i·Δ, and the answer is x = prox_{γλ‖·‖₁}(x̄): every element of x̄ moved by γλ
-towards zero, of which the non-zero ones travel. Nobody waits for anybody. Bits: (32 + ⌈log2 d⌉) for each of S up and
-for each non-zero one down, or 32·d where that is less.
+Rule: worker i keeps its last point x_i (at first the model that it begins with), of which the
+server keeps the weighted mean x̄ = Σ w_i·x_i. On the model x that it was given, the worker takes p
+= x − γ·∇f_i(x) and the coordinates S = {x ≠ 0} and each other one with probability `share`; it
+sends Δ = (p − x_i)_S with their places, and x_i ← x_i + Δ. At each arrival, in whatever order, x̄ ←
+x̄ + w_i·Δ, and the answer is x = prox_{γλ‖·‖₁}(x̄): every element of x̄ moved by γλ towards zero,
+of which the non-zero ones travel. Nobody waits for anybody. Bits: (32 + ⌈log2 d⌉) for each of S up
+and for each non-zero one down, or 32·d where that is less.
 
-At a fixed point x minimises Σ w_i·f_i(x) + λ‖x‖₁, whatever the shares, the delays and how alike the shards are. Once
-the non-zero elements are found, messages are as short as the model is sparse.
+At a fixed point x minimises Σ w_i·f_i(x) + λ‖x‖₁, whatever the shares, the delays and how alike the
+shards are. Once the non-zero elements are found, messages are as short as the model is sparse.
 
-Limits: sparse only by the l1 term; without it (l1 = 0) all of x is sent, always. γ must not change, as points of
-before would be of another γ; with minibatches their noise keeps elements from staying zero.
+Limits: sparse only by the l1 term; without it (l1 = 0) all of x is sent, always. γ must not change,
+as points of before would be of another γ; with minibatches their noise keeps elements from staying
+zero.
 
-Source: Grishchenko, Iutzeler, Malick and Amini, "Asynchronous Distributed Learning with Sparse Communications and
-Identification", arXiv 1812.03871, 2018.
+Source: Grishchenko, Iutzeler, Malick and Amini, "Asynchronous Distributed Learning with Sparse
+Communications and Identification", arXiv 1812.03871, 2018.
 """
 
 from __future__ import annotations
@@ -30,7 +33,14 @@ from torch import Tensor
 from ashl.compression.contract import EncodeContext, PayloadError
 from ashl.compression.wire.arrays import array_of
 from ashl.compression.wire.index_code import index_bytes, read_indices, write_indices
-from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, read_payload, typed_part, write_payload
+from ashl.compression.wire.payload_format import (
+    EMPTY,
+    HEADER,
+    Parts,
+    read_payload,
+    typed_part,
+    write_payload,
+)
 from ashl.learn.device import to_device, to_host
 from ashl.option import NonNegative, Ratio, option
 from ashl.runtime.effects import Message
@@ -62,28 +72,38 @@ class SPY(ServerRule):
 
 @dataclass(frozen=True)
 class SparseModels(Updates):
-    """Changes of points up, the non-zero elements of the model down. The rule's state is, at the server, x̄, and at a
-    worker its own point."""
+    """Changes of points up, the non-zero elements of the model down. The rule's state is, at the
+    server, x̄, and at a worker its own point.
+    """
 
     plain: ClassVar[bool] = True
     rule: SPY
 
-    async def make_push(self, ctx: RankContext, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+    async def make_push(
+        self, ctx: RankContext, stage: Stage, state: WorkerState
+    ) -> tuple[Work, Any, float]:
         """A gradient, and what of the worker's point it changes."""
         start = ctx.now
         loss, gradient, samples = await estimate_gradient(ctx, stage, state)
         work = Work(gradient, loss, 1, samples, ctx.now - start, state.version)
         point = state.params if state.rule_state is None else state.rule_state
         context = EncodeContext(
-            seed=stage.seed, worker=ctx.rank, round=state.round, lr=stage.trainer.rate(state.samples)
+            seed=stage.seed,
+            worker=ctx.rank,
+            round=state.round,
+            lr=stage.trainer.rate(state.samples),
         )
         move = partial(model_and_push, state.params, gradient, point, context, self.rule.share)
         state.rule_state, body = await ctx.compute(move, work=1, kind="compress")
         return work, body, loss
 
-    async def apply_push(self, ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+    async def apply_push(
+        self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
+    ) -> bool:
         """x̄ and x after a push."""
-        return await ctx.compute(partial(self.fold_push, stage, state, message), work=1, kind="apply")
+        return await ctx.compute(
+            partial(self.fold_push, stage, state, message), work=1, kind="apply"
+        )
 
     def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
         progress, worker, (steps, samples) = state.progress, message.src, message.meta[:2]
@@ -93,12 +113,16 @@ class SparseModels(Updates):
         if isinstance(message.body, SizeOnly):
             return True
         mean = state.rule_state = (
-            mean + stage.link.move_from_codec(read_sparse(message.body, mean.numel())) * stage.weights([worker])[0]
+            mean
+            + stage.link.move_from_codec(read_sparse(message.body, mean.numel()))
+            * stage.weights([worker])[0]
         )
         state.params = shrink(mean, stage.trainer.rate(progress.samples) * self.rule.l1)
         return True
 
-    async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
+    async def answer(
+        self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
+    ) -> Any:
         """The model, by its non-zero elements."""
         return await ctx.compute(partial(whole_model, state.params), work=1, kind="compress")
 
@@ -112,7 +136,9 @@ class SparseModels(Updates):
         )
 
 
-def model_and_push(x: Any, gradient: Any, point: Any, context: EncodeContext, share: float) -> tuple[Any, Any]:
+def model_and_push(
+    x: Any, gradient: Any, point: Any, context: EncodeContext, share: float
+) -> tuple[Any, Any]:
     """(x_i, the body of Δ)."""
     if isinstance(x, SizeOnly):
         return point, SizeOnly(payload_size(max(1, round(share * (x.nbytes // 4))), x.nbytes // 4))
@@ -123,7 +149,11 @@ def model_and_push(x: Any, gradient: Any, point: Any, context: EncodeContext, sh
 
 
 def whole_model(x: Any) -> Any:
-    return SizeOnly(payload_size(x.nbytes // 4, x.nbytes // 4)) if isinstance(x, SizeOnly) else write_sparse(x)
+    return (
+        SizeOnly(payload_size(x.nbytes // 4, x.nbytes // 4))
+        if isinstance(x, SizeOnly)
+        else write_sparse(x)
+    )
 
 
 def payload_size(k: int, d: int) -> int:
@@ -132,8 +162,9 @@ def payload_size(k: int, d: int) -> int:
 
 
 def write_sparse(x: Tensor) -> Tensor:
-    """The body of a vector by its non-zero elements; of all where that is no longer. What is no number is none of the
-    zeros."""
+    """The body of a vector by its non-zero elements; of all where that is no longer. What is no
+    number is none of the zeros.
+    """
     array = array_of(to_host(x))
     places = np.flatnonzero(array)
     if payload_size(places.size, array.size) == HEADER.size + array.nbytes:
@@ -149,7 +180,9 @@ def read_sparse(body: Tensor, d: int) -> Tensor:
     if parts.form == WHOLE and parts.count == d and not parts.indices.size:
         return torch.from_numpy(typed_part(parts.values, "<f4", d, "values").copy())
     if parts.form != SPARSE:
-        raise PayloadError(f"what came is no sparse vector: form {parts.form}, {parts.count} values of {d}")
+        raise PayloadError(
+            f"what came is no sparse vector: form {parts.form}, {parts.count} values of {d}"
+        )
     x = torch.zeros(d)
     x.numpy()[read_indices("packed", parts.indices, parts.count, d)] = typed_part(
         parts.values, "<f4", parts.count, "values"

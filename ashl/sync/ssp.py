@@ -1,10 +1,13 @@
 """Stale synchronous parallel: a worker may lead the slowest by at most s commits.
 
-Rule: after its commit c a worker goes on iff c − min_j c_j ≤ s; each push is applied as it comes,
-w ← w + scale·w_i·Δ_i. When a worker goes on, its pull holds every update of clocks up to c − s − 1 and all its own.
+Rule: after its commit c a worker goes on iff c − min_j c_j ≤ s; each push is applied as it comes, w
+← w + scale·w_i·Δ_i. When a worker goes on, its pull holds every update of clocks up to c − s − 1
+and all its own.
 
-Limits: s = 0 is BSP, s = null (unbounded) is ASP. With persistent speed gaps the pace in the long run is BSP's.
-Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
+Limits: s = 0 is BSP, s = null (unbounded) is ASP. With persistent speed gaps the pace in the long
+run is BSP's.
+Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server", NIPS 2013.
 """
 
 import math

@@ -1,21 +1,25 @@
-"""SwarmSGD: after H local steps a worker averages with any one neighbour, whatever that one is doing.
+"""SwarmSGD: after H local steps a worker averages with any one neighbour, whatever that one is
+doing.
 
-Rule: i takes H local steps, draws a neighbour j, and both take the mean of their models as they were before the local
-steps that are under way, to which those are added when they are done. With `overlap` i itself goes on meanwhile (the
-paper's non-blocking form); otherwise it waits for the answer.
+Rule: i takes H local steps, draws a neighbour j, and both take the mean of their models as they
+were before the local steps that are under way, to which those are added when they are done. With
+`overlap` i itself goes on meanwhile (the paper's non-blocking form); otherwise it waits for the
+answer.
 
-With `bits` models travel in so many bits an element, rounded at random and read by who has a model near them
-(`compression.wire.modulo`), on a grid that reaches min(8, 2^(bits − 3)) times as far as models were apart at the
-worker's last meeting. So its step is at most a quarter of that distance: with half of it, rounding errors grow from
-meeting to meeting. With fewer than 6 bits, more models are too far to be read, and more of them travel whole.
-The first goes whole, and so does the next where one came that was too far to be read: that end then keeps its own. What
-encoding costs is not in virtual time.
+With `bits` models travel in so many bits an element, rounded at random and read by who has a model
+near them (`compression.wire.modulo`), on a grid that reaches min(8, 2^(bits − 3)) times as far as
+models were apart at the worker's last meeting. So its step is at most a quarter of that distance:
+with half of it, rounding errors grow from meeting to meeting. With fewer than 6 bits, more models
+are too far to be read, and more of them travel whole. The first goes whole, and so does the next
+where one came that was too far to be read: that end then keeps its own. What encoding costs is not
+in virtual time.
 
-Limits: many bits are as good as whole models, to their grain. H = 1 on a graph of two roles is AD-PSGD but for who
-asks. Departs from the paper in that
-a worker asks after every H steps of its own, so that a fast one meets more often, instead of pairs being drawn from
-outside, and in that the grid follows the models.
-Source: Nadiradze et al., "Asynchronous Decentralized SGD with Quantized and Local Updates", NeurIPS 2021, arXiv
+Limits: many bits are as good as whole models, to their grain. H = 1 on a graph of two roles is
+AD-PSGD but for who asks. Departs from the paper in that a worker asks after every H steps of its
+own, so that a fast one meets more often, instead of pairs being drawn from outside, and in that the
+grid follows the models.
+Source: Nadiradze et al., "Asynchronous Decentralized SGD with Quantized and Local Updates", NeurIPS
+2021, arXiv
 1910.12308.
 """
 
@@ -53,7 +57,10 @@ class Swarm(PairRule):
         return graph_of(stage).neighbours(stage, rank)
 
     def encode_model(self, stage: Stage, state: RoamingState, rank: int, asks: bool) -> Any:
-        x, apart = state.params, state.rule_state  # how far another's model was, at the last meeting
+        x, apart = (
+            state.params,
+            state.rule_state,
+        )  # how far another's model was, at the last meeting
         if self.bits is None:
             return x
         if isinstance(x, SizeOnly):
@@ -62,7 +69,9 @@ class Swarm(PairRule):
         if not float(x.abs().max()) < step * 2**52:
             return x
         context = EncodeContext(seed=stage.seed, worker=rank, round=state.version, layer=int(asks))
-        return write_payload(CODE, x.numel(), residues(array_of(to_host(x)), step, self.bits, context))
+        return write_payload(
+            CODE, x.numel(), residues(array_of(to_host(x)), step, self.bits, context)
+        )
 
     def decode_model(self, state: RoamingState, body: Any, near: Vector) -> Any:
         if self.bits is None or isinstance(body, SizeOnly) or isinstance(near, SizeOnly):

@@ -1,21 +1,25 @@
-"""0/1 Adam: the variance is learned at some steps alone, momenta go in a bit an element, and later only now and then.
+"""0/1 Adam: the variance is learned at some steps alone, momenta go in a bit an element, and later
+only now and then.
 
-Rule: at step t before `freeze_step`, either all sum their gradients whole and take a step of Adam, or momenta are
-exchanged compressed over the variance as it is, as in 1-bit Adam. The first κ = `update_scaler` steps are whole, then
-every second one κ times, every fourth one, and so on. From `freeze_step` on the variance stays. Each worker then takes
-H steps x ← x − η·m̂/(√v̂ + ε) with m ← β1·m + (1 − β1)·g_i of its own, and sends C(u) of u = Σ m, with what C left out
-before added to it; all go on from x of the round's begin with the mean ū: x − η·ū/(√v̂ + ε), m = ū/H. H is 1 at first
-and doubles every `local_step_scaler` steps, up to `local_step_clipper`. As many steps as have learned the variance is
-the bias that is taken out of both; weight decay is decoupled once momenta are what is exchanged.
+Rule: at step t before `freeze_step`, either all sum their gradients whole and take a step of Adam,
+or momenta are exchanged compressed over the variance as it is, as in 1-bit Adam. The first κ =
+`update_scaler` steps are whole, then every second one κ times, every fourth one, and so on. From
+`freeze_step` on the variance stays. Each worker then takes H steps x ← x − η·m̂/(√v̂ + ε) with m ←
+β1·m + (1 − β1)·g_i of its own, and sends C(u) of u = Σ m, with what C left out before added to it;
+all go on from x of the round's begin with the mean ū: x − η·ū/(√v̂ + ε), m = ū/H. H is 1 at first
+and doubles every `local_step_scaler` steps, up to `local_step_clipper`. As many steps as have
+learned the variance is the bias that is taken out of both; weight decay is decoupled once momenta
+are what is exchanged.
 
-Limits: with `update_scaler` ≥ `freeze_step` ≥ the steps of the run it is Adam, to the bit; with `update_scaler` ≥
-`freeze_step` and `local_step_clipper` = 1 it is 1-bit Adam after a warm-up of `freeze_step` steps, to the bit. Departs
-from the paper in that u is the sum of momenta without their η, which is the same within a round, that a step which
-learns the variance takes its momentum from whole gradients, too, and that bodies are gathered and not compressed a
-second time on their way back; from DeepSpeed in that what goes in bits before `freeze_step` are momenta, as in the
-paper, and not gradients, and that biases are taken out. Source: Lu et al., "Maximizing Communication Efficiency for
-Large-scale Training via 0/1 Adam", ICLR 2023 (arXiv 2202.06009), Algorithm 1; its policies, and what they are called,
-as DeepSpeed has them.
+Limits: with `update_scaler` ≥ `freeze_step` ≥ the steps of the run it is Adam, to the bit; with
+`update_scaler` ≥ `freeze_step` and `local_step_clipper` = 1 it is 1-bit Adam after a warm-up of
+`freeze_step` steps, to the bit. Departs from the paper in that u is the sum of momenta without
+their η, which is the same within a round, that a step which learns the variance takes its momentum
+from whole gradients, too, and that bodies are gathered and not compressed a second time on their
+way back; from DeepSpeed in that what goes in bits before `freeze_step` are momenta, as in the
+paper, and not gradients, and that biases are taken out. Source: Lu et al., "Maximizing
+Communication Efficiency for Large-scale Training via 0/1 Adam", ICLR 2023 (arXiv 2202.06009),
+Algorithm 1; its policies, and what they are called, as DeepSpeed has them.
 """
 
 from collections.abc import Awaitable, Callable
@@ -92,10 +96,16 @@ async def momenta(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
     """A gradient that is summed whole, or the sum of the momenta of H steps."""
     assert isinstance(state, PeerState)
     start, lr, losses, total = ctx.now, stage.trainer.rate(state.samples), [], None
-    params, moments, whole = state.params, state.moments, stage.sync.sums_whole(stage, state.progress)
+    params, moments, whole = (
+        state.params,
+        state.moments,
+        stage.sync.sums_whole(stage, state.progress),
+    )
     for last in range(1 - state.local_steps, 1):
         step, span = next_batch(state)
-        work = partial(momentum, stage, params, moments, whole, bool(last), (ctx.rank, step, span), lr)
+        work = partial(
+            momentum, stage, params, moments, whole, bool(last), (ctx.rank, step, span), lr
+        )
         loss, params, moments, body = await ctx.compute(work, work=state.batch)
         losses.append(loss)
         total = body if total is None else total + body
@@ -105,7 +115,13 @@ async def momenta(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
 
 
 def momentum(
-    stage: Stage, params: Any, moments: Any, whole: bool, goes_on: bool, batch: tuple[int, int, range], lr: float
+    stage: Stage,
+    params: Any,
+    moments: Any,
+    whole: bool,
+    goes_on: bool,
+    batch: tuple[int, int, range],
+    lr: float,
 ) -> tuple[Any, Any, Any, Any]:
     """(loss, model, moments, body) of one step; the model moves where another step follows."""
     loss, body = stage.trainer.gradient(params, *batch)

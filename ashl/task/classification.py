@@ -1,7 +1,7 @@
 """Classification: cross entropy is learned, accuracy is reported.
 
-Rule: loss = −log softmax(outputs)[class], accuracy = share of samples whose largest output is that of their class.
-Samples of the class `ignore_index` do not count.
+Rule: loss = −log softmax(outputs)[class], accuracy = share of samples whose largest output is that
+of their class. Samples of the class `ignore_index` do not count.
 Source: Bridle, "Probabilistic interpretation of feedforward classification network outputs", 1990.
 """
 
@@ -26,11 +26,13 @@ class Classification(Task):
     def expected(self, targets: Tensor, num_classes: int) -> tuple[int, ...]:
         if targets.is_floating_point():
             raise UsageError(
-                "task=classification: this data set's targets are values, not classes; take task=regression"
+                "task=classification: this data set's targets are values, not classes; take"
+                " task=regression"
             )
         if targets.ndim > 1:
             raise UsageError(
-                "task=classification needs one class a sample, and this data set has several; take task=language_model"
+                "task=classification needs one class a sample, and this data set has several; take"
+                " task=language_model"
             )
         return len(targets), num_classes
 

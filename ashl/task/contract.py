@@ -10,7 +10,9 @@ from ashl.option import Contract
 
 TAKEN = ("loss", "acc", "accuracy")  # in lower case: figures that every run has under test/
 LONGEST = 100  # characters of a metric's name
-ACCURACY = "accuracy"  # the metric that `stop.target_accuracy` and stages that end by accuracy ask for
+ACCURACY = (  # the metric that `stop.target_accuracy` and stages that end by accuracy ask for
+    "accuracy"
+)
 
 
 class Task(Contract, group="task", strict=True):
@@ -21,11 +23,14 @@ class Task(Contract, group="task", strict=True):
 
     metric: ClassVar[str] = ""
     higher_is_better: ClassVar[bool] = True
-    ignore_index: ClassVar[int] = -100  # whole-number targets of this value do not count, as in torch's cross_entropy
+    ignore_index: ClassVar[
+        int
+    ] = -100  # whole-number targets of this value do not count, as in torch's cross_entropy
 
     def expected(self, targets: Tensor, num_classes: int) -> tuple[int, ...] | None:
-        """The shape that outputs for these targets have; None = whatever the loss takes. Raises UsageError for targets
-        that cannot be learned like this."""
+        """The shape that outputs for these targets have; None = whatever the loss takes. Raises
+        UsageError for targets that cannot be learned like this.
+        """
         return None
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -33,8 +38,10 @@ class Task(Contract, group="task", strict=True):
         raise NotImplementedError
 
     def counts(self, targets: Tensor) -> Tensor | None:
-        """How many targets of each sample count, [n]; None where all do. Batches are weighed by it in the loss of an
-        evaluation and between workers. Raises UsageError for targets that cannot be learned."""
+        """How many targets of each sample count, [n]; None where all do. Batches are weighed by it
+        in the loss of an evaluation and between workers. Raises UsageError for targets that cannot
+        be learned.
+        """
         if targets.is_floating_point():
             return None
         kept = targets != self.ignore_index
@@ -52,7 +59,8 @@ class Task(Contract, group="task", strict=True):
 def recorded_name(metric: str) -> str:
     """Return the name of a metric in records and tables.
 
-    Signs that MLflow refuses become underscores, and a name of a figure that every run has gets an ending.
+    Signs that MLflow refuses become underscores, and a name of a figure that every run has gets an
+    ending.
     """
     if metric in ("", ACCURACY):
         return metric
@@ -63,7 +71,11 @@ def recorded_name(metric: str) -> str:
 def renamed(metric: str) -> tuple[str, ...]:
     """Return a note where a metric is recorded by another name than its own."""
     name = recorded_name(metric)
-    return () if name == metric else (f"the metric {metric!r} is recorded as {name!r}, as test/{name}",)
+    return (
+        ()
+        if name == metric
+        else (f"the metric {metric!r} is recorded as {name!r}, as test/{name}",)
+    )
 
 
 def refuse_negative(targets: Tensor, ignore_index: int) -> None:
@@ -73,6 +85,6 @@ def refuse_negative(targets: Tensor, ignore_index: int) -> None:
     wrong = targets[(targets < 0) & (targets != ignore_index)]
     if len(wrong):
         raise UsageError(
-            f"dataset: a class is {int(wrong.min())}; number classes from 0 on, or mark what does not count with "
-            f"{ignore_index} (task.ignore_index)"
+            f"dataset: a class is {int(wrong.min())}; number classes from 0 on, or mark what does"
+            f" not count with {ignore_index} (task.ignore_index)"
         )

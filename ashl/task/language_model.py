@@ -1,8 +1,9 @@
-"""Language modelling: cross entropy of each next token is learned, perplexity or accuracy is reported.
+"""Language modelling: cross entropy of each next token is learned, perplexity or accuracy is
+reported.
 
-Rule: loss = mean over tokens of −log softmax(outputs)[token], perplexity = exp(that mean over the whole test set);
-tokens of target `ignore_index` do not count. Source: Jelinek et al., "Perplexity: a measure of the difficulty of speech
-recognition tasks", JASA 62, 1977.
+Rule: loss = mean over tokens of −log softmax(outputs)[token], perplexity = exp(that mean over the
+whole test set); tokens of target `ignore_index` do not count. Source: Jelinek et al., "Perplexity:
+a measure of the difficulty of speech recognition tasks", JASA 62, 1977.
 """
 
 from typing import Literal
@@ -30,13 +31,16 @@ class LanguageModel(Task):
     def expected(self, targets: Tensor, num_classes: int) -> tuple[int, ...]:
         if targets.is_floating_point() or targets.ndim != 2:
             raise UsageError(
-                "task=language_model needs a token at every place, targets int64 [samples, length]; this data set has "
-                f"{str(targets.dtype).removeprefix('torch.')} of shape {tuple(targets.shape[1:])} a sample"
+                "task=language_model needs a token at every place, targets int64 [samples,"
+                f" length]; this data set has {str(targets.dtype).removeprefix('torch.')} of shape"
+                f" {tuple(targets.shape[1:])} a sample"
             )
         return *targets.shape, num_classes
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=self.ignore_index)
+        return functional.cross_entropy(
+            outputs.flatten(0, 1), targets.flatten(), ignore_index=self.ignore_index
+        )
 
     def counts(self, targets: Tensor) -> Tensor | None:
         refuse_negative(targets, self.ignore_index)
@@ -49,7 +53,9 @@ class LanguageModel(Task):
             found = ((outputs.argmax(dim=2) == targets) & counted).double()
         else:
             of = outputs.transpose(1, 2), targets
-            found = functional.cross_entropy(*of, ignore_index=self.ignore_index, reduction="none").double()
+            found = functional.cross_entropy(
+                *of, ignore_index=self.ignore_index, reduction="none"
+            ).double()
         return torch.stack([found.sum(1), counted.sum(1).double()], dim=1)
 
     def value(self, means: Tensor) -> float:

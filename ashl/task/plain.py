@@ -1,4 +1,5 @@
-"""A loss of plain torch: a function of outputs and targets, or a `torch.nn.Module` class as `nn.CrossEntropyLoss`.
+"""A loss of plain torch: a function of outputs and targets, or a `torch.nn.Module` class as
+`nn.CrossEntropyLoss`.
 
 Source: none, this is the user's own loss.
 """
@@ -18,7 +19,9 @@ from ashl.task.contract import Task
 
 @option
 class PlainTask(Task):
-    """The loss of a function or a module, made with `keys`; all else is that of the task that it is `judged` by."""
+    """The loss of a function or a module, made with `keys`; all else is that of the task that it is
+    `judged` by.
+    """
 
     make: Maker
     keys: dict[str, Any]
@@ -63,13 +66,17 @@ def plain_task(part: Maker, keys: Mapping[str, Any]) -> PlainTask | None:
     if isinstance(part, type) and not issubclass(part, nn.Module):
         return None
     own = {key: value for key, value in keys.items() if key != "judged"}
-    return PlainTask(make=part, keys=own, judged=construct(spec_of_judge(keys.get("judged"), part), "task"))
+    return PlainTask(
+        make=part, keys=own, judged=construct(spec_of_judge(keys.get("judged"), part), "task")
+    )
 
 
 def spec_of_judge(judged: object, part: Maker) -> dict[str, Any]:
-    """Return the spec of the task that judges a loss: the name of a shipped task, or a `_target_` with keys.
+    """Return the spec of the task that judges a loss: the name of a shipped task, or a `_target_`
+    with keys.
 
-    A key that is not said has the default of the task's file. Raises UsageError if `judged` is neither.
+    A key that is not said has the default of the task's file. Raises UsageError if `judged` is
+    neither.
     """
     tasks = catalog()["task"]
     if isinstance(judged, str) and judged in tasks:
@@ -78,6 +85,6 @@ def spec_of_judge(judged: object, part: Maker) -> dict[str, Any]:
         files = [file for file in tasks.values() if target(file) == judged.get("_target_")]
         return {**(values(files[0]) if files else {}), **judged}
     raise UsageError(
-        f"task names '{part.__module__}.{part.__name__}', a loss; its file says by which task it is "
-        f"judged, as judged: classification; there are {', '.join(tasks)}"
+        f"task names '{part.__module__}.{part.__name__}', a loss; its file says by which task it is"
+        f" judged, as judged: classification; there are {', '.join(tasks)}"
     )

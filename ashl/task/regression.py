@@ -1,6 +1,7 @@
 """Regression: the squared error is learned, R² or the mean absolute error is reported.
 
-Rule: loss = ½·mean (output − target)², R² = 1 − Σ (output − target)² / Σ (target − mean target)² over the test set.
+Rule: loss = ½·mean (output − target)², R² = 1 − Σ (output − target)² / Σ (target − mean target)²
+over the test set.
 Source: Wright, "Correlation and causation", Journal of Agricultural Research 20, 1921.
 """
 
@@ -28,8 +29,8 @@ class Regression(Task):
     def expected(self, targets: Tensor, num_classes: int) -> tuple[int, ...]:
         if not targets.is_floating_point():
             raise UsageError(
-                "task=regression needs values (float32), and this data set's targets are classes; take "
-                "task=classification"
+                "task=regression needs values (float32), and this data set's targets are classes;"
+                " take task=classification"
             )
         return tuple(targets.shape)
 

@@ -1,12 +1,13 @@
 """All-reduce: every worker holds the model, and each merge is one sum over all of them.
 
-Rule: one outer step on Σ_j c_j·Δ_j, or one optimizer step on Σ_j c_j·g_j, the same on every worker. A ring moves
-2(n − 1)/n of the model each way. Nobody can be late: a merge waits for the slowest. Where workers are lost or come it
-goes on as `ashl.topology.all_reduce` says. By which `algorithm` a sum travels is
-`ashl.cluster.all_reduce_rounds`'s to say.
+Rule: one outer step on Σ_j c_j·Δ_j, or one optimizer step on Σ_j c_j·g_j, the same on every worker.
+A ring moves 2(n − 1)/n of the model each way. Nobody can be late: a merge waits for the slowest.
+Where workers are lost or come it goes on as `ashl.topology.all_reduce` says. By which `algorithm` a
+sum travels is `ashl.cluster.all_reduce_rounds`'s to say.
 
 Limit: all algorithms give the same model, bit for bit, where sums are exact.
-Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
+Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+JPDC 2009.
 """
 
 from __future__ import annotations
@@ -63,7 +64,13 @@ from ashl.topology.ending import (
 from ashl.topology.estimate import next_batch
 from ashl.topology.exchange import Coding, exchange_update
 from ashl.topology.fragments import codec_states_of, finish_piece, fragment_at, take_local_steps
-from ashl.topology.local_work import Work, WorkerState, at_round_boundary, exchangeable_work, local_work
+from ashl.topology.local_work import (
+    Work,
+    WorkerState,
+    at_round_boundary,
+    exchangeable_work,
+    local_work,
+)
 
 Do = Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]
 
@@ -73,11 +80,15 @@ class Heard(NamedTuple):
 
     due: bool  # as the lead rank said
     now_s: float  # about when the merge was
-    step_s: tuple[float, ...] = ()  # seconds of one step of each worker, where the rule tells; 0 = failed
+    step_s: tuple[
+        float, ...
+    ] = ()  # seconds of one step of each worker, where the rule tells; 0 = failed
 
 
 class StepRule(Rule, contract=True):
-    """What an all-reduce asks its sync mode: how many steps lie between two sums, and of what. All go on together."""
+    """What an all-reduce asks its sync mode: how many steps lie between two sums, and of what. All
+    go on together.
+    """
 
     in_rounds: ClassVar[bool] = True
 
@@ -85,14 +96,18 @@ class StepRule(Rule, contract=True):
         """What a worker does between two sums, and hands in."""
         return local_work
 
-    tells: ClassVar[bool] = False  # whether every worker hears what a step took each of them, by a small sum of its own
+    tells: ClassVar[bool] = (
+        False  # whether every worker hears what a step took each of them, by a small sum of its own
+    )
 
     def begin(self, stage: Stage, progress: Progress) -> Any:
         """The rule's own state when the stage begins, equal on all workers."""
         return None
 
     def due(self, state: Any, now_s: float) -> bool:
-        """Return True if it is time for what `hear` is told with the next sum; asked at the lead rank alone."""
+        """Return True if it is time for what `hear` is told with the next sum; asked at the lead
+        rank alone.
+        """
         return False
 
     def observe_round(self, stage: Stage, state: Any, progress: Progress, heard: Heard) -> Any:
@@ -100,7 +115,9 @@ class StepRule(Rule, contract=True):
         return state
 
     def in_round(self, stage: Stage, state: Any, progress: Progress) -> Stage:
-        """The stage as it is in the next round, where H or batches follow what has been counted and heard."""
+        """The stage as it is in the next round, where H or batches follow what has been counted and
+        heard.
+        """
         return stage
 
     @property
@@ -114,37 +131,52 @@ NOTHING_HEARD = Heard(False, 0.0)
 
 @option
 class AllReduce(Topology):
-    """No server: the workers' bodies are summed in rank order, or gathered where they do not add up (see
-    `topology.exchange`), and everybody keeps the sum."""
+    """No server: the workers' bodies are summed in rank order, or gathered where they do not add up
+    (see `topology.exchange`), and everybody keeps the sum.
+    """
 
     policy_type: ClassVar[type[Rule]] = StepRule
-    supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, STATISTICS, OUTER, OVERLAP, DELAY, FAULT_TOLERANT})
-    algorithm: Algorithm | None = None  # so that an option of one's own which extends this may say nothing
+    supports: ClassVar[frozenset[str]] = frozenset(
+        {CODEC, WEIGHTS, STATISTICS, OUTER, OVERLAP, DELAY, FAULT_TOLERANT}
+    )
+    algorithm: Algorithm | None = (
+        None  # so that an option of one's own which extends this may say nothing
+    )
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """Collectives only, and no point-to-point links, unless the codec's own protocol needs some; to all, where
-        workers may be lost, as it goes another way then."""
+        """Collectives only, and no point-to-point links, unless the codec's own protocol needs
+        some; to all, where workers may be lost, as it goes another way then.
+        """
         peers = stage.link.peers(rank, stage.num_workers)
-        return self.notified_on_failure(stage, rank) if stage.elastic and stage.link.has_own_messages else peers
+        return (
+            self.notified_on_failure(stage, rank)
+            if stage.elastic and stage.link.has_own_messages
+            else peers
+        )
 
     def notified_on_failure(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """All others: the sum lacks what this one would add to it."""
         return tuple(peer for peer in range(stage.num_workers) if peer != rank)
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
-        """What a merge takes: a sum on its way, or bodies that go round once, all as long as the longest."""
+        """What a merge takes: a sum on its way, or bodies that go round once, all as long as the
+        longest.
+        """
         if stage.fragments:
             parts = (stage.fragment(k) for k in range(len(stage.fragments)))
             return max(self.exchange_ns(part, network, rank) for part in parts)
         if stage.link.adds_up:
             nbytes = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
             return network.all_reduce_ns(stage.workers, nbytes, 0)
-        return network.all_gather_ns(stage.workers, stage.num_workers * stage.once(longest_payload), 0)
+        return network.all_gather_ns(
+            stage.workers, stage.num_workers * stage.once(longest_payload), 0
+        )
 
     def begin(self, ctx: RankContext, stage: Stage) -> PeerState:
         n = stage.num_workers
         return PeerState(
-            *stage.trainer.init(), progress=ctx.compute_once(stage.workers, "progress", lambda: Progress(n))
+            *stage.trainer.init(),
+            progress=ctx.compute_once(stage.workers, "progress", lambda: Progress(n)),
         )
 
     async def join(
@@ -165,8 +197,9 @@ def longest_payload(stage: Stage) -> int:
 
 @dataclass
 class PeerState(WorkerState):
-    """A worker that also counts, alike on every rank. What all have alike is replaced and never changed, so that in
-    virtual time all may hold the same one."""
+    """A worker that also counts, alike on every rank. What all have alike is replaced and never
+    changed, so that in virtual time all may hold the same one.
+    """
 
     progress: Progress = field(default_factory=lambda: Progress(0))
     evaluated: ProgressMark = RUN_START  # at rank 0: the last evaluation
@@ -176,11 +209,15 @@ class PeerState(WorkerState):
     epoch: int = 0  # of the team
     incarnations: tuple[int, ...] = ()  # of its members, where one has been lost before
     formed_ns: int = 0  # when all had asked for that team
-    kept: tuple[PeerState, ...] = ()  # where workers may be lost: as it was before the last two exchanges
+    kept: tuple[
+        PeerState, ...
+    ] = ()  # where workers may be lost: as it was before the last two exchanges
     redo: Work | None = None  # what is to be exchanged once more
 
     def begin(self, ctx: RankContext, stage: Stage) -> Stage:
-        """A stage begins, unless it goes on from a checkpoint; returns it as it is among those who are there."""
+        """A stage begins, unless it goes on from a checkpoint; returns it as it is among those who
+        are there.
+        """
         stage = stage.restricted_to(self.progress.gone)
         if self.entered != stage.index:
             opened = partial(begin_step, self.progress, ctx.now)
@@ -193,8 +230,16 @@ class PeerState(WorkerState):
         return stage
 
     def apply_merge(self, result: Merged) -> None:
-        self.params, self.outer_state, self.progress = result.params, result.outer_state, result.progress
-        self.version, self.steps, self.samples = result.progress.version, result.progress.steps, result.progress.samples
+        self.params, self.outer_state, self.progress = (
+            result.params,
+            result.outer_state,
+            result.progress,
+        )
+        self.version, self.steps, self.samples = (
+            result.progress.version,
+            result.progress.steps,
+            result.progress.samples,
+        )
         if result.moments is not None:
             self.moments = result.moments
 
@@ -204,11 +249,16 @@ class PeerState(WorkerState):
 
     def set_round(self, own: Stage, rank: int) -> None:
         """The next round's H and batch."""
-        self.local_steps, self.batch = own.plan.workers[rank].local_steps, own.plan.workers[rank].batch
+        self.local_steps, self.batch = (
+            own.plan.workers[rank].local_steps,
+            own.plan.workers[rank].batch,
+        )
 
 
 class Merged(NamedTuple):
-    """What a merge makes, alike on all ranks; moments where the optimizer steps on the sum, else None."""
+    """What a merge makes, alike on all ranks; moments where the optimizer steps on the sum, else
+    None.
+    """
 
     params: Any
     moments: Any
@@ -240,20 +290,31 @@ def rule_of(stage: Stage) -> StepRule:
 
 
 async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """Compute, sum with all others, merge; until the counts, or a word of rank 0, say otherwise. Returns the last word.
+    """Compute, sum with all others, merge; until the counts, or a word of rank 0, say otherwise.
+    Returns the last word.
 
     What rank 0 alone can know (seconds, evaluations) reaches the others one exchange later.
     """
     stage = state.begin(ctx, stage)
     rule = rule_of(stage)
-    team, home, do = ProcessGroup.of(ctx, stage, state.epoch, state.incarnations), stage.home, rule.work()
+    team, home, do = (
+        ProcessGroup.of(ctx, stage, state.epoch, state.incarnations),
+        stage.home,
+        rule.work(),
+    )
     planned, own = next_round_stage(stage, state, ctx.rank)
     while True:
         ctx.safe_point(stage.index, state if own is planned else None)
-        team = team if own is team.stage else ProcessGroup.of(ctx, own, state.epoch, state.incarnations)
+        team = (
+            team
+            if own is team.stage
+            else ProcessGroup.of(ctx, own, state.epoch, state.incarnations)
+        )
         signal = 0
         if ctx.rank == home:
-            signal = REASONS.index(state.signal) + len(REASONS) * rule.due(state.rule_state, ctx.now)
+            signal = REASONS.index(state.signal) + len(REASONS) * rule.due(
+                state.rule_state, ctx.now
+            )
         try:
             work, update = await sum_update(team, stage, state, do, signal)
             step_s = await exchange_step_times(team, work) if rule.tells else ()
@@ -267,7 +328,9 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         moment = ("merge", stage.index, state.progress.version)
         due, said = divmod(int(team.signal), len(REASONS))
         heard = Heard(bool(due), ctx.now, step_s)
-        merge = partial(merge_and_plan, stage, own, state, update, team.loss, now_ns=ctx.now_ns, heard=heard)
+        merge = partial(
+            merge_and_plan, stage, own, state, update, team.loss, now_ns=ctx.now_ns, heard=heard
+        )
         result, ahead = ctx.compute_once(team.ranks, moment, merge)
         late = keep_within_budget(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
         state.apply_merge(result)
@@ -301,9 +364,13 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
             state.signal = local_stop(ctx, stage, progress) or (JOIN if ctx.join_pending else None)
 
 
-async def sum_update(team: ProcessGroup, stage: Stage, state: PeerState, do: Do, signal: float) -> tuple[Work, Any]:
-    """(a round's work, or that of the round that is done once more, and the weighted sum of everybody's); `team.loss`
-    and `team.word` are sums then. Raises TeamBrokenError where a worker is lost."""
+async def sum_update(
+    team: ProcessGroup, stage: Stage, state: PeerState, do: Do, signal: float
+) -> tuple[Work, Any]:
+    """(a round's work, or that of the round that is done once more, and the weighted sum of
+    everybody's); `team.loss` and `team.word` are sums then. Raises TeamBrokenError where a worker
+    is lost.
+    """
     version = state.progress.version
     if stage.messages:
         return await sum_overlapped(team, stage, state, version, signal)
@@ -311,21 +378,29 @@ async def sum_update(team: ProcessGroup, stage: Stage, state: PeerState, do: Do,
     if stage.elastic:
         keep(state, work)
     team.begin(work.loss / team.size, signal)
-    return work, await exchange_update(team, stage, state, state.progress, version, stage.aggregate.clip(work.body))
+    return work, await exchange_update(
+        team, stage, state, state.progress, version, stage.aggregate.clip(work.body)
+    )
 
 
 async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """Hand in the work that is done, compute the next while it is summed, merge; returns the last word.
+    """Hand in the work that is done, compute the next while it is summed, merge; returns the last
+    word.
 
-    A word of rank 0 rides one exchange later, as the loss does. Where it is that another stage begins, the work that is
-    done by then is summed as well. No piece is computed that a count of the run leaves no room for.
+    A word of rank 0 rides one exchange later, as the loss does. Where it is that another stage
+    begins, the work that is done by then is summed as well. No piece is computed that a count of
+    the run leaves no room for.
     """
     state.begin(ctx, stage)
     while True:
         pending = state.pending is not None
         ctx.safe_point(
             stage.index,
-            state if stage.truncate_last_round(state.pending_rest if pending else state.rest) is stage else None,
+            (
+                state
+                if stage.truncate_last_round(state.pending_rest if pending else state.rest) is stage
+                else None
+            ),
         )
         if not pending:
             state.pending_rest = state.rest
@@ -335,22 +410,36 @@ async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         team = ProcessGroup.of(ctx, own)
         team.begin(work.loss / team.size, REASONS.index(state.signal) if ctx.rank == 0 else 0)
         x = stage.aggregate.clip(work.body)
-        exchange = ctx.spawn(exchange_update(team, stage, state, state.progress, state.progress.version, x))
+        exchange = ctx.spawn(
+            exchange_update(team, stage, state, state.progress, state.progress.version, x)
+        )
         await ctx.sleep(0)  # what is encoded is encoded first
-        ahead = None if state.last or no_rounds_left(state.rest) else await local_work(ctx, stage, state)
+        ahead = (
+            None
+            if state.last or no_rounds_left(state.rest)
+            else await local_work(ctx, stage, state)
+        )
         update = await ctx.join(exchange)
         late = keep_within_budget(ctx, stage, state, state.params)
-        moment, staleness = ("merge", stage.index, state.progress.version), state.progress.version - work.version
+        moment, staleness = (
+            ("merge", stage.index, state.progress.version),
+            state.progress.version - work.version,
+        )
         merge = partial(merge_and_plan, stage, own, state, update, team.loss, staleness, more=1)
         result, coming = ctx.compute_once(team.ranks, moment, merge)
         state.apply_merge(result)
-        state.pending, state.pending_rest = ahead and at_round_boundary(ctx, stage, state, ahead), state.rest
+        state.pending, state.pending_rest = (
+            ahead and at_round_boundary(ctx, stage, state, ahead),
+            state.rest,
+        )
         state.plan(coming, ctx.rank)
         reason = coming.over or REASONS[int(team.signal)] or ("next" if state.last else None)
         state.last = reason == "next" and stage.following and not state.last
         if reason and not state.last:  # nobody ends before the others
             await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
-        ctx.record_round(stage.index, state.round, work.steps, staleness, dropped=late, loss=work.loss)
+        ctx.record_round(
+            stage.index, state.round, work.steps, staleness, dropped=late, loss=work.loss
+        )
         state.round += 1
         if ctx.rank == 0 and not late and stage.stop_criteria.take_evaluation(state, ctx.now):
             ctx.snapshot(state.params, counts=state.progress.report())
@@ -366,7 +455,9 @@ def no_rounds_left(rest: tuple[int, int] | None) -> bool:
 
 
 def next_round_stage(stage: Stage, state: PeerState, rank: int) -> tuple[Stage, Stage]:
-    """The stage as it is in the next round, whose H and batch the worker takes: as planned, and what is left of it."""
+    """The stage as it is in the next round, whose H and batch the worker takes: as planned, and
+    what is left of it.
+    """
     planned = rule_of(stage).in_round(stage, state.rule_state, state.progress)
     own = planned.truncate_last_round(state.rest)
     state.set_round(own, rank)
@@ -381,12 +472,16 @@ async def exchange_step_times(team: ProcessGroup, work: Work) -> tuple[float, ..
     return tuple(check_complete(total).tolist())
 
 
-def compute_merge(stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0) -> Merged:
+def compute_merge(
+    stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0
+) -> Merged:
     """The same arithmetic on every rank, and the same as a server's; `state` stays as it is."""
     progress = stage.count_merge(state.progress, mean_loss, staleness)
     if progress.diverged:
         return Merged(state.params, None, state.outer_state, progress)
-    moments, outer_state, params = stage.sync.step(stage, state, update, stage.trainer.rate(state.progress.samples))
+    moments, outer_state, params = stage.sync.step(
+        stage, state, update, stage.trainer.rate(state.progress.samples)
+    )
     return Merged(params, moments, outer_state, progress)
 
 
@@ -401,7 +496,9 @@ def merge_and_plan(
     now_ns: int = 0,
     heard: Heard = NOTHING_HEARD,
 ) -> tuple[Merged, Ahead]:
-    """A round's work, which was `own` of the stage, is merged, and the next round planned, or the one so many later."""
+    """A round's work, which was `own` of the stage, is merged, and the next round planned, or the
+    one so many later.
+    """
     result = compute_merge(own, state, update, mean_loss, staleness)
     rule = rule_of(stage)
     rule_state = rule.observe_round(stage, state.rule_state, result.progress, heard)
@@ -420,22 +517,21 @@ def merge_and_plan(
 def end(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> int:
     """The stage ended with this merge; returns the last word."""
     state.signal = None
-    return end_piggybacked(ctx, stage, state, reason, state.formed_ns if stage.elastic else ctx.now_ns)
+    return end_piggybacked(
+        ctx, stage, state, reason, state.formed_ns if stage.elastic else ctx.now_ns
+    )
 
 
-# A model that comes back group by group, beneath the next forward pass
-#
-# Steps whose sums go on during the next forward pass, which waits for the model layer group by layer group.
-#
-# Rule: message k of the gradient is summed as `overlap` says. Once the sum of a group is in, the optimizer steps on
-# that group, and the forward pass may come to it. The bits are those of a sum and a step in one piece.
-#
-# With the group that forward comes to first ride the losses and rank 0's word: so before a step begins everybody
-# knows whether the run goes on, as without overlap. A model is handed to the evaluator once all of its groups are in,
-# and so a target that it reaches ends the run one step later. At the end of a stage, and for a checkpoint, nothing is
-# begun before all is in.
-#
-# Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training", MLSys 2019; Zhang et
+# A model that comes back group by group, beneath the next forward pass  Steps whose sums go on
+# during the next forward pass, which waits for the model layer group by layer group.  Rule: message
+# k of the gradient is summed as `overlap` says. Once the sum of a group is in, the optimizer steps
+# on that group, and the forward pass may come to it. The bits are those of a sum and a step in one
+# piece.  With the group that forward comes to first ride the losses and rank 0's word: so before a
+# step begins everybody knows whether the run goes on, as without overlap. A model is handed to the
+# evaluator once all of its groups are in, and so a target that it reaches ends the run one step
+# later. At the end of a stage, and for a checkpoint, nothing is begun before all is in.  Source:
+# Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training", MLSys 2019;
+# Zhang et
 # al., "DeAR", ICDCS 2023. What goes when is `ashl.overlap`'s to say.
 
 
@@ -449,12 +545,18 @@ async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int
             await flush_exchange(ctx, stage, exchange)
             exchange = None
         if exchange is None:
-            ctx.safe_point(stage.index, state if stage.truncate_last_round(state.rest) is stage else None)
+            ctx.safe_point(
+                stage.index, state if stage.truncate_last_round(state.rest) is stage else None
+            )
             for tag, message in groups:
-                await ctx.send(ctx.rank, tag, slice_vector(state.params, message.start, message.stop))
+                await ctx.send(
+                    ctx.rank, tag, slice_vector(state.params, message.start, message.stop)
+                )
         exchange = ctx.spawn(exchange_by_group(team, stage, state))
         needs = tuple((message.needed, tag) for tag, message in reversed(groups))
-        loss = await ctx.compute(gradient_work(ctx, stage, state), state.batch, parts=stage.ready, needs=needs)
+        loss = await ctx.compute(
+            gradient_work(ctx, stage, state), state.batch, parts=stage.ready, needs=needs
+        )
         team.begin(loss / team.size, REASONS.index(state.signal) if ctx.rank == 0 else 0)
         await ctx.send(ctx.rank, stage.tag("loss"))
         await ctx.recv(stage.tag("counted"))
@@ -462,7 +564,9 @@ async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int
         reason = stage.stop_criteria.end_reason(progress) or REASONS[int(team.signal)]
         if reason:
             await flush_exchange(ctx, stage, exchange)
-        ctx.record_round(stage.index, state.round, 1, 0, dropped=state.in_time is not None, loss=loss)
+        ctx.record_round(
+            stage.index, state.round, 1, 0, dropped=state.in_time is not None, loss=loss
+        )
         state.round += 1
         state.signal = local_stop(ctx, stage, progress) if ctx.rank == 0 and not reason else None
         if reason:
@@ -489,22 +593,30 @@ async def flush_exchange(ctx: RankContext, stage: Stage, exchange: Any) -> None:
 
 
 async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) -> bool:
-    """Sum the gradient of one step, and make of it the model, group by group, for the next forward pass; returns
-    whether there is one. Once the first group is in, `team.loss` and `team.word` are sums, and `state.progress` counts
-    the
-    step."""
+    """Sum the gradient of one step, and make of it the model, group by group, for the next forward
+    pass; returns whether there is one. Once the first group is in, `team.loss` and `team.word` are
+    sums, and `state.progress` counts the step.
+    """
     ctx, version = team.ctx, state.progress.version
-    sums = await (begin_half_sums if stage.overlap.reduce_scatter_all_gather else begin_slice_sums)(team, stage)
+    sums = await (begin_half_sums if stage.overlap.reduce_scatter_all_gather else begin_slice_sums)(
+        team, stage
+    )
     before, params, moments, made = state.progress, state.params, state.moments, list[Any]()
     rate = stage.trainer.rate(before.samples)
     for k in reversed(range(len(stage.messages))):
         message = stage.messages[k]
-        total = slice_vector(concatenate([await ctx.join(task) for task in sums[k]]), 0, message.stop - message.start)
+        total = slice_vector(
+            concatenate([await ctx.join(task) for task in sums[k]]), 0, message.stop - message.start
+        )
         if k == len(stage.messages) - 1:
             count = partial(stage.count_merge, before, team.loss)
             state.progress = ctx.compute_once(team.ranks, ("count", stage.index, version), count)
             progress = state.progress
-            state.version, state.steps, state.samples = progress.version, progress.steps, progress.samples
+            state.version, state.steps, state.samples = (
+                progress.version,
+                progress.steps,
+                progress.samples,
+            )
             await ctx.send(ctx.rank, stage.tag("counted"))
         if not state.progress.diverged:
             where, exact = (message.start, message.stop), stage.link.traits.lossless
@@ -514,7 +626,9 @@ async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) 
     late = keep_within_budget(ctx, stage, state, params, before)
     if made:
         merge_whole = partial(stage.trainer.joined, made)
-        state.moments, state.params = ctx.compute_once(team.ranks, ("model", stage.index, version), merge_whole)
+        state.moments, state.params = ctx.compute_once(
+            team.ranks, ("model", stage.index, version), merge_whole
+        )
     if ctx.rank == 0 and not late and stage.stop_criteria.take_evaluation(state, ctx.now):
         ctx.snapshot(state.params, counts=state.progress.report())
     return bool(made)
@@ -523,13 +637,17 @@ async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) 
 async def begin_sums(
     team: ProcessGroup, stage: Stage, post: Callable[[int, Any, bool], list[Coroutine]]
 ) -> list[list[Any]]:
-    """The tasks that sum each part of the gradient, begun as it is ready, alike in order on all ranks."""
+    """The tasks that sum each part of the gradient, begun as it is ready, alike in order on all
+    ranks.
+    """
     ctx, tasks, last = team.ctx, list[list[Any]](), len(stage.messages) - 1
     for k in range(last + 1):
         part = await ctx.recv(stage.tag("part", k))
         if k == last:
             await ctx.recv(stage.tag("loss"))
-        tasks.append([ctx.spawn(coroutine) for coroutine in post(k, part.body * team.weight, k == last)])
+        tasks.append(
+            [ctx.spawn(coroutine) for coroutine in post(k, part.body * team.weight, k == last)]
+        )
     return tasks
 
 
@@ -538,8 +656,12 @@ async def begin_slice_sums(team: ProcessGroup, stage: Stage) -> list[list[Any]]:
 
     def post(k: int, x: Any, rides: bool) -> list[Coroutine]:
         key, credit = len(stage.messages) - k, stage.overlap.most_committed
-        cut = [slice_vector(x, start, stop) for start, stop in stage.overlap.cuts(stage.messages[k])]
-        alone: list[Coroutine] = [sum_slice(team, part, key, credit) for part in (cut[:-1] if rides else cut)]
+        cut = [
+            slice_vector(x, start, stop) for start, stop in stage.overlap.cuts(stage.messages[k])
+        ]
+        alone: list[Coroutine] = [
+            sum_slice(team, part, key, credit) for part in (cut[:-1] if rides else cut)
+        ]
         return [*alone, team.all_reduce(cut[-1], key=key, credit=credit)] if rides else alone
 
     return await begin_sums(team, stage, post)
@@ -550,12 +672,16 @@ async def sum_slice(team: ProcessGroup, x: Any, key: int, credit: int) -> Any:
 
 
 async def begin_half_sums(team: ProcessGroup, stage: Stage) -> list[list[Any]]:
-    """Each part's sum is scattered as it is ready; once all have been, they are gathered, those that forward needs
-    first before the others."""
+    """Each part's sum is scattered as it is ready; once all have been, they are gathered, those
+    that forward needs first before the others.
+    """
     scatters = await begin_sums(team, stage, lambda k, x, rides: [scatter_sum(team, x)])
     chunks = [await team.ctx.join(task) for (task,) in scatters]
     rides, others = team.gather(chunks[-1]), chunks[-2::-1]
-    gathers = [team.ctx.spawn(rides), *(team.ctx.spawn(gather_sum(team, chunk)) for chunk in others)]
+    gathers = [
+        team.ctx.spawn(rides),
+        *(team.ctx.spawn(gather_sum(team, chunk)) for chunk in others),
+    ]
     return [[task] for task in reversed(gathers)]
 
 
@@ -567,19 +693,15 @@ async def gather_sum(team: ProcessGroup, chunk: Any) -> Any:
     return await team.ctx.all_reduce(chunk, team.ranks, "gather")
 
 
-# A gradient that is summed in parts, during backward
-#
-# A step whose gradient is summed in parts, while backward goes on.
-#
-# Rule: message k, a slice of the gradient, is summed over all workers as soon as it is ready everywhere and message k
-# − 1 has ended. The sum is the same to the bit as that of the gradient in one piece. What rides along goes with the
-# last. Where a codec works in each message by itself, see `topology.exchange`.
-#
-# Where a sum of one message comes to nothing, as a worker is lost, backward goes on to its end, no later message is
-# sent, and nothing of the round is merged. Those who are left do it once more with the gradients that they have,
-# message by message (`ashl.topology.all_reduce`).
-#
-# Source: Zhang et al., "Poseidon", USENIX ATC 2017; what each message holds is `ashl.overlap`'s to say.
+# A gradient that is summed in parts, during backward  A step whose gradient is summed in parts,
+# while backward goes on.  Rule: message k, a slice of the gradient, is summed over all workers as
+# soon as it is ready everywhere and message k − 1 has ended. The sum is the same to the bit as that
+# of the gradient in one piece. What rides along goes with the last. Where a codec works in each
+# message by itself, see `topology.exchange`.  Where a sum of one message comes to nothing, as a
+# worker is lost, backward goes on to its end, no later message is sent, and nothing of the round is
+# merged. Those who are left do it once more with the gradients that they have, message by message
+# (`ashl.topology.all_reduce`).  Source: Zhang et al., "Poseidon", USENIX ATC 2017; what each
+# message holds is `ashl.overlap`'s to say.
 
 
 Bodies = list[Any]  # of messages, in the order in which they go
@@ -588,21 +710,28 @@ Bodies = list[Any]  # of messages, in the order in which they go
 async def sum_overlapped(
     team: ProcessGroup, stage: Stage, state: PeerState, version: int, signal: float
 ) -> tuple[Work, Any]:
-    """(one gradient, the weighted sum of everybody's); `team.loss` and `team.word` are sums then. Raises
-    TeamBrokenError once the gradient is there."""
+    """(one gradient, the weighted sum of everybody's); `team.loss` and `team.word` are sums then.
+    Raises TeamBrokenError once the gradient is there.
+    """
     coding = Coding.of(team, stage, state, version) if stage.links else None
     others = replace(team, carried=True)
     if state.redo is None:
         work, bodies, came = await compute_and_sum(others, coding, stage, state)
     else:
         work = state.redo
-        bodies = work.body if coding is None else await team.compute(partial(coding.all_encoded, work.body), work=1)
+        bodies = (
+            work.body
+            if coding is None
+            else await team.compute(partial(coding.all_encoded, work.body), work=1)
+        )
         came = await sum_parts(others, coding, bodies[:-1])
     if stage.elastic:
         keep(state, work)
     if len(came) < len(bodies) - 1:
         raise GroupBrokenError
-    team.begin((work.loss if coding is None or coding.finish_encoding() else math.nan) / team.size, signal)
+    team.begin(
+        (work.loss if coding is None or coding.finish_encoding() else math.nan) / team.size, signal
+    )
     came.append(await sum_part(team, coding, len(came), bodies[-1]))
     return work, concatenate(came[::-1]) if coding is None else await coding.decode_buckets(came)
 
@@ -610,11 +739,14 @@ async def sum_overlapped(
 async def compute_and_sum(
     team: ProcessGroup, coding: Coding | None, stage: Stage, state: PeerState
 ) -> tuple[Work, Bodies, list[Any]]:
-    """(the gradient in parts, what is sent of each, what has come of all but the last), which have been exchanged
-    meanwhile, as long as nobody was lost."""
+    """(the gradient in parts, what is sent of each, what has come of all but the last), which have
+    been exchanged meanwhile, as long as nobody was lost.
+    """
     ctx, start, tags = team.ctx, team.ctx.now, [tag for _, tag in stage.ready]
     step, span = next_batch(state)
-    compute = partial(stage.trainer.gradient_in_parts, state.params, ctx.rank, step, span, stage.slices)
+    compute = partial(
+        stage.trainer.gradient_in_parts, state.params, ctx.rank, step, span, stage.slices
+    )
     others = ctx.spawn(sum_as_ready(team, coding, tags[:-1])) if tags[:-1] else None
     encoding = None if coding is None else coding.encoding
     loss = await ctx.compute(compute, work=state.batch, parts=stage.ready, encoding=encoding)
@@ -625,8 +757,12 @@ async def compute_and_sum(
     return Work(parts, loss, 1, state.batch, step_s, state.version), bodies, came
 
 
-async def sum_as_ready(team: ProcessGroup, coding: Coding | None, tags: Sequence[Tag]) -> tuple[Bodies, list[Any]]:
-    """(these messages, what came of them): each is exchanged once this rank has it, up to one that comes to nothing."""
+async def sum_as_ready(
+    team: ProcessGroup, coding: Coding | None, tags: Sequence[Tag]
+) -> tuple[Bodies, list[Any]]:
+    """(these messages, what came of them): each is exchanged once this rank has it, up to one that
+    comes to nothing.
+    """
     bodies, came = Bodies(), list[Any]()
     for k, tag in enumerate(tags):
         bodies.append((await team.ctx.recv(tag, src=team.ctx.rank)).body)
@@ -635,7 +771,9 @@ async def sum_as_ready(team: ProcessGroup, coding: Coding | None, tags: Sequence
     return bodies, came
 
 
-async def sum_parts(team: ProcessGroup, coding: Coding | None, bodies: Bodies, first: int = 0) -> list[Any]:
+async def sum_parts(
+    team: ProcessGroup, coding: Coding | None, bodies: Bodies, first: int = 0
+) -> list[Any]:
     """What came of these messages, one after the other, up to the one that comes to nothing."""
     came = list[Any]()
     for k, body in enumerate(bodies, first):
@@ -647,39 +785,58 @@ async def sum_parts(team: ProcessGroup, coding: Coding | None, bodies: Bodies, f
 
 
 async def sum_part(team: ProcessGroup, coding: Coding | None, k: int, body: Any) -> Any:
-    return await (team.all_reduce(body, team.weight) if coding is None else coding.exchange_bucket(team, k, body))
+    return await (
+        team.all_reduce(body, team.weight)
+        if coding is None
+        else coding.exchange_bucket(team, k, body)
+    )
 
 
-# One fragment of the model at a time
-#
-# An all-reduce of one fragment of the model at a time, beside local steps, see `ashl.overlap.streaming` and `loscar`.
-#
-# As in `ashl.topology.local_work` a worker holds one piece of work that is done and not exchanged, so that at the top
-# of the loop nothing is under way. A fragment is exchanged and merged as a model is, and counts are those of all.
+# One fragment of the model at a time  An all-reduce of one fragment of the model at a time, beside
+# local steps, see `ashl.overlap.streaming` and `loscar`.  As in `ashl.topology.local_work` a worker
+# holds one piece of work that is done and not exchanged, so that at the top of the loop nothing is
+# under way. A fragment is exchanged and merged as a model is, and counts are those of all.
 
 
 async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """Hand in a fragment, take the first of the next steps meanwhile, merge, take the others; returns the last word."""
+    """Hand in a fragment, take the first of the next steps meanwhile, merge, take the others;
+    returns the last word.
+    """
     stage, overlap, count = state.begin(ctx, stage), stage.delayed, len(stage.fragments)
     assert isinstance(overlap, Fragmented)
     state.fragment_ends = state.fragment_ends or codec_states_of(stage)
     while True:
         pending: Work | None = state.pending
         ctx.safe_point(
-            stage.index, state if pending is None or stage.truncate_last_round(state.pending_rest) is stage else None
+            stage.index,
+            (
+                state
+                if pending is None or stage.truncate_last_round(state.pending_rest) is stage
+                else None
+            ),
         )
         if pending is None:
             await finish_piece(ctx, stage, state, None, state.local_steps)
             continue
         version = state.progress.version
         k, own = version % count, stage.truncate_last_round(state.pending_rest)
-        part, staleness, fragment = own.fragment(k), version - pending.version, fragment_at(stage, version)
+        part, staleness, fragment = (
+            own.fragment(k),
+            version - pending.version,
+            fragment_at(stage, version),
+        )
         team = replace(ProcessGroup.of(ctx, part), share=part.link.d / stage.link.d)
-        team.begin(pending.loss / team.size, REASONS.index(state.signal) if ctx.rank == stage.home else 0)
+        team.begin(
+            pending.loss / team.size, REASONS.index(state.signal) if ctx.rank == stage.home else 0
+        )
         held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])
-        exchange = exchange_update(team, part, held, state.progress, version, stage.aggregate.clip(pending.body))
+        exchange = exchange_update(
+            team, part, held, state.progress, version, stage.aggregate.clip(pending.body)
+        )
         total, ahead = state.local_steps, None
-        more = overlap.delay > 0 and (state.rest is None or state.rest[0] > 0)  # alike on all, as `beside` need not be
+        more = overlap.delay > 0 and (
+            state.rest is None or state.rest[0] > 0
+        )  # alike on all, as `beside` need not be
         beside = overlap.overlapped_steps(total) if more else 0
         if beside:
             under_way = ctx.spawn(exchange)
@@ -690,7 +847,9 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
             update = await exchange
         late = keep_within_budget(ctx, stage, state, state.params)
         merge = partial(apply_fragment, own, state, k, update, team.loss, staleness)
-        state.params, state.outer_state, progress = ctx.compute_once(team.ranks, ("merge", stage.index, version), merge)
+        state.params, state.outer_state, progress = ctx.compute_once(
+            team.ranks, ("merge", stage.index, version), merge
+        )
         state.progress, state.version, state.steps, state.samples = (
             progress,
             progress.version,
@@ -703,9 +862,15 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
         reason = stage.stop_criteria.end_reason(progress) or REASONS[int(team.signal)]
         if reason and more:  # nobody ends before the others
             await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
-        ctx.record_round(stage.index, state.round, pending.steps, staleness, dropped=late, loss=pending.loss)
+        ctx.record_round(
+            stage.index, state.round, pending.steps, staleness, dropped=late, loss=pending.loss
+        )
         state.round += 1
-        if ctx.rank == stage.home and not late and stage.stop_criteria.take_evaluation(state, ctx.now):
+        if (
+            ctx.rank == stage.home
+            and not late
+            and stage.stop_criteria.take_evaluation(state, ctx.now)
+        ):
             ctx.snapshot(state.params, counts=progress.report())
         if reason:
             state.signal = None
@@ -718,7 +883,9 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
 def apply_fragment(
     stage: Stage, state: PeerState, k: int, update: Any, mean_loss: float, staleness: int
 ) -> tuple[Any, Any, Progress]:
-    """(model, outer moments of all fragments, counts) with this sum merged into a fragment; `state` stays as it is."""
+    """(model, outer moments of all fragments, counts) with this sum merged into a fragment; `state`
+    stays as it is.
+    """
     progress = stage.count_merge(state.progress, mean_loss, staleness)
     if progress.diverged:
         return state.params, state.outer_state, progress
@@ -731,26 +898,23 @@ def apply_fragment(
     return fragment.put(state.params, params), tuple(held), progress
 
 
-# Members that fail and rejoin
-#
-# Who takes part in an all-reduce: it goes on without workers that are lost, and with those that come (back).
-#
-# Rule of a loss: the sum that lacks a member comes to nothing, and the others form a new team. They repeat that round
-# from the state that all of them have, with the work that each has done for it, summed by those who are left with Σ
-# w_i = 1. Who is a merge ahead goes back by one. What the lost worker was at counts as dropped: a round of its steps.
-# A compressor's own messages come to nothing for who waits for one of the lost, and then for who waits for one of
-# those; who has them all waits until all others have, too. What compressors keep of it is forgotten. The lowest rank
-# that is left does what rank 0 does. With `runtime.on_worker_failure=reshard` its data are with the others from the
-# round after that on, as `ashl.topology.parameter_server` says.
-#
-# Rule of a join: whoever comes asks, the first rank says with the next sum that somebody is at the door, and after
-# that merge all form the team anew. The newcomer gets model, counts, outer moments, and where all step alike on the
-# sum the optimizer's; its own moments and its compressor begin anew, and its data go on behind what was counted of
-# it. Where compressors keep copies of each other, or something that all have alike, all of them begin anew with it.
-#
-# All members have one merge alike, so that from there on a run is, bit for bit, one of those who are left.
-#
-# Source: a new communicator of those who are left as in Bland et al., "Post-failure recovery of MPI communication
+# Members that fail and rejoin  Who takes part in an all-reduce: it goes on without workers that are
+# lost, and with those that come (back).  Rule of a loss: the sum that lacks a member comes to
+# nothing, and the others form a new team. They repeat that round from the state that all of them
+# have, with the work that each has done for it, summed by those who are left with Σ w_i = 1. Who is
+# a merge ahead goes back by one. What the lost worker was at counts as dropped: a round of its
+# steps. A compressor's own messages come to nothing for who waits for one of the lost, and then for
+# who waits for one of those; who has them all waits until all others have, too. What compressors
+# keep of it is forgotten. The lowest rank that is left does what rank 0 does. With
+# `runtime.on_worker_failure=reshard` its data are with the others from the round after that on, as
+# `ashl.topology.parameter_server` says.  Rule of a join: whoever comes asks, the first rank says
+# with the next sum that somebody is at the door, and after that merge all form the team anew. The
+# newcomer gets model, counts, outer moments, and where all step alike on the sum the optimizer's;
+# its own moments and its compressor begin anew, and its data go on behind what was counted of it.
+# Where compressors keep copies of each other, or something that all have alike, all of them begin
+# anew with it.  All members have one merge alike, so that from there on a run is, bit for bit, one
+# of those who are left.  Source: a new communicator of those who are left as in Bland et al.,
+# "Post-failure recovery of MPI communication
 # capability", IJHPCA 2013; an all-reduce that goes on as in Horovod Elastic.
 
 
@@ -777,10 +941,14 @@ def keep(state: PeerState, work: Work) -> None:
     state.kept = (*state.kept[-1:], before)
 
 
-async def repair_round(ctx: RankContext, stage: Stage, state: PeerState) -> tuple[Stage, str | None]:
-    """A sum has come to nothing: go on without who is lost, with that round once more (`state.redo`). Returns the stage
-    as it is among those who are left, and why it ends instead, with what was to be summed dropped, where somebody sees
-    that it is time. Raises AshlError where too few are left."""
+async def repair_round(
+    ctx: RankContext, stage: Stage, state: PeerState
+) -> tuple[Stage, str | None]:
+    """A sum has come to nothing: go on without who is lost, with that round once more
+    (`state.redo`). Returns the stage as it is among those who are left, and why it ends instead,
+    with what was to be summed dropped, where somebody sees that it is time. Raises AshlError where
+    too few are left.
+    """
     reason = local_stop(ctx, stage, state.progress)
     formed = await ctx.regroup(state.progress.version, signal_of(stage, reason))
     go_back(ctx, state, formed.version)
@@ -788,19 +956,28 @@ async def repair_round(ctx: RankContext, stage: Stage, state: PeerState) -> tupl
     if not formed.signal:
         return stage, None
     if state.redo is not None:
-        ctx.record_round(stage.index, state.round, state.redo.steps, 0, dropped=True, loss=state.redo.loss)
+        ctx.record_round(
+            stage.index, state.round, state.redo.steps, 0, dropped=True, loss=state.redo.loss
+        )
         state.round += 1
-    state.redo, state.progress, steps = None, state.progress.copy(), stage.truncate_last_round(state.rest).round_steps
+    state.redo, state.progress, steps = (
+        None,
+        state.progress.copy(),
+        stage.truncate_last_round(state.rest).round_steps,
+    )
     for rank in stage.workers:
         state.progress.count_dropped(rank, steps[rank], drop_reason(formed.signal))
     return stage, reason if signal_of(stage, reason) == formed.signal else ENDS[formed.signal]
 
 
 async def regroup_workers(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> Stage:
-    """With this merge the stage ends for a reason, or a worker is let in. Returns the stage as it is among those who
-    are there. Where some have not come so far, all go back to their round: then there is a `state.redo`. Raises
-    AshlError where too few are left."""
-    formed = await ctx.regroup(state.progress.version, signal_of(stage, reason), open=reason == JOIN)
+    """With this merge the stage ends for a reason, or a worker is let in. Returns the stage as it
+    is among those who are there. Where some have not come so far, all go back to their round: then
+    there is a `state.redo`. Raises AshlError where too few are left.
+    """
+    formed = await ctx.regroup(
+        state.progress.version, signal_of(stage, reason), open=reason == JOIN
+    )
     if formed.version < state.progress.version:
         go_back(ctx, state, formed.version)
     return await restrict_to_team(ctx, stage, state, formed)
@@ -812,16 +989,22 @@ def signal_of(stage: Stage, reason: str | None) -> int:
     return NEXT if reason == "next" and stage.following else STOP
 
 
-async def restrict_to_team(ctx: RankContext, stage: Stage, state: PeerState, formed: Formed) -> Stage:
+async def restrict_to_team(
+    ctx: RankContext, stage: Stage, state: PeerState, formed: Formed
+) -> Stage:
     """Go on as this team."""
-    state.epoch, state.incarnations, state.formed_ns = formed.epoch, formed.incarnations, formed.time_ns
+    state.epoch, state.incarnations, state.formed_ns = (
+        formed.epoch,
+        formed.incarnations,
+        formed.time_ns,
+    )
     if formed.ranks == stage.workers and not (formed.lost or formed.came):
         return stage
     if len(formed.ranks) < stage.min_workers:
         raise AshlError(
-            f"worker {', '.join(map(str, formed.lost))} failed by {ctx.now:.6g} s and {len(formed.ranks)} of "
-            f"{stage.num_workers} workers are running, fewer than runtime.min_workers={stage.min_workers}: the run "
-            "ends here"
+            f"worker {', '.join(map(str, formed.lost))} failed by {ctx.now:.6g} s and"
+            f" {len(formed.ranks)} of {stage.num_workers} workers are running, fewer than"
+            f" runtime.min_workers={stage.min_workers}: the run ends here"
         )
     state.progress = update_membership(stage, state, formed)
     for rank in formed.lost:
@@ -851,8 +1034,9 @@ def go_back(ctx: RankContext, state: PeerState, version: int) -> None:
 
 
 def update_membership(stage: Stage, state: PeerState, formed: Formed) -> Progress:
-    """The counts without those who are lost, and with those who came. What the lost had handed in for a round that is
-    done once more is dropped; where none is, they had nothing under way."""
+    """The counts without those who are lost, and with those who came. What the lost had handed in
+    for a round that is done once more is dropped; where none is, they had nothing under way.
+    """
     planned = cast("StepRule", stage.sync).in_round(stage, state.rule_state, state.progress)
     progress, steps = state.progress.copy(), planned.truncate_last_round(state.rest).round_steps
     progress.gone = set(progress.gone)
@@ -882,14 +1066,20 @@ def take_over_lead(ctx: RankContext, stage: Stage, state: PeerState) -> None:
 
 
 def state_tag(epoch: int, k: int) -> Tag:
-    """The tag of the k-th message to who is new in a team; the first holds the model, the second says what follows."""
+    """The tag of the k-th message to who is new in a team; the first holds the model, the second
+    says what follows.
+    """
     return "welcome", k, epoch
 
 
 async def admit(ctx: RankContext, stage: Stage, state: PeerState, rank: int) -> None:
     """At the lowest of those who were there: let a newcomer know all that it needs."""
-    alike = state.moments if stage.sync.exchange == "gradient" or stage.sync.momentum_travels else None
-    parcel = split_tensors(Known(stage.index, state.progress, state.rest, alike, state.outer_state, state.rule_state))
+    alike = (
+        state.moments if stage.sync.exchange == "gradient" or stage.sync.momentum_travels else None
+    )
+    parcel = split_tensors(
+        Known(stage.index, state.progress, state.rest, alike, state.outer_state, state.rule_state)
+    )
     for k, body in enumerate((state.params, *parcel)):
         await ctx.send(rank, state_tag(state.epoch, k), body, (len(parcel),))
 
@@ -906,9 +1096,12 @@ async def receive_state(ctx: RankContext, epoch: int, host: int) -> list[Message
     return messages
 
 
-async def join(ctx: RankContext, stages: Sequence[Stage], state: PeerState) -> tuple[int, PeerState] | None:
-    """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
-    is over. `state` is that of before the first stage."""
+async def join(
+    ctx: RankContext, stages: Sequence[Stage], state: PeerState
+) -> tuple[int, PeerState] | None:
+    """At a worker that comes while the others run: the stage that they are in, and its state there;
+    None where the run is over. `state` is that of before the first stage.
+    """
     first = stages[0]
     while True:
         while await ctx.recv(PEER_FAILED, before_s=ctx.now):
@@ -921,10 +1114,16 @@ async def join(ctx: RankContext, stages: Sequence[Stage], state: PeerState) -> t
         if (messages := await receive_state(ctx, formed.epoch, host)) is not None:
             break
     model, *parcel = [message.body for message in messages]
-    known = join_tensors(parcel, ("ashl", type(first.outer).__module__.partition(".")[0]), first.trainer.device)
+    known = join_tensors(
+        parcel, ("ashl", type(first.outer).__module__.partition(".")[0]), first.trainer.device
+    )
     stage = stages[known.stage].restricted_to(known.progress.gone)
     state.params, state.progress, state.outer_state = model, known.progress, known.outer_state
-    state.version, state.steps, state.samples = known.progress.version, known.progress.steps, known.progress.samples
+    state.version, state.steps, state.samples = (
+        known.progress.version,
+        known.progress.steps,
+        known.progress.samples,
+    )
     state.enter(stage, ctx.rank)
     state.moments = stage.trainer.moments() if known.moments is None else known.moments
     state.round, state.step = known.progress.rounds_and_steps_of(ctx.rank)

@@ -1,24 +1,30 @@
 """Coordinator: the thin rank n of methods that have no server and whose workers do not go in step.
 
-It holds no model and sees none. All that reaches it or comes from it is a header, which costs no bytes: it counts, it
-judges when a stage is over and when models are evaluated, and it lets workers leave only when nobody needs them any
-longer. A worker's side of the protocol, with tags of the stage and iteration 0:
+It holds no model and sees none. All that reaches it or comes from it is a header, which costs no
+bytes: it counts, it judges when a stage is over and when models are evaluated, and it lets workers
+leave only when nobody needs them any longer. A worker's side of the protocol, with tags of the
+stage and iteration 0:
 
     "report" →   a `Report`, after each piece of work that has become part of the worker's model
-    ← "go"       the answer, with the samples that the learning rate follows; a worker waits for it (`answered`) before
-                 it merges its next piece of work, so that nobody runs ahead of the judge by more than one
-    ← "word"     a `Word`. SNAPSHOT: hand in a snapshot, with this tick. NEXT or STOP, to all: start nothing more
+    ← "go"       the answer, with the samples that the learning rate follows; a worker waits for it
+                 (`answered`) before
+                 it merges its next piece of work, so that nobody runs ahead of the judge by more
+                 than one
+    ← "word"     a `Word`. SNAPSHOT: hand in a snapshot, with this tick. NEXT or STOP, to all: start
+                 nothing more
     "done"   →   the steps that were thrown away: I start nothing more, but go on answering my peers
     ← "word"     BYE: all are done, so nobody will ask anything any more; now the worker may leave
 
-On processes, every worker resumes from a checkpoint with its own model. It sends what that model contains ("resume"),
-and the coordinator counts that, as messages in flight are not in the checkpoint, and answers ("resumed").
+On processes, every worker resumes from a checkpoint with its own model. It sends what that model
+contains ("resume"), and the coordinator counts that, as messages in flight are not in the
+checkpoint, and answers ("resumed").
 
-Under STOP, work that is under way is thrown away; under NEXT, it is still merged and reported. A worker takes in words
-in a task of its own (`obey`), or where it receives anyway. A method that needs more of its coordinator (a group
-generator, say) has its own loop around `stop_decision`.
+Under STOP, work that is under way is thrown away; under NEXT, it is still merged and reported. A
+worker takes in words in a task of its own (`obey`), or where it receives anyway. A method that
+needs more of its coordinator (a group generator, say) has its own loop around `stop_decision`.
 
-Source: the drained end as in Luo et al., "Prague", ASPLOS 2020, where a worker leaves once no group expects it.
+Source: the drained end as in Luo et al., "Prague", ASPLOS 2020, where a worker leaves once no group
+expects it.
 """
 
 from dataclasses import dataclass
@@ -32,7 +38,9 @@ from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_e
 from ashl.topology.local_work import WorkerState
 
 SNAPSHOT, BYE = 3, 4  # beside NEXT and STOP
-Kept = Literal["", "each", "round"]  # in no way; each when it hears of it; all at the begin of one round
+Kept = Literal[
+    "", "each", "round"
+]  # in no way; each when it hears of it; all at the begin of one round
 
 
 class Report(NamedTuple):
@@ -90,7 +98,9 @@ class RoamingState(WorkerState):
     reported: bool = False  # and not answered yet
     gone: bool = False  # the coordinator has let it go
     asked: int | None = None  # whose answer is still to come
-    cut: int = 0  # changes with each checkpoint that has it: those of one cut may exchange what each has only once
+    # changes with each checkpoint that has it: those of one cut may exchange what each has only
+    # once
+    cut: int = 0
 
     def enter(self, stage: Stage, rank: int) -> None:
         if self.entered != stage.index:  # else it goes on from a checkpoint
@@ -107,7 +117,8 @@ async def coordinator(ctx: RankContext, stage: Stage, state: CoordinatorState) -
     while signal == GO:
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(reported, before_s=deadline_s)
-        ctx.time_accounting.end_round()  # nobody asks for the coordinator's rounds, so they are not kept
+        # nobody asks for the coordinator's rounds, so they are not kept
+        ctx.time_accounting.end_round()
         if message is None:
             signal, reason = STOP, "seconds"
             break
@@ -146,9 +157,11 @@ async def broadcast_signal(ctx: RankContext, stage: Stage, signal: Signal) -> No
 async def finish_stage(
     ctx: RankContext, stage: Stage, state: CoordinatorState, signal: int, reason: str | None
 ) -> None:
-    """The stage is over: tell all, wait until all are done, let them go. At a border (NEXT) it ends when the last one
-    is done. At the end of the run it has ended now; what is still reported was merged before its worker had heard of
-    that, in virtual time at this very moment, and counts, since it is part of a model."""
+    """The stage is over: tell all, wait until all are done, let them go. At a border (NEXT) it ends
+    when the last one is done. At the end of the run it has ended now; what is still reported was
+    merged before its worker had heard of that, in virtual time at this very moment, and counts,
+    since it is part of a model.
+    """
     progress = state.progress
     progress.end_ns = end_time_ns(stage, ctx.now_ns)
     await broadcast_signal(ctx, stage, Signal(signal))
@@ -181,10 +194,17 @@ def apply_signal(ctx: RankContext, state: RoamingState, message: Message) -> boo
     return state.gone
 
 
-async def report_merge(ctx: RankContext, stage: Stage, state: RoamingState, work: Any, staleness: int) -> None:
+async def report_merge(
+    ctx: RankContext, stage: Stage, state: RoamingState, work: Any, staleness: int
+) -> None:
     """This work is part of the worker's model now: tell the coordinator, and close the round."""
     state.reported = True
-    await ctx.send(stage.server, stage.tag("report"), None, Report(work.steps, work.samples, work.loss, staleness))
+    await ctx.send(
+        stage.server,
+        stage.tag("report"),
+        None,
+        Report(work.steps, work.samples, work.loss, staleness),
+    )
     ctx.record_round(stage.index, state.round, work.steps, staleness, dropped=False, loss=work.loss)
     state.round += 1
 
@@ -203,7 +223,9 @@ async def report_done(ctx: RankContext, stage: Stage, state: RoamingState, dropp
 
 
 def close_worker(ctx: RankContext, stage: Stage, state: RoamingState, dropped: int) -> int:
-    """Close the books of a worker that may leave, its last steps thrown away; returns the last word."""
+    """Close the books of a worker that may leave, its last steps thrown away; returns the last
+    word.
+    """
     signal = leave_stage(ctx, stage, state.signal, state.end_ns)
     if signal == STOP:
         ctx.record_round(stage.index, state.round, dropped, 0, dropped=True, loss=None)
@@ -212,7 +234,9 @@ def close_worker(ctx: RankContext, stage: Stage, state: RoamingState, dropped: i
 
 
 async def gather_workers(ctx: RankContext, stage: Stage, state: CoordinatorState) -> None:
-    """Resume from a checkpoint: count what each worker's model contains. All workers are level from here on."""
+    """Resume from a checkpoint: count what each worker's model contains. All workers are level from
+    here on.
+    """
     progress, resumed = state.progress, dict[int, Resumed]()
     before = sum(progress.commits)
     while len(resumed) < stage.num_workers:

@@ -1,16 +1,19 @@
 """Ends of stages, for every topology. The final signal reaches all ranks in one of two ways.
 
-Decided by the coordinator: a server, a coordinator or a group generator answers the workers. It alone counts and
-decides (`stop_decision`), and sends the signal with its answers.
+Decided by the coordinator: a server, a coordinator or a group generator answers the workers. It
+alone counts and decides (`stop_decision`), and sends the signal with its answers.
 
-Piggybacked: no rank answers. All ranks count identically. Rank 0 alone knows seconds, evaluations and interrupts; it
-adds a number to the next exchange (`local_stop`), so all ranks read the same reason from the same exchange.
+Piggybacked: no rank answers. All ranks count identically. Rank 0 alone knows seconds, evaluations
+and interrupts; it adds a number to the next exchange (`local_stop`), so all ranks read the same
+reason from the same exchange.
 
-NEXT: another stage follows, and work in flight is merged. STOP: the run is over, and work in flight is dropped.
+NEXT: another stage follows, and work in flight is merged. STOP: the run is over, and work in flight
+is dropped.
 
-`stop.seconds` is a budget: records end at that time, and nothing later counts. A coordinator ends in time. With a
-piggybacked signal, merges continue until all ranks have read it. A rank that sees a merge after the budget keeps the
-state before that merge (`keep_within_budget`), and the run ends with it (`within_budget`).
+`stop.seconds` is a budget: records end at that time, and nothing later counts. A coordinator ends
+in time. With a piggybacked signal, merges continue until all ranks have read it. A rank that sees a
+merge after the budget keeps the state before that merge (`keep_within_budget`), and the run ends
+with it (`within_budget`).
 """
 
 from dataclasses import replace
@@ -23,7 +26,8 @@ from ashl.stage.progress import RUN_END, STAGE_END, Progress, RunProgress
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 
 JOIN = "join"
-# What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or that the stage does,
+# What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or
+# that the stage does,
 # or that a worker has come
 REASONS = (None, "seconds", *TARGETS, PATIENCE, "interrupted", "next", JOIN)
 
@@ -44,32 +48,49 @@ class Budgeted(Protocol):
 
 
 def keep_within_budget(
-    ctx: RankContext, stage: Stage, state: Budgeted, params: Any, progress: Any = None, now_ns: int | None = None
+    ctx: RankContext,
+    stage: Stage,
+    state: Budgeted,
+    params: Any,
+    progress: Any = None,
+    now_ns: int | None = None,
 ) -> bool:
-    """Ridden: whether a merge comes too late. `params` and `progress` are the model and the counts before it, the
-    latter
-    the state's where the merge has not been counted; `now_ns` is when it came, if not now."""
-    if state.in_time is None and (ctx.now_ns if now_ns is None else now_ns) > stage.stop_criteria.deadline_ns:
+    """Ridden: whether a merge comes too late. `params` and `progress` are the model and the counts
+    before it, the latter the state's where the merge has not been counted; `now_ns` is when it
+    came, if not now.
+    """
+    if (
+        state.in_time is None
+        and (ctx.now_ns if now_ns is None else now_ns) > stage.stop_criteria.deadline_ns
+    ):
         progress = progress or state.progress
-        counts = ctx.rank == stage.home or stage.elastic or not isinstance(progress, Progress)  # others only look at it
+        counts = (
+            ctx.rank == stage.home or stage.elastic or not isinstance(progress, Progress)
+        )  # others only look at it
         state.in_time = InTime(params, progress.copy() if counts else progress)
     return state.in_time is not None
 
 
 def within_budget(ctx: RankContext, stage: Stage, state: Budgeted, reason: str) -> str:
-    """Ridden, at the end of the run: back to what was in time, with what came later dropped; returns the reason."""
+    """Ridden, at the end of the run: back to what was in time, with what came later dropped;
+    returns the reason.
+    """
     if state.in_time is None:
         return reason
     late = state.progress
     state.params, state.progress = state.in_time
     if ctx.rank == stage.home:
         for rank in stage.workers:
-            state.progress.count_dropped(rank, late.steps_by[rank] - state.progress.steps_by[rank], RUN_END)
+            state.progress.count_dropped(
+                rank, late.steps_by[rank] - state.progress.steps_by[rank], RUN_END
+            )
     return "seconds"
 
 
 def drop_reason(signal: int) -> str:
-    """Return the reason under which steps in flight are dropped when a stage ends with this signal."""
+    """Return the reason under which steps in flight are dropped when a stage ends with
+    this signal.
+    """
     return STAGE_END if signal == NEXT else RUN_END
 
 
@@ -82,7 +103,9 @@ def stop_decision(ctx: RankContext, stage: Stage, progress: RunProgress) -> tupl
     """Decide for all workers. Returns: (GO, NEXT or STOP; the reason or None)."""
     if reason := stage.stop_criteria.end_reason(progress) or ctx.stopping:
         return STOP, reason
-    if stage.plan.until and (rule := stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores)):
+    if stage.plan.until and (
+        rule := stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores)
+    ):
         return (NEXT if stage.following else STOP), rule
     return GO, None
 
@@ -96,12 +119,17 @@ def local_stop(ctx: RankContext, stage: Stage, progress: RunProgress) -> str | N
 
 def record_end(ctx: RankContext, stage: Stage, progress: Progress, reason: str | None) -> None:
     """The home rank: how the stage ended, and what had been counted by then."""
-    ctx.emit(StageEnd(ctx.rank, stage.index, stage.plan.name, reason, progress.end_ns, progress.report()))
+    ctx.emit(
+        StageEnd(ctx.rank, stage.index, stage.plan.name, reason, progress.end_ns, progress.report())
+    )
 
 
-def end_piggybacked(ctx: RankContext, stage: Stage, state: Budgeted, reason: str, now_ns: int) -> int:
-    """Ridden: this rank's stage ended at that moment; returns the last word. Of a rule by which the stage gave way, the
-    home rank records the name."""
+def end_piggybacked(
+    ctx: RankContext, stage: Stage, state: Budgeted, reason: str, now_ns: int
+) -> int:
+    """Ridden: this rank's stage ended at that moment; returns the last word. Of a rule by which the
+    stage gave way, the home rank records the name.
+    """
     signal = NEXT if reason == "next" and stage.following else STOP
     if signal == STOP:
         reason = within_budget(ctx, stage, state, reason)
@@ -110,8 +138,15 @@ def end_piggybacked(ctx: RankContext, stage: Stage, state: Budgeted, reason: str
         if reason == "next":
             rule = stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores)
             reason = rule or next(iter(stage.plan.until), reason)
-        late = signal == NEXT and state.in_time  # no later stage ends in time either, and the run goes back to this
-        record_end(ctx, stage, replace(state.in_time.progress, end_ns=progress.end_ns) if late else progress, reason)
+        late = (
+            signal == NEXT and state.in_time
+        )  # no later stage ends in time either, and the run goes back to this
+        record_end(
+            ctx,
+            stage,
+            replace(state.in_time.progress, end_ns=progress.end_ns) if late else progress,
+            reason,
+        )
     return leave_stage(ctx, stage, signal, progress.end_ns)
 
 

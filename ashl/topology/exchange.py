@@ -1,9 +1,11 @@
-"""How the workers of an all-reduce come to the weighted sum of what they have, with and without compression.
+"""How the workers of an all-reduce come to the weighted sum of what they have, with and without
+compression.
 
-Rule: everybody ends with Σ_j c_j·C(x_j), the same to the bit on all. A codec without loss, or one that is linear, is
-summed on its way: 2(n − 1)/n of a body each way. The bodies of any other are gathered, (n − 1) each way, all padded to
-the length of the longest, and every worker decodes and sums all of them in rank order: it grows with n, and beats a
-dense sum while a body is shorter than 2/n of the vector. A `Collective` codec has a protocol of its own.
+Rule: everybody ends with Σ_j c_j·C(x_j), the same to the bit on all. A codec without loss, or one
+that is linear, is summed on its way: 2(n − 1)/n of a body each way. The bodies of any other are
+gathered, (n − 1) each way, all padded to the length of the longest, and every worker decodes and
+sums all of them in rank order: it grows with n, and beats a dense sum while a body is shorter than
+2/n of the vector. A `Collective` codec has a protocol of its own.
 
 What rides along is the team's, see `ashl.stage.process_group`.
 
@@ -30,14 +32,23 @@ from ashl.stage.compression_pipeline import Body, CodecState
 from ashl.stage.process_group import GroupBrokenError, ProcessGroup
 from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.topology.local_work import WorkerState, all_finite, context_of, not_finite, report_health, reports_mean
+from ashl.topology.local_work import (
+    WorkerState,
+    all_finite,
+    context_of,
+    not_finite,
+    report_health,
+    reports_mean,
+)
 
 
 async def exchange_update(
     team: ProcessGroup, stage: Stage, state: WorkerState, progress: Progress, tick: int, x: Vector
 ) -> Vector:
-    """Σ c·C(x), or Σ c·x where the rule says so, at the merge of this number; `team.loss` and `team.word` are sums
-    then. Of an update that is not finite nothing is made: the mean loss says so."""
+    """Σ c·C(x), or Σ c·x where the rule says so, at the merge of this number; `team.loss` and
+    `team.word` are sums then. Of an update that is not finite nothing is made: the mean loss says
+    so.
+    """
     ctx = team.ctx
     if stage.link.traits.lossless or stage.sync.sums_whole(stage, progress):
         return await team.all_reduce(x, team.weight)
@@ -52,7 +63,9 @@ async def exchange_update(
     return update
 
 
-async def exchange_compressed(team: ProcessGroup, stage: Stage, state: WorkerState, tick: int, x: Vector) -> Vector:
+async def exchange_compressed(
+    team: ProcessGroup, stage: Stage, state: WorkerState, tick: int, x: Vector
+) -> Vector:
     """The same by the codec's own way."""
     link, context = stage.link, context_of(stage, team.ctx.rank, state, tick)
     if isinstance(link.innermost, Collective):
@@ -68,7 +81,12 @@ async def exchange_compressed(team: ProcessGroup, stage: Stage, state: WorkerSta
 
 
 async def run_collective_codec(
-    team: ProcessGroup, stage: Stage, state: WorkerState, codec: Collective, x: Vector, context: EncodeContext
+    team: ProcessGroup,
+    stage: Stage,
+    state: WorkerState,
+    codec: Collective,
+    x: Vector,
+    context: EncodeContext,
 ) -> Vector:
     """What a protocol over all workers comes to. Raises TeamBrokenError where a worker is lost."""
     link = stage.link
@@ -85,14 +103,18 @@ async def run_collective_codec(
     return await team.compute(partial(link.after, state.ends, x, context, outcome))
 
 
-async def gather_payloads(team: ProcessGroup, stage: Stage, state: WorkerState, x: Vector, body: Body) -> Vector:
+async def gather_payloads(
+    team: ProcessGroup, stage: Stage, state: WorkerState, x: Vector, body: Body
+) -> Vector:
     """Everybody's bodies, decoded and summed by everybody alike."""
     bodies = await team.all_gather(body)
     if isinstance(x, SizeOnly):
         return await team.decode(lambda: x, team.size)
     if team.not_finite:
         return torch.zeros_like(x)
-    return await team.decode(partial(stage.link.merge, state.ends, bodies, team.weights, team.ranks), team.size)
+    return await team.decode(
+        partial(stage.link.merge, state.ends, bodies, team.weights, team.ranks), team.size
+    )
 
 
 def least_ratio(stage: Stage) -> float:
@@ -100,16 +122,14 @@ def least_ratio(stage: Stage) -> float:
     return min(worker.compression_ratio for worker in stage.plan.workers)
 
 
-# Parts of a vector, encoded one by one
-#
-# A codec in each message of a gradient that travels in parts: each selects, and keeps what it left out, by itself.
-#
-# Rule: the elements x_k of message k are encoded as soon as they are there, before backward goes on, with their own
-# part of what the sender keeps: p_k = x_k + e_k is sent as C(p_k), and e_k ← p_k − C(p_k). Messages that add up are
+# Parts of a vector, encoded one by one  A codec in each message of a gradient that travels in
+# parts: each selects, and keeps what it left out, by itself.  Rule: the elements x_k of message k
+# are encoded as soon as they are there, before backward goes on, with their own part of what the
+# sender keeps: p_k = x_k + e_k is sent as C(p_k), and e_k ← p_k − C(p_k). Messages that add up are
 # summed on their way, the others are gathered, and all are decoded once the last one is there.
-#
-# Limits: the sum is the same to the bit as that of one message in which the codec is applied part by part; one part
-# is no overlap. Source: Shi et al., "Layer-wise Adaptive Gradient Sparsification for Distributed Deep Learning with
+# Limits: the sum is the same to the bit as that of one message in which the codec is applied part
+# by part; one part is no overlap. Source: Shi et al., "Layer-wise Adaptive Gradient Sparsification
+# for Distributed Deep Learning with
 # Convergence Guarantees", ECAI 2020.
 
 
@@ -130,7 +150,10 @@ class Coding:
     @classmethod
     def of(cls, team: ProcessGroup, stage: Stage, state: WorkerState, version: int) -> Coding:
         """Before the gradient is computed."""
-        ends = [replace(state.ends, sender=slice_state(state.ends.sender, m.start, m.stop)) for m in stage.messages]
+        ends = [
+            replace(state.ends, sender=slice_state(state.ends.sender, m.start, m.stop))
+            for m in stage.messages
+        ]
         context, contexts = context_of(stage, team.ctx.rank, state, version), []
         if stage.link.traits.linear:  # what adds up is alike in shape
             context = context._replace(ratio=least_ratio(stage), weight=team.weight)
@@ -161,14 +184,22 @@ class Coding:
 
     def finish_encoding(self) -> bool:
         """Everything has been encoded: whether it was finite."""
-        ctx, stage, state, every = self.team.ctx, self.stage, self.state, self.stage.compression_stats_every
+        ctx, stage, state, every = (
+            self.team.ctx,
+            self.stage,
+            self.state,
+            self.stage.compression_stats_every,
+        )
         state.ends.sender = join_states([ends.sender for ends in reversed(self.ends)])
         if isinstance(self.vectors[0], SizeOnly):
             return True
         if not self.finite:
             not_finite(ctx, stage, state, join_slices(self.vectors))
         elif every is not None and not (state.round % every and self.version % every):
-            x, weight = join_slices(self.vectors), self.team.weight if stage.link.traits.linear else 1.0
+            x, weight = (
+                join_slices(self.vectors),
+                self.team.weight if stage.link.traits.linear else 1.0,
+            )
             sent = [(link, self.ends[k], self.bodies[k]) for k, link in enumerate(stage.links)]
             report_health(ctx, stage, state, x * weight, sent[::-1])
             if reports_mean(stage, self.version):

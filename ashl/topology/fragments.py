@@ -1,4 +1,5 @@
-"""Exchange one fragment of a model at a time: what workers of a server and of an all-reduce have in common.
+"""Exchange one fragment of a model at a time: what workers of a server and of an all-reduce have in
+common.
 
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, 2025.
 """
@@ -20,7 +21,11 @@ def codec_states_of(stage: Stage) -> tuple[CodecState, ...]:
 def fragment_at(stage: Stage, version: int) -> Fragment:
     """That of the merge after this version."""
     fragment = stage.fragments[version % len(stage.fragments)]
-    return fragment if stage.overlap.share is None else fragment.with_drawn_indices(stage.seed, version)
+    return (
+        fragment
+        if stage.overlap.share is None
+        else fragment.with_drawn_indices(stage.seed, version)
+    )
 
 
 async def take_local_steps(ctx: RankContext, stage: Stage, state: WorkerState, count: int) -> Work:
@@ -32,9 +37,12 @@ async def take_local_steps(ctx: RankContext, stage: Stage, state: WorkerState, c
     return work
 
 
-async def finish_piece(ctx: RankContext, stage: Stage, state: WorkerState, ahead: Work | None, count: int) -> None:
-    """The last steps of a piece, after those that were taken beside the last exchange: what has been learned in the
-    next fragment since it was exchanged is pending from here on."""
+async def finish_piece(
+    ctx: RankContext, stage: Stage, state: WorkerState, ahead: Work | None, count: int
+) -> None:
+    """The last steps of a piece, after those that were taken beside the last exchange: what has
+    been learned in the next fragment since it was exchanged is pending from here on.
+    """
     fragment, start = fragment_at(stage, state.version), state.start
     work = await take_local_steps(ctx, stage, state, count)
     body = fragment.of(work.body)

@@ -1,22 +1,26 @@
 """Gossip: every worker holds a model of its own and exchanges it with its neighbours on a graph.
 
-Rule (D-PSGD): x_i ← Σ_j w_ij·x_j + Δ_i, with Δ_i what the worker's own optimizer did between two exchanges. Whom to
-hear from and what to make of it is the sync mode's. What is evaluated is the mean of all models; momentum stays local.
+Rule (D-PSGD): x_i ← Σ_j w_ij·x_j + Δ_i, with Δ_i what the worker's own optimizer did between two
+exchanges. Whom to hear from and what to make of it is the sync mode's. What is evaluated is the
+mean of all models; momentum stays local.
 
-Synchronous modes (`RoundRule`) go round by round, each worker as soon as it has heard from its sources of that round:
-no server, no barrier. Counts are functions of the round, so that all ranks count alike. What rank 0 alone can know
-(seconds, evaluations, that a loss is no number) rides on the messages: its verdict holds after the round by which it
-has reached everyone, which rank 0 works out from the graph.
+Synchronous modes (`RoundRule`) go round by round, each worker as soon as it has heard from its
+sources of that round: no server, no barrier. Counts are functions of the round, so that all ranks
+count alike. What rank 0 alone can know (seconds, evaluations, that a loss is no number) rides on
+the messages: its verdict holds after the round by which it has reached everyone, which rank 0 works
+out from the graph.
 
-Where messages may be late (`RoundRule.lag`), a sender keeps its messages of the last `lag` rounds. When all workers
-resume from a checkpoint at the same round, each sends them again, so that no receiver misses one.
+Where messages may be late (`RoundRule.lag`), a sender keeps its messages of the last `lag` rounds.
+When all workers resume from a checkpoint at the same round, each sends them again, so that no
+receiver misses one.
 
-Asynchronous modes (`RoamingRule`) have a loop of their own, and the coordinator of `ashl.topology.coordinator`.
+Asynchronous modes (`RoamingRule`) have a loop of their own, and the coordinator of
+`ashl.topology.coordinator`.
 
 No mode goes on without a failed worker: such a run ends, and can be resumed from a checkpoint.
 
-Sources: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017; sender-based
-message logging as in Johnson and Zwaenepoel, FTCS 1987.
+Sources: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
+2017; sender-based message logging as in Johnson and Zwaenepoel, FTCS 1987.
 """
 
 from __future__ import annotations
@@ -34,13 +38,22 @@ from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.progress import RUN_START, Progress, ProgressMark, RunProgress
 from ashl.stage.stage import GO, Loop, Network, Rule, Stage, Topology
-from ashl.topology.coordinator import CoordinatorState, Kept, RoamingState, coordinator, gather_workers, resume_worker
+from ashl.topology.coordinator import (
+    CoordinatorState,
+    Kept,
+    RoamingState,
+    coordinator,
+    gather_workers,
+    resume_worker,
+)
 from ashl.topology.ending import REASONS, InTime, end_piggybacked, keep_within_budget, local_stop
 from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_of, sources_of
 from ashl.topology.local_work import WorkerState, local_work
 
 VERDICTS = (*REASONS, "diverged")
-Outgoing = dict[int, tuple[Any, tuple[float, ...]]]  # rank → the body and the numbers that it is sent
+Outgoing = dict[
+    int, tuple[Any, tuple[float, ...]]
+]  # rank → the body and the numbers that it is sent
 
 
 class GossipHeader(NamedTuple):
@@ -59,14 +72,17 @@ NOTHING_HEARD = GossipHeader(math.nan)
 class GossipRule(Rule, contract=True):
     """What both kinds of gossip say."""
 
-    columns: ClassVar[bool] = False  # whether weights are those of push-sum, whose columns add up to 1
+    columns: ClassVar[bool] = (
+        False  # whether weights are those of push-sum, whose columns add up to 1
+    )
 
     def check(self, rounds: Sequence[Round]) -> None:
         """Raises UsageError where a graph is wrong for it."""
 
 
 class RoundRule(GossipRule, contract=True):
-    """What gossip in rounds asks its sync mode. The defaults: everybody hears from its neighbours, all in time.
+    """What gossip in rounds asks its sync mode. The defaults: everybody hears from its neighbours,
+    all in time.
 
     The rule's own state of this stage is `state.rule_state`.
     """
@@ -84,12 +100,20 @@ class RoundRule(GossipRule, contract=True):
         """Whom a rank hears from in round k."""
         return graph_of(stage).round(stage, k).sources[rank]
 
-    async def outgoing(self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any) -> Outgoing:
+    async def outgoing(
+        self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any
+    ) -> Outgoing:
         """What is sent in round k; Δ is None where models leave early."""
         raise NotImplementedError
 
     def merge(
-        self, stage: Stage, state: RoundState, rank: int, k: int, delta: Vector, heard: Mapping[int, Message]
+        self,
+        stage: Stage,
+        state: RoundState,
+        rank: int,
+        k: int,
+        delta: Vector,
+        heard: Mapping[int, Message],
     ) -> None:
         """The messages of round k − lag and Δ become the model."""
         raise NotImplementedError
@@ -109,7 +133,9 @@ class RoamingRule(GossipRule, contract=True):
         raise NotImplementedError
 
     def resume_state(self, state: RoamingState) -> None:
-        """A worker goes on from such a checkpoint: nothing is on its way, and what is later is to come again."""
+        """A worker goes on from such a checkpoint: nothing is on its way, and what is later is to
+        come again.
+        """
 
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...] | None:
         """Whom a worker may ask for an answer; None where it just hears from its neighbours."""
@@ -121,7 +147,9 @@ class Gossip(Topology):
     """Workers talk to their neighbours on a graph, and to nobody else."""
 
     policy_type: ClassVar[type[Rule]] = GossipRule
-    supports: ClassVar[frozenset[str]] = frozenset()  # whole models travel, and no server adds up updates
+    supports: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # whole models travel, and no server adds up updates
     replicas: ClassVar[bool] = True
     graph: str
     degree: Count
@@ -157,7 +185,9 @@ class Gossip(Topology):
         return self.neighbours(stage, rank) + ((stage.server,) if others else ())
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
-        """What one exchange takes, uncontended: the slowest transfer from a neighbour, or there and back."""
+        """What one exchange takes, uncontended: the slowest transfer from a neighbour, or there and
+        back.
+        """
         peers = stage.sync.peers(stage, rank) if isinstance(stage.sync, RoamingRule) else None
         near = self.neighbours(stage, rank) if peers is None else peers
         ways, dense = 1 + (peers is not None), stage.trainer.dense_bytes
@@ -169,7 +199,10 @@ class Gossip(Topology):
         if stage.home == stage.server:
             return RoamingState(*stage.trainer.init())
         n = stage.num_workers
-        return RoundState(*stage.trainer.init(), progress=Progress(n) if ctx.rank == stage.home else RunProgress(n))
+        return RoundState(
+            *stage.trainer.init(),
+            progress=Progress(n) if ctx.rank == stage.home else RunProgress(n),
+        )
 
     async def join(
         self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
@@ -223,14 +256,18 @@ def neighbours_in(stage: Stage) -> Sources:
 
 @dataclass
 class RoundState(WorkerState):
-    """A worker that goes round by round, and counts as all others do; rank 0 keeps the books by worker, too."""
+    """A worker that goes round by round, and counts as all others do; rank 0 keeps the books by
+    worker, too.
+    """
 
     progress: RunProgress = field(default_factory=lambda: RunProgress(0))
     evaluated: ProgressMark = RUN_START  # the last evaluation
     in_time: InTime | None = None  # once a round has come too late
     header: GossipHeader = NOTHING_HEARD
     k: int = 0  # rounds of this stage so far
-    under_way: tuple[tuple[int, Outgoing], ...] = ()  # what it said in the last of them, where messages may be late
+    under_way: tuple[
+        tuple[int, Outgoing], ...
+    ] = ()  # what it said in the last of them, where messages may be late
 
     def enter(self, stage: Stage, rank: int, now_s: float = 0.0) -> None:
         again = self.entered == stage.index
@@ -242,8 +279,9 @@ class RoundState(WorkerState):
 
 
 async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
-    """Work, tell, hear, merge; round by round, until the counts or a verdict of rank 0 say otherwise. Returns the last
-    word."""
+    """Work, tell, hear, merge; round by round, until the counts or a verdict of rank 0 say
+    otherwise. Returns the last word.
+    """
     state.enter(stage, ctx.rank, ctx.now)
     rule, rank = rule_in(stage), ctx.rank
     while True:
@@ -251,10 +289,14 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
         ctx.safe_point(stage.index, state if own is stage else None)
         k, params = state.k, state.params
         if rule.early:
-            await post(ctx, stage, state, k, await rule.outgoing(ctx, stage, state, k, None), rule.lag)
+            await post(
+                ctx, stage, state, k, await rule.outgoing(ctx, stage, state, k, None), rule.lag
+            )
         work = await local_work(ctx, stage, state)
         if not rule.early:
-            await post(ctx, stage, state, k, await rule.outgoing(ctx, stage, state, k, work.body), rule.lag)
+            await post(
+                ctx, stage, state, k, await rule.outgoing(ctx, stage, state, k, work.body), rule.lag
+            )
         heard = await receive_models(ctx, stage, k - rule.lag)
         rule.merge(stage, state, rank, k, work.body, heard)
         merge_headers(state, rank, work.loss, heard)
@@ -264,12 +306,20 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
         asked = state.header.snapshot_after == k  # before rank 0 asks for the next one
         if rank == stage.home:
             look_ahead(ctx, stage, state, k)
-        due = stage.limits.eval_every_s is None and stage.stop_criteria.take_evaluation(state, ctx.now)
+        due = stage.limits.eval_every_s is None and stage.stop_criteria.take_evaluation(
+            state, ctx.now
+        )
         if (due or asked) and not late:
-            counts = state.progress.report() if rank == stage.home and isinstance(state.progress, Progress) else None
+            counts = (
+                state.progress.report()
+                if rank == stage.home and isinstance(state.progress, Progress)
+                else None
+            )
             ctx.snapshot(state.params, tick=state.progress.version, counts=counts)
         signal = await end_signal(ctx, stage, state)
-        ctx.record_round(stage.index, state.round, work.steps, rule.lag, dropped=late, loss=work.loss)
+        ctx.record_round(
+            stage.index, state.round, work.steps, rule.lag, dropped=late, loss=work.loss
+        )
         state.round += 1
         if signal != GO:
             return signal
@@ -299,9 +349,15 @@ def stop_reason(stage: Stage, state: RoundState) -> str | None:
     return VERDICTS[int(state.header.verdict)]
 
 
-async def post(ctx: RankContext, stage: Stage, state: RoundState, k: int, messages: Outgoing, lag: int) -> None:
-    """Send the messages of round k, each with the header; where messages may be late, keep those of the last rounds."""
-    sent: Outgoing = {rank: (body, (*state.header, *numbers)) for rank, (body, numbers) in messages.items()}
+async def post(
+    ctx: RankContext, stage: Stage, state: RoundState, k: int, messages: Outgoing, lag: int
+) -> None:
+    """Send the messages of round k, each with the header; where messages may be late, keep those of
+    the last rounds.
+    """
+    sent: Outgoing = {
+        rank: (body, (*state.header, *numbers)) for rank, (body, numbers) in messages.items()
+    }
     if lag:
         state.under_way = (*state.under_way, (k, sent))[-lag:]
     await send(ctx, stage, k, sent)
@@ -320,13 +376,19 @@ async def receive_models(ctx: RankContext, stage: Stage, k: int) -> dict[int, Me
 
 def merge_headers(state: RoundState, rank: int, loss: float, heard: Mapping[int, Message]) -> None:
     """Merge the header of this rank with its loss and the headers it has received."""
-    headers = [GossipHeader(*message.meta[: len(GossipHeader._fields)]) for message in heard.values()]
+    headers = [
+        GossipHeader(*message.meta[: len(GossipHeader._fields)]) for message in heard.values()
+    ]
     known = [state.header, *headers]
-    losses = [value for value in (loss, *(header.loss for header in headers)) if math.isfinite(value)]
+    losses = [
+        value for value in (loss, *(header.loss for header in headers)) if math.isfinite(value)
+    ]
     verdict, last = max((header.verdict, header.last) for header in known)
     state.header = GossipHeader(
         loss=sum(losses) / len(losses) if losses else math.nan,
-        not_finite=max(0 if math.isfinite(loss) else rank + 1, *(header.not_finite for header in known)),
+        not_finite=max(
+            0 if math.isfinite(loss) else rank + 1, *(header.not_finite for header in known)
+        ),
         verdict=verdict,
         last=last,
         snapshot_after=max(header.snapshot_after for header in known),
@@ -350,7 +412,10 @@ def look_ahead(ctx: RankContext, stage: Stage, state: RoundState, k: int) -> Non
     """Rank 0 alone: what all others have to know, and the round after which they do."""
     progress, header = state.progress, state.header
     if header.not_finite:
-        why = f"the loss of worker {int(header.not_finite) - 1} became no number near step {progress.steps}"
+        why = (
+            f"the loss of worker {int(header.not_finite) - 1} became no number near step"
+            f" {progress.steps}"
+        )
         progress.diverged = why + rule_in(stage).suspect
     reason = "diverged" if progress.diverged else local_stop(ctx, stage, progress)
     timed = header.snapshot_after <= k and stage.limits.eval_every_s is not None
@@ -371,7 +436,9 @@ def rounds_to_all(stage: Stage, first: int) -> int:
     unaware = [rank for rank in stage.workers if rank != stage.home]
     while unaware:
         knew = {rank for rank, start in since.items() if start <= k}
-        reached = [rank for rank in unaware if k >= 0 and not knew.isdisjoint(rule.sources(stage, rank, k))]
+        reached = [
+            rank for rank in unaware if k >= 0 and not knew.isdisjoint(rule.sources(stage, rank, k))
+        ]
         since |= dict.fromkeys(reached, k + rule.lag + 1)
         unaware = [rank for rank in unaware if rank not in since]
         k += 1

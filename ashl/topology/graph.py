@@ -1,20 +1,23 @@
 """Graphs of workers that gossip, and the weights with which models meet on them.
 
-Rule: in round k rank i hears from its sources and takes Σ_j w_ij·x_j, itself included. A graph is a tuple of rounds
-that repeat; one that does not change has one. With n ranks:
+Rule: in round k rank i hears from its sources and takes Σ_j w_ij·x_j, itself included. A graph is a
+tuple of rounds that repeat; one that does not change has one. With n ranks:
 
-    ring, star, complete, torus   the torus has r × c ranks, r the largest divisor of n up to √n; of a prime: a ring
+    ring, star, complete, torus   the torus has r × c ranks, r the largest divisor of n up to √n; of
+                                  a prime: a ring
     exponential                   rank i hears from i − 1, i − 2, i − 4, … (mod n); directed
-    one_peer_exponential          one of these a round, in turn: the mean after log2 n rounds for n a power of two
+    one_peer_exponential          one of these a round, in turn: the mean after log2 n rounds for n
+                                  a power of two
     random_regular                everybody has `degree` neighbours, drawn with the seed
     a file                        a line `i j` is an edge; a line `i j w` says w_ij
 
-Weights: metropolis, 1/(1 + max(d_i, d_j)) with the diagonal making rows add up to 1; for push-sum 1/(1 + out-degree
-of j), whose columns add up to 1 whatever the graph. Weights 1/(1 + d_i) are no choice of their own: their columns add
-up to 1 on regular graphs only, and there they are these.
+Weights: metropolis, 1/(1 + max(d_i, d_j)) with the diagonal making rows add up to 1; for push-sum
+1/(1 + out-degree of j), whose columns add up to 1 whatever the graph. Weights 1/(1 + d_i) are no
+choice of their own: their columns add up to 1 on regular graphs only, and there they are these.
 
-Source: Xiao, Boyd and Lall, "Distributed Average Consensus with Time-Varying Metropolis Weights", 2006; Ying et al.,
-"Exponential Graph is Provably Efficient for Decentralized Deep Training", NeurIPS 2021.
+Source: Xiao, Boyd and Lall, "Distributed Average Consensus with Time-Varying Metropolis Weights",
+2006; Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training",
+NeurIPS 2021.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,11 +68,14 @@ def torus(n: int) -> set[Edge]:
 
 
 def random_regular(n: int, degree: int, seed: int) -> set[Edge]:
-    """A union of random cycles through all ranks, and of a random perfect matching where the degree is odd."""
+    """A union of random cycles through all ranks, and of a random perfect matching where the degree
+    is odd.
+    """
     if degree >= n or n * degree % 2:
         raise UsageError(
-            f"topology.graph=random_regular cannot give each of {n} workers topology.degree={degree} neighbours; take "
-            f"a degree below {n}" + (", and an even one for an odd number of workers" if n % 2 else "")
+            f"topology.graph=random_regular cannot give each of {n} workers"
+            f" topology.degree={degree} neighbours; take a degree below {n}"
+            + (", and an even one for an odd number of workers" if n % 2 else "")
         )
     if degree == n - 1:
         return complete(n)
@@ -84,11 +90,19 @@ def random_regular(n: int, degree: int, seed: int) -> set[Edge]:
                 edges |= drawn
                 break
         else:
-            raise UsageError(f"no random graph of {n} workers with {degree} neighbours was found; take graph=complete")
+            raise UsageError(
+                f"no random graph of {n} workers with {degree} neighbours was found; take"
+                " graph=complete"
+            )
     return edges
 
 
-UNDIRECTED: dict[str, Callable[[int], set[Edge]]] = {"ring": ring, "star": star, "complete": complete, "torus": torus}
+UNDIRECTED: dict[str, Callable[[int], set[Edge]]] = {
+    "ring": ring,
+    "star": star,
+    "complete": complete,
+    "torus": torus,
+}
 NAMES = (*UNDIRECTED, "exponential", "one_peer_exponential", "random_regular")
 
 
@@ -151,12 +165,16 @@ def round_of(rows: Sequence[dict[int, float]]) -> Round:
 
 
 def read_file(path: str, n: int) -> tuple[Sources, dict[Edge, float]]:
-    """The graph of a file: (sources, {(i, j): w_ij}), without weights where the file has none. Raises UsageError."""
+    """The graph of a file: (sources, {(i, j): w_ij}), without weights where the file has none.
+    Raises UsageError.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         known = ", ".join(NAMES)
-        raise UsageError(f"topology.graph={path} is neither a file that can be read nor one of {known}") from error
+        raise UsageError(
+            f"topology.graph={path} is neither a file that can be read nor one of {known}"
+        ) from error
     edges: set[Edge] = set()
     weights: dict[Edge, float] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -173,10 +191,13 @@ def read_file(path: str, n: int) -> tuple[Sources, dict[Edge, float]]:
                 edges.add(edge(i, j))
         except (ValueError, IndexError) as error:
             raise UsageError(
-                f"{path}, line {number}: expected two ranks from 0 to {n - 1}, perhaps a weight, not {line.strip()!r}"
+                f"{path}, line {number}: expected two ranks from 0 to {n - 1}, perhaps a weight,"
+                f" not {line.strip()!r}"
             ) from error
     if edges and weights:
-        raise UsageError(f"{path} gives weights to some of its lines only; give one to all of them, or to none")
+        raise UsageError(
+            f"{path} gives weights to some of its lines only; give one to all of them, or to none"
+        )
     if not weights:
         return sources_of(edges, n), {}
     heard: list[list[int]] = [[] for _ in range(n)]
@@ -187,7 +208,9 @@ def read_file(path: str, n: int) -> tuple[Sources, dict[Edge, float]]:
 
 
 def given_rows(weights: dict[Edge, float], n: int, columns: bool) -> tuple[dict[int, float], ...]:
-    """The rows of a file's weights; a diagonal that is left out is what is missing to 1 in its row (or column)."""
+    """The rows of a file's weights; a diagonal that is left out is what is missing to 1 in its row
+    (or column).
+    """
     rows: list[dict[int, float]] = [{} for _ in range(n)]
     lines: list[list[float]] = [[] for _ in range(n)]  # each rank's row, or column
     for (i, j), weight in sorted(weights.items()) if columns else weights.items():
@@ -199,7 +222,8 @@ def given_rows(weights: dict[Edge, float], n: int, columns: bool) -> tuple[dict[
 
 
 def rounds_of(graph: str, weights: str, degree: int, n: int, seed: int) -> tuple[Round, ...]:
-    """The graph with its weights, round by round, checked. `weights` may also be "columns", for push-sum.
+    """The graph with its weights, round by round, checked. `weights` may also be "columns", for
+    push-sum.
 
     Raises UsageError for a graph that is not connected and for weights that do not add up.
     """
@@ -207,12 +231,22 @@ def rounds_of(graph: str, weights: str, degree: int, n: int, seed: int) -> tuple
 
 
 @lru_cache(maxsize=64)
-def _rounds_of(graph: str, weights: str, degree: int, n: int, seed: int, stamp: int) -> tuple[Round, ...]:
+def _rounds_of(
+    graph: str, weights: str, degree: int, n: int, seed: int, stamp: int
+) -> tuple[Round, ...]:
     if graph in NAMES:
-        rounds = tuple(round_of(rows_of(sources, weights)) for sources in named(graph, n, degree, seed))
+        rounds = tuple(
+            round_of(rows_of(sources, weights)) for sources in named(graph, n, degree, seed)
+        )
     else:
         sources, weight_of = read_file(graph, n)
-        rounds = (round_of(given_rows(weight_of, n, weights == "columns") if weight_of else rows_of(sources, weights)),)
+        rounds = (
+            round_of(
+                given_rows(weight_of, n, weights == "columns")
+                if weight_of
+                else rows_of(sources, weights)
+            ),
+        )
     check_rounds(rounds, f"topology.graph={graph}", weights)
     return rounds
 
@@ -225,11 +259,15 @@ def edges_of(graph: str, degree: int, n: int, seed: int) -> tuple[Edge, ...]:
 @lru_cache(maxsize=64)
 def _edges_of(graph: str, degree: int, n: int, seed: int, stamp: int) -> tuple[Edge, ...]:
     rounds = named(graph, n, degree, seed) if graph in NAMES else (read_file(graph, n)[0],)
-    return tuple(sorted({edge(i, j) for sources in rounds for i, heard in enumerate(sources) for j in heard}))
+    return tuple(
+        sorted({edge(i, j) for sources in rounds for i, heard in enumerate(sources) for j in heard})
+    )
 
 
 def stamp(graph: str) -> int:
-    """When a file was last written, so that what is kept of it is not kept too long; 0 where there is none."""
+    """When a file was last written, so that what is kept of it is not kept too long; 0 where there
+    is none.
+    """
     if graph in NAMES:
         return 0
     path = Path(graph)
@@ -237,7 +275,9 @@ def stamp(graph: str) -> int:
 
 
 def check_rounds(rounds: Sequence[Round], what: str, weights: str) -> None:
-    """Nobody's weight below zero; rows and columns add up to 1 (for push-sum: columns, and no empty row); connected."""
+    """Nobody's weight below zero; rows and columns add up to 1 (for push-sum: columns, and no empty
+    row); connected.
+    """
     n = len(rounds[0].rows)
     for each in rounds:
         columns = [0.0] * n
@@ -245,18 +285,30 @@ def check_rounds(rounds: Sequence[Round], what: str, weights: str) -> None:
             for j, weight in row.items():
                 columns[j] += weight
                 if weight < 0:
-                    raise UsageError(f"{what}: worker {j}'s model has the weight {weight:g} at worker {i}, below 0")
+                    raise UsageError(
+                        f"{what}: worker {j}'s model has the weight {weight:g} at worker {i},"
+                        " below 0"
+                    )
             total = sum(row.values())
             if weights == "columns" and total <= 0:
-                raise UsageError(f"{what} leaves worker {i} a push-sum weight of zero; let it keep or hear something")
+                raise UsageError(
+                    f"{what} leaves worker {i} a push-sum weight of zero; let it keep or hear"
+                    " something"
+                )
             if weights != "columns" and abs(total - 1) > TOLERANCE:
-                raise UsageError(f"{what}: the weights at worker {i} add up to {total:g}, and should add up to 1")
+                raise UsageError(
+                    f"{what}: the weights at worker {i} add up to {total:g}, and should add up to 1"
+                )
         for j, total in enumerate(columns):
             if abs(total - 1) > TOLERANCE:
                 more = "" if weights == "columns" else "; give the file others, or take sync=sgp"
-                raise UsageError(f"{what}: the weights of worker {j}'s model add up to {total:g}, not to 1{more}")
+                raise UsageError(
+                    f"{what}: the weights of worker {j}'s model add up to {total:g}, not to 1{more}"
+                )
     if not reaches_all(rounds, n):
-        raise UsageError(f"{what} is not connected: some workers never hear of others; give it more edges")
+        raise UsageError(
+            f"{what} is not connected: some workers never hear of others; give it more edges"
+        )
 
 
 def reaches_all(rounds: Sequence[Round], n: int) -> bool:
@@ -300,7 +352,8 @@ def depths(sources: Sources) -> list[int]:
 
 
 def matching(edges: tuple[Edge, ...] | None, n: int, seed: int, k: int) -> dict[int, int]:
-    """Who meets whom in round k, drawn alike by all from the seed: a maximal matching of the edges (None = all pairs).
+    """Who meets whom in round k, drawn alike by all from the seed: a maximal matching of the edges
+    (None = all pairs).
 
     Who is left over meets nobody.
     """
@@ -317,10 +370,11 @@ def matching(edges: tuple[Edge, ...] | None, n: int, seed: int, k: int) -> dict[
 
 
 def matchings_of(edges: Sequence[Edge], n: int) -> list[list[Edge]]:
-    """Matchings that together are the graph: Δ of them, Δ being the most neighbours of a rank, where an order of the
-    edges is soon found in which Δ suffice, else Δ + 1.
+    """Matchings that together are the graph: Δ of them, Δ being the most neighbours of a rank,
+    where an order of the edges is soon found in which Δ suffice, else Δ + 1.
 
-    Source: Misra and Gries, "A Constructive Proof of Vizing's Theorem", 1992; there always with Δ + 1.
+    Source: Misra and Gries, "A Constructive Proof of Vizing's Theorem", 1992; there always with Δ +
+    1.
     """
     most = max(map(len, sources_of(edges, n)), default=0)
     for k in range(ORDERS):
@@ -333,8 +387,9 @@ def matchings_of(edges: Sequence[Edge], n: int) -> list[list[Edge]]:
 
 
 def coloured(edges: Iterable[Edge], n: int, count: int) -> list[list[Edge]] | None:
-    """The edges of each of so many colours, no two of which meet; None where no rank's colours can be moved any more,
-    which with Δ + 1 colours does not happen."""
+    """The edges of each of so many colours, no two of which meet; None where no rank's colours can
+    be moved any more, which with Δ + 1 colours does not happen.
+    """
     at: list[dict[int, int]] = [{} for _ in range(n)]  # by rank: {colour: who is at the other end}
     for hub, first in edges:
         mine = free(at[hub], at[hub], count)
@@ -345,13 +400,19 @@ def coloured(edges: Iterable[Edge], n: int, count: int) -> list[list[Edge]] | No
         for colour in spare:  # of which the last one will do, if the fan could not go on
             swap(at, hub, colour, mine)
             before = {other: c for c, other in at[hub].items()}
-            ends = (k for k, other in enumerate(fan) if colour not in at[other] and turns(at, fan[: k + 1], before))
+            ends = (
+                k
+                for k, other in enumerate(fan)
+                if colour not in at[other] and turns(at, fan[: k + 1], before)
+            )
             if (end := next(ends, None)) is not None:
                 break
             swap(at, hub, mine, colour)
         else:
             return None
-        for one, other in pairwise(fan[: end + 1]):  # each edge of the fan takes the colour of the next one
+        for one, other in pairwise(
+            fan[: end + 1]
+        ):  # each edge of the fan takes the colour of the next one
             del at[other][before[other]]
             at[one][before[other]], at[hub][before[other]] = hub, one
         at[hub][colour], at[fan[end]][colour] = fan[end], hub
@@ -370,7 +431,9 @@ def turns(at: Sequence[Mapping[int, int]], fan: Sequence[int], colours: Mapping[
 
 
 def swap(at: Sequence[dict[int, int]], start: int, first: int, second: int) -> None:
-    """Exchange two colours along the path of edges that have them, which begins at a rank with the first."""
+    """Exchange two colours along the path of edges that have them, which begins at a rank with the
+    first.
+    """
     path, colours = [start], (first, second)
     while (other := at[path[-1]].get(colours[(len(path) - 1) % 2])) is not None:
         path.append(other)

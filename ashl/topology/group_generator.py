@@ -1,15 +1,17 @@
-"""The group generator of partial all-reduce: who averages with whom next, as a function of who asked.
+"""The group generator of partial all-reduce: who averages with whom next, as a function of who
+asked.
 
-Every worker has a buffer, the queue of groups it is yet to take part in. A worker that asks with an empty buffer makes
-its rule draw groups, which are appended to the buffers of all their members at once. A group begins when it is at the
-head of every member's buffer and all of them have asked: so a worker is in one group at a time (its head is its lock),
-groups that share a worker run in the order in which they were made, and no circle of waiting can close.
+Every worker has a buffer, the queue of groups it is yet to take part in. A worker that asks with an
+empty buffer makes its rule draw groups, which are appended to the buffers of all their members at
+once. A group begins when it is at the head of every member's buffer and all of them have asked: so
+a worker is in one group at a time (its head is its lock), groups that share a worker run in the
+order in which they were made, and no circle of waiting can close.
 
-Which groups are drawn is the rule's to say (`GroupRule`). What happens costs as much as the groups that
-it concerns are large, however many workers there are.
+Which groups are drawn is the rule's to say (`GroupRule`). What happens costs as much as the groups
+that it concerns are large, however many workers there are.
 
-Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020
-(arXiv 1909.08029, as "Ripples").
+Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
+Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples").
 """
 
 from __future__ import annotations
@@ -34,8 +36,12 @@ class GroupRule(Rule, contract=True):
     """Models are averaged in groups; each scheduler says in which."""
 
     averages: ClassVar[bool] = True
-    ordered: ClassVar[bool] = False  # whether groups follow one order that all workers share: none is a conflict
-    group_size: ClassVar[int | None] = None  # workers of a group; None = as the scheduler draws them
+    ordered: ClassVar[bool] = (
+        False  # whether groups follow one order that all workers share: none is a conflict
+    )
+    group_size: ClassVar[int | None] = (
+        None  # workers of a group; None = as the scheduler draws them
+    )
     local_steps: Count | Literal["plan"]
 
     def quorum(self, num_workers: int) -> int:
@@ -43,8 +49,8 @@ class GroupRule(Rule, contract=True):
         size = self.group_size or num_workers
         if size > num_workers:
             raise UsageError(
-                f"sync.group_size={size} is more than the {num_workers} workers that there are; take at most "
-                f"{num_workers}"
+                f"sync.group_size={size} is more than the {num_workers} workers that there are;"
+                f" take at most {num_workers}"
             )
         return size
 
@@ -98,9 +104,13 @@ class Groups:
     closed: bool = False  # no new groups; those in the buffers still run
     asks: int = 0  # so far
     gone: set[int] = field(default_factory=set)  # who is lost: in no group
-    _free: dict[int, set[int]] = field(default_factory=dict)  # whose buffer is empty, by how often they have asked
+    _free: dict[int, set[int]] = field(
+        default_factory=dict
+    )  # whose buffer is empty, by how often they have asked
     _idle: set[int] = field(default_factory=set)  # who has asked and has an empty buffer
-    _missing: dict[int, int] = field(default_factory=dict)  # group that has not begun → members yet to come to it
+    _missing: dict[int, int] = field(
+        default_factory=dict
+    )  # group that has not begun → members yet to come to it
 
     @property
     def num_workers(self) -> int:
@@ -118,7 +128,9 @@ class Groups:
 
     def free(self, requests: int) -> list[int]:
         """Who has no group and has asked at least so often, in rank order."""
-        return sorted(w for times, workers in self._free.items() if times >= requests for w in workers)
+        return sorted(
+            w for times, workers in self._free.items() if times >= requests for w in workers
+        )
 
 
 def open_groups(nodes: Sequence[int], seed: int) -> Groups:
@@ -132,7 +144,12 @@ def reopen(state: Groups) -> None:
     """Another stage begins: nobody has asked, but numbers go on."""
     n = state.num_workers
     state.buffers, state.requests, state.closed = [[] for _ in range(n)], [0] * n, False
-    state.waiting, state._idle, state._missing, state._free = {}, set(), {}, {0: set(range(n)) - state.gone}
+    state.waiting, state._idle, state._missing, state._free = (
+        {},
+        set(),
+        {},
+        {0: set(range(n)) - state.gone},
+    )
 
 
 def request(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group]:
@@ -171,8 +188,9 @@ def wake_up(state: Groups, rule: GroupRule, now_ns: int) -> list[Group]:
 
 
 def remove_worker(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group]:
-    """A worker is gone: no group waits for it, and who is left of a group meets without it; returns the groups that
-    begin now. Groups that run are its members' matter."""
+    """A worker is gone: no group waits for it, and who is left of a group meets without it; returns
+    the groups that begin now. Groups that run are its members' matter.
+    """
     groups, came = state.buffers[worker], worker in state.waiting
     if not groups:
         _engage(state, worker)
@@ -185,7 +203,9 @@ def remove_worker(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> l
         others = tuple(member for member in group.members if member != worker)
         for member in others:
             buffer = state.buffers[member]
-            buffer[next(i for i, own in enumerate(buffer) if own.id == group.id)] = Group(group.id, others)
+            buffer[next(i for i, own in enumerate(buffer) if own.id == group.id)] = Group(
+                group.id, others
+            )
         state._missing[group.id] -= not (came and place == 0)
         if not others:
             del state._missing[group.id]
@@ -194,8 +214,9 @@ def remove_worker(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> l
 
 
 def join(state: Groups, worker: int) -> None:
-    """A worker that was gone takes part: it has asked as often as before, so that it is not taken for a slow one from
-    now on, and at least as often as whoever is there and has asked least."""
+    """A worker that was gone takes part: it has asked as often as before, so that it is not taken
+    for a slow one from now on, and at least as often as whoever is there and has asked least.
+    """
     there = [times for other, times in enumerate(state.requests) if other not in state.gone]
     state.gone.discard(worker)
     state.requests[worker] = max(state.requests[worker], min(there, default=0))
@@ -217,7 +238,9 @@ def release_idle(state: Groups) -> list[int]:
 
 
 def split_evenly(workers: Sequence[int], size: int) -> list[Members]:
-    """Cut into groups of `size` in order; where that leaves a rest, into as many groups that differ by one at most."""
+    """Cut into groups of `size` in order; where that leaves a rest, into as many groups that differ
+    by one at most.
+    """
     count = -(-len(workers) // size)
     cuts = [len(workers) * i // count for i in range(count + 1)] if count else []
     return [tuple(sorted(workers[a:b])) for a, b in pairwise(cuts)]
@@ -229,7 +252,9 @@ def shuffle(state: Groups, workers: Sequence[int]) -> list[int]:
     return [workers[i] for i in order.tolist()]
 
 
-def _start_groups(state: Groups, rule: GroupRule, touched: Iterable[int], now_ns: int) -> list[Group]:
+def _start_groups(
+    state: Groups, rule: GroupRule, touched: Iterable[int], now_ns: int
+) -> list[Group]:
     """Draw for those who ask with an empty buffer, then begin what can begin."""
     touched = list(touched)
     for worker in tuple(touched):
@@ -255,10 +280,14 @@ def _make(state: Groups, groups: Sequence[Members], ordered: bool) -> None:
         return
     state.draws += 1
     if state.gone:
-        there = [tuple(member for member in members if member not in state.gone) for members in groups]
+        there = [
+            tuple(member for member in members if member not in state.gone) for members in groups
+        ]
         groups = [members for members in there if members]
     if not ordered:
-        state.conflicts += sum(any(state.buffers[worker] for worker in members) for members in groups)
+        state.conflicts += sum(
+            any(state.buffers[worker] for worker in members) for members in groups
+        )
     for members in groups:
         group = Group(state.made, members)
         state.made += 1
@@ -289,7 +318,9 @@ def _engage(state: Groups, worker: int) -> None:
 
 
 def _wait_for_group(state: Groups, worker: int) -> None:
-    """It waits, with this group at the head of its buffer; where that one runs already, it waits for its end."""
+    """It waits, with this group at the head of its buffer; where that one runs already, it waits
+    for its end.
+    """
     head = state.buffers[worker][0].id
     if head in state._missing:
         state._missing[head] -= 1

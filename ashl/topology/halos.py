@@ -1,23 +1,29 @@
 """HALoS: a server in every region, near its workers, and one above them; momentum at both.
 
-Rule: the server of a region merges the pushes of its workers as they come, as a parameter server does (`aggregate`
-weighs over the region, `outer` steps), and answers with its own model w. When it has merged K pushes since it last
-mixed, and none of its differences is on its way, it sends what they made of w up. The global server steps on it, with
-delayed Nesterov momentum: x = γ·Δ, at each merge v ← v + x, at every N-th first m ← β·m + Σx of the last N, then v ←
-v + x + β·m (`outer=delayed_nesterov`). Its answer is v, and the region mixes: w ← (1 − α)·w + α·v. Meanwhile the region
-has gone on; as in the released code, what it merges while its difference is away stays in its own model alone, but for
-a stage's end, where all is handed in. Model, counts, targets and limits are the global server's; a push counts once
-its region has handed it in, and staleness is counted in merges of the region.
+Rule: the server of a region merges the pushes of its workers as they come, as a parameter server
+does (`aggregate` weighs over the region, `outer` steps), and answers with its own model w. When it
+has merged K pushes since it last mixed, and none of its differences is on its way, it sends what
+they made of w up. The global server steps on it, with delayed Nesterov momentum: x = γ·Δ, at each
+merge v ← v + x, at every N-th first m ← β·m + Σx of the last N, then v ← v + x + β·m
+(`outer=delayed_nesterov`). Its answer is v, and the region mixes: w ← (1 − α)·w + α·v. Meanwhile
+the region has gone on; as in the released code, what it merges while its difference is away stays
+in its own model alone, but for a stage's end, where all is handed in. Model, counts, targets and
+limits are the global server's; a push counts once its region has handed it in, and staleness is
+counted in merges of the region.
 
-Processes: the global server is rank n, and the region's are the ranks from n + 1 on, in the order of their numbers in
-`cluster.node`. In virtual time the server of a region is on its machine, and shares its port to the outside; what a
-region hands in is a whole difference and a few numbers per worker. A stage is over when the last region has heard so;
-what came after the global server's word is dropped.
+Processes: the global server is rank n, and the region's are the ranks from n + 1 on, in the order
+of their numbers in `cluster.node`. In virtual time the server of a region is on its machine, and
+shares its port to the outside; what a region hands in is a whole difference and a few numbers per
+worker. A stage is over when the last region has heard so; what came after the global server's word
+is dropped.
 
-Limit: one region has no server above it, and is the parameter server, bit for bit, outer momentum included.
-Source: Kim et al., "HALoS: Hierarchical Asynchronous Local SGD over Slow Networks for Geo-Distributed Large Language
-Model Training", ICML 2025; rule and defaults as in the released code (utnslab/halos: α = 0.25, K = 32; γ = 0.15, β =
-0.5, N = 2 above; 0.2, 0.9 and 16 in a region; H by speed). The paper's own pseudocode could not be read.
+Limit: one region has no server above it, and is the parameter server, bit for bit, outer momentum
+included.
+Source: Kim et al., "HALoS: Hierarchical Asynchronous Local SGD over Slow Networks for
+Geo-Distributed Large Language Model Training", ICML 2025; rule and defaults as in the released code
+(utnslab/halos: α = 0.25, K = 32; γ = 0.15, β =
+0.5, N = 2 above; 0.2, 0.9 and 16 in a region; H by speed). The paper's own pseudocode could not be
+read.
 """
 
 import math
@@ -37,7 +43,20 @@ from ashl.outer.delayed_nesterov import DelayedNesterov
 from ashl.runtime.effects import Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.progress import Progress
-from ashl.stage.stage import CODEC, GO, NEXT, OUTER, STOP, WEIGHTS, Loop, Members, Network, Rule, Stage, Topology
+from ashl.stage.stage import (
+    CODEC,
+    GO,
+    NEXT,
+    OUTER,
+    STOP,
+    WEIGHTS,
+    Loop,
+    Members,
+    Network,
+    Rule,
+    Stage,
+    Topology,
+)
 from ashl.topology.ending import drop_reason, end_time_ns, record_end, stop_decision
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import (
@@ -53,7 +72,13 @@ from ashl.topology.parameter_server import (
     worker,
 )
 
-REPORTED = ("commits", "steps_by", "dropped_by", "stale_sum", "stale_max")  # of a region's progress, by worker
+REPORTED = (
+    "commits",
+    "steps_by",
+    "dropped_by",
+    "stale_sum",
+    "stale_max",
+)  # of a region's progress, by worker
 
 
 @option
@@ -76,11 +101,15 @@ class Halos(Topology):
         if where is None or (nodes is not None and where != nodes):
             known = "says otherwise" if nodes else "says nothing"
             raise UsageError(
-                f"topology=halos has a server in every region, and topology.regions={self.regions or 'null'} while "
-                f"cluster.node {known}; give cluster.node=[0,0,1,1], say, for virtual time, or topology.regions on "
-                "machines that are there"
+                "topology=halos has a server in every region, and"
+                f" topology.regions={self.regions or 'null'} while cluster.node {known}; give"
+                " cluster.node=[0,0,1,1], say, for virtual time, or topology.regions on machines"
+                " that are there"
             )
-        return tuple(tuple(r for r, own in enumerate(where) if own == region) for region in sorted(set(where)))
+        return tuple(
+            tuple(r for r, own in enumerate(where) if own == region)
+            for region in sorted(set(where))
+        )
 
     def extra_ranks(self, nodes: tuple[int, ...] | None) -> int:
         regions = len(self.members(nodes))
@@ -95,23 +124,27 @@ class Halos(Topology):
     def check(self, sync: Rule, num_workers: int, seed: int) -> None:
         if self.regions is not None and len(self.regions) != num_workers:
             raise UsageError(
-                f"topology.regions has {len(self.regions)} entries for {num_workers} workers; give the region of each"
+                f"topology.regions has {len(self.regions)} entries for {num_workers} workers; give"
+                " the region of each"
             )
 
     def check_tree(self, sync: Rule, nodes: tuple[int, ...] | None, follows: bool) -> None:
-        """Refuse what only one server can do; `follows`: whether the plan follows what is measured. UsageError."""
+        """Refuse what only one server can do; `follows`: whether the plan follows what is measured.
+        UsageError.
+        """
         if len(self.members(nodes)) == 1 or not isinstance(sync, ServerRule):
             return
         if follows:
             raise UsageError(
-                "topology=halos: no server sees all workers, and a planner that replans needs one; take another"
+                "topology=halos: no server sees all workers, and a planner that replans needs one;"
+                " take another"
             )
         waits = sync.in_rounds or type(sync).closes_s is not ServerRule.closes_s
         if waits or type(sync).loop is not Rule.loop or type(sync.messages()) is not Updates:
             raise UsageError(
-                "with topology=halos the server of a region merges updates as they come, and this sync mode wants "
-                "rounds or messages of its own; take sync=async_local_sgd, sync=asp or sync=ssp, or "
-                "topology=parameter_server"
+                "with topology=halos the server of a region merges updates as they come, and this"
+                " sync mode wants rounds or messages of its own; take sync=async_local_sgd,"
+                " sync=asp or sync=ssp, or topology=parameter_server"
             )
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
@@ -119,13 +152,19 @@ class Halos(Topology):
             return (self.server_of(stage, rank),)
         if len(regions := self.members(stage.nodes)) == 1:
             return stage.workers
-        return region_servers(stage) if rank == stage.server else (*regions[rank - stage.server - 1], stage.server)
+        return (
+            region_servers(stage)
+            if rank == stage.server
+            else (*regions[rank - stage.server - 1], stage.server)
+        )
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
         """What a push to the region's server and a pull take, uncontended."""
         near = self.server_of(stage, rank)
         up = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
-        return network.transfer_ns(rank, near, up) + network.transfer_ns(near, rank, stage.link.pull_bytes(None))
+        return network.transfer_ns(rank, near, up) + network.transfer_ns(
+            near, rank, stage.link.pull_bytes(None)
+        )
 
     def begin(self, ctx: RankContext, stage: Stage) -> WorkerState | ServerState:
         params, moments = stage.trainer.init()
@@ -134,8 +173,12 @@ class Halos(Topology):
         if ctx.rank == stage.server:
             return GlobalServerState(params, moments, Progress(stage.num_workers))
         progress = Progress(stage.num_workers)
-        for rank in set(stage.workers) - set(self.members(stage.nodes)[ctx.rank - stage.server - 1]):
-            progress.remove_worker(rank)  # of another region: nobody here waits for it, or weighs it
+        for rank in set(stage.workers) - set(
+            self.members(stage.nodes)[ctx.rank - stage.server - 1]
+        ):
+            progress.remove_worker(
+                rank
+            )  # of another region: nobody here waits for it, or weighs it
         return RegionState(params, moments, progress)
 
     def role(self, stage: Stage, rank: int) -> Loop:
@@ -150,7 +193,8 @@ class Halos(Topology):
 class RegionState(ServerState):
     """All that the server of a region needs to go on."""
 
-    sent: Any = None  # the model at the last mixing, or as it was last handed in: what comes next is relative to it
+    # the model at the last mixing, or as it was last handed in: what comes next is relative to it
+    sent: Any = None
     away: bool = False  # whether a difference of it is on its way
     merges: int = 0  # the version at the last mixing
     samples: int = 0  # of its own workers, merged
@@ -177,7 +221,9 @@ def signal_tag(stage: Stage) -> Tag:
 
 
 async def region_server(ctx: RankContext, stage: Stage, state: RegionState) -> int:
-    """Merge and answer as a parameter server does, hand in every K merges and mix; returns the last word."""
+    """Merge and answer as a parameter server does, hand in every K merges and mix; returns the last
+    word.
+    """
     topology, progress, push = stage.topology, state.progress, stage.tag("push")
     assert isinstance(topology, Halos)
     if state.entered != stage.index:
@@ -201,11 +247,17 @@ async def region_server(ctx: RankContext, stage: Stage, state: RegionState) -> i
                 state.sent, state.away, state.merges = state.params, False, progress.version
                 here = sum(progress.steps_by), state.samples
                 ahead = [own - handed for own, handed in zip(here, state.behind, strict=True)]
-                progress.steps, progress.samples = (int(message.meta[1 + k]) + ahead[k] for k in (0, 1))
-        if state.signal == STOP or (state.signal == NEXT and len(progress.waiting) == progress.present):
+                progress.steps, progress.samples = (
+                    int(message.meta[1 + k]) + ahead[k] for k in (0, 1)
+                )
+        if state.signal == STOP or (
+            state.signal == NEXT and len(progress.waiting) == progress.present
+        ):
             break
         if state.signal == GO:
-            if (progress.version - state.merges >= topology.updates and not state.away) or progress.diverged:
+            if (
+                progress.version - state.merges >= topology.updates and not state.away
+            ) or progress.diverged:
                 await push_to_global(ctx, stage, state)
             for rank in sorted(rule_of(stage).may_proceed(state.rule_state, progress)):
                 await reply(ctx, stage, state, rank)
@@ -213,7 +265,9 @@ async def region_server(ctx: RankContext, stage: Stage, state: RegionState) -> i
 
 
 async def close_region(ctx: RankContext, stage: Stage, state: RegionState) -> int:
-    """The last of a region's stage: hand in what there is, hear when it ended, and tell the workers."""
+    """The last of a region's stage: hand in what there is, hear when it ended, and tell the
+    workers.
+    """
     before = state.progress.samples
     if state.signal == NEXT and state.buffer:
         await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
@@ -228,9 +282,12 @@ async def close_region(ctx: RankContext, stage: Stage, state: RegionState) -> in
     return signal
 
 
-async def push_to_global(ctx: RankContext, stage: Stage, state: RegionState, last: bool = False) -> None:
-    """Tell the global server what has come of this region's model since, and of whose work; the last time nothing of it
-    where the run is over."""
+async def push_to_global(
+    ctx: RankContext, stage: Stage, state: RegionState, last: bool = False
+) -> None:
+    """Tell the global server what has come of this region's model since, and of whose work; the
+    last time nothing of it where the run is over.
+    """
     progress, (total, heard) = state.progress, state.losses
     body = None if last and state.signal == STOP else state.params - state.sent
     about = (last, total / max(1, heard), heard, progress.latest, state.samples, progress.max_lead)
@@ -246,9 +303,14 @@ def region_counts(progress: Progress) -> Tensor:
 
 
 async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState) -> int:
-    """At the global server: merge what regions hand in, and answer with the model, until the stage is over and all
-    regions have closed; returns the last word."""
-    progress, deadline_s, update = state.progress, stage.stop_criteria.deadline_s, stage.tag("update")
+    """At the global server: merge what regions hand in, and answer with the model, until the stage
+    is over and all regions have closed; returns the last word.
+    """
+    progress, deadline_s, update = (
+        state.progress,
+        stage.stop_criteria.deadline_s,
+        stage.tag("update"),
+    )
     state.enter(stage, ctx.now)
     regions = region_servers(stage)
     while len(state.flush_requested) < len(regions):
@@ -264,8 +326,12 @@ async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState
             state.flush_requested += (message.src,)
         if state.signal == STOP or message.body is None:
             continue
-        await ctx.compute(partial(apply_region_update, stage, state, message.body), work=1, kind="apply")
-        adopt_counts(stage, state, message.src, counts.view(len(REPORTED), -1).tolist(), int(samples))
+        await ctx.compute(
+            partial(apply_region_update, stage, state, message.body), work=1, kind="apply"
+        )
+        adopt_counts(
+            stage, state, message.src, counts.view(len(REPORTED), -1).tolist(), int(samples)
+        )
         progress.max_lead = max(progress.max_lead, int(lead))
         for _ in range(int(heard)):
             progress.record_loss(loss, int(latest))
@@ -274,10 +340,14 @@ async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState
         before, (signal, reason) = state.signal, stop_decision(ctx, stage, progress)
         if signal == STOP or before == GO:
             state.signal, state.reason = signal, reason
-        receivers = (message.src,) if state.signal == GO else regions if before != state.signal else ()
+        receivers = (
+            (message.src,) if state.signal == GO else regions if before != state.signal else ()
+        )
         for rank in receivers:
             body = state.params if state.signal == GO else None
-            await ctx.send(rank, signal_tag(stage), body, (state.signal, progress.steps, progress.samples))
+            await ctx.send(
+                rank, signal_tag(stage), body, (state.signal, progress.steps, progress.samples)
+            )
     return await end_regions(ctx, stage, state, regions)
 
 
@@ -286,7 +356,9 @@ def apply_region_update(stage: Stage, state: ServerState, difference: Any) -> No
     topology = stage.topology
     assert isinstance(topology, Halos)
     momentum = DelayedNesterov(buffer=topology.buffer, beta=topology.beta, spread=0.0)
-    state.outer_state, state.params = momentum.step(state.outer_state, state.params, difference * topology.lr, 0.0)
+    state.outer_state, state.params = momentum.step(
+        state.outer_state, state.params, difference * topology.lr, 0.0
+    )
     state.progress.merge()
 
 
@@ -306,16 +378,23 @@ def adopt_counts(
     state.samples[src] = samples
 
 
-async def end_regions(ctx: RankContext, stage: Stage, state: ServerState, regions: Sequence[int]) -> int:
-    """At the global server, once all regions have closed: the stage ended now; what they have counted beyond the model
-    is dropped."""
+async def end_regions(
+    ctx: RankContext, stage: Stage, state: ServerState, regions: Sequence[int]
+) -> int:
+    """At the global server, once all regions have closed: the stage ended now; what they have
+    counted beyond the model is dropped.
+    """
     progress, end_ns = state.progress, end_time_ns(stage, ctx.now_ns)
     progress.end_ns = end_ns
     body = state.params if state.signal == NEXT else None
     for rank in regions:
-        await ctx.send(rank, stage.tag("end"), body, (state.signal, end_ns, progress.steps, progress.samples))
+        await ctx.send(
+            rank, stage.tag("end"), body, (state.signal, end_ns, progress.steps, progress.samples)
+        )
     for place, rank in enumerate(regions):
-        counts = (await ctx.recv(stage.tag("counts"), src=rank)).body.view(len(REPORTED), -1).tolist()
+        counts = (
+            (await ctx.recv(stage.tag("counts"), src=rank)).body.view(len(REPORTED), -1).tolist()
+        )
         found = dict(zip(REPORTED, counts, strict=True))
         assert isinstance(stage.topology, Halos)
         for member in stage.topology.members(stage.nodes)[place]:

@@ -1,6 +1,7 @@
 """What every worker does between two merges, whatever the topology: one gradient, or local steps.
 
-Source: exchange of gradients as in synchronous SGD; exchange of differences as in local SGD (Stich, ICLR 2019).
+Source: exchange of gradients as in synchronous SGD; exchange of differences as in local SGD (Stich,
+ICLR 2019).
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from ashl.topology.replies import Admission, Pull
 
 @dataclass
 class WorkerState:
-    """All that a worker needs to go on. `step` counts its minibatches, `drawn` the samples in them; `steps` and
-    `samples` are those of everybody that were applied as of its last pull."""
+    """All that a worker needs to go on. `step` counts its minibatches, `drawn` the samples in them;
+    `steps` and `samples` are those of everybody that were applied as of its last pull.
+    """
 
     params: Any
     moments: Any
@@ -49,14 +51,18 @@ class WorkerState:
     entered: int | None = None  # the stage that it is in
     rest: tuple[int, int] | None = None  # of the stage's rounds, as `Stage.rest` says
     pull_s: float = 0.0  # what the last pull took
-    interval_s: float = 0.0  # where it is not 0, steps are taken until so much time has passed, instead of H
+    interval_s: float = (
+        0.0  # where it is not 0, steps are taken until so much time has passed, instead of H
+    )
     anchor: Any = None  # what the estimator keeps: a snapshot, or what belongs to each sample
     squares: Any = None  # what the last gradient's parts say of its variance
     rule_state: Any = None  # the state of this stage's sync rule, where it has one
     start: Any = None  # what the next steps start from, where it is not `params`
     pending: Any = None  # work that is to be exchanged next, where exchanges are delayed
     pending_rest: tuple[int, int] | None = None  # of the stage's rounds, when that was begun
-    fragment_ends: tuple[CodecState, ...] = ()  # what the codec keeps here of each, where fragments are exchanged
+    fragment_ends: tuple[
+        CodecState, ...
+    ] = ()  # what the codec keeps here of each, where fragments are exchanged
     own_moments: Any = None  # of outer steps on what of its work has not landed yet
     last: bool = False  # whether nothing is computed beyond it
     away: tuple[int, ...] = ()  # who is gone, where it has a part of their data
@@ -82,8 +88,16 @@ class WorkerState:
 
     def follow(self, assignment: Pull | Admission) -> None:
         """Go on as a server says."""
-        self.version, self.steps, self.samples = assignment.version, assignment.steps, assignment.samples
-        self.local_steps, self.ratio, self.interval_s = assignment.local_steps, assignment.ratio, assignment.interval_s
+        self.version, self.steps, self.samples = (
+            assignment.version,
+            assignment.steps,
+            assignment.samples,
+        )
+        self.local_steps, self.ratio, self.interval_s = (
+            assignment.local_steps,
+            assignment.ratio,
+            assignment.interval_s,
+        )
         self.batch = assignment.batch or self.batch
 
     def plan_round(self, stage: Stage, rank: int, ahead: int = 0) -> None:
@@ -93,8 +107,9 @@ class WorkerState:
 
 
 class Work(NamedTuple):
-    """What came of it: the body to exchange, the mean loss seen, steps taken, samples seen, seconds of one step, and
-    the version of the model that it was begun on."""
+    """What came of it: the body to exchange, the mean loss seen, steps taken, samples seen, seconds
+    of one step, and the version of the model that it was begun on.
+    """
 
     body: Any
     loss: float
@@ -105,11 +120,12 @@ class Work(NamedTuple):
 
 
 async def local_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """gradient: g = ∇f(w; batch), or what `topology.estimate` makes instead. difference: w_H − w after H steps of the
-    worker's optimizer, whose state persists. accumulated: Σ lr·∇f(w; batch) over H batches, on the model as pulled.
+    """gradient: g = ∇f(w; batch), or what `topology.estimate` makes instead. difference: w_H − w
+    after H steps of the worker's optimizer, whose state persists. accumulated: Σ lr·∇f(w; batch)
+    over H batches, on the model as pulled.
 
-    The learning rate is that of the samples applied as of the last pull. `state.params` may become another model
-    meanwhile, by a peer: what is computed stays relative to the one at the start.
+    The learning rate is that of the samples applied as of the last pull. `state.params` may become
+    another model meanwhile, by a peer: what is computed stays relative to the one at the start.
     """
     stage = stage.with_redistributed_shards(state.away) if state.away else stage
     trainer, start, kind, version = stage.trainer, ctx.now, stage.sync.exchange, state.version
@@ -139,7 +155,9 @@ async def local_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work
 
 
 def share_of(stage: Stage, rank: int, steps: range) -> float:
-    """How much the samples of a worker's local steps count beside those of the others, see `Trainer.share`."""
+    """How much the samples of a worker's local steps count beside those of the others, see
+    `Trainer.share`.
+    """
     weights = [0.0] * stage.num_workers
     for worker, weight in zip(stage.workers, stage.team_weights, strict=True):
         weights[worker] = weight
@@ -147,15 +165,20 @@ def share_of(stage: Stage, rank: int, steps: range) -> float:
     return stage.trainer.share(rank, steps if alike else range(0), weights)
 
 
-async def encode_update(ctx: RankContext, stage: Stage, state: WorkerState, work: Work) -> tuple[Body, float]:
-    """(body, loss) of what is to be sent. What is not finite is not encoded, and shows in a loss that is none: it would
-    reach every element, and the run is lost."""
+async def encode_update(
+    ctx: RankContext, stage: Stage, state: WorkerState, work: Work
+) -> tuple[Body, float]:
+    """(body, loss) of what is to be sent. What is not finite is not encoded, and shows in a loss
+    that is none: it would reach every element, and the run is lost.
+    """
     x = stage.aggregate.clip(work.body)
     if stage.link.traits.lossless:
         return x, work.loss
     if not_finite(ctx, stage, state, x):
         return x, math.nan
-    encode = partial(stage.link.encode, state.ends, x, context_of(stage, ctx.rank, state, state.version))
+    encode = partial(
+        stage.link.encode, state.ends, x, context_of(stage, ctx.rank, state, state.version)
+    )
     body = await ctx.compute(encode, work=1, kind="compress")
     report_health(ctx, stage, state, x, [(stage.link, state.ends, body)])
     if reports_mean(stage, state.version):
@@ -171,22 +194,34 @@ def report_health(
     x: Vector,
     sent: Sequence[tuple[CompressionPipeline, CodecState, Body]],
 ) -> None:
-    """Every so often, say what compression loses of what was sent of x, piece by piece, with what is kept of each."""
+    """Every so often, say what compression loses of what was sent of x, piece by piece, with what
+    is kept of each.
+    """
     every, codec = stage.compression_stats_every, stage.link.innermost
     if every is None or state.round % every or isinstance(x, SizeOnly):
         return
-    pieces = [(link.innermost, link.d, to_host(body)) for link, _, body in sent if isinstance(body, Tensor)]
+    pieces = [
+        (link.innermost, link.d, to_host(body))
+        for link, _, body in sent
+        if isinstance(body, Tensor)
+    ]
     if codec.traits.reduces or not isinstance(codec, Code | Layerwise):
-        found = payload_sizes([body for _, _, body in pieces])  # bodies alone do not say what comes of them
+        found = payload_sizes(
+            [body for _, _, body in pieces]
+        )  # bodies alone do not say what comes of them
     else:
         kept = [rest for link, ends, _ in sent if (rest := link.residual(ends)) is not None]
         back = torch.cat([to_host(rest) for rest in kept]) if kept else None
-        found = measure_compression_error(pieces, back, to_host(x), stage.layout, stage.compression_stats_per_layer)
+        found = measure_compression_error(
+            pieces, back, to_host(x), stage.layout, stage.compression_stats_per_layer
+        )
     ctx.emit(Health(ctx.rank, state.round, ctx.now_ns, **found))
 
 
 def reports_mean(stage: Stage, version: int) -> bool:
-    """Whether everybody hands in what was to be sent at this merge: only where all of it is merged at once."""
+    """Whether everybody hands in what was to be sent at this merge: only where all of it is merged
+    at once.
+    """
     barrier = not stage.topology.has_server or stage.quorum == stage.num_workers
     return (
         stage.compression_stats_vs_mean
@@ -222,23 +257,26 @@ def not_finite(ctx: RankContext, stage: Stage, state: WorkerState, x: Vector) ->
 
 
 def all_finite(x: Tensor) -> bool:
-    """Whether there is no NaN and no infinity; mostly in one pass: a sum of finite numbers may be infinite, too."""
+    """Whether there is no NaN and no infinity; mostly in one pass: a sum of finite numbers may be
+    infinite, too.
+    """
     return math.isfinite(numbers([x.sum()])[0]) or bool(to_host(torch.isfinite(x).all()))
 
 
-def accumulate(stage: Stage, total: Any, params: Any, rank: int, step: int, lr: float, span: range) -> tuple[Any, Any]:
+def accumulate(
+    stage: Stage, total: Any, params: Any, rank: int, step: int, lr: float, span: range
+) -> tuple[Any, Any]:
     """(loss, total + lr·gradient), with None for a total of nothing."""
     loss, grad = stage.trainer.gradient(params, rank, step, span)
     return loss, grad * lr if total is None else total + grad * lr
 
 
-# Work that is exchanged while the next piece is computed
-#
-# Work that is exchanged while the next piece of it is computed, see `ashl.overlap.contract.Delayed`.
-#
-# A worker holds one piece that is done and not exchanged (`WorkerState.pending`). In each round it hands that in,
-# computes the next one, takes what came of the exchange, and comes to a border. So at the top of a loop nothing is
-# under way. Before another stage begins the last piece is exchanged, too; at the end of a run it is not, and no count
+# Work that is exchanged while the next piece is computed  Work that is exchanged while the next
+# piece of it is computed, see `ashl.overlap.contract.Delayed`.  A worker holds one piece that is
+# done and not exchanged (`WorkerState.pending`). In each round it hands that in, computes the next
+# one, takes what came of the exchange, and comes to a border. So at the top of a loop nothing is
+# under way. Before another stage begins the last piece is exchanged, too; at the end of a run it is
+# not, and no count
 # has it.
 
 
@@ -255,7 +293,9 @@ async def exchangeable_work(ctx: RankContext, stage: Stage, state: WorkerState) 
 
 
 def at_round_boundary(ctx: RankContext, stage: Stage, state: WorkerState, work: Work) -> Work:
-    """A piece is done and the exchange before it has landed in `state.params`: what to exchange of it next."""
+    """A piece is done and the exchange before it has landed in `state.params`: what to exchange of
+    it next.
+    """
     if stage.delayed is None or stage.sync.exchange != "difference":
         return work
     start = state.params if state.start is None else state.start

@@ -8,7 +8,9 @@ BITS = 52  # of a number that hold members
 
 
 def as_numbers(members: Members) -> tuple[float, ...]:
-    """Sorted workers in as few numbers of a header as will do: one for each, below zero, or one for `BITS` ranks."""
+    """Sorted workers in as few numbers of a header as will do: one for each, below zero, or one for
+    `BITS` ranks.
+    """
     if not members or len(members) <= members[-1] // BITS:
         return tuple(-1.0 - member for member in members)
     words = [0] * (members[-1] // BITS + 1)
@@ -31,5 +33,7 @@ def as_members(numbers: Sequence[float]) -> Members:
 
 
 def failed_as_numbers(stage: Stage, gone: Collection[int]) -> tuple[float, ...]:
-    """What the answer to a worker says of those who are gone, where it goes on with a part of their data."""
+    """What the answer to a worker says of those who are gone, where it goes on with a part of their
+    data.
+    """
     return as_numbers(tuple(sorted(gone))) if stage.reshards else ()

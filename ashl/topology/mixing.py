@@ -14,7 +14,9 @@ def numbers_of(message: Message) -> tuple[float, ...]:
 
 
 def mix(row: Mapping[int, float], rank: int, own: Any, heard: Mapping[int, Message]) -> Any:
-    """Σ_j w_ij·x_j in rank order, a new vector: where all rows are equal, so are the results, bit for bit."""
+    """Σ_j w_ij·x_j in rank order, a new vector: where all rows are equal, so are the results, bit
+    for bit.
+    """
     if isinstance(own, SizeOnly):
         return own
     total = None

@@ -1,20 +1,24 @@
-"""Pairs: a worker works at its own pace and, after each piece of work, averages its model with one other worker's.
+"""Pairs: a worker works at its own pace and, after each piece of work, averages its model with one
+other worker's.
 
-Rule: i sends x_i; j answers with x_j and takes x_j ← x_j + (x_i − x_j)/2 at once; i takes x_i ← x_i + (x_j − x_i')/2
-with x_i' what it sent. In difference form, local steps and other meetings may happen in between on either side:
-whatever is in flight, Σ_i x_i changes by nothing but the workers' own steps. Each worker answers in a task of its own,
-also while it computes or waits for an answer itself, hence no circle of waiting can close whatever the graph.
+Rule: i sends x_i; j answers with x_j and takes x_j ← x_j + (x_i − x_j)/2 at once; i takes x_i ← x_i
++ (x_j − x_i')/2 with x_i' what it sent. In difference form, local steps and other meetings may
+happen in between on either side: whatever is in flight, Σ_i x_i changes by nothing but the workers'
+own steps. Each worker answers in a task of its own, also while it computes or waits for an answer
+itself, hence no circle of waiting can close whatever the graph.
 
-With `overlap`, i sends before it computes and takes the answer when it has computed, so that the exchange is hidden;
-otherwise it computes, then meets. Nobody leaves before the coordinator says that all are done.
+With `overlap`, i sends before it computes and takes the answer when it has computed, so that the
+exchange is hidden; otherwise it computes, then meets. Nobody leaves before the coordinator says
+that all are done.
 
-A checkpoint whose ranks keep themselves one after the other is a cut through the run: whoever has been kept belongs to
-what follows, whoever is still to be to what was before. Who asks says in the tag which it is, and whoever is on the
-other side answers without a model: both go on as they were. So no average is in one of two models that are kept, and
-nobody waits.
+A checkpoint whose ranks keep themselves one after the other is a cut through the run: whoever has
+been kept belongs to what follows, whoever is still to be to what was before. Who asks says in the
+tag which it is, and whoever is on the other side answers without a model: both go on as they were.
+So no average is in one of two models that are kept, and nobody waits.
 
-Sources: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv 1710.06952;
-colours of messages as in Lai and Yang, "On Distributed Snapshots", Information Processing Letters 1987.
+Sources: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018,
+arXiv 1710.06952; colours of messages as in Lai and Yang, "On Distributed Snapshots", Information
+Processing Letters 1987.
 """
 
 from typing import Any, ClassVar
@@ -94,7 +98,9 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState) -> int:
 
 def draw_partner(peers: tuple[int, ...], seed: int, rank: int, k: int) -> int | None:
     """Whom this worker meets after its k-th piece of work; None where it only answers."""
-    return peers[int(bits(seed, Purpose.PEER, rank, k).random_raw()) % len(peers)] if peers else None
+    return (
+        peers[int(bits(seed, Purpose.PEER, rank, k).random_raw()) % len(peers)] if peers else None
+    )
 
 
 async def ask(ctx: RankContext, stage: Stage, state: RoamingState, peers: tuple[int, ...]) -> None:

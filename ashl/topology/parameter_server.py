@@ -1,11 +1,13 @@
-"""Parameter server: workers push updates, the server merges them into the model and answers with the model.
+"""Parameter server: workers push updates, the server merges them into the model and answers with
+the model.
 
-Data flow: a worker computes on the model that it pulled last and sends a push. The server decodes the push, merges it
-once `quorum` pushes are there (`aggregate` sets the weights, `outer` takes the step), and answers every waiting worker
-that `sync.may_proceed` names. Traffic per worker and exchange: one push and one pull of the model.
-States of a stage: GO; NEXT, while pushes in flight are merged before the next stage; STOP, at the end of the run.
-With `runtime.on_worker_failure=reshard` each surviving worker also trains on its part of a failed worker's data, from
-the first round that it begins after the reply that reports the failure.
+Data flow: a worker computes on the model that it pulled last and sends a push. The server decodes
+the push, merges it once `quorum` pushes are there (`aggregate` sets the weights, `outer` takes the
+step), and answers every waiting worker that `sync.may_proceed` names. Traffic per worker and
+exchange: one push and one pull of the model. States of a stage: GO; NEXT, while pushes in flight
+are merged before the next stage; STOP, at the end of the run. With
+`runtime.on_worker_failure=reshard` each surviving worker also trains on its part of a failed
+worker's data, from the first round that it begins after the reply that reports the failure.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 """
@@ -71,21 +73,31 @@ from ashl.topology.local_work import (
     reports_mean,
 )
 from ashl.topology.members import as_members, failed_as_numbers
-from ashl.topology.replies import ADMISSION_FIELDS, AS_PLANNED, PULL_FIELDS, Admission, Assignment, Pull, parse_reply
+from ashl.topology.replies import (
+    ADMISSION_FIELDS,
+    AS_PLANNED,
+    PULL_FIELDS,
+    Admission,
+    Assignment,
+    Pull,
+    parse_reply,
+)
 
 
 class Updates:
     """Messages between worker and server: updates in pushes, the model in pulls.
 
-    `plain`: the optimizer's step depends on nothing but the learning rate. `unbiased`: the codec must be unbiased.
-    `whole`: some pushes are computed from the whole shard of a worker.
+    `plain`: the optimizer's step depends on nothing but the learning rate. `unbiased`: the codec
+    must be unbiased. `whole`: some pushes are computed from the whole shard of a worker.
     """
 
     plain: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
     whole: ClassVar[bool] = False
 
-    async def make_push(self, ctx: RankContext, stage: Stage, state: WorkerState) -> tuple[Work, Any, float]:
+    async def make_push(
+        self, ctx: RankContext, stage: Stage, state: WorkerState
+    ) -> tuple[Work, Any, float]:
         """Compute the next push of a worker. Returns: (work, payload, loss)."""
         if stage.delayed is not None:
             work = await exchangeable_work(ctx, stage, state)
@@ -103,8 +115,12 @@ class Updates:
         state.params = body
 
     def on_membership_change(self, stage: Stage, state: ServerState, rank: int) -> None:
-        """Update the server's state once this worker has failed (it is in `progress.gone`) or rejoins (it is not)."""
-        state.rule_state = rule_of(stage).on_membership_change(stage, state.rule_state, state.progress, rank)
+        """Update the server's state once this worker has failed (it is in `progress.gone`) or
+        rejoins (it is not).
+        """
+        state.rule_state = rule_of(stage).on_membership_change(
+            stage, state.rule_state, state.progress, rank
+        )
 
     def apply_push(
         self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
@@ -112,29 +128,40 @@ class Updates:
         """Apply a push that is not too stale. Returns: True if the model changed."""
         return (merge_fragment_push if stage.fragments else merge_push)(ctx, stage, state, message)
 
-    async def answer(self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool) -> Any:
-        """Return the payload of a reply: the model, or its compressed difference; None if the model did not change."""
+    async def answer(
+        self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
+    ) -> Any:
+        """Return the payload of a reply: the model, or its compressed difference; None if the model
+        did not change.
+        """
         if stage.fragments:
             return await answer_fragment(ctx, stage, state, rank)
         if not changed or stage.topology.pull_ratio is None:
             return state.params if changed else None
-        context = EncodeContext(stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.progress.version)
+        context = EncodeContext(
+            stage.topology.pull_ratio, stage.seed, stage.server + 1 + rank, state.progress.version
+        )
         pull = partial(stage.link.encode_pull, state.ends, rank, state.params, context)
         return await ctx.compute(pull, work=1, kind="compress")
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
-        """Return the model that a worker continues with after a pull; not called at a stage boundary."""
+        """Return the model that a worker continues with after a pull; not called at a stage
+        boundary.
+        """
         return stage.link.apply_pull(state.params, body)
 
 
 class ServerRule(Rule, contract=True):
     """Sync mode of a parameter server. The defaults are those of ASP: no worker ever waits.
 
-    `state` belongs to the rule: `begin` makes it, `observe` returns the next one. Checkpoints of the server
-    hold it, so it consists of plain values. All methods are pure: equal arguments give equal results.
+    `state` belongs to the rule: `begin` makes it, `observe` returns the next one. Checkpoints of
+    the server hold it, so it consists of plain values. All methods are pure: equal arguments give
+    equal results.
     """
 
-    takes_all: ClassVar[bool] = False  # if True, the server handles every push that has arrived before it answers
+    takes_all: ClassVar[bool] = (
+        False  # if True, the server handles every push that has arrived before it answers
+    )
 
     def quorum(self, num_workers: int) -> int:
         """Return the number of pushes of a merge. Raises: UsageError if there are fewer workers."""
@@ -157,22 +184,29 @@ class ServerRule(Rule, contract=True):
         return state
 
     def closes_s(self, state: Any, progress: Progress) -> float:
-        """Return the time (seconds) at which buffered pushes are merged even without a quorum; -inf: never.
+        """Return the time (seconds) at which buffered pushes are merged even without a quorum;
+        -inf: never.
 
         Applies with `takes_all` only.
         """
         return -math.inf
 
-    def next_assignment(self, stage: Stage, state: Any, progress: Progress, rank: int) -> Assignment | None:
+    def next_assignment(
+        self, stage: Stage, state: Any, progress: Progress, rank: int
+    ) -> Assignment | None:
         """Return the work of this worker, which proceeds at `progress.now_s`; None: as planned."""
         return None
 
     def on_membership_change(self, stage: Stage, state: Any, progress: Progress, rank: int) -> Any:
-        """Return the rule's state once this worker has failed (it is in `progress.gone`) or rejoined (it is not)."""
+        """Return the rule's state once this worker has failed (it is in `progress.gone`) or
+        rejoined (it is not).
+        """
         return state
 
     def on_rescale(self, stage: Stage, state: Any, progress: Progress) -> Any:
-        """Return the rule's state for a run that resumes with another number of workers at `progress.now_s`."""
+        """Return the rule's state for a run that resumes with another number of workers at
+        `progress.now_s`.
+        """
         return self.begin(stage, progress)
 
     def lr_scale(self, state: Any) -> float:
@@ -207,11 +241,14 @@ UPDATES = Updates()
 class ParameterServer(Topology):
     """One server (rank n) holds the model; workers talk to it alone.
 
-    With `pull_ratio` a pull carries that share of the difference to the worker's last pull, by the chosen codec.
+    With `pull_ratio` a pull carries that share of the difference to the worker's last pull, by the
+    chosen codec.
     """
 
     policy_type: ClassVar[type[Rule]] = ServerRule
-    supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, PULLS, OUTER, OVERLAP, DELAY, FAULT_TOLERANT})
+    supports: ClassVar[frozenset[str]] = frozenset(
+        {CODEC, WEIGHTS, PULLS, OUTER, OVERLAP, DELAY, FAULT_TOLERANT}
+    )
     has_server: ClassVar[bool] = True
     pull_ratio: Ratio | None
 
@@ -225,7 +262,9 @@ class ParameterServer(Topology):
             return max(self.exchange_ns(part, network, rank) for part in parts)
         up = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
         down = stage.link.pull_bytes(self.pull_ratio)
-        return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(stage.server, rank, down)
+        return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(
+            stage.server, rank, down
+        )
 
     def begin(self, ctx: RankContext, stage: Stage) -> WorkerState | ServerState:
         params, moments = stage.trainer.init()
@@ -255,8 +294,12 @@ class ServerState:
     progress: Progress
     evaluated: ProgressMark = RUN_START  # the last evaluation
     buffer: list[Push] = field(default_factory=list)  # pushes that came and are not merged yet
-    slices: dict[int, list[Push]] = field(default_factory=dict)  # ... by number, where slices are merged
-    made: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # (moments, elements) of those that were merged
+    slices: dict[int, list[Push]] = field(
+        default_factory=dict
+    )  # ... by number, where slices are merged
+    made: dict[int, tuple[Any, Any]] = field(
+        default_factory=dict
+    )  # (moments, elements) of those that were merged
     ends: CodecState = field(default_factory=CodecState)  # what the codec keeps here
     fragment_ends: tuple[CodecState, ...] = ()  # ... of each, where fragments are exchanged
     outer_state: Any = None  # the outer optimizer's moments
@@ -267,15 +310,21 @@ class ServerState:
     averages: Any = None  # what an online planner has seen
     rule_state: Any = None  # the sync rule's own
     signal: int = GO  # NEXT while the work that is under way is waited for
-    flush_requested: tuple[int, ...] = ()  # who has been asked for the last of it, where exchanges are delayed
+    flush_requested: tuple[
+        int, ...
+    ] = ()  # who has been asked for the last of it, where exchanges are delayed
     reason: str | None = None
     ahead: Message | None = None  # what has come already
     newcomers: tuple[int, ...] = ()  # who came at the border, and is answered in the next stage
-    incarnations: dict[int, int] = field(default_factory=dict)  # the present one of each worker that has come back
+    incarnations: dict[int, int] = field(
+        default_factory=dict
+    )  # the present one of each worker that has come back
     pulls: list[Tag] = field(default_factory=list)  # of each worker's replies, in its present life
     quorum: int = 1  # how many pushes make a merge now
 
-    workers: tuple[WorkerPlan, ...] = ()  # what each worker does now: the plan's, until it is planned anew
+    workers: tuple[
+        WorkerPlan, ...
+    ] = ()  # what each worker does now: the plan's, until it is planned anew
 
     @property
     def version(self) -> int:
@@ -283,14 +332,25 @@ class ServerState:
         return self.progress.version
 
     def enter(self, stage: Stage, now_s: float) -> None:
-        """A stage begins: its workers, codecs that begin anew at both ends, and momentum as it is handed over."""
+        """A stage begins: its workers, codecs that begin anew at both ends, and momentum as it is
+        handed over.
+        """
         if self.entered == stage.index:
             return  # it goes on from a checkpoint
-        self.entered, self.signal, self.flush_requested, self.reason, self.ahead = stage.index, GO, (), None, None
+        self.entered, self.signal, self.flush_requested, self.reason, self.ahead = (
+            stage.index,
+            GO,
+            (),
+            None,
+            None,
+        )
         self.slices, self.made, self.counted = {}, {}, 0
         self.progress.begin(now_s)
         self.rule_state = rule_of(stage).begin(stage, self.progress)
-        self.workers, self.ends = stage.plan.workers, stage.carry_over_codec_state(self.ends, self.progress.samples)
+        self.workers, self.ends = (
+            stage.plan.workers,
+            stage.carry_over_codec_state(self.ends, self.progress.samples),
+        )
         self.quorum = stage.quorum_of(self.progress.present)
         self.pulls = [stage.tag("pull", self.incarnations.get(rank, 0)) for rank in stage.workers]
         if stage.resets:
@@ -299,8 +359,10 @@ class ServerState:
 
 
 async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
-    """Compute on the model last pulled, push what came of it, wait for the reply; returns the last word. Where
-    exchanges are delayed, the next piece of work is computed between a push and its reply."""
+    """Compute on the model last pulled, push what came of it, wait for the reply; returns the last
+    word. Where exchanges are delayed, the next piece of work is computed between a push and its
+    reply.
+    """
     state.enter(stage, ctx.rank)
     messages, signal, push, pull = (
         rule_of(stage).messages(),
@@ -308,7 +370,11 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
         stage.tag("push"),
         stage.tag("pull", state.incarnation),
     )
-    server, in_parts, answer = stage.topology.server_of(stage, ctx.rank), pull_comes_in_parts(stage), ctx.recv(pull)
+    server, in_parts, answer = (
+        stage.topology.server_of(stage, ctx.rank),
+        pull_comes_in_parts(stage),
+        ctx.recv(pull),
+    )
     while signal in (GO, LAST):
         if state.coming is None or await settle_pull(ctx, stage, state):
             ctx.safe_point(stage.index, state)
@@ -329,7 +395,11 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
             if in_parts and signal == GO:
                 state.coming = message.body
             else:
-                state.params = message.body if signal == NEXT else messages.apply_pull(stage, state, message.body)
+                state.params = (
+                    message.body
+                    if signal == NEXT
+                    else messages.apply_pull(stage, state, message.body)
+                )
         seen = message.body is not None and (ahead is None or ctx.now - asked > AT_ONCE_S)
         state.pull_s = ctx.now - message.start_ns / 1e9 if seen else 0.0
         state.pending = ahead and at_round_boundary(ctx, stage, state, ahead)
@@ -338,17 +408,28 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
         if signal in (NEXT, STOP):
             if stage.by_priority:
                 await cancel_exchange(ctx, stage, state)
-            await ctx.discard(stage.tag("back"))  # slices of a model that comes as a whole now, or no more
+            await ctx.discard(
+                stage.tag("back")
+            )  # slices of a model that comes as a whole now, or no more
             leave_stage(ctx, stage, signal, reply.end_ns)
-        ctx.record_round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
+        ctx.record_round(
+            stage.index,
+            state.round,
+            work.steps,
+            reply.staleness,
+            dropped=bool(reply.dropped),
+            loss=loss,
+        )
         state.round += 1
     return signal
 
 
 async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
-    """Merge and answer until the stage is over, then answer every worker once more; returns the last word.
+    """Merge and answer until the stage is over, then answer every worker once more; returns the
+    last word.
 
-    Before the next stage begins, the work that is under way is waited for and merged; at the end of the run it is not.
+    Before the next stage begins, the work that is under way is waited for and merged; at the end of
+    the run it is not.
     """
     progress, rule, push = state.progress, rule_of(stage), stage.tag("push")
     state.enter(stage, ctx.now)
@@ -370,7 +451,9 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
             state.signal, state.reason = STOP, "seconds"
             break
         take_in = on_push if message.tag == push else others.get(message.tag, on_membership)
-        if await take_in(ctx, stage, state, message) and stage.stop_criteria.take_evaluation(state, ctx.now):
+        if await take_in(ctx, stage, state, message) and stage.stop_criteria.take_evaluation(
+            state, ctx.now
+        ):
             ctx.snapshot(state.params, counts=progress.report())
         signal, reason = stop_decision(ctx, stage, progress)
         if signal == STOP or state.signal == GO:
@@ -381,7 +464,9 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
             await flush_pending(ctx, stage, state)
             if len(progress.waiting) == progress.present:
                 if state.buffer:
-                    await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
+                    await ctx.compute(
+                        partial(apply_merge, stage, state, None), work=1, kind="apply"
+                    )
                 break
             continue
         if rule.takes_all:
@@ -420,13 +505,20 @@ async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: M
     """Take in one push; returns whether the model changed."""
     progress, worker, rule = state.progress, message.src, rule_of(stage)
     if stage.messages:
-        message, stage = await assemble_push(ctx, stage, message), await await_slices(ctx, stage, state)
+        message, stage = (
+            await assemble_push(ctx, stage, message),
+            await await_slices(ctx, stage, state),
+        )
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
     staleness = progress.version - version
-    all_late = staleness > 0 and rule.in_rounds and stage.delayed is not None  # by one round, so that nobody is
+    all_late = (
+        staleness > 0 and rule.in_rounds and stage.delayed is not None
+    )  # by one round, so that nobody is
     beyond = staleness - 1 if all_late else staleness
     late = not (rule.accepts(beyond) and stage.aggregate.accepts(beyond))
-    progress.observe(worker, 0 if late else staleness, loss)  # staleness is counted of what was applied
+    progress.observe(
+        worker, 0 if late else staleness, loss
+    )  # staleness is counted of what was applied
     progress.start_waiting(worker, staleness, late)
     if late or progress.diverged:
         progress.count_dropped(worker, steps, LATE if late else DIVERGED)
@@ -436,29 +528,44 @@ async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: M
     return await rule.messages().apply_push(ctx, stage, state, message)
 
 
-async def receive_more(ctx: RankContext, stage: Stage, state: ServerState, tags: Sequence[Tag]) -> Message | None:
-    """What else has come, where the rule takes in all of it, or comes until what has come is merged."""
-    closes_s, deadline_s = rule_of(stage).closes_s(state.rule_state, state.progress), stage.stop_criteria.deadline_s
+async def receive_more(
+    ctx: RankContext, stage: Stage, state: ServerState, tags: Sequence[Tag]
+) -> Message | None:
+    """What else has come, where the rule takes in all of it, or comes until what has come is
+    merged.
+    """
+    closes_s, deadline_s = (
+        rule_of(stage).closes_s(state.rule_state, state.progress),
+        stage.stop_criteria.deadline_s,
+    )
     message = await ctx.recv(*tags, before_s=max(ctx.now, min(closes_s, deadline_s)))
     due = message is None and -math.inf < closes_s <= deadline_s
     return Message(ctx.rank, CLOSE, None, (), int(ctx.now_ns)) if due else message
 
 
-async def merge_buffered(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+async def merge_buffered(
+    ctx: RankContext, stage: Stage, state: ServerState, message: Message
+) -> bool:
     """Merge what has come, however few."""
     await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     return True
 
 
 async def merge_push(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
-    """Decode an update, fold it in, and let the rule and the planner see it; returns whether the model changed."""
+    """Decode an update, fold it in, and let the rule and the planner see it; returns whether the
+    model changed.
+    """
     progress, worker = state.progress, message.src
     steps, samples, loss, version, step_s, pull_s = message.meta
     body = stage.link.receive_body(state.ends, worker, message.body)
     staleness, push_s = progress.version - int(version), ctx.now - message.start_ns / 1e9
     push = Push(worker, body, int(steps), int(samples), staleness, loss, step_s, push_s, pull_s)
     update = await ctx.compute(partial(apply_merge, stage, state, push), stage.push_share, "apply")
-    if update is not None and not stage.codec.traits.lossless and reports_mean(stage, progress.version - 1):
+    if (
+        update is not None
+        and not stage.codec.traits.lossless
+        and reports_mean(stage, progress.version - 1)
+    ):
         ctx.show_update(update, of=None, tick=progress.version - 1)
     progress.now_s = ctx.now
     state.rule_state = rule_of(stage).observe(stage, state.rule_state, progress, push)
@@ -468,9 +575,10 @@ async def merge_push(ctx: RankContext, stage: Stage, state: ServerState, message
 
 
 def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
-    """Fold a push into the model: one outer step on Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i; returns that sum.
-    Until a quorum has come it is kept (None); with push None those that were are folded in, however few: at a border,
-    or where the others of the quorum are gone."""
+    """Fold a push into the model: one outer step on Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i;
+    returns that sum. Until a quorum has come it is kept (None); with push None those that were are
+    folded in, however few: at a border, or where the others of the quorum are gone.
+    """
     progress = state.progress
     members = state.buffer
     if push is not None:
@@ -500,15 +608,20 @@ def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
     return update
 
 
-def replan(ctx: RankContext, stage: Stage, state: ServerState, push: Push, planner: Planner) -> None:
-    """Let an online planner see this commit and, where it is worth it, change H, ratios and weights from now on, of
-    those who are there."""
+def replan(
+    ctx: RankContext, stage: Stage, state: ServerState, push: Push, planner: Planner
+) -> None:
+    """Let an online planner see this commit and, where it is worth it, change H, ratios and weights
+    from now on, of those who are there.
+    """
     payload = stage.payload(state.workers[push.worker].compression_ratio)
     if state.averages is None:
         profile = state.profile or stage.profile
         assert profile is not None, "an online planner starts from a profile"
         state.averages = Averages(profile)
-    averages = planner.observe(state.averages, push.worker, push.step_s, push.push_s, push.pull_s, payload)
+    averages = planner.observe(
+        state.averages, push.worker, push.step_s, push.push_s, push.pull_s, payload
+    )
     averages = planner.hear(averages, push.worker, push.body, push.steps, push.samples)
     assert stage.plan.h_preset is not None
     presets = (stage.plan.h_preset, stage.plan.r_preset)
@@ -517,10 +630,16 @@ def replan(ctx: RankContext, stage: Stage, state: ServerState, push: Push, plann
     seen, rows = planner.replan(averages.of(there), current, *presets, stage.payload)
     state.averages = replace(averages, commits=seen.commits)
     if rows is not None:
-        anew = dict(zip(there, assigned(current, rows, resharded=False), strict=True))  # shards are cut at borders only
+        anew = dict(
+            zip(there, assigned(current, rows, resharded=False), strict=True)
+        )  # shards are cut at borders only
         state.workers = tuple(anew.get(rank, worker) for rank, worker in enumerate(state.workers))
         ratios = [w.compression_ratio for w in state.workers]
-        ctx.emit(Replan(ctx.rank, stage.index, ratios, [w.local_steps for w in state.workers], ctx.now_ns))
+        ctx.emit(
+            Replan(
+                ctx.rank, stage.index, ratios, [w.local_steps for w in state.workers], ctx.now_ns
+            )
+        )
 
 
 async def reply(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> bool:
@@ -541,7 +660,10 @@ async def reply(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
     counts = progress.version, progress.steps, progress.samples
     meta = Pull(GO, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
     await ctx.send(
-        rank, state.pulls[rank], body, (*meta, *failed_as_numbers(stage, progress.gone)) if stage.reshards else meta
+        rank,
+        state.pulls[rank],
+        body,
+        (*meta, *failed_as_numbers(stage, progress.gone)) if stage.reshards else meta,
     )
     return changed
 
@@ -549,39 +671,45 @@ async def reply(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
 def assignment_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, float, float, int]:
     """What this worker, which goes on now, does next: `Assignment` in full."""
     progress, plan = state.progress, state.workers[rank]
-    assignment = rule_of(stage).next_assignment(stage, state.rule_state, progress, rank) or AS_PLANNED
+    assignment = (
+        rule_of(stage).next_assignment(stage, state.rule_state, progress, rank) or AS_PLANNED
+    )
     planned = plan.local_steps if assignment.local_steps is None else assignment.local_steps
     ahead = int(stage.delayed is not None)
-    rest = None if planned == 1 else stage.remaining_rounds(progress.steps, progress.samples, ahead, progress.gone)
+    rest = (
+        None
+        if planned == 1
+        else stage.remaining_rounds(progress.steps, progress.samples, ahead, progress.gone)
+    )
     ratio = plan.compression_ratio if assignment.ratio is None else assignment.ratio
-    return stage.cap_local_steps(planned, rank, rest), ratio, assignment.interval_s, assignment.batch
+    return (
+        stage.cap_local_steps(planned, rank, rest),
+        ratio,
+        assignment.interval_s,
+        assignment.batch,
+    )
 
 
-# Workers that fail and rejoin
-#
-# Who takes part: a parameter server goes on without a worker that is lost, and with one that comes (back).
-#
-# Rule of a loss, once it is noticed: what others wait for, they wait for without that worker. A lead is counted from
-# the slowest of those who are left. A round waits for them alone, is merged at once where the loss makes it whole,
-# and what the lost worker had pushed for it is dropped and counted; so from there on it is the round of the others.
-# Where pushes are merged as they come, what had come is used, and the weights are those of the others, Σ w_i = 1.
-# What compressors keep for the worker is forgotten.
-#
-# With `runtime.on_worker_failure=reshard` the data of the lost are with the others meanwhile: dealt out one by one,
-# each worker goes on behind its cursor in the order of passes over its own samples and these, from its next round on
-# after it has heard. So a pass visits each of them once, at one worker; who comes back has its own again.
-#
-# Rule of a join: the worker gets the stage, the model, and its orders. It counts as far as the slowest is; its
-# optimizer and its compressor begin anew, and its data go on where the server has last heard of them. Who comes at a
-# border takes part from the next stage on, and who comes when the run is over learns it. A life is known by the
-# moment at which it asked to take part, and what the server sends to it has that as its tag: nothing is mistaken for
-# an answer to another.
-#
-# From a checkpoint of workers that go at their own pace all come anew, to the server as it was: what it had merged is
-# counted, and what was on its way is lost and computed again. Each is as far as it was, with the optimizer's state
-# and the residual that it had when it next went on.
-#
-# Source: membership as in Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014
+# Workers that fail and rejoin  Who takes part: a parameter server goes on without a worker that is
+# lost, and with one that comes (back).  Rule of a loss, once it is noticed: what others wait for,
+# they wait for without that worker. A lead is counted from the slowest of those who are left. A
+# round waits for them alone, is merged at once where the loss makes it whole, and what the lost
+# worker had pushed for it is dropped and counted; so from there on it is the round of the others.
+# Where pushes are merged as they come, what had come is used, and the weights are those of the
+# others, Σ w_i = 1. What compressors keep for the worker is forgotten.  With
+# `runtime.on_worker_failure=reshard` the data of the lost are with the others meanwhile: dealt out
+# one by one, each worker goes on behind its cursor in the order of passes over its own samples and
+# these, from its next round on after it has heard. So a pass visits each of them once, at one
+# worker; who comes back has its own again.  Rule of a join: the worker gets the stage, the model,
+# and its orders. It counts as far as the slowest is; its optimizer and its compressor begin anew,
+# and its data go on where the server has last heard of them. Who comes at a border takes part from
+# the next stage on, and who comes when the run is over learns it. A life is known by the moment at
+# which it asked to take part, and what the server sends to it has that as its tag: nothing is
+# mistaken for an answer to another.  From a checkpoint of workers that go at their own pace all
+# come anew, to the server as it was: what it had merged is counted, and what was on its way is lost
+# and computed again. Each is as far as it was, with the optimizer's state and the residual that it
+# had when it next went on.  Source: membership as in Li et al., "Scaling Distributed Machine
+# Learning with the Parameter Server", OSDI 2014
 # (3.8); rounds of those who are left as with the backup workers of Chen et al., arXiv 1604.00981.
 
 
@@ -593,7 +721,9 @@ def admission_tag(incarnation: int) -> Tag:
     return "welcome", 0, incarnation
 
 
-async def on_membership(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+async def on_membership(
+    ctx: RankContext, stage: Stage, state: ServerState, message: Message
+) -> bool:
     """At the server: a worker is lost or has come; returns whether the model changed."""
     if message.tag == PEER_FAILED:
         return await remove_failed(ctx, stage, state, message.src)
@@ -611,18 +741,20 @@ def record_join(state: ServerState, message: Message) -> None:
 
 
 def check_left(ctx: RankContext, stage: Stage, rank: int, left: int) -> None:
-    """Raises AshlError where too few workers are left without this one; where a run goes on without none, that is but a
-    consequence of its loss."""
+    """Raises AshlError where too few workers are left without this one; where a run goes on without
+    none, that is but a consequence of its loss.
+    """
     if left < stage.min_workers:
         raise AshlError(
-            f"worker {rank} failed at {ctx.now:.6g} s and {left} of {stage.num_workers} workers are running, fewer "
-            f"than runtime.min_workers={stage.min_workers}: the run ends here"
+            f"worker {rank} failed at {ctx.now:.6g} s and {left} of {stage.num_workers} workers are"
+            f" running, fewer than runtime.min_workers={stage.min_workers}: the run ends here"
         ) from (None if stage.elastic else PeerFailedError(rank))
 
 
 async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> bool:
-    """Go on without a worker; returns whether the model changed, as the round was whole without it. Raises AshlError
-    where too few are left."""
+    """Go on without a worker; returns whether the model changed, as the round was whole without it.
+    Raises AshlError where too few are left.
+    """
     progress, rule = state.progress, rule_of(stage)
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
     if rank in progress.gone:
@@ -650,13 +782,19 @@ async def admit(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
     progress = state.progress
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
     progress.join(rank)
-    state.quorum, state.pulls[rank] = stage.quorum_of(progress.present), stage.tag("pull", state.incarnations[rank])
+    state.quorum, state.pulls[rank] = (
+        stage.quorum_of(progress.present),
+        stage.tag("pull", state.incarnations[rank]),
+    )
     progress.now_s = ctx.now
     messages = rule_of(stage).messages()
     messages.on_membership_change(stage, state, rank)
     stage.link.record_full_pull(state.ends, rank, state.params)
     planned, rows = state.assigned or (0, None)
-    applied, what = (progress.version, progress.steps, progress.samples), assignment_of(stage, state, rank)
+    applied, what = (
+        (progress.version, progress.steps, progress.samples),
+        assignment_of(stage, state, rank),
+    )
     held, (rounds, done) = (
         [push.steps for push in state.buffer if push.worker == rank],
         progress.rounds_and_steps_of(rank),
@@ -665,17 +803,24 @@ async def admit(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
     admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *what)
     body = messages.admission_payload(stage, state)
     await ctx.send(
-        rank, admission_tag(state.incarnations[rank]), body, (*admission, *failed_as_numbers(stage, progress.gone))
+        rank,
+        admission_tag(state.incarnations[rank]),
+        body,
+        (*admission, *failed_as_numbers(stage, progress.gone)),
     )
     if rows is not None:
         await ctx.send(rank, PLANNED, rows)
 
 
 async def reject_late_joins(ctx: RankContext, state: ServerState, end_ns: int) -> None:
-    """At the server, once nobody else is to be answered: whoever has come, or comes, learns that the run is over."""
+    """At the server, once nobody else is to be answered: whoever has come, or comes, learns that
+    the run is over.
+    """
     while True:
         for rank in state.newcomers:
-            await ctx.send(rank, admission_tag(state.incarnations[rank]), None, Admission(STOP, end_ns))
+            await ctx.send(
+                rank, admission_tag(state.incarnations[rank]), None, Admission(STOP, end_ns)
+            )
         state.newcomers = ()
         message = await ctx.recv(JOIN, PEER_FAILED)
         if message.tag == JOIN:
@@ -705,8 +850,9 @@ async def gather_workers(
 async def join(
     ctx: RankContext, stages: Sequence[Stage], kept: WorkerState | None = None
 ) -> tuple[int, WorkerState] | None:
-    """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
-    is over. `kept`: what it was in a checkpoint."""
+    """At a worker that comes while the others run: the stage that they are in, and its state there;
+    None where the run is over. `kept`: what it was in a checkpoint.
+    """
     incarnation = int(float(ctx.now_ns))
     await ctx.send(stages[0].server, JOIN, None, (incarnation,))
     message = await ctx.recv(admission_tag(incarnation))
@@ -727,7 +873,10 @@ async def join(
     )
     state.enter(stage, ctx.rank)
     if kept is not None:
-        state.ends, state.moments = stage.restore_codec_state(kept.ends, state.samples), kept.moments
+        state.ends, state.moments = (
+            stage.restore_codec_state(kept.ends, state.samples),
+            kept.moments,
+        )
     if message.body is not None:
         rule_of(stage).messages().apply_admission(state, message.body, kept)
     state.follow(admission)
@@ -736,13 +885,14 @@ async def join(
     return stage.index, state
 
 
-# The end of a stage
-#
-# How a parameter server ends a stage: what is under way is called in or dropped, and every worker is answered.
+# The end of a stage  How a parameter server ends a stage: what is under way is called in or
+# dropped, and every worker is answered.
 
 
 async def flush_pending(ctx: RankContext, stage: Stage, state: ServerState) -> None:
-    """Delayed: who waits has computed something meanwhile; each is asked once to hand that in, and computes no more."""
+    """Delayed: who waits has computed something meanwhile; each is asked once to hand that in, and
+    computes no more.
+    """
     progress = state.progress
     applied = (progress.version, progress.steps, progress.samples)
     for rank in sorted(set(progress.waiting) - set(state.flush_requested)) if stage.delayed else ():
@@ -754,7 +904,9 @@ async def flush_pending(ctx: RankContext, stage: Stage, state: ServerState) -> N
 async def finish_stage(
     ctx: RankContext, stage: Stage, state: ServerState, signal: int, end_ns: int | None = None
 ) -> None:
-    """Tell every worker that the stage ended now, or then. What came before and was not merged is dropped."""
+    """Tell every worker that the stage ended now, or then. What came before and was not merged is
+    dropped.
+    """
     progress, end_ns = state.progress, end_time_ns(stage, ctx.now_ns) if end_ns is None else end_ns
     progress.end_ns, applied = end_ns, (progress.version, progress.steps, progress.samples)
     unmerged = {push.worker for push in state.buffer}
@@ -781,38 +933,44 @@ async def finish_stage(
         message = await assemble_push(ctx, stage, message) if stage.messages else message
         if message.start_ns <= end_ns:
             progress.count_dropped(message.src, int(message.meta[0]), drop_reason(signal))
-        await ctx.send(message.src, state.pulls[message.src], None, Pull(signal, *applied, 0, True, end_ns))
+        await ctx.send(
+            message.src, state.pulls[message.src], None, Pull(signal, *applied, 0, True, end_ns)
+        )
     if signal == STOP:
         if stage.joins and ctx.rank == stage.server:
             ctx.spawn(reject_late_joins(ctx, state, end_ns))
         ctx.time_accounting.close_at(end_ns)
 
 
-# Messages in parts
-#
-# What travels between a worker and the parameter server in parts, while the worker computes.
-#
-# Rule: message k, a slice of the gradient, leaves the moment backward has come to it; the slices queue at the
-# worker's port, and at the server's with those of the others. The last of them is the push itself, with what rides
-# along. The server puts a push together when that has come, so the gradient is the same to the bit as one in one
-# piece. Where the model comes back in parts, too, the first goes with the reply, and the forward pass waits for each
-# of the others.
-#
-# Source: Zhang et al., "Poseidon", USENIX ATC 2017; Hashemi et al., "TicTac", MLSys 2019. What each message holds is
+# Messages in parts  What travels between a worker and the parameter server in parts, while the
+# worker computes.  Rule: message k, a slice of the gradient, leaves the moment backward has come to
+# it; the slices queue at the worker's port, and at the server's with those of the others. The last
+# of them is the push itself, with what rides along. The server puts a push together when that has
+# come, so the gradient is the same to the bit as one in one piece. Where the model comes back in
+# parts, too, the first goes with the reply, and the forward pass waits for each of the others.
+# Source: Zhang et al., "Poseidon", USENIX ATC 2017; Hashemi et al., "TicTac", MLSys 2019. What each
+# message holds is
 # `ashl.overlap`'s to say.
 
 
 async def compute_in_slices(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """One gradient, whose last slice is the body; the others are on their way. At its end a model that came in parts is
-    there as a whole."""
+    """One gradient, whose last slice is the body; the others are on their way. At its end a model
+    that came in parts is there as a whole.
+    """
     if stage.by_priority:
         return await step_by_priority(ctx, stage, state)
     start, tags = ctx.now, [tag for _, tag in stage.ready]
     step, span = next_batch(state)
-    needs = () if state.coming is None else tuple((stage.messages[k].needed, tag) for k, tag in later_buckets(stage))
+    needs = (
+        ()
+        if state.coming is None
+        else tuple((stage.messages[k].needed, tag) for k, tag in later_buckets(stage))
+    )
     came = [state.coming]  # the first layers first
 
-    def work(hand_out: Callable[[int, Any], None], take: Callable[[int], Any] | None = None) -> float:
+    def work(
+        hand_out: Callable[[int, Any], None], take: Callable[[int], Any] | None = None
+    ) -> float:
         def taken(k: int) -> Any:
             if k and take is not None:
                 came.append(take(k - 1))
@@ -844,12 +1002,17 @@ async def forward_parts(ctx: RankContext, server: int, tags: Sequence[Tag]) -> N
 
 
 async def assemble_push(ctx: RankContext, stage: Stage, push: Message) -> Message:
-    """At the server: a push with the slices that left before it; it began when the first of them did."""
+    """At the server: a push with the slices that left before it; it began when the first of them
+    did.
+    """
     if stage.overlap.by_slice or stage.by_priority:  # they have been taken in one by one
         return push
     before = [await ctx.recv(tag, src=push.src) for _, tag in stage.ready[:-1]]
     parts = (push, *reversed(before))  # the first layers first
-    return push._replace(body=concatenate([part.body for part in parts]), start_ns=min(part.start_ns for part in parts))
+    return push._replace(
+        body=concatenate([part.body for part in parts]),
+        start_ns=min(part.start_ns for part in parts),
+    )
 
 
 # The way back
@@ -861,12 +1024,16 @@ def pull_comes_in_parts(stage: Stage) -> bool:
 
 
 def later_buckets(stage: Stage) -> list[tuple[int, Tag]]:
-    """The messages of a model that follow the first one, in the order in which forward needs them."""
+    """The messages of a model that follow the first one, in the order in which forward
+    needs them.
+    """
     return [(k, stage.tag("group", k)) for k in reversed(range(len(stage.messages) - 1))]
 
 
 def first_part(stage: Stage, model: Any) -> Any:
-    """What goes with the reply: the model, or what forward needs first, or the last slice; by priority, nothing."""
+    """What goes with the reply: the model, or what forward needs first, or the last slice; by
+    priority, nothing.
+    """
     if not stage.overlap.pulls:
         return None if stage.by_priority else model
     if stage.overlap.by_slice:
@@ -874,8 +1041,12 @@ def first_part(stage: Stage, model: Any) -> Any:
     return slice_vector(model, stage.messages[-1].start, stage.messages[-1].stop)
 
 
-async def send_remaining_parts(ctx: RankContext, stage: Stage, ranks: Sequence[int], model: Any) -> None:
-    """At the server: the rest of the model, to these workers in turn, but for slices that have gone."""
+async def send_remaining_parts(
+    ctx: RankContext, stage: Stage, ranks: Sequence[int], model: Any
+) -> None:
+    """At the server: the rest of the model, to these workers in turn, but for slices that have
+    gone.
+    """
     if stage.overlap.by_slice:
         return
     for k, tag in later_buckets(stage):
@@ -885,7 +1056,9 @@ async def send_remaining_parts(ctx: RankContext, stage: Stage, ranks: Sequence[i
 
 
 async def settle_pull(ctx: RankContext, stage: Stage, state: WorkerState) -> bool:
-    """Whether nothing is on its way to this worker: a checkpoint has it come first, and slices are all there."""
+    """Whether nothing is on its way to this worker: a checkpoint has it come first, and slices are
+    all there.
+    """
     if stage.overlap.by_slice:
         state.params = await receive_slices(ctx, stage, state.coming)
     elif not ctx.safe_point_wanted:
@@ -893,26 +1066,29 @@ async def settle_pull(ctx: RankContext, stage: Stage, state: WorkerState) -> boo
     elif stage.by_priority:
         await flush_by_priority(ctx, stage, state)
     else:
-        state.params = concatenate([state.coming, *[(await ctx.recv(tag)).body for _, tag in later_buckets(stage)]])
+        state.params = concatenate(
+            [state.coming, *[(await ctx.recv(tag)).body for _, tag in later_buckets(stage)]]
+        )
     state.coming = None
     return True
 
 
-# Slices that are merged by themselves
-#
-# A server that merges slice by slice, where all wait for all.
-#
-# Rule: of a slice that has come from all workers the server takes the weighted sum, steps on these elements alone,
-# and sends them to everybody at once. The last slice of a gradient is the push itself: with it goes what the server
-# counts and answers, and once that is back all others are. The bits are those of a gradient and a model in one piece.
-#
-# Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training", MLSys 2019. How large
+# Slices that are merged by themselves  A server that merges slice by slice, where all wait for all.
+# Rule: of a slice that has come from all workers the server takes the weighted sum, steps on these
+# elements alone, and sends them to everybody at once. The last slice of a gradient is the push
+# itself: with it goes what the server counts and answers, and once that is back all others are. The
+# bits are those of a gradient and a model in one piece.  Source: Jayarajan et al., "Priority-based
+# Parameter Propagation for Distributed DNN Training", MLSys 2019. How large
 # slices are is `ashl.overlap.slices`'s to say.
 
 
 def slice_ranges(stage: Stage) -> list[tuple[int, int]]:
     """The elements [start, stop) of each, in the order in which they leave."""
-    return [(m.start + start, m.start + stop) for m in stage.messages for start, stop in stage.overlap.cuts(m)]
+    return [
+        (m.start + start, m.start + stop)
+        for m in stage.messages
+        for start, stop in stage.overlap.cuts(m)
+    ]
 
 
 def last_slice_stage(stage: Stage) -> Stage:
@@ -950,8 +1126,9 @@ async def receive_slices(ctx: RankContext, stage: Stage, body: Any) -> Any:
 
 
 async def on_slice(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
-    """Take in one slice, and send it back where it has come from all; returns whether the model is another one, which
-    it is with the last alone."""
+    """Take in one slice, and send it back where it has come from all; returns whether the model is
+    another one, which it is with the last alone.
+    """
     number, samples = map(int, message.meta)
     if stage.by_priority:
         await ctx.send(message.src, stage.tag("had"), None, (number,))
@@ -967,11 +1144,14 @@ async def on_slice(ctx: RankContext, stage: Stage, state: ServerState, message: 
 
 
 async def await_slices(ctx: RankContext, stage: Stage, state: ServerState) -> Stage:
-    """The stage as it is for a push that comes after its slices. Before the last one of a round is merged all of them
-    are there: a link that became faster may have let it overtake one."""
+    """The stage as it is for a push that comes after its slices. Before the last one of a round is
+    merged all of them are there: a link that became faster may have let it overtake one.
+    """
     if not stage.overlap.by_slice:
         return stage
-    while len(state.buffer) + 1 == state.quorum and len(state.made) + 1 < len(stage.once(slice_ranges)):
+    while len(state.buffer) + 1 == state.quorum and len(state.made) + 1 < len(
+        stage.once(slice_ranges)
+    ):
         await on_slice(ctx, stage, state, await ctx.recv(stage.tag("slice")))
     return stage.once(last_slice_stage)
 
@@ -993,10 +1173,14 @@ def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> No
 def step_on(stage: Stage, state: ServerState, number: int, update: Any, lr: float) -> None:
     start, stop = stage.once(slice_ranges)[number]
     exact = stage.link.traits.lossless
-    state.made[number] = stage.trainer.apply_slice(state.params, state.moments, start, stop, update, lr, exact)
+    state.made[number] = stage.trainer.apply_slice(
+        state.params, state.moments, start, stop, update, lr, exact
+    )
 
 
-def finish_sliced_step(stage: Stage, state: ServerState, update: Any, lr: float) -> tuple[Any, Any, Any]:
+def finish_sliced_step(
+    stage: Stage, state: ServerState, update: Any, lr: float
+) -> tuple[Any, Any, Any]:
     """(moments, outer moments, model) once the last slice has come from all, too."""
     step_on(stage, state, len(stage.once(slice_ranges)) - 1, update, lr)
     moments, params = join_slices(stage, state)
@@ -1005,7 +1189,10 @@ def finish_sliced_step(stage: Stage, state: ServerState, update: Any, lr: float)
 
 def join_slices(stage: Stage, state: ServerState) -> tuple[Any, Any]:
     """(moments, model) of all slices."""
-    made = [state.made[number] for number in sorted(state.made, key=stage.once(slice_ranges).__getitem__)]
+    made = [
+        state.made[number]
+        for number in sorted(state.made, key=stage.once(slice_ranges).__getitem__)
+    ]
     state.made = {}
     return stage.trainer.joined(made)
 
@@ -1019,20 +1206,18 @@ def finish_if_complete(stage: Stage, state: ServerState) -> bool:
     return True
 
 
-# Slices in the order in which forward needs them
-#
-# Slices through a server by priority: those that the next forward pass needs first go before the others.
-#
-# Rule: of the slices that backward has handed out, a worker sends the lowest layer's first, while fewer than `credit`
-# of them are on their way; the server says so when it has one. It merges a slice that has come from all and sends it
-# back at once (`ashl.topology.parameter_server`), and the next forward pass waits for each message by itself, so that
-# the slices of the last layers travel under it. What is counted goes ahead of them, once backward is over: the server
-# answers when all have said so, and everybody knows before the next step begins whether the run goes on. The server's
-# model is whole once all slices of a step are in, and is evaluated then. At the end of a stage, and for a checkpoint,
-# all is let in first.
-#
-# Limits: with a credit of one slice each waits for the word about the one before, which takes two latencies. Source:
-# Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training" (P3), MLSys 2019.
+# Slices in the order in which forward needs them  Slices through a server by priority: those that
+# the next forward pass needs first go before the others.  Rule: of the slices that backward has
+# handed out, a worker sends the lowest layer's first, while fewer than `credit` of them are on
+# their way; the server says so when it has one. It merges a slice that has come from all and sends
+# it back at once (`ashl.topology.parameter_server`), and the next forward pass waits for each
+# message by itself, so that the slices of the last layers travel under it. What is counted goes
+# ahead of them, once backward is over: the server answers when all have said so, and everybody
+# knows before the next step begins whether the run goes on. The server's model is whole once all
+# slices of a step are in, and is evaluated then. At the end of a stage, and for a checkpoint, all
+# is let in first.  Limits: with a credit of one slice each waits for the word about the one before,
+# which takes two latencies. Source: Jayarajan et al., "Priority-based Parameter Propagation for
+# Distributed DNN Training" (P3), MLSys 2019.
 
 
 def slice_numbers(stage: Stage) -> list[range]:
@@ -1045,19 +1230,25 @@ def slice_numbers(stage: Stage) -> list[range]:
 
 
 async def step_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """One gradient, whose slices go by themselves; `state.coming` is the task that has to do with them."""
+    """One gradient, whose slices go by themselves; `state.coming` is the task that has to do with
+    them.
+    """
     start, (number, span), came = ctx.now, next_batch(state), list[Any]()
     groups = [(message.needed, stage.tag("group", k)) for k, message in enumerate(stage.messages)]
     needs = () if state.coming is None else tuple(reversed(groups))
 
-    def work(hand_out: Callable[[int, Any], None], take: Callable[[int], Any] | None = None) -> float:
+    def work(
+        hand_out: Callable[[int, Any], None], take: Callable[[int], Any] | None = None
+    ) -> float:
         def first(k: int) -> Any:
             assert take is not None
             came.append(take(k))
             return came[k]
 
         model = Pieces(stage.slices[::-1], first) if needs else state.params
-        return stage.trainer.gradient_in_parts(model, ctx.rank, number, span, stage.slices, hand_out)
+        return stage.trainer.gradient_in_parts(
+            model, ctx.rank, number, span, stage.slices, hand_out
+        )
 
     state.coming = ctx.spawn(exchange_by_priority(ctx, stage, state.batch, state.coming))
     loss = await ctx.compute(work, work=state.batch, parts=stage.ready, needs=needs)
@@ -1067,7 +1258,9 @@ async def step_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) -
 
 
 async def exchange_by_priority(ctx: RankContext, stage: Stage, samples: int, before: Any) -> None:
-    """The slices of one gradient on their way up, and those of the model, message by message, to the forward pass."""
+    """The slices of one gradient on their way up, and those of the model, message by message, to
+    the forward pass.
+    """
     if before is not None:
         await ctx.join(before)
     parts, had, back = [tag for _, tag in stage.ready], stage.tag("had"), stage.tag("back")
@@ -1081,10 +1274,14 @@ async def exchange_by_priority(ctx: RankContext, stage: Stage, samples: int, bef
             came[int(message.meta[0])] = message.body
             k = next(k for k, own in enumerate(of) if int(message.meta[0]) in own)
             if all(number in came for number in of[k]):
-                await ctx.send(ctx.rank, stage.tag("group", k), concatenate([came[number] for number in of[k]]))
+                await ctx.send(
+                    ctx.rank, stage.tag("group", k), concatenate([came[number] for number in of[k]])
+                )
         else:
             k = parts.index(message.tag)
-            for number, (start, stop) in zip(of[k], stage.overlap.cuts(stage.messages[k]), strict=True):
+            for number, (start, stop) in zip(
+                of[k], stage.overlap.cuts(stage.messages[k]), strict=True
+            ):
                 heappush(waiting, (-k, number, slice_vector(message.body, start, stop)))
         while waiting and held < stage.overlap.most_committed:
             _, number, body = heappop(waiting)
@@ -1114,10 +1311,14 @@ async def cancel_exchange(ctx: RankContext, stage: Stage, state: WorkerState) ->
 
 
 def count_step(stage: Stage, state: ServerState, message: Message) -> bool:
-    """A worker has ended a step: once all have, it counts. Returns whether the model has changed."""
+    """A worker has ended a step: once all have, it counts. Returns whether the model has
+    changed.
+    """
     steps, samples, loss, version = message.meta[:4]
     progress, staleness = state.progress, state.progress.version - int(version)
-    state.buffer.append(Push(message.src, None, int(steps), int(samples), staleness, loss, 0.0, 0.0, 0.0))
+    state.buffer.append(
+        Push(message.src, None, int(steps), int(samples), staleness, loss, 0.0, 0.0, 0.0)
+    )
     if len(state.buffer) < state.quorum:
         return False
     members, state.buffer = state.buffer, []
@@ -1134,25 +1335,28 @@ async def drain_slices(ctx: RankContext, stage: Stage, state: ServerState) -> No
         await on_slice(ctx, stage, state, await ctx.recv(stage.tag("slice")))
 
 
-# One fragment of the model at a time
-#
-# A server that merges one fragment of the model at a time, see `ashl.overlap.streaming` and `loscar`.
-#
-# Rule: the merge after version v is of fragment v mod P. Each worker pushes what it has learned there, the server
-# takes the outer step on it once it has come from all, and answers with the fragment, which the worker mixes with its
-# own. As under all-reduce a worker holds one piece of work that is done and not exchanged
-# (`ashl.topology.all_reduce`).
-#
-# Sources: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, 2025; Maziane et
-# al., "LOSCAR-SGD", arXiv 2605.20866, 2026. Both are written for all-reduce: that a server takes the outer step is
+# One fragment of the model at a time  A server that merges one fragment of the model at a time, see
+# `ashl.overlap.streaming` and `loscar`.  Rule: the merge after version v is of fragment v mod P.
+# Each worker pushes what it has learned there, the server takes the outer step on it once it has
+# come from all, and answers with the fragment, which the worker mixes with its own. As under
+# all-reduce a worker holds one piece of work that is done and not exchanged
+# (`ashl.topology.all_reduce`).  Sources: Douillard et al., "Streaming DiLoCo with overlapping
+# communication", arXiv 2501.18512, 2025; Maziane et al., "LOSCAR-SGD", arXiv 2605.20866, 2026. Both
+# are written for all-reduce: that a server takes the outer step is
 # ours.
 
 
 async def run_fragments(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
-    """Push a fragment, take the first of the next steps meanwhile, mix in what comes back, take the others; returns
-    the last word."""
+    """Push a fragment, take the first of the next steps meanwhile, mix in what comes back, take the
+    others; returns the last word.
+    """
     state.enter(stage, ctx.rank)
-    overlap, signal, push, answer = stage.delayed, GO, stage.tag("push"), ctx.recv(stage.tag("pull"))
+    overlap, signal, push, answer = (
+        stage.delayed,
+        GO,
+        stage.tag("push"),
+        ctx.recv(stage.tag("pull")),
+    )
     assert isinstance(overlap, Fragmented)
     while signal == GO:
         ctx.safe_point(stage.index, state)
@@ -1165,7 +1369,10 @@ async def run_fragments(ctx: RankContext, stage: Stage, state: WorkerState) -> i
         await ctx.send(stage.server, push, body, meta)
         total = state.local_steps
         beside = overlap.overlapped_steps(total) if state.rest is None or state.rest[0] > 0 else 0
-        ahead, asked = await take_local_steps(ctx, stage, state, beside) if beside else None, ctx.now
+        ahead, asked = (
+            await take_local_steps(ctx, stage, state, beside) if beside else None,
+            ctx.now,
+        )
         message = await answer
         reply = parse_reply(Pull, message.meta)
         signal = reply.signal
@@ -1180,7 +1387,14 @@ async def run_fragments(ctx: RankContext, stage: Stage, state: WorkerState) -> i
         state.follow(reply)
         if signal != GO:
             leave_stage(ctx, stage, signal, reply.end_ns)
-        ctx.record_round(stage.index, state.round, work.steps, reply.staleness, dropped=bool(reply.dropped), loss=loss)
+        ctx.record_round(
+            stage.index,
+            state.round,
+            work.steps,
+            reply.staleness,
+            dropped=bool(reply.dropped),
+            loss=loss,
+        )
         state.round += 1
         if signal == GO:
             after = state.local_steps  # of the piece after the one that is under way
@@ -1189,9 +1403,15 @@ async def run_fragments(ctx: RankContext, stage: Stage, state: WorkerState) -> i
     return signal
 
 
-async def merge_fragment_push(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
+async def merge_fragment_push(
+    ctx: RankContext, stage: Stage, state: ServerState, message: Message
+) -> bool:
     """At the server: a push of the fragment whose turn it is; whether the model changed."""
-    model, ends, outers = state.params, state.ends, [*(state.outer_state or len(stage.fragments) * (None,))]
+    model, ends, outers = (
+        state.params,
+        state.ends,
+        [*(state.outer_state or len(stage.fragments) * (None,))],
+    )
     k = state.version % len(stage.fragments)
     part, fragment, held = fragment_state(stage, state, state.version)
     state.params, state.outer_state, state.ends = held.params, outers[k], held.ends
@@ -1209,7 +1429,9 @@ async def answer_fragment(ctx: RankContext, stage: Stage, state: ServerState, ra
 
 
 def fragment_state(stage: Stage, state: Any, version: int) -> tuple[Stage, Fragment, Any]:
-    """(the stage, where it lies, the state) as they are for the fragment of the merge after this version alone."""
+    """(the stage, where it lies, the state) as they are for the fragment of the merge after this
+    version alone.
+    """
     k, fragment = version % len(stage.fragments), fragment_at(stage, version)
     state.fragment_ends = state.fragment_ends or codec_states_of(stage)
     held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])

@@ -1,13 +1,16 @@
-"""Partial all-reduce (P-Reduce): models are averaged in small groups, and who meets whom is a scheduler's choice.
+"""Partial all-reduce (P-Reduce): models are averaged in small groups, and who meets whom is a
+scheduler's choice.
 
-Rule: every H local steps x_i ← (1/g)·Σ_j x_j over the g members of a group; momentum stays local. As a matrix this is
-symmetric, doubly stochastic and idempotent, so the mean of all models is conserved. A thin coordinator (rank n) makes
-the groups (`ashl.topology.group_generator`) and tells each member to begin once all have asked; no model passes it.
+Rule: every H local steps x_i ← (1/g)·Σ_j x_j over the g members of a group; momentum stays local.
+As a matrix this is symmetric, doubly stochastic and idempotent, so the mean of all models is
+conserved. A thin coordinator (rank n) makes the groups (`ashl.topology.group_generator`) and tells
+each member to begin once all have asked; no model passes it.
 
 Where workers are lost or come, see `ashl.topology.partial_all_reduce`.
 
-Limit: one group of all workers is local SGD by all-reduce, bit for bit. Source: Luo et al., "Prague: High-Performance
-Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples").
+Limit: one group of all workers is local SGD by all-reduce, bit for bit. Source: Luo et al.,
+"Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020
+(arXiv 1909.08029, as "Ripples").
 """
 
 from __future__ import annotations
@@ -67,7 +70,9 @@ class PartialAllReduce(Topology):
         if ctx.rank == stage.home:
             n = stage.num_workers
             progress = Progress(n, groups=[0] * n, conflicts=0)
-            return MakerState(progress, groups=generator.open_groups(self.nodes(stage), stage.seed), last=[-1] * n)
+            return MakerState(
+                progress, groups=generator.open_groups(self.nodes(stage), stage.seed), last=[-1] * n
+            )
         return Replica(*stage.trainer.init())
 
     async def join(
@@ -108,18 +113,32 @@ class MakerState(CoordinatorState):
     """A coordinator that also makes the groups."""
 
     groups: Groups
-    last: list[int]  # the group in which each worker was last; -1 = none, so that it has the first model
-    asked: dict[int, Done] = field(default_factory=dict)  # what those who have no group yet have computed
+    last: list[
+        int
+    ]  # the group in which each worker was last; -1 = none, so that it has the first model
+    asked: dict[int, Done] = field(
+        default_factory=dict
+    )  # what those who have no group yet have computed
     running: dict[int, tuple[Group, list[Done]]] = field(
         default_factory=dict
     )  # with what its members have, until it is counted
     signal: int = GO  # NEXT or STOP once the stage is over
-    incarnations: dict[int, int] = field(default_factory=dict)  # the present one of each worker that has come back
+    incarnations: dict[int, int] = field(
+        default_factory=dict
+    )  # the present one of each worker that has come back
     losses: int = 0  # that are taken into account
-    again: dict[int, int] = field(default_factory=dict)  # how often each worker that was lost had been by then
-    yet: dict[int, set[int]] = field(default_factory=dict)  # by group that runs: who is to say what came of it
-    broken: dict[int, set[int]] = field(default_factory=dict)  # ... and whose average has come to nothing
-    donor_of: dict[int, int] = field(default_factory=dict)  # by joining worker: the donor of its model
+    again: dict[int, int] = field(
+        default_factory=dict
+    )  # how often each worker that was lost had been by then
+    yet: dict[int, set[int]] = field(
+        default_factory=dict
+    )  # by group that runs: who is to say what came of it
+    broken: dict[int, set[int]] = field(
+        default_factory=dict
+    )  # ... and whose average has come to nothing
+    donor_of: dict[int, int] = field(
+        default_factory=dict
+    )  # by joining worker: the donor of its model
 
     def enter(self, stage: Stage, now_s: float) -> None:
         if self.entered == stage.index:
@@ -132,14 +151,17 @@ class MakerState(CoordinatorState):
 
 
 class GroupReply(NamedTuple):
-    """The answer to a worker, followed by the members of its group, and by those who are gone. With STOP its work is
-    not used; with NEXT this is the last of it; without members it leaves."""
+    """The answer to a worker, followed by the members of its group, and by those who are gone. With
+    STOP its work is not used; with NEXT this is the last of it; without members it leaves.
+    """
 
     signal: float  # GO, NEXT or STOP
     group: float
     samples: float  # applied once this group is done: the learning rate follows them
     staleness: float  # how many commits it is behind the foremost worker
-    common: float  # whether all members come from the same group, so that they share the model that they started from
+    # whether all members come from the same group, so that they share the model that they started
+    # from
+    common: float
     tick: float  # of the evaluation that wants its model
     end_ns: float  # of the stage, without members
     epoch: float = 0  # of the group
@@ -152,7 +174,9 @@ HEAD = len(GroupReply._fields)
 
 
 async def worker(ctx: RankContext, stage: Stage, state: Replica) -> int:
-    """Compute on its own model, average with whom the coordinator names, go on; returns the last word."""
+    """Compute on its own model, average with whom the coordinator names, go on; returns the last
+    word.
+    """
     state.enter(stage, ctx.rank)
     signal = GO
     while signal == GO:
@@ -163,20 +187,34 @@ async def worker(ctx: RankContext, stage: Stage, state: Replica) -> int:
         if signal != GO:
             leave_stage(ctx, stage, signal, int(reply.end_ns))
         how = (work.steps, int(reply.staleness))
-        ctx.record_round(stage.index, state.round, *how, dropped=signal == STOP, loss=work.loss, group=list(members))
+        ctx.record_round(
+            stage.index,
+            state.round,
+            *how,
+            dropped=signal == STOP,
+            loss=work.loss,
+            group=list(members),
+        )
         state.round += 1
     return signal
 
 
-async def meet(ctx: RankContext, stage: Stage, state: Replica, work: Work) -> tuple[GroupReply, Members]:
-    """Ask for a group and average in it. Once the stage is over, the worker takes part in all that is still in its
-    buffer, as others may wait for it there: under NEXT its work is part of the first of these, under STOP of none."""
+async def meet(
+    ctx: RankContext, stage: Stage, state: Replica, work: Work
+) -> tuple[GroupReply, Members]:
+    """Ask for a group and average in it. Once the stage is over, the worker takes part in all that
+    is still in its buffer, as others may wait for it there: under NEXT its work is part of the
+    first of these, under STOP of none.
+    """
     body, meta, met = work.body, (work.steps, work.samples, work.loss), None
     while True:
         await ctx.send(stage.home, stage.tag("ask"), meta=meta)
         message = await ctx.recv(stage.tag("group", state.incarnation), src=stage.home)
         reply = GroupReply(*message.meta[:HEAD])
-        numbers, gone = message.meta[HEAD : HEAD + int(reply.size)], message.meta[HEAD + int(reply.size) :]
+        numbers, gone = (
+            message.meta[HEAD : HEAD + int(reply.size)],
+            message.meta[HEAD + int(reply.size) :],
+        )
         members, state.away = as_members(numbers), as_members(gone)
         body, met = None if reply.signal == STOP else body, met or members
         team = Team(members, int(reply.epoch), incarnations_in(message))
@@ -189,7 +227,9 @@ async def meet(ctx: RankContext, stage: Stage, state: Replica, work: Work) -> tu
             await ctx.send(int(reply.joiner), model_tag(int(reply.incarnation)), state.params)
         if len(members) > 1 and (ctx.rank == members[0] or stage.elastic):
             await ctx.send(stage.home, stage.tag("done"), meta=(reply.group,))
-        while reply.signal == GO and state.tick < reply.tick:  # its model now is what it was at each of them
+        while (
+            reply.signal == GO and state.tick < reply.tick
+        ):  # its model now is what it was at each of them
             state.tick += 1
             ctx.snapshot(state.params, tick=state.tick)
         if reply.signal == GO or not members:
@@ -198,20 +238,27 @@ async def meet(ctx: RankContext, stage: Stage, state: Replica, work: Work) -> tu
 
 
 async def average_group(ctx: RankContext, params: Any, body: Any, team: Team, common: bool) -> Any:
-    """(1/g)·Σ_j (x_j + Δ_j), summed in rank order; `Broken` where a member is lost. Members who share x exchange Δ
-    alone: that is the sum of all-reduce, to the last bit."""
+    """(1/g)·Σ_j (x_j + Δ_j), summed in rank order; `Broken` where a member is lost. Members who
+    share x exchange Δ alone: that is the sum of all-reduce, to the last bit.
+    """
     mine = params if body is None else params + body
     members, epoch, incarnations = team
     if len(members) < 2:
         return mine
     if not common:
-        return await ctx.all_reduce(mine * (1 / len(members)), members, epoch=epoch, incarnations=incarnations)
-    total = await ctx.all_reduce(body * (1 / len(members)), members, epoch=epoch, incarnations=incarnations)
+        return await ctx.all_reduce(
+            mine * (1 / len(members)), members, epoch=epoch, incarnations=incarnations
+        )
+    total = await ctx.all_reduce(
+        body * (1 / len(members)), members, epoch=epoch, incarnations=incarnations
+    )
     return total if total.__class__ is Broken else params + total
 
 
 async def coordinator(ctx: RankContext, stage: Stage, state: MakerState) -> int:
-    """Make groups until the stage is over, then serve those that were made; returns the last word."""
+    """Make groups until the stage is over, then serve those that were made; returns the
+    last word.
+    """
     progress, rule = state.progress, rule_in(stage)
     state.enter(stage, ctx.now)
     deadline_s, reason, ahead = stage.stop_criteria.deadline_s, None, None
@@ -220,7 +267,8 @@ async def coordinator(ctx: RankContext, stage: Stage, state: MakerState) -> int:
         wakes = rule.wakes(state.groups)
         before_s = deadline_s if wakes is None else min(deadline_s, wakes / 1e9)
         message = await ctx.recv(*coordinator_tags(stage), before_s=before_s)
-        ctx.time_accounting.end_round()  # nobody asks for the coordinator's rounds, so they are not kept
+        # nobody asks for the coordinator's rounds, so they are not kept
+        ctx.time_accounting.end_round()
         if message is None and before_s == deadline_s:
             state.signal, reason = STOP, "seconds"
             break
@@ -249,12 +297,16 @@ def on_report(ctx: RankContext, stage: Stage, state: MakerState, message: Messag
     """Note the loss of a worker that asks, or count a group that is done."""
     progress = state.progress
     if message is not None and message.tag[0] == "ask":
-        progress.observe(message.src, progress.fastest - progress.clocks[message.src], message.meta[2])
+        progress.observe(
+            message.src, progress.fastest - progress.clocks[message.src], message.meta[2]
+        )
     elif message is not None and message.tag[0] == "done":
         count(ctx, stage, state, int(message.meta[0]))
 
 
-async def on_message(ctx: RankContext, stage: Stage, state: MakerState, message: Message | None) -> None:
+async def on_message(
+    ctx: RankContext, stage: Stage, state: MakerState, message: Message | None
+) -> None:
     """A worker asks, a group is done, or (None) a moment has come that the scheduler waited for."""
     now_ns, rule = ctx.now_ns, rule_in(stage)
     if message is None:
@@ -281,17 +333,30 @@ async def on_message(ctx: RankContext, stage: Stage, state: MakerState, message:
             started += generator.complete_group(state.groups, rule, group, now_ns)
 
 
-async def begin(ctx: RankContext, stage: Stage, state: MakerState, group: Group, work: Sequence[Done]) -> None:
+async def begin(
+    ctx: RankContext, stage: Stage, state: MakerState, group: Group, work: Sequence[Done]
+) -> None:
     """Tell the members, who have all come with this work, who they are."""
     progress = state.progress
     fresh = state.signal != STOP and all(steps for steps, _ in work)
     common = fresh and len({state.last[member] for member in group.members}) == 1
-    applied = progress.samples + (0 if state.signal == STOP else sum(samples for _, samples in work))
+    applied = progress.samples + (
+        0 if state.signal == STOP else sum(samples for _, samples in work)
+    )
     numbers, gone = as_numbers(group.members), failed_as_numbers(stage, progress.gone)
     for member in group.members:
         state.last[member] = group.id
         behind = progress.fastest - progress.clocks[member]
-        of = (state.signal, group.id, applied, behind, common, state.ticks, progress.end_ns, state.losses)
+        of = (
+            state.signal,
+            group.id,
+            applied,
+            behind,
+            common,
+            state.ticks,
+            progress.end_ns,
+            state.losses,
+        )
         reply = GroupReply(*of, size=len(numbers))
         if state.donor_of and state.signal == GO:
             reply = await assign_joiner(ctx, stage, state, member, reply)
@@ -308,7 +373,9 @@ def count(ctx: RankContext, stage: Stage, state: MakerState, number: int) -> Non
     commit(ctx, stage, state, group.members, work)
 
 
-def commit(ctx: RankContext, stage: Stage, state: MakerState, members: Members, work: Sequence[Done]) -> None:
+def commit(
+    ctx: RankContext, stage: Stage, state: MakerState, members: Members, work: Sequence[Done]
+) -> None:
     """These workers have averaged, each with its own work; one alone has merged its own."""
     progress = state.progress
     assert progress.groups is not None
@@ -324,11 +391,13 @@ def commit(ctx: RankContext, stage: Stage, state: MakerState, members: Members, 
 
 
 async def drain(ctx: RankContext, stage: Stage, state: MakerState, message: Message | None) -> None:
-    """The stage is over, with this message not taken in yet. Who is still expected in a group averages in it, which
-    leaves the mean of all models as it is; who is not expected anywhere leaves.
+    """The stage is over, with this message not taken in yet. Who is still expected in a group
+    averages in it, which leaves the mean of all models as it is; who is not expected anywhere
+    leaves.
 
-    STOP: it ended now. Groups that run count, what else was computed is dropped. NEXT: it ends when the last worker has
-    come, and everybody's work counts, that of who is in no group as its own model's.
+    STOP: it ended now. Groups that run count, what else was computed is dropped. NEXT: it ends when
+    the last worker has come, and everybody's work counts, that of who is in no group as its own
+    model's.
     """
     progress, last = state.progress, state.signal == STOP
     if last:
@@ -355,13 +424,17 @@ async def drain(ctx: RankContext, stage: Stage, state: MakerState, message: Mess
         away.update(await release_expected(ctx, stage, state))
     if not last:
         progress.end_ns = end_time_ns(stage, ctx.now_ns)
-        await release_workers(ctx, stage, state, [worker for worker in stage.workers if worker not in progress.gone])
+        await release_workers(
+            ctx, stage, state, [worker for worker in stage.workers if worker not in progress.gone]
+        )
     elif stage.joins:
         ctx.spawn(reject_late_joins(ctx, state))
 
 
 async def release_expected(ctx: RankContext, stage: Stage, state: MakerState) -> list[int]:
-    """Those who are expected in no group any more: under STOP they leave, under NEXT their work counts first."""
+    """Those who are expected in no group any more: under STOP they leave, under NEXT their work
+    counts first.
+    """
     idle = generator.release_idle(state.groups)
     if state.signal == STOP:
         await release_workers(ctx, stage, state, idle)
@@ -373,33 +446,34 @@ async def release_expected(ctx: RankContext, stage: Stage, state: MakerState) ->
     return idle
 
 
-async def release_workers(ctx: RankContext, stage: Stage, state: MakerState, workers: Sequence[int]) -> None:
+async def release_workers(
+    ctx: RankContext, stage: Stage, state: MakerState, workers: Sequence[int]
+) -> None:
     """These workers may leave the stage."""
     for worker in workers:
-        reply = GroupReply(state.signal, -1, state.progress.samples, 0, False, state.ticks, state.progress.end_ns)
+        reply = GroupReply(
+            state.signal, -1, state.progress.samples, 0, False, state.ticks, state.progress.end_ns
+        )
         meta = (*reply, *failed_as_numbers(stage, state.progress.gone))
         await ctx.send(worker, stage.tag("group", state.incarnations.get(worker, 0)), meta=meta)
 
 
-# Groups that lose a member, and workers that rejoin
-#
-# Groups that lose a member, and workers that come, where models are averaged in groups.
-#
-# Rule of a loss, once it is noticed: groups that have not begun meet without the lost worker, and new ones have it no
-# longer. Of a group that is averaging, those who are left average anew, as soon as all of them have said whether the
-# sum came to nothing; what the lost worker had computed is dropped with it, or counts where the sum had ended before.
-# On processes it may have ended at some of them alone, and the rest average without these.
-#
-# Rule of a join: the coordinator names a worker of the next group that begins, which sends its model once it has
-# averaged; where nobody has one any more, the newcomer begins with the first model. It counts as having asked as
-# often as before, and at least as often as whoever has asked least; its optimizer begins anew, and its data go on
-# behind what was counted of it. Groups that it is in learn how often each of their members had been lost: so nobody
-# takes one for its earlier life. Who comes at a border takes part from the next stage on, and who comes when the run
-# is over learns it. A life is known by the moment at which it asked to take part, and what answers it has that as its
-# tag.
-#
-# From a checkpoint on processes all come anew, each as it was at the top of its loop, with its own model and data.
-# The coordinator counts of each what is in its model, and nobody has asked; what others had of an average that a
+# Groups that lose a member, and workers that rejoin  Groups that lose a member, and workers that
+# come, where models are averaged in groups.  Rule of a loss, once it is noticed: groups that have
+# not begun meet without the lost worker, and new ones have it no longer. Of a group that is
+# averaging, those who are left average anew, as soon as all of them have said whether the sum came
+# to nothing; what the lost worker had computed is dropped with it, or counts where the sum had
+# ended before. On processes it may have ended at some of them alone, and the rest average without
+# these.  Rule of a join: the coordinator names a worker of the next group that begins, which sends
+# its model once it has averaged; where nobody has one any more, the newcomer begins with the first
+# model. It counts as having asked as often as before, and at least as often as whoever has asked
+# least; its optimizer begins anew, and its data go on behind what was counted of it. Groups that it
+# is in learn how often each of their members had been lost: so nobody takes one for its earlier
+# life. Who comes at a border takes part from the next stage on, and who comes when the run is over
+# learns it. A life is known by the moment at which it asked to take part, and what answers it has
+# that as its tag.  From a checkpoint on processes all come anew, each as it was at the top of its
+# loop, with its own model and data. The coordinator counts of each what is in its model, and nobody
+# has asked; what others had of an average that a
 # worker was kept before, they keep.
 
 
@@ -446,9 +520,12 @@ def incarnations_in(message: Message) -> tuple[int, ...]:
 # At the coordinator
 
 
-async def on_membership(ctx: RankContext, stage: Stage, state: MakerState, message: Message) -> list[Group]:
-    """A worker is lost, or asks to take part; returns the groups that begin now. Raises AshlError where too few are
-    left."""
+async def on_membership(
+    ctx: RankContext, stage: Stage, state: MakerState, message: Message
+) -> list[Group]:
+    """A worker is lost, or asks to take part; returns the groups that begin now. Raises AshlError
+    where too few are left.
+    """
     rank, started = message.src, list[Group]()
     if message.tag == PEER_FAILED:
         state.losses += 1
@@ -456,10 +533,16 @@ async def on_membership(ctx: RankContext, stage: Stage, state: MakerState, messa
         started = remove_failed(ctx, stage, state, rank)
     else:
         state.donor_of[rank], state.incarnations[rank] = NOBODY, int(message.meta[0])
-        if rank not in state.progress.gone and state.signal != GO:  # nobody will give it a model in this stage any more
+        if (
+            rank not in state.progress.gone and state.signal != GO
+        ):  # nobody will give it a model in this stage any more
             started = continue_without(ctx, stage, state, rank)
-    if state.signal == GO and not {*stage.workers} - state.progress.gone - state.donor_of.keys():  # nobody has one
-        for joiner in [joiner for joiner, state_donor in state.donor_of.items() if state_donor == NOBODY]:
+    if (
+        state.signal == GO and not {*stage.workers} - state.progress.gone - state.donor_of.keys()
+    ):  # nobody has one
+        for joiner in [
+            joiner for joiner, state_donor in state.donor_of.items() if state_donor == NOBODY
+        ]:
             await admit(ctx, stage, state, joiner, NOBODY)
             del state.donor_of[joiner]
     return started
@@ -506,8 +589,9 @@ async def remind(ctx: RankContext, stage: Stage, number: int) -> None:
 
 
 def report_group(state: MakerState, message: Message) -> bool:
-    """Where workers may be lost: a member of a group has averaged, or its average came to nothing. Whether others of
-    the group have still to say so."""
+    """Where workers may be lost: a member of a group has averaged, or its average came to nothing.
+    Whether others of the group have still to say so.
+    """
     number = int(message.meta[0])
     if number not in state.yet:
         return number not in state.running
@@ -517,7 +601,9 @@ def report_group(state: MakerState, message: Message) -> bool:
     return bool(state.yet[number])
 
 
-async def complete_if_reported(ctx: RankContext, stage: Stage, state: MakerState, number: int) -> list[Group]:
+async def complete_if_reported(
+    ctx: RankContext, stage: Stage, state: MakerState, number: int
+) -> list[Group]:
     """All who are left of a group have said what came of it; returns the groups that begin now."""
     group, work = state.running[number]
     left = tuple(sorted(state.broken.get(number, ())))
@@ -528,7 +614,9 @@ async def complete_if_reported(ctx: RankContext, stage: Stage, state: MakerState
         if work:  # nobody is left of it
             for member, (steps, _) in zip(group.members, work, strict=True):
                 state.progress.count_dropped(member, steps, FAILURE)
-        return generator.complete_group(state.groups, cast("GroupRule", stage.sync), group, ctx.now_ns)
+        return generator.complete_group(
+            state.groups, cast("GroupRule", stage.sync), group, ctx.now_ns
+        )
     if work:
         each = dict(zip(group.members, work, strict=True))
         for member in each.keys() - {*left}:
@@ -546,8 +634,13 @@ async def complete_if_reported(ctx: RankContext, stage: Stage, state: MakerState
 async def assign_joiner(
     ctx: RankContext, stage: Stage, state: MakerState, state_donor: int, reply: GroupReply
 ) -> GroupReply:
-    """The reply to a worker, with the newcomer that is to have its model, where one waits for it."""
-    joiner = next((rank for rank, named in state.donor_of.items() if named == NOBODY and rank != state_donor), None)
+    """The reply to a worker, with the newcomer that is to have its model, where one waits
+    for it.
+    """
+    joiner = next(
+        (rank for rank, named in state.donor_of.items() if named == NOBODY and rank != state_donor),
+        None,
+    )
     if joiner is None or state_donor in state.donor_of:
         return reply
     state.donor_of[joiner] = state_donor
@@ -555,15 +648,25 @@ async def assign_joiner(
     return reply._replace(joiner=joiner, incarnation=state.incarnations[joiner])
 
 
-async def admit(ctx: RankContext, stage: Stage, state: MakerState, joiner: int, state_donor: int) -> None:
-    """A newcomer takes part from now on, with the model of this worker; with nobody's, the first one."""
+async def admit(
+    ctx: RankContext, stage: Stage, state: MakerState, joiner: int, state_donor: int
+) -> None:
+    """A newcomer takes part from now on, with the model of this worker; with nobody's, the first
+    one.
+    """
     progress = state.progress
     if joiner in progress.gone:
         progress.join(joiner)
         generator.join(state.groups, joiner)
         state.last[joiner] = OWN - joiner
     admission = Admission(
-        GO, 0, stage.index, state_donor, progress.samples, *progress.rounds_and_steps_of(joiner), state.ticks
+        GO,
+        0,
+        stage.index,
+        state_donor,
+        progress.samples,
+        *progress.rounds_and_steps_of(joiner),
+        state.ticks,
     )
     await ctx.send(joiner, admission_tag(state.incarnations[joiner]), None, admission)
 
@@ -597,11 +700,19 @@ async def reject_late_joins(ctx: RankContext, state: MakerState) -> None:
     """Once all others are let go: whoever has come, or comes, learns that the run is over."""
     while True:
         for rank in state.donor_of:
-            await ctx.send(rank, admission_tag(state.incarnations[rank]), None, Admission(STOP, state.progress.end_ns))
+            await ctx.send(
+                rank,
+                admission_tag(state.incarnations[rank]),
+                None,
+                Admission(STOP, state.progress.end_ns),
+            )
         state.donor_of.clear()
         message = await ctx.recv(JOIN, PEER_FAILED)
         if message.tag == JOIN:
-            state.donor_of[message.src], state.incarnations[message.src] = NOBODY, int(message.meta[0])
+            state.donor_of[message.src], state.incarnations[message.src] = (
+                NOBODY,
+                int(message.meta[0]),
+            )
 
 
 # At a worker
@@ -615,22 +726,29 @@ async def form_remaining_group(ctx: RankContext, stage: Stage, number: float) ->
     return Team(as_members(left), int(epoch), incarnations_in(message))
 
 
-async def join(ctx: RankContext, stages: Sequence[Stage], state: Replica, kept: bool = False) -> tuple[int, Any] | None:
-    """At a worker that comes while the others run: the stage that they are in, and its state there; None where the run
-    is over. `kept`: all come, and this is its state from a checkpoint."""
+async def join(
+    ctx: RankContext, stages: Sequence[Stage], state: Replica, kept: bool = False
+) -> tuple[int, Any] | None:
+    """At a worker that comes while the others run: the stage that they are in, and its state there;
+    None where the run is over. `kept`: all come, and this is its state from a checkpoint.
+    """
     done = (state.round, state.step) if kept else ()
     while True:
         while await ctx.recv(PEER_FAILED, before_s=ctx.now):
             pass  # what was before is of no concern
         state.incarnation = int(float(ctx.now_ns)) + (state.incarnation == ctx.now_ns)
         await ctx.send(stages[0].home, JOIN, None, (state.incarnation, *done))
-        admission = Admission(*(await ctx.recv(admission_tag(state.incarnation), src=stages[0].home)).meta)
+        admission = Admission(
+            *(await ctx.recv(admission_tag(state.incarnation), src=stages[0].home)).meta
+        )
         if admission.signal == STOP:
             ctx.time_accounting.close_at(int(admission.end_ns))
             return None
         if admission.state_donor == NOBODY:
             break
-        message = await ctx.recv(model_tag(state.incarnation), PEER_FAILED, src=int(admission.state_donor))
+        message = await ctx.recv(
+            model_tag(state.incarnation), PEER_FAILED, src=int(admission.state_donor)
+        )
         if message.tag != PEER_FAILED:
             state.params = message.body
             break

@@ -9,7 +9,9 @@ class Assignment(NamedTuple):
 
     local_steps: int | None = None  # H
     ratio: float | None = None  # density of its update
-    interval_s: float = 0.0  # where it is not 0, steps are taken until so much time has passed, instead of H
+    interval_s: float = (
+        0.0  # where it is not 0, steps are taken until so much time has passed, instead of H
+    )
     batch: int = 0  # 0 = as before
 
 
@@ -46,7 +48,9 @@ class Admission(NamedTuple):
     samples: int = 0
     rounds: int = 0  # its own, applied or dropped or kept for a merge
     done: int = 0  # ... of the steps
-    planned: int = 0  # the stage from which on another message says what workers do; 0 = the plan does
+    planned: int = (
+        0  # the stage from which on another message says what workers do; 0 = the plan does
+    )
     local_steps: int = 1
     ratio: float = 1.0
     interval_s: float = 0.0
@@ -58,8 +62,14 @@ Head = TypeVar("Head", bound=NamedTuple)
 
 
 def parse_reply(of: type[Head], meta: tuple[float, ...]) -> Head:
-    """What the head of a message says: in virtual time it may come as it was, from a process it is all floats."""
-    return meta if isinstance(meta, of) else of(*(kind(x) for kind, x in zip(field_types(of), meta, strict=False)))
+    """What the head of a message says: in virtual time it may come as it was, from a process it is
+    all floats.
+    """
+    return (
+        meta
+        if isinstance(meta, of)
+        else of(*(kind(x) for kind, x in zip(field_types(of), meta, strict=False)))
+    )
 
 
 @cache

@@ -1,15 +1,17 @@
 """A run goes on with another number of workers: what of its state has a meaning for others.
 
-Rule: it goes on from one state that all agree on, the server's or, where workers sum, any of theirs. From there come
-the model, the moments of whoever steps on merged gradients, the outer optimizer's, what the sync rule keeps of the run
-as a whole (`ServerRule.rescaled`), and all counts: of everybody together as they were, and by worker dealt out over
-those who are there now. All stand at the top of their loops on that model, each as far into its own data as the run is
-into all of it. Begins anew: what each worker kept by itself, as for one that comes:
-its own momentum, what codecs keep at both ends, and what rules keep by worker.
+Rule: it goes on from one state that all agree on, the server's or, where workers sum, any of
+theirs. From there come the model, the moments of whoever steps on merged gradients, the outer
+optimizer's, what the sync rule keeps of the run as a whole (`ServerRule.rescaled`), and all counts:
+of everybody together as they were, and by worker dealt out over those who are there now. All stand
+at the top of their loops on that model, each as far into its own data as the run is into all of it.
+Begins anew: what each worker kept by itself, as for one that comes: its own momentum, what codecs
+keep at both ends, and what rules keep by worker.
 
-Limit: where the samples of a round are the same, whoever computes on them, the run goes on as with the workers that it
-had, to rounding; with exact sums bit for bit.
-Source: as in Or, Zhang and Freedman, "Resource elasticity in distributed deep learning", MLSys 2020.
+Limit: where the samples of a round are the same, whoever computes on them, the run goes on as with
+the workers that it had, to rounding; with exact sums bit for bit.
+Source: as in Or, Zhang and Freedman, "Resource elasticity in distributed deep learning", MLSys
+2020.
 """
 
 from dataclasses import fields
@@ -24,20 +26,33 @@ from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerRule, ServerState, assignment_of, rule_of
 
 
-def rescale_states(stage: Stage, state: ServerState | PeerState, now_s: float) -> list[WorkerState | ServerState]:
-    """The states of all ranks in this stage, which is one of another number of workers than the state is of."""
+def rescale_states(
+    stage: Stage, state: ServerState | PeerState, now_s: float
+) -> list[WorkerState | ServerState]:
+    """The states of all ranks in this stage, which is one of another number of workers than the
+    state is of.
+    """
     return (
-        rescale_server(stage, state, now_s) if isinstance(state, ServerState) else [*rescale_peers(stage, state, now_s)]
+        rescale_server(stage, state, now_s)
+        if isinstance(state, ServerState)
+        else [*rescale_peers(stage, state, now_s)]
     )
 
 
-def rescale_server(stage: Stage, before: ServerState, now_s: float) -> list[WorkerState | ServerState]:
+def rescale_server(
+    stage: Stage, before: ServerState, now_s: float
+) -> list[WorkerState | ServerState]:
     """The workers', then the server's."""
     progress, n = tally_of(stage, before.progress), stage.num_workers
     progress.now_s = now_s
-    server = ServerState(before.params, before.moments, progress, before.evaluated, outer_state=before.outer_state)
+    server = ServerState(
+        before.params, before.moments, progress, before.evaluated, outer_state=before.outer_state
+    )
     server.entered, server.workers, server.quorum = stage.index, stage.plan.workers, stage.quorum
-    server.ends, server.pulls = stage.carry_over_codec_state(CodecState(), progress.samples), [stage.tag("pull")] * n
+    server.ends, server.pulls = (
+        stage.carry_over_codec_state(CodecState(), progress.samples),
+        [stage.tag("pull")] * n,
+    )
     server.rule_state = rule_of(stage).on_rescale(stage, before.rule_state, progress)
     states = list[WorkerState | ServerState]()
     for rank in stage.workers:
@@ -53,7 +68,11 @@ def rescale_server(stage: Stage, before: ServerState, now_s: float) -> list[Work
 
 def rescale_peers(stage: Stage, before: PeerState, now_s: float) -> list[PeerState]:
     """Those of workers that count alike."""
-    progress, alike, states = tally_of(stage, before.progress), stage.sync.exchange == "gradient", list[PeerState]()
+    progress, alike, states = (
+        tally_of(stage, before.progress),
+        stage.sync.exchange == "gradient",
+        list[PeerState](),
+    )
     progress.now_s = now_s
     rule = all_reduce.rule_of(stage)
     kept = (
@@ -65,7 +84,11 @@ def rescale_peers(stage: Stage, before: PeerState, now_s: float) -> list[PeerSta
     rest = planned.remaining_rounds(progress.steps, progress.samples)
     for rank in stage.workers:
         state = PeerState(
-            before.params, None, progress=progress, evaluated=before.evaluated, outer_state=before.outer_state
+            before.params,
+            None,
+            progress=progress,
+            evaluated=before.evaluated,
+            outer_state=before.outer_state,
         )
         begin(stage, rank, state, progress)
         state.moments = before.moments if alike else stage.trainer.moments()
@@ -84,8 +107,10 @@ def begin(stage: Stage, rank: int, state: WorkerState, progress: Progress) -> No
 
 
 def tally_of(stage: Stage, before: Progress) -> Progress:
-    """The counts, with those of each worker dealt out by what it has of the data. Leads begin anew, and what counts per
-    worker from the begin of the stage on, or from the best loss, is as far as it was."""
+    """The counts, with those of each worker dealt out by what it has of the data. Leads begin anew,
+    and what counts per worker from the begin of the stage on, or from the best loss, is as far as
+    it was.
+    """
     shares = [worker.data_share for worker in stage.plan.workers]
     n = stage.num_workers
     progress = Progress(n)
@@ -100,6 +125,8 @@ def tally_of(stage: Stage, before: Progress) -> Progress:
         before.max_lead,
     )
     made, each = progress.total_commits, n / before.num_workers
-    progress.started = before.started._replace(commits=made - round((made - before.started.commits) * each))
+    progress.started = before.started._replace(
+        commits=made - round((made - before.started.commits) * each)
+    )
     progress.best = before.best[0], made - round((made - before.best[1]) * each)
     return progress

@@ -1,4 +1,5 @@
-"""What a person sees: a live table while the run goes on, plain lines outside a terminal, the outcome at the end.
+"""What a person sees: a live table while the run goes on, plain lines outside a terminal, the
+outcome at the end.
 
 Only this module draws, and only in the process that leads the run.
 """
@@ -27,7 +28,14 @@ SLOWER = 0.02  # from here on the outcome tells that the machine did not keep th
 STYLE = {"finished": "bold green", "interrupted": "bold yellow"}  # of a status; the others are red
 # columns of the outcome that a narrow terminal leaves out, in this order
 LEAST_IMPORTANT = ("max", "staleness", "compress", "down", "pull", "push")
-SHARES = ("compute", "compress", "push", "pull", "wait", "down")  # what a worker's time is made of, as in summary.json
+SHARES = (
+    "compute",
+    "compress",
+    "push",
+    "pull",
+    "wait",
+    "down",
+)  # what a worker's time is made of, as in summary.json
 
 
 class WorkerFrame(NamedTuple):
@@ -61,13 +69,22 @@ class Frame(NamedTuple):
 
 
 class Progress:
-    """The state of a run as it changes. A context manager, so that the terminal is left in order whatever happens.
+    """The state of a run as it changes. A context manager, so that the terminal is left in order
+    whatever happens.
 
-    On a terminal: a table of the workers, drawn at most every 0.25 s and gone at the end. Elsewhere: a line every 2 s.
-    With `quiet`: nothing. The pace is that of the snapshots' `host_s`; no clock is read.
+    On a terminal: a table of the workers, drawn at most every 0.25 s and gone at the end.
+    Elsewhere: a line every 2 s. With `quiet`: nothing. The pace is that of the snapshots' `host_s`;
+    no clock is read.
     """
 
-    def __init__(self, console: Console, *, name: str, quiet: bool = False, target_accuracy: float | None = None):
+    def __init__(
+        self,
+        console: Console,
+        *,
+        name: str,
+        quiet: bool = False,
+        target_accuracy: float | None = None,
+    ):
         self._console = console
         self._name = name
         self._quiet = quiet
@@ -79,12 +96,15 @@ class Progress:
             self._live.start()
 
     def due(self, host_s: float) -> bool:
-        """Whether an update at this time would be shown, so that nobody makes a snapshot in vain."""
+        """Whether an update at this time would be shown, so that nobody makes a snapshot
+        in vain.
+        """
         return not self._quiet and host_s >= self._due_s
 
     def update(self, frame: Frame) -> None:
-        """Show it, unless the last one is still fresh. A line waits until there is something to tell, and the outcome
-        speaks for itself."""
+        """Show it, unless the last one is still fresh. A line waits until there is something to
+        tell, and the outcome speaks for itself.
+        """
         if not self.due(frame.host_s):
             return
         if not self._live and (frame.commits == 0 or frame.progress == 1.0):
@@ -116,7 +136,10 @@ class Progress:
 
     def _quality(self, frame: Frame) -> Iterator[tuple[str, str]]:
         if frame.accuracy is not None:
-            yield "accuracy", percent(frame.accuracy) + (f" of {percent(self._target)}" if self._target else "")
+            yield (
+                "accuracy",
+                percent(frame.accuracy) + (f" of {percent(self._target)}" if self._target else ""),
+            )
         if frame.metric is not None:
             yield frame.metric[0], number(frame.metric[1])
         yield "loss", number(frame.loss if frame.steps else None)
@@ -127,7 +150,12 @@ class Progress:
         title = Text.assemble((self._name, "bold"), "  ", frame.stage)
         table = _table("worker", "step", "samples/s", "waiting", "staleness", "loss")
         for rank, step, rate, waiting, staleness, loss, down in frame.workers[:MAX_ROWS]:
-            shown = [number(rate), "down" if down else percent(waiting), number(staleness), number(loss)]
+            shown = [
+                number(rate),
+                "down" if down else percent(waiting),
+                number(staleness),
+                number(loss),
+            ]
             table.add_row(str(rank), number(step), *shown)
         clock, quality = _texts(_clock(frame)), _texts(self._quality(frame))
         parts = [Text("   ").join([title, *clock]), Text("   ").join(quality), table]
@@ -139,13 +167,21 @@ class Progress:
 
 
 def outcome(console: Console, summary: dict, run_dir: Path, link: str | None) -> None:
-    """Print how the run ended: the totals, a table of the workers, the run folder and the deep link.
+    """Print how the run ended: the totals, a table of the workers, the run folder and the deep
+    link.
 
-    `summary` is that of `summary.json`; what a run that failed early does not have is shown as a dash.
+    `summary` is that of `summary.json`; what a run that failed early does not have is shown as a
+    dash.
     """
     status = Text(summary["status"], style=STYLE.get(summary["status"], "bold red"))
-    reason = f": {summary['exit_reason']}" if summary.get("exit_reason") not in (None, summary["status"]) else ""
-    console.print(Text.assemble((summary.get("name") or "run", "bold"), " ", status, reason), soft_wrap=True)
+    reason = (
+        f": {summary['exit_reason']}"
+        if summary.get("exit_reason") not in (None, summary["status"])
+        else ""
+    )
+    console.print(
+        Text.assemble((summary.get("name") or "run", "bold"), " ", status, reason), soft_wrap=True
+    )
     grid = Table.grid(padding=(0, 2))
     for label, value in _totals(summary):
         grid.add_row(Text(label, style="dim"), Text(value))
@@ -166,29 +202,55 @@ def outcome(console: Console, summary: dict, run_dir: Path, link: str | None) ->
 def _totals(summary: dict) -> Iterator[tuple[str, str]]:
     final, best = summary.get("final") or {}, summary.get("best") or {}
     kind = summary.get("time_kind") or ""
-    yield "time", f"{seconds(summary.get('time_s'))} {kind}, {seconds(summary.get('host_s'))} on this machine"
-    dropped = f", {number(summary['dropped_steps'])} dropped" if summary.get("dropped_steps") else ""
+    yield (
+        "time",
+        (
+            f"{seconds(summary.get('time_s'))} {kind}, {seconds(summary.get('host_s'))} on this"
+            " machine"
+        ),
+    )
+    dropped = (
+        f", {number(summary['dropped_steps'])} dropped" if summary.get("dropped_steps") else ""
+    )
     why = stages.why_dropped(summary)
-    rates = f"{number(summary.get('steps_per_s'))} steps/s, {number(summary.get('samples_per_s'))} samples/s"
+    rates = (
+        f"{number(summary.get('steps_per_s'))} steps/s, {number(summary.get('samples_per_s'))}"
+        " samples/s"
+    )
     yield "steps", f"{number(summary.get('steps'))}{dropped}, {rates}"
     if why:
         yield "dropped", why
     if final.get("test_accuracy") is not None:
-        top = f", best {percent(best.get('test_accuracy'))} after {seconds(best.get('time_s'))}" if best else ""
+        top = (
+            f", best {percent(best.get('test_accuracy'))} after {seconds(best.get('time_s'))}"
+            if best
+            else ""
+        )
         yield "accuracy", percent(final["test_accuracy"]) + top
     elif final.get("test_metric") is not None:
-        top = f", best {number(best.get('test_metric'))} after {seconds(best.get('time_s'))}" if best else ""
+        top = (
+            f", best {number(best.get('test_metric'))} after {seconds(best.get('time_s'))}"
+            if best
+            else ""
+        )
         yield str(summary["metric"]), number(final["test_metric"]) + top
     if aims := _aims(summary):
         reached = summary.get("time_to_target_s")
-        yield "target", aims + (" not reached" if reached is None else f" reached after {seconds(reached)}")
+        yield (
+            "target",
+            aims + (" not reached" if reached is None else f" reached after {seconds(reached)}"),
+        )
     yield "loss", f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}"
     lead = "" if summary.get("max_lead") is None else f", largest lead {summary['max_lead']}"
     waited, training = percent(summary.get("wait_share")), stages.training_wait_share(summary)
     apart = "" if training is None else f"; without profiling {percent(training)}"
     yield "waiting", f"{waited} of the workers' time{apart}{lead}"
     if failed := summary.get("failed_workers"):
-        more = f"; and {len(failed) - MAX_FAILED} more, in summary.json" if len(failed) > MAX_FAILED else ""
+        more = (
+            f"; and {len(failed) - MAX_FAILED} more, in summary.json"
+            if len(failed) > MAX_FAILED
+            else ""
+        )
         yield "failed", "; ".join(map(_failure, failed[:MAX_FAILED])) + more
         if (goodput := summary.get("goodput")) is not None:
             yield "goodput", f"{percent(goodput)} of the steps/s planned without failures"
@@ -199,7 +261,10 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
         parts = [(kind, pace[f"{kind}_slower_by"]) for kind in ("steps", "transfers", "encodings")]
         late = ", ".join(f"{kind} {percent(slower)}" for kind, slower in parts if slower)
         yield "pace", f"{late} longer than declared: this machine is too slow for this cluster"
-    yield "traffic", f"{megabytes(summary.get('bytes_up'))} up, {megabytes(summary.get('bytes_down'))} down"
+    yield (
+        "traffic",
+        f"{megabytes(summary.get('bytes_up'))} up, {megabytes(summary.get('bytes_down'))} down",
+    )
     if stats := summary.get("compression"):  # at the last messages that the workers reported
         parts = [f"{number(stats['bits'])} bits an element"]
         parts += [
@@ -209,12 +274,17 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
         ]
         yield "messages", ", ".join(parts)
     if measures := summary.get("measures"):
-        yield "measures", ", ".join(f"{name} {number(found['last'])}" for name, found in measures.items())
+        yield (
+            "measures",
+            ", ".join(f"{name} {number(found['last'])}" for name, found in measures.items()),
+        )
 
 
 def _aims(summary: Mapping[str, Any]) -> str:
     """The targets of a run, in words; empty without one."""
-    accuracy, loss, metric = (summary.get(f"target_{what}") for what in ("accuracy", "loss", "metric"))
+    accuracy, loss, metric = (
+        summary.get(f"target_{what}") for what in ("accuracy", "loss", "metric")
+    )
     return " or ".join(
         [percent(accuracy)] * (accuracy is not None)
         + [f"a loss of {number(loss)}"] * (loss is not None)
@@ -237,7 +307,10 @@ def _workers(summary: dict, width: int) -> Table:
     for rank, worker in enumerate(workers[:MAX_ROWS]):
         spent = {part: worker.get(f"{part}_s") or 0.0 for part in parts}
         if profiled:
-            spent |= {"wait": max(0.0, worker["wait_s"] - profiled[rank]), "profiling": profiled[rank]}
+            spent |= {
+                "wait": max(0.0, worker["wait_s"] - profiled[rank]),
+                "profiling": profiled[rank],
+            }
         shares = [percent(own_s / time_s if time_s else None, 0) for own_s in spent.values()]
         staleness = [number(worker.get(key)) for key in ("staleness_mean", "staleness_max")]
         up = megabytes(worker.get("bytes_up"))
@@ -248,14 +321,22 @@ def _workers(summary: dict, width: int) -> Table:
     for row in rows:
         table.add_row(*compress(row, shown))
     captions = [f"no room for {', '.join(absent)}; summary.json has them"] * bool(absent)
-    captions += [f"and {len(workers) - MAX_ROWS} more workers, in summary.json"] * (len(workers) > MAX_ROWS)
+    captions += [f"and {len(workers) - MAX_ROWS} more workers, in summary.json"] * (
+        len(workers) > MAX_ROWS
+    )
     table.caption = "\n".join(captions) or None
     return table
 
 
-def columns_without_room(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return the titles of the columns that a table of `width` characters cannot show, the least important first."""
-    widths = {title: 2 + max(map(len, cells)) for title, *cells in zip(titles, titles, *rows, strict=True)}
+def columns_without_room(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], width: int
+) -> list[str]:
+    """Return the titles of the columns that a table of `width` characters cannot show, the least
+    important first.
+    """
+    widths = {
+        title: 2 + max(map(len, cells)) for title, *cells in zip(titles, titles, *rows, strict=True)
+    }
     absent = []
     for title in LEAST_IMPORTANT:
         if sum(widths.values()) <= width:
@@ -319,9 +400,13 @@ def seconds(value: float | None) -> str:
     if value < 60:
         return f"{value:.3g} s"
     minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+    return (
+        f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+    )
 
 
 def megabytes(size: float | None) -> str:
     """A number of bytes in MB of 10^6."""
-    return "-" if size is None else f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e6:,.0f} MB"
+    return (
+        "-" if size is None else f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e6:,.0f} MB"
+    )

@@ -1,4 +1,6 @@
-"""Show the progress of a long preparation: in place on a terminal, elsewhere as lines on standard error."""
+"""Show the progress of a long preparation: in place on a terminal, elsewhere as lines on standard
+error.
+"""
 
 import time
 
@@ -13,7 +15,9 @@ class Counting:
     def __init__(self, what: str, *, quiet: bool = False) -> None:
         self._what, self._due_s = what, time.monotonic() + LINE_S
         self._console = Console(stderr=True, highlight=False, quiet=quiet)
-        self._status = self._console.status(what) if self._console.is_terminal and not quiet else None
+        self._status = (
+            self._console.status(what) if self._console.is_terminal and not quiet else None
+        )
 
     def __enter__(self) -> "Counting":
         if self._status:

@@ -1,4 +1,6 @@
-"""Records as lines of events.jsonl: times in seconds, and of a round what each class of time came to."""
+"""Records as lines of events.jsonl: times in seconds, and of a round what each class of time came
+to.
+"""
 
 from typing import Any
 
@@ -10,7 +12,12 @@ def as_event(record: Round | StageEnd | Replan | Lost | Joined) -> dict[str, Any
     """One line."""
     if isinstance(record, Lost | Joined):
         reason = {"reason": record.why} if isinstance(record, Lost) else {}
-        return {"kind": NAMES[type(record)], "rank": record.rank, **reason, "time_s": record.time_ns / 1e9}
+        return {
+            "kind": NAMES[type(record)],
+            "rank": record.rank,
+            **reason,
+            "time_s": record.time_ns / 1e9,
+        }
     head = {"kind": NAMES[type(record)], "rank": record.rank, "stage": record.stage}
     match record:
         case Round():
@@ -19,7 +26,11 @@ def as_event(record: Round | StageEnd | Replan | Lost | Joined) -> dict[str, Any
             own = {"name": record.name, "reason": record.reason}
             return head | own | record.counts._asdict() | {"end_s": record.end_ns / 1e9}
         case Replan():
-            return head | {"ratios": record.ratios, "local_steps": record.local_steps, "time_s": record.time_ns / 1e9}
+            return head | {
+                "ratios": record.ratios,
+                "local_steps": record.local_steps,
+                "time_s": record.time_ns / 1e9,
+            }
 
 
 def round_fields(record: Round) -> dict[str, Any]:
@@ -38,5 +49,9 @@ def round_fields(record: Round) -> dict[str, Any]:
         **{f"{kind}_s": total / 1e9 for kind, total in totals.items()},
         "spans": [[kind, start / 1e9, end / 1e9] for kind, start, end in record.spans_ns],
         **({"parts": [ready / 1e9 for ready in record.parts_ns]} if record.parts_ns else {}),
-        **({"messages": [[a / 1e9, b / 1e9] for a, b in record.messages_ns]} if record.messages_ns else {}),
+        **(
+            {"messages": [[a / 1e9, b / 1e9] for a, b in record.messages_ns]}
+            if record.messages_ns
+            else {}
+        ),
     }

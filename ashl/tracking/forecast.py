@@ -1,4 +1,6 @@
-"""What is known before anything runs: what the workers cost, who does what, and what it should reach."""
+"""What is known before anything runs: what the workers cost, who does what, and what it should
+reach.
+"""
 
 from collections.abc import Sequence
 from statistics import median
@@ -20,24 +22,54 @@ PROFILING = "ashl.sync.profiling.Profiling"  # a stage that has no H and keeps n
 
 def show_profile(console: Console, profile: Profile) -> None:
     """Print what a step, a push, a pull and an encoding cost each worker."""
-    console.print(f"[bold]profile[/] {profile.source}, {escape(profile.model)} with {profile.num_params:,} parameters")
+    console.print(
+        f"[bold]profile[/] {profile.source}, {escape(profile.model)} with {profile.num_params:,}"
+        " parameters"
+    )
     table = Table(box=None, padding=(0, 1, 0, 0))  # within 80 columns
-    for title in ("worker", "step ms", "± ms", "push ms", "pull ms", "latency ms", "up MB/s", "down MB/s", "encode ms"):
+    for title in (
+        "worker",
+        "step ms",
+        "± ms",
+        "push ms",
+        "pull ms",
+        "latency ms",
+        "up MB/s",
+        "down MB/s",
+        "encode ms",
+    ):
         table.add_column(title, justify="right", no_wrap=True)
     for rank, worker in enumerate(profile.workers[:MAX_ROWS]):
-        costs = (worker.step_s, worker.step_spread_s, worker.push_s, worker.pull_s, worker.latency_s)
-        rates = ("-" if rate is None else f"{rate / 1e6:.3g}" for rate in (worker.push_bytes_s, worker.pull_bytes_s))
+        costs = (
+            worker.step_s,
+            worker.step_spread_s,
+            worker.push_s,
+            worker.pull_s,
+            worker.latency_s,
+        )
+        rates = (
+            "-" if rate is None else f"{rate / 1e6:.3g}"
+            for rate in (worker.push_bytes_s, worker.pull_bytes_s)
+        )
         table.add_row(str(rank), *map(milliseconds, costs), *rates, milliseconds(worker.compress_s))
     console.print(table)
     show_hosts(console, profile)
     show_parts(console, profile)
     for way in ("push", "pull"):
-        if loaded := [getattr(worker, f"{way}_loaded_s") or 0.0 for worker in profile.workers if worker.push_loaded_s]:
+        if loaded := [
+            getattr(worker, f"{way}_loaded_s") or 0.0
+            for worker in profile.workers
+            if worker.push_loaded_s
+        ]:
             console.print(f"all at once: a {way} takes {spanned(loaded)} ms")
     for cost, noise in NOISES.items():
         for ranks in group_equal_workers(profile.workers, cost, noise):
-            listed = ", ".join(map(str, ranks[:MAX_ROWS])) + (", …" if len(ranks) > MAX_ROWS else "")
-            console.print(f"equal within their noise: {cost.removesuffix('_s')} of workers {listed}")
+            listed = ", ".join(map(str, ranks[:MAX_ROWS])) + (
+                ", …" if len(ranks) > MAX_ROWS else ""
+            )
+            console.print(
+                f"equal within their noise: {cost.removesuffix('_s')} of workers {listed}"
+            )
     show_distributions(console, profile)
     if profile.num_workers > MAX_ROWS:
         console.print(f"and {profile.num_workers - MAX_ROWS:,} more workers")
@@ -45,20 +77,38 @@ def show_profile(console: Console, profile: Profile) -> None:
 
 def show_distributions(console: Console, profile: Profile) -> None:
     """Print quantiles of each worker's step, and what codecs cost for the whole model."""
-    timed = [(rank, worker.step_times_s) for rank, worker in enumerate(profile.workers) if worker.step_times_s]
+    timed = [
+        (rank, worker.step_times_s)
+        for rank, worker in enumerate(profile.workers)
+        if worker.step_times_s
+    ]
     if timed:
-        table = Table("worker", *(f"step {level:.0%}" for level in SHOWN_LEVELS), "ms", box=None, padding=(0, 2, 0, 0))
+        table = Table(
+            "worker",
+            *(f"step {level:.0%}" for level in SHOWN_LEVELS),
+            "ms",
+            box=None,
+            padding=(0, 2, 0, 0),
+        )
         for rank, times in timed[:MAX_ROWS]:
-            table.add_row(str(rank), *(milliseconds(float(np.interp(own, LEVELS, times))) for own in SHOWN_LEVELS))
+            table.add_row(
+                str(rank),
+                *(milliseconds(float(np.interp(own, LEVELS, times))) for own in SHOWN_LEVELS),
+            )
         console.print(table)
     for cost in profile.codecs:
         name = cost.codec.rpartition(".")[2]
         decoding = milliseconds(cost.decode_s)
-        console.print(f"{name} encodes the model in {spanned(cost.encode_s)} ms and decodes it in {decoding} ms")
+        console.print(
+            f"{name} encodes the model in {spanned(cost.encode_s)} ms and decodes it in"
+            f" {decoding} ms"
+        )
 
 
 def show_hosts(console: Console, profile: Profile) -> None:
-    """Print where it was measured, if on several machines, and whether the server may have a better place."""
+    """Print where it was measured, if on several machines, and whether the server may have a better
+    place.
+    """
     hosts = [worker.host for worker in profile.workers]
     if len({*hosts, profile.server_host} - {None}) < 2:
         return
@@ -67,8 +117,8 @@ def show_hosts(console: Console, profile: Profile) -> None:
     console.print(f"{workers}{more}; the server on {profile.server_host}", markup=False)
     if better := profile.better_host:
         console.print(
-            f"all that the server's port lets through comes from {better}: its link is no worse, perhaps better; "
-            f"cluster.server_host={better} would tell",
+            f"all that the server's port lets through comes from {better}: its link is no worse,"
+            f" perhaps better; cluster.server_host={better} would tell",
             markup=False,
         )
 
@@ -80,27 +130,47 @@ def show_parts(console: Console, profile: Profile) -> None:
         table = Table("group", "kB", "forward ms", "backward ms", box=None, padding=(0, 2, 0, 0))
         forward, backward = (
             [milliseconds(median(costs)) for costs in zip(*by_worker, strict=True)]
-            for by_worker in ([w.forward_s for w in profile.workers], [w.backward_s for w in profile.workers])
+            for by_worker in (
+                [w.forward_s for w in profile.workers],
+                [w.backward_s for w in profile.workers],
+            )
         )
         for k, nbytes in enumerate(groups[:MAX_ROWS]):
             table.add_row(str(k), number(nbytes / 1e3), forward[k], backward[k])
         console.print(table)
         if len(groups) > MAX_ROWS:
             console.print(f"and {len(groups) - MAX_ROWS} more layer groups")
-    links = [line for worker in profile.workers for line in (worker.push_line, worker.pull_line) if line is not None]
+    links = [
+        line
+        for worker in profile.workers
+        for line in (worker.push_line, worker.pull_line)
+        if line is not None
+    ]
     sums = [] if profile.all_reduce is None else [profile.all_reduce]
-    for what, lines in (("a message to or from the server", links), ("a sum over all workers", sums)):
+    for what, lines in (
+        ("a message to or from the server", links),
+        ("a sum over all workers", sums),
+    ):
         if lines:
-            latencies, rates = [line.latency_s for line in lines], [1e6 * line.s_per_byte for line in lines]
+            latencies, rates = (
+                [line.latency_s for line in lines],
+                [1e6 * line.s_per_byte for line in lines],
+            )
             console.print(f"{what}: {spanned(latencies)} ms, and {spanned(rates)} ms for each MB")
     if (beside := profile.contention) is not None:
         less, longer = f"{100 * beside.pace_reduction:.2g} %", f"{beside.collective_slowdown:.3g}"
         console.print(
-            f"while a collective is active, computing is {less} slower, and the collective takes {longer} times as long"
+            f"while a collective is active, computing is {less} slower, and the collective takes"
+            f" {longer} times as long"
         )
         if (parts := beside.parts) is not None:
-            step, part, start = (milliseconds(cost) for cost in (parts.step_s, parts.part_s, parts.sum_s))
-            console.print(f"a gradient in parts takes {step} ms more, {part} ms for each, and {start} ms for each sum")
+            step, part, start = (
+                milliseconds(cost) for cost in (parts.step_s, parts.part_s, parts.sum_s)
+            )
+            console.print(
+                f"a gradient in parts takes {step} ms more, {part} ms for each, and {start} ms for"
+                " each sum"
+            )
     if links and not sums:
         console.print("sums are not measured: there is one worker")
 
@@ -111,8 +181,11 @@ def spanned(costs: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def forecast(console: Console, plan: Plan, epoch_samples: int, profile: Profile | None = None) -> None:
-    """Print each stage with its workers, the predicted rates, and how long the run should take at most.
+def forecast(
+    console: Console, plan: Plan, epoch_samples: int, profile: Profile | None = None
+) -> None:
+    """Print each stage with its workers, the predicted rates, and how long the run should take at
+    most.
 
     With a profile, the cycle at the same H for all is beside the planned one.
     """
@@ -138,11 +211,15 @@ def forecast(console: Console, plan: Plan, epoch_samples: int, profile: Profile 
 def notes(console: Console, plan: Plan) -> None:
     """Print what is legal and worth knowing."""
     for note in plan.notes:
-        console.print(f"note: {note}", soft_wrap=not console.is_terminal, highlight=False, markup=False)
+        console.print(
+            f"note: {note}", soft_wrap=not console.is_terminal, highlight=False, markup=False
+        )
 
 
 def duration(plan: Plan, epoch_samples: int) -> str:
-    """How many steps the run has, and how long they take at the rates of its stages; a target may end it before."""
+    """How many steps the run has, and how long they take at the rates of its stages; a target may
+    end it before.
+    """
     limits, steps = plan.limits, plan.num_steps(epoch_samples)
     rates = [stage.predicted_steps_per_s for stage in plan.stages if stage.predicted_steps_per_s]
     ends = "" if limits.seconds is None else f"stops after {seconds(limits.seconds)}"
@@ -168,7 +245,14 @@ def stage_table(stage: StagePlan, profile: Profile | None) -> Table:
     for rank, worker in enumerate(stage.workers[:MAX_ROWS]):
         shares = percent(worker.data_share), percent(worker.compression_ratio, 0)
         size = "-" if worker.message_bytes is None else f"{worker.message_bytes / 1e3:,.3g} kB"
-        row = [str(rank), str(worker.local_steps), str(worker.batch), *shares, size, seconds(worker.predicted_cycle_s)]
+        row = [
+            str(rank),
+            str(worker.local_steps),
+            str(worker.batch),
+            *shares,
+            size,
+            seconds(worker.predicted_cycle_s),
+        ]
         if before:
             costs = before.workers[rank]
             row.append(seconds((stage.h_preset or 0) * costs.step_s + costs.push_s + costs.pull_s))

@@ -1,4 +1,6 @@
-"""JSON Lines and JSON files that hold whole records at any time, also on a full disk and after a kill."""
+"""JSON Lines and JSON files that hold whole records at any time, also on a full disk and after a
+kill.
+"""
 
 import fcntl
 import json
@@ -20,15 +22,18 @@ class Listable(Protocol):
 
 
 class Lines:
-    """A JSONL file under construction. Opening it raises FileExistsError where there is one already; with `size`, it
-    goes on after so many bytes of the one that is there. Raises BlockingIOError while another process is writing it.
+    """A JSONL file under construction. Opening it raises FileExistsError where there is one
+    already; with `size`, it goes on after so many bytes of the one that is there. Raises
+    BlockingIOError while another process is writing it.
 
-    A line is one system call and is taken back if it did not fit, so that a reader (or a kill) meets whole lines only.
+    A line is one system call and is taken back if it did not fit, so that a reader (or a kill)
+    meets whole lines only.
     """
 
     def __init__(self, path: Path, size: int | None = None):
         self.size = size or 0
-        self._file = open(path, "xb" if size is None else "r+b", buffering=0)  # noqa: SIM115 (closed by close)
+        mode = "xb" if size is None else "r+b"
+        self._file = open(path, mode, buffering=0)  # noqa: SIM115
         try:
             lock(self._file)
         except BlockingIOError:
@@ -55,8 +60,9 @@ class Lines:
 
 
 def read(path: Path) -> Iterator[dict]:
-    """Yield the records of a JSONL file; a last line that a kill cut off is left out. Raises ValueError for a line that
-    is no record."""
+    """Yield the records of a JSONL file; a last line that a kill cut off is left out. Raises
+    ValueError for a line that is no record.
+    """
     with open(path, "rb") as file:
         for line in file:
             if line.endswith(b"\n"):
@@ -66,7 +72,9 @@ def read(path: Path) -> Iterator[dict]:
 
 
 def kept(path: Path, size: int, wanted: Callable[[dict], bool]) -> bytes | None:
-    """Of the first so many bytes of a JSONL file the wanted records, as they are there; None where it is shorter."""
+    """Of the first so many bytes of a JSONL file the wanted records, as they are there; None where
+    it is shorter.
+    """
     if not path.exists() or path.stat().st_size < size:
         return None
     lines = path.read_bytes()[:size].splitlines(keepends=True)
@@ -85,7 +93,9 @@ def alone(path: Path) -> Generator[None, None, None]:
 
 
 def lock(file: BinaryIO) -> None:
-    """Until it is closed, by whatever end of this process. Raises BlockingIOError where another one has it."""
+    """Until it is closed, by whatever end of this process. Raises BlockingIOError where another one
+    has it.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -95,7 +105,9 @@ def lock(file: BinaryIO) -> None:
 
 
 def tail(path: Path, offset: int) -> tuple[list[dict], int]:
-    """Records of a growing JSONL file from byte `offset` on, and the offset to go on from. No file yet: no records."""
+    """Records of a growing JSONL file from byte `offset` on, and the offset to go on from. No file
+    yet: no records.
+    """
     try:
         with open(path, "rb") as file:
             file.seek(offset)
@@ -120,7 +132,9 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that it holds either what it held or all of the new content. Raises OSError."""
+    """Write a file so that it holds either what it held or all of the new content. Raises
+    OSError.
+    """
     part = path.with_name(path.name + ".part")
     try:
         with open(part, "w", encoding="utf-8") as file:
@@ -140,7 +154,9 @@ def _plain(value: object) -> object:
     return value.tolist()
 
 
-LINE = json.JSONEncoder(allow_nan=False, default=_plain, ensure_ascii=False)  # made once: json.dumps makes one a call
+LINE = json.JSONEncoder(
+    allow_nan=False, default=_plain, ensure_ascii=False
+)  # made once: json.dumps makes one a call
 INDENTED = json.JSONEncoder(allow_nan=False, default=_plain, ensure_ascii=False, indent=2)
 
 

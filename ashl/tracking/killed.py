@@ -1,4 +1,6 @@
-"""The summary of a run whose process was killed before it could write one, from its other records."""
+"""The summary of a run whose process was killed before it could write one, from its other
+records.
+"""
 
 import math
 from pathlib import Path
@@ -14,7 +16,8 @@ AIMS = ("target_accuracy", "target_loss", "target_metric")
 
 
 def close_killed(run_dir: Path) -> bool:
-    """Write the summary that a killed run has left out; return True if it was missing and could be written.
+    """Write the summary that a killed run has left out; return True if it was missing and could be
+    written.
 
     A run that goes on holds a lock on its records, and is left alone.
     """
@@ -26,7 +29,13 @@ def close_killed(run_dir: Path) -> bool:
             if plan is None:
                 return False
             jsonl.write_json(run_dir / SUMMARY, summary_of(plan, rows))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # it goes on; or is read-only, or damaged
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # it goes on; or is read-only, or damaged
         return False
     return True
 
@@ -60,7 +69,8 @@ def summary_of(plan: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, An
         "workers": [],
         "stages": [],
         "final": {name: last.get(key) for name, key in SCORES.items()},
-        "best": best and {**{name: best.get(key) for name, key in SCORES.items()}, "time_s": best["time_s"]},
+        "best": best
+        and {**{name: best.get(key) for name, key in SCORES.items()}, "time_s": best["time_s"]},
         **{aim: plan["limits"].get(aim) for aim in AIMS},
         "time_to_target_s": None,
         "params_sha256": None,

@@ -1,11 +1,13 @@
-"""MLflow as a copy of the run folder, kept by a process of its own: the only place that imports mlflow.
+"""MLflow as a copy of the run folder, kept by a process of its own: the only place that imports
+mlflow.
 
-`start` launches `python -m ashl.tracking.mlflow RUN_DIR`, which follows metrics.jsonl; `finish` closes its standard
-input and collects what it has to say. A slow, locked, deleted or unreachable store is thus never felt by the run, whose
-records are whole without it. The death of the run's process closes the input too, and ends the writer.
+`start` launches `python -m ashl.tracking.mlflow RUN_DIR`, which follows metrics.jsonl; `finish`
+closes its standard input and collects what it has to say. A slow, locked, deleted or unreachable
+store is thus never felt by the run, whose records are whole without it. The death of the run's
+process closes the input too, and ends the writer.
 
-A writer that is killed leaves its run RUNNING for ever. So each holds a lock on its log file, and the next writer puts
-an end to the runs whose lock is free.
+A writer that is killed leaves its run RUNNING for ever. So each holds a lock on its log file, and
+the next writer puts an end to the runs whose lock is free.
 """
 
 import fcntl
@@ -32,14 +34,30 @@ if TYPE_CHECKING:
     from mlflow.entities import RunInfo
 
 LOG = "mlflow.log"  # in the run folder: what went wrong; the lock on it says that the writer lives
-ARTIFACTS = (SUMMARY, "config.yaml", "overrides.yaml", "profile.json", "plan.json", TRACE, "report.html")
+ARTIFACTS = (
+    SUMMARY,
+    "config.yaml",
+    "overrides.yaml",
+    "profile.json",
+    "plan.json",
+    TRACE,
+    "report.html",
+)
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "diverged": "FAILED", "interrupted": "KILLED"}
-ROOT = "_MLFLOW_SERVER_ARTIFACT_ROOT"  # of MLflow's default experiment: a path with quotes would break its SQL
+# of MLflow's default experiment: a path with quotes would break its SQL
+ROOT = "_MLFLOW_SERVER_ARTIFACT_ROOT"
 PERIOD_S = 1.0  # between two readings of metrics.jsonl
-LAST_WORDS_S = 60  # what a writer may take once its input is closed; a parent that still lives usually waits less
+# what a writer may take once its input is closed; a parent that still lives usually waits less
+LAST_WORDS_S = 60
 MAX_NAME = 250  # characters
-INVALID = "INVALID_PARAMETER_VALUE"  # MLflow's code for what it will not take however often it is sent
-MAX_METRICS, MAX_PARAMS, MAX_TEXT = 1000, 100, 5000  # MLflow's limits: two for one call, one for a value's characters
+INVALID = (  # MLflow's code for what it will not take however often it is sent
+    "INVALID_PARAMETER_VALUE"
+)
+MAX_METRICS, MAX_PARAMS, MAX_TEXT = (
+    1000,
+    100,
+    5000,
+)  # MLflow's limits: two for one call, one for a value's characters
 
 
 @dataclass(frozen=True)
@@ -62,10 +80,12 @@ def start(
     tags: Mapping[str, str],
     module: str = "ashl.tracking.mlflow",
 ) -> Writer:
-    """Begin to copy the run in `run_dir` to MLflow; returns at once and never raises. `module` is the writer's.
+    """Begin to copy the run in `run_dir` to MLflow; returns at once and never raises. `module` is
+    the writer's.
 
-    `store` is the folder of `mlflow.db` and `artifacts/`; MLFLOW_TRACKING_URI takes precedence. `params` is the
-    configuration, nested or flat. `tags` may hold MLflow's own, such as `mlflow.note.content` and `mlflow.parentRunId`.
+    `store` is the folder of `mlflow.db` and `artifacts/`; MLFLOW_TRACKING_URI takes precedence.
+    `params` is the configuration, nested or flat. `tags` may hold MLflow's own, such as
+    `mlflow.note.content` and `mlflow.parentRunId`.
     """
     uri = stores.tracking_uri(store)
     job = {
@@ -84,8 +104,11 @@ def start(
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=stores.ENVIRONMENT | ({ROOT: job["artifacts"]} if job["artifacts"] else {}) | os.environ,
-                start_new_session=True,  # Ctrl-C is for the run; the writer has yet to log how it ended
+                env=stores.ENVIRONMENT
+                | ({ROOT: job["artifacts"]} if job["artifacts"] else {})
+                | os.environ,
+                # Ctrl-C is for the run; the writer has yet to log how it ended
+                start_new_session=True,
             )
     except OSError as error:
         return Writer(run_dir, uri, None, warning_of(run_dir, f"its writer did not start: {error}"))
@@ -103,7 +126,8 @@ def send_line(writer: Writer, line: Mapping) -> None:
 
 
 def finish(writer: Writer, timeout_s: float = 30.0) -> tuple[str | None, str | None]:
-    """Let the writer log the end of the run; returns the deep link and a warning, either may be None. Never raises.
+    """Let the writer log the end of the run; returns the deep link and a warning, either may be
+    None. Never raises.
 
     Call it after `Recorder.close`: without a summary the run counts as failed.
     """
@@ -117,10 +141,14 @@ def finish(writer: Writer, timeout_s: float = 30.0) -> tuple[str | None, str | N
         writer.process.communicate()
         reason = f"{timeout_s:g} s were not enough"
         if stores.is_locked(writer.uri):  # by another process, now that the writer has ended
-            reason = f"{stores.public(writer.uri)} is locked by another process; waited {timeout_s:g} s"
+            reason = (
+                f"{stores.public(writer.uri)} is locked by another process; waited {timeout_s:g} s"
+            )
         link, warning = None, warning_of(writer.run_dir, reason)
     except ValueError:
-        reason = f"its writer ended with code {writer.process.returncode}, see {writer.run_dir / LOG}"
+        reason = (
+            f"its writer ended with code {writer.process.returncode}, see {writer.run_dir / LOG}"
+        )
         link, warning = None, warning_of(writer.run_dir, reason)
     with suppress(OSError):
         if (log := writer.run_dir / LOG).stat().st_size == 0:
@@ -129,30 +157,37 @@ def finish(writer: Writer, timeout_s: float = 30.0) -> tuple[str | None, str | N
 
 
 def flat(config: Mapping, prefix: str = "") -> dict[str, str]:
-    """The configuration as MLflow shows it: dotted names; a group has the name of its option, as `choices` has it, or
-    else as its `_target_` tells.
+    """The configuration as MLflow shows it: dotted names; a group has the name of its option, as
+    `choices` has it, or else as its `_target_` tells.
 
-    >>> flat({"choices": {"sync": "mine"}, "seed": 0, "sync": {"_target_": "ashl.sync.ssp.SSP", "staleness": 3}})
-    {'seed': '0', 'sync': 'mine', 'sync.staleness': '3'}
+    >>> flat({"choices": {"sync": "mine"}, "seed": 0, "sync": {"_target_": "ashl.sync.ssp.SSP",
+    "staleness": 3}}) {'seed': '0', 'sync': 'mine', 'sync.staleness': '3'}
     """
     params = {}
-    mute = "" if "sync" in config.get("choices", {"sync": ""}) else "sync"  # where the schedule names its own
+    mute = (
+        "" if "sync" in config.get("choices", {"sync": ""}) else "sync"
+    )  # where the schedule names its own
     for key, value in config.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if name in ("choices", mute):
             continue
         if isinstance(value, Mapping):
             params |= flat(value, name)
-        elif name.endswith("._target_"):  # ashl's options are named as their modules, other libraries' as themselves
+        elif name.endswith(
+            "._target_"
+        ):  # ashl's options are named as their modules, other libraries' as themselves
             parts = str(value).split(".")
             params[name.removesuffix("._target_")] = parts[-2] if parts[0] == "ashl" else parts[-1]
         else:
-            params[name] = (value if isinstance(value, str) else json.dumps(value, default=str))[:MAX_TEXT]
+            params[name] = (value if isinstance(value, str) else json.dumps(value, default=str))[
+                :MAX_TEXT
+            ]
     return params if prefix else params | config.get("choices", {})
 
 
 def accepted(name: str) -> str:
-    """Return a name as MLflow takes it: other signs become underscores, and no part of a path is empty or dots.
+    """Return a name as MLflow takes it: other signs become underscores, and no part of a path is
+    empty or dots.
 
     >>> accepted("measure/top@5 (all)"), accepted("a//../b")
     ('measure/top_5 _all_', 'a/_/_/b')
@@ -162,7 +197,9 @@ def accepted(name: str) -> str:
 
 
 def renamed(params: Mapping[str, str]) -> dict[str, str]:
-    """Return parameters by names that MLflow takes; of equal names the later ones have a number behind."""
+    """Return parameters by names that MLflow takes; of equal names the later ones have a number
+    behind.
+    """
     found: dict[str, str] = {}
     for name, value in params.items():
         right, count = accepted(name), 1
@@ -197,8 +234,9 @@ class Copier(Protocol):
 
 
 def serve(make: Callable[[Path, dict], Copier]) -> None:
-    """The whole of a writer's process. Its argument is the folder, its input begins with the job, a line of JSON, and
-    its answer is the deep link and a warning; `make(folder, job)` is what copies."""
+    """The whole of a writer's process. Its argument is the folder, its input begins with the job, a
+    line of JSON, and its answer is the deep link and a warning; `make(folder, job)` is what copies.
+    """
     os.nice(10)  # the run comes first
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever MLflow prints belongs in the log
@@ -210,7 +248,9 @@ def serve(make: Callable[[Path, dict], Copier]) -> None:
 
 
 def _follow(copy: Copier) -> tuple[str | None, str | None]:
-    """Copy until the input is closed, trying again after each failure; returns the deep link and a warning."""
+    """Copy until the input is closed, trying again after each failure; returns the deep link and a
+    warning.
+    """
     ended = False
     while True:
         try:
@@ -218,7 +258,9 @@ def _follow(copy: Copier) -> tuple[str | None, str | None]:
             if ended:
                 return copy.close()
         except Exception as error:  # MLflow and its stores fail in too many ways to name them
-            reason = str(error).replace(copy.job["uri"].rstrip("/"), stores.public(copy.job["uri"]).rstrip("/"))
+            reason = str(error).replace(
+                copy.job["uri"].rstrip("/"), stores.public(copy.job["uri"]).rstrip("/")
+            )
             print(f"{type(error).__name__}: {reason}", file=sys.stderr)
             if ended:
                 return None, warning_of(copy.run_dir, copy.loss() or reason)
@@ -255,16 +297,22 @@ class Copy:
         self.copied = end
 
     def close(self) -> tuple[str | None, str | None]:
-        """Log the summary and the artifacts and end the run; returns the deep link and a warning."""
+        """Log the summary and the artifacts and end the run; returns the deep link and a
+        warning.
+        """
         summary = _summary(self.run_dir)
         run_id = self.run.run_id
         # Six digits, so that a cell of MLflow's table shows all of a number.
-        self.log_metrics((f"final/{name}", float(f"{value:.6g}"), 0, 0.0) for name, value in finals(summary))
+        self.log_metrics(
+            (f"final/{name}", float(f"{value:.6g}"), 0, 0.0) for name, value in finals(summary)
+        )
         for key in ("status", "exit_reason"):
             self.client.set_tag(run_id, f"ashl.{key}", str(summary.get(key))[:MAX_TEXT])
         with suppress(Exception):  # the view is that of the last run
             self.client.set_experiment_tag(
-                str(self.experiment), view.TAG, view.tag(summary["num_workers"], metric=summary.get("metric"))
+                str(self.experiment),
+                view.TAG,
+                view.tag(summary["num_workers"], metric=summary.get("metric")),
             )
         warning = None
         try:
@@ -275,7 +323,9 @@ class Copy:
         if self.refused:
             warning = warning_of(self.run_dir, f"it refused {', '.join(self.refused)}")
         span = self.span_ms or span_ms(self.run_dir)
-        self.client.set_terminated(run_id, STATUS.get(summary["status"], "FAILED"), span and span[1])
+        self.client.set_terminated(
+            run_id, STATUS.get(summary["status"], "FAILED"), span and span[1]
+        )
         if loss := self.loss():
             return None, warning_of(self.run_dir, loss)
         return page_of(self.job["uri"], str(self.experiment)), warning
@@ -284,7 +334,9 @@ class Copy:
         """A run is all that there is to copy: nothing is said of it but its end."""
 
     def loss(self) -> str | None:
-        """What became of the database, if it is not the one that the run was begun in; SQLite itself may not notice."""
+        """What became of the database, if it is not the one that the run was begun in; SQLite
+        itself may not notice.
+        """
         database = stores.database(self.job["uri"])
         if database is None or self.experiment is None or stores.has_run(database, self.run.run_id):
             return None
@@ -297,9 +349,15 @@ class Copy:
 
     def begin(self, experiment: str) -> None:
         """Make the run."""
-        tags = {"mlflow.source.name": "ashl", "ashl.host": socket.gethostname(), "ashl.run_dir": str(self.run_dir)}
+        tags = {
+            "mlflow.source.name": "ashl",
+            "ashl.host": socket.gethostname(),
+            "ashl.run_dir": str(self.run_dir),
+        }
         started_ms = None if self.span_ms is None else self.span_ms[0]
-        self.run = self.client.create_run(experiment, started_ms, tags | self.job["tags"], self.job["run_name"]).info
+        self.run = self.client.create_run(
+            experiment, started_ms, tags | self.job["tags"], self.job["run_name"]
+        ).info
         self.experiment = experiment
 
     def log_params(self) -> None:
@@ -316,7 +374,8 @@ class Copy:
 
         began = self.run.start_time
         batch = [
-            Metric(accepted(name), value, began + round(1000 * host_s), step) for name, value, step, host_s in entries
+            Metric(accepted(name), value, began + round(1000 * host_s), step)
+            for name, value, step, host_s in entries
         ]
         for first in range(0, len(batch), MAX_METRICS):
             self._log(batch[first : first + MAX_METRICS], measured=True)
@@ -351,14 +410,16 @@ def connect(job: Mapping) -> tuple["MlflowClient", str]:
 
 def page_of(uri: str, experiment: str) -> str:
     """Deep link to an experiment, on the store's own server or on the one that `ashl ui` starts."""
-    return stores.link(stores.public(uri) if stores.database(uri) is None else stores.ADDRESS, experiment)
+    return stores.link(
+        stores.public(uri) if stores.database(uri) is None else stores.ADDRESS, experiment
+    )
 
 
 def points(record: dict) -> Iterator[tuple[str, float, int, float]]:
     """Name, value, step and host seconds of what a line of metrics.jsonl measures.
 
-    Only names with a slash are metrics, and null (a loss that is no number) is left out. `test/acc` comes first: MLflow
-    makes the first one the key metric.
+    Only names with a slash are metrics, and null (a loss that is no number) is left out. `test/acc`
+    comes first: MLflow makes the first one the key metric.
     """
     for name in sorted(record, key=lambda name: name != "test/acc"):
         if "/" in name and record[name] is not None:
@@ -366,14 +427,20 @@ def points(record: dict) -> Iterator[tuple[str, float, int, float]]:
 
 
 def finals(summary: dict) -> Iterator[tuple[str, float]]:
-    """The numbers of a summary, one name each: `test_accuracy`, `best_time_s`, `wait_share_w0` and so on."""
+    """The numbers of a summary, one name each: `test_accuracy`, `best_time_s`, `wait_share_w0` and
+    so on.
+    """
     for key, value in summary.items():
         if key in ("final", "best"):
             prefix = "" if key == "final" else "best_"
             yield from ((prefix + name, number) for name, number in finals(value or {}))
         elif key == "measures":
             yield from ((f"measure/{name}", found["last"]) for name, found in (value or {}).items())
-        elif isinstance(value, int | float) and not isinstance(value, bool) and key not in ("schema", "seed"):
+        elif (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and key not in ("schema", "seed")
+        ):
             yield key, float(value)
     if time_s := summary.get("time_s"):
         for rank, worker in enumerate((summary.get("workers") or ())[: view.MAX_WORKERS]):
@@ -381,12 +448,16 @@ def finals(summary: dict) -> Iterator[tuple[str, float]]:
 
 
 def _experiment(client: "MlflowClient", name: str, artifacts: str | None) -> str:
-    """The id of the experiment `name` with our saved view; made, or brought back from the bin, where needed."""
+    """The id of the experiment `name` with our saved view; made, or brought back from the bin,
+    where needed.
+    """
     if client.get_experiment_by_name(name) is None:
         try:
             client.create_experiment(name, artifact_location=artifacts)
         except Exception:
-            if client.get_experiment_by_name(name) is None:  # else someone was faster, on a shared server
+            if (
+                client.get_experiment_by_name(name) is None
+            ):  # else someone was faster, on a shared server
                 raise
     found = client.get_experiment_by_name(name)
     assert found is not None
@@ -399,13 +470,17 @@ def _experiment(client: "MlflowClient", name: str, artifacts: str | None) -> str
 
 
 def _reap(client: "MlflowClient", experiment: str, own: str) -> None:
-    """End the runs of this host that are still RUNNING though their writer is gone (its lock is free)."""
+    """End the runs of this host that are still RUNNING though their writer is gone (its lock is
+    free).
+    """
     with suppress(Exception):  # good order is no reason to record nothing
         query = f"attributes.status = 'RUNNING' and tags.`ashl.host` = '{socket.gethostname()}'"
         for run in client.search_runs([experiment], query):
             run_dir = Path(run.data.tags["ashl.run_dir"])
             if run.info.run_id != own and not _locked(run_dir / LOG):
-                client.set_terminated(run.info.run_id, STATUS.get(_summary(run_dir)["status"], "FAILED"))
+                client.set_terminated(
+                    run.info.run_id, STATUS.get(_summary(run_dir)["status"], "FAILED")
+                )
 
 
 def _locked(path: Path) -> bool:
@@ -427,9 +502,11 @@ def _summary(run_dir: Path) -> dict:
 
 
 def span_ms(run_dir: Path) -> tuple[int, int] | None:
-    """Return when a run started and ended, in milliseconds of the epoch; None where it has no summary yet.
+    """Return when a run started and ended, in milliseconds of the epoch; None where it has no
+    summary yet.
 
-    The end is when the summary was written; the start follows from `host_s`, its seconds on this machine.
+    The end is when the summary was written; the start follows from `host_s`, its seconds on this
+    machine.
     """
     try:
         ended_s = (run_dir / SUMMARY).stat().st_mtime
@@ -440,7 +517,10 @@ def span_ms(run_dir: Path) -> tuple[int, int] | None:
 
 
 def warning_of(run_dir: Path, reason: str) -> str:
-    return f"MLflow did not take all of this run ({stores.gist(reason)}); its records are whole in {run_dir}."
+    return (
+        f"MLflow did not take all of this run ({stores.gist(reason)}); its records are whole in"
+        f" {run_dir}."
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""A sweep in MLflow: an experiment of its own, a parent run for the sweep and one below it for each of its runs; where
-there are several seeds, each setting is a run between them, with the medians over its seeds.
+"""A sweep in MLflow: an experiment of its own, a parent run for the sweep and one below it for each
+of its runs; where there are several seeds, each setting is a run between them, with the medians
+over its seeds.
 
-`python -m ashl.tracking.mlflow_study FOLDER` is the writer's process (see `ashl.tracking.mlflow`): its input begins
-with the sweep, then a line for each run that has ended. Runs that are there already are not copied again, so a sweep
-that is taken up tells of all its runs, and what a deleted or locked store has lost is there afterwards.
+`python -m ashl.tracking.mlflow_study FOLDER` is the writer's process (see `ashl.tracking.mlflow`):
+its input begins with the sweep, then a line for each run that has ended. Runs that are there
+already are not copied again, so a sweep that is taken up tells of all its runs, and what a deleted
+or locked store has lost is there afterwards.
 """
 
 import hashlib
@@ -21,20 +23,29 @@ SWEEP = "sweep.json"
 DROPPED = "ashl.dropped"  # the tag with the reason why a race has dropped a run or a setting
 ARTIFACTS = (SWEEP, "leaderboard.md", "report.html", "figures")
 MODULE = "ashl.tracking.mlflow_study"
-WRITER = "ashl.run.summary"  # the tag that says which outcome a run was copied with; of a setting, of which runs
+# the tag that says which outcome a run was copied with; of a setting, of which runs
+WRITER = "ashl.run.summary"
 LATE = "time_to_target_s"  # what is not there has not come: it is later than all that have
 ENOUGH = 10_000  # runs of one sweep
 
 
-def start(folder: Path, *, store: Path, name: str, axes: Sequence[str], command: str) -> mlflow.Writer:
+def start(
+    folder: Path, *, store: Path, name: str, axes: Sequence[str], command: str
+) -> mlflow.Writer:
     """Begin to copy the sweep in `folder`; returns at once and never raises."""
     tags = {"ashl.kind": "sweep", "ashl.sweep": folder.name, "mlflow.note.content": f"`{command}`"}
     tags |= {"ashl.axes": json.dumps(list(axes))}
-    return mlflow.start(folder, store=store, experiment=name, run_name=name, params={}, tags=tags, module=MODULE)
+    return mlflow.start(
+        folder, store=store, experiment=name, run_name=name, params={}, tags=tags, module=MODULE
+    )
 
 
-def add(writer: mlflow.Writer, run_dir: Path, run_name: str, config: Mapping, setting: str = "") -> None:
-    """A run has ended; `setting` is what its seeds have in common, "" where there is one seed only."""
+def add(
+    writer: mlflow.Writer, run_dir: Path, run_name: str, config: Mapping, setting: str = ""
+) -> None:
+    """A run has ended; `setting` is what its seeds have in common, "" where there is one
+    seed only.
+    """
     line = {"run_dir": str(run_dir.absolute()), "run_name": run_name, "setting": setting}
     mlflow.send_line(writer, line | {"params": mlflow.flat(config)})
 
@@ -52,7 +63,9 @@ class Study:
         self.judged: dict = {}  # how the runs' task does it
         self.warning: str | None = None  # what a run was not copied with
         self.waiting: list[dict] = []
-        self.known: dict[str, tuple[str, str]] = {}  # (run id, outcome) by name, of runs and settings
+        self.known: dict[
+            str, tuple[str, str]
+        ] = {}  # (run id, outcome) by name, of runs and settings
         self.settings: dict[str, dict[str, dict]] = {}  # the lines of each, by the run's name
         self.lines: dict[str, dict] = {}  # by hash
 
@@ -78,20 +91,29 @@ class Study:
         """Find the sweep and its runs, or make it."""
         self.client, self.experiment = mlflow.connect(self.job)
         self.own.client = self.client
-        found = self.client.search_runs([self.experiment], f"tags.`ashl.sweep` = '{self.run_dir.name}'")
+        found = self.client.search_runs(
+            [self.experiment], f"tags.`ashl.sweep` = '{self.run_dir.name}'"
+        )
         if not found:
             self.own.begin(self.experiment)
             return
-        for run in self.client.search_runs([self.experiment], "tags.`ashl.kind` != 'sweep'", max_results=ENOUGH):
+        for run in self.client.search_runs(
+            [self.experiment], "tags.`ashl.kind` != 'sweep'", max_results=ENOUGH
+        ):
             self.known[str(run.info.run_name)] = (run.info.run_id, run.data.tags.get(WRITER, ""))
         self.own.run, self.own.experiment = found[0].info, self.experiment
 
     def copy(self, line: dict) -> None:
-        """One run that has ended, with its metrics, outcome and files; what is there of it already is replaced."""
+        """One run that has ended, with its metrics, outcome and files; what is there of it already
+        is replaced.
+        """
         run_dir, name = Path(line["run_dir"]), line["run_name"]
         summary = (run_dir / SUMMARY).read_bytes()
         record = json.loads(summary)
-        self.judged = {"metric": record.get("metric"), "lower": record.get("higher_is_better") is False}
+        self.judged = {
+            "metric": record.get("metric"),
+            "lower": record.get("higher_is_better") is False,
+        }
         outcome = hashlib.sha256(summary).hexdigest()[:16]
         known, copied = self.known.get(name, ("", ""))
         if copied == outcome:
@@ -107,10 +129,13 @@ class Study:
         """Tag the runs that a race has dropped, and their settings, with the reason."""
         record = jsonl.whole(self.run_dir / SWEEP) or {}
         axes = {
-            one["hash"]: {k: v for k, v in one["axes"].items() if k != "seed"} for one in record.get("settings", ())
+            one["hash"]: {k: v for k, v in one["axes"].items() if k != "seed"}
+            for one in record.get("settings", ())
         }
         for entry in record.get("dropped", ()):
-            same = [line for own, line in self.lines.items() if axes.get(own) == axes.get(entry["hash"])]
+            same = [
+                line for own, line in self.lines.items() if axes.get(own) == axes.get(entry["hash"])
+            ]
             names = {line["setting"] for line in same}
             names |= {self.lines[own]["run_name"] for own in self.lines.keys() & {entry["hash"]}}
             for name in names & self.known.keys():
@@ -142,27 +167,38 @@ class Study:
         self.known[str(child.run.run_name)] = (child.run.run_id, outcome)
 
     def settle(self, name: str, lines: Sequence[dict]) -> None:
-        """A setting's run: what its seeds have in common, and the medians of what they came to; its runs go below."""
+        """A setting's run: what its seeds have in common, and the medians of what they came to; its
+        runs go below.
+        """
         runs = [self.known[line["run_name"]] for line in lines]
         outcome = hashlib.sha256("".join(outcome for _, outcome in runs).encode()).hexdigest()[:16]
         known, settled = self.known.get(name, ("", ""))
         if settled == outcome:
             return
         first, *others = (line["params"] for line in lines)
-        params = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+        params = {
+            key: value
+            for key, value in first.items()
+            if all(other.get(key) == value for other in others)
+        }
         seeds = ", ".join(line["params"]["seed"] for line in lines)
         folders = [Path(line["run_dir"]) for line in lines]
         spans = [span for folder in folders if (span := mlflow.span_ms(folder))]
         span = min(start for start, _ in spans), max(end for _, end in spans)
         parent = self.replaced(known, name, "setting", params | {"seed": seeds}, self.run_dir, span)
         parent.log_params()
-        summaries = [json.loads((folder / SUMMARY).read_text(encoding="utf-8")) for folder in folders]
+        summaries = [
+            json.loads((folder / SUMMARY).read_text(encoding="utf-8")) for folder in folders
+        ]
         ends = middle([dict(mlflow.finals(summary)) for summary in summaries])
         rows = zip(*(jsonl.tail(folder / METRICS, 0)[0] for folder in folders), strict=False)
         parent.log_metrics(point for row in rows for point in mlflow.points(middle(row)))
-        parent.log_metrics((f"final/{key}", float(f"{value:.6g}"), 0, 0.0) for key, value in ends.items())
+        parent.log_metrics(
+            (f"final/{key}", float(f"{value:.6g}"), 0, 0.0) for key, value in ends.items()
+        )
         note = (
-            f"Medians over the seeds {seeds}; of a curve, of their evaluations by number, as far as all of them went."
+            f"Medians over the seeds {seeds}; of a curve, of their evaluations by number, as far as"
+            " all of them went."
         )
         self.client.set_tag(parent.run.run_id, "mlflow.note.content", note)
         for run, _ in runs:
@@ -171,8 +207,9 @@ class Study:
         self.mark_copied(parent, outcome)
 
     def close(self) -> tuple[str | None, str | None]:
-        """The settings, the sweep's own files, its end, and the view on its experiment; returns the deep link and a
-        warning."""
+        """The settings, the sweep's own files, its end, and the view on its experiment; returns the
+        deep link and a warning.
+        """
         for name, lines in self.settings.items():
             self.settle(name, list(lines.values()))
         self.tag_dropped()
@@ -183,19 +220,24 @@ class Study:
         with suppress(Exception):  # a plainer page is no reason to record nothing
             axes = json.loads(self.job["tags"]["ashl.axes"])
             self.client.set_experiment_tag(
-                self.experiment, view.TAG, view.tag(axes=axes, settings=bool(self.settings), **self.judged)
+                self.experiment,
+                view.TAG,
+                view.tag(axes=axes, settings=bool(self.settings), **self.judged),
             )
         self.client.set_terminated(parent)
         return mlflow.page_of(self.job["uri"], self.experiment), self.warning
 
 
 def middle(found: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """The median of each number that all have, of the target's time also where some did not get there.
+    """The median of each number that all have, of the target's time also where some did not get
+    there.
 
-    >>> middle([{"a": 1.0, "time_to_target_s": 3.0}, {"a": 3.0}, {"a": 4.0, "b": 1.0, "time_to_target_s": 5.0}])
-    {'a': 3.0, 'time_to_target_s': 5.0}
+    >>> middle([{"a": 1.0, "time_to_target_s": 3.0}, {"a": 3.0}, {"a": 4.0, "b": 1.0,
+    "time_to_target_s": 5.0}]) {'a': 3.0, 'time_to_target_s': 5.0}
     """
-    names = dict.fromkeys(name for one in found for name, value in one.items() if isinstance(value, int | float))
+    names = dict.fromkeys(
+        name for one in found for name, value in one.items() if isinstance(value, int | float)
+    )
     middles = {}
     for name in names:
         own = [one.get(name, math.inf if name == LATE else None) for one in found]

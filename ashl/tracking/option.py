@@ -12,9 +12,9 @@ from ashl.runtime.records import Rounds
 class Tracking:
     """Choice of the record files and of their copy in MLflow.
 
-    `sink`: `mlflow` copies metrics, summary and artifacts to MLflow, `none` writes the run folder only.
-    `events`: `all` rounds, a `sampled` part of them (see `ashl.runtime.records`) or `none`; they make the trace.
-    `experiment`: name of the MLflow experiment.
+    `sink`: `mlflow` copies metrics, summary and artifacts to MLflow, `none` writes the run folder
+    only. `events`: `all` rounds, a `sampled` part of them (see `ashl.runtime.records`) or `none`;
+    they make the trace. `experiment`: name of the MLflow experiment.
     """
 
     sink: Literal["mlflow", "none"]

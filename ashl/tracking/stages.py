@@ -1,4 +1,6 @@
-"""What the stages of a run did, in words: when each ran, its steps and waiting, why it ended, and which never began."""
+"""What the stages of a run did, in words: when each ran, its steps and waiting, why it ended, and
+which never began.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,16 +13,25 @@ REASONS = {  # why steps are part of no model
     "diverged": "came after the divergence",
 }
 RULES = {  # by which a stage ends: that it did, and that it did not
-    "loss": ("the running training loss fell to {}", "the running training loss did not fall to {}"),
+    "loss": (
+        "the running training loss fell to {}",
+        "the running training loss did not fall to {}",
+    ),
     "evaluated_loss": ("the loss fell to {}", "the loss did not fall to {}"),
     "accuracy": ("the accuracy rose to {}", "the accuracy did not rise to {}"),
-    "rises": ("the training loss rose in {} evaluations", "the training loss did not rise in {} evaluations"),
+    "rises": (
+        "the training loss rose in {} evaluations",
+        "the training loss did not rise in {} evaluations",
+    ),
     "plateau": (
         "the running loss had not fallen by 1 % for {} commits per worker",
         "the running loss was never {} commits per worker without falling by 1 %",
     ),
     "epochs": ("its {} epochs were over", "the run ended before {} epochs of the stage before"),
-    "commits": ("its {} commits per worker were over", "the run ended before {} commits per worker"),
+    "commits": (
+        "its {} commits per worker were over",
+        "the run ended before {} commits per worker",
+    ),
     "seconds": ("its {} s were over", "the run ended within {} s of the stage before"),
 }
 ENDS = {
@@ -53,7 +64,11 @@ def never_began(stages: Sequence[Mapping[str, Any]]) -> str:
         if best is not None and (best <= bound if rule == "evaluated_loss" else best >= bound):
             text = f"{RULES[rule][0].format(f'{bound:g}')} only when the run was about to end"
         elif rule in EVALUATED:
-            text += " (it was not evaluated; set eval.every_s)" if best is None else f" (best evaluation: {best:.3g})"
+            text += (
+                " (it was not evaluated; set eval.every_s)"
+                if best is None
+                else f" (best evaluation: {best:.3g})"
+            )
         missing.append(text)
     why = ", and ".join(missing) or "the run ended before"
     return f"stage{'s' if len(stages) > 1 else ''} {names} never began: {why}"
@@ -62,14 +77,18 @@ def never_began(stages: Sequence[Mapping[str, Any]]) -> str:
 def why_dropped(summary: Mapping[str, Any]) -> str:
     """The dropped steps by reason, in words; empty where no reason is recorded."""
     counted = summary.get("dropped_for") or {}
-    return ", ".join(f"{count:,} {REASONS.get(reason, reason)}" for reason, count in counted.items())
+    return ", ".join(
+        f"{count:,} {REASONS.get(reason, reason)}" for reason, count in counted.items()
+    )
 
 
 def profiling(summary: Mapping[str, Any]) -> tuple[float, list[float]]:
     """Seconds of profiling on the run's clock, and each worker's waiting in it."""
     stages = [stage for stage in summary.get("stages") or () if stage.get("profiling")]
     waits = [stage["wait_s"] for stage in stages]
-    return sum(stage["end_s"] - stage["start_s"] for stage in stages), [sum(own) for own in zip(*waits, strict=True)]
+    return sum(stage["end_s"] - stage["start_s"] for stage in stages), [
+        sum(own) for own in zip(*waits, strict=True)
+    ]
 
 
 def training_wait_share(summary: Mapping[str, Any]) -> float | None:

@@ -1,7 +1,8 @@
-"""Where MLflow keeps its records, and how to point a person there; without importing MLflow, which takes a second.
+"""Where MLflow keeps its records, and how to point a person there; without importing MLflow, which
+takes a second.
 
-MLflow's file store is gone since 3.13, so the store is SQLite: `mlflow.db` in the folder of the runs, with `artifacts/`
-beside it. MLFLOW_TRACKING_URI takes precedence.
+MLflow's file store is gone since 3.13, so the store is SQLite: `mlflow.db` in the folder of the
+runs, with `artifacts/` beside it. MLFLOW_TRACKING_URI takes precedence.
 """
 
 import fcntl
@@ -16,7 +17,8 @@ from urllib.parse import urlsplit
 from ashl.tracking import view
 
 ADDRESS = "http://127.0.0.1:5000"  # where `ashl ui` shows a SQLite store
-TRAINING = "workflowType=machine_learning"  # the page about model training, where MLflow has one about language models
+# the page about model training, where MLflow has one about language models
+TRAINING = "workflowType=machine_learning"
 ENVIRONMENT = {  # of every MLflow process that we start; the user's own settings win
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -33,8 +35,12 @@ def tracking_uri(store: Path) -> str:
 
 
 def artifact_uri(store: Path) -> str | None:
-    """Where new experiments keep their artifacts; None leaves it to the store that MLFLOW_TRACKING_URI names."""
-    return None if os.environ.get("MLFLOW_TRACKING_URI") else (store.absolute() / "artifacts").as_uri()
+    """Where new experiments keep their artifacts; None leaves it to the store that
+    MLFLOW_TRACKING_URI names.
+    """
+    return (
+        None if os.environ.get("MLFLOW_TRACKING_URI") else (store.absolute() / "artifacts").as_uri()
+    )
 
 
 def database(uri: str) -> Path | None:
@@ -50,8 +56,9 @@ def public(uri: str) -> str:
 
 
 def gist(text: str) -> str:
-    """What happened, in the first sentence of the line that says so; SQLAlchemy has lines before it and after it, and
-    an address that does not answer comes with all that was tried."""
+    """What happened, in the first sentence of the line that says so; SQLAlchemy has lines before it
+    and after it, and an address that does not answer comes with all that was tried.
+    """
     address = re.search(r"https?://[^/\s]+", text)
     if address and "Max retries exceeded" in text:
         return f"{address[0]} does not answer"
@@ -62,7 +69,9 @@ def gist(text: str) -> str:
 
 @contextmanager
 def schema_lock(uri: str) -> Generator[None, None, None]:
-    """One process at a time: those that create or migrate the same SQLite schema at once crash each other."""
+    """One process at a time: those that create or migrate the same SQLite schema at once crash each
+    other.
+    """
     path = database(uri)
     if path is None:
         yield
@@ -96,9 +105,14 @@ def is_locked(uri: str) -> bool:
 
 
 def latest(uri: str, address: str = ADDRESS) -> str | None:
-    """Deep link to the experiment of a SQLite store that ran last; None when nothing ran yet or it cannot be read."""
+    """Deep link to the experiment of a SQLite store that ran last; None when nothing ran yet or it
+    cannot be read.
+    """
     path = database(uri)
-    query = "SELECT experiment_id FROM runs WHERE lifecycle_stage = 'active' ORDER BY start_time DESC LIMIT 1"
+    query = (
+        "SELECT experiment_id FROM runs WHERE lifecycle_stage = 'active' ORDER BY start_time DESC"
+        " LIMIT 1"
+    )
     try:
         found = _first(path, query) if path else None
     except sqlite3.Error:  # locked, or not a store yet
@@ -107,11 +121,19 @@ def latest(uri: str, address: str = ADDRESS) -> str | None:
 
 
 def page_of(uri: str, folder: Path, address: str) -> str | None:
-    """Deep link to the page of a run, or to the view of a sweep's experiment; None where the store knows neither."""
-    path, about = database(uri), "FROM tags JOIN runs USING (run_uuid) WHERE lifecycle_stage = 'active' AND"
+    """Deep link to the page of a run, or to the view of a sweep's experiment; None where the store
+    knows neither.
+    """
+    path, about = (
+        database(uri),
+        "FROM tags JOIN runs USING (run_uuid) WHERE lifecycle_stage = 'active' AND",
+    )
     swept = (folder / "sweep.json").exists()
     key, value = ("ashl.sweep", folder.name) if swept else ("ashl.run_dir", str(folder))
-    query = f"SELECT experiment_id, run_uuid {about} key = ? AND value = ? ORDER BY start_time DESC LIMIT 1"
+    query = (
+        f"SELECT experiment_id, run_uuid {about} key = ? AND value = ? ORDER BY start_time DESC"
+        " LIMIT 1"
+    )
     try:
         found = _first(path, query, key, value) if path else None
     except sqlite3.Error:
@@ -124,7 +146,9 @@ def page_of(uri: str, folder: Path, address: str) -> str | None:
 
 
 def link(address: str, experiment: str) -> str:
-    """Deep link to our saved view of an experiment, by id; MLflow itself opens on a page about language models."""
+    """Deep link to our saved view of an experiment, by id; MLflow itself opens on a page about
+    language models.
+    """
     query = f"{TRAINING}&compareRunsMode=CHART&viewStateShareKey={view.KEY}"
     return f"{address.rstrip('/')}/#/experiments/{experiment}/runs?{query}"
 

@@ -1,4 +1,6 @@
-"""What a person sees of a sweep while it runs: how far it is and what runs now; in a pipe, a line for each end."""
+"""What a person sees of a sweep while it runs: how far it is and what runs now; in a pipe, a line
+for each end.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,9 @@ BESIDE = 30  # columns for the score, the time and what is between columns
 
 
 class Running(NamedTuple):
-    """A run that has not ended: its name, the share that is done, and the score of its last evaluation."""
+    """A run that has not ended: its name, the share that is done, and the score of its last
+    evaluation.
+    """
 
     label: str
     done: float | None = None
@@ -47,14 +51,20 @@ class Reading:
         if limits.get("steps") and row.get("step") is not None:
             shares.append(row["step"] / limits["steps"])
         loss = row.get("test/loss") if row.get("train/loss") is None else row["train/loss"]
-        score = percent(row["test/acc"]) if row.get("test/acc") is not None else f"loss {number(loss)}"
+        score = (
+            percent(row["test/acc"]) if row.get("test/acc") is not None else f"loss {number(loss)}"
+        )
         return Running(label, min(1.0, max(shares)) if shares else None, score)
 
 
 class SweepProgress:
-    """Draws on a terminal, prints lines in a pipe, and nothing at all when quiet. `deadline`: what all may take."""
+    """Draws on a terminal, prints lines in a pipe, and nothing at all when quiet. `deadline`: what
+    all may take.
+    """
 
-    def __init__(self, console: Console, total: int, *, quiet: bool, deadline: Deadline | None = None) -> None:
+    def __init__(
+        self, console: Console, total: int, *, quiet: bool, deadline: Deadline | None = None
+    ) -> None:
         self.console, self.total, self.quiet, self.deadline = console, total, quiet, deadline
         self.done = self.failed = 0
         self._began = time.monotonic()
@@ -62,7 +72,9 @@ class SweepProgress:
         self._running: Sequence[Running] = ()
         live = not quiet and console.is_terminal
         self._live = (
-            Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._drawn) if live else None
+            Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._drawn)
+            if live
+            else None
         )
         if self._live:
             self._live.start()
@@ -85,12 +97,20 @@ class SweepProgress:
         self._running = running
 
     def _drawn(self) -> Group:
-        """How far all of it is, and each run: drawn a few times a second, from the first moment on."""
+        """How far all of it is, and each run: drawn a few times a second, from the first
+        moment on.
+        """
         now, deadline = time.monotonic(), self.deadline
         spent_s = now - self._began
-        left = f", about {seconds(spent_s / self.done * (self.total - self.done))} left" if self.done else ""
+        left = (
+            f", about {seconds(spent_s / self.done * (self.total - self.done))} left"
+            if self.done
+            else ""
+        )
         began = f"{len(self._running)} running" if self._running or self.done else "starting"
-        head = Text(f"{self.done} of {self.total} runs, {began}, {seconds(spent_s)}{left}", no_wrap=True)
+        head = Text(
+            f"{self.done} of {self.total} runs, {began}, {seconds(spent_s)}{left}", no_wrap=True
+        )
         bars = Table.grid()  # a bar by itself does not end its line
         if deadline:
             bars.add_row(ProgressBar(deadline.budget_s, deadline.spent_s, width=2 * BAR))

@@ -24,14 +24,18 @@ GRACE_S = 5
 
 @dataclass(frozen=True)
 class Server:
-    """A running page. Use it as a context manager: MLflow ends with the block, and at the latest with our process."""
+    """A running page. Use it as a context manager: MLflow ends with the block, and at the latest
+    with our process.
+    """
 
     address: str  # where it listens, `http://host:port`
     link: str  # what to open: the saved view of the experiment that ran last
     process: subprocess.Popen
 
     def wait(self) -> int:
-        """Block until the server ends; returns its exit code. Ctrl-C raises KeyboardInterrupt as usual."""
+        """Block until the server ends; returns its exit code. Ctrl-C raises KeyboardInterrupt as
+        usual.
+        """
         return self.process.wait()
 
     def __enter__(self) -> "Server":
@@ -45,30 +49,42 @@ class Server:
         self.process.wait()
 
 
-def serve(store: Path, port: int = 5000, host: str = "127.0.0.1", folder: Path | None = None) -> Server:
-    """Serve MLflow's page for the folder `store`; returns once it answers. Prints nothing. The link is to the run or
-    sweep in `folder`, else to what ran last.
+def serve(
+    store: Path, port: int = 5000, host: str = "127.0.0.1", folder: Path | None = None
+) -> Server:
+    """Serve MLflow's page for the folder `store`; returns once it answers. Prints nothing. The link
+    is to the run or sweep in `folder`, else to what ran last.
 
-    Raises UsageError where the store does not know that folder, and AshlError when the port is taken, when MLflow does
-    not come up, and when MLFLOW_TRACKING_URI names a server, which has a page of its own.
+    Raises UsageError where the store does not know that folder, and AshlError when the port is
+    taken, when MLflow does not come up, and when MLFLOW_TRACKING_URI names a server, which has a
+    page of its own.
     """
     uri = stores.tracking_uri(store)
     if urlsplit(uri).scheme in ("http", "https"):
-        raise AshlError(f"MLFLOW_TRACKING_URI is set: open {stores.public(uri)}, or unset it to see {store}.")
+        raise AshlError(
+            f"MLFLOW_TRACKING_URI is set: open {stores.public(uri)}, or unset it to see {store}."
+        )
     address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     wanted = None if folder is None else stores.page_of(uri, folder.absolute(), address)
     if folder is not None and wanted is None:
         raise UsageError(
-            f"MLflow knows nothing of {folder} (in {stores.public(uri)}); leave it out to see what ran last."
+            f"MLflow knows nothing of {folder} (in {stores.public(uri)}); leave it out to see what"
+            " ran last."
         )
-    with socket.socket() as probe:  # MLflow itself would say so in 60 lines, or answer from someone else's server
+    with (
+        socket.socket() as probe
+    ):  # MLflow itself would say so in 60 lines, or answer from someone else's server
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             local = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
-            fix = "leave --host out to listen on this machine" if local else "choose another port with --port"
+            fix = (
+                "leave --host out to listen on this machine"
+                if local
+                else "choose another port with --port"
+            )
             raise AshlError(f"Cannot listen on {host}:{port} ({reason}); {fix}.") from error
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "ashl.tracking.ui", uri, host, str(port)],
@@ -93,7 +109,8 @@ def serve(store: Path, port: int = 5000, host: str = "127.0.0.1", folder: Path |
 
 
 def main() -> None:
-    """`python -m ashl.tracking.ui URI HOST PORT`: run MLflow's server until standard input closes or it ends by itself.
+    """`python -m ashl.tracking.ui URI HOST PORT`: run MLflow's server until standard input closes
+    or it ends by itself.
 
     Says READY on standard output once the server answers, or else why it does not.
     """
@@ -106,7 +123,11 @@ def main() -> None:
         try:
             with stores.schema_lock(uri):
                 server = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
                 ready = _comes_up(server, host, int(port))
             print(READY if ready else _complaint(log), flush=True)
@@ -127,7 +148,9 @@ def _comes_up(server: subprocess.Popen, host: str, port: int) -> bool:
 
 
 def _closed(within_s: float) -> bool:
-    """Whether standard input closes within so many seconds: we are wanted no longer, or our parent died."""
+    """Whether standard input closes within so many seconds: we are wanted no longer, or our parent
+    died.
+    """
     return bool(select.select([sys.stdin], [], [], within_s)[0])
 
 

@@ -1,8 +1,10 @@
-"""The saved view that MLflow's page opens on: our charts and our columns; by itself MLflow 3 shows neither.
+"""The saved view that MLflow's page opens on: our charts and our columns; by itself MLflow 3 shows
+neither.
 
-A view is an experiment tag whose value is the state of the page. The format is internal to MLflow (this is 3.17's), so
-the writer sets the tag at its best and never fails on it. MLflow titles charts by their metrics, whatever we call them,
-and does not add a chart of its own for a metric that has one of ours.
+A view is an experiment tag whose value is the state of the page. The format is internal to MLflow
+(this is 3.17's), so the writer sets the tag at its best and never fails on it. MLflow titles charts
+by their metrics, whatever we call them, and does not add a chart of its own for a metric that has
+one of ours.
 """
 
 import base64
@@ -29,7 +31,13 @@ COLUMNS = (
     "metrics.`final/samples_per_s`",
     "metrics.`final/wait_share`",
 )
-REST = ("test", "comm", "wait", "final", "time")  # sections that MLflow makes of the other metrics: folded, below ours
+REST = (
+    "test",
+    "comm",
+    "wait",
+    "final",
+    "time",
+)  # sections that MLflow makes of the other metrics: folded, below ours
 
 
 def tag(
@@ -40,9 +48,10 @@ def tag(
     metric: str | None = None,
     lower: bool = False,
 ) -> str:
-    """Value of the experiment tag `TAG`: the view for runs of so many workers, or for a sweep over these keys, with
-    `settings` of the medians over seeds. `metric` is the task's, `lower` says that less of it is
-    better."""
+    """Value of the experiment tag `TAG`: the view for runs of so many workers, or for a sweep over
+    these keys, with `settings` of the medians over seeds. `metric` is the task's, `lower` says that
+    less of it is better.
+    """
     curve, final = ("acc", "accuracy") if metric in (None, "accuracy") else (metric, "metric")
     swept = [f"params.`{key}`" for key in axes]
     usual = [column.replace("test_accuracy", f"test_{final}") for column in COLUMNS]
@@ -63,21 +72,35 @@ def tag(
             _chart("BAR", metricKey="final/samples_per_s"),
         ],
         "Settings that differ": [
-            _chart("DIFFERENCE", compareGroups=["Parameters"], showDifferencesOnly=True, showChangeFromBaseline=False)
+            _chart(
+                "DIFFERENCE",
+                compareGroups=["Parameters"],
+                showDifferencesOnly=True,
+                showChangeFromBaseline=False,
+            )
         ],
     }
     state = {
-        # by a metric, MLflow shows a sweep's runs beside each other; else it folds them away under the sweep
+        # by a metric, MLflow shows a sweep's runs beside each other; else it folds them away under
+        # the sweep
         "orderByKey": f"metrics.`final/test_{final}`" if swept else "attributes.start_time",
         "orderByAsc": bool(swept) and lower,
         "searchFilter": "tags.`ashl.kind` = 'setting'" if settings else "",
         "selectedColumns": columns,
         "columnOrder": columns,
-        "columnWidths": {column: 165 if column.startswith("metrics") else 130 for column in columns},
+        "columnWidths": {
+            column: 165 if column.startswith("metrics") else 130 for column in columns
+        },
         "runsHiddenMode": f"FIRST_{MAX_RUNS}_RUNS",
         "isAccordionReordered": True,  # else MLflow sorts the sections by name
         "compareRunSections": [
-            {"uuid": name, "name": name, "display": name not in REST, "columns": min(2, len(charts)), "cardHeight": 300}
+            {
+                "uuid": name,
+                "name": name,
+                "display": name not in REST,
+                "columns": min(2, len(charts)),
+                "cardHeight": 300,
+            }
             for name, charts in (sections | {name: [{}] * 2 for name in REST}).items()
         ],
         "compareRunCharts": [
@@ -86,12 +109,18 @@ def tag(
             for index, chart in enumerate(charts)
         ],
     }
-    packed = base64.b64encode(zlib.compress(json.dumps(state, separators=(",", ":")).encode(), 9)).decode()
-    return json.dumps({"name": NAME, "createdAt": DATE_MS, "updatedAt": DATE_MS, "state": f"deflate;{packed}"})
+    packed = base64.b64encode(
+        zlib.compress(json.dumps(state, separators=(",", ":")).encode(), 9)
+    ).decode()
+    return json.dumps(
+        {"name": NAME, "createdAt": DATE_MS, "updatedAt": DATE_MS, "state": f"deflate;{packed}"}
+    )
 
 
 def _line(*metrics: str) -> dict:
-    """A chart over the metric `time/s`: the experiment's own clock, unlike MLflow's, is right in simulation too."""
+    """A chart over the metric `time/s`: the experiment's own clock, unlike MLflow's, is right in
+    simulation too.
+    """
     return _chart(
         "LINE",
         metricKey=metrics[0],
@@ -110,4 +139,9 @@ def _line(*metrics: str) -> dict:
 
 
 def _chart(kind: str, **settings: object) -> dict:
-    return {"type": kind, "deleted": False, "isGenerated": False, "runsCountToCompare": MAX_RUNS} | settings
+    return {
+        "type": kind,
+        "deleted": False,
+        "isGenerated": False,
+        "runsCountToCompare": MAX_RUNS,
+    } | settings

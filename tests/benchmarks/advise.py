@@ -1,10 +1,11 @@
-"""`python -m tests.benchmarks.advise [CLUSTER...] [KEY=VALUE...]`: is the advice as good as the best of the full grid,
-at what cost?
+"""`python -m tests.benchmarks.advise [CLUSTER...] [KEY=VALUE...]`: is the advice as good as the
+best of the full grid, at what cost?
 
-For each cluster preset, mlp on digits to 95 % unless something else is typed: first the advice, then every candidate
-at every learning rate with the seeds of the race. The grid's winner is the best median; the advice is inside if the
-median that its winner and rate have in the grid lies within the range of the grid's winner. Cost is the runs' own host
-seconds, their steps and their number.
+For each cluster preset, mlp on digits to 95 % unless something else is typed: first the advice,
+then every candidate at every learning rate with the seeds of the race. The grid's winner is the
+best median; the advice is inside if the median that its winner and rate have in the grid lies
+within the range of the grid's winner. Cost is the runs' own host seconds, their steps and their
+number.
 """
 
 from __future__ import annotations
@@ -51,8 +52,16 @@ def whole_grid(field: Field, fixed: list[str], every_s: float | None, folder: Pa
     folder.mkdir()
     place = Place(folder, LINE, fixed, SLOTS, Deadline(math.inf), Console(quiet=True), True)
     scale = Scale(1.0, RATES, every_s)
-    pairs = [(own, rate, seed) for own in field.candidates for rate in rates_of(own, scale) for seed in SEEDS]
-    settings = [setting_of(own, place, scale, rate, seed, ("optimizer.lr", "seed")) for own, rate, seed in pairs]
+    pairs = [
+        (own, rate, seed)
+        for own in field.candidates
+        for rate in rates_of(own, scale)
+        for seed in SEEDS
+    ]
+    settings = [
+        setting_of(own, place, scale, rate, seed, ("optimizer.lr", "seed"))
+        for own, rate, seed in pairs
+    ]
     grid = grid_of(settings, ())
     progress = SweepProgress(place.console, len(settings), quiet=True)
     record = begun(grid, fixed, folder, keep_dropped=False, command=place.command)
@@ -68,14 +77,30 @@ def whole_grid(field: Field, fixed: list[str], every_s: float | None, folder: Pa
 def main(clusters: list[str], typed: list[str]) -> None:
     console = Console(width=170)
     table = Table(
-        "cluster", "candidates", "grid's winner", "its times", "advised", "in the grid", "inside", "host s", "runs"
+        "cluster",
+        "candidates",
+        "grid's winner",
+        "its times",
+        "advised",
+        "in the grid",
+        "inside",
+        "host s",
+        "runs",
     )
     for cluster in clusters:
         with TemporaryDirectory() as place:
             folder, fixed = Path(place), [f"cluster={cluster}", *TASK, *TARGET, *typed]
             fixed = list({key_of(text): text for text in fixed}.values())
-            how = {"target": None, "budget_s": BUDGET_S, "slots": SLOTS, "explain": True, "dry_run": False}
-            advise([*fixed, f"run.dir={folder}/advice"], None, console, command=LINE, **how, quiet=True)
+            how = {
+                "target": None,
+                "budget_s": BUDGET_S,
+                "slots": SLOTS,
+                "explain": True,
+                "dry_run": False,
+            }
+            advise(
+                [*fixed, f"run.dir={folder}/advice"], None, console, command=LINE, **how, quiet=True
+            )
             record = jsonl.whole(folder / "advice" / "advice.json") or {}
             field = field_of(asked(fixed, None), None, lambda done, size, name: None)
             times = whole_grid(field, fixed, record["scale"]["every_s"], folder / "grid")

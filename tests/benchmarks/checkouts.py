@@ -1,7 +1,8 @@
-"""The codecs of two checkouts, turn about: `python -m tests.benchmarks.checkouts FOLDER`, FOLDER being the other one.
+"""The codecs of two checkouts, turn about: `python -m tests.benchmarks.checkouts FOLDER`, FOLDER
+being the other one.
 
-Each checkout has a process of its own, with two of torch's threads, which encodes and decodes a vector when it is asked
-to, while the other one waits. The order changes from turn to turn.
+Each checkout has a process of its own, with two of torch's threads, which encodes and decodes a
+vector when it is asked to, while the other one waits. The order changes from turn to turn.
 """
 
 import argparse
@@ -61,7 +62,12 @@ class Checkout:
         environment = {**os.environ, "PYTHONPATH": str(folder)}
         command = [sys.executable, "-c", SERVE, str(d)]
         self.process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.heard()
 
@@ -90,7 +96,9 @@ def row(name: str, before: Checkout, now: Checkout, turns: int) -> list[str] | N
     for word in ("encode", "decode"):
         sides = {"before": partial(before.timed, word), "now": partial(now.timed, word)}
         taken = alternate(sides, turns)
-        cells += [f"{statistics.median(taken[side]):.1f}" for side in sides] + [ratio(taken["now"], taken["before"])]
+        cells += [f"{statistics.median(taken[side]):.1f}" for side in sides] + [
+            ratio(taken["now"], taken["before"])
+        ]
     return cells
 
 
@@ -113,8 +121,21 @@ def main() -> None:
         if cells := row(name, before, now, asked.turns):
             rows.append(cells)
             print(*cells, file=sys.stderr, flush=True)
-    columns = ["codec", "encode before, ms", "now, ms", "now / before", "decode before, ms", "now, ms", "now / before"]
-    show(f"codecs of two checkouts, {asked.elements:,} elements", columns, rows, f"ms: median of {asked.turns} turns")
+    columns = [
+        "codec",
+        "encode before, ms",
+        "now, ms",
+        "now / before",
+        "decode before, ms",
+        "now, ms",
+        "now / before",
+    ]
+    show(
+        f"codecs of two checkouts, {asked.elements:,} elements",
+        columns,
+        rows,
+        f"ms: median of {asked.turns} turns",
+    )
 
 
 if __name__ == "__main__":

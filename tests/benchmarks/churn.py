@@ -1,9 +1,11 @@
-"""What failures cost whom: `python -m tests.benchmarks.churn`; `--only TEXT` = of modes with this in their name.
+"""What failures cost whom: `python -m tests.benchmarks.churn`; `--only TEXT` = of modes with this
+in their name.
 
-Sixteen unequal workers (factors 1, 1.5, 2 and 3) at a parameter server or without one, in virtual time without
-gradients, for 2,000 s of steps of 0.5 s; each worker fails after an exponential time of so many seconds on average, and
-is back after 5. Goodput is the steps/s that count over those of the same run without failures. No mode that never waits
-can be above the share of the time that workers are there; who is below it also loses what they were at, or waits.
+Sixteen unequal workers (factors 1, 1.5, 2 and 3) at a parameter server or without one, in virtual
+time without gradients, for 2,000 s of steps of 0.5 s; each worker fails after an exponential time
+of so many seconds on average, and is back after 5. Goodput is the steps/s that count over those of
+the same run without failures. No mode that never waits can be above the share of the time that
+workers are there; who is below it also loses what they were at, or waits.
 """
 
 import argparse
@@ -20,7 +22,12 @@ CLUSTER = (
     "stop.seconds=2000",
     "runtime.gradients=false",
 )
-GROUPS = ("topology=partial_all_reduce", "sync=ripples_smart", "sync.group_size=4", "sync.local_steps=8")
+GROUPS = (
+    "topology=partial_all_reduce",
+    "sync=ripples_smart",
+    "sync.group_size=4",
+    "sync.local_steps=8",
+)
 DECOUPLED = ("sync=decoupled", "sync.local_steps=8", "sync.grace_s=1", "sync.min_learners=8")
 MODES = {
     "bsp": ("sync=bsp",),
@@ -29,7 +36,11 @@ MODES = {
     "ssp, 3 ahead": ("sync=ssp", "sync.staleness=3"),
     "asp": ("sync=asp",),
     "bsp by all-reduce": ("topology=all_reduce", "sync=bsp"),
-    "local SGD by all-reduce, H = 8": ("topology=all_reduce", "sync=local_sgd", "sync.local_steps=8"),
+    "local SGD by all-reduce, H = 8": (
+        "topology=all_reduce",
+        "sync=local_sgd",
+        "sync.local_steps=8",
+    ),
     "Ripples smart, H = 8": GROUPS,
     "Ripples smart, H = 8, threshold 1": (*GROUPS, "sync.threshold=1"),
     "ahl, H from 4": ("sync=ahl", "schedule.h_preset=[4]"),
@@ -45,7 +56,10 @@ def goodputs(mode: tuple[str, ...]) -> list[float]:
     """For each mean time, in the median of the seeds."""
     whole = simulated(*CLUSTER, *mode).steps_per_s
     churn = [f"cluster.churn={{mtbf_s: {mtbf_s}, mttr_s: {MTTR_S}}}" for mtbf_s in MTBF_S]
-    return [median(simulated(*CLUSTER, *mode, at, f"seed={s}").steps_per_s / whole for s in SEEDS) for at in churn]
+    return [
+        median(simulated(*CLUSTER, *mode, at, f"seed={s}").steps_per_s / whole for s in SEEDS)
+        for at in churn
+    ]
 
 
 def main() -> None:
@@ -56,7 +70,12 @@ def main() -> None:
     rows |= {name: goodputs(mode) for name, mode in MODES.items() if only in name}
     columns = ["mean time between failures", *(f"{mtbf_s} s" for mtbf_s in MTBF_S)]
     note = f"medians over seeds {', '.join(map(str, SEEDS))}"
-    show("goodput", columns, [[name, *(f"{value:.3f}" for value in values)] for name, values in rows.items()], note)
+    show(
+        "goodput",
+        columns,
+        [[name, *(f"{value:.3f}" for value in values)] for name, values in rows.items()],
+        note,
+    )
 
 
 if __name__ == "__main__":

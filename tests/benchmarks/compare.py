@@ -1,7 +1,8 @@
 """What `ashl compare` costs: `python -m tests.benchmarks.compare`.
 
-It makes a sweep of 200 finished runs (25 settings of 8 seeds, 16 workers, about 50 evaluations and 9,600 rounds a run),
-and compares it in a process of its own, from the command to the written report.
+It makes a sweep of 200 finished runs (25 settings of 8 seeds, 16 workers, about 50 evaluations and
+9,600 rounds a run), and compares it in a process of its own, from the command to the written
+report.
 """
 
 import os
@@ -30,8 +31,14 @@ def study(folder: Path) -> Path:
     for i, sync in enumerate(SYNCS):
         for j, batch in enumerate(BATCHES):
             for seed in range(SEEDS):
-                reach_s = None if draw.random() < 0.1 else (1 + 0.3 * i + 0.2 * abs(j - 2)) * draw.uniform(0.9, 1.1)
-                settings.append(({"sync": sync, "dataset.batch_size": batch, "seed": str(seed)}, reach_s))
+                reach_s = (
+                    None
+                    if draw.random() < 0.1
+                    else (1 + 0.3 * i + 0.2 * abs(j - 2)) * draw.uniform(0.9, 1.1)
+                )
+                settings.append(
+                    ({"sync": sync, "dataset.batch_size": batch, "seed": str(seed)}, reach_s)
+                )
     return write_sweep(folder, settings, RUN)
 
 
@@ -43,11 +50,20 @@ def main() -> None:
         times = []
         for _ in range(TURNS):
             start = time.monotonic()
-            subprocess.run([sys.executable, "-m", "ashl.cli", "compare", str(folder)], check=True, capture_output=True)
+            subprocess.run(
+                [sys.executable, "-m", "ashl.cli", "compare", str(folder)],
+                check=True,
+                capture_output=True,
+            )
             times.append(time.monotonic() - start)
         report = (folder / "report.html").stat().st_size
-    console.print(f"{len(SYNCS) * len(BATCHES) * SEEDS} runs, {size / 1e6:.0f} MB of records, {os.cpu_count()} cores")
-    console.print(f"ashl compare  {min(times):.2f} s, the best of {TURNS} (the slowest {max(times):.2f} s)")
+    console.print(
+        f"{len(SYNCS) * len(BATCHES) * SEEDS} runs, {size / 1e6:.0f} MB of records,"
+        f" {os.cpu_count()} cores"
+    )
+    console.print(
+        f"ashl compare  {min(times):.2f} s, the best of {TURNS} (the slowest {max(times):.2f} s)"
+    )
     console.print(f"report.html   {report / 1e6:.3f} MB")
 
 

@@ -1,8 +1,10 @@
-"""Every codec beside a copy of the vector, and Top-K beside torch.topk: `python -m tests.benchmarks.compression`.
+"""Every codec beside a copy of the vector, and Top-K beside torch.topk: `python -m
+tests.benchmarks.compression`.
 
-Two threads; turn about in one run. torch's side is its fastest: unsorted, into a buffer that is there already. With
-`--device cuda` those codecs that work on a device, there, beside what is aimed at; with `--device cpu` the same kernels
-in the host's memory, which shows that they run, and of no device how fast.
+Two threads; turn about in one run. torch's side is its fastest: unsorted, into a buffer that is
+there already. With `--device cuda` those codecs that work on a device, there, beside what is aimed
+at; with `--device cpu` the same kernels in the host's memory, which shows that they run, and of no
+device how fast.
 """
 
 import argparse
@@ -25,7 +27,14 @@ from tests.conf_option import CONF, conf_option
 TURNS = 5
 SIZES = (1_000_000, 25_600_000)
 RATIOS = (0.001, 0.01, 0.05)
-AIMS = {"sign": 3, "cast": 3, "qsgd": 5, "terngrad": 5, "natural": 5, "topk": 15}  # encodings on a device, in copies
+AIMS = {
+    "sign": 3,
+    "cast": 3,
+    "qsgd": 5,
+    "terngrad": 5,
+    "natural": 5,
+    "topk": 15,
+}  # encodings on a device, in copies
 KINDS = (
     "ashl.compression.wire.arrays.at_home",
     "ashl.compression.wire.payload_format.at_home",
@@ -61,12 +70,16 @@ def selection(x: torch.Tensor) -> list[list[str]]:
             lambda k=k: largest(values, k),
             lambda: buffer.copy_(x),
         )
-        rows.append([f"{d:,} at {share:.1%}", ms(torchs), ms(ours), ratio(torchs, ours), ratio(ours, copy)])
+        rows.append(
+            [f"{d:,} at {share:.1%}", ms(torchs), ms(ours), ratio(torchs, ours), ratio(ours, copy)]
+        )
     return rows
 
 
 def catalogue(x: torch.Tensor, names: Sequence[str]) -> list[list[str]]:
-    """Encoding and decoding of each codec with its defaults, without memory around it, beside a copy of the vector."""
+    """Encoding and decoding of each codec with its defaults, without memory around it, beside a
+    copy of the vector.
+    """
     d, buffer = x.numel(), torch.empty_like(x)
     layout = (Layer("weight", (d // 1024, 1024)),)
     rows = []
@@ -82,15 +95,29 @@ def catalogue(x: torch.Tensor, names: Sequence[str]) -> list[list[str]]:
         encode = partial(codec.encode, sender, x, EncodeContext(round=1))
         encoding, decoding, copying = turns(encode, decode, lambda: buffer.copy_(x))
         bits = f"{32 * body.nbytes / x.nbytes:.3g}"
-        rows.append([name, bits, ms(encoding), ratio(encoding, copying), ms(decoding), ratio(decoding, copying)])
+        rows.append(
+            [
+                name,
+                bits,
+                ms(encoding),
+                ratio(encoding, copying),
+                ms(decoding),
+                ratio(decoding, copying),
+            ]
+        )
     return rows
 
 
 def on_device(x: torch.Tensor, names: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """The same of those that work where x lies, at a share of 1 % where they keep one; and the names of the others."""
+    """The same of those that work where x lies, at a share of 1 % where they keep one; and the
+    names of the others.
+    """
     d, buffer, elsewhere = x.numel(), torch.empty_like(x), []
     layout = (Layer("weight", (d // 1024, 1024)),)
-    best, copy = turns(lambda: torch.topk(torch.abs(x, out=buffer), d // 100, sorted=False), lambda: buffer.copy_(x))
+    best, copy = turns(
+        lambda: torch.topk(torch.abs(x, out=buffer), d // 100, sorted=False),
+        lambda: buffer.copy_(x),
+    )
     rows = [["torch.topk of 1 %", "", ms(best), ratio(best, copy), "", "", ""]]
     for name in names:
         codec = codec_for_layers(conf_option("compression", name), layout)
@@ -99,9 +126,21 @@ def on_device(x: torch.Tensor, names: Sequence[str]) -> tuple[list[list[str]], l
             continue
         body = codec.encode(None, x, EncodeContext(ratio=0.01))[1]
         encode = partial(codec.encode, None, x, EncodeContext(ratio=0.01, round=1))
-        encoding, decoding, copying = turns(encode, partial(codec.decode, None, body, d), lambda: buffer.copy_(x))
+        encoding, decoding, copying = turns(
+            encode, partial(codec.decode, None, body, d), lambda: buffer.copy_(x)
+        )
         bits, aim = f"{32 * body.nbytes / x.nbytes:.3g}", f"{AIMS[name]}" if name in AIMS else ""
-        rows.append([name, bits, ms(encoding), ratio(encoding, copying), aim, ms(decoding), ratio(decoding, copying)])
+        rows.append(
+            [
+                name,
+                bits,
+                ms(encoding),
+                ratio(encoding, copying),
+                aim,
+                ms(decoding),
+                ratio(decoding, copying),
+            ]
+        )
     return rows, elsewhere
 
 
@@ -115,7 +154,9 @@ def show_device(device: str, x: torch.Tensor, names: Sequence[str]) -> None:
             rows, elsewhere = on_device(x, names)
         name = "no device: the same kernels in the host's memory"
     columns = ["codec", "bits", "encode, ms", "encode / copy", "aim", "decode, ms", "decode / copy"]
-    note = f"ms: median of {TURNS} turns; in the host's memory alone: {', '.join(elsewhere) or 'none'}"
+    note = (
+        f"ms: median of {TURNS} turns; in the host's memory alone: {', '.join(elsewhere) or 'none'}"
+    )
     show(f"codecs on tensors, {x.numel():,} elements, {name}", columns, rows, note)
 
 
@@ -140,16 +181,27 @@ def main() -> None:
     """With names only these codecs: `python -m tests.benchmarks.compression qsgd topk`."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.compression")
     parser.add_argument("names", nargs="*", help="these codecs only")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="codecs on tensors: of a GPU, or of the host")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="codecs on tensors: of a GPU, or of the host"
+    )
     asked = parser.parse_args()
     if asked.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("there is no CUDA device on this machine; --device cpu runs the same kernels on its memory")
+        raise SystemExit(
+            "there is no CUDA device on this machine; --device cpu runs the same kernels on its"
+            " memory"
+        )
     torch.set_num_threads(2)
     keep_pages()  # as in every process of a run
     names = asked.names or sorted(file.stem for file in (CONF / "compression").glob("[!_]*.yaml"))
     if unknown := [name for name in names if not (CONF / "compression" / f"{name}.yaml").is_file()]:
-        raise SystemExit(f"there is no compression={unknown[0]}; `ashl list compression` has those that there are")
-    vectors = [torch.from_numpy(np.random.default_rng(0).standard_normal(d, dtype=np.float32)) for d in SIZES]
+        raise SystemExit(
+            f"there is no compression={unknown[0]}; `ashl list compression` has those that"
+            " there are"
+        )
+    vectors = [
+        torch.from_numpy(np.random.default_rng(0).standard_normal(d, dtype=np.float32))
+        for d in SIZES
+    ]
     if asked.device:
         show_device(asked.device, vectors[-1], names)
         return
@@ -165,7 +217,8 @@ def main() -> None:
         f"every codec, {vectors[-1].numel():,} elements",
         ["codec", "bits", "encode, ms", "encode / copy", "decode, ms", "decode / copy"],
         [*floors(vectors[-1]), *catalogue(vectors[-1], names)],
-        f"{note}; bits an element as sent; with the defaults of each, a second message where there is memory",
+        f"{note}; bits an element as sent; with the defaults of each, a second message where there"
+        " is memory",
     )
 
 

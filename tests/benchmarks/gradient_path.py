@@ -1,10 +1,12 @@
-"""Count the path of one gradient through the code: `python -m tests.benchmarks.gradient_path [--processes]`.
+"""Count the path of one gradient through the code: `python -m tests.benchmarks.gradient_path
+[--processes]`.
 
-The run has one worker and a server: `sync=asp topology=parameter_server compression=topk`. The path is one round after
-the first, from the start of a gradient to the start of the next one. By then the worker has the reply, and the server
-has applied the update. Counted are calls of Python functions of `ashl/` and `cli/`, the files that they lie in, and the
-changes of file along the calls of each thread. With `--processes` the same is counted on real processes, for worker and
-server together; calls of background threads in that window, as heartbeats, are part of it.
+The run has one worker and a server: `sync=asp topology=parameter_server compression=topk`. The path
+is one round after the first, from the start of a gradient to the start of the next one. By then the
+worker has the reply, and the server has applied the update. Counted are calls of Python functions
+of `ashl/` and `cli/`, the files that they lie in, and the changes of file along the calls of each
+thread. With `--processes` the same is counted on real processes, for worker and server together;
+calls of background threads in that window, as heartbeats, are part of it.
 """
 
 import argparse
@@ -20,11 +22,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-BEFORE = 3  # gradients that are computed before the counted path begins; the first ones still set up
-TYPED = ("sync=asp", "topology=parameter_server", "compression=topk", "cluster.compute=[1]", "model.hidden=[8]")
+BEFORE = (
+    3  # gradients that are computed before the counted path begins; the first ones still set up
+)
+TYPED = (
+    "sync=asp",
+    "topology=parameter_server",
+    "compression=topk",
+    "cluster.compute=[1]",
+    "model.hidden=[8]",
+)
 TYPED += ("stop.steps=8", "tracking=none")
-LOGS = "ASHL_GRADIENT_PATH"  # environment variable: the folder that each process writes its calls into
-SITE = "from tests.benchmarks.gradient_path import watch_process\nwatch_process()\n"  # a sitecustomize.py
+LOGS = (
+    "ASHL_GRADIENT_PATH"  # environment variable: the folder that each process writes its calls into
+)
+# a sitecustomize.py
+SITE = "from tests.benchmarks.gradient_path import watch_process\nwatch_process()\n"
 PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("ashl", "cli"))
 
 
@@ -50,7 +63,9 @@ class Count(NamedTuple):
 
 def own(file: str) -> bool:
     return (
-        any(name in file for name in PACKAGES) and "site-packages" not in file and f"{os.sep}tests{os.sep}" not in file
+        any(name in file for name in PACKAGES)
+        and "site-packages" not in file
+        and f"{os.sep}tests{os.sep}" not in file
     )
 
 
@@ -63,7 +78,9 @@ def recorder(keep: Callable[[Call], object]) -> Callable[[FrameType, str, Any], 
             return
         computes = code.co_filename.endswith("learner.py") and code.co_name.startswith("gradient")
         begins = computes and caller is not None and caller.f_code.co_filename != code.co_filename
-        keep(Call(time.monotonic_ns(), os.getpid(), threading.get_ident(), code.co_filename, begins))
+        keep(
+            Call(time.monotonic_ns(), os.getpid(), threading.get_ident(), code.co_filename, begins)
+        )
 
     return called
 
@@ -101,11 +118,25 @@ def on_processes() -> list[Call]:
         logs.mkdir()
         (place / "sitecustomize.py").write_text(SITE)
         paths = os.pathsep.join([str(place), str(Path(__file__).parents[2])])
-        command = [sys.executable, "-m", "ashl", "train", "-q", "runtime=local", f"run.dir={place / 'run'}", *TYPED]
+        command = [
+            sys.executable,
+            "-m",
+            "ashl",
+            "train",
+            "-q",
+            "runtime=local",
+            f"run.dir={place / 'run'}",
+            *TYPED,
+        ]
         env = os.environ | {LOGS: str(logs), "PYTHONPATH": paths}
         subprocess.run(command, env=env, check=True, timeout=300)
-        rows = [line.split("\t") for file in logs.iterdir() for line in file.read_text().splitlines()]
-    calls = [Call(int(at), int(pid), int(thread), file, begins == "True") for at, pid, thread, file, begins in rows]
+        rows = [
+            line.split("\t") for file in logs.iterdir() for line in file.read_text().splitlines()
+        ]
+    calls = [
+        Call(int(at), int(pid), int(thread), file, begins == "True")
+        for at, pid, thread, file, begins in rows
+    ]
     return sorted(calls)
 
 
@@ -117,7 +148,8 @@ def path_of(calls: Sequence[Call], *, all_processes: bool = True) -> Count:
     starts = [call for call in calls if call.begins]
     first, after = starts[BEFORE], starts[BEFORE + 1]
     window = [call for call in calls if first.time_ns <= call.time_ns < after.time_ns]
-    # The controller keeps records and is not on the path: of other processes, the server's calls the codec.
+    # The controller keeps records and is not on the path: of other processes, the server's calls
+    # the codec.
     takes_part = {call.process for call in window if f"{os.sep}compression{os.sep}" in call.file}
     taken = {first.process} | (takes_part if all_processes else set())
     return counted([call for call in window if call.process in taken])
@@ -127,9 +159,13 @@ def counted(calls: Sequence[Call]) -> Count:
     by_thread = dict[tuple[int, int], list[str]]()
     for call in calls:
         by_thread.setdefault((call.process, call.thread), []).append(call.file)
-    changes = sum(before != after for files in by_thread.values() for before, after in pairwise(files))
+    changes = sum(
+        before != after for files in by_thread.values() for before, after in pairwise(files)
+    )
     processes = {call.process for call in calls}
-    return Count(len({call.file for call in calls}), len(calls), changes, len(by_thread), len(processes))
+    return Count(
+        len({call.file for call in calls}), len(calls), changes, len(by_thread), len(processes)
+    )
 
 
 def main() -> None:

@@ -1,16 +1,19 @@
 """What becomes of a run of which one worker is killed: `python -m tests.benchmarks.kills`.
 
-Every sync mode on every topology that takes it, four workers, two stages of the same kind. Worker and moment are drawn
-from what a run without failures does: while the worker computes, pushes, pulls (or is in a sum), within 20 ms of the
-border between the stages, and in the last tenth. In virtual time all five are tried for each mode. On processes the
-worker gets SIGKILL when the run's clock, as home hears of it, shows that moment; `--sample N --seed S` draws N of them.
+Every sync mode on every topology that takes it, four workers, two stages of the same kind. Worker
+and moment are drawn from what a run without failures does: while the worker computes, pushes, pulls
+(or is in a sum), within 20 ms of the border between the stages, and in the last tenth. In virtual
+time all five are tried for each mode. On processes the worker gets SIGKILL when the run's clock, as
+home hears of it, shows that moment; `--sample N --seed S` draws N of them.
 
-`--moments` tries all five for each mode on processes, and writes one row a mode as Markdown. With `--folder F` what has
-come of each is kept in F/outcomes.jsonl, and the same command continues there.
+`--moments` tries all five for each mode on processes, and writes one row a mode as Markdown. With
+`--folder F` what has come of each is kept in F/outcomes.jsonl, and the same command continues
+there.
 
-A run goes on (exit code 0, and the summary names the lost worker, or the run was over by then), or ends in one sentence
-(exit code 1), or is refused before it begins (exit code 2). All else is WRONG: another exit code, no summary, a loss
-that it does not tell of, a process that is left, more than one line, or 20 s from the kill on.
+A run goes on (exit code 0, and the summary names the lost worker, or the run was over by then), or
+ends in one sentence (exit code 1), or is refused before it begins (exit code 2). All else is WRONG:
+another exit code, no summary, a loss that it does not tell of, a process that is left, more than
+one line, or 20 s from the kill on.
 """
 
 import argparse
@@ -57,7 +60,13 @@ SETTING = (
     "eval.every_s=0.5",
 )
 TOPOLOGIES = ("parameter_server", "all_reduce", "partial_all_reduce", "gossip")
-MOMENTS = ("compute", "push", "pull", "border", "end")  # where workers sum, push and pull are its two halves
+MOMENTS = (
+    "compute",
+    "push",
+    "pull",
+    "border",
+    "end",
+)  # where workers sum, push and pull are its two halves
 ON, OVER, ENDS, REFUSED, WRONG = "goes on", "was over", "ends", "refused", "WRONG"
 
 
@@ -86,19 +95,31 @@ def modes(topologies: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """(topology, sync, file of a plan of two stages) of all that can be planned."""
     for topology in topologies:
         for sync in catalog(None)["sync"]:
-            own = [word for word in SETTING if word != "-q"] + [f"topology={topology}", f"sync={sync}", "runtime=sim"]
+            own = [word for word in SETTING if word != "-q"] + [
+                f"topology={topology}",
+                f"sync={sync}",
+                "runtime=sim",
+            ]
             try:
                 plan = compile_plan(compose(own, None), None, own)
             except AshlError:
                 continue
             (stage,) = plan.stages
             path = Path(f"{topology}-{sync}.json")
-            path.write_text(replace(plan, stages=(replace(stage, until={"seconds": 0.7}), stage)).to_json())
+            path.write_text(
+                replace(plan, stages=(replace(stage, until={"seconds": 0.7}), stage)).to_json()
+            )
             yield topology, sync, str(path)
 
 
 def command(topology: str, sync: str, plan: str, runtime: str, folder: str) -> list[str]:
-    mode = [f"topology={topology}", f"sync={sync}", f"plan={plan}", f"runtime={runtime}", f"run.dir={folder}"]
+    mode = [
+        f"topology={topology}",
+        f"sync={sync}",
+        f"plan={plan}",
+        f"runtime={runtime}",
+        f"run.dir={folder}",
+    ]
     return ["train", *SETTING, *mode]
 
 
@@ -127,9 +148,13 @@ def kills(mode: tuple[str, str, str], rng: random.Random) -> list[Kill]:
             border_s = summary["stages"][0]["end_s"]
             spans = [(border_s - 0.02, border_s + 0.02)] if len(summary["stages"]) > 1 else []
         else:
-            rounds = [event for event in events if event["kind"] == "round" and event["rank"] == worker]
+            rounds = [
+                event for event in events if event["kind"] == "round" and event["rank"] == worker
+            ]
             spans = [span[1:] for event in rounds for span in event["spans"] if span[0] == moment]
-            spans = [span for span in spans if 0.2 < span[0] < 0.9 * end_s]  # once it is known that it has begun
+            spans = [
+                span for span in spans if 0.2 < span[0] < 0.9 * end_s
+            ]  # once it is known that it has begun
         if spans:
             found.append(Kill(*mode, moment, worker, rng.uniform(*rng.choice(spans))))
     return found
@@ -156,8 +181,9 @@ def on_processes(kill: Kill, folder: str) -> Outcome:
 def struck(
     kill: Kill, folder: str, own: Sequence[str] = (), strike: Callable[[int], None] = at_once
 ) -> tuple[int, str, float]:
-    """The run in this process, and a thread that strikes one of its children by the run's clock: exit code, last words,
-    and the seconds since then."""
+    """The run in this process, and a thread that strikes one of its children by the run's clock:
+    exit code, last words, and the seconds since then.
+    """
     zeros, killed, over, emit = list[float](), list[float](), threading.Event(), Monitor.emit
 
     def listening(monitor: Monitor, record: Record) -> None:
@@ -213,12 +239,18 @@ def kept(path: Path) -> dict[tuple[str, ...], Outcome]:
 
 
 def each_moment(topologies: Sequence[str], sample: int | None, seed: int) -> str:
-    """One kill at each moment of each mode on processes, in the folder where this process is; returns the table. Of
-    each mode the draws are its own."""
-    path, of = Path("outcomes.jsonl"), {mode: random.Random(f"{seed} {mode}") for mode in modes(topologies)}
+    """One kill at each moment of each mode on processes, in the folder where this process is;
+    returns the table. Of each mode the draws are its own.
+    """
+    path, of = (
+        Path("outcomes.jsonl"),
+        {mode: random.Random(f"{seed} {mode}") for mode in modes(topologies)},
+    )
     drawn = [kill for mode, rng in of.items() for kill in kills(mode, rng)]
     found = kept(path)
-    for number, kill in enumerate(drawn if sample is None else random.Random(seed).sample(drawn, sample)):
+    for number, kill in enumerate(
+        drawn if sample is None else random.Random(seed).sample(drawn, sample)
+    ):
         key = (str(seed), *kill[:2], kill.moment)
         if key not in found:
             folder = Path(f"real-{kill.topology}-{kill.sync}-{kill.moment}")
@@ -226,15 +258,25 @@ def each_moment(topologies: Sequence[str], sample: int | None, seed: int) -> str
             found[key] = on_processes(kill, str(folder))
             with path.open("a") as file:
                 file.write(json.dumps([key, found[key]]) + "\n")
-        print(f"{number + 1} {' '.join(key[1:])}: {found[key].what} {found[key].why}".strip(), flush=True)
-    rows = [f"| topology | sync | {' | '.join(MOMENTS)} |", f"| --- | --- {'| --- ' * len(MOMENTS)}|"]
+        print(
+            f"{number + 1} {' '.join(key[1:])}: {found[key].what} {found[key].why}".strip(),
+            flush=True,
+        )
+    rows = [
+        f"| topology | sync | {' | '.join(MOMENTS)} |",
+        f"| --- | --- {'| --- ' * len(MOMENTS)}|",
+    ]
     for topology, sync, _ in of:
         outcomes = [found.get((str(seed), topology, sync, moment)) for moment in MOMENTS]
         if any(outcomes):
             cells = [outcome.label if outcome else "-" for outcome in outcomes]
             rows.append(f"| `{topology}` | `{sync}` | {' | '.join(cells)} |")
-    counts = Counter(outcome.what for (of_seed, *_), outcome in found.items() if of_seed == str(seed))
-    return "\n".join([*rows, "", ", ".join(f"{what}: {count}" for what, count in counts.most_common())])
+    counts = Counter(
+        outcome.what for (of_seed, *_), outcome in found.items() if of_seed == str(seed)
+    )
+    return "\n".join(
+        [*rows, "", ", ".join(f"{what}: {count}" for what, count in counts.most_common())]
+    )
 
 
 def cell(outcomes: list[Outcome]) -> str:
@@ -249,18 +291,28 @@ def cell(outcomes: list[Outcome]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sample", type=int, help="so many drawn kills on processes; default: five for each mode")
+    parser.add_argument(
+        "--sample", type=int, help="so many drawn kills on processes; default: five for each mode"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default=",".join(TOPOLOGIES), help="of these topologies, separated by commas")
+    parser.add_argument(
+        "--only", default=",".join(TOPOLOGIES), help="of these topologies, separated by commas"
+    )
     parser.add_argument("--processes", action="store_true", help="on processes alone")
-    parser.add_argument("--moments", action="store_true", help="each moment of each mode, on processes, as Markdown")
-    parser.add_argument("--folder", type=Path, help="with --moments: where outcomes are kept, and gone on from")
+    parser.add_argument(
+        "--moments", action="store_true", help="each moment of each mode, on processes, as Markdown"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="with --moments: where outcomes are kept, and gone on from"
+    )
     asked = parser.parse_args()
     if asked.moments:
         with tempfile.TemporaryDirectory() as folder:
             (asked.folder or Path(folder)).mkdir(parents=True, exist_ok=True)
             os.chdir(asked.folder or folder)
-            Path("outcomes.md").write_text(table := each_moment(asked.only.split(","), asked.sample, asked.seed) + "\n")
+            Path("outcomes.md").write_text(
+                table := each_moment(asked.only.split(","), asked.sample, asked.seed) + "\n"
+            )
         print(table, end="")
         sys.exit(WRONG in table)
     rng, wrong = random.Random(asked.seed), list[str]()
@@ -276,12 +328,20 @@ def main() -> None:
                 wrong.append(f"{kill}: {found.why}")
         for number, kill in enumerate(real):
             processes[kill[:3]].append(found := on_processes(kill, f"real-{number}"))
-            line = f"{number + 1}/{len(real)} {kill.topology} {kill.sync} {kill.moment}: {found.what} {found.why}"
+            line = (
+                f"{number + 1}/{len(real)} {kill.topology} {kill.sync} {kill.moment}: {found.what}"
+                f" {found.why}"
+            )
             print(line.strip(), flush=True)
             if found.what == WRONG:
                 wrong.append(f"{kill}: {found.why}")
         rows = [[mode[0], mode[1], cell(virtual[mode]), cell(processes[mode])] for mode in drawn]
-    show("one worker killed", ["topology", "sync", "virtual time", "processes"], rows, f"seed {asked.seed}")
+    show(
+        "one worker killed",
+        ["topology", "sync", "virtual time", "processes"],
+        rows,
+        f"seed {asked.seed}",
+    )
     print(f"processes: {cell([found for row in processes.values() for found in row])}")
     print("\n".join(wrong))
 

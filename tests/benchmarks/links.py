@@ -1,8 +1,9 @@
 """Overlap on real links: `python -m tests.benchmarks.links`, as root.
 
-Two ranks, each in a network namespace of its own, joined by a pair of interfaces shaped both ways. `ashl profile` first
-measures steps and links; from that profile merges are planned and iterations predicted. Then every option and torch's
-DistributedDataParallel train the same model in turn, one thread each; start-up counts for neither.
+Two ranks, each in a network namespace of its own, joined by a pair of interfaces shaped both ways.
+`ashl profile` first measures steps and links; from that profile merges are planned and iterations
+predicted. Then every option and torch's DistributedDataParallel train the same model in turn, one
+thread each; start-up counts for neither.
 """
 
 import argparse
@@ -53,7 +54,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, help="one of them alone")
     parser.add_argument("--mbit-s", type=float, nargs="+", default=[200, 500, 1000])
-    parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS), help="beside none")
+    parser.add_argument(
+        "--options", nargs="+", choices=OPTIONS, default=list(OPTIONS), help="beside none"
+    )
     parser.add_argument("--steps", type=int, default=60, help="of each worker, after a warm-up")
     parser.add_argument("--turns", type=int, default=5)
     asked = parser.parse_args()
@@ -65,11 +68,13 @@ def main() -> None:
             study = Study(model, mbit_s, asked.steps)
             rows = study.rows(asked.options, asked.turns)
             show(
-                f"{model} at {mbit_s:g} Mbit/s: an iteration of two ranks in namespaces of their own",
+                f"{model} at {mbit_s:g} Mbit/s: an iteration of two ranks in namespaces of"
+                " their own",
                 ["", "ms", "/ none", "DDP /", "best DDP /", "predicted / ms"],
                 rows,
-                f"medians of {asked.turns} turns; ratios are taken within a turn: median (quartiles); best DDP: of the "
-                f"bucket sizes {', '.join(map(str, CAPS_MB))} MiB; sums beside computing: {study.beside}",
+                f"medians of {asked.turns} turns; ratios are taken within a turn: median"
+                f" (quartiles); best DDP: of the bucket sizes {', '.join(map(str, CAPS_MB))} MiB;"
+                f" sums beside computing: {study.beside}",
             )
 
 
@@ -87,17 +92,26 @@ class Study:
     predicted_ms: dict[str, float] = field(default_factory=dict)
 
     def rows(self, options: list[str], turns: int) -> list[list[str]]:
-        with tempfile.TemporaryDirectory() as folder, machines(self.mbit_s, self.mbit_s) as self.machines:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            machines(self.mbit_s, self.mbit_s) as self.machines,
+        ):
             self.place = Path(folder)
             with_server = [*self.machines, self.machines[0]]
-            profile = self.ashl("profile", "topology=parameter_server", machines=with_server) / "profile.json"
+            profile = (
+                self.ashl("profile", "topology=parameter_server", machines=with_server)
+                / "profile.json"
+            )
             self.beside = json.loads(profile.read_text())["contention"]
             chosen = dict.fromkeys(["none", *options])
             contestants = {name: partial(self.ours, name, f"profile={profile}") for name in chosen}
             contestants |= {"DDP": partial(self.ddp, None)}
             contestants |= {f"DDP, {cap} MiB": partial(self.ddp, cap) for cap in CAPS_MB}
             found = alternate(contestants, turns)
-        best = min((name for name in found if name.startswith("DDP,")), key=lambda name: statistics.median(found[name]))
+        best = min(
+            (name for name in found if name.startswith("DDP,")),
+            key=lambda name: statistics.median(found[name]),
+        )
         return [self.row(name, found, best) for name in (*chosen, "DDP", best)]
 
     def row(self, name: str, found: dict[str, list[float]], best: str) -> list[str]:
@@ -123,7 +137,9 @@ class Study:
         return 1e3 * WORKERS * self.config["dataset"]["batch_size"] / samples_per_s
 
     def job(self, machines: list[str], *command: str) -> tuple[Path, str]:
-        """Run it, a rank on each of these; returns the folder of their folders, and what rank 0 printed."""
+        """Run it, a rank on each of these; returns the folder of their folders, and what rank 0
+        printed.
+        """
         self.jobs += 1
         folder = self.place / str(self.jobs)
         return folder, job(machines, free_port(), [sys.executable, "-m", *command], folder)[0]
@@ -145,7 +161,9 @@ class Study:
         """With buckets of so many MiB, or torch's default."""
         config = self.place / "config.json"
         config.write_text(json.dumps(self.config))
-        printed = self.job(self.machines, "tests.benchmarks.torch_ddp", str(config), str(self.steps), str(cap or 0))[1]
+        printed = self.job(
+            self.machines, "tests.benchmarks.torch_ddp", str(config), str(self.steps), str(cap or 0)
+        )[1]
         return self.ms(float(printed.split()[-1]))
 
 

@@ -1,9 +1,10 @@
-"""`python -m tests.benchmarks.race [STUDIES [SEED]]`: does a race find the winner, and at what share of the full cost?
+"""`python -m tests.benchmarks.race [STUDIES [SEED]]`: does a race find the winner, and at what
+share of the full cost?
 
-Each study is a grid of sync modes and learning rates on digits with three seeds of its own, in virtual time. The full
-grid is run once; the race is then decided on its records by the rules of `ashl.study.race`, one run after the other:
-what `ashl sweep --race --jobs 1` does (`tests/cli/test_sweep.py`), without the part that nobody needed. Cost is
-in steps.
+Each study is a grid of sync modes and learning rates on digits with three seeds of its own, in
+virtual time. The full grid is run once; the race is then decided on its records by the rules of
+`ashl.study.race`, one run after the other: what `ashl sweep --race --jobs 1` does
+(`tests/cli/test_sweep.py`), without the part that nobody needed. Cost is in steps.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def standing(lines: list[dict], at_s: float) -> Standing:
     seen = [line for line in lines if line["time_s"] <= at_s]
     loss = (seen or lines)[-1 if seen else 0]["test/loss"]
     return Standing(
-        float("inf") if loss is None else loss, reached if reached is not None and reached <= at_s else None
+        float("inf") if loss is None else loss,
+        reached if reached is not None and reached <= at_s else None,
     )
 
 
@@ -68,9 +70,16 @@ def course(lines: list[dict], at_s: float) -> Course:
 
 
 def raced(teams: dict[str, dict[int, list[dict]]], horizon_s: float) -> tuple[str, float]:
-    """(winner, steps that the race took): seed by seed, and each run as far as the verdicts let it."""
-    baseline, seeds = next(name for name in teams if "bsp" in name), list(next(iter(teams.values())))
-    field: dict[str, dict[int, Course]] = {name: {} for name in sorted(teams, key=lambda name: name != baseline)}
+    """(winner, steps that the race took): seed by seed, and each run as far as the
+    verdicts let it.
+    """
+    baseline, seeds = (
+        next(name for name in teams if "bsp" in name),
+        list(next(iter(teams.values()))),
+    )
+    field: dict[str, dict[int, Course]] = {
+        name: {} for name in sorted(teams, key=lambda name: name != baseline)
+    }
     gone, cost = set[str](), 0.0
     for seed in seeds:
         for name in [name for name in field if name not in gone]:
@@ -111,11 +120,22 @@ def report(settings: tuple[Setting, ...], folder: Path, studies: int, first: int
         lines = curve(folder / setting.hash)
         teams.setdefault((seed - first) // SEEDS, {}).setdefault(name_of(setting), {})[seed] = lines
     horizon_s = max(setting.predicted_s or 0.0 for setting in settings)
-    table = Table("study", "winner of the full grid", "its times", "winner of the race", "its median", "inside", "cost")
+    table = Table(
+        "study",
+        "winner of the full grid",
+        "its times",
+        "winner of the race",
+        "its median",
+        "inside",
+        "cost",
+    )
     hits, costs = 0, []
     for study in range(studies):
         team = teams[study]
-        whole = min(team, key=lambda n: rank_of([standing(lines, float("inf")) for lines in team[n].values()]))
+        whole = min(
+            team,
+            key=lambda n: rank_of([standing(lines, float("inf")) for lines in team[n].values()]),
+        )
         found, cost = raced(team, horizon_s)
         full = sum(steps(lines, float("inf")) for runs in team.values() for lines in runs.values())
         span, median = times(team[whole]), statistics.median(times(team[found]))
@@ -123,10 +143,19 @@ def report(settings: tuple[Setting, ...], folder: Path, studies: int, first: int
         hits, costs = hits + inside, [*costs, cost / full]
         shown = f"{min(span):.2f} .. {max(span):.2f} s"
         table.add_row(
-            str(study), whole, shown, found, f"{median:.2f} s", "yes" if inside else "no", f"{cost / full:.2f}"
+            str(study),
+            whole,
+            shown,
+            found,
+            f"{median:.2f} s",
+            "yes" if inside else "no",
+            f"{cost / full:.2f}",
         )
     Console(width=140).print(table)
-    print(f"inside the interval: {hits} of {studies}; cost of a race / of the full grid: {statistics.mean(costs):.2f}")
+    print(
+        f"inside the interval: {hits} of {studies}; cost of a race / of the full grid:"
+        f" {statistics.mean(costs):.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Whole runs that are killed and taken up again: `python -m tests.benchmarks.resumes`.
 
-`--trials N --seed S` real runs of drawn modes: every process gets SIGKILL at a drawn moment after the first checkpoint,
-then `ashl train --resume` goes on. Where all go round by round, the parameters at the end have to be those of the run
-in virtual time that was never stopped, bit for bit. Elsewhere the run has to end by its count, with books that balance
-and a training loss of at most 1.25 times that of the whole run plus 0.05. All else is WRONG.
+`--trials N --seed S` real runs of drawn modes: every process gets SIGKILL at a drawn moment after
+the first checkpoint, then `ashl train --resume` goes on. Where all go round by round, the
+parameters at the end have to be those of the run in virtual time that was never stopped, bit for
+bit. Elsewhere the run has to end by its count, with books that balance and a training loss of at
+most 1.25 times that of the whole run plus 0.05. All else is WRONG.
 
-`--cost`: what checkpoints cost. In one run of real processes without declared costs, one every 10 s: how many rounds
-less end in the 2 s after each than in as long a time between them, as a share of the run; and the CPU time of writing a
-rank's part as a share of 10 s, which a busy machine does not blur. Both in a run of its own processes, and in a job of
-torchrun, where a part goes through the job's store.
+`--cost`: what checkpoints cost. In one run of real processes without declared costs, one every 10
+s: how many rounds less end in the 2 s after each than in as long a time between them, as a share of
+the run; and the CPU time of writing a rank's part as a share of 10 s, which a busy machine does not
+blur. Both in a run of its own processes, and in a job of torchrun, where a part goes through the
+job's store.
 """
 
 import argparse
@@ -46,21 +48,29 @@ RUN = [
     "eval.every_commits=300",
 ]
 PIECES = (
-    "topology=sharded_server topology.servers=2 cluster.exchange_s=null cluster.bandwidth_mbit_s=200 "
-    "cluster.latency_s=0.0005"
+    "topology=sharded_server topology.servers=2 cluster.exchange_s=null"
+    " cluster.bandwidth_mbit_s=200 cluster.latency_s=0.0005"
 )
 ROUNDS = {
     "bsp, Top-K": "sync=bsp compression=topk compression.ratio=0.2 optimizer.momentum=0.9",
-    "bsp by all-reduce, QSGD, Adam": "topology=all_reduce sync=bsp compression=qsgd optimizer=adam optimizer.lr=0.001",
+    "bsp by all-reduce, QSGD, Adam": (
+        "topology=all_reduce sync=bsp compression=qsgd optimizer=adam optimizer.lr=0.001"
+    ),
     "local SGD, Nesterov outside": "sync=local_sgd sync.local_steps=2 outer=nesterov",
     "local SGD by all-reduce": "topology=all_reduce sync=local_sgd sync.local_steps=3",
-    "bsp by all-reduce, one exchange late": "topology=all_reduce sync=bsp overlap=delayed optimizer.momentum=0.9",
-    "fragments by all-reduce": "topology=all_reduce sync=local_sgd sync.local_steps=2 overlap=streaming outer=nesterov",
+    "bsp by all-reduce, one exchange late": (
+        "topology=all_reduce sync=bsp overlap=delayed optimizer.momentum=0.9"
+    ),
+    "fragments by all-reduce": (
+        "topology=all_reduce sync=local_sgd sync.local_steps=2 overlap=streaming outer=nesterov"
+    ),
     "local SGD, one exchange late": "sync=local_sgd sync.local_steps=2 overlap=delayed",
     "SGP, two rounds late": "topology=gossip sync=sgp sync.overlap=2 topology.graph=ring",
     "D-PSGD": "topology=gossip sync=d_psgd topology.graph=ring",
     "bsp on two servers, Top-K": f"sync=bsp compression=topk compression.ratio=0.2 {PIECES}",
-    "CHOCO, Top-K": "topology=gossip sync=choco topology.graph=ring compression=topk compression.ratio=0.2",
+    "CHOCO, Top-K": (
+        "topology=gossip sync=choco topology.graph=ring compression=topk compression.ratio=0.2"
+    ),
 }
 OWN_PACE = {
     "ssp, Top-K": "sync=ssp compression=topk compression.ratio=0.2",
@@ -71,7 +81,9 @@ OWN_PACE = {
     "ashl": "schedule=ashl",
     "averages in groups": "topology=partial_all_reduce sync=ripples_random sync.group_size=2",
     "AD-PSGD": "topology=gossip sync=ad_psgd topology.graph=ring",
-    "SwarmSGD": "topology=gossip sync=swarm topology.graph=complete sync.local_steps=2 sync.overlap=false",
+    "SwarmSGD": (
+        "topology=gossip sync=swarm topology.graph=complete sync.local_steps=2 sync.overlap=false"
+    ),
     "Hop": "topology=gossip sync=hop topology.graph=ring sync.staleness=1 sync.local_steps=2",
     "D-ADMM": "topology=gossip sync=d_admm topology.graph=ring sync.rho=0.1 optimizer.momentum=0",
     "ssp on two servers": f"sync=ssp compression=topk compression.ratio=0.2 {PIECES}",
@@ -94,7 +106,17 @@ def whole(line: list[str]) -> Whole:
 
 
 def started(argv: list[str], folder: str, by: Sequence[str] = ()) -> subprocess.Popen:
-    command = [sys.executable, *by, "-m", "ashl.cli", "train", *argv, f"run.dir={folder}", "tracking=none", "-q"]
+    command = [
+        sys.executable,
+        *by,
+        "-m",
+        "ashl.cli",
+        "train",
+        *argv,
+        f"run.dir={folder}",
+        "tracking=none",
+        "-q",
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1"}  # which torchrun would say that it sets
     return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, env=env)
 
@@ -119,7 +141,10 @@ def killed(line: list[str], folder: str, after_s: float) -> str:
     if Path(folder, "summary.json").exists():
         return "was over"
     manifest = json.loads(checkpoints(Path(folder))[-1].read_text())
-    return f"killed {after_s:.2f} s after its first checkpoint, goes on from {manifest['time_ns'] / 1e9:.2f} s"
+    return (
+        f"killed {after_s:.2f} s after its first checkpoint, goes on from"
+        f" {manifest['time_ns'] / 1e9:.2f} s"
+    )
 
 
 def judged(line: list[str], folder: str, in_rounds: bool, expected: Whole) -> tuple[bool, str]:
@@ -130,8 +155,14 @@ def judged(line: list[str], folder: str, in_rounds: bool, expected: Whole) -> tu
     if ended.returncode or ended.stderr or not path.exists() or ranks_of(Path(folder)):
         return False, f"exit code {ended.returncode}: {ended.stderr}"
     summary = json.loads(path.read_text())
-    spent = [sum(value for key, value in worker.items() if key in KINDS) for worker in summary["workers"]]
-    rounds = [(e["rank"], e["round"]) for e in jsonl.read(Path(folder, "events.jsonl")) if e["kind"] == "round"]
+    spent = [
+        sum(value for key, value in worker.items() if key in KINDS) for worker in summary["workers"]
+    ]
+    rounds = [
+        (e["rank"], e["round"])
+        for e in jsonl.read(Path(folder, "events.jsonl"))
+        if e["kind"] == "round"
+    ]
     balanced = (
         summary["steps"] == sum(worker["steps"] for worker in summary["workers"]) >= STEPS
         and len(rounds) == len(set(rounds))
@@ -141,7 +172,10 @@ def judged(line: list[str], folder: str, in_rounds: bool, expected: Whole) -> tu
         same = summary["params_sha256"] == expected.sha256
         return balanced and same, "the same bits" if same else "other bits"
     loss = summary["final"]["train_loss"]
-    return balanced and loss < 1.25 * expected.loss + 0.05, f"loss {loss:.3f}, whole {expected.loss:.3f}"
+    return (
+        balanced and loss < 1.25 * expected.loss + 0.05,
+        f"loss {loss:.3f}, whole {expected.loss:.3f}",
+    )
 
 
 KINDS = {f"{kind}_s" for kind in ("compute", "compress", "push", "pull", "wait", "down")}
@@ -156,7 +190,11 @@ def trials(count: int, seed: int, only: str) -> None:
         line = [*RUN, *modes[name].split(), f"stop.steps={STEPS}"]
         known[name] = known.get(name) or whole(line)
         how = killed(line, f"run-{number}", after_s)
-        ok, what = (True, "") if how == "was over" else judged(line, f"run-{number}", modes is ROUNDS, known[name])
+        ok, what = (
+            (True, "")
+            if how == "was over"
+            else judged(line, f"run-{number}", modes is ROUNDS, known[name])
+        )
         print(f"{number + 1}/{count} {name}: {how}; {what}{'' if ok else ': WRONG'}", flush=True)
         wrong += [] if ok else [f"run-{number} {name}: {how}; {what}"]
     print(f"{count - len(wrong)} of {count} as they should, seed {seed}", *wrong, sep="\n")
@@ -174,8 +212,13 @@ def seen(process: subprocess.Popen, folder: Path, of: Callable[[dict], float]) -
 
 
 def cost(folder: str, *by: str) -> list[str]:
-    """Rounds that end shortly after a checkpoint against those of all other times, in one run; a row."""
-    mode = "cluster=real cluster.num_workers=2 topology=all_reduce sync=bsp model.hidden=[512,512] optimizer=adam"
+    """Rounds that end shortly after a checkpoint against those of all other times, in one run; a
+    row.
+    """
+    mode = (
+        "cluster=real cluster.num_workers=2 topology=all_reduce sync=bsp model.hidden=[512,512]"
+        " optimizer=adam"
+    )
     line = [
         *mode.split(),
         f"runtime={'torchrun' if by else 'local'}",
@@ -185,10 +228,20 @@ def cost(folder: str, *by: str) -> list[str]:
     run = Path(folder)
     process = started([*line, "tracking.events=all", "eval.every_s=1000"], folder, by)
     moments = seen(process, run, lambda manifest: max(manifest["ranks_ns"]) / 1e9)
-    ends = [e["end_s"] for e in jsonl.read(run / "events.jsonl") if e["kind"] == "round" and e["rank"] == 0]
-    near = [sum(at <= end < at + AFTER_S for end in ends) for at in moments if at + AFTER_S < LONG_S]
+    ends = [
+        e["end_s"]
+        for e in jsonl.read(run / "events.jsonl")
+        if e["kind"] == "round" and e["rank"] == 0
+    ]
+    near = [
+        sum(at <= end < at + AFTER_S for end in ends) for at in moments if at + AFTER_S < LONG_S
+    ]
     between = [at + AFTER_S * k for at in moments for k in (-2, -1, 1, 2, 3)]
-    far = [sum(at <= end < at + AFTER_S for end in ends) for at in between if AFTER_S < at < LONG_S - AFTER_S]
+    far = [
+        sum(at <= end < at + AFTER_S for end in ends)
+        for at in between
+        if AFTER_S < at < LONG_S - AFTER_S
+    ]
     usual = statistics.median(far)
     shares = sorted((1 - count / usual) * AFTER_S / EVERY_S for count in near)
     newest = checkpoints(run)[-1].parent
@@ -204,12 +257,20 @@ def cost(folder: str, *by: str) -> list[str]:
         else:
             rank_checkpoint.write(run / "again.pt", document)
     wrote = f"{(time.process_time() - began) / PARTS / EVERY_S:.2%}"
-    row = [f"{len(near)}", f"{size / 1e6:.1f} MB", f"{usual / AFTER_S:.0f}", wrote, f"{statistics.median(shares):+.2%}"]
+    row = [
+        f"{len(near)}",
+        f"{size / 1e6:.1f} MB",
+        f"{usual / AFTER_S:.0f}",
+        wrote,
+        f"{statistics.median(shares):+.2%}",
+    ]
     return [*row, f"{shares[0]:+.2%} to {shares[-1]:+.2%}"]
 
 
 def stores() -> AuthenticatedStore:
-    return AuthenticatedStore(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), new_secret())
+    return AuthenticatedStore(
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), new_secret()
+    )
 
 
 def costs() -> None:
@@ -227,7 +288,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="of modes with this in their name, where there are some")
+    parser.add_argument(
+        "--only", default="", help="of modes with this in their name, where there are some"
+    )
     parser.add_argument("--cost", action="store_true", help="what checkpoints cost, and no trials")
     asked = parser.parse_args()
     torch.set_num_threads(1)  # as runs have it: with more, sums have other last bits

@@ -1,11 +1,12 @@
 """What the simulator costs: `python -m tests.benchmarks.simulator`.
 
-First against a plain training loop of one process over as many minibatches, then on all cores against one, then its
-events per second when nothing is learned, what planning takes, and memory. Seconds are of the processor, so that a busy
-neighbour does not lengthen them, but where several cores are at work.
+First against a plain training loop of one process over as many minibatches, then on all cores
+against one, then its events per second when nothing is learned, what planning takes, and memory.
+Seconds are of the processor, so that a busy neighbour does not lengthen them, but where several
+cores are at work.
 
-With `--device cuda` only this: four workers on one GPU beside a plain loop on it; with `--device cpu` the same at a
-small size, which shows that it runs.
+With `--device cuda` only this: four workers on one GPU beside a plain loop on it; with `--device
+cpu` the same at a small size, which shows that it runs.
 """
 
 import argparse
@@ -43,12 +44,20 @@ CASES = {  # (overrides, minibatches of one turn)
     "cnn/digits": (("model=cnn", "dataset=digits"), 400),
     "lenet 32x32": (("model=lenet", "dataset=synthetic"), 80),
 }
-MODES = {"bsp": ("sync=bsp",), "ssp": ("sync=ssp",), "all-reduce": ("sync=bsp", "topology=all_reduce")}
+MODES = {
+    "bsp": ("sync=bsp",),
+    "ssp": ("sync=ssp",),
+    "all-reduce": ("sync=bsp", "topology=all_reduce"),
+}
 TOPOLOGIES = {  # those without a server
     "all-reduce": ("topology=all_reduce", "sync=bsp"),
     "ring of d_psgd": ("topology=gossip", "sync=d_psgd"),
     "pairs of ad_psgd": ("topology=gossip", "sync=ad_psgd"),
-    "groups of ripples_smart": ("topology=partial_all_reduce", "schedule=single", "sync=ripples_smart"),
+    "groups of ripples_smart": (
+        "topology=partial_all_reduce",
+        "schedule=single",
+        "sync=ripples_smart",
+    ),
 }
 RESIDENT = {  # models on a device
     "VGG16-BN": ("model=vgg16_bn",),
@@ -78,7 +87,12 @@ def simulation(plan: Plan, cores: int = 1, device: str = "cpu") -> Callable[[], 
 
     def run() -> Sim:
         speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
-        sim = Sim(plan.num_ranks, speed, network(cluster, stage.trainer.dense_bytes), Ran(plan, rounds="none"))
+        sim = Sim(
+            plan.num_ranks,
+            speed,
+            network(cluster, stage.trainer.dense_bytes),
+            Ran(plan, rounds="none"),
+        )
         with use_cores(sim, cores, plan.num_workers, job.learner):
             sim.run(partial(program, stages=job.stages), tick=lambda: None)
         return sim
@@ -86,8 +100,12 @@ def simulation(plan: Plan, cores: int = 1, device: str = "cpu") -> Callable[[], 
     return run
 
 
-def plain_loop(config: Plan, steps: int, device: str = "cpu", graphed: bool = False) -> Callable[[], None]:
-    """What someone who knows torch would write for one process, with the same model, batch and optimizer."""
+def plain_loop(
+    config: Plan, steps: int, device: str = "cpu", graphed: bool = False
+) -> Callable[[], None]:
+    """What someone who knows torch would write for one process, with the same model, batch and
+    optimizer.
+    """
     dataset, sgd = construct(config.dataset, "dataset"), config.stages[0].optimizer
     data = dataset.load()
     module = construct(config.model, "model").build(data.sample_shape, data.num_classes).to(device)
@@ -95,7 +113,11 @@ def plain_loop(config: Plan, steps: int, device: str = "cpu", graphed: bool = Fa
     if graphed:
         module = torch.cuda.make_graphed_callables(module, (inputs[: dataset.batch_size].clone(),))
     optimizer = torch.optim.SGD(
-        module.parameters(), sgd["lr"], sgd["momentum"], weight_decay=sgd["weight_decay"], fused=True
+        module.parameters(),
+        sgd["lr"],
+        sgd["momentum"],
+        weight_decay=sgd["weight_decay"],
+        fused=True,
     )
     batches = endless(len(targets), dataset.batch_size)
 
@@ -126,18 +148,30 @@ def cpu_s(run: Callable[[], object]) -> float:
 def against_a_loop() -> None:
     rows = []
     for case, (overrides, steps) in CASES.items():
-        base = (*overrides, f"stop.steps={steps}", "eval.every_s=null", "eval.every_commits=1000000000")
+        base = (
+            *overrides,
+            f"stop.steps={steps}",
+            "eval.every_s=null",
+            "eval.every_commits=1000000000",
+        )
         plans = {mode: planned(*base, *chosen) for mode, chosen in MODES.items()}
         runs = {mode: simulation(plan) for mode, plan in plans.items()}
         loop = plain_loop(plans["bsp"], steps)
         for run in (loop, *runs.values()):
             run()  # the first of each allocates and plans
-        found = alternate({name: partial(cpu_s, run) for name, run in {**runs, "": loop}.items()}, TURNS)
+        found = alternate(
+            {name: partial(cpu_s, run) for name, run in {**runs, "": loop}.items()}, TURNS
+        )
         rows.append(
-            [case, thousands([s / steps * 1e6 for s in found[""]]), *(ratio(found[m], found[""]) for m in MODES)]
+            [
+                case,
+                thousands([s / steps * 1e6 for s in found[""]]),
+                *(ratio(found[m], found[""]) for m in MODES),
+            ]
         )
     show(
-        "Processor time of the simulator (4 workers) / that of a plain loop over as many minibatches",
+        "Processor time of the simulator (4 workers) / that of a plain loop over as many"
+        " minibatches",
         ["", "loop, µs/step", *MODES],
         rows,
         f"{TURNS} turns; ratios are taken within a turn: median (quartiles)",
@@ -152,13 +186,23 @@ def wall_s(run: Callable[[], object]) -> float:
 
 def on_all_cores() -> None:
     cores = count_cores("auto", SPREAD)
-    base = (f"cluster.num_workers={SPREAD}", "stop.steps=400", "eval.every_s=null", "eval.every_commits=1000000000")
+    base = (
+        f"cluster.num_workers={SPREAD}",
+        "stop.steps=400",
+        "eval.every_s=null",
+        "eval.every_commits=1000000000",
+    )
     rows = []
     for case, (overrides, _) in CASES.items():
-        plans = {mode: planned(*overrides, *base, "cluster=homogeneous", *chosen) for mode, chosen in MODES.items()}
+        plans = {
+            mode: planned(*overrides, *base, "cluster=homogeneous", *chosen)
+            for mode, chosen in MODES.items()
+        }
         row = [case]
         for plan in plans.values():
-            runs = {name: simulation(plan, count) for name, count in {"all": cores, "one": 1}.items()}
+            runs = {
+                name: simulation(plan, count) for name, count in {"all": cores, "one": 1}.items()
+            }
             found = alternate({name: partial(wall_s, run) for name, run in runs.items()}, TURNS)
             row.append(ratio(found["all"], found["one"]))
         rows.append(row)
@@ -166,7 +210,8 @@ def on_all_cores() -> None:
         f"Time of a simulation of {SPREAD} workers with runtime.cores={cores} / with 1, same bits",
         ["", *MODES],
         rows,
-        f"{TURNS} turns; by itself (runtime.cores=auto) it takes several cores for steps of 0.7 ms and more",
+        f"{TURNS} turns; by itself (runtime.cores=auto) it takes several cores for steps of 0.7 ms"
+        " and more",
     )
 
 
@@ -187,22 +232,37 @@ def on_device(device: str) -> None:
     rows = []
     for case, model in RESIDENT.items():
         for graphs in ("off", "on") if device == "cuda" else ("off",):
-            plans = [planned(*model, *base, f"runtime.graphs={graphs}", f"stop.steps={n}") for n in (4, 4 + steps)]
+            plans = [
+                planned(*model, *base, f"runtime.graphs={graphs}", f"stop.steps={n}")
+                for n in (4, 4 + steps)
+            ]
             loop = plain_loop(plans[0], steps, device, graphs == "on")
             short, long = (simulation(plan, device=device) for plan in plans)
             for run in (loop, short, long):
                 run()  # the first of each allocates and captures
-            contestants = {"loop": partial(taken_s, loop), "": lambda a=short, b=long: taken_s(b) - taken_s(a)}
-            found = {name: [steps / max(s, 1e-9) for s in each] for name, each in alternate(contestants, turns).items()}
+            contestants = {
+                "loop": partial(taken_s, loop),
+                "": lambda a=short, b=long: taken_s(b) - taken_s(a),
+            }
+            found = {
+                name: [steps / max(s, 1e-9) for s in each]
+                for name, each in alternate(contestants, turns).items()
+            }
             rates = (f"{statistics.median(found[name]):.1f}" for name in contestants)
             rows.append([case, graphs, *rates, ratio(found["loop"], found[""])])
             print(*rows[-1], file=sys.stderr, flush=True)  # the next may take minutes
-    where = torch.cuda.get_device_name() if device == "cuda" else "the CPU, at a size that says nothing of a device"
+    where = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else "the CPU, at a size that says nothing of a device"
+    )
     show(
-        f"Steps/s of four workers in virtual time (bsp, batch {batch}) beside a plain loop, on {where}",
+        f"Steps/s of four workers in virtual time (bsp, batch {batch}) beside a plain loop, on"
+        f" {where}",
         ["", "graphs", "loop", "simulator", "time / loop's"],
         rows,
-        f"{turns} turns; ratios are taken within a turn: median (quartiles); what a run takes to begin does not count",
+        f"{turns} turns; ratios are taken within a turn: median (quartiles); what a run takes to"
+        " begin does not count",
     )
 
 
@@ -234,14 +294,22 @@ def events() -> None:
         "Events per second of processor time, without gradients",
         ["", *(f"{n:,} workers" for n in WORKERS)],
         rows,
-        f"medians of 3 runs of about {EVENTS:,} events each; no jitter; the first three with a parameter server",
+        f"medians of 3 runs of about {EVENTS:,} events each; no jitter; the first three with a"
+        " parameter server",
     )
 
 
 def without_server(line: tuple[str, ...], n: int) -> dict[str, Any]:
     """A configuration of n workers of unequal speed in which nothing is learned."""
-    config = compose(["runtime=sim", "tracking=none", "runtime.gradients=false", "cluster.link=null", *line], None)
-    config["cluster"] |= {"num_workers": n, "compute": [1 + i % 7 / 2 for i in range(n)], "exchange_s": 0.01}
+    config = compose(
+        ["runtime=sim", "tracking=none", "runtime.gradients=false", "cluster.link=null", *line],
+        None,
+    )
+    config["cluster"] |= {
+        "num_workers": n,
+        "compute": [1 + i % 7 / 2 for i in range(n)],
+        "exchange_s": 0.01,
+    }
     config["dataset"]["batch_size"] = 1
     config["stop"]["steps"] = max(EVENTS // 3, 10 * n)
     return config
@@ -252,7 +320,13 @@ def planning() -> None:
     for name, line in {"server, bsp": MODES["bsp"], **TOPOLOGIES}.items():
         configs = [without_server(line, n) for n in WORKERS]
         rows.append(
-            [name, *(f"{min(cpu_s(partial(prepare_plan, config)) for _ in range(3)):.2f}" for config in configs)]
+            [
+                name,
+                *(
+                    f"{min(cpu_s(partial(prepare_plan, config)) for _ in range(3)):.2f}"
+                    for config in configs
+                ),
+            ]
         )
     show(
         "Processor seconds from a composed configuration to a plan with its predictions",
@@ -266,8 +340,14 @@ def peak_mb(overrides: tuple[str, ...], n: int) -> float:
     """The most memory that this process has held, once it has planned and run that."""
     torch.set_num_threads(1)
     simulation(compile_plan(without_server(overrides, n)))()
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) / 1024  # `ru_maxrss` would begin with that of the process that has started this one
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    ]
+    return (
+        int(line.split()[1]) / 1024
+    )  # `ru_maxrss` would begin with that of the process that has started this one
 
 
 def memory() -> None:
@@ -288,10 +368,16 @@ def memory() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.simulator")
-    parser.add_argument("--device", choices=tuple(SIZES), help="only four workers on this device, beside a plain loop")
+    parser.add_argument(
+        "--device",
+        choices=tuple(SIZES),
+        help="only four workers on this device, beside a plain loop",
+    )
     device = parser.parse_args().device
     if device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("there is no CUDA device on this machine; --device cpu shows that the comparison runs")
+        raise SystemExit(
+            "there is no CUDA device on this machine; --device cpu shows that the comparison runs"
+        )
     torch.set_num_threads(1)
     if device:
         on_device(device)

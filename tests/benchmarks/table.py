@@ -1,4 +1,6 @@
-"""How the benchmarks compare and print: turn about in one run, so that a busy machine is unfair to all alike."""
+"""How the benchmarks compare and print: turn about in one run, so that a busy machine is unfair to
+all alike.
+"""
 
 import os
 import statistics
@@ -10,8 +12,9 @@ from rich.table import Table
 
 
 def alternate(contestants: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
-    """What each gave at each turn; each turn begins with another one, and every other turn goes backwards, so that none
-    is always first, or always in the middle."""
+    """What each gave at each turn; each turn begins with another one, and every other turn goes
+    backwards, so that none is always first, or always in the middle.
+    """
     results: dict[str, list[float]] = {name: [] for name in contestants}
     names = sorted(contestants)
     for turn in range(turns):
@@ -43,4 +46,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note
     console = Console(highlight=False, width=110)
     console.print(table)
     threads = torch.get_num_threads()
-    console.print(f"{os.cpu_count()} cores, torch {torch.__version__}, {threads} of its threads in each process")
+    console.print(
+        f"{os.cpu_count()} cores, torch {torch.__version__}, {threads} of its threads in each"
+        " process"
+    )

@@ -1,5 +1,6 @@
-"""What someone who knows torch's DistributedDataParallel would write: samples a second of its processes, over gloo on
-CPUs and over NCCL on GPUs."""
+"""What someone who knows torch's DistributedDataParallel would write: samples a second of its
+processes, over gloo on CPUs and over NCCL on GPUs.
+"""
 
 import json
 import multiprocessing as mp
@@ -20,8 +21,12 @@ from ashl.config.construct import construct
 WORKERS, WARM_UP = 2, 20
 
 
-def samples_per_s(config: dict, steps: int, port: int, workers: int = WORKERS, device: str = "cpu") -> float:
-    """Train the model of a composed configuration for `steps` per worker, after a warm-up; start-up does not count."""
+def samples_per_s(
+    config: dict, steps: int, port: int, workers: int = WORKERS, device: str = "cpu"
+) -> float:
+    """Train the model of a composed configuration for `steps` per worker, after a warm-up; start-up
+    does not count.
+    """
     context = mp.get_context("forkserver")
     answers = context.SimpleQueue()
     args = (port, config, steps, answers, workers, device)
@@ -35,36 +40,57 @@ def samples_per_s(config: dict, steps: int, port: int, workers: int = WORKERS, d
 
 
 def rank_main(
-    rank: int, port: int, config: dict, steps: int, answers: "mp.SimpleQueue", workers: int, device: str
+    rank: int,
+    port: int,
+    config: dict,
+    steps: int,
+    answers: "mp.SimpleQueue",
+    workers: int,
+    device: str,
 ) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=workers)
+    dist.init_process_group(
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=workers
+    )
     rate = trained(config, steps, device=device)
     if rank == 0:
         answers.put(rate)
 
 
 def trained(config: dict, steps: int, cap_mb: float | None = None, device: str = "cpu") -> float:
-    """Samples a second of all ranks of the process group, which ends; buckets of so many MiB, or torch's default."""
+    """Samples a second of all ranks of the process group, which ends; buckets of so many MiB, or
+    torch's default.
+    """
     torch.set_num_threads(1)
     rank, workers = dist.get_rank(), dist.get_world_size()
     dataset, sgd = construct(config["dataset"], "dataset"), config["optimizer"]
     data = dataset.load()
     torch.manual_seed(config["seed"])
-    module = construct(config["model"], "model").build(data.sample_shape, data.num_classes).to(device)
+    module = (
+        construct(config["model"], "model").build(data.sample_shape, data.num_classes).to(device)
+    )
     images = any(isinstance(layer, torch.nn.Conv2d) for layer in module.modules())
     if images:
         module = module.to(memory_format=torch.channels_last)
-    warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers has another name in the newest torch only
+    warnings.simplefilter(
+        "ignore", FutureWarning
+    )  # broadcast_buffers has another name in the newest torch only
     model = DistributedDataParallel(
-        module, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True, bucket_cap_mb=cap_mb
+        module,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        static_graph=True,
+        bucket_cap_mb=cap_mb,
     )
     optimizer = torch.optim.SGD(
         model.parameters(), sgd["lr"], sgd["momentum"], weight_decay=sgd["weight_decay"], fused=True
     )
-    inputs, targets = data.train.inputs[rank::workers].to(device), data.train.targets[rank::workers].to(device)
+    inputs, targets = (
+        data.train.inputs[rank::workers].to(device),
+        data.train.targets[rank::workers].to(device),
+    )
     if images:
         inputs = inputs.contiguous(memory_format=torch.channels_last)
 
@@ -101,5 +127,7 @@ def epoch(samples: int, batch: int) -> "iter[Tensor]":
 if __name__ == "__main__":
     path, steps, cap_mb = sys.argv[1:]
     dist.init_process_group("gloo")
-    print(trained(json.loads(Path(path).read_text()), int(steps), float(cap_mb) or None), flush=True)
+    print(
+        trained(json.loads(Path(path).read_text()), int(steps), float(cap_mb) or None), flush=True
+    )
     os._exit(0)  # gloo's threads may abort a process that leaves in order

@@ -41,7 +41,9 @@ def said(workplace, capsys):
 
 @pytest.fixture
 def train(workplace, capsys):
-    """A long run in this process to which something is done once it is under way; its exit code and its last words."""
+    """A long run in this process to which something is done once it is under way; its exit code and
+    its last words.
+    """
 
     def during(act: Callable[[Path], None], *overrides: str) -> tuple[int, str]:
         run = workplace / "run"
@@ -59,7 +61,11 @@ def train(workplace, capsys):
 
         thread = threading.Thread(target=disturb, daemon=True)
         thread.start()
-        mode = [] if any(override.startswith(("sync=", "schedule=")) for override in overrides) else ["sync=ssp"]
+        mode = (
+            []
+            if any(override.startswith(("sync=", "schedule=")) for override in overrides)
+            else ["sync=ssp"]
+        )
         code = main(["train", *LONG, *mode, *overrides])
         ended.set()
         thread.join()

@@ -1,4 +1,6 @@
-"""Parameters without a gradient in a step are left alone, as torch.optim leaves them, wherever models meet."""
+"""Parameters without a gradient in a step are left alone, as torch.optim leaves them, wherever
+models meet.
+"""
 
 import shutil
 import sys
@@ -125,9 +127,16 @@ def place(workplace: Path):
     """Trains a model of the module from `start.pt`, and returns its last weights."""
     (workplace / "netmodels.py").write_text(CODE)
     sys.path.insert(0, str(workplace))
-    for group, text in {"model": "_target_: netmodels.Net", "dataset": "_target_: netmodels.Blobs"}.items():
+    for group, text in {
+        "model": "_target_: netmodels.Net",
+        "dataset": "_target_: netmodels.Blobs",
+    }.items():
         (workplace / "options" / group).mkdir(parents=True)
-        text = f"defaults: [_own]\n{text}\nepochs: 10\nbatch_size: {BATCH}\n" if group == "dataset" else text
+        text = (
+            f"defaults: [_own]\n{text}\nepochs: 10\nbatch_size: {BATCH}\n"
+            if group == "dataset"
+            else text
+        )
         (workplace / "options" / group / "mine.yaml").write_text(text)
 
     def train(kind: str, *overrides: str) -> dict:
@@ -137,9 +146,31 @@ def place(workplace: Path):
         torch.save(getattr(netmodels, kind)(3).state_dict(), "start.pt")
         Path("options/model/mine.yaml").write_text(f"_target_: netmodels.{kind}\n")
         shutil.rmtree("out", ignore_errors=True)
-        own = ["--config-dir", "options", "allow_targets=[netmodels]", "model=mine", "dataset=mine", "run.dir=out"]
-        fixed = ["tracking=none", "dataset.partition=interleaved", "run.init_weights=start.pt", "cluster=homogeneous"]
-        code = main(["train", "-q", *own, *fixed, "optimizer.weight_decay=0.1", "optimizer.lr=0.05", *overrides])
+        own = [
+            "--config-dir",
+            "options",
+            "allow_targets=[netmodels]",
+            "model=mine",
+            "dataset=mine",
+            "run.dir=out",
+        ]
+        fixed = [
+            "tracking=none",
+            "dataset.partition=interleaved",
+            "run.init_weights=start.pt",
+            "cluster=homogeneous",
+        ]
+        code = main(
+            [
+                "train",
+                "-q",
+                *own,
+                *fixed,
+                "optimizer.weight_decay=0.1",
+                "optimizer.lr=0.05",
+                *overrides,
+            ]
+        )
         return torch.load("out/final.pt") if not code else {"code": code}
 
     yield train
@@ -148,7 +179,9 @@ def place(workplace: Path):
 
 
 def plain_torch(kind: str, twin: type, arguments: dict, workers: int = 1) -> dict:
-    """The same with torch.optim, on the mean gradient: a worker without one adds zero to those of the others."""
+    """The same with torch.optim, on the mean gradient: a worker without one adds zero to those of
+    the others.
+    """
     import netmodels  # ty: ignore[unresolved-import]
 
     torch.manual_seed(0)
@@ -174,30 +207,41 @@ def plain_torch(kind: str, twin: type, arguments: dict, workers: int = 1) -> dic
 
 
 def assert_close(found: dict, expected: dict) -> None:
-    assert {name: float((found[name] - value).abs().max()) for name, value in expected.items()} == pytest.approx(
-        dict.fromkeys(expected, 0), abs=2e-6
-    )
+    assert {
+        name: float((found[name] - value).abs().max()) for name, value in expected.items()
+    } == pytest.approx(dict.fromkeys(expected, 0), abs=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["Net", "Alternating", "Words"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_one_worker_is_a_loop_of_plain_torch(place, kind: str, optimizer: str) -> None:
     keys, twin, arguments = OPTIMIZERS[optimizer]
-    found = place(kind, "runtime=sim", "sync=bsp", "cluster.compute=[1]", f"stop.steps={STEPS}", *keys)
+    found = place(
+        kind, "runtime=sim", "sync=bsp", "cluster.compute=[1]", f"stop.steps={STEPS}", *keys
+    )
     assert_close(found, plain_torch(kind, twin, arguments))
 
 
-PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=100 cluster.latency_s=0.0001"  # that messages queue at
+# that messages queue at
+PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=100 cluster.latency_s=0.0001"
 
 
 @pytest.mark.parametrize(
     "how", ["topology=parameter_server", "topology=all_reduce", f"topology=sharded_server {PORTS}"]
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_a_worker_without_a_gradient_adds_zero_to_those_of_the_others(place, how: str, optimizer: str) -> None:
+def test_a_worker_without_a_gradient_adds_zero_to_those_of_the_others(
+    place, how: str, optimizer: str
+) -> None:
     keys, twin, arguments = OPTIMIZERS[optimizer]
     found = place(
-        "Net", "runtime=sim", "sync=bsp", *how.split(), "cluster.compute=[1,1]", f"stop.steps={2 * STEPS}", *keys
+        "Net",
+        "runtime=sim",
+        "sync=bsp",
+        *how.split(),
+        "cluster.compute=[1,1]",
+        f"stop.steps={2 * STEPS}",
+        *keys,
     )
     assert_close(found, plain_torch("Net", twin, arguments, workers=2))
 
@@ -206,7 +250,13 @@ def test_a_worker_without_a_gradient_adds_zero_to_those_of_the_others(place, how
 @pytest.mark.parametrize("every", [1, 1000])
 def test_what_forward_writes_into_weights_stays_in_them(place, kind: str, every: int) -> None:
     keys, twin, arguments = OPTIMIZERS["adam"]
-    own = ["runtime=sim", "sync=bsp", "sync.exchange=difference", "cluster.compute=[1]", f"eval.every_commits={every}"]
+    own = [
+        "runtime=sim",
+        "sync=bsp",
+        "sync.exchange=difference",
+        "cluster.compute=[1]",
+        f"eval.every_commits={every}",
+    ]
     found = place(kind, *own, f"stop.steps={STEPS}", *keys)
     assert_close(found, plain_torch(kind, twin, arguments))
 
@@ -221,7 +271,9 @@ def test_gradients_do_not_carry_what_forward_writes(place, capsys, runtime: str)
 
 
 def test_a_step_that_begins_to_write_is_refused(place, capsys) -> None:
-    assert place("Later", "runtime=sim", "sync=bsp", "cluster.compute=[1]", "stop.steps=30") == {"code": 2}
+    assert place("Later", "runtime=sim", "sync=bsp", "cluster.compute=[1]", "stop.steps=30") == {
+        "code": 2
+    }
     assert "wrote into its own parameters" in " ".join(capsys.readouterr().err.split())
 
 
@@ -249,14 +301,22 @@ def test_what_no_worker_uses_stays_as_it_was(place, way: str) -> None:
     found = place("Net", "runtime=sim", "cluster.compute=[1,2]", "stop.steps=24", *way.split())
     start = torch.load("start.pt")
     assert all(torch.equal(found[name], start[name]) for name in start if name.startswith("never"))
-    assert not any(torch.equal(found[name], start[name]) for name in start if not name.startswith("never"))
+    assert not any(
+        torch.equal(found[name], start[name]) for name in start if not name.startswith("never")
+    )
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param("topology=parameter_server", marks=pytest.mark.slow), "topology=all_reduce"]
+    "how",
+    [pytest.param("topology=parameter_server", marks=pytest.mark.slow), "topology=all_reduce"],
 )
 def test_real_processes_agree_with_plain_torch(place, how: str) -> None:
     keys, twin, arguments = OPTIMIZERS["adam"]
-    own = ["runtime=local", "cluster.step_s=0.0001", "cluster.exchange_s=0.0001", "cluster.compute=[1,1]"]
+    own = [
+        "runtime=local",
+        "cluster.step_s=0.0001",
+        "cluster.exchange_s=0.0001",
+        "cluster.compute=[1,1]",
+    ]
     found = place("Net", *own, "sync=bsp", how, f"stop.steps={2 * STEPS}", *keys)
     assert_close(found, plain_torch("Net", twin, arguments, workers=2))

@@ -1,4 +1,6 @@
-"""The commands: exit codes, one sentence for each mistake, and how little is imported before a command runs."""
+"""The commands: exit codes, one sentence for each mistake, and how little is imported before a
+command runs.
+"""
 
 import io
 import json
@@ -51,10 +53,14 @@ def test_help_loads_nothing_heavy() -> None:
     code, modules = json.loads(done.stderr)
     assert code == 0
     assert all(command in done.stdout for command in COMMANDS)
-    assert not {"torch", "torchvision", "mlflow", "hydra", "omegaconf", "numpy", "pydantic"} & set(modules)
+    assert not {"torch", "torchvision", "mlflow", "hydra", "omegaconf", "numpy", "pydantic"} & set(
+        modules
+    )
 
 
-@pytest.mark.parametrize("args", [[], ["-h"], ["--help"], ["train", "-h"], ["list", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "args", [[], ["-h"], ["--help"], ["train", "-h"], ["list", "--help"], ["--version"]]
+)
 def test_help_is_fine(args: list[str], capsys) -> None:
     assert main(args) == 0
     assert capsys.readouterr().out
@@ -129,11 +135,17 @@ def test_cfg_prints_what_can_be_read_back(run, capsys) -> None:
             1,
             "ashl: ZeroDivisionError: by zero; this is a bug in ashl, --debug shows where.",
         ),
-        (EOFError("no more"), 1, "ashl: EOFError: no more; this is a bug in ashl, --debug shows where."),
+        (
+            EOFError("no more"),
+            1,
+            "ashl: EOFError: no more; this is a bug in ashl, --debug shows where.",
+        ),
     ],
 )
 def test_exit_codes(error: BaseException, code: int, says: str, run, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("ashl.config.compose.compose", lambda *_: {})  # composition has tests of its own
+    monkeypatch.setattr(
+        "ashl.config.compose.compose", lambda *_: {}
+    )  # composition has tests of its own
 
     def fail(*_, **__) -> int:
         raise error
@@ -156,21 +168,27 @@ def _code(args: list[str]) -> object:
 def test_list_shows_all_groups(capsys) -> None:
     assert main(["list"]) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in [*catalog.catalog(), "stop.target_accuracy", "parameter_server"])
+    assert all(
+        word in out for word in [*catalog.catalog(), "stop.target_accuracy", "parameter_server"]
+    )
 
 
 def test_pages_of_list_fit_80_columns(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for page in ([], ["sync"], ["sync", "ssp"]):
         assert main(["list", *page]) == 0
-        assert [line for line in capsys.readouterr().out.splitlines() if len(line.rstrip()) > 80] == []
+        assert [
+            line for line in capsys.readouterr().out.splitlines() if len(line.rstrip()) > 80
+        ] == []
 
 
 def test_list_shows_a_group(capsys) -> None:
     assert main(["list", "sync"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(catalog.catalog()["sync"])
-    assert not [line for line in lines if "default" in line], "the default schedule names its stages' modes"
+    assert not [line for line in lines if "default" in line], (
+        "the default schedule names its stages' modes"
+    )
 
 
 def test_the_page_of_all_options_has_each_with_its_limits_its_tables_and_its_source(capsys) -> None:
@@ -180,11 +198,16 @@ def test_the_page_of_all_options_has_each_with_its_limits_its_tables_and_its_sou
         group = line.removeprefix("## ") if line.startswith("## ") else group
         if line.startswith("| `"):
             rows[group, line.split(" | ")[0].strip("|` ")] = line
-    assert set(rows) == {(group, option) for group, options in catalog.catalog().items() for option in options}
+    assert set(rows) == {
+        (group, option) for group, options in catalog.catalog().items() for option in options
+    }
     assert "Ho et al." in rows["sync", "ssp"]
     assert "| parameter_server, all_reduce |" in rows["sync", "local_sgd"]
     assert "| e = 0 is BSP. |" in rows["sync", "backup"]
-    assert "`tests/identities/test_limits.py::test_backup_without_backups_is_bsp`" in rows["sync", "backup"]
+    assert (
+        "`tests/identities/test_limits.py::test_backup_without_backups_is_bsp`"
+        in rows["sync", "backup"]
+    )
     assert "| outer_small, outer_table |" in rows["topology", "halos"]
     assert "| ashl_table, outer_small, outer_table |" in rows["schedule", "ashl_next"]
     assert main(["list", "nowhere", "--markdown"]) == 2
@@ -194,14 +217,19 @@ CAVEATS = {"sync=asylpg", "sync=spy"}  # whose limits are no other method
 
 
 def test_every_limit_of_a_card_is_held_by_a_test() -> None:
-    """... but for codecs, of which most become no other one; and no test names an option that there is not."""
+    """... but for codecs, of which most become no other one; and no test names an option that there
+    is not.
+    """
     held, options = catalog.held(), catalog.catalog()
-    assert set(held) <= {f"{group}={option}" for group, names in options.items() for option in names}
+    assert set(held) <= {
+        f"{group}={option}" for group, names in options.items() for option in names
+    }
     said = {
         f"{group}={option}"
         for group, names in options.items()
         for option, file in names.items()
-        if group != "compression" and re.search(r"^Limits?:", "\n".join(catalog.docstrings(catalog.target(file))), re.M)
+        if group != "compression"
+        and re.search(r"^Limits?:", "\n".join(catalog.docstrings(catalog.target(file))), re.M)
     }
     assert said - set(held) == CAVEATS
 
@@ -209,7 +237,9 @@ def test_every_limit_of_a_card_is_held_by_a_test() -> None:
 def test_list_and_cfg_agree_on_what_is_default(capsys) -> None:
     assert main(["train", "--cfg"]) == 0
     config = yaml.safe_load(capsys.readouterr().out)
-    assert config["choices"] == {group: option for group, option in catalog.usual().items() if option}
+    assert config["choices"] == {
+        group: option for group, option in catalog.usual().items() if option
+    }
     assert "sync" not in config, "no sync mode of its own ever runs"
     assert main(["list"]) == 0
     lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
@@ -224,7 +254,9 @@ def test_every_option_has_a_card(group: str, option: str, capsys) -> None:
     assert main(["list", group, option]) == 0
     out = capsys.readouterr().out
     assert f"{group}={option}" in out
-    assert catalog.summary(catalog.catalog()[group][option]), "no docstring and no comment at the head of the file"
+    assert catalog.summary(catalog.catalog()[group][option]), (
+        "no docstring and no comment at the head of the file"
+    )
     for parameter in catalog.parameters(catalog.catalog()[group][option]):
         assert parameter.key.rpartition(".")[2] in out
 
@@ -235,11 +267,16 @@ def test_a_card_has_rule_and_source(capsys) -> None:
     assert all(word in out for word in ("Rule:", "Source:", "sync.staleness", "ashl.sync.ssp.SSP"))
 
 
-def test_doctor_reports_and_never_fails_on_what_is_not_there(capsys, workplace, monkeypatch) -> None:
+def test_doctor_reports_and_never_fails_on_what_is_not_there(
+    capsys, workplace, monkeypatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in ("torch", "gloo", "cores", "data root", "is missing", "does not answer"))
+    assert all(
+        word in out
+        for word in ("torch", "gloo", "cores", "data root", "is missing", "does not answer")
+    )
 
 
 def test_doctor_finds_what_is_there(capsys, workplace) -> None:
@@ -256,7 +293,18 @@ def test_doctor_finds_what_is_there(capsys, workplace) -> None:
 @pytest.mark.parametrize(
     ("words", "incomplete", "found"),
     [
-        ([], "sy", ["sync=asp", "sync=backup", "sync=bsp", "sync=local_sgd", "sync=ssp", "sync.staleness="]),
+        (
+            [],
+            "sy",
+            [
+                "sync=asp",
+                "sync=backup",
+                "sync=bsp",
+                "sync=local_sgd",
+                "sync=ssp",
+                "sync.staleness=",
+            ],
+        ),
         ([], "sync=s", ["sync=ssp"]),
         (["sync", "="], "s", ["ssp"]),  # as bash cuts it
         (["sync"], "", ["asp", "backup", "bsp", "local_sgd", "ssp"]),  # the same, right behind =
@@ -284,15 +332,21 @@ def test_completion_of_a_broken_folder_is_silent(tmp_path) -> None:
 
 def shell(command: str, **environment: str) -> subprocess.CompletedProcess:
     own = os.environ | {"ASHL": f"{sys.executable} -m ashl.cli"} | environment
-    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, env=own)
+    return subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=60, env=own
+    )
 
 
 def test_completion_in_bash() -> None:
-    done = shell("$ASHL", _ASHL_COMPLETE="complete_bash", COMP_WORDS="ashl train sync = ss", COMP_CWORD="4")
+    done = shell(
+        "$ASHL", _ASHL_COMPLETE="complete_bash", COMP_WORDS="ashl train sync = ss", COMP_CWORD="4"
+    )
     assert done.stdout.split() == ["ssp"]
 
 
-@pytest.mark.parametrize("command", ["$ASHL list | true", "$ASHL list >/dev/full", "$ASHL list >&-"])
+@pytest.mark.parametrize(
+    "command", ["$ASHL list | true", "$ASHL list >/dev/full", "$ASHL list >&-"]
+)
 def test_an_output_that_nobody_reads(command: str) -> None:
     complaint = shell(command).stderr
     assert "Traceback" not in complaint
@@ -302,20 +356,40 @@ def test_an_output_that_nobody_reads(command: str) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["train", "--foo"], "There is no option --foo; settings are written without dashes, as in foo=1."),
-        (["train", "--sync", "bsp"], "There is no option --sync; settings are written without dashes, as in sync=bsp."),
+        (
+            ["train", "--foo"],
+            "There is no option --foo; settings are written without dashes, as in foo=1.",
+        ),
+        (
+            ["train", "--sync", "bsp"],
+            "There is no option --sync; settings are written without dashes, as in sync=bsp.",
+        ),
         (["sweep", "--sync=bsp,asp"], "settings are written without dashes, as in sync=bsp,asp."),
-        (["train", "--optimizer.lr", "0.05"], "settings are written without dashes, as in optimizer.lr=0.05."),
+        (
+            ["train", "--optimizer.lr", "0.05"],
+            "settings are written without dashes, as in optimizer.lr=0.05.",
+        ),
         (["train", "--name", "a b"], "settings are written without dashes, as in 'name=a b'."),
-        (["train", "--topology"], "settings are written without dashes, as in topology=parameter_server."),
+        (
+            ["train", "--topology"],
+            "settings are written without dashes, as in topology=parameter_server.",
+        ),
         (["train", "--quite"], "There is no option --quite; did you mean --quiet?"),
-        (["sweep", "sync=bsp,"], "sync=bsp, cannot be read: a value is missing beside a comma; write sync=bsp."),
-        (["train", "cluster.compute=[1,2"], "brackets do not match; write a list as 'cluster.compute=[1,2,3]'."),
+        (
+            ["sweep", "sync=bsp,"],
+            "sync=bsp, cannot be read: a value is missing beside a comma; write sync=bsp.",
+        ),
+        (
+            ["train", "cluster.compute=[1,2"],
+            "brackets do not match; write a list as 'cluster.compute=[1,2,3]'.",
+        ),
         (["train", "cluster.compute=3", "runtime=sim"], "as in 'cluster.compute=[3]'"),
         (["train", "name=a(b"], "quote the value twice, as in name=\"'a(b'\"."),
     ],
 )
-def test_advice_can_be_pasted_and_has_no_word_of_the_parser(args: list[str], says: str, capsys) -> None:
+def test_advice_can_be_pasted_and_has_no_word_of_the_parser(
+    args: list[str], says: str, capsys
+) -> None:
     assert main(args) == 2
     err = capsys.readouterr().err
     assert says in err
@@ -359,7 +433,9 @@ def test_a_narrow_screen_folds_what_a_card_says(capsys, monkeypatch) -> None:
 def test_a_paragraph_of_a_card_is_filled_anew_and_a_list_keeps_its_columns(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     many = " ".join(["word"] * 22)
-    found = folded(f"{many}\nword ends.\nSource: a book.\n    name    {many}\n            ends.").split("\n")
+    found = folded(
+        f"{many}\nword ends.\nSource: a book.\n    name    {many}\n            ends."
+    ).split("\n")
     assert found[:4] == [
         *["word word word word word word word word"] * 2,
         "word word word word word word word ends.",
@@ -372,7 +448,8 @@ def test_a_paragraph_of_a_card_is_filled_anew_and_a_list_keeps_its_columns(monke
     ]
 
 
-# --- in a checkout ---------------------------------------------------------------------------------------------------
+# --- in a checkout
+# --------------------------------------------------------------------------------------------------
 
 UNINSTALLED = """
 import sys
@@ -383,15 +460,25 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr
 def in_checkout(tmp_path: Path, *args: str, **env: str) -> subprocess.CompletedProcess:
     """A command of Python's in the checkout, whose ashl/ then shadows what is installed."""
     (tmp_path / "sitecustomize.py").write_text(UNINSTALLED)
-    path = os.pathsep.join([str(tmp_path), *([env.pop("PYTHONPATH")] if "PYTHONPATH" in env else [])])
+    path = os.pathsep.join(
+        [str(tmp_path), *([env.pop("PYTHONPATH")] if "PYTHONPATH" in env else [])]
+    )
     own = os.environ | {"PYTHONPATH": path} | env
     return subprocess.run(
-        [sys.executable, *args], cwd=ROOT, env=own, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, *args],
+        cwd=ROOT,
+        env=own,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
 
 
 @pytest.mark.parametrize("module", ["ashl", "ashl.cli"])
-def test_modules_run_in_a_checkout_that_is_not_what_is_installed(module: str, tmp_path: Path) -> None:
+def test_modules_run_in_a_checkout_that_is_not_what_is_installed(
+    module: str, tmp_path: Path
+) -> None:
     done = in_checkout(tmp_path, "-m", module, "train", "--cfg", "sync=bsp")
     assert done.returncode == 0, done.stderr
     assert "sync: bsp" in done.stdout
@@ -399,9 +486,12 @@ def test_modules_run_in_a_checkout_that_is_not_what_is_installed(module: str, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", [["ashl"], ["ashl.cli"], ["torch.distributed.run", "--nproc-per-node=2", "-m", "ashl.cli"]]
+    "command",
+    [["ashl"], ["ashl.cli"], ["torch.distributed.run", "--nproc-per-node=2", "-m", "ashl.cli"]],
 )
-def test_training_in_a_checkout_after_a_plain_installation(command: list[str], tmp_path: Path) -> None:
+def test_training_in_a_checkout_after_a_plain_installation(
+    command: list[str], tmp_path: Path
+) -> None:
     place = tmp_path / "site"
     pip = [
         sys.executable,
@@ -416,10 +506,18 @@ def test_training_in_a_checkout_after_a_plain_installation(command: list[str], t
         ".",
     ]
     source = tmp_path / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "runs", "tests"), symlinks=True)
+    shutil.copytree(
+        ROOT, source, ignore=shutil.ignore_patterns(".*", "runs", "tests"), symlinks=True
+    )
     subprocess.run(pip, cwd=source, check=True)
     assert (place / "ashl/cli/app.py").exists()
-    overrides = ["topology=all_reduce", "sync=bsp", "cluster=homogeneous", "cluster.num_workers=2", "stop.steps=6"]
+    overrides = [
+        "topology=all_reduce",
+        "sync=bsp",
+        "cluster=homogeneous",
+        "cluster.num_workers=2",
+        "stop.steps=6",
+    ]
     where = f"run.dir={tmp_path / 'run'}"
     own = {"PYTHONPATH": str(place), "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}"}
     done = in_checkout(tmp_path, "-m", *command, "train", *overrides, where, **own)

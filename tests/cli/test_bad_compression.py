@@ -1,4 +1,6 @@
-"""Compression asked for wrongly: one sentence with the way out, exit code 2, before anything starts."""
+"""Compression asked for wrongly: one sentence with the way out, exit code 2, before anything
+starts.
+"""
 
 import shlex
 import sys
@@ -16,7 +18,10 @@ from ashl.config.catalog import catalog
     [
         ("compression.ratio=0", "compression.ratio=0 is not possible"),
         ("compression.ratio=1.5", "compression.ratio=1.5 is not possible"),
-        ("compression.ratio=1e-7", "keeps less than one of the model's 9610 elements; take at least 1/9610"),
+        (
+            "compression.ratio=1e-7",
+            "keeps less than one of the model's 9610 elements; take at least 1/9610",
+        ),
         ("compression.critical_ratio=1e-7", "compression.critical_ratio=1e-07 keeps less than one"),
         ("compression.critical_ratio=0.01", "must be no less than compression.ratio=0.05"),
         ("topology.pull_ratio=1e-7 sync=bsp", "topology.pull_ratio=1e-07 keeps less than one"),
@@ -25,13 +30,19 @@ from ashl.config.catalog import catalog
             "compression=qsgd compression.error_feedback=true",
             "compression=qsgd as it is set here may; set compression.error_feedback=",
         ),
-        ("compression=qsgd compression.momentum=0.9 optimizer.momentum=0", "set compression.momentum=null"),
+        (
+            "compression=qsgd compression.momentum=0.9 optimizer.momentum=0",
+            "set compression.momentum=null",
+        ),
         (
             "compression=sign compression.vote=majority sync=bsp",
             "compression.scale=none compression.error_feedback=false",
         ),
         ("compression=laq sync=asp", "take sync=bsp optimizer=sgd optimizer.momentum=0"),
-        ("compression=terngrad compression.shared_scale=true sync=bsp", "compression.shared_scale=false"),
+        (
+            "compression=terngrad compression.shared_scale=true sync=bsp",
+            "compression.shared_scale=false",
+        ),
         ("compression=gtopk sync=bsp aggregate.staleness_discount=1", "drop it"),
         ("compression.values=fp8", "compression.values=fp8 is not possible"),
         ("topology=gossip sync=d_psgd", "take compression=none, or sync=choco"),
@@ -39,8 +50,12 @@ from ashl.config.catalog import catalog
         ("compression=none topology.pull_ratio=0.1", "needs a compression to pull with"),
     ],
 )
-def test_one_sentence(overrides: str, says: str, workplace, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["train", "-q", "runtime=sim", "tracking=none", "compression=topk", *shlex.split(overrides)])
+def test_one_sentence(
+    overrides: str, says: str, workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(
+        ["train", "-q", "runtime=sim", "tracking=none", "compression=topk", *shlex.split(overrides)]
+    )
     out, err = capsys.readouterr()
     assert code == 2
     assert not out
@@ -53,7 +68,10 @@ def test_one_sentence(overrides: str, says: str, workplace, capsys: pytest.Captu
     [
         ("compression.error_feedback=false", "what it leaves out is lost"),
         ("topology=all_reduce sync=bsp compression.ratio=0.9", "so its bodies are gathered"),
-        ("sync=bsp compression.ratio=0.9 optimizer.momentum=0", "0.0385 MB a push, as without compression"),
+        (
+            "sync=bsp compression.ratio=0.9 optimizer.momentum=0",
+            "0.0385 MB a push, as without compression",
+        ),
         ("sync=bsp compression=power_sgd", "optimizer.momentum=0.9 carries on once more"),
     ],
 )
@@ -69,14 +87,19 @@ def test_what_is_legal_and_worth_knowing(overrides: str, says: str, workplace, c
 
 def test_a_range_code_needs_its_library(workplace, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "constriction", None)
-    assert main(["train", "-q", "runtime=sim", "compression=qsgd", "compression.entropy=range"]) == 2
+    assert (
+        main(["train", "-q", "runtime=sim", "compression=qsgd", "compression.entropy=range"]) == 2
+    )
     assert "pip install constriction" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_doctor_has_a_line_for_each_codec(kept: bool, workplace, capsys, monkeypatch) -> None:
     """... behind what is broken."""
-    held = [laws.Law("bits an element", "at most 3", "2", True), laws.Law("bias on a normal vector", "0", "9", kept)]
+    held = [
+        laws.Law("bits an element", "at most 3", "2", True),
+        laws.Law("bias on a normal vector", "0", "9", kept),
+    ]
     monkeypatch.setattr(laws, "laws", lambda option: held)
     assert main(["doctor", "compression"]) == (not kept)
     out, err = capsys.readouterr()
@@ -84,7 +107,9 @@ def test_the_doctor_has_a_line_for_each_codec(kept: bool, workplace, capsys, mon
     codecs = len(catalog()["compression"])
     assert ["topk", f"{1 + kept}", "of", "2", "2", "(≤", "3)"] in lines
     assert ("FAIL" in out.splitlines()[1]) is not kept
-    assert f"{codecs * (1 + kept)} of {2 * codecs} laws pass for {codecs} codecs" in (out if kept else err)
+    assert f"{codecs * (1 + kept)} of {2 * codecs} laws pass for {codecs} codecs" in (
+        out if kept else err
+    )
 
 
 def test_every_flag_is_explained() -> None:

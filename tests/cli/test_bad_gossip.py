@@ -1,5 +1,6 @@
-"""Gossip asked for wrongly: one sentence with the way out, exit code 2, before anything starts; and a run that flies
-apart says why."""
+"""Gossip asked for wrongly: one sentence with the way out, exit code 2, before anything starts; and
+a run that flies apart says why.
+"""
 
 import shlex
 from functools import partial
@@ -29,27 +30,51 @@ def gossips(workplace, said):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("sync=d_psgd topology.graph=apart.edges", "is not connected: some workers never hear of others"),
-        ("sync=d_psgd topology.graph=short.edges", "the weights at worker 0 add up to 0.9, and should add up to 1"),
+        (
+            "sync=d_psgd topology.graph=apart.edges",
+            "is not connected: some workers never hear of others",
+        ),
+        (
+            "sync=d_psgd topology.graph=short.edges",
+            "the weights at worker 0 add up to 0.9, and should add up to 1",
+        ),
         ("sync=sgp topology.graph=zero.edges", "leaves worker 0 a push-sum weight of zero"),
-        ("sync=d_psgd topology.graph=wheel", "neither a file that can be read nor one of ring, star, complete, torus"),
+        (
+            "sync=d_psgd topology.graph=wheel",
+            "neither a file that can be read nor one of ring, star, complete, torus",
+        ),
         ("sync=d_psgd topology.graph=uneven.edges", "give the file others, or take sync=sgp"),
         ("sync=d_psgd topology.graph=random_regular topology.degree=4", "take a degree below 4"),
-        ("sync=choco topology.graph=one_peer_exponential", "its graph must not change from round to round"),
-        ("sync=hop sync.backups=2", "leaves a worker with 2 neighbours no neighbour to wait for; take at most 1"),
+        (
+            "sync=choco topology.graph=one_peer_exponential",
+            "its graph must not change from round to round",
+        ),
+        (
+            "sync=hop sync.backups=2",
+            "leaves a worker with 2 neighbours no neighbour to wait for; take at most 1",
+        ),
         ("sync=hop sync.max_lead=1", "sync.max_lead=1 is below sync.staleness=2"),
         (
             "sync=hop sync.skip_lead=4",
             "leads a neighbour by 3 iterations at most, so no worker would ever skip; take at most",
         ),
-        ("sync=d_admm sync.barrier=3", "sync.barrier=3 is more than the 2 neighbours that a worker has; take fewer"),
+        (
+            "sync=d_admm sync.barrier=3",
+            "sync.barrier=3 is more than the 2 neighbours that a worker has; take fewer",
+        ),
         ("sync=d_psgd compression=topk", "take compression=none, or sync=choco"),
         ("sync=ad_psgd aggregate=fednova", "topology=gossip has no place for aggregate=fednova"),
         ("sync=d_psgd aggregate.scale=2", "topology=gossip has no place for aggregate.scale"),
-        ("sync=noloco outer=nesterov", "nothing to step on in stage noloco: workers average their models"),
+        (
+            "sync=noloco outer=nesterov",
+            "nothing to step on in stage noloco: workers average their models",
+        ),
         (
             "sync=asp",
-            "its workers share no model that they could wait for; take topology=parameter_server, or sync=d_psgd",
+            (
+                "its workers share no model that they could wait for; take"
+                " topology=parameter_server, or sync=d_psgd"
+            ),
         ),
         ("schedule=ashl", "one sync mode for the whole run, as in sync=d_psgd"),
         ("sync=d_psgd topology=all_reduce", "take topology=gossip"),
@@ -63,7 +88,11 @@ def test_a_wrong_configuration(overrides: str, says: str, gossips) -> None:
 
 def test_choco_with_too_large_a_step_diverges_and_says_why(gossips) -> None:
     code, sentence = gossips(
-        "sync=choco", "compression=topk", "compression.ratio=0.01", "sync.gamma=3", "stop.steps=2000"
+        "sync=choco",
+        "compression=topk",
+        "compression.ratio=0.01",
+        "sync.gamma=3",
+        "stop.steps=2000",
     )
     assert code == 1
     assert "the run diverged: the loss of worker" in sentence
@@ -72,7 +101,10 @@ def test_choco_with_too_large_a_step_diverges_and_says_why(gossips) -> None:
 
 @pytest.mark.parametrize(
     ("sync", "has", "needs"),
-    [("d_psgd", 5, "4 workers need 4"), ("hop", 3, "a coordinator need 5, or 4 where the coordinator shares")],
+    [
+        ("d_psgd", 5, "4 workers need 4"),
+        ("hop", 3, "a coordinator need 5, or 4 where the coordinator shares"),
+    ],
 )
 def test_a_job_of_another_size_is_told_both_numbers(sync: str, has: int, needs: str) -> None:
     config = compose(["runtime=torchrun", "topology=gossip", f"sync={sync}"], None)

@@ -1,5 +1,6 @@
-"""What can be asked for wrongly, and what can be missing: one sentence with the way out, the right exit code, and no
-run folder where nothing ran."""
+"""What can be asked for wrongly, and what can be missing: one sentence with the way out, the right
+exit code, and no run folder where nothing ran.
+"""
 
 import json
 import shlex
@@ -12,7 +13,10 @@ from ashl.config.compose import compose
 from ashl.run import train as run
 from ashl.tracking import jsonl
 
-SIM, SPY = ["-q", "runtime=sim", "tracking=none"], "sync=spy optimizer.momentum=0 optimizer.weight_decay=0"
+SIM, SPY = (
+    ["-q", "runtime=sim", "tracking=none"],
+    "sync=spy optimizer.momentum=0 optimizer.weight_decay=0",
+)
 
 
 @pytest.mark.parametrize(
@@ -20,26 +24,59 @@ SIM, SPY = ["-q", "runtime=sim", "tracking=none"], "sync=spy optimizer.momentum=
     [
         # the cluster
         ("cluster.compute=[1,0]", "cluster.compute.1=0 is not possible: should be greater than 0"),
-        ("cluster.compute=[-1,1]", "cluster.compute.0=-1 is not possible: should be greater than 0"),
+        (
+            "cluster.compute=[-1,1]",
+            "cluster.compute.0=-1 is not possible: should be greater than 0",
+        ),
         ("cluster.compute=[nan,1]", "is not possible"),
-        ("cluster.compute=[]", "cluster.compute=[] is an empty cluster; give the slowdown factor of each worker"),
-        ("cluster.compute=fast", "=fast is not possible: should be a list, as in 'cluster.compute=[fast]'"),
+        (
+            "cluster.compute=[]",
+            "cluster.compute=[] is an empty cluster; give the slowdown factor of each worker",
+        ),
+        (
+            "cluster.compute=fast",
+            "=fast is not possible: should be a list, as in 'cluster.compute=[fast]'",
+        ),
         ("cluster.compute=[a,b]", "cluster.compute.0=a is not possible: should be a number"),
-        ("cluster.link=[1,2] cluster.compute=[1,2,3]", "cluster.link has 2 entries and cluster.compute has 3"),
-        ("cluster.link=[1,2] cluster.node=[]", "cluster.node has 0 entries and cluster.compute has 2"),
-        ("cluster.compute=[1,2] cluster.num_workers=3", "has 2 entries and cluster.num_workers is 3; give"),
-        ("cluster.num_workers=0", "cluster.num_workers=0 is not possible: should be greater than or equal to 1"),
-        ("cluster.num_workers=2.5", "cluster.num_workers=2.5 is not possible: should be a whole number"),
+        (
+            "cluster.link=[1,2] cluster.compute=[1,2,3]",
+            "cluster.link has 2 entries and cluster.compute has 3",
+        ),
+        (
+            "cluster.link=[1,2] cluster.node=[]",
+            "cluster.node has 0 entries and cluster.compute has 2",
+        ),
+        (
+            "cluster.compute=[1,2] cluster.num_workers=3",
+            "has 2 entries and cluster.num_workers is 3; give",
+        ),
+        (
+            "cluster.num_workers=0",
+            "cluster.num_workers=0 is not possible: should be greater than or equal to 1",
+        ),
+        (
+            "cluster.num_workers=2.5",
+            "cluster.num_workers=2.5 is not possible: should be a whole number",
+        ),
         ("cluster.num_workers=1000000", "should be less than or equal to 100000"),
-        ("cluster.compute_spread=9", "cluster.compute_spread=9 is not possible: should be less than or equal to 3"),
+        (
+            "cluster.compute_spread=9",
+            "cluster.compute_spread=9 is not possible: should be less than or equal to 3",
+        ),
         ("cluster.jitter=-0.1", "cluster.jitter=-0.1 is not possible"),
         ("cluster.intra_node_bandwidth_mbit_s=9", "needs cluster.node"),
         ("'cluster.events=[{time_s: 1, worker: 4, link: 2}]'", "there are only workers 0 to 3"),
-        ("'cluster.events=[{time_s: 1, worker: 0}]'", "changes nothing; add compute=, link= or link_down="),
+        (
+            "'cluster.events=[{time_s: 1, worker: 0}]'",
+            "changes nothing; add compute=, link= or link_down=",
+        ),
         ("cluster.step_s=null", "runtime=sim needs cluster.step_s, which is not declared"),
         ("cluster.exchange_s=null", "runtime=sim needs cluster.bandwidth_mbit_s"),
         ("cluster.server_step_s=null", "runtime=sim needs cluster.server_step_s"),
-        ("cluster=real cluster.num_workers=2", "give the profile=FILE that was measured on it, or take runtime=local"),
+        (
+            "cluster=real cluster.num_workers=2",
+            "give the profile=FILE that was measured on it, or take runtime=local",
+        ),
         ("cluster=real runtime=local", "give cluster.num_workers=2, say"),
         # checkpoints
         ("run.checkpoint_s=0", "run.checkpoint_s=0 is not possible"),
@@ -53,27 +90,63 @@ SIM, SPY = ["-q", "runtime=sim", "tracking=none"], "sync=spy optimizer.momentum=
             "topology=all_reduce sync=qsr overlap=delayed",
             "its rounds change, and the next one is begun before; take topology",
         ),
-        ("topology=all_reduce sync=lb_bsp overlap=dear", "its batches change, and the next step is begun before; take"),
-        ("topology=all_reduce sync=asp", "nobody can be ahead; take topology=parameter_server, or sync=bsp"),
+        (
+            "topology=all_reduce sync=lb_bsp overlap=dear",
+            "its batches change, and the next step is begun before; take",
+        ),
+        (
+            "topology=all_reduce sync=asp",
+            "nobody can be ahead; take topology=parameter_server, or sync=bsp",
+        ),
         ("topology=all_reduce sync=backup", "take topology=parameter_server"),
-        ("sync=backup sync.backups=4", "leaves no worker to wait for among 4 workers; take at most 3"),
+        (
+            "sync=backup sync.backups=4",
+            "leaves no worker to wait for among 4 workers; take at most 3",
+        ),
         ("sync.local_steps=plan", "needs a schedule that plans H per worker; give a number"),
-        ("sync=lb_bsp aggregate=uniform", "aggregate=uniform is not supported with sync=lb_bsp: its workers' batches"),
+        (
+            "sync=lb_bsp aggregate=uniform",
+            "aggregate=uniform is not supported with sync=lb_bsp: its workers' batches",
+        ),
         ("sync=lb_bsp aggregate=data_share", "take aggregate=samples"),
         ("sync=cr_psgd aggregate=data_share", "take aggregate=samples"),
-        ("topology=partial_all_reduce sync=bsp", "take topology=parameter_server or all_reduce, or sync=ripples_smart"),
-        ("topology=partial_all_reduce sync=ripples_smart sync.group_size=5", "more than the 4 workers that there are"),
-        ("topology=partial_all_reduce sync=ripples_random sync.group_size=1", "should be greater than or equal to 2"),
-        ("topology=partial_all_reduce sync=ripples_smart sync.threshold=0", "should be greater than or equal to 1"),
-        ("topology=partial_all_reduce sync=ripples_static compression=topk", "take compression=none, or sync=choco"),
-        ("topology=partial_all_reduce sync=ripples_static aggregate=fednova", "has no place for aggregate=fednova"),
+        (
+            "topology=partial_all_reduce sync=bsp",
+            "take topology=parameter_server or all_reduce, or sync=ripples_smart",
+        ),
+        (
+            "topology=partial_all_reduce sync=ripples_smart sync.group_size=5",
+            "more than the 4 workers that there are",
+        ),
+        (
+            "topology=partial_all_reduce sync=ripples_random sync.group_size=1",
+            "should be greater than or equal to 2",
+        ),
+        (
+            "topology=partial_all_reduce sync=ripples_smart sync.threshold=0",
+            "should be greater than or equal to 1",
+        ),
+        (
+            "topology=partial_all_reduce sync=ripples_static compression=topk",
+            "take compression=none, or sync=choco",
+        ),
+        (
+            "topology=partial_all_reduce sync=ripples_static aggregate=fednova",
+            "has no place for aggregate=fednova",
+        ),
         (
             "topology=partial_all_reduce sync=ripples_static outer=slowmo",
             "nothing to step on in stage ripples_static: workers",
         ),
         ("topology=halos sync=asp", "while cluster.node says nothing; give cluster.node"),
-        ("topology=halos sync=bsp topology.regions=[0,0,1,1]", "wants rounds or messages of its own; take sync=async"),
-        ("sync=bsp outer=nesterov", "in stage bsp: gradients are merged, and the optimizer is what steps on them"),
+        (
+            "topology=halos sync=bsp topology.regions=[0,0,1,1]",
+            "wants rounds or messages of its own; take sync=async",
+        ),
+        (
+            "sync=bsp outer=nesterov",
+            "in stage bsp: gradients are merged, and the optimizer is what steps on them",
+        ),
         (
             "sync=bsp topology=all_reduce outer=adam",
             "take outer=average, or a mode that merges updates, as sync=local_sgd",
@@ -86,28 +159,61 @@ SIM, SPY = ["-q", "runtime=sim", "tracking=none"], "sync=spy optimizer.momentum=
             "sync=asylpg outer=adam optimizer.momentum=0 optimizer.weight_decay=0",
             "in stage asylpg: what is pushed there",
         ),
-        ("sync=local_sgd outer=nesterov outer.lr=0", "outer.lr=0 is not possible: should be greater than 0"),
-        ("sync=local_sgd outer=slowmo outer.beta=1", "outer.beta=1 is not possible: should be less than 1"),
-        ("sync=local_sgd outer.lr=0.7", "outer=average has no key lr; these have one: adam, co2, heavy_ball, heloco"),
+        (
+            "sync=local_sgd outer=nesterov outer.lr=0",
+            "outer.lr=0 is not possible: should be greater than 0",
+        ),
+        (
+            "sync=local_sgd outer=slowmo outer.beta=1",
+            "outer.beta=1 is not possible: should be less than 1",
+        ),
+        (
+            "sync=local_sgd outer.lr=0.7",
+            "outer=average has no key lr; these have one: adam, co2, heavy_ball, heloco",
+        ),
         ("optimizer.schedule=cosine stop.steps=9", "add for example optimizer.horizon_epochs=20"),
-        ("runtime.gradients=false stop.target_loss=1", "a target cannot be reached; drop stop.target_"),
+        (
+            "runtime.gradients=false stop.target_loss=1",
+            "a target cannot be reached; drop stop.target_",
+        ),
         ("runtime=local runtime.backend=nccl", "this run is on CPUs; take auto"),
-        ("runtime.graphs=on", "captures steps of CUDA devices, and this run is on a CPU; take off, or auto"),
+        (
+            "runtime.graphs=on",
+            "captures steps of CUDA devices, and this run is on a CPU; take off, or auto",
+        ),
         ("runtime=torchrun", "start it as `torchrun"),
         # data and model
-        ("dataset.batch_size=361", "Worker 1's shard holds 359 samples, fewer than its batch of 361; take "),
-        ("dataset=synthetic dataset.num_train=3", "Worker 3's shard is empty: 3 samples do not go round 4 workers"),
+        (
+            "dataset.batch_size=361",
+            "Worker 1's shard holds 359 samples, fewer than its batch of 361; take ",
+        ),
+        (
+            "dataset=synthetic dataset.num_train=3",
+            "Worker 3's shard is empty: 3 samples do not go round 4 workers",
+        ),
         ("dataset.batch_size=0", "should be greater than or equal to 1"),
         ("dataset.partition=dirichlet", "add for example dataset.alpha=0.5"),
         ("dataset.alpha=0.5", "has no effect with dataset.partition=plan"),
-        ("model=lenet", "needs images of at least 28x28 pixels, but a sample of this data set has shape 1x8x8"),
+        (
+            "model=lenet",
+            "needs images of at least 28x28 pixels, but a sample of this data set has shape 1x8x8",
+        ),
         # values
         ("optimizer.lr=0", "optimizer.lr=0 is not possible: should be greater than 0"),
         ("optimizer.lr=fast", "optimizer.lr=fast is not possible: should be a number"),
-        ("optimizer.lr=true", "optimizer.lr=true is not possible: should be a number, not true or false"),
-        ("model.hidden=[100000000000]", "the model does not fit into this machine's memory; make model.* smaller"),
+        (
+            "optimizer.lr=true",
+            "optimizer.lr=true is not possible: should be a number, not true or false",
+        ),
+        (
+            "model.hidden=[100000000000]",
+            "the model does not fit into this machine's memory; make model.* smaller",
+        ),
         ("model.hidden=null", "model.hidden=null is not possible: should be a list"),
-        ("schedule=ashl schedule.h_preset=[1]", "schedule.h_preset=[1] is not possible: should have at least 2 values"),
+        (
+            "schedule=ashl schedule.h_preset=[1]",
+            "schedule.h_preset=[1] is not possible: should have at least 2 values",
+        ),
         ("name=a/b", "cannot hold / or \\, or what cannot be printed; say with run.dir"),
         ("optimizer.lr=nan", "optimizer.lr=nan is not possible"),
         ("sync.staleness=1.5", "sync.staleness=1.5 is not possible: should be a whole number"),
@@ -117,10 +223,16 @@ SIM, SPY = ["-q", "runtime=sim", "tracking=none"], "sync=spy optimizer.momentum=
         ("tracking.events=some", "should be 'all', 'sampled' or 'none'"),
         # targets
         ("model._target_=os.system", "outside of ashl; allow it with 'allow_targets=[os]'"),
-        ("model._target_=os.system allow_targets=[os]", "names 'os.system', which is not a class defined in os"),
+        (
+            "model._target_=os.system allow_targets=[os]",
+            "names 'os.system', which is not a class defined in os",
+        ),
         ("model._target_=ashl.model.nothing.X", "cannot be imported"),
         ("model._target_=ashl.optimizer.sgd.SGD", "which is no model: it has no 'build'"),
-        ("model._target_=nowhere.X allow_targets=[nowhere]", "no module 'nowhere'; start in the folder that holds it"),
+        (
+            "model._target_=nowhere.X allow_targets=[nowhere]",
+            "no module 'nowhere'; start in the folder that holds it",
+        ),
         ("model._target_=ashl.model.mlp.Nothing", "is not a class defined in ashl.model.mlp"),
         ("model._target_=ashl.model.mlp.nn", "is not a class defined in ashl.model.mlp"),
     ],
@@ -148,7 +260,12 @@ def test_a_wrong_configuration_of_the_subtle_kind(overrides: str, said, workplac
 
 
 def test_more_workers_than_samples_are_timed_without_gradients(said) -> None:
-    crowd = ["sync=asp", "cluster=homogeneous", f"cluster.compute={[1] * 300}", "dataset.batch_size=8"]
+    crowd = [
+        "sync=asp",
+        "cluster=homogeneous",
+        f"cluster.compute={[1] * 300}",
+        "dataset.batch_size=8",
+    ]
     assert said(*crowd, "runtime.gradients=false", "stop.steps=600") == (0, "")
 
 
@@ -187,7 +304,10 @@ def test_allow_targets(said, workplace, monkeypatch) -> None:
     wanted = ["model._target_=wide_models.Wide", "sync=ssp", "run.dir=mine", "stop.steps=8"]
     assert said(*wanted) == (
         2,
-        "model names 'wide_models.Wide', outside of ashl; allow it with 'allow_targets=[wide_models]'",
+        (
+            "model names 'wide_models.Wide', outside of ashl; allow it with"
+            " 'allow_targets=[wide_models]'"
+        ),
     )
     assert said(*wanted, "allow_targets=[wide_models]") == (0, "")
     assert json.loads((workplace / "mine/summary.json").read_text())["steps"] == 8
@@ -213,12 +333,22 @@ class Unbuilt(MLP):
     ("text", "name", "says"),
     [
         ("x = = 3", "X", "cannot be imported: SyntaxError: invalid syntax ({file}, line 1)"),
-        ("import nowhere", "X", "cannot be imported: ModuleNotFoundError: No module named 'nowhere' ({file}, line 1)"),
+        (
+            "import nowhere",
+            "X",
+            "cannot be imported: ModuleNotFoundError: No module named 'nowhere' ({file}, line 1)",
+        ),
         (FAULTY, "Unmade", "cannot be made: RuntimeError: not like this ({file}, line 8)"),
-        (FAULTY, "Unbuilt", "failed, not ashl: AttributeError: 'tuple' object has no attribute 'nothing' ({file}"),
+        (
+            FAULTY,
+            "Unbuilt",
+            "failed, not ashl: AttributeError: 'tuple' object has no attribute 'nothing' ({file}",
+        ),
     ],
 )
-def test_a_fault_of_the_users_own_is_told_as_that(text, name, says, said, workplace, monkeypatch) -> None:
+def test_a_fault_of_the_users_own_is_told_as_that(
+    text, name, says, said, workplace, monkeypatch
+) -> None:
     module = f"faulty_{len(text)}_{name.lower()}"
     (workplace / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(workplace)
@@ -240,14 +370,20 @@ def test_a_loss_that_is_no_number(mode: str, said, workplace) -> None:
     assert "near step" in summary["exit_reason"]
     assert summary["final"]["test_accuracy"] is not None
     parts = ["compute_s", "compress_s", "push_s", "pull_s", "wait_s", "down_s"]
-    assert all(sum(w[part] for part in parts) == pytest.approx(summary["time_s"]) for w in summary["workers"])
+    assert all(
+        sum(w[part] for part in parts) == pytest.approx(summary["time_s"])
+        for w in summary["workers"]
+    )
     assert (workplace / "run/trace.json.gz").is_file()
 
 
 def test_a_second_run_into_the_same_folder(said, workplace) -> None:
     assert said("run.dir=run", "stop.steps=8") == (0, "")
     before = {file.name: file.read_bytes() for file in (workplace / "run").iterdir()}
-    assert said("run.dir=run", "stop.steps=9") == (2, "run already holds a run; choose another run.dir.")
+    assert said("run.dir=run", "stop.steps=9") == (
+        2,
+        "run already holds a run; choose another run.dir.",
+    )
     assert {file.name: file.read_bytes() for file in (workplace / "run").iterdir()} == before
 
 
@@ -272,7 +408,9 @@ def test_a_folder_that_cannot_be_written(place: str, said, workplace) -> None:
 def test_a_full_disk(room: int, said, workplace, full_disk) -> None:
     """Whole lines are kept; what was measured is told as far as there is room for it."""
     full_disk(room)
-    code, sentence = said("run.dir=run", "tracking.events=all", "stop.steps=4000", "eval.every_commits=8")
+    code, sentence = said(
+        "run.dir=run", "tracking.events=all", "stop.steps=4000", "eval.every_commits=8"
+    )
     assert code == 1
     assert "run" in sentence
     assert "no space left on device" in sentence.lower()
@@ -331,9 +469,18 @@ def test_no_file_allows_code_to_be_imported(how: str, said, workplace, monkeypat
     monkeypatch.syspath_prepend(workplace)
     (workplace / "evil.py").write_text("raise AssertionError('imported')")
     own = {
-        "preset": ("experiment/mine.yaml", "# @package _global_\nallow_targets: [evil]\nmodel: {_target_: evil.X}\n"),
-        "option": ("tracking/mine.yaml", "# @package _global_\nallow_targets: [evil]\ntracking: {_target_: evil.X}\n"),
-        "sweep": ("experiment/mine.yaml", "# @package _global_\nsweep: [{allow_targets: '[evil]', sync: bsp}]\n"),
+        "preset": (
+            "experiment/mine.yaml",
+            "# @package _global_\nallow_targets: [evil]\nmodel: {_target_: evil.X}\n",
+        ),
+        "option": (
+            "tracking/mine.yaml",
+            "# @package _global_\nallow_targets: [evil]\ntracking: {_target_: evil.X}\n",
+        ),
+        "sweep": (
+            "experiment/mine.yaml",
+            "# @package _global_\nsweep: [{allow_targets: '[evil]', sync: bsp}]\n",
+        ),
     }[how]
     path = workplace / "options" / own[0]
     path.parent.mkdir(parents=True)
@@ -344,4 +491,7 @@ def test_no_file_allows_code_to_be_imported(how: str, said, workplace, monkeypat
         return
     code, sentence = said("--config-dir", "options", f"{group}=mine")
     assert code == 2
-    assert "a file cannot allow code to be imported; if you trust it, type 'allow_targets=[evil]' on the" in sentence
+    assert (
+        "a file cannot allow code to be imported; if you trust it, type 'allow_targets=[evil]'"
+        " on the" in sentence
+    )

@@ -11,18 +11,39 @@ ADAM = "sync=local_sgd outer=adam"
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("cluster.compute=[1e300,1]", "cluster.compute.0=1e+300 is not possible: should be less than or equal to"),
-        ("cluster.events=[{time_s: 1, worker: 0, compute: 1e308}]", "cluster.events.0.compute=1e+308 is not possible"),
-        ("stop.target_metric=nan", "stop.target_metric=nan is not possible: should be a finite number"),
-        ("run.checkpoint_s=1e300", "run.checkpoint_s=1e+300 is not possible: should be less than or equal to"),
+        (
+            "cluster.compute=[1e300,1]",
+            "cluster.compute.0=1e+300 is not possible: should be less than or equal to",
+        ),
+        (
+            "cluster.events=[{time_s: 1, worker: 0, compute: 1e308}]",
+            "cluster.events.0.compute=1e+308 is not possible",
+        ),
+        (
+            "stop.target_metric=nan",
+            "stop.target_metric=nan is not possible: should be a finite number",
+        ),
+        (
+            "run.checkpoint_s=1e300",
+            "run.checkpoint_s=1e+300 is not possible: should be less than or equal to",
+        ),
         ("sync=decoupled sync.grace_s=1e300", "sync.grace_s=1e+300 is not possible"),
         ("sync=adsp sync.gamma_s=1e300", "sync.gamma_s=1e+300 is not possible"),
         ("sync=dssp sync.s_high=1000000000", "sync.s_high=1000000000 is not possible"),
         ("optimizer.weight_decay=1e300", "optimizer.weight_decay=1e+300 is not possible"),
         (f"{ADAM} outer.tau=1e300", "outer.tau=1e+300 is not possible"),
         ("sync=local_sgd outer=co2 outer.clip=1e300", "outer.clip=1e+300 is not possible"),
-        ("dataset=synthetic dataset.num_train=10000000000", "should be less than or equal to 1000000000"),
-        ("name='\x1b2J'", "name= 2J is part of a folder's name, so it cannot hold / or \\, or what cannot be printed"),
+        (
+            "dataset=synthetic dataset.num_train=10000000000",
+            "should be less than or equal to 1000000000",
+        ),
+        (
+            "name='\x1b2J'",
+            (
+                "name= 2J is part of a folder's name, so it cannot hold / or \\, or what cannot be"
+                " printed"
+            ),
+        ),
     ],
 )
 def test_a_number_beyond_all_bounds(override: str, says: str, said) -> None:
@@ -40,7 +61,9 @@ def test_a_data_set_that_does_not_fit(said, monkeypatch) -> None:
     assert said("dataset=synthetic") == (2, says)
 
 
-@pytest.mark.parametrize("command", ["advise --budget inf", "calibrate --budget inf", "calibrate --seconds inf"])
+@pytest.mark.parametrize(
+    "command", ["advise --budget inf", "calibrate --budget inf", "calibrate --seconds inf"]
+)
 def test_no_end_of_seconds(command: str, capsys) -> None:
     assert main(command.split()) == 2
     assert "should be less than or equal to 10000000" in capsys.readouterr().err

@@ -21,7 +21,10 @@ LAYERS = f"{RING} overlap=layerwise"
             f"{RING} overlap=wfbp compression=topk",
             "a codec sees the whole update; take compression=none",
         ),
-        (f"{LAYERS} compression=gtopk", "has a protocol over all workers' whole updates; take compression=topk"),
+        (
+            f"{LAYERS} compression=gtopk",
+            "has a protocol over all workers' whole updates; take compression=topk",
+        ),
         (f"{LAYERS} compression=power_sgd", "has a protocol over all workers' whole updates"),
         (
             f"{LAYERS} compression=terngrad compression.shared_scale=true",
@@ -36,40 +39,103 @@ LAYERS = f"{RING} overlap=layerwise"
             f"{LAYERS} compression=topk compression.clip_norm=1",
             "whole gradient; take compression.clip_norm=null",
         ),
-        (f"{LAYERS} compression=topk compression.critical_ratio=0.2", "take compression.critical_ratio=null"),
-        (f"{LAYERS} compression=topk aggregate.clip_norm=1", "clipping needs the norm of the whole gradient"),
-        (f"{LAYERS} compression=topk overlap.ratio=[0.1]", "overlap.ratio lists 1 and there are 2 messages"),
-        (f"{LAYERS} compression=topk overlap.ratio=[0.1,2]", "overlap.ratio.1=2 is not possible: should be less than"),
-        (f"{LAYERS} compression=topk overlap.ratio=adaptive compression.ratio=0.5", "overlap.max_ratio=0.1 the most"),
-        (f"{LAYERS} compression=qsgd overlap.ratio=adaptive", "this compression has none; take overlap.ratio=null"),
-        (f"{LAYERS} compression=none overlap.ratio=[0.1,0.1]", "this compression has none; take overlap.ratio=null"),
-        (f"{LAYERS} compression=topk overlap.plan=[3]", "holds 3 layer groups, and the model has 2"),
-        ("sync=bsp overlap=layerwise compression=topk", "a server takes and merges a push as a whole"),
-        (f"{RING} overlap=wfbp aggregate.clip_norm=1", "clipping needs the norm of the whole gradient"),
+        (
+            f"{LAYERS} compression=topk compression.critical_ratio=0.2",
+            "take compression.critical_ratio=null",
+        ),
+        (
+            f"{LAYERS} compression=topk aggregate.clip_norm=1",
+            "clipping needs the norm of the whole gradient",
+        ),
+        (
+            f"{LAYERS} compression=topk overlap.ratio=[0.1]",
+            "overlap.ratio lists 1 and there are 2 messages",
+        ),
+        (
+            f"{LAYERS} compression=topk overlap.ratio=[0.1,2]",
+            "overlap.ratio.1=2 is not possible: should be less than",
+        ),
+        (
+            f"{LAYERS} compression=topk overlap.ratio=adaptive compression.ratio=0.5",
+            "overlap.max_ratio=0.1 the most",
+        ),
+        (
+            f"{LAYERS} compression=qsgd overlap.ratio=adaptive",
+            "this compression has none; take overlap.ratio=null",
+        ),
+        (
+            f"{LAYERS} compression=none overlap.ratio=[0.1,0.1]",
+            "this compression has none; take overlap.ratio=null",
+        ),
+        (
+            f"{LAYERS} compression=topk overlap.plan=[3]",
+            "holds 3 layer groups, and the model has 2",
+        ),
+        (
+            "sync=bsp overlap=layerwise compression=topk",
+            "a server takes and merges a push as a whole",
+        ),
+        (
+            f"{RING} overlap=wfbp aggregate.clip_norm=1",
+            "clipping needs the norm of the whole gradient",
+        ),
         (f"{RING} overlap=wfbp optimizer=bcd", "no gradient of one backward pass"),
         (f"{RING} overlap=merged overlap.plan=[1,7]", "holds 8 layer groups, and the model has 2"),
         (
             f"{RING} overlap=merged overlap.plan=[2,0]",
             "overlap.plan.1=0 is not possible: should be greater than or equal",
         ),
-        (f"{RING} overlap=merged overlap.plan=[]", "overlap.plan=[] is not possible: should have at least 1 values"),
+        (
+            f"{RING} overlap=merged overlap.plan=[]",
+            "overlap.plan=[] is not possible: should have at least 1 values",
+        ),
         (
             f"{RING} overlap=merged overlap.plan=best",
-            "overlap.plan=best is not possible: should be 'greedy', 'optimal' or 'bytes', or a list",
+            (
+                "overlap.plan=best is not possible: should be 'greedy', 'optimal' or 'bytes', or a"
+                " list"
+            ),
         ),
-        (f"{RING} overlap=priority overlap.slice=x", "overlap.slice=x is not possible: should be 'auto', or a whole"),
-        ("sync=profiling overlap=wfbp", "it measures, and exchanges nothing to learn from; take another sync mode"),
-        ("sync=profiling overlap=delayed", "it measures, and exchanges nothing to learn from; take another sync mode"),
+        (
+            f"{RING} overlap=priority overlap.slice=x",
+            "overlap.slice=x is not possible: should be 'auto', or a whole",
+        ),
+        (
+            "sync=profiling overlap=wfbp",
+            "it measures, and exchanges nothing to learn from; take another sync mode",
+        ),
+        (
+            "sync=profiling overlap=delayed",
+            "it measures, and exchanges nothing to learn from; take another sync mode",
+        ),
         (f"{RING} overlap=wfbp overlap.plan=greedy", "merged"),
-        ("sync=spy optimizer.momentum=0 optimizer.weight_decay=0 overlap=wfbp", "it has messages of its own"),
+        (
+            "sync=spy optimizer.momentum=0 optimizer.weight_decay=0 overlap=wfbp",
+            "it has messages of its own",
+        ),
         ("sync=asp overlap=wfbp", "local steps make one update"),
-        (f"{RING} overlap=tictac", "there is no server to pull from; take topology=parameter_server"),
+        (
+            f"{RING} overlap=tictac",
+            "there is no server to pull from; take topology=parameter_server",
+        ),
         ("sync=bsp overlap=tictac overlap.plan=[9]", "holds 9 layer groups, and the model has 2"),
         ("schedule=ashl overlap=wfbp", "is not supported in stage ahl"),
-        ("topology=gossip sync=d_psgd overlap=delayed", "its workers meet in another way; take topology=all_reduce or"),
-        ("topology=partial_all_reduce sync=ripples_smart overlap=delayed", "its workers meet in another way"),
-        ("sync=spy optimizer.momentum=0 optimizer.weight_decay=0 overlap=delayed", "it has messages of its own"),
-        (f"{RING} overlap=delayed optimizer=bcd", "its sweeps need the model that the last one made"),
+        (
+            "topology=gossip sync=d_psgd overlap=delayed",
+            "its workers meet in another way; take topology=all_reduce or",
+        ),
+        (
+            "topology=partial_all_reduce sync=ripples_smart overlap=delayed",
+            "its workers meet in another way",
+        ),
+        (
+            "sync=spy optimizer.momentum=0 optimizer.weight_decay=0 overlap=delayed",
+            "it has messages of its own",
+        ),
+        (
+            f"{RING} overlap=delayed optimizer=bcd",
+            "its sweeps need the model that the last one made",
+        ),
         (
             f"{RING} overlap=overlap_local_sgd",
             "it is made for local steps, and gradients are exchanged; take sync=local",
@@ -79,35 +145,68 @@ LAYERS = f"{RING} overlap=layerwise"
             "all are equally late, and aggregate.staleness_discount needs differences",
         ),
         (f"{RING} overlap=delayed overlap.local_weight=1.5", "overlap.local_weight"),
-        (f"{RING} overlap=eager", "it is made for local steps, and gradients are exchanged; take sync=local_sgd"),
+        (
+            f"{RING} overlap=eager",
+            "it is made for local steps, and gradients are exchanged; take sync=local_sgd",
+        ),
         (
             "sync=asp sync.local_steps=2 overlap=eager",
             "are no parts of one step; take sync=local_sgd, or overlap=delayed",
         ),
-        ("sync=local_sgd outer=adam overlap=eager", "steps of outer=adam on parts of an update do not add up; take"),
+        (
+            "sync=local_sgd outer=adam overlap=eager",
+            "steps of outer=adam on parts of an update do not add up; take",
+        ),
         ("sync=local_sgd overlap=overlap_local_sgd overlap.alpha=1", "overlap.alpha"),
         (
             "sync=asp sync.local_steps=8 overlap=streaming",
             "a server steps on a fragment once it has come from all; take",
         ),
         (f"{RING} overlap=streaming", "gradients are exchanged; take sync=local_sgd"),
-        (f"{STREAM} overlap.fragments=9", "9 is more than the 2 layer groups that the model has; take at most 2"),
-        (f"{STREAM} overlap.delay=8", "has landed, of 8 from one to the next; take overlap.delay=7"),
+        (
+            f"{STREAM} overlap.fragments=9",
+            "9 is more than the 2 layer groups that the model has; take at most 2",
+        ),
+        (
+            f"{STREAM} overlap.delay=8",
+            "has landed, of 8 from one to the next; take overlap.delay=7",
+        ),
         (f"{STREAM} overlap.alpha=1", "overlap.alpha"),
-        (f"{LOSCAR} compression=topk", "the elements that it draws are its compression; take compression=none"),
+        (
+            f"{LOSCAR} compression=topk",
+            "the elements that it draws are its compression; take compression=none",
+        ),
         (f"{LOSCAR} outer=nesterov", "momentum would be of others; take outer=average"),
         (f"{LOSCAR} overlap.share=0", "overlap.share"),
         ("schedule=ashl overlap=dear", "is not supported in stage ahl"),
         ("sync=bsp overlap=dear", "as a whole; take topology=all_reduce, or overlap=priority"),
-        ("sync=backup overlap=priority", "a slice is merged once it has come from all, by a sum and one step; take"),
-        ("sync=backup overlap=slices", "a slice is merged once it has come from all, by a sum and one step; take sync"),
-        ("sync=bsp overlap=slices optimizer=muon", "the optimizer steps on one layer group at a time"),
-        (f"{RING} overlap=slices", "there is no server to pull from; take topology=parameter_server"),
+        (
+            "sync=backup overlap=priority",
+            "a slice is merged once it has come from all, by a sum and one step; take",
+        ),
+        (
+            "sync=backup overlap=slices",
+            "a slice is merged once it has come from all, by a sum and one step; take sync",
+        ),
+        (
+            "sync=bsp overlap=slices optimizer=muon",
+            "the optimizer steps on one layer group at a time",
+        ),
+        (
+            f"{RING} overlap=slices",
+            "there is no server to pull from; take topology=parameter_server",
+        ),
         ("sync=bsp overlap=slices overlap.slice=0", "overlap.slice"),
         (f"{RING} overlap=priority overlap.credit=0", "overlap.credit"),
         (f"{RING} overlap=priority overlap.slice=0", "overlap.slice"),
-        (f"{RING} overlap=priority compression=topk", "a codec sees the whole update; take compression=none"),
-        (f"{RING} overlap=dear aggregate.clip_norm=1", "clipping needs the norm of the whole gradient"),
+        (
+            f"{RING} overlap=priority compression=topk",
+            "a codec sees the whole update; take compression=none",
+        ),
+        (
+            f"{RING} overlap=dear aggregate.clip_norm=1",
+            "clipping needs the norm of the whole gradient",
+        ),
         ("topology=all_reduce sync=local_sgd overlap=dear", "local steps make one update"),
         (f"{RING} overlap=dear overlap.plan=[1,7]", "holds 8 layer groups, and the model has 2"),
         (f"{RING} overlap=dear optimizer=bcd", "no gradient of one backward pass"),
@@ -133,7 +232,13 @@ def test_a_plan_by_cost_needs_costs(said) -> None:
 
 @pytest.mark.parametrize("asked", ["plan=greedy", "ratio=adaptive"])
 def test_a_plan_of_compressed_messages_needs_costs(asked, said) -> None:
-    real = ("runtime=local", "cluster=real", "cluster.num_workers=2", *LAYERS.split(), "compression=topk")
+    real = (
+        "runtime=local",
+        "cluster=real",
+        "cluster.num_workers=2",
+        *LAYERS.split(),
+        "compression=topk",
+    )
     code, sentence = said(*real, f"overlap.{asked}")
     assert code == 2
     assert "take overlap.plan=none overlap.ratio=null" in sentence
@@ -149,10 +254,17 @@ def test_an_optimizer_that_needs_the_whole_vector(said, tmp_path, monkeypatch) -
         "    elementwise = False\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    chosen = (*RING.split(), *LINKS.split(), "allow_targets=[whole]", "optimizer._target_=whole.Normed")
+    chosen = (
+        *RING.split(),
+        *LINKS.split(),
+        "allow_targets=[whole]",
+        "optimizer._target_=whole.Normed",
+    )
     code, sentence = said(*chosen, "overlap=dear")
     assert code == 2
-    assert "the optimizer steps on one layer group at a time, and does not say elementwise" in sentence
+    assert (
+        "the optimizer steps on one layer group at a time, and does not say elementwise" in sentence
+    )
 
 
 def test_slices_of_a_push_need_a_port(said) -> None:

@@ -12,8 +12,14 @@ def edited(said, workplace):
     plan = json.loads((workplace / "before/plan.json").read_text())
 
     def write(**changes) -> str:
-        stage = {key: value for key, value in {**plan["stages"][-1], **changes}.items() if value is not ...}
-        (workplace / "plan.json").write_text(json.dumps({**plan, "stages": [*plan["stages"][:-1], stage]}))
+        stage = {
+            key: value
+            for key, value in {**plan["stages"][-1], **changes}.items()
+            if value is not ...
+        }
+        (workplace / "plan.json").write_text(
+            json.dumps({**plan, "stages": [*plan["stages"][:-1], stage]})
+        )
         return "plan=plan.json"
 
     return write
@@ -28,13 +34,34 @@ def edited(said, workplace):
         ({"handover": 3}, "stage shl: handover is 3, where keys and values are expected"),
         ({"workers": {}}, "stage shl: workers is {}, where a list is expected"),
         ({"workers": [3]}, "stage shl, worker 0 is 3, where keys and values are expected"),
-        ({"sync": {}}, "stage shl: sync has no `_target_`; take one of the options that `ashl list sync` shows"),
-        ({"sync": {"_target_": "ashl.sync.asp.ASP"}}, "stage shl: sync.local_steps is missing; give it a value"),
+        (
+            {"sync": {}},
+            (
+                "stage shl: sync has no `_target_`; take one of the options that `ashl list sync`"
+                " shows"
+            ),
+        ),
+        (
+            {"sync": {"_target_": "ashl.sync.asp.ASP"}},
+            "stage shl: sync.local_steps is missing; give it a value",
+        ),
         ({"name": "\x1b[2J"}, "'\\x1b[2J' stands where a name is expected"),
-        ({"handover": {"momentum": "eat"}}, "stage shl: handover.momentum='eat' is none; there are: momentum (keep or"),
-        ({"h_preset": "x"}, "stage shl: h_preset is 'x', where a whole number from 1 up is expected"),
-        ({"r_preset": -2}, "stage shl: r_preset is -2, where a share above 0 and at most 1 is expected"),
-        ({"predicted_wait_share": "x"}, "stage shl.predicted_wait_share=x is not possible: should be a number"),
+        (
+            {"handover": {"momentum": "eat"}},
+            "stage shl: handover.momentum='eat' is none; there are: momentum (keep or",
+        ),
+        (
+            {"h_preset": "x"},
+            "stage shl: h_preset is 'x', where a whole number from 1 up is expected",
+        ),
+        (
+            {"r_preset": -2},
+            "stage shl: r_preset is -2, where a share above 0 and at most 1 is expected",
+        ),
+        (
+            {"predicted_wait_share": "x"},
+            "stage shl.predicted_wait_share=x is not possible: should be a number",
+        ),
         (
             {"sync": {"_target_": "ashl.sync.d_psgd.DPSGD", "local_steps": 1, "order": "awc"}},
             "stage shl of the schedule",
@@ -53,7 +80,10 @@ def test_a_plan_edited_by_hand(changes, says, said, edited) -> None:
         ({"seed": -5}, "seed is -5, where a whole number from 0 up is expected"),
         ({"seed": "x"}, "seed=x is not possible: should be a whole number"),
         ({"num_ranks": 77}, "num_ranks is 77, and its workers and servers are 5"),
-        ({"predicted_s": float("nan")}, "predicted_s=nan is not possible: should be a finite number"),
+        (
+            {"predicted_s": float("nan")},
+            "predicted_s=nan is not possible: should be a finite number",
+        ),
         ({"layers": [["a"]]}, 'a layer is ["a"], where a name and a shape are expected'),
         ({"notes": "[" * 100_000}, "its brackets are nested too deep"),
     ],
@@ -74,14 +104,22 @@ def test_a_stage_that_would_never_end(said, edited, workplace) -> None:
     assert not plan["stages"][0]["until"], "profiling ends by itself"
     plan["stages"][1]["until"] = {}
     (workplace / "plan.json").write_text(json.dumps(plan))
-    says = "stage ahl has no rule by which it ends, so that stage shl would never begin; give its until one"
+    says = (
+        "stage ahl has no rule by which it ends, so that stage shl would never begin; give its"
+        " until one"
+    )
     code, sentence = said("plan=plan.json")
     assert (code, sentence.startswith(f"plan=plan.json is no usable plan: {says}")) == (2, True)
 
 
-@pytest.mark.parametrize("override", ["sync=bsp", "outer=nesterov", "optimizer.lr=0.5", "planner=balanced"])
+@pytest.mark.parametrize(
+    "override", ["sync=bsp", "outer=nesterov", "optimizer.lr=0.5", "planner=balanced"]
+)
 def test_what_a_given_plan_leaves_no_say(override: str, said, edited) -> None:
-    says = f"plan=plan.json says what each stage does, so {override} has no effect; drop it, or make a new plan without"
+    says = (
+        f"plan=plan.json says what each stage does, so {override} has no effect; drop it, or make a"
+        " new plan without"
+    )
     assert said(edited(), override) == (2, says)
 
 
@@ -94,7 +132,10 @@ def test_a_given_plan_for_another_batch(said, edited) -> None:
 def test_a_given_plan_with_another_seed(said, edited, workplace) -> None:
     ran = {}
     for name, *more in (("same",), ("other", "seed=3")):
-        assert said(edited(), f"run.dir={name}", "stop.steps=8", "optimizer.lr=0.1", *more) == (0, "")
+        assert said(edited(), f"run.dir={name}", "stop.steps=8", "optimizer.lr=0.1", *more) == (
+            0,
+            "",
+        )
         ran[name] = json.loads((workplace / name / "summary.json").read_text())
     assert (ran["same"]["seed"], ran["other"]["seed"]) == (0, 3)
     assert ran["same"]["params_sha256"] != ran["other"]["params_sha256"]

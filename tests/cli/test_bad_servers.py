@@ -7,7 +7,10 @@ import pytest
 from ashl.run.rank import role_name
 from tests.support import planned
 
-PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.002 topology=sharded_server"
+PORTS = (
+    "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.002"
+    " topology=sharded_server"
+)
 
 
 @pytest.mark.parametrize(
@@ -22,9 +25,15 @@ PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0
             f"sync=bsp {PORTS} topology.servers=9 topology.partition_by=layers",
             "take no more servers than that, or topology.partition_by",
         ),
-        (f"sync=bsp {PORTS} optimizer=muon", "steps on whole layers, and a server has a piece of the model"),
+        (
+            f"sync=bsp {PORTS} optimizer=muon",
+            "steps on whole layers, and a server has a piece of the model",
+        ),
         (f"sync=easgd {PORTS}", "has a loop, messages or a step of its own; take sync=bsp"),
-        (f"sync=local_sgd {PORTS} outer=heloco", "outer=heloco goes layer by layer; take outer=nesterov"),
+        (
+            f"sync=local_sgd {PORTS} outer=heloco",
+            "outer=heloco goes layer by layer; take outer=nesterov",
+        ),
         (
             f"sync=bsp {PORTS} cluster.node=[0,0,1,1] cluster.intra_node_bandwidth_mbit_s=9",
             "take cluster.node=null, or",
@@ -43,7 +52,11 @@ def test_a_wrong_server(overrides, says, said) -> None:
 
 
 def test_a_server_that_is_gone_is_called_one() -> None:
-    for topology, called in (("sharded_server", "the server"), ("halos", "the server"), ("gossip", "the coordinator")):
+    for topology, called in (
+        ("sharded_server", "the server"),
+        ("halos", "the server"),
+        ("gossip", "the coordinator"),
+    ):
         plan = planned("topology=parameter_server")
         stage = replace(plan.stages[0], topology={"_target_": f"ashl.topology.{topology}.Any"})
         assert role_name(replace(plan, stages=(stage,)), 5) == f"{called} (rank 5)"

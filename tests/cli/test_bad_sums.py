@@ -10,18 +10,30 @@ HOSTLESS = "runtime=local cluster=real cluster.num_workers=2"
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (f"{SUMS}hierarchical", "cluster.node does not say who shares one; give the machine of each worker"),
+        (
+            f"{SUMS}hierarchical",
+            "cluster.node does not say who shares one; give the machine of each worker",
+        ),
         (f"{SUMS}hierarchical {HOSTLESS}", "cluster.hosts does not say who shares one"),
         (
             f"{SUMS}auto {HOSTLESS}",
             "is a cost of virtual time, and on processes gloo or NCCL chooses how a sum travels",
         ),
-        (f"{SUMS}ring runtime=local {PORTS}", "take runtime=sim, topology.algorithm=hierarchical, or drop"),
-        (f"{SUMS}tree overlap=dear {PORTS}", "sends sums in two halves round a ring; take overlap=priority"),
+        (
+            f"{SUMS}ring runtime=local {PORTS}",
+            "take runtime=sim, topology.algorithm=hierarchical, or drop",
+        ),
+        (
+            f"{SUMS}tree overlap=dear {PORTS}",
+            "sends sums in two halves round a ring; take overlap=priority",
+        ),
         (f"{SUMS}tree compression=topk", "gathered round a ring; take compression=none"),
         (f"{SUMS}mesh", "topology.algorithm"),
         ("sync=bsp topology.algorithm=tree", "algorithm"),
-        (f"{SUMS}hierarchical cluster.node=[0,0,1,1] runtime=local {PORTS}", "intra_node_bandwidth_mbit_s"),
+        (
+            f"{SUMS}hierarchical cluster.node=[0,0,1,1] runtime=local {PORTS}",
+            "intra_node_bandwidth_mbit_s",
+        ),
     ],
 )
 def test_a_wrong_algorithm(overrides, says, said) -> None:

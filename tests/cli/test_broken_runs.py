@@ -1,4 +1,6 @@
-"""Real runs that are killed, stopped, interrupted or run out of disk: what is said, what is kept, and nothing left."""
+"""Real runs that are killed, stopped, interrupted or run out of disk: what is said, what is kept,
+and nothing left.
+"""
 
 import json
 import os
@@ -27,7 +29,9 @@ from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way
 
 
 def test_a_killed_server(train, workplace) -> None:
-    """Without it nothing goes on; without a worker much does: see `test_lost_workers.py` and `test_lost_members.py`."""
+    """Without it nothing goes on; without a worker much does: see `test_lost_workers.py` and
+    `test_lost_members.py`.
+    """
     code, err = train(lambda run: os.kill(ranks_of(run)[2], signal.SIGKILL), "sync=ssp")
     assert err == "ashl: the server (rank 2) was killed by SIGKILL; its log is run/rank2.log\n"
     assert code == 1
@@ -37,11 +41,17 @@ def test_a_killed_server(train, workplace) -> None:
 
 def ports(pid: int) -> set[int]:
     """Where a process listens."""
-    return {at.laddr.port for at in psutil.Process(pid).net_connections("tcp4") if at.status == psutil.CONN_LISTEN}
+    return {
+        at.laddr.port
+        for at in psutil.Process(pid).net_connections("tcp4")
+        if at.status == psutil.CONN_LISTEN
+    }
 
 
 def intrude(run: Path) -> None:
-    """What somebody on this machine may try who has no secret: at the store of a run, and at its ranks."""
+    """What somebody on this machine may try who has no secret: at the store of a run, and at its
+    ranks.
+    """
     ranks = ranks_of(run)
     store = next(port for port in ports(os.getpid()) if port_answers(port))
     client = dist.TCPStore("127.0.0.1", store, is_master=False, timeout=timedelta(seconds=5))
@@ -51,7 +61,11 @@ def intrude(run: Path) -> None:
     impostor = AuthenticatedStore(client, shared_secret("127.0.0.1", store))
     end = ControlUpdate("interrupted", None, End(1, "\x1b[2Jforged")).dumps().encode()
     for rank in range(3):
-        for record in (RankError(rank, "\x1b[2Jforged", consequence=False), Left(rank), Snapshot(rank, 0, nbytes=4)):
+        for record in (
+            RankError(rank, "\x1b[2Jforged", consequence=False),
+            Left(rank),
+            Snapshot(rank, 0, nbytes=4),
+        ):
             impostor.push(RECORDS, rank, dumps(record).encode())
             client.queue_push("records", dumps(record))
         impostor.push(f"news/{rank}", -1, end)
@@ -60,7 +74,10 @@ def intrude(run: Path) -> None:
             client.queue_push(key, end)
     for port in (store, *(port for pid in ranks.values() for port in ports(pid))):
         for garbage in (b"", b"hello" * 1000, bytes(64), b"\xff" * 64):
-            with suppress(ConnectionError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            with (
+                suppress(ConnectionError),
+                socket.create_connection(("127.0.0.1", port), timeout=5) as connection,
+            ):
                 connection.sendall(garbage)
     recorded = (run / "events.jsonl").stat().st_size
     wait_for(lambda: (run / "events.jsonl").stat().st_size > recorded)
@@ -121,7 +138,11 @@ def test_a_full_disk(train, workplace, monkeypatch) -> None:
 
     code, err = train(act)
     reason = "no space left on device"
-    assert err == f"ashl: Cannot write to the run folder run ({reason}); free some space or choose another run.dir.\n"
+    assert (
+        err
+        == f"ashl: Cannot write to the run folder run ({reason}); free some space or choose another"
+        " run.dir.\n"
+    )
     assert code == 1
     check_records(workplace / "run", "failed")
 
@@ -136,7 +157,9 @@ def test_a_killed_parent_leaves_no_orphans(workplace) -> None:
         assert len(family) >= 3
         everyone = [psutil.Process(process.pid), *family]
         ports = [port for one in everyone for port in one.net_connections("inet") if not port.raddr]
-        assert len([port for port in ports if port.status == psutil.CONN_LISTEN]) >= 4, "of the store, and of each rank"
+        assert len([port for port in ports if port.status == psutil.CONN_LISTEN]) >= 4, (
+            "of the store, and of each rank"
+        )
         assert {port.laddr.ip for port in ports} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     finally:
         process.kill()
@@ -176,22 +199,35 @@ class Fragile(Linear):
 def test_an_error_in_a_worker_is_told_with_its_rank_and_log(workplace, capsys, monkeypatch) -> None:
     (workplace / "fragile_models.py").write_text(FRAGILE)
     monkeypatch.syspath_prepend(workplace)
-    own = ["sync=ssp", "model=linear", "model._target_=fragile_models.Fragile", "allow_targets=[fragile_models]"]
+    own = [
+        "sync=ssp",
+        "model=linear",
+        "model._target_=fragile_models.Fragile",
+        "allow_targets=[fragile_models]",
+    ]
     code = main(["train", *[word for word in LONG if "hidden" not in word], *own])
     said = "ValueError: something is wrong with me"
     where = f"{workplace / 'fragile_models.py'}, line 13"
-    why = rf"model fragile_models\.Fragile failed, not ashl, worker 1, step \d+: {said} and more of it \({where}\)"
-    assert re.fullmatch(rf"ashl: worker 1: {why}; its log is run/rank1\.log\n", capsys.readouterr().err)
+    why = (
+        rf"model fragile_models\.Fragile failed, not ashl, worker 1, step \d+: {said} and more of"
+        rf" it \({where}\)"
+    )
+    assert re.fullmatch(
+        rf"ashl: worker 1: {why}; its log is run/rank1\.log\n", capsys.readouterr().err
+    )
     assert code == 1
     assert said in (workplace / "run/rank1.log").read_text()
     check_records(workplace / "run", "failed")
 
 
 @pytest.mark.parametrize(
-    "how", ["SIGHUP", *(pytest.param(f"SIG{name}", marks=pytest.mark.slow) for name in ("INT", "TERM"))]
+    "how",
+    ["SIGHUP", *(pytest.param(f"SIG{name}", marks=pytest.mark.slow) for name in ("INT", "TERM"))],
 )
 def test_a_signal_to_all_processes_of_a_run(how: str, workplace) -> None:
-    """As of a terminal, a terminal that closes, and a queue: ranks and fork server leave it to their parent."""
+    """As of a terminal, a terminal that closes, and a queue: ranks and fork server leave it to
+    their parent.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "ashl.cli", "train", *LONG], cwd=workplace, start_new_session=True
     )
@@ -204,14 +240,18 @@ def test_a_signal_to_all_processes_of_a_run(how: str, workplace) -> None:
         process.kill()
     summary = check_records(run, "interrupted")
     assert summary["params_sha256"]
-    assert [(host["rank"], host["host"]) for host in summary["hosts"]] == [(r, platform.node()) for r in range(3)]
+    assert [(host["rank"], host["host"]) for host in summary["hosts"]] == [
+        (r, platform.node()) for r in range(3)
+    ]
     assert {host["device"].partition(":")[0] for host in summary["hosts"]} <= {"cpu", "cuda"}
 
 
 def test_ctrl_c_at_the_very_start(workplace) -> None:
     """As in a terminal, where it reaches every process: at once when the fork server is there."""
     command = [sys.executable, "-m", "ashl.cli", "train", *LONG]
-    process = subprocess.Popen(command, cwd=workplace, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=workplace, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
     def serving() -> bool:
         family = psutil.Process(process.pid).children()
@@ -228,7 +268,9 @@ def test_ctrl_c_at_the_very_start(workplace) -> None:
 
 
 @pytest.mark.slow
-def test_half_of_the_package_in_the_working_directory(train_elsewhere: Callable[[Path], int], workplace: Path) -> None:
+def test_half_of_the_package_in_the_working_directory(
+    train_elsewhere: Callable[[Path], int], workplace: Path
+) -> None:
     """As in a checkout, beside an installation: ranks import what their parent has imported."""
     (workplace / "ashl").mkdir()
     (workplace / "ashl/__init__.py").write_text("")
@@ -237,13 +279,16 @@ def test_half_of_the_package_in_the_working_directory(train_elsewhere: Callable[
 
 @pytest.fixture
 def train_elsewhere() -> Callable[[Path], int]:
-    """`ashl train` as a command in this folder: what a script looks in first is its own folder, not the current one."""
+    """`ashl train` as a command in this folder: what a script looks in first is its own folder, not
+    the current one.
+    """
 
     def run(folder: Path) -> int:
         script = folder / "bin/start.py"
         script.parent.mkdir()
         script.write_text(
-            "import sys\nfrom ashl.cli.app import main\n\nif __name__ == '__main__':\n    sys.exit(main())\n"
+            "import sys\nfrom ashl.cli.app import main\n\nif __name__ == '__main__':\n   "
+            " sys.exit(main())\n"
         )
         short = [option for option in LONG if not option.startswith("stop.")]
         command = [sys.executable, str(script), "train", *short, "sync=ssp", "stop.steps=20"]

@@ -1,4 +1,6 @@
-"""What a person sees who opens the printed link in a real browser: a sweep's runs beside each other, and our charts."""
+"""What a person sees who opens the printed link in a real browser: a sweep's runs beside each
+other, and our charts.
+"""
 
 import json
 import re
@@ -12,14 +14,18 @@ import pytest
 
 from ashl.cli.app import main
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 GRID = ["sync=bsp,asp", "seed=0,1", "runtime=sim", "model.hidden=[4]", "stop.epochs=2"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_the_page_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_the_page_of_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert main(["sweep", *GRID]) == 0
@@ -35,17 +41,29 @@ def test_the_page_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         finally:
             server.terminate()
     for setting in ("sync=bsp", "sync=asp"):
-        assert setting in seen, "the settings lie beside each other, not folded away below the sweep"
+        assert setting in seen, (
+            "the settings lie beside each other, not folded away below the sweep"
+        )
     assert "seed=0" not in seen, "they are the medians over their seeds"
     for section in ("Over time", "Outcome", "ashl: overview"):
         assert section in seen
-    settings = json.loads((next(tmp_path.glob("runs/sweeps/*")) / "sweep.json").read_text())["settings"]
+    settings = json.loads((next(tmp_path.glob("runs/sweeps/*")) / "sweep.json").read_text())[
+        "settings"
+    ]
     assert len(settings) == 4
 
 
 def dom(page: str) -> str:
     """The page's text once its scripts have had a minute."""
     assert CHROMIUM
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1600,1300", "--virtual-time-budget=60000"]
-    done = subprocess.run([CHROMIUM, *options, "--dump-dom", page], capture_output=True, text=True, timeout=300)
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1600,1300",
+        "--virtual-time-budget=60000",
+    ]
+    done = subprocess.run(
+        [CHROMIUM, *options, "--dump-dom", page], capture_output=True, text=True, timeout=300
+    )
     return re.sub(r"<[^>]+>", " ", done.stdout)

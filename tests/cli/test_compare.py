@@ -1,4 +1,6 @@
-"""`ashl compare` and `ashl export`: what is printed, what is written, and one sentence for each mistake."""
+"""`ashl compare` and `ashl export`: what is printed, what is written, and one sentence for each
+mistake.
+"""
 
 import json
 from pathlib import Path
@@ -17,7 +19,9 @@ from tests.run_folders import write_run, write_sweep
 @pytest.fixture
 def sweep(workplace) -> Path:
     runs = [
-        ({"sync": sync, "seed": str(seed)}, reach) for sync, reach in (("bsp", 2.0), ("ssp", 1.0)) for seed in (0, 1)
+        ({"sync": sync, "seed": str(seed)}, reach)
+        for sync, reach in (("bsp", 2.0), ("ssp", 1.0))
+        for seed in (0, 1)
     ]
     return write_sweep(workplace / "study", runs)
 
@@ -33,7 +37,11 @@ def test_compare_prints_the_answer_and_writes_the_report(sweep, capsys) -> None:
 
 def shown(sweep, beside: str = "") -> dict[str, str]:
     """What a sweep's folder shows of it."""
-    files = [sweep / f"leaderboard{beside}.md", sweep / f"report{beside}.html", *sweep.glob(f"figures{beside}/*.svg")]
+    files = [
+        sweep / f"leaderboard{beside}.md",
+        sweep / f"report{beside}.html",
+        *sweep.glob(f"figures{beside}/*.svg"),
+    ]
     return {file.name.replace(beside, ""): file.read_text() for file in files}
 
 
@@ -61,7 +69,24 @@ def test_compare_of_loose_runs_writes_here_or_where_it_is_told(workplace, capsys
         write_run(workplace / name, choices={"sync": name})
     assert main(["compare", "a", "b"]) == 0
     assert (workplace / "report.html").is_file()
-    assert main(["compare", "a", "b", "--out", "other.html", "--baseline", "b", "--sort", "wait", "--top", "1"]) == 0
+    assert (
+        main(
+            [
+                "compare",
+                "a",
+                "b",
+                "--out",
+                "other.html",
+                "--baseline",
+                "b",
+                "--sort",
+                "wait",
+                "--top",
+                "1",
+            ]
+        )
+        == 0
+    )
     assert (workplace / "other.html").is_file()
     assert "and 1 more settings" in capsys.readouterr().out
 
@@ -115,13 +140,18 @@ READERS = {"csv": pandas.read_csv, "json": pandas.read_json, "parquet": pandas.r
 
 @pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize(("what", "rows"), [("summary", 4), ("metrics", 60), ("events", 160)])
-def test_pandas_reads_an_export_in_one_line(kind: str, what: str, rows: int, sweep, workplace) -> None:
+def test_pandas_reads_an_export_in_one_line(
+    kind: str, what: str, rows: int, sweep, workplace
+) -> None:
     assert main(["export", "study", "--format", kind, "--what", what, "--out", f"out.{kind}"]) == 0
     frame = READERS[kind](workplace / f"out.{kind}")
     assert len(frame) == rows
     assert list(frame.columns[:4]) == ["hash", "setting", "seed", "sync"]
     if what == "summary":
-        assert frame.groupby("sync")["time_to_target_s"].median().to_dict() == {"bsp": 2.0, "ssp": 1.0}
+        assert frame.groupby("sync")["time_to_target_s"].median().to_dict() == {
+            "bsp": 2.0,
+            "ssp": 1.0,
+        }
         assert frame["w1_compute_s"].tolist() == pytest.approx([1.2, 1.2, 0.6, 0.6])
         assert frame["final_test_accuracy"].notna().all()
     elif what == "metrics":
@@ -134,33 +164,47 @@ GROUPS = [group for group in defaults() if group not in ("experiment", "debug")]
 
 
 @pytest.mark.parametrize("loose", [False, True], ids=["sweep", "folder"])
-@pytest.mark.parametrize("recorded", [None, {"relative_error": 0.5}, "of the run"], ids=["null", "report", "text"])
+@pytest.mark.parametrize(
+    "recorded", [None, {"relative_error": 0.5}, "of the run"], ids=["null", "report", "text"]
+)
 @pytest.mark.parametrize("key", [*GROUPS, "plan", "profile"])
 def test_what_was_typed_is_what_is_exported(key: str, recorded, *, loose: bool, workplace) -> None:
-    """`compression=none` vanished: a summary has a `compression` of its own, which is null without a codec."""
+    """`compression=none` vanished: a summary has a `compression` of its own, which is null without
+    a codec.
+    """
     off = "null" if key in ("plan", "profile") else "none"
     runs = [({key: value, "seed": "0"}, 1.0) for value in (off, "another")]
     summary = {key: recorded} if key not in ("runtime", "name") else {}
     write_sweep(workplace / "study", runs, summary)
     for folder, (values, _) in zip(sorted(workplace.glob("study/0*")), runs, strict=True):
-        (folder / "overrides.yaml").write_text(json.dumps([f"{key}={values[key]}", "stop.steps=8", "run.dir=x"]))
+        (folder / "overrides.yaml").write_text(
+            json.dumps([f"{key}={values[key]}", "stop.steps=8", "run.dir=x"])
+        )
         if key in ("plan", "profile"):
             config = yaml.safe_load((folder / "config.yaml").read_text())
             config[key] = yaml.safe_load(config["choices"].pop(key))
             config["runtime"] = {"_target_": "ashl.runtime.option.LocalRuntime"}
             (folder / "config.yaml").write_text(yaml.safe_dump(config))
         for file in ("metrics.jsonl", "events.jsonl"):
-            rows = [{**json.loads(row), key: recorded} for row in (folder / file).read_text().splitlines()[:2]]
+            rows = [
+                {**json.loads(row), key: recorded}
+                for row in (folder / file).read_text().splitlines()[:2]
+            ]
             (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if loose:
         (workplace / "study" / "sweep.json").unlink()
-    for what in ("summary", "metrics", "events") if key != "tracking" else ("summary",):  # it moves no figure
+    for what in (
+        ("summary", "metrics", "events") if key != "tracking" else ("summary",)
+    ):  # it moves no figure
         frame = getattr(load("study"), what)
         assert set(frame.groupby(key).groups) == {off, "another"}, what
         if what == "summary":
             assert (set(frame["stop.steps"]), "run.dir" in frame) == ({"8"}, False)
         for kind, read_file in EXACT.items():
-            assert main(["export", "study", "--format", kind, "--what", what, "--out", f"out.{kind}"]) == 0
+            assert (
+                main(["export", "study", "--format", kind, "--what", what, "--out", f"out.{kind}"])
+                == 0
+            )
             assert set(read_file(f"out.{kind}")[key]) == {off, "another"}, (what, kind)
         if recorded == "of the run" and key != "runtime":
             assert set(frame[f"recorded_{key}"]) == {recorded}
@@ -170,7 +214,12 @@ def test_an_export_goes_to_standard_output(sweep, capsys) -> None:
     assert main(["export", "study"]) == 0
     assert capsys.readouterr().out.splitlines()[0].startswith("hash,setting,seed,sync,folder,")
     assert main(["export", "study", "--format", "json"]) == 0
-    assert [row["setting"] for row in json.loads(capsys.readouterr().out)] == ["bsp", "bsp", "ssp", "ssp"]
+    assert [row["setting"] for row in json.loads(capsys.readouterr().out)] == [
+        "bsp",
+        "bsp",
+        "ssp",
+        "ssp",
+    ]
 
 
 def test_an_export_of_what_some_runs_lack_leaves_them_out_by_name(sweep, capsys) -> None:
@@ -208,4 +257,6 @@ def test_a_narrow_screen_has_narrow_tables(sweep, capsys, monkeypatch) -> None:
     table = capsys.readouterr().out.split("\n")
     assert max(map(len, table)) <= 80
     assert main(["list"]) == 0
-    assert max(map(len, capsys.readouterr().out.split("\n"))) <= 112, "some sentences are not folded"
+    assert max(map(len, capsys.readouterr().out.split("\n"))) <= 112, (
+        "some sentences are not folded"
+    )

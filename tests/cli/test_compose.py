@@ -1,4 +1,6 @@
-"""Composition: every option composes; what does not ends in one sentence with the nearest right spelling."""
+"""Composition: every option composes; what does not ends in one sentence with the nearest right
+spelling.
+"""
 
 import json
 import random
@@ -39,10 +41,15 @@ VALUES = ("seed", "name", "plan", "profile", "sweep", "allow_targets", "run", "s
 
 
 def lines() -> list[dict[str, str]]:
-    """Lines with an option of every group, in which each option stands at least once; presets by themselves."""
+    """Lines with an option of every group, in which each option stands at least once; presets by
+    themselves.
+    """
     groups = {group: list(options) for group, options in catalog().items() if group not in PRESETS}
     longest = max(map(len, groups.values()))
-    together = [{group: options[k % len(options)] for group, options in groups.items()} for k in range(longest)]
+    together = [
+        {group: options[k % len(options)] for group, options in groups.items()}
+        for k in range(longest)
+    ]
     return [*together, *({group: option} for group in PRESETS for option in catalog()[group])]
 
 
@@ -52,11 +59,15 @@ def test_every_option_composes(chosen: dict[str, str]) -> None:
     assert set(config) == {"choices", *catalog(), *VALUES} - set(PRESETS)
     names = config["choices"]["schedule"] != "single" and "sync" not in config["choices"]
     mute = {"sync"} if names else set()  # those stages have sync modes of their own
-    assert all(config["choices"][group] == option for group, option in chosen.items() if group not in mute)
+    assert all(
+        config["choices"][group] == option for group, option in chosen.items() if group not in mute
+    )
     assert {*catalog()} - set(PRESETS) - mute <= set(config["choices"]) <= {*catalog()} - mute
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))]
+)
 def test_options_put_together_are_as_hydra_composes_them(seed: int) -> None:
     """Of the options of two compositions by Hydra, some of either."""
     draw = random.Random(seed)
@@ -73,15 +84,27 @@ def test_options_put_together_are_as_hydra_composes_them(seed: int) -> None:
 
 def test_no_other_option_reaches_out() -> None:
     """Into groups that are not its own: such a one could not be put beside others as it is."""
-    files = [file for file in CONF.glob("*/*.yaml") if file.parent.name not in {*PRESETS, *module.CHOOSERS}]
-    reaching = [file for file in files if re.search(r"^ *- override |@|_global_", file.read_text(), re.MULTILINE)]
+    files = [
+        file
+        for file in CONF.glob("*/*.yaml")
+        if file.parent.name not in {*PRESETS, *module.CHOOSERS}
+    ]
+    reaching = [
+        file
+        for file in files
+        if re.search(r"^ *- override |@|_global_", file.read_text(), re.MULTILINE)
+    ]
     assert len(files) > 150
     assert not reaching
 
 
 def test_choices_are_those_that_the_composition_ended_with() -> None:
     choices = compose(["debug=fast", "model=resnet20"])["choices"]
-    assert (choices["model"], choices["debug"], choices["cluster"]) == ("resnet20", "fast", "homogeneous")
+    assert (choices["model"], choices["debug"], choices["cluster"]) == (
+        "resnet20",
+        "fast",
+        "homogeneous",
+    )
     assert (choices["schedule"], choices["compression"]) == ("ashl", "topk")
     assert "experiment" not in choices
     assert compose(["sync=bsp"])["choices"]["schedule"] == "single"
@@ -98,16 +121,27 @@ def test_default_is_the_showcase() -> None:
 
 def test_values_are_overridden() -> None:
     config = compose(
-        ["sync=bsp", "seed=7", "cluster.compute=[1,2]", "stop={steps: 5}", "name='a, b'", "cluster.compute.1=9"]
+        [
+            "sync=bsp",
+            "seed=7",
+            "cluster.compute=[1,2]",
+            "stop={steps: 5}",
+            "name='a, b'",
+            "cluster.compute.1=9",
+        ]
     )
     assert config["sync"]["_target_"] == "ashl.sync.bsp.BSP"
     assert (config["seed"], config["cluster"]["compute"], config["name"]) == (7, [1, 9], "a, b")
     assert (config["stop"]["steps"], config["stop"]["target_consecutive_evals"]) == (5, 1)
-    assert compose(["cluster.events=[{time_s: 1, worker: 0}]"])["cluster"]["events"] == [{"time_s": 1, "worker": 0}]
+    assert compose(["cluster.events=[{time_s: 1, worker: 0}]"])["cluster"]["events"] == [
+        {"time_s": 1, "worker": 0}
+    ]
 
 
 def test_plus_signs_mean_nothing() -> None:
-    assert compose(["+sync=bsp", "++seed=3", "+debug=fast"]) == compose(["sync=bsp", "seed=3", "debug=fast"])
+    assert compose(["+sync=bsp", "++seed=3", "+debug=fast"]) == compose(
+        ["sync=bsp", "seed=3", "debug=fast"]
+    )
 
 
 def test_the_environment_names_the_data_root(monkeypatch) -> None:
@@ -117,7 +151,11 @@ def test_the_environment_names_the_data_root(monkeypatch) -> None:
 
 def test_debug_is_small() -> None:
     config = compose(["debug=fast"])
-    assert (len(config["cluster"]["compute"]), config["stop"]["steps"], config["tracking"]["sink"]) == (2, 20, "none")
+    assert (
+        len(config["cluster"]["compute"]),
+        config["stop"]["steps"],
+        config["tracking"]["sink"],
+    ) == (2, 20, "none")
 
 
 @pytest.mark.parametrize(
@@ -137,14 +175,23 @@ def test_debug_is_small() -> None:
         ("++new.key=3", "There is no key new.key"),
         ("+sync.bound=3", "There is no key sync.bound"),
         ("cluster.compute.a=3", "cluster.compute is a list of 4; write it whole"),
-        ("cluster.compute.x.y=3", "cluster.compute.x.y=3 cannot be set: cluster.compute is a list of 4"),
+        (
+            "cluster.compute.x.y=3",
+            "cluster.compute.x.y=3 cannot be set: cluster.compute is a list of 4",
+        ),
         ("cluster.compute.9=3", "cluster.compute is a list of 4; write it whole"),
         ("allow_targets={a:1}", "allow_targets={a:1} cannot be set: allow_targets is a list of 0"),
-        ("allow_targets=true", "allow_targets=True is no list; write it as in 'allow_targets=[mypackage]'"),
+        (
+            "allow_targets=true",
+            "allow_targets=True is no list; write it as in 'allow_targets=[mypackage]'",
+        ),
         ("model.hidden={a:1}", "model.hidden={a:1} cannot be set: model.hidden is a list of "),
         ("sync=bsp sync.staleness=3", "sync=bsp has no key staleness; these have one: "),
         ("stop=3", "stop is no value but a group of them: stop.epochs, "),
-        ("seed=1,2", "seed=1,2 gives several values where train takes one; use `ashl sweep seed=1,2`"),
+        (
+            "seed=1,2",
+            "seed=1,2 gives several values where train takes one; use `ashl sweep seed=1,2`",
+        ),
         ("cluster.compute=1,2", "or write a list as 'cluster.compute=[1,2]'."),
         ("seed=range(1,3)", "use `ashl sweep 'seed=range(1,3)'`."),
         ("sync=bsp,ssp", "use `ashl sweep sync=bsp,ssp`"),
@@ -168,21 +215,47 @@ def test_what_is_wrong_is_said(overrides: str, says: str) -> None:
 
 def test_own_options_are_found(mine) -> None:
     folder = mine("sync/mine.yaml", "defaults: [ssp]\nstaleness: 7 # own\n")
-    mine("experiment/both.yaml", "# @package _global_\ndefaults:\n  - override /sync: mine\nname: s${sync.staleness}\n")
+    mine(
+        "experiment/both.yaml",
+        "# @package _global_\ndefaults:\n  - override /sync: mine\nname: s${sync.staleness}\n",
+    )
     config = compose(["experiment=both"], folder)
-    assert (config["sync"]["staleness"], config["sync"]["local_steps"], config["name"]) == (7, 1, "s7")
+    assert (config["sync"]["staleness"], config["sync"]["local_steps"], config["name"]) == (
+        7,
+        1,
+        "s7",
+    )
     assert compose(["experiment=both", "sync.staleness=9"], folder)["name"] == "s9"
     assert "did you mean mine?" in message("sync=min", config_dir=folder)
 
 
-NAMES = ["NaN", "On", "1", "-1", "1e3", "1_000", "0x1f", "inf", "null", "True", "o'hara", "a b", "x=y", "a.b", "é"]
+NAMES = [
+    "NaN",
+    "On",
+    "1",
+    "-1",
+    "1e3",
+    "1_000",
+    "0x1f",
+    "inf",
+    "null",
+    "True",
+    "o'hara",
+    "a b",
+    "x=y",
+    "a.b",
+    "é",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_option_may_have_any_name(name: str, mine) -> None:
     """Hydra reads some of these as numbers, truth values or null."""
     folder = mine(f"sync/{name}.yaml", "defaults: [ssp]\nstaleness: 7\n")
-    mine("experiment/mine.yaml", f"# @package _global_\ndefaults: [{{override /sync: {json.dumps(name)}}}]\n")
+    mine(
+        "experiment/mine.yaml",
+        f"# @package _global_\ndefaults: [{{override /sync: {json.dumps(name)}}}]\n",
+    )
     for typed in (f"sync={name}", f"+sync={name}", "experiment=mine"):
         config = compose([typed], folder)
         assert (config["choices"].get("sync", name), config["sync"]["staleness"]) == (name, 7)
@@ -202,16 +275,46 @@ def test_null_takes_no_preset() -> None:
         ("model/a.yaml", "x: 1\nx: 2\n", "model=a", "duplicate key x"),
         ("model/a.yaml", "x: {<<: [&a {k: 1}, &b {k: 1}]}\n", "model=a", "line 1: k stands twice"),
         ("model/a.yaml", "x: {<<: &a {k.b: 1}, <<: &b {k.b: 2}}\n", "model=a", "k.b stands twice"),
-        ("model/a.yaml", "x:\n- {<<: [&c {<<: &a {k: 1}}, &b {k: 2}]}\n", "model=a", "line 2: k stands twice"),
-        ("model/a.yaml", "x:\n  y: &a {k: 1}\n  z: {<<: [*a, *a]}\n", "model=a", "line 3: k stands twice"),
+        (
+            "model/a.yaml",
+            "x:\n- {<<: [&c {<<: &a {k: 1}}, &b {k: 2}]}\n",
+            "model=a",
+            "line 2: k stands twice",
+        ),
+        (
+            "model/a.yaml",
+            "x:\n  y: &a {k: 1}\n  z: {<<: [*a, *a]}\n",
+            "model=a",
+            "line 3: k stands twice",
+        ),
         ("model/a.yaml", "x: \xff\n", "model=a", "not UTF-8"),
-        ("model/a.yaml", "x: 1\ny: &a\n  z: *a\n", "model=a", "a.yaml, line 2: this anchor contains itself"),
+        (
+            "model/a.yaml",
+            "x: 1\ny: &a\n  z: *a\n",
+            "model=a",
+            "a.yaml, line 2: this anchor contains itself",
+        ),
         ("model/a.yaml", "&a\nx: *a\n", "model=a", "contains itself"),
-        ("model/a.yaml", "x: 1\ny: &a [1, [*a]]\n", "model=a", "a.yaml, line 2: this anchor contains itself"),
+        (
+            "model/a.yaml",
+            "x: 1\ny: &a [1, [*a]]\n",
+            "model=a",
+            "a.yaml, line 2: this anchor contains itself",
+        ),
         ("model/a.yaml", "x: &a {<<: *a}\n", "model=a", "contains itself"),
         ("model/a.yaml", "x: &a {<<: [{k: 1}, *a]}\n", "model=a", "contains itself"),
-        ("experiment/a.yaml", "# @package _global_\nrun: &a\n  dir: *a\n", "experiment=a", "contains itself"),
-        ("model/a.yaml", f"x: {'[' * 3000}{']' * 3000}\n", "model=a", "a.yaml nests its values too deep"),
+        (
+            "experiment/a.yaml",
+            "# @package _global_\nrun: &a\n  dir: *a\n",
+            "experiment=a",
+            "contains itself",
+        ),
+        (
+            "model/a.yaml",
+            f"x: {'[' * 3000}{']' * 3000}\n",
+            "model=a",
+            "a.yaml nests its values too deep",
+        ),
         (
             "experiment/a.yaml",
             "defaults: [{override /sync: 1}]\n",
@@ -221,8 +324,18 @@ def test_null_takes_no_preset() -> None:
         ("model/a.yaml", "- 1\n", "model=a", "must hold keys and values"),
         ("sync/ssp.yaml", "staleness: 1\n", "sync=ssp", "rename it, as in my_ssp.yaml."),
         ("snyc/a.yaml", "x: 1\n", "snyc=a", "There is no group 'snyc'"),
-        ("experiment/a.yaml", "seed: 3\n", "experiment=a", "must begin with the line `# @package _global_`"),
-        ("experiment/a.yaml", "# @package _global_\nsed: 3\n", "experiment=a", "experiment=a: There is no key sed"),
+        (
+            "experiment/a.yaml",
+            "seed: 3\n",
+            "experiment=a",
+            "must begin with the line `# @package _global_`",
+        ),
+        (
+            "experiment/a.yaml",
+            "# @package _global_\nsed: 3\n",
+            "experiment=a",
+            "experiment=a: There is no key sed",
+        ),
         (
             "experiment/a.yaml",
             "# @package _global_\ndefaults:\n  - override /sync: spp\n",
@@ -242,15 +355,25 @@ def test_a_file_that_an_own_option_starts_from_is_looked_at_too(mine) -> None:
 
 
 @pytest.mark.parametrize("key", LINKS)
-def test_links_of_an_own_cluster_that_an_inherited_exchange_hides_are_refused(key: str, mine) -> None:
+def test_links_of_an_own_cluster_that_an_inherited_exchange_hides_are_refused(
+    key: str, mine
+) -> None:
     mine("cluster/desk.yaml", f"defaults: [homogeneous]\n{key}: 0.5\n")
     folder = mine("cluster/lab.yaml", "defaults: [desk]\ncompute: [1, 2]\n")
     for cluster in ("desk", "lab"):
         said = message(f"cluster={cluster}", config_dir=folder)
         assert f"desk.yaml: {key} has no effect" in said
         assert "`exchange_s: null`" in said
-        assert compose([f"cluster={cluster}", "cluster.exchange_s=null"], folder)["cluster"][key] == 0.5
-        assert compose([f"cluster={cluster}", "cluster.exchange_s=0.5"], folder)["cluster"]["exchange_s"] == 0.5
+        assert (
+            compose([f"cluster={cluster}", "cluster.exchange_s=null"], folder)["cluster"][key]
+            == 0.5
+        )
+        assert (
+            compose([f"cluster={cluster}", "cluster.exchange_s=0.5"], folder)["cluster"][
+                "exchange_s"
+            ]
+            == 0.5
+        )
     mine("cluster/desk.yaml", f"defaults: [homogeneous]\nexchange_s: null\n{key}: 0.5\n")
     assert compose(["cluster=lab"], folder)["cluster"][key] == 0.5
     preset = f"# @package _global_\ncluster: {{{key}: 0.5}}\n"
@@ -262,24 +385,38 @@ def test_links_of_an_own_cluster_that_an_inherited_exchange_hides_are_refused(ke
 
 def test_an_own_key_may_replace_a_merged_one(mine) -> None:
     """Of these two, all readers of YAML take the second."""
-    folder = mine("model/mine.yaml", "_target_: mine.Model\nx: &a {k: 1, m.n: 1}\ny: {m.n: 2, <<: *a, k: 2}\n")
+    folder = mine(
+        "model/mine.yaml", "_target_: mine.Model\nx: &a {k: 1, m.n: 1}\ny: {m.n: 2, <<: *a, k: 2}\n"
+    )
     assert compose(["model=mine"], folder)["model"]["y"] == {"m.n": 2, "k": 2}
 
 
-@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: f"{file.parent.name}/{file.stem}")
+@pytest.mark.parametrize(
+    "file", sorted(CONF.rglob("*.yaml")), ids=lambda file: f"{file.parent.name}/{file.stem}"
+)
 def test_no_shipped_mapping_has_a_key_twice(file) -> None:
-    """Not even where a merged key is replaced, which is legal, but hides what a line resolves to."""
+    """Not even where a merged key is replaced, which is legal, but hides what a line
+    resolves to.
+    """
     assert repeated_key(file.read_text()) is None
-    merged = [node for node in nodes(yaml.compose(file.read_text())) if isinstance(node, yaml.MappingNode)]
+    merged = [
+        node for node in nodes(yaml.compose(file.read_text())) if isinstance(node, yaml.MappingNode)
+    ]
     for node in merged:
-        names = [{str(key.value)} if key.tag != MERGE else keys_of(value) for key, value in node.value]
+        names = [
+            {str(key.value)} if key.tag != MERGE else keys_of(value) for key, value in node.value
+        ]
         assert sum(map(len, names)) == len(set().union(*names)), f"line {node.start_mark.line + 1}"
 
 
 def nodes(node):
     """A YAML node and all that are in it."""
     yield node
-    inside = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    inside = (
+        [part for pair in node.value for part in pair]
+        if isinstance(node, yaml.MappingNode)
+        else node.value
+    )
     for part in inside if isinstance(node, yaml.CollectionNode) else ():
         yield from nodes(part)
 
@@ -288,10 +425,17 @@ def keys_of(node) -> set[str]:
     """The keys that a merged node brings along."""
     if isinstance(node, yaml.SequenceNode):
         return set().union(*map(keys_of, node.value))
-    return {name for key, value in node.value for name in (keys_of(value) if key.tag == MERGE else {str(key.value)})}
+    return {
+        name
+        for key, value in node.value
+        for name in (keys_of(value) if key.tag == MERGE else {str(key.value)})
+    }
 
 
-ADSP, ONE = "sync=adsp aggregate=uniform sync.loss_target=1.6", "sync=ssp sync.local_steps=plan aggregate=uniform"
+ADSP, ONE = (
+    "sync=adsp aggregate=uniform sync.loss_target=1.6",
+    "sync=ssp sync.local_steps=plan aggregate=uniform",
+)
 TOPK = "compression=topk compression.ratio=0.1 topology.pull_ratio=0.1"
 PLUS = "schedule=ashl_plus schedule.profile_steps=1 schedule.loss_switch=1.9"
 COSINE = "optimizer.schedule=cosine optimizer.horizon_epochs=4"
@@ -299,12 +443,20 @@ TABLE = {
     "BSP": "sync=bsp optimizer.lr=0.03",
     "local SGD": "sync=local_sgd sync.local_steps=8 optimizer.lr=0.02",
     "ADSP": f"{ADSP} optimizer.lr=0.02",
-    "ADSP unsearched": "sync=adsp aggregate=uniform sync.search_s=null sync.commits=2,4,6,8 optimizer.lr=0.02",
+    "ADSP unsearched": (
+        "sync=adsp aggregate=uniform sync.search_s=null sync.commits=2,4,6,8 optimizer.lr=0.02"
+    ),
     "one stage": f"{ONE} schedule.h_preset=[2] optimizer.lr=0.02",
     "ASHL": "schedule=ashl compression=none schedule.loss_switch=1.8 optimizer.lr=0.01",
-    "ASHL next dense": "schedule=ashl_next schedule.h_preset=[2] compression=none optimizer.lr=0.02",
-    "ADSP falling": f"{ADSP} schedule=decay_on_rise sync.search_s=null sync.commits=2 optimizer.lr=0.02",
-    "ASHL as printed": "schedule=ashl compression.error_feedback=false schedule.loss_switch=1.8 optimizer.lr=0.02",
+    "ASHL next dense": (
+        "schedule=ashl_next schedule.h_preset=[2] compression=none optimizer.lr=0.02"
+    ),
+    "ADSP falling": (
+        f"{ADSP} schedule=decay_on_rise sync.search_s=null sync.commits=2 optimizer.lr=0.02"
+    ),
+    "ASHL as printed": (
+        "schedule=ashl compression.error_feedback=false schedule.loss_switch=1.8 optimizer.lr=0.02"
+    ),
     "BSP Top-K": f"sync=bsp {TOPK} optimizer.lr=0.015",
     "local SGD Top-K": f"{TOPK} sync=local_sgd sync.local_steps=8 optimizer.lr=0.02",
     "ADSP Top-K": f"{ADSP} {TOPK} optimizer.lr=0.02",
@@ -314,8 +466,8 @@ TABLE = {
     "ASHL next": "schedule=ashl_next optimizer.lr=0.03",
     "ADSP Top-K falling": f"{ADSP} {TOPK} schedule=decay_on_rise optimizer.lr=0.03",
     "ADSP Top-K falling late": (
-        f"{ADSP} {TOPK} schedule=decay_on_rise schedule.decay_factor=0.5 overlap=delayed sync.search_s=null "
-        "sync.commits=32 optimizer.lr=0.03"
+        f"{ADSP} {TOPK} schedule=decay_on_rise schedule.decay_factor=0.5 overlap=delayed"
+        " sync.search_s=null sync.commits=32 optimizer.lr=0.03"
     ),
     "ASHL next same steps": "schedule=ashl_next schedule.decay_stages=1 optimizer.lr=0.03",
     "ASHL+ same steps": f"{PLUS} schedule.shl_scale=1 optimizer.lr=0.02",
@@ -325,24 +477,39 @@ TABLE = {
 LATE = {
     "ADSP Top-K": f"{ADSP} {TOPK} optimizer.lr=0.02",
     "ADSP Top-K late": f"{ADSP} {TOPK} overlap=delayed optimizer.lr=0.01",
-    "ADSP Top-K late unsearched": f"{ADSP} {TOPK} overlap=delayed sync.search_s=null sync.commits=8 optimizer.lr=0.02",
-    "one step Top-K late": f"{TOPK} sync=asp sync.local_steps=1 aggregate=uniform overlap=delayed optimizer.lr=0.02",
+    "ADSP Top-K late unsearched": (
+        f"{ADSP} {TOPK} overlap=delayed sync.search_s=null sync.commits=8 optimizer.lr=0.02"
+    ),
+    "one step Top-K late": (
+        f"{TOPK} sync=asp sync.local_steps=1 aggregate=uniform overlap=delayed optimizer.lr=0.02"
+    ),
     "ASHL+": f"{PLUS} optimizer.lr=0.03",
     "ASHL+ late": f"{PLUS} optimizer.lr=0.03 overlap=delayed schedule.h_preset=[2,1]",
-    "ASHL+ late damped": f"{PLUS} optimizer.lr=0.03 overlap=delayed overlap.local_weight=0.5 schedule.h_preset=[2,1]",
+    "ASHL+ late damped": (
+        f"{PLUS} optimizer.lr=0.03 overlap=delayed overlap.local_weight=0.5 schedule.h_preset=[2,1]"
+    ),
     "ASHL+ anchor": f"{PLUS} optimizer.lr=0.03 overlap=overlap_local_sgd schedule.h_preset=[2,1]",
-    "one stage Top-K anchor": f"{ONE} {TOPK} schedule.h_preset=[2] overlap=overlap_local_sgd optimizer.lr=0.02",
+    "one stage Top-K anchor": (
+        f"{ONE} {TOPK} schedule.h_preset=[2] overlap=overlap_local_sgd optimizer.lr=0.02"
+    ),
 }
 
 
 @pytest.mark.parametrize(("experiment", "table"), [("ashl_table", TABLE), ("ashl_late", LATE)])
-def test_each_line_of_the_table_is_what_its_page_says(experiment: str, table: dict[str, str]) -> None:
+def test_each_line_of_the_table_is_what_its_page_says(
+    experiment: str, table: dict[str, str]
+) -> None:
     """Four lines ran at rate 0.02, not 0.03, with the PyYAML that a fresh install brings."""
     found = {line.pop("label"): line for line in compose([f"experiment={experiment}"])["sweep"]}
-    written = {label: dict(part.split("=", 1) for part in texts.split()) for label, texts in table.items()}
+    written = {
+        label: dict(part.split("=", 1) for part in texts.split()) for label, texts in table.items()
+    }
     assert found.keys() == written.keys()
     for label, texts in written.items():
-        values = {key: text if "," in text and "[" not in text else yaml.safe_load(text) for key, text in texts.items()}
+        values = {
+            key: text if "," in text and "[" not in text else yaml.safe_load(text)
+            for key, text in texts.items()
+        }
         assert found[label] == values, label
 
 
@@ -370,7 +537,9 @@ def test_ours_as_own_folder() -> None:
         ("debug=fast cluster=mixed cluster.num_workers=3", [1, 1, 1], [1, 1, 2], None),
     ],
 )
-def test_one_number_or_one_list_says_how_many_workers_there_are(overrides: str, compute, link, node) -> None:
+def test_one_number_or_one_list_says_how_many_workers_there_are(
+    overrides: str, compute, link, node
+) -> None:
     cluster = compose(overrides.split())["cluster"]
     assert (cluster["compute"], cluster["link"], cluster["node"]) == (compute, link, node)
     assert cluster["num_workers"] == len(compute)
@@ -380,5 +549,15 @@ def test_an_experiment_says_it_too_and_the_command_line_before_it(mine) -> None:
     folder = mine("experiment/six.yaml", "# @package _global_\ncluster:\n  num_workers: 6\n")
     mine("experiment/three.yaml", "# @package _global_\ncluster:\n  link: [1, 2, 3]\n")
     mine("cluster/two.yaml", "defaults: [homogeneous]\nnum_workers: 2\n")
-    asked = ("experiment=six", "experiment=six cluster.compute=[1,2]", "experiment=three", "cluster=two")
-    assert [compose(text.split(), folder)["cluster"]["num_workers"] for text in asked] == [6, 2, 3, 2]
+    asked = (
+        "experiment=six",
+        "experiment=six cluster.compute=[1,2]",
+        "experiment=three",
+        "cluster=two",
+    )
+    assert [compose(text.split(), folder)["cluster"]["num_workers"] for text in asked] == [
+        6,
+        2,
+        3,
+        2,
+    ]

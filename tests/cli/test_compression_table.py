@@ -1,5 +1,6 @@
-"""The table in docs/compression.md of which compression runs where is what the checks say; rewritten by
-`python -m tests.cli.test_compression_table`."""
+"""The table in docs/compression.md of which compression runs where is what the checks say;
+rewritten by `python -m tests.cli.test_compression_table`.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""What CONTRIBUTING.md shows is true: its methods, taken from the page, run as options of a user's own package."""
+"""What CONTRIBUTING.md shows is true: its methods, taken from the page, run as options of a user's
+own package.
+"""
 
 import json
 import re
@@ -10,7 +12,14 @@ from ashl.cli.app import main
 from ashl.config.catalog import CONF
 
 PAGE = (CONF.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
-SMALL = ["runtime=sim", "tracking=none", "stop.steps=40", "eval.every_s=null", "eval.every_commits=40", "-q"]
+SMALL = [
+    "runtime=sim",
+    "tracking=none",
+    "stop.steps=40",
+    "eval.every_s=null",
+    "eval.every_commits=40",
+    "-q",
+]
 
 
 @pytest.fixture
@@ -48,6 +57,8 @@ def test_the_methods_of_the_page(package, capsys) -> None:
     own = ["--config-dir", str(package / "options"), "allow_targets=[mine]"]
     assert main(["train", *own, *SMALL[:-1], "sync=asp", "compression=half", "--dry-run"]) == 0
     said = " ".join("".join(capsys.readouterr()).split())
-    assert "compression=half, which takes no error feedback, is biased" in said  # feedback would be refused
+    assert (
+        "compression=half, which takes no error feedback, is biased" in said
+    )  # feedback would be refused
     assert limit["params_sha256"] == textbook["params_sha256"]
     assert halved["bytes_up"] / halved["commits"] < 0.6 * textbook["bytes_up"] / textbook["commits"]

@@ -1,4 +1,6 @@
-"""`ashl export RUN --to ddp`: the buckets of DDP are the messages of the run, and it learns the same."""
+"""`ashl export RUN --to ddp`: the buckets of DDP are the messages of the run, and it learns the
+same.
+"""
 
 import json
 from dataclasses import replace
@@ -20,7 +22,10 @@ from ashl.planning.instantiate import OptionFactory, layer_groups
 from tests.exported import exported, on_the_batches_of
 from tests.support import planned
 
-RUN = "runtime=sim tracking=none topology=all_reduce sync=bsp cluster.compute=[1] stop.steps=6 eval.every_commits=6"
+RUN = (
+    "runtime=sim tracking=none topology=all_reduce sync=bsp cluster.compute=[1] stop.steps=6"
+    " eval.every_commits=6"
+)
 OWN = "from ashl.data.digits import Digits\n\n\nclass Photos(Digits):\n    pass\n"
 TEXT = "model=transformer dataset=text task=language_model dataset.batch_size=2"
 
@@ -39,7 +44,9 @@ def trained(*overrides: str) -> Path:
     ],
     ids=["mlp", "cnn", "transformer"],
 )
-def test_ddp_has_the_same_messages_and_learns_the_same(what: str, workplace, gloo, monkeypatch) -> None:
+def test_ddp_has_the_same_messages_and_learns_the_same(
+    what: str, workplace, gloo, monkeypatch
+) -> None:
     run = trained(*what.split())
     plan = read_plan(str(run / "plan.json"))
     written = on_the_batches_of(run, exported(run, "ddp"), 6)
@@ -66,15 +73,22 @@ def test_ddp_has_the_same_messages_and_learns_the_same(what: str, workplace, glo
         losses.append(next(training))
     assert steps == [messages_of(plan)] * 6
     rounds = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert losses == pytest.approx([row["loss"] for row in rounds if row["kind"] == "round"], rel=1e-5)
+    assert losses == pytest.approx(
+        [row["loss"] for row in rounds if row["kind"] == "round"], rel=1e-5
+    )
 
 
 def messages_of(plan: Plan) -> list[set[int]]:
     """Return the indices of the parameters in each message, the last layers first."""
     groups = layer_groups(plan)
-    counts = OptionFactory(()).of("overlap", plan.stages[0].overlap).messages(untimed_timeline(groups))
+    counts = (
+        OptionFactory(()).of("overlap", plan.stages[0].overlap).messages(untimed_timeline(groups))
+    )
     stops = list(accumulate(prod(shape) for _, shape in plan.layers))
-    return [{i for i, stop in enumerate(stops) if m.start < stop <= m.stop} for m in merge_buckets(groups, counts)]
+    return [
+        {i for i, stop in enumerate(stops) if m.start < stop <= m.stop}
+        for m in merge_buckets(groups, counts)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -101,10 +115,14 @@ def test_a_data_set_of_ones_own_is_left_to_the_user(workplace) -> None:
     """The script makes a model that is known, and says what its batches have to be."""
     Path("mine.py").write_text(OWN)
     plan = planned(*RUN.split(), "model.hidden=[8]", "cluster.compute=[1,1]")
-    own = replace(plan, dataset={**plan.dataset, "_target_": "mine.Photos"}, allow_targets=("mine",))
+    own = replace(
+        plan, dataset={**plan.dataset, "_target_": "mine.Photos"}, allow_targets=("mine",)
+    )
     Path("run").mkdir()
     Path("run/plan.json").write_text(own.to_json())
     written = exported(Path("run"), "ddp")
     assert isinstance(written.model(), torch.nn.Module)
-    with pytest.raises(NotImplementedError, match=r"\(inputs, targets\), BATCH samples at a time, of mine.Photos"):
+    with pytest.raises(
+        NotImplementedError, match=r"\(inputs, targets\), BATCH samples at a time, of mine.Photos"
+    ):
         next(written.batches(0))

@@ -1,4 +1,6 @@
-"""`ashl export RUN --to ...`: what the scripts contain, what is refused, and what torchft learns if it is installed."""
+"""`ashl export RUN --to ...`: what the scripts contain, what is refused, and what torchft learns if
+it is installed.
+"""
 
 import ast
 import builtins
@@ -20,7 +22,10 @@ from ashl.overlap.contract import Delayed
 from tests.exported import exported, on_the_batches_of
 from tests.support import planned
 
-RUN = "runtime=sim tracking=none model.hidden=[16] topology=all_reduce eval.every_commits=100 cluster.compute=[1,1]"
+RUN = (
+    "runtime=sim tracking=none model.hidden=[16] topology=all_reduce eval.every_commits=100"
+    " cluster.compute=[1,1]"
+)
 
 
 def unrun(*overrides: str) -> Path:
@@ -31,7 +36,11 @@ def unrun(*overrides: str) -> Path:
 
 
 SAID = [  # target, run, what its script has to contain
-    ("torchft", "sync=bsp", ["ROUNDS = 100", "BATCH = 32", "Optimizer(manager, inner)", "learning_rate(k * "]),
+    (
+        "torchft",
+        "sync=bsp",
+        ["ROUNDS = 100", "BATCH = 32", "Optimizer(manager, inner)", "learning_rate(k * "],
+    ),
     (
         "torchft",
         "sync=local_sgd sync.local_steps=5",
@@ -40,25 +49,43 @@ SAID = [  # target, run, what its script has to contain
     (
         "torchft",
         "sync=local_sgd sync.local_steps=5 outer=nesterov optimizer=adamw",
-        ["DiLoCo(manager, [net], inner, outer", "SGD(params, 0.7, 0.9, nesterov=True)", "AdamW(params, 0.001"],
+        [
+            "DiLoCo(manager, [net], inner, outer",
+            "SGD(params, 0.7, 0.9, nesterov=True)",
+            "AdamW(params, 0.001",
+        ],
     ),
-    ("ddp", "sync=bsp", ["ROUNDS = 100", "WORKERS = 2", "MESSAGES = [4840]"]),  # 1210 parameters in one message
+    (
+        "ddp",
+        "sync=bsp",
+        ["ROUNDS = 100", "WORKERS = 2", "MESSAGES = [4840]"],
+    ),  # 1210 parameters in one message
     ("ddp", "sync=bsp run.init_weights=start.pt", ["torch.load('"]),
     (
         "script",
         "sync=bsp optimizer.schedule=linear stop.steps=null stop.epochs=2",
         ["(samples - 0) / (2874.0 - 0)"],
     ),
-    ("script", "sync=bsp optimizer.warmup_epochs=2", ["samples < 2874.0", "(0.1 + 0.9 * samples / 2874.0)"]),
+    (
+        "script",
+        "sync=bsp optimizer.warmup_epochs=2",
+        ["samples < 2874.0", "(0.1 + 0.9 * samples / 2874.0)"],
+    ),
     ("script", "sync=bsp compression=topk runtime.gradients=false", ["SENT = [60, 60]"]),
-    ("script", "sync=bsp compression=topk compression.ratio=0.9", ["SENT = [1210, 1210]"]),  # dense is no longer
+    (
+        "script",
+        "sync=bsp compression=topk compression.ratio=0.9",
+        ["SENT = [1210, 1210]"],
+    ),  # dense is no longer
     ("script", "sync=bsp task.ignore_index=3", ["Classification(ignore_index=3).loss"]),
 ]
 
 
 @pytest.mark.parametrize(("to", "what", "says"), SAID)
 def test_what_a_script_says(to: str, what: str, says: list[str], workplace: Path) -> None:
-    """It compiles, has the run's values, imports what there is and all that it names, and nothing else."""
+    """It compiles, has the run's values, imports what there is and all that it names, and nothing
+    else.
+    """
     torch.save(MLP(hidden=[16]).build((1, 8, 8), 10).state_dict(), "start.pt")
     assert main(["export", str(unrun(*what.split())), "--to", to, "--out", "written.py"]) == 0
     text = Path("written.py").read_text()
@@ -66,10 +93,17 @@ def test_what_a_script_says(to: str, what: str, says: list[str], workplace: Path
     body = ast.unparse(tree)
     assert [part for part in says if part not in body] == []
     assert text.endswith("\n")
-    bound, used = set(dir(builtins)), {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    bound, used = (
+        set(dir(builtins)),
+        {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)},
+    )
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [own.name for own in node.names]
+            modules = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [own.name for own in node.names]
+            )
             names = {(own.asname or own.name).partition(".")[0] for own in node.names}
             assert names <= used
             bound |= names
@@ -77,10 +111,18 @@ def test_what_a_script_says(to: str, what: str, says: list[str], workplace: Path
                 root = module.partition(".")[0]
                 assert root in {*sys.stdlib_module_names, "torch", "ashl", to}
                 if root != to and isinstance(node, ast.ImportFrom):
-                    assert {own.name for own in node.names} <= set(dir(importlib.import_module(module)))
+                    assert {own.name for own in node.names} <= set(
+                        dir(importlib.import_module(module))
+                    )
         elif isinstance(node, ast.FunctionDef | ast.Lambda):
-            bound |= {own.arg for own in node.args.args} | ({node.name} if isinstance(node, ast.FunctionDef) else set())
-    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+            bound |= {own.arg for own in node.args.args} | (
+                {node.name} if isinstance(node, ast.FunctionDef) else set()
+            )
+    stored = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     assert used - bound - stored <= {"__name__"}
 
 
@@ -95,18 +137,48 @@ REFUSED = [  # target, run, what is refused, what to take, the other targets
         "--to script",
     ),
     ("ddp", "sync=local_sgd", "sync=local_sgd", "sync=bsp", "--to torchft and --to script"),
-    ("ddp", "sync=bsp optimizer=adam sync.exchange=difference", "averages gradients", "sync.exchange=gradient", ""),
+    (
+        "ddp",
+        "sync=bsp optimizer=adam sync.exchange=difference",
+        "averages gradients",
+        "sync.exchange=gradient",
+        "",
+    ),
     ("script", "schedule=post_local", "schedule=post_local has 2 stages", "schedule=single", ""),
     ("script", "sync=asp topology=parameter_server", "sync=asp", "sync=bsp or local_sgd", ""),
-    ("script", "sync=d_psgd topology=gossip", "topology=gossip", "topology=all_reduce or parameter_server", ""),
+    (
+        "script",
+        "sync=d_psgd topology=gossip",
+        "topology=gossip",
+        "topology=all_reduce or parameter_server",
+        "",
+    ),
     ("script", "sync=cr_psgd", "sync=cr_psgd", "sync=bsp or local_sgd", ""),
-    ("script", "sync=bsp overlap=layerwise compression=topk", "overlap=layerwise", "overlap=none or wfbp", ""),
+    (
+        "script",
+        "sync=bsp overlap=layerwise compression=topk",
+        "overlap=layerwise",
+        "overlap=none or wfbp",
+        "",
+    ),
     ("script", "sync=bsp overlap=delayed", "overlap=delayed", "overlap=none or wfbp", ""),
     ("script", "sync=local_sgd overlap=streaming", "overlap=streaming", "overlap=none or wfbp", ""),
     ("script", "sync=bsp optimizer=muon", "optimizer=muon", "optimizer=sgd or adam", ""),
     ("script", "sync=bsp compression=stc", "compression=stc", "compression=none or topk", ""),
-    ("script", "sync=local_sgd outer=slowmo", "outer=slowmo", "outer=average or heavy_ball or nesterov", ""),
-    ("script", "sync=bsp aggregate.clip_norm=1", "aggregate.clip_norm=1", "aggregate.clip_norm=null", ""),
+    (
+        "script",
+        "sync=local_sgd outer=slowmo",
+        "outer=slowmo",
+        "outer=average or heavy_ball or nesterov",
+        "",
+    ),
+    (
+        "script",
+        "sync=bsp aggregate.clip_norm=1",
+        "aggregate.clip_norm=1",
+        "aggregate.clip_norm=null",
+        "",
+    ),
 ]
 
 
@@ -130,7 +202,11 @@ def test_every_parameter_that_a_script_fixes_exists() -> None:
     for setting in FIXED.split():
         key, _, _ = setting.partition("=")
         group, _, parameter = key.partition(".")
-        assert any(parameter == known.key for file in catalog()[group].values() for known in parameters(file)), key
+        assert any(
+            parameter == known.key
+            for file in catalog()[group].values()
+            for known in parameters(file)
+        ), key
 
 
 @pytest.mark.parametrize("group", COMMON)
@@ -152,14 +228,22 @@ def test_no_overlap_that_a_script_expresses_is_late_or_compresses(overlap: str) 
     [
         ("plan.json", "{", "run/plan.json is no usable plan: line 1 is not JSON"),
         ("summary.json", '{"steps": 4}', "run/summary.json is damaged; name a run that has ended"),
-        ("plan.json", None, "is missing, and its plan has no number of steps; name a run that has ended"),
+        (
+            "plan.json",
+            None,
+            "is missing, and its plan has no number of steps; name a run that has ended",
+        ),
     ],
 )
-def test_a_damaged_run_is_not_exported(file: str, text: str | None, says: str, workplace: Path, capsys) -> None:
+def test_a_damaged_run_is_not_exported(
+    file: str, text: str | None, says: str, workplace: Path, capsys
+) -> None:
     run = unrun("sync=bsp")
     if text is None:
         known = json.loads((run / file).read_text())
-        text = json.dumps(known | {"limits": known["limits"] | {"steps": None, "epochs": None, "seconds": 9.0}})
+        text = json.dumps(
+            known | {"limits": known["limits"] | {"steps": None, "epochs": None, "seconds": 9.0}}
+        )
     (run / file).write_text(text)
     assert main(["export", "run", "--to", "script"]) == 2
     said = capsys.readouterr().err
@@ -170,13 +254,19 @@ def test_a_damaged_run_is_not_exported(file: str, text: str | None, says: str, w
 def test_a_script_is_not_named_as_what_it_imports(workplace: Path, capsys) -> None:
     unrun("sync=bsp")
     assert main(["export", "run", "--to", "torchft", "--out", "torchft.py"]) == 2
-    assert "hides torchft from itself; take another one, as train_torchft.py" in capsys.readouterr().err
+    assert (
+        "hides torchft from itself; take another one, as train_torchft.py"
+        in capsys.readouterr().err
+    )
 
 
 def losses_of(run: Path, workers: int) -> list[float]:
     """The mean over the workers of each round."""
     rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    rounds = [[row["loss"] for row in rows if row["kind"] == "round" and row["rank"] == k] for k in range(workers)]
+    rounds = [
+        [row["loss"] for row in rows if row["kind"] == "round" and row["rank"] == k]
+        for k in range(workers)
+    ]
     return [fmean(own) for own in zip(*rounds, strict=True)]
 
 
@@ -205,4 +295,6 @@ def test_torchft_learns_what_the_run_learned(what: str, workplace: Path, monkeyp
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda rank: list(written.train(rank)), range(2)))
     lighthouse.shutdown()
-    assert [fmean(own) for own in zip(*both, strict=True)] == pytest.approx(losses_of(run, 2), rel=1e-4)
+    assert [fmean(own) for own in zip(*both, strict=True)] == pytest.approx(
+        losses_of(run, 2), rel=1e-4
+    )

@@ -11,7 +11,10 @@ import pytest
 from ashl.cli.app import main
 from tests.exported import exported, on_the_batches_of
 
-RUN = "runtime=sim tracking=none cluster.compute=[1] stop.steps=24 eval.every_commits=100 model.hidden=[16] run.dir=run"
+RUN = (
+    "runtime=sim tracking=none cluster.compute=[1] stop.steps=24 eval.every_commits=100"
+    " model.hidden=[16] run.dir=run"
+)
 
 
 def trained(*overrides: str) -> Path:
@@ -22,8 +25,14 @@ def trained(*overrides: str) -> Path:
 @pytest.mark.parametrize(
     "what",
     [
-        "topology=all_reduce sync=bsp optimizer.nesterov=true optimizer.schedule=cosine optimizer.horizon_epochs=1",
-        "sync=bsp compression=topk compression.ratio=0.1 optimizer.momentum=0 optimizer.warmup_epochs=0.3",
+        (
+            "topology=all_reduce sync=bsp optimizer.nesterov=true optimizer.schedule=cosine"
+            " optimizer.horizon_epochs=1"
+        ),
+        (
+            "sync=bsp compression=topk compression.ratio=0.1 optimizer.momentum=0"
+            " optimizer.warmup_epochs=0.3"
+        ),
         "topology=all_reduce sync=local_sgd sync.local_steps=4 outer=nesterov optimizer=adamw",
         "sync=local_sgd sync.local_steps=3 outer=heavy_ball compression=topk",
     ],
@@ -60,9 +69,19 @@ def test_it_runs_under_torchrun(to: str, what: str, workplace: Path) -> None:
     """All workers, on shares of the data drawn anew; the loss comes down as the run's did."""
     run = trained("topology=all_reduce", *what.split(), "cluster.compute=[1,1]", "stop.steps=1200")
     exported(run, to)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"train_{to}.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"train_{to}.py",
+    ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     _, _, loss = done.stdout.splitlines()[-1].rpartition(" ")

@@ -1,4 +1,6 @@
-"""Gossip and failed workers: refused when a run is planned, and on processes the run ends at once in one sentence."""
+"""Gossip and failed workers: refused when a run is planned, and on processes the run ends at once
+in one sentence.
+"""
 
 import os
 import signal
@@ -18,15 +20,39 @@ from tests.disturbed import LONG, check_records, ranks_of
 from tests.sim.test_churn import with_events
 from tests.support import planned, run
 
-MODES = ("d_psgd", "sgp", "choco", "matcha", "noloco", "relay_sum", "gossip_pga", "hop", "d_admm", "ad_psgd", "swarm")
-SIM = ("runtime=sim", "cluster.compute=[1,1,1]", "model.hidden=[4]", "topology=gossip", "topology.graph=complete")
+MODES = (
+    "d_psgd",
+    "sgp",
+    "choco",
+    "matcha",
+    "noloco",
+    "relay_sum",
+    "gossip_pga",
+    "hop",
+    "d_admm",
+    "ad_psgd",
+    "swarm",
+)
+SIM = (
+    "runtime=sim",
+    "cluster.compute=[1,1,1]",
+    "model.hidden=[4]",
+    "topology=gossip",
+    "topology.graph=complete",
+)
 FAILS = "{time_s: 1, worker: 1, fail: true}"
 FAILURES = {
     "a failure": (f"cluster.events=[{FAILS}]", "cluster.events (fail): stage"),
-    "a rejoin": (f"cluster.events=[{FAILS}, {{time_s: 2, worker: 1, rejoin: true}}]", "cluster.events ("),
+    "a rejoin": (
+        f"cluster.events=[{FAILS}, {{time_s: 2, worker: 1, rejoin: true}}]",
+        "cluster.events (",
+    ),
     "churn": ("cluster.churn={mtbf_s: 9, mttr_s: 1}", "cluster.churn (churn): stage"),
     "fewest workers": ("runtime.min_workers=2", "runtime.min_workers=2: a run with"),
-    "data of the failed": ("runtime.on_worker_failure=reshard", "runtime.on_worker_failure=reshard: a run with"),
+    "data of the failed": (
+        "runtime.on_worker_failure=reshard",
+        "runtime.on_worker_failure=reshard: a run with",
+    ),
     "restart": ("runtime.max_restarts=1", "runtime.max_restarts=1: a run with"),
 }
 pytestmark = pytest.mark.timeout(90)
@@ -44,12 +70,17 @@ def check_refusal(name: str, mode: str) -> None:
     where = ("runtime=local",) if override.startswith("runtime.") else ()
     said = refusal(*SIM, *where, f"sync={mode}", override)
     assert said.startswith(begin)
-    assert all(instead in said for instead in ("all_reduce", "parameter_server", "run.checkpoint_s and --resume"))
+    assert all(
+        instead in said
+        for instead in ("all_reduce", "parameter_server", "run.checkpoint_s and --resume")
+    )
     assert "\n" not in said
 
 
 def test_these_are_all_modes_of_gossip() -> None:
-    assert {mode for mode in catalog()["sync"] if isinstance(conf_option("sync", mode), GossipRule)} == {*MODES}
+    assert {
+        mode for mode in catalog()["sync"] if isinstance(conf_option("sync", mode), GossipRule)
+    } == {*MODES}
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -68,11 +99,19 @@ def test_a_failure_of_a_gossip_process_is_refused_too(workplace: Path, capsys) -
 
 @pytest.mark.parametrize(
     ("mode", "rank"),
-    [("d_psgd", 1)] + [pytest.param(mode, rank, marks=pytest.mark.slow) for mode in MODES for rank in (0, 1)],
+    [("d_psgd", 1)]
+    + [pytest.param(mode, rank, marks=pytest.mark.slow) for mode in MODES for rank in (0, 1)],
 )
 def test_a_killed_worker_ends_a_run_of_gossip(mode: str, rank: int, train, workplace: Path) -> None:
-    """The others wait for it in the middle of a round, mostly; `train` checks that no process is left."""
-    own = ("topology=gossip", "topology.graph=complete", "cluster.compute=[1,1.5,1]", f"sync={mode}")
+    """The others wait for it in the middle of a round, mostly; `train` checks that no process is
+    left.
+    """
+    own = (
+        "topology=gossip",
+        "topology.graph=complete",
+        "cluster.compute=[1,1.5,1]",
+        f"sync={mode}",
+    )
     code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *own)
     assert code == 1
     assert err == f"ashl: worker {rank} was killed by SIGKILL; its log is run/rank{rank}.log\n"
@@ -90,7 +129,10 @@ def test_nobody_joins_a_run_of_gossip(train, capsys) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     assert train(join, "topology=gossip", "sync=d_psgd", "cluster.compute=[1,1.5,1]")[0] == 130
-    assert "a run with topology=gossip sync=d_psgd takes nobody; a new run with run.checkpoint_s" in said[0]
+    assert (
+        "a run with topology=gossip sync=d_psgd takes nobody; a new run with run.checkpoint_s"
+        in said[0]
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,5 +1,6 @@
-"""Workers of real sums that are lost: the others go on; who comes back under all-reduce takes part from the next merge
-on, and with groups in the next group."""
+"""Workers of real sums that are lost: the others go on; who comes back under all-reduce takes part
+from the next merge on, and with groups in the next group.
+"""
 
 import hashlib
 import os
@@ -23,8 +24,16 @@ from tests.sim.test_regrouping import Alone
 THREE = "cluster.compute=[1,1.5,1]"
 RING = ("topology=all_reduce", "aggregate=uniform", THREE)
 GROUPS = ("topology=partial_all_reduce", THREE)
-AVERAGES = tuple((*GROUPS, f"sync=ripples_{mode}") for mode in ("first_come", "random", "smart", "static"))
-PARTS = ("sync=bsp", "overlap=wfbp", "optimizer.momentum=0.9", "model.hidden=[32,32]", "cluster.exchange_s=0.02")
+AVERAGES = tuple(
+    (*GROUPS, f"sync=ripples_{mode}") for mode in ("first_come", "random", "smart", "static")
+)
+PARTS = (
+    "sync=bsp",
+    "overlap=wfbp",
+    "optimizer.momentum=0.9",
+    "model.hidden=[32,32]",
+    "cluster.exchange_s=0.02",
+)
 pytestmark = pytest.mark.timeout(90)
 
 
@@ -42,18 +51,39 @@ def fails(*events: tuple[int, float]) -> str:
             for worker, mode in (
                 (2, ("sync=bsp", "optimizer.momentum=0.9")),
                 (1, ("sync=bsp", "compression=topk", "compression.ratio=0.1")),
-                (0, ("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9", "outer=nesterov")),
+                (
+                    0,
+                    (
+                        "sync=local_sgd",
+                        "sync.local_steps=3",
+                        "optimizer.momentum=0.9",
+                        "outer=nesterov",
+                    ),
+                ),
                 (1, ("sync=local_sgd", "sync.local_steps=3", "cluster.exchange_s=0.01")),
                 (1, ("sync=pr_sgd_momentum", "sync.local_steps=3", "optimizer.momentum=0.9")),
                 (0, PARTS),
                 (2, ("sync=bsp", "compression=gtopk", "compression.ratio=0.1")),
-                (1, ("sync=bsp", "overlap=layerwise", "overlap.plan=none", "compression=topk", "model.hidden=[32,32]")),
+                (
+                    1,
+                    (
+                        "sync=bsp",
+                        "overlap=layerwise",
+                        "overlap.plan=none",
+                        "compression=topk",
+                        "model.hidden=[32,32]",
+                    ),
+                ),
             )
         ),
     ],
 )
-def test_sums_after_a_loss_are_those_of_the_others_alone(worker: int, mode: tuple[str, ...], workplace: Path) -> None:
-    """To the bit: each round by the formula, with all up to the loss, and with the others from then on."""
+def test_sums_after_a_loss_are_those_of_the_others_alone(
+    worker: int, mode: tuple[str, ...], workplace: Path
+) -> None:
+    """To the bit: each round by the formula, with all up to the loss, and with the others from then
+    on.
+    """
     assert main(["train", *LONG, *RING, *mode, fails((worker, 0.3)), "stop.seconds=1.4"]) == 0
     summary = check_records(workplace / "run", "finished")
     assert [(of["worker"], of["time_s"], of["reason"]) for of in summary["failed_workers"]] == [
@@ -61,7 +91,10 @@ def test_sums_after_a_loss_are_those_of_the_others_alone(worker: int, mode: tupl
     ]
     by = Averaged if "sync=pr_sgd_momentum" in mode else Alone
     alone = by(assemble(Plan.from_json((workplace / "run/plan.json").read_text()), "cpu").stages[0])
-    with_it, others = summary["workers"][worker]["commits"], [rank for rank in range(3) if rank != worker]
+    with_it, others = (
+        summary["workers"][worker]["commits"],
+        [rank for rank in range(3) if rank != worker],
+    )
     assert 0 < with_it < summary["commits"]
     for number in range(summary["commits"]):
         alone.round([0, 1, 2] if number < with_it else others)
@@ -74,7 +107,20 @@ def test_sums_after_a_loss_are_those_of_the_others_alone(worker: int, mode: tupl
 @pytest.mark.parametrize("apart_s", [0.0, 0.005, 0.1])
 def test_a_second_loss_while_the_others_regroup(apart_s: float, workplace: Path) -> None:
     events = fails((0, 0.5), (2, 0.5 + apart_s))
-    assert main(["train", *LONG, *RING, "cluster.compute=[1,1,1,1]", "sync=bsp", events, "stop.seconds=2"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                *LONG,
+                *RING,
+                "cluster.compute=[1,1,1,1]",
+                "sync=bsp",
+                events,
+                "stop.seconds=2",
+            ]
+        )
+        == 0
+    )
     summary = check_records(workplace / "run", "finished")
     assert sorted(of["worker"] for of in summary["failed_workers"]) == [0, 2]
     commits = [worker["commits"] for worker in summary["workers"]]
@@ -83,17 +129,25 @@ def test_a_second_loss_while_the_others_regroup(apart_s: float, workplace: Path)
 
 def check_lost(run: Path, rank: int, why: str) -> None:
     summary = check_records(run, "finished")
-    assert [(of["worker"], of["reason"], of["rejoined_s"]) for of in summary["failed_workers"]] == [(rank, why, None)]
+    assert [(of["worker"], of["reason"], of["rejoined_s"]) for of in summary["failed_workers"]] == [
+        (rank, why, None)
+    ]
     commits = [worker["commits"] for worker in summary["workers"]]
     assert min(commits[:rank] + commits[rank + 1 :]) > commits[rank]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("mode", [(*RING, "sync=bsp", "cluster.exchange_s=0.05"), (*RING, *PARTS), *AVERAGES])
-def test_the_others_go_on_without_a_killed_worker(mode: tuple[str, ...], rank: int, train, workplace: Path) -> None:
+@pytest.mark.parametrize(
+    "mode", [(*RING, "sync=bsp", "cluster.exchange_s=0.05"), (*RING, *PARTS), *AVERAGES]
+)
+def test_the_others_go_on_without_a_killed_worker(
+    mode: tuple[str, ...], rank: int, train, workplace: Path
+) -> None:
     """Mostly in the middle of an exchange."""
-    code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode, "stop.seconds=3")
+    code, err = train(
+        lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode, "stop.seconds=3"
+    )
     assert (code, err) == (0, ""), err
     check_lost(workplace / "run", rank, "was killed by SIGKILL")
 
@@ -101,7 +155,9 @@ def test_the_others_go_on_without_a_killed_worker(mode: tuple[str, ...], rank: i
 @pytest.mark.slow
 @pytest.mark.parametrize("pace", ["cluster.exchange_s=0.03", "cluster.exchange_s=null"])
 @pytest.mark.parametrize("mode", AVERAGES, ids=lambda mode: mode[-1])
-def test_groups_of_three_lose_two_of_four(mode: tuple[str, ...], pace: str, workplace: Path) -> None:
+def test_groups_of_three_lose_two_of_four(
+    mode: tuple[str, ...], pace: str, workplace: Path
+) -> None:
     """In the middle of an average, mostly, where one takes long."""
     own = ("cluster.compute=[1,1.5,1,2]", pace, fails((2, 0.5), (0, 0.8)), "stop.seconds=2.5")
     assert main(["train", *LONG, *mode, *own]) == 0
@@ -127,7 +183,9 @@ def test_groups_of_three_lose_two_of_four(mode: tuple[str, ...], pace: str, work
 def test_sums_with_who_has_come_back_are_those_of_all_from_that_state(
     mode: tuple[str, ...], rank: int, train, workplace: Path
 ) -> None:
-    """To the bit: rounds of all, of those who were left, and of all, where one has nothing of its own to begin with."""
+    """To the bit: rounds of all, of those who were left, and of all, where one has nothing of its
+    own to begin with.
+    """
     own = ("cluster.step_s=0.02", "runtime.max_restarts=1", "stop.seconds=9")
     code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *RING, *mode, *own)
     assert (code, err) == (0, ""), err
@@ -137,7 +195,10 @@ def test_sums_with_who_has_come_back_are_those_of_all_from_that_state(
     rejoined_s, merges = summary["failed_workers"][0]["rejoined_s"], summary["commits"]
     events = jsonl.read(run / "events.jsonl")
     since = sum(
-        e["kind"] == "round" and e["rank"] == rank and e["start_s"] > rejoined_s - 0.1 and not e["dropped"]
+        e["kind"] == "round"
+        and e["rank"] == rank
+        and e["start_s"] > rejoined_s - 0.1
+        and not e["dropped"]
         for e in events
     )
     before = summary["workers"][rank]["commits"] - since
@@ -152,25 +213,43 @@ def test_sums_with_who_has_come_back_are_those_of_all_from_that_state(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_group_with_who_has_come_back_averages_all_models(rank: int, train, workplace: Path) -> None:
-    """To the bit, in groups of all: averages of all, of those who were left, and of all again, from one's model. Steps
-    take so much longer than averages that it is killed between two of these."""
-    own = ("sync=ripples_first_come", "sync.group_size=3", "sync.local_steps=8", "optimizer.momentum=0.9")
+def test_a_group_with_who_has_come_back_averages_all_models(
+    rank: int, train, workplace: Path
+) -> None:
+    """To the bit, in groups of all: averages of all, of those who were left, and of all again, from
+    one's model. Steps take so much longer than averages that it is killed between two of these.
+    """
+    own = (
+        "sync=ripples_first_come",
+        "sync.group_size=3",
+        "sync.local_steps=8",
+        "optimizer.momentum=0.9",
+    )
     paced = ("cluster.step_s=0.02", "runtime.max_restarts=1", "stop.seconds=6")
-    code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *GROUPS, *own, *paced)
+    code, err = train(
+        lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *GROUPS, *own, *paced
+    )
     assert (code, err) == (0, ""), err
     run, others = workplace / "run", [other for other in range(3) if other != rank]
     summary = check_return(run, rank, "was killed by SIGKILL")
     alone = Alone(assemble(Plan.from_json((run / "plan.json").read_text()), "cpu").stages[0])
-    rounds = [e for e in jsonl.read(run / "events.jsonl") if e["kind"] == "round" and not e["dropped"]]
+    rounds = [
+        e for e in jsonl.read(run / "events.jsonl") if e["kind"] == "round" and not e["dropped"]
+    ]
     groups = [event["group"] for event in rounds if event["rank"] == others[0]]
     rejoined_s, before = summary["failed_workers"][0]["rejoined_s"], groups.index(others)
-    done = next(event["round"] for event in rounds if event["rank"] == rank and event["start_s"] > rejoined_s - 0.01)
+    done = next(
+        event["round"]
+        for event in rounds
+        if event["rank"] == rank and event["start_s"] > rejoined_s - 0.01
+    )
     for k, group in enumerate(groups):
         if k > before and groups[k - 1] == others and len(group) == 3:
             alone.workers[rank] = alone.worker(rank, 8 * done)  # by steps
             updates = [alone.update(member) for member in group]
-            alone.params = sum_in_rank_order([(alone.params + update) * (1 / 3) for update in updates])
+            alone.params = sum_in_rank_order(
+                [(alone.params + update) * (1 / 3) for update in updates]
+            )
         else:
             alone.round(group)
     assert groups[0] == groups[-1] == [0, 1, 2]
@@ -181,24 +260,45 @@ def test_a_group_with_who_has_come_back_averages_all_models(rank: int, train, wo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", AVERAGES, ids=lambda mode: mode[-1])
-def test_groups_take_in_whoever_is_killed_again_and_again(mode: tuple[str, ...], train, workplace: Path) -> None:
+def test_groups_take_in_whoever_is_killed_again_and_again(
+    mode: tuple[str, ...], train, workplace: Path
+) -> None:
     """Nobody takes a worker for its earlier life, and what counts is in the records."""
 
     def kill(run: Path) -> None:
         for times, rank in enumerate((0, 3, 0), 1):
             os.kill(ranks_of(run)[rank], signal.SIGKILL)
-            wait_for(lambda times=times: (run / "events.jsonl").read_text().count('"worker_rejoined"') == times)
+            wait_for(
+                lambda times=times: (
+                    (run / "events.jsonl").read_text().count('"worker_rejoined"') == times
+                )
+            )
             time.sleep(0.2)
 
-    own = ("cluster.compute=[1,1.5,1,2]", "cluster.exchange_s=0.02", "runtime.max_restarts=2", "stop.seconds=8")
+    own = (
+        "cluster.compute=[1,1.5,1,2]",
+        "cluster.exchange_s=0.02",
+        "runtime.max_restarts=2",
+        "stop.seconds=8",
+    )
     assert train(kill, *mode, *own) == (0, "")
     summary = check_records(workplace / "run", "finished")
     assert [of["worker"] for of in summary["failed_workers"]] == [0, 3, 0]
-    rounds = [e for e in jsonl.read(workplace / "run/events.jsonl") if e["kind"] == "round" and not e["dropped"]]
+    rounds = [
+        e
+        for e in jsonl.read(workplace / "run/events.jsonl")
+        if e["kind"] == "round" and not e["dropped"]
+    ]
     for rank, worker in enumerate(summary["workers"]):
         done = sum(event["steps"] for event in rounds if event["rank"] == rank)
-        assert done == worker["steps"] or (rank in (0, 3) and done < worker["steps"]), "not all was told before a kill"
-        later = [e for e in rounds if e["rank"] == rank and e["start_s"] > summary["failed_workers"][-1]["rejoined_s"]]
+        assert done == worker["steps"] or (rank in (0, 3) and done < worker["steps"]), (
+            "not all was told before a kill"
+        )
+        later = [
+            e
+            for e in rounds
+            if e["rank"] == rank and e["start_s"] > summary["failed_workers"][-1]["rejoined_s"]
+        ]
         assert {len(event["group"]) > 1 for event in later} >= {True}, "it meets others"
 
 
@@ -217,14 +317,18 @@ def test_two_who_are_killed_come_back_also_over_a_border(train, workplace: Path)
 
 
 @pytest.mark.slow
-def test_the_others_go_on_without_who_stands_still_and_with_it_when_it_wakes_up(train, workplace: Path) -> None:
+def test_the_others_go_on_without_who_stands_still_and_with_it_when_it_wakes_up(
+    train, workplace: Path
+) -> None:
     def stop_for_a_while(run: Path) -> None:
         os.kill(stopped := ranks_of(run)[1], signal.SIGSTOP)
         wait_for(lambda: '"worker_failed"' in (run / "events.jsonl").read_text())
         time.sleep(1)
         os.kill(stopped, signal.SIGCONT)
 
-    assert train(stop_for_a_while, *RING, "sync=bsp", "runtime.heartbeat_timeout_s=4", "stop.seconds=14") == (0, "")
+    assert train(
+        stop_for_a_while, *RING, "sync=bsp", "runtime.heartbeat_timeout_s=4", "stop.seconds=14"
+    ) == (0, "")
     check_return(workplace / "run", 1, "sent no heartbeat for 4 s")
 
 

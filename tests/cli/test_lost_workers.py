@@ -1,4 +1,6 @@
-"""Workers of a real run that are killed or stand still: the others go on, and who comes back takes part again."""
+"""Workers of a real run that are killed or stand still: the others go on, and who comes back takes
+part again.
+"""
 
 import json
 import os
@@ -50,11 +52,17 @@ FAILS = "cluster.events=[{time_s: 1.5, worker: 1, fail: true}]"
     ],
 )
 def test_a_run_goes_on_without_a_killed_worker(rank: int, mode: str, train, workplace) -> None:
-    code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode.split(), "stop.seconds=3")
+    code, err = train(
+        lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *mode.split(), "stop.seconds=3"
+    )
     assert (code, err) == (0, "")
     summary = check_records(workplace / "run", "finished")
     (lost,) = summary["failed_workers"]
-    assert (lost["worker"], lost["reason"], lost["rejoined_s"]) == (rank, "was killed by SIGKILL", None)
+    assert (lost["worker"], lost["reason"], lost["rejoined_s"]) == (
+        rank,
+        "was killed by SIGKILL",
+        None,
+    )
     away_s = summary["workers"][rank]["down_s"]
     assert away_s == pytest.approx(summary["time_s"] - lost["time_s"], abs=0.5)
     assert summary["workers"][1 - rank]["down_s"] == 0
@@ -75,14 +83,22 @@ def test_a_worker_that_fails_as_its_cluster_says(workplace, capsys) -> None:
 
 
 def check_return(run: Path, rank: int, why: str, status: str = "finished") -> dict:
-    """A worker was lost and is back: what it did in both lives counts, and in between it was down."""
+    """A worker was lost and is back: what it did in both lives counts, and in between it
+    was down.
+    """
     summary = check_records(run, status)
     (lost,) = summary["failed_workers"]
     assert (lost["worker"], lost["reason"]) == (rank, why)
     assert 0 < lost["time_s"] < lost["rejoined_s"] < summary["time_s"]
     assert summary["workers"][rank]["down_s"] >= lost["rejoined_s"] - lost["time_s"]
-    rounds = [e for e in jsonl.read(run / "events.jsonl") if e["kind"] == "round" and e["rank"] == rank]
-    later = [event for event in rounds if event["start_s"] >= lost["rejoined_s"] - 0.01 and not event["dropped"]]
+    rounds = [
+        e for e in jsonl.read(run / "events.jsonl") if e["kind"] == "round" and e["rank"] == rank
+    ]
+    later = [
+        event
+        for event in rounds
+        if event["start_s"] >= lost["rejoined_s"] - 0.01 and not event["dropped"]
+    ]
     assert later, "it works"
     assert summary["workers"][rank]["steps"] > len(later), "and what it did before counts, too"
     kinds = [
@@ -97,7 +113,10 @@ def check_return(run: Path, rank: int, why: str, status: str = "finished") -> di
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync=bsp", "sync=ssp", "schedule=ashl", *OWN, *LATE])
 def test_a_killed_worker_is_started_anew(mode: str, train, workplace) -> None:
-    kill, own = lambda run: os.kill(ranks_of(run)[1], signal.SIGKILL), ["stop.seconds=5", "runtime.max_restarts=1"]
+    kill, own = (
+        lambda run: os.kill(ranks_of(run)[1], signal.SIGKILL),
+        ["stop.seconds=5", "runtime.max_restarts=1"],
+    )
     assert train(kill, *mode.split(), *own) == (0, "")
     check_return(workplace / "run", 1, "was killed by SIGKILL")
 
@@ -112,7 +131,10 @@ def test_a_worker_that_stood_still_for_too_long_is_dropped_and_comes_anew(train,
     assert train(stop_for_a_while, "runtime.heartbeat_timeout_s=4", "stop.seconds=9") == (0, "")
     check_return(workplace / "run", 1, "sent no heartbeat for 4 s")
     said = (workplace / "run/rank1.log").read_text()
-    line = "ashl: worker 1 sent no heartbeat for 4 s (runtime.heartbeat_timeout_s); the run continues without it"
+    line = (
+        "ashl: worker 1 sent no heartbeat for 4 s (runtime.heartbeat_timeout_s); the run continues"
+        " without it"
+    )
     assert line in said.splitlines()
 
 
@@ -121,7 +143,9 @@ JOIN = [sys.executable, "-m", "ashl.cli", "join"]
 
 def check_titles(run: Path) -> None:
     """Lists of processes show what each process of a run is."""
-    titles = {rank: Path(f"/proc/{pid}/cmdline").read_bytes() for rank, pid in ranks_of(run).items()}
+    titles = {
+        rank: Path(f"/proc/{pid}/cmdline").read_bytes() for rank, pid in ranks_of(run).items()
+    }
     assert {rank: title.rstrip(b"\0") for rank, title in titles.items()} == {
         0: b"ashl worker 0",
         1: b"ashl worker 1",
@@ -131,14 +155,19 @@ def check_titles(run: Path) -> None:
 
 
 def check_logs(run: Path) -> None:
-    """The logs tell an operator who failed and why, who came instead, what the run decided, and why it ended."""
+    """The logs tell an operator who failed and why, who came instead, what the run decided, and why
+    it ended.
+    """
     lines = (run / "controller.log").read_text().splitlines()
     expected = [
         r"INFO controller: starts a run of 2 workers and 3 ranks, 3 of them on node ",
         r"INFO controller: started rank 1, incarnation 0, as process \d+",
         r"INFO controller: rank 1 joined: host=",
         r"INFO controller: rejects a join request: no worker of this run has failed",
-        r"WARNING controller: worker 1, incarnation 0, failed: was killed by SIGKILL; the run continues without it",
+        (
+            r"WARNING controller: worker 1, incarnation 0, failed: was killed by SIGKILL; the run"
+            r" continues without it"
+        ),
         r"INFO controller: admits a process as worker 1, incarnation 1",
         r"INFO controller: worker 1 rejoined at [\d.]+ s of the run",
         r"INFO controller: asks all ranks to stop: interrupted",
@@ -165,16 +194,25 @@ def goes_on(run: Path) -> bool:
     """Return True if worker 0 has begun a round since the last failure."""
     events = list(jsonl.read(run / "events.jsonl"))
     failed_s = max(event["time_s"] for event in events if event["kind"] == "worker_failed")
-    return any(event["start_s"] > failed_s for event in events if event["kind"] == "round" and event["rank"] == 0)
+    return any(
+        event["start_s"] > failed_s
+        for event in events
+        if event["kind"] == "round" and event["rank"] == 0
+    )
 
 
 @contextmanager
 def joined(run: Path) -> Generator[subprocess.Popen[str]]:
     """Somebody on another terminal who has come to take part."""
-    with subprocess.Popen([*JOIN, run], cwd=run.parent, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*JOIN, run], cwd=run.parent, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == f"joins {run} as worker 1, which was killed by SIGKILL\n"
+            assert (
+                process.stdout.readline()
+                == f"joins {run} as worker 1, which was killed by SIGKILL\n"
+            )
             assert process.stdout.readline().startswith("takes part from ")
             size = (run / "events.jsonl").stat().st_size
             wait_for(lambda: '"rank": 1' in (run / "events.jsonl").read_text()[size:])
@@ -188,21 +226,32 @@ def joined(run: Path) -> Generator[subprocess.Popen[str]]:
     "mode",
     [
         ["sync=bsp"],
-        pytest.param(["topology=all_reduce", "sync=bsp", "cluster.compute=[1,1.5,1]"], marks=pytest.mark.slow),
         pytest.param(
-            ["topology=partial_all_reduce", "sync=ripples_smart", "cluster.compute=[1,1.5,1]"], marks=pytest.mark.slow
+            ["topology=all_reduce", "sync=bsp", "cluster.compute=[1,1.5,1]"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["topology=partial_all_reduce", "sync=ripples_smart", "cluster.compute=[1,1.5,1]"],
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["server", "sums", "groups"],
 )
-def test_the_place_of_a_killed_worker_is_taken_from_another_terminal(mode, train, workplace, capsys) -> None:
-    """Each reason for which there is no place is one sentence. The file with the secret is there for as long as the run
-    is."""
+def test_the_place_of_a_killed_worker_is_taken_from_another_terminal(
+    mode, train, workplace, capsys
+) -> None:
+    """Each reason for which there is no place is one sentence. The file with the secret is there
+    for as long as the run is.
+    """
 
     def join(run: Path) -> None:
         assert stat.S_IMODE((run / "job.json").stat().st_mode) == 0o600
-        wait_for(lambda: main(["join", str(run)]) == 2 and "has not begun" not in capsys.readouterr().err)
-        for own, why in ((["--worker", "7"], "there is no worker 7"), ([], "no worker of this run has failed")):
+        wait_for(
+            lambda: main(["join", str(run)]) == 2 and "has not begun" not in capsys.readouterr().err
+        )
+        for own, why in (
+            (["--worker", "7"], "there is no worker 7"),
+            ([], "no worker of this run has failed"),
+        ):
             assert main(["join", str(run), *own]) == 2
             assert why in capsys.readouterr().err
         if mode == ["sync=bsp"]:
@@ -251,7 +300,10 @@ def test_who_has_joined_and_is_dropped_joins_anew(train, workplace) -> None:
             wait_for(lambda: (run / "events.jsonl").read_text().count('"worker_failed"') == 2)
             process.send_signal(signal.SIGCONT)
             assert process.stdout is not None
-            assert process.stdout.readline() == f"joins {run} as worker 1, which sent no heartbeat for 4 s\n"
+            assert (
+                process.stdout.readline()
+                == f"joins {run} as worker 1, which sent no heartbeat for 4 s\n"
+            )
             assert process.stdout.readline().startswith("takes part from ")
             wait_for(lambda: (run / "events.jsonl").read_text().count('"worker_rejoined"') == 2)
             os.kill(os.getpid(), signal.SIGINT)
@@ -273,7 +325,9 @@ def test_nobody_joins_a_run_that_cannot_go_on_without_a_worker(train, capsys) ->
         os.kill(os.getpid(), signal.SIGINT)
 
     assert train(join, "sync=bsp", "run.checkpoint_s=100")[0] == 130
-    assert errors[0].endswith("run: a run that leaves checkpoints (run.checkpoint_s) takes nobody.\n")
+    assert errors[0].endswith(
+        "run: a run that leaves checkpoints (run.checkpoint_s) takes nobody.\n"
+    )
 
 
 def door(**other: object) -> str:
@@ -288,9 +342,15 @@ def door(**other: object) -> str:
         ({"config.yaml": "", "summary.json": "{}"}, "the run is over"),
         ({"config.yaml": ""}, "this run cannot be joined"),
         ({"job.json": "{"}, "says nothing that a run would (Expecting"),
-        ({"job.json": "{}"}, "says nothing that a run would (something came that is broken: host: Field required)"),
+        (
+            {"job.json": "{}"},
+            "says nothing that a run would (something came that is broken: host: Field required)",
+        ),
         ({"job.json": door()}, "the run has ended"),
-        ({"job.json": door(machine="another", name="there")}, "the run is on there, on its loopback; join it there"),
+        (
+            {"job.json": door(machine="another", name="there")},
+            "the run is on there, on its loopback; join it there",
+        ),
         ({"job.json": door(torch="0.1")}, "the run has torch 0.1, and here is"),
         ({"job.json": door(secret="?")}, "a secret that is none"),
     ],
@@ -299,7 +359,9 @@ def test_a_folder_that_nobody_can_join(files: dict[str, str], why: str, workplac
     Path("runs/other").mkdir(parents=True)
     for name, text in files.items():
         Path("runs/other", name).write_text(text)
-    assert main(["join", *([] if "job.json" in files else ["runs/other"])]) == 2, "without a folder it is the newest"
+    assert main(["join", *([] if "job.json" in files else ["runs/other"])]) == 2, (
+        "without a folder it is the newest"
+    )
     assert why in capsys.readouterr().err
 
 
@@ -310,13 +372,20 @@ def test_a_worker_that_stands_still_for_less_is_late(train, workplace) -> None:
         time.sleep(2)
         os.kill(stopped, signal.SIGCONT)
 
-    assert train(stop_for_a_while, "sync=bsp", "runtime.heartbeat_timeout_s=6", "stop.seconds=5") == (0, "")
+    assert train(
+        stop_for_a_while, "sync=bsp", "runtime.heartbeat_timeout_s=6", "stop.seconds=5"
+    ) == (0, "")
     assert check_records(workplace / "run", "finished")["failed_workers"] == []
 
 
 @pytest.mark.slow
 def test_a_stopped_server_is_late(train, workplace) -> None:
-    code, err = train(lambda run: os.kill(ranks_of(run)[2], signal.SIGSTOP), "runtime.heartbeat_timeout_s=5")
-    late = "the server (rank 2) sent no heartbeat for 5 s (runtime.heartbeat_timeout_s) and is late; the run ends here"
+    code, err = train(
+        lambda run: os.kill(ranks_of(run)[2], signal.SIGSTOP), "runtime.heartbeat_timeout_s=5"
+    )
+    late = (
+        "the server (rank 2) sent no heartbeat for 5 s (runtime.heartbeat_timeout_s) and is late;"
+        " the run ends here"
+    )
     assert (code, err) == (1, f"ashl: {late}\n")
     check_records(workplace / "run", "failed")

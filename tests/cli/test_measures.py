@@ -1,4 +1,6 @@
-"""A metric of one's own is one line, `ctx.measure(name, value)`, and stands wherever a run's metrics stand."""
+"""A metric of one's own is one line, `ctx.measure(name, value)`, and stands wherever a run's
+metrics stand.
+"""
 
 import json
 import math
@@ -57,13 +59,28 @@ class OwnDPSGD(Measuring, DPSGD): ...
 @option
 class OwnGroups(Measuring, RipplesFirstCome): ...
 '''
-TWO = ["cluster.compute=[1,1]", "cluster.link=null", "cluster.step_s=0.001", "cluster.exchange_s=0.001"]
-SMALL = [*TWO, "tracking=none", "allow_targets=[measuring]", "stop.steps=80", "eval.every_commits=40"]
+TWO = [
+    "cluster.compute=[1,1]",
+    "cluster.link=null",
+    "cluster.step_s=0.001",
+    "cluster.exchange_s=0.001",
+]
+SMALL = [
+    *TWO,
+    "tracking=none",
+    "allow_targets=[measuring]",
+    "stop.steps=80",
+    "eval.every_commits=40",
+]
 MODES = {
     "parameter_server": ["sync=bsp", "sync._target_=measuring.OwnBSP", "sync.exchange=difference"],
     "all_reduce": ["sync=bsp", "sync._target_=measuring.OwnBSP", "sync.exchange=difference"],
     "gossip": ["sync=d_psgd", "sync._target_=measuring.OwnDPSGD", "topology.graph=ring"],
-    "partial_all_reduce": ["sync=ripples_first_come", "sync._target_=measuring.OwnGroups", "sync.group_size=2"],
+    "partial_all_reduce": [
+        "sync=ripples_first_come",
+        "sync._target_=measuring.OwnGroups",
+        "sync.group_size=2",
+    ],
 }
 
 
@@ -122,7 +139,18 @@ COUNTS = Counts(2, 64, 1, [1, 0], [2, 0], [0, 0], [0, 0], [0, 0], 1, None, None,
     [
         Round(1, 0, 7, 2, 0, False, None, 10, 30, [("compute", 10, 30)], group=[0, 1]),
         Heartbeat(
-            0, 5, 2, None, None, dict.fromkeys(TIMES, 1), 0, 0, {"x": Measured(1.0, 3.0, 2)}, COUNTS, "waits", 0.5
+            0,
+            5,
+            2,
+            None,
+            None,
+            dict.fromkeys(TIMES, 1),
+            0,
+            0,
+            {"x": Measured(1.0, 3.0, 2)},
+            COUNTS,
+            "waits",
+            0.5,
         ),
     ],
 )

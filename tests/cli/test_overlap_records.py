@@ -1,4 +1,6 @@
-"""What a run that overlaps leaves behind: how much was hidden, and the parts of its steps on lines of their own."""
+"""What a run that overlaps leaves behind: how much was hidden, and the parts of its steps on lines
+of their own.
+"""
 
 import gzip
 import json
@@ -8,12 +10,29 @@ import pytest
 
 from ashl.cli.app import main
 
-LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.002 cluster.step_s=0.3"
-RUN = f"runtime=sim cluster.compute=[1,2] topology=all_reduce sync=bsp stop.steps=8 eval.every_commits=2 {LINKS}"
+LINKS = (
+    "cluster.exchange_s=null cluster.bandwidth_mbit_s=20 cluster.latency_s=0.002 cluster.step_s=0.3"
+)
+RUN = (
+    "runtime=sim cluster.compute=[1,2] topology=all_reduce sync=bsp stop.steps=8"
+    f" eval.every_commits=2 {LINKS}"
+)
 
 
 def trained(overlap: str) -> Path:
-    assert main(["train", "-q", *RUN.split(), "tracking=none", f"run.dir={overlap}", f"overlap={overlap}"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "-q",
+                *RUN.split(),
+                "tracking=none",
+                f"run.dir={overlap}",
+                f"overlap={overlap}",
+            ]
+        )
+        == 0
+    )
     return Path(overlap)
 
 
@@ -37,15 +56,25 @@ def test_what_is_hidden_and_what_overlapped(workplace, capsys) -> None:
 
 
 def test_parts_and_messages_have_tracks_of_their_own(workplace) -> None:
-    """Two layer groups a step: each part is there before its message goes, and the last one ends the computing."""
+    """Two layer groups a step: each part is there before its message goes, and the last one ends
+    the computing.
+    """
     trained("wfbp")
     entries = json.loads(gzip.decompress(Path("wfbp/trace.json.gz").read_bytes()))["traceEvents"]
-    names = {entry["args"]["name"]: entry["tid"] for entry in entries if entry["name"] == "thread_name"}
-    assert list(names) == [f"worker {rank}{what}" for rank in (0, 1) for what in ("", " parts", " messages")]
+    names = {
+        entry["args"]["name"]: entry["tid"] for entry in entries if entry["name"] == "thread_name"
+    }
+    assert list(names) == [
+        f"worker {rank}{what}" for rank in (0, 1) for what in ("", " parts", " messages")
+    ]
     moving = 0
     for rank in (0, 1):
         (computed, *_), parts, sums = (
-            [(entry["ts"], entry["ts"] + entry["dur"]) for entry in entries if entry["tid"] == tid and kind(entry)]
+            [
+                (entry["ts"], entry["ts"] + entry["dur"])
+                for entry in entries
+                if entry["tid"] == tid and kind(entry)
+            ]
             for tid in (names[f"worker {rank}{what}"] for what in ("", " parts", " messages"))
         )
         assert len(parts) == len(sums) == 8

@@ -1,4 +1,6 @@
-"""What a user's own model, loss, metric, data or optimizer raises is said to be theirs, with worker, step and fix."""
+"""What a user's own model, loss, metric, data or optimizer raises is said to be theirs, with
+worker, step and fix.
+"""
 
 import sys
 from pathlib import Path
@@ -198,7 +200,14 @@ class BadSteps(SGD):
             raise FloatingPointError("too steep")
         return super().step(moments, params, grad, lr)
 '''
-SMALL = ["tracking=none", "cluster=homogeneous", "cluster.compute=[1,1]", "cluster.step_s=0.001", "stop.steps=40", "-q"]
+SMALL = [
+    "tracking=none",
+    "cluster=homogeneous",
+    "cluster.compute=[1,1]",
+    "cluster.step_s=0.001",
+    "stop.steps=40",
+    "-q",
+]
 SMALL += [
     "cluster.exchange_s=0.001",
     "dataset.batch_size=8",
@@ -241,17 +250,31 @@ def said(workplace: Path, capsys):
         parts = {"dataset": "Blobs\n", "model": "Net", **dict([fault.split("=", 1)])}
         for group, text in parts.items():
             (workplace / "options" / group).mkdir(parents=True, exist_ok=True)
-            base = {"dataset": "defaults: [_own]\n", "optimizer": "defaults: [sgd]\n"}.get(group, "")
-            (workplace / "options" / group / "mine.yaml").write_text(f"{base}_target_: own_faults.{text}")
+            base = {"dataset": "defaults: [_own]\n", "optimizer": "defaults: [sgd]\n"}.get(
+                group, ""
+            )
+            (workplace / "options" / group / "mine.yaml").write_text(
+                f"{base}_target_: own_faults.{text}"
+            )
         own = [f"{group}=mine" for group in parts]
-        words = ["--config-dir", "options", *own, *SMALL, "allow_targets=[own_faults]", "run.dir=out", *overrides]
+        words = [
+            "--config-dir",
+            "options",
+            *own,
+            *SMALL,
+            "allow_targets=[own_faults]",
+            "run.dir=out",
+            *overrides,
+        ]
         return main(["train", *words]), capsys.readouterr().err
 
     yield train
     sys.modules.pop("own_faults", None)
 
 
-@pytest.mark.parametrize(("fault", "expected"), FAULTS.items(), ids=[fault.replace("\n", " ") for fault in FAULTS])
+@pytest.mark.parametrize(
+    ("fault", "expected"), FAULTS.items(), ids=[fault.replace("\n", " ") for fault in FAULTS]
+)
 def test_a_fault_of_the_users_own_is_said_to_be_theirs(fault, expected, said) -> None:
     code, *words = expected
     found, text = said(fault, "runtime=sim")

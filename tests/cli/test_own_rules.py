@@ -1,4 +1,6 @@
-"""Rules and codecs of the user's own that do not fit: one sentence that names them, and the right exit code."""
+"""Rules and codecs of the user's own that do not fit: one sentence that names them, and the right
+exit code.
+"""
 
 import pytest
 
@@ -47,7 +49,11 @@ class Stranger(ServerRule):
 @pytest.mark.parametrize(
     ("overrides", "says", "exit_code"),
     [
-        ("sync._target_=my_rules.Unmade", "sync names my_rules.Unmade, which cannot be made: not like this", 2),
+        (
+            "sync._target_=my_rules.Unmade",
+            "sync names my_rules.Unmade, which cannot be made: not like this",
+            2,
+        ),
         ("sync._target_=my_rules.Raising", "my_rules.py, line 32)", 1),
         (
             "sync=asp sync._target_=my_rules.Stranger",
@@ -56,18 +62,28 @@ class Stranger(ServerRule):
         ),
         (
             "sync._target_=my_rules.Short",
-            "sync names 'my_rules.Short', whose 'quorum' cannot be asked; write it as quorum(self, num_workers)",
+            (
+                "sync names 'my_rules.Short', whose 'quorum' cannot be asked; write it as"
+                " quorum(self, num_workers)"
+            ),
             2,
         ),
         (
             "sync=bsp compression=natural compression._target_=my_rules.Silent",
-            "'my_rules.Silent' does not say 'encoded_nbytes'; it has no default, so give the class one",
+            (
+                "'my_rules.Silent' does not say 'encoded_nbytes'; it has no default, so give the"
+                " class one"
+            ),
             2,
         ),
     ],
 )
-def test_a_hook_of_the_users_own_that_does_not_fit(overrides, says, exit_code, said, workplace, monkeypatch) -> None:
-    """2 where it cannot be made; where it fails, the run has failed, on processes as in virtual time."""
+def test_a_hook_of_the_users_own_that_does_not_fit(
+    overrides, says, exit_code, said, workplace, monkeypatch
+) -> None:
+    """2 where it cannot be made; where it fails, the run has failed, on processes as in virtual
+    time.
+    """
     (workplace / "my_rules.py").write_text(RULES)
     monkeypatch.syspath_prepend(workplace)
     code, sentence = said(*overrides.split(), "allow_targets=[my_rules]")

@@ -1,4 +1,6 @@
-"""`stop.patience`: a run that finds no new best for so many evaluations ends, on every topology and both kernels."""
+"""`stop.patience`: a run that finds no new best for so many evaluations ends, on every topology and
+both kernels.
+"""
 
 import pytest
 
@@ -6,7 +8,14 @@ from ashl.cli.app import main
 from ashl.tracking import jsonl
 from ashl.tracking.stages import why_ended
 
-STALLED = ["-q", "tracking=none", "optimizer.lr=1e-9", "stop.epochs=50", "stop.patience=2", "eval.every_commits=8"]
+STALLED = [
+    "-q",
+    "tracking=none",
+    "optimizer.lr=1e-9",
+    "stop.epochs=50",
+    "stop.patience=2",
+    "eval.every_commits=8",
+]
 TOPOLOGIES = [
     "sync=bsp",
     "sync=asp",
@@ -14,13 +23,19 @@ TOPOLOGIES = [
     "sync=d_psgd topology=gossip",
     "sync=ad_psgd topology=gossip",
     "sync=ripples_random topology=partial_all_reduce",
-    "sync=asp topology=sharded_server cluster.exchange_s=null cluster.bandwidth_mbit_s=50 cluster.latency_s=0.001",
+    (
+        "sync=asp topology=sharded_server cluster.exchange_s=null cluster.bandwidth_mbit_s=50"
+        " cluster.latency_s=0.001"
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [*(f"runtime=sim {text}" for text in TOPOLOGIES), pytest.param("cluster.compute=[1,1]", marks=pytest.mark.slow)],
+    [
+        *(f"runtime=sim {text}" for text in TOPOLOGIES),
+        pytest.param("cluster.compute=[1,1]", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_learns_nothing_ends_by_patience(overrides: str, workplace) -> None:
     assert main(["train", *STALLED, *overrides.split(), "run.dir=run"]) == 0
@@ -33,5 +48,10 @@ def test_a_run_that_learns_nothing_ends_by_patience(overrides: str, workplace) -
 
 
 def test_without_a_gradient_there_is_nothing_to_wait_for(workplace, capsys) -> None:
-    assert main(["train", "-q", "runtime=sim", "runtime.gradients=false", "sync=bsp", "stop.patience=2"]) == 2
+    assert (
+        main(
+            ["train", "-q", "runtime=sim", "runtime.gradients=false", "sync=bsp", "stop.patience=2"]
+        )
+        == 2
+    )
     assert "drop stop.patience" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Element-wise optimizers of plain torch, by `_target_`: what they learn, what they keep, what is refused."""
+"""Element-wise optimizers of plain torch, by `_target_`: what they learn, what they keep, what is
+refused.
+"""
 
 import inspect
 import shutil
@@ -145,7 +147,9 @@ TWINS = {  # the lines of the file, the class, and its arguments
 
 @pytest.fixture
 def place(workplace: Path, capsys: pytest.CaptureFixture[str]):
-    """Trains from `start.pt` with an optimizer of a file; returns the last weights, or what was said."""
+    """Trains from `start.pt` with an optimizer of a file; returns the last weights, or what was
+    said.
+    """
     (workplace / "ownsteps.py").write_text(CODE)
     sys.path.insert(0, str(workplace))
     for group in ("model", "dataset", "optimizer"):
@@ -155,13 +159,30 @@ def place(workplace: Path, capsys: pytest.CaptureFixture[str]):
     Path("options/dataset/mine.yaml").write_text(own)
 
     def train(target: str, keys: dict, *overrides: str, defaults: str = "") -> dict | str:
-        lines = [defaults, f"_target_: {target}", *(f"{key}: {str(value).lower()}" for key, value in keys.items())]
+        lines = [
+            defaults,
+            f"_target_: {target}",
+            *(f"{key}: {str(value).lower()}" for key, value in keys.items()),
+        ]
         Path("options/optimizer/mine.yaml").write_text("\n".join(lines))
         shutil.rmtree("out", ignore_errors=True)
-        own = ["--config-dir", "options", "allow_targets=[ownsteps,torch]", "model=mine", "dataset=mine"]
+        own = [
+            "--config-dir",
+            "options",
+            "allow_targets=[ownsteps,torch]",
+            "model=mine",
+            "dataset=mine",
+        ]
         fixed = ["optimizer=mine", "run.dir=out", "tracking=none", "dataset.partition=interleaved"]
-        fixed += ["run.init_weights=start.pt", "cluster=homogeneous", "cluster.step_s=0.001", "sync=bsp"]
-        code = main(["train", "-q", *own, *fixed, f"stop.steps={STEPS}", "cluster.compute=[1]", *overrides])
+        fixed += [
+            "run.init_weights=start.pt",
+            "cluster=homogeneous",
+            "cluster.step_s=0.001",
+            "sync=bsp",
+        ]
+        code = main(
+            ["train", "-q", *own, *fixed, f"stop.steps={STEPS}", "cluster.compute=[1]", *overrides]
+        )
         return capsys.readouterr().err if code else torch.load("out/final.pt")
 
     import ownsteps  # ty: ignore[unresolved-import]
@@ -199,9 +220,9 @@ def plain_torch(target: str, keys: dict, workers: int = 1) -> dict:
 
 def assert_close(found: dict | str, expected: dict) -> None:
     assert isinstance(found, dict), found
-    assert {name: float((found[name] - value).abs().max()) for name, value in expected.items()} == pytest.approx(
-        dict.fromkeys(expected, 0), abs=1e-6
-    )
+    assert {
+        name: float((found[name] - value).abs().max()) for name, value in expected.items()
+    } == pytest.approx(dict.fromkeys(expected, 0), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -216,14 +237,20 @@ def test_two_workers_step_on_their_mean_gradient(place, how: str, name: str) -> 
     target, keys = TWINS[name]
     two = ["runtime=sim", "cluster.compute=[1,1]", f"topology={how}", f"stop.steps={2 * STEPS}"]
     if how == "sharded_server":
-        two += ["cluster.exchange_s=null", "cluster.bandwidth_mbit_s=100", "cluster.latency_s=0.0001"]
+        two += [
+            "cluster.exchange_s=null",
+            "cluster.bandwidth_mbit_s=100",
+            "cluster.latency_s=0.0001",
+        ]
     assert_close(place(target, keys, *two), plain_torch(target, keys, workers=2))
 
 
 @pytest.mark.slow
 def test_processes_make_the_same_steps(place) -> None:
     two = ["topology=all_reduce", "cluster.compute=[1,1]"]
-    assert_close(place(*TWINS["lion"], *two, "runtime=local"), place(*TWINS["lion"], *two, "runtime=sim"))
+    assert_close(
+        place(*TWINS["lion"], *two, "runtime=local"), place(*TWINS["lion"], *two, "runtime=sim")
+    )
 
 
 def test_the_rate_follows_the_schedule_of_the_keys_that_every_optimizer_has(place) -> None:
@@ -249,14 +276,24 @@ def test_the_rate_follows_the_schedule_of_the_keys_that_every_optimizer_has(plac
         ("ownsteps.Words", {}, "whose state 'name' is str"),
         ("ownsteps.NoRate", {}, "takes no lr"),
         ("ownsteps.Crash", {}, "RuntimeError: no more steps"),
-        ("ownsteps.Lion", {"beta": 0.9}, "has no argument 'beta'; its arguments are: lr, betas, weight_decay"),
+        (
+            "ownsteps.Lion",
+            {"beta": 0.9},
+            "has no argument 'beta'; its arguments are: lr, betas, weight_decay",
+        ),
         ("ownsteps.Lion", {"betas": [1.5, 0.9]}, "ValueError: betas[0] is 1.5"),
         ("ownsteps.Lion", {"lr": -1.0}, "optimizer.lr=-1.0 is not possible"),
-        ("ownsteps.Net", {}, "which is no optimizer: it has to extend ashl.optimizer.contract.Optimizer, or"),
+        (
+            "ownsteps.Net",
+            {},
+            "which is no optimizer: it has to extend ashl.optimizer.contract.Optimizer, or",
+        ),
         ("ownsteps.Late", {}, "optimizer ownsteps.Late failed"),
     ],
 )
-def test_what_does_not_fit_is_said_in_a_sentence(place, target: str, keys: dict, words: str) -> None:
+def test_what_does_not_fit_is_said_in_a_sentence(
+    place, target: str, keys: dict, words: str
+) -> None:
     said = place(target, keys, "runtime=sim")
     assert words in said
     assert said.count("\n") == 1
@@ -270,7 +307,9 @@ def test_a_class_of_torch_needs_permission_too(place) -> None:
 ALL = [
     cls
     for cls in vars(torch.optim).values()
-    if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+    if inspect.isclass(cls)
+    and issubclass(cls, torch.optim.Optimizer)
+    and cls is not torch.optim.Optimizer
 ]
 
 

@@ -1,4 +1,6 @@
-"""Models and data sets of plain torch, in a file of the working directory, and what is said where they do not fit."""
+"""Models and data sets of plain torch, in a file of the working directory, and what is said where
+they do not fit.
+"""
 
 import json
 import shutil
@@ -76,11 +78,17 @@ SMALL = ["runtime=sim", "tracking=none", "sync=bsp", "stop.epochs=2", "-q"]
 
 @pytest.fixture
 def place(workplace: Path, capsys):
-    """A folder with one module, on no path; writes options, trains, and returns the summary or what was said."""
+    """A folder with one module, on no path; writes options, trains, and returns the summary or what
+    was said.
+    """
     (workplace / "mymodels.py").write_text(CODE)
 
     def train(*overrides: str, **options: str) -> dict | str:
-        for name, text in {"model": "_target_: mymodels.Net", "dataset": "_target_: mymodels.Ring", **options}.items():
+        for name, text in {
+            "model": "_target_: mymodels.Net",
+            "dataset": "_target_: mymodels.Ring",
+            **options,
+        }.items():
             base = "defaults: [_own]\n" if name == "dataset" else ""
             (workplace / "options" / name).mkdir(parents=True, exist_ok=True)
             (workplace / "options" / name / "mine.yaml").write_text(base + text)
@@ -101,7 +109,8 @@ def test_a_class_of_each_runs_and_what_is_drawn_while_reading_follows_from_the_s
     torch.manual_seed(99)
     assert place("stop.epochs=8")["params_sha256"] == first["params_sha256"]
     assert (
-        place("stop.epochs=8", dataset="_target_: mymodels.Ring\nnoise: 0.0")["params_sha256"] != first["params_sha256"]
+        place("stop.epochs=8", dataset="_target_: mymodels.Ring\nnoise: 0.0")["params_sha256"]
+        != first["params_sha256"]
     )
 
 
@@ -115,7 +124,12 @@ def test_functions_make_them_too_and_values_are_fitted(place) -> None:
 
 
 def test_the_processes_of_a_run_find_them(place) -> None:
-    two = ["topology=all_reduce", "cluster=homogeneous", "cluster.compute=[1,1]", "cluster.step_s=0.001"]
+    two = [
+        "topology=all_reduce",
+        "cluster=homogeneous",
+        "cluster.compute=[1,1]",
+        "cluster.step_s=0.001",
+    ]
     simulated = place(*two)
     real = place(*two, "runtime=local")
     assert real["params_sha256"] == simulated["params_sha256"]
@@ -137,7 +151,9 @@ def test_the_processes_of_a_run_find_them(place) -> None:
         ({"dataset": "_target_: mymodels.uneven"}, "targets differ in shape, as (1,) and (2,)"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_said_in_a_sentence(place, options: dict[str, str], words: str) -> None:
+def test_what_does_not_fit_is_said_in_a_sentence(
+    place, options: dict[str, str], words: str
+) -> None:
     said = place(**options)
     assert words in said
     assert said.count("\n") == 1

@@ -1,5 +1,6 @@
-"""Every command that a command prints, or leaves in a report or a record, runs as it stands: with a folder of options
-of the user's own and paths with a space."""
+"""Every command that a command prints, or leaves in a report or a record, runs as it stands: with a
+folder of options of the user's own and paths with a space.
+"""
 
 import json
 import re
@@ -30,7 +31,9 @@ DRY = ("train", "profile", "sweep", "advise", "calibrate", "launch")  # these ha
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a space in its name, with options of the user's own; MLflow takes what it is given."""
+    """A folder with a space in its name, with options of the user's own; MLflow takes what it is
+    given.
+    """
     folder = tmp_path / "a place"
     (folder / OWN / "model").mkdir(parents=True)
     (folder / OWN / "model" / "tiny.yaml").write_text("_target_: ashl.model.mlp.MLP\nhidden: [4]\n")
@@ -52,12 +55,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def commands_in(text: str) -> set[str]:
-    """What is a command of ashl in a text: between backticks, or from `ashl` to the end of its line."""
+    """What is a command of ashl in a text: between backticks, or from `ashl` to the end of its
+    line.
+    """
     found = {part for part in re.findall(r"`(ashl [^`]+)`", text)}
     names = "|".join(COMMANDS)
     for line in re.sub(r"`[^`]*`", "", text).splitlines():
         found |= set(re.findall(rf"(?:^|[ :])(ashl (?:{names})\b.*)$", line))
-    return {command for command in found if not re.search(r"\b(FILE|RUN|NAME|GROUP|OPTION)\b", command)}
+    return {
+        command for command in found if not re.search(r"\b(FILE|RUN|NAME|GROUP|OPTION)\b", command)
+    }
 
 
 def everything(place: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
@@ -132,13 +139,24 @@ def test_a_run_and_a_profile(place: Path, capsys, monkeypatch) -> None:
 
 
 def test_advice(place: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP")))
+    monkeypatch.setattr(
+        candidates, "RULES", tuple(rule for rule in RULES if rule.name in (BSP, "ASP"))
+    )
     monkeypatch.setattr(contest, "run_all", written)
     monkeypatch.setattr(flips, "predicted_s", lambda own, spec: 1.0)
-    line = ["--config-dir", OWN, "model=tiny", "cluster=one_slow", "run.dir=my advice", "stop.epochs=8"]
+    line = [
+        "--config-dir",
+        OWN,
+        "model=tiny",
+        "cluster=one_slow",
+        "run.dir=my advice",
+        "stop.epochs=8",
+    ]
     assert main(["advise", *line, "--target", "0.9", "-q"]) == 0
     out = capsys.readouterr().out
-    here, there = re.search(r"run it  here, emulated: (ashl .*)\n +on your machines: (ashl .*)\n", out).groups()
+    here, there = re.search(
+        r"run it  here, emulated: (ashl .*)\n +on your machines: (ashl .*)\n", out
+    ).groups()
     assert here.startswith("ashl train ")
     assert there.startswith("ashl launch --hosts 'my advice/hosts.txt' -- train ")
     assert "cluster=one_slow" in here
@@ -166,9 +184,15 @@ def test_what_an_error_proposes(line: list[str], place: Path, capsys, monkeypatc
 
 @pytest.mark.parametrize("name", ["train", "profile", "sweep", "advise", "calibrate", "compare"])
 def test_a_command_line_is_written_as_it_was_understood(name: str, place: Path) -> None:
-    """Every option of every command whose line is kept, with values that a shell would take apart."""
+    """Every option of every command whose line is kept, with values that a shell would
+    take apart.
+    """
     group: Any = typer.main.get_command(app)
-    command, words, mute = group.commands[name], [], ("debug", "quiet", "cfg", "dry_run", "help", "config_file")
+    command, words, mute = (
+        group.commands[name],
+        [],
+        ("debug", "quiet", "cfg", "dry_run", "help", "config_file"),
+    )
     for parameter in command.params:
         if parameter.param_type_name == "option" and parameter.name not in mute:
             value = "3" if parameter.name in NUMBERS else "a 'b"
@@ -184,7 +208,12 @@ def test_a_line_of_launch_keeps_its_hosts(place: Path) -> None:
     group: Any = typer.main.get_command(app)
     words = ["--hosts", "my hosts", "--np", "2", "--", "train", "x=1"]
     outer = group.commands["launch"].make_context("launch", words)
-    inner = group.commands["train"].make_context("train", ["--config-dir", OWN, "x=1"], parent=outer)
+    inner = group.commands["train"].make_context(
+        "train", ["--config-dir", OWN, "x=1"], parent=outer
+    )
     start = "ashl launch --hosts 'my hosts' --np 2 -- "
     assert str(typed(inner)) == f"{start}train --config-dir 'my options' x=1"
-    assert typed(inner).followed_by("train", "y=a b") == f"{start}train --config-dir 'my options' 'y=a b'"
+    assert (
+        typed(inner).followed_by("train", "y=a b")
+        == f"{start}train --config-dir 'my options' 'y=a b'"
+    )

@@ -1,4 +1,6 @@
-"""`profile=FILE` in virtual time: the clock runs by what the profile says, and never by a mixture."""
+"""`profile=FILE` in virtual time: the clock runs by what the profile says, and never by a
+mixture.
+"""
 
 from pathlib import Path
 
@@ -24,27 +26,37 @@ DECLARED = {
 def profiled(*overrides: str) -> Profile:
     """The profile of a declared cluster, as a file."""
     plan = planned(*TIMED, "sync=bsp", *overrides)
-    found = profile_of_declared_costs(construct(plan.cluster, "cluster"), plan.choices["model"], plan.num_params, 32)
+    found = profile_of_declared_costs(
+        construct(plan.cluster, "cluster"), plan.choices["model"], plan.num_params, 32
+    )
     Path("profile.json").write_text(found.to_json())
     return found
 
 
 @pytest.mark.parametrize("declared", DECLARED)
-def test_a_profile_of_a_declared_cluster_costs_what_the_cluster_does(declared: str, workplace) -> None:
-    """To the nanosecond, for whoever waited too; and beside the cluster that it is of, nothing is replaced."""
+def test_a_profile_of_a_declared_cluster_costs_what_the_cluster_does(
+    declared: str, workplace
+) -> None:
+    """To the nanosecond, for whoever waited too; and beside the cluster that it is of, nothing is
+    replaced.
+    """
     cluster = DECLARED[declared].split()
     profiled(*cluster)
     for rules in ("sync=asp compression=topk", "sync=bsp topology=all_reduce"):
         own = planned(*TIMED, *cluster, *rules.split())
         assert planned(*TIMED, "cluster=profile", FILE, *rules.split()).stages == own.stages
-    own, measured = (simulated(*TIMED, "sync=bsp", *given) for given in (cluster, ["cluster=profile", FILE]))
+    own, measured = (
+        simulated(*TIMED, "sync=bsp", *given) for given in (cluster, ["cluster=profile", FILE])
+    )
     assert (measured.time_ns, measured.ledgers) == (own.time_ns, own.ledgers)
     assert planned(*TIMED, *cluster, "sync=bsp", FILE).cluster == own.plan.cluster
 
 
 @pytest.mark.parametrize("cluster", ["cluster=one_slow", "cluster=real"])
 def test_a_profile_drives_the_clock_of_another_cluster(cluster: str, workplace) -> None:
-    """Precedence: profile before cluster.*. What was measured once takes as long whatever cluster is declared."""
+    """Precedence: profile before cluster.*. What was measured once takes as long whatever cluster
+    is declared.
+    """
     profiled("cluster=mixed")
     ran = simulated(*TIMED, "sync=bsp", cluster, FILE)
     assert TAKES_COSTS in ran.plan.notes
@@ -68,16 +80,24 @@ def test_what_runs_on_real_machines_is_predicted_from_their_profile(workplace) -
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ("cluster=profile", "cluster=profile needs the profile that it is made of: give profile=FILE, too"),
+        (
+            "cluster=profile",
+            "cluster=profile needs the profile that it is made of: give profile=FILE, too",
+        ),
         (f"cluster=profile runtime=local {FILE}", "take runtime=sim, or cluster=real"),
         (f"cluster=profile cluster.num_workers=3 {FILE}", "4 workers and the cluster has 3"),
         (f"cluster=ashl_paper {FILE}", "4 workers and the cluster has 3"),
         (f"cluster=profile model=cnn {FILE}", "the model mlp and this one is cnn"),
-        (f"cluster=one_slow cluster.events=[{{time_s:1,worker:0,compute:2}}] {FILE}", "drop one of them"),
+        (
+            f"cluster=one_slow cluster.events=[{{time_s:1,worker:0,compute:2}}] {FILE}",
+            "drop one of them",
+        ),
         ("cluster=real cluster.num_workers=4", "give the profile=FILE that was measured on it"),
     ],
 )
-def test_what_a_profile_cannot_drive_is_refused_with_the_fix(overrides: str, words: str, said, workplace) -> None:
+def test_what_a_profile_cannot_drive_is_refused_with_the_fix(
+    overrides: str, words: str, said, workplace
+) -> None:
     profiled("cluster=mixed")
     code, sentence = said("sync=bsp", "schedule=single", *overrides.split())
     assert code == 2

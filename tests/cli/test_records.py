@@ -1,4 +1,6 @@
-"""What a run writes, against itself: names are those that were chosen, and every record ends where the run ended."""
+"""What a run writes, against itself: names are those that were chosen, and every record ends where
+the run ended.
+"""
 
 import gzip
 import json
@@ -28,13 +30,17 @@ def trained(*overrides: str) -> None:
 
 def test_names_are_those_of_the_options() -> None:
     """Two depths of one class are two models, and no hash knows what an option is called."""
-    config = compose([*SMALL, "sync=bsp", "model=resnet20", "dataset=synthetic", "runtime.gradients=false"])
+    config = compose(
+        [*SMALL, "sync=bsp", "model=resnet20", "dataset=synthetic", "runtime.gradients=false"]
+    )
     plan = compile_plan(config)
     assert plan.name == "bsp-resnet20-synthetic"
     assert (plan.choices["model"], plan.stages[0].name) == ("resnet20", "bsp")
     assert mlflow.flat(config)["model"] == "resnet20"
     assert "sync" not in planned("schedule=ashl").choices, "each of its stages has one"
-    assert config_hash(config) == config_hash({**config, "choices": {**config["choices"], "model": "mine"}})
+    assert config_hash(config) == config_hash(
+        {**config, "choices": {**config["choices"], "model": "mine"}}
+    )
 
 
 @pytest.mark.parametrize("model", ["mlp", "MLP", "cnn"])
@@ -88,7 +94,10 @@ def test_a_quiet_run_draws_no_view(workplace, monkeypatch) -> None:
     ("overrides", "says"),
     [
         ("sync=ssp stop.epochs=5", "predicted 4.5 s for 225 steps"),
-        ("sync=ssp stop.steps=100 stop.epochs=5 stop.seconds=30", "predicted 2 s for 100 steps; stops after 30 s at"),
+        (
+            "sync=ssp stop.steps=100 stop.epochs=5 stop.seconds=30",
+            "predicted 2 s for 100 steps; stops after 30 s at",
+        ),
         ("sync=ssp stop.seconds=30", "stops after 30 s"),
         ("schedule=ashl", "predicted 22.1 s to 23.4 s for 2,695 steps, after profiling"),
     ],

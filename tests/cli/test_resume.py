@@ -1,4 +1,6 @@
-"""Runs that go on: from what is whole, one at a time, with the code that whoever starts them allows."""
+"""Runs that go on: from what is whole, one at a time, with the code that whoever starts them
+allows.
+"""
 
 import fcntl
 import json
@@ -39,7 +41,9 @@ def resumed(capsys, *more: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
-def test_records_that_lost_their_end_are_not_gone_on_with(name: str, interrupted: Path, capsys) -> None:
+def test_records_that_lost_their_end_are_not_gone_on_with(
+    name: str, interrupted: Path, capsys
+) -> None:
     """They were filled up with zero bytes, and no reader could make anything of them."""
     before = (interrupted / "summary.json").read_text()
     os.truncate(interrupted / name, 10)
@@ -69,7 +73,9 @@ def test_a_configuration_that_is_none(text: str, says: str, interrupted: Path, c
 
 
 @pytest.mark.parametrize("line", ["x", "[1]", "{}"])
-def test_records_with_a_line_that_is_none_are_not_taken_along(line: str, interrupted: Path, capsys) -> None:
+def test_records_with_a_line_that_is_none_are_not_taken_along(
+    line: str, interrupted: Path, capsys
+) -> None:
     (interrupted / METRICS).write_text(f"{line}\n")
     code, err = resumed(capsys, "cluster.num_workers=2", "run.dir=new")
     assert (code, "run/metrics.jsonl is missing or damaged" in err) == (2, True)
@@ -79,7 +85,10 @@ def test_two_cannot_go_on_with_one_run(interrupted: Path, capsys) -> None:
     with open(interrupted / METRICS, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         before = file.read()
-        assert resumed(capsys) == (1, "ashl: another process is writing the run in run; wait for it to end.\n")
+        assert resumed(capsys) == (
+            1,
+            "ashl: another process is writing the run in run; wait for it to end.\n",
+        )
         assert (interrupted / METRICS).read_bytes() == before
     assert resumed(capsys) == (0, "")
 
@@ -98,14 +107,19 @@ def test_code_of_the_users_own_is_allowed_anew(interrupted: Path, workplace, cap
     (workplace / "evil.py").write_text("raise SystemExit('imported')")
     code, err = resumed(capsys)
     assert code == 2
-    assert "--resume run: the run imports code of your own; if you trust it, type 'allow_targets=[evil]'" in err
+    assert (
+        "--resume run: the run imports code of your own; if you trust it, type"
+        " 'allow_targets=[evil]'" in err
+    )
     code, err = resumed(capsys, "allow_targets=[evil]")
     assert (code, "of another run" in err) == (2, True), "what is allowed belongs to what a run is"
 
 
 def test_a_file_that_is_not_what_was_written_is_not_gone_on_with(interrupted: Path, capsys) -> None:
     """Flipped or cut off: the checkpoint before counts, and without one the run does not begin."""
-    _, cut = sorted((interrupted / "checkpoint").glob("*/state.pt"), key=lambda file: int(file.parent.name))
+    _, cut = sorted(
+        (interrupted / "checkpoint").glob("*/state.pt"), key=lambda file: int(file.parent.name)
+    )
     cut.write_bytes(cut.read_bytes()[:-1000])
     code, err = resumed(capsys, "stop.steps=90")
     assert code == 0
@@ -125,7 +139,10 @@ def test_a_checkpoint_is_resumed_where_it_was_made(workplace, capsys) -> None:
     for own in ((), ("cluster.num_workers=3", "run.dir=three")):
         code, err = resumed(capsys, "runtime=local", *own)
         assert code == 2
-        assert "run began in virtual time, and a checkpoint is resumed where it was made; drop runtime" in err
+        assert (
+            "run began in virtual time, and a checkpoint is resumed where it was made; drop runtime"
+            in err
+        )
     assert not Path("three").exists()
 
 
@@ -137,8 +154,13 @@ def test_a_checkpoint_is_resumed_where_it_was_made(workplace, capsys) -> None:
     ],
 )
 def test_the_time_before_a_resume_counts_once(overrides: str, workplace: Path, monkeypatch) -> None:
-    """With other workers it counted twice: their run begins with a checkpoint of its own, and goes on from that."""
-    line = "sync=bsp cluster=homogeneous cluster.num_workers=2 runtime=sim run.checkpoint_s=0.1 tracking=none"
+    """With other workers it counted twice: their run begins with a checkpoint of its own, and goes
+    on from that.
+    """
+    line = (
+        "sync=bsp cluster=homogeneous cluster.num_workers=2 runtime=sim run.checkpoint_s=0.1"
+        " tracking=none"
+    )
     made = Monitor.__init__
 
     def long_ago(self, *args, **kwargs):

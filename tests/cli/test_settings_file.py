@@ -1,4 +1,6 @@
-"""`--config FILE`: its settings count as typed, typed keys win, and printed commands are complete without it."""
+"""`--config FILE`: its settings count as typed, typed keys win, and printed commands are complete
+without it.
+"""
 
 import shlex
 from pathlib import Path
@@ -31,14 +33,38 @@ def file(workplace: Path) -> Path:
 
 def test_values_are_read_as_if_they_were_typed(file: Path) -> None:
     found = settings_in(file)
-    assert found[2:6] == ["sync=ssp", "sync.staleness=2", "stop.steps=40", "cluster.compute=[1,1,2.5]"]
-    assert found[6:] == ["cluster.events=[{time_s:1e-1,worker:0,compute:2}]", "name=an apostrophe's", "plan=null"]
+    assert found[2:6] == [
+        "sync=ssp",
+        "sync.staleness=2",
+        "stop.steps=40",
+        "cluster.compute=[1,1,2.5]",
+    ]
+    assert found[6:] == [
+        "cluster.events=[{time_s:1e-1,worker:0,compute:2}]",
+        "name=an apostrophe's",
+        "plan=null",
+    ]
     assert with_settings(file, ["sync.staleness=1"])[-1] == "sync.staleness=1"
     assert "sync.staleness=2" not in with_settings(file, ["++sync.staleness=1"])
 
 
-def test_a_run_records_the_settings_and_its_command_needs_no_file(file: Path, workplace: Path) -> None:
-    assert main(["train", "-q", "--config", str(file), "sync.staleness=1", "stop.steps=20", "run.dir=one"]) == 0
+def test_a_run_records_the_settings_and_its_command_needs_no_file(
+    file: Path, workplace: Path
+) -> None:
+    assert (
+        main(
+            [
+                "train",
+                "-q",
+                "--config",
+                str(file),
+                "sync.staleness=1",
+                "stop.steps=20",
+                "run.dir=one",
+            ]
+        )
+        == 0
+    )
     typed = yaml.safe_load((workplace / "one/overrides.yaml").read_text())
     assert typed[-3:] == ["sync.staleness=1", "stop.steps=20", "run.dir=one"]
     words = shlex.split((workplace / "one/command.txt").read_text())
@@ -70,7 +96,9 @@ def test_every_command_that_takes_settings_takes_the_file(command: str, file: Pa
         (None, "it cannot be read (no such file or directory)"),
     ],
 )
-def test_a_file_that_is_none_of_settings_is_refused(text: str | None, says: str, file: Path, capsys) -> None:
+def test_a_file_that_is_none_of_settings_is_refused(
+    text: str | None, says: str, file: Path, capsys
+) -> None:
     file.unlink() if text is None else file.write_text(text)
     assert main(["train", "--config", str(file), "runtime=sim"]) == 2
     err = capsys.readouterr().err

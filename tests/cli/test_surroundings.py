@@ -1,4 +1,6 @@
-"""Where a command runs: closed streams, terminals that show ASCII only or close, long TMPDIR, no loopback, daemons."""
+"""Where a command runs: closed streams, terminals that show ASCII only or close, long TMPDIR, no
+loopback, daemons.
+"""
 
 import io
 import os
@@ -27,7 +29,14 @@ from ashl.tracking.killed import close_killed
 from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-REAL = ["cluster=homogeneous", "cluster.compute=[1,1]", "sync=bsp", "stop.steps=6", "model.hidden=[8]", "tracking=none"]
+REAL = [
+    "cluster=homogeneous",
+    "cluster.compute=[1,1]",
+    "sync=bsp",
+    "stop.steps=6",
+    "model.hidden=[8]",
+    "tracking=none",
+]
 ASHL = [sys.executable, "-P", "-m", "ashl.cli"]
 
 
@@ -37,10 +46,17 @@ ASHL = [sys.executable, "-P", "-m", "ashl.cli"]
 def test_every_letter_of_ours_has_a_spelling_in_ascii() -> None:
     files = [file for folder in ("ashl", "cli", "conf") for file in (ROOT / folder).rglob("*.*")]
     files = [file for file in files if file.suffix in (".py", ".yaml")]
-    letters = {letter for file in files for letter in file.read_text(encoding="utf-8") if not letter.isascii()}
+    letters = {
+        letter
+        for file in files
+        for letter in file.read_text(encoding="utf-8")
+        if not letter.isascii()
+    }
     assert len(letters) > 50
     assert [
-        letter for letter in letters if "?" in process_setup.spell(letter) or not process_setup.spell(letter).isascii()
+        letter
+        for letter in letters
+        if "?" in process_setup.spell(letter) or not process_setup.spell(letter).isascii()
     ] == []
 
 
@@ -53,12 +69,16 @@ def in_ascii(monkeypatch: pytest.MonkeyPatch, *args: str) -> str:
     return out.buffer.getvalue().decode("ascii")
 
 
-@pytest.mark.parametrize("options", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["one of each group", "all"])
+@pytest.mark.parametrize(
+    "options", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["one of each group", "all"]
+)
 def test_pages_of_list_in_ascii(options: int | None, monkeypatch) -> None:
     monkeypatch.setattr(lists, "_laws", lambda file: None)  # measured, in plain letters
     known = catalog()
     named = [
-        [group, option] for group in known for option in sorted(known[group], key=lambda name: name == "none")[:options]
+        [group, option]
+        for group in known
+        for option in sorted(known[group], key=lambda name: name == "none")[:options]
     ]
     pages = [[], *([group] for group in known), *named]
     assert len(pages) > (25 if options else 150)
@@ -100,27 +120,45 @@ def test_a_command_ends_in_order_when_its_reader_has_gone(command, unbuffered, t
     os.close(ours)
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(
-        [*ASHL, *command], cwd=tmp_path, stdout=theirs, stderr=subprocess.PIPE, env=env, timeout=PATIENCE_S
+        [*ASHL, *command],
+        cwd=tmp_path,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        env=env,
+        timeout=PATIENCE_S,
     )
     os.close(theirs)
     assert (done.returncode, done.stderr) == (0, b"")
-    assert [jsonl.whole(file)["status"] for file in tmp_path.glob("run/summary.json")] == ["finished"] * (
-        command[0] == "train"
-    )
+    assert [jsonl.whole(file)["status"] for file in tmp_path.glob("run/summary.json")] == [
+        "finished"
+    ] * (command[0] == "train")
 
 
 # --- real processes
 
 
 @pytest.mark.parametrize("sink", ["none", pytest.param("mlflow", marks=pytest.mark.slow)])
-def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe_and_a_long_tmpdir(sink, tmp_path) -> None:
+def test_a_real_run_without_streams_in_a_folder_with_an_apostrophe_and_a_long_tmpdir(
+    sink, tmp_path
+) -> None:
     place, long = tmp_path / "o'brien's \"runs\"", tmp_path / ("x" * 90)
     place.mkdir()
     long.mkdir()
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
-    command = [*closed, *ASHL, "train", "-q", *REAL, f"tracking={sink}", "runtime.heartbeat_timeout_s=30"]
+    command = [
+        *closed,
+        *ASHL,
+        "train",
+        "-q",
+        *REAL,
+        f"tracking={sink}",
+        "runtime.heartbeat_timeout_s=30",
+    ]
     assert (
-        subprocess.run(command, cwd=place, timeout=PATIENCE_S, env=os.environ | {"TMPDIR": str(long)}).returncode == 0
+        subprocess.run(
+            command, cwd=place, timeout=PATIENCE_S, env=os.environ | {"TMPDIR": str(long)}
+        ).returncode
+        == 0
     )
     (summary,) = place.glob("runs/*/*/summary.json")
     assert jsonl.whole(summary)["status"] == "finished"
@@ -164,14 +202,18 @@ def test_a_daemonic_process_forked_from_one_that_has_trained(runtime, tmp_path) 
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
 
 
-@pytest.mark.parametrize("job", [{}, pytest.param(JOB, marks=pytest.mark.slow)], ids=["alone", "job"])
+@pytest.mark.parametrize(
+    "job", [{}, pytest.param(JOB, marks=pytest.mark.slow)], ids=["alone", "job"]
+)
 def test_without_loopback(job, tmp_path) -> None:
     apart = ["unshare", "-n" if os.geteuid() == 0 else "-rn"]
     probe = subprocess.run([*apart, "true"], capture_output=True, text=True, check=False)
     if probe.returncode:
         pytest.skip(f"NOT TRIED: no network namespace can be made here: {probe.stderr.strip()}")
     command = [*apart, *ASHL, "train", "-q", *REAL, "runtime.heartbeat_timeout_s=10"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, env=os.environ | job)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=30, env=os.environ | job
+    )
     by = "MASTER_ADDR=localhost" if job else "runtime=local"
     assert done.stderr == (
         f"ashl: {by}: processes on this machine do not reach each other over loopback, 127.0.0.1 "
@@ -193,7 +235,14 @@ def test_what_is_left_over_of_a_job(monkeypatch) -> None:
 
 
 def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workplace, capsys) -> None:
-    sim = ["runtime=sim", "sync=bsp", "stop.steps=80", "tracking=none", "eval.every_commits=5", "run.dir=run"]
+    sim = [
+        "runtime=sim",
+        "sync=bsp",
+        "stop.steps=80",
+        "tracking=none",
+        "eval.every_commits=5",
+        "run.dir=run",
+    ]
     assert main(["train", "-q", *sim]) == 0
     run = workplace / "run"
     whole = jsonl.whole(run / "summary.json")
@@ -205,7 +254,16 @@ def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workpla
     closed = jsonl.whole(run / "summary.json")
     assert is_summary(closed)
     same = [key for key in closed if closed[key] == whole.get(key)]
-    assert {"name", "seed", "time_s", "time_kind", "num_workers", "steps", "samples", "wait_share"} <= {*same}
+    assert {
+        "name",
+        "seed",
+        "time_s",
+        "time_kind",
+        "num_workers",
+        "steps",
+        "samples",
+        "wait_share",
+    } <= {*same}
     assert closed["status"] == "interrupted"
     assert closed["best"]["test_accuracy"] == whole["best"]["test_accuracy"]
     jsonl.write_json(run / "summary.json", whole)
@@ -214,10 +272,19 @@ def test_a_killed_run_is_closed_from_its_records_once_nobody_writes_them(workpla
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])
-def test_an_interrupted_run_with_checkpoints_prints_how_to_go_on(checkpoints, workplace, capsys, monkeypatch) -> None:
+def test_an_interrupted_run_with_checkpoints_prints_how_to_go_on(
+    checkpoints, workplace, capsys, monkeypatch
+) -> None:
     monkeypatch.setattr("ashl.run.train.run_status", lambda *_: ("interrupted", "interrupted"))
     every = ["run.checkpoint_s=0.1"] if checkpoints else []
-    overrides = ["runtime=sim", "sync=bsp", "stop.steps=40", "tracking=none", "run.dir=it's", *every]
+    overrides = [
+        "runtime=sim",
+        "sync=bsp",
+        "stop.steps=40",
+        "tracking=none",
+        "run.dir=it's",
+        *every,
+    ]
     assert main(["train", "-q", *overrides]) == 130
     out = capsys.readouterr().out
     assert jsonl.whole(workplace / "it's/summary.json")["status"] == "interrupted"
@@ -228,9 +295,14 @@ def test_a_failure_is_a_line_when_it_happens_in_a_pipe_too() -> None:
     out = io.StringIO()
     progress = Progress(Console(file=out), name="run")
     told = SimpleNamespace(read_beats=None, progress=progress)
-    Monitor.show_line(told, "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it")
+    Monitor.show_line(
+        told, "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it"
+    )
     Monitor.show_line(SimpleNamespace(read_beats=list, progress=progress), "in virtual time")
-    assert out.getvalue() == "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it\n"
+    assert (
+        out.getvalue()
+        == "worker 1 failed at 3 s (was killed by SIGKILL); the run continues without it\n"
+    )
 
 
 # --- signals, and jobs that are stopped

@@ -16,7 +16,14 @@ import pytest
 from ashl.cli.app import main
 from ashl.study.slots import Job, run_all
 
-TINY = ["runtime=sim", "model.hidden=[4]", "stop.epochs=1", "eval.every_commits=40", "run.dir=study", "tracking=none"]
+TINY = [
+    "runtime=sim",
+    "model.hidden=[4]",
+    "stop.epochs=1",
+    "eval.every_commits=40",
+    "run.dir=study",
+    "tracking=none",
+]
 GRID = ["sync=bsp,asp", "seed=0,1", *TINY]
 
 
@@ -43,7 +50,9 @@ def test_killed_in_the_middle_and_run_again(workplace: Path, capsys: pytest.Capt
     out = capsys.readouterr().out
     whole = summaries(workplace / "study")
     assert len(whole) == 4
-    assert {name: whole[name]["host_s"] for name in first} == {name: s["host_s"] for name, s in first.items()}
+    assert {name: whole[name]["host_s"] for name in first} == {
+        name: s["host_s"] for name, s in first.items()
+    }
     assert f"{len(first)} of them done, {4 - len(first)} to go" in out
     assert all(summary["status"] == "finished" for summary in whole.values())
     assert (workplace / "study/report.html").is_file()
@@ -53,7 +62,9 @@ def test_killed_in_the_middle_and_run_again(workplace: Path, capsys: pytest.Capt
     assert summaries(workplace / "study") == whole
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_an_interrupt_says_how_to_go_on(
     number: int, code: int, workplace: Path, capsys: pytest.CaptureFixture, monkeypatch
 ) -> None:
@@ -68,7 +79,9 @@ def test_an_interrupt_says_how_to_go_on(
     assert not err
 
 
-def test_what_fails_is_recorded_and_the_others_go_on(workplace: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_fails_is_recorded_and_the_others_go_on(
+    workplace: Path, capsys: pytest.CaptureFixture
+) -> None:
     grid = ["optimizer.lr=0.1,1e9", "sync=bsp", "optimizer.momentum=0", *TINY]
     assert main(["sweep", *grid]) == 0
     found = sorted(summary["status"] for summary in summaries(workplace / "study").values())
@@ -79,8 +92,10 @@ def test_what_fails_is_recorded_and_the_others_go_on(workplace: Path, capsys: py
 def test_a_race_drops_who_is_behind_and_never_does_more_than_its_grid(
     workplace: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Counted in virtual work: each run is begun once at most, and takes no more steps than it would in the grid, where
-    all take equally many. The baseline stays, however far behind it is; who was dropped has a row of its own."""
+    """Counted in virtual work: each run is begun once at most, and takes no more steps than it
+    would in the grid, where all take equally many. The baseline stays, however far behind it is;
+    who was dropped has a row of its own.
+    """
     begun: list[str] = []
 
     def counted(slots: int, jobs: list[Job], *rest, **more) -> Iterator[Job]:
@@ -88,7 +103,14 @@ def test_a_race_drops_who_is_behind_and_never_does_more_than_its_grid(
         assert not any(job.resume for job in jobs)
         return run_all(slots, jobs, *rest, **more)
 
-    grid = ["sync=asp", "optimizer.lr=0.0001,0.0002,0.1", "seed=0,1", *TINY, "model.hidden=[16]", "stop.epochs=2"]
+    grid = [
+        "sync=asp",
+        "optimizer.lr=0.0001,0.0002,0.1",
+        "seed=0,1",
+        *TINY,
+        "model.hidden=[16]",
+        "stop.epochs=2",
+    ]
     with patch("ashl.study.sweep.run_all", counted):
         assert main(["sweep", *grid, "--race", "--baseline", "lr=0.0001"]) == 0
     record = json.loads((workplace / "study/sweep.json").read_text())
@@ -128,7 +150,9 @@ def test_two_sweeps_never_share_a_folder(workplace: Path, capsys: pytest.Capture
     assert "another sweep is running in study" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("reason", ["was killed by SIGKILL", "worker 1 was killed by SIGTERM; its log is rank1.log"])
+@pytest.mark.parametrize(
+    "reason", ["was killed by SIGKILL", "worker 1 was killed by SIGTERM; its log is rank1.log"]
+)
 def test_what_was_killed_from_outside_runs_again(reason: str, workplace: Path) -> None:
     assert main(["sweep", *GRID, "-q"]) == 0
     first = summaries(workplace / "study")

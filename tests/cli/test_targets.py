@@ -93,8 +93,19 @@ class Smooth(Task):
     def loss(self, outputs, targets):
         return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-1, label_smoothing=0.1)
 '''
-SMALL = ["runtime=sim", "tracking=none", "cluster=homogeneous", "cluster.compute=[1,1]", "optimizer.lr=0.1"]
-ANSWERS = ["dataset.partition=interleaved", "dataset.batch_size=8", "stop.steps=20", "run.init_weights=start.pt"]
+SMALL = [
+    "runtime=sim",
+    "tracking=none",
+    "cluster=homogeneous",
+    "cluster.compute=[1,1]",
+    "optimizer.lr=0.1",
+]
+ANSWERS = [
+    "dataset.partition=interleaved",
+    "dataset.batch_size=8",
+    "stop.steps=20",
+    "run.init_weights=start.pt",
+]
 PORTS = ["cluster.exchange_s=null", "cluster.bandwidth_mbit_s=100", "cluster.latency_s=0.001"]
 IN_ROUNDS = (
     ["sync=bsp"],
@@ -103,7 +114,13 @@ IN_ROUNDS = (
     ["sync=local_sgd", "sync.local_steps=1", "topology=all_reduce", "optimizer.momentum=0"],
     ["sync=bsp", "topology=all_reduce", "overlap=wfbp"],
     ["sync=bsp", "topology=sharded_server", "topology.servers=2", *PORTS],
-    ["sync=bsp", "topology=all_reduce", "runtime=local", "cluster.step_s=0.001", "cluster.exchange_s=0.001"],
+    [
+        "sync=bsp",
+        "topology=all_reduce",
+        "runtime=local",
+        "cluster.step_s=0.001",
+        "cluster.exchange_s=0.001",
+    ],
 )
 
 
@@ -116,8 +133,19 @@ def place(workplace: Path, capsys):
         for group, text in {"model": model, "dataset": dataset, "task": task}.items():
             (workplace / "options" / group).mkdir(parents=True, exist_ok=True)
             base = "defaults: [_own]\n" if group == "dataset" else ""
-            (workplace / "options" / group / "mine.yaml").write_text(f"{base}_target_: targets.{text}")
-        own = ["--config-dir", "options", "model=mine", "dataset=mine", "run.dir=out", "-q", *SMALL, *overrides]
+            (workplace / "options" / group / "mine.yaml").write_text(
+                f"{base}_target_: targets.{text}"
+            )
+        own = [
+            "--config-dir",
+            "options",
+            "model=mine",
+            "dataset=mine",
+            "run.dir=out",
+            "-q",
+            *SMALL,
+            *overrides,
+        ]
         code = main(["train", *own, "allow_targets=[targets]", *(["task=mine"] if task else [])])
         said = capsys.readouterr()
         return (jsonl.whole(workplace / "out/summary.json") or {}) if code == 0 else said.err
@@ -127,7 +155,9 @@ def place(workplace: Path, capsys):
 
 
 def plain(mark: int, smoothing: float, momentum: float) -> tuple[dict[str, torch.Tensor], float]:
-    """Ten steps of plain torch on the samples of both workers, and the loss on the test half after them."""
+    """Ten steps of plain torch on the samples of both workers, and the loss on the test half after
+    them.
+    """
     import targets
 
     net, data, test = targets.Tok(), targets.Answers(True, mark), targets.Answers(False, mark)
@@ -149,7 +179,9 @@ def test_two_workers_are_one_whatever_counts(how, place, monkeypatch, workplace)
     import targets
 
     torch.save(targets.Tok().state_dict(), "start.pt")
-    found = place("Tok", "Answers\n", "task=language_model", "optimizer.weight_decay=1e-4", *ANSWERS, *how)
+    found = place(
+        "Tok", "Answers\n", "task=language_model", "optimizer.weight_decay=1e-4", *ANSWERS, *how
+    )
     assert isinstance(found, dict), found
     expected, loss = plain(-100, 0.0, 0.0 if "optimizer.momentum=0" in how else 0.9)
     for name, value in torch.load("out/final.pt").items():
@@ -164,8 +196,17 @@ def test_another_mark_counts_alike(task, place, monkeypatch, workplace) -> None:
     import targets
 
     torch.save(targets.Tok().state_dict(), "start.pt")
-    own, smoothing = (["task=language_model", "task.ignore_index=-1"], 0.0) if task != "own" else ([], 0.1)
-    found = place("Tok", "Answers\nmark: -1", "sync=bsp", *ANSWERS, *own, task="Smooth" if task == "own" else "")
+    own, smoothing = (
+        (["task=language_model", "task.ignore_index=-1"], 0.0) if task != "own" else ([], 0.1)
+    )
+    found = place(
+        "Tok",
+        "Answers\nmark: -1",
+        "sync=bsp",
+        *ANSWERS,
+        *own,
+        task="Smooth" if task == "own" else "",
+    )
     assert isinstance(found, dict), found
     expected, loss = plain(-1, smoothing, 0.9)
     for name, value in torch.load("out/final.pt").items():
@@ -174,7 +215,14 @@ def test_another_mark_counts_alike(task, place, monkeypatch, workplace) -> None:
 
 
 def test_batches_without_a_target_that_counts_change_nothing(place) -> None:
-    found = place("Tok", "Answers\n", "task=language_model", "sync=asp", "dataset.batch_size=1", "stop.epochs=1")
+    found = place(
+        "Tok",
+        "Answers\n",
+        "task=language_model",
+        "sync=asp",
+        "dataset.batch_size=1",
+        "stop.epochs=1",
+    )
     assert isinstance(found, dict), found
     assert found["status"] == "finished"
 

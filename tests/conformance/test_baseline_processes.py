@@ -13,7 +13,9 @@ def test_adsp_commits_alike_however_fast_a_worker_is(tmp_path):
     commits = [worker["commits"] for worker in summary["workers"]]
     steps = [worker["steps"] for worker in summary["workers"]]
     assert adds_up(summary)
-    assert max(commits) - min(commits) <= 2  # one at check points, and one under way when the run ended
+    assert (
+        max(commits) - min(commits) <= 2
+    )  # one at check points, and one under way when the run ended
     assert min(steps[:3]) > 3 * steps[3]
     assert summary["wait_share"] < 0.1
 

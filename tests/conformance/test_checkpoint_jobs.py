@@ -1,4 +1,6 @@
-"""Jobs that others have started leave checkpoints and go on from them, whether they share a folder or not."""
+"""Jobs that others have started leave checkpoints and go on from them, whether they share a folder
+or not.
+"""
 
 import json
 import os
@@ -25,8 +27,14 @@ GOES_ON = "ashl: restarted: the run in run resumes from its last checkpoint\n"
 
 def started(command: Sequence[str], folder: Path = Path(), **env: str) -> subprocess.Popen:
     folder.mkdir(exist_ok=True)
-    known = {"cwd": folder, "env": os.environ | {"OMP_NUM_THREADS": "1"} | env, "start_new_session": True}
-    return subprocess.Popen([sys.executable, "-m", *command], stderr=subprocess.PIPE, text=True, **known)
+    known = {
+        "cwd": folder,
+        "env": os.environ | {"OMP_NUM_THREADS": "1"} | env,
+        "start_new_session": True,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", *command], stderr=subprocess.PIPE, text=True, **known
+    )
 
 
 def torchrun(size: int, *train: str, restarts: int = 0) -> subprocess.Popen:
@@ -44,12 +52,16 @@ def until_saved(run: Path, *jobs: subprocess.Popen) -> None:
 
 def half_written(run: Path) -> None:
     """A newer checkpoint than all, of which a file is cut off, and one that has no manifest yet."""
-    whole = max(run.glob("checkpoint/*/manifest.json"), key=lambda path: int(path.parent.name)).parent
+    whole = max(
+        run.glob("checkpoint/*/manifest.json"), key=lambda path: int(path.parent.name)
+    ).parent
     for number, names in ((900, ("manifest.json", "rank0.pt")), (901, ("rank0.pt",))):
         (run / f"checkpoint/{number}").mkdir()
         for name in names:
             text = (whole / name).read_bytes()
-            (run / f"checkpoint/{number}/{name}").write_bytes(text if name == "manifest.json" else text[:1000])
+            (run / f"checkpoint/{number}/{name}").write_bytes(
+                text if name == "manifest.json" else text[:1000]
+            )
 
 
 def ended(*jobs: subprocess.Popen) -> list[str]:
@@ -60,7 +72,9 @@ def ended(*jobs: subprocess.Popen) -> list[str]:
             job.kill()
 
 
-@pytest.mark.parametrize(("mode", "size"), [(TOP_K, 3), (LATE, 2), (PUSH_SUM, 2)], ids=["server", "late", "push-sum"])
+@pytest.mark.parametrize(
+    ("mode", "size"), [(TOP_K, 3), (LATE, 2), (PUSH_SUM, 2)], ids=["server", "late", "push-sum"]
+)
 def test_a_job_that_was_killed_as_a_whole(mode: list[str], size: int, workplace: Path) -> None:
     job = torchrun(size, *LINE, *mode, *SAVED)
     until_saved(Path("run"), job)
@@ -73,7 +87,9 @@ def test_a_job_that_was_killed_as_a_whole(mode: list[str], size: int, workplace:
 
 
 def test_what_torchrun_starts_anew_goes_on_from_what_is_whole(workplace: Path) -> None:
-    """A worker is killed, torchrun ends the others and starts all of them again, by the same command."""
+    """A worker is killed, torchrun ends the others and starts all of them again, by the same
+    command.
+    """
     job = torchrun(3, *LINE, *TOP_K, *SAVED, restarts=1)
     until_saved(Path("run"), job)
     half_written(Path("run"))
@@ -106,14 +122,20 @@ def test_ranks_share_no_folder(tmp_path: Path) -> None:
         world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         world["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
         command = ["ashl.cli", "train", *LINE, "sync=ssp", *SAVED, "stop.steps=800"]
-        return [started(command, folder, RANK=str(rank), **world) for rank, folder in enumerate(folders)]
+        return [
+            started(command, folder, RANK=str(rank), **world) for rank, folder in enumerate(folders)
+        ]
 
     first = job(0)
     until_saved(folders[0] / "run", *first)
     first[1].kill()
     said = ended(*first)
     assert [process.returncode for process in first] == [1, -signal.SIGKILL, 1]
-    assert said[0] == said[2] == "ashl: worker 1 disconnected: its connections were closed, and no heartbeat followed\n"
+    assert (
+        said[0]
+        == said[2]
+        == "ashl: worker 1 disconnected: its connections were closed, and no heartbeat followed\n"
+    )
     second = job(1)
     said = ended(*second)
     assert [process.returncode for process in second] == [0, 0, 0], said
@@ -128,7 +150,12 @@ def test_all_have_to_leave_the_same_checkpoints(tmp_path: Path) -> None:
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     more = ([], ["run.checkpoint_s=1"])
     jobs = [
-        started(["ashl.cli", "train", *LINE, *PUSH_SUM, *SAVED, *more[r]], tmp_path / str(r), RANK=str(r), **world)
+        started(
+            ["ashl.cli", "train", *LINE, *PUSH_SUM, *SAVED, *more[r]],
+            tmp_path / str(r),
+            RANK=str(r),
+            **world,
+        )
         for r in range(2)
     ]
     said = ended(*jobs)

@@ -1,5 +1,6 @@
-"""Real runs in lockstep that go on from a checkpoint, also in virtual time and back: bit for bit the run that was
-never stopped."""
+"""Real runs in lockstep that go on from a checkpoint, also in virtual time and back: bit for bit
+the run that was never stopped.
+"""
 
 import json
 import os
@@ -15,41 +16,66 @@ import pytest
 from ashl.cli.app import main
 from tests.support import simulated
 
-BASE = "cluster.compute=[1,2] cluster.link=null cluster.step_s=0.008 cluster.exchange_s=0.002 tracking.events=all"
+BASE = (
+    "cluster.compute=[1,2] cluster.link=null cluster.step_s=0.008 cluster.exchange_s=0.002"
+    " tracking.events=all"
+)
 LINE = [*BASE.split(), "eval.every_commits=100", "stop.steps=400"]
 RUNS = {
     "by a server, Top-K and momentum": "sync=bsp compression=topk compression.ratio=0.2",
     "all-reduce in parts": "topology=all_reduce sync=bsp overlap=merged",
     "under the next forward pass": "topology=all_reduce sync=bsp overlap=dear overlap.plan=layers",
-    "a model that comes back in parts": "sync=bsp overlap=tictac cluster.exchange_s=null "
-    "cluster.bandwidth_mbit_s=200 cluster.latency_s=0.0005",
+    "a model that comes back in parts": (
+        "sync=bsp overlap=tictac cluster.exchange_s=null "
+        "cluster.bandwidth_mbit_s=200 cluster.latency_s=0.0005"
+    ),
     "local steps, momentum outside": "sync=local_sgd sync.local_steps=2 outer=nesterov",
     "a ring": "topology=gossip sync=d_psgd topology.graph=ring optimizer.momentum=0.9",
     "CHOCO": "topology=gossip sync=choco compression=topk compression.ratio=0.2",
-    "push-sum, two rounds late": "topology=gossip sync=sgp sync.overlap=2 topology.graph=ring optimizer.momentum=0.9",
-    "pieces on two servers": "topology=sharded_server topology.servers=2 sync=bsp compression=topk "
-    "compression.ratio=0.2 cluster.exchange_s=null cluster.bandwidth_mbit_s=200 cluster.latency_s=0.0005",
-    "one exchange late, all-reduce": "topology=all_reduce sync=bsp overlap=delayed optimizer.momentum=0.9",
-    "the average beside its own steps": "topology=all_reduce sync=local_sgd sync.local_steps=2 "
-    "overlap=overlap_local_sgd outer=slowmo",
-    "fragments beside steps": "topology=all_reduce sync=local_sgd sync.local_steps=2 overlap=streaming overlap.delay=1 "
-    "outer=nesterov compression=topk compression.ratio=0.2",
+    "push-sum, two rounds late": (
+        "topology=gossip sync=sgp sync.overlap=2 topology.graph=ring optimizer.momentum=0.9"
+    ),
+    "pieces on two servers": (
+        "topology=sharded_server topology.servers=2 sync=bsp compression=topk compression.ratio=0.2"
+        " cluster.exchange_s=null cluster.bandwidth_mbit_s=200 cluster.latency_s=0.0005"
+    ),
+    "one exchange late, all-reduce": (
+        "topology=all_reduce sync=bsp overlap=delayed optimizer.momentum=0.9"
+    ),
+    "the average beside its own steps": (
+        "topology=all_reduce sync=local_sgd sync.local_steps=2 "
+        "overlap=overlap_local_sgd outer=slowmo"
+    ),
+    "fragments beside steps": (
+        "topology=all_reduce sync=local_sgd sync.local_steps=2 overlap=streaming overlap.delay=1 "
+        "outer=nesterov compression=topk compression.ratio=0.2"
+    ),
     "fragments, drawn": "topology=all_reduce sync=local_sgd sync.local_steps=2 overlap=loscar",
-    "one exchange late, by a server": "sync=local_sgd sync.local_steps=2 overlap=delayed compression=topk "
-    "compression.ratio=0.2",
-    "fragments by a server": "sync=local_sgd sync.local_steps=2 overlap=streaming overlap.delay=1 outer=nesterov",
-    "momenta that travel, by a server": "sync=pr_sgd_momentum sync.local_steps=2 optimizer.momentum=0.9",
-    "momenta that travel, all-reduce": "topology=all_reduce sync=pr_sgd_momentum sync.local_steps=2 "
-    "optimizer.momentum=0.9",
-    "QSGD, all-reduce": "topology=all_reduce sync=bsp compression=qsgd optimizer=adam optimizer.lr=0.001",
+    "one exchange late, by a server": (
+        "sync=local_sgd sync.local_steps=2 overlap=delayed compression=topk compression.ratio=0.2"
+    ),
+    "fragments by a server": (
+        "sync=local_sgd sync.local_steps=2 overlap=streaming overlap.delay=1 outer=nesterov"
+    ),
+    "momenta that travel, by a server": (
+        "sync=pr_sgd_momentum sync.local_steps=2 optimizer.momentum=0.9"
+    ),
+    "momenta that travel, all-reduce": (
+        "topology=all_reduce sync=pr_sgd_momentum sync.local_steps=2 optimizer.momentum=0.9"
+    ),
+    "QSGD, all-reduce": (
+        "topology=all_reduce sync=bsp compression=qsgd optimizer=adam optimizer.lr=0.001"
+    ),
 }
 OWN_PACE = {
     "a bound and Top-K": "sync=ssp compression=topk compression.ratio=0.2",
     "nobody waits, QSGD": "sync=asp compression=qsgd optimizer.lr=0.02",
     "averages in groups": "topology=partial_all_reduce sync=ripples_random sync.group_size=2",
     "stages, the first of which measures": "schedule=ashl",
-    "a bound, pieces on two servers": "topology=sharded_server topology.servers=2 sync=ssp compression=topk "
-    "compression.ratio=0.2 cluster.exchange_s=null cluster.bandwidth_mbit_s=200 cluster.latency_s=0.0005",
+    "a bound, pieces on two servers": (
+        "topology=sharded_server topology.servers=2 sync=ssp compression=topk compression.ratio=0.2"
+        " cluster.exchange_s=null cluster.bandwidth_mbit_s=200 cluster.latency_s=0.0005"
+    ),
     "a bound, one exchange late": "sync=ssp overlap=delayed compression=topk compression.ratio=0.2",
     "local steps, one exchange late": "sync=async_local_sgd sync.local_steps=2 overlap=delayed",
     "stages, exchanges late": "schedule=ashl overlap=delayed",
@@ -57,10 +83,16 @@ OWN_PACE = {
     "a table of gradients": "sync=ringleader compression=topk compression.ratio=0.2",
     "snapshots": "sync=asylpg compression=grid optimizer.momentum=0 sync.epoch_steps=50",
     "pairs": "topology=gossip sync=ad_psgd topology.graph=ring",
-    "pairs that wait": "topology=gossip sync=swarm topology.graph=complete sync.local_steps=3 sync.overlap=false",
-    "neighbours' models, some late": "topology=gossip sync=hop topology.graph=ring sync.staleness=1 sync.local_steps=2",
-    "duals, some late": "topology=gossip sync=d_admm topology.graph=ring sync.delay=2 sync.barrier=1 sync.rho=0.02 "
-    "optimizer.lr=0.02 optimizer.momentum=0",
+    "pairs that wait": (
+        "topology=gossip sync=swarm topology.graph=complete sync.local_steps=3 sync.overlap=false"
+    ),
+    "neighbours' models, some late": (
+        "topology=gossip sync=hop topology.graph=ring sync.staleness=1 sync.local_steps=2"
+    ),
+    "duals, some late": (
+        "topology=gossip sync=d_admm topology.graph=ring sync.delay=2 sync.barrier=1 sync.rho=0.02 "
+        "optimizer.lr=0.02 optimizer.momentum=0"
+    ),
 }
 OWN_WAY = {
     "averages in groups": "each",
@@ -75,21 +107,31 @@ FIRST = next(iter(RUNS))
 
 def checked(run: Path, expected: str, count: int = 400) -> None:
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["status"], summary["steps"], summary["params_sha256"]) == ("finished", count, expected)
+    assert (summary["status"], summary["steps"], summary["params_sha256"]) == (
+        "finished",
+        count,
+        expected,
+    )
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     rounds = [(event["rank"], event["round"]) for event in events if event["kind"] == "round"]
     assert len(rounds) == len(set(rounds)) == max(k for _, k in rounds) * 2 + 2
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [*range(steps[0], count + 1, steps[0]), count]  # each evaluation once, and the end
+    assert steps == [
+        *range(steps[0], count + 1, steps[0]),
+        count,
+    ]  # each evaluation once, and the end
     assert steps[0] in (100, 200)  # every hundred commits, of one step or two
     for worker in summary["workers"]:
-        spent = sum(worker[f"{kind}_s"] for kind in ("compute", "compress", "push", "pull", "wait", "down"))
+        spent = sum(
+            worker[f"{kind}_s"] for kind in ("compute", "compress", "push", "pull", "wait", "down")
+        )
         assert spent == pytest.approx(summary["time_s"], abs=1e-6)
 
 
 def killed(line: list[str]) -> None:
-    """A run that is killed as a whole once it has two checkpoints. Each comes a second after it is due, or two where
-    a rank has heard of it too late."""
+    """A run that is killed as a whole once it has two checkpoints. Each comes a second after it is
+    due, or two where a rank has heard of it too late.
+    """
     command = [*line, "runtime=local", "tracking=none", "run.dir=run", "run.checkpoint_s=0.1"]
     killed_once(command, lambda: len([*Path("run").glob("checkpoint/*/manifest.json")]) >= 2)
 
@@ -109,10 +151,14 @@ def killed_once(command: list[str], reached: Callable[[], bool]) -> None:
 def test_a_run_that_was_killed_again_before_its_next_checkpoint(mode: str, workplace: Path) -> None:
     """Its records had been taken back to the checkpoint by then, and are again."""
     killed([*LINE, *mode.split(), "stop.steps=1200"])
-    newest = max(Path("run/checkpoint").glob("*/manifest.json"), key=lambda path: int(path.parent.name))
+    newest = max(
+        Path("run/checkpoint").glob("*/manifest.json"), key=lambda path: int(path.parent.name)
+    )
     for _ in range(2):
         killed_once(["--resume", "run"], new_rounds(Path("run/events.jsonl")))
-        assert newest == max(Path("run/checkpoint").glob("*/manifest.json"), key=lambda path: int(path.parent.name))
+        assert newest == max(
+            Path("run/checkpoint").glob("*/manifest.json"), key=lambda path: int(path.parent.name)
+        )
     assert main(["train", "--resume", "run", "-q"]) == 0
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
     rounds = [(event["rank"], event["round"]) for event in events if event["kind"] == "round"]
@@ -131,7 +177,9 @@ def new_rounds(path: Path) -> Callable[[], bool]:
     return reached
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FIRST)) for name in RUNS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FIRST)) for name in RUNS]
+)
 def test_a_run_that_was_killed(name: str, workplace: Path) -> None:
     line = [*LINE, *RUNS[name].split(), "stop.steps=600"]
     killed(line)
@@ -143,7 +191,9 @@ def test_a_run_that_was_killed(name: str, workplace: Path) -> None:
 @pytest.mark.parametrize("name", OWN_PACE)
 def test_workers_that_go_at_their_own_pace_come_anew(name: str, workplace: Path) -> None:
     killed([*LINE, *OWN_PACE[name].split(), "stop.steps=1200"])
-    newest = max(Path("run/checkpoint").glob("*/manifest.json"), key=lambda path: int(path.parent.name))
+    newest = max(
+        Path("run/checkpoint").glob("*/manifest.json"), key=lambda path: int(path.parent.name)
+    )
     manifest = json.loads(newest.read_text())
     assert manifest["how"] == OWN_WAY.get(name, "server")
     assert main(["train", "--resume", "run", "-q"]) == 0
@@ -159,5 +209,7 @@ def test_workers_that_go_at_their_own_pace_come_anew(name: str, workplace: Path)
         assert [event["round"] for event in rounds] == [*range(len(rounds))]
         assert sum(event["steps"] for event in rounds if not event["dropped"]) == worker["steps"]
     for worker in summary["workers"]:
-        spent = sum(worker[f"{kind}_s"] for kind in ("compute", "compress", "push", "pull", "wait", "down"))
+        spent = sum(
+            worker[f"{kind}_s"] for kind in ("compute", "compress", "push", "pull", "wait", "down")
+        )
         assert spent == pytest.approx(summary["time_s"], abs=1e-6)

@@ -1,6 +1,7 @@
-"""Three machines under a starter like torchrun (four times torchrun itself), of which one loses its network (24 times),
-or its process, or stands still: where that is a worker's, the others go on; else every process of every machine ends
-within twice the timeout, and who fell silent is named."""
+"""Three machines under a starter like torchrun (four times torchrun itself), of which one loses its
+network (24 times), or its process, or stands still: where that is a worker's, the others go on;
+else every process of every machine ends within twice the timeout, and who fell silent is named.
+"""
 
 import os
 import re
@@ -23,8 +24,8 @@ from tests.namespaces import address, cut, machines, missing, start
 TIMEOUT_S = 6.0
 AGENT_S = 10.0  # which torchrun's agent may take to end after its rank has
 RUN = (
-    f"runtime=torchrun runtime.heartbeat_timeout_s={TIMEOUT_S} cluster=real tracking=none tracking.events=all "
-    "model.hidden=[8] stop.seconds=100 run.dir=run --quiet"
+    f"runtime=torchrun runtime.heartbeat_timeout_s={TIMEOUT_S} cluster=real tracking=none"
+    " tracking.events=all model.hidden=[8] stop.seconds=100 run.dir=run --quiet"
 )
 MODES = {
     "bsp": "sync=bsp",
@@ -48,7 +49,11 @@ class Job(NamedTuple):
 
     def home(self) -> int:
         """On which machine the records are kept."""
-        found = [k for k, process in enumerate(self.processes) if Path(folder_of(process), "run").exists()]
+        found = [
+            k
+            for k, process in enumerate(self.processes)
+            if Path(folder_of(process), "run").exists()
+        ]
         return found[0]
 
 
@@ -75,8 +80,17 @@ def job(tmp_path: Path, request) -> Iterator[Job]:
         def starter(rank: int) -> list[str]:
             if request.param not in BY_AGENTS:
                 return [sys.executable]
-            place = f"--nnodes=3 --nproc-per-node=1 --node-rank={rank} --master-addr={address(names[0])}"
-            return [sys.executable, "-m", "torch.distributed.run", *place.split(), "--master-port=29500"]
+            place = (
+                f"--nnodes=3 --nproc-per-node=1 --node-rank={rank}"
+                f" --master-addr={address(names[0])}"
+            )
+            return [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                *place.split(),
+                "--master-port=29500",
+            ]
 
         made = Job(
             names,
@@ -93,7 +107,11 @@ def job(tmp_path: Path, request) -> Iterator[Job]:
             yield made
         finally:
             for process in made.processes:
-                for child in [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []:
+                for child in (
+                    [*psutil.Process(process.pid).children(recursive=True)]
+                    if process.poll() is None
+                    else []
+                ):
                     child.kill()
                 process.kill()
                 process.wait()
@@ -103,12 +121,20 @@ def job(tmp_path: Path, request) -> Iterator[Job]:
 
 def is_rank(command: list[str]) -> bool:
     """Return True if this is the command, or the title, of a rank that an agent has started."""
-    return "ashl.cli" in command or " ".join(command).startswith(("ashl worker", "ashl server", "ashl controller"))
+    return "ashl.cli" in command or " ".join(command).startswith(
+        ("ashl worker", "ashl server", "ashl controller")
+    )
 
 
 def ended(job: Job, act: Callable[[], object], but: Sequence[int] = ()) -> list[str]:
-    """Do it to a run; what each machine said, but for these, in good time and with nothing left behind."""
-    family = [child for process in job.processes for child in psutil.Process(process.pid).children(recursive=True)]
+    """Do it to a run; what each machine said, but for these, in good time and with nothing left
+    behind.
+    """
+    family = [
+        child
+        for process in job.processes
+        for child in psutil.Process(process.pid).children(recursive=True)
+    ]
     ranks = [child for child in family if is_rank(child.cmdline())]  # of agents
     act()
     since, took, limit_s = time.monotonic(), {}, 2 * TIMEOUT_S
@@ -117,20 +143,26 @@ def ended(job: Job, act: Callable[[], object], but: Sequence[int] = ()) -> list[
         limit_s += AGENT_S
     while len(took) < len(job.processes) and time.monotonic() < since + limit_s:
         took |= {
-            k: time.monotonic() - since for k, p in enumerate(job.processes) if k not in took and p.poll() is not None
+            k: time.monotonic() - since
+            for k, p in enumerate(job.processes)
+            if k not in took and p.poll() is not None
         }
         time.sleep(0.05)
     assert len(took) == len(job.processes), f"only {took} have ended"
     _, alive = psutil.wait_procs(family, timeout=3)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     printed = [process.communicate()[0] for process in job.processes]
-    assert all(process.returncode == 1 for k, process in enumerate(job.processes) if k not in but), printed
+    assert all(
+        process.returncode == 1 for k, process in enumerate(job.processes) if k not in but
+    ), printed
     lines = [[line for line in text.splitlines() if line.startswith("ashl: ")] for text in printed]
     return [line[-1] for k, line in enumerate(lines) if k not in but]
 
 
 def left(job: Job, who: int, act: Callable[[], object]) -> int:
-    """Do it to this machine's process: the others know in good time, and go on. How it ended itself."""
+    """Do it to this machine's process: the others know in good time, and go on. How it ended
+    itself.
+    """
     events = Path(folder_of(job.processes[job.home()]), "run/events.jsonl")
     act()
     wait_for(lambda: '"worker_failed"' in events.read_text(), 2 * TIMEOUT_S)
@@ -140,15 +172,20 @@ def left(job: Job, who: int, act: Callable[[], object]) -> int:
 
 
 def goes_on(job: Job, who: int, act: Callable[[], object]) -> tuple[str, int, str]:
-    """The same, and the others end in order when they are asked to. Why it is lost, how it ended itself, and its last
-    words."""
+    """The same, and the others end in order when they are asked to. Why it is lost, how it ended
+    itself, and its last words.
+    """
     home = job.home()
     events, code = Path(folder_of(job.processes[home]), "run/events.jsonl"), left(job, who, act)
     job.processes[home].send_signal(signal.SIGINT)
     assert [job.processes[k].wait(30) for k in range(3) if k != who] == [
         130 if k == home else 0 for k in range(3) if k != who
     ]
-    said = [line for line in job.processes[who].communicate()[0].splitlines() if line.startswith("ashl: ")]
+    said = [
+        line
+        for line in job.processes[who].communicate()[0].splitlines()
+        if line.startswith("ashl: ")
+    ]
     (why,) = [event["reason"] for event in jsonl.read(events) if event["kind"] == "worker_failed"]
     return why, code, said[-1] if said else ""
 
@@ -174,14 +211,21 @@ def test_the_link_of_the_store_is_cut(job: Job) -> None:
     home, said = job.home(), ended(job, lambda: cut(job.names[0]))
     store = f"the job's store at {address(job.names[0])}:29500 did not answer for {TIMEOUT_S:g} s"
     assert all(store in sentence for sentence in said[1:]), said
-    missed = "no heartbeat from any other node" if home == 0 else f"keeps the records, on {job.names[home]},"
+    missed = (
+        "no heartbeat from any other node"
+        if home == 0
+        else f"keeps the records, on {job.names[home]},"
+    )
     assert missed in said[0]
 
 
 @pytest.mark.parametrize("job", APART, indirect=True)
 def test_the_link_of_a_server_is_cut_that_is_neither_at_home_nor_at_the_store(job: Job) -> None:
     said = ended(job, lambda: cut(job.names[2]))
-    who = rf"the (server|coordinator) \(rank 2\) on {job.names[2]} sent no heartbeat for {TIMEOUT_S:g} s"
+    who = (
+        rf"the (server|coordinator) \(rank 2\) on {job.names[2]} sent no heartbeat for"
+        rf" {TIMEOUT_S:g} s"
+    )
     assert re.search(who, said[0])
     assert re.search(who, said[1])
     assert "the job's store at " in said[2]
@@ -222,7 +266,9 @@ def test_a_process_of_gossip_is_killed(job: Job) -> None:
 
 @pytest.mark.parametrize("job", ["ssp", "all_reduce"], indirect=True)
 def test_a_process_stands_still(job: Job) -> None:
-    """For less than the timeout it is only late; for longer the run goes on without it, and it hears so."""
+    """For less than the timeout it is only late; for longer the run goes on without it, and it
+    hears so.
+    """
     who = next(k for k in (1, 2) if k != job.home())
     os.kill(job.processes[who].pid, signal.SIGSTOP)
     time.sleep(0.6 * TIMEOUT_S)

@@ -1,4 +1,6 @@
-"""Exchanges that go on while the next piece is computed, on two processes: the simulator's bits, in rounds."""
+"""Exchanges that go on while the next piece is computed, on two processes: the simulator's bits, in
+rounds.
+"""
 
 import pytest
 
@@ -6,23 +8,60 @@ from tests.conformance.test_kernels import QUICK, adds_up, real
 from tests.conformance.test_stage_processes import COMMON, of_two
 from tests.support import simulated
 
-TWO = (*QUICK, "cluster=homogeneous", "cluster.num_workers=2", "cluster.exchange_s=0.004", "stop.steps=48")
-UNEQUAL = ("cluster.compute=[1,2]", "sync=local_sgd", "sync.local_steps=plan", "schedule.h_preset=[2]")
+TWO = (
+    *QUICK,
+    "cluster=homogeneous",
+    "cluster.num_workers=2",
+    "cluster.exchange_s=0.004",
+    "stop.steps=48",
+)
+UNEQUAL = (
+    "cluster.compute=[1,2]",
+    "sync=local_sgd",
+    "sync.local_steps=plan",
+    "schedule.h_preset=[2]",
+)
 MODES = [
     ["topology=all_reduce", "sync=bsp", "optimizer.momentum=0.9", "overlap=delayed"],
-    ["topology=all_reduce", "sync=local_sgd", "sync.local_steps=3", "compression=topk", "overlap=overlap_local_sgd"],
+    [
+        "topology=all_reduce",
+        "sync=local_sgd",
+        "sync.local_steps=3",
+        "compression=topk",
+        "overlap=overlap_local_sgd",
+    ],
     ["sync=local_sgd", "sync.local_steps=3", "outer=nesterov", "overlap=eager"],
-    ["topology=all_reduce", "sync=local_sgd", "overlap=streaming", "overlap.fragments=2", "compression=topk"],
+    [
+        "topology=all_reduce",
+        "sync=local_sgd",
+        "overlap=streaming",
+        "overlap.fragments=2",
+        "compression=topk",
+    ],
     ["topology=all_reduce", "overlap=loscar", *UNEQUAL],
     pytest.param(
-        ["sync=local_sgd", "overlap=streaming", "outer=nesterov", "compression=topk", "topology.pull_ratio=0.3"],
+        [
+            "sync=local_sgd",
+            "overlap=streaming",
+            "outer=nesterov",
+            "compression=topk",
+            "topology.pull_ratio=0.3",
+        ],
         marks=pytest.mark.slow,
     ),
-    ["sync=decoupled", "sync.local_steps=3", "sync.grace_s=0.1", "outer=nesterov", "overlap=delayed"],
+    [
+        "sync=decoupled",
+        "sync.local_steps=3",
+        "sync.grace_s=0.1",
+        "outer=nesterov",
+        "overlap=delayed",
+    ],
 ]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["sums", "anchor", "server", "fragments", "drawn", "through", "quorum"])
+@pytest.mark.parametrize(
+    "mode", MODES, ids=["sums", "anchor", "server", "fragments", "drawn", "through", "quorum"]
+)
 def test_delayed_exchanges_give_the_simulators_parameters(mode, tmp_path) -> None:
     summary, sim = real(tmp_path / "run", *TWO, *mode), simulated(*TWO, *mode)
     assert summary["params_sha256"] == sim.sha256

@@ -1,5 +1,7 @@
-"""Every codec, through a server, by all-reduce and, where legal, by gossip: on gloo processes the simulator's
-parameters bit for bit and as many bytes; in virtual time the accuracy that is stated here, or better."""
+"""Every codec, through a server, by all-reduce and, where legal, by gossip: on gloo processes the
+simulator's parameters bit for bit and as many bytes; in virtual time the accuracy that is stated
+here, or better.
+"""
 
 import pytest
 
@@ -32,7 +34,8 @@ LEARN = (
     "seed=1",
     "eval.every_commits=40",
 )
-MORE = {  # what some need to learn, and more than their defaults: see conf/experiment/compression_table.yaml
+# what some need to learn, and more than their defaults: see conf/experiment/compression_table.yaml
+MORE = {
     "laq": ("stop.epochs=300",),
     "sketch_sgd": ("compression.recovered_fraction=0.05",),
     "block_coordinate": ("compression.blocks=4",),
@@ -60,5 +63,7 @@ def test_processes_come_to_the_simulators_parameters(name, way, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), [(name, way) for name, way in LEGAL if way != "gossip"])
 def test_it_learns(name, way, tmp_path):
-    summary = trained(tmp_path / "run", *LEARN, *WAYS[way], f"compression={name}", *MORE.get(name, ()))
+    summary = trained(
+        tmp_path / "run", *LEARN, *WAYS[way], f"compression={name}", *MORE.get(name, ())
+    )
     assert summary["best"]["test_accuracy"] >= REACHED

@@ -1,5 +1,6 @@
-"""Gossip on four gloo processes: the simulator's models, bit for bit, in rounds; the books and a drained end for those
-that go at their own pace."""
+"""Gossip on four gloo processes: the simulator's models, bit for bit, in rounds; the books and a
+drained end for those that go at their own pace.
+"""
 
 import json
 
@@ -11,13 +12,19 @@ from tests.support import simulated
 
 ROUNDS = [
     ["sync=d_psgd", "eval.every_s=0.1"],
-    pytest.param(["sync=sgp", "sync.overlap=1", "topology.graph=one_peer_exponential"], marks=pytest.mark.slow),
+    pytest.param(
+        ["sync=sgp", "sync.overlap=1", "topology.graph=one_peer_exponential"],
+        marks=pytest.mark.slow,
+    ),
     ["sync=choco", "compression=topk", "compression.ratio=0.1"],
     pytest.param(["sync=d_admm", "optimizer.momentum=0"], marks=pytest.mark.slow),
 ]
 AT_WILL = [
     ["sync=ad_psgd"],
-    pytest.param(["sync=ad_psgd", "sync.overlap=false", "stop.steps=null", "stop.seconds=0.5"], marks=pytest.mark.slow),
+    pytest.param(
+        ["sync=ad_psgd", "sync.overlap=false", "stop.steps=null", "stop.seconds=0.5"],
+        marks=pytest.mark.slow,
+    ),
     ["sync=hop"],
 ]
 
@@ -31,10 +38,14 @@ def test_rounds_give_the_simulators_models(mode, tmp_path):
     assert (summary["steps"], summary["commits"], summary["max_lead"]) == (96, 24, None)
     assert summary["bytes_up"] == sum(r["bytes_up"] for r in sim.of("ledger"))
     late, rest = divmod(summary["bytes_up"] - summary["bytes_down"], 4 * sim.plan.num_params)
-    last = 4 if "sync=d_admm" in mode else 0  # of the higher colour to both neighbours: nobody waits for them to report
+    last = (
+        4 if "sync=d_admm" in mode else 0
+    )  # of the higher colour to both neighbours: nobody waits for them to report
     assert rest == 0 <= late <= last, "what begins to come after the end is not in the books"
     assert adds_up(summary)
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert all(metric["consensus/distance"] > 0 for metric in metrics)
 
 
@@ -51,15 +62,29 @@ def test_the_others_keep_their_books_and_drain(mode, tmp_path):
     if "sync=ad_psgd" in mode:
         assert commits[0] > commits[3]
     else:
-        assert max(commits) - min(commits) <= 2 * (2 + 1)  # s + 1 over each of the two edges between ranks 0 and 2
+        assert max(commits) - min(commits) <= 2 * (
+            2 + 1
+        )  # s + 1 over each of the two edges between ranks 0 and 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 def test_models_in_few_bits_are_read_and_as_long_as_in_virtual_time(overlap, tmp_path):
     """Each message is a model in 8 bits an element, or a whole one, as a worker's first is."""
-    three = ("cluster=homogeneous", "cluster.num_workers=3", "topology=gossip", "topology.graph=complete")
-    mode = (*QUICK, *three, "sync=swarm", "sync.local_steps=3", "sync.bits=8", f"sync.overlap={overlap}")
+    three = (
+        "cluster=homogeneous",
+        "cluster.num_workers=3",
+        "topology=gossip",
+        "topology.graph=complete",
+    )
+    mode = (
+        *QUICK,
+        *three,
+        "sync=swarm",
+        "sync.local_steps=3",
+        "sync.bits=8",
+        f"sync.overlap={overlap}",
+    )
     summary, sim = real(tmp_path / "run", *mode), simulated(*mode)
     d, n = sim.plan.num_params, 3
     small = payload_nbytes(d, 8)
@@ -67,7 +92,10 @@ def test_models_in_few_bits_are_read_and_as_long_as_in_virtual_time(overlap, tmp
         (summary["bytes_up"], summary["commits"]),
         (sum(r["bytes_up"] for r in sim.of("ledger")), sum(sim.end["commits"])),
     ):
-        wholes = [divmod(sent - (2 * commits + more) * small, 4 * d - small) for more in range(-2 * n, 2 * n + 1)]
+        wholes = [
+            divmod(sent - (2 * commits + more) * small, 4 * d - small)
+            for more in range(-2 * n, 2 * n + 1)
+        ]
         (whole,) = [count for count, rest in wholes if rest == 0]
         assert n <= whole < commits, "of an ask and an answer each"
     assert adds_up(summary)
@@ -79,7 +107,16 @@ def test_models_in_few_bits_are_read_and_as_long_as_in_virtual_time(overlap, tmp
 @pytest.mark.slow  # it compares times, which a machine that others use may spoil
 @pytest.mark.parametrize(("factor", "least"), [(2, 0.90), (5, 0.85)])
 def test_eight_paced_processes_keep_their_rate_with_a_slow_one(factor, least, tmp_path):
-    pace = ("cluster.step_s=0.1", "cluster.exchange_s=0.01", "cluster.link=null", "stop.seconds=6", "model.hidden=[16]")
+    pace = (
+        "cluster.step_s=0.1",
+        "cluster.exchange_s=0.01",
+        "cluster.link=null",
+        "stop.seconds=6",
+        "model.hidden=[16]",
+    )
     mode = (*pace, "topology=gossip", "topology.graph=exponential", "sync=ad_psgd")
-    rates = [real(tmp_path / f"{f}", *mode, f"cluster.compute={[1] * 7 + [f]}")["steps_per_s"] for f in (1, factor)]
+    rates = [
+        real(tmp_path / f"{f}", *mode, f"cluster.compute={[1] * 7 + [f]}")["steps_per_s"]
+        for f in (1, factor)
+    ]
     assert least <= rates[1] / rates[0] <= 1.02

@@ -1,5 +1,6 @@
-"""Bodies that a server grants, as NCCL needs it, with gloo in its place and as strict as that is: one thread, one body
-at a time, both sides in one order, and who sends waits for who receives."""
+"""Bodies that a server grants, as NCCL needs it, with gloo in its place and as strict as that is:
+one thread, one body at a time, both sides in one order, and who sends waits for who receives.
+"""
 
 import hashlib
 import threading
@@ -41,11 +42,17 @@ RUN = (
     "schedule.h_preset=[2]",
     "stop.steps=24",
 )
-PLAIN = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0")  # what sync=spy asks for
+PLAIN = (
+    "optimizer=sgd",
+    "optimizer.momentum=0",
+    "optimizer.weight_decay=0",
+)  # what sync=spy asks for
 
 
 class Strict(PairwiseGroups):
-    """Over gloo. A body's number and size go before it, and what came is said before the other side goes on."""
+    """Over gloo. A body's number and size go before it, and what came is said before the other side
+    goes on.
+    """
 
     def __init__(self, rank: int) -> None:
         groups = {}
@@ -102,10 +109,13 @@ class Seen(Quiet):
 
 
 def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
-    """One rank, which plays one run after the other; says of each how many steps it counted, the model, and how many
-    bodies this rank carried."""
+    """One rank, which plays one run after the other; says of each how many steps it counted, the
+    model, and how many bodies this rank carried.
+    """
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timeout=NEVER, wait_for_workers=False)
+    store = dist.TCPStore(
+        "127.0.0.1", port, ranks, rank == 0, timeout=NEVER, wait_for_workers=False
+    )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NEVER)
     carrier = Strict(rank)
 
@@ -143,9 +153,13 @@ SOME = [
 ALL = [(f"sync={name}", *(PLAIN if name == "spy" else ())) for name in rules()]
 
 
-@pytest.mark.parametrize("modes", [SOME, pytest.param(ALIKE + ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "modes", [SOME, pytest.param(ALIKE + ALL, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 def test_a_servers_modes_by_grants(modes: list[tuple[str, ...]]) -> None:
-    """They end by their count, what one side carried the other did, and the model is the simulator's."""
+    """They end by their count, what one side carried the other did, and the model is the
+    simulator's.
+    """
     plans = [planned(*RUN, *mode).to_json() for mode in modes]
     found = started(runs, WORKERS + 1, 100, plans)
     assert [rank.error for rank in found] == [None] * (WORKERS + 1)
@@ -158,17 +172,24 @@ def test_a_servers_modes_by_grants(modes: list[tuple[str, ...]]) -> None:
 
 
 def test_where_nccl_carries_messages(monkeypatch) -> None:
-    """A server's, where that is asked for, on machines that are there; which then cannot lose a worker."""
+    """A server's, where that is asked for, on machines that are there; which then cannot lose a
+    worker.
+    """
     monkeypatch.setattr(device, "device_of", lambda runtime: "cuda:0")
     monkeypatch.setattr(device, "nccl_available", lambda: True)
     parts = assemble(planned(*RUN, "sync=ssp"), HOST).parts
     server, own = parts.stages[0].topology, parts.runtime
     asked = replace(own, backend="nccl")
-    assert not device.uses_nccl(own, server, parts.cluster), "by itself a server's messages go by gloo"
+    assert not device.uses_nccl(own, server, parts.cluster), (
+        "by itself a server's messages go by gloo"
+    )
     assert device.uses_nccl(asked, server, parts.cluster)
     assert survives_failure(parts)
     assert not survives_failure(replace(parts, runtime=asked))
-    with pytest.raises(UsageError, match=r"keeps no declared pace; take cluster=real with it; take runtime\.backend"):
+    with pytest.raises(
+        UsageError,
+        match=r"keeps no declared pace; take cluster=real with it; take runtime\.backend",
+    ):
         device.uses_nccl(asked, server, cluster(2))
     with pytest.raises(UsageError, match=r"other messages go by gloo; take runtime\.backend=auto"):
         device.uses_nccl(asked, conf_option("topology", "gossip"), parts.cluster)

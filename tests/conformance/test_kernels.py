@@ -1,5 +1,6 @@
-"""Every sync mode on four gloo processes: the simulator's parameters, bit for bit, for synchronous modes; the
-invariants of the others; the predicted rate where the machine keeps the pace."""
+"""Every sync mode on four gloo processes: the simulator's parameters, bit for bit, for synchronous
+modes; the invariants of the others; the predicted rate where the machine keeps the pace.
+"""
 
 import json
 
@@ -23,10 +24,18 @@ QUICK = (
     "model.hidden=[16]",
 )
 SYNCHRONOUS = [
-    pytest.param(["sync=bsp"], marks=pytest.mark.slow),  # by default it is a row of the golden set that does,
+    pytest.param(
+        ["sync=bsp"], marks=pytest.mark.slow
+    ),  # by default it is a row of the golden set that does,
     pytest.param(["sync=bsp", "topology=all_reduce"], marks=pytest.mark.slow),  # ... and so is this
     ["sync=backup", "sync.backups=0"],
-    ["sync=local_sgd", "sync.local_steps=plan", "schedule.h_preset=[2]", "planner=paper", "aggregate=fednova"],
+    [
+        "sync=local_sgd",
+        "sync.local_steps=plan",
+        "schedule.h_preset=[2]",
+        "planner=paper",
+        "aggregate=fednova",
+    ],
     ["sync=local_sgd", "sync.local_steps=4", "topology=all_reduce"],
     ["sync=local_sgd", "sync.local_steps=4", "outer=nesterov"],
     ["sync=local_sgd", "sync.local_steps=4", "topology=all_reduce", "outer=adam"],
@@ -47,10 +56,15 @@ def trained(folder, *overrides):
 
 def adds_up(summary):
     keys = [f"{kind}_s" for kind in ("compute", "compress", "push", "pull", "wait", "down")]
-    return all(sum(w[key] for key in keys) == pytest.approx(summary["time_s"], abs=1e-9) for w in summary["workers"])
+    return all(
+        sum(w[key] for key in keys) == pytest.approx(summary["time_s"], abs=1e-9)
+        for w in summary["workers"]
+    )
 
 
-@pytest.mark.parametrize("mode", SYNCHRONOUS, ids=lambda mode: "-".join(o.split("=")[1] for o in mode))
+@pytest.mark.parametrize(
+    "mode", SYNCHRONOUS, ids=lambda mode: "-".join(o.split("=")[1] for o in mode)
+)
 def test_synchronous_modes_give_the_simulators_parameters(mode, tmp_path):
     summary, sim = real(tmp_path / "run", *QUICK, *mode), simulated(*QUICK, *mode)
     assert summary["params_sha256"] == sim.sha256
@@ -63,12 +77,17 @@ def test_synchronous_modes_give_the_simulators_parameters(mode, tmp_path):
 @pytest.mark.parametrize(
     "overlap",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("wfbp", "tictac", "slices overlap.slice=1000")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("wfbp", "tictac", "slices overlap.slice=1000")
+        ),
         "priority overlap.slice=1000 overlap.credit=2",
     ],
 )
 def test_what_travels_in_parts_is_put_together(overlap, tmp_path):
-    """Slices of a push leave while backward goes on, and those of the model come while forward does."""
+    """Slices of a push leave while backward goes on, and those of the model come while forward
+    does.
+    """
     links = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=100", "cluster.latency_s=0.0005")
     chosen = (*QUICK, *links, "cluster=homogeneous", "cluster.num_workers=2", "sync=bsp")
     chosen = (*chosen, *f"overlap={overlap}".split())
@@ -78,7 +97,9 @@ def test_what_travels_in_parts_is_put_together(overlap, tmp_path):
     assert adds_up(summary)
 
 
-@pytest.mark.parametrize("mode", [["sync=ssp", "sync.staleness=1"], ["sync=asp"], ["sync=backup"]], ids=lambda m: m[0])
+@pytest.mark.parametrize(
+    "mode", [["sync=ssp", "sync.staleness=1"], ["sync=asp"], ["sync=backup"]], ids=lambda m: m[0]
+)
 def test_the_others_keep_their_invariants(mode, tmp_path):
     summary = real(tmp_path / "run", *QUICK, *mode)
     commits = [worker["commits"] for worker in summary["workers"]]
@@ -96,7 +117,13 @@ def test_the_others_keep_their_invariants(mode, tmp_path):
         assert summary["workers"][3]["dropped"] > summary["workers"][0]["dropped"]
 
 
-REGIONS = ("topology=halos", "sync=asp", "topology.updates=2", "model.hidden=[8]", "cluster=homogeneous")
+REGIONS = (
+    "topology=halos",
+    "sync=asp",
+    "topology.updates=2",
+    "model.hidden=[8]",
+    "cluster=homogeneous",
+)
 
 
 @pytest.mark.slow
@@ -112,15 +139,32 @@ def test_servers_by_region_keep_their_invariants(tmp_path):
 
 @pytest.mark.slow  # of one region, what the parameter server does is tested above
 def test_one_region_gives_the_simulators_parameters(tmp_path):
-    one = (*QUICK, "topology=halos", "topology.regions=[0,0,0,0]", "sync=local_sgd", "sync.local_steps=4")
+    one = (
+        *QUICK,
+        "topology=halos",
+        "topology.regions=[0,0,0,0]",
+        "sync=local_sgd",
+        "sync.local_steps=4",
+    )
     for name, chosen in {"plain": one, "nesterov": (*one, "outer=nesterov")}.items():
         assert real(tmp_path / name, *chosen)["params_sha256"] == simulated(*chosen).sha256
 
 
 @pytest.mark.slow
 def test_servers_by_region_end_a_stage_on_processes(tmp_path):
-    four = ("topology.regions=[0,0,1,1]", "schedule=ashl", "compression=none", "schedule.profile_steps=0")
-    chosen = (*QUICK[:2], "stop.seconds=3", *four, "schedule.loss=running", "schedule.loss_switch=2.2")
+    four = (
+        "topology.regions=[0,0,1,1]",
+        "schedule=ashl",
+        "compression=none",
+        "schedule.profile_steps=0",
+    )
+    chosen = (
+        *QUICK[:2],
+        "stop.seconds=3",
+        *four,
+        "schedule.loss=running",
+        "schedule.loss_switch=2.2",
+    )
     summary = real(tmp_path / "run", *chosen, "topology=halos", "topology.updates=2")
     assert adds_up(summary)
     assert len(summary["stages"]) == 2
@@ -131,7 +175,13 @@ def test_servers_by_region_end_a_stage_on_processes(tmp_path):
 @pytest.mark.slow  # it compares times, which a machine that others use may spoil
 def test_a_paced_run_goes_at_the_predicted_rate(tmp_path):
     """To 10 % where the machine keeps the pace; the run itself says when it does not."""
-    pace = ("cluster.step_s=0.02", "cluster.exchange_s=0.01", "stop.steps=160", "sync=bsp", "model.hidden=[16]")
+    pace = (
+        "cluster.step_s=0.02",
+        "cluster.exchange_s=0.01",
+        "stop.steps=160",
+        "sync=bsp",
+        "model.hidden=[16]",
+    )
     for attempt in range(3):  # a machine that others use may be too slow for a while
         summary = real(tmp_path / f"run{attempt}", *pace)
         if summary["pace"]["slower_by"] < 0.01:
@@ -142,14 +192,23 @@ def test_a_paced_run_goes_at_the_predicted_rate(tmp_path):
 
 
 def test_one_process_on_a_real_cluster_learns(tmp_path):
-    summary = real(tmp_path / "run", "cluster=real", "cluster.num_workers=1", "sync=bsp", "stop.epochs=3")
+    summary = real(
+        tmp_path / "run", "cluster=real", "cluster.num_workers=1", "sync=bsp", "stop.epochs=3"
+    )
     assert summary["time_kind"] == "wall"
     assert summary["final"]["test_accuracy"] > 0.85
-    assert json.loads((tmp_path / "run" / "plan.json").read_text())["stages"][0]["predicted_steps_per_s"] is None
+    assert (
+        json.loads((tmp_path / "run" / "plan.json").read_text())["stages"][0][
+            "predicted_steps_per_s"
+        ]
+        is None
+    )
 
 
 def test_a_target_stops_the_run_through_replies(tmp_path):
-    summary = real(tmp_path / "run", *QUICK[:2], "sync=asp", "stop.target_accuracy=0.5", "eval.every_commits=8")
+    summary = real(
+        tmp_path / "run", *QUICK[:2], "sync=asp", "stop.target_accuracy=0.5", "eval.every_commits=8"
+    )
     assert summary["exit_reason"] == "target_accuracy"
     assert 0 < summary["time_to_target_s"] <= summary["time_s"]
     assert summary["best"]["test_accuracy"] >= 0.5
@@ -163,7 +222,11 @@ def test_nothing_is_left_behind(tmp_path):
 
 
 def test_a_clock_runs_from_when_all_have_come() -> None:
-    """Not from when a process has made its kernel: what is declared for a moment of the run would come too early."""
+    """Not from when a process has made its kernel: what is declared for a moment of the run would
+    come too early.
+    """
     real = RealCluster(num_workers=2, hosts=None, server_host=None)
-    kernel = TorchKernel(0, Quiet(), lambda clock: Throttle(real, 0, 1, 0, 4, clock, HashStore()), (1,), 8, True, {})
+    kernel = TorchKernel(
+        0, Quiet(), lambda clock: Throttle(real, 0, 1, 0, 4, clock, HashStore()), (1,), 8, True, {}
+    )
     assert not kernel.started

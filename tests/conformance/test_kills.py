@@ -1,4 +1,6 @@
-"""A worker that is killed at a drawn moment: whatever the mode, the run goes on or ends in one sentence."""
+"""A worker that is killed at a drawn moment: whatever the mode, the run goes on or ends in one
+sentence.
+"""
 
 import random
 from pathlib import Path
@@ -8,13 +10,25 @@ import pytest
 from ashl.config.compose import compose
 from ashl.planning.compile_plan import compile_plan
 from tests.benchmarks import kills as benchmark
-from tests.benchmarks.kills import ENDS, MOMENTS, ON, OVER, Kill, Outcome, each_moment, kills, modes, on_processes
+from tests.benchmarks.kills import (
+    ENDS,
+    MOMENTS,
+    ON,
+    OVER,
+    Kill,
+    Outcome,
+    each_moment,
+    kills,
+    modes,
+    on_processes,
+)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("topology", "every"), [("parameter_server", 4), ("all_reduce", 1), ("partial_all_reduce", 1), ("gossip", 2)]
+    ("topology", "every"),
+    [("parameter_server", 4), ("all_reduce", 1), ("partial_all_reduce", 1), ("gossip", 2)],
 )
 def test_no_kill_leaves_anything_undone(topology: str, every: int, workplace: Path) -> None:
     rng = random.Random(1)
@@ -24,7 +38,9 @@ def test_no_kill_leaves_anything_undone(topology: str, every: int, workplace: Pa
         assert found.what in (ON, OVER, ENDS), (kill, found)
 
 
-def test_each_moment_of_each_mode_is_gone_on_from(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_moment_of_each_mode_is_gone_on_from(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What has come of a kill is not tried again, and a line that was cut short is."""
     tried = list[str]()
 
@@ -33,10 +49,15 @@ def test_each_moment_of_each_mode_is_gone_on_from(workplace: Path, monkeypatch: 
         return Outcome(ENDS, 1.5, "why") if kill.moment == "push" else Outcome(ON, 2.0)
 
     monkeypatch.setattr(benchmark, "modes", lambda _: [("gossip", "d_psgd", "plan.json")])
-    monkeypatch.setattr(benchmark, "kills", lambda mode, rng: [Kill(*mode, each, 0, 1.0) for each in MOMENTS])
+    monkeypatch.setattr(
+        benchmark, "kills", lambda mode, rng: [Kill(*mode, each, 0, 1.0) for each in MOMENTS]
+    )
     monkeypatch.setattr(benchmark, "on_processes", tries)
     table = each_moment(["gossip"], None, 3)
-    assert "| `gossip` | `d_psgd` | goes on | ends (within 1.5 s) | goes on | goes on | goes on |" in table
+    assert (
+        "| `gossip` | `d_psgd` | goes on | ends (within 1.5 s) | goes on | goes on | goes on |"
+        in table
+    )
     assert table.endswith("goes on: 4, ends: 1")
     text = Path("outcomes.jsonl").read_text()
     Path("outcomes.jsonl").write_text(text[:-9])
@@ -45,7 +66,13 @@ def test_each_moment_of_each_mode_is_gone_on_from(workplace: Path, monkeypatch: 
 
 
 def test_a_plan_from_a_file_is_predicted_without_what_befalls_it(workplace: Path) -> None:
-    own = ["runtime=sim", "topology=all_reduce", "sync=bsp", "model.hidden=[8]", "cluster.compute=[1,2]"]
+    own = [
+        "runtime=sim",
+        "topology=all_reduce",
+        "sync=bsp",
+        "model.hidden=[8]",
+        "cluster.compute=[1,2]",
+    ]
     plan = compile_plan(compose(own, None), None, own)
     Path("plan.json").write_text(plan.to_json())
     events = "cluster.events=[{time_s: 1.0, worker: 1, fail: true}]"

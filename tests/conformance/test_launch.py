@@ -1,4 +1,6 @@
-"""`ashl launch`: on this machine as two hosts, and over real ssh between network namespaces behind unequal links."""
+"""`ashl launch`: on this machine as two hosts, and over real ssh between network namespaces behind
+unequal links.
+"""
 
 import json
 import signal
@@ -29,7 +31,11 @@ MODES = {
     "ssp": ["sync=ssp"],
     "ashl": ["schedule=ashl"],
     "all_reduce": ["topology=all_reduce", "sync=bsp"],
-    "partial_all_reduce": ["topology=partial_all_reduce", "sync=ripples_smart", "sync.group_size=2"],
+    "partial_all_reduce": [
+        "topology=partial_all_reduce",
+        "sync=ripples_smart",
+        "sync.group_size=2",
+    ],
     "gossip": ["topology=gossip", "sync=ad_psgd", "topology.graph=ring"],
 }
 
@@ -44,11 +50,17 @@ def two_hosts(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["launch", "--hosts", "hosts", "--ssh", str(workplace / "ssh")]
 
 
-def test_a_run_and_what_is_said_of_it(two_hosts: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_and_what_is_said_of_it(
+    two_hosts: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
     mode = ["topology=all_reduce", "sync=bsp", "cluster.num_workers=2"]
     assert main([*two_hosts, "--", "train", *mode, *SHORT]) == 0
     summary = json.loads(Path("run/summary.json").read_text())
-    assert (summary["runtime"], summary["status"], summary["num_workers"]) == ("torchrun", "finished", 2)
+    assert (summary["runtime"], summary["status"], summary["num_workers"]) == (
+        "torchrun",
+        "finished",
+        2,
+    )
     out, err = capfd.readouterr()
     assert "run folder  run" in out
     assert "ashl: nothing to do for 127.0.0.3\n" in err
@@ -67,17 +79,25 @@ def test_a_dry_run_may_be_asked_for_on_both_sides(name: str, two_hosts: list[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [["sync=bsp", "cluster.num_workers=2"], ["topology=all_reduce", "sync=bsp"]])
+@pytest.mark.parametrize(
+    "mode", [["sync=bsp", "cluster.num_workers=2"], ["topology=all_reduce", "sync=bsp"]]
+)
 def test_a_run_goes_on_without_a_killed_worker(
     mode: list[str], two_hosts: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One that is on the second host: the launcher says what it sees, and home that the run goes on."""
+    """One that is on the second host: the launcher says what it sees, and home that the run goes
+    on.
+    """
     Path("hosts").write_text("127.0.0.1\n127.0.0.2 slots=2\n")
     own = [*mode, *SHORT[:3], "stop.seconds=8", "eval.every_s=1"]
 
     def kill() -> None:
-        wait_for(lambda: Path("run/metrics.jsonl").exists() and Path("run/metrics.jsonl").stat().st_size)
-        ranks = [p for p in psutil.Process().children(recursive=True) if p.environ().get("RANK") == "1"]
+        wait_for(
+            lambda: Path("run/metrics.jsonl").exists() and Path("run/metrics.jsonl").stat().st_size
+        )
+        ranks = [
+            p for p in psutil.Process().children(recursive=True) if p.environ().get("RANK") == "1"
+        ]
         ranks[0].kill()
 
     thread = threading.Thread(target=kill)
@@ -90,8 +110,12 @@ def test_a_run_goes_on_without_a_killed_worker(
 
 
 @pytest.mark.slow
-def test_a_sweep_brings_its_real_runs_there(two_hosts: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    """The virtual one stays here; where the records end elsewhere they are brought here; a second time nothing runs."""
+def test_a_sweep_brings_its_real_runs_there(
+    two_hosts: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The virtual one stays here; where the records end elsewhere they are brought here; a second
+    time nothing runs.
+    """
     Path("there").mkdir()
     grid = [
         "sync=bsp,ssp",
@@ -147,20 +171,34 @@ def test_three_machines_behind_unequal_links(tmp_path: Path) -> None:
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             return subprocess.Popen([*launch, *words], cwd=tmp_path / "work", **pipes)
 
-        profiling = started("profile", "run.dir=profile", "cluster.num_workers=3", "model.hidden=[512]")
+        profiling = started(
+            "profile", "run.dir=profile", "cluster.num_workers=3", "model.hidden=[512]"
+        )
         said = profiling.communicate(timeout=200)[0]
         assert profiling.returncode == 0, said
         workers = json.loads((tmp_path / "work/profile/profile.json").read_text())["workers"]
         assert workers[2]["push_s"] > workers[1]["push_s"]
         for mode, overrides in MODES.items():
-            job = started("train", "cluster.num_workers=3", *overrides, *SHORT, f"run.dir=run-{mode}")
+            job = started(
+                "train", "cluster.num_workers=3", *overrides, *SHORT, f"run.dir=run-{mode}"
+            )
             said = job.communicate(timeout=200)[0]
             assert job.returncode == 0, said
             summary = json.loads((tmp_path / "work" / f"run-{mode}" / "summary.json").read_text())
             assert summary["status"] == "finished", mode
         for end in ("interrupt", "kill"):
-            job = started("train", "cluster.num_workers=3", "sync=ssp", *SHORT, "stop.steps=10000000", f"run.dir={end}")
-            while not (events := tmp_path / "work" / end / "events.jsonl").exists() or not events.stat().st_size:
+            job = started(
+                "train",
+                "cluster.num_workers=3",
+                "sync=ssp",
+                *SHORT,
+                "stop.steps=10000000",
+                f"run.dir={end}",
+            )
+            while (
+                not (events := tmp_path / "work" / end / "events.jsonl").exists()
+                or not events.stat().st_size
+            ):
                 assert job.poll() is None, job.communicate()[0]
                 time.sleep(0.1)
             job.send_signal(signal.SIGINT if end == "interrupt" else signal.SIGKILL)

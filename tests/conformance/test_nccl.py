@@ -15,9 +15,19 @@ from ashl.runtime.rendezvous import world
 from ashl.runtime.transport import PairwiseGroups
 from tests.kernels import say, started
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
 
-LINE = ("runtime=local", "cluster=real", "topology=all_reduce", "sync=bsp", "model=mlp", "dataset=digits")
+LINE = (
+    "runtime=local",
+    "cluster=real",
+    "topology=all_reduce",
+    "sync=bsp",
+    "model=mlp",
+    "dataset=digits",
+)
 SHARED = {  # two ranks on one GPU
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
@@ -31,7 +41,13 @@ BODIES = 20
 
 def loss(folder: Path, workers: int, backend: str) -> float:
     where = (f"cluster.num_workers={workers}", "runtime.device=cuda", f"runtime.backend={backend}")
-    overrides = [*LINE, *where, f"stop.steps={workers * 40}", "tracking=none", f"run.dir={folder}/{backend}"]
+    overrides = [
+        *LINE,
+        *where,
+        f"stop.steps={workers * 40}",
+        "tracking=none",
+        f"run.dir={folder}/{backend}",
+    ]
     assert train(compose(overrides, None), overrides, quiet=True) == 0
     return json.loads((folder / backend / "summary.json").read_text())["final"]["test_loss"]
 
@@ -40,7 +56,9 @@ def loss(folder: Path, workers: int, backend: str) -> float:
 def test_sums_end_as_those_of_gloo(workers: int, tmp_path: Path) -> None:
     if workers > torch.cuda.device_count():
         pytest.skip("each rank needs a GPU of its own")
-    assert loss(tmp_path, workers, "nccl") == pytest.approx(loss(tmp_path, workers, "gloo"), rel=1e-4)
+    assert loss(tmp_path, workers, "nccl") == pytest.approx(
+        loss(tmp_path, workers, "gloo"), rel=1e-4
+    )
 
 
 def echo(end: Connection, port: int, rank: int, ranks: int) -> None:

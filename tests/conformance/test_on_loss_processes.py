@@ -1,4 +1,6 @@
-"""A real run that goes on with the data of a lost worker has the bits of one in virtual time that loses it as late."""
+"""A real run that goes on with the data of a lost worker has the bits of one in virtual time that
+loses it as late.
+"""
 
 import json
 from dataclasses import replace
@@ -10,8 +12,9 @@ from ashl.cli.app import main
 from tests.support import planned, run
 
 LINE = (
-    "cluster.compute=[1,1.5,2] cluster.link=null cluster.step_s=0.01 cluster.exchange_s=0.002 aggregate=data_share "
-    "eval.every_commits=100000 stop.steps=300 runtime.on_worker_failure=reshard model.hidden=[8]"
+    "cluster.compute=[1,1.5,2] cluster.link=null cluster.step_s=0.01 cluster.exchange_s=0.002"
+    " aggregate=data_share eval.every_commits=100000 stop.steps=300"
+    " runtime.on_worker_failure=reshard model.hidden=[8]"
 )
 LOST = 2
 

@@ -1,4 +1,6 @@
-"""What the tasks of one node share, alike on both kernels: one compute unit, ports, and one channel for each team."""
+"""What the tasks of one node share, alike on both kernels: one compute unit, ports, and one channel
+for each team.
+"""
 
 import threading
 import time
@@ -16,7 +18,9 @@ from tests import overlapping as play
 from tests.kernels import in_virtual_time, on_processes
 from tests.laws.machines import cluster
 
-DECLARED = cluster(2, step_s=0.1, compress_s=0.1, exchange_s=0.2)  # a sum of the whole model between two takes 0.1 s
+DECLARED = cluster(
+    2, step_s=0.1, compress_s=0.1, exchange_s=0.2
+)  # a sum of the whole model between two takes 0.1 s
 REAL = RealCluster(num_workers=2, hosts=None, server_host=None)
 
 
@@ -38,7 +42,9 @@ def test_a_node_computes_one_thing_at_a_time():
 
 
 def test_several_sums_at_once_go_by_their_keys():
-    """The first that all have posted goes first, then the lowest key, equal keys in order; the node computes on."""
+    """The first that all have posted goes first, then the lowest key, equal keys in order; the node
+    computes on.
+    """
     virtual = results(in_virtual_time(play.two_at_once, DECLARED))
     assert virtual[0] == virtual[1]
     computed, *sums = virtual[0]
@@ -51,25 +57,32 @@ def test_several_sums_at_once_go_by_their_keys():
         assert first < next_first < second, "of those under way the lowest key goes first"
         assert max(third, second, next_first) >= 0.4
         assert rank[0] < 0.3, "while sums are under way the node computes"
-    assert [[value for value, _ in rank[1:]] for rank in results(on_processes(play.two_at_once, REAL, 2))] == [
-        [3.0, 30.0, 300.0, 3000.0]
-    ] * 2
+    assert [
+        [value for value, _ in rank[1:]]
+        for rank in results(on_processes(play.two_at_once, REAL, 2))
+    ] == [[3.0, 30.0, 300.0, 3000.0]] * 2
 
 
 @pytest.mark.parametrize("machines", [DECLARED, REAL], ids=["paced", "real"])
 def test_what_is_committed_is_not_overtaken(machines):
-    """One is under way when lower keys come; a credit of two sums has committed the next one, too."""
+    """One is under way when lower keys come; a credit of two sums has committed the next
+    one, too.
+    """
     one = ["first", "late a", "early a", "early b", "late b", "late c"]
     two = ["first", "late a", "late b", "early a", "early b", "late c"]
     assert results(in_virtual_time(play.one_ahead, DECLARED)) == [one] * 2
     assert results(in_virtual_time(play.two_ahead, DECLARED)) == [two] * 2
-    orders = results(on_processes(play.two_ahead, machines, 2))  # who is late by the clock may find another order
+    orders = results(
+        on_processes(play.two_ahead, machines, 2)
+    )  # who is late by the clock may find another order
     assert orders[0] == orders[1]
     assert sorted(orders[0]) == sorted(two)
 
 
 def test_members_commit_alike_of_what_all_have_posted():
-    """Of four that this member has posted the others have posted three: by key, as long as credit is left."""
+    """Of four that this member has posted the others have posted three: by key, as long as credit
+    is left.
+    """
     end = communicator.LocalQueue((0, 1), (0, 0), lambda end: None)
     for key in (3, 2, 4, 1):
         effect = AllReduce(torch.zeros(1000), (0, 1), key=key, credit=2)
@@ -86,7 +99,11 @@ def test_a_computation_stands_still_until_what_it_needs_is_there():
     """Half of 0.2 s, then until 0.15 s, then the other half; to stand still is to wait."""
     virtual = in_virtual_time(play.standing_still, DECLARED, 1)
     assert results(virtual) == [(7.0, pytest.approx(0.25), 2)]
-    assert virtual[0].spent == {**dict.fromkeys(virtual[0].spent, 0.0), "wait": 0.05, "compute": 0.2}
+    assert virtual[0].spent == {
+        **dict.fromkeys(virtual[0].spent, 0.0),
+        "wait": 0.05,
+        "compute": 0.2,
+    }
     real = on_processes(play.standing_still, DECLARED, 1)
     assert results(real)[0][::2] == (7.0, 2)
     assert 0.25 <= real[0].result[1] < 0.35
@@ -103,14 +120,18 @@ def test_a_sum_in_two_halves():
     expected = [(chunk, gathered, pytest.approx(4.0), pytest.approx(8.0)) for chunk in chunks]
     assert results(in_virtual_time(play.in_halves, wide)) == expected
     quick = cluster(3, exchange_s=0.01)
-    assert [rank[:2] for rank in results(on_processes(play.in_halves, quick, 3))] == [rank[:2] for rank in expected]
+    assert [rank[:2] for rank in results(on_processes(play.in_halves, quick, 3))] == [
+        rank[:2] for rank in expected
+    ]
 
 
 def test_layers_sent_as_soon_as_they_are_ready_on_processes():
     virtual = results(in_virtual_time(play.layer_by_layer, DECLARED))
     plain = results(in_virtual_time(play.plain, DECLARED))
     quick = cluster(2, step_s=0.01, exchange_s=0.04)
-    real = {main: results(on_processes(main, quick, 2)) for main in (play.plain, play.layer_by_layer)}
+    real = {
+        main: results(on_processes(main, quick, 2)) for main in (play.plain, play.layer_by_layer)
+    }
     assert real[play.plain][0][0] == real[play.plain][1][0] == plain[0][0] == virtual[0][0]
     assert real[play.layer_by_layer][0][0] == real[play.layer_by_layer][1][0] == virtual[0][0]
     assert real[play.plain][0][1] >= 10 * (0.06 + 0.08)
@@ -130,14 +151,19 @@ def test_teams_that_share_ranks_have_a_channel_each(groups, machines):
     expected = [[6.0, 3.0], [6.0, 3.0], [6.0], None]
     wide = cluster(4, exchange_s=0.2)
     assert results(in_virtual_time(three, wide)) == expected
-    assert results(on_processes(three, wide if machines is DECLARED else machines, 4, groups)) == expected
+    assert (
+        results(on_processes(three, wide if machines is DECLARED else machines, 4, groups))
+        == expected
+    )
 
 
 async def three(ctx):
     return await play.three_and_two_ranks(ctx) if ctx.rank < 3 else None
 
 
-PORTS = cluster(2, latency_s=0.01, bandwidth_mbit_s=0.32)  # 4000 bytes in 0.1 s; a sum: two rounds of 0.01 + 0.05
+PORTS = cluster(
+    2, latency_s=0.01, bandwidth_mbit_s=0.32
+)  # 4000 bytes in 0.1 s; a sum: two rounds of 0.01 + 0.05
 
 
 def test_a_send_queues_behind_a_collective():
@@ -170,7 +196,9 @@ def test_what_is_pending_at_the_end_ends():
 
 
 def test_a_collective_that_not_all_have_posted_is_an_error_at_the_end():
-    with pytest.raises(AshlError, match=r"only rank 0 came to AllReduce with key 2 of ranks \[0, 1\]"):
+    with pytest.raises(
+        AshlError, match=r"only rank 0 came to AllReduce with key 2 of ranks \[0, 1\]"
+    ):
         in_virtual_time(play.one_sided, DECLARED)
     ended = on_processes(hasty, DECLARED, 2)
     assert "rank 0 has ended and still is in AllReduce with ranks [0, 1], key 2" in ended[0].error
@@ -183,7 +211,10 @@ async def hasty(ctx):
 
 
 def test_another_order_is_an_error():
-    order = r"in the same order: rank 1 posts AllReduce with key 2 .* where rank 0 posted AllReduce with key 1"
+    order = (
+        r"in the same order: rank 1 posts AllReduce with key 2 .* where rank 0 posted AllReduce"
+        r" with key 1"
+    )
     with pytest.raises(AshlError, match=order):
         in_virtual_time(play.crossed, DECLARED)
 
@@ -200,8 +231,15 @@ def test_computed_alike():
 
 
 def test_a_push_lasts_until_its_last_byte_is_there():
-    """By the receiver's clock: its port takes 0.2 s for what leaves the sender's in 0.002 s. Then the sender waits."""
-    links = {"exchange_s": None, "bandwidth_mbit_s": 16.0, "latency_s": 0.0, "server_bandwidth_mbit_s": 0.16}
+    """By the receiver's clock: its port takes 0.2 s for what leaves the sender's in 0.002 s. Then
+    the sender waits.
+    """
+    links = {
+        "exchange_s": None,
+        "bandwidth_mbit_s": 16.0,
+        "latency_s": 0.0,
+        "server_bandwidth_mbit_s": 0.16,
+    }
     machines = cluster(1, **links)
     (virtual, _), (real, _) = (
         in_virtual_time(play.push_and_wait, machines, 2),
@@ -214,8 +252,12 @@ def test_a_push_lasts_until_its_last_byte_is_there():
 
 
 def test_workers_of_one_machine_share_its_port_on_both_kernels():
-    """Two machines of two: 0.1 s for a message and for a sum. One after the other they take 0.4 s, and not 0.2."""
-    machines = cluster(4, node=(0, 0, 1, 1), intra_node_bandwidth_mbit_s=1000.0, bandwidth_mbit_s=0.32)
+    """Two machines of two: 0.1 s for a message and for a sum. One after the other they take 0.4 s,
+    and not 0.2.
+    """
+    machines = cluster(
+        4, node=(0, 0, 1, 1), intra_node_bandwidth_mbit_s=1000.0, bandwidth_mbit_s=0.32
+    )
     virtual = results(in_virtual_time(play.through_one_port, machines))
     assert virtual[2:] == [pytest.approx([0.1, 0.3]), pytest.approx([0.2, 0.4])]
     real = results(on_processes(play.through_one_port, machines, 4))
@@ -244,7 +286,9 @@ def test_what_a_device_has_not_done_yet_is_computing():
 
 
 async def watched(ctx):
-    """What the backend was asked by this rank, in order; nothing while something else was under way."""
+    """What the backend was asked by this rank, in order; nothing while something else was under
+    way.
+    """
     asked, busy = [], threading.Lock()
 
     def one_at_a_time(name):
@@ -264,7 +308,10 @@ async def watched(ctx):
     collectives.dist = SimpleNamespace(
         ProcessGroup=None, ReduceOp=dist.ReduceOp, **{n: one_at_a_time(n) for n in names}
     )
-    tasks = [ctx.spawn(play.summed(ctx, 1.0, key=k, team=(0, 1, 2), size=1000 + k, credit=1)) for k in (3, 1, 2)]
+    tasks = [
+        ctx.spawn(play.summed(ctx, 1.0, key=k, team=(0, 1, 2), size=1000 + k, credit=1))
+        for k in (3, 1, 2)
+    ]
     await play.computing(ctx, 0.01)
     sums = [(await ctx.join(task))[0] for task in tasks]
     sums.append((await play.summed(ctx, 2.0, team=(0, 1, 2)))[0])
@@ -276,4 +323,6 @@ def test_a_rank_asks_the_backend_one_thing_at_a_time_and_all_in_one_order():
     ended = results(on_processes(watched, REAL, 3))
     assert [sums for sums, _ in ended] == [[3.0, 3.0, 3.0, 6.0]] * 3
     assert ended[0][1] == ended[1][1] == ended[2][1]
-    assert len(ended[0][1]) == 4 * 3, "for each sum its two halves, and before it how many all have posted"
+    assert len(ended[0][1]) == 4 * 3, (
+        "for each sum its two halves, and before it how many all have posted"
+    )

@@ -1,5 +1,6 @@
-"""Partial all-reduce on four gloo processes and a coordinator: the simulator's parameters, bit for bit, where the order
-of events is the schedule's; the invariants elsewhere."""
+"""Partial all-reduce on four gloo processes and a coordinator: the simulator's parameters, bit for
+bit, where the order of events is the schedule's; the invariants elsewhere.
+"""
 
 from typing import Any
 
@@ -33,14 +34,18 @@ def test_static_groups_give_the_simulators_parameters(tmp_path):
 
 
 def test_one_group_of_all_is_local_sgd_without_a_process_group(tmp_path):
-    whole = simulated(*QUICK, "schedule=single", "topology=all_reduce", "sync=local_sgd", "sync.local_steps=4")
+    whole = simulated(
+        *QUICK, "schedule=single", "topology=all_reduce", "sync=local_sgd", "sync.local_steps=4"
+    )
     sync = ("sync=ripples_first_come", "sync.group_size=4", "sync.local_steps=4")
     assert real(tmp_path / "run", *QUICK, *GROUPS, *sync)["params_sha256"] == whole.sha256
 
 
 @pytest.mark.parametrize("scheduler", ["smart", pytest.param("random", marks=pytest.mark.slow)])
 def test_dynamic_groups_keep_their_invariants(scheduler, tmp_path):
-    nodes = ("topology.workers_per_node=2",) if scheduler == "smart" else ()  # random groups ignore nodes
+    nodes = (
+        ("topology.workers_per_node=2",) if scheduler == "smart" else ()
+    )  # random groups ignore nodes
     sync = (f"sync=ripples_{scheduler}", *nodes)
     summary = real(tmp_path / "run", *QUICK, *GROUPS, *sync, "cluster.compute=[1, 1, 1, 3]")
     check_books(summary)
@@ -54,12 +59,19 @@ def test_dynamic_groups_keep_their_invariants(scheduler, tmp_path):
 @pytest.mark.timeout(600)
 def test_eight_paced_processes_keep_the_papers_bands(tmp_path):
     """On two machines of four, with steps so long that processes need not have a core each."""
-    pace = ("cluster.step_s=0.2", "cluster.exchange_s=0.02", "cluster.jitter=0.05", "schedule=single")
+    pace = (
+        "cluster.step_s=0.2",
+        "cluster.exchange_s=0.02",
+        "cluster.jitter=0.05",
+        "schedule=single",
+    )
     nodes = ("cluster=homogeneous", "cluster.node=[0,0,0,0,1,1,1,1]", "model.hidden=[16]")
 
     def rate(name: str, slow: int, steps: int, *mode: str) -> float:
         compute = f"cluster.compute=[1,1,1,1,1,1,1,{slow}]"
-        return real(tmp_path / f"{name}{slow}", *nodes, compute, *pace, f"stop.steps={steps}", *mode)["steps_per_s"]
+        return real(
+            tmp_path / f"{name}{slow}", *nodes, compute, *pace, f"stop.steps={steps}", *mode
+        )["steps_per_s"]
 
     smart = ("topology=partial_all_reduce", "sync=ripples_smart")
     equal = rate("smart", 1, 800, *smart)

@@ -1,4 +1,6 @@
-"""Sums of compressed updates on three gloo processes, each by its own way: the simulator's parameters, bit for bit."""
+"""Sums of compressed updates on three gloo processes, each by its own way: the simulator's
+parameters, bit for bit.
+"""
 
 import pytest
 
@@ -31,22 +33,35 @@ def test_processes_come_to_the_simulators_parameters(way, tmp_path):
     summary, sim = real(tmp_path / "run", *QUICK, *way), simulated(*QUICK, *way)
     assert summary["params_sha256"] == sim.sha256
     assert summary["steps"] == sim.end["steps"] == 24
-    assert summary["bytes_up"] == summary["bytes_down"] == sum(r["bytes_up"] for r in sim.of("ledger"))
+    assert (
+        summary["bytes_up"] == summary["bytes_down"] == sum(r["bytes_up"] for r in sim.of("ledger"))
+    )
     assert adds_up(summary)
 
 
 @pytest.mark.parametrize(
     "codec",
-    ["topk", pytest.param("random_mask", marks=pytest.mark.slow)],  # gathered, and summed on their way
+    [
+        "topk",
+        pytest.param("random_mask", marks=pytest.mark.slow),
+    ],  # gathered, and summed on their way
 )
 def test_messages_that_are_compressed_while_backward_goes_on(codec, tmp_path):
-    """On two unequal processes, with what is kept for later and the optimizer's momentum; what selecting is declared to
-    take is taken, and is compressing."""
-    quick = ("cluster.compute=[1,2]", "cluster.compress_s=0.002", "optimizer.momentum=0.9", "model.hidden=[16,16]")
+    """On two unequal processes, with what is kept for later and the optimizer's momentum; what
+    selecting is declared to take is taken, and is compressing.
+    """
+    quick = (
+        "cluster.compute=[1,2]",
+        "cluster.compress_s=0.002",
+        "optimizer.momentum=0.9",
+        "model.hidden=[16,16]",
+    )
     asked = (*QUICK, *quick, f"compression={codec}", "overlap=layerwise")
     summary, sim = real(tmp_path / "run", *asked), simulated(*asked)
     assert summary["params_sha256"] == sim.sha256
-    assert summary["bytes_up"] == summary["bytes_down"] == sum(r["bytes_up"] for r in sim.of("ledger"))
+    assert (
+        summary["bytes_up"] == summary["bytes_down"] == sum(r["bytes_up"] for r in sim.of("ledger"))
+    )
     assert adds_up(summary)
     for worker, virtual in zip(summary["workers"], sim.ledgers, strict=True):
         assert virtual["compress"] == 12 * 2_000_000

@@ -1,4 +1,6 @@
-"""Runs that go on with another number of workers, in virtual time, on processes, and in jobs of others."""
+"""Runs that go on with another number of workers, in virtual time, on processes, and in jobs of
+others.
+"""
 
 import json
 import os
@@ -14,16 +16,34 @@ from tests.test_rescaling import model, summary, train
 
 pytestmark = pytest.mark.slow
 # Epochs of 16 rounds of 64 samples
-EPOCHS = ("dataset=quadratic", "dataset.num_samples=1024", "dataset.partition=interleaved", "model=linear")
+EPOCHS = (
+    "dataset=quadratic",
+    "dataset.num_samples=1024",
+    "dataset.partition=interleaved",
+    "model=linear",
+)
 PACED = ("cluster=homogeneous", "cluster.step_s=0.01", "cluster.exchange_s=0.002", "tracking=none")
-OWN_PACE = ["sync=asp compression=topk optimizer.lr=0.02", "sync=ssp", "schedule=ashl optimizer.lr=0.05"]
+OWN_PACE = [
+    "sync=asp compression=topk optimizer.lr=0.02",
+    "sync=ssp",
+    "schedule=ashl optimizer.lr=0.05",
+]
 
 
 @pytest.mark.parametrize("runtime", ["sim", "local"])
 @pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
-def test_two_workers_four_and_one_take_one_trajectory(topology: str, runtime: str, workplace: Path) -> None:
+def test_two_workers_four_and_one_take_one_trajectory(
+    topology: str, runtime: str, workplace: Path
+) -> None:
     """Rounds have the same samples, however many workers share them."""
-    own = (*PACED, *EPOCHS, f"topology={topology}", "sync=bsp", "optimizer.lr=0.002", "optimizer.momentum=0.9")
+    own = (
+        *PACED,
+        *EPOCHS,
+        f"topology={topology}",
+        "sync=bsp",
+        "optimizer.lr=0.002",
+        "optimizer.momentum=0.9",
+    )
     two = (f"runtime={runtime}", *own, "cluster.num_workers=2", "dataset.batch_size=32")
     train("runtime=sim", *two[1:], "run.dir=whole", "stop.epochs=50")
     train(*two, "run.dir=two", "stop.epochs=10", "run.checkpoint_s=0.5")
@@ -51,7 +71,13 @@ def test_workers_at_their_own_pace(mode: str, workplace: Path) -> None:
 
 
 def test_what_was_measured_of_others_is_not_taken_for_these(workplace: Path, capsys) -> None:
-    line = ["schedule=ashl", "cluster=real", "cluster.num_workers=2", "tracking=none", "model.hidden=[8]"]
+    line = [
+        "schedule=ashl",
+        "cluster=real",
+        "cluster.num_workers=2",
+        "tracking=none",
+        "model.hidden=[8]",
+    ]
     train(*line, "run.dir=two", "run.checkpoint_s=0.3", "stop.seconds=5")
     assert main(["train", "--resume", "two", "cluster.num_workers=3", "run.dir=three", "-q"]) == 2
     said = capsys.readouterr().err
@@ -70,8 +96,17 @@ def test_a_run_that_was_killed(workplace: Path) -> None:
 
 
 def test_jobs_of_another_size(workplace: Path) -> None:
-    """Without a word of it a job is refused; with one it goes on, and what torchrun starts anew goes on from there."""
-    own = ("sync=bsp", "cluster=real", "tracking=none", "runtime=torchrun", "run.checkpoint_s=0.3", "model.hidden=[8]")
+    """Without a word of it a job is refused; with one it goes on, and what torchrun starts anew
+    goes on from there.
+    """
+    own = (
+        "sync=bsp",
+        "cluster=real",
+        "tracking=none",
+        "runtime=torchrun",
+        "run.checkpoint_s=0.3",
+        "model.hidden=[8]",
+    )
     job = torchrun(3, *own, "run.dir=run", "stop.seconds=60", "-q")
     until_saved(Path("run"), job)
     os.killpg(job.pid, signal.SIGKILL)
@@ -86,4 +121,7 @@ def test_jobs_of_another_size(workplace: Path) -> None:
     (said,) = ended(more)
     assert more.returncode == 0, said
     assert "restarted: the run in three resumes from its last checkpoint" in said
-    assert (summary("three")["num_workers"], json.loads(Path("three/plan.json").read_text())["num_workers"]) == (3, 3)
+    assert (
+        summary("three")["num_workers"],
+        json.loads(Path("three/plan.json").read_text())["num_workers"],
+    ) == (3, 3)

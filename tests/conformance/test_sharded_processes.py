@@ -1,4 +1,6 @@
-"""A model on several servers between processes: the simulator's parameters where all wait for all."""
+"""A model on several servers between processes: the simulator's parameters where all wait
+for all.
+"""
 
 import pytest
 
@@ -10,10 +12,15 @@ TWO = (*QUICK, *LINKS, "cluster=homogeneous", "cluster.num_workers=2", "topology
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync=bsp compression=cast", "schedule=post_local schedule.switch_epochs=0.05"])
+@pytest.mark.parametrize(
+    "mode", ["sync=bsp compression=cast", "schedule=post_local schedule.switch_epochs=0.05"]
+)
 def test_two_servers_are_one(mode, tmp_path) -> None:
     own = mode.split()
-    summary, one = real(tmp_path / "run", *TWO, *own), simulated(*TWO, *own, "topology=parameter_server")
+    summary, one = (
+        real(tmp_path / "run", *TWO, *own),
+        simulated(*TWO, *own, "topology=parameter_server"),
+    )
     assert summary["params_sha256"] == one.sha256
     assert summary["status"] == "finished"
     assert adds_up(summary)
@@ -21,7 +28,14 @@ def test_two_servers_are_one(mode, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_where_nobody_waits_all_come_to_an_end(tmp_path) -> None:
-    summary = real(tmp_path / "run", *TWO, "sync=asp", "topology.servers=3", "stop.seconds=1.5", "stop.steps=null")
+    summary = real(
+        tmp_path / "run",
+        *TWO,
+        "sync=asp",
+        "topology.servers=3",
+        "stop.seconds=1.5",
+        "stop.steps=null",
+    )
     assert summary["steps"] == sum(worker["steps"] for worker in summary["workers"]) > 20
     assert summary["status"] == "finished"
     assert adds_up(summary)

@@ -1,4 +1,6 @@
-"""Where the time of a paced run went, against the simulator: the same classes for the same instants."""
+"""Where the time of a paced run went, against the simulator: the same classes for the same
+instants.
+"""
 
 import json
 
@@ -44,4 +46,6 @@ def test_a_paced_run_spends_its_time_as_the_simulator_does(links: str, tmp_path)
     for rank, ledger in enumerate(sim.ledgers):
         for kind, total_ns in ledger.items():
             share = summary["workers"][rank][f"{kind}_s"] / summary["time_s"]
-            assert share == pytest.approx(total_ns / sim.time_ns, abs=0.08), f"{kind} of worker {rank}"
+            assert share == pytest.approx(total_ns / sim.time_ns, abs=0.08), (
+                f"{kind} of worker {rank}"
+            )

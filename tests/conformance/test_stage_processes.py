@@ -1,4 +1,6 @@
-"""Plans of several stages on every topology, on both kernels: each goes on to its last stage, with the same bits."""
+"""Plans of several stages on every topology, on both kernels: each goes on to its last stage, with
+the same bits.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +14,16 @@ from tests.support import Ran, planned, simulated
 COMMON = (*QUICK, "cluster=homogeneous", "stop.steps=96")
 TWICE = {  # the first stage, and what differs in the second one
     "server": (("sync=bsp",), {"exchange": "difference"}, 1),
-    "all_reduce": (("topology=all_reduce", "sync=local_sgd", "sync.local_steps=2"), {"local_steps": 3}, 3),
-    "gossip": (("topology=gossip", "sync=d_psgd", "sync.local_steps=2"), {"local_steps": 1, "order": "atc"}, 1),
+    "all_reduce": (
+        ("topology=all_reduce", "sync=local_sgd", "sync.local_steps=2"),
+        {"local_steps": 3},
+        3,
+    ),
+    "gossip": (
+        ("topology=gossip", "sync=d_psgd", "sync.local_steps=2"),
+        {"local_steps": 1, "order": "atc"},
+        1,
+    ),
     "groups": (
         ("topology=partial_all_reduce", "sync=ripples_static", "sync.local_steps=2"),
         {"local_steps": 1},
@@ -24,7 +34,9 @@ ROAMING = ("topology=gossip", "topology.graph=exponential", "sync=ad_psgd")
 
 
 def of_two(overrides: tuple[str, ...], change: Spec, local_steps: int) -> Plan:
-    """The plan of these overrides up to four commits per worker, and after it a stage that differs."""
+    """The plan of these overrides up to four commits per worker, and after it a stage that
+    differs.
+    """
     plan = planned(*COMMON, *overrides)
     (stage,) = plan.stages
     workers = tuple(replace(worker, local_steps=local_steps) for worker in stage.workers)
@@ -44,7 +56,10 @@ def test_a_plan_goes_on_to_its_last_stage(topology: str, tmp_path: Path) -> None
     assert min(ends[0]["commits"]) >= 4
     assert summary["params_sha256"] == sim.sha256
     assert [stage["exit_reason"] for stage in summary["stages"]] == ["commits", "steps"]
-    assert [stage["steps"] for stage in summary["stages"]] == [ends[0]["steps"], ends[1]["steps"] - ends[0]["steps"]]
+    assert [stage["steps"] for stage in summary["stages"]] == [
+        ends[0]["steps"],
+        ends[1]["steps"] - ends[0]["steps"],
+    ]
     assert summary["steps"] >= 96
     assert adds_up(summary)
 
@@ -64,16 +79,24 @@ def stages_of_two(folder: Path, overrides: tuple[str, ...]) -> Ran:
 
 
 def test_workers_that_went_on_alone_average_their_models_again(tmp_path: Path) -> None:
-    """At a border each keeps its own last work, and groups took their models for the same ever after."""
-    ran = stages_of_two(tmp_path, ("topology=partial_all_reduce", "sync=ripples_first_come", "sync.group_size=4"))
-    met = [record["group"] for record in ran.of("round") if record["stage"] == 1 and record["group"]]
+    """At a border each keeps its own last work, and groups took their models for the same ever
+    after.
+    """
+    ran = stages_of_two(
+        tmp_path, ("topology=partial_all_reduce", "sync=ripples_first_come", "sync.group_size=4")
+    )
+    met = [
+        record["group"] for record in ran.of("round") if record["stage"] == 1 and record["group"]
+    ]
     assert met
     assert all(group == [0, 1, 2, 3] for group in met)
     assert ran.snapshots[-1][0]["consensus_distance"] < 1e-10
 
 
 def test_relays_do_not_fall_back_to_the_first_model(tmp_path: Path) -> None:
-    """What has not come yet at the start of a stage was made up for by the model that the run began with."""
+    """What has not come yet at the start of a stage was made up for by the model that the run began
+    with.
+    """
     ran = stages_of_two(tmp_path, ("topology=gossip", "topology.graph=ring", "sync=relay_sum"))
     models = {record["merges"]: params for record, params in ran.snapshots}
     border = ran.of("stage")[0]["merges"]
@@ -82,8 +105,15 @@ def test_relays_do_not_fall_back_to_the_first_model(tmp_path: Path) -> None:
 
 
 def test_replicas_start_from_the_models_at_the_border(tmp_path: Path) -> None:
-    """They started from the model that the run began with, and a few per cent of what is between cannot catch up."""
-    sparse = ("compression=topk", "compression.error_feedback=false", "sync.gamma=1", "optimizer.momentum=0")
+    """They started from the model that the run began with, and a few per cent of what is between
+    cannot catch up.
+    """
+    sparse = (
+        "compression=topk",
+        "compression.error_feedback=false",
+        "sync.gamma=1",
+        "optimizer.momentum=0",
+    )
     graph = ("topology=gossip", "topology.graph=complete")
     ran = stages_of_two(tmp_path, (*graph, "sync=choco", *sparse))
     border = ran.of("stage")[0]["merges"]
@@ -103,7 +133,9 @@ def test_a_stage_gives_way_by_the_evaluated_loss(topology: str, tmp_path: Path) 
     ends = ran.of("stage")
     assert [end["reason"] for end in ends] == ["evaluated_loss", "steps"]
     losses = [
-        ran.learner.evaluate(model)["train_loss"] for m, model in ran.snapshots if m["time_ns"] <= ends[0]["end_ns"]
+        ran.learner.evaluate(model)["train_loss"]
+        for m, model in ran.snapshots
+        if m["time_ns"] <= ends[0]["end_ns"]
     ]
     assert min(losses) <= 2.2 < losses[0]
     if topology == "server":  # long enough for an evaluation to come back, which takes real time
@@ -115,7 +147,12 @@ def test_a_stage_gives_way_by_the_evaluated_loss(topology: str, tmp_path: Path) 
 def test_a_ladder_goes_down_as_the_loss_rises(tmp_path: Path) -> None:
     swings = ("optimizer.lr=1", "eval.every_commits=5", "stop.steps=600", "cluster.num_workers=2")
     summary = real(
-        tmp_path / "run", *QUICK, "cluster=homogeneous", "schedule=ashl_next", "schedule.decay_stages=3", *swings
+        tmp_path / "run",
+        *QUICK,
+        "cluster=homogeneous",
+        "schedule=ashl_next",
+        "schedule.decay_stages=3",
+        *swings,
     )
     assert [stage["exit_reason"] for stage in summary["stages"]] == ["rises", "rises", "steps"]
     assert [stage["name"] for stage in summary["stages"]] == ["decay1", "decay2", "decay3"]

@@ -1,5 +1,7 @@
-"""Three machines behind unequal links, where nothing says which interface to take and each machine's own name is
-loopback: a job of theirs works, its server is where it should be, and its records are with process 0."""
+"""Three machines behind unequal links, where nothing says which interface to take and each
+machine's own name is loopback: a job of theirs works, its server is where it should be, and its
+records are with process 0.
+"""
 
 import json
 import subprocess
@@ -12,8 +14,8 @@ import pytest
 from tests.namespaces import address, machines, missing, start
 
 RUN = (
-    "runtime=torchrun cluster=real tracking=none topology=parameter_server sync=bsp model.hidden=[1000] stop.steps=60 "
-    "eval.every_commits=1000 run.dir=run"
+    "runtime=torchrun cluster=real tracking=none topology=parameter_server sync=bsp"
+    " model.hidden=[1000] stop.steps=60 eval.every_commits=1000 run.dir=run"
 )
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -45,16 +47,33 @@ def by_hand(names: Sequence[str], folder: Path, *more: str) -> tuple[str, dict]:
     jobs = []
     for rank, name in enumerate(names):
         master = name if rank == 0 else address(names[0])
-        world = {"WORLD_SIZE": "3", "RANK": str(rank), "MASTER_ADDR": master, "MASTER_PORT": "29500"}
-        jobs.append(start(name, [sys.executable, "-m", "ashl.cli", "train", *RUN.split(), *more], folder / name, world))
+        world = {
+            "WORLD_SIZE": "3",
+            "RANK": str(rank),
+            "MASTER_ADDR": master,
+            "MASTER_PORT": "29500",
+        }
+        jobs.append(
+            start(
+                name,
+                [sys.executable, "-m", "ashl.cli", "train", *RUN.split(), *more],
+                folder / name,
+                world,
+            )
+        )
     return outcome(jobs, folder, names[0])
 
 
-def test_the_server_is_on_the_best_link_and_the_records_with_process_0(names: list[str], tmp_path: Path) -> None:
+def test_the_server_is_on_the_best_link_and_the_records_with_process_0(
+    names: list[str], tmp_path: Path
+) -> None:
     """In the order of nodes that had it behind the slowest link."""
     best, middle, slowest = names
     said, slow = by_hand([slowest, middle, best], tmp_path / "slow")
-    assert f"note: the server runs on host {slowest}: the node of process 0; no profile says which link is best" in said
+    assert (
+        f"note: the server runs on host {slowest}: the node of process 0; no profile says which"
+        " link is best" in said
+    )
     assert [host["host"] for host in slow["hosts"]] == [middle, best, slowest]
     said, fast = by_hand([slowest, middle, best], tmp_path / "fast", f"cluster.server_host={best}")
     assert f"note: the server runs on host {best}: as cluster.server_host says" in said
@@ -67,8 +86,9 @@ def test_the_server_is_on_the_best_link_and_the_records_with_process_0(names: li
 
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_under_torchrun(names: list[str], tmp_path: Path, rendezvous: str) -> None:
-    """With a static rendezvous ranks are as they are told; with c10d nodes are numbered by their addresses, wherever
-    they meet."""
+    """With a static rendezvous ranks are as they are told; with c10d nodes are numbered by their
+    addresses, wherever they meet.
+    """
     there = list(reversed(names))
     meeting = address(there[0])
     jobs = []
@@ -77,8 +97,17 @@ def test_under_torchrun(names: list[str], tmp_path: Path, rendezvous: str) -> No
         if rendezvous == "c10d":
             place = ["--rdzv-backend=c10d", f"--rdzv-endpoint={meeting}:29500", "--rdzv-id=job"]
             place += [f"--rdzv-conf=is_host={int(rank == 0)}", f"--local-addr={address(name)}"]
-        agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=1", *place]
-        jobs.append(start(name, [*agent, "-m", "ashl.cli", "train", *RUN.split()], tmp_path / name, {}))
+        agent = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=3",
+            "--nproc-per-node=1",
+            *place,
+        ]
+        jobs.append(
+            start(name, [*agent, "-m", "ashl.cli", "train", *RUN.split()], tmp_path / name, {})
+        )
     first = there[0] if rendezvous == "static" else names[0]
     said, summary = outcome(jobs, tmp_path, first)
     assert f"note: the server runs on host {first}" in said

@@ -1,4 +1,6 @@
-"""Under torchrun, where ranks share the job's store and nothing else: no folder, and perhaps no machine."""
+"""Under torchrun, where ranks share the job's store and nothing else: no folder, and perhaps no
+machine.
+"""
 
 import json
 import os
@@ -12,13 +14,31 @@ from pathlib import Path
 
 import pytest
 
-TWO = ["cluster.compute=[1,1]", "cluster.link=null", "cluster.step_s=0.005", "cluster.exchange_s=0.001"]
-SHORT = [*TWO, "runtime=torchrun", "tracking=none", "stop.steps=80", "eval.every_commits=20", "run.dir=run", "--quiet"]
+TWO = [
+    "cluster.compute=[1,1]",
+    "cluster.link=null",
+    "cluster.step_s=0.005",
+    "cluster.exchange_s=0.001",
+]
+SHORT = [
+    *TWO,
+    "runtime=torchrun",
+    "tracking=none",
+    "stop.steps=80",
+    "eval.every_commits=20",
+    "run.dir=run",
+    "--quiet",
+]
 MODES = {
     "parameter_server": (3, ["sync=ssp"]),
     "all_reduce": (
         2,
-        ["sync=bsp", "compression=topk", "run.compression_stats_every=4", "run.compression_stats_vs_mean=true"],
+        [
+            "sync=bsp",
+            "compression=topk",
+            "run.compression_stats_every=4",
+            "run.compression_stats_vs_mean=true",
+        ],
     ),
     "gossip": (2, ["sync=d_psgd", "topology.graph=ring"]),
     "partial_all_reduce": (3, ["sync=ripples_first_come", "sync.group_size=2"]),
@@ -48,7 +68,9 @@ def free_port() -> int:
 
 
 def check(jobs: Sequence[subprocess.Popen], folders: Sequence[Path], topology: str) -> None:
-    """The run is whole, evaluated on the way and at its end, in one of the folders; the others are as they were."""
+    """The run is whole, evaluated on the way and at its end, in one of the folders; the others are
+    as they were.
+    """
     try:
         said = [job.communicate(timeout=100)[0] for job in jobs]
     finally:
@@ -65,26 +87,37 @@ def check(jobs: Sequence[subprocess.Popen], folders: Sequence[Path], topology: s
     assert ("compress/aggregate_cosine" in lines[-1]) == (topology == "all_reduce")
 
 
-@pytest.mark.parametrize("topology", ["gossip", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "topology", ["gossip", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_ranks_on_machines_of_their_own(topology: str, tmp_path: Path) -> None:
     """With what torchrun sets, and a folder for each rank."""
     size, port = MODES[topology][0], str(free_port())
     folders = [tmp_path / str(rank) for rank in range(size)]
     world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    jobs = [start(folder, topology, ["ashl.cli"], RANK=str(r), **world) for r, folder in enumerate(folders)]
+    jobs = [
+        start(folder, topology, ["ashl.cli"], RANK=str(r), **world)
+        for r, folder in enumerate(folders)
+    ]
     check(jobs, folders, topology)
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["run.checkpoint_s=0.2"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "more", [[], pytest.param(["run.checkpoint_s=0.2"], marks=pytest.mark.slow)]
+)
 def test_a_server_that_shares_a_node(more: list[str], tmp_path: Path) -> None:
     """Two processes are two workers, and the first one has the server beside its worker."""
     folders = [tmp_path / str(rank) for rank in range(2)]
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     jobs = [
-        start(folder, "parameter_server", ["ashl.cli"], more, RANK=str(r), **world) for r, folder in enumerate(folders)
+        start(folder, "parameter_server", ["ashl.cli"], more, RANK=str(r), **world)
+        for r, folder in enumerate(folders)
     ]
     check(jobs, folders, "parameter_server")
-    assert {path.name for path in (tmp_path / "0/run").glob("rank*.log")} == {"rank0.log", "rank2.log"}
+    assert {path.name for path in (tmp_path / "0/run").glob("rank*.log")} == {
+        "rank0.log",
+        "rank2.log",
+    }
 
 
 def test_another_configuration_on_the_second_process_ends_both(tmp_path: Path) -> None:
@@ -92,9 +125,15 @@ def test_another_configuration_on_the_second_process_ends_both(tmp_path: Path) -
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     more_of = ([], ["seed=2"])
     folders = [tmp_path / str(rank) for rank in range(2)]
-    jobs = [start(folder, "gossip", ["ashl.cli"], more_of[r], RANK=str(r), **world) for r, folder in enumerate(folders)]
+    jobs = [
+        start(folder, "gossip", ["ashl.cli"], more_of[r], RANK=str(r), **world)
+        for r, folder in enumerate(folders)
+    ]
     host = platform.node()
-    said = f"ashl: rank 1 on {host} has seed=2 and rank 0 on {host} has seed=0; give every process the same overrides\n"
+    said = (
+        f"ashl: rank 1 on {host} has seed=2 and rank 0 on {host} has seed=0; give every process the"
+        " same overrides\n"
+    )
     assert [job.communicate(timeout=60)[0] for job in jobs] == [said, said]
     assert [job.returncode for job in jobs] == [2, 2]
     assert not [path for folder in folders for path in folder.iterdir()]
@@ -104,15 +143,25 @@ def test_another_configuration_on_the_second_process_ends_both(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("rank", "more", "code", "said"),
     [
-        (1, "runtime.interface=eth77", 2, "runtime.interface=eth77, and .* has no interface 'eth77'; there are: "),
+        (
+            1,
+            "runtime.interface=eth77",
+            2,
+            "runtime.interface=eth77, and .* has no interface 'eth77'; there are: ",
+        ),
         (1, "dataset=mnist", 3, "Data set MNIST is not, or not whole, in "),
         (0, "run.dir=/dev/null/run", 1, "Cannot write to the run folder /dev/null/run"),
     ],
 )
-def test_what_one_process_cannot_do_ends_all(tmp_path: Path, rank: int, more: str, code: int, said: str) -> None:
+def test_what_one_process_cannot_do_ends_all(
+    tmp_path: Path, rank: int, more: str, code: int, said: str
+) -> None:
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     more_of = [[more] if r == rank else [] for r in range(2)]
-    jobs = [start(tmp_path / str(r), "gossip", ["ashl.cli"], more_of[r], RANK=str(r), **world) for r in range(2)]
+    jobs = [
+        start(tmp_path / str(r), "gossip", ["ashl.cli"], more_of[r], RANK=str(r), **world)
+        for r in range(2)
+    ]
     outputs = [job.communicate(timeout=60)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [code, code], outputs
     for line in outputs:
@@ -122,7 +171,13 @@ def test_what_one_process_cannot_do_ends_all(tmp_path: Path, rank: int, more: st
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", MODES)
 def test_a_job_of_torchrun(topology: str, tmp_path: Path) -> None:
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={MODES[topology][0]}", "-m", "ashl.cli"]
+    torchrun = [
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={MODES[topology][0]}",
+        "-m",
+        "ashl.cli",
+    ]
     check([start(tmp_path, topology, torchrun)], [tmp_path], topology)
 
 
@@ -131,21 +186,41 @@ def test_a_job_of_two_agents(tmp_path: Path) -> None:
     """As torchrun is started on two machines."""
     folders, port = [tmp_path / "here", tmp_path / "there"], free_port()
     place = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    agents = [["torch.distributed.run", *place, f"--node-rank={node}", "-m", "ashl.cli"] for node in range(2)]
-    check([start(folder, "gossip", agent) for folder, agent in zip(folders, agents, strict=True)], folders, "gossip")
+    agents = [
+        ["torch.distributed.run", *place, f"--node-rank={node}", "-m", "ashl.cli"]
+        for node in range(2)
+    ]
+    check(
+        [start(folder, "gossip", agent) for folder, agent in zip(folders, agents, strict=True)],
+        folders,
+        "gossip",
+    )
 
 
 @pytest.mark.slow
 def test_a_profile_lies_with_rank_0_and_says_where_it_was_measured(tmp_path: Path) -> None:
     """The server is the last rank; the others leave without a word."""
     world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-m", "ashl.cli", "profile", *TWO, "runtime=torchrun", "run.dir=run", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "ashl.cli",
+        "profile",
+        *TWO,
+        "runtime=torchrun",
+        "run.dir=run",
+        "--quiet",
+    ]
     quiet = os.environ | {"OMP_NUM_THREADS": "1"} | world
     folders = [tmp_path / str(rank) for rank in range(3)]
     jobs = []
     for rank, folder in enumerate(folders):
         folder.mkdir()
-        jobs.append(subprocess.Popen(command, cwd=folder, env=quiet | {"RANK": str(rank)}, stderr=subprocess.PIPE))
+        jobs.append(
+            subprocess.Popen(
+                command, cwd=folder, env=quiet | {"RANK": str(rank)}, stderr=subprocess.PIPE
+            )
+        )
     said = [job.communicate(timeout=100)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0, 0], said
     assert [len(list(folder.glob("run/profile.json"))) for folder in folders] == [1, 0, 0]

@@ -50,7 +50,9 @@ def facts_of(row: Row) -> Facts:
 
 
 def trace_of(ran: Ran) -> str:
-    """A hash of each rank's spans, (class, start, end) in nanoseconds. Of records it knows nothing else."""
+    """A hash of each rank's spans, (class, start, end) in nanoseconds. Of records it knows nothing
+    else.
+    """
     spans: dict[int, list[list[Any]]] = {rank: [] for rank in range(ran.plan.num_ranks)}
     for record in ran.of("round"):
         spans[record["rank"]] += [list(span) for span in record["spans_ns"]]
@@ -63,9 +65,11 @@ def rounded(value: float | None, digits: int) -> float | None:
 
 @cache
 def arithmetic() -> str:
-    """A fingerprint of how this machine rounds: the same bits of sums and products of the kinds that runs make.
+    """A fingerprint of how this machine rounds: the same bits of sums and products of the kinds
+    that runs make.
 
-    Which kernel a matrix library takes depends on the processor, and with it the last bits of whatever is learned.
+    Which kernel a matrix library takes depends on the processor, and with it the last bits of
+    whatever is learned.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -81,11 +85,15 @@ def arithmetic() -> str:
 def fixed(*shape: int) -> Tensor:
     """Numbers in [-0.5, 0.5] that no library draws."""
     size = int(np.prod(shape))
-    return torch.from_numpy(((np.arange(size) * 7919 % 10007) / 10007 - 0.5).astype(np.float32)).reshape(shape)
+    return torch.from_numpy(
+        ((np.arange(size) * 7919 % 10007) / 10007 - 0.5).astype(np.float32)
+    ).reshape(shape)
 
 
 def network_results() -> list[np.ndarray]:
-    """Losses, outputs and gradients of small networks, in batches for training and for evaluation."""
+    """Losses, outputs and gradients of small networks, in batches for training and for
+    evaluation.
+    """
     results = []
     for batch, inner in ((32, 16), (500, 16), (32, 32), (360, 10)):
         weights = [fixed(inner, 64), fixed(inner), fixed(10, inner), fixed(10)]
@@ -98,20 +106,32 @@ def network_results() -> list[np.ndarray]:
         results += [gradient.numpy() for gradient in torch.autograd.grad(loss, weights)]
     kernel, images = fixed(4, 1, 3, 3).requires_grad_(), fixed(32, 1, 8, 8)
     loss = functional.conv2d(images, kernel, padding=1).square().mean()
-    return [*results, loss.detach().numpy(), *(gradient.numpy() for gradient in torch.autograd.grad(loss, [kernel]))]
+    return [
+        *results,
+        loss.detach().numpy(),
+        *(gradient.numpy() for gradient in torch.autograd.grad(loss, [kernel])),
+    ]
 
 
 def other_results() -> list[np.ndarray]:
-    """What optimizers and codecs do: long sums, norms, exponentials, roots, random numbers, a decomposition."""
+    """What optimizers and codecs do: long sums, norms, exponentials, roots, random numbers, a
+    decomposition.
+    """
     x = fixed(10_007)
     drawn = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     tensors = [x.sum(), x.exp(), x.abs().sqrt(), x.abs().log1p(), x.square().mean(), drawn, x @ x]
     arrays = [np.exp(x.numpy()), np.float64(x.numpy().sum()), np.linalg.norm(x.numpy())]
-    return [*(t.numpy() for t in tensors), *arrays, *np.linalg.svd(fixed(16, 64).numpy(), full_matrices=False)]
+    return [
+        *(t.numpy() for t in tensors),
+        *arrays,
+        *np.linalg.svd(fixed(16, 64).numpy(), full_matrices=False),
+    ]
 
 
 def compared(row: Row, facts: Facts, same: bool) -> Facts:
-    """Those facts that this machine must reproduce; `same` where its arithmetic is that of the record."""
+    """Those facts that this machine must reproduce; `same` where its arithmetic is that of the
+    record.
+    """
     if same or not row.learns:
         return facts
     return {} if row.by_bits else {name: fact for name, fact in facts.items() if name not in BITS}
@@ -136,9 +156,14 @@ def recorded(path: Path = GOLDEN) -> dict[str, Any]:
 
 def write(path: Path, key: str, by_name: Mapping[str, Any]) -> None:
     """One line for each name, sorted, so that a difference shows which moved."""
-    lines = [f"{json.dumps(name)}: {json.dumps(by_name[name], sort_keys=True)}" for name in sorted(by_name)]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(by_name[name], sort_keys=True)}"
+        for name in sorted(by_name)
+    ]
     body = ",\n".join(lines)
-    path.write_text(f'{{"arithmetic": "{arithmetic()}", "{key}": {{\n{body}\n}}}}\n', encoding="utf-8")
+    path.write_text(
+        f'{{"arithmetic": "{arithmetic()}", "{key}": {{\n{body}\n}}}}\n', encoding="utf-8"
+    )
     recorded.cache_clear()
 
 

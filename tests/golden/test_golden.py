@@ -1,4 +1,6 @@
-"""The golden set: every run gives the bits, the bytes and the trace on record. `runs.py` says how to change them."""
+"""The golden set: every run gives the bits, the bytes and the trace on record. `runs.py` says how
+to change them.
+"""
 
 from pathlib import Path
 
@@ -6,13 +8,28 @@ import pytest
 
 from ashl.config.catalog import catalog
 from tests.conformance.test_kernels import real
-from tests.golden.facts import GOLDEN, arithmetic, changes, compared, counted, facts_of, recorded, write
+from tests.golden.facts import (
+    GOLDEN,
+    arithmetic,
+    changes,
+    compared,
+    counted,
+    facts_of,
+    recorded,
+    write,
+)
 from tests.golden.runs import RUNS
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
 
-LINKS = ("cluster.bandwidth_mbit_s", "cluster.latency_s")  # which have no effect beside an exchange_s
-QUICK = ("cluster.step_s=0.002", "cluster.exchange_s=0.002")  # paced to almost nothing: timing plays no part
+LINKS = (
+    "cluster.bandwidth_mbit_s",
+    "cluster.latency_s",
+)  # which have no effect beside an exchange_s
+QUICK = (
+    "cluster.step_s=0.002",
+    "cluster.exchange_s=0.002",
+)  # paced to almost nothing: timing plays no part
 SAME = ("params_sha256", "bytes_up", "bytes_down", "steps", "samples")
 
 UNSAID = {  # what is chosen where a row says nothing, and what schedules put before their stages
@@ -35,17 +52,27 @@ def marked(name: str, slow: bool) -> object:
 @pytest.mark.parametrize("name", [marked(name, row.twin) for name, row in RUNS.items()])
 def test_a_run_is_what_it_was(name: str) -> None:
     row, same = RUNS[name], arithmetic() == recorded()["arithmetic"]
-    found = changes(name, *(compared(row, facts, same) for facts in (recorded()["runs"].get(name, {}), facts_of(row))))
+    found = changes(
+        name,
+        *(
+            compared(row, facts, same)
+            for facts in (recorded()["runs"].get(name, {}), facts_of(row))
+        ),
+    )
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("name", [marked(n, row.processes == "slow") for n, row in RUNS.items() if row.processes])
+@pytest.mark.parametrize(
+    "name", [marked(n, row.processes == "slow") for n, row in RUNS.items() if row.processes]
+)
 def test_processes_give_the_same(name: str, tmp_path: Path) -> None:
     if arithmetic() != recorded()["arithmetic"]:
         pytest.skip("this machine's arithmetic differs from the record's")
     own = [text for text in RUNS[name].overrides if text.partition("=")[0] not in LINKS]
     was, summary = recorded()["runs"][name], real(tmp_path / "run", *own, *QUICK)
-    found = changes(f"{name} on processes", *({key: facts[key] for key in SAME} for facts in (was, summary)))
+    found = changes(
+        f"{name} on processes", *({key: facts[key] for key in SAME} for facts in (was, summary))
+    )
     assert not found, "\n".join(found)
 
 
@@ -60,7 +87,17 @@ def test_the_record_is_of_these_runs() -> None:
 
 def test_every_mechanism_has_a_row() -> None:
     words = {word for row in RUNS.values() for word in row.line.split()} | UNSAID
-    groups = ("topology", "sync", "compression", "schedule", "planner", "aggregate", "outer", "optimizer", "overlap")
+    groups = (
+        "topology",
+        "sync",
+        "compression",
+        "schedule",
+        "planner",
+        "aggregate",
+        "outer",
+        "optimizer",
+        "overlap",
+    )
     chosen = {f"{group}={option}" for group in groups for option in catalog()[group]}
     assert sorted(chosen - words) == []
 

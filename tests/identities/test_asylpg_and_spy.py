@@ -1,5 +1,6 @@
-"""Two sync modes with messages of their own: AsyLPG comes to the optimum where asynchronous SGD stalls, SPY to that of
-a problem with an l1 term, on a model whose zeros are not told of."""
+"""Two sync modes with messages of their own: AsyLPG comes to the optimum where asynchronous SGD
+stalls, SPY to that of a problem with an l1 term, on a model whose zeros are not told of.
+"""
 
 from contextlib import suppress
 
@@ -22,8 +23,19 @@ from tests.conf_option import conf_option
 from tests.laws.codecs import VECTORS, vector
 from tests.support import Ran, planned, simulated
 
-PLAIN = ("schedule=single", "optimizer.momentum=0", "optimizer.weight_decay=0", "cluster.jitter=0.2")
-QUADRATIC = (*PLAIN, "dataset=quadratic", "model=linear", "optimizer.lr=0.2", "dataset.batch_size=40")
+PLAIN = (
+    "schedule=single",
+    "optimizer.momentum=0",
+    "optimizer.weight_decay=0",
+    "cluster.jitter=0.2",
+)
+QUADRATIC = (
+    *PLAIN,
+    "dataset=quadratic",
+    "model=linear",
+    "optimizer.lr=0.2",
+    "dataset.batch_size=40",
+)
 ASYLPG = ("sync=asylpg", "compression=grid", "compression.bits=4")
 
 
@@ -32,10 +44,14 @@ def from_optimum(ran: Ran) -> float:
 
 
 def test_it_is_exact_where_asynchronous_sgd_stalls() -> None:
-    few, more = (from_optimum(simulated(*QUADRATIC, *ASYLPG, f"stop.epochs={epochs}")) for epochs in (10, 36))
+    few, more = (
+        from_optimum(simulated(*QUADRATIC, *ASYLPG, f"stop.epochs={epochs}")) for epochs in (10, 36)
+    )
     assert few < 0.3
     assert more < 1e-4, "linearly"
-    assert from_optimum(simulated(*QUADRATIC, "sync=asp", "optimizer.lr=1", "stop.epochs=15")) > 3e-3
+    assert (
+        from_optimum(simulated(*QUADRATIC, "sync=asp", "optimizer.lr=1", "stop.epochs=15")) > 3e-3
+    )
 
 
 def test_bits_change_how_many_are_sent_and_hardly_the_way() -> None:
@@ -45,7 +61,8 @@ def test_bits_change_how_many_are_sent_and_hardly_the_way() -> None:
     first = assemble(exact.plan, "cpu").learner.init()
     assert float((low.params - exact.params).norm()) < 0.15 * float((exact.params - first).norm())
     low_bytes, dense = (
-        [sum(r[key] for r in ran.of("ledger")[:4]) for key in ("bytes_up", "bytes_down")] for ran in (low, exact)
+        [sum(r[key] for r in ran.of("ledger")[:4]) for key in ("bytes_up", "bytes_down")]
+        for ran in (low, exact)
     )
     assert low_bytes[0] < 0.4 * dense[0]
     assert low_bytes[1] < 0.5 * dense[1]
@@ -68,16 +85,31 @@ def test_a_pull_is_as_exact_as_the_model_is_near_its_snapshot(mu: float, apart: 
 def test_the_forecast_knows_both() -> None:
     for sync in ("asylpg", "spy"):
         ran = simulated(*QUADRATIC, f"sync={sync}", "cluster.jitter=0", "stop.epochs=12")
-        empty = simulated(*QUADRATIC, f"sync={sync}", "cluster.jitter=0", "stop.epochs=12", "runtime.gradients=false")
+        empty = simulated(
+            *QUADRATIC,
+            f"sync={sync}",
+            "cluster.jitter=0",
+            "stop.epochs=12",
+            "runtime.gradients=false",
+        )
         assert empty.end["steps"] == pytest.approx(ran.end["steps"], rel=0.02)
         assert empty.time_ns == pytest.approx(ran.time_ns, rel=0.1)
 
 
 @pytest.mark.parametrize("share", [0.1, 1.0])
 def test_spy_finds_the_sparse_optimum_and_its_zeros(share: float) -> None:
-    """|∂f| ≤ λ where x is zero, ∂f = −λ·sign(x) elsewhere, though the shards differ and nobody waits."""
+    """|∂f| ≤ λ where x is zero, ∂f = −λ·sign(x) elsewhere, though the shards differ and
+    nobody waits.
+    """
     lam = 0.3
-    chosen = (*QUADRATIC, "sync=spy", f"sync.l1={lam}", f"sync.share={share}", "optimizer.lr=0.5", "stop.epochs=150")
+    chosen = (
+        *QUADRATIC,
+        "sync=spy",
+        f"sync.l1={lam}",
+        f"sync.share={share}",
+        "optimizer.lr=0.5",
+        "stop.epochs=150",
+    )
     ran = simulated(*chosen, "dataset.batch_size=240", "cluster.jitter=0")
     x = ran.params
     trainer = assemble(ran.plan, "cpu").stages[0].trainer
@@ -103,7 +135,9 @@ def test_zeros_are_not_told_of() -> None:
     assert int(point.count_nonzero()) == nonzero
     assert torch.equal(spy.read_sparse(change, 1000), point)
     assert (
-        spy.model_and_push(SizeOnly(4000), SizeOnly(4000), SizeOnly(4000), EncodeContext(), rule.share)[1].nbytes
+        spy.model_and_push(
+            SizeOnly(4000), SizeOnly(4000), SizeOnly(4000), EncodeContext(), rule.share
+        )[1].nbytes
         == 20 + 100 * 4 + 125
     )
 
@@ -113,7 +147,10 @@ def test_a_malformed_body_is_refused_or_read(noise: bytes, kind: str, at: int) -
     for body in (
         spy.write_sparse(vector(kind, 30) * (vector("normal", 30) > 1)),
         asylpg.write_model(
-            vector("normal", 30), vector("normal", 30, 1), EncodeContext(), conf_option("sync", "asylpg").mu
+            vector("normal", 30),
+            vector("normal", 30, 1),
+            EncodeContext(),
+            conf_option("sync", "asylpg").mu,
         ),
     ):
         wire = bytearray(body.numpy().tobytes())

@@ -8,7 +8,12 @@ import torch
 from ashl.planning.instantiate import assemble
 from tests.support import simulated
 
-BASE = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.01", "optimizer.lr=0.02", "stop.steps=24")
+BASE = (
+    "optimizer.momentum=0.9",
+    "optimizer.weight_decay=0.01",
+    "optimizer.lr=0.02",
+    "stop.steps=24",
+)
 run = cache(partial(simulated, *BASE, "model.hidden=[16]"))
 MODE = ("sync=pr_sgd_momentum", "sync.local_steps=3")
 RING = "topology=all_reduce"
@@ -23,10 +28,15 @@ def test_of_one_step_it_is_bsp():
 def test_a_server_and_an_all_reduce_average_alike_and_pay_twice():
     server, ring, dense = run(*MODE), run(*MODE, RING), run("sync=local_sgd", "sync.local_steps=3")
     assert server.sha256 == ring.sha256 != dense.sha256
-    paid, once = (sum(r["bytes_up"] + r["bytes_down"] for r in ran.of("ledger")) for ran in (server, dense))
+    paid, once = (
+        sum(r["bytes_up"] + r["bytes_down"] for r in ran.of("ledger")) for ran in (server, dense)
+    )
     assert paid == 2 * once
     assert server.plan.stages[0].workers[0].message_bytes == 8 * server.plan.num_params
-    assert server.plan.stages[0].workers[0].predicted_cycle_s > dense.plan.stages[0].workers[0].predicted_cycle_s
+    assert (
+        server.plan.stages[0].workers[0].predicted_cycle_s
+        > dense.plan.stages[0].workers[0].predicted_cycle_s
+    )
 
 
 @pytest.mark.slow
@@ -34,7 +44,9 @@ def test_a_server_and_an_all_reduce_average_alike_and_pay_twice():
 def test_timed_alone_it_takes_as_long_and_sends_as_much(topology):
     learned, timed = run(*MODE, topology), run(*MODE, topology, "runtime.gradients=false")
     assert timed.time_ns == learned.time_ns
-    assert [r["bytes_up"] for r in timed.of("ledger")] == [r["bytes_up"] for r in learned.of("ledger")]
+    assert [r["bytes_up"] for r in timed.of("ledger")] == [
+        r["bytes_up"] for r in learned.of("ledger")
+    ]
 
 
 def test_all_workers_go_on_from_one_mean_momentum():

@@ -58,8 +58,15 @@ def test_lb_bsp_of_equal_workers_is_bsp(aggregate):
 @pytest.mark.limit("sync=adsp_ashlrepo")
 @pytest.mark.parametrize("steps", [1, 4])
 def test_adsp_of_the_ashl_repository_takes_no_local_steps(steps):
-    """One worker, four gradients on a frozen model: one large batch with four times the rate, squared."""
-    one = ("cluster.compute=[1]", "cluster.exchange_s=0", "optimizer.momentum=0.9", "optimizer.weight_decay=0")
+    """One worker, four gradients on a frozen model: one large batch with four times the rate,
+    squared.
+    """
+    one = (
+        "cluster.compute=[1]",
+        "cluster.exchange_s=0",
+        "optimizer.momentum=0.9",
+        "optimizer.weight_decay=0",
+    )
     every = (
         f"sync.gamma_s={0.08 * steps}",
         "sync.commits=4",

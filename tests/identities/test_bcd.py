@@ -1,4 +1,6 @@
-"""Block coordinate descent: what it minimises never grows, each block is where it should be, many workers are one."""
+"""Block coordinate descent: what it minimises never grows, each block is where it should be, many
+workers are one.
+"""
 
 from itertools import pairwise
 
@@ -17,7 +19,9 @@ SMALL = (*CHOSEN, "cluster=homogeneous", "model.hidden=[24]")
 
 @pytest.mark.limit("optimizer=bcd")
 def test_many_workers_are_one_with_all_the_data() -> None:
-    uneven = simulated(*SMALL, "dataset.partition=dirichlet", "dataset.alpha=1", "stop.epochs=4", "seed=1")
+    uneven = simulated(
+        *SMALL, "dataset.partition=dirichlet", "dataset.alpha=1", "stop.epochs=4", "seed=1"
+    )
     one = simulated(*SMALL, "cluster.compute=[1]", "stop.epochs=4", "seed=1")
     assert uneven.end["steps"] == 16
     torch.testing.assert_close(uneven.params, one.params, rtol=1e-3, atol=1e-4)
@@ -31,7 +35,9 @@ def test_it_learns_digits_in_a_few_sweeps_and_its_objective_never_grows() -> Non
 
 
 def test_every_block_is_where_the_objective_is_least() -> None:
-    """No step in any direction from a new block makes F smaller; of V, none to either side of 0 either."""
+    """No step in any direction from a new block makes F smaller; of V, none to either side of 0
+    either.
+    """
     rule = conf_option("optimizer", "bcd", gamma=0.5, rho=0.7, ridge=1e-9)
     trainer = assemble(planned(*SMALL, "model.hidden=[5,4]"), "cpu").stages[0].trainer
     params, moments = trainer.learner.init(), rule.shaped(trainer.learner.layers)
@@ -45,22 +51,37 @@ def test_every_block_is_where_the_objective_is_least() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def worse(weights, changed):
-        return rule.objective(weights, changed, inputs, targets) >= rule.objective(weights, blocks, inputs, targets)
+        return rule.objective(weights, changed, inputs, targets) >= rule.objective(
+            weights, blocks, inputs, targets
+        )
 
     for size in (1e-3, 0.3):
         for _ in range(5):
-            noise = size * torch.randn(blocks.sums[0].shape, generator=generator, dtype=torch.double)
-            assert worse(old, blocks._replace(sums=[blocks.sums[0] + noise, *blocks.sums[1:]])), "the last to be set"
-            shaken = [w + size * torch.randn(w.shape, generator=generator, dtype=torch.double) for w in new]
-            assert rule.objective(shaken, blocks, inputs, targets) > rule.objective(new, blocks, inputs, targets)
+            noise = size * torch.randn(
+                blocks.sums[0].shape, generator=generator, dtype=torch.double
+            )
+            assert worse(old, blocks._replace(sums=[blocks.sums[0] + noise, *blocks.sums[1:]])), (
+                "the last to be set"
+            )
+            shaken = [
+                w + size * torch.randn(w.shape, generator=generator, dtype=torch.double)
+                for w in new
+            ]
+            assert rule.objective(shaken, blocks, inputs, targets) > rule.objective(
+                new, blocks, inputs, targets
+            )
     assert torch.equal(flat(new), after)
     residual = blocks.sums[1] - new[1] @ padded(blocks.outputs[0])
-    torch.testing.assert_close(residual @ padded(blocks.outputs[0]).T, torch.zeros(4, 6).double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        residual @ padded(blocks.outputs[0]).T, torch.zeros(4, 6).double(), rtol=0, atol=1e-5
+    )
 
 
 def test_activated_sums_against_a_grid() -> None:
     rule = conf_option("optimizer", "bcd", gamma=0.5, rho=2.0)
-    outputs, sums = torch.meshgrid(torch.linspace(-2, 2, 17), torch.linspace(-2, 2, 19), indexing="ij")
+    outputs, sums = torch.meshgrid(
+        torch.linspace(-2, 2, 17), torch.linspace(-2, 2, 19), indexing="ij"
+    )
     grid = torch.linspace(-4, 4, 8001)[:, None, None]
     cost = 2.0 * (outputs - grid.relu()) ** 2 + 0.5 * (grid - sums) ** 2
     found = rule.activated(outputs, sums)

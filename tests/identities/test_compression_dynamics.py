@@ -1,4 +1,6 @@
-"""What compression does to training: an identity, examples on which one method fails and another does not, drops."""
+"""What compression does to training: an identity, examples on which one method fails and another
+does not, drops.
+"""
 
 import numpy as np
 import pytest
@@ -13,22 +15,34 @@ from ashl.stage.compression_pipeline import CompressionPipeline
 from tests.conf_option import conf_option
 from tests.support import simulated
 
-# --- identities -------------------------------------------------------------------------------------------------------
+# --- identities
+# --------------------------------------------------------------------------------------------------
 
 
 def test_momentum_correction_of_everything_is_momentum_sgd() -> None:
-    """k = d, no masking: Σ_i u_i/n is the velocity of the mean gradient; weight decay, which the optimizer adds, has
-    none."""
+    """k = d, no masking: Σ_i u_i/n is the velocity of the mean gradient; weight decay, which the
+    optimizer adds, has none.
+    """
     base = ("sync=bsp", "stop.steps=40", "model.hidden=[16]", "optimizer.weight_decay=0")
-    corrected = ("compression=topk", "compression.ratio=1", "compression.momentum=0.9", "compression.masking=false")
+    corrected = (
+        "compression=topk",
+        "compression.ratio=1",
+        "compression.momentum=0.9",
+        "compression.masking=false",
+    )
     for topology in ("parameter_server", "all_reduce"):
         ours = simulated(*base, *corrected, f"topology={topology}", "optimizer.momentum=0")
-        plain = simulated(*base, "compression=none", f"topology={topology}", "optimizer.momentum=0.9")
+        plain = simulated(
+            *base, "compression=none", f"topology={topology}", "optimizer.momentum=0.9"
+        )
         assert torch.allclose(ours.params, plain.params, atol=1e-5)
-        assert not torch.allclose(ours.params, simulated(*base, "optimizer.momentum=0").params, atol=1e-3)
+        assert not torch.allclose(
+            ours.params, simulated(*base, "optimizer.momentum=0").params, atol=1e-3
+        )
 
 
-# --- known dynamics ---------------------------------------------------------------------------------------------------
+# --- known dynamics
+# --------------------------------------------------------------------------------------------------
 
 
 def descent(option, gradients, start: list[float], steps: int, rate) -> Tensor:
@@ -48,15 +62,21 @@ def descent(option, gradients, start: list[float], steps: int, rate) -> Tensor:
 
 
 def test_diana_converges_linearly_where_qsgd_stalls() -> None:
-    """8 unlike quadratics, full gradients, the same ternary code; at the optimum gradients of workers are not 0."""
+    """8 unlike quadratics, full gradients, the same ternary code; at the optimum gradients of
+    workers are not 0.
+    """
     rng, n, d = np.random.default_rng(0), 8, 16
-    curvature, centre = (torch.from_numpy(v) for v in (rng.uniform(1, 10, (n, d)), 5 * rng.standard_normal((n, d))))
+    curvature, centre = (
+        torch.from_numpy(v) for v in (rng.uniform(1, 10, (n, d)), 5 * rng.standard_normal((n, d)))
+    )
     optimum = (curvature * centre).sum(0) / curvature.sum(0)
     gradients = [lambda x, a=a, b=b: a * (x - b) for a, b in zip(curvature, centre, strict=True)]
 
     def error(name: str, steps: int, **fields) -> float:
         option = conf_option("compression", name, bucket=8, norm="l2", **fields)
-        return float(((descent(option, gradients, [0.0] * d, steps, lambda _: 0.05) - optimum) ** 2).sum())
+        return float(
+            ((descent(option, gradients, [0.0] * d, steps, lambda _: 0.05) - optimum) ** 2).sum()
+        )
 
     assert error("diana", 120) < 1e-12
     assert error("diana", 50) < 1e-4
@@ -64,8 +84,10 @@ def test_diana_converges_linearly_where_qsgd_stalls() -> None:
 
 
 def test_signs_fail_where_feedback_does_not() -> None:
-    """Counter-example 2 of Karimireddy et al.: f = ε|x₁ + x₂| + |x₁ − x₂| from (1, 1). Signs are ±(1, −1), so that
-    x₁ + x₂ stays 2 whatever the steps; scaled and with feedback they come to the optimum at 0."""
+    """Counter-example 2 of Karimireddy et al.: f = ε|x₁ + x₂| + |x₁ − x₂| from (1, 1). Signs are
+    ±(1, −1), so that x₁ + x₂ stays 2 whatever the steps; scaled and with feedback they come to the
+    optimum at 0.
+    """
 
     def gradient(x: Tensor) -> Tensor:
         along, across = torch.sign(x.sum()), torch.sign(x[0] - x[1]) if x[0] != x[1] else 1.0
@@ -75,38 +97,57 @@ def test_signs_fail_where_feedback_does_not() -> None:
         return 0.1 / (1 + step) ** 0.5
 
     plain = descent(
-        conf_option("compression", "sign", scale="none", error_feedback=False), [gradient], [1.0, 1.0], 3000, rate
+        conf_option("compression", "sign", scale="none", error_feedback=False),
+        [gradient],
+        [1.0, 1.0],
+        3000,
+        rate,
     )
     assert float(plain.sum()) == pytest.approx(2, abs=1e-3)
     kept = descent(
-        conf_option("compression", "sign", scale="mean", error_feedback=True), [gradient], [1.0, 1.0], 3000, rate
+        conf_option("compression", "sign", scale="mean", error_feedback=True),
+        [gradient],
+        [1.0, 1.0],
+        3000,
+        rate,
     )
     assert float(kept.abs().max()) < 0.02
 
 
 def test_the_largest_element_fails_where_feedback_does_not() -> None:
-    """Example 1 of Beznosikov et al.: f_i = ⟨a_i, x⟩² + ‖x‖²/4, strongly convex; top-1 of each goes away from 0."""
+    """Example 1 of Beznosikov et al.: f_i = ⟨a_i, x⟩² + ‖x‖²/4, strongly convex; top-1 of each goes
+    away from 0.
+    """
     corners = torch.tensor([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]], dtype=torch.float64)
     gradients = [lambda x, a=a: 2 * (a @ x) * a + x / 2 for a in corners]
     for feedback in (False, True):
-        option = conf_option("compression", "topk", ratio=1 / 3, indices="int32", error_feedback=feedback)
+        option = conf_option(
+            "compression", "topk", ratio=1 / 3, indices="int32", error_feedback=feedback
+        )
         end = float(descent(option, gradients, [1.0, 1.0, 1.0], 600, lambda _: 0.01).abs().max())
         assert end < 1e-3 if feedback else end > 1e3
 
 
-# --- what is dropped --------------------------------------------------------------------------------------------------
+# --- what is dropped
+# --------------------------------------------------------------------------------------------------
 
 BACKUP = ("sync=backup", "stop.epochs=2", "model.hidden=[16]", "optimizer.momentum=0")
 
 
 def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under backup workers: what was put in = what was applied + what is kept, for each worker, in the end."""
+    """Under backup workers: what was put in = what was applied + what is kept, for each worker, in
+    the end.
+    """
     given: dict[int, Tensor] = {}
     applied: dict[int, Tensor] = {}
     kept: dict[int, Tensor] = {}
     owner: dict[int, tuple[int, Tensor]] = {}  # by the address of a body, which is kept alive
 
-    encode, restore_dropped, decode = Feedback.encode, Feedback.restore_dropped, CompressionPipeline.decode
+    encode, restore_dropped, decode = (
+        Feedback.encode,
+        Feedback.restore_dropped,
+        CompressionPipeline.decode,
+    )
 
     def watched_encode(self, sender, x, context):
         state, body = encode(self, sender, x, context)
@@ -138,7 +179,9 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("mode", [BACKUP, ("sync=ssp", *BACKUP[1:]), ("sync=asp", *BACKUP[1:])])
-def test_both_ends_of_diana_hold_the_same(mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ends_of_diana_hold_the_same(
+    mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At every message that is decoded, whichever were dropped before."""
     held: dict[int, tuple[Tensor | None, Tensor]] = {}
     encode, decode = Diana.encode, Diana.decode
@@ -164,14 +207,23 @@ def test_both_ends_of_diana_hold_the_same(mode: tuple[str, ...], monkeypatch: py
     assert mode is not BACKUP or sum(ran.end["dropped_by"]) > 10
 
 
-# --- what is summed on its way ----------------------------------------------------------------------------------------
+# --- what is summed on its way
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compression", ["random_mask", "subsampling", "block_coordinate"])
 def test_a_sum_of_linear_bodies_is_what_a_server_makes_of_them(compression: str) -> None:
     """Added up by an all-reduce, or decoded one by one: the same model, up to rounding."""
-    base = ("sync=bsp", "stop.steps=40", "model.hidden=[16]", f"compression={compression}", "optimizer.lr=0.02")
-    summed, served = (simulated(*base, f"topology={where}") for where in ("all_reduce", "parameter_server"))
+    base = (
+        "sync=bsp",
+        "stop.steps=40",
+        "model.hidden=[16]",
+        f"compression={compression}",
+        "optimizer.lr=0.02",
+    )
+    summed, served = (
+        simulated(*base, f"topology={where}") for where in ("all_reduce", "parameter_server")
+    )
     assert torch.allclose(summed.params, served.params, atol=1e-5)
     others = simulated(*base, "seed=2", "topology=all_reduce")
     assert not torch.allclose(summed.params, others.params, atol=1e-3)

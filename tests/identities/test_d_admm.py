@@ -1,5 +1,6 @@
-"""D-ADMM: duals that add up to zero whatever the order of events, and the optimum itself where averaging after local
-steps stops short of it."""
+"""D-ADMM: duals that add up to zero whatever the order of events, and the optimum itself where
+averaging after local steps stops short of it.
+"""
 
 from itertools import pairwise
 
@@ -32,14 +33,22 @@ EXACT = (  # every worker's gradient is that of its whole shard
 def test_duals_add_up_to_zero(form: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     opened, kept = d_admm.open_edges, []
     monkeypatch.setattr(d_admm, "open_edges", lambda *args: kept.append(opened(*args)) or kept[-1])
-    base = ("schedule=single", "topology=gossip", "sync=d_admm", "model.hidden=[16]", "cluster.jitter=0.3")
+    base = (
+        "schedule=single",
+        "topology=gossip",
+        "sync=d_admm",
+        "model.hidden=[16]",
+        "cluster.jitter=0.3",
+    )
     ran = simulated(*base, "topology.graph=complete", "stop.steps=160", *form)
     everyone = kept[-4:]  # those before were of the forecast
     assert all(float(edges.dual.norm()) > 0.01 for edges in everyone)
     total = sum(edges.dual for edges in everyone)
     torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-5)
     for i, edges in enumerate(everyone):
-        assert all(edges.matched[j] == everyone[j].matched[i] for j in edges.heard), "both ends of an edge agree"
+        assert all(edges.matched[j] == everyone[j].matched[i] for j in edges.heard), (
+            "both ends of an edge agree"
+        )
     assert max(ran.end["stale_max"]) <= (2 if form else 0)
 
 
@@ -49,19 +58,31 @@ def test_it_finds_the_optimum_where_d_psgd_does_not() -> None:
     best, _ = optimum(assemble(admm.plan, "cpu").data)
     assert float((admm.params - best).norm()) < 1e-3
     assert admm.snapshots[-1][0]["consensus_distance"] < 1e-6
-    assert psgd.snapshots[-1][0]["consensus_distance"] > 1e-4, "local steps pull its models apart for ever"
+    assert psgd.snapshots[-1][0]["consensus_distance"] > 1e-4, (
+        "local steps pull its models apart for ever"
+    )
 
 
 def test_a_partial_barrier_does_not_go_in_step_with_the_slowest() -> None:
-    base = ("schedule=single", "topology=gossip", "sync=d_admm", "runtime.gradients=false", "stop.steps=800")
+    base = (
+        "schedule=single",
+        "topology=gossip",
+        "sync=d_admm",
+        "runtime.gradients=false",
+        "stop.steps=800",
+    )
     whole, partial = simulated(*base), simulated(*base, "sync.delay=4", "sync.barrier=1")
     assert partial.steps_per_s > 1.5 * whole.steps_per_s
 
 
 @given(n=st.integers(2, 12), data=st.data())
 def test_neighbours_have_different_colours(n: int, data: st.DataObject) -> None:
-    pairs = st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)).filter(lambda pair: pair[0] != pair[1])
-    edges = {edge(*pair) for pair in data.draw(st.lists(pairs))} | {edge(*pair) for pair in pairwise(range(n))}
+    pairs = st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)).filter(
+        lambda pair: pair[0] != pair[1]
+    )
+    edges = {edge(*pair) for pair in data.draw(st.lists(pairs))} | {
+        edge(*pair) for pair in pairwise(range(n))
+    }
     colours = d_admm.colours(tuple(sorted(edges)), n)
     assert all(colours[i] != colours[j] for i, j in edges)
 

@@ -1,4 +1,6 @@
-"""A quorum of learners and a grace window: DiLoCo through a server at one end, who is waited for, who goes on alone."""
+"""A quorum of learners and a grace window: DiLoCo through a server at one end, who is waited for,
+who goes on alone.
+"""
 
 from functools import partial
 
@@ -10,21 +12,45 @@ from tests.support import simulated
 BASE = ("optimizer.lr=0.02", "model.hidden=[8]", "cluster.compute=[1,1,1,3]", "sync.local_steps=2")
 run = partial(simulated, *BASE)
 decoupled = partial(run, "sync=decoupled")
-TIMED = ("runtime.gradients=false", "cluster.step_s=0.01", "cluster.exchange_s=0.002", "cluster.link=null")
+TIMED = (
+    "runtime.gradients=false",
+    "cluster.step_s=0.01",
+    "cluster.exchange_s=0.002",
+    "cluster.link=null",
+)
 
 
 @pytest.mark.limit("sync=decoupled")
 def test_all_learners_are_diloco_through_a_server() -> None:
-    at = ("outer=nesterov", "optimizer.momentum=0.9", "stop.steps=64", "compression=topk", "cluster.link=[1,2,1,1]")
-    everyone, diloco = decoupled(*at, "sync.min_learners=4", "sync.grace_s=5"), run(*at, "sync=local_sgd")
+    at = (
+        "outer=nesterov",
+        "optimizer.momentum=0.9",
+        "stop.steps=64",
+        "compression=topk",
+        "cluster.link=[1,2,1,1]",
+    )
+    everyone, diloco = (
+        decoupled(*at, "sync.min_learners=4", "sync.grace_s=5"),
+        run(*at, "sync=local_sgd"),
+    )
     assert (everyone.sha256, everyone.time_ns) == (diloco.sha256, diloco.time_ns)
     assert everyone.end == diloco.end | {"name": "decoupled"}
 
 
 @pytest.mark.parametrize(("grace_s", "merges", "slow"), [(0.005, 39, 13), (0.045, 16, 16)])
-def test_a_merge_waits_for_its_quorum_and_as_long_as_it_may(grace_s: float, merges: int, slow: int) -> None:
-    """Three push every 22 ms and the fourth every 62 ms; with 45 ms of grace it is in all merges."""
-    ran = decoupled(*TIMED, "sync.min_learners=3", f"sync.grace_s={grace_s}", "stop.seconds=1", "stop.epochs=null")
+def test_a_merge_waits_for_its_quorum_and_as_long_as_it_may(
+    grace_s: float, merges: int, slow: int
+) -> None:
+    """Three push every 22 ms and the fourth every 62 ms; with 45 ms of grace it is in all
+    merges.
+    """
+    ran = decoupled(
+        *TIMED,
+        "sync.min_learners=3",
+        f"sync.grace_s={grace_s}",
+        "stop.seconds=1",
+        "stop.epochs=null",
+    )
     assert ran.end["merges"] == merges
     assert ran.end["commits"] == [merges] * 3 + [slow]
     assert ran.end["stale_max"] == [0, 0, 0, 2 if slow < merges else 0]
@@ -37,11 +63,15 @@ def test_one_learner_is_enough_where_it_is_said_so() -> None:
     assert all(ledger["wait"] == 0 for ledger in ran.ledgers)
 
 
-@pytest.mark.parametrize("more", [("sync.min_learners=4",), ("sync.min_learners=2", "sync.grace_s=0.1")])
+@pytest.mark.parametrize(
+    "more", [("sync.min_learners=4",), ("sync.min_learners=2", "sync.grace_s=0.1")]
+)
 def test_others_go_on_without_a_learner_and_take_it_back(more: tuple[str, ...]) -> None:
     """Of fewer than the quorum a merge waits for all; who comes back is one of them again."""
     fails, comes = "{time_s: 0.15, worker: 1, fail: true}", "{time_s: 0.6, worker: 1, rejoin: true}"
-    ran = decoupled(*TIMED, *more, f"cluster.events=[{fails},{comes}]", "stop.seconds=1.2", "stop.epochs=null")
+    ran = decoupled(
+        *TIMED, *more, f"cluster.events=[{fails},{comes}]", "stop.seconds=1.2", "stop.epochs=null"
+    )
     away = [r for r in ran.of("round") if r["rank"] == 0 and 0.2e9 < r["end_ns"] < 0.6e9]
     assert len(away) > 4
     assert 4 < ran.end["commits"][1] < ran.end["commits"][0] - 4
@@ -56,5 +86,7 @@ def test_learners_compute_on_while_they_wait() -> None:
 
 
 def test_more_learners_than_there_are() -> None:
-    with pytest.raises(UsageError, match="min_learners=5 is more than the 4 workers that there are; take at most 4"):
+    with pytest.raises(
+        UsageError, match="min_learners=5 is more than the 4 workers that there are; take at most 4"
+    ):
         decoupled("sync.min_learners=5")

@@ -1,6 +1,8 @@
-"""Gossip at its limits. Bitwise: push-sum on the one-peer exponential graph = D-PSGD; all models of a complete graph
-are one. To rounding: the complete graph = BSP, two relaying workers = BSP, one worker = local
-SGD, CHOCO without compression, MATCHA with all edges and Hop without slack = D-PSGD. Without steps the mean is kept."""
+"""Gossip at its limits. Bitwise: push-sum on the one-peer exponential graph = D-PSGD; all models of
+a complete graph are one. To rounding: the complete graph = BSP, two relaying workers = BSP, one
+worker = local SGD, CHOCO without compression, MATCHA with all edges and Hop without slack = D-PSGD.
+Without steps the mean is kept.
+"""
 
 import numpy as np
 import pytest
@@ -83,7 +85,10 @@ def test_matcha_with_all_edges_is_d_psgd(tmp_path):
     alpha = sampling(edges_of("ring", 1, 4, 0), 4, 1.0).alpha
     path = tmp_path / "ring.edges"
     path.write_text("".join(f"{i} {(i + step) % 4} {alpha}\n" for i in range(4) for step in (1, 3)))
-    close(run("sync=matcha", "sync.budget=1").params, run("sync=d_psgd", ATC, f"topology.graph={path}").params)
+    close(
+        run("sync=matcha", "sync.budget=1").params,
+        run("sync=d_psgd", ATC, f"topology.graph={path}").params,
+    )
 
 
 @pytest.mark.limit("sync=hop")
@@ -95,9 +100,16 @@ def test_hop_without_slack_is_d_psgd():
 
 
 def test_in_hop_who_trails_far_behind_jumps_and_nobody_waits_for_it(monkeypatch):
-    """To the mean by age of what the others had there, with its own model in it only where that is fresh enough."""
+    """To the mean by age of what the others had there, with its own model in it only where that is
+    fresh enough.
+    """
     slack = ("sync=hop", "sync.backups=1", "sync.max_lead=4", "topology.graph=complete")
-    slow = ("cluster.compute=[1,1,1,8]", "cluster.link=null", "runtime.gradients=false", "stop.steps=400")
+    slow = (
+        "cluster.compute=[1,1,1,8]",
+        "cluster.link=null",
+        "runtime.gradients=false",
+        "stop.steps=400",
+    )
     ages = []  # of the own model of who jumps, in the mean that it goes on from
 
     def mixes(*given, age=0):
@@ -109,7 +121,10 @@ def test_in_hop_who_trails_far_behind_jumps_and_nobody_waits_for_it(monkeypatch)
     assert min(age for age in ages if age) >= 4
     equal = (*slack, "cluster=homogeneous")
     assert run(*equal, "sync.skip_lead=1").sha256 == run(*equal).sha256
-    hop, (own, near, far) = conf_option("sync", "hop", staleness=2), torch.tensor([[0.0], [6.0], [12.0]])
+    hop, (own, near, far) = (
+        conf_option("sync", "hop", staleness=2),
+        torch.tensor([[0.0], [6.0], [12.0]]),
+    )
     heard = {0: {4: near, 7: far}, 2: {3: far, 5: far}}
     assert hop_mean(hop, 5, own, 1, heard, age=3).item() == pytest.approx((2 * 6 + 3 * 12) / 5)
     assert hop_mean(hop, 5, own, 1, heard, age=2).item() == pytest.approx((2 * 6 + 3 * 12) / 6)
@@ -168,8 +183,12 @@ def test_a_compressed_choco_keeps_the_mean_too():
 @pytest.mark.parametrize("overlap", [0, 1, 3])
 @pytest.mark.parametrize("graph", ["one_peer_exponential", "star"])
 def test_push_sum_conserves_its_mass(graph, overlap):
-    """On a graph of unequal degrees, with messages that are late: every model becomes the plain mean."""
-    before, after, _ = mixed(conf_option("sync", "sgp", overlap=overlap), gossip(graph=graph), 5, 120 + 100 * overlap)
+    """On a graph of unequal degrees, with messages that are late: every model becomes the plain
+    mean.
+    """
+    before, after, _ = mixed(
+        conf_option("sync", "sgp", overlap=overlap), gossip(graph=graph), 5, 120 + 100 * overlap
+    )
     torch.testing.assert_close(after, before.mean(0).expand_as(after), rtol=0, atol=1e-5)
 
 
@@ -201,7 +220,10 @@ def test_what_is_relayed_is_the_sum_of_all_after_the_trees_diameter(graph):
 def test_pairs_of_noloco_take_the_mean_of_two():
     sync = conf_option("sync", "noloco", local_steps=1, alpha=0.0, gamma=1.0)
     before, after, _ = mixed(sync, gossip(graph="complete"), 4, 1)
-    pairs = {tuple(j for j in range(4) if torch.allclose(after[i], after[j], atol=1e-6)) for i in range(4)}
+    pairs = {
+        tuple(j for j in range(4) if torch.allclose(after[i], after[j], atol=1e-6))
+        for i in range(4)
+    }
     assert sorted(map(len, pairs)) == [2, 2]
     for pair in pairs:
         torch.testing.assert_close(after[pair[0]], before[list(pair)].mean(0), rtol=0, atol=1e-6)

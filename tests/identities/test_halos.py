@@ -1,4 +1,6 @@
-"""Servers by region: the parameter server where there is one, the rule above it, and books that add up."""
+"""Servers by region: the parameter server where there is one, the rule above it, and books that add
+up.
+"""
 
 from functools import partial
 
@@ -18,14 +20,22 @@ BASE = (
     "sync.local_steps=2",
     "sync.max_staleness=null",
 )
-LINKS = ("cluster.exchange_s=null", "cluster.latency_s=0.002", "cluster.intra_node_latency_s=0.0001")
+LINKS = (
+    "cluster.exchange_s=null",
+    "cluster.latency_s=0.002",
+    "cluster.intra_node_latency_s=0.0001",
+)
 PORTS = ("cluster.bandwidth_mbit_s=20", "cluster.intra_node_bandwidth_mbit_s=1000")
 run = partial(simulated, *BASE)
-tree = partial(run, *LINKS, *PORTS, "topology=halos", "cluster.node=[0,0,1,1]", "topology.updates=4")
+tree = partial(
+    run, *LINKS, *PORTS, "topology=halos", "cluster.node=[0,0,1,1]", "topology.updates=4"
+)
 
 
 @pytest.mark.limit("topology=halos")
-@pytest.mark.parametrize("extra", [["outer=delayed_nesterov"], ["compression=topk", "outer=nesterov", "outer.lr=0.3"]])
+@pytest.mark.parametrize(
+    "extra", [["outer=delayed_nesterov"], ["compression=topk", "outer=nesterov", "outer.lr=0.3"]]
+)
 def test_one_region_is_the_parameter_server(extra: list[str]) -> None:
     at = ("stop.steps=64", "optimizer.momentum=0.9", *extra)
     one, server = run("topology=halos", "topology.regions=[3,3,3,3]", *at), run(*at)
@@ -34,18 +44,31 @@ def test_one_region_is_the_parameter_server(extra: list[str]) -> None:
 
 
 def test_a_region_alone_whose_every_push_goes_up_goes_as_the_server_goes() -> None:
-    """α = γ = 1 and no momentum: what comes back is what was there. Alone, a worker counts whole in its region."""
+    """α = γ = 1 and no momentum: what comes back is what was there. Alone, a worker counts whole in
+    its region.
+    """
     at = ("cluster.compute=[1,40]", "cluster.link=null", "stop.steps=24", "aggregate=uniform")
-    alone = ("topology=halos", "topology.regions=[0,1]", "topology.updates=1", "topology.mixing=1", "topology.lr=1")
+    alone = (
+        "topology=halos",
+        "topology.regions=[0,1]",
+        "topology.updates=1",
+        "topology.mixing=1",
+        "topology.lr=1",
+    )
     torch.testing.assert_close(
-        run(*at, *alone, "topology.beta=0").params, run(*at, "aggregate.scale=2").params, rtol=1e-4, atol=1e-6
+        run(*at, *alone, "topology.beta=0").params,
+        run(*at, "aggregate.scale=2").params,
+        rtol=1e-4,
+        atol=1e-6,
     )
     every_third = run(*at, *alone, "topology.updates=3", "runtime.gradients=false").end
     assert (every_third["merges"], every_third["commits"]) == (4, [12, 0])
 
 
 def test_the_global_server_steps_as_its_rule_says() -> None:
-    plan = tree("topology.lr=0.5", "topology.beta=0.25", "stop.steps=8", "runtime.gradients=false").plan
+    plan = tree(
+        "topology.lr=0.5", "topology.beta=0.25", "stop.steps=8", "runtime.gradients=false"
+    ).plan
     stage = assemble(plan, "cpu").stages[0]
     one, two, three, four = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     state = GlobalServerState(torch.zeros(5), (), Progress(4))
@@ -53,7 +76,9 @@ def test_the_global_server_steps_as_its_rule_says() -> None:
         apply_region_update(stage, state, difference)
     first = 0.5 * (one + two)
     second = 0.25 * first + 0.5 * (three + four)
-    torch.testing.assert_close(state.params, 0.5 * (one + two + three + four) + 0.25 * (first + second))
+    torch.testing.assert_close(
+        state.params, 0.5 * (one + two + three + four) + 0.25 * (first + second)
+    )
     assert state.progress.version == 4
 
 
@@ -63,7 +88,10 @@ def test_what_a_region_does_reaches_the_other_by_mixing_alone() -> None:
         return [r["loss"] for r in ran.of("round") if r["rank"] == 0]
 
     fast, slow = "cluster.compute=[1,2,3,4]", "cluster.compute=[1,2,3,9]"
-    apart, mixed = ([losses(f"topology.mixing={share}", speeds) for speeds in (fast, slow)] for share in (0, 0.5))
+    apart, mixed = (
+        [losses(f"topology.mixing={share}", speeds) for speeds in (fast, slow)]
+        for share in (0, 0.5)
+    )
     assert len(apart[0]) > 8
     assert apart[0] == apart[1]
     assert mixed[0] != mixed[1]
@@ -88,20 +116,36 @@ def test_what_was_computed_is_applied_dropped_or_under_way(limit: tuple[str, ...
 
 
 def test_only_what_is_handed_in_leaves_a_region() -> None:
-    """Four merges of a region make one of the global server; a push that stays in the region does not take long."""
+    """Four merges of a region make one of the global server; a push that stays in the region does
+    not take long.
+    """
     ran = tree("stop.steps=96", "runtime.gradients=false", "cluster.bandwidth_mbit_s=1")
     dense = assemble(ran.plan, "cpu").stages[0].trainer.dense_bytes
     up = {ledger["rank"]: ledger["bytes_up"] for ledger in ran.of("ledger")}
     assert 4 * ran.end["merges"] <= sum(ran.end["commits"]) <= 6 * ran.end["merges"]
-    assert ran.end["merges"] - 1 <= up[4] // dense <= ran.end["merges"], "a model for each but the last"
+    assert ran.end["merges"] - 1 <= up[4] // dense <= ran.end["merges"], (
+        "a model for each but the last"
+    )
     assert sum(up[rank] for rank in range(4)) >= 4 * dense * ran.end["merges"]
-    one = ("topology=parameter_server", "cluster.node=[0,0,1,1]", "cluster.bandwidth_mbit_s=1", *LINKS)
-    server = run(*one, "cluster.intra_node_bandwidth_mbit_s=1000", "stop.steps=96", "runtime.gradients=false")
+    one = (
+        "topology=parameter_server",
+        "cluster.node=[0,0,1,1]",
+        "cluster.bandwidth_mbit_s=1",
+        *LINKS,
+    )
+    server = run(
+        *one, "cluster.intra_node_bandwidth_mbit_s=1000", "stop.steps=96", "runtime.gradients=false"
+    )
     assert ran.time_ns < 0.8 * server.time_ns
 
 
 def test_a_border_counts_all_that_was_under_way() -> None:
-    chosen = ("schedule=ashl", "compression=none", "schedule.profile_steps=0", "schedule.loss=running")
+    chosen = (
+        "schedule=ashl",
+        "compression=none",
+        "schedule.profile_steps=0",
+        "schedule.loss=running",
+    )
     stages = simulated(
         *chosen,
         "schedule.loss_switch=2.2",

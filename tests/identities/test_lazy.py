@@ -1,5 +1,6 @@
-"""Lazy uploads: gradient descent itself where nothing may be skipped, its accuracy with fewer uploads where much may,
-and two copies of what was sent that never part."""
+"""Lazy uploads: gradient descent itself where nothing may be skipped, its accuracy with fewer
+uploads where much may, and two copies of what was sent that never part.
+"""
 
 import numpy as np
 import pytest
@@ -13,17 +14,39 @@ from tests.conf_option import conf_option
 from tests.laws.codecs import bits, vector
 from tests.support import Ran, planned, simulated
 
-PLAIN = ("schedule=single", "sync=bsp", "optimizer.momentum=0", "optimizer.weight_decay=0", "cluster=homogeneous")
-QUADRATIC = (*PLAIN, "dataset=quadratic", "model=linear", "optimizer.lr=0.8", "dataset.partition=interleaved")
+PLAIN = (
+    "schedule=single",
+    "sync=bsp",
+    "optimizer.momentum=0",
+    "optimizer.weight_decay=0",
+    "cluster=homogeneous",
+)
+QUADRATIC = (
+    *PLAIN,
+    "dataset=quadratic",
+    "model=linear",
+    "optimizer.lr=0.8",
+    "dataset.partition=interleaved",
+)
 WHOLE = "dataset.batch_size=240"  # a worker's shard
 LAG = ("compression=laq", "compression.bits=null")
-DIGITS = (*PLAIN, "model=linear", "optimizer.lr=0.5", "dataset.partition=dirichlet", "dataset.alpha=1")
+DIGITS = (
+    *PLAIN,
+    "model=linear",
+    "optimizer.lr=0.5",
+    "dataset.partition=dirichlet",
+    "dataset.alpha=1",
+)
 
 
 def sent(ran: Ran, ratio: float = 1.0) -> float:
-    """The share of the rounds in which something was pushed, by the bytes, each of which is `ratio` of a dense one."""
+    """The share of the rounds in which something was pushed, by the bytes, each of which is `ratio`
+    of a dense one.
+    """
     dense = 4 * ran.plan.num_params
-    up = sum(record["bytes_up"] for record in ran.of("ledger") if record["rank"] < ran.plan.num_workers)
+    up = sum(
+        record["bytes_up"] for record in ran.of("ledger") if record["rank"] < ran.plan.num_workers
+    )
     return up / (ran.end["steps"] * (20 + ratio * dense))
 
 
@@ -38,7 +61,10 @@ def test_lag_that_skips_nothing_is_gradient_descent(topology: str) -> None:
 
 def test_laq_is_the_same_with_and_without_a_server() -> None:
     chosen = (*DIGITS, "compression=laq", "compression.bits=4", "stop.epochs=20")
-    server, ring = (simulated(*chosen, f"topology={topology}") for topology in ("parameter_server", "all_reduce"))
+    server, ring = (
+        simulated(*chosen, f"topology={topology}")
+        for topology in ("parameter_server", "all_reduce")
+    )
     assert server.sha256 == ring.sha256
     assert sent(server, 1 / 8) < 0.7, "some are skipped"
 
@@ -60,7 +86,10 @@ def test_minibatches_are_noted_and_never_skipped() -> None:
     assert any("minibatch" in note for note in planned(*chosen).notes)
     assert sent(simulated(*chosen)) > 0.95
     assert not any("minibatch" in note for note in planned(*DIGITS, *LAG).notes)
-    for wrong, why in ((("sync=asp",), "take sync=bsp"), (("optimizer.momentum=0.9",), "optimizer.momentum=0")):
+    for wrong, why in (
+        (("sync=asp",), "take sync=bsp"),
+        (("optimizer.momentum=0.9",), "optimizer.momentum=0"),
+    ):
         with pytest.raises(UsageError, match=why):
             planned(*DIGITS, *LAG, *wrong)
     with pytest.raises(UsageError, match="schedule=single sync=bsp"):
@@ -69,7 +98,9 @@ def test_minibatches_are_noted_and_never_skipped() -> None:
 
 @pytest.mark.parametrize("width", [1, 4, 11, None])
 def test_both_ends_keep_the_same(width: int | None) -> None:
-    """... through messages that are skipped and others that are lost; what was lost is as if it had never been."""
+    """... through messages that are skipped and others that are lost; what was lost is as if it had
+    never been.
+    """
     codec = conf_option("compression", "laq", bits=width, xi=5.0, max_age=3)
     rng, sender, receiver, ages = np.random.default_rng(0), None, None, []
     x, model = vector("normal", 300), torch.zeros(300)
@@ -101,7 +132,10 @@ def test_the_error_of_a_message_is_half_a_step() -> None:
     assert float((sender.sent - x).abs().max()) <= float(x.abs().max()) / (2**6 - 1) * (1 + 1e-5)
     again, body = codec.encode(sender, x * 0.5, EncodeContext())
     assert body.nbytes == 20 + 4 + 750
-    assert float((again.sent - 0.5 * x).abs().max()) <= float((sender.sent - 0.5 * x).abs().max()) / (2**6 - 1) * 1.0001
+    assert (
+        float((again.sent - 0.5 * x).abs().max())
+        <= float((sender.sent - 0.5 * x).abs().max()) / (2**6 - 1) * 1.0001
+    )
 
 
 def test_nothing_before_anything_is_refused() -> None:

@@ -1,8 +1,9 @@
 """Methods that become each other at their limits, with momentum and weight decay.
 
-Bitwise: SSP(∞) = ASP, backup(0) = BSP, BSP by a server = BSP by all-reduce, local SGD by a server = by all-reduce, and
-all costs times an integer. To rounding: SSP(0) = BSP and local SGD(1) = BSP, where the optimizer steps before the
-average instead of after it, and n workers of batch b = one worker of batch n·b, where sums are taken in another order.
+Bitwise: SSP(∞) = ASP, backup(0) = BSP, BSP by a server = BSP by all-reduce, local SGD by a server =
+by all-reduce, and all costs times an integer. To rounding: SSP(0) = BSP and local SGD(1) = BSP,
+where the optimizer steps before the average instead of after it, and n workers of batch b = one
+worker of batch n·b, where sums are taken in another order.
 """
 
 import pytest
@@ -42,7 +43,12 @@ def test_backup_without_backups_is_bsp():
 
 
 @pytest.mark.parametrize(
-    "sync", [["sync=bsp"], ["sync=bsp", "sync.exchange=difference"], ["sync=local_sgd", "sync.local_steps=3"]]
+    "sync",
+    [
+        ["sync=bsp"],
+        ["sync=bsp", "sync.exchange=difference"],
+        ["sync=local_sgd", "sync.local_steps=3"],
+    ],
 )
 def test_a_server_and_an_all_reduce_merge_alike(sync):
     assert run(*sync).sha256 == run(*sync, "topology=all_reduce").sha256
@@ -76,14 +82,31 @@ def test_n_small_batches_are_one_large_one():
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp", "backup", "local_sgd"])
 def test_all_costs_times_an_integer(sync):
     """The tally is multiplied and nothing else changes, for asynchronous modes too."""
-    once = run(f"sync={sync}", "cluster.step_s=0.013", "cluster.exchange_s=0.007", "cluster.server_step_s=0.001")
-    thrice = run(f"sync={sync}", "cluster.step_s=0.039", "cluster.exchange_s=0.021", "cluster.server_step_s=0.003")
+    once = run(
+        f"sync={sync}",
+        "cluster.step_s=0.013",
+        "cluster.exchange_s=0.007",
+        "cluster.server_step_s=0.001",
+    )
+    thrice = run(
+        f"sync={sync}",
+        "cluster.step_s=0.039",
+        "cluster.exchange_s=0.021",
+        "cluster.server_step_s=0.003",
+    )
     assert thrice.time_ns == 3 * once.time_ns
     assert thrice.sha256 == once.sha256
 
 
 def test_textbook_asp_moves_n_times_as_far():
-    """aggregate.scale=n undoes the weight 1/n: the first push moves the model by the whole difference."""
-    weighted, textbook = run("sync=asp", "stop.steps=1"), run("sync=asp", "stop.steps=1", "aggregate.scale=4")
+    """aggregate.scale=n undoes the weight 1/n: the first push moves the model by the whole
+    difference.
+    """
+    weighted, textbook = (
+        run("sync=asp", "stop.steps=1"),
+        run("sync=asp", "stop.steps=1", "aggregate.scale=4"),
+    )
     start = run("sync=asp", "stop.steps=1", "optimizer.lr=1e-12").params
-    torch.testing.assert_close(textbook.params - start, 4 * (weighted.params - start), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        textbook.params - start, 4 * (weighted.params - start), rtol=1e-4, atol=1e-6
+    )

@@ -1,4 +1,6 @@
-"""Growing batches, FedPAQ, Ringleader and Rescaled ASGD, EASGD and Gossip-PGA at their limits, and what each is for."""
+"""Growing batches, FedPAQ, Ringleader and Rescaled ASGD, EASGD and Gossip-PGA at their limits, and
+what each is for.
+"""
 
 from functools import cache, partial
 from types import SimpleNamespace
@@ -13,7 +15,12 @@ from ashl.sync.ringleader import Table
 from tests.conf_option import conf_option
 from tests.support import simulated
 
-BASE = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.01", "optimizer.lr=0.02", "stop.steps=24")
+BASE = (
+    "optimizer.momentum=0.9",
+    "optimizer.weight_decay=0.01",
+    "optimizer.lr=0.02",
+    "stop.steps=24",
+)
 run = cache(partial(simulated, *BASE, "model.hidden=[16]"))
 ONE = ("cluster.compute=[1]", "cluster.link=null")
 GOSSIP = "topology=gossip"
@@ -27,7 +34,8 @@ def close(a, b):
     torch.testing.assert_close(a.params, b.params, rtol=1e-3, atol=2e-5)
 
 
-# --- growing batches --------------------------------------------------------------------------------------------------
+# --- growing batches
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.limit("sync=cr_psgd")
@@ -37,7 +45,10 @@ def test_batches_that_do_not_grow_are_bsp():
 
 @pytest.mark.limit("sync=cr_psgd_catalyst")
 def test_a_catalyst_of_single_steps_is_bsp_whatever_holds_it():
-    same(run("sync=cr_psgd_catalyst", "sync.growth=1", "sync.theta=9", "sync.budget=1"), run("sync=bsp"))
+    same(
+        run("sync=cr_psgd_catalyst", "sync.growth=1", "sync.theta=9", "sync.budget=1"),
+        run("sync=bsp"),
+    )
 
 
 @pytest.mark.limit("sync=cr_psgd_catalyst")
@@ -48,8 +59,16 @@ def test_a_catalyst_that_never_begins_anew_and_hardly_holds_is_cr_psgd():
 
 
 def test_batches_grow_to_the_most_and_begin_anew():
-    """8 samples, doubled: 8, 16, 32, then 40 at most; with 4 · (8 + 16) samples a run, 8 and 16 by turns."""
-    small = ("dataset.batch_size=8", "sync.growth=2", "sync.max_batch=40", "stop.steps=20", "runtime.gradients=false")
+    """8 samples, doubled: 8, 16, 32, then 40 at most; with 4 · (8 + 16) samples a run, 8 and 16 by
+    turns.
+    """
+    small = (
+        "dataset.batch_size=8",
+        "sync.growth=2",
+        "sync.max_batch=40",
+        "stop.steps=20",
+        "runtime.gradients=false",
+    )
     ran = run("sync=cr_psgd", *small)
     assert ran.end["samples"] == 4 * (8 + 16 + 32 + 40 + 40)
     again = run("sync=cr_psgd_catalyst", "sync.budget=96", *small)
@@ -58,7 +77,14 @@ def test_batches_grow_to_the_most_and_begin_anew():
 
 def test_a_catalyst_is_held_to_where_each_run_of_it_began():
     """By hand, on one worker: batches of 8 and 16 by turns."""
-    base = ("sync=cr_psgd_catalyst", "sync.growth=2", "sync.budget=24", "sync.theta=2", "dataset.batch_size=8", *ONE)
+    base = (
+        "sync=cr_psgd_catalyst",
+        "sync.growth=2",
+        "sync.budget=24",
+        "sync.theta=2",
+        "dataset.batch_size=8",
+        *ONE,
+    )
     ran = run(*base, "stop.steps=6")
     trainer, drawn = assemble(ran.plan, "cpu").stages[0].trainer, 0
     w, moments = trainer.init()
@@ -71,7 +97,8 @@ def test_a_catalyst_is_held_to_where_each_run_of_it_began():
     torch.testing.assert_close(ran.params, w)
 
 
-# --- FedPAQ -----------------------------------------------------------------------------------------------------------
+# --- FedPAQ
+# --------------------------------------------------------------------------------------------------
 
 
 FEDPAQ = ("experiment=fedpaq", "model.hidden=[16]", "stop.steps=80")
@@ -92,7 +119,8 @@ def test_fedpaq_without_a_codec_is_local_sgd():
     assert simulated(*FEDPAQ, "compression=none").sha256 == simulated(*local, *FEDPAQ[1:]).sha256
 
 
-# --- asynchronous, and fair to everybody's data -----------------------------------------------------------------------
+# --- asynchronous, and fair to everybody's data
+# -----------------------------------------------------------------------
 
 
 @pytest.mark.limit("sync=ringleader")
@@ -105,7 +133,9 @@ def pushed(worker: int, gradient: float) -> Push:
 
 
 def test_a_ringleader_steps_once_for_each_in_a_round():
-    """Workers by the moment of their pushes; what one sends after its step counts for the next round."""
+    """Workers by the moment of their pushes; what one sends after its step counts for the next
+    round.
+    """
     table, stepped, used = Table().open_round(range(3)), [], []
     for k, worker in enumerate([0, 0, 1, 2, 1, 0, 0, 2, 1, 1, 0]):
         if table.add_push(pushed(worker, float(k))):
@@ -113,18 +143,35 @@ def test_a_ringleader_steps_once_for_each_in_a_round():
             stepped.append(worker)
             table.due.remove(worker)
             table = table if table.due else table.open_round(range(3))
-    assert stepped == [2, 1, 0, 1, 0]  # 0 sent once more after its step, 2 too; the round of 1 completes the next
-    assert used[0] == {0: 0.5, 1: 2.0, 2: 3.0}  # the mean of both that 0 sent while the others were waited for
+    assert stepped == [
+        2,
+        1,
+        0,
+        1,
+        0,
+    ]  # 0 sent once more after its step, 2 too; the round of 1 completes the next
+    assert used[0] == {
+        0: 0.5,
+        1: 2.0,
+        2: 3.0,
+    }  # the mean of both that 0 sent while the others were waited for
     assert used[1:3] == [{0: 0.5, 1: 3.0, 2: 3.0}, {0: 2.0, 1: 3.0, 2: 3.0}]
     assert used[3] == {0: 6.0, 2: 7.0, 1: 8.0}
 
 
 @pytest.mark.parametrize("discount", [None, 1.0])
 def test_a_ringleader_by_hand(discount):
-    """Three workers, pushes in the order in which they come: each step is along the mean of what each has sent, each
-    gradient by how late it was; who has sent one without a step of its own goes on with the model that it has."""
+    """Three workers, pushes in the order in which they come: each step is along the mean of what
+    each has sent, each gradient by how late it was; who has sent one without a step of its own goes
+    on with the model that it has.
+    """
     more = () if discount is None else (f"aggregate.staleness_discount={discount}",)
-    timed = ("cluster.compute=[1,2,3.7]", "cluster.link=null", "cluster.step_s=1", "cluster.exchange_s=0.2")
+    timed = (
+        "cluster.compute=[1,2,3.7]",
+        "cluster.link=null",
+        "cluster.step_s=1",
+        "cluster.exchange_s=0.2",
+    )
     ran = run("sync=ringleader", *timed, *more, "stop.steps=13")
     trainer = assemble(ran.plan, "cpu").stages[0].trainer
     w, moments = trainer.init()
@@ -146,7 +193,10 @@ def test_a_ringleader_by_hand(discount):
 
 def test_rescaled_asgd_steps_by_how_long_a_workers_cycle_is():
     """One comes every second and then after two, another every third one."""
-    rule, stage = conf_option("sync", "rescaled_asgd"), SimpleNamespace(outer=conf_option("outer", "average"))
+    rule, stage = (
+        conf_option("sync", "rescaled_asgd"),
+        SimpleNamespace(outer=conf_option("outer", "average")),
+    )
     cycles = rule.begin(stage, Progress(2))
     for worker, now_s in ((0, 1), (1, 1), (0, 2), (1, 4), (0, 4)):
         cycles = rule.observe(stage, cycles, SimpleNamespace(now_s=now_s), pushed(worker, 0.0))
@@ -161,7 +211,9 @@ def test_rescaled_asgd_steps_by_how_long_a_workers_cycle_is():
 @pytest.mark.limit("sync=rescaled_asgd")
 @pytest.mark.slow
 def test_rescaled_asgd_of_equal_workers_is_asp():
-    rescaled, asp = (run(f"sync={name}", "cluster=homogeneous") for name in ("rescaled_asgd", "asp"))
+    rescaled, asp = (
+        run(f"sync={name}", "cluster=homogeneous") for name in ("rescaled_asgd", "asp")
+    )
     close(rescaled, asp)
     assert (rescaled.time_ns, rescaled.end["commits"]) == (asp.time_ns, asp.end["commits"])
 
@@ -170,8 +222,20 @@ def test_rescaled_asgd_of_equal_workers_is_asp():
 def test_the_data_of_the_slow_count_as_much():
     """One of two workers takes six times as long and has other classes: ASP hardly learns them."""
     skewed = (
-        *("dataset.partition=dirichlet", "dataset.alpha=0.05", "model=linear", "aggregate=uniform", "seed=1"),
-        *("cluster.compute=[1,6]", "cluster.link=null", "optimizer.momentum=0", "optimizer.lr=0.3", "stop.steps=300"),
+        *(
+            "dataset.partition=dirichlet",
+            "dataset.alpha=0.05",
+            "model=linear",
+            "aggregate=uniform",
+            "seed=1",
+        ),
+        *(
+            "cluster.compute=[1,6]",
+            "cluster.link=null",
+            "optimizer.momentum=0",
+            "optimizer.lr=0.3",
+            "stop.steps=300",
+        ),
     )
     loss = {}
     for sync in ("asp", "ringleader", "rescaled_asgd"):
@@ -182,7 +246,8 @@ def test_the_data_of_the_slow_count_as_much():
     assert loss["rescaled_asgd"] < loss["asp"]
 
 
-# --- elastic averaging, and a global average now and then -------------------------------------------------------------
+# --- elastic averaging, and a global average now and then
+# -------------------------------------------------------------
 
 
 @pytest.mark.limit("sync=easgd")
@@ -201,7 +266,9 @@ def test_both_ends_of_a_spring_by_hand():
     for start in (0, 2, 4):
         for rank in (0, 1):
             for step in (start, start + 1):
-                _, kept[rank], own[rank] = trainer.local_step(own[rank], kept[rank], rank, step, 0.02)
+                _, kept[rank], own[rank] = trainer.local_step(
+                    own[rank], kept[rank], rank, step, 0.02
+                )
             pull = alpha * (own[rank] - middle)
             own[rank], middle = own[rank] - pull, middle + pull
     torch.testing.assert_close(ran.params, middle)
@@ -226,21 +293,39 @@ def test_gossip_that_never_meets_is_d_psgd():
 @pytest.mark.slow
 def test_gossip_that_always_meets_is_local_sgd():
     always = run("sync=gossip_pga", "sync.period=1", "sync.local_steps=2", GOSSIP)
-    close(always, run("sync=local_sgd", "sync.local_steps=2", "topology=all_reduce", "aggregate=uniform"))
+    close(
+        always,
+        run("sync=local_sgd", "sync.local_steps=2", "topology=all_reduce", "aggregate=uniform"),
+    )
     assert always.snapshots[-1][0]["consensus_distance"] == 0
 
 
 def test_where_all_meet_they_meet_in_the_mean_that_gossip_keeps():
-    """In the fourth round all have the mean over all, which is what D-PSGD's models are on average then."""
+    """In the fourth round all have the mean over all, which is what D-PSGD's models are on average
+    then.
+    """
     four = (GOSSIP, "stop.steps=16")
-    meet, apart = run("sync=gossip_pga", "sync.period=4", *four), run("sync=d_psgd", "sync.order=atc", *four)
+    meet, apart = (
+        run("sync=gossip_pga", "sync.period=4", *four),
+        run("sync=d_psgd", "sync.order=atc", *four),
+    )
     close(meet, apart)
-    assert meet.snapshots[-1][0]["consensus_distance"] == 0 < apart.snapshots[-1][0]["consensus_distance"]
+    assert (
+        meet.snapshots[-1][0]["consensus_distance"]
+        == 0
+        < apart.snapshots[-1][0]["consensus_distance"]
+    )
 
 
 def test_gossip_pays_for_both_kinds_of_rounds():
     rounds, n = 8, 4
-    ran = run("sync=gossip_pga", "sync.period=4", GOSSIP, f"stop.steps={rounds * n}", "runtime.gradients=false")
+    ran = run(
+        "sync=gossip_pga",
+        "sync.period=4",
+        GOSSIP,
+        f"stop.steps={rounds * n}",
+        "runtime.gradients=false",
+    )
     dense = 4 * ran.plan.num_params
     sent = [ledger["bytes_up"] for ledger in ran.of("ledger")]
     assert sent == [6 * 2 * dense + 2 * 2 * dense * (n - 1) // n] * n

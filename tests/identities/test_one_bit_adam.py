@@ -1,4 +1,6 @@
-"""1-bit and 0/1 Adam: a warm-up to the end is Adam; after it, without loss, Adam over a frozen variance."""
+"""1-bit and 0/1 Adam: a warm-up to the end is Adam; after it, without loss, Adam over a frozen
+variance.
+"""
 
 from types import SimpleNamespace
 
@@ -18,7 +20,10 @@ MODE = ("schedule=one_bit_adam", *BASE)
 @pytest.mark.slow
 def test_timed_alone_it_takes_as_long():
     learned = simulated(*MODE, "schedule.warmup_epochs=0.2")
-    assert simulated(*MODE, "schedule.warmup_epochs=0.2", "runtime.gradients=false").time_ns == learned.time_ns
+    assert (
+        simulated(*MODE, "schedule.warmup_epochs=0.2", "runtime.gradients=false").time_ns
+        == learned.time_ns
+    )
 
 
 @pytest.mark.limit("sync=one_bit_adam", "schedule=one_bit_adam")
@@ -31,7 +36,12 @@ def test_a_warm_up_to_the_end_is_adam():
 @pytest.mark.limit("sync=one_bit_adam")
 def test_without_loss_it_is_adam_over_a_frozen_variance():
     """By hand, on one worker: ten steps of Adam, then m goes on and v does not."""
-    one = ("cluster.compute=[1]", "cluster.link=null", "compression=none", "schedule.warmup_epochs=0.2")
+    one = (
+        "cluster.compute=[1]",
+        "cluster.link=null",
+        "compression=none",
+        "schedule.warmup_epochs=0.2",
+    )
     ran = simulated(*MODE, *one, "optimizer=adamw", "optimizer.weight_decay=2")
     ends = [record["steps"] for record in ran.of("stage")]
     trainer = assemble(ran.plan, "cpu").stages[0].trainer
@@ -43,7 +53,9 @@ def test_without_loss_it_is_adam_over_a_frozen_variance():
     for step in range(ends[0], 40):
         _, g = trainer.gradient(w, 0, step)
         m = 0.9 * m + 0.1 * g
-        w = w * (1 - 0.01 * 2) - 0.01 / (1 - 0.9 ** ends[0]) * m / ((v / (1 - 0.999 ** ends[0])).sqrt() + 1e-8)
+        w = w * (1 - 0.01 * 2) - 0.01 / (1 - 0.9 ** ends[0]) * m / (
+            (v / (1 - 0.999 ** ends[0])).sqrt() + 1e-8
+        )
     assert 5 < ends[0] < 30
     torch.testing.assert_close(ran.params, w, rtol=1e-3, atol=1e-5)
 
@@ -68,12 +80,23 @@ def test_a_bit_an_element_learns_as_much():
     ],
 )
 def test_without_what_adam_has_learned_it_is_refused(wrong):
-    with pytest.raises(UsageError, match="goes on with what Adam has learned; take schedule=one_bit_adam"):
+    with pytest.raises(
+        UsageError, match="goes on with what Adam has learned; take schedule=one_bit_adam"
+    ):
         planned(*wrong)
 
 
-NEVER = ("sync.update_scaler=999", "sync.local_step_clipper=1")  # leaves out a step of the variance, or an exchange
-ZERO_ONE = ("sync=zero_one_adam", "topology=all_reduce", "optimizer=adam", "compression=one_bit", *BASE)
+NEVER = (
+    "sync.update_scaler=999",
+    "sync.local_step_clipper=1",
+)  # leaves out a step of the variance, or an exchange
+ZERO_ONE = (
+    "sync=zero_one_adam",
+    "topology=all_reduce",
+    "optimizer=adam",
+    "compression=one_bit",
+    *BASE,
+)
 
 
 @pytest.mark.limit("sync=zero_one_adam")
@@ -89,17 +112,28 @@ def test_0_1_adam_is_adam_or_1_bit_adam_to_the_bit():
 
 
 def test_0_1_adam_by_hand():
-    """On two workers, without loss: whole at 0, 1, 3 and 5, momenta between, and two steps at once from 8 on."""
-    policy = ("sync.freeze_step=6", "sync.update_scaler=2", "sync.local_step_scaler=2", "sync.local_step_clipper=2")
+    """On two workers, without loss: whole at 0, 1, 3 and 5, momenta between, and two steps at once
+    from 8 on.
+    """
+    policy = (
+        "sync.freeze_step=6",
+        "sync.update_scaler=2",
+        "sync.local_step_scaler=2",
+        "sync.local_step_clipper=2",
+    )
     own = (*ZERO_ONE, *policy, "compression=none", "cluster.num_workers=2", "stop.steps=24")
     ran = simulated(*own)
-    assert [record["steps"] for record in ran.of("round") if record["rank"] == 0] == [1] * 8 + [2] * 2
+    assert [record["steps"] for record in ran.of("round") if record["rank"] == 0] == [1] * 8 + [
+        2
+    ] * 2
     assert simulated(*own, "runtime.gradients=false").time_ns == ran.time_ns
     trainer = assemble(ran.plan, "cpu").stages[0].trainer
     w, moments = trainer.init()
     for merge, first, last in [*((k, k, k + 1) for k in range(8)), (8, 8, 10), (9, 10, 12)]:
         if merge in (0, 1, 3, 5):
-            moments, w = trainer.apply(w, moments, sum(trainer.gradient(w, i, first)[1] for i in (0, 1)) / 2, 0.01)
+            moments, w = trainer.apply(
+                w, moments, sum(trainer.gradient(w, i, first)[1] for i in (0, 1)) / 2, 0.01
+            )
             continue
         count, m, v = moments
         rest, sums = [1 - beta ** int(count) for beta in (0.9, 0.999)], []
@@ -122,17 +156,32 @@ def test_the_variance_is_learned_ever_less_often():
         progress.total_commits = k
         whole += [k] if rule.sums_whole(stage, progress) else []
     assert whole == [0, 1, 3, 5, 9, 13]
-    assert [rule._steps_at(k) for k in (-5, 0, 7, 8, 11, 12, 13, 14, 99)] == [1, 1, 1, 2, 2, 4, 4, 6, 6]
+    assert [rule._steps_at(k) for k in (-5, 0, 7, 8, 11, 12, 13, 14, 99)] == [
+        1,
+        1,
+        1,
+        2,
+        2,
+        4,
+        4,
+        6,
+        6,
+    ]
 
 
 def test_0_1_adam_without_adam_is_refused():
-    with pytest.raises(UsageError, match="steps as Adam does, and optimizer=muon is another one; take optimizer=adam"):
+    with pytest.raises(
+        UsageError,
+        match="steps as Adam does, and optimizer=muon is another one; take optimizer=adam",
+    ):
         planned(*ZERO_ONE, "optimizer=muon")
     with pytest.raises(
-        UsageError, match=r"overlap=delayed is not supported .* what it exchanges is no update that could"
+        UsageError,
+        match=r"overlap=delayed is not supported .* what it exchanges is no update that could",
     ):
         planned(*ZERO_ONE, "overlap=delayed")
     with pytest.raises(
-        UsageError, match=r"overlap=wfbp is not supported .* what it exchanges is not the gradient as it"
+        UsageError,
+        match=r"overlap=wfbp is not supported .* what it exchanges is not the gradient as it",
     ):
         planned(*MODE, "compression=none", "overlap=wfbp")

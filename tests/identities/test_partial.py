@@ -1,5 +1,7 @@
-"""Partial all-reduce at its limits: one group of all workers is local SGD by all-reduce, bit for bit and to the
-nanosecond; one average is a symmetric, doubly stochastic, idempotent matrix; no sequence of them moves the mean."""
+"""Partial all-reduce at its limits: one group of all workers is local SGD by all-reduce, bit for
+bit and to the nanosecond; one average is a symmetric, doubly stochastic, idempotent matrix; no
+sequence of them moves the mean.
+"""
 
 import itertools
 from dataclasses import replace
@@ -58,7 +60,9 @@ def test_all_costs_times_an_integer(scheduler: str) -> None:
 
 
 class Standing(SizeOnlyTrainer):
-    """Nothing is learned, and worker i begins with the i-th unit vector: models are rows of the product of all W."""
+    """Nothing is learned, and worker i begins with the i-th unit vector: models are rows of the
+    product of all W.
+    """
 
     def __init__(self, n: int) -> None:
         super().__init__(num_params=n, epoch_samples=100)
@@ -74,9 +78,13 @@ class Standing(SizeOnlyTrainer):
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_averages_alone_keep_the_mean_and_forget_where_they_began(scheduler: str) -> None:
     n = 8
-    cluster, stage = plain(conf_option("sync", f"ripples_{scheduler}"), PartialAllReduce(workers_per_node=4))
+    cluster, stage = plain(
+        conf_option("sync", f"ripples_{scheduler}"), PartialAllReduce(workers_per_node=4)
+    )
     # prime costs, so that first-come groups are not always the same
-    cluster = replace(cluster, num_workers=None, compute=(2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0, 19.0))
+    cluster = replace(
+        cluster, num_workers=None, compute=(2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0, 19.0)
+    )
     plan = replace(stage.plan, workers=stage.plan.workers[:1] * n)
     stage = replace(stage, trainer=Standing(n), plan=plan, limits=replace(WITHOUT, steps=400))
     _, seen = run(cluster, (stage,))
@@ -88,9 +96,13 @@ def test_averages_alone_keep_the_mean_and_forget_where_they_began(scheduler: str
 
 
 @pytest.mark.parametrize("members", [(1, 3, 4), (0, 2), (0, 1, 2, 3, 4)])
-def test_one_average_is_symmetric_doubly_stochastic_and_idempotent(members: tuple[int, ...]) -> None:
+def test_one_average_is_symmetric_doubly_stochastic_and_idempotent(
+    members: tuple[int, ...],
+) -> None:
     n, rows = 5, {}
-    cluster, stage = plain(conf_option("sync", "ripples_random"), PartialAllReduce(workers_per_node=4))
+    cluster, stage = plain(
+        conf_option("sync", "ripples_random"), PartialAllReduce(workers_per_node=4)
+    )
 
     async def main(ctx: RankContext) -> None:
         own = torch.eye(n)[ctx.rank] if ctx.rank < n else None
@@ -103,7 +115,11 @@ def test_one_average_is_symmetric_doubly_stochastic_and_idempotent(members: tupl
         torch.testing.assert_close(again, rows[ctx.rank])
 
     plan = replace(stage.plan, workers=stage.plan.workers[:1] * n)
-    run(replace(cluster, num_workers=None, compute=(1.0,) * n), (replace(stage, plan=plan),), main=main)
+    run(
+        replace(cluster, num_workers=None, compute=(1.0,) * n),
+        (replace(stage, plan=plan),),
+        main=main,
+    )
     w = torch.stack([rows[rank] for rank in range(n)])
     torch.testing.assert_close(w, w.T)
     torch.testing.assert_close(w @ w, w)

@@ -1,4 +1,6 @@
-"""The asynchronous relatives at their limits, with momentum and weight decay: most bit for bit, time included."""
+"""The asynchronous relatives at their limits, with momentum and weight decay: most bit for bit,
+time included.
+"""
 
 from dataclasses import replace
 
@@ -37,27 +39,45 @@ def rounds(ran):
     return [r for r in ran.of("round") if r["end_ns"] < ran.time_ns]
 
 
-# --- FedBuff ----------------------------------------------------------------------------------------------------------
+# --- FedBuff
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.limit("sync=fedbuff")
 @pytest.mark.parametrize("h", [1, 3])
 def test_fedbuff_with_a_buffer_of_one_is_asp(h):
     """Each push makes a merge and counts whole in it: scale 1/n does what ASP's weight 1/n does."""
-    buff = run("sync=fedbuff", "sync.buffer=1", f"sync.local_steps={h}", "aggregate=uniform", "aggregate.scale=0.25")
+    buff = run(
+        "sync=fedbuff",
+        "sync.buffer=1",
+        f"sync.local_steps={h}",
+        "aggregate=uniform",
+        "aggregate.scale=0.25",
+    )
     same(buff, run("sync=asp", f"sync.local_steps={h}", "aggregate=uniform"))
 
 
 def test_fedbuff_of_one_with_the_whole_step_is_textbook_asp():
     buff = run(
-        "sync=fedbuff", "sync.buffer=1", "sync.local_steps=1", "aggregate=uniform", "aggregate.staleness_discount=0.5"
+        "sync=fedbuff",
+        "sync.buffer=1",
+        "sync.local_steps=1",
+        "aggregate=uniform",
+        "aggregate.staleness_discount=0.5",
     )
-    same(buff, run("sync=asp", "aggregate=uniform", "aggregate.scale=4", "aggregate.staleness_discount=0.5"))
+    same(
+        buff,
+        run(
+            "sync=asp", "aggregate=uniform", "aggregate.scale=4", "aggregate.staleness_discount=0.5"
+        ),
+    )
 
 
 @pytest.mark.limit("sync=fedbuff")
 def test_fedbuff_of_everybody_on_equal_workers():
-    """Every merge holds each worker once; all but the one that completed the merge before are one merge behind."""
+    """Every merge holds each worker once; all but the one that completed the merge before are one
+    merge behind.
+    """
     ran = run("sync=fedbuff", "sync.buffer=4", "sync.local_steps=1", EQUAL)
     assert ran.end["commits"] == [24] * 4
     assert ran.end["merges"] == 24
@@ -72,7 +92,8 @@ def test_fedbuff_never_waits_and_merges_k_at_a_time():
     assert all(ledger["wait"] == 0 for ledger in ran.ledgers)
 
 
-# --- Ringmaster and Async-Local SGD -----------------------------------------------------------------------------------
+# --- Ringmaster and Async-Local SGD
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.limit("sync=ringmaster")
@@ -81,7 +102,9 @@ def test_ringmaster_without_a_bound_is_asp():
 
 
 def test_ringmaster_as_an_aggregation_guard_is_the_same():
-    same(run("sync=ringmaster", "sync.max_staleness=2"), run("sync=asp", "aggregate.max_staleness=2"))
+    same(
+        run("sync=ringmaster", "sync.max_staleness=2"), run("sync=asp", "aggregate.max_staleness=2")
+    )
 
 
 def test_ringmaster_with_a_bound_of_one_takes_only_the_fresh():
@@ -93,7 +116,13 @@ def test_ringmaster_with_a_bound_of_one_takes_only_the_fresh():
 
 @pytest.mark.parametrize("bound", [2, 3])
 def test_ringmaster_never_applies_what_is_older(bound):
-    ran = run("cluster=one_slow", "sync=ringmaster", f"sync.max_staleness={bound}", TIMED, "stop.steps=400")
+    ran = run(
+        "cluster=one_slow",
+        "sync=ringmaster",
+        f"sync.max_staleness={bound}",
+        TIMED,
+        "stop.steps=400",
+    )
     assert max(r["staleness"] for r in rounds(ran) if not r["dropped"]) == bound - 1
     assert ran.end["steps"] == sum(ran.end["steps_by"]) == 400
 
@@ -113,7 +142,13 @@ def test_async_local_sgd_of_single_steps_is_ringmaster(bound):
 
 def test_async_local_sgd_counts_the_steps_in_flight():
     """(δ + 1)·M ≤ R: with M = 4 and R = 11 a push may be one merge behind, not two."""
-    ran = run("sync=async_local_sgd", "sync.local_steps=4", "sync.max_staleness=11", "stop.steps=400", TIMED)
+    ran = run(
+        "sync=async_local_sgd",
+        "sync.local_steps=4",
+        "sync.max_staleness=11",
+        "stop.steps=400",
+        TIMED,
+    )
     assert all(r["dropped"] == (r["staleness"] > 1) for r in rounds(ran))
     assert any(r["dropped"] for r in rounds(ran))
 
@@ -123,7 +158,8 @@ def test_a_bound_that_drops_everything_is_refused():
         conf_option("sync", "async_local_sgd", max_staleness=7)
 
 
-# --- Rennala ----------------------------------------------------------------------------------------------------------
+# --- Rennala
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.limit("sync=rennala")
@@ -132,8 +168,17 @@ def test_rennala_of_everybody_on_equal_workers_is_bsp():
 
 
 def test_rennala_takes_what_comes_first_and_only_on_the_current_model():
-    """One worker is five times slower and never in time; of the four gradients of a step, a quick one gives two."""
-    ran = run("cluster=one_slow", "sync=rennala", "sync.batch=4", "cluster.exchange_s=0", "stop.steps=80", TIMED)
+    """One worker is five times slower and never in time; of the four gradients of a step, a quick
+    one gives two.
+    """
+    ran = run(
+        "cluster=one_slow",
+        "sync=rennala",
+        "sync.batch=4",
+        "cluster.exchange_s=0",
+        "stop.steps=80",
+        TIMED,
+    )
     assert all(r["dropped"] == (r["staleness"] > 0) for r in rounds(ran))
     assert ran.end["steps_by"][3] == 0
     assert ran.end["dropped_by"][3] > 0
@@ -148,16 +193,22 @@ def test_rennala_on_one_worker_is_one_large_batch():
     once = run("sync=bsp", "dataset.batch_size=16", "stop.steps=48", *one)
     torch.testing.assert_close(twice.params, once.params, rtol=1e-3, atol=2e-5)
     dense = 4 * twice.plan.num_params
-    assert [r["bytes_down"] for r in twice.of("ledger") if r["rank"] == 0] == [47 * dense]  # one pull a step
+    assert [r["bytes_down"] for r in twice.of("ledger") if r["rank"] == 0] == [
+        47 * dense
+    ]  # one pull a step
 
 
-# --- DyLU and delayed Nesterov ----------------------------------------------------------------------------------------
+# --- DyLU and delayed Nesterov
+# ----------------------------------------------------------------------------------------
 
 
 def profile(*step_s):
     known = cluster(step_s, [0.2] * len(step_s))
     unlike = {"batch": 8, "push_bytes_s": None, "pull_bytes_s": None}
-    return replace(known, workers=tuple(replace(w, push_s=0.1 * i, **unlike) for i, w in enumerate(known.workers)))
+    return replace(
+        known,
+        workers=tuple(replace(w, push_s=0.1 * i, **unlike) for i, w in enumerate(known.workers)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -195,7 +246,9 @@ def test_delayed_nesterov_without_momentum_is_uniform():
 
 @pytest.mark.parametrize(("n", "spread"), [(1, 0.0), (1, 0.5), (3, 0.0), (4, 0.25), (4, 0.1)])
 def test_delayed_nesterov_is_the_published_recursion(n, spread):
-    """Against w −= lr(c·β·m + g/N) with the authors' signs: g = −Δ, and x = lr·Δ/N as `uniform` gives it for N = n."""
+    """Against w −= lr(c·β·m + g/N) with the authors' signs: g = −Δ, and x = lr·Δ/N as `uniform`
+    gives it for N = n.
+    """
     lr, beta, g = 0.7, 0.9, torch.Generator().manual_seed(0)
     rule = conf_option("outer", "delayed_nesterov", buffer=n, beta=beta, spread=spread)
     w = expected = torch.zeros(5, dtype=torch.float64)
@@ -212,7 +265,13 @@ def test_delayed_nesterov_is_the_published_recursion(n, spread):
 
 
 def test_delayed_nesterov_at_a_barrier_is_the_same_with_and_without_a_server():
-    outer = ("sync=local_sgd", "sync.local_steps=3", "aggregate=uniform", "outer=delayed_nesterov", "outer.buffer=2")
+    outer = (
+        "sync=local_sgd",
+        "sync.local_steps=3",
+        "aggregate=uniform",
+        "outer=delayed_nesterov",
+        "outer.buffer=2",
+    )
     assert run(*outer).sha256 == run(*outer, "topology=all_reduce").sha256
 
 
@@ -221,7 +280,8 @@ def test_a_spread_of_more_than_the_momentum_is_refused():
         conf_option("outer", "delayed_nesterov", spread=0.3)
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------
+# --- all of them
+# --------------------------------------------------------------------------------------------------
 
 RELATIVES = (
     ("sync=fedbuff", "sync.buffer=3"),
@@ -242,15 +302,21 @@ RELATIVES = (
 
 @pytest.mark.parametrize("mode", RELATIVES, ids=lambda mode: mode[0])
 def test_all_costs_times_an_integer(mode):
-    once = run(*mode, "cluster.step_s=0.013", "cluster.exchange_s=0.007", "cluster.server_step_s=0.001")
-    thrice = run(*mode, "cluster.step_s=0.039", "cluster.exchange_s=0.021", "cluster.server_step_s=0.003")
+    once = run(
+        *mode, "cluster.step_s=0.013", "cluster.exchange_s=0.007", "cluster.server_step_s=0.001"
+    )
+    thrice = run(
+        *mode, "cluster.step_s=0.039", "cluster.exchange_s=0.021", "cluster.server_step_s=0.003"
+    )
     assert thrice.time_ns == 3 * once.time_ns
     assert thrice.sha256 == once.sha256
 
 
 @pytest.mark.parametrize("mode", RELATIVES, ids=lambda mode: mode[0])
 def test_with_compression_nothing_is_lost(mode):
-    """Time adds up, what was dropped is counted, and the model is finite with error feedback and compressed pulls."""
+    """Time adds up, what was dropped is counted, and the model is finite with error feedback and
+    compressed pulls.
+    """
     ran = run(*mode, "compression=topk", "topology.pull_ratio=0.1", "cluster.compress_s=0.002")
     assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
     assert ran.params.isfinite().all()

@@ -1,16 +1,26 @@
-"""Sync modes whose rounds change, by all-reduce: what they are at a server, and their limits, bit for bit."""
+"""Sync modes whose rounds change, by all-reduce: what they are at a server, and their limits, bit
+for bit.
+"""
 
 import pytest
 
 from tests.support import Ran, simulated
 
-BASE = ("cluster=homogeneous", "optimizer.lr=0.05", "optimizer.momentum=0.9", "stop.epochs=2.5", "model.hidden=[16]")
+BASE = (
+    "cluster=homogeneous",
+    "optimizer.lr=0.05",
+    "optimizer.momentum=0.9",
+    "stop.epochs=2.5",
+    "model.hidden=[16]",
+)
 RING = "topology=all_reduce"
 UNEQUAL = "cluster.compute=[1,2,1,3]"
 DECAY = "optimizer.schedule=cosine"
 RULES = {
     "qsr": f"sync=qsr sync.local_steps=2 sync.alpha=0.1 {DECAY}",
-    "qsr-planned": f"sync=qsr sync.local_steps=plan schedule.h_preset=[2] sync.alpha=0.1 {DECAY} {UNEQUAL}",
+    "qsr-planned": (
+        f"sync=qsr sync.local_steps=plan schedule.h_preset=[2] sync.alpha=0.1 {DECAY} {UNEQUAL}"
+    ),
     "cr_psgd": "sync=cr_psgd sync.growth=1.3 aggregate=samples",
     "cr_psgd_catalyst": "sync=cr_psgd_catalyst sync.growth=1.3 sync.budget=900 aggregate=samples",
     "lb_bsp": f"sync=lb_bsp {UNEQUAL}",
@@ -27,8 +37,12 @@ def run(*overrides: str) -> Ran:
 def test_by_all_reduce_it_learns_what_it_does_at_a_server(name: str) -> None:
     server, ring = run(RULES[name]), run(RULES[name], RING)
     assert ring.sha256 == server.sha256
-    assert [ring.end[key] for key in ("steps_by", "commits")] == [server.end[key] for key in ("steps_by", "commits")]
-    assert [r["samples"] for r, _ in ring.snapshots][-1:] == [r["samples"] for r, _ in server.snapshots][-1:]
+    assert [ring.end[key] for key in ("steps_by", "commits")] == [
+        server.end[key] for key in ("steps_by", "commits")
+    ]
+    assert [r["samples"] for r, _ in ring.snapshots][-1:] == [
+        r["samples"] for r, _ in server.snapshots
+    ][-1:]
 
 
 @pytest.mark.limit("sync=qsr", "sync=cr_psgd", "sync=adacomm", "sync=lb_bsp")
@@ -44,7 +58,11 @@ def test_by_all_reduce_it_learns_what_it_does_at_a_server(name: str) -> None:
 )
 def test_at_its_limit_it_is_the_other(rule: str, other: str) -> None:
     own, limit = run(rule, RING), run(other, RING)
-    assert (own.sha256, own.time_ns, own.end["commits"]) == (limit.sha256, limit.time_ns, limit.end["commits"])
+    assert (own.sha256, own.time_ns, own.end["commits"]) == (
+        limit.sha256,
+        limit.time_ns,
+        limit.end["commits"],
+    )
 
 
 def test_adacomm_adapts_to_the_loss_a_round_after_the_lead_rank_says_so() -> None:

@@ -1,4 +1,6 @@
-"""SparseLoCo whole: DiLoCo without momentum where all is sent, and the paper's loop where little is."""
+"""SparseLoCo whole: DiLoCo without momentum where all is sent, and the paper's loop where little
+is.
+"""
 
 from functools import partial
 
@@ -7,16 +9,24 @@ import torch
 from ashl.planning.instantiate import assemble
 from tests.support import simulated
 
-whole = partial(simulated, "model.hidden=[16]", "cluster.num_workers=2", "sync.local_steps=3", "outer.lr=0.7")
+whole = partial(
+    simulated, "model.hidden=[16]", "cluster.num_workers=2", "sync.local_steps=3", "outer.lr=0.7"
+)
 
 
 def test_sent_whole_it_is_diloco_without_momentum() -> None:
-    sparse = whole("experiment=sparse_loco", "compression.ratio=1", "compression.values=fp32", "stop.steps=24")
+    sparse = whole(
+        "experiment=sparse_loco", "compression.ratio=1", "compression.values=fp32", "stop.steps=24"
+    )
     assert sparse.sha256 == whole("experiment=diloco", "outer.momentum=0", "stop.steps=24").sha256
 
 
 def test_an_error_feedback_is_its_outer_momentum() -> None:
-    chunk = ("compression.chunk=121", "compression.ratio=0.1", "compression.values=fp32")  # of 1,210 elements
+    chunk = (
+        "compression.chunk=121",
+        "compression.ratio=0.1",
+        "compression.values=fp32",
+    )  # of 1,210 elements
     ran = whole("experiment=sparse_loco", *chunk, "stop.steps=24")
     trainer = assemble(ran.plan, "cpu").stages[0].trainer
     model, moments = trainer.init()
@@ -26,7 +36,9 @@ def test_an_error_feedback_is_its_outer_momentum() -> None:
         for worker in range(2):
             own = model
             for step in range(first, first + 3):
-                _, kept[worker], own = trainer.local_step(own, kept[worker], worker, step, trainer.rate(0))
+                _, kept[worker], own = trainer.local_step(
+                    own, kept[worker], worker, step, trainer.rate(0)
+                )
             held = 0.95 * left[worker] + (own - model).view(10, 121)
             places = held.abs().topk(12, dim=1).indices
             sent.append(torch.zeros_like(held).scatter(1, places, held.gather(1, places)))

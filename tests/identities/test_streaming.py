@@ -1,11 +1,19 @@
-"""A model exchanged in fragments, beside local steps: DiLoCo at its limit, the rule as a plain loop, time and bytes."""
+"""A model exchanged in fragments, beside local steps: DiLoCo at its limit, the rule as a plain
+loop, time and bytes.
+"""
 
 from functools import partial
 
 import pytest
 import torch
 
-from ashl.planning.instantiate import assemble, fragments_of, layer_groups, parts_of, size_only_trainer
+from ashl.planning.instantiate import (
+    assemble,
+    fragments_of,
+    layer_groups,
+    parts_of,
+    size_only_trainer,
+)
 from tests.support import planned, simulated
 
 BASE = (
@@ -25,7 +33,9 @@ WHOLE = ("overlap.fragments=1", "overlap.delay=0", "overlap.alpha=0")
 
 
 @pytest.mark.limit("overlap=streaming")
-@pytest.mark.parametrize("through", [(), (SERVER, "topology.pull_ratio=0.3")], ids=["sums", "server"])
+@pytest.mark.parametrize(
+    "through", [(), (SERVER, "topology.pull_ratio=0.3")], ids=["sums", "server"]
+)
 def test_one_fragment_without_delay_is_diloco(through: tuple[str, ...]) -> None:
     at = ("outer=nesterov", "stop.steps=31", "compression=topk", "compression.ratio=0.2", *through)
     one, diloco = stream(*at, *WHOLE), run(*at)
@@ -33,12 +43,22 @@ def test_one_fragment_without_delay_is_diloco(through: tuple[str, ...]) -> None:
 
 
 def test_fragments_through_a_server_are_those_of_sums() -> None:
-    """The same model but for what is counted: with mixing, and momentum and a residual for each fragment."""
-    at = ("model.hidden=[16,8]", "overlap.fragments=3", "overlap.delay=2", "outer=nesterov", "compression=topk")
+    """The same model but for what is counted: with mixing, and momentum and a residual for each
+    fragment.
+    """
+    at = (
+        "model.hidden=[16,8]",
+        "overlap.fragments=3",
+        "overlap.delay=2",
+        "outer=nesterov",
+        "compression=topk",
+    )
     at = (*at, "stop.steps=52")
     sums, server = stream(*at), stream(*at, SERVER)
     assert server.sha256 == sums.sha256
-    assert [server.end[key] for key in ("steps", "stale_max")] == [sums.end[key] for key in ("steps", "stale_max")]
+    assert [server.end[key] for key in ("steps", "stale_max")] == [
+        sums.end[key] for key in ("steps", "stale_max")
+    ]
 
 
 def test_fragments_land_as_the_rule_says() -> None:
@@ -52,7 +72,9 @@ def test_fragments_land_as_the_rule_says() -> None:
     own, kept, speed, due = [model] * 3, [moments] * 3, torch.zeros_like(model), None
     for step in range(h * rounds + tau):
         for worker in range(3):
-            _, kept[worker], own[worker] = trainer.local_step(own[worker], kept[worker], worker, step, 0.05)
+            _, kept[worker], own[worker] = trainer.local_step(
+                own[worker], kept[worker], worker, step, 0.05
+            )
         if due is not None and step % h == tau - 1:
             part = fragments[(step // h - 1) % 2]
             pace = 0.5 * part.of(speed) + due
@@ -66,7 +88,9 @@ def test_fragments_land_as_the_rule_says() -> None:
 
 
 def test_an_exchange_is_hidden_by_as_many_steps_as_it_may_take() -> None:
-    """To the nanosecond: a piece, then rounds of its steps with what of an exchange they do not hide, and the last."""
+    """To the nanosecond: a piece, then rounds of its steps with what of an exchange they do not
+    hide, and the last.
+    """
     h, tau, rounds, step = 3, 2, 4, 30_000_000  # of the slowest
     at = ("cluster.step_s=0.01", "cluster.exchange_s=0.2", f"stop.steps={3 * h * rounds}")
     serial, ran = run(*at), stream(*at, *WHOLE[:1], f"overlap.delay={tau}")
@@ -103,8 +127,12 @@ def test_fragments_are_whole_layer_groups_and_balanced(model: tuple[str, ...], c
     if count > len(groups):
         return
     plan = planned(*chosen, "sync=local_sgd", "overlap=streaming", f"overlap.fragments={count}")
-    fragments = fragments_of(plan, parts_of(plan).stages[0], size_only_trainer(plan, parts_of(plan), 100))
-    assert sorted(run for held in fragments for run in held.runs) == sorted((g.start, g.stop) for g in groups)
+    fragments = fragments_of(
+        plan, parts_of(plan).stages[0], size_only_trainer(plan, parts_of(plan), 100)
+    )
+    assert sorted(run for held in fragments for run in held.runs) == sorted(
+        (g.start, g.stop) for g in groups
+    )
     sizes = [held.size for held in fragments]
     assert all(sizes)
     assert max(sizes) - min(sizes) <= max(group.stop - group.start for group in groups)
@@ -114,23 +142,34 @@ def test_fragments_are_whole_layer_groups_and_balanced(model: tuple[str, ...], c
 def test_all_elements_without_delay_are_local_sgd() -> None:
     for at in (("stop.steps=31",), ("stop.steps=31", SERVER)):
         loscar, local = run("overlap=loscar", "overlap.share=1", "overlap.delay=0", *at), run(*at)
-        assert (loscar.sha256, loscar.time_ns, loscar.end) == (local.sha256, local.time_ns, local.end)
+        assert (loscar.sha256, loscar.time_ns, loscar.end) == (
+            local.sha256,
+            local.time_ns,
+            local.end,
+        )
 
 
 def test_elements_that_were_drawn_are_averaged_and_what_was_learned_meanwhile_is_kept() -> None:
     h, q, rounds = 3, 2, 5
-    ran = run("overlap=loscar", "overlap.share=0.3", f"overlap.delay={q}", f"stop.steps={3 * h * rounds}")
+    ran = run(
+        "overlap=loscar", "overlap.share=0.3", f"overlap.delay={q}", f"stop.steps={3 * h * rounds}"
+    )
     stage = assemble(ran.plan, "cpu").stages[0]
     model, moments = stage.trainer.init()
     own, kept, sent, drawn = [model] * 3, [moments] * 3, [], set()
     for step in range(h * rounds + q):
         for worker in range(3):
-            _, kept[worker], own[worker] = stage.trainer.local_step(own[worker], kept[worker], worker, step, 0.05)
+            _, kept[worker], own[worker] = stage.trainer.local_step(
+                own[worker], kept[worker], worker, step, 0.05
+            )
         if step >= h and step % h == q - 1:
             part = stage.fragments[0].with_drawn_indices(stage.seed, step // h - 1)
             drawn.update(part.places.tolist())
             model = part.put(model, sum(map(part.of, sent)) / 3)
-            own = [part.put(z, part.of(model) + part.of(z) - part.of(y)) for z, y in zip(own, sent, strict=True)]
+            own = [
+                part.put(z, part.of(model) + part.of(z) - part.of(y))
+                for z, y in zip(own, sent, strict=True)
+            ]
         if step % h == h - 1:
             sent = [*own]
     torch.testing.assert_close(ran.params, model, rtol=0, atol=1e-5)
@@ -139,8 +178,15 @@ def test_elements_that_were_drawn_are_averaged_and_what_was_learned_meanwhile_is
 
 @pytest.mark.parametrize("overlap", ["loscar", "streaming"])
 def test_a_budget_before_a_round_that_is_cut_ends_it_for_all(overlap: str) -> None:
-    """The slow have no step left to take beside the exchange in which the word comes, and the quick have."""
-    planned = ("schedule=decay_on_rise", "schedule.decay_stages=1", "schedule.h_preset=[2]", "sync.local_steps=plan")
+    """The slow have no step left to take beside the exchange in which the word comes, and the quick
+    have.
+    """
+    planned = (
+        "schedule=decay_on_rise",
+        "schedule.decay_stages=1",
+        "schedule.h_preset=[2]",
+        "sync.local_steps=plan",
+    )
     for seconds in (0.27, 0.3, 0.34):
         ran = simulated(
             "topology=all_reduce",

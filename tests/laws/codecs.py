@@ -1,4 +1,6 @@
-"""The table of codecs without state: a new one is a row here, and its laws are those of its flags and of `bound`."""
+"""The table of codecs without state: a new one is a row here, and its laws are those of its flags
+and of `bound`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +19,14 @@ def codec(name: str, /, **fields: Any) -> Any:
 
 ROWS: dict[str, Any] = {
     "none": codec("none"),
-    **{f"topk-{code}": codec("topk", indices=code) for code in ("int32", "packed", "bitmap", "golomb")},
-    **{f"topk-{code}": codec("topk", values=code) for code in ("fp16", "bf16", "int8", "int4", "int2", "mean")},
+    **{
+        f"topk-{code}": codec("topk", indices=code)
+        for code in ("int32", "packed", "bitmap", "golomb")
+    },
+    **{
+        f"topk-{code}": codec("topk", values=code)
+        for code in ("fp16", "bf16", "int8", "int4", "int2", "mean")
+    },
     # quantizers with a threshold, of atoms, and with an entropy code
     "strom": codec("strom", threshold=1.5),
     "strom-dense": codec("strom", dense=True),
@@ -64,13 +72,23 @@ ROWS: dict[str, Any] = {
     "fetch_sgd": codec("fetch_sgd", recovered_fraction=0.1),
     # of other gradients, and a grid
     **{f"grid-{bits}": codec("grid", bits=bits) for bits in (2, 8, 11)},
-    **{f"laq-{bits}": codec("laq", bits=bits) for bits in (1, 4, None)},  # first messages: later ones need the first
+    **{
+        f"laq-{bits}": codec("laq", bits=bits) for bits in (1, 4, None)
+    },  # first messages: later ones need the first
     "variance": codec("variance"),
 }
-EXACT = {"none", "topk-int32", "topk-packed", "topk-bitmap", "topk-golomb"}  # what they send, they send as it is
+EXACT = {
+    "none",
+    "topk-int32",
+    "topk-packed",
+    "topk-bitmap",
+    "topk-golomb",
+}  # what they send, they send as it is
 # Those that draw and are not unbiased.
 RANDOM = {"random_mask", "random_k-seed", "random_k-golomb", "terngrad-clipped", "topk-natural"}
-LARGEST = {"cast-fp16": 65504.0}  # of those whose numbers end before those of float32: infinity is beyond
+LARGEST = {
+    "cast-fp16": 65504.0
+}  # of those whose numbers end before those of float32: infinity is beyond
 
 VECTORS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "normal": lambda rng, d: rng.standard_normal(d),

@@ -10,7 +10,9 @@ MS = 1_000_000  # nanoseconds
 def cluster(n: int, **costs: Any) -> Cluster:
     """Workers at factor 1 behind links of 1 Mbit/s, unless `costs` say otherwise."""
     inner = ("node", "intra_node_bandwidth_mbit_s", "intra_node_latency_s")
-    base = dict.fromkeys(("num_workers", "link", "exchange_s", "server_bandwidth_mbit_s", *inner)) | {
+    base = dict.fromkeys(
+        ("num_workers", "link", "exchange_s", "server_bandwidth_mbit_s", *inner)
+    ) | {
         "bandwidth_mbit_s": 1.0,
         "latency_s": 0.0,
         "compute": (1.0,) * n,

@@ -32,7 +32,9 @@ from tests.swarm.drawn import Seen, bound, check_mail, run
 
 @dataclass
 class Round:
-    """What a round came to at one worker: what its codec was given, the update, what it keeps, and the riders."""
+    """What a round came to at one worker: what its codec was given, the update, what it keeps, and
+    the riders.
+    """
 
     x_sent: Any
     update: Any
@@ -46,14 +48,21 @@ class Round:
 
 
 def together(
-    option: Any, rounds: Sequence[Sequence[Any]], weights: Sequence[float], shapes: Sequence[tuple[int, ...]] = ()
+    option: Any,
+    rounds: Sequence[Sequence[Any]],
+    weights: Sequence[float],
+    shapes: Sequence[tuple[int, ...]] = (),
 ) -> tuple[list[list[Round]], Seen]:
-    """Give each worker its vector of each round, [round][worker]; what came of it by round and worker."""
+    """Give each worker its vector of each round, [round][worker]; what came of it by round and
+    worker.
+    """
     n, x = len(weights), rounds[0][0]
     d = x.nbytes // 4
     layout = tuple(Layer(str(i), shape) for i, shape in enumerate(shapes or [(d,)]))
     stage = bound(random.Random(0), BSP(exchange="gradient"), AllReduce(), n, WITHOUT)
-    stage = replace(stage, codec=wrap_codec(option, layout), layout=layout, trainer=SizeOnlyTrainer(d, 100))
+    stage = replace(
+        stage, codec=wrap_codec(option, layout), layout=layout, trainer=SizeOnlyTrainer(d, 100)
+    )
     came: list[list[Any]] = [[None] * n for _ in rounds]
     sim, seen = run(
         cluster(n, step_s=0.001, latency_s=0.001),
@@ -65,7 +74,11 @@ def together(
 
 
 async def worker(
-    ctx: RankContext, stage: Stage, rounds: Sequence[Sequence[Any]], weights: Sequence[float], came: list[list[Any]]
+    ctx: RankContext,
+    stage: Stage,
+    rounds: Sequence[Sequence[Any]],
+    weights: Sequence[float],
+    came: list[list[Any]],
 ) -> None:
     state, rank, link = WorkerState(None, None), ctx.rank, stage.link
     team = ProcessGroup(ctx, stage, stage.workers, list(weights))
@@ -77,7 +90,9 @@ async def worker(
             update = await run_collective_codec(team, stage, state, link.innermost, x, context)
         else:
             body = link.encode(CodecState(), x * weights[rank], context)
-            update = link.decode_sum(state.ends, body, await team.all_reduce(link.summand(body, context)))
+            update = link.decode_sum(
+                state.ends, body, await team.all_reduce(link.summand(body, context))
+            )
         came[number][rank] = Round(x_sent, update, state.ends.sender, team.loss, int(team.signal))
 
 

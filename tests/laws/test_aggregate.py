@@ -1,4 +1,6 @@
-"""What every aggregation rule promises, checked for all of them: a new rule is one row of the table."""
+"""What every aggregation rule promises, checked for all of them: a new rule is one row of the
+table.
+"""
 
 from collections.abc import Sequence
 from itertools import permutations
@@ -23,7 +25,9 @@ STEPS, BATCHES = (7, 4, 2), (8, 16, 32)
 class Row(NamedTuple):
     rule: str
     fields: dict[str, Any]
-    weights: tuple[float, ...]  # of workers with H = (7, 4, 2), b = (8, 16, 32) and shares 7/13, 4/13, 2/13
+    weights: tuple[
+        float, ...
+    ]  # of workers with H = (7, 4, 2), b = (8, 16, 32) and shares 7/13, 4/13, 2/13
 
 
 ROWS = {
@@ -32,30 +36,54 @@ ROWS = {
     "samples": Row("samples", {}, (56 / 184, 64 / 184, 64 / 184)),
     "mean": Row("mean", {}, (56 / 184, 64 / 184, 64 / 184)),
     "mean-data_share": Row("mean", {"weights": "data_share"}, (7 / 13, 4 / 13, 2 / 13)),
-    "fednova": Row("fednova", {}, (69 / 169, 69 / 169, 69 / 169)),  # p_i·τ/H_i with τ = (49 + 16 + 4)/13
+    "fednova": Row(
+        "fednova", {}, (69 / 169, 69 / 169, 69 / 169)
+    ),  # p_i·τ/H_i with τ = (49 + 16 + 4)/13
 }
 every_rule = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
 
 
-def workers(steps: Sequence[int] = STEPS, batches: Sequence[int] = BATCHES) -> tuple[WorkerPlan, ...]:
+def workers(
+    steps: Sequence[int] = STEPS, batches: Sequence[int] = BATCHES
+) -> tuple[WorkerPlan, ...]:
     """Workers with shares of the data as of their steps."""
     return tuple(
-        WorkerPlan(local_steps=h, batch=b, data_share=h / sum(steps), compression_ratio=1.0, predicted_cycle_s=None)
+        WorkerPlan(
+            local_steps=h,
+            batch=b,
+            data_share=h / sum(steps),
+            compression_ratio=1.0,
+            predicted_cycle_s=None,
+        )
         for h, b in zip(steps, batches, strict=True)
     )
 
 
 def staged(row: Row, *, barrier: bool, plan: Any = None, **fields: Any) -> Any:
-    """A stage with this rule, at a barrier or one push at a time. Only what weighing and folding look at is there."""
+    """A stage with this rule, at a barrier or one push at a time. Only what weighing and folding
+    look at is there.
+    """
     plan = plan or workers()
     sync = SimpleNamespace(averages=barrier, estimator="minibatch")
     rule = conf_option("aggregate", row.rule, **{**row.fields, **fields})
-    rest = {"trainer": SimpleNamespace(statistics=0), **dict.fromkeys(("topology", "outer", "codec", "limits"))}
-    return Stage(index=0, plan=SimpleNamespace(workers=plan), sync=sync, aggregate=rule, epoch_samples=1, **rest)
+    rest = {
+        "trainer": SimpleNamespace(statistics=0),
+        **dict.fromkeys(("topology", "outer", "codec", "limits")),
+    }
+    return Stage(
+        index=0,
+        plan=SimpleNamespace(workers=plan),
+        sync=sync,
+        aggregate=rule,
+        epoch_samples=1,
+        **rest,
+    )
 
 
 def push(worker: int, body: Any, staleness: int = 0) -> Push:
-    return Push(worker, body, STEPS[worker], STEPS[worker] * BATCHES[worker], staleness, 0.0, 0.0, 0.0, 0.0)
+    return Push(
+        worker, body, STEPS[worker], STEPS[worker] * BATCHES[worker], staleness, 0.0, 0.0, 0.0, 0.0
+    )
 
 
 def unit(worker: int, length: float = 1.0) -> torch.Tensor:
@@ -77,7 +105,9 @@ def update_of(stage: Any, members: Sequence[Push]) -> Any:
 
 @every_rule
 def test_weights(row):
-    """At a barrier, and one push at a time: the same coefficients, each push by its own worker's."""
+    """At a barrier, and one push at a time: the same coefficients, each push by its own
+    worker's.
+    """
     everybody = [push(i, unit(i)) for i in range(3)]
     assert folded(staged(row, barrier=True), *everybody) == pytest.approx(row.weights)
     alone = [folded(staged(row, barrier=False), one)[one.worker] for one in everybody]
@@ -90,13 +120,17 @@ def test_weights(row):
 def test_scale(row):
     for barrier in (True, False):
         members = [push(i, unit(i)) for i in (range(3) if barrier else [1])]
-        once, fivefold = (folded(staged(row, barrier=barrier, scale=scale), *members) for scale in (1.0, 5.0))
+        once, fivefold = (
+            folded(staged(row, barrier=barrier, scale=scale), *members) for scale in (1.0, 5.0)
+        )
         assert fivefold == pytest.approx([5 * x for x in once])
 
 
 @every_rule
 def test_those_who_make_a_merge_share_its_weight(row):
-    """Without one worker (backup) and with several pushes of one (Rennala, FedBuff): weights are renormalised."""
+    """Without one worker (backup) and with several pushes of one (Rennala, FedBuff): weights are
+    renormalised.
+    """
     stage = staged(row, barrier=True)
     a, b = row.weights[0], row.weights[2]
     if row.rule == "fednova":  # p = 7/9, 2/9; τ = (49 + 4)/9
@@ -124,11 +158,15 @@ def test_discount(row, power):
 
 @every_rule
 def test_clip(row):
-    """Each update by itself, before it is sent and weighed; one that is short enough stays as it is, bit for bit."""
+    """Each update by itself, before it is sent and weighed; one that is short enough stays as it
+    is, bit for bit.
+    """
     stage = staged(row, barrier=True, clip_norm=2.0)
     bodies = [unit(0, 5.0), unit(1, 1.5), unit(2, -8.0)]
     update = folded(stage, *(push(i, stage.aggregate.clip(body)) for i, body in enumerate(bodies)))
-    assert update == pytest.approx([w * x for w, x in zip(row.weights, (2.0, 1.5, -2.0), strict=True)])
+    assert update == pytest.approx(
+        [w * x for w, x in zip(row.weights, (2.0, 1.5, -2.0), strict=True)]
+    )
     assert stage.aggregate.clip(bodies[1]) is bodies[1]
     assert stage.aggregate.clip(SizeOnly(12)) == SizeOnly(12)
     assert bodies[0][0] == 5.0
@@ -136,16 +174,26 @@ def test_clip(row):
 
 @every_rule
 def test_max_delay(row):
-    unbounded, bounded = (staged(row, barrier=False, max_staleness=bound).aggregate for bound in (None, 3))
+    unbounded, bounded = (
+        staged(row, barrier=False, max_staleness=bound).aggregate for bound in (None, 3)
+    )
     assert all(unbounded.accepts(staleness) for staleness in (0, 3, 10**6))
-    assert [bounded.accepts(staleness) for staleness in range(5)] == [True, True, True, False, False]
+    assert [bounded.accepts(staleness) for staleness in range(5)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @every_rule
 def test_the_order_of_arrival_plays_no_part_at_a_barrier(row):
     bodies = [torch.randn(1000, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     stage = staged(row, barrier=True)
-    updates = [update_of(stage, [push(i, bodies[i]) for i in order]) for order in permutations(range(3))]
+    updates = [
+        update_of(stage, [push(i, bodies[i]) for i in order]) for order in permutations(range(3))
+    ]
     assert all(torch.equal(update, updates[0]) for update in updates)
 
 
@@ -165,8 +213,16 @@ def test_sizes_fold_like_vectors(row):
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
 def test_what_is_too_late_is_dropped_and_counted(max_staleness):
-    """On the paper's cluster without a bound: every step that was taken is either applied or counted as dropped."""
-    base = ("cluster=ashl_paper", "sync=asp", "sync.local_steps=2", "stop.steps=120", "runtime.gradients=false")
+    """On the paper's cluster without a bound: every step that was taken is either applied or
+    counted as dropped.
+    """
+    base = (
+        "cluster=ashl_paper",
+        "sync=asp",
+        "sync.local_steps=2",
+        "stop.steps=120",
+        "runtime.gradients=false",
+    )
     ran = simulated(*base, f"aggregate.max_staleness={max_staleness}")
     rounds = [r for r in ran.of("round") if r["end_ns"] < ran.time_ns]
     late = [r for r in rounds if r["staleness"] >= max_staleness]
@@ -174,15 +230,20 @@ def test_what_is_too_late_is_dropped_and_counted(max_staleness):
     assert late or max_staleness == 4
     for rank in range(3):
         dropped = sum(r["steps"] for r in late if r["rank"] == rank)
-        assert 0 <= ran.end["dropped_by"][rank] - dropped <= 2  # and the push that was under way at the end
+        assert (
+            0 <= ran.end["dropped_by"][rank] - dropped <= 2
+        )  # and the push that was under way at the end
     assert ran.end["steps"] == sum(ran.end["steps_by"]) == 120
 
 
-# --- the work behind a push (reference 4.1) ---------------------------------------------------------------------------
+# --- the work behind a push (reference 4.1)
+# ---------------------------------------------------------------------------
 
 
 def per_gradient(rule: str) -> list[float]:
-    """What a worker's mean gradient counts: Δ_i = H_i · g_i, times its weight, as shares of the whole."""
+    """What a worker's mean gradient counts: Δ_i = H_i · g_i, times its weight, as shares of the
+    whole.
+    """
     stage = staged(Row(rule, {}, ()), barrier=False)
     counts = [weight * h for weight, h in zip(stage.weights((0, 1, 2)), STEPS, strict=True)]
     return [round(100 * count / sum(counts)) for count in counts]
@@ -202,7 +263,9 @@ def test_what_a_gradient_counts():
 def test_fednova_with_equal_work_is_the_mean_by_share(shares, h):
     """Exactly: τ_eff / a is a ratio of equal numbers."""
     plan = [
-        WorkerPlan(local_steps=h, batch=8, data_share=share, compression_ratio=1.0, predicted_cycle_s=None)
+        WorkerPlan(
+            local_steps=h, batch=8, data_share=share, compression_ratio=1.0, predicted_cycle_s=None
+        )
         for share in shares
     ]
     nova, mean = (
@@ -215,9 +278,14 @@ def test_fednova_with_equal_work_is_the_mean_by_share(shares, h):
 
 
 def test_fednova_on_equal_workers_is_the_plain_mean_bit_for_bit():
-    three = ("cluster=ashl_paper", "sync=local_sgd", "sync.local_steps=4")  # of whom each has a third of 1,437 samples
+    three = (
+        "cluster=ashl_paper",
+        "sync=local_sgd",
+        "sync.local_steps=4",
+    )  # of whom each has a third of 1,437 samples
     runs = [
-        simulated(*three, "stop.steps=48", "model.hidden=[16]", f"aggregate={rule}") for rule in ("fednova", "mean")
+        simulated(*three, "stop.steps=48", "model.hidden=[16]", f"aggregate={rule}")
+        for rule in ("fednova", "mean")
     ]
     assert runs[0].sha256 == runs[1].sha256
 
@@ -262,9 +330,17 @@ def test_a_momentum_of_one_is_refused():
 
 def test_what_is_kept_for_later_was_clipped_with_and_without_a_server() -> None:
     """A server clipped what it decoded, and what it cut off counted as sent."""
-    base = ("sync=bsp", "sync.exchange=difference", "stop.steps=48", "model.hidden=[16]", "optimizer.momentum=0")
+    base = (
+        "sync=bsp",
+        "sync.exchange=difference",
+        "stop.steps=48",
+        "model.hidden=[16]",
+        "optimizer.momentum=0",
+    )
     clipped = (*base, "compression=topk", "compression.ratio=0.1", "aggregate.clip_norm=0.02")
-    server, peers = (simulated(*clipped, f"topology={name}") for name in ("parameter_server", "all_reduce"))
+    server, peers = (
+        simulated(*clipped, f"topology={name}") for name in ("parameter_server", "all_reduce")
+    )
     assert server.sha256 == peers.sha256 != simulated(*clipped[:-1]).sha256
 
 
@@ -272,4 +348,6 @@ def test_what_is_kept_for_later_was_clipped_with_and_without_a_server() -> None:
 def test_a_sum_without_a_server_obeys_the_rule_too(fields):
     base = ("sync=local_sgd", "sync.local_steps=3", "stop.steps=48", "model.hidden=[16]", *fields)
     assert simulated(*base).sha256 == simulated(*base, "topology=all_reduce").sha256
-    assert simulated(*base).sha256 != simulated(*base[:4]).sha256 or fields[0] == "aggregate=fednova"
+    assert (
+        simulated(*base).sha256 != simulated(*base[:4]).sha256 or fields[0] == "aggregate=fednova"
+    )

@@ -49,15 +49,22 @@ PULLS = [  # by default one of these shares of the model for each codec
 
 laws = settings(max_examples=settings().max_examples * 2 // 5)  # of each of many codecs
 cases = given(
-    case=st.sampled_from(CASES), ratio=st.sampled_from(RATIOS), seed=st.integers(0, 2**32 - 1), more=st.booleans()
+    case=st.sampled_from(CASES),
+    ratio=st.sampled_from(RATIOS),
+    seed=st.integers(0, 2**32 - 1),
+    more=st.booleans(),
 )
 
 
 @every_codec
 @laws
 @cases
-def test_encode_and_decode(name: str, case: tuple[str, int], ratio: float | None, seed: int, more: bool) -> None:
-    """Nothing is changed, the size is the declared one, decoding repeatable, and what is promised of lengths holds."""
+def test_encode_and_decode(
+    name: str, case: tuple[str, int], ratio: float | None, seed: int, more: bool
+) -> None:
+    """Nothing is changed, the size is the declared one, decoding repeatable, and what is promised
+    of lengths holds.
+    """
     codec, d, context = ROWS[name], case[1], EncodeContext(ratio, seed, round=seed % 7)
     x = vector(*case, seed)
     before = bits(x)
@@ -76,7 +83,10 @@ def test_encode_and_decode(name: str, case: tuple[str, int], ratio: float | None
     if codec.traits.lossless:
         assert bits(got) == before
     if codec.traits.contraction and not codec.traits.unbiased and name not in RANDOM:
-        assert length(x.double() - got.double()) <= codec.bound(ratio, d) * length(x) * (1 + 1e-6) + d * TINY**2
+        assert (
+            length(x.double() - got.double())
+            <= codec.bound(ratio, d) * length(x) * (1 + 1e-6) + d * TINY**2
+        )
     beyond = case[0] == "huge" or float(x.abs().max()) > LARGEST.get(name, math.inf)
     assert codec.traits.scale_free or got.isfinite().all() or beyond
 
@@ -89,17 +99,26 @@ def test_what_is_promised_in_the_mean(name: str, kind: str, d: int) -> None:
         return
     for ratio in (None, 0.3) if hasattr(codec, "ratio") else (None,):
         draws = torch.stack(
-            [decoded(codec, codec.encode(None, x, EncodeContext(ratio, 1, round=k))[1], d) for k in range(DRAWS)]
+            [
+                decoded(codec, codec.encode(None, x, EncodeContext(ratio, 1, round=k))[1], d)
+                for k in range(DRAWS)
+            ]
         )
         if codec.traits.unbiased:
             error = (draws.double().mean(0) - x).abs()
             spread = draws.double().std(0) / DRAWS**0.5
-            rarely = x.abs() * (30 * codec.bound(ratio, d) / DRAWS) ** 0.5  # where few draws may have come, or none
-            rarely = rarely.maximum(x.abs().minimum(draws.abs().max() * 15 / DRAWS))  # ... whose chance follows |x|
+            rarely = (
+                x.abs() * (30 * codec.bound(ratio, d) / DRAWS) ** 0.5
+            )  # where few draws may have come, or none
+            rarely = rarely.maximum(
+                x.abs().minimum(draws.abs().max() * 15 / DRAWS)
+            )  # ... whose chance follows |x|
             few = ((draws != 0).sum(0) < 15) | (spread == 0)
             assert (error <= 5.5 * spread + 1e-6 * x.abs() + few * rarely).all()
         lost = ((draws - x).double() ** 2).sum(1)
-        assert lost.mean() - 5 * lost.std() / DRAWS**0.5 <= codec.bound(ratio, d) * length(x) * (1 + 1e-6)
+        assert lost.mean() - 5 * lost.std() / DRAWS**0.5 <= codec.bound(ratio, d) * length(x) * (
+            1 + 1e-6
+        )
 
 
 @every_codec
@@ -171,8 +190,12 @@ def test_what_is_not_finite_stays_so(name: str, bad: float, d: int) -> None:
 @every_codec
 @laws
 @cases
-def test_feedback_loses_nothing(name: str, case: tuple[str, int], ratio: float | None, seed: int, more: bool) -> None:
-    """sent + residual = x + residual before, bit for bit where C keeps elements as they are; undo puts it all back."""
+def test_feedback_loses_nothing(
+    name: str, case: tuple[str, int], ratio: float | None, seed: int, more: bool
+) -> None:
+    """sent + residual = x + residual before, bit for bit where C keeps elements as they are; undo
+    puts it all back.
+    """
     if not (ROWS[name].traits.contraction or ROWS[name].traits.drains) or case[0] == "huge":
         return
     codec, d = Feedback(ROWS[name]), case[1]
@@ -182,7 +205,9 @@ def test_feedback_loses_nothing(name: str, case: tuple[str, int], ratio: float |
         carried = x if sender is None else x + sender.error
         before = [bits(v) for v in (x, *([sender.error] if sender else []))]
         old = sender
-        sender, body = codec.encode(old, x, EncodeContext(None if context == 1 else ratio, seed, round=context))
+        sender, body = codec.encode(
+            old, x, EncodeContext(None if context == 1 else ratio, seed, round=context)
+        )
         assert [bits(v) for v in (x, *([old.error] if old else []))] == before
         assert same(name, decoded(codec, body, d) + sender.error, carried)
         if more:
@@ -194,24 +219,37 @@ def test_feedback_loses_nothing(name: str, case: tuple[str, int], ratio: float |
 
 def same(name: str, a: Tensor, b: Tensor) -> bool:
     """To the bit, or as close as one rounding of each element's largest part."""
-    return torch.equal(a, b) if name in EXACT else torch.allclose(a, b, rtol=1e-5, atol=2e-6 * float(b.abs().max()))
+    return (
+        torch.equal(a, b)
+        if name in EXACT
+        else torch.allclose(a, b, rtol=1e-5, atol=2e-6 * float(b.abs().max()))
+    )
 
 
 @every_codec
 @laws
 @given(st.data())
 def test_a_malformed_body_is_refused_or_read(name: str, data: st.DataObject) -> None:
-    """Whatever comes, decoding ends with d elements or with a refusal; `add` writes nothing beyond them."""
+    """Whatever comes, decoding ends with d elements or with a refusal; `add` writes nothing beyond
+    them.
+    """
     codec = ROWS[name]
     d = data.draw(st.sampled_from((1, 5, 64, 1000)))
     body = np.frombuffer(
-        bits(codec.encode(None, vector("normal", d), EncodeContext(data.draw(st.sampled_from(RATIOS))))[1]), np.uint8
+        bits(
+            codec.encode(
+                None, vector("normal", d), EncodeContext(data.draw(st.sampled_from(RATIOS)))
+            )[1]
+        ),
+        np.uint8,
     )
     kind = data.draw(st.sampled_from(("noise", "bytes", "longer", "shorter", "words")))
     if kind == "noise":
         body = np.frombuffer(data.draw(st.binary(max_size=64)), np.uint8)
     elif kind == "longer":
-        body = np.concatenate([body, np.frombuffer(data.draw(st.binary(min_size=1, max_size=9)), np.uint8)])
+        body = np.concatenate(
+            [body, np.frombuffer(data.draw(st.binary(min_size=1, max_size=9)), np.uint8)]
+        )
     elif kind == "shorter":
         body = body[: data.draw(st.integers(0, body.size - 1))]
     elif kind == "bytes":
@@ -220,7 +258,9 @@ def test_a_malformed_body_is_refused_or_read(name: str, data: st.DataObject) -> 
     elif body.size >= 20:
         body = body.copy()
         body.data.cast("B")[4:20] = b"".join(
-            data.draw(st.sampled_from((0, 1, 2, 3, 4, d - 1, d, d + 1, 2**31, 2**32 - 1))).to_bytes(4, "little")
+            data.draw(st.sampled_from((0, 1, 2, 3, 4, d - 1, d, d + 1, 2**31, 2**32 - 1))).to_bytes(
+                4, "little"
+            )
             for _ in range(4)
         )
     wire, room = torch.from_numpy(body.copy()), torch.zeros(d + 2)
@@ -251,16 +291,28 @@ def test_bytes_of_topk(code: str, d: int) -> None:
     codec = conf_option("compression", "topk", indices=code, ratio=0.01)
     for ratio in RATIOS:
         k = max(1, round((0.01 if ratio is None else ratio) * d))
-        places = {"int32": 4 * k, "packed": math.ceil(k * math.ceil(math.log2(d)) / 8), "bitmap": math.ceil(d / 8)}
+        places = {
+            "int32": 4 * k,
+            "packed": math.ceil(k * math.ceil(math.log2(d)) / 8),
+            "bitmap": math.ceil(d / 8),
+        }
         assert codec.encoded_nbytes(ratio, d) == 20 + min(4 * d, 4 * k + places[code])
 
 
 def packed_body(
-    form: int, d: int, k: int, values: int, rest: bytes = b"", version: int = 0xA2, code: int = 2, scales: int = 0
+    form: int,
+    d: int,
+    k: int,
+    values: int,
+    rest: bytes = b"",
+    version: int = 0xA2,
+    code: int = 2,
+    scales: int = 0,
 ) -> Tensor:
     numbers = b"".join(number.to_bytes(4, "little") for number in (d, k, scales, 4 * values))
     return torch.frombuffer(
-        bytearray(bytes((version, code, form, 0)) + numbers + bytes(4 * values) + rest), dtype=torch.uint8
+        bytearray(bytes((version, code, form, 0)) + numbers + bytes(4 * values) + rest),
+        dtype=torch.uint8,
     )
 
 
@@ -292,7 +344,12 @@ def words(*numbers: int) -> bytes:
         ("int32", 8, packed_body(0, 8, 2, 2, words(1, 1)), "ascending"),
         ("int32", 8, packed_body(0, 8, 2, 2, words(2, 1)), "ascending"),
         ("packed", 5, packed_body(0, 5, 2, 2, bytes([0b111001])), "ascending"),  # 1 and 7, below 5
-        ("bitmap", 8, packed_body(0, 8, 2, 2, bytes([0b0111])), "ascending"),  # three places for two values
+        (
+            "bitmap",
+            8,
+            packed_body(0, 8, 2, 2, bytes([0b0111])),
+            "ascending",
+        ),  # three places for two values
     ],
 )
 def test_what_is_refused(indices: str, d: int, body: Any, why: str) -> None:
@@ -340,7 +397,9 @@ def test_feedback_is_where_it_was_asked_for_and_only_where_it_is_sound() -> None
 
 
 def test_a_residual_goes_on_into_the_next_stage() -> None:
-    first, second = (wrap_codec(conf_option("compression", "topk", ratio=r), ()) for r in (0.1, 0.5))
+    first, second = (
+        wrap_codec(conf_option("compression", "topk", ratio=r), ()) for r in (0.1, 0.5)
+    )
     x = vector("normal", 100)
     sender, body = first.encode(None, x)
     after = convert_sender(sender, second)
@@ -372,7 +431,11 @@ def test_a_compressed_pull(name: str, ratio: float) -> None:
             model = model + 0.01 * vector("heavy", 1000, version)
     for _ in range(math.ceil(1 / ratio)):  # the model stands still: every element comes over
         worker = link.apply_pull(worker, link.encode_pull(server, 3, model, EncodeContext(ratio)))
-    assert not ROWS[name].traits.contraction or name not in EXACT or torch.allclose(worker, model, rtol=1e-6, atol=1e-9)
+    assert (
+        not ROWS[name].traits.contraction
+        or name not in EXACT
+        or torch.allclose(worker, model, rtol=1e-6, atol=1e-9)
+    )
 
 
 @every_codec
@@ -380,4 +443,9 @@ def test_a_compressed_pull_without_content(name: str) -> None:
     link, server, size_only = CompressionPipeline(ROWS[name], 1000), CodecState(), SizeOnly(4000)
     first, second = (link.encode_pull(server, 0, size_only, EncodeContext(0.1)) for _ in range(2))
     assert (first.nbytes, second.nbytes) == (4000, link.pull_bytes(0.1))
-    assert link.apply_pull(size_only, second) == link.apply_pull(size_only, first) == server.held[0] == size_only
+    assert (
+        link.apply_pull(size_only, second)
+        == link.apply_pull(size_only, first)
+        == server.held[0]
+        == size_only
+    )

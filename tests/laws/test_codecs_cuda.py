@@ -1,4 +1,6 @@
-"""Codecs on a CUDA device: the same bytes as in the host's memory, and what is decoded is on the device."""
+"""Codecs on a CUDA device: the same bytes as in the host's memory, and what is decoded is on the
+device.
+"""
 
 import numpy as np
 import pytest
@@ -12,7 +14,10 @@ from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import ROWS, bits, every_codec, vector
 from tests.laws.test_codecs_device import KINDS, LAST_BIT, of_kind
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
 
 
 @every_codec
@@ -20,12 +25,23 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_the_same_bytes(name: str, d: int) -> None:
     for kind in KINDS if not ROWS[name].on_host else ("normal",):
         x, context = of_kind(kind, d), EncodeContext(ratio=0.1, seed=3)
-        here, there = CompressionPipeline(ROWS[name], d), CompressionPipeline(ROWS[name], d, device="cuda")
-        body, same = here.encode(CodecState(), x, context), there.encode(CodecState(), x.cuda(), context)
+        here, there = (
+            CompressionPipeline(ROWS[name], d),
+            CompressionPipeline(ROWS[name], d, device="cuda"),
+        )
+        body, same = (
+            here.encode(CodecState(), x, context),
+            there.encode(CodecState(), x.cuda(), context),
+        )
         assert same.is_cuda != ROWS[name].on_host
-        alike = name not in LAST_BIT and kind != "nan"  # of what is no number the bits are a device's own
+        alike = (
+            name not in LAST_BIT and kind != "nan"
+        )  # of what is no number the bits are a device's own
         if not here.traits.reduces:
-            found, expected = there.decode(CodecState(), 0, body).cpu(), here.decode(CodecState(), 0, body)
+            found, expected = (
+                there.decode(CodecState(), 0, body).cpu(),
+                here.decode(CodecState(), 0, body),
+            )
             alike = alike and not expected.isnan().any()
             assert torch.equal(found.isnan(), expected.isnan())
             assert torch.equal(found.nan_to_num(), expected.nan_to_num()), kind
@@ -40,13 +56,16 @@ def test_packing(width: int) -> None:
     stream = pack(numbers, width)
     there = pack(torch.from_numpy(numbers.astype(np.int64)).cuda(), width)
     assert np.array_equal(there.cpu().numpy(), stream)
-    assert np.array_equal(unpack(there, width, numbers.size).cpu().numpy(), numbers.astype(np.int32))
+    assert np.array_equal(
+        unpack(there, width, numbers.size).cpu().numpy(), numbers.astype(np.int32)
+    )
 
 
 def test_random_words() -> None:
     stream, like = EncodeContext(seed=5).words(), np.empty(0)
     assert (
-        stream.words(torch.empty(0).cuda(), 3, 10**6).cpu().numpy().tobytes() == stream.words(like, 3, 10**6).tobytes()
+        stream.words(torch.empty(0).cuda(), 3, 10**6).cpu().numpy().tobytes()
+        == stream.words(like, 3, 10**6).tobytes()
     )
     assert CounterRng(0).words(torch.empty(0).cuda(), 0, 1).tolist() == [0]
 

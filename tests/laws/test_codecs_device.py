@@ -1,7 +1,9 @@
-"""Codecs on a device: the same bytes and the same vector as in the host's memory, and nothing is read but by the doors.
+"""Codecs on a device: the same bytes and the same vector as in the host's memory, and nothing is
+read but by the doors.
 
-Of what is no number the bits are a device's own: there the decoded vectors are alike. So are lengths (`qsgd`, l2), of
-which the last bits are: there the law is that of two messages about the same vector.
+Of what is no number the bits are a device's own: there the decoded vectors are alike. So are
+lengths (`qsgd`, l2), of which the last bits are: there the law is that of two messages about the
+same vector.
 """
 
 import re
@@ -32,7 +34,8 @@ PORTED = {name: row for name, row in ROWS.items() if not row.on_host} | {
 LAST_BIT = {
     name
     for name, row in PORTED.items()
-    if name.startswith(("rotated", "demo", "terngrad-clipped")) or (name.startswith("qsgd") and row.norm == "l2")
+    if name.startswith(("rotated", "demo", "terngrad-clipped"))
+    or (name.startswith("qsgd") and row.norm == "l2")
 }
 KEEPS = {  # what keeps something between messages
     "topk": codec("topk", error_feedback=True),
@@ -48,7 +51,14 @@ KEEPS = {  # what keeps something between messages
     "gtopk": codec("gtopk", error_feedback=True),
 }
 TWINS = {  # of others here, so that only `-m slow` runs them
-    *("topk-int4", "topk-ternary", "strom-dense", "uniform-huffman", "terngrad-range", "sparse_loco-16"),
+    *(
+        "topk-int4",
+        "topk-ternary",
+        "strom-dense",
+        "uniform-huffman",
+        "terngrad-range",
+        "sparse_loco-16",
+    ),
     *("grid-2", "grid-8", "laq-1", "laq-None", "block_coordinate-random"),
 }
 NOT_FINITE = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
@@ -82,7 +92,9 @@ def cases(whole: bool) -> Iterator[tuple[str, Tensor, EncodeContext]]:
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in TWINS)) for name in PORTED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in TWINS)) for name in PORTED]
+)
 def test_the_same_bytes_and_the_same_vector(name: str, whole: bool) -> None:
     row: Any = PORTED[name]
     for kind, x, context in cases(whole):
@@ -91,23 +103,35 @@ def test_the_same_bytes_and_the_same_vector(name: str, whole: bool) -> None:
         with guarded():
             same = row.encode(None, there(x), context)[1]
             assert isinstance(same, There), where
-            same, found = to_host(same), None if row.traits.reduces else to_host(decoded(row, there(body), d))
+            same, found = (
+                to_host(same),
+                None if row.traits.reduces else to_host(decoded(row, there(body), d)),
+            )
         assert (same.dtype, len(same)) == (body.dtype, len(body)), where
         if kind != "nan" and name not in LAST_BIT:
             assert bits(same) == bits(body), where
         if found is not None:
             expected = decoded(row, body, d)
-            assert bits(found) == bits(expected) if kind != "nan" else torch.equal(found.isnan(), expected.isnan())
+            assert (
+                bits(found) == bits(expected)
+                if kind != "nan"
+                else torch.equal(found.isnan(), expected.isnan())
+            )
 
 
 @pytest.mark.parametrize("name", KEEPS)
 def test_what_is_kept_is_kept_alike(name: str) -> None:
-    """Over four messages, of which one is dropped; of small moves, so that something is left out."""
+    """Over four messages, of which one is dropped; of small moves, so that something is
+    left out.
+    """
     row, d = codec_for_layers(KEEPS[name], (Layer("a", (20, 30)), Layer("b", (400,)))), 1000
     sender = sender_there = receiver = receiver_there = None
     for i in range(4):
         x = vector("heavy", d, seed=i) + 10 * vector("normal", d, seed=9)
-        params, squares = vector("normal", d, seed=9) * (1 + i / 1000), vector("normal", d, seed=i) ** 2
+        params, squares = (
+            vector("normal", d, seed=9) * (1 + i / 1000),
+            vector("normal", d, seed=i) ** 2,
+        )
         context = EncodeContext(ratio=0.1, seed=3, round=i, lr=-0.1, params=params, squares=squares)
         sender, body = row.encode(sender, x, context)
         kept = row.residual(sender)
@@ -119,7 +143,10 @@ def test_what_is_kept_is_kept_alike(name: str) -> None:
             if kept is not None and kept_there is not None:
                 assert bits(to_host(kept_there)) == bits(kept)
             if i == 2:
-                sender, sender_there = row.restore_dropped(sender, body), row.restore_dropped(sender_there, same)
+                sender, sender_there = (
+                    row.restore_dropped(sender, body),
+                    row.restore_dropped(sender_there, same),
+                )
                 continue
             if not row.traits.reduces:
                 receiver_there, found = row.decode(receiver_there, same, d)
@@ -157,7 +184,17 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(
-    "name", ["topk-int32", "topk-bitmap", "random_k-seed", "qsgd-max", "terngrad", "sign", "qsgd-elias", *OTHERS]
+    "name",
+    [
+        "topk-int32",
+        "topk-bitmap",
+        "random_k-seed",
+        "qsgd-max",
+        "terngrad",
+        "sign",
+        "qsgd-elias",
+        *OTHERS,
+    ],
 )
 def test_what_is_no_body_is_refused_there_too(name: str) -> None:
     row, d = PORTED[name], 1000
@@ -176,15 +213,23 @@ def test_what_is_no_body_is_refused_there_too(name: str) -> None:
 def test_numbers_of_a_few_bits_are_packed_alike() -> None:
     for width in range(1, 33):
         for count in (1, 7, 33, 1000):
-            numbers = np.random.default_rng(width).integers(0, 2 ** min(width, 31), count, np.uint32)
-            stream, there = pack(numbers, width), pack(torch.from_numpy(numbers.astype(np.int64)), width)
+            numbers = np.random.default_rng(width).integers(
+                0, 2 ** min(width, 31), count, np.uint32
+            )
+            stream, there = (
+                pack(numbers, width),
+                pack(torch.from_numpy(numbers.astype(np.int64)), width),
+            )
             assert there.numpy().tobytes() == stream.tobytes()
             assert unpack(there, width, count).tolist() == numbers.tolist()
 
 
 @pytest.mark.parametrize("terms", [0, 1, 2, 5])
 def test_sums_of_outer_products_are_alike(terms: int) -> None:
-    left, right = vector("heavy", 40 * terms).view(terms, 40), vector("normal", 70 * terms).view(terms, 70)
+    left, right = (
+        vector("heavy", 40 * terms).view(terms, 40),
+        vector("normal", 70 * terms).view(terms, 70),
+    )
     found, same = np.ones((40, 70), np.float32), torch.ones(40, 70)
     outer_sum(left.numpy(), right.numpy(), found)
     outer_sum(left, right, same)
@@ -193,7 +238,11 @@ def test_sums_of_outer_products_are_alike(terms: int) -> None:
 
 def test_the_page_lists_those_that_work_there() -> None:
     names = {option.stem for option in (CONF / "compression").glob("[!_]*.yaml")}
-    found = {name for name in names if not codec_for_layers(codec(name), (Layer("weight", (4, 4)),)).on_host}
+    found = {
+        name
+        for name in names
+        if not codec_for_layers(codec(name), (Layer("weight", (4, 4)),)).on_host
+    }
     text = (CONF.parent / "docs/compression.md").read_text(encoding="utf-8")
     listed = text.partition("these codecs work there")[2].partition("All others")[0]
     assert set(re.findall(r"`(\w+)`", listed)) == found

@@ -1,4 +1,6 @@
-"""Random words by index: those that were published, in any order, and the same of arrays and of tensors."""
+"""Random words by index: those that were published, in any order, and the same of arrays and of
+tensors.
+"""
 
 import numpy as np
 import pytest
@@ -7,7 +9,13 @@ import torch
 from ashl.compression.contract import EncodeContext
 from ashl.data.counter_rng import PIECE, CounterRng
 
-PUBLISHED = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
+PUBLISHED = (
+    6457827717110365317,
+    3203168211198807973,
+    9817491932198370423,
+    4593380528125082431,
+    16408922859458223821,
+)
 NONE = np.empty(0, np.float32)
 
 
@@ -16,7 +24,9 @@ def test_they_are_splitmix64() -> None:
     assert CounterRng(1234567).words(NONE, 1, 5).tolist() == list(PUBLISHED)
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 0), (0, 1), (3, PIECE), (PIECE - 1, 2 * PIECE + 3), (2**40, 5)])
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 0), (0, 1), (3, PIECE), (PIECE - 1, 2 * PIECE + 3), (2**40, 5)]
+)
 def test_of_arrays_and_of_tensors(start: int, count: int) -> None:
     for key in (0, 7, 2**63 + 5, 2**64 - 1):
         stream = CounterRng(key)
@@ -34,14 +44,22 @@ def test_every_name_is_a_stream_of_its_own() -> None:
         EncodeContext(layer=1),
     ]
     keys = {context.words(*more).key for context in names for more in ((), (1,))}
-    assert len(keys) == 10 == len({context.words(*more).key for context in names for more in ((), (1,))} | keys)
+    assert (
+        len(keys)
+        == 10
+        == len({context.words(*more).key for context in names for more in ((), (1,))} | keys)
+    )
 
 
 def test_they_are_spread_evenly() -> None:
-    """Of each of the four dithers in a word, the mean, the variance, and what one says of its neighbour and of the same
-    element of the next message."""
+    """Of each of the four dithers in a word, the mean, the variance, and what one says of its
+    neighbour and of the same element of the next message.
+    """
     count = 50_000
-    one, other = (EncodeContext(round=k).words().words(NONE, 0, count).view(np.uint16) / 2.0**16 - 0.5 for k in (0, 1))
+    one, other = (
+        EncodeContext(round=k).words().words(NONE, 0, count).view(np.uint16) / 2.0**16 - 0.5
+        for k in (0, 1)
+    )
     noise = 5 / (4 * count) ** 0.5
     assert abs(one.mean()) < noise / 12**0.5
     assert abs(12 * one.var() - 1) < noise

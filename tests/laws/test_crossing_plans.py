@@ -1,4 +1,6 @@
-"""Plans of sums that go on under the next forward pass: laws on random chains, and what a tuner chooses."""
+"""Plans of sums that go on under the next forward pass: laws on random chains, and what a tuner
+chooses.
+"""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -19,7 +21,9 @@ layers = st.lists(st.tuples(cost, st.integers(1, 20), st.integers(1, 20)), min_s
 
 
 def chain(drawn: list[tuple[int, int, int]], latency: int = 0, scale: int = 1) -> StepTimeline:
-    """Of (forward, backward, size) by group, the last one first; sizes are in slices of two bytes of time each."""
+    """Of (forward, backward, size) by group, the last one first; sizes are in slices of two bytes
+    of time each.
+    """
     forwards = [scale * forward for forward, _, _ in drawn]
     ready = accumulate((scale * backward for _, backward, _ in drawn), initial=sum(forwards))
     needed = [sum(forwards[k + 1 :]) for k in range(len(drawn))]
@@ -44,12 +48,17 @@ def dear(of: StepTimeline) -> int:
 def tails(of: StepTimeline) -> list[tuple[int, int, int]]:
     """(q_k, R_k, S_k) of each group, in time the forward time in R and out of q."""
     spent = list(accumulate(of.cost_ns(size) for size in reversed(of.nbytes)))[::-1]
-    return [(-needed, ready, sent) for needed, ready, sent in zip(of.needed_ns, of.ready_ns, spent, strict=True)]
+    return [
+        (-needed, ready, sent)
+        for needed, ready, sent in zip(of.needed_ns, of.ready_ns, spent, strict=True)
+    ]
 
 
 @given(layers)
 def test_small_slices_come_within_one_slice_of_what_no_order_can_beat(drawn) -> None:
-    """max (q + R + S): one machine with release dates and tails, which may not interrupt a slice."""
+    """max (q + R + S): one machine with release dates and tails, which may not interrupt a
+    slice.
+    """
     any_chain = chain(drawn)
     ideal = max(map(sum, tails(any_chain)))
     assert ideal <= priority(any_chain) <= ideal + 2
@@ -66,7 +75,9 @@ def test_dear_takes_its_closed_form_and_no_more_than_twice_half_hidden(drawn) ->
 
 @given(layers, cost, st.integers(1, 3))
 def test_slices_that_come_back_at_once_take_their_closed_form(drawn, latency, size) -> None:
-    """Two machines one after the other: max over i ≤ j of R_i + u_i + ... + u_j + d_j + ... + d_m."""
+    """Two machines one after the other: max over i ≤ j of R_i + u_i + ... + u_j + d_j +
+    ... + d_m.
+    """
     any_chain = chain([(forward, backward, 4 * size) for forward, backward, size in drawn], latency)
     any_chain = replace(any_chain, answer_ns=7 + any_chain.half_ns(sum(any_chain.nbytes)))
     cuts = [
@@ -74,13 +85,20 @@ def test_slices_that_come_back_at_once_take_their_closed_form(drawn, latency, si
         for ready, nbytes in zip(any_chain.ready_ns, any_chain.nbytes, strict=True)
         for start in range(0, nbytes, 4 * size)
     ]
-    up, down = ([cost_ns(nbytes) for _, nbytes in cuts] for cost_ns in (any_chain.cost_ns, any_chain.half_ns))
+    up, down = (
+        [cost_ns(nbytes) for _, nbytes in cuts]
+        for cost_ns in (any_chain.cost_ns, any_chain.half_ns)
+    )
     last = [
-        ready + sum(up[i : j + 1]) + sum(down[j:]) for i, (ready, _) in enumerate(cuts) for j in range(i, len(cuts))
+        ready + sum(up[i : j + 1]) + sum(down[j:])
+        for i, (ready, _) in enumerate(cuts)
+        for j in range(i, len(cuts))
     ]
     assert Slices(slice=size).step_ns(any_chain) == max(last) + 7
     auto = Slices(slice="auto").with_plan(any_chain)
-    assert auto.step_ns(any_chain) <= any_chain.end_ns((1,) * len(drawn)) + any_chain.answer_ns, "one slice a group"
+    assert auto.step_ns(any_chain) <= any_chain.end_ns((1,) * len(drawn)) + any_chain.answer_ns, (
+        "one slice a group"
+    )
 
 
 @given(layers, cost)
@@ -91,7 +109,9 @@ def test_bounds(drawn, latency) -> None:
     unsliced = priority(any_chain, 100, 1)
     first = any_chain.cost_ns(any_chain.nbytes[-1])
     assert max(each - forward, whole + first) <= unsliced
-    assert unsliced <= each + max(map(any_chain.cost_ns, any_chain.nbytes)), "late by one that cannot be interrupted"
+    assert unsliced <= each + max(map(any_chain.cost_ns, any_chain.nbytes)), (
+        "late by one that cannot be interrupted"
+    )
 
 
 @pytest.mark.limit("overlap=priority")
@@ -130,30 +150,44 @@ def test_what_is_tuned_is_no_slower_than_what_it_is_tuned_from(drawn, latency) -
     assert auto.step_ns(any_chain) <= 1.001 * min(priority(any_chain, largest), barrier)
 
 
-@pytest.mark.parametrize(("slices", "credit", "latency", "seconds"), [(1, 1, 0, 20), (1, 4, 0, 22), (1, 1, 0.2, 21.6)])
+@pytest.mark.parametrize(
+    ("slices", "credit", "latency", "seconds"), [(1, 1, 0, 20), (1, 4, 0, 22), (1, 1, 0.2, 21.6)]
+)
 def test_the_chain_of_the_literature(slices, credit, latency, seconds) -> None:
     """In tenths of a second, as times are whole numbers."""
     four = StepTimeline(
-        (90, 110, 120, 150), (6, 1, 1, 5), lambda n: round(10 * (latency + n)), lambda n: 5 * n, (30, 20, 15, 0)
+        (90, 110, 120, 150),
+        (6, 1, 1, 5),
+        lambda n: round(10 * (latency + n)),
+        lambda n: 5 * n,
+        (30, 20, 15, 0),
     )
     assert priority(four, slices, credit) == 10 * seconds
     assert dear(four) == 210
 
 
 def tic(needs: list[set[int]]) -> list[int]:
-    """TicTac's order without times: of operations that each need such pulls, by M+, the fewest that one which needs
-    this pull and others waits for; then by number."""
+    """TicTac's order without times: of operations that each need such pulls, by M+, the fewest that
+    one which needs this pull and others waits for; then by number.
+    """
     pulls = sorted(set().union(*needs))
-    most = {p: min((len(need) for need in needs if p in need and len(need) > 1), default=len(pulls) + 1) for p in pulls}
+    most = {
+        p: min((len(need) for need in needs if p in need and len(need) > 1), default=len(pulls) + 1)
+        for p in pulls
+    }
     return sorted(pulls, key=lambda p: (most[p], p))
 
 
 def tac(needs: list[set[int]], work: list[float], takes: list[float]) -> list[int]:
-    """TicTac's order by times, with P the work that a pull lets begin by itself and M what it takes: one after the
-    other that which no other goes before, as A does before B where min(P_B, M_A) < min(P_A, M_B)."""
+    """TicTac's order by times, with P the work that a pull lets begin by itself and M what it
+    takes: one after the other that which no other goes before, as A does before B where min(P_B,
+    M_A) < min(P_A, M_B).
+    """
     order, open_, left = list[int](), [set(need) for need in needs], sorted(set().union(*needs))
     while left:
-        gains = {p: sum(w for need, w in zip(open_, work, strict=True) if need == {p}) for p in left}
+        gains = {
+            p: sum(w for need, w in zip(open_, work, strict=True) if need == {p}) for p in left
+        }
         ties = {p: place for place, p in enumerate(tic([need for need in open_ if need]))}
         first = left[0]
         for p in left[1:]:
@@ -168,15 +202,22 @@ def tac(needs: list[set[int]], work: list[float], takes: list[float]) -> list[in
 
 @given(layers)
 def test_on_a_chain_every_order_of_tictac_is_that_of_the_layers(drawn) -> None:
-    """Which is why there is no option for it: layer k needs the pulls of all layers up to its own."""
+    """Which is why there is no option for it: layer k needs the pulls of all layers up to
+    its own.
+    """
     of = chain(drawn)
     needs = [set(range(k + 1)) for k in range(len(drawn))]
-    work, takes = [forward for forward, _, _ in reversed(drawn)], [of.half_ns(size) for size in reversed(of.nbytes)]
+    work, takes = (
+        [forward for forward, _, _ in reversed(drawn)],
+        [of.half_ns(size) for size in reversed(of.nbytes)],
+    )
     assert tic(needs[1:]) == tac(needs, work, takes) == list(range(len(drawn))) or len(drawn) == 1
 
 
 def test_where_layers_wait_for_single_pulls_tictac_has_orders_of_its_own() -> None:
-    """Two branches and what joins them: that which lets more work begin goes first, whatever its number."""
+    """Two branches and what joins them: that which lets more work begin goes first, whatever its
+    number.
+    """
     needs = [{0}, {1}, {0, 1, 2}]
     assert tic(needs) == [0, 1, 2]
     assert tac(needs, [1, 9, 1], [4, 4, 4]) == [1, 0, 2]

@@ -22,7 +22,9 @@ def test_both_ends_agree_to_the_bit_and_a_dropped_message_leaves_no_trace(name: 
     kind, sender, receiver = KINDS[name], None, None
     for context in range(9):
         before = sender
-        sender, body = kind.encode(sender, vector("normal", D, context), EncodeContext(round=context))
+        sender, body = kind.encode(
+            sender, vector("normal", D, context), EncodeContext(round=context)
+        )
         assert body.nbytes == kind.encoded_nbytes(None, D)
         if context % 3 == 1:
             sender = kind.restore_dropped(sender, body)
@@ -64,12 +66,20 @@ def test_a_body_of_another_length_is_refused() -> None:
             KINDS["whole"].decode(None, body, 300)
 
 
-STILL = ("stop.steps=24", "model.hidden=[16]", "sync=bsp", "cluster=homogeneous", "optimizer.momentum=0")
+STILL = (
+    "stop.steps=24",
+    "model.hidden=[16]",
+    "sync=bsp",
+    "cluster=homogeneous",
+    "optimizer.momentum=0",
+)
 
 
 @pytest.mark.limit("compression=ef21", "compression=econtrol")
 def test_without_loss_it_is_sgd() -> None:
-    dense, whole = (simulated(*STILL, *more) for more in ((), ("compression=econtrol", "compression.ratio=1")))
+    dense, whole = (
+        simulated(*STILL, *more) for more in ((), ("compression=econtrol", "compression.ratio=1"))
+    )
     assert whole.sha256 == dense.sha256
 
 
@@ -77,5 +87,9 @@ def test_without_loss_it_is_sgd() -> None:
 def test_with_beta_and_without_loss_it_is_momentum_sgd() -> None:
     moving = ("optimizer.momentum=0.9", "optimizer.lr=0.02", "optimizer.weight_decay=0")
     plain = ("optimizer.weight_decay=0", "optimizer.lr=0.2", "topology=all_reduce")
-    mean = simulated(*STILL, *plain, "compression=ef21", "compression.ratio=1", "compression.beta=0.9")
-    torch.testing.assert_close(mean.params, simulated(*STILL[:-1], *moving).params, rtol=1e-3, atol=2e-5)
+    mean = simulated(
+        *STILL, *plain, "compression=ef21", "compression.ratio=1", "compression.beta=0.9"
+    )
+    torch.testing.assert_close(
+        mean.params, simulated(*STILL[:-1], *moving).params, rtol=1e-3, atol=2e-5
+    )

@@ -33,7 +33,10 @@ def drawn(rng: np.random.Generator, kind: str, count: int, num_levels: int) -> n
         "steep": lambda: np.minimum(rng.geometric(0.6, count) - 1, num_levels - 1),
         "rare": lambda: (rng.random(count) < 0.01) * (num_levels - 1),
         "one": lambda: np.full(count, num_levels - 1),
-        "Fibonacci": lambda: np.repeat(np.arange(24), np.minimum(1.618 ** np.arange(24), 9e3).astype(int)) % num_levels,
+        "Fibonacci": lambda: (
+            np.repeat(np.arange(24), np.minimum(1.618 ** np.arange(24), 9e3).astype(int))
+            % num_levels
+        ),
     }[kind]()
     return levels[:count].astype(np.uint8 if num_levels <= 256 else np.uint32)
 
@@ -46,7 +49,9 @@ def drawn(rng: np.random.Generator, kind: str, count: int, num_levels: int) -> n
     num_levels=st.sampled_from((2, 3, 16, 201, 256, 40_000, 1 << 20)),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_what_is_written_is_read(code: str, kind: str, count: int, num_levels: int, seed: int) -> None:
+def test_what_is_written_is_read(
+    code: str, kind: str, count: int, num_levels: int, seed: int
+) -> None:
     levels = drawn(np.random.default_rng(seed), kind, count, num_levels)
     before = levels.tobytes()
     buffer = write_levels(code, levels, num_levels)
@@ -69,13 +74,22 @@ def test_every_array_comes_back(code: str, levels: list[int]) -> None:
 @given(st.data())
 def test_a_malformed_buffer_is_refused_or_read(code: str, data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
-    num_levels, count = data.draw(st.sampled_from((2, 17, 300))), data.draw(st.sampled_from((1, 40, 3000)))
+    num_levels, count = (
+        data.draw(st.sampled_from((2, 17, 300))),
+        data.draw(st.sampled_from((1, 40, 3000))),
+    )
     kind = data.draw(st.sampled_from(("even", "steep", "rare")))
     buffer = write_levels(code, drawn(rng, kind, count, num_levels), num_levels).copy()
     for _ in range(data.draw(st.integers(1, 3))):
-        buffer[data.draw(st.integers(0, min(buffer.size - 1, 40)))] = data.draw(st.sampled_from((0, 1, 2, 127, 255)))
+        buffer[data.draw(st.integers(0, min(buffer.size - 1, 40)))] = data.draw(
+            st.sampled_from((0, 1, 2, 127, 255))
+        )
     cut = data.draw(st.integers(0, 3))
-    buffer = buffer[: max(0, buffer.size - cut)] if data.draw(st.booleans()) else np.append(buffer, np.uint8(cut))
+    buffer = (
+        buffer[: max(0, buffer.size - cut)]
+        if data.draw(st.booleans())
+        else np.append(buffer, np.uint8(cut))
+    )
     try:
         levels = read_levels(code, buffer, count, num_levels)
     except PayloadError:
@@ -98,11 +112,15 @@ def qsgd_levels(d: int, s: int) -> np.ndarray:
     """Of a normal vector, by the rule of QSGD with one bucket."""
     rng = np.random.default_rng(3)
     v = rng.standard_normal(d)
-    return (np.sign(v) * np.floor(s * np.abs(v) / np.linalg.norm(v) + rng.random(d))).astype(np.int32)
+    return (np.sign(v) * np.floor(s * np.abs(v) / np.linalg.norm(v) + rng.random(d))).astype(
+        np.int32
+    )
 
 
 def test_lengths_of_levels() -> None:
-    """Theorem 3.4 of the paper: at s = √d at most 2.8·d + 32 bits; the others are near the entropy."""
+    """Theorem 3.4 of the paper: at s = √d at most 2.8·d + 32 bits; the others are near the
+    entropy.
+    """
     d, s = 10_000, 100
     levels = fold(qsgd_levels(d, s))
     bits = {code: 8 * write_levels(code, levels, 2 * s + 1).size for code in CODES}
@@ -123,11 +141,22 @@ def test_signed_levels_are_folded_around_zero() -> None:
 
 def test_the_omega_code() -> None:
     """The codewords of Elias's table, and back again up to 32 bits."""
-    words = {1: "0", 2: "100", 3: "110", 4: "101000", 7: "101110", 8: "1110000", 15: "1111110", 16: "10100100000"}
+    words = {
+        1: "0",
+        2: "100",
+        3: "110",
+        4: "101000",
+        7: "101110",
+        8: "1110000",
+        15: "1111110",
+        16: "10100100000",
+    }
     codes, lengths = omega(np.array(list(words)))
     found = zip(codes.tolist(), lengths.tolist(), strict=True)
     assert [f"{code:0{length}b}" for code, length in found] == [*words.values()]
-    numbers = np.random.default_rng(0).integers(1, 2 ** np.arange(1, 33)[:, None].repeat(2000, 1), endpoint=False)
+    numbers = np.random.default_rng(0).integers(
+        1, 2 ** np.arange(1, 33)[:, None].repeat(2000, 1), endpoint=False
+    )
     numbers = np.append(numbers.reshape(-1), [2**32 - 1, 1])
     stream = write_prefix(numbers, omega)
     assert np.array_equal(read_prefix(stream, numbers.size, read_omega), numbers)
@@ -144,7 +173,9 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_quantizer_with_an_entropy_code() -> None:
-    """The same values in fewer bytes; with s = √d and Elias's code within 2.8·d + 32 bits, the norm included."""
+    """The same values in fewer bytes; with s = √d and Elias's code within 2.8·d + 32 bits, the norm
+    included.
+    """
     x, d = vector("normal", 10_000), 10_000
     plain = codec("qsgd", levels=100, bucket=d)
     sizes = {"none": plain.encode(None, x)[1].nbytes - 20}
@@ -157,7 +188,9 @@ def test_a_quantizer_with_an_entropy_code() -> None:
     assert sizes["range"] < sizes["huffman"] < sizes["elias"] < 0.36 * sizes["none"]
 
 
-def test_a_library_that_is_not_there_is_missed_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_there_is_missed_before_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     overrides = ("compression=uniform", "compression.entropy=range", "stop.steps=8")
     planned(*overrides)
     monkeypatch.setitem(sys.modules, "constriction", None)

@@ -1,4 +1,6 @@
-"""Graphs and their weights: doubly stochastic, connected, as fast as the theory says; and files that are wrong."""
+"""Graphs and their weights: doubly stochastic, connected, as fast as the theory says; and files
+that are wrong.
+"""
 
 from itertools import combinations, product
 
@@ -7,17 +9,31 @@ import pytest
 
 from ashl.errors import UsageError
 from ashl.sync.matcha import edge_weight, laplacian, sampling
-from ashl.topology.graph import NAMES, depths, edges_of, matching, matchings_of, matrix, named, rounds_of, sources_of
+from ashl.topology.graph import (
+    NAMES,
+    depths,
+    edges_of,
+    matching,
+    matchings_of,
+    matrix,
+    named,
+    rounds_of,
+    sources_of,
+)
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17)
 
 
-def matrices(graph: str, n: int, weights: str = "metropolis", degree: int = 2, seed: int = 0) -> list[np.ndarray]:
+def matrices(
+    graph: str, n: int, weights: str = "metropolis", degree: int = 2, seed: int = 0
+) -> list[np.ndarray]:
     return [matrix(each) for each in rounds_of(graph, weights, degree, n, seed)]
 
 
 def second(w: np.ndarray) -> float:
-    """The second largest magnitude of an eigenvalue: what a round leaves of the distance from the mean."""
+    """The second largest magnitude of an eigenvalue: what a round leaves of the distance from the
+    mean.
+    """
     return float(np.sort(np.abs(np.linalg.eigvals(w)))[-2])
 
 
@@ -35,7 +51,9 @@ def test_mixing_matrices_are_doubly_stochastic(graph: str, n: int) -> None:
         if "exponential" not in graph:
             np.testing.assert_array_equal(w, w.T)
     product = np.linalg.matrix_power(np.linalg.multi_dot([*rounds, np.eye(n), np.eye(n)]), 400)
-    np.testing.assert_allclose(product, np.full((n, n), 1 / n), atol=1e-3)  # it is connected: all become the mean
+    np.testing.assert_allclose(
+        product, np.full((n, n), 1 / n), atol=1e-3
+    )  # it is connected: all become the mean
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -48,7 +66,9 @@ def test_push_sum_weights_are_column_stochastic(graph: str, n: int) -> None:
 @pytest.mark.parametrize("n", [4, 8, 16, 32])
 def test_known_spectral_gaps(n: int) -> None:
     (ring,), (star,), (complete,) = (matrices(graph, n) for graph in ("ring", "star", "complete"))
-    assert second(ring) == pytest.approx(max(abs(1 + 2 * np.cos(2 * np.pi * k / n)) for k in range(1, n)) / 3)
+    assert second(ring) == pytest.approx(
+        max(abs(1 + 2 * np.cos(2 * np.pi * k / n)) for k in range(1, n)) / 3
+    )
     assert second(star) == pytest.approx(1 - 1 / n)
     assert second(complete) == pytest.approx(0, abs=1e-7)
     (exponential,) = matrices("exponential", n)
@@ -108,7 +128,9 @@ WRONG = {
     "0 1\n1 2\n2 x\n": "line 3: expected two ranks from 0 to 3",
     "0 1\n1 4\n": "line 2: expected two ranks from 0 to 3",
     "0 1 0.5\n1 2\n": "gives weights to some of its lines only",
-    "0 0 0.5\n0 1 0.4\n1 0 0.5\n1 2 0.2\n2 1 0.2\n2 3 0.2\n3 2 0.2": "the weights at worker 0 add up to 0.9",
+    "0 0 0.5\n0 1 0.4\n1 0 0.5\n1 2 0.2\n2 1 0.2\n2 3 0.2\n3 2 0.2": (
+        "the weights at worker 0 add up to 0.9"
+    ),
     "0 1 0.5\n1 2 0.5\n2 3 0.5\n3 0 0.6": "the weights of worker 0's model add up to 1.1",
     "0 1 1.5\n1 0 1.5\n1 2 0.1\n2 1 0.1\n2 3 0.1\n3 2 0.1": "below 0",
 }
@@ -126,7 +148,9 @@ def test_a_file_is_read_anew_when_it_has_changed(tmp_path) -> None:
     path = tmp_path / "my.edges"
     path.write_text("0 1 # the first\n\n1 2\n")
     (before,) = matrices(str(path), 3)
-    np.testing.assert_allclose(before, [[2 / 3, 1 / 3, 0], [1 / 3, 1 / 3, 1 / 3], [0, 1 / 3, 2 / 3]])
+    np.testing.assert_allclose(
+        before, [[2 / 3, 1 / 3, 0], [1 / 3, 1 / 3, 1 / 3], [0, 1 / 3, 2 / 3]]
+    )
     path.write_text("0 1 0.25\n1 2 0.25\n2 0 0.25\n")
     (after,) = matrices(str(path), 3)
     np.testing.assert_allclose(after, [[0.75, 0.25, 0], [0, 0.75, 0.25], [0.25, 0, 0.75]])
@@ -137,9 +161,13 @@ def test_other_refusals(tmp_path) -> None:
         rounds_of("rnig", "metropolis", 2, 4, 0)
     uneven = tmp_path / "uneven.edges"
     uneven.write_text("0 1 0.5\n1 0 0.25\n1 2 0.25\n2 1 0.5\n")
-    with pytest.raises(UsageError, match=r"add up to 0\.75, not to 1; give the file others, or take sync=sgp"):
+    with pytest.raises(
+        UsageError, match=r"add up to 0\.75, not to 1; give the file others, or take sync=sgp"
+    ):
         rounds_of(str(uneven), "metropolis", 2, 3, 0)
-    with pytest.raises(UsageError, match="take a degree below 7, and an even one for an odd number of workers"):
+    with pytest.raises(
+        UsageError, match="take a degree below 7, and an even one for an odd number of workers"
+    ):
         rounds_of("random_regular", "metropolis", 3, 7, 0)
     path = tmp_path / "zero.edges"
     path.write_text("0 0 0\n1 0 1\n2 1 1\n1 2 1\n1 1 0\n2 2 0\n")
@@ -149,10 +177,19 @@ def test_other_refusals(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("graph", "n", "count"),
-    [("complete", 6, 5), ("complete", 7, 7), ("complete", 16, 15), ("torus", 16, 4), ("ring", 7, 3), ("star", 6, 5)],
+    [
+        ("complete", 6, 5),
+        ("complete", 7, 7),
+        ("complete", 16, 15),
+        ("torus", 16, 4),
+        ("ring", 7, 3),
+        ("star", 6, 5),
+    ],
 )
 def test_a_graph_is_split_into_as_few_matchings_as_can_be(graph: str, n: int, count: int) -> None:
-    """Six workers who all meet each other took 7, one after the other into the first that would do."""
+    """Six workers who all meet each other took 7, one after the other into the first that
+    would do.
+    """
     assert len(sampling(edges_of(graph, 2, n, 0), n, 0.5).matchings) == count
 
 
@@ -163,22 +200,31 @@ def test_a_split_is_one_and_never_far_from_the_fewest(seed: int) -> None:
     edges = [(i, j) for i, j in combinations(range(n), 2) if rng.random() < density]
     matchings = matchings_of(edges, n)
     assert sorted(one for matching in matchings for one in matching) == edges
-    assert all(len({end for one in matching for end in one}) == 2 * len(matching) for matching in matchings)
+    assert all(
+        len({end for one in matching for end in one}) == 2 * len(matching) for matching in matchings
+    )
     assert len(matchings) <= 1 + max(map(len, sources_of(edges, n)))
 
 
-@pytest.mark.parametrize(("graph", "n"), [("ring", 7), ("torus", 12), ("star", 6), ("random_regular", 10)])
+@pytest.mark.parametrize(
+    ("graph", "n"), [("ring", 7), ("torus", 12), ("star", 6), ("random_regular", 10)]
+)
 def test_matcha_samples_within_its_budget_and_mixes_on_average(graph: str, n: int) -> None:
     edges = edges_of(graph, 4, n, 1)
     plan = sampling(edges, n, 0.5)
     assert sorted(one for matching in plan.matchings for one in matching) == list(edges)
-    assert all(len({end for one in matching for end in one}) == 2 * len(matching) for matching in plan.matchings)
+    assert all(
+        len({end for one in matching for end in one}) == 2 * len(matching)
+        for matching in plan.matchings
+    )
     assert plan.chances.sum() == pytest.approx(0.5 * len(plan.matchings), abs=1e-6)
     assert ((plan.chances >= 0) & (plan.chances <= 1)).all()
     laplacians = [laplacian(matching, n) for matching in plan.matchings]
 
     def connectivity(chances: np.ndarray) -> float:
-        return np.linalg.eigvalsh(sum(p * one for p, one in zip(chances, laplacians, strict=True)))[1]
+        return np.linalg.eigvalsh(sum(p * one for p, one in zip(chances, laplacians, strict=True)))[
+            1
+        ]
 
     assert connectivity(plan.chances) >= connectivity(np.full(len(laplacians), 0.5)) - 1e-12
     expected = np.zeros((n, n))  # E[W'W], by going through all draws
@@ -192,6 +238,8 @@ def test_matcha_samples_within_its_budget_and_mixes_on_average(graph: str, n: in
     for other in (0.9 * plan.alpha, 1.1 * plan.alpha):
         assert edge_weight(laplacians, plan.chances, n) == pytest.approx(plan.alpha)
         mean = sum(p * one for p, one in zip(plan.chances, laplacians, strict=True))
-        spread = mean @ mean + 2 * sum(p * (1 - p) * one for p, one in zip(plan.chances, laplacians, strict=True))
+        spread = mean @ mean + 2 * sum(
+            p * (1 - p) * one for p, one in zip(plan.chances, laplacians, strict=True)
+        )
         there = np.linalg.eigvalsh(np.eye(n) - 2 * other * mean + other**2 * spread - 1 / n)[-1]
         assert there >= contraction - 1e-9

@@ -1,5 +1,6 @@
-"""The group generator of partial all-reduce, without any node: whoever asks whenever, groups are atomic, keep their
-order and all come to an end; and what each scheduler promises of its groups."""
+"""The group generator of partial all-reduce, without any node: whoever asks whenever, groups are
+atomic, keep their order and all come to an end; and what each scheduler promises of its groups.
+"""
 
 import copy
 import itertools
@@ -43,7 +44,9 @@ def drawn_rule(rng: random.Random, scheduler: str, n: int) -> Any:
 
 @dataclass
 class Played:
-    """Workers that ask at random moments, each as often as it likes, and groups that take their time."""
+    """Workers that ask at random moments, each as often as it likes, and groups that take their
+    time.
+    """
 
     rule: Any
     state: gg.Groups
@@ -54,12 +57,18 @@ class Played:
 
     def take(self, started: list[gg.Group]) -> None:
         for group in started:
-            assert not set(group.members) & {w for other in self.running for w in other.members}, "two at a time"
+            assert not set(group.members) & {w for other in self.running for w in other.members}, (
+                "two at a time"
+            )
             self.running.append(group)
             self.started.append(group)
 
     def can_ask(self) -> list[int]:
-        busy = {w for group in self.running for w in group.members} | set(self.state.waiting) | set(self.left)
+        busy = (
+            {w for group in self.running for w in group.members}
+            | set(self.state.waiting)
+            | set(self.left)
+        )
         return [worker for worker in range(self.state.num_workers) if worker not in busy]
 
     def step(self, rng: random.Random) -> None:
@@ -80,18 +89,25 @@ class Played:
         self.check()
 
     def check(self) -> None:
-        """What is kept up to date is what a look at everybody finds, and what a checkpoint brings back."""
+        """What is kept up to date is what a look at everybody finds, and what a checkpoint brings
+        back.
+        """
         state, everyone = self.state, range(self.state.num_workers)
         empty = [worker for worker in everyone if not state.buffers[worker]]
         for least in range(max(state.requests) + 2):
-            assert state.free(least) == [worker for worker in empty if state.requests[worker] >= least]
+            assert state.free(least) == [
+                worker for worker in empty if state.requests[worker] >= least
+            ]
         asked = sorted(state.waiting, key=lambda worker: state.waiting[worker])
         assert state.idle == [worker for worker in asked if worker in empty]
         begun = {group.id for group in self.running}
-        pending = {group.id: group for buffer in state.buffers for group in buffer if group.id not in begun}
+        pending = {
+            group.id: group for buffer in state.buffers for group in buffer if group.id not in begun
+        }
         ready = {w: state.buffers[w][0].id for w in state.waiting if state.buffers[w]}
         assert state._missing == {
-            number: sum(ready.get(member) != number for member in group.members) for number, group in pending.items()
+            number: sum(ready.get(member) != number for member in group.members)
+            for number, group in pending.items()
         }
         assert all(state._missing.values()), "what can begin has begun"
         assert from_plain(to_plain(state)) == state
@@ -115,14 +131,20 @@ def play(seed: int, scheduler: str, steps: int = 60) -> Played:
 
 @pytest.mark.parametrize("scheduler", RULES)
 @given(seed=st.integers(0, 10**6))
-def test_whoever_asks_whenever_groups_are_atomic_in_order_and_drained(scheduler: str, seed: int) -> None:
+def test_whoever_asks_whenever_groups_are_atomic_in_order_and_drained(
+    scheduler: str, seed: int
+) -> None:
     played = play(seed, scheduler)
     assert not played.running
     assert not any(played.state.buffers)
-    assert sorted(group.id for group in played.started) == list(range(played.state.made)), "each group ran, once"
+    assert sorted(group.id for group in played.started) == list(range(played.state.made)), (
+        "each group ran, once"
+    )
     for worker in range(played.state.num_workers):
         ids = [group.id for group in played.started if worker in group.members]
-        assert ids == sorted(ids), "groups that share a worker run in the order in which they were made"
+        assert ids == sorted(ids), (
+            "groups that share a worker run in the order in which they were made"
+        )
     if scheduler != "random":
         assert played.state.conflicts == 0
 
@@ -144,7 +166,8 @@ def test_a_conflict_is_a_group_that_meets_one_of_another_draw() -> None:
     assert state.conflicts == state.made - 1, "two pairs of three workers share one"
 
 
-# --- what the schedulers promise --------------------------------------------------------------------------------------
+# --- what the schedulers promise
+# --------------------------------------------------------------------------------------
 
 
 def matrix(n: int, groups: list[tuple[int, ...]]) -> np.ndarray:
@@ -233,20 +256,34 @@ def standing(nodes: list[int], seed: int, requests: list[int], busy: set[int]) -
 
 
 @given(
-    n=st.integers(1, 40), k=st.integers(2, 12), seed=st.integers(0, 999), threshold=st.integers(1, 5), data=st.data()
+    n=st.integers(1, 40),
+    k=st.integers(2, 12),
+    seed=st.integers(0, 999),
+    threshold=st.integers(1, 5),
+    data=st.data(),
 )
-def test_a_division_takes_all_who_are_free_and_keep_up(n: int, k: int, seed: int, threshold: int, data: Any) -> None:
-    """Disjoint groups of k, or as even as it goes; nobody whose requests are the threshold behind."""
+def test_a_division_takes_all_who_are_free_and_keep_up(
+    n: int, k: int, seed: int, threshold: int, data: Any
+) -> None:
+    """Disjoint groups of k, or as even as it goes; nobody whose requests are the threshold
+    behind.
+    """
     rule = rule_of("smart", group_size=k, threshold=threshold, inter_intra=False)
     requests = data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
     busy = data.draw(st.sets(st.integers(0, n - 1)))
-    asker = data.draw(st.sampled_from(sorted(set(range(n)) - busy)) if len(busy) < n else st.just(-1))
+    asker = data.draw(
+        st.sampled_from(sorted(set(range(n)) - busy)) if len(busy) < n else st.just(-1)
+    )
     if asker < 0:
         return
     state = standing([0] * n, seed, requests, busy)
     groups = rule.draw(state, asker, 0)
     everyone = list(itertools.chain(*groups))
-    expected = {w for w in range(n) if w not in busy and (w == asker or requests[asker] - requests[w] < threshold)}
+    expected = {
+        w
+        for w in range(n)
+        if w not in busy and (w == asker or requests[asker] - requests[w] < threshold)
+    }
     assert sorted(everyone) == sorted(expected), "disjoint, and each once"
     sizes = sorted(map(len, groups))
     assert sizes[-1] <= k
@@ -256,7 +293,9 @@ def test_a_division_takes_all_who_are_free_and_keep_up(n: int, k: int, seed: int
 
 @given(nodes=st.lists(st.integers(0, 3), min_size=2, max_size=20), seed=st.integers(0, 999))
 def test_a_division_in_two_rounds(nodes: list[int], seed: int) -> None:
-    """First one head of each machine meet and the others stay inside theirs, then each machine as a whole."""
+    """First one head of each machine meet and the others stay inside theirs, then each machine as a
+    whole.
+    """
     rule, n = rule_of("smart", inter_intra=True), len(nodes)
     groups = rule.draw(gg.open_groups(nodes, seed), 0, 0)
     teams = machines(nodes, range(n))
@@ -281,8 +320,12 @@ def test_a_straggler_does_not_hold_up_the_second_round() -> None:
     assert any(2 in group for group in groups)
 
 
-@pytest.mark.parametrize(("away", "counts_as"), [(0, 9), (2, 5)], ids=["the quickest", "the slowest"])
-def test_who_comes_back_is_as_quick_as_it_was_and_no_slower_than_the_slowest(away: int, counts_as: int) -> None:
+@pytest.mark.parametrize(
+    ("away", "counts_as"), [(0, 9), (2, 5)], ids=["the quickest", "the slowest"]
+)
+def test_who_comes_back_is_as_quick_as_it_was_and_no_slower_than_the_slowest(
+    away: int, counts_as: int
+) -> None:
     """Or the slowdown filter would leave out for good whoever has been away for a moment."""
     rule = rule_of("smart", inter_intra=False)
     state = standing([0] * 4, 0, [9, 5, 3, 9], set())

@@ -1,4 +1,6 @@
-"""A link keeps what its codec keeps, and nothing else does; what a codec may say is declared, misspelt or not."""
+"""A link keeps what its codec keeps, and nothing else does; what a codec may say is declared,
+misspelt or not.
+"""
 
 from typing import Any, ClassVar
 
@@ -22,29 +24,40 @@ from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import codec, vector
 
 D = 200
-OWN = {  # what a wrapper has not: fields of the option, which `wrap_codec` reads, and the option's other forms
+# what a wrapper has not: fields of the option, which `wrap_codec` reads, and the option's other
+# forms
+OWN = {
     "beta", "clip_norm", "code", "critical_ratio", "entropy", "error_feedback", "feedback_decay", "feedback_gain",
     "for_layout", "for_pulls", "masking", "momentum", "parts", "per_layer", "warmup_epochs",
 }  # fmt: skip
 
 
 def test_a_link_goes_on_from_a_checkpoint() -> None:
-    link = CompressionPipeline(wrap_codec(codec("topk", ratio=0.1, momentum=0.9, critical_ratio=0.5), ()), D)
+    link = CompressionPipeline(
+        wrap_codec(codec("topk", ratio=0.1, momentum=0.9, critical_ratio=0.5), ()), D
+    )
     ends = CodecState()
     for k in range(4):
-        link.decode(ends, k % 2, link.encode(ends, vector("normal", D, k), EncodeContext(round=k, epoch=k)))
+        link.decode(
+            ends, k % 2, link.encode(ends, vector("normal", D, k), EncodeContext(round=k, epoch=k))
+        )
         link.encode_pull(ends, k % 2, vector("normal", D, k), EncodeContext(0.1))
     again = from_plain(to_plain(ends))
     x, context = vector("normal", D, 9), EncodeContext(round=9, epoch=9)
     assert torch.equal(link.encode(ends, x, context), link.encode(again, x, context))
     assert torch.equal(
-        link.encode_pull(ends, 1, x, EncodeContext(0.1)), link.encode_pull(again, 1, x, EncodeContext(0.1))
+        link.encode_pull(ends, 1, x, EncodeContext(0.1)),
+        link.encode_pull(again, 1, x, EncodeContext(0.1)),
     )
     assert torch.equal(link.residual(ends), link.residual(again))
 
 
 def test_a_dropped_message_leaves_nothing_behind() -> None:
-    link, ends, x = CompressionPipeline(wrap_codec(codec("topk", ratio=0.1), ()), D), CodecState(), vector("normal", D)
+    link, ends, x = (
+        CompressionPipeline(wrap_codec(codec("topk", ratio=0.1), ()), D),
+        CodecState(),
+        vector("normal", D),
+    )
     link.restore_dropped(ends, link.encode(ends, x, EncodeContext()))
     assert torch.equal(link.residual(ends), x)
 
@@ -53,7 +66,10 @@ def test_what_a_stage_takes_over() -> None:
     """The residual where it is kept, and what workers hold, always."""
     held, residual = {0: torch.ones(D)}, Residual(torch.ones(D))
     ends = CodecState(sender=residual, receivers={0: "state"}, memory="state", held=held)
-    plain, feedback = (CompressionPipeline(wrap_codec(codec("topk", error_feedback=on), ()), D) for on in (False, True))
+    plain, feedback = (
+        CompressionPipeline(wrap_codec(codec("topk", error_feedback=on), ()), D)
+        for on in (False, True)
+    )
     keeps, drops = Keeps(), Keeps(residual=False)
     assert feedback.carry_over(ends, keeps, False, 0.1) == CodecState(sender=residual, held=held)
     assert (
@@ -64,16 +80,29 @@ def test_what_a_stage_takes_over() -> None:
 
 
 def test_what_is_kept_of_a_sum_is_taken_over_in_the_units_of_the_stage() -> None:
-    """Of gradients, what a step at the rate of the border makes of them, and the other way round."""
-    gtopk, fetch = (CompressionPipeline(wrap_codec(codec(name), ()), D) for name in ("gtopk", "fetch_sgd"))
-    left, sketches = torch.full((D,), 2.0), Sketches(torch.full((9,), 4.0), torch.full((9,), 2.0), 3)
+    """Of gradients, what a step at the rate of the border makes of them, and the other way
+    round.
+    """
+    gtopk, fetch = (
+        CompressionPipeline(wrap_codec(codec(name), ()), D) for name in ("gtopk", "fetch_sgd")
+    )
+    left, sketches = (
+        torch.full((D,), 2.0),
+        Sketches(torch.full((9,), 4.0), torch.full((9,), 2.0), 3),
+    )
     of_gradients, of_models = (CodecState(memory=left, gradients=on) for on in (True, False))
     assert torch.equal(gtopk.carry_over(of_models, Keeps(), False, 0.5).memory, left)
     assert torch.equal(gtopk.carry_over(of_gradients, Keeps(), False, 0.5).memory, -0.5 * left)
     assert torch.equal(gtopk.carry_over(of_models, Keeps(), True, 0.5).memory, -2 * left)
     assert gtopk.carry_over(of_models, Keeps(residual=False), False, 0.5).memory is None
-    again = from_plain(to_plain(fetch.carry_over(CodecState(memory=sketches), Keeps(momentum=False), False, 0.5)))
-    assert (again.memory.momentum.tolist(), again.memory.error.tolist(), again.memory.seed) == ([0.0] * 9, [2.0] * 9, 3)
+    again = from_plain(
+        to_plain(fetch.carry_over(CodecState(memory=sketches), Keeps(momentum=False), False, 0.5))
+    )
+    assert (again.memory.momentum.tolist(), again.memory.error.tolist(), again.memory.seed) == (
+        [0.0] * 9,
+        [2.0] * 9,
+        3,
+    )
     assert fetch.carry_over(of_models, Keeps(), False, 0.5).memory is None
 
 
@@ -148,7 +177,9 @@ class Half(Code):
 
 
 @pytest.mark.parametrize("code", [0, 127, 256])
-def test_a_codec_of_ones_own_has_a_number_of_its_own(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_of_ones_own_has_a_number_of_its_own(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without one, or with one of ours, its bodies were taken for another codec's."""
     check_codec_roles("compression=mine", Half())
     monkeypatch.setattr(Half, "code", code)
@@ -160,7 +191,9 @@ def test_a_codec_writes_as_many_bytes_as_it_says(monkeypatch: pytest.MonkeyPatch
     link = CompressionPipeline(Half(), D)
     assert link.encode(CodecState(), torch.ones(D), EncodeContext()).nbytes == 20 + 2 * D
     monkeypatch.setattr(Half, "said", 3)
-    with pytest.raises(UsageError, match=f"Half wrote 420 bytes for {D} elements, but encoded_nbytes says 620;"):
+    with pytest.raises(
+        UsageError, match=f"Half wrote 420 bytes for {D} elements, but encoded_nbytes says 620;"
+    ):
         link.encode(CodecState(), torch.ones(D), EncodeContext())
     monkeypatch.setattr(Half, "traits", Traits(variable=True))
     link = CompressionPipeline(Half(), D)

@@ -1,5 +1,6 @@
-"""What all workers of an all-reduce work out by themselves comes to the same bits on machines whose libraries multiply
-matrices in another order."""
+"""What all workers of an all-reduce work out by themselves comes to the same bits on machines whose
+libraries multiply matrices in another order.
+"""
 
 import hashlib
 import os
@@ -35,7 +36,9 @@ def digests(folder: Path) -> dict[str, str]:
     found = {"basis": orthonormalize(torch.from_numpy(np.load(folder / "p.npy"))).numpy()}
     for name, option in CODECS.items():
         body = torch.from_numpy(np.load(folder / f"{name}.npy"))
-        found[name] = codec_for_layers(option, LAYOUT).decode(None, body, size_of(LAYOUT))[1].numpy()
+        found[name] = (
+            codec_for_layers(option, LAYOUT).decode(None, body, size_of(LAYOUT))[1].numpy()
+        )
     return {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in found.items()}
 
 
@@ -44,7 +47,9 @@ def test_what_is_decoded_does_not_hang_on_the_matrix_library(tmp_path: Path) -> 
     x = vector("normal", size_of(LAYOUT))
     np.save(tmp_path / "p.npy", x[: 150 * 4].view(150, 4).numpy())
     for name, option in CODECS.items():
-        np.save(tmp_path / f"{name}.npy", codec_for_layers(option, LAYOUT).encode(None, x)[1].numpy())
+        np.save(
+            tmp_path / f"{name}.npy", codec_for_layers(option, LAYOUT).encode(None, x)[1].numpy()
+        )
     elsewhere = subprocess.run(
         [sys.executable, "-m", "tests.laws.test_machines_alike", tmp_path],
         env=os.environ | OLD,

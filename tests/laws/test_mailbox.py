@@ -1,4 +1,6 @@
-"""The mailbox against a list: first come, first served among those that fit; nothing lost, nothing twice."""
+"""The mailbox against a list: first come, first served among those that fit; nothing lost, nothing
+twice.
+"""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,7 @@
-"""Bodies that were damaged on their way, to the codecs that keep something, know layers or write codewords: whatever
-comes, d elements or a refusal, in little memory. Those that are a row of `codecs` are tried there."""
+"""Bodies that were damaged on their way, to the codecs that keep something, know layers or write
+codewords: whatever comes, d elements or a refusal, in little memory. Those that are a row of
+`codecs` are tried there.
+"""
 
 import queue
 import random
@@ -70,7 +72,9 @@ def messages(codec: Any) -> Iterator[tuple[Any, np.ndarray]]:
     """The receiver's state before each of three messages, and the message."""
     sender = receiver = None
     for context in range(3):
-        sender, body = codec.encode(sender, vector("normal", D, context), EncodeContext(round=context))
+        sender, body = codec.encode(
+            sender, vector("normal", D, context), EncodeContext(round=context)
+        )
         yield receiver, body.numpy()
         receiver, _ = codec.decode(receiver, body, D)
 
@@ -105,13 +109,17 @@ def test_the_element_type_is_not_believed(name: str, bit: int) -> None:
     body = whole.encode(None, vector("normal", D), EncodeContext())[1].clone()
     body[3] ^= 1 << bit
     with pytest.raises(PayloadError, match="where float32 was expected"):
-        whole.reduce(None, [body], [1.0], D) if whole.traits.reduces else whole.decode(None, body, D)
+        whole.reduce(None, [body], [1.0], D) if whole.traits.reduces else whole.decode(
+            None, body, D
+        )
 
 
 def test_what_its_header_cannot_count_is_not_sent() -> None:
     """What is behind is no memory: one byte that is said to be many."""
     many = np.broadcast_to(np.zeros(1, np.uint8), 2**32)
-    with pytest.raises(UsageError, match="4294967296 bytes of values, and its header counts up to 4294967295"):
+    with pytest.raises(
+        UsageError, match="4294967296 bytes of values, and its header counts up to 4294967295"
+    ):
         write_payload(1, 100, Parts(3, many))
     with pytest.raises(UsageError, match="a message of 4294967296 elements"):
         write_payload(1, 2**32, Parts(3, many[:4]))
@@ -119,7 +127,9 @@ def test_what_its_header_cannot_count_is_not_sent() -> None:
 
 def test_a_gathered_body_that_cannot_be_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory was taken for whatever length a peer announced."""
-    monkeypatch.setattr(collectives.dist, collectives.GATHER, lambda into, own, group: into.fill_(2**50))
+    monkeypatch.setattr(
+        collectives.dist, collectives.GATHER, lambda into, own, group: into.fill_(2**50)
+    )
     with pytest.raises(AshlError, match="were announced, where at most 1000 were expected"):
         collectives.all_gather(torch.zeros(10, dtype=torch.uint8), (0, 1), None, 1000)
 

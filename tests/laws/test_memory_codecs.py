@@ -1,4 +1,6 @@
-"""Laws of Strom's threshold, of adaptive quantization, ATOMO and DIANA that are not those of every codec."""
+"""Laws of Strom's threshold, of adaptive quantization, ATOMO and DIANA that are not those of every
+codec.
+"""
 
 import math
 
@@ -17,14 +19,17 @@ from ashl.size_only import SizeOnly
 from ashl.stage.compression_pipeline import CodecState, CompressionPipeline
 from tests.laws.codecs import bits, codec, decoded, length, vector
 
-# --- Strom ------------------------------------------------------------------------------------------------------------
+# --- Strom
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_threshold_sends_signs() -> None:
     x = torch.tensor([0.5, -0.5, 0.6, -3.0, 0.0, 0.4])
     for fields in ({}, {"dense": True}, {"indices": "packed"}):
         strom = codec("strom", threshold=0.5, **fields)
-        assert decoded(strom, strom.encode(None, x)[1], 6).tolist() == pytest.approx([0, 0, 0.5, -0.5, 0, 0])
+        assert decoded(strom, strom.encode(None, x)[1], 6).tolist() == pytest.approx(
+            [0, 0, 0.5, -0.5, 0, 0]
+        )
 
 
 @pytest.mark.parametrize(("indices", "each"), [("words", 4), ("int32", 4 + 1 / 8)])
@@ -50,13 +55,25 @@ def test_the_residual_of_a_threshold_stays_below_it() -> None:
     assert torch.allclose(sent + sender.error, whole, atol=1e-4)
 
 
-# --- adaptive quantization --------------------------------------------------------------------------------------------
+# --- adaptive quantization
+# --------------------------------------------------------------------------------------------
 
 
 def test_a_share_of_each_side_becomes_its_mean() -> None:
     x = torch.tensor([4.0, 1, 2, 3, 0, -1, -5, 0, 0, 1])
     dryden = codec("dryden", ratio=0.4, indices="bitmap")
-    assert decoded(dryden, dryden.encode(None, x)[1], 10).tolist() == [3.5, 0, 0, 3.5, 0, 0, -5, 0, 0, 0]
+    assert decoded(dryden, dryden.encode(None, x)[1], 10).tolist() == [
+        3.5,
+        0,
+        0,
+        3.5,
+        0,
+        0,
+        -5,
+        0,
+        0,
+        0,
+    ]
     for one_sided in (x.abs(), -x.abs()):
         got = decoded(dryden, dryden.encode(None, one_sided)[1], 10)
         assert int(got.count_nonzero()) == 3
@@ -71,11 +88,15 @@ def test_bytes_of_adaptive_quantization(levels: str) -> None:
     k = round(0.01 * positive) + round(0.01 * (10_000 - positive))
     dryden = codec("dryden", ratio=0.01, levels=levels, indices="packed", num_levels=4)
     each, table = (1, 8) if levels == "mean" else (3, 32)
-    assert dryden.encode(None, x)[1].nbytes == 20 + table + math.ceil(each * k / 8) + math.ceil(14 * k / 8)
+    assert dryden.encode(None, x)[1].nbytes == 20 + table + math.ceil(each * k / 8) + math.ceil(
+        14 * k / 8
+    )
 
 
 def test_learned_levels_fit_better() -> None:
-    """One level of Lloyd's is the mean; more of them lose less, as little as the best for two points."""
+    """One level of Lloyd's is the mean; more of them lose less, as little as the best for two
+    points.
+    """
     values = np.abs(np.random.default_rng(0).standard_normal(5000)) + 1
     assert learn_centroids("lloyd", values, 1) == pytest.approx(learn_centroids("mean", values, 9))
     assert learn_centroids("lloyd", np.array([5.0, 1.0, 1.0, 5.0]), 2).tolist() == [1, 5]
@@ -97,11 +118,14 @@ def test_levels_of_a_sample_enlarge_nothing() -> None:
     assert length(x - got) <= dryden.bound(None, d) * length(x)
 
 
-# --- ATOMO ------------------------------------------------------------------------------------------------------------
+# --- ATOMO
+# --------------------------------------------------------------------------------------------------
 
 
 def chances(x: np.ndarray, budget: float) -> np.ndarray:
-    """p_j as in the paper's algorithm: what would have more than 1 has 1, the rest is shared among the others again."""
+    """p_j as in the paper's algorithm: what would have more than 1 has 1, the rest is shared among
+    the others again.
+    """
     sizes = np.abs(x.astype(np.float64))
     p, free = np.zeros(x.size), sizes > 0
     if free.sum() <= budget:
@@ -120,29 +144,42 @@ def test_chances_of_atoms(kind: str, budget: float) -> None:
     """Heavy atoms come for sure, Σ p = s, and the variance is Σ λ²(1/p − 1) as counted."""
     x = vector(kind, 400).numpy()
     expected, slope = chances(x, budget), probabilities(x, budget)
-    p = np.minimum(1, slope * np.abs(x.astype(np.float64))) if np.isfinite(slope) else (x != 0).astype(float)
+    p = (
+        np.minimum(1, slope * np.abs(x.astype(np.float64)))
+        if np.isfinite(slope)
+        else (x != 0).astype(float)
+    )
     assert p == pytest.approx(expected, rel=1e-9)
     assert p.sum() == pytest.approx(min(budget, np.count_nonzero(x)))
     draws = [draw_components(x, budget, np.random.default_rng(seed)) for seed in range(300)]
     counts = np.array([places.size for places, _ in draws])
     spread = (p * (1 - p)).sum() ** 0.5
     assert abs(counts.mean() - p.sum()) <= 5 * spread / 300**0.5 + 1e-9
-    assert abs(counts.std() - spread) <= 0.25 * spread + 1e-6  # as of independent draws, empty ones included
+    assert (
+        abs(counts.std() - spread) <= 0.25 * spread + 1e-6
+    )  # as of independent draws, empty ones included
     for places, values in draws[:20]:
         assert values == pytest.approx(x[places] / p[places], rel=1e-5)
 
 
 def test_singular_triples_of_a_model() -> None:
-    """Matrices become triples, a bias stays as it is, convolutions are matrices by output; of all nothing is lost."""
+    """Matrices become triples, a bias stays as it is, convolutions are matrices by output; of all
+    nothing is lost.
+    """
     layout = (Layer("conv", (8, 3, 3, 3)), Layer("bias", (8,)), Layer("weight", (20, 30)))
     x = vector("normal", 8 * 27 + 8 + 600)
     atomo = codec("atomo", atoms="singular", ratio=0.05).for_layout(layout)
-    low = (torch.outer(torch.arange(20.0), torch.arange(30.0)) + torch.outer(torch.ones(20), x[:30])).reshape(-1)
+    low = (
+        torch.outer(torch.arange(20.0), torch.arange(30.0)) + torch.outer(torch.ones(20), x[:30])
+    ).reshape(-1)
     x[-600:] = low
     everything = decoded(atomo, atomo.encode(None, x, EncodeContext(1.0))[1], x.numel())
     assert torch.allclose(everything, x, rtol=1e-4, atol=1e-4 * float(x.abs().max()))
     draws = torch.stack(
-        [decoded(atomo, atomo.encode(None, x, EncodeContext(round=k))[1], x.numel()) for k in range(400)]
+        [
+            decoded(atomo, atomo.encode(None, x, EncodeContext(round=k))[1], x.numel())
+            for k in range(400)
+        ]
     )
     assert torch.equal(draws[0][216:224], x[216:224])
     lost = ((draws - x).double() ** 2).sum(1).mean()
@@ -159,7 +196,8 @@ def test_unbiased_atoms_take_no_feedback() -> None:
         wrap_codec(codec("atomo", error_feedback=True), ())
 
 
-# --- DIANA ------------------------------------------------------------------------------------------------------------
+# --- DIANA
+# --------------------------------------------------------------------------------------------------
 
 DIANAS = {
     "l2": {"norm": "l2"},
@@ -172,7 +210,9 @@ DIANAS = {
 
 @pytest.mark.parametrize("fields", DIANAS.values(), ids=DIANAS)
 def test_both_ends_learn_the_same(fields: dict) -> None:
-    """... to the bit, through messages that are dropped; nothing is changed in place, sizes are as declared."""
+    """... to the bit, through messages that are dropped; nothing is changed in place, sizes are as
+    declared.
+    """
     diana = codec("diana", **fields)
     sender = receiver = None
     for context in range(12):
@@ -195,7 +235,9 @@ def test_both_ends_learn_the_same(fields: dict) -> None:
 
 @pytest.mark.parametrize("fields", DIANAS.values(), ids=DIANAS)
 def test_what_is_learned_goes_to_what_stays(fields: dict) -> None:
-    """Of a vector that stays, the error falls geometrically: E‖x − h‖² by 1 − α each time or faster."""
+    """Of a vector that stays, the error falls geometrically: E‖x − h‖² by 1 − α each time or
+    faster.
+    """
     diana, x = codec("diana", **fields), vector("heavy", 512)
     alpha = diana.alpha or 1 / (1 + diana.bound(None, 512))
     sender = receiver = None
@@ -203,19 +245,26 @@ def test_what_is_learned_goes_to_what_stays(fields: dict) -> None:
         sender, body = diana.encode(sender, x, EncodeContext(seed=1, round=context))
         receiver, got = diana.decode(receiver, body, 512)
     assert length(x - receiver) <= 3 * (1 - alpha) ** 200 * length(x) + 1e-12 * length(x)
-    assert length(x - got) <= 10 * (1 + diana.bound(None, 512)) * (1 - alpha) ** 199 * length(x) + 1e-12 * length(x)
+    assert length(x - got) <= 10 * (1 + diana.bound(None, 512)) * (1 - alpha) ** 199 * length(
+        x
+    ) + 1e-12 * length(x)
 
 
 @pytest.mark.limit("compression=diana")
 def test_diana_is_unbiased_whatever_was_learned() -> None:
     diana, x = codec("diana"), vector("normal", 64)
     sender, _ = diana.encode(None, vector("normal", 64, 1))
-    draws = [diana.decode(sender.h, diana.encode(sender, x, EncodeContext(round=k))[1], 64)[1] for k in range(2000)]
+    draws = [
+        diana.decode(sender.h, diana.encode(sender, x, EncodeContext(round=k))[1], 64)[1]
+        for k in range(2000)
+    ]
     found = torch.stack(draws).double()
     assert ((found.mean(0) - x).abs() <= 5.5 * found.std(0) / 2000**0.5 + 0.02).all()
 
 
-@pytest.mark.parametrize(("norm", "omega"), [("l2", math.sqrt(64) / 1), ("max", (1 + math.sqrt(64)) / 2)])
+@pytest.mark.parametrize(
+    ("norm", "omega"), [("l2", math.sqrt(64) / 1), ("max", (1 + math.sqrt(64)) / 2)]
+)
 def test_alpha_is_that_of_the_quantizer(norm: str, omega: float) -> None:
     diana = codec("diana", norm=norm, bucket=64)
     assert diana.bound(None, 1000) <= omega

@@ -1,4 +1,6 @@
-"""What transfers cost in virtual time: declared exchanges, and links with the ports of both ends."""
+"""What transfers cost in virtual time: declared exchanges, and links with the ports of
+both ends.
+"""
 
 from collections.abc import Sequence
 
@@ -18,8 +20,12 @@ NBYTES = 125_000  # a second at 1 Mbit/s
 TAG = ("x", 0, 0)
 
 
-def arrivals(machines: Cluster, sends: Sequence[tuple[int, int, int]], nbytes: int = NBYTES) -> list[tuple[int, int]]:
-    """Post a transfer for each of `sends`: (when in ns, from, to); returns (sender, arrival in ns) as they arrive."""
+def arrivals(
+    machines: Cluster, sends: Sequence[tuple[int, int, int]], nbytes: int = NBYTES
+) -> list[tuple[int, int]]:
+    """Post a transfer for each of `sends`: (when in ns, from, to); returns (sender, arrival in ns)
+    as they arrive.
+    """
     ranks = machines.num_workers + 1
     seen: list[tuple[int, int]] = []
 
@@ -38,7 +44,9 @@ def arrivals(machines: Cluster, sends: Sequence[tuple[int, int, int]], nbytes: i
 
 @given(st.integers(1, 12))
 def test_incast_at_a_server_of_the_workers_bandwidth(n: int) -> None:
-    """n equal pushes at once through one port: they come in one after the other, and take n transfers in all."""
+    """n equal pushes at once through one port: they come in one after the other, and take n
+    transfers in all.
+    """
     seen = arrivals(cluster(n, server_bandwidth_mbit_s=1.0), [(0, i, n) for i in range(n)])
     assert seen == [(i, (i + 1) * 1000 * MS) for i in range(n)]
 
@@ -62,14 +70,20 @@ def test_a_server_that_answers_all_at_once_queues_at_its_own_port() -> None:
 
 @given(st.floats(1, 8), st.floats(1, 8), st.floats(0, 0.5))
 def test_head_and_tail_overlap(slow: float, slower: float, latency: float) -> None:
-    """Uncontended: latency (of the slower link) and the bytes through the slower of the two ports, not through both."""
+    """Uncontended: latency (of the slower link) and the bytes through the slower of the two ports,
+    not through both.
+    """
     seen = arrivals(cluster(2, link=(slow, slower), latency_s=latency), [(0, 0, 1)])
     assert seen[0][1] == pytest.approx(max(slow, slower) * (latency + 1.0) * 1e9, abs=2)
 
 
 def test_a_sender_sends_one_thing_at_a_time_and_both_directions_at_once() -> None:
     there_and_back = [(0, 0, 1), (0, 0, 1), (0, 1, 0)]
-    assert sorted(arrivals(cluster(2), there_and_back)) == [(0, 1000 * MS), (0, 2000 * MS), (1, 1000 * MS)]
+    assert sorted(arrivals(cluster(2), there_and_back)) == [
+        (0, 1000 * MS),
+        (0, 2000 * MS),
+        (1, 1000 * MS),
+    ]
 
 
 def test_a_port_serves_in_the_order_in_which_heads_arrive() -> None:
@@ -82,30 +96,52 @@ def test_inner_links_are_ports_of_their_own() -> None:
     """A transfer inside a machine is faster, and is not held up by what leaves the machine."""
     machines = cluster(3, node=(0, 0, 1), intra_node_bandwidth_mbit_s=10.0)
     assert sorted(arrivals(machines, [(0, 0, 2), (0, 0, 1)])) == [(0, 100 * MS), (0, 1000 * MS)]
-    both = arrivals(cluster(2, node=(0, 0), intra_node_bandwidth_mbit_s=10.0), [(0, 0, 1), (0, 1, 0)])
+    both = arrivals(
+        cluster(2, node=(0, 0), intra_node_bandwidth_mbit_s=10.0), [(0, 0, 1), (0, 1, 0)]
+    )
     assert both == [(0, 100 * MS), (1, 100 * MS)], "each worker has its own"
 
 
 def test_a_link_inside_a_machine_has_a_latency_of_its_own() -> None:
     """Where none is declared, the one of all links."""
     for declared, found in ((0.001, 1), (None, 50)):
-        near = {"node": (0, 0, 1), "intra_node_bandwidth_mbit_s": 1e6, "intra_node_latency_s": declared}
+        near = {
+            "node": (0, 0, 1),
+            "intra_node_bandwidth_mbit_s": 1e6,
+            "intra_node_latency_s": declared,
+        }
         seen = arrivals(cluster(3, latency_s=0.05, **near), [(0, 0, 1), (0, 1, 2)], nbytes=0)
         assert sorted(seen) == [(0, found * MS), (1, 50 * MS)]
 
 
-TWO_BY_TWO = {"node": (0, 0, 1, 1), "intra_node_bandwidth_mbit_s": 1e6}  # two machines; inside them nothing takes long
+TWO_BY_TWO = {
+    "node": (0, 0, 1, 1),
+    "intra_node_bandwidth_mbit_s": 1e6,
+}  # two machines; inside them nothing takes long
 
 
 def test_workers_of_one_machine_share_its_port() -> None:
-    """Two that push at once to a server on another machine take twice the bytes over the bandwidth, and so do its two
-    answers; a worker on another machine is not held up."""
+    """Two that push at once to a server on another machine take twice the bytes over the bandwidth,
+    and so do its two answers; a worker on another machine is not held up.
+    """
     machines = cluster(3, node=(0, 0, 1), intra_node_bandwidth_mbit_s=10.0)
-    assert arrivals(machines, [(0, i, 3) for i in range(3)]) == [(0, 1000 * MS), (2, 1000 * MS), (1, 2000 * MS)]
-    assert [time for _, time in arrivals(machines, [(0, 3, 0), (0, 3, 1)])] == [1000 * MS, 2000 * MS]
-    assert [time for _, time in arrivals(machines, [(0, 0, 2), (0, 1, 2)])] == [1000 * MS, 2000 * MS]
+    assert arrivals(machines, [(0, i, 3) for i in range(3)]) == [
+        (0, 1000 * MS),
+        (2, 1000 * MS),
+        (1, 2000 * MS),
+    ]
+    assert [time for _, time in arrivals(machines, [(0, 3, 0), (0, 3, 1)])] == [
+        1000 * MS,
+        2000 * MS,
+    ]
+    assert [time for _, time in arrivals(machines, [(0, 0, 2), (0, 1, 2)])] == [
+        1000 * MS,
+        2000 * MS,
+    ]
     alone = cluster(3, node=(0, 1, 2), intra_node_bandwidth_mbit_s=10.0)
-    assert arrivals(alone, [(0, i, 3) for i in range(3)]) == arrivals(cluster(3), [(0, i, 3) for i in range(3)])
+    assert arrivals(alone, [(0, i, 3) for i in range(3)]) == arrivals(
+        cluster(3), [(0, i, 3) for i in range(3)]
+    )
 
 
 def test_a_workers_link_factor_is_how_long_its_bytes_hold_the_machines_port() -> None:
@@ -114,15 +150,21 @@ def test_a_workers_link_factor_is_how_long_its_bytes_hold_the_machines_port() ->
 
 
 def test_a_ring_leaves_each_machine_once_however_its_workers_are_numbered() -> None:
-    """Two machines of two workers: six rounds in which a quarter of the bytes crosses between the machines each way."""
+    """Two machines of two workers: six rounds in which a quarter of the bytes crosses between the
+    machines each way.
+    """
     for places in ((0, 0, 1, 1), (0, 1, 0, 1), (5, 3, 3, 5)):
         net = network(cluster(4, **TWO_BY_TWO | {"node": places}), 4000)
-        assert net.all_reduce_ns((0, 1, 2, 3), NBYTES, 0) == pytest.approx(6 * 250 * MS, rel=1e-4), places
+        assert net.all_reduce_ns((0, 1, 2, 3), NBYTES, 0) == pytest.approx(
+            6 * 250 * MS, rel=1e-4
+        ), places
 
 
 def test_groups_whose_rings_leave_the_same_machine_go_one_after_the_other() -> None:
-    """Partial all-reduce of (0, 2) and of (1, 3) over two machines of two: each takes a second; both together two. With
-    a machine for each worker they take one, and a message that leaves the machine waits until its port is free."""
+    """Partial all-reduce of (0, 2) and of (1, 3) over two machines of two: each takes a second;
+    both together two. With a machine for each worker they take one, and a message that leaves the
+    machine waits until its port is free.
+    """
     ends: dict[tuple[int, ...], int] = {}
 
     async def main(ctx: RankContext) -> None:
@@ -147,13 +189,21 @@ def test_groups_whose_rings_leave_the_same_machine_go_one_after_the_other() -> N
 
     for places, end_s in (((0, 0, 1, 1), 2.0), ((0, 1, 2, 3), 1.001)):
         machines = cluster(4, **TWO_BY_TWO | {"node": places})
-        Sim(5, Speed(machines, 1, 0), network(machines, 4000), NullObserver()).run(pushing, tick=lambda: None)
-        assert ends == {(1, 3): 1000 * MS, (0, 2): round(end_s * 1e9), (4,): round((end_s + 1.0) * 1e9)}
+        Sim(5, Speed(machines, 1, 0), network(machines, 4000), NullObserver()).run(
+            pushing, tick=lambda: None
+        )
+        assert ends == {
+            (1, 3): 1000 * MS,
+            (0, 2): round(end_s * 1e9),
+            (4,): round((end_s + 1.0) * 1e9),
+        }
 
 
 def test_an_event_changes_a_link_from_its_time_on() -> None:
     machines = cluster(1, events=(Event(time_s=2.0, worker=0, link=3.0),))
-    times = [time for _, time in arrivals(machines, [(0, 0, 1), (1999 * MS, 0, 1), (5000 * MS, 0, 1)])]
+    times = [
+        time for _, time in arrivals(machines, [(0, 0, 1), (1999 * MS, 0, 1), (5000 * MS, 0, 1)])
+    ]
     assert times == [1000 * MS, 2999 * MS, 8000 * MS]
 
 
@@ -162,7 +212,9 @@ links = st.lists(st.floats(1, 8), min_size=2, max_size=5).map(tuple)
 
 @given(links, st.floats(0.001, 2), st.integers(1, 4000))
 def test_declared_exchanges(link, exchange_s, nbytes) -> None:
-    """link · exchange_s/2 · bytes/dense each way; between two workers the larger factor holds; nothing queues."""
+    """link · exchange_s/2 · bytes/dense each way; between two workers the larger factor holds;
+    nothing queues.
+    """
     n = len(link)
     machines = cluster(n, link=link, exchange_s=exchange_s)
     share = exchange_s / 2 * nbytes / 4000 * 1e9
@@ -191,8 +243,9 @@ def test_an_all_reduce_over_equal_links(n, link, latency) -> None:
 
 
 def message_by_message(machines: Cluster, group: tuple[int, ...], nbytes: int, rounds: int) -> int:
-    """When the last member of a ring, machine by machine, has had its last chunk, each sent as soon as the one before
-    it came: plain sends and receives."""
+    """When the last member of a ring, machine by machine, has had its last chunk, each sent as soon
+    as the one before it came: plain sends and receives.
+    """
     ends = []
     places = machines.node or range(machines.num_workers or 0)
     group = tuple(sorted(group, key=lambda rank: (places.index(places[rank]), rank)))
@@ -206,7 +259,9 @@ def message_by_message(machines: Cluster, group: tuple[int, ...], nbytes: int, r
                 await ctx.recv(("chunk", 0, step), src=before)
             ends.append(ctx.now_ns)
 
-    machine = Sim(machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), NullObserver())
+    machine = Sim(
+        machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), NullObserver()
+    )
     machine.run(main, tick=lambda: None)
     return max(ends)
 
@@ -223,7 +278,9 @@ def collected(machines: Cluster, group: tuple[int, ...], nbytes: int, gather: bo
                 await ctx.all_reduce(SizeOnly(nbytes), group)
             ends.add(ctx.now_ns)
 
-    machine = Sim(machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), NullObserver())
+    machine = Sim(
+        machines.num_workers, Speed(machines, 1, 0), network(machines, 4000), NullObserver()
+    )
     machine.run(main, tick=lambda: None)
     return ends
 
@@ -265,15 +322,24 @@ def test_a_collective_takes_as_long_as_the_messages_of_its_ring(drawn) -> None:
     """To the nanosecond, on equal and unequal links, inside machines and between them."""
     machines, group = drawn
     g, nbytes = len(group), 420_000  # any ring divides it
-    assert collected(machines, group, nbytes, False) == {message_by_message(machines, group, nbytes, 2 * (g - 1))}
-    assert collected(machines, group, nbytes, True) == {message_by_message(machines, group, nbytes, g - 1)}
+    assert collected(machines, group, nbytes, False) == {
+        message_by_message(machines, group, nbytes, 2 * (g - 1))
+    }
+    assert collected(machines, group, nbytes, True) == {
+        message_by_message(machines, group, nbytes, g - 1)
+    }
 
 
 def test_a_slow_link_adds_its_latency_twice_and_not_in_every_round() -> None:
-    """One of four members is four times slower: six chunks of a second each pass its ports one after the other. The way
-    there and the way from there add their latency once each; those in between are hidden behind the chunks."""
+    """One of four members is four times slower: six chunks of a second each pass its ports one
+    after the other. The way there and the way from there add their latency once each; those in
+    between are hidden behind the chunks.
+    """
     machines = cluster(4, link=(4.0, 1.0, 1.0, 1.0), latency_s=0.01)
-    assert network(machines, 4000).all_reduce_ns((0, 1, 2, 3), NBYTES, 0) == 6 * 1000 * MS + 2 * 40 * MS
+    assert (
+        network(machines, 4000).all_reduce_ns((0, 1, 2, 3), NBYTES, 0)
+        == 6 * 1000 * MS + 2 * 40 * MS
+    )
 
 
 def test_messages_without_a_body_cost_the_latency_only() -> None:

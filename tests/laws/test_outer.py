@@ -1,4 +1,6 @@
-"""What every outer optimizer promises, and each at its limits: a new one is in the table by its file alone."""
+"""What every outer optimizer promises, and each at its limits: a new one is in the table by its
+file alone.
+"""
 
 import json
 import math
@@ -50,7 +52,8 @@ def flat(moments: object) -> list[torch.Tensor]:
     return [part for part in moments or () if isinstance(part, torch.Tensor)]  # type: ignore[union-attr]
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------
+# --- all of them
+# --------------------------------------------------------------------------------------------------
 
 
 @every_method
@@ -66,7 +69,10 @@ def test_nothing_changes_in_place(method):
 
 @every_method
 def test_the_same_with_and_without_a_server(method):
-    runs = [simulated(*LOCAL, f"outer={method}", f"topology={t}") for t in ("parameter_server", "all_reduce")]
+    runs = [
+        simulated(*LOCAL, f"outer={method}", f"topology={t}")
+        for t in ("parameter_server", "all_reduce")
+    ]
     assert runs[0].sha256 == runs[1].sha256
     assert runs[0].params.isfinite().all()
 
@@ -74,12 +80,19 @@ def test_the_same_with_and_without_a_server(method):
 @every_method
 def test_it_costs_no_bytes_and_no_time(method):
     """What it steps on is merged already; and a run that learns nothing is timed without it."""
-    plain, stepped = (simulated(*LOCAL, f"outer={o}", "runtime.gradients=false") for o in ("average", method))
+    plain, stepped = (
+        simulated(*LOCAL, f"outer={o}", "runtime.gradients=false") for o in ("average", method)
+    )
     assert plain.records == stepped.records
 
 
 @pytest.mark.limit(
-    "outer=nesterov", "outer=heavy_ball", "outer=slowmo", "outer=co2", "outer=delayed_nesterov", "outer=mla"
+    "outer=nesterov",
+    "outer=heavy_ball",
+    "outer=slowmo",
+    "outer=co2",
+    "outer=delayed_nesterov",
+    "outer=mla",
 )
 @pytest.mark.parametrize(
     ("method", "topology"),
@@ -90,7 +103,12 @@ def test_it_costs_no_bytes_and_no_time(method):
     ],
 )
 def test_at_its_limit_it_is_average_bit_for_bit(method, topology):
-    base = (*LOCAL, "optimizer.momentum=0.9", "optimizer.schedule=cosine", "optimizer.horizon_epochs=1")
+    base = (
+        *LOCAL,
+        "optimizer.momentum=0.9",
+        "optimizer.schedule=cosine",
+        "optimizer.horizon_epochs=1",
+    )
     plain = simulated(*base, f"topology={topology}")
     limit = simulated(*base, f"topology={topology}", f"outer={method}", *LIMITS[method])
     assert limit.sha256 == plain.sha256
@@ -117,7 +135,8 @@ def test_nonsense_is_refused(method, field, value):
         conf_option("outer", method, **{field: value})
 
 
-# --- each -------------------------------------------------------------------------------------------------------------
+# --- each
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("method", "nesterov"), [("nesterov", True), ("heavy_ball", False)])
@@ -129,7 +148,9 @@ def test_momentum_is_sgd_on_the_pseudo_gradient(method, nesterov):
     for update in steps:
         weight.grad = -update
         sgd.step()
-    torch.testing.assert_close(walk(conf_option("outer", method, lr=0.7, momentum=0.9), steps), weight.detach())
+    torch.testing.assert_close(
+        walk(conf_option("outer", method, lr=0.7, momentum=0.9), steps), weight.detach()
+    )
 
 
 def test_heavy_ball_is_the_inner_sgd_of_one_step():
@@ -139,7 +160,9 @@ def test_heavy_ball_is_the_inner_sgd_of_one_step():
     steps, moments, params = updates(6), sgd.init(D), torch.zeros(D)
     for update in steps:
         moments, params = sgd.step(moments, params, -update, 0.7)
-    assert torch.equal(walk(conf_option("outer", "heavy_ball", lr=0.7, momentum=0.9), steps), params)
+    assert torch.equal(
+        walk(conf_option("outer", "heavy_ball", lr=0.7, momentum=0.9), steps), params
+    )
 
 
 @pytest.mark.limit("outer=slowmo", "outer=heavy_ball")
@@ -152,7 +175,9 @@ def test_slowmo_at_a_constant_rate_is_heavy_ball_bit_for_bit():
 
 
 def test_slowmo_is_the_published_recursion():
-    """u ← β·u + (x₀ − x_τ)/γ, x ← x₀ − α·γ·u, with a rate that falls; to zero in the end, and it stays finite."""
+    """u ← β·u + (x₀ − x_τ)/γ, x ← x₀ − α·γ·u, with a rate that falls; to zero in the end, and it
+    stays finite.
+    """
     rates, alpha, beta = [0.1, 0.08, 0.02, 0.005], 0.9, 0.7
     steps, u, x = updates(4), torch.zeros(D), torch.zeros(D)
     for update, rate in zip(steps, rates, strict=True):
@@ -169,7 +194,10 @@ def test_adam_has_its_closed_form():
     lr, b1, b2, tau, delta, w = 0.05, 0.9, 0.99, 0.001, -0.02, 0.0
     for t in range(1, 11):
         w += lr * (1 - b1**t) * delta / (math.sqrt(b2**t * tau**2 + (1 - b2**t) * delta**2) + tau)
-    moved = walk(conf_option("outer", "adam", lr=lr, beta1=b1, beta2=b2, tau=tau), [torch.full((D,), delta)] * 10)
+    moved = walk(
+        conf_option("outer", "adam", lr=lr, beta1=b1, beta2=b2, tau=tau),
+        [torch.full((D,), delta)] * 10,
+    )
     torch.testing.assert_close(moved, torch.full((D,), w))
 
 
@@ -202,7 +230,9 @@ def test_yogi_is_the_published_recursion_and_begins_as_adam():
 
 
 def test_mla_is_the_published_recursion():
-    """θ ← θ + d − lr·g with g made at θ + d, d = −lr·γ·m, m ← γ·m + (1 − γ)·g; what is handed out is θ + d."""
+    """θ ← θ + d − lr·g with g made at θ + d, d = −lr·γ·m, m ← γ·m + (1 − γ)·g; what is handed out
+    is θ + d.
+    """
     lr, gamma, steps = 0.7, 0.9, updates(7)
     theta = m = torch.zeros(D)
     for update in steps:
@@ -215,23 +245,35 @@ def test_mla_is_the_published_recursion():
 @pytest.mark.limit("outer=heloco")
 def test_heloco_that_keeps_everything_is_mla():
     steps = updates(6)
-    keeps = conf_option("outer", "heloco", align_threshold=-1.0).for_layers((("a", (10, 60)), ("b", (400,))))
+    keeps = conf_option("outer", "heloco", align_threshold=-1.0).for_layers(
+        (("a", (10, 60)), ("b", (400,)))
+    )
     assert torch.equal(walk(keeps, steps), walk(conf_option("outer", "mla"), steps))
 
 
 def test_heloco_shortens_what_goes_back_and_turns_what_hardly_goes_along():
-    """By layer, against a momentum along (1, 0): (−1, 1) loses of its first element, (0, 2) turns and is as long."""
-    heloco = conf_option("outer", "heloco", lr=1.0, momentum=0.0, kappa=0.0, rotate_gain=0.5, shrink_gain=1.0)
+    """By layer, against a momentum along (1, 0): (−1, 1) loses of its first element, (0, 2) turns
+    and is as long.
+    """
+    heloco = conf_option(
+        "outer", "heloco", lr=1.0, momentum=0.0, kappa=0.0, rotate_gain=0.5, shrink_gain=1.0
+    )
     momentum = (torch.tensor([1.0, 0.0, 3.0, 0.0, 0.0, 1.0]),)
     update = torch.tensor([-1.0, 1.0, 0.0, 2.0, 0.25, 3.0])
-    _, moved = heloco.for_layers([(name, (2,)) for name in "abc"]).step(momentum, torch.zeros(6), update, LR)
+    _, moved = heloco.for_layers([(name, (2,)) for name in "abc"]).step(
+        momentum, torch.zeros(6), update, LR
+    )
     back, turned, kept = moved.split(2)
     torch.testing.assert_close(back, torch.tensor([-1 + math.sqrt(0.5), 1.0]))
     torch.testing.assert_close(turned, torch.tensor([math.sqrt(2.0)] * 2))
     assert kept.tolist() == [0.25, 3.0]
     cautious = conf_option("outer", "heloco", lr=1.0, momentum=0.0, kappa=0.5, shrink_gain=1.0)
-    _, less = cautious.step((torch.tensor([2.0, 0.0]),), torch.zeros(2), update[:2], LR)  # (−1, 1): √2/(√2 + 1)
-    torch.testing.assert_close(less[0], torch.tensor(-1 + math.sqrt(0.5) * math.sqrt(2) / (math.sqrt(2) + 1)))
+    _, less = cautious.step(
+        (torch.tensor([2.0, 0.0]),), torch.zeros(2), update[:2], LR
+    )  # (−1, 1): √2/(√2 + 1)
+    torch.testing.assert_close(
+        less[0], torch.tensor(-1 + math.sqrt(0.5) * math.sqrt(2) / (math.sqrt(2) + 1))
+    )
     _, most = conf_option("outer", "heloco", lr=1.0, momentum=0.0, kappa=0.0, shrink_gain=9.0, max_shrink=0.25).step(
         (torch.tensor([2.0, 0.0]),), torch.zeros(2), update[:2], LR)  # fmt: skip
     assert most.tolist() == pytest.approx([-0.75, 1.0])
@@ -239,22 +281,36 @@ def test_heloco_shortens_what_goes_back_and_turns_what_hardly_goes_along():
     assert torch.equal(still, update)
 
 
-# --- plans and stages -------------------------------------------------------------------------------------------------
+# --- plans and stages
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_without_one_means_average():
     plan = planned(*LOCAL)
     data = json.loads(plan.to_json())
-    assert [stage.pop("outer") for stage in data["stages"]] == [{"_target_": "ashl.outer.average.Average"}]
+    assert [stage.pop("outer") for stage in data["stages"]] == [
+        {"_target_": "ashl.outer.average.Average"}
+    ]
     assert Plan.from_json(json.dumps(data)) == plan
     assert isinstance(assemble(Plan.from_json(json.dumps(data)), "cpu").stages[0].outer, Average)
 
 
 def test_moments_go_over_a_border_as_the_schedule_says():
-    base = ("schedule=post_local", "schedule.switch_epochs=0.2", "schedule.local_steps=2", "outer=nesterov", *LOCAL[2:])
-    kept, reset = (simulated(*base, "optimizer.momentum=0", f"schedule.momentum={how}") for how in ("keep", "reset"))
+    base = (
+        "schedule=post_local",
+        "schedule.switch_epochs=0.2",
+        "schedule.local_steps=2",
+        "outer=nesterov",
+        *LOCAL[2:],
+    )
+    kept, reset = (
+        simulated(*base, "optimizer.momentum=0", f"schedule.momentum={how}")
+        for how in ("keep", "reset")
+    )
     assert len(kept.of("stage")) == 2
-    assert kept.sha256 != reset.sha256  # without inner momentum, the outer one is all that is handed over
+    assert (
+        kept.sha256 != reset.sha256
+    )  # without inner momentum, the outer one is all that is handed over
 
 
 def test_moments_of_another_method_are_not_taken_over(monkeypatch):
@@ -265,7 +321,12 @@ def test_moments_of_another_method_are_not_taken_over(monkeypatch):
         return choices.stage("first", sync=sync, outer=slow, local_steps=2, until=until)
 
     monkeypatch.setattr("ashl.schedule.post_local.bsp_stage", first)
-    base = ("schedule=post_local", "schedule.switch_epochs=0.2", "schedule.local_steps=2", *LOCAL[2:])
+    base = (
+        "schedule=post_local",
+        "schedule.switch_epochs=0.2",
+        "schedule.local_steps=2",
+        *LOCAL[2:],
+    )
     for topology in ("parameter_server", "all_reduce"):
         ran = simulated(*base, "outer=nesterov", f"topology={topology}")
         assert [stage["name"] for stage in ran.of("stage")] == ["first", "local_sgd"]

@@ -52,7 +52,9 @@ def every_plan(groups: int) -> list[tuple[int, ...]]:
 
 
 def test_the_chain_of_the_literature() -> None:
-    """f = 1.5, .5, 1, 2, b = 3, 1, 2, 4, c = 5, 1, 1, 6: 28 without overlap, 22 with a message for each."""
+    """f = 1.5, .5, 1, 2, b = 3, 1, 2, 4, c = 5, 1, 1, 6: 28 without overlap, 22 with a message for
+    each.
+    """
     four = StepTimeline((9, 11, 12, 15), (6, 1, 1, 5), lambda size: size)
     assert four.end_ns((4,)) == 28
     assert (
@@ -65,7 +67,10 @@ def test_the_chain_of_the_literature() -> None:
 
 def test_where_merging_greedily_is_not_best() -> None:
     three = StepTimeline((1, 10, 19), (8, 1, 1), lambda size: 10 + size)
-    assert [three.end_ns(plan) for plan in ((1, 1, 1), (3,), plan_greedily(three), plan_optimally(three))] == [
+    assert [
+        three.end_ns(plan)
+        for plan in ((1, 1, 1), (3,), plan_greedily(three), plan_optimally(three))
+    ] == [
         41,
         39,
         39,
@@ -86,9 +91,15 @@ def test_optimal_is_the_best_of_all_plans_and_greedy_between(forward, drawn, lat
 
 @pytest.mark.limit("overlap=merged", "overlap=wfbp")
 @given(costs, layers)
-def test_without_latency_merging_gains_nothing_and_with_much_of_it_one_message_is_best(forward, drawn) -> None:
+def test_without_latency_merging_gains_nothing_and_with_much_of_it_one_message_is_best(
+    forward, drawn
+) -> None:
     free, dear = chain(forward, drawn, 0), chain(forward, drawn, 10_000)
-    assert free.end_ns(plan_optimally(free)) == free.end_ns(plan_greedily(free)) == free.end_ns((1,) * len(drawn))
+    assert (
+        free.end_ns(plan_optimally(free))
+        == free.end_ns(plan_greedily(free))
+        == free.end_ns((1,) * len(drawn))
+    )
     assert plan_optimally(dear) == plan_greedily(dear) == (len(drawn),)
 
 
@@ -96,7 +107,9 @@ slowing = st.tuples(st.floats(0, 0.95), st.floats(1, 3))
 
 
 @given(costs, layers, costs, slowing)
-def test_optimal_is_the_best_of_all_plans_where_sums_slow_computing_down(forward, drawn, latency, slower) -> None:
+def test_optimal_is_the_best_of_all_plans_where_sums_slow_computing_down(
+    forward, drawn, latency, slower
+) -> None:
     """And so no worse than one message, which nothing disturbs."""
     plain = chain(forward, drawn, latency)
     slow = replace(plain, lost=slower[0], slowed=slower[1])
@@ -106,10 +119,14 @@ def test_optimal_is_the_best_of_all_plans_where_sums_slow_computing_down(forward
 
 @pytest.mark.parametrize("slower", [(0.0, 1.0), (0.3, 1.2)])
 def test_many_groups_are_planned_at_once(slower) -> None:
-    """Of the plans of the first groups few are worth going on with, however many end at moments of their own."""
+    """Of the plans of the first groups few are worth going on with, however many end at moments of
+    their own.
+    """
     sizes = [1000 * (1 + 37 * k % 101) for k in range(48)]
     ready = tuple(accumulate(100_000 + 1009 * (k * k % 97) for k in range(48)))
-    many = Counted(ready, tuple(sizes), lambda size: 20_000 + 2 * size, lost=slower[0], slowed=slower[1])
+    many = Counted(
+        ready, tuple(sizes), lambda size: 20_000 + 2 * size, lost=slower[0], slowed=slower[1]
+    )
     Counted.weighed.clear()
     assert len(plan_optimally(many)) > 1
     assert len(Counted.weighed) <= 16 * len(sizes) ** 2 / 2
@@ -121,8 +138,13 @@ def test_the_more_sums_and_computing_slow_each_other_down_the_longer_a_step(
 ) -> None:
     """By no more than computing loses beside all of the sums, and they beside all of it."""
     messages = data.draw(st.sampled_from(every_plan(len(drawn))))
-    plain = chain(1000 * forward, [(1000 * backward, 1000 * size) for backward, size in drawn], 1000 * latency)
-    least, most = (replace(plain, lost=pick(some[0], more[0]), slowed=pick(some[1], more[1])) for pick in (min, max))
+    plain = chain(
+        1000 * forward, [(1000 * backward, 1000 * size) for backward, size in drawn], 1000 * latency
+    )
+    least, most = (
+        replace(plain, lost=pick(some[0], more[0]), slowed=pick(some[1], more[1]))
+        for pick in (min, max)
+    )
     assert plain.end_ns(messages) <= least.end_ns(messages) <= most.end_ns(messages)
     serial = plain.ready_ns[-1] + sum(plain.cost_ns(size) for size in grouped(plain, messages))
     assert most.end_ns(messages) <= serial * (1 + most.lost * most.slowed)
@@ -134,8 +156,10 @@ def grouped(of: StepTimeline, messages: tuple[int, ...]) -> list[int]:
 
 
 def test_a_chain_whose_sums_take_half_of_the_core() -> None:
-    """Backward alone ends at 100, and sums of one group take 40 each: the first begins at 20 and ends at 60, by when
-    backward has come to 40 instead of 60. The second is ready at 70, and by its end, at 110, backward is at 70."""
+    """Backward alone ends at 100, and sums of one group take 40 each: the first begins at 20 and
+    ends at 60, by when backward has come to 40 instead of 60. The second is ready at 70, and by its
+    end, at 110, backward is at 70.
+    """
     slow = StepTimeline((20, 50, 100), (10, 10, 10), lambda size: 30 + size, lost=0.5)
     assert [slow.end_ns(plan) for plan in ((1, 1, 1), (3,), (2, 1), (1, 2))] == [180, 160, 165, 170]
     assert plan_optimally(slow) == (3,)
@@ -175,7 +199,9 @@ def test_a_gradient_in_parts_is_the_gradient(model) -> None:
     """Bit for bit; the last layers come first, and what takes no part in the loss comes, too."""
     from ashl.planning.instantiate import assemble
 
-    plan = planned("sync=bsp", "topology=all_reduce", f"model={model}", "dataset=synthetic", "overlap=wfbp")
+    plan = planned(
+        "sync=bsp", "topology=all_reduce", f"model={model}", "dataset=synthetic", "overlap=wfbp"
+    )
     trainer, messages = (stage := assemble(plan, "cpu").stages[0]).trainer, stage.parts
     params, _ = trainer.init()
     came = {}
@@ -189,7 +215,9 @@ def test_a_gradient_in_parts_is_the_gradient(model) -> None:
 
 @given(costs, layers, costs, st.integers(1, 10))
 def test_an_adaptive_message_keeps_the_most_that_is_hidden(forward, drawn, latency, most) -> None:
-    """A step takes as long as with the least share in all; one element more of any message and it would be seen."""
+    """A step takes as long as with the least share in all; one element more of any message and it
+    would be seen.
+    """
     plain = chain(forward, [(backward, 40 * size) for backward, size in drawn], latency)
     elements = [size // 4 for size in plain.nbytes]
 
@@ -212,11 +240,14 @@ def test_an_adaptive_message_keeps_the_most_that_is_hidden(forward, drawn, laten
 
 @given(costs, layers, costs, costs)
 def test_greedy_is_the_rule_of_omgs(forward, drawn, latency, select) -> None:
-    """Merge l into l − 1 iff b(l − 1) + t_sel(s_l + s_(l−1)) − t_sel(s_l) − t_sel(s_(l−1)) − (τ_l − done_l) is less
-    than t_c(l) + t_c(l − 1) − t_c(both), with selection in line with backward."""
+    """Merge l into l − 1 iff b(l − 1) + t_sel(s_l + s_(l−1)) − t_sel(s_l) − t_sel(s_(l−1)) − (τ_l −
+    done_l) is less than t_c(l) + t_c(l − 1) − t_c(both), with selection in line with backward.
+    """
     totals = accumulate(backward + select * size for backward, size in drawn)
     sizes = tuple(size for _, size in drawn)
-    own = StepTimeline(tuple(forward + total for total in totals), sizes, lambda size: latency + size)
+    own = StepTimeline(
+        tuple(forward + total for total in totals), sizes, lambda size: latency + size
+    )
     plan, free, held = [], 0, [0]
     for group in range(1, len(sizes)):
         done, size = own.ready_ns[group - 1], sum(sizes[place] for place in held)
@@ -240,7 +271,9 @@ def split(of: StepTimeline, costs: tuple[int, int, int]) -> StepTimeline:
 
 
 @given(costs, layers, costs, slowing, in_parts)
-def test_optimal_is_the_best_of_all_plans_where_parts_cost_something(forward, drawn, latency, slower, more) -> None:
+def test_optimal_is_the_best_of_all_plans_where_parts_cost_something(
+    forward, drawn, latency, slower, more
+) -> None:
     """And one message costs none of it."""
     plain = replace(chain(forward, drawn, latency), lost=slower[0], slowed=slower[1])
     dear, n = split(plain, more), len(drawn)

@@ -13,7 +13,14 @@ from ashl.compression.rotated import rotate
 from ashl.compression.terngrad import SharedScale, sum_width
 from ashl.compression.wire.bits import apply_signs, pack, pack_signs, packed_bytes, unpack
 from ashl.compression.wire.ternary_packing import pack_ternary, unpack_ternary
-from ashl.compression.wire.value_code import WIDTHS, ValueCode, read_values, value_bound, value_bytes, write_values
+from ashl.compression.wire.value_code import (
+    WIDTHS,
+    ValueCode,
+    read_values,
+    value_bound,
+    value_bytes,
+    write_values,
+)
 from ashl.compression.wrappers.compose import codec_for_layers, convert_sender, wrap_codec
 from ashl.compression.wrappers.layers import Layerwise
 from ashl.compression.wrappers.running_mean import RunningMean
@@ -33,7 +40,9 @@ def option(name: str, /, **fields: Any) -> Any:
 
 
 def draw(codec: Any, x: Tensor, k: int = 0, worker: int = 0) -> Tensor:
-    return decoded(codec, codec.encode(None, x, EncodeContext(seed=7, round=k, worker=worker))[1], x.numel())
+    return decoded(
+        codec, codec.encode(None, x, EncodeContext(seed=7, round=k, worker=worker))[1], x.numel()
+    )
 
 
 def lost(codec: Any, x: Tensor, draws: int) -> tuple[float, float]:
@@ -42,7 +51,8 @@ def lost(codec: Any, x: Tensor, draws: int) -> tuple[float, float]:
     return float(np.mean(shares)), float(np.std(shares)) / draws**0.5
 
 
-# --- numbers of a few bits --------------------------------------------------------------------------------------------
+# --- numbers of a few bits
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", range(1, 33))
@@ -52,7 +62,9 @@ def test_numbers_come_back_from_a_little_endian_stream(width: int) -> None:
         numbers = rng.integers(0, 2**width, count, np.uint32)
         stream = pack(numbers, width)
         assert (stream.dtype, stream.size) == (np.uint8, packed_bytes(count, width))
-        assert int.from_bytes(stream.tobytes(), "little") == sum(int(n) << i * width for i, n in enumerate(numbers))
+        assert int.from_bytes(stream.tobytes(), "little") == sum(
+            int(n) << i * width for i, n in enumerate(numbers)
+        )
         assert np.array_equal(unpack(stream, width, count), numbers)
         above = np.uint32(2**32 - 2**width) if width < 32 else np.uint32(0)
         assert np.array_equal(pack(numbers | above, width), stream)
@@ -62,7 +74,9 @@ def test_signs_and_trits_come_back() -> None:
     rng = np.random.default_rng(0)
     for count in (*SIZES, 70_001):
         x = rng.standard_normal(count, np.float32)
-        assert np.array_equal(apply_signs(pack_signs(x), count, np.array([2.5])), np.copysign(np.float32(2.5), x))
+        assert np.array_equal(
+            apply_signs(pack_signs(x), count, np.array([2.5])), np.copysign(np.float32(2.5), x)
+        )
         digits = rng.integers(0, 3, count, np.uint8)
         assert np.array_equal(unpack_ternary(pack_ternary(digits), count), digits)
     assert pack_signs(np.array([0.0, -0.0, np.nan, -np.inf], np.float32)).tolist() == [0b1010]
@@ -70,12 +84,14 @@ def test_signs_and_trits_come_back() -> None:
         unpack_ternary(np.array([243], np.uint8), 5)
 
 
-# --- the bounds of the papers -----------------------------------------------------------------------------------------
+# --- the bounds of the papers
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", ["l2", "max"])
 @pytest.mark.parametrize(
-    ("d", "bucket", "levels"), [(1000, 1000, 1), (1000, 64, 4), (10_000, 10_000, 100), (4096, 512, 16)]
+    ("d", "bucket", "levels"),
+    [(1000, 1000, 1), (1000, 64, 4), (10_000, 10_000, 100), (4096, 512, 16)],
 )
 def test_variance_of_qsgd(norm: str, d: int, bucket: int, levels: int) -> None:
     """ω = min(b/s², √b/s), and for s levels E[non-zeros] ≤ s(s + √b) in a bucket."""
@@ -88,7 +104,9 @@ def test_variance_of_qsgd(norm: str, d: int, bucket: int, levels: int) -> None:
             found = np.mean([int(draw(codec, x, k).count_nonzero()) for k in range(20)])
             assert found <= d / bucket * levels * (levels + bucket**0.5)
     b, s = bucket, levels
-    expected = min(b / s**2, b**0.5 / s) if norm == "l2" else min(b / (4 * s * s), (1 + b**0.5) / (2 * s))
+    expected = (
+        min(b / s**2, b**0.5 / s) if norm == "l2" else min(b / (4 * s * s), (1 + b**0.5) / (2 * s))
+    )
     assert codec.bound(None, d) == pytest.approx(expected)
     assert codec.traits.contraction == (expected < 1)
 
@@ -121,7 +139,11 @@ def test_rotation_spreads_one_large_element(levels: int, gain: int) -> None:
     x[17] = 1.0
     plain, _ = lost(option("uniform", levels=levels), x, 20)
     turned, _ = lost(option("rotated", levels=levels), x, 20)
-    assert turned <= option("rotated", levels=levels).bound(None, 1024) == (2 * math.log(1024) + 2) / (levels - 1) ** 2
+    assert (
+        turned
+        <= option("rotated", levels=levels).bound(None, 1024)
+        == (2 * math.log(1024) + 2) / (levels - 1) ** 2
+    )
     assert turned * gain < plain
 
 
@@ -149,7 +171,9 @@ def test_the_mean_of_workers_has_an_nth_of_the_error(name: str) -> None:
 
 
 def test_clipping_makes_ternaries_biased() -> None:
-    """The slope of E C(x) in x: 1, and P(|x| < 2.5 σ) = 0.988 for a normal vector that is cut there."""
+    """The slope of E C(x) in x: 1, and P(|x| < 2.5 σ) = 0.988 for a normal vector that is cut
+    there.
+    """
     x = vector("normal", 400_000)
     for sigmas, slope in ((None, 1.0), (2.5, 0.9876)):
         codec = option("terngrad", clip_sigmas=sigmas)
@@ -160,7 +184,8 @@ def test_clipping_makes_ternaries_biased() -> None:
     assert not option("terngrad", clip_sigmas=2.5).traits.unbiased
 
 
-# --- one bit ----------------------------------------------------------------------------------------------------------
+# --- one bit
+# --------------------------------------------------------------------------------------------------
 
 
 def test_either_side_decodes_to_its_mean() -> None:
@@ -178,7 +203,9 @@ def test_one_bit_by_parts(per: str) -> None:
     codec = option("one_bit", per=per).for_layout(LAYOUT)
     x = vector("normal", 23, 4)
     got = draw(codec, x)
-    parts = {"layer": [range(12)], "row": [range(4)], "column": [range(0, 12, 4), range(1, 12, 4)]}[per]
+    parts = {"layer": [range(12)], "row": [range(4)], "column": [range(0, 12, 4), range(1, 12, 4)]}[
+        per
+    ]
     for part in [*map(list, parts), [12, 13, 14]]:
         for side in (True, False):
             here = [i for i in part if (x[i] < 0) == side]
@@ -197,7 +224,12 @@ def test_signs_with_a_scale_and_without() -> None:
     assert draw(option("sign"), x).tolist() == [1, -1, 1, -1]
     assert draw(option("sign", scale="none"), 7 * x).tolist() == [1, -1, 1, -1]
     plain, scaled = option("sign", scale="none").traits, option("sign").traits
-    assert (plain.contraction, plain.scale_free, scaled.contraction, scaled.scale_free) == (False, True, True, False)
+    assert (plain.contraction, plain.scale_free, scaled.contraction, scaled.scale_free) == (
+        False,
+        True,
+        True,
+        False,
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 6, 10])
@@ -210,7 +242,9 @@ def test_a_majority_decides(n: int) -> None:
     assert torch.equal(codec.reduce(None, bodies, [1 / n] * n, 500)[1], votes.sign())
     weights = [1.0] + [0.1 / n] * (n - 1)
     assert torch.equal(codec.reduce(None, bodies, weights, 500)[1], xs[0].sign())
-    assert CompressionPipeline(codec, 500).reduce(CodecState(), [SizeOnly(83)] * n, weights) == SizeOnly(2000)
+    assert CompressionPipeline(codec, 500).reduce(
+        CodecState(), [SizeOnly(83)] * n, weights
+    ) == SizeOnly(2000)
     assert codec.for_pulls().traits.contraction
 
 
@@ -225,7 +259,9 @@ def test_signum_sends_the_signs_of_a_running_mean() -> None:
         assert torch.allclose(sender.mean, mean, atol=1e-6)
         assert torch.equal(decoded(codec, body, 100), sender.mean.sign())
         assert codec.restore_dropped(sender, body) == sender
-    assert CompressionPipeline(codec, 100).encode(CodecState(), SizeOnly(400), EncodeContext()) == SizeOnly(20 + 13)
+    assert CompressionPipeline(codec, 100).encode(
+        CodecState(), SizeOnly(400), EncodeContext()
+    ) == SizeOnly(20 + 13)
 
 
 def test_a_residual_goes_on_behind_a_running_mean() -> None:
@@ -248,17 +284,25 @@ def test_a_residual_goes_on_behind_a_running_mean() -> None:
 )
 def test_signs_that_make_no_sense(fields: dict[str, Any], momentum: float, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        check_signs("compression=sign", option("sign", **fields), conf_option("optimizer", "sgd", momentum=momentum))
+        check_signs(
+            "compression=sign",
+            option("sign", **fields),
+            conf_option("optimizer", "sgd", momentum=momentum),
+        )
     check_signs("compression=sign", option("sign"), conf_option("optimizer", "sgd", momentum=0.9))
 
 
-# --- sums of bodies ---------------------------------------------------------------------------------------------------
+# --- sums of bodies
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_sums_of_casts_decode_to_the_sum(dtype: str) -> None:
     codec = option("cast", dtype=dtype)
-    xs = [torch.from_numpy(np.random.default_rng(k).integers(-40, 40, 999).astype(np.float32)) for k in range(3)]
+    xs = [
+        torch.from_numpy(np.random.default_rng(k).integers(-40, 40, 999).astype(np.float32))
+        for k in range(3)
+    ]
     bodies = [codec.encode(None, x)[1] for x in xs]
     terms = [codec.summand(body) for body in bodies]
     assert {term.element_size() for term in terms} == {2}
@@ -269,14 +313,22 @@ def test_sums_of_casts_decode_to_the_sum(dtype: str) -> None:
 
 def test_the_range_of_a_cast() -> None:
     x = torch.tensor([65504.0, 65520.0, -1e30, 1e-8, 2.0**-24])
-    assert draw(option("cast", dtype="fp16"), x).tolist() == [65504, math.inf, -math.inf, 0, 2.0**-24]
+    assert draw(option("cast", dtype="fp16"), x).tolist() == [
+        65504,
+        math.inf,
+        -math.inf,
+        0,
+        2.0**-24,
+    ]
     assert draw(option("cast"), x).isfinite().all()
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 40])
 @pytest.mark.parametrize("layers", [True, False])
 def test_ternaries_of_a_shared_scale_add_up(n: int, layers: bool) -> None:
-    """The sum of the words is that of the ternaries, each layer with the largest scale of all workers."""
+    """The sum of the words is that of the ternaries, each layer with the largest scale of all
+    workers.
+    """
     codec = codec_for_layers(option("terngrad", shared_scale=True, per_layer=layers), LAYOUT)
     assert isinstance(codec, SharedScale)
     xs = [vector("normal", 23, seed) for seed in range(n)]
@@ -297,10 +349,13 @@ def test_ternaries_of_a_shared_scale_add_up(n: int, layers: bool) -> None:
 
 def test_layers_of_ternaries_without_a_shared_scale() -> None:
     assert isinstance(codec_for_layers(option("terngrad"), LAYOUT), Layerwise)
-    assert codec_for_layers(option("terngrad", per_layer=False), LAYOUT) == option("terngrad", per_layer=False)
+    assert codec_for_layers(option("terngrad", per_layer=False), LAYOUT) == option(
+        "terngrad", per_layer=False
+    )
 
 
-# --- value codes ------------------------------------------------------------------------------------------------------
+# --- value codes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", [*WIDTHS, "natural", "ternary"])
@@ -314,5 +369,7 @@ def test_values_in_few_bits(code: ValueCode) -> None:
             got = read_values(code, values.view(np.uint8), scales.view(np.uint8), k)
             assert (got.dtype, got.shape) == (np.float32, (k,))
             wide = x.astype(np.float64)
-            stated = 1.0 if code == "natural" else value_bound(code, k)  # its bound is one of the mean
+            stated = (
+                1.0 if code == "natural" else value_bound(code, k)
+            )  # its bound is one of the mean
             assert ((got - wide) ** 2).sum() <= stated * (wide**2).sum() * (1 + 1e-5)

@@ -1,4 +1,6 @@
-"""Codecs that sum on their way: low rank, gTop-k and sketches, each by its own laws and among workers."""
+"""Codecs that sum on their way: low rank, gTop-k and sketches, each by its own laws and among
+workers.
+"""
 
 import math
 from contextlib import suppress
@@ -32,26 +34,38 @@ def low_rank(rank: int = 2) -> LowRank:
     return codec("power_sgd", rank=rank).for_layout(LAYOUT)
 
 
-# --- PowerSGD on a link -----------------------------------------------------------------------------------------------
+# --- PowerSGD on a link
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_body_of_low_rank() -> None:
-    """Bytes as declared; each matrix of rank 2 is a projection, each layer that would be no shorter is as it was."""
+    """Bytes as declared; each matrix of rank 2 is a projection, each layer that would be no shorter
+    is as it was.
+    """
     own, x = low_rank(), vector("normal", D)
     before = bits(x)
     sender, body = own.encode(None, x)
     got = decoded(own, body, D)
-    assert body.nbytes == own.encoded_nbytes(None, D) == HEADER.size + 4 * (2 * (12 + 10) + 12 + 2 * (6 + 12) + 10)
+    assert (
+        body.nbytes
+        == own.encoded_nbytes(None, D)
+        == HEADER.size + 4 * (2 * (12 + 10) + 12 + 2 * (6 + 12) + 10)
+    )
     assert bits(own.encode(None, x)[1]) == bits(body)
     assert bits(x) == before
     for layer, a, b in zip(
-        LAYOUT, x.split([each.size for each in LAYOUT]), got.split([12 * 10, 12, 72, 10]), strict=True
+        LAYOUT,
+        x.split([each.size for each in LAYOUT]),
+        got.split([12 * 10, 12, 72, 10]),
+        strict=True,
     ):
         if layer.shape in ((12,), (5, 2)):
             assert torch.equal(a, b)
         else:
             assert torch.linalg.matrix_rank(b.view(layer.shape[0], -1), rtol=1e-5) == 2
-            assert abs(float(((a - b) * b).sum())) < 1e-4 * length(a)  # what is left out stands at a right angle
+            assert abs(float(((a - b) * b).sum())) < 1e-4 * length(
+                a
+            )  # what is left out stands at a right angle
     out = torch.ones(D)
     own.add(out, body, 2.0)
     assert torch.allclose(out, 1 + 2 * got, rtol=1e-6)
@@ -146,14 +160,19 @@ def test_columns_become_orthonormal() -> None:
     assert torch.allclose(q.T @ q, expected, atol=1e-6)
 
 
-# --- among workers ----------------------------------------------------------------------------------------------------
+# --- among workers
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", REDUCERS)
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_all_end_with_the_same(name: str, n: int) -> None:
-    """... update to the bit, and sums of the riders; timed alone, a run moves the same bytes at the same times."""
-    option = codec(name, **({"recovered_fraction": 0.1} if "sketch" in name or "fetch" in name else {}))
+    """... update to the bit, and sums of the riders; timed alone, a run moves the same bytes at the
+    same times.
+    """
+    option = codec(
+        name, **({"recovered_fraction": 0.1} if "sketch" in name or "fetch" in name else {})
+    )
     weights = [(1 + rank) / (n * (n + 1) / 2) for rank in range(n)]
     rounds, seen = together(option, drawn(D, n, 3), weights, SHAPES)
     for row in rounds:
@@ -162,7 +181,9 @@ def test_all_end_with_the_same(name: str, n: int) -> None:
         assert row[0].loss == pytest.approx(n * (n + 1) / 2)
         assert row[0].signal == 5
     size_only, run_state = together(option, [[SizeOnly(4 * D)] * n] * 3, weights, SHAPES)
-    assert all(one.update == SizeOnly(4 * D) and one.signal == 5 for row in size_only for one in row)
+    assert all(
+        one.update == SizeOnly(4 * D) and one.signal == 5 for row in size_only for one in row
+    )
     assert run_state.records == seen.records
 
 
@@ -170,16 +191,24 @@ def test_all_end_with_the_same(name: str, n: int) -> None:
 @pytest.mark.parametrize("name", ["power_sgd", "gtopk", "sketch_sgd"])
 def test_nothing_is_lost_on_the_way(name: str, feedback: bool) -> None:
     """Σ c·(x + e) before = update + Σ c·e after, exactly where elements are kept as they are."""
-    fields: dict[str, Any] = {"gtopk": {"ratio": 0.05}, "sketch_sgd": {"recovered_fraction": 0.05}}.get(name, {})
+    fields: dict[str, Any] = {
+        "gtopk": {"ratio": 0.05},
+        "sketch_sgd": {"recovered_fraction": 0.05},
+    }.get(name, {})
     n, weights = 7, [0.25] * 7
     rounds, _ = together(
-        codec(name, error_feedback=feedback, **fields), [whole(D, n, t) for t in range(4)], weights, SHAPES
+        codec(name, error_feedback=feedback, **fields),
+        [whole(D, n, t) for t in range(4)],
+        weights,
+        SHAPES,
     )
     for row in rounds:
         if not feedback:
             assert all(one.sender is None or name == "power_sgd" for one in row)
             continue
-        before, after = (weighted([getattr(one, key) for one in row], weights) for key in ("x_sent", "error"))
+        before, after = (
+            weighted([getattr(one, key) for one in row], weights) for key in ("x_sent", "error")
+        )
         if name == "power_sgd":
             assert torch.allclose(before, row[0].update + after, atol=1e-3)
         else:
@@ -191,7 +220,9 @@ def test_low_rank_is_the_projection_of_the_sum() -> None:
     n, weights, shape = 3, [0.5, 0.25, 0.25], (20, 15)
     rounds, _ = together(codec("power_sgd", rank=2), drawn(300, n, 2), weights, [shape])
     for row in rounds:
-        total, update = (v.view(shape) for v in (weighted([one.x_sent for one in row], weights), row[0].update))
+        total, update = (
+            v.view(shape) for v in (weighted([one.x_sent for one in row], weights), row[0].update)
+        )
         basis = torch.linalg.svd(update)[0][:, :2]
         assert torch.allclose(update, basis @ basis.T @ total, atol=1e-5)
         for one in row:  # each keeps what of its own lies outside of the common basis
@@ -201,7 +232,9 @@ def test_low_rank_is_the_projection_of_the_sum() -> None:
 def test_low_rank_without_compression_is_the_sum() -> None:
     weights = [0.5, 0.3, 0.2]
     rounds, _ = together(codec("power_sgd", rank=12), drawn(D, 3, 2), weights, SHAPES)
-    assert all(torch.equal(row[0].update, weighted([one.x_sent for one in row], weights)) for row in rounds)
+    assert all(
+        torch.equal(row[0].update, weighted([one.x_sent for one in row], weights)) for row in rounds
+    )
     assert not any(one.error.any() for row in rounds for one in row)
 
 
@@ -219,7 +252,8 @@ def test_published_residuals_of_low_rank_give_the_same_updates() -> None:
         errors = [p - update for p in inputs]
 
 
-# --- gTop-k -----------------------------------------------------------------------------------------------------------
+# --- gTop-k
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", range(1, 20))
@@ -245,14 +279,19 @@ def test_gtopk_of_one_worker_is_topk() -> None:
 @pytest.mark.limit("compression=gtopk")
 def test_gtopk_of_workers_that_agree_is_their_sum() -> None:
     n, weights = 6, [0.25] * 6
-    xs = [x * (torch.arange(400) % 10 == 3) + (torch.arange(400) % 10 == 3) * 100 for x in whole(400, n)]
+    xs = [
+        x * (torch.arange(400) % 10 == 3) + (torch.arange(400) % 10 == 3) * 100
+        for x in whole(400, n)
+    ]
     ((*row,),), _ = together(codec("gtopk", ratio=0.1), [xs], weights)
     assert torch.equal(row[0].update, weighted(xs, weights))
     assert not any(one.error.any() for one in row)
 
 
 def test_gtopk_follows_each_part_through_the_tree() -> None:
-    """Worker 3's element is dropped where it meets worker 2's, and comes through by worker 0: only 3 takes it back."""
+    """Worker 3's element is dropped where it meets worker 2's, and comes through by worker 0: only
+    3 takes it back.
+    """
     xs = [torch.zeros(4) for _ in range(4)]
     xs[0][1], xs[2][2], xs[3][1] = 9.0, 5.0, 4.0
     ((*row,),), _ = together(codec("gtopk", ratio=0.25, indices="bitmap"), [xs], [1.0] * 4)
@@ -284,10 +323,13 @@ def test_the_server_half_of_gtopk() -> None:
         kept = memory
     forgets = codec("gtopk", ratio=0.1, error_feedback=False)
     assert forgets.reduce(None, [forgets.encode(None, xs[0])[1]], [1.0], d)[0] is None
-    assert CompressionPipeline(option, d).reduce(CodecState(), [SizeOnly(9)], [1.0]) == SizeOnly(4 * d)
+    assert CompressionPipeline(option, d).reduce(CodecState(), [SizeOnly(9)], [1.0]) == SizeOnly(
+        4 * d
+    )
 
 
-# --- what makes no sense, and runs ------------------------------------------------------------------------------------
+# --- what makes no sense, and runs
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -313,7 +355,14 @@ def test_a_timed_run_moves_the_same_bytes(name: str, topology: str) -> None:
     own = ["optimizer.momentum=0"] if name == "fetch_sgd" else []
     if (name, topology) == ("sketch_sgd", "parameter_server"):
         own += ["compression.error_feedback=false"]
-    mode = [f"compression={name}", f"topology={topology}", "sync=bsp", "stop.steps=24", "model.hidden=[16]", *own]
+    mode = [
+        f"compression={name}",
+        f"topology={topology}",
+        "sync=bsp",
+        "stop.steps=24",
+        "model.hidden=[16]",
+        *own,
+    ]
     real, timed = simulated(*mode), simulated(*mode, "runtime.gradients=false")
     assert [r["bytes_up"] for r in real.of("ledger")] == [r["bytes_up"] for r in timed.of("ledger")]
     assert real.time_ns == timed.time_ns

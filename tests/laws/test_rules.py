@@ -1,5 +1,6 @@
-"""What a rule and a topology may say, and what a tally answers: contracts are checked when an option is made, nothing
-is ignored, and a question asked twice has one answer."""
+"""What a rule and a topology may say, and what a tally answers: contracts are checked when an
+option is made, nothing is ignored, and a question asked twice has one answer.
+"""
 
 import random
 import sys
@@ -38,7 +39,9 @@ def made(module: ModuleType, cls: type, where: str, **fields: Any) -> Any:
     return construct({"_target_": f"mine.{cls.__name__}", **fields}, where, ("mine",))
 
 
-@pytest.mark.parametrize(("group", "name", "file"), OPTIONS, ids=lambda value: str(value).rpartition("/")[2])
+@pytest.mark.parametrize(
+    ("group", "name", "file"), OPTIONS, ids=lambda value: str(value).rpartition("/")[2]
+)
 def test_every_shipped_option_says_what_is_asked_for(group: str, name: str, file: Any) -> None:
     cls = found(target(file), group, ())
     assert cls._group == group
@@ -47,11 +50,17 @@ def test_every_shipped_option_says_what_is_asked_for(group: str, name: str, file
 
 def test_a_misspelt_hook_is_refused_with_the_right_name(mine) -> None:
     class Steers(ServerRule):
-        def next_assignments(self, stage: Any, state: Any, progress: Progress, rank: int) -> Assignment:
+        def next_assignments(
+            self, stage: Any, state: Any, progress: Progress, rank: int
+        ) -> Assignment:
             return Assignment(local_steps=1)
 
     with pytest.raises(
-        UsageError, match=r"sync names 'mine\.Steers', whose 'next_assignments' nothing asks for; did you mean 'next_"
+        UsageError,
+        match=(
+            r"sync names 'mine\.Steers', whose 'next_assignments' nothing asks for; did you mean"
+            r" 'next_"
+        ),
     ):
         made(mine, option(Steers), "sync")
 
@@ -65,13 +74,17 @@ def test_nothing_that_a_rule_says_is_ignored(name: str, mine) -> None:
 
 def test_a_hook_that_is_misspelt_in_a_mixin_is_refused(mine) -> None:
     mixin = type("Mixin", (), {"next_assignments": lambda self: None})
-    with pytest.raises(UsageError, match="'next_assignments' nothing asks for; did you mean 'next_assignment'"):
+    with pytest.raises(
+        UsageError, match="'next_assignments' nothing asks for; did you mean 'next_assignment'"
+    ):
         made(mine, option(type("Mine", (mixin, ServerRule), {})), "sync")
 
 
 def test_a_method_is_no_value_and_a_field_no_method(mine) -> None:
     """`averages()` was true whatever it said."""
-    with pytest.raises(UsageError, match="'averages' is a method where a value is asked for; make it a property"):
+    with pytest.raises(
+        UsageError, match="'averages' is a method where a value is asked for; make it a property"
+    ):
         made(mine, option(type("Mine", (ServerRule,), {"averages": lambda self: False})), "sync")
 
     class Field(ServerRule):
@@ -81,9 +94,13 @@ def test_a_method_is_no_value_and_a_field_no_method(mine) -> None:
         made(mine, option(Field), "sync", quorum=2)
 
 
-@pytest.mark.parametrize("hook", [2, property(lambda self: 2), staticmethod(lambda: 2), classmethod(lambda cls: 2)])
+@pytest.mark.parametrize(
+    "hook", [2, property(lambda self: 2), staticmethod(lambda: 2), classmethod(lambda cls: 2)]
+)
 def test_what_cannot_be_asked_is_no_hook(hook: Any, mine) -> None:
-    with pytest.raises(UsageError, match=r"'quorum' cannot be asked; write it as quorum\(self, num_workers\)"):
+    with pytest.raises(
+        UsageError, match=r"'quorum' cannot be asked; write it as quorum\(self, num_workers\)"
+    ):
         made(mine, option(type("Mine", (ServerRule,), {"quorum": hook})), "sync")
 
 
@@ -124,7 +141,9 @@ def test_a_class_of_another_kind_is_refused(mine) -> None:
     class Mine:
         exchange: ClassVar[str] = "difference"
 
-    with pytest.raises(UsageError, match=r"which is no sync: it has to extend the rule that its topology asks"):
+    with pytest.raises(
+        UsageError, match=r"which is no sync: it has to extend the rule that its topology asks"
+    ):
         made(mine, option(Mine), "sync")
 
 
@@ -132,14 +151,18 @@ def test_a_topology_says_what_it_carries(mine) -> None:
     class Relay(Topology):
         policy_type: ClassVar[type[Rule]] = ServerRule
 
-    with pytest.raises(UsageError, match=r"topology names 'mine\.Relay', which does not say 'supports'"):
+    with pytest.raises(
+        UsageError, match=r"topology names 'mine\.Relay', which does not say 'supports'"
+    ):
         made(mine, option(Relay), "topology")
 
 
 def test_what_a_topology_does_not_carry_is_refused(monkeypatch) -> None:
     """It was compressed by nobody, and ended with exit code 0."""
     monkeypatch.setattr(AllReduce, "supports", frozenset())
-    with pytest.raises(UsageError, match="compression=topk is not supported with topology=all_reduce, which"):
+    with pytest.raises(
+        UsageError, match="compression=topk is not supported with topology=all_reduce, which"
+    ):
         simulated("topology=all_reduce", "sync=bsp", "schedule=single", "compression=topk")
     with pytest.raises(UsageError, match=r"no place for aggregate\.scale"):
         simulated("topology=all_reduce", "sync=bsp", "schedule=single", "aggregate.scale=2")
@@ -148,7 +171,8 @@ def test_what_a_topology_does_not_carry_is_refused(monkeypatch) -> None:
 def test_a_topology_cannot_carry_what_there_is_not(monkeypatch) -> None:
     monkeypatch.setattr(AllReduce, "supports", frozenset({"weigths"}))
     with pytest.raises(
-        UsageError, match="lists 'weigths' in `supports`, which is no capability; the capabilities are: codec"
+        UsageError,
+        match="lists 'weigths' in `supports`, which is no capability; the capabilities are: codec",
     ):
         simulated("topology=all_reduce", "sync=bsp", "schedule=single")
 
@@ -202,7 +226,9 @@ def test_a_rule_may_ask_twice(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_a_tally_answers_as_counting_does(seed: int) -> None:
-    """In whatever order things happen: `behind`, `within`, `slowest` and `fastest` are what they are by definition."""
+    """In whatever order things happen: `behind`, `within`, `slowest` and `fastest` are what they
+    are by definition.
+    """
     rng = random.Random(seed)
     n = rng.randint(1, 6)
     progress = Progress(n)
@@ -223,8 +249,14 @@ def test_a_tally_answers_as_counting_does(seed: int) -> None:
         assert (progress.slowest, progress.fastest) == (min(progress.clocks), max(progress.clocks))
         for _twice in range(2):
             assert set(progress.waiting_without_merge()) == {
-                rank for rank, (_, late) in progress.waiting.items() if late or progress.pulled[rank] < progress.version
+                rank
+                for rank, (_, late) in progress.waiting.items()
+                if late or progress.pulled[rank] < progress.version
             }
-            ahead = {rank for rank in progress.waiting if progress.clocks[rank] <= min(progress.clocks) + bound}
+            ahead = {
+                rank
+                for rank in progress.waiting
+                if progress.clocks[rank] <= min(progress.clocks) + bound
+            }
             assert set(progress.within_staleness(bound)) == ahead
             assert set(progress.within_staleness(float("inf"))) == set(progress.waiting)

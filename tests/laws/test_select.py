@@ -1,4 +1,6 @@
-"""The selection of Top-K is exact: the same magnitudes as torch.topk takes, whatever the vector looks like."""
+"""The selection of Top-K is exact: the same magnitudes as torch.topk takes, whatever the vector
+looks like.
+"""
 
 from collections.abc import Callable
 
@@ -41,7 +43,10 @@ def check(x: np.ndarray, k: int) -> None:
     assert places.shape == (k,)
     assert k < 2 or bool((np.diff(places) > 0).all())
     chosen = torch.from_numpy(x[places]).abs().sort(descending=True).values
-    assert chosen.numpy().tobytes() == torch.topk(torch.from_numpy(x).abs(), k).values.numpy().tobytes()
+    assert (
+        chosen.numpy().tobytes()
+        == torch.topk(torch.from_numpy(x).abs(), k).values.numpy().tobytes()
+    )
     last = np.nanmin(np.where(np.isnan(x[places]), np.inf, np.abs(x[places])))
     ties = np.flatnonzero(np.abs(x) == last)
     taken = np.isin(ties, places)
@@ -63,12 +68,16 @@ def test_any_short_vector(values: list[float], data: st.DataObject) -> None:
 
 
 def test_a_sample_that_misleads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is sampled is large and nothing else is: the bound leaves too few, and all are looked at."""
+    """All that is sampled is large and nothing else is: the bound leaves too few, and all are
+    looked at.
+    """
     x = np.random.default_rng(0).standard_normal(LONG).astype(np.float32)
     stride = next(s for s in range(LONG // select.SAMPLE, LONG) if np.gcd(s, 210) == 1)
     x[stride // 2 :: stride] += 1000
     sampled, calls, choose = len(x[stride // 2 :: stride]), [], select._choose
-    monkeypatch.setattr(select, "_choose", lambda keys, k: (calls.append(keys.size), choose(keys, k))[1])
+    monkeypatch.setattr(
+        select, "_choose", lambda keys, k: (calls.append(keys.size), choose(keys, k))[1]
+    )
     check(x, sampled + 100)
     assert calls == [LONG]
     x[stride // 2 :: stride] -= 1000

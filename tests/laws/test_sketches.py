@@ -29,7 +29,9 @@ def test_sketches_add_up() -> None:
     x, y = (v.numpy() for v in whole(d, 2))
     assert np.array_equal(sketch(x, TABLE) + sketch(y, TABLE), sketch(x + y, TABLE))
     option = codec("fetch_sgd")
-    bodies = [option.encode(None, torch.from_numpy(v), EncodeContext(seed=7))[1] for v in (x, y, x + y)]
+    bodies = [
+        option.encode(None, torch.from_numpy(v), EncodeContext(seed=7))[1] for v in (x, y, x + y)
+    ]
     one, other, both = (option.summand(body) for body in bodies)
     assert bits(option.summed(bodies[0], one + other)) == bits(bodies[2])
     assert one.nbytes == option.summed_bytes(None, d)
@@ -53,7 +55,9 @@ def test_an_estimate_is_unbiased(kind: str) -> None:
     """One row: mean x over the hash's draw, with a variance of ‖x‖²/cols."""
     d, draws, x = 200, 600, vector(kind, 200).numpy()
     tables = [Table(1, 20, seed) for seed in range(draws)]
-    guesses = np.array([estimate_elements(sketch(x, table), table, d) for table in tables], np.float64)
+    guesses = np.array(
+        [estimate_elements(sketch(x, table), table, d) for table in tables], np.float64
+    )
     spread = guesses.std(0) / draws**0.5
     assert (np.abs(guesses.mean(0) - x) <= 5.5 * spread).all()
     assert guesses.var(0).mean() == pytest.approx((x.astype(np.float64) ** 2).sum() / 20, rel=0.15)
@@ -91,18 +95,27 @@ def test_the_server_half_of_sketched_sgd() -> None:
     bodies = [option.encode(None, x)[1] for x in xs]
     memory, update = option.reduce(None, bodies, [0.25] * 3, 1000)
     assert memory is None
-    assert torch.equal(update, decoded(option, option.encode(None, weighted(xs, [0.25] * 3))[1], 1000))
+    assert torch.equal(
+        update, decoded(option, option.encode(None, weighted(xs, [0.25] * 3))[1], 1000)
+    )
 
 
 @pytest.mark.limit("compression=sketch_sgd")
 def test_sketched_sgd_without_collisions_is_topk_of_the_sum() -> None:
     weights = [0.5, 0.25, 0.25]
-    for fields in ({"size": 1.0, "candidates": 1}, {"candidates": 10}):  # either all cells, or all are candidates
+    for fields in (
+        {"size": 1.0, "candidates": 1},
+        {"candidates": 10},
+    ):  # either all cells, or all are candidates
         rounds, _ = together(
-            codec("sketch_sgd", recovered_fraction=0.1, **fields), [whole(300, 3, t) for t in range(3)], weights
+            codec("sketch_sgd", recovered_fraction=0.1, **fields),
+            [whole(300, 3, t) for t in range(3)],
+            weights,
         )
         for row in rounds:
-            assert torch.equal(row[0].update, top(weighted([one.x_sent for one in row], weights), 30))
+            assert torch.equal(
+                row[0].update, top(weighted([one.x_sent for one in row], weights), 30)
+            )
 
 
 def test_sketched_sgd_asks_for_exact_values() -> None:
@@ -114,7 +127,8 @@ def test_sketched_sgd_asks_for_exact_values() -> None:
         assert torch.equal(row[0].update[sent], total[sent])
 
 
-# --- FetchSGD ---------------------------------------------------------------------------------------------------------
+# --- FetchSGD
+# --------------------------------------------------------------------------------------------------
 
 
 def fetched(option: Any, vectors: list[Tensor]) -> list[Tensor]:
@@ -131,7 +145,9 @@ def fetched(option: Any, vectors: list[Tensor]) -> list[Tensor]:
 def test_fetch_sgd_without_collisions(error: str) -> None:
     """It is momentum and error feedback on the vector itself; with all of it kept, momentum SGD."""
     vectors = whole(200, 5)
-    option = codec("fetch_sgd", sketch_ratio=1.0, recovered_fraction=0.1, decay=0.5, error=error, masking=True)
+    option = codec(
+        "fetch_sgd", sketch_ratio=1.0, recovered_fraction=0.1, decay=0.5, error=error, masking=True
+    )
     u = e = torch.zeros(200)
     for x, update in zip(vectors, fetched(option, vectors), strict=True):
         u = 0.5 * u + x
@@ -139,7 +155,9 @@ def test_fetch_sgd_without_collisions(error: str) -> None:
         sent = top(e, 20)
         assert torch.equal(update, sent)
         e, u = e - sent, torch.where(sent == 0, u, 0)
-    whole_vector = codec("fetch_sgd", sketch_ratio=1.0, recovered_fraction=1.0, decay=0.5, error=error, masking=False)
+    whole_vector = codec(
+        "fetch_sgd", sketch_ratio=1.0, recovered_fraction=1.0, decay=0.5, error=error, masking=False
+    )
     u = torch.zeros(200)
     for x, update in zip(vectors, fetched(whole_vector, vectors), strict=True):
         u = 0.5 * u + x
@@ -148,7 +166,11 @@ def test_fetch_sgd_without_collisions(error: str) -> None:
 
 def descended(**fields: Any) -> float:
     """‖x‖ after 200 steps of 0.1 on ½‖x‖², from 1."""
-    option, x, memory = codec("fetch_sgd", recovered_fraction=0.05, decay=0.0, **fields), vector("normal", 1000), None
+    option, x, memory = (
+        codec("fetch_sgd", recovered_fraction=0.05, decay=0.0, **fields),
+        vector("normal", 1000),
+        None,
+    )
     start = length(x)
     for _ in range(200):
         memory, update = option.reduce(memory, [option.encode(None, x)[1]], [1.0], 1000)

@@ -1,4 +1,6 @@
-"""What the sparsifiers promise beyond the laws of all codecs: their papers' figures, and small vectors by hand."""
+"""What the sparsifiers promise beyond the laws of all codecs: their papers' figures, and small
+vectors by hand.
+"""
 
 import math
 from typing import Any
@@ -11,10 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ashl.compression.common.seeded import draw_distinct
-from ashl.compression.common.select import SMALL, estimate_threshold, indices_reaching, largest_of_rows
+from ashl.compression.common.select import (
+    SMALL,
+    estimate_threshold,
+    indices_reaching,
+    largest_of_rows,
+)
 from ashl.compression.contract import EncodeContext, Layer, PayloadError
 from ashl.compression.random_dropping import slope
-from ashl.compression.wire.index_code import INDEX_CODES, index_bytes, index_room, read_indices, write_indices
+from ashl.compression.wire.index_code import (
+    INDEX_CODES,
+    index_bytes,
+    index_room,
+    read_indices,
+    write_indices,
+)
 from ashl.compression.wrappers.compose import codec_for_layers, wrap_codec
 from ashl.errors import UsageError
 from tests.laws.codecs import codec, decoded, length, vector
@@ -28,7 +41,8 @@ def sent(option: Any, x: Any, context: EncodeContext | None = None) -> Tensor:
     return decoded(option, option.encode(None, x, context or EncodeContext())[1], x.numel())
 
 
-# --- places -----------------------------------------------------------------------------------------------------------
+# --- places
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.1])
@@ -94,7 +108,8 @@ def test_every_place_and_every_pair_is_as_likely(k: int) -> None:
     assert np.abs(pairs - q).max() <= 5 * math.sqrt(q * (1 - q) / draws) + 1e-9
 
 
-# --- random masks -----------------------------------------------------------------------------------------------------
+# --- random masks
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["random_mask", "random_k"])
@@ -117,13 +132,18 @@ def test_half_of_a_thousand_are_five_hundred() -> None:
         assert int(sent(codec(name, ratio=0.5), torch.ones(1000)).count_nonzero()) == 500
 
 
-@pytest.mark.parametrize("option", [codec("random_mask"), codec("subsampling"), codec("block_coordinate")], ids=str)
+@pytest.mark.parametrize(
+    "option", [codec("random_mask"), codec("subsampling"), codec("block_coordinate")], ids=str
+)
 def test_workers_draw_alike_what_they_share(option: Any) -> None:
     """... and take numbers from nobody else."""
     x = vector("normal", 1000)
     before = repr(np.random.get_state()), torch.get_rng_state()
     own = EncodeContext(seed=5, round=3).stream().integers(2**32, size=4)
-    places = {sent(option, x, EncodeContext(seed=5, worker=w, round=3)).ne(0).numpy().tobytes() for w in range(4)}
+    places = {
+        sent(option, x, EncodeContext(seed=5, worker=w, round=3)).ne(0).numpy().tobytes()
+        for w in range(4)
+    }
     assert len(places) == 1
     assert sent(option, x, EncodeContext(seed=5, round=4)).ne(0).numpy().tobytes() not in places
     assert np.array_equal(own, EncodeContext(seed=5, round=3).stream().integers(2**32, size=4))
@@ -144,13 +164,21 @@ def test_workers_draw_alike_what_they_share(option: Any) -> None:
 )
 def test_the_sum_of_bodies_is_the_body_of_the_sum(option: Any, ratio: float) -> None:
     turns = [EncodeContext(ratio, 1, worker, round=2) for worker in range(3)]
-    xs = [torch.from_numpy(np.random.default_rng(w).integers(-99, 99, 1001).astype(np.float32)) for w in range(3)]
+    xs = [
+        torch.from_numpy(np.random.default_rng(w).integers(-99, 99, 1001).astype(np.float32))
+        for w in range(3)
+    ]
     bodies = [option.encode(None, x, context)[1] for x, context in zip(xs, turns, strict=True)]
     total = torch.stack([option.summand(body) for body in bodies]).sum(0)
     whole = decoded(option, option.summed(bodies[0], total), 1001)
     assert option.traits.linear
-    assert torch.allclose(whole, torch.stack([decoded(option, body, 1001) for body in bodies]).sum(0), rtol=1e-6)
-    assert torch.equal(option.summand(bodies[0]), option.summand(option.summed(bodies[1], option.summand(bodies[0]))))
+    assert torch.allclose(
+        whole, torch.stack([decoded(option, body, 1001) for body in bodies]).sum(0), rtol=1e-6
+    )
+    assert torch.equal(
+        option.summand(bodies[0]),
+        option.summand(option.summed(bodies[1], option.summand(bodies[0]))),
+    )
 
 
 def test_what_is_not_linear() -> None:
@@ -173,7 +201,9 @@ def test_what_is_scaled_up_takes_no_feedback() -> None:
 def test_a_seed_takes_eight_bytes() -> None:
     assert codec("random_k", ratio=0.1).encoded_nbytes(None, 1000) == 20 + 400 + 8
     assert codec("random_mask", ratio=0.1).encoded_nbytes(None, 1000) == 20 + 400 + 8
-    assert codec("random_k", ratio=0.1, indices="packed").encoded_nbytes(None, 1000) == 20 + 400 + 125
+    assert (
+        codec("random_k", ratio=0.1, indices="packed").encoded_nbytes(None, 1000) == 20 + 400 + 125
+    )
 
 
 @pytest.mark.parametrize("name", SPARSIFIERS)
@@ -183,7 +213,8 @@ def test_the_share_follows_its_schedule(name: str) -> None:
     assert sizes[0] > sizes[1] > sizes[2] > sizes[3] == sizes[4]
 
 
-# --- blocks -----------------------------------------------------------------------------------------------------------
+# --- blocks
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.limit("compression=block_coordinate")
@@ -192,7 +223,9 @@ def test_a_sweep_moves_every_element_once(d: int, blocks: int) -> None:
     option, x = codec("block_coordinate", blocks=blocks), vector("normal", d)
     sweep = [sent(option, x, EncodeContext(round=k)) for k in range(min(blocks, d))]
     assert torch.equal(torch.stack(sweep).sum(0), x)
-    assert torch.equal(torch.stack([part != 0 for part in sweep]).sum(0), torch.ones(d, dtype=torch.int64))
+    assert torch.equal(
+        torch.stack([part != 0 for part in sweep]).sum(0), torch.ones(d, dtype=torch.int64)
+    )
 
 
 def test_random_blocks_come_all() -> None:
@@ -201,13 +234,19 @@ def test_random_blocks_come_all() -> None:
     assert bool(((counts - 200).abs() < 5 * math.sqrt(1000 * 0.16)).all())
 
 
-# --- thresholds -------------------------------------------------------------------------------------------------------
+# --- thresholds
+# --------------------------------------------------------------------------------------------------
 
 
 def test_reaching_and_estimated() -> None:
     x = vector("heavy", SMALL + 5).numpy()
     assert np.array_equal(indices_reaching(x, 2.0), np.flatnonzero(np.abs(x) >= 2))
-    assert indices_reaching(np.array([1, -1, np.nan, np.inf, 0.5], np.float32), 1.0).tolist() == [0, 1, 2, 3]
+    assert indices_reaching(np.array([1, -1, np.nan, np.inf, 0.5], np.float32), 1.0).tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
     k = x.size // 100
     assert 0.7 * k < indices_reaching(x, estimate_threshold(x, k)).size < 1.4 * k
     assert estimate_threshold(np.array([3, -1, 2], np.float32), 2) == 2
@@ -247,7 +286,8 @@ def test_a_single_threshold_keeps_to_its_share(kind: str) -> None:
         assert count >= min(k / 2, int(x.count_nonzero())) or kind == "mostly zero"
 
 
-# --- by hand ----------------------------------------------------------------------------------------------------------
+# --- by hand
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.limit("compression=adacomp")
@@ -333,7 +373,8 @@ def lost_at_best(x: Tensor, k: int) -> float:
     return 0.0
 
 
-# --- chunks -----------------------------------------------------------------------------------------------------------
+# --- chunks
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.limit("compression=sparse_loco")
@@ -341,10 +382,16 @@ def test_sparse_loco_takes_from_every_chunk() -> None:
     x = torch.arange(1, 11, dtype=torch.float32)
     option = codec("sparse_loco", values="fp32", chunk=4, ratio=0.5)
     assert sent(option, x).tolist() == [0, 0, 3, 4, 0, 0, 7, 8, 0, 10]
-    assert codec("sparse_loco", chunk=10, ratio=0.3).kept(None, 25) == 3 + 3 + 2, "of the last five 1.5, rounded up"
-    assert codec("sparse_loco", ratio=1 / 64).encoded_nbytes(None, 4096 * 16) == 20 + 4 + 16 * 64 * (2 + 12) // 8 + 8
+    assert codec("sparse_loco", chunk=10, ratio=0.3).kept(None, 25) == 3 + 3 + 2, (
+        "of the last five 1.5, rounded up"
+    )
+    assert (
+        codec("sparse_loco", ratio=1 / 64).encoded_nbytes(None, 4096 * 16)
+        == 20 + 4 + 16 * 64 * (2 + 12) // 8 + 8
+    )
     assert torch.equal(
-        sent(codec("sparse_loco", values="fp32", chunk=1000, ratio=0.1), x), sent(codec("topk", ratio=0.1), x)
+        sent(codec("sparse_loco", values="fp32", chunk=1000, ratio=0.1), x),
+        sent(codec("topk", ratio=0.1), x),
     )
 
 
@@ -367,7 +414,11 @@ def test_a_cosine_is_one_number() -> None:
     wave = np.cos(np.pi / 64 * 5 * (np.arange(64) + 0.5))
     matrix = np.concatenate([np.outer(wave, wave), 3 * np.ones((64, 64))])
     x = torch.from_numpy(np.concatenate([matrix.reshape(-1), wave, [7]]).astype(np.float32))
-    assert option.encode(None, x)[1].nbytes == option.encoded_nbytes(None, 8257) < 20 + 12 + 4 * (4 + 3) + 8
+    assert (
+        option.encode(None, x)[1].nbytes
+        == option.encoded_nbytes(None, 8257)
+        < 20 + 12 + 4 * (4 + 3) + 8
+    )
     assert torch.allclose(sent(option, x), x, atol=1e-4)
 
 
@@ -386,4 +437,6 @@ def test_cosines_keep_lengths_and_come_back(shape: tuple[int, ...]) -> None:
     assert 4 * total == pytest.approx(length(x), rel=1e-5)
     assert np.allclose(2 * back, x.numpy(), atol=1e-5)
     for ratio in (0.01, 0.3):
-        assert length(x - sent(option, x, EncodeContext(ratio))) <= option.bound(ratio, d) * length(x)
+        assert length(x - sent(option, x, EncodeContext(ratio))) <= option.bound(ratio, d) * length(
+            x
+        )

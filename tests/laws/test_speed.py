@@ -79,7 +79,15 @@ class Host:
         self.now += round(seconds * 1e9) + 60_000  # sleeps overshoot
 
     def pace(self, **costs) -> Throttle:
-        return Throttle(cluster(2, compute=(1.0, 3.0), **costs), 1, BATCH, 0, 4000, lambda: self.now, dist.HashStore())
+        return Throttle(
+            cluster(2, compute=(1.0, 3.0), **costs),
+            1,
+            BATCH,
+            0,
+            4000,
+            lambda: self.now,
+            dist.HashStore(),
+        )
 
 
 def computed(pace: Throttle, kind: str, work: float, start_ns: int) -> int:
@@ -98,7 +106,9 @@ def test_overshooting_sleeps_do_not_add_up(monkeypatch) -> None:
 
 
 def test_parts_of_a_slowed_step_are_slowed(monkeypatch) -> None:
-    """Of a step of 10 ms and 10 ms more, three times slower, the first part is there after 30 ms."""
+    """Of a step of 10 ms and 10 ms more, three times slower, the first part is there after
+    30 ms.
+    """
     host, inbox = Host(monkeypatch), queue.SimpleQueue()
     unit = ComputeUnit(1, host.pace(step_s=None), inbox, Mailbox())
 
@@ -135,7 +145,9 @@ def test_transfers_that_took_longer_than_declared_are_counted(costs, monkeypatch
 
 
 def test_a_push_is_its_workers(monkeypatch) -> None:
-    """What the server takes in late counts for the worker that sent it, in proportion to all that it does."""
+    """What the server takes in late counts for the worker that sent it, in proportion to all that
+    it does.
+    """
     fine, late = (Lateness(10, n, n / 10, 1.0) for n in (0, 2))
     idle = Lateness(0, 0, 0.0, 0.0)
     reports = [
@@ -150,7 +162,9 @@ def test_a_push_is_its_workers(monkeypatch) -> None:
 
 
 def test_encoding_that_is_declared_to_cost_nothing_is_late_where_it_takes_time(monkeypatch) -> None:
-    """45 ms of steps in time, with 5 ms of encoding each: the run is a ninth longer than declared."""
+    """45 ms of steps in time, with 5 ms of encoding each: the run is a ninth longer than
+    declared.
+    """
     host = Host(monkeypatch)
     pace, end = host.pace(step_s=0.015), 0
     for _ in range(10):
@@ -172,8 +186,13 @@ def test_without_a_declared_cost_the_host_is_slowed_down_by_the_factor(monkeypat
 
 
 def test_processes_that_decide_at_the_same_moment_queue_at_the_port_that_they_share() -> None:
-    """Each has a second's bytes to send at 0; a sum of two, begun at 0, comes after them, at the same time for both."""
-    machines, store = cluster(4, node=(0, 0, 0, 1), intra_node_bandwidth_mbit_s=1e6), dist.HashStore()
+    """Each has a second's bytes to send at 0; a sum of two, begun at 0, comes after them, at the
+    same time for both.
+    """
+    machines, store = (
+        cluster(4, node=(0, 0, 0, 1), intra_node_bandwidth_mbit_s=1e6),
+        dist.HashStore(),
+    )
     paces = [Throttle(machines, rank, 1, 0, 4000, lambda: 0, store) for rank in range(4)]
     with ThreadPoolExecutor(3) as pool:
         tails = list(pool.map(lambda pace: pace.schedule_departure(3, 125_000, 0)[2], paces[:3]))
@@ -181,4 +200,6 @@ def test_processes_that_decide_at_the_same_moment_queue_at_the_port_that_they_sh
     for number, start in ((0, 3000 * MS), (1, 4000 * MS)):
         spans = [paces[rank].schedule_all_reduce((1, 3), number, 125_000, 0) for rank in (3, 1)]
         assert spans == [(start, 1000 * MS)] * 2
-    assert paces[0].schedule_all_gather((0, 1), 0, 125_000, 0)[0] == 0, "inside a machine there are other ports"
+    assert paces[0].schedule_all_gather((0, 1), 0, 125_000, 0)[0] == 0, (
+        "inside a machine there are other ports"
+    )

@@ -1,4 +1,6 @@
-"""Stochastic rounding keeps the mean exactly: over all of an element's own bits, each once, with shared ones."""
+"""Stochastic rounding keeps the mean exactly: over all of an element's own bits, each once, with
+shared ones.
+"""
 
 from typing import Any
 
@@ -6,7 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from ashl.compression.wire.stochastic_rounding import SHARED, RoundingNoise, round_to_uint8, rounding_noise
+from ashl.compression.wire.stochastic_rounding import (
+    SHARED,
+    RoundingNoise,
+    round_to_uint8,
+    rounding_noise,
+)
 from ashl.data.counter_rng import CounterRng
 
 ALL = 2**16
@@ -27,14 +34,20 @@ WORDS: Any = Words()
 def noise(share: float) -> RoundingNoise:
     """For levels up to 7, with these of the shared bits for all."""
     found = rounding_noise(NONE, CounterRng(0), 7)
-    return found._replace(words=WORDS, rest=np.full(SHARED, share * 2 ** (found.bits - 16), np.int32))
+    return found._replace(
+        words=WORDS, rest=np.full(SHARED, share * 2 ** (found.bits - 16), np.int32)
+    )
 
 
-@pytest.mark.parametrize("y", [2.0**-18, 3 * 2.0**-18, -(2.0**-18), 1 - 2.0**-18, 0.75 - 2.0**-18, 0.5, 3.0, -1.0, 0.0])
+@pytest.mark.parametrize(
+    "y", [2.0**-18, 3 * 2.0**-18, -(2.0**-18), 1 - 2.0**-18, 0.75 - 2.0**-18, 0.5, 3.0, -1.0, 0.0]
+)
 def test_the_mean_is_kept_to_the_last_bit(y: float) -> None:
     """What was below 2⁻¹⁷ of a level was never sent, and all else was wrong by up to as much."""
     noises = [noise(share) for share in (0.0, 0.25, 0.5, 0.75)]
-    levels = [round_to_uint8(np.full(ALL, y * one.unit, np.float32), one, 0, zero=7) for one in noises]
+    levels = [
+        round_to_uint8(np.full(ALL, y * one.unit, np.float32), one, 0, zero=7) for one in noises
+    ]
     assert sum(int(each.sum(dtype=np.int64)) for each in levels) / (4 * ALL) - 7 == y
 
 
@@ -54,6 +67,8 @@ def test_what_is_shared_is_shared_by_place() -> None:
     assert 0 <= one.rest.min() <= one.rest.max() < 2 ** (one.bits - 16) < 3 * one.rest.mean()
     y = x * np.float32(one.unit)
     whole = round_to_uint8(y, one, 0, 1)
-    parts = [round_to_uint8(y[start : start + 1000], one, start, 1) for start in range(0, count, 1000)]
+    parts = [
+        round_to_uint8(y[start : start + 1000], one, start, 1) for start in range(0, count, 1000)
+    ]
     assert whole.tobytes() == np.concatenate(parts).tobytes()
     assert whole.tobytes() == round_to_uint8(torch.from_numpy(y), there, 0, 1).numpy().tobytes()

@@ -1,4 +1,6 @@
-"""Sums by ring, halving, tree and hierarchy: their rounds, and the time and bytes of their closed forms."""
+"""Sums by ring, halving, tree and hierarchy: their rounds, and the time and bytes of their closed
+forms.
+"""
 
 from math import ceil, log2
 
@@ -30,7 +32,10 @@ def delivered(algorithm, node, xs):
     pieces, rounds = rounds_of(algorithm, node)
     held = [x.view(pieces, -1).clone() for x in xs]
     for one in rounds:
-        sent = [held[src][start:stop].clone() for src, start, stop in zip(one.src, one.start, one.stop, strict=True)]
+        sent = [
+            held[src][start:stop].clone()
+            for src, start, stop in zip(one.src, one.start, one.stop, strict=True)
+        ]
         for dst, start, stop, part in zip(one.dst, one.start, one.stop, sent, strict=True):
             held[dst][start:stop] = held[dst][start:stop] + part if one.adds else part
     return [own.flatten() for own in held]
@@ -61,37 +66,54 @@ def test_closed_forms_on_equal_machines(n) -> None:
     sent = network(cluster(n), 1, "halving").summing.known(group, S).sent
     if n == p:
         assert sent == [2 * (n - 1) * S // n] * n
-        assert network(cluster(n), 1).all_reduce_ns(group, S, 0) == network(cluster(n), 1, "halving").all_reduce_ns(
-            group, S, 0
-        )
+        assert network(cluster(n), 1).all_reduce_ns(group, S, 0) == network(
+            cluster(n), 1, "halving"
+        ).all_reduce_ns(group, S, 0)
 
 
 @pytest.mark.parametrize(("m", "k"), [(1, 4), (2, 4), (4, 1), (3, 2)])
 def test_a_hierarchy_takes_the_sum_of_its_parts(m, k) -> None:
-    """Inside at ten times the rate and a third of the latency; a machine's port is shared by all who are on it."""
+    """Inside at ten times the rate and a third of the latency; a machine's port is shared by all
+    who are on it.
+    """
     links = {"latency_s": 0.003, "intra_node_latency_s": 0.001, "intra_node_bandwidth_mbit_s": 10.0}
-    costs = network(cluster(m * k, node=tuple(i // k for i in range(m * k)), **links), 1, "hierarchical")
+    costs = network(
+        cluster(m * k, node=tuple(i // k for i in range(m * k)), **links), 1, "hierarchical"
+    )
     a, sb = LATENCY_NS, S * NS_PER_BYTE
     inside = 2 * (k - 1) * a // 3 + 2 * (k - 1) * sb // (10 * k)
-    assert costs.all_reduce_ns(tuple(range(m * k)), S, 0) == inside + 2 * (m - 1) * a + 2 * (m - 1) * sb // m
+    assert (
+        costs.all_reduce_ns(tuple(range(m * k)), S, 0)
+        == inside + 2 * (m - 1) * a + 2 * (m - 1) * sb // m
+    )
     known = costs.summing.known(tuple(range(m * k)), S)
-    assert known.sent == known.received == [2 * (k - 1) * S // k + 2 * (m - 1) * S // (m * k)] * (m * k)
+    assert (
+        known.sent
+        == known.received
+        == [2 * (k - 1) * S // k + 2 * (m - 1) * S // (m * k)] * (m * k)
+    )
 
 
 def test_each_round_takes_as_long_as_its_slowest_link() -> None:
     a, sb = LATENCY_NS, S * NS_PER_BYTE
     slow_leaf = cluster(4, link=(1.0, 3.0, 1.0, 1.0), latency_s=0.003)
     assert network(slow_leaf, 1, "tree").all_reduce_ns((0, 1, 2, 3), S, 0) == 2 * (3 + 1) * (a + sb)
-    assert network(slow_leaf, 1, "halving").all_reduce_ns((0, 1, 2, 3), S, 0) == 2 * (6 * a + 9 * sb // 4)
-    assert network(slow_leaf, 1, "tree").all_reduce_ns((0, 2, 3), S, 0) == 4 * (a + sb)  # without it
+    assert network(slow_leaf, 1, "halving").all_reduce_ns((0, 1, 2, 3), S, 0) == 2 * (
+        6 * a + 9 * sb // 4
+    )
+    assert network(slow_leaf, 1, "tree").all_reduce_ns((0, 2, 3), S, 0) == 4 * (
+        a + sb
+    )  # without it
     slower = cluster(4, latency_s=0.003, events=(Event(time_s=1.0, worker=3, link=2.0),))
     assert network(slower, 1, "tree").all_reduce_ns((0, 1, 2, 3), S, 0) == 4 * (a + sb)
-    assert network(slower, 1, "tree").all_reduce_ns((0, 1, 2, 3), S, 2 * 10**9) == 2 * (2 + 1) * (a + sb)
+    assert network(slower, 1, "tree").all_reduce_ns((0, 1, 2, 3), S, 2 * 10**9) == 2 * (2 + 1) * (
+        a + sb
+    )
     exchange = cluster(4, exchange_s=0.2, link=(1.0, 3.0, 1.0, 1.0))
     assert network(exchange, S, "tree").all_reduce_ns((0, 1, 2, 3), S, 0) == 2 * (3 + 1) * 100 * MS
-    assert network(exchange, S, "ring").all_reduce_ns((0, 1, 2, 3), S, 0) == network(exchange, S).all_reduce_ns(
-        (0, 1, 2, 3), S, 0
-    )
+    assert network(exchange, S, "ring").all_reduce_ns((0, 1, 2, 3), S, 0) == network(
+        exchange, S
+    ).all_reduce_ns((0, 1, 2, 3), S, 0)
 
 
 def test_auto_is_whichever_takes_least() -> None:
@@ -99,15 +121,24 @@ def test_auto_is_whichever_takes_least() -> None:
         costs = network(cluster(n, latency_s=0.003, **links), 1, "auto")
         group = tuple(range(n))
         each = [
-            network(costs.cluster, 1, name).all_reduce_ns(group, nbytes, 0) for name in costs.summing.candidates(group)
+            network(costs.cluster, 1, name).all_reduce_ns(group, nbytes, 0)
+            for name in costs.summing.candidates(group)
         ]
         assert costs.all_reduce_ns(group, nbytes, 0) == min(each)
         return costs.summing.known(group, nbytes).algorithm
 
     assert picked(S) == "halving"
     assert picked(S, 7) == "ring"
-    assert picked(8, 4, link=(1.0, 1.0, 1.0, 9.0)) == "tree"  # whose last leaf takes part in two rounds
     assert (
-        picked(S, n=6, node=(0, 0, 0, 1, 1, 1), intra_node_bandwidth_mbit_s=100.0, intra_node_latency_s=0.0)
+        picked(8, 4, link=(1.0, 1.0, 1.0, 9.0)) == "tree"
+    )  # whose last leaf takes part in two rounds
+    assert (
+        picked(
+            S,
+            n=6,
+            node=(0, 0, 0, 1, 1, 1),
+            intra_node_bandwidth_mbit_s=100.0,
+            intra_node_latency_s=0.0,
+        )
         == "hierarchical"
     )

@@ -1,4 +1,6 @@
-"""A worker's time: whatever happens, its classes add up to the moment at which the ledger is closed."""
+"""A worker's time: whatever happens, its classes add up to the moment at which the ledger is
+closed.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +35,11 @@ def replayed(actions) -> tuple[TimeAccounting, list]:
         elif name == "pushed":
             waited = time_accounting.current_totals()["wait"]
             time_accounting.reclassify_as_push(*values)
-            assert 0 <= waited - time_accounting.current_totals()["wait"] <= max(0, values[1] - values[0])
+            assert (
+                0
+                <= waited - time_accounting.current_totals()["wait"]
+                <= max(0, values[1] - values[0])
+            )
         else:
             time_accounting.record_traffic(*values)
     return time_accounting, rounds
@@ -69,8 +75,9 @@ def test_settled_totals_are_those_of_all_spans(actions) -> None:
 
 @given(actions, st.integers(0, 2 * 10**6))
 def test_closing_cuts_off_what_lies_past_the_end(actions, extra) -> None:
-    """At any moment that is not in a round which is folded already: two rounds back is as far as a worker can learn
-    late of the end."""
+    """At any moment that is not in a round which is folded already: two rounds back is as far as a
+    worker can learn late of the end.
+    """
     time_accounting, rounds = replayed(actions)
     folded = rounds[-2][2] if len(rounds) > 1 else 0
     end = folded + extra
@@ -91,7 +98,10 @@ def test_traffic_counts_when_it_began_by_the_end(actions, end) -> None:
         cuts += name == "cut"
         if name == "traffic":
             sent.append((cuts, *values))
-    assert time_accounting.bytes_so_far() == (sum(up for *_, up, _ in sent), sum(down for *_, down in sent))
+    assert time_accounting.bytes_so_far() == (
+        sum(up for *_, up, _ in sent),
+        sum(down for *_, down in sent),
+    )
     time_accounting.close_at(end)
     time_accounting.fold_pending()
     kept = [(up, down) for cut, start, up, down in sent if start <= end or cut <= len(rounds) - 2]
@@ -120,7 +130,9 @@ def test_blocked_time_is_pushing_then_waiting_then_pulling() -> None:
 
 
 def test_what_was_asked_for_early_was_never_waited_for() -> None:
-    """A transfer that began before the worker blocked: there is a push or a pull, and no waiting."""
+    """A transfer that began before the worker blocked: there is a push or a pull, and no
+    waiting.
+    """
     time_accounting = TimeAccounting()
     time_accounting.attribute_until("compute", 10)
     time_accounting.attribute_blocked(30, push_end_ns=0, pull_start_ns=5)
@@ -133,7 +145,11 @@ def test_what_a_collective_waited_is_neither_moved_nor_hidden() -> None:
     time_accounting.record_collective(0, 100, main=True)
     time_accounting.fold_pending()
     time_accounting.reclassify_as_wait(80)
-    assert (time_accounting.totals["push"], time_accounting.totals["pull"], time_accounting.totals["wait"]) == (
+    assert (
+        time_accounting.totals["push"],
+        time_accounting.totals["pull"],
+        time_accounting.totals["wait"],
+    ) == (
         10,
         10,
         80,

@@ -1,4 +1,6 @@
-"""The header of a message: what goes in comes out, and whatever else comes is a WireError before memory is taken."""
+"""The header of a message: what goes in comes out, and whatever else comes is a WireError before
+memory is taken.
+"""
 
 import queue
 import struct
@@ -22,7 +24,9 @@ metas = st.lists(st.floats(), max_size=2 * framing.META).map(tuple)
 bodies = st.one_of(
     st.none(),
     st.builds(
-        lambda dtype, n: torch.zeros(n, dtype=dtype), st.sampled_from(framing.DTYPES), st.integers(0, MAX_BYTES // 8)
+        lambda dtype, n: torch.zeros(n, dtype=dtype),
+        st.sampled_from(framing.DTYPES),
+        st.integers(0, MAX_BYTES // 8),
     ),
 )
 
@@ -32,7 +36,9 @@ def read(raw: torch.Tensor) -> framing.Header:
 
     def rest(count: int) -> torch.Tensor:
         assert 0 < count <= framing.MOST - framing.META, "checked before memory is taken"
-        return torch.cat([raw[framing.HEADER_WORDS :], torch.zeros(framing.MOST, dtype=torch.int64)])[:count]
+        return torch.cat(
+            [raw[framing.HEADER_WORDS :], torch.zeros(framing.MOST, dtype=torch.int64)]
+        )[:count]
 
     return framing.decode(raw[: framing.HEADER_WORDS], MAX_BYTES, rest)
 
@@ -64,8 +70,15 @@ def test_noise_is_refused(words) -> None:
         read(torch.tensor(words))
 
 
-@given(tags, bodies, metas, st.dictionaries(st.integers(1, framing.HEADER_WORDS - 1), INT64, max_size=4))
-def test_a_header_with_words_replaced_is_refused_or_within_bounds(tag, body, meta, replaced) -> None:
+@given(
+    tags,
+    bodies,
+    metas,
+    st.dictionaries(st.integers(1, framing.HEADER_WORDS - 1), INT64, max_size=4),
+)
+def test_a_header_with_words_replaced_is_refused_or_within_bounds(
+    tag, body, meta, replaced
+) -> None:
     raw = framing.encode(framing.MESSAGE, tag, body, meta)
     for index, word in replaced.items():
         raw[index] = word
@@ -123,10 +136,14 @@ def test_what_does_not_fit_is_refused_by_the_sender() -> None:
 
 
 class Pipe:
-    """A group of two in one process, as strict about lengths as gloo: of whoever sends, and of whoever receives."""
+    """A group of two in one process, as strict about lengths as gloo: of whoever sends, and of
+    whoever receives.
+    """
 
     def __init__(self) -> None:
-        self.lines = {plane: queue.SimpleQueue[torch.Tensor]() for plane in (framing.HEADERS, framing.BODIES)}
+        self.lines = {
+            plane: queue.SimpleQueue[torch.Tensor]() for plane in (framing.HEADERS, framing.BODIES)
+        }
 
     def send(self, tensors: list[torch.Tensor], _place: int, plane: int) -> Any:
         self.lines[plane].put(tensors[0].clone())
@@ -143,15 +160,22 @@ class Pipe:
 
 
 def test_more_numbers_than_a_header_holds_arrive_and_what_comes_after_them_too() -> None:
-    """With data dealt anew an answer names who is gone: of 300 workers in more numbers than a header has."""
+    """With data dealt anew an answer names who is gone: of 300 workers in more numbers than a
+    header has.
+    """
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     links = PeerConnections(
         {1: (cast("Any", Pipe()), 1, 0)}, inbox, lambda: 0, lambda *_: 0, MAX_BYTES
     )  # what it sends comes back
-    body, metas = torch.arange(5.0), [tuple(map(float, range(n))) for n in (framing.META, framing.META + 1, 400, 2)]
+    body, metas = (
+        torch.arange(5.0),
+        [tuple(map(float, range(n))) for n in (framing.META, framing.META + 1, 400, 2)],
+    )
     for round_, meta in enumerate(metas):
         links.post(1, ("pull", 0, round_), body, meta, (0, 0), lambda _: None)
-    came = [next(item for item in iter(inbox.get, None) if isinstance(item, Message)) for _ in metas]
+    came = [
+        next(item for item in iter(inbox.get, None) if isinstance(item, Message)) for _ in metas
+    ]
     assert [(message.tag[2], message.meta) for message in came] == list(enumerate(metas))
     assert all(torch.equal(message.body, body) for message in came)
     links.close(5.0)

@@ -51,7 +51,9 @@ def test_ecq_of_one_and_one_is_error_feedback() -> None:
 @pytest.mark.parametrize("momentum", [None, 0.0])
 def test_what_is_kept_follows_the_learning_rate(momentum: float | None) -> None:
     """Σ lr·sent + lr·e = Σ lr·g: nothing is lost when the rate changes, or is 0 for a while."""
-    codec = wrap_codec(conf_option("compression", "topk", ratio=0.1, momentum=momentum, masking=False), LAYOUT)
+    codec = wrap_codec(
+        conf_option("compression", "topk", ratio=0.1, momentum=momentum, masking=False), LAYOUT
+    )
     sender, sent, asked = None, torch.zeros(D), torch.zeros(D)
     rate = 1.0
     for g, lr in zip(updates(6), (0.1, 0.1, 0.01, 0.5, 0.5, 0.02), strict=True):
@@ -68,7 +70,9 @@ def test_momentum_correction_is_the_recursion_of_its_paper() -> None:
         u = 0.9 * u + g
         v = v + u
         sent = decoded(codec, body, D)
-        assert torch.equal(sent != 0, torch.zeros(D).index_fill(0, v.abs().topk(20).indices, 1) != 0)
+        assert torch.equal(
+            sent != 0, torch.zeros(D).index_fill(0, v.abs().topk(20).indices, 1) != 0
+        )
         u, v = torch.where(sent == 0, u, 0), v - sent
         assert torch.allclose(sender.velocity, u, atol=1e-6)
         assert torch.allclose(sender.error, v, atol=1e-6)
@@ -94,7 +98,8 @@ def test_a_dropped_message_goes_back_where_it_came_from(masking: bool) -> None:
     assert torch.allclose(restored.error, sender.error + u)
     _, after = codec.encode(restored, third)
     assert torch.allclose(
-        decoded(codec, after, D).abs().sum(), (restored.error + 0.9 * u + third).abs().topk(20)[0].sum()
+        decoded(codec, after, D).abs().sum(),
+        (restored.error + 0.9 * u + third).abs().topk(20)[0].sum(),
     )
 
 
@@ -118,20 +123,26 @@ def test_what_is_huge_is_shortened_and_not_lost() -> None:
 
 def test_what_is_weighed_already_is_clipped_as_if_it_were_not() -> None:
     codec, x = Clipped(TOPK, 2.0), vector("normal", D)
-    plain, weighed = (codec.encode(None, x * w, EncodeContext(1.0, workers=4, weight=w))[1] for w in (1.0, 0.25))
+    plain, weighed = (
+        codec.encode(None, x * w, EncodeContext(1.0, workers=4, weight=w))[1] for w in (1.0, 0.25)
+    )
     assert torch.allclose(decoded(codec, plain, D) * 0.25, decoded(codec, weighed, D))
 
 
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_what_is_kept_of_gradients_moves_the_model_as_a_difference(momentum: float | None) -> None:
-    """A step of −lr·g is the difference −lr·g: changing from one to the other, and back, changes nothing."""
+    """A step of −lr·g is the difference −lr·g: changing from one to the other, and back, changes
+    nothing.
+    """
     codec = wrap_codec(conf_option("compression", "topk", ratio=0.1, momentum=momentum), LAYOUT)
     one = other = None
     for k, g in enumerate(updates(6)):
         rate = -0.25  # a power of two: nothing is rounded
         one, body = codec.encode(one, g, EncodeContext(lr=rate))
         gradients = k in (0, 1, 4)
-        other, again = codec.encode(other, g if gradients else rate * g, EncodeContext(lr=rate if gradients else 1.0))
+        other, again = codec.encode(
+            other, g if gradients else rate * g, EncodeContext(lr=rate if gradients else 1.0)
+        )
         moved = decoded(codec, again, D) * (rate if gradients else 1.0)
         assert torch.allclose(decoded(codec, body, D) * rate, moved, atol=1e-6)
 
@@ -141,7 +152,10 @@ def test_warm_up_is_the_papers() -> None:
     option, d = conf_option("compression", "topk", ratio=0.001, warmup_epochs=4), 1_000_000
     codec = wrap_codec(option, (Layer("all", (d,)),))
     link, x = CompressionPipeline(codec, d), SizeOnly(4 * d)
-    sizes = [link.encode(CodecState(), x, EncodeContext(0.001, epoch=epoch)).nbytes for epoch in (0, 1.5, 2, 3, 4, 90)]
+    sizes = [
+        link.encode(CodecState(), x, EncodeContext(0.001, epoch=epoch)).nbytes
+        for epoch in (0, 1.5, 2, 3, 4, 90)
+    ]
     shares = (0.2512, 0.0631, 0.01585, 0.00398, 0.001, 0.001)
     assert sizes == pytest.approx([option.encoded_nbytes(share, d) for share in shares], rel=2e-3)
 
@@ -174,7 +188,10 @@ def test_each_layer_by_itself() -> None:
     codec, x = wrap_codec(option, LAYOUT), vector("layered", D)
     assert codec == Layerwise(option, (120, 10, 70)) == codec_for_layers(option, LAYOUT)
     _, body = codec.encode(None, x)
-    parts = [decoded(option, option.encode(None, part)[1], part.numel()) for part in x.split((120, 10, 70))]
+    parts = [
+        decoded(option, option.encode(None, part)[1], part.numel())
+        for part in x.split((120, 10, 70))
+    ]
     assert torch.equal(decoded(codec, body, D), torch.cat(parts))
     assert [int(part.count_nonzero()) for part in parts] == [12, 1, 7]
     assert (
@@ -186,7 +203,9 @@ def test_each_layer_by_itself() -> None:
     expected = out + decoded(codec, body, D)
     codec.add(out, body)
     assert torch.equal(out, expected)
-    assert CompressionPipeline(codec, D).encode(CodecState(), SizeOnly(4 * D), EncodeContext()) == SizeOnly(body.nbytes)
+    assert CompressionPipeline(codec, D).encode(
+        CodecState(), SizeOnly(4 * D), EncodeContext()
+    ) == SizeOnly(body.nbytes)
     for broken in (body[:-1], torch.cat([body, body[:1]]), body[:30]):
         with pytest.raises(PayloadError):
             codec.decode(None, broken, D)

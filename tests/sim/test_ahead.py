@@ -14,7 +14,10 @@ from ashl.runtime.effects import Compute
 from ashl.runtime.parallel_sim import TRIED, WORTH_S, ParallelCompute, use_cores
 from tests.support import planned
 
-RUN = "runtime=sim tracking=none cluster.compute=[1,2,3] stop.steps=60 model.hidden=[16] eval.every_commits=20"
+RUN = (
+    "runtime=sim tracking=none cluster.compute=[1,2,3] stop.steps=60 model.hidden=[16]"
+    " eval.every_commits=20"
+)
 MODES = {
     "asp": "sync=asp compression=topk",
     "local steps": "topology=all_reduce sync=local_sgd sync.local_steps=3 outer=nesterov",
@@ -28,18 +31,34 @@ MODES = {
 def outcome(*overrides: str) -> tuple[str, str]:
     """The hash of the parameters, and the evaluations without what the host took."""
     folder = Path("run" + str(len(list(Path().glob("run*")))))
-    overrides = tuple(key for key in overrides if not (key.startswith("model.hidden") and "model=resnet8" in overrides))
+    overrides = tuple(
+        key
+        for key in overrides
+        if not (key.startswith("model.hidden") and "model=resnet8" in overrides)
+    )
     assert main(["train", "-q", *overrides, f"run.dir={folder}"]) == 0
     lines = (folder / "metrics.jsonl").read_text()
-    rows = [{k: v for k, v in json.loads(line).items() if k != "host_s"} for line in lines.splitlines()]
+    rows = [
+        {k: v for k, v in json.loads(line).items() if k != "host_s"} for line in lines.splitlines()
+    ]
     return json.loads((folder / "summary.json").read_text())["params_sha256"], str(rows)
 
 
 @pytest.mark.parametrize(
-    "mode", [mode if mode in ("asp", "batch norm") else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+    "mode",
+    [
+        mode if mode in ("asp", "batch norm") else pytest.param(mode, marks=pytest.mark.slow)
+        for mode in MODES
+    ],
 )
-def test_same_bits_on_other_threads(mode: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line, threads, gradient = [*RUN.split(), *MODES[mode].split()], set[str](), Learner.gradient_found
+def test_same_bits_on_other_threads(
+    mode: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, threads, gradient = (
+        [*RUN.split(), *MODES[mode].split()],
+        set[str](),
+        Learner.gradient_found,
+    )
 
     def seen(self: Learner, *args, **named):
         threads.add(threading.current_thread().name)

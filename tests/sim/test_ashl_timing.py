@@ -1,8 +1,9 @@
-"""ASHL's timing claims on its own testbed: three workers, compute 2:3:4, transfers 4:6:8, ρ = exchange_s / step_s.
+"""ASHL's timing claims on its own testbed: three workers, compute 2:3:4, transfers 4:6:8, ρ =
+exchange_s / step_s.
 
-AHL never waits, so everybody commits at its own pace. SHL does the same until the fastest has used up its slack of s
-commits, and from then on goes at the pace of its longest cycle. Source: Shen et al., "ASHL", IEEE TC 2024, and its
-released emulation.
+AHL never waits, so everybody commits at its own pace. SHL does the same until the fastest has used
+up its slack of s commits, and from then on goes at the pace of its longest cycle. Source: Shen et
+al., "ASHL", IEEE TC 2024, and its released emulation.
 """
 
 import math
@@ -18,8 +19,14 @@ SHL = {0.2: (4, 3, 2), 0.5: (5, 3, 2), 1.5: (7, 4, 2)}
 
 
 def timed(rho: float, *overrides: str) -> Ran:
-    cluster = ("cluster=ashl_paper", f"cluster.step_s={STEP_S}", f"cluster.exchange_s={STEP_S * rho}")
-    return simulated("runtime.gradients=false", "schedule=single", "planner=paper", *cluster, *overrides)
+    cluster = (
+        "cluster=ashl_paper",
+        f"cluster.step_s={STEP_S}",
+        f"cluster.exchange_s={STEP_S * rho}",
+    )
+    return simulated(
+        "runtime.gradients=false", "schedule=single", "planner=paper", *cluster, *overrides
+    )
 
 
 def cycles(rho: float, steps: tuple[int, ...]) -> list[float]:
@@ -33,12 +40,22 @@ def free(rho: float, steps: tuple[int, ...]) -> float:
 
 
 def pace(ran: Ran, from_s: float = 0.0, until_s: float = math.inf) -> float:
-    """Steps/s of all workers: of each, what it did in its whole rounds in this window of the clock."""
+    """Steps/s of all workers: of each, what it did in its whole rounds in this window of
+    the clock.
+    """
     total = 0.0
     for rank in range(3):
-        ends = [r["end_ns"] / 1e9 for r in ran.of("round") if r["rank"] == rank and r["end_ns"] < ran.time_ns]
+        ends = [
+            r["end_ns"] / 1e9
+            for r in ran.of("round")
+            if r["rank"] == rank and r["end_ns"] < ran.time_ns
+        ]
         inside = [from_s] * (from_s == 0) + [end for end in ends if from_s < end <= until_s]
-        total += (len(inside) - 1) * ran.plan.stages[0].workers[rank].local_steps / (inside[-1] - inside[0])
+        total += (
+            (len(inside) - 1)
+            * ran.plan.stages[0].workers[rank].local_steps
+            / (inside[-1] - inside[0])
+        )
     return total
 
 
@@ -60,10 +77,15 @@ def test_ahl_never_waits(rho: float, times_bsp: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rho", "at_first", "in_the_long_run"), [(0.2, 1.79, 1.65), (0.5, 2.22, 2.22), (1.5, 3.42, 3.30)]
+    ("rho", "at_first", "in_the_long_run"),
+    [(0.2, 1.79, 1.65), (0.5, 2.22, 2.22), (1.5, 3.42, 3.30)],
 )
-def test_shl_slows_down_once_its_slack_is_used(rho: float, at_first: float, in_the_long_run: float) -> None:
-    """The lead grows by one commit every 1/(1/T_fast − 1/T_slow) seconds, and s of those are free."""
+def test_shl_slows_down_once_its_slack_is_used(
+    rho: float, at_first: float, in_the_long_run: float
+) -> None:
+    """The lead grows by one commit every 1/(1/T_fast − 1/T_slow) seconds, and s of those
+    are free.
+    """
     ran = timed(rho, "sync=shl", "schedule.h_preset=[2]", "stop.seconds=120")
     steps = planned_steps(ran)
     assert steps == SHL[rho]

@@ -1,4 +1,6 @@
-"""Baselines in virtual time: commits at ADSP's check points, DSSP's range, AdaComm's periods, LB-BSP's balance."""
+"""Baselines in virtual time: commits at ADSP's check points, DSSP's range, AdaComm's periods,
+LB-BSP's balance.
+"""
 
 import math
 from types import SimpleNamespace
@@ -28,13 +30,20 @@ def timed(*overrides):
     return simulated("runtime.gradients=false", "stop.steps=null", *overrides)
 
 
-# --- ADSP -------------------------------------------------------------------------------------------------------------
+# --- ADSP
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cluster", ["one_slow", "mixed", "ashl_paper"])
 @pytest.mark.parametrize("commits", [2, 5])
 def test_adsp_has_equal_commits_at_check_points(cluster, commits):
-    ran = timed(f"cluster={cluster}", "sync=adsp", "sync.gamma_s=4", f"sync.commits={commits}", "stop.seconds=40")
+    ran = timed(
+        f"cluster={cluster}",
+        "sync=adsp",
+        "sync.gamma_s=4",
+        f"sync.commits={commits}",
+        "stop.seconds=40",
+    )
     times = commit_times(ran)
     for check in range(1, 10):
         done = [sum(time <= check * 4 * NS for time in worker) for worker in times]
@@ -46,9 +55,18 @@ def test_adsp_has_equal_commits_at_check_points(cluster, commits):
 
 def test_adsp_searches_and_settles():
     """Without gradients no rate pays: one period at C, one at C + 1, and back to C."""
-    ran = timed("cluster=one_slow", "sync=adsp", "sync.gamma_s=4", "sync.commits=2", "stop.seconds=24")
-    done = [[sum(time <= check * 4 * NS for time in worker) for check in range(1, 6)] for worker in commit_times(ran)]
-    assert all(abs(count - wanted) <= 1 for row in done for count, wanted in zip(row, [2, 5, 7, 9, 11], strict=True))
+    ran = timed(
+        "cluster=one_slow", "sync=adsp", "sync.gamma_s=4", "sync.commits=2", "stop.seconds=24"
+    )
+    done = [
+        [sum(time <= check * 4 * NS for time in worker) for check in range(1, 6)]
+        for worker in commit_times(ran)
+    ]
+    assert all(
+        abs(count - wanted) <= 1
+        for row in done
+        for count, wanted in zip(row, [2, 5, 7, 9, 11], strict=True)
+    )
 
 
 def curve(a2, b, c, times=(3.0, 4.0, 5.5)):
@@ -58,13 +76,21 @@ def curve(a2, b, c, times=(3.0, 4.0, 5.5)):
 def test_adsp_predicts_when_its_curve_gets_to_the_target():
     seconds = (1 / (0.2 - 0.1) - 0.5) / 0.4
     assert reward(curve(0.4, 0.5, 0.1), 0.2) == pytest.approx(1 / seconds)
-    assert reward(curve(0.1, 0.2, -1.0), 0.2) == pytest.approx(0.1 / (1 / 1.2 - 0.2))  # as released, c has any sign
+    assert reward(curve(0.1, 0.2, -1.0), 0.2) == pytest.approx(
+        0.1 / (1 / 1.2 - 0.2)
+    )  # as released, c has any sign
 
 
 def test_adsp_ranks_curves_that_never_get_to_the_target():
-    """By the formula as it stands, with the period's own clock: below 0, and the better the nearer to the target."""
+    """By the formula as it stands, with the period's own clock: below 0, and the better the nearer
+    to the target.
+    """
     here = [(t - 3.0, loss) for t, loss in curve(0.4, 0.5, 1.9)]
-    assert reward(curve(0.4, 0.5, 1.9), 0.1) == reward(here, 0.1) == pytest.approx(0.4 / (1 / (0.1 - 1.9) - 1.7))
+    assert (
+        reward(curve(0.4, 0.5, 1.9), 0.1)
+        == reward(here, 0.1)
+        == pytest.approx(0.4 / (1 / (0.1 - 1.9) - 1.7))
+    )
     assert reward(curve(0.4, 0.5, 1.9), 0.1) < reward(curve(0.4, 0.5, 1.0), 0.1) < 0
 
 
@@ -73,11 +99,15 @@ def test_adsp_sees_no_reward_in_what_does_not_fall():
         assert reward(list(enumerate(losses)), 0.1) == -math.inf
     assert reward([(0, 1.0), (1, 0.9)], 0.1) == -math.inf
     assert reward([(0, 1.0), (1, 0.9), (2, 0.05)], 0.1) == math.inf
-    assert reward([(0, 1.0), (1, 0.95), (2, 0.8)], 0.1) is None  # falls ever faster: not on the curve
+    assert (
+        reward([(0, 1.0), (1, 0.95), (2, 0.8)], 0.1) is None
+    )  # falls ever faster: not on the curve
 
 
 def checked(rule, periods):
-    """C after each check of Γ = 2 s, by the losses at the middle and the end of each period; the first starts at 3."""
+    """C after each check of Γ = 2 s, by the losses at the middle and the end of each period; the
+    first starts at 3.
+    """
     progress = Progress(1, loss=3.0)
     state = rule.begin(None, progress)
     rates = []
@@ -92,7 +122,14 @@ def checked(rule, periods):
 
 
 def adsp(**fields):
-    values = {"gamma_s": 2.0, "commits": 4, "floor_s": 0.05, "loss_target": 0.1, "search_s": 5.0, "rise": 0.3}
+    values = {
+        "gamma_s": 2.0,
+        "commits": 4,
+        "floor_s": 0.05,
+        "loss_target": 0.1,
+        "search_s": 5.0,
+        "rise": 0.3,
+    }
     return ADSP(**(values | fields))
 
 
@@ -107,7 +144,14 @@ def test_adsp_searches_anew_from_where_it_is():
     assert checked(adsp(), [*ended, *quiet, (2.4, 2.3)]) == [5, 6, 5, 5, 5, 5, 6]
     risen = [(3.0, 3.4)]  # by 31 % since the last check
     assert checked(adsp(), [*ended, *risen, (3.2, 3.1)]) == [5, 6, 5, 5, 6]
-    assert checked(adsp(), [*ended, (3.0, 3.2), (3.3, 3.5), (3.2, 3.1)]) == [5, 6, 5, 5, 5, 5]  # never by 30 %
+    assert checked(adsp(), [*ended, (3.0, 3.2), (3.3, 3.5), (3.2, 3.1)]) == [
+        5,
+        6,
+        5,
+        5,
+        5,
+        5,
+    ]  # never by 30 %
     assert checked(adsp(search_s=None), [*ended, *quiet, *risen]) == [4] * 7
 
 
@@ -116,12 +160,15 @@ def test_adsp_does_not_count_periods_that_accelerate():
     assert checked(adsp(), [(2.99, 2.9), (2.8, 2.6), (2.4, 2.3), (2.2, 2.2)]) == [4, 4, 5, 4]
 
 
-# --- DSSP -------------------------------------------------------------------------------------------------------------
+# --- DSSP
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cluster", ["one_slow", "mixed"])
 def test_dssp_stays_in_its_range(cluster):
-    ran = timed(f"cluster={cluster}", "sync=dssp", "sync.s_low=1", "sync.s_high=6", "stop.seconds=20")
+    ran = timed(
+        f"cluster={cluster}", "sync=dssp", "sync.s_low=1", "sync.s_high=6", "stop.seconds=20"
+    )
     assert 1 < ran.end["max_lead"] <= 6
 
 
@@ -141,29 +188,47 @@ def test_dssp_grants_nothing_to_a_push_that_came_too_late():
 
 
 def test_dssp_grants_what_waits_least():
-    """The fastest pushes every 3 s, now at 10; the slowest every 10 s, last at 9, so next at 19: arrivals at 10, 13, 16
-    and 19 wait 9, 6, 3 and 0 s."""
+    """The fastest pushes every 3 s, now at 10; the slowest every 10 s, last at 9, so next at 19:
+    arrivals at 10, 13, 16 and 19 wait 9, 6, 3 and 0 s.
+    """
     assert [grant((7, 10), (-1, 9), room) for room in range(6)] == [0, 1, 2, 3, 3, 3]
     assert grant((7, 10), (0, 0), 5) == 0
 
 
-# --- AdaComm ----------------------------------------------------------------------------------------------------------
+# --- AdaComm
+# --------------------------------------------------------------------------------------------------
 
 
 def test_adacomm_shortens_its_period_as_the_loss_falls():
-    ran = simulated("cluster=homogeneous", "sync=adacomm", "sync.every_s=2", "stop.steps=null", "stop.seconds=14")
+    ran = simulated(
+        "cluster=homogeneous",
+        "sync=adacomm",
+        "sync.every_s=2",
+        "stop.steps=null",
+        "stop.seconds=14",
+    )
     steps = [record["steps"] for record in ran.of("round") if record["rank"] == 0]
     assert steps[0] == 16
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] <= 2
-    assert len({record["steps"] for record in ran.of("round") if record["round"] == len(steps) - 1}) == 1
+    assert (
+        len({record["steps"] for record in ran.of("round") if record["round"] == len(steps) - 1})
+        == 1
+    )
 
 
 def test_adacomm_stretches_under_a_falling_rate_only():
-    """Halved to one step by the third check, stretched by √(0.1/0.025) = 2 where the rate has fallen to a quarter."""
-    rule, rates = conf_option("sync", "adacomm", local_steps=8, every_s=1.0), iter([0.1, 0.1, 0.1, 0.1, 0.025, 0.1])
+    """Halved to one step by the third check, stretched by √(0.1/0.025) = 2 where the rate has
+    fallen to a quarter.
+    """
+    rule, rates = (
+        conf_option("sync", "adacomm", local_steps=8, every_s=1.0),
+        iter([0.1, 0.1, 0.1, 0.1, 0.025, 0.1]),
+    )
     progress = SimpleNamespace(now_s=0.0, waiting=[0], present=1, loss=1.0, samples=0)
-    stage = SimpleNamespace(num_workers=1, trainer=SimpleNamespace(rate=lambda samples: next(rates)))
+    stage = SimpleNamespace(
+        num_workers=1, trainer=SimpleNamespace(rate=lambda samples: next(rates))
+    )
     periods, state = [], rule.begin(stage, progress)
     for second in range(6):
         progress.now_s = float(second)
@@ -172,11 +237,17 @@ def test_adacomm_stretches_under_a_falling_rate_only():
     assert periods == [8, 4, 2, 1, 2, 1]
 
 
-# --- LB-BSP -----------------------------------------------------------------------------------------------------------
+# --- LB-BSP
+# --------------------------------------------------------------------------------------------------
 
 
 def test_lb_bsp_waits_little_where_bsp_waits_much():
-    cluster = ("cluster=one_slow", "cluster.exchange_s=0.001", "dataset.batch_size=64", "stop.seconds=20")
+    cluster = (
+        "cluster=one_slow",
+        "cluster.exchange_s=0.001",
+        "dataset.batch_size=64",
+        "stop.seconds=20",
+    )
 
     def waits(sync):
         ran = timed(f"sync={sync}", *cluster)
@@ -190,10 +261,22 @@ def test_lb_bsp_waits_little_where_bsp_waits_much():
 
 def test_lb_bsp_follows_a_worker_that_turns_slower():
     event = "cluster.events=[{time_s: 10, worker: 0, compute: 4}]"
-    cluster = ("cluster=homogeneous", "cluster.exchange_s=0.001", "dataset.batch_size=64", "stop.seconds=30")
+    cluster = (
+        "cluster=homogeneous",
+        "cluster.exchange_s=0.001",
+        "dataset.batch_size=64",
+        "stop.seconds=30",
+    )
     ran = timed("sync=lb_bsp", event, *cluster)
-    late = [record for record in ran.of("round") if record["start_ns"] > 20 * NS and record["end_ns"] < 29 * NS]
-    times = [sum(end - start for kind, start, end in record["spans_ns"] if kind == "compute") for record in late]
+    late = [
+        record
+        for record in ran.of("round")
+        if record["start_ns"] > 20 * NS and record["end_ns"] < 29 * NS
+    ]
+    times = [
+        sum(end - start for kind, start, end in record["spans_ns"] if kind == "compute")
+        for record in late
+    ]
     assert max(times) < 1.1 * min(times)
 
 
@@ -205,6 +288,12 @@ def test_lb_bsp_shares_out_the_whole_batch():
 
 
 def test_lb_bsp_trains_on_what_it_shares_out():
-    ran = simulated("cluster=one_slow", "sync=lb_bsp", "stop.steps=400", "model.hidden=[16]", "optimizer.lr=0.05")
+    ran = simulated(
+        "cluster=one_slow",
+        "sync=lb_bsp",
+        "stop.steps=400",
+        "model.hidden=[16]",
+        "optimizer.lr=0.05",
+    )
     assert ran.end["loss"] < 0.5
     assert ran.end["samples"] == 100 * 4 * ran.plan.stages[0].workers[0].batch

@@ -25,7 +25,14 @@ SIZES = (*GROUPS, "sync.group_size=2", "sync.local_steps=2", "runtime.gradients=
 def test_a_group_of_all_is_an_all_reduce_of_those_who_are_left(moment: float) -> None:
     """To the bit, momentum and all: from the round on that lacks the lost worker."""
     plan = planned(*ALL, "stop.steps=78")
-    ring = planned(*RUN, "topology=all_reduce", "sync=local_sgd", "sync.local_steps=3", ALL[-1], "stop.steps=78")
+    ring = planned(
+        *RUN,
+        "topology=all_reduce",
+        "sync=local_sgd",
+        "sync.local_steps=3",
+        ALL[-1],
+        "stop.steps=78",
+    )
     mine, theirs = run(with_events(plan, lost(2, moment))), run(with_events(ring, lost(2, moment)))
     assert mine.end["commits"] == theirs.end["commits"]
     assert mine.end["commits"][2] > 1
@@ -36,7 +43,9 @@ def test_a_group_of_all_is_an_all_reduce_of_those_who_are_left(moment: float) ->
 
 
 def test_who_is_left_of_a_group_averages_anew() -> None:
-    """All of the first group have come at 0.24 s. Worker 1 fails during the sum; its work is dropped."""
+    """All of the first group have come at 0.24 s. Worker 1 fails during the sum; its work is
+    dropped.
+    """
     ran = run(with_events(planned(*ALL, "stop.steps=60"), lost(1, 0.243)))
     assert ran.end["commits"][1] == 0
     assert ran.end["dropped_by"] == [0, 3, 0]
@@ -53,16 +62,25 @@ def test_who_comes_has_the_model_of_another() -> None:
     ran = run(with_events(planned(*ALL, "stop.steps=120"), lost(0, 0.3), back(0, 0.7)))
     assert ran.end["commits"][0] > 2
     mean = sum_in_rank_order([ran.models[rank] for rank in present(ran)]) / 3
-    assert all(torch.allclose(ran.models[rank], mean, atol=1e-6) for rank in range(3)), "they met in groups of all"
+    assert all(torch.allclose(ran.models[rank], mean, atol=1e-6) for rank in range(3)), (
+        "they met in groups of all"
+    )
     assert ran.ledgers[0]["down"] == 400_000_000
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ripples_smart", "ripples_random", "ripples_static", "ripples_first_come"])
+@pytest.mark.parametrize(
+    "mode", ["ripples_smart", "ripples_random", "ripples_static", "ripples_first_come"]
+)
 def test_a_loss_at_any_moment(mode: str) -> None:
     size = () if mode == "ripples_static" else ("sync.group_size=2",)
     plan = planned(
-        *RUN, "topology=partial_all_reduce", f"sync={mode}", *size, "runtime.gradients=false", "stop.steps=60"
+        *RUN,
+        "topology=partial_all_reduce",
+        f"sync={mode}",
+        *size,
+        "runtime.gradients=false",
+        "stop.steps=60",
     )
     for moment in (0.0, 0.05, 0.08, 0.0851, 0.3):
         for worker in range(3):
@@ -73,7 +91,9 @@ def test_a_loss_at_any_moment(mode: str) -> None:
 
 def test_the_run_ends_where_too_few_are_left() -> None:
     plan = with_events(planned(*SIZES, "stop.seconds=1", "runtime.min_workers=3"), lost(0, 0.1))
-    with pytest.raises(AshlError, match=r"2 of 3 workers are running, fewer than runtime\.min_workers=3"):
+    with pytest.raises(
+        AshlError, match=r"2 of 3 workers are running, fewer than runtime\.min_workers=3"
+    ):
         run(plan)
 
 
@@ -98,7 +118,9 @@ def test_on_processes_it_goes_on_where_gloo_sums() -> None:
     )
     plan = with_events(planned(*SIZES), lost(0, 0.1))
     check_faults(replace(parts_of(plan), runtime=local), plan.stages, None)
-    plan = with_events(planned(*RUN, "topology=all_reduce", "topology.algorithm=tree", "sync=bsp"), lost(0, 0.1))
+    plan = with_events(
+        planned(*RUN, "topology=all_reduce", "topology.algorithm=tree", "sync=bsp"), lost(0, 0.1)
+    )
     check_faults(replace(parts_of(plan), runtime=local), plan.stages, None)
 
 
@@ -107,16 +129,26 @@ def test_on_processes_it_goes_on_where_gloo_sums() -> None:
     [
         (("topology=all_reduce", "sync=bsp"), {}, None),
         (GROUPS[-2:], {}, None),
-        (("topology=gossip", "sync=d_psgd"), {}, "sync=d_psgd does not support rejoins; drop it, or take"),
+        (
+            ("topology=gossip", "sync=d_psgd"),
+            {},
+            "sync=d_psgd does not support rejoins; drop it, or take",
+        ),
         (
             ("topology=parameter_server", "sync=bsp"),
             {"name": "torchrun"},
             "the launcher of the job starts these processes",
         ),
-        (("topology=parameter_server", "sync=bsp"), {"checkpoint_s": 1.0}, r"leaves checkpoints \(run.checkpoint_s\)"),
+        (
+            ("topology=parameter_server", "sync=bsp"),
+            {"checkpoint_s": 1.0},
+            r"leaves checkpoints \(run.checkpoint_s\)",
+        ),
     ],
 )
-def test_nobody_is_started_anew_where_nobody_comes_back(own: tuple[str, ...], known: dict, said: str | None) -> None:
+def test_nobody_is_started_anew_where_nobody_comes_back(
+    own: tuple[str, ...], known: dict, said: str | None
+) -> None:
     runtime = {
         "name": "local",
         "max_restarts": 1,
@@ -140,4 +172,6 @@ def test_an_evaluation_does_not_wait_for_a_model_of_the_lost() -> None:
     assert models.add(Snapshot(3, 7, tick=2, counts=counts), None) is None
     models.restore_worker(2)
     assert models.add(Snapshot(0, 7, tick=2), torch.ones(2)) is None
-    assert models.add(Snapshot(1, 7, tick=2), torch.ones(2)) is not None, "who came later was not asked"
+    assert models.add(Snapshot(1, 7, tick=2), torch.ones(2)) is not None, (
+        "who came later was not asked"
+    )

@@ -1,4 +1,6 @@
-"""A budget of seconds is one on every topology, and every evaluation that falls due is made, however often."""
+"""A budget of seconds is one on every topology, and every evaluation that falls due is made,
+however often.
+"""
 
 import pytest
 
@@ -12,7 +14,13 @@ MODES = {
     "asynchronous": ("sync=asp",),
     "all_reduce": ("topology=all_reduce", "sync=local_sgd", "sync.local_steps=16"),
     "rounds": ("topology=gossip", "topology.graph=ring", "sync=d_psgd", "sync.local_steps=8"),
-    "early": ("topology=gossip", "topology.graph=ring", "sync=d_psgd", "sync.local_steps=8", "sync.order=awc"),
+    "early": (
+        "topology=gossip",
+        "topology.graph=ring",
+        "sync=d_psgd",
+        "sync.local_steps=8",
+        "sync.order=awc",
+    ),
     "matchings": ("topology=gossip", "sync=matcha"),
     "pairs": ("topology=gossip", "sync=ad_psgd"),
     "groups": ("topology=partial_all_reduce", "sync=ripples_smart"),
@@ -35,7 +43,9 @@ def test_the_clock_of_the_records_ends_with_the_budget(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["all_reduce", "rounds"])
 def test_what_ends_later_does_not_count(mode: str) -> None:
-    """The model is that of the steps that ended in time, bit for bit, where all ranks end their rounds at once."""
+    """The model is that of the steps that ended in time, bit for bit, where all ranks end their
+    rounds at once.
+    """
     equal = ("cluster=homogeneous",)
     late = simulated(*SMALL, *MODES[mode], *equal, "stop.seconds=2.3")
     exact = simulated(*SMALL, *MODES[mode], *equal, f"stop.steps={late.end['steps']}")
@@ -46,11 +56,17 @@ def test_what_ends_later_does_not_count(mode: str) -> None:
 
 @pytest.mark.parametrize("every_s", [1.0, 0.5, 0.2])
 def test_gossip_in_rounds_makes_every_evaluation(every_s: float) -> None:
-    """Rank 0 asked for the next one in the round of the last, and did not hand in its own model: one in 60 s."""
-    ran = simulated(*SMALL, *MODES["early"], "sync.local_steps=1", "stop.seconds=12", f"eval.every_s={every_s}")
+    """Rank 0 asked for the next one in the round of the last, and did not hand in its own model:
+    one in 60 s.
+    """
+    ran = simulated(
+        *SMALL, *MODES["early"], "sync.local_steps=1", "stop.seconds=12", f"eval.every_s={every_s}"
+    )
     times = evaluations(ran)
     rounds_s = ran.time_ns / 1e9 / ran.end["merges"]
-    assert len(times) >= 12 / (every_s + 4 * rounds_s) - 2, "one each time, and at the next round that all know of"
+    assert len(times) >= 12 / (every_s + 4 * rounds_s) - 2, (
+        "one each time, and at the next round that all know of"
+    )
     assert times == sorted(set(times))
 
 
@@ -91,7 +107,9 @@ def test_the_last_round_is_cut_to_what_is_left_of_the_count(mode: str, limit: st
 @pytest.mark.parametrize("mode", ["asynchronous", "pairs", "groups"])
 def test_elsewhere_the_count_is_passed_by_less_than_a_merge(mode: str) -> None:
     ran = simulated(*SMALL, *MODES[mode], "stop.steps=450", "runtime.gradients=false")
-    in_a_merge = {"groups": ran.plan.num_workers}.get(mode, 1) * ran.plan.stages[0].workers[0].local_steps
+    in_a_merge = {"groups": ran.plan.num_workers}.get(mode, 1) * ran.plan.stages[0].workers[
+        0
+    ].local_steps
     assert 450 <= ran.end["steps"] < 450 + in_a_merge
 
 
@@ -105,8 +123,9 @@ def test_elsewhere_the_count_is_passed_by_less_than_a_merge(mode: str) -> None:
     ],
 )
 def test_what_is_in_the_models_counts_and_came_in_time(sync: str, cluster: str, end: str) -> None:
-    """What others merged at the very moment of the end was in their models and counted as dropped; and who had asked a
-    peer merged its work once the answer came, however late."""
+    """What others merged at the very moment of the end was in their models and counted as dropped;
+    and who had asked a peer merged its work once the answer came, however late.
+    """
     where = ("topology=gossip", f"cluster={cluster}", *f"sync={sync}".split())
     ran = simulated("schedule=single", "model.hidden=[8]", "stop.steps=null", *where, end)
     merged = [record for record in ran.of("round") if not record["dropped"]]

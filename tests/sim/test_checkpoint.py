@@ -1,4 +1,6 @@
-"""A run that goes on from a checkpoint says and learns the same as one that was never interrupted, bit for bit."""
+"""A run that goes on from a checkpoint says and learns the same as one that was never interrupted,
+bit for bit.
+"""
 
 import io
 from functools import partial
@@ -27,7 +29,14 @@ CASES = {
     "bsp": ("sync=bsp",),
     "ssp": ("sync=ssp",),
     "asp": ("sync=asp", "compression=topk", "topology.pull_ratio=0.05"),
-    "laq": ("sync=bsp", "compression=laq", "optimizer.momentum=0", "model=linear", "stop.epochs=40", "eval.every_s=2"),
+    "laq": (
+        "sync=bsp",
+        "compression=laq",
+        "optimizer.momentum=0",
+        "model=linear",
+        "stop.epochs=40",
+        "eval.every_s=2",
+    ),
     "variance": ("sync=bsp", "compression=variance"),
     "adacomp": ("sync=backup", "sync.backups=1", "compression=adacomp"),
     "wrappers": (
@@ -44,7 +53,12 @@ CASES = {
     "signum": ("sync=bsp", "compression=sign", "compression.beta=0.9", "optimizer.momentum=0"),
     "choco": ("topology=gossip", "sync=choco", "compression=topk", "compression.per_layer=true"),
     "asylpg": ("sync=asylpg", "compression=grid"),
-    "spy": ("sync=spy", "optimizer.momentum=0", "optimizer.weight_decay=0", "sync.estimator=minibatch"),
+    "spy": (
+        "sync=spy",
+        "optimizer.momentum=0",
+        "optimizer.weight_decay=0",
+        "sync.estimator=minibatch",
+    ),
     "bcd": ("sync=bsp", "topology=all_reduce", "optimizer=bcd", "stop.epochs=15", "eval.every_s=2"),
     "backup": ("sync=backup", "sync.backups=1"),
     "local_sgd": ("sync=local_sgd", "sync.local_steps=4"),
@@ -57,7 +71,12 @@ CASES = {
         "cluster.latency_s=0.001",
     ),
     "late": ("sync=bsp", "topology=all_reduce", "overlap=delayed"),
-    "anchor": ("sync=local_sgd", "topology=all_reduce", "overlap=overlap_local_sgd", "outer=slowmo"),
+    "anchor": (
+        "sync=local_sgd",
+        "topology=all_reduce",
+        "overlap=overlap_local_sgd",
+        "outer=slowmo",
+    ),
     "fragments": (
         "sync=local_sgd",
         "topology=all_reduce",
@@ -66,10 +85,21 @@ CASES = {
         "outer=nesterov",
         "compression=topk",
     ),
-    "through": ("sync=local_sgd", "overlap=streaming", "outer=nesterov", "compression=topk", "topology.pull_ratio=0.3"),
+    "through": (
+        "sync=local_sgd",
+        "overlap=streaming",
+        "outer=nesterov",
+        "compression=topk",
+        "topology.pull_ratio=0.3",
+    ),
     "drawn": ("sync=local_sgd", "topology=all_reduce", "overlap=loscar"),
     "decoupled": ("sync=decoupled", "sync.grace_s=0.01", "outer=nesterov", "stop.epochs=8"),
-    "late-ladder": ("schedule=ashl_next", "schedule.decay_stages=3", "optimizer.lr=0.5", "stop.epochs=8"),
+    "late-ladder": (
+        "schedule=ashl_next",
+        "schedule.decay_stages=3",
+        "optimizer.lr=0.5",
+        "stop.epochs=8",
+    ),
     "layerwise": (
         "sync=bsp",
         "topology=all_reduce",
@@ -82,7 +112,12 @@ CASES = {
     "nesterov": ("sync=local_sgd", "outer=nesterov"),
     "nesterov-sum": ("sync=local_sgd", "topology=all_reduce", "outer=nesterov"),
     "slowmo": ("sync=asp", "outer=slowmo", "optimizer.schedule=cosine", "outer.beta=0.2"),
-    "delayed_nesterov": ("sync=asp", "aggregate=uniform", "outer=delayed_nesterov", "outer.beta=0.5"),
+    "delayed_nesterov": (
+        "sync=asp",
+        "aggregate=uniform",
+        "outer=delayed_nesterov",
+        "outer.beta=0.5",
+    ),
     "power_sgd": ("sync=bsp", "topology=all_reduce", "compression=power_sgd"),
     "gtopk": ("sync=local_sgd", "topology=all_reduce", "compression=gtopk"),
     "sketch_sgd": ("sync=bsp", "topology=all_reduce", "compression=sketch_sgd"),
@@ -98,7 +133,12 @@ CASES = {
         "topology=all_reduce",
     ),
     "balanced by sums": ("sync=lb_bsp", "topology=all_reduce", "cluster.compute=[1,2,1,3]"),
-    "adapted by sums": ("sync=adacomm", "sync.local_steps=4", "sync.every_s=0.2", "topology=all_reduce"),
+    "adapted by sums": (
+        "sync=adacomm",
+        "sync.local_steps=4",
+        "sync.every_s=0.2",
+        "topology=all_reduce",
+    ),
     "catalyst": ("sync=cr_psgd_catalyst", "sync.growth=1.5", "sync.budget=400"),
     "easgd": ("sync=easgd", "sync.local_steps=2"),
     "ringleader": ("sync=ringleader",),
@@ -116,9 +156,27 @@ CASES = {
     "noloco": ("topology=gossip", "sync=noloco", "sync.local_steps=2"),
     "relay_sum": ("topology=gossip", "sync=relay_sum"),
     "ad_psgd": ("topology=gossip", "sync=ad_psgd", "topology.graph=ring", "stop.epochs=6"),
-    "swarm": ("topology=gossip", "sync=swarm", "sync.local_steps=2", "sync.overlap=false", "topology.graph=complete"),
-    "hop": ("topology=gossip", "sync=hop", "sync.staleness=1", "topology.graph=ring", "cluster.exchange_s=0.01"),
-    "d_admm": ("topology=gossip", "sync=d_admm", "sync.delay=1", "sync.barrier=1", "topology.graph=ring"),
+    "swarm": (
+        "topology=gossip",
+        "sync=swarm",
+        "sync.local_steps=2",
+        "sync.overlap=false",
+        "topology.graph=complete",
+    ),
+    "hop": (
+        "topology=gossip",
+        "sync=hop",
+        "sync.staleness=1",
+        "topology.graph=ring",
+        "cluster.exchange_s=0.01",
+    ),
+    "d_admm": (
+        "topology=gossip",
+        "sync=d_admm",
+        "sync.delay=1",
+        "sync.barrier=1",
+        "topology.graph=ring",
+    ),
     "smart": ("topology=partial_all_reduce", "sync=ripples_smart"),
     "sharded": (
         "sync=asp",
@@ -131,13 +189,21 @@ CASES = {
     ),
     "halos": ("sync=asp", "topology=halos", "cluster.node=[0,1,0,1]", "topology.updates=2"),
     "ashl": ("schedule=ashl", "schedule.loss_switch=1.5", "stop.epochs=8"),
-    "online": ("schedule=ashl", "planner=online", "cluster.events=[{time_s: 1, worker: 0, compute: 3}]"),
+    "online": (
+        "schedule=ashl",
+        "planner=online",
+        "cluster.events=[{time_s: 1, worker: 0, compute: 3}]",
+    ),
     "goodput": ("schedule=ashl", "planner=goodput", "schedule.loss_switch=1.5"),
 }
 
 
-def run(ran: Ran, saved: dict | None = None, save_at_ns: int | None = None, device: str = HOST) -> list:
-    """Run to the end, making a checkpoint now and then; returns them with what had been said by then."""
+def run(
+    ran: Ran, saved: dict | None = None, save_at_ns: int | None = None, device: str = HOST
+) -> list:
+    """Run to the end, making a checkpoint now and then; returns them with what had been said by
+    then.
+    """
     job = assemble(ran.plan, device)
     cluster, stage, kept = construct(ran.plan.cluster, "cluster"), job.stages[0], []
     speed = speed_of(cluster, stage.plan.workers[0].batch, ran.plan.seed)
@@ -151,7 +217,11 @@ def run(ran: Ran, saved: dict | None = None, save_at_ns: int | None = None, devi
 
     if save_at_ns is not None:
         sim.save_at(save_at_ns, keep)
-    sim.run(partial(program, stages=job.stages), tick=lambda: None, begin=saved and partial(resume, saved=saved))
+    sim.run(
+        partial(program, stages=job.stages),
+        tick=lambda: None,
+        begin=saved and partial(resume, saved=saved),
+    )
     return kept
 
 
@@ -176,12 +246,16 @@ def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
     assert ran.records == whole.records, "making a checkpoint changes nothing"
     for file, records, snapshots, parts in kept[:: max(1, len(kept) // 2)]:
         saved = {**torch.load(io.BytesIO(file), weights_only=True), "packages": ("ashl",)}
-        again = Ran(ran.plan, records=whole.records[:records], snapshots=whole.snapshots[:snapshots])
+        again = Ran(
+            ran.plan, records=whole.records[:records], snapshots=whole.snapshots[:snapshots]
+        )
         again.parts, again.learner = from_plain(parts), whole.learner
         run(again, saved)
         assert again.records == whole.records
         assert again.sha256 == whole.sha256
-        assert [record for record, _ in again.snapshots] == [record for record, _ in whole.snapshots]
+        assert [record for record, _ in again.snapshots] == [
+            record for record, _ in whole.snapshots
+        ]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +279,12 @@ def test_what_comes_under_the_next_forward_pass_is_let_in_for_a_checkpoint(chose
     assert whole.time_ns <= ran.time_ns <= 1.1 * whole.time_ns
     for file, records, snapshots, _ in kept[:: max(1, len(kept) // 2)]:
         saved = {**torch.load(io.BytesIO(file), weights_only=True), "packages": ("ashl",)}
-        again = Ran(ran.plan, records=ran.records[:records], snapshots=ran.snapshots[:snapshots], learner=whole.learner)
+        again = Ran(
+            ran.plan,
+            records=ran.records[:records],
+            snapshots=ran.snapshots[:snapshots],
+            learner=whole.learner,
+        )
         run(again, saved)
         assert again.sha256 == whole.sha256
         assert {sum(totals.values()) for totals in again.ledgers} == {again.time_ns}
@@ -232,10 +311,25 @@ def test_a_checkpoint_names_no_foreign_code() -> None:
 
 
 @pytest.mark.parametrize("local_steps", [20, 36, 40])
-@pytest.mark.parametrize("mode", ["gossip topology.graph=ring sync=d_psgd", "all_reduce sync=local_sgd"])
+@pytest.mark.parametrize(
+    "mode", ["gossip topology.graph=ring sync=d_psgd", "all_reduce sync=local_sgd"]
+)
 def test_a_run_that_had_nearly_ended_goes_on(mode: str, local_steps: int, workplace) -> None:
-    """Some ranks were saved in the last round, or past it: with another end that was another round, or never came."""
-    how = [*f"topology={mode}".split(), f"sync.local_steps={local_steps}", "runtime.gradients=false", "-q"]
-    often = ["runtime=sim", "tracking=none", "run.dir=run", "run.checkpoint_s=0.4", "stop.steps=450"]
+    """Some ranks were saved in the last round, or past it: with another end that was another round,
+    or never came.
+    """
+    how = [
+        *f"topology={mode}".split(),
+        f"sync.local_steps={local_steps}",
+        "runtime.gradients=false",
+        "-q",
+    ]
+    often = [
+        "runtime=sim",
+        "tracking=none",
+        "run.dir=run",
+        "run.checkpoint_s=0.4",
+        "stop.steps=450",
+    ]
     assert main(["train", *how, *often]) == 0
     assert main(["train", "--resume", "run", "stop.steps=900", "-q"]) == 0

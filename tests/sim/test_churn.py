@@ -1,5 +1,6 @@
-"""Workers that fail and rejoin, in virtual time: what a parameter server makes of it, held against a
-reference without a server, and to the nanosecond."""
+"""Workers that fail and rejoin, in virtual time: what a parameter server makes of it, held against
+a reference without a server, and to the nanosecond.
+"""
 
 from dataclasses import replace
 
@@ -24,7 +25,12 @@ from tests.laws.machines import cluster
 from tests.support import planned, run
 
 DETECT_S = 0.02  # of the cluster below
-RUN = ("cluster=homogeneous", "cluster.compute=[1,2,4]", "dataset.batch_size=16", "eval.every_commits=1")
+RUN = (
+    "cluster=homogeneous",
+    "cluster.compute=[1,2,4]",
+    "dataset.batch_size=16",
+    "eval.every_commits=1",
+)
 
 
 def with_events(plan: Plan, *events: dict, **cluster: object) -> Plan:
@@ -63,7 +69,9 @@ class Alone:
                 _, x = trainer.gradient(self.params, rank, step, span)
             else:
                 rate = trainer.rate(self.samples)
-                _, worker.moments, local = trainer.local_step(local, worker.moments, rank, step, rate, span)
+                _, worker.moments, local = trainer.local_step(
+                    local, worker.moments, rank, step, rate, span
+                )
                 x = local - self.params
         if not stage.link.traits.lossless:
             context = context_of(stage, rank, worker, self.version)
@@ -77,10 +85,14 @@ class Alone:
 
     def round(self, members: list[int]) -> Tensor:
         """The model after a round of these."""
-        total = sum_in_rank_order([update * (1 / len(members)) for update in self.handed_in(members)])
+        total = sum_in_rank_order(
+            [update * (1 / len(members)) for update in self.handed_in(members)]
+        )
         rate = self.stage.trainer.rate(self.samples)
         if self.stage.sync.exchange == "gradient":
-            self.moments, self.params = self.stage.trainer.apply(self.params, self.moments, total, rate)
+            self.moments, self.params = self.stage.trainer.apply(
+                self.params, self.moments, total, rate
+            )
         else:
             self.params = self.params + total
         self.version += 1
@@ -123,7 +135,9 @@ def test_rounds_after_a_loss_are_those_of_the_others(mode: tuple[str, ...], fail
 
 
 def test_a_loss_while_all_wait_for_it_makes_the_round_whole_at_once() -> None:
-    """The slowest needs 0.08 s; the others wait. It fails at 0.05 s, and 0.02 s later the round is merged."""
+    """The slowest needs 0.08 s; the others wait. It fails at 0.05 s, and 0.02 s later the round is
+    merged.
+    """
     ran = run(with_events(planned(*RUN, "sync=bsp", "stop.steps=20"), lost(2, 0.05)))
     first = ran.snapshots[0][0]
     assert first["time_ns"] == round((0.05 + DETECT_S) * 1e9)
@@ -139,7 +153,9 @@ def test_what_the_lost_had_pushed_for_the_round_is_dropped_and_counted() -> None
 
 
 def test_one_at_a_time_the_weights_are_those_of_the_others() -> None:
-    ran = run(with_events(planned(*RUN, "sync=asp", "stop.steps=60", "aggregate=uniform"), lost(2, 0.3)))
+    ran = run(
+        with_events(planned(*RUN, "sync=asp", "stop.steps=60", "aggregate=uniform"), lost(2, 0.3))
+    )
     stage = assemble(ran.plan, "cpu").stages[0]
     pushes = [type("Push", (), {"worker": rank}) for rank in (0, 1)]
     assert stage.weights_of(pushes, {2}) == [0.5, 0.5]
@@ -148,11 +164,15 @@ def test_one_at_a_time_the_weights_are_those_of_the_others() -> None:
 
 
 def test_a_lead_is_counted_from_the_slowest_who_is_left() -> None:
-    """Under SSP nobody is more than s commits ahead of the slowest; once that is gone, nobody waits for it."""
+    """Under SSP nobody is more than s commits ahead of the slowest; once that is gone, nobody waits
+    for it.
+    """
     mode = ("sync=ssp", "sync.staleness=1", "runtime.gradients=false", "stop.seconds=3")
     ran = run(with_events(planned(*RUN, *mode), lost(2, 0.5)))
     assert ran.end["commits"][2] <= 6
-    assert ran.end["commits"][1] == pytest.approx(2.5 / 0.05, abs=8)  # its own cycles of 0.05 s from there on
+    assert ran.end["commits"][1] == pytest.approx(
+        2.5 / 0.05, abs=8
+    )  # its own cycles of 0.05 s from there on
     assert ran.end["max_lead"] <= 1
 
 
@@ -168,7 +188,9 @@ def test_who_comes_back_has_the_model_and_its_part_of_the_rounds() -> None:
 
 
 def test_who_was_away_counts_as_the_slowest() -> None:
-    """Its lead is nobody's to wait for: SSP's bound holds, and nobody stands still until it has caught up."""
+    """Its lead is nobody's to wait for: SSP's bound holds, and nobody stands still until it has
+    caught up.
+    """
     mode = ("sync=ssp", "sync.staleness=2", "runtime.gradients=false", "stop.seconds=4")
     ran = run(with_events(planned(*RUN, *mode), lost(0, 0.5), back(0, 2.5)))
     assert ran.end["max_lead"] <= 2
@@ -176,11 +198,19 @@ def test_who_was_away_counts_as_the_slowest() -> None:
     assert max(gaps) < 500_000_000
 
 
-ONE = ("cluster=homogeneous", "cluster.compute=[1]", "sync=asp", "stop.steps=9", "runtime.gradients=false")
+ONE = (
+    "cluster=homogeneous",
+    "cluster.compute=[1]",
+    "sync=asp",
+    "stop.steps=9",
+    "runtime.gradients=false",
+)
 
 
 def test_transfers_wait_until_the_link_is_back() -> None:
-    """The second push is on its way from 0.05 s on for 0.005 s; from 0.052 s to 0.152 s nothing moves."""
+    """The second push is on its way from 0.05 s on for 0.005 s; from 0.052 s to 0.152 s nothing
+    moves.
+    """
     plan = planned(*ONE)
     ran = run(with_events(plan, {"time_s": 0.052, "worker": 0, "link_down": 0.1}))
     assert ran.time_ns == run(plan).time_ns + 100_000_000
@@ -192,7 +222,10 @@ def test_failures_at_random_are_each_workers_own() -> None:
     churn = {"churn": {"mtbf_s": 1.0, "mttr_s": 0.2}}
     ran = run(with_events(plan, **churn))
     other = run(with_events(plan, {"time_s": 1.0, "worker": 0, "link_down": 0.5}, **churn))
-    found = [[(r["rank"], r["time_ns"]) for r in of.of("worker_failed") if r["rank"] == 1] for of in (ran, other)]
+    found = [
+        [(r["rank"], r["time_ns"]) for r in of.of("worker_failed") if r["rank"] == 1]
+        for of in (ran, other)
+    ]
     assert len(found[0]) > 3
     assert found[0] == found[1]
     assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
@@ -202,7 +235,9 @@ def test_failures_at_random_are_each_workers_own() -> None:
 
 
 def test_failures_at_random_never_end_a_run() -> None:
-    plan = planned(*RUN, "sync=asp", "runtime.gradients=false", "stop.seconds=5", "runtime.min_workers=2")
+    plan = planned(
+        *RUN, "sync=asp", "runtime.gradients=false", "stop.seconds=5", "runtime.min_workers=2"
+    )
     ran = run(with_events(plan, churn={"mtbf_s": 0.1, "mttr_s": 1.0}))
     assert ran.end["reason"] == "seconds"
     there = 3
@@ -214,13 +249,29 @@ def test_failures_at_random_never_end_a_run() -> None:
 @pytest.mark.parametrize(
     ("events", "least", "said"),
     [
-        ((lost(0, 0.1), lost(1, 0.2), lost(2, 0.3)), 1, r"worker 2 failed at 0\.32 s and 0 of 3 workers remain"),
+        (
+            (lost(0, 0.1), lost(1, 0.2), lost(2, 0.3)),
+            1,
+            r"worker 2 failed at 0\.32 s and 0 of 3 workers remain",
+        ),
         ((lost(0, 0.1),), 3, r"2 of 3 workers are running, fewer than runtime\.min_workers=3"),
-        (({"time_s": 0.1, "server_fail": True},), 1, r"the server failed at 0\.1 s, as cluster\.events says"),
+        (
+            ({"time_s": 0.1, "server_fail": True},),
+            1,
+            r"the server failed at 0\.1 s, as cluster\.events says",
+        ),
     ],
 )
-def test_the_run_ends_where_too_few_are_left(events: tuple[dict, ...], least: int, said: str) -> None:
-    plan = planned(*RUN, "sync=asp", "stop.seconds=1", "runtime.gradients=false", f"runtime.min_workers={least}")
+def test_the_run_ends_where_too_few_are_left(
+    events: tuple[dict, ...], least: int, said: str
+) -> None:
+    plan = planned(
+        *RUN,
+        "sync=asp",
+        "stop.seconds=1",
+        "runtime.gradients=false",
+        f"runtime.min_workers={least}",
+    )
     with pytest.raises(AshlError, match=said):
         run(with_events(plan, *events))
 
@@ -236,14 +287,26 @@ def test_a_loss_while_profiling_ends_the_run_and_one_after_it_does_not() -> None
     (made,) = ran.of("plan")
     planned_steps = made["stages"][0][1][0]
     assert planned_steps != plan.stages[1].workers[1].local_steps
-    again = [r["steps"] for r in ran.of("round") if r["rank"] == 1 and r["end_ns"] > 2_900_000_000 and r["stage"] == 1]
-    assert set(again) == {planned_steps}, "who comes back does what was planned while the run went on"
+    again = [
+        r["steps"]
+        for r in ran.of("round")
+        if r["rank"] == 1 and r["end_ns"] > 2_900_000_000 and r["stage"] == 1
+    ]
+    assert set(again) == {planned_steps}, (
+        "who comes back does what was planned while the run went on"
+    )
 
 
 def rules() -> list[str]:
     """The modes that a parameter server's loops play."""
-    options = {path.stem: conf_option("sync", path.stem) for path in sorted((CONF / "sync").glob("*.yaml"))}
-    return [name for name, sync in options.items() if isinstance(sync, ServerRule) and type(sync).loop is Rule.loop]
+    options = {
+        path.stem: conf_option("sync", path.stem) for path in sorted((CONF / "sync").glob("*.yaml"))
+    }
+    return [
+        name
+        for name, sync in options.items()
+        if isinstance(sync, ServerRule) and type(sync).loop is Rule.loop
+    ]
 
 
 def goes_on(name: str) -> bool:
@@ -260,13 +323,18 @@ def test_every_mode_goes_on_but_one() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in rules() if goes_on(name)])
 def test_a_loss_at_any_moment(name: str) -> None:
-    """In compute, in push, while it waits, at the end: the run ends by its count, and the books balance."""
+    """In compute, in push, while it waits, at the end: the run ends by its count, and the books
+    balance.
+    """
     by_plan = ["schedule.h_preset=[2]"] if conf_option("sync", name).local_steps == "plan" else []
     plan = planned(*RUN, "runtime.gradients=false", f"sync={name}", "stop.steps=60", *by_plan)
     end_s = run(plan).time_ns / 1e9
     for moment in (0.05, 0.11, 0.115, 0.125, 0.5 * end_s, 0.999 * end_s, end_s):
         for worker in range(3):
-            for events in ((lost(worker, moment),), (lost(worker, moment), back(worker, moment + 0.033))):
+            for events in (
+                (lost(worker, moment),),
+                (lost(worker, moment), back(worker, moment + 0.033)),
+            ):
                 ran = run(with_events(plan, *events))
                 assert ran.end["reason"] == "steps"
                 assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
@@ -281,7 +349,10 @@ def test_a_loss_at_any_moment(name: str) -> None:
         ([{"time_s": 1.0, "fail": True}], "names no worker"),
         ([{"time_s": 1.0, "worker": 1, "server_fail": True}], "says server_fail, and more"),
         ([{"time_s": 1.0, "worker": 1, "link_down": 0.0}], "changes nothing"),
-        ([{"time_s": 1.0, "worker": 1, "link_down": 1.0, "fail": True}], "says fail and link_down at once"),
+        (
+            [{"time_s": 1.0, "worker": 1, "link_down": 1.0, "fail": True}],
+            "says fail and link_down at once",
+        ),
     ],
 )
 def test_events_that_cannot_be_are_refused(events: list[dict], said: str) -> None:
@@ -294,16 +365,32 @@ def test_what_cannot_go_on_is_refused_with_what_to_take() -> None:
     parts, churn = parts_of(plan), Churn(mtbf_s=5.0, mttr_s=1.0)
     (own,), random = parts.stages, replace(parts.cluster, churn=churn)
 
-    def refused(said: str, checkpoint_s: float | None = None, *, befallen: object = random, **stage: object) -> None:
+    def refused(
+        said: str, checkpoint_s: float | None = None, *, befallen: object = random, **stage: object
+    ) -> None:
         changed = replace(parts, cluster=befallen, stages=(replace(own, **stage),))
         with pytest.raises(UsageError, match=said):
             check_faults(changed, plan.stages, checkpoint_s)
 
-    refused("sync=spy, which cannot continue without a failed worker; remove", sync=conf_option("sync", "spy"))
-    refused("overlap=wfbp is not built yet: .* take overlap=none", overlap=conf_option("overlap", "wfbp"))
+    refused(
+        "sync=spy, which cannot continue without a failed worker; remove",
+        sync=conf_option("sync", "spy"),
+    )
+    refused(
+        "overlap=wfbp is not built yet: .* take overlap=none",
+        overlap=conf_option("overlap", "wfbp"),
+    )
     refused("no checkpoint holds yet", 1.0)
     server = Event(time_s=1.0, server_fail=True)
-    refused("no server that could fail", befallen=replace(parts.cluster, events=(server,)), topology=AllReduce())
+    refused(
+        "no server that could fail",
+        befallen=replace(parts.cluster, events=(server,)),
+        topology=AllReduce(),
+    )
     with pytest.raises(UsageError, match="min_workers=4, and there are 3 workers; take at most 3"):
-        check_faults(replace(parts, runtime=replace(parts.runtime, min_workers=4)), plan.stages, None)
-    assert "failure_detection_s" in replace(random, failure_detection_s=None).missing(), "a missing cost is never zero"
+        check_faults(
+            replace(parts, runtime=replace(parts.runtime, min_workers=4)), plan.stages, None
+        )
+    assert "failure_detection_s" in replace(random, failure_detection_s=None).missing(), (
+        "a missing cost is never zero"
+    )

@@ -1,4 +1,6 @@
-"""Compression inside a run: the same sum through a server and by gathering, health, and updates that are no numbers."""
+"""Compression inside a run: the same sum through a server and by gathering, health, and updates
+that are no numbers.
+"""
 
 import json
 import math
@@ -24,7 +26,13 @@ from tests.support import simulated
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
 
-BASE = ("sync=bsp", "stop.epochs=2", "compression=topk", "optimizer.momentum=0", "model.hidden=[16]")
+BASE = (
+    "sync=bsp",
+    "stop.epochs=2",
+    "compression=topk",
+    "optimizer.momentum=0",
+    "model.hidden=[16]",
+)
 GATHER = "topology=all_reduce"
 
 
@@ -38,7 +46,9 @@ def test_gathered_bodies_sum_to_what_a_server_sums() -> None:
 def test_nothing_left_out_is_no_compression(mode: tuple[str, ...]) -> None:
     whole = (*BASE, *mode, GATHER, "compression.ratio=1")
     assert torch.allclose(
-        simulated(*whole).params, simulated(*BASE, *mode, GATHER, "compression=none").params, atol=1e-6
+        simulated(*whole).params,
+        simulated(*BASE, *mode, GATHER, "compression=none").params,
+        atol=1e-6,
     )
 
 
@@ -56,7 +66,9 @@ def test_what_was_looked_at() -> None:
     codec = conf_option("compression", "topk", ratio=0.1)
     link, x = wrap_codec(codec, layout), vector("normal", 100)
     sender, body = link.encode(None, x)
-    found = measure_compression_error([(codec, x.numel(), body)], link.residual(sender), x, layout, layers=True)
+    found = measure_compression_error(
+        [(codec, x.numel(), body)], link.residual(sender), x, layout, layers=True
+    )
     sent = codec.decode(None, body, 100)[1]
     left = float(((x - sent) ** 2).sum() / (x**2).sum())
     assert found["relative_error"] == pytest.approx(left)
@@ -101,7 +113,9 @@ def test_a_codec_that_enlarges_is_named() -> None:
         "a.weight": {"relative_error": 0.3},
         "b.weight": {"relative_error": 1.9},
     }
-    growing = records.Health(1, 0, 0, 1.4, None, 0.1, (20, 0, 0, 0), nbytes=20, unbiased=False, layers=layers)
+    growing = records.Health(
+        1, 0, 0, 1.4, None, 0.1, (20, 0, 0, 0), nbytes=20, unbiased=False, layers=layers
+    )
     for _ in range(OFTEN - 1):
         health.add(growing)
     health.add(growing._replace(relative_error=0.9))
@@ -126,36 +140,67 @@ def test_an_update_that_is_no_number_names_its_layer(
         return loss, grad, absent
 
     monkeypatch.setattr(Learner, "gradient_found", broken)
-    assert main(["train", "-q", "runtime=sim", "tracking=none", "run.dir=out", f"topology={topology}", *BASE]) == 1
+    assert (
+        main(
+            [
+                "train",
+                "-q",
+                "runtime=sim",
+                "tracking=none",
+                "run.dir=out",
+                f"topology={topology}",
+                *BASE,
+            ]
+        )
+        == 1
+    )
     summary = json.loads((workplace / "out/summary.json").read_text())
     assert summary["status"] == "diverged"
     assert "layer 3.bias of the update of worker 2" in summary["exit_reason"]
     assert "round 4" in summary["exit_reason"]
 
 
-@pytest.mark.parametrize("name", ["cast", "random_mask", "subsampling", "block_coordinate", "topk", "qsgd", "sign"])
+@pytest.mark.parametrize(
+    "name", ["cast", "random_mask", "subsampling", "block_coordinate", "topk", "qsgd", "sign"]
+)
 def test_a_run_that_is_only_timed_moves_as_many_bytes(name: str) -> None:
     """... and takes as long: through sums on their way, and through gathering."""
     mode = ("sync=bsp", GATHER, "stop.steps=32", f"compression={name}", "optimizer.momentum=0")
-    warm = ("compression.warmup_epochs=2",) if name in ("random_mask", "subsampling", "topk") else ()
+    warm = (
+        ("compression.warmup_epochs=2",) if name in ("random_mask", "subsampling", "topk") else ()
+    )
     real, size_only = simulated(*mode, *warm), simulated(*mode, *warm, "runtime.gradients=false")
-    assert [r["bytes_up"] for r in size_only.of("ledger")] == [r["bytes_up"] for r in real.of("ledger")]
+    assert [r["bytes_up"] for r in size_only.of("ledger")] == [
+        r["bytes_up"] for r in real.of("ledger")
+    ]
     assert size_only.time_ns == real.time_ns
 
 
 def test_clipping_is_the_same_with_and_without_a_server() -> None:
     """... although what is summed on its way has been weighed before."""
-    mode = ("sync=bsp", "stop.steps=32", "compression=random_mask", "compression.clip_norm=0.5", "optimizer.momentum=0")
+    mode = (
+        "sync=bsp",
+        "stop.steps=32",
+        "compression=random_mask",
+        "compression.clip_norm=0.5",
+        "optimizer.momentum=0",
+    )
     server, peers, free = (
         simulated(*mode, *more)
-        for more in (("topology=parameter_server",), (GATHER,), (GATHER, "compression.clip_norm=null"))
+        for more in (
+            ("topology=parameter_server",),
+            (GATHER,),
+            (GATHER, "compression.clip_norm=null"),
+        )
     )
     assert torch.allclose(server.params, peers.params, atol=1e-6)
     assert not torch.allclose(server.params, free.params, atol=1e-4)
 
 
 def test_who_computes_on_one_model_shares_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker whose pushes came too late now and then had another mask than all others ever after."""
+    """A worker whose pushes came too late now and then had another mask than all others
+    ever after.
+    """
     drawn, masks = RandomMask.pack, defaultdict(set)
 
     def pack(self: RandomMask, x: np.ndarray, context: EncodeContext) -> Parts:
@@ -165,7 +210,13 @@ def test_who_computes_on_one_model_shares_a_mask(monkeypatch: pytest.MonkeyPatch
         return parts
 
     monkeypatch.setattr(RandomMask, "pack", pack)
-    simulated("sync=backup", "cluster=one_slow", "compression=random_mask", "optimizer.momentum=0", "stop.steps=60")
+    simulated(
+        "sync=backup",
+        "cluster=one_slow",
+        "compression=random_mask",
+        "optimizer.momentum=0",
+        "stop.steps=60",
+    )
     met = [found for found in masks.values() if len({worker for worker, _ in found}) > 1]
     assert len(met) > 5
     assert all(len({mask for _, mask in found}) == 1 for found in met)

@@ -1,5 +1,6 @@
-"""What a round costs a worker in virtual time, counted in steps of the interpreter instead of seconds: as much among
-100 workers as among 25, whatever the topology; and so does planning."""
+"""What a round costs a worker in virtual time, counted in steps of the interpreter instead of
+seconds: as much among 100 workers as among 25, whatever the topology; and so does planning.
+"""
 
 import sys
 from collections.abc import Callable
@@ -33,9 +34,22 @@ LIKE_SMART = ("random groups", "static groups", "first-come groups")
 
 
 def composed(line: str, n: int) -> dict[str, Any]:
-    base = ("runtime=sim", "tracking=none", "runtime.gradients=false", "model=mlp", "model.hidden=[8]")
-    steps = ("dataset.batch_size=1", "cluster.exchange_s=0.01", "cluster.link=null", f"stop.steps={ROUNDS * n}")
-    return compose([*base, *steps, f"cluster.compute={[1 + i % 7 / 2 for i in range(n)]}", *line.split()], None)
+    base = (
+        "runtime=sim",
+        "tracking=none",
+        "runtime.gradients=false",
+        "model=mlp",
+        "model.hidden=[8]",
+    )
+    steps = (
+        "dataset.batch_size=1",
+        "cluster.exchange_s=0.01",
+        "cluster.link=null",
+        f"stop.steps={ROUNDS * n}",
+    )
+    return compose(
+        [*base, *steps, f"cluster.compute={[1 + i % 7 / 2 for i in range(n)]}", *line.split()], None
+    )
 
 
 def steps_of(run: Callable[[], object]) -> int:
@@ -58,7 +72,8 @@ def steps_of(run: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in LIKE_SMART else ()) for case in CASES]
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case in LIKE_SMART else ()) for case in CASES],
 )
 def test_a_round_costs_a_worker_the_same_among_many(case: str) -> None:
     costs = []
@@ -66,7 +81,9 @@ def test_a_round_costs_a_worker_the_same_among_many(case: str) -> None:
         run = simulation(prepare_plan(composed(CASES[case], n)).plan)
         run()  # what is kept from run to run is there
         costs.append(steps_of(run) / (ROUNDS * n))
-    assert costs[1] < MOST * costs[0], f"{costs[0]:.0f} steps with {FEW} workers, {costs[1]:.0f} with {MANY}"
+    assert costs[1] < MOST * costs[0], (
+        f"{costs[0]:.0f} steps with {FEW} workers, {costs[1]:.0f} with {MANY}"
+    )
 
 
 @pytest.mark.slow
@@ -78,4 +95,6 @@ def test_planning_costs_by_the_worker(case: str, monkeypatch: pytest.MonkeyPatch
         config = composed(CASES[case], n)
         prepare_plan(config)
         costs.append(steps_of(lambda config=config: prepare_plan(config)) / n)
-    assert costs[1] < MOST * costs[0], f"{costs[0]:.0f} steps a worker of {FEW}, {costs[1]:.0f} of {MANY}"
+    assert costs[1] < MOST * costs[0], (
+        f"{costs[0]:.0f} steps a worker of {FEW}, {costs[1]:.0f} of {MANY}"
+    )

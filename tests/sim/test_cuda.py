@@ -1,4 +1,6 @@
-"""Runs on a CUDA device: the same clock and bytes as on the host, the same bits twice, and losses that are alike."""
+"""Runs on a CUDA device: the same clock and bytes as on the host, the same bits twice, and losses
+that are alike.
+"""
 
 import hashlib
 
@@ -14,16 +16,36 @@ from ashl.learn.staging import filled, in_host
 from tests.conf_option import conf_option
 from tests.support import planned, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
 
-TASK = ("model=mlp", "dataset=digits", "stop.steps=240", "eval.every_commits=1000000", "cluster.compute=[1,1,2,3]")
+TASK = (
+    "model=mlp",
+    "dataset=digits",
+    "stop.steps=240",
+    "eval.every_commits=1000000",
+    "cluster.compute=[1,1,2,3]",
+)
 RUNS = {
     "bsp": ("sync=bsp",),
-    "ssp, Top-K both ways": ("sync=ssp", "compression=topk", "compression.ratio=0.1", "topology.pull_ratio=0.1"),
+    "ssp, Top-K both ways": (
+        "sync=ssp",
+        "compression=topk",
+        "compression.ratio=0.1",
+        "topology.pull_ratio=0.1",
+    ),
     "local steps": ("sync=local_sgd", "sync.local_steps=8", "outer=nesterov"),
     "all-reduce, QSGD": ("topology=all_reduce", "sync=bsp", "compression=qsgd"),
     "gossip": ("topology=gossip", "sync=d_psgd", "topology.graph=ring"),
-    "convolutions": ("model=resnet8", "dataset=synthetic", "dataset.num_train=256", "stop.steps=24", "sync=bsp"),
+    "convolutions": (
+        "model=resnet8",
+        "dataset=synthetic",
+        "dataset.num_train=256",
+        "stop.steps=24",
+        "sync=bsp",
+    ),
 }
 
 
@@ -32,7 +54,9 @@ def test_a_run_on_the_device(name: str) -> None:
     plan = planned(*TASK, *RUNS[name])
     expected, found, again = run(plan), run(plan, device="cuda"), run(plan, device="cuda")
     assert found.time_ns == expected.time_ns
-    assert found.sha256 == again.sha256 or name == "convolutions"  # whose backward pass adds in no fixed order
+    assert (
+        found.sha256 == again.sha256 or name == "convolutions"
+    )  # whose backward pass adds in no fixed order
     losses = [ran.learner.evaluate(ran.params)["test_loss"] for ran in (expected, found)]
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
@@ -64,7 +88,10 @@ def test_a_step_by_a_graph_is_the_step(model: str) -> None:
 
 
 def test_steps_by_graphs_have_the_same_bits_twice() -> None:
-    hashes = {hashlib.sha256(twenty_steps("mlp", graphs=True).numpy().tobytes()).hexdigest() for _ in range(2)}
+    hashes = {
+        hashlib.sha256(twenty_steps("mlp", graphs=True).numpy().tobytes()).hexdigest()
+        for _ in range(2)
+    }
     assert len(hashes) == 1
 
 
@@ -82,7 +109,9 @@ def test_a_model_whose_path_hangs_on_its_numbers_is_refused() -> None:
             return Looks()
 
     data = conf_option("dataset", "synthetic", num_train=64, num_test=10).load()
-    learner = Learner(Option(), data, conf_option("task", "classification"), seed=0, device="cuda", graphs=True)
+    learner = Learner(
+        Option(), data, conf_option("task", "classification"), seed=0, device="cuda", graphs=True
+    )
     for step in range(OFTEN - 1):
         learner.gradient(learner.init(), np.arange(32), 0, step)
     with pytest.raises(UsageError, match="cannot be captured"):

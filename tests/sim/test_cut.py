@@ -1,5 +1,6 @@
-"""Gossip at workers' own pace as processes keep it: each rank by itself, while messages are on their way. In virtual
-time, where every moment can be chosen."""
+"""Gossip at workers' own pace as processes keep it: each rank by itself, while messages are on
+their way. In virtual time, where every moment can be chosen.
+"""
 
 from collections.abc import Callable
 
@@ -21,7 +22,13 @@ from ashl.topology import pairs
 from tests.support import Ran, planned
 
 Due = Callable[[int, int, int], bool]  # of a rank, a version and a moment
-RUN = ("cluster=homogeneous", "topology=gossip", "dataset.batch_size=16", "eval.every_commits=40", "model.hidden=[8]")
+RUN = (
+    "cluster=homogeneous",
+    "topology=gossip",
+    "dataset.batch_size=16",
+    "eval.every_commits=40",
+    "model.hidden=[8]",
+)
 SLOW = ("cluster.compute=[1,1.3,3,2,1.1,1.7]", "topology.graph=ring", "stop.steps=200")
 
 
@@ -46,7 +53,9 @@ class Cut(Sim):
         super()._send(ctx, send)
 
 
-def ran(*overrides: str, due: Due = lambda *_: False, kept: dict[int, tuple] | None = None) -> tuple[Ran, Cut]:
+def ran(
+    *overrides: str, due: Due = lambda *_: False, kept: dict[int, tuple] | None = None
+) -> tuple[Ran, Cut]:
     """A run, from what was kept or from its beginning, and the kernel with what it keeps itself."""
     plan = planned(*RUN, *overrides)
     job, cluster = assemble(plan, HOST), construct(plan.cluster, "cluster")
@@ -84,7 +93,9 @@ def checked(rest: Ran, sim: Cut) -> None:
     for rank, state in enumerate(states(sim)):
         rounds = [r for r in rest.of("round") if r["rank"] == rank]
         assert [r["round"] for r in rounds] == [*range(state.round, state.round + len(rounds))]
-        assert end["steps_by"][rank] == state.step + sum(r["steps"] for r in rounds if not r["dropped"])
+        assert end["steps_by"][rank] == state.step + sum(
+            r["steps"] for r in rounds if not r["dropped"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -96,8 +107,10 @@ def checked(rest: Ran, sim: Cut) -> None:
     ],
 )
 def test_the_mean_of_models_that_meet_in_pairs_is_whole(mode: str, monkeypatch) -> None:
-    """The sum of the models that are kept is that of the first ones and of all steps that they have, and in the run
-    that goes on from there, too: an average is in both of its models or in none."""
+    """The sum of the models that are kept is that of the first ones and of all steps that they
+    have, and in the run that goes on from there, too: an average is in both of its models or in
+    none.
+    """
     steps, at_cut, report = dict[int, torch.Tensor](), dict[int, torch.Tensor](), pairs.report_merge
 
     async def counted(ctx: RankContext, stage, state, work, staleness: int) -> None:
@@ -122,7 +135,8 @@ def test_the_mean_of_models_that_meet_in_pairs_is_whole(mode: str, monkeypatch) 
 
 
 @pytest.mark.parametrize(
-    "mode", ["sync=hop sync.staleness=0", pytest.param("sync=d_admm sync.rho=0.1", marks=pytest.mark.slow)]
+    "mode",
+    ["sync=hop sync.staleness=0", pytest.param("sync=d_admm sync.rho=0.1", marks=pytest.mark.slow)],
 )
 def test_in_step_a_run_goes_on_bit_for_bit(mode: str) -> None:
     line = [*SLOW, *mode.split(), "sync.local_steps=2"]
@@ -138,28 +152,50 @@ def test_in_step_a_run_goes_on_bit_for_bit(mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mode", ["sync=hop sync.staleness=2 sync.max_lead=3", "sync=hop sync.backups=1 sync.max_lead=4 sync.skip_lead=3"]
+    "mode",
+    [
+        "sync=hop sync.staleness=2 sync.max_lead=3",
+        "sync=hop sync.backups=1 sync.max_lead=4 sync.skip_lead=3",
+    ],
 )
 def test_nobody_skips_the_iteration_in_which_all_are_kept(mode: str) -> None:
     line = [*SLOW, *mode.split(), "sync.local_steps=1"]
     for at in (5, 6, 7, 8):
         _, sim = ran(*line, due=lambda rank, version, now_ns, at=at: version >= at)
-        assert {state.version for state in states(sim)} == {state.rule_state.k for state in states(sim)} == {at}
-        rest, again = ran(*line, due=lambda rank, version, now_ns, at=at: version >= 2 * at, kept=sim.kept)
+        assert (
+            {state.version for state in states(sim)}
+            == {state.rule_state.k for state in states(sim)}
+            == {at}
+        )
+        rest, again = ran(
+            *line, due=lambda rank, version, now_ns, at=at: version >= 2 * at, kept=sim.kept
+        )
         assert {state.version for state in states(again)} == {2 * at}
         assert rest.end["steps"] >= 200
 
 
-@pytest.mark.parametrize("mode", ["sync.delay=2 sync.barrier=1", pytest.param("sync.delay=0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", ["sync.delay=2 sync.barrier=1", pytest.param("sync.delay=0", marks=pytest.mark.slow)]
+)
 def test_duals_add_up_to_nothing(mode: str) -> None:
-    line = [*SLOW, "sync=d_admm", "sync.rho=0.05", "sync.local_steps=2", "optimizer.lr=0.02", *mode.split()]
+    line = [
+        *SLOW,
+        "sync=d_admm",
+        "sync.rho=0.05",
+        "sync.local_steps=2",
+        "optimizer.lr=0.02",
+        *mode.split(),
+    ]
     _, sim = ran(*line, due=lambda rank, version, now_ns: version >= 6)
     rest, again = ran(*line, due=lambda rank, version, now_ns: version >= 14, kept=sim.kept)
     checked(rest, sim)
     for cut, at in ((sim, 6), (again, 14)):
         edges = [state.rule_state for state in states(cut)]
         for own in edges:
-            own.heard = {j: {m: x for m, x in versions.items() if m < own.k} for j, versions in own.heard.items()}
+            own.heard = {
+                j: {m: x for m, x in versions.items() if m < own.k}
+                for j, versions in own.heard.items()
+            }
             own.match(0.05)
             assert own.k == at
             assert set(own.matched.values()) == {at - 1}

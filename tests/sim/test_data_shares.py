@@ -13,7 +13,13 @@ from ashl.topology import parameter_server
 from tests.support import planned, simulated
 
 TOTAL = 1437  # digits
-ASHL = ("cluster=ashl_paper", "model.hidden=[16]", "schedule=ashl", "schedule.loss_switch=1e-9", "stop.epochs=5")
+ASHL = (
+    "cluster=ashl_paper",
+    "model.hidden=[16]",
+    "schedule=ashl",
+    "schedule.loss_switch=1e-9",
+    "stop.epochs=5",
+)
 SLOWED = "cluster.events=[{time_s: 0, worker: 0, compute: 9}]"  # which the plan does not know
 
 
@@ -51,15 +57,24 @@ def test_what_is_profiled_on_the_way_cuts_the_shards_anew(monkeypatch: pytest.Mo
     rows = record["stages"][0]  # by worker: H, share, ratio, cycle
     assert [share for _, share, *_ in rows] != shares(ran.plan.stages[1].workers)
     assert rows[0][1] < 0.2, "profiling has seen that this worker is slow"
-    visited = [len(set(np.concatenate(batches[3:]))) for batches in seen]  # after those that were timed
+    visited = [
+        len(set(np.concatenate(batches[3:]))) for batches in seen
+    ]  # after those that were timed
     assert [n / TOTAL for n in visited] == [share for _, share, *_ in rows]
 
 
 def test_an_online_plan_leaves_the_shares_to_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     assigned = parameter_server.assigned
-    monkeypatch.setattr(parameter_server, "assigned", lambda *a, **k: made.append(assigned(*a, **k)) or made[-1])
-    asynchronous = ("cluster=ashl_paper", "sync=asp", "sync.local_steps=plan", "schedule.h_preset=[2]")
+    monkeypatch.setattr(
+        parameter_server, "assigned", lambda *a, **k: made.append(assigned(*a, **k)) or made[-1]
+    )
+    asynchronous = (
+        "cluster=ashl_paper",
+        "sync=asp",
+        "sync.local_steps=plan",
+        "schedule.h_preset=[2]",
+    )
     ran = simulated(*asynchronous, "planner=online", SLOWED, "model.hidden=[16]", "stop.steps=200")
     before = ran.plan.stages[0].workers
     assert made
@@ -68,18 +83,35 @@ def test_an_online_plan_leaves_the_shares_to_the_shards(monkeypatch: pytest.Monk
 
 
 def test_fednova_ends_where_the_loss_of_all_samples_is_least() -> None:
-    """argmin Σ n_i/n·f_i with n_i the shard, not H / Σ H: equal shards, each one batch, and H = (7, 4, 2)."""
+    """argmin Σ n_i/n·f_i with n_i the shard, not H / Σ H: equal shards, each one batch, and H = (7,
+    4, 2).
+    """
     data = ("dataset=quadratic", "dataset.num_samples=96", "dataset.noise=1", "dataset.condition=1")
-    equal = ("dataset.partition=iid", "dataset.batch_size=32", "model=linear", "optimizer.momentum=0")
+    equal = (
+        "dataset.partition=iid",
+        "dataset.batch_size=32",
+        "model=linear",
+        "optimizer.momentum=0",
+    )
     ends = ("stop.epochs=200", "optimizer.lr=0.2", "optimizer.schedule=cosine", "aggregate=fednova")
     steps = ("sync=local_sgd", "sync.local_steps=plan", "schedule.h_preset=[2]", "planner=paper")
     ran = simulated(*data, *equal, *ends, *steps, "cluster=ashl_paper", "cluster.exchange_s=0.03")
     assert [worker.local_steps for worker in ran.plan.stages[0].workers] == [7, 4, 2]
     best, _ = optimum(assemble(ran.plan, "cpu").data)
     assert float((ran.params - best).norm()) < 0.04  # 0.20 where p_i is H_i / Σ H
-    # Where nobody waits cycles differ, too: rescaling takes out the one, FedNova's weights the other.
-    asynchronous = ("sync=rescaled_asgd", "sync.local_steps=plan", "schedule.h_preset=[4]", "planner=dylu")
-    ran = simulated(*data, *equal, *ends, *asynchronous, "cluster=ashl_paper", "cluster.exchange_s=0.03")
+    # Where nobody waits cycles differ, too: rescaling takes out the one, FedNova's weights the
+    # other.
+    asynchronous = (
+        "sync=rescaled_asgd",
+        "sync.local_steps=plan",
+        "schedule.h_preset=[4]",
+        "planner=dylu",
+    )
+    ran = simulated(
+        *data, *equal, *ends, *asynchronous, "cluster=ashl_paper", "cluster.exchange_s=0.03"
+    )
     assert [worker.local_steps for worker in ran.plan.stages[0].workers] == [4, 2, 2]
     assert len(set(ran.end["commits"])) == 3
-    assert float((ran.params - best).norm()) < 0.03  # 0.13 with aggregate=uniform, 0.05 with sync=asp
+    assert (
+        float((ran.params - best).norm()) < 0.03
+    )  # 0.13 with aggregate=uniform, 0.05 with sync=asp

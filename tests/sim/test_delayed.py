@@ -1,4 +1,6 @@
-"""Exchanges that go on while the next piece of work is computed: the rules as plain loops, their time, their ends."""
+"""Exchanges that go on while the next piece of work is computed: the rules as plain loops, their
+time, their ends.
+"""
 
 import pytest
 import torch
@@ -32,7 +34,9 @@ def mean(vectors) -> torch.Tensor:
 @pytest.mark.limit("overlap=delayed")
 @pytest.mark.parametrize("topology", ["all_reduce", "parameter_server"])
 def test_late_gradients_are_bsp_one_step_late(topology) -> None:
-    """w ← w − η·(momentum of) the mean gradient of the model before, for as many steps as there are counted."""
+    """w ← w − η·(momentum of) the mean gradient of the model before, for as many steps as there are
+    counted.
+    """
     momentum = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.01")
     ran = simulated(*SMALL, "sync=bsp", f"topology={topology}", *LATE, *momentum, "stop.steps=30")
     trainer = trainer_of(ran)
@@ -49,8 +53,10 @@ def test_late_gradients_are_bsp_one_step_late(topology) -> None:
 
 
 def by_pieces(trainer, rounds: int, border, momentum_of=lambda moments, update: (None, update)):
-    """Local steps of three workers; at each border `border(landed, start, end)` says what is exchanged and from where
-    they go on, and what landed then is all but that. Returns the landed model and where everybody would go on from."""
+    """Local steps of three workers; at each border `border(landed, start, end)` says what is
+    exchanged and from where they go on, and what landed then is all but that. Returns the landed
+    model and where everybody would go on from.
+    """
     landed, moments = trainer.init()
     starts, kept, outer, due = [landed] * 3, [moments] * 3, None, None
     for index in range(rounds):
@@ -58,7 +64,9 @@ def by_pieces(trainer, rounds: int, border, momentum_of=lambda moments, update: 
         for worker in range(3):
             local = starts[worker]
             for step in range(STEPS):
-                _, kept[worker], local = trainer.local_step(local, kept[worker], worker, STEPS * index + step, 0.05)
+                _, kept[worker], local = trainer.local_step(
+                    local, kept[worker], worker, STEPS * index + step, 0.05
+                )
             ends.append(local)
         if due is not None:
             outer, update = momentum_of(outer, due)
@@ -75,7 +83,9 @@ def test_late_differences_are_cocod(topology, own) -> None:
     chosen = (*SMALL, *LOCAL, f"topology={topology}", "optimizer.momentum=0.9", "stop.steps=36")
     ran = simulated(*chosen, *LATE, f"overlap.local_weight={own}")
     model, starts = by_pieces(
-        trainer_of(ran), 4, lambda landed, start, end: (end - start, landed + (end - start) * own if own else landed)
+        trainer_of(ran),
+        4,
+        lambda landed, start, end: (end - start, landed + (end - start) * own if own else landed),
     )
     assert torch.equal(ran.params, model)
     if own == 1:  # the mean of what workers have is what landed, once all has landed
@@ -84,8 +94,17 @@ def test_late_differences_are_cocod(topology, own) -> None:
 
 @pytest.mark.parametrize("topology", ["all_reduce", "parameter_server"])
 def test_eager_diloco_is_each_worker_on_its_own_fresh_part(topology) -> None:
-    """By hand, as the paper has it: worker i's model takes the outer step on d_i(t)/3 + Σ_{j≠i} d_j(t − 1)/3."""
-    chosen = (*SMALL, *LOCAL, f"topology={topology}", "outer=nesterov", "overlap=eager", "stop.steps=45")
+    """By hand, as the paper has it: worker i's model takes the outer step on d_i(t)/3 + Σ_{j≠i}
+    d_j(t − 1)/3.
+    """
+    chosen = (
+        *SMALL,
+        *LOCAL,
+        f"topology={topology}",
+        "outer=nesterov",
+        "overlap=eager",
+        "stop.steps=45",
+    )
     ran = simulated(*chosen)
     trainer, outer = trainer_of(ran), conf_option("outer", "nesterov")
     model, moments = trainer.init()
@@ -100,7 +119,9 @@ def test_eager_diloco_is_each_worker_on_its_own_fresh_part(topology) -> None:
             parts.append((local - models[worker]) / 3)
         for worker in range(3):
             update = parts[worker] + sum(before) - before[worker]
-            speeds[worker], models[worker] = outer.step(speeds[worker], models[worker], update, 0.05)
+            speeds[worker], models[worker] = outer.step(
+                speeds[worker], models[worker], update, 0.05
+            )
         speed, landed = outer.step(speed, landed, sum(parts), 0.05)
         before = parts
     torch.testing.assert_close(ran.params, landed, rtol=0, atol=1e-5)
@@ -111,7 +132,10 @@ def test_eager_diloco_of_one_worker_is_diloco_and_without_momentum_it_is_late() 
     one = (*SMALL[:4], *LOCAL, *RING, "cluster.num_workers=1", "outer=nesterov", "stop.steps=15")
     assert simulated(*one, "overlap=eager").sha256 == simulated(*one).sha256
     four = (*SMALL[:4], *LOCAL, *RING, "stop.steps=48")
-    eager, late = simulated(*four, "overlap=eager"), simulated(*four, *LATE, "overlap.local_weight=0.25")
+    eager, late = (
+        simulated(*four, "overlap=eager"),
+        simulated(*four, *LATE, "overlap.local_weight=0.25"),
+    )
     assert (eager.sha256, eager.time_ns) == (late.sha256, late.time_ns)
 
 
@@ -122,23 +146,36 @@ def test_overlap_local_sgd_is_the_released_loop() -> None:
     ran = simulated(*SMALL, *LOCAL, *RING, "overlap=overlap_local_sgd", *outer, "stop.steps=36")
     trainer = trainer_of(ran)
     anchor, moments = trainer.init()
-    models, kept, speeds, averaged = [anchor] * 3, [moments] * 3, [torch.zeros_like(anchor)] * 3, anchor
+    models, kept, speeds, averaged = (
+        [anchor] * 3,
+        [moments] * 3,
+        [torch.zeros_like(anchor)] * 3,
+        anchor,
+    )
     for index in range(4):
         for worker in range(3):
             for step in range(STEPS):
                 at = STEPS * index + step
-                _, kept[worker], models[worker] = trainer.local_step(models[worker], kept[worker], worker, at, lr)
+                _, kept[worker], models[worker] = trainer.local_step(
+                    models[worker], kept[worker], worker, at, lr
+                )
         anchor = averaged
         models = [(1 - alpha) * model + alpha * anchor for model in models]
-        speeds = [mu * speed - (model - anchor) / lr for speed, model in zip(speeds, models, strict=True)]
+        speeds = [
+            mu * speed - (model - anchor) / lr for speed, model in zip(speeds, models, strict=True)
+        ]
         averaged = mean([anchor - lr * speed for speed in speeds])
     torch.testing.assert_close(ran.params, averaged, rtol=0, atol=1e-5)
 
 
 @pytest.mark.limit("overlap=overlap_local_sgd")
 def test_without_a_pull_workers_never_meet() -> None:
-    """α = 0 and the anchor is the mean of workers that each learn alone, with momentum or without."""
-    ran = simulated(*SMALL, *LOCAL, *RING, "overlap=overlap_local_sgd", "overlap.alpha=0", "stop.steps=36")
+    """α = 0 and the anchor is the mean of workers that each learn alone, with momentum or
+    without.
+    """
+    ran = simulated(
+        *SMALL, *LOCAL, *RING, "overlap=overlap_local_sgd", "overlap.alpha=0", "stop.steps=36"
+    )
     trainer = trainer_of(ran)
     alone = []
     for worker in range(3):
@@ -151,8 +188,15 @@ def test_without_a_pull_workers_never_meet() -> None:
 
 @pytest.mark.parametrize("sync", ["asp", "ssp", "local_sgd"])
 def test_one_worker_at_a_server_goes_on_as_alone(sync) -> None:
-    """With all of its own progress, nothing is late for it: plain local SGD, to rounding. With gradients, see above."""
-    one = ("cluster=homogeneous", "cluster.num_workers=1", "stop.steps=24", f"sync.local_steps={STEPS}")
+    """With all of its own progress, nothing is late for it: plain local SGD, to rounding. With
+    gradients, see above.
+    """
+    one = (
+        "cluster=homogeneous",
+        "cluster.num_workers=1",
+        "stop.steps=24",
+        f"sync.local_steps={STEPS}",
+    )
     alone = simulated(*SMALL[:4], *one, f"sync={sync}")
     ran = simulated(*SMALL[:4], *one, f"sync={sync}", *LATE)
     torch.testing.assert_close(ran.params, alone.params, rtol=0, atol=1e-5)
@@ -162,24 +206,47 @@ def test_one_worker_at_a_server_goes_on_as_alone(sync) -> None:
 @pytest.mark.parametrize(("sync", "steps"), [(("sync=bsp",), 1), (LOCAL, STEPS)])
 @pytest.mark.parametrize("exchange_s", [0.004, 0.2])
 def test_a_round_takes_the_longer_of_its_steps_and_its_exchange(sync, steps, exchange_s) -> None:
-    """The first piece, a round for each merge but the first, and what the last one takes to land, to the nanosecond."""
+    """The first piece, a round for each merge but the first, and what the last one takes to land,
+    to the nanosecond.
+    """
     rounds, compute = 8, 30_000_000 * steps  # of the slowest
     for topology in ("all_reduce", "parameter_server"):
-        links = ("cluster.link=null", "cluster.step_s=0.01", f"cluster.exchange_s={exchange_s}", *TIMED)
-        chosen = (*SMALL[:5], *links, *sync, f"topology={topology}", f"stop.steps={3 * rounds * steps}")
+        links = (
+            "cluster.link=null",
+            "cluster.step_s=0.01",
+            f"cluster.exchange_s={exchange_s}",
+            *TIMED,
+        )
+        chosen = (
+            *SMALL[:5],
+            *links,
+            *sync,
+            f"topology={topology}",
+            f"stop.steps={3 * rounds * steps}",
+        )
         serial, late = simulated(*chosen), simulated(*chosen, *LATE)
         exchange = (
-            (serial.time_ns - rounds * compute) // rounds if topology == "all_reduce" else round(exchange_s * 1e9)
+            (serial.time_ns - rounds * compute) // rounds
+            if topology == "all_reduce"
+            else round(exchange_s * 1e9)
         )
         lands = exchange if topology == "all_reduce" else exchange // 2  # a push, without its pull
         assert late.time_ns == compute + (rounds - 1) * max(compute, exchange) + lands
-        assert late.plan.stages[0].predicted_steps_per_s == pytest.approx(3 * steps / max(compute, exchange) * 1e9)
+        assert late.plan.stages[0].predicted_steps_per_s == pytest.approx(
+            3 * steps / max(compute, exchange) * 1e9
+        )
         assert any("changes what is learned" in note for note in late.plan.notes)
 
 
 def test_all_of_an_exchange_is_hidden_where_steps_are_longer() -> None:
     ran = simulated(
-        *SMALL, *RING, "sync=bsp", *LATE, "cluster.step_s=0.01", "cluster.exchange_s=0.004", "stop.steps=300"
+        *SMALL,
+        *RING,
+        "sync=bsp",
+        *LATE,
+        "cluster.step_s=0.01",
+        "cluster.exchange_s=0.004",
+        "stop.steps=300",
     )
     slowest = next(record for record in ran.of("ledger") if record["rank"] == 2)
     exposed = slowest["totals_ns"]["push"] + slowest["totals_ns"]["pull"]
@@ -200,14 +267,20 @@ def test_all_of_an_exchange_is_hidden_where_steps_are_longer() -> None:
     ],
 )
 def test_what_a_border_finds_under_way_counts_once(sync, workplace) -> None:
-    """A first stage of six commits per worker: no step of it is lost, and the second one goes on with what there is."""
+    """A first stage of six commits per worker: no step of it is lost, and the second one goes on
+    with what there is.
+    """
     from tests.conformance.test_stage_processes import of_two
 
     chosen = ("overlap=delayed", *(f"sync={sync}".split()))
     plan = of_two(chosen, {}, 1)
     (workplace / "plan.json").write_text(plan.to_json())
     ran = simulated(
-        "model.hidden=[16]", "cluster=homogeneous", *chosen, f"plan={workplace / 'plan.json'}", "stop.steps=400"
+        "model.hidden=[16]",
+        "cluster=homogeneous",
+        *chosen,
+        f"plan={workplace / 'plan.json'}",
+        "stop.steps=400",
     )
     first, last = ran.of("stage")
     rounds = [record for record in ran.of("round") if record["stage"] == 0]
@@ -231,7 +304,9 @@ def test_ends_are_met_as_elsewhere(stop, mode) -> None:
     """Counts are passed by less than a step of each worker, and nothing counts after the budget."""
     chosen = (*SMALL, *TIMED, f"topology={mode.split()[0]}", mode.split()[1], stop)
     late, serial = simulated(*chosen, *LATE), simulated(*chosen)
-    assert late.end["reason"] == serial.end["reason"] == stop.partition("=")[0].removeprefix("stop.")
+    assert (
+        late.end["reason"] == serial.end["reason"] == stop.partition("=")[0].removeprefix("stop.")
+    )
     if "seconds" in stop:
         assert late.time_ns <= 1_000_000_000
         assert late.end["steps"] >= serial.end["steps"] > 0
@@ -248,7 +323,9 @@ def test_what_diverges_says_so_and_ends() -> None:
 
 
 def test_a_dropped_push_is_taken_back_by_its_sender() -> None:
-    """With feedback, what a backup's late push held comes with a later one: a run that drops learns all the same."""
+    """With feedback, what a backup's late push held comes with a later one: a run that drops learns
+    all the same.
+    """
     codec = ("compression=topk", "compression.ratio=0.2", "sync=backup", "sync.backups=1", *LATE)
     ran = simulated(*SMALL, *codec, "stop.steps=60")
     assert sum(ran.end["dropped_by"]) > 0
@@ -257,13 +334,26 @@ def test_a_dropped_push_is_taken_back_by_its_sender() -> None:
 
 def test_outer_optimizers_and_codecs_go_with_it() -> None:
     """By a server and by an all-reduce the same, to the bit."""
-    chosen = (*SMALL, *LOCAL, *LATE, "outer=nesterov", "compression=topk", "compression.ratio=0.2", "stop.steps=45")
+    chosen = (
+        *SMALL,
+        *LOCAL,
+        *LATE,
+        "outer=nesterov",
+        "compression=topk",
+        "compression.ratio=0.2",
+        "stop.steps=45",
+    )
     assert simulated(*chosen).sha256 == simulated(*chosen, *RING).sha256
 
 
 def test_stages_of_ashl_are_late_and_its_profiling_is_not() -> None:
     ran = simulated(
-        *SMALL[:4], "schedule=ashl", "schedule.loss=running", "schedule.loss_switch=2.2", *LATE, "stop.epochs=4"
+        *SMALL[:4],
+        "schedule=ashl",
+        "schedule.loss=running",
+        "schedule.loss_switch=2.2",
+        *LATE,
+        "stop.epochs=4",
     )
     targets = [stage.overlap["_target_"].rpartition(".")[2] for stage in ran.plan.stages]
     assert targets == ["Serial", "OneStepDelayed", "OneStepDelayed"]
@@ -272,7 +362,9 @@ def test_stages_of_ashl_are_late_and_its_profiling_is_not() -> None:
 
 
 def test_a_guard_against_old_pushes_leaves_those_that_all_are_late() -> None:
-    """At a barrier every update has staleness 1, and aggregate.max_staleness=1 drops none: else all would wait."""
+    """At a barrier every update has staleness 1, and aggregate.max_staleness=1 drops none: else all
+    would wait.
+    """
     chosen = (*SMALL, *LATE, "sync=bsp", "stop.steps=12")
     guarded = simulated(*chosen, "aggregate.max_staleness=1")
     assert guarded.end["dropped_by"] == [0, 0, 0]

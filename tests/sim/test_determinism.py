@@ -1,4 +1,6 @@
-"""The same plan in another process, under another hash seed: the same parameters and records, byte for byte."""
+"""The same plan in another process, under another hash seed: the same parameters and records, byte
+for byte.
+"""
 
 import contextlib
 import gc
@@ -19,7 +21,11 @@ from tests.kernels import in_virtual_time
 from tests.laws.machines import cluster
 
 RUNS = {  # what has an order to lose: ties, arrivals, jitter, ports, events, evaluations
-    "ssp": ["sync=ssp", "cluster.jitter=0.3", "cluster.events=[{time_s: 0.5, worker: 1, compute: 6}]"],
+    "ssp": [
+        "sync=ssp",
+        "cluster.jitter=0.3",
+        "cluster.events=[{time_s: 0.5, worker: 1, compute: 6}]",
+    ],
     "ties": ["sync=asp", "cluster=homogeneous", "eval.every_commits=7"],
     "ports": [
         "sync=backup",
@@ -32,7 +38,14 @@ RUNS = {  # what has an order to lose: ties, arrivals, jitter, ports, events, ev
     ],
     "ring": ["sync=local_sgd", "topology=all_reduce", "optimizer=adam"],
 }
-ALWAYS = ["-q", "runtime=sim", "tracking=none", "tracking.events=all", "stop.steps=160", "model.hidden=[16]"]
+ALWAYS = [
+    "-q",
+    "runtime=sim",
+    "tracking=none",
+    "tracking.events=all",
+    "stop.steps=160",
+    "model.hidden=[16]",
+]
 COMMANDS = [["train", f"run.dir={name}", *ALWAYS, *overrides] for name, overrides in RUNS.items()]
 SCRIPT = """
 import json, sys
@@ -72,7 +85,9 @@ def test_another_process_and_another_hash_seed(name: str, folders: list[Path]) -
 
 
 def test_an_await_inside_a_torch_context_is_an_error_and_garbage_is_sought_as_before() -> None:
-    """It would leak into whichever task runs next. The collector does not look at what was there before a run."""
+    """It would leak into whichever task runs next. The collector does not look at what was there
+    before a run.
+    """
     before, seen = gc.get_threshold(), []
 
     async def main(ctx: RankContext) -> None:

@@ -1,4 +1,6 @@
-"""A run on a device that is not the host's memory: nothing crosses but by the doors, and the bits stay the same."""
+"""A run on a device that is not the host's memory: nothing crosses but by the doors, and the bits
+stay the same.
+"""
 
 import io
 
@@ -16,17 +18,33 @@ from tests.support import Ran, planned, run
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
 
-TASK = ("model=mlp", "dataset=digits", "stop.steps=18", "eval.every_commits=1000000", "cluster.compute=[1,2,3]")
+TASK = (
+    "model=mlp",
+    "dataset=digits",
+    "stop.steps=18",
+    "eval.every_commits=1000000",
+    "cluster.compute=[1,2,3]",
+)
 RUNS = {
     "bsp": ("sync=bsp",),
     "bsp, momentum, Nesterov outside": ("sync=local_sgd", "sync.local_steps=3", "outer=nesterov"),
-    "ssp, Top-K both ways": ("sync=ssp", "compression=topk", "compression.ratio=0.1", "topology.pull_ratio=0.1"),
+    "ssp, Top-K both ways": (
+        "sync=ssp",
+        "compression=topk",
+        "compression.ratio=0.1",
+        "topology.pull_ratio=0.1",
+    ),
     "asp, adam": ("sync=asp", "optimizer=adam", "aggregate.clip_norm=0.1"),
     "ashl": ("schedule=ashl", "schedule.loss_switch=2.2", "stop.steps=120"),
     "all-reduce, QSGD": ("topology=all_reduce", "sync=bsp", "compression=qsgd"),
     "all-reduce, 16 bits": ("topology=all_reduce", "sync=bsp", "compression=cast"),
     "all-reduce, one mask": ("topology=all_reduce", "sync=bsp", "compression=random_mask"),
-    "all-reduce, signs": ("topology=all_reduce", "sync=bsp", "compression=sign", "compression.error_feedback=true"),
+    "all-reduce, signs": (
+        "topology=all_reduce",
+        "sync=bsp",
+        "compression=sign",
+        "compression.error_feedback=true",
+    ),
     "gTop-k": ("topology=all_reduce", "sync=bsp", "compression=gtopk"),
     "STC both ways": ("sync=asp", "compression=stc", "topology.pull_ratio=0.1"),
     "majority": (
@@ -59,7 +77,12 @@ RUNS = {
         "compression.per_layer=true",
         "compression.shared_scale=true",
     ),
-    "levels by an entropy code": ("sync=asp", "compression=qsgd", "compression.norm=max", "compression.entropy=elias"),
+    "levels by an entropy code": (
+        "sync=asp",
+        "compression=qsgd",
+        "compression.norm=max",
+        "compression.entropy=elias",
+    ),
     "AdaComp": ("sync=asp", "compression=adacomp"),
     "Strom": ("sync=ssp", "compression=strom", "compression.error_feedback=true"),
     "SparseLoCo": ("sync=local_sgd", "compression=sparse_loco", "topology.pull_ratio=0.1"),
@@ -75,7 +98,12 @@ RUNS = {
     "gossip": ("topology=gossip", "sync=d_psgd", "topology.graph=ring"),
     "choco": ("topology=gossip", "sync=choco", "topology.graph=ring", "compression=topk"),
     "ad_psgd": ("topology=gossip", "sync=ad_psgd", "topology.graph=ring"),
-    "groups": ("topology=partial_all_reduce", "schedule=single", "sync=ripples_random", "sync.group_size=2"),
+    "groups": (
+        "topology=partial_all_reduce",
+        "schedule=single",
+        "sync=ripples_random",
+        "sync.group_size=2",
+    ),
     "averaged momentum": ("sync=pr_sgd_momentum", "sync.local_steps=2"),
     "growing batches": ("sync=cr_psgd_catalyst", "sync.growth=1.5", "sync.budget=300"),
     "easgd": ("sync=easgd", "sync.local_steps=2"),
@@ -133,7 +161,9 @@ OFTEN = (
 ROUNDED = ("all-reduce, QSGD",)  # whose lengths have last bits of their own there
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in OFTEN)) for name in RUNS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in OFTEN)) for name in RUNS]
+)
 def test_nothing_crosses_but_by_the_doors(name: str) -> None:
     plan = planned(*TASK, *RUNS[name])
     expected = run(plan)
@@ -155,8 +185,17 @@ def test_a_run_there_goes_on_from_a_checkpoint(name: str) -> None:
         file, records, snapshots, _ = checkpoints.run(
             Ran(plan, parts=whole.parts), save_at_ns=100_000_000, device=DEVICE
         )[0]
-        saved = {**torch.load(io.BytesIO(file), weights_only=True), "packages": ("ashl",), "device": DEVICE}
-        again = Ran(plan, records=whole.records[:records], snapshots=whole.snapshots[:snapshots], parts=whole.parts)
+        saved = {
+            **torch.load(io.BytesIO(file), weights_only=True),
+            "packages": ("ashl",),
+            "device": DEVICE,
+        }
+        again = Ran(
+            plan,
+            records=whole.records[:records],
+            snapshots=whole.snapshots[:snapshots],
+            parts=whole.parts,
+        )
         checkpoints.run(again, saved, device=DEVICE)
     assert again.sha256 == whole.sha256
     assert again.time_ns == whole.time_ns
@@ -175,7 +214,13 @@ def test_the_guard_sees_what_goes_past_the_doors() -> None:
     with guarded():
         there = to_device(torch.ones(3), DEVICE)
         assert isinstance(there * 2, There)
-        for look in (there.sum().item, there.cpu, there.numpy, there.tolist, lambda: bool(there.any())):
+        for look in (
+            there.sum().item,
+            there.cpu,
+            there.numpy,
+            there.tolist,
+            lambda: bool(there.any()),
+        ):
             with pytest.raises(AssertionError):
                 look()
         with pytest.raises(AssertionError, match="mixes"):
@@ -200,7 +245,9 @@ def test_pixels(model: str) -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_large_model_is_copied_for_a_step_only_where_that_is_captured(graphs: bool, monkeypatch) -> None:
+def test_a_large_model_is_copied_for_a_step_only_where_that_is_captured(
+    graphs: bool, monkeypatch
+) -> None:
     split = Split(torch.arange(512.0).view(8, 64).sin(), torch.arange(8) % 4)
     data = Data(split, split, sample_shape=(64,), num_classes=4)
     args = (conf_option("model", "mlp", hidden=[1024]), data, conf_option("task", "classification"))
@@ -209,7 +256,9 @@ def test_a_large_model_is_copied_for_a_step_only_where_that_is_captured(graphs: 
         there = Learner(*args, seed=0, device=DEVICE, graphs=graphs)
         params, ask = there.init(), There.__torch_dispatch__
 
-        def listening(cls: type, func: object, types: object, operands: tuple = (), named: object = None) -> object:
+        def listening(
+            cls: type, func: object, types: object, operands: tuple = (), named: object = None
+        ) -> object:
             if func is torch.ops.aten.copy_.default:
                 copied.append(operands[0].numel())
             return ask(func, types, operands, named)

@@ -1,4 +1,6 @@
-"""A worker that turns three times slower in the middle of SHL: what the online planner recovers of it."""
+"""A worker that turns three times slower in the middle of SHL: what the online planner recovers of
+it.
+"""
 
 from tests.support import planned, simulated
 
@@ -17,13 +19,21 @@ def late_rate(*overrides: str) -> tuple[float, int]:
     """Steps/s of all workers once things have settled, and how often was planned anew."""
     event = f"cluster.events=[{{time_s: {SLOWER_S}, worker: 0, compute: 3.0}}]"
     ran = simulated(*BASE, event, f"stop.seconds={END_S}", *overrides)
-    steps = sum(r["steps"] for r in ran.of("round") if FROM_S < r["end_ns"] / 1e9 <= END_S and not r["dropped"])
+    steps = sum(
+        r["steps"]
+        for r in ran.of("round")
+        if FROM_S < r["end_ns"] / 1e9 <= END_S and not r["dropped"]
+    )
     assert ran.end["max_lead"] <= 3
     return steps / (END_S - FROM_S), len(ran.of("replan"))
 
 
 def test_online_planning_recovers_what_a_static_plan_loses() -> None:
-    fresh = planned(*BASE, "planner=balanced", "cluster.compute=[3,1,1,1]").stages[0].predicted_steps_per_s
+    fresh = (
+        planned(*BASE, "planner=balanced", "cluster.compute=[3,1,1,1]")
+        .stages[0]
+        .predicted_steps_per_s
+    )
     static, none = late_rate("planner=paper")
     online, plans = late_rate("planner=online", "planner.h_max=8")
     assert fresh is not None
@@ -41,4 +51,6 @@ def test_a_plan_made_anew_is_for_those_who_are_there() -> None:
     ran = simulated(*BASE, "planner=online", "planner.h_max=null", "stop.seconds=25", events)
     fresh = planned(*BASE, "planner=balanced", "cluster.compute=[3,1,1]").stages[0].workers
     assert ran.of("replan")[-1]["local_steps"][1:] == [worker.local_steps for worker in fresh]
-    assert len({plan["local_steps"][0] for plan in ran.of("replan")}) == 1, "who is gone is given nothing new"
+    assert len({plan["local_steps"][0] for plan in ran.of("replan")}) == 1, (
+        "who is gone is given nothing new"
+    )

@@ -1,5 +1,6 @@
-"""Gossip's rates: timelines computed by hand, and how much of its own rate a method keeps when one worker of sixteen is
-slow (the bands of the literature's comparison)."""
+"""Gossip's rates: timelines computed by hand, and how much of its own rate a method keeps when one
+worker of sixteen is slow (the bands of the literature's comparison).
+"""
 
 from functools import cache
 
@@ -7,7 +8,12 @@ import pytest
 
 from tests.support import planned, simulated
 
-EQUAL = ("runtime.gradients=false", "cluster=homogeneous", "topology=gossip", "dataset.batch_size=8")
+EQUAL = (
+    "runtime.gradients=false",
+    "cluster=homogeneous",
+    "topology=gossip",
+    "dataset.batch_size=8",
+)
 SIXTEEN = (*EQUAL, "cluster.exchange_s=0.002", "topology.graph=exponential")
 
 
@@ -18,12 +24,17 @@ def adds_up(ran):
 @pytest.mark.parametrize(
     ("mode", "time_ns", "up"),
     [
-        # twelve rounds of 20 ms; a model travels in 5 ms, to both neighbours at once; 10 digits' MLP has 4·d bytes
+        # twelve rounds of 20 ms; a model travels in 5 ms, to both neighbours at once; 10 digits'
+        # MLP has 4·d bytes
         (["sync=d_psgd", "sync.order=atc"], 12 * 25_000_000, 12 * 2),
         (["sync=d_psgd", "sync.order=awc"], 12 * 20_000_000, 12 * 2),
         (["sync=sgp", "topology.graph=one_peer_exponential"], 12 * 25_000_000, 12),
         # messages one round late are hidden; at the end the last one is waited for
-        (["sync=sgp", "topology.graph=one_peer_exponential", "sync.overlap=1"], 12 * 20_000_000 + 5_000_000, 12),
+        (
+            ["sync=sgp", "topology.graph=one_peer_exponential", "sync.overlap=1"],
+            12 * 20_000_000 + 5_000_000,
+            12,
+        ),
         (["sync=relay_sum"], 12 * 25_000_000, None),
         (["sync=noloco", "sync.local_steps=3", "topology.graph=complete"], 4 * 70_000_000, 4 * 2),
         (["sync=choco", "sync.gamma=1"], 12 * 25_000_000, 12 * 2),
@@ -50,15 +61,23 @@ def test_active_workers_wait_for_the_answer_only_without_overlap(overlap, cycle_
 
 
 def test_the_larger_link_factor_holds_between_two_workers():
-    ran = simulated(*EQUAL, "cluster.link=[1,4,1,1]", "stop.steps=4", "sync=d_psgd", "sync.order=atc")
+    ran = simulated(
+        *EQUAL, "cluster.link=[1,4,1,1]", "stop.steps=4", "sync=d_psgd", "sync.order=atc"
+    )
     assert ran.time_ns == 40_000_000
-    assert [ledger["pull"] + ledger["push"] + ledger["wait"] for ledger in ran.ledgers] == [20_000_000] * 4
+    assert [ledger["pull"] + ledger["push"] + ledger["wait"] for ledger in ran.ledgers] == [
+        20_000_000
+    ] * 4
 
 
 @cache
 def rate(factor, *overrides):
     """Steps/s of sixteen workers in virtual time, one of them so many times slower."""
-    return planned(*SIXTEEN, f"cluster.compute={[1] * 15 + [factor]}", *overrides).stages[0].predicted_steps_per_s
+    return (
+        planned(*SIXTEEN, f"cluster.compute={[1] * 15 + [factor]}", *overrides)
+        .stages[0]
+        .predicted_steps_per_s
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Schedules whose step falls down a ladder: where a rung gives way, and what they are at their limits."""
+"""Schedules whose step falls down a ladder: where a rung gives way, and what they are at their
+limits.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -8,16 +10,31 @@ import pytest
 from ashl.errors import UsageError
 from tests.support import planned, simulated
 
-BASE = ("model.hidden=[16]", "cluster=ashl_paper", "stop.epochs=2", "eval.every_commits=10", "optimizer.lr=0.2")
+BASE = (
+    "model.hidden=[16]",
+    "cluster=ashl_paper",
+    "stop.epochs=2",
+    "eval.every_commits=10",
+    "optimizer.lr=0.2",
+)
 NEXT = (*BASE, "schedule=ashl_next")
 SWINGS = ("optimizer.lr=1", "eval.every_commits=5")
 ONE_H = ("sync=ssp", "sync.local_steps=plan", "schedule.h_preset=[2]", "compression=topk")
 
 
-@pytest.mark.parametrize("schedule", [("ashl_next",), ("decay_on_rise", *ONE_H)], ids=lambda schedule: schedule[0])
+@pytest.mark.parametrize(
+    "schedule", [("ashl_next",), ("decay_on_rise", *ONE_H)], ids=lambda schedule: schedule[0]
+)
 def test_a_rung_gives_way_each_time_the_evaluated_loss_has_risen(schedule):
     name, *more = schedule
-    ran = simulated(*BASE, f"schedule={name}", "schedule.decay_stages=3", "schedule.decay_factor=0.5", *SWINGS, *more)
+    ran = simulated(
+        *BASE,
+        f"schedule={name}",
+        "schedule.decay_stages=3",
+        "schedule.decay_factor=0.5",
+        *SWINGS,
+        *more,
+    )
     stages = ran.of("stage")
     assert [(stage["name"], stage["reason"]) for stage in stages] == [
         ("decay1", "rises"),
@@ -27,16 +44,33 @@ def test_a_rung_gives_way_each_time_the_evaluated_loss_has_risen(schedule):
     assert [stage.aggregate["scale"] for stage in ran.plan.stages] == [1, 0.5, 0.25]
     merges = [record["merges"] for record, _ in ran.snapshots]
     losses = [scores["train_loss"] for scores in ran.scored.values()]
-    rose = [at for at, (before, after) in zip(merges[1:], pairwise(losses), strict=False) if after > before]
+    rose = [
+        at
+        for at, (before, after) in zip(merges[1:], pairwise(losses), strict=False)
+        if after > before
+    ]
     for at, stage in zip(rose, stages[:-1], strict=False):
-        assert at <= stage["merges"] <= at + 2 * ran.plan.num_workers, "the work that is under way counts still"
+        assert at <= stage["merges"] <= at + 2 * ran.plan.num_workers, (
+            "the work that is under way counts still"
+        )
 
 
 @pytest.mark.limit("schedule=ashl_next")
 def test_two_rungs_with_a_loss_between_are_ashl_plus():
     alike = ("overlap=delayed", "schedule.h_preset=[2,1]")
-    own = simulated(*NEXT, *alike, "schedule.decay_stages=2", "schedule.loss_switch=[1.0]", "schedule.decay_factor=0.4")
-    plus = ("schedule=ashl_plus", "schedule.profile_steps=0", "schedule.loss_switch=1.0", "schedule.shl_scale=0.4")
+    own = simulated(
+        *NEXT,
+        *alike,
+        "schedule.decay_stages=2",
+        "schedule.loss_switch=[1.0]",
+        "schedule.decay_factor=0.4",
+    )
+    plus = (
+        "schedule=ashl_plus",
+        "schedule.profile_steps=0",
+        "schedule.loss_switch=1.0",
+        "schedule.shl_scale=0.4",
+    )
     other = simulated(*BASE, *plus, *alike)
     assert [stage["name"] for stage in own.of("stage")] == ["decay1", "decay2"]
     assert (own.sha256, own.time_ns, own.ledgers) == (other.sha256, other.time_ns, other.ledgers)
@@ -45,12 +79,20 @@ def test_two_rungs_with_a_loss_between_are_ashl_plus():
 @pytest.mark.limit("schedule=ashl_next", "schedule=decay_on_rise")
 def test_one_rung_is_a_single_stage():
     own = simulated(*NEXT, "schedule.decay_stages=1")
-    codec = ("compression=topk", "topology.pull_ratio=0.1", "aggregate=uniform", "planner=online", "overlap=delayed")
+    codec = (
+        "compression=topk",
+        "topology.pull_ratio=0.1",
+        "aggregate=uniform",
+        "planner=online",
+        "overlap=delayed",
+    )
     presets = ("schedule.h_preset=[1]", "schedule.r_preset=[0.1]")
     single = simulated(*BASE, "schedule=single", "sync=shl", *codec, *presets)
     assert (own.sha256, own.time_ns) == (single.sha256, single.time_ns)
     falling = planned(*BASE, "schedule=decay_on_rise", "schedule.decay_stages=1", *ONE_H).stages
-    assert [replace(stage, name="ssp") for stage in falling] == list(planned(*BASE, "schedule=single", *ONE_H).stages)
+    assert [replace(stage, name="ssp") for stage in falling] == list(
+        planned(*BASE, "schedule=single", *ONE_H).stages
+    )
 
 
 def test_only_costs_that_nobody_declares_are_profiled():
@@ -63,14 +105,22 @@ def test_only_costs_that_nobody_declares_are_profiled():
     ("overrides", "said"),
     [
         (["schedule.loss_switch=[1.0]"], "need 7 losses"),
-        (["schedule.decay_stages=3", "schedule.loss_switch=[1.0,1.0]"], "each lower than the one before"),
+        (
+            ["schedule.decay_stages=3", "schedule.loss_switch=[1.0,1.0]"],
+            "each lower than the one before",
+        ),
         (["schedule.decay_stages=0"], "schedule.decay_stages"),
         (["schedule.decay_factor=1.5"], "schedule.decay_factor"),
         (["schedule.h_preset=[]"], "schedule.h_preset"),
         (["topology=all_reduce"], "no rule for topology=all_reduce"),
         (["runtime.gradients=false"], "ends by rises"),
         (
-            ["cluster.step_s=null", "runtime=local", "schedule=ashl_plus", "schedule.profile_steps=0"],
+            [
+                "cluster.step_s=null",
+                "runtime=local",
+                "schedule=ashl_plus",
+                "schedule.profile_steps=0",
+            ],
             "begins with costs",
         ),
     ],
@@ -83,11 +133,16 @@ def test_what_is_no_ladder_is_refused(overrides, said):
 @pytest.mark.parametrize("sync", ["bsp", "bsp topology=all_reduce", "ringleader"])
 def test_where_the_optimizer_steps_no_servers_step_can_fall(sync: str) -> None:
     falling = ("schedule=decay_on_rise", *f"sync={sync}".split())
-    with pytest.raises(UsageError, match=rf"in stage decay2, and sync={sync.split()[0]} has none: it merges gradients"):
+    with pytest.raises(
+        UsageError,
+        match=rf"in stage decay2, and sync={sync.split()[0]} has none: it merges gradients",
+    ):
         planned(*BASE, *falling)
     assert len(planned(*BASE, *falling, "schedule.decay_stages=1").stages) == 1
 
 
 def test_a_ladder_on_whose_last_rung_no_step_is_left() -> None:
-    with pytest.raises(UsageError, match=r"decay_factor=0\.01: .* last of schedule\.decay_stages=500 stages is 0"):
+    with pytest.raises(
+        UsageError, match=r"decay_factor=0\.01: .* last of schedule\.decay_stages=500 stages is 0"
+    ):
         planned("schedule=decay_on_rise", "schedule.decay_factor=0.01", "schedule.decay_stages=500")

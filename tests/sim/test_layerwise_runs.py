@@ -1,5 +1,6 @@
-"""Gradients compressed message by message while backward goes on: the bits of the same codec applied part by part once
-backward is over, in the time of the closed form."""
+"""Gradients compressed message by message while backward goes on: the bits of the same codec
+applied part by part once backward is over, in the time of the closed form.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -28,40 +29,64 @@ from tests.conf_option import conf_option
 from tests.support import Ran, planned, run, simulated
 from tests.swarm.drawn import run as drawn_run
 
-LINKS = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=20", "cluster.latency_s=0.0005", "cluster.step_s=0.03")
+LINKS = (
+    "cluster.exchange_s=null",
+    "cluster.bandwidth_mbit_s=20",
+    "cluster.latency_s=0.0005",
+    "cluster.step_s=0.03",
+)
 RING = ("topology=all_reduce", "sync=bsp", "cluster.compress_s=0.004", *LINKS)
 DEEP = ("model.hidden=[32,32,32]", "stop.steps=14", "run.compression_stats_every=null")
 UNEQUAL = ("cluster.compute=[1,1,3]", "cluster.link=[1,2,1]")
 MOMENTUM = "optimizer.momentum=0.9"
 CORRECTED = ("compression.momentum=0.9", "optimizer.momentum=0")
 LAYERWISE = "overlap=layerwise"
-SPEC = {"_target_": "ashl.overlap.layerwise.Layerwise", "plan": "none", "ratio": None, "max_ratio": 1.0}
+SPEC = {
+    "_target_": "ashl.overlap.layerwise.Layerwise",
+    "plan": "none",
+    "ratio": None,
+    "max_ratio": 1.0,
+}
 
 
 def by_groups(stage: Stage) -> Stage:
     """The stage without overlap, its codec applied to each of its messages by itself."""
-    codec = Layerwise(innermost(stage.codec), tuple(part.stop - part.start for part in reversed(stage.messages)))
-    return replace(stage, overlap=Serial(), parts=(), links=(), codec=replace_innermost(stage.codec, codec))
+    codec = Layerwise(
+        innermost(stage.codec), tuple(part.stop - part.start for part in reversed(stage.messages))
+    )
+    return replace(
+        stage, overlap=Serial(), parts=(), links=(), codec=replace_innermost(stage.codec, codec)
+    )
 
 
 @pytest.mark.parametrize(
     ("codec", "workers"),
     [
         (("compression=topk", MOMENTUM), UNEQUAL),
-        (("compression=topk", MOMENTUM, "overlap.plan=[2,2]"), ("cluster.compute=[1,2]", "cluster.link=null")),
+        (
+            ("compression=topk", MOMENTUM, "overlap.plan=[2,2]"),
+            ("cluster.compute=[1,2]", "cluster.link=null"),
+        ),
         ((*CORRECTED, "compression=topk", "compression.warmup_epochs=1"), UNEQUAL),
-        (("compression=sign", "compression.scale=mean", "compression.error_feedback=true"), UNEQUAL),
+        (
+            ("compression=sign", "compression.scale=mean", "compression.error_feedback=true"),
+            UNEQUAL,
+        ),
         (("compression=threshold",), UNEQUAL),  # bodies of many lengths
     ],
     ids=lambda case: case[0].rpartition("=")[2],
 )
 def test_the_bits_and_bytes_are_those_of_the_same_codec_part_by_part(codec, workers) -> None:
-    """With what is kept for later, on two and on three unequal workers, and a count of steps that ends in a round."""
+    """With what is kept for later, on two and on three unequal workers, and a count of steps that
+    ends in a round.
+    """
     plan = planned(*RING, *DEEP, *workers, *codec, LAYERWISE)
     ours, theirs = run(plan), run(plan, by_groups)
     assert ours.sha256 == theirs.sha256
     assert ours.time_ns < theirs.time_ns
-    if "compression=threshold" not in codec:  # all as long as the longest: of each message, or of the whole
+    if (
+        "compression=threshold" not in codec
+    ):  # all as long as the longest: of each message, or of the whole
         groups, merges = len(plan.stages[0].overlap["plan"]), ours.end["merges"]
         framing = (HEADER.size + 4 * groups) * (plan.num_workers - 1) * merges
         for own, whole in zip(ours.of("ledger"), theirs.of("ledger"), strict=True):
@@ -70,15 +95,26 @@ def test_the_bits_and_bytes_are_those_of_the_same_codec_part_by_part(codec, work
 
 @pytest.mark.parametrize("codec", ["topk", "random_k", "terngrad", "uniform"])
 def test_codecs_by_layer_come_to_the_same_however_messages_are_cut(codec) -> None:
-    """`compression.per_layer=true` selects in each tensor anyhow, so that overlap costs nothing but headers."""
+    """`compression.per_layer=true` selects in each tensor anyhow, so that overlap costs nothing but
+    headers.
+    """
     feedback = CORRECTED if codec == "topk" else ("compression.error_feedback=false",)
-    common = (*RING, *DEEP, *UNEQUAL, f"compression={codec}", "compression.per_layer=true", *feedback)
+    common = (
+        *RING,
+        *DEEP,
+        *UNEQUAL,
+        f"compression={codec}",
+        "compression.per_layer=true",
+        *feedback,
+    )
     plain = simulated(*common)
     for cut in ("none", "[3,1]"):
         ran = simulated(*common, LAYERWISE, f"overlap.plan={cut}")
         assert ran.sha256 == plain.sha256
         assert ran.time_ns < plain.time_ns
-        assert ran.plan.stages[0].workers[0].message_bytes - plain.plan.stages[0].workers[0].message_bytes in (20, 60)
+        assert ran.plan.stages[0].workers[0].message_bytes - plain.plan.stages[0].workers[
+            0
+        ].message_bytes in (20, 60)
 
 
 @pytest.mark.limit("overlap=layerwise")
@@ -100,7 +136,9 @@ def test_what_is_selected_message_by_message_teaches_as_much(codec) -> None:
     plain, ours = simulated(*common), simulated(*common, LAYERWISE)
     assert ours.time_ns < plain.time_ns
     assert ours.sha256 != plain.sha256
-    assert ours.of("ledger")[0]["bytes_up"] == pytest.approx(plain.of("ledger")[0]["bytes_up"], rel=0.02)
+    assert ours.of("ledger")[0]["bytes_up"] == pytest.approx(
+        plain.of("ledger")[0]["bytes_up"], rel=0.02
+    )
     first, before, after = (losses(ran)[k] for ran, k in ((plain, 0), (plain, 1), (ours, 1)))
     assert after < 0.93 * first
     assert after == pytest.approx(before, rel=0.15)
@@ -109,20 +147,33 @@ def test_what_is_selected_message_by_message_teaches_as_much(codec) -> None:
 def losses(ran: Ran) -> tuple[float, float]:
     """Of the first model and of the last."""
     assert ran.learner is not None
-    return tuple(ran.learner.evaluate(params)["train_loss"] for params in (ran.learner.init(), ran.params))
+    return tuple(
+        ran.learner.evaluate(params)["train_loss"] for params in (ran.learner.init(), ran.params)
+    )
 
 
 @pytest.mark.limit("overlap=layerwise")
 def test_without_compression_it_is_merged() -> None:
     common = (*RING, *DEEP, *UNEQUAL, MOMENTUM)
-    ours, merged = simulated(*common, LAYERWISE, "overlap.plan=optimal"), simulated(*common, "overlap=merged")
+    ours, merged = (
+        simulated(*common, LAYERWISE, "overlap.plan=optimal"),
+        simulated(*common, "overlap=merged"),
+    )
     assert (ours.sha256, ours.time_ns) == (merged.sha256, merged.time_ns)
 
 
 def declared(step_s: float, compress_s: float, mbit_s: float, latency_s: float = 0.0) -> Plan:
-    """Two equal workers with Top-K, as ints of 4 bytes and floats: 20 bytes and 8 for each element."""
+    """Two equal workers with Top-K, as ints of 4 bytes and floats: 20 bytes and 8 for each
+    element.
+    """
     plan = planned(
-        *("topology=all_reduce", "sync=bsp", "runtime.gradients=false", "cluster.compute=[1,1]", "cluster.link=null"),
+        *(
+            "topology=all_reduce",
+            "sync=bsp",
+            "runtime.gradients=false",
+            "cluster.compute=[1,1]",
+            "cluster.link=null",
+        ),
         *(
             "compression=topk",
             "compression.indices=int32",
@@ -130,7 +181,11 @@ def declared(step_s: float, compress_s: float, mbit_s: float, latency_s: float =
             "stop.steps=10",
             "dataset.batch_size=8",
         ),
-        *(f"cluster.step_s={step_s}", f"cluster.compress_s={compress_s}", f"cluster.bandwidth_mbit_s={mbit_s}"),
+        *(
+            f"cluster.step_s={step_s}",
+            f"cluster.compress_s={compress_s}",
+            f"cluster.bandwidth_mbit_s={mbit_s}",
+        ),
         f"cluster.latency_s={latency_s}",
     )
     return plan
@@ -144,15 +199,22 @@ def chained(plan: Plan, sizes: list[int], work: list[int], **overlap: Any) -> Pl
 
 
 def test_the_chain_to_the_nanosecond() -> None:
-    """Forward 5 s, backward 3, 1, 2 and 4, selecting 1 each, gathering 5, 1, 1 and 7: groups are there after 10, 13, 15
-    and 19 s, their messages end after 17, 18, 19 and 24."""
-    plan = declared(step_s=15, compress_s=4, mbit_s=0.000224)  # 28 bytes a second: 1, 15 and 22 elements
+    """Forward 5 s, backward 3, 1, 2 and 4, selecting 1 each, gathering 5, 1, 1 and 7: groups are
+    there after 10, 13, 15 and 19 s, their messages end after 17, 18, 19 and 24.
+    """
+    plan = declared(
+        step_s=15, compress_s=4, mbit_s=0.000224
+    )  # 28 bytes a second: 1, 15 and 22 elements
     plan = chained(plan, [100] * 4, [3, 1, 2, 4], ratio=[0.22, 0.01, 0.01, 0.15])
     sim = simulation(plan)()
     assert sim.now_ns == 5 * 24 * 10**9
     for ctx in sim.contexts:
         totals = ctx.time_accounting.totals
-        assert (totals["compute"], totals["compress"], totals["wait"]) == (75 * 10**9, 20 * 10**9, 0)
+        assert (totals["compute"], totals["compress"], totals["wait"]) == (
+            75 * 10**9,
+            20 * 10**9,
+            0,
+        )
         assert ctx.time_accounting.collective_ns == 5 * 14 * 10**9
 
 
@@ -169,11 +231,19 @@ BOUND = assemble(BASE, "cpu").stages[0]
 @settings(max_examples=50)
 def test_random_chains_take_their_closed_form(drawn, latency_s, cut, ratio) -> None:
     sizes, work = zip(*drawn, strict=True)
-    layout, groups = tuple(Layer(str(size), (size,)) for size in sizes), buckets_of_tensors([(n,) for n in sizes], work)
-    cluster, codec = construct(BASE.cluster | {"latency_s": latency_s}, "cluster"), conf_option("compression", "topk")
+    layout, groups = (
+        tuple(Layer(str(size), (size,)) for size in sizes),
+        buckets_of_tensors([(n,) for n in sizes], work),
+    )
+    cluster, codec = (
+        construct(BASE.cluster | {"latency_s": latency_s}, "cluster"),
+        conf_option("compression", "topk"),
+    )
     link = partial(link_of, codec, layout)
     chain = make_timeline(BASE.stages[0], cluster, groups, link)
-    option = conf_option("overlap", "layerwise", plan=cut, ratio=ratio, max_ratio=0.9).with_plan(chain)
+    option = conf_option("overlap", "layerwise", plan=cut, ratio=ratio, max_ratio=0.9).with_plan(
+        chain
+    )
     end_ns = chain.end_ns(option.plan, option.ratio)
     stage = replace(
         BOUND,
@@ -195,14 +265,29 @@ def test_a_step_takes_what_was_predicted() -> None:
     for overlap in ("overlap.plan=optimal", "overlap.ratio=adaptive"):
         plan = planned(*common, overlap, "stop.steps=30")
         note = next(note for note in plan.notes if "a step and its sum" in note)
-        assert simulation(plan)().now_ns / 10 == pytest.approx(float(note.split()[6]) * 1e6, rel=1e-3)
-        assert plan.stages[0].predicted_steps_per_s == pytest.approx(3e3 / float(note.split()[6]), rel=1e-3)
-        assert Plan.from_json(plan.to_json()).stages[0].overlap["plan"] == list(plan.stages[0].overlap["plan"])
+        assert simulation(plan)().now_ns / 10 == pytest.approx(
+            float(note.split()[6]) * 1e6, rel=1e-3
+        )
+        assert plan.stages[0].predicted_steps_per_s == pytest.approx(
+            3e3 / float(note.split()[6]), rel=1e-3
+        )
+        assert Plan.from_json(plan.to_json()).stages[0].overlap["plan"] == list(
+            plan.stages[0].overlap["plan"]
+        )
 
 
 def test_what_is_kept_goes_over_a_border() -> None:
-    """From messages to one, from one to messages, from messages to others: as if nothing were cut; or is dropped."""
-    common = (*RING, *DEEP, *UNEQUAL, "compression=topk", "compression.per_layer=true", "optimizer.lr=0.2")
+    """From messages to one, from one to messages, from messages to others: as if nothing were cut;
+    or is dropped.
+    """
+    common = (
+        *RING,
+        *DEEP,
+        *UNEQUAL,
+        "compression=topk",
+        "compression.per_layer=true",
+        "optimizer.lr=0.2",
+    )
     plan = planned(*common, LAYERWISE)
     cut, serial = plan.stages[0], replace(plan.stages[0], overlap=SERIAL)
     other = replace(cut, overlap=SPEC | {"plan": [3, 1]})
@@ -226,8 +311,17 @@ def test_what_is_kept_goes_over_a_border() -> None:
     ],
 )
 def test_health_is_that_of_one_message(codec, cut, headers) -> None:
-    common = (*RING, *DEEP, *UNEQUAL, *codec, "run.compression_stats_every=1", "run.compression_stats_vs_mean=true")
-    plain, ours = (simulated(*common, *more).of("health") for more in ((), (LAYERWISE, f"overlap.plan={cut}")))
+    common = (
+        *RING,
+        *DEEP,
+        *UNEQUAL,
+        *codec,
+        "run.compression_stats_every=1",
+        "run.compression_stats_vs_mean=true",
+    )
+    plain, ours = (
+        simulated(*common, *more).of("health") for more in ((), (LAYERWISE, f"overlap.plan={cut}"))
+    )
     assert plain
     sizes = ("split", "nbytes", "time_ns")
     assert [strip(record, sizes) for record in ours] == [strip(record, sizes) for record in plain]
@@ -239,7 +333,14 @@ def strip(record: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_as_without_overlap() -> None:
-    common = (*RING, *DEEP, *UNEQUAL, "compression=topk", "compression.per_layer=true", "optimizer.lr=1e18")
+    common = (
+        *RING,
+        *DEEP,
+        *UNEQUAL,
+        "compression=topk",
+        "compression.per_layer=true",
+        "optimizer.lr=1e18",
+    )
     plain, ours = simulated(*common), simulated(*common, LAYERWISE)
     assert ours.end["diverged"] == plain.end["diverged"]
     assert [(r["rank"], r["where"]) for r in ours.of("not_finite")] == [

@@ -1,5 +1,7 @@
-"""Workers that fail and come back where messages are more than updates: momenta that travel, models on springs, a table
-of gradients, snapshots. Held against the rule of each by the formula alone, in the order in which pushes came."""
+"""Workers that fail and come back where messages are more than updates: momenta that travel, models
+on springs, a table of gradients, snapshots. Held against the rule of each by the formula alone, in
+the order in which pushes came.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -43,16 +45,27 @@ class Averaged(Alone):
 @pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
 def test_momenta_are_those_of_who_is_there(topology: str) -> None:
     """To the bit: who comes back begins with the mean momentum of the others, as the others do."""
-    mode = ("sync=pr_sgd_momentum", "sync.local_steps=3", "optimizer.momentum=0.9", f"topology={topology}")
+    mode = (
+        "sync=pr_sgd_momentum",
+        "sync.local_steps=3",
+        "optimizer.momentum=0.9",
+        f"topology={topology}",
+    )
     events = lost(0, 0.51), back(0, 1.2)
-    plan = with_events(planned(*RUN, *mode, "aggregate=uniform", "outer=nesterov", "stop.steps=99"), *events)
+    plan = with_events(
+        planned(*RUN, *mode, "aggregate=uniform", "outer=nesterov", "stop.steps=99"), *events
+    )
     ran, alone = run(plan), Averaged(assemble(plan, "cpu").stages[0])
     found, before, teams = models(ran), [0, 0, 0], list[list[int]]()
     for record, _ in ran.snapshots:
         teams.append([rank for rank in range(3) if record["commits"][rank] > before[rank]])
         before = record["commits"]
     teams = [team for team in teams if team]
-    assert [team for at, team in enumerate(teams) if not at or teams[at - 1] != team] == [[0, 1, 2], [1, 2], [0, 1, 2]]
+    assert [team for at, team in enumerate(teams) if not at or teams[at - 1] != team] == [
+        [0, 1, 2],
+        [1, 2],
+        [0, 1, 2],
+    ]
     for number, team in enumerate(teams[:-1], 1):  # the last round may be cut short
         if len(team) == 3 and number > 1 and len(teams[number - 2]) == 2:
             done = before[0] - len(teams) + number - 1 + ran.end["dropped_by"][0] // 3
@@ -75,7 +88,9 @@ def steps_of(stage: Stage, worker: WorkerState, rank: int, params: Tensor, steps
     for _ in range(steps):
         span = range(worker.drawn, worker.drawn + worker.batch)
         rate = stage.trainer.rate(0)
-        _, worker.moments, params = stage.trainer.local_step(params, worker.moments, rank, worker.step, rate, span)
+        _, worker.moments, params = stage.trainer.local_step(
+            params, worker.moments, rank, worker.step, rate, span
+        )
         worker.step, worker.drawn = worker.step + 1, span.stop
     return params
 
@@ -90,7 +105,9 @@ def test_who_comes_back_begins_at_the_servers_end_of_the_spring() -> None:
     workers, own, history = [WorkerState(centre, moments) for _ in range(3)], [centre] * 3, [centre]
     for rank, worker in enumerate(workers):
         worker.enter(stage, rank)
-    came = next(r["staleness"] for r in ran.of("round") if r["rank"] == 0 and r["end_ns"] > 930_000_000)
+    came = next(
+        r["staleness"] for r in ran.of("round") if r["rank"] == 0 and r["end_ns"] > 930_000_000
+    )
     away = True
     for rank, time_ns, params in pushes(ran):
         if away and rank == 0 and time_ns > 930_000_000:
@@ -104,7 +121,8 @@ def test_who_comes_back_begins_at_the_servers_end_of_the_spring() -> None:
     assert ran.end["reason"] == "steps"
 
 
-# --- a table of gradients ---------------------------------------------------------------------------------------------
+# --- a table of gradients
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_round_goes_on_without_the_one_that_it_waited_for() -> None:
@@ -132,7 +150,12 @@ def test_a_round_is_over_with_the_loss_of_the_last_that_had_no_step() -> None:
 
 def test_who_comes_has_its_first_step_in_the_round_after() -> None:
     table = Table().open_round([0, 1])
-    assert [table.add_push(pushed(rank, 1.0)) for rank in (2, 0, 2, 1)] == [False, False, False, True]
+    assert [table.add_push(pushed(rank, 1.0)) for rank in (2, 0, 2, 1)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert table.sums.keys() == {0, 1}
     table.due.remove(1)
     assert table.add_push(pushed(0, 1.0))
@@ -140,11 +163,21 @@ def test_who_comes_has_its_first_step_in_the_round_after() -> None:
     assert (table.sums[2].steps, table.missing) == (2, {0, 1})
 
 
-def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, by a list of what came and of who left: every gradient is in the model, or waits, or is dropped."""
+def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the bit, by a list of what came and of who left: every gradient is in the model, or waits,
+    or is dropped.
+    """
     mode = ("sync=ringleader", "aggregate=uniform", "optimizer.momentum=0.9", "stop.steps=80")
-    plan = with_events(planned(*RUN, *mode), lost(2, 0.26), back(2, 0.6), lost(0, 0.85), back(0, 0.93))
-    came, take, changed = list[tuple[int, Tensor | None]](), Table.add_push, Gradients.on_membership_change
+    plan = with_events(
+        planned(*RUN, *mode), lost(2, 0.26), back(2, 0.6), lost(0, 0.85), back(0, 0.93)
+    )
+    came, take, changed = (
+        list[tuple[int, Tensor | None]](),
+        Table.add_push,
+        Gradients.on_membership_change,
+    )
 
     def taking(table: Table, push: Push) -> bool:
         came.append((push.worker, push.body))
@@ -173,8 +206,13 @@ def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(monkeypatch: p
         else:
             now.setdefault(worker, []).append(gradient)
             if due <= now.keys():
-                means = [sum(now[rank][1:], now[rank][0]) * (1 / len(now) / len(now[rank])) for rank in sorted(now)]
-                moments, params = trainer.apply(params, moments, sum_in_rank_order(means), trainer.rate(0))
+                means = [
+                    sum(now[rank][1:], now[rank][0]) * (1 / len(now) / len(now[rank]))
+                    for rank in sorted(now)
+                ]
+                moments, params = trainer.apply(
+                    params, moments, sum_in_rank_order(means), trainer.rate(0)
+                )
                 due, used = due - {worker}, True
         if not due:
             due, now, later, used = set(there), later, {}, False
@@ -184,11 +222,14 @@ def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(monkeypatch: p
     assert ran.end["steps"] == sum(gradient is not None for _, gradient in came) - dropped
 
 
-# --- snapshots --------------------------------------------------------------------------------------------------------
+# --- snapshots
+# --------------------------------------------------------------------------------------------------
 
 
 def gradients(*parts: tuple[float, int]) -> float:
-    return sum(gradient * samples for gradient, samples in parts) / sum(samples for _, samples in parts)
+    return sum(gradient * samples for gradient, samples in parts) / sum(
+        samples for _, samples in parts
+    )
 
 
 def test_a_full_gradient_is_over_all_who_have_sent_theirs() -> None:
@@ -202,7 +243,9 @@ def test_a_full_gradient_is_over_all_who_have_sent_theirs() -> None:
     assert (epoch.gathers, epoch.gradient) == (False, gradients((1.0, 10), (4.0, 20))), "it is lost"
     epoch.owing |= {0, 2}
     assert epoch.add_gradient(2, 7.0, 30)
-    assert epoch.gradient == pytest.approx(gradients((1.0, 10), (4.0, 20), (7.0, 30))), "... and comes back"
+    assert epoch.gradient == pytest.approx(gradients((1.0, 10), (4.0, 20), (7.0, 30))), (
+        "... and comes back"
+    )
     before = epoch.gradient
     assert not epoch.add_gradient(0, 1.0, 10), "who had sent it before"
     assert (epoch.gradient, epoch.owing) == (before, set())
@@ -210,15 +253,30 @@ def test_a_full_gradient_is_over_all_who_have_sent_theirs() -> None:
 
 @pytest.mark.slow
 def test_it_still_comes_to_the_optimum() -> None:
-    """Linearly, as each works with the snapshot of all others, whatever it missed; also where the last full gradient
-    that was missing is lost, and who came had sent its own before."""
-    data = ("dataset=quadratic", "model=linear", "optimizer.lr=0.2", "dataset.batch_size=40", "stop.epochs=36")
+    """Linearly, as each works with the snapshot of all others, whatever it missed; also where the
+    last full gradient that was missing is lost, and who came had sent its own before.
+    """
+    data = (
+        "dataset=quadratic",
+        "model=linear",
+        "optimizer.lr=0.2",
+        "dataset.batch_size=40",
+        "stop.epochs=36",
+    )
     plain = ("optimizer.momentum=0", "optimizer.weight_decay=0", "sync=asylpg", "compression=grid")
-    plan = planned(*data, *plain, "compression.bits=4", "cluster=homogeneous", "cluster.compute=[1,2,4]")
+    plan = planned(
+        *data, *plain, "compression.bits=4", "cluster=homogeneous", "cluster.compute=[1,2,4]"
+    )
     whole = run(plan)
     early_s = next(r["end_ns"] for r in whole.of("round") if r["rank"] == 0) / 1e9
     half_s = whole.time_ns / 2e9
-    events = (lost(2, early_s), lost(0, early_s + 0.03), back(0, early_s + 0.05), back(2, half_s), lost(1, half_s))
+    events = (
+        lost(2, early_s),
+        lost(0, early_s + 0.03),
+        back(0, early_s + 0.05),
+        back(2, half_s),
+        lost(1, half_s),
+    )
     ran = run(with_events(plan, *events, back(1, 1.2 * half_s)))
     assert len(ran.of("worker_failed")) == len(ran.of("worker_rejoined")) == 3
     best, _ = optimum(assemble(plan, "cpu").data)

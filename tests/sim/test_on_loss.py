@@ -1,4 +1,6 @@
-"""What becomes of a lost worker's data: nobody visits them, or the others do, each sample at one of them."""
+"""What becomes of a lost worker's data: nobody visits them, or the others do, each sample at one of
+them.
+"""
 
 import random
 from collections import Counter, defaultdict
@@ -58,7 +60,9 @@ def test_every_sample_is_at_one_of_those_who_are_left_and_once_in_its_pass() -> 
 def drawn(
     mode: str, on_worker_failure: str, monkeypatch: pytest.MonkeyPatch, *events: dict
 ) -> dict[int, list[list[bool]]]:
-    """By worker, what each of its draws was: of the stream that is its own, of the one with the lost worker's data."""
+    """By worker, what each of its draws was: of the stream that is its own, of the one with the
+    lost worker's data.
+    """
     plan = planned(*RUN, *mode.split(), f"runtime.on_worker_failure={on_worker_failure}")
     trainer = assemble(plan, "cpu").stages[0].trainer
     streams = [list(of.batches) for of in (trainer, trainer.handed(frozenset({LOST})))]
@@ -79,7 +83,9 @@ def drawn(
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_the_others_go_on_with_the_data_of_the_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_others_go_on_with_the_data_of_the_lost(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fails = {"time_s": 0.3, "worker": LOST, "fail": True}
     found = drawn(MODES[name], "reshard", monkeypatch, fails)
     for rank in {0, 1, 3}:
@@ -94,7 +100,10 @@ def test_the_others_go_on_with_the_data_of_the_lost(name: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", COMES_BACK)
 def test_who_comes_back_has_its_own_data_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails, back = {"time_s": 0.2, "worker": LOST, "fail": True}, {"time_s": 0.5, "worker": LOST, "rejoin": True}
+    fails, back = (
+        {"time_s": 0.2, "worker": LOST, "fail": True},
+        {"time_s": 0.5, "worker": LOST, "rejoin": True},
+    )
     found = drawn(MODES[name], "reshard", monkeypatch, fails, back)
     for rank in {0, 1, 3}:
         kinds = [own for own, larger in found[rank] if own != larger]
@@ -105,30 +114,46 @@ def test_who_comes_back_has_its_own_data_again(name: str, monkeypatch: pytest.Mo
 
 def test_weights_by_the_data_follow_them() -> None:
     plan = planned(
-        *RUN, "sync=asp", "aggregate=data_share", "runtime.on_worker_failure=reshard", "dataset.partition=iid"
+        *RUN,
+        "sync=asp",
+        "aggregate=data_share",
+        "runtime.on_worker_failure=reshard",
+        "dataset.partition=iid",
     )
     stage = assemble(plan, "cpu").stages[0]
-    assert [w.data_share for w in stage.with_redistributed_shards({LOST}).plan.workers] == pytest.approx(
-        [1 / 3, 1 / 3, 1 / 4, 1 / 3], 1e-2
+    assert [
+        w.data_share for w in stage.with_redistributed_shards({LOST}).plan.workers
+    ] == pytest.approx([1 / 3, 1 / 3, 1 / 4, 1 / 3], 1e-2)
+    assert (
+        stage.restricted_to({LOST}).trainer.batches[0].shard is not stage.trainer.batches[0].shard
     )
-    assert stage.restricted_to({LOST}).trainer.batches[0].shard is not stage.trainer.batches[0].shard
     assert stage.with_redistributed_shards(()) is stage
 
 
-def test_shards_are_dealt_when_something_has_changed_and_not_at_every_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_dealt_when_something_has_changed_and_not_at_every_merge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage = assemble(planned(*RUN, "runtime.on_worker_failure=reshard"), "cpu").stages[0]
     dealt, deal = [], type(stage.trainer).handed
-    monkeypatch.setattr(type(stage.trainer), "handed", lambda self, gone: dealt.append(gone) or deal(self, gone))
+    monkeypatch.setattr(
+        type(stage.trainer), "handed", lambda self, gone: dealt.append(gone) or deal(self, gone)
+    )
     resized = [tuple(replace(w, batch=size) for w in stage.plan.workers) for size in (8, 4)]
     for workers in (stage.plan.workers, *resized):
         dealt.clear()
-        merges = [stage.with_assignments(workers).with_redistributed_shards({LOST}) for _ in range(3)]
+        merges = [
+            stage.with_assignments(workers).with_redistributed_shards({LOST}) for _ in range(3)
+        ]
         assert len(dealt) == 1
         assert {merge.worker(0).batch for merge in merges} == {workers[0].batch}
         assert merges[0].worker(0).data_share > stage.worker(0).data_share
 
 
-@pytest.mark.parametrize("mode", ["sync=bsp topology=all_reduce optimizer=bcd", "sync=asylpg optimizer.momentum=0"])
+@pytest.mark.parametrize(
+    "mode", ["sync=bsp topology=all_reduce optimizer=bcd", "sync=asylpg optimizer.momentum=0"]
+)
 def test_what_takes_a_shard_as_a_whole_cannot_have_more_on_the_way(mode: str) -> None:
-    with pytest.raises(UsageError, match=r"a worker computes with its whole shard at once.*on_worker_failure=skip"):
+    with pytest.raises(
+        UsageError, match=r"a worker computes with its whole shard at once.*on_worker_failure=skip"
+    ):
         planned(*RUN, *mode.split(), "runtime.on_worker_failure=reshard")

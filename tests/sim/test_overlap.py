@@ -1,4 +1,6 @@
-"""What overlaps on a node in virtual time, against closed forms, to the nanosecond; and over a checkpoint."""
+"""What overlaps on a node in virtual time, against closed forms, to the nanosecond; and over a
+checkpoint.
+"""
 
 import io
 from functools import partial
@@ -20,25 +22,35 @@ from tests.kernels import DENSE, Quiet, in_virtual_time
 from tests.laws.machines import MS, cluster
 from tests.overlapping import layer_by_layer, plain
 
-TENTHS = cluster(2, step_s=0.1, exchange_s=0.4)  # a step of one unit takes 0.1 s, a sum of the whole model 0.2 s
+TENTHS = cluster(
+    2, step_s=0.1, exchange_s=0.4
+)  # a step of one unit takes 0.1 s, a sum of the whole model 0.2 s
 
 
 def test_ten_steps_of_four_layers_one_sum_after_the_other() -> None:
-    """Each step: forward 0.2, four backwards of 0.1, then four sums of 0.2: 0.2 + 0.4 + 0.8 = 1.4 s."""
+    """Each step: forward 0.2, four backwards of 0.1, then four sums of 0.2: 0.2 + 0.4 + 0.8 = 1.4
+    s.
+    """
     assert [rank.result[1] for rank in in_virtual_time(plain, TENTHS)] == [14.0, 14.0]
 
 
 def test_ten_steps_of_four_layers_each_sent_as_soon_as_it_is_ready() -> None:
-    """The last layer's gradient is there after 0.2 + 0.1 s. From then on the channel is never idle, since the others
-    come every 0.1 s and a sum takes 0.2: 0.3 + 4·0.2 = 1.1 s. The sums are those of the plain loop."""
+    """The last layer's gradient is there after 0.2 + 0.1 s. From then on the channel is never idle,
+    since the others come every 0.1 s and a sum takes 0.2: 0.3 + 4·0.2 = 1.1 s. The sums are those
+    of the plain loop.
+    """
     overlapped, one_by_one = in_virtual_time(layer_by_layer, TENTHS), in_virtual_time(plain, TENTHS)
     assert [rank.result[1] for rank in overlapped] == [11.0, 11.0]
     assert [rank.result[0] for rank in overlapped] == [rank.result[0] for rank in one_by_one]
     assert overlapped[0].spent["compute"] == 6.0, "hidden transfers are no time of the worker"
 
 
-def chain(machines: Cluster, forward: int, backward: list[int], sizes: list[int], keyed: bool) -> int:
-    """When one step over these layers ends, in ms: backwards from the last to the first, each sum sent at once."""
+def chain(
+    machines: Cluster, forward: int, backward: list[int], sizes: list[int], keyed: bool
+) -> int:
+    """When one step over these layers ends, in ms: backwards from the last to the first, each sum
+    sent at once.
+    """
     ends = []
 
     async def main(ctx: RankContext) -> None:
@@ -64,8 +76,9 @@ layers = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, m
 
 @given(st.integers(1, 9), layers, st.booleans(), st.integers(1, 4))
 def test_a_chain_of_layers_takes_its_closed_form(forward, drawn, keyed, slower) -> None:
-    """F + max_k (R_k + S_k): R_k when the slower worker has layer k's gradient, S_k the sums of layers 1 to k. In which
-    order those go that wait does not matter for the end."""
+    """F + max_k (R_k + S_k): R_k when the slower worker has layer k's gradient, S_k the sums of
+    layers 1 to k. In which order those go that wait does not matter for the end.
+    """
     backward, sizes = [b for b, _ in drawn], [c for _, c in drawn]
     machines = cluster(2, compute=(1.0, float(slower)), step_s=0.001, exchange_s=0.002)
     ready = [slower * sum(backward[k:]) for k in range(len(drawn))]
@@ -75,7 +88,9 @@ def test_a_chain_of_layers_takes_its_closed_form(forward, drawn, keyed, slower) 
 
 
 def test_the_worked_chain_of_four_layers() -> None:
-    """Backwards 3, 1, 2, 4 and sums 5, 1, 1, 6, forward 5: sent as they are ready, 22; after the barrier, 28."""
+    """Backwards 3, 1, 2, 4 and sums 5, 1, 1, 6, forward 5: sent as they are ready, 22; after the
+    barrier, 28.
+    """
     machines = cluster(2, step_s=0.001, exchange_s=0.002)
     assert chain(machines, 5, [3, 1, 2, 4], [5, 1, 1, 6], keyed=True) == 22
     assert chain(machines, 5, [3, 1, 2, 4], [13, 0, 0, 0], keyed=True) == 28
@@ -94,27 +109,36 @@ def ends_of(machines: Cluster, teams: tuple[tuple[int, ...], ...]) -> list[int]:
             await ctx.join(task)
 
     ranks = machines.num_workers
-    Sim(ranks, Speed(machines, 1, 0), network(machines, DENSE), Quiet()).run(main, tick=lambda: None)
+    Sim(ranks, Speed(machines, 1, 0), network(machines, DENSE), Quiet()).run(
+        main, tick=lambda: None
+    )
     return ends
 
 
 def test_teams_share_ports_and_nothing_else() -> None:
-    """With declared exchanges ports have no occupancy, so that two teams do not hold each other up, and one team waits
-    for itself; over links a shared member's ports serve one after the other."""
+    """With declared exchanges ports have no occupancy, so that two teams do not hold each other up,
+    and one team waits for itself; over links a shared member's ports serve one after the other.
+    """
     declared = cluster(4, exchange_s=0.2)
     assert ends_of(declared, ((0, 1), (1, 2), (0, 1))) == [100, 100, 200]
-    links = cluster(4, bandwidth_mbit_s=0.32)  # 4000 bytes in 100 ms: a sum of two takes two rounds of 50
+    links = cluster(
+        4, bandwidth_mbit_s=0.32
+    )  # 4000 bytes in 100 ms: a sum of two takes two rounds of 50
     assert ends_of(links, ((0, 1), (1, 2), (0, 1))) == [100, 200, 300]
     assert ends_of(links, ((0, 1), (2, 3))) == [100, 100]
 
 
 def test_inner_and_outer_collectives_do_not_share_ports() -> None:
-    two_machines = cluster(4, node=(0, 0, 1, 1), bandwidth_mbit_s=0.32, intra_node_bandwidth_mbit_s=3.2)
+    two_machines = cluster(
+        4, node=(0, 0, 1, 1), bandwidth_mbit_s=0.32, intra_node_bandwidth_mbit_s=3.2
+    )
     assert ends_of(two_machines, ((0, 1), (2, 3), (0, 2))) == [10, 10, 100]
 
 
 def test_what_a_node_computes_beside_its_loop_is_not_free() -> None:
-    """Two units of work at once are done after two; whoever came first is served first, whatever the kind."""
+    """Two units of work at once are done after two; whoever came first is served first, whatever
+    the kind.
+    """
     ends = {}
 
     async def work(ctx: RankContext, name: str, kind: str) -> None:
@@ -122,7 +146,9 @@ def test_what_a_node_computes_beside_its_loop_is_not_free() -> None:
         ends[name] = ctx.now_ns // MS
 
     async def main(ctx: RankContext) -> None:
-        beside = [ctx.spawn(work(ctx, name, kind)) for name, kind in (("a", "compute"), ("b", "apply"))]
+        beside = [
+            ctx.spawn(work(ctx, name, kind)) for name, kind in (("a", "compute"), ("b", "apply"))
+        ]
         await ctx.sleep(0)
         await work(ctx, "c", "compress")
         for task in beside:
@@ -153,7 +179,8 @@ def test_alike_is_computed_once_and_then_forgotten() -> None:
     assert not sim.collective_queues.all()[0].shared
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
 class CheckpointPartSaved(Quiet):
@@ -172,8 +199,9 @@ class CheckpointPartSaved(Quiet):
 
 
 async def overlapping(ctx: RankContext, saved: tuple[int, Any] | None = None) -> None:
-    """Rounds of three layers, sums of a team under way while the node computes and others send, some of them into the
-    next round of others."""
+    """Rounds of three layers, sums of a team under way while the node computes and others send,
+    some of them into the next round of others.
+    """
     state = saved[1] if saved else {"k": 0, "x": torch.zeros(3)}
     team, other = (0, 1, 2), (0, 1, 2, 3)
     while state["k"] < 12:
@@ -187,23 +215,38 @@ async def overlapping(ctx: RankContext, saved: tuple[int, Any] | None = None) ->
         got = await ctx.recv(("ring", 0, k))
         sums = [float((await ctx.join(task))[0]) for task in tasks]
         scale = ctx.compute_once(other, k, lambda k=k: float(k) / 2)
-        total = await ctx.all_reduce(torch.tensor([sum(sums) + scale]), other) if k % 3 == 2 else torch.zeros(1)
-        state = {"k": k + 1, "x": state["x"] + torch.tensor([sum(sums), float(got.body[0]), float(total)])}
+        total = (
+            await ctx.all_reduce(torch.tensor([sum(sums) + scale]), other)
+            if k % 3 == 2
+            else torch.zeros(1)
+        )
+        state = {
+            "k": k + 1,
+            "x": state["x"] + torch.tensor([sum(sums), float(got.body[0]), float(total)]),
+        }
         ctx.snapshot(state["x"], tick=k)
         ctx.record_round(0, k, 1, 0, dropped=False, loss=0.0)
 
 
-async def summed(ctx: RankContext, value: torch.Tensor, team: tuple[int, ...], key: int) -> torch.Tensor:
+async def summed(
+    ctx: RankContext, value: torch.Tensor, team: tuple[int, ...], key: int
+) -> torch.Tensor:
     return await ctx.all_reduce(value, team, key=key)
 
 
 @pytest.mark.parametrize(
     ("port_mbit_s", "came_ms"),
-    [(None, [(0, 22), (1, 22), (0, 42), (1, 42), (0, 62), (1, 62)]), (1.0, [(k % 2, 22 + 20 * k) for k in range(6)])],
+    [
+        (None, [(0, 22), (1, 22), (0, 42), (1, 42), (0, 62), (1, 62)]),
+        (1.0, [(k % 2, 22 + 20 * k) for k in range(6)]),
+    ],
 )
-def test_slices_to_a_server_queue_at_the_ports_that_they_share(port_mbit_s: float | None, came_ms: list) -> None:
-    """2,500 bytes at 1 Mbit/s take 20 ms: a worker's slices come one after the other through its port, after 2 ms of
-    latency, and those of both through a port of the server's that is no faster."""
+def test_slices_to_a_server_queue_at_the_ports_that_they_share(
+    port_mbit_s: float | None, came_ms: list
+) -> None:
+    """2,500 bytes at 1 Mbit/s take 20 ms: a worker's slices come one after the other through its
+    port, after 2 ms of latency, and those of both through a port of the server's that is no faster.
+    """
     machines, came = cluster(2, latency_s=0.002, server_bandwidth_mbit_s=port_mbit_s), []
 
     async def main(ctx: RankContext) -> None:
@@ -219,9 +262,13 @@ def test_slices_to_a_server_queue_at_the_ports_that_they_share(port_mbit_s: floa
     assert came == came_ms
 
 
-@pytest.mark.parametrize("links", [{"exchange_s": 0.3}, {"bandwidth_mbit_s": 0.4, "latency_s": 0.003}], ids=str)
+@pytest.mark.parametrize(
+    "links", [{"exchange_s": 0.3}, {"bandwidth_mbit_s": 0.4, "latency_s": 0.003}], ids=str
+)
 def test_a_checkpoint_amid_overlapping_collectives(links) -> None:
-    machines = cluster(4, compute=(1.0, 1.3, 1.7, 2.0), link=(1.0, 2.0, 1.0, 1.0), jitter=0.3, step_s=0.02, **links)
+    machines = cluster(
+        4, compute=(1.0, 1.3, 1.7, 2.0), link=(1.0, 2.0, 1.0, 1.0), jitter=0.3, step_s=0.02, **links
+    )
 
     def simulation(records: list[tuple]) -> Sim:
         return Sim(4, Speed(machines, 1, 3), network(machines, DENSE), CheckpointPartSaved(records))
@@ -248,4 +295,6 @@ def test_a_checkpoint_amid_overlapping_collectives(links) -> None:
         sim = simulation(again)
         sim.run(overlapping, tick=lambda: None, begin=saved and partial(resume, saved=saved))
         assert again == whole
-        assert not [channel.shared for channel in sim.collective_queues.all() if channel.shared], "all have asked"
+        assert not [channel.shared for channel in sim.collective_queues.all() if channel.shared], (
+            "all have asked"
+        )

@@ -1,4 +1,6 @@
-"""Gradients that travel in parts: the same model as one sent in one piece, in the time of the closed form."""
+"""Gradients that travel in parts: the same model as one sent in one piece, in the time of the
+closed form.
+"""
 
 import io
 from dataclasses import replace
@@ -12,7 +14,12 @@ from ashl.planning.step_timelines import make_timeline
 from tests.benchmarks.simulator import simulation
 from tests.support import planned, simulated
 
-LINKS = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=20", "cluster.latency_s=0.002", "cluster.step_s=0.03")
+LINKS = (
+    "cluster.exchange_s=null",
+    "cluster.bandwidth_mbit_s=20",
+    "cluster.latency_s=0.002",
+    "cluster.step_s=0.03",
+)
 IMAGES = ("dataset=synthetic", "dataset.num_train=400", "dataset.num_test=100")
 SUMS = ("topology=all_reduce", "sync=bsp", *LINKS)
 RING = (*SUMS, *IMAGES)
@@ -20,9 +27,15 @@ UNEQUAL = ("cluster.compute=[1,1,3]", "cluster.link=[1,2,1]")
 
 
 def four_layers(overlap: str, **spec: object) -> Plan:
-    """The chain of the literature on two workers: a third of 15 s is forward, backward takes 3, 1, 2 and 4, and sums
-    5, 1, 1 and 6 s."""
-    links = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=0.008", "cluster.latency_s=0", "cluster.step_s=15")
+    """The chain of the literature on two workers: a third of 15 s is forward, backward takes 3, 1,
+    2 and 4, and sums 5, 1, 1 and 6 s.
+    """
+    links = (
+        "cluster.exchange_s=null",
+        "cluster.bandwidth_mbit_s=0.008",
+        "cluster.latency_s=0",
+        "cluster.step_s=15",
+    )
     plan = planned(
         "topology=all_reduce",
         "sync=bsp",
@@ -32,7 +45,9 @@ def four_layers(overlap: str, **spec: object) -> Plan:
         "cluster.link=null",
         *links,
     )
-    layers = tuple((f"layer{k}", (250 * c,)) for k, c in enumerate((5, 1, 1, 6)))  # 1,000 bytes a second
+    layers = tuple(
+        (f"layer{k}", (250 * c,)) for k, c in enumerate((5, 1, 1, 6))
+    )  # 1,000 bytes a second
     stage = replace(plan.stages[0], overlap={"_target_": f"ashl.overlap.{overlap}", **spec})
     return replace(plan, layers=layers, num_params=250 * 13, work=(3, 1, 2, 4), stages=(stage,))
 
@@ -83,7 +98,9 @@ def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, seconds, h
         ("dear.DeAR", {"plan": [4]}, 0, 28, 28),
     ],
 )
-def test_the_chain_of_the_literature_across_the_barrier(overlap, spec, latency_s, seconds, last) -> None:
+def test_the_chain_of_the_literature_across_the_barrier(
+    overlap, spec, latency_s, seconds, last
+) -> None:
     """Each step takes that long but the last, which takes until all is in."""
     plan = four_layers(overlap, **{"plan": "layers", **spec})
     plan = replace(plan, cluster={**plan.cluster, "latency_s": latency_s})
@@ -101,36 +118,62 @@ def test_the_chain_of_the_literature_across_the_barrier(overlap, spec, latency_s
     "model",
     [
         ("model=lenet",),
-        pytest.param(("model=resnet8", "dataset.batch_size=8"), marks=pytest.mark.slow),  # with BatchNorm
+        pytest.param(
+            ("model=resnet8", "dataset.batch_size=8"), marks=pytest.mark.slow
+        ),  # with BatchNorm
     ],
     ids=lambda model: model[0],
 )
 def test_same_model_and_bytes_in_less_time(model) -> None:
     """With momentum, on three unequal workers, and a count of steps that ends within a round."""
     runs = [
-        simulated(*RING, *UNEQUAL, *model, "stop.steps=14", "optimizer.momentum=0.9", f"overlap={overlap}")
+        simulated(
+            *RING, *UNEQUAL, *model, "stop.steps=14", "optimizer.momentum=0.9", f"overlap={overlap}"
+        )
         for overlap in ("none", "wfbp", "merged")
     ]
     assert len({run.sha256 for run in runs}) == 1
-    assert len({run.of("ledger")[0]["bytes_up"] // 64 for run in runs}) == 1  # a division for each message rounds
+    assert (
+        len({run.of("ledger")[0]["bytes_up"] // 64 for run in runs}) == 1
+    )  # a division for each message rounds
     serial, each, merged = (run.time_ns for run in runs)
     assert merged <= each
     assert merged < serial
 
 
 def test_a_run_takes_its_closed_form() -> None:
-    """Steps × the end of the planned chain: the slowest worker's ready times, and the ring's costs."""
+    """Steps × the end of the planned chain: the slowest worker's ready times, and the
+    ring's costs.
+    """
     for overlap in ("wfbp", "merged"):
-        plan = planned(*RING, *UNEQUAL, "model=lenet", "runtime.gradients=false", "stop.steps=30", f"overlap={overlap}")
+        plan = planned(
+            *RING,
+            *UNEQUAL,
+            "model=lenet",
+            "runtime.gradients=false",
+            "stop.steps=30",
+            f"overlap={overlap}",
+        )
         note = next(note for note in plan.notes if "a step and its sum" in note)
-        assert simulation(plan)().now_ns / 10 == pytest.approx(float(note.split()[6]) * 1e6, rel=1e-3)
-        assert plan.stages[0].predicted_steps_per_s == pytest.approx(3e3 / float(note.split()[6]), rel=1e-3)
+        assert simulation(plan)().now_ns / 10 == pytest.approx(
+            float(note.split()[6]) * 1e6, rel=1e-3
+        )
+        assert plan.stages[0].predicted_steps_per_s == pytest.approx(
+            3e3 / float(note.split()[6]), rel=1e-3
+        )
         cycles = [worker.predicted_cycle_s for worker in plan.stages[0].workers]
-        assert cycles[0] == cycles[1] < cycles[2] == pytest.approx(3 / plan.stages[0].predicted_steps_per_s)
+        assert (
+            cycles[0]
+            == cycles[1]
+            < cycles[2]
+            == pytest.approx(3 / plan.stages[0].predicted_steps_per_s)
+        )
 
 
 def test_a_planned_merge_stands_in_the_plan_and_runs_again_from_there() -> None:
     plan = planned(*RING, "model=lenet", "overlap=merged", "stop.steps=8")
     groups = plan.stages[0].overlap["plan"]
     assert 1 < len(groups) < len(assemble(plan, "cpu").stages[0].parts)
-    assert Plan.from_json(io.StringIO(plan.to_json()).read()).stages[0].overlap["plan"] == list(groups)
+    assert Plan.from_json(io.StringIO(plan.to_json()).read()).stages[0].overlap["plan"] == list(
+        groups
+    )

@@ -1,4 +1,6 @@
-"""Sums that go on under the next forward pass: the same model as without overlap, however the run ends."""
+"""Sums that go on under the next forward pass: the same model as without overlap, however the run
+ends.
+"""
 
 from dataclasses import replace
 
@@ -11,7 +13,13 @@ from tests.support import planned, simulated
 
 SLICES = ("overlap=priority", "overlap.slice=500", "overlap.credit=2")
 HALVES = ("overlap=dear", "overlap.plan=layers")
-NETS = ("dataset=digits", "model=mlp", "model.hidden=[24,16]", "cluster.bandwidth_mbit_s=2", "cluster.latency_s=0.0002")
+NETS = (
+    "dataset=digits",
+    "model=mlp",
+    "model.hidden=[24,16]",
+    "cluster.bandwidth_mbit_s=2",
+    "cluster.latency_s=0.0002",
+)
 
 
 def runs(*overrides: str):
@@ -19,20 +27,32 @@ def runs(*overrides: str):
     return [simulated(*SUMS, *NETS, *overrides, *overlap) for overlap in ((), SLICES, HALVES)]
 
 
-@pytest.mark.parametrize(("overlap", "workers"), [("priority", 2), ("dear", 2), ("tictac", 1), ("slices", 1)])
+@pytest.mark.parametrize(
+    ("overlap", "workers"), [("priority", 2), ("dear", 2), ("tictac", 1), ("slices", 1)]
+)
 def test_the_cycle_of_one_worker_is_what_a_step_of_all_alike_takes(overlap, workers) -> None:
     """Predicted from the chain of a worker, beside what the simulator counts."""
     topology = "parameter_server" if workers == 1 else "all_reduce"
-    alike = (f"cluster.compute={[1] * workers}", f"topology={topology}", "cluster.server_bandwidth_mbit_s=2")
+    alike = (
+        f"cluster.compute={[1] * workers}",
+        f"topology={topology}",
+        "cluster.server_bandwidth_mbit_s=2",
+    )
     stage = planned(*SUMS, *NETS, *alike, "runtime.gradients=false", f"overlap={overlap}").stages[0]
-    assert stage.workers[0].predicted_cycle_s == pytest.approx(workers / stage.predicted_steps_per_s)
+    assert stage.workers[0].predicted_cycle_s == pytest.approx(
+        workers / stage.predicted_steps_per_s
+    )
 
 
 @pytest.mark.parametrize(("workers", "optimizer"), [(2, "adam"), (3, "sgd"), (4, "adamw")])
 def test_the_same_model_and_counts(workers, optimizer) -> None:
-    """With moments and weight decay, on unequal workers, and a count of steps that ends within a round."""
+    """With moments and weight decay, on unequal workers, and a count of steps that ends within a
+    round.
+    """
     machines = f"cluster.compute={[1, 1, 3, 2][:workers]}"
-    serial, slices, halves = runs(machines, f"optimizer={optimizer}", "optimizer.weight_decay=0.01", "stop.steps=29")
+    serial, slices, halves = runs(
+        machines, f"optimizer={optimizer}", "optimizer.weight_decay=0.01", "stop.steps=29"
+    )
     assert serial.sha256 == slices.sha256 == halves.sha256
     for run in (slices, halves):
         assert run.end["steps_by"] == serial.end["steps_by"]
@@ -46,10 +66,18 @@ def test_the_same_model_and_counts(workers, optimizer) -> None:
 
 
 def test_the_same_model_of_one_sample_at_a_time() -> None:
-    """Products with a vector, of a model that is not copied each step: where a matrix lies plays a part."""
+    """Products with a vector, of a model that is not copied each step: where a matrix lies plays a
+    part.
+    """
     chosen = (*SUMS, *NETS[:2], "model.hidden=[301,257]", "dataset.batch_size=1", "stop.steps=6")
     assert (
-        len({simulated(*chosen, "cluster.compute=[1,2]", *o).sha256 for o in ((), ("overlap=priority",), HALVES)}) == 1
+        len(
+            {
+                simulated(*chosen, "cluster.compute=[1,2]", *o).sha256
+                for o in ((), ("overlap=priority",), HALVES)
+            }
+        )
+        == 1
     )
 
 
@@ -75,46 +103,76 @@ def test_however_it_ends(end, overlap) -> None:
     """A budget cuts off what was not in by then, and a run that is lost ends at once."""
     small = (*SUMS, *NETS, "cluster.compute=[1,2]")
     run = simulated(*small, "stop.steps=600", end, *overlap)
-    assert run.end["reason"] == {"stop.epochs": "epochs", "stop.seconds": "seconds"}.get(end.split("=")[0], "diverged")
+    assert run.end["reason"] == {"stop.epochs": "epochs", "stop.seconds": "seconds"}.get(
+        end.split("=")[0], "diverged"
+    )
     assert {sum(totals.values()) for totals in run.ledgers} == {run.time_ns}
     if run.end["reason"] == "seconds":
         assert run.time_ns == 1_100_000_000
         assert sum(run.end["dropped_by"]) > 0
-    counted = simulated(*small, f"stop.steps={max(2, run.end['steps'])}", *([end] if "lr" in end else []))
+    counted = simulated(
+        *small, f"stop.steps={max(2, run.end['steps'])}", *([end] if "lr" in end else [])
+    )
     assert run.sha256 == counted.sha256, "of the steps that counted"
 
 
 @pytest.mark.parametrize("overlap", [SLICES, HALVES], ids=["priority", "dear"])
 def test_a_target_ends_the_run_a_step_later_at_most(overlap, tmp_path) -> None:
-    small = (*SUMS, *NETS, "cluster.compute=[1,2]", "stop.target_accuracy=0.2", "eval.every_commits=2", "runtime=sim")
-    serial, other = (trained(tmp_path / name, *small, *o) for name, o in (("serial", ()), ("other", overlap)))
-    assert serial["stages"][0]["exit_reason"] == other["stages"][0]["exit_reason"] == "target_accuracy"
+    small = (
+        *SUMS,
+        *NETS,
+        "cluster.compute=[1,2]",
+        "stop.target_accuracy=0.2",
+        "eval.every_commits=2",
+        "runtime=sim",
+    )
+    serial, other = (
+        trained(tmp_path / name, *small, *o) for name, o in (("serial", ()), ("other", overlap))
+    )
+    assert (
+        serial["stages"][0]["exit_reason"] == other["stages"][0]["exit_reason"] == "target_accuracy"
+    )
     assert serial["steps"] <= other["steps"] <= serial["steps"] + 2
     assert adds_up(other)
 
 
 def test_a_stage_that_follows_knows_how_old_its_model_is(tmp_path) -> None:
-    """Late gradients after a pipelined stage: one step late, as without it; the plan's own overlap is in its note."""
-    first, second = (planned(*SUMS, *NETS, *overlap).stages[0] for overlap in (HALVES, ("overlap=delayed",)))
+    """Late gradients after a pipelined stage: one step late, as without it; the plan's own overlap
+    is in its note.
+    """
+    first, second = (
+        planned(*SUMS, *NETS, *overlap).stages[0] for overlap in (HALVES, ("overlap=delayed",))
+    )
     stages = (replace(first, until={"commits": 3}), replace(second, name="late"))
     plan = replace(planned(*SUMS, *NETS, "overlap=delayed"), stages=stages)
     (tmp_path / "plan.json").write_text(plan.to_json())
     run = simulated(*SUMS, *NETS, "stop.steps=24", f"plan={tmp_path / 'plan.json'}")
     assert set(run.end["stale_max"]) == {1}
-    assert any(note.startswith("overlap=delayed changes what is learned") for note in run.plan.notes)
+    assert any(
+        note.startswith("overlap=delayed changes what is learned") for note in run.plan.notes
+    )
 
 
 def test_evaluated_models_are_those_without_overlap() -> None:
     serial, slices, halves = runs("cluster.compute=[1,2]", "stop.steps=40", "eval.every_commits=6")
     for run in (slices, halves):
-        assert [record["merges"] for record, _ in run.snapshots] == [record["merges"] for record, _ in serial.snapshots]
-        assert all((a == b).all() for (_, a), (_, b) in zip(run.snapshots, serial.snapshots, strict=True))
+        assert [record["merges"] for record, _ in run.snapshots] == [
+            record["merges"] for record, _ in serial.snapshots
+        ]
+        assert all(
+            (a == b).all() for (_, a), (_, b) in zip(run.snapshots, serial.snapshots, strict=True)
+        )
 
 
 def test_a_run_takes_its_closed_form() -> None:
     """By the slowest worker: each step as predicted but the last, which takes until all is in."""
-    for overlap in (("overlap=priority", "overlap.slice=auto", "overlap.credit=auto"), ("overlap=dear",)):
-        plan = planned(*RING, *UNEQUAL, "model=lenet", "runtime.gradients=false", "stop.steps=30", *overlap)
+    for overlap in (
+        ("overlap=priority", "overlap.slice=auto", "overlap.credit=auto"),
+        ("overlap=dear",),
+    ):
+        plan = planned(
+            *RING, *UNEQUAL, "model=lenet", "runtime.gradients=false", "stop.steps=30", *overlap
+        )
         note = next(note for note in plan.notes if "a step and its sum" in note)
         step_ms = float(note.split()[6])
         assert simulation(plan)().now_ns / 1e6 == pytest.approx(10 * step_ms, rel=0.02)

@@ -1,4 +1,6 @@
-"""Costs by layer group and by message: in virtual time as declared, and the plans that follow from them."""
+"""Costs by layer group and by message: in virtual time as declared, and the plans that follow from
+them.
+"""
 
 import asyncio
 import json
@@ -29,7 +31,10 @@ from ashl.sync.timing import beside
 from tests.benchmarks.simulator import simulation
 from tests.support import planned, run, simulated
 
-LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=80 cluster.latency_s=0.002 cluster.step_s=0.03"
+LINKS = (
+    "cluster.exchange_s=null cluster.bandwidth_mbit_s=80 cluster.latency_s=0.002"
+    " cluster.step_s=0.03"
+)
 CLUSTER = ("cluster.compute=[1,1,2]", "cluster.link=[1,3,1]", *LINKS.split())
 MODEL = ("model.hidden=[64,32]",)
 RING = ("topology=all_reduce", "sync=bsp", *MODEL)
@@ -39,42 +44,69 @@ TIMED = ("runtime.gradients=false", "stop.steps=30")
 
 def declared(*overrides: str) -> Profile:
     """What `ashl profile` makes of a cluster in virtual time."""
-    plan, parts, data = prepare_plan(compose(["runtime=sim", "sync=bsp", *CLUSTER, *(overrides or MODEL)]))
+    plan, parts, data = prepare_plan(
+        compose(["runtime=sim", "sync=bsp", *CLUSTER, *(overrides or MODEL)])
+    )
     batch = plan.stages[0].workers[0].batch
     profile = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, batch)
     assert profile is not None
-    return with_layer_group_costs(profile, plan, Learner(parts.model, data, parts.task, seed=0), parts.cluster)
+    return with_layer_group_costs(
+        profile, plan, Learner(parts.model, data, parts.task, seed=0), parts.cluster
+    )
 
 
 def test_a_line_is_fitted_to_large_messages_and_to_small_ones() -> None:
-    """A token bucket lets small ones pass ten times as fast, and now and then something else runs."""
+    """A token bucket lets small ones pass ten times as fast, and now and then something
+    else runs.
+    """
     true = AlphaBeta(0.002, 1e-8)
     quiet = {n: [true.seconds(n)] * 3 for n in (*SMALL, *LARGE)}
     assert fit_line(quiet).latency_s == pytest.approx(0.002)
-    shaped = {n: [0.002 + (1e-9 if n < LARGE[0] else 1e-8) * n + noise for noise in (0, 0, 0.5)] for n in quiet}
+    shaped = {
+        n: [0.002 + (1e-9 if n < LARGE[0] else 1e-8) * n + noise for noise in (0, 0, 0.5)]
+        for n in quiet
+    }
     found = fit_line(shaped)
-    assert (found.latency_s, found.s_per_byte) == (pytest.approx(0.002, rel=0.03), pytest.approx(1e-8))
+    assert (found.latency_s, found.s_per_byte) == (
+        pytest.approx(0.002, rel=0.03),
+        pytest.approx(1e-8),
+    )
     assert fit_line({n: [1.0 - 1e-9 * n] for n in quiet}).s_per_byte == 0
 
 
 def test_a_declared_cluster_has_its_own_costs_by_part() -> None:
-    """A ring of three, the slow link last to be over: 2(g − 1) hops, and as many chunks of a third."""
+    """A ring of three, the slow link last to be over: 2(g − 1) hops, and as many chunks of
+    a third.
+    """
     profile, groups = declared(), layer_groups(planned(*RING, *CLUSTER, "overlap=wfbp"))
     assert profile.group_bytes == untimed_timeline(groups).nbytes
     assert profile.shares == pytest.approx([group.ready for group in groups])
     for worker in profile.workers:
         assert sum(worker.forward_s) == pytest.approx(FORWARD * worker.step_s)
         assert sum(worker.forward_s + worker.backward_s) == pytest.approx(worker.step_s)
-    lines = [(line.latency_s, line.s_per_byte) for w in profile.workers for line in (w.push_line, w.pull_line) if line]
-    assert lines == [pytest.approx(cost) for cost in [(0.002, 1e-7)] * 2 + [(0.006, 3e-7)] * 2 + [(0.002, 1e-7)] * 2]
+    lines = [
+        (line.latency_s, line.s_per_byte)
+        for w in profile.workers
+        for line in (w.push_line, w.pull_line)
+        if line
+    ]
+    assert lines == [
+        pytest.approx(cost)
+        for cost in [(0.002, 1e-7)] * 2 + [(0.006, 3e-7)] * 2 + [(0.002, 1e-7)] * 2
+    ]
     assert profile.all_reduce is not None
     assert profile.all_reduce.s_per_byte == pytest.approx(4 / 3 * 3e-7, rel=0.2)
 
 
-@pytest.mark.parametrize("overrides", [MODEL, ("runtime.gradients=false",), ("model=cnn", "dataset.batch_size=8")])
+@pytest.mark.parametrize(
+    "overrides", [MODEL, ("runtime.gradients=false",), ("model=cnn", "dataset.batch_size=8")]
+)
 def test_what_is_measured_is_what_is_declared(overrides) -> None:
     ran = simulated("schedule=profile_only", "schedule.per_layer_group=true", *CLUSTER, *overrides)
-    found, expected = json.loads(ran.of("profile")[0]["profile"]), json.loads(declared(*overrides).to_json())
+    found, expected = (
+        json.loads(ran.of("profile")[0]["profile"]),
+        json.loads(declared(*overrides).to_json()),
+    )
     for key in ("group_bytes", "all_reduce"):
         assert found[key] == pytest.approx(expected[key], rel=1e-6)
     for worker, said in zip(found["workers"], expected["workers"], strict=True):
@@ -92,7 +124,10 @@ def test_one_worker_sums_with_nobody(workplace, capsys) -> None:
 def measured(**changes: object) -> Profile:
     """As if it had been measured, with a step whose last group is there at once."""
     profile = replace(declared(), source="measured", all_reduce=AlphaBeta(0.005, 1e-7), **changes)
-    workers = tuple(replace(w, forward_s=(0.0, 0.0, 0.001), backward_s=(0.001, 0.002, 0.006)) for w in profile.workers)
+    workers = tuple(
+        replace(w, forward_s=(0.0, 0.0, 0.001), backward_s=(0.001, 0.002, 0.006))
+        for w in profile.workers
+    )
     profile = replace(profile, workers=workers)
     Path("profile.json").write_text(profile.to_json())
     return profile
@@ -102,7 +137,12 @@ def test_a_plan_follows_from_a_profile_alike_in_virtual_time_and_on_processes(wo
     profile = measured()
     sim = planned(*RING, *TIMED, "overlap=merged", "cluster=profile", "profile=profile.json")
     real = planned(
-        *RING, "overlap=merged", "runtime=local", "cluster=real", "cluster.num_workers=3", "profile=profile.json"
+        *RING,
+        "overlap=merged",
+        "runtime=local",
+        "cluster=real",
+        "cluster.num_workers=3",
+        "profile=profile.json",
     )
     assert sim.shares == real.shares == pytest.approx((0.2, 0.4, 1.0))
     assert sim.stages[0].overlap == real.stages[0].overlap
@@ -122,15 +162,23 @@ IN_PARTS = InParts(step_s=0.004, part_s=0.0015, sum_s=0.002)
 
 @pytest.mark.parametrize("parts", [None, IN_PARTS])
 @pytest.mark.parametrize("overlap", ["wfbp", "merged overlap.plan=[2,1]", "merged", "priority"])
-def test_virtual_time_has_what_sums_and_computing_cost_each_other(workplace, overlap, parts) -> None:
-    """As the plan's chain says; where sums go on under the next forward pass, it cannot know all of it."""
+def test_virtual_time_has_what_sums_and_computing_cost_each_other(
+    workplace, overlap, parts
+) -> None:
+    """As the plan's chain says; where sums go on under the next forward pass, it cannot know all of
+    it.
+    """
     measured(contention=ContentionCosts(pace_reduction=0.4, collective_slowdown=1.5, parts=parts))
-    plan = planned(*RING, *TIMED, f"overlap={overlap}".split()[0], *overlap.split()[1:], *OF_PROFILE)
+    plan = planned(
+        *RING, *TIMED, f"overlap={overlap}".split()[0], *overlap.split()[1:], *OF_PROFILE
+    )
     (note,) = [note for note in plan.notes if "a step and its sum" in note]
     assert "computes 40 % slower, as measured" in note
     said = note.partition(" take ")[2]
     cycle_ms = 3e3 / plan.stages[0].predicted_steps_per_s
-    assert [worker.predicted_cycle_s for worker in plan.stages[0].workers] == pytest.approx([cycle_ms / 1e3] * 3)
+    assert [worker.predicted_cycle_s for worker in plan.stages[0].workers] == pytest.approx(
+        [cycle_ms / 1e3] * 3
+    )
     if overlap == "priority":
         assert cycle_ms > float(said.removeprefix("at least ").split()[0])
     else:
@@ -146,7 +194,9 @@ def test_what_sums_and_computing_cost_each_other_is_measured(workplace) -> None:
             replace(
                 plan,
                 cluster=measured(
-                    contention=ContentionCosts(pace_reduction=0.4, collective_slowdown=1.5, parts=parts)
+                    contention=ContentionCosts(
+                        pace_reduction=0.4, collective_slowdown=1.5, parts=parts
+                    )
                 ).cluster(),
             )
         )
@@ -157,7 +207,9 @@ def test_what_sums_and_computing_cost_each_other_is_measured(workplace) -> None:
 
 
 @pytest.mark.parametrize(("round_s", "begun"), [(1.0, [0, 1, 2]), (15.0, [0, 15]), (60.0, [0])])
-def test_where_steps_take_long_that_is_measured_once(monkeypatch: pytest.MonkeyPatch, round_s, begun) -> None:
+def test_where_steps_take_long_that_is_measured_once(
+    monkeypatch: pytest.MonkeyPatch, round_s, begun
+) -> None:
     """Steps of 2 s that take 4 beside a sum, which then takes 1.5 s instead of 1."""
     ctx, times = SimpleNamespace(now=0.0), list[float]()
     stage: Any = SimpleNamespace(workers=(0, 1), trainer=SimpleNamespace(dense_bytes=1000))
@@ -171,7 +223,9 @@ def test_where_steps_take_long_that_is_measured_once(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(beside, "instruct", instruct)
     monkeypatch.setattr(beside, "answers", answers)
-    found = asyncio.run(beside.measure_beside(cast(RankContext, ctx), stage, 2.0, AlphaBeta(1.0, 0.0)))
+    found = asyncio.run(
+        beside.measure_beside(cast(RankContext, ctx), stage, 2.0, AlphaBeta(1.0, 0.0))
+    )
     assert (found, times) == (ContentionCosts(pace_reduction=0.5, collective_slowdown=1.5), begun)
 
 
@@ -181,7 +235,9 @@ def test_where_parts_cost_more_than_they_hide_a_gradient_goes_in_one_piece(workp
     of = (*RING, "stop.steps=6", *OF_PROFILE)
     ends = []
     for parts, overlap in ((None, "merged"), (dear, "merged"), (dear, "none"), (dear, "wfbp")):
-        measured(contention=ContentionCosts(pace_reduction=0.0, collective_slowdown=1.0, parts=parts))
+        measured(
+            contention=ContentionCosts(pace_reduction=0.0, collective_slowdown=1.0, parts=parts)
+        )
         ran = simulated(*of, f"overlap={overlap}")
         ends.append((ran.time_ns, ran.sha256))
     assert len({sha256 for _, sha256 in ends}) == 1
@@ -190,14 +246,21 @@ def test_where_parts_cost_more_than_they_hide_a_gradient_goes_in_one_piece(workp
 
 def test_a_run_in_virtual_time_is_slowed_down_by_its_sums(workplace) -> None:
     measured(contention=ContentionCosts(pace_reduction=0.4, collective_slowdown=1.5))
-    assert main(["train", "runtime=sim", *RING, *TIMED, "overlap=wfbp", *OF_PROFILE, "run.dir=run"]) == 0
-    assert json.loads(Path("run/summary.json").read_text())["time_s"] == pytest.approx(0.732424, rel=1e-4)
+    assert (
+        main(["train", "runtime=sim", *RING, *TIMED, "overlap=wfbp", *OF_PROFILE, "run.dir=run"])
+        == 0
+    )
+    assert json.loads(Path("run/summary.json").read_text())["time_s"] == pytest.approx(
+        0.732424, rel=1e-4
+    )
 
 
 def test_no_checkpoint_is_promised_where_sums_slow_computing_down(workplace) -> None:
     measured(contention=ContentionCosts(pace_reduction=0.4, collective_slowdown=1.5))
     of = (*RING, *TIMED, *OF_PROFILE, "run.checkpoint_s=0.1")
-    with pytest.raises(UsageError, match="slow each other down, and no checkpoint holds how far both are"):
+    with pytest.raises(
+        UsageError, match="slow each other down, and no checkpoint holds how far both are"
+    ):
         planned(*of, "overlap=wfbp")
     planned(*of, "overlap=none")
 
@@ -212,14 +275,22 @@ def test_halves_of_a_measured_sum_are_half_of_it(workplace) -> None:
 
 def test_a_profile_that_does_not_say_enough_is_refused(workplace) -> None:
     whole = measured()
-    given = (*RING, "runtime=local", "cluster=real", "cluster.num_workers=3", "profile=profile.json")
+    given = (
+        *RING,
+        "runtime=local",
+        "cluster=real",
+        "cluster.num_workers=3",
+        "profile=profile.json",
+    )
     Path("profile.json").write_text(whole.without_parts().to_json())
     with pytest.raises(UsageError, match="profile again with `ashl profile`, or take"):
         planned(*given, "overlap=merged")
     assert planned(*given, "overlap=merged", "overlap.plan=bytes").shares == ()
     sizes = (whole.group_bytes[0] - 4, whole.group_bytes[1] + 4, whole.group_bytes[2])
     Path("profile.json").write_text(replace(whole, group_bytes=sizes).to_json())
-    with pytest.raises(UsageError, match="the profile is of other layer groups than the model has; profile again"):
+    with pytest.raises(
+        UsageError, match="the profile is of other layer groups than the model has; profile again"
+    ):
         planned(*given, "overlap=merged")
     with pytest.raises(ValueError, match="schema is 2 where 5 was expected; profile again"):
         Profile.from_json(json.dumps({**json.loads(whole.to_json()), "schema": 2}))
@@ -230,7 +301,10 @@ def test_a_profile_that_does_not_say_enough_is_refused(workplace) -> None:
     [
         ({"group_bytes": [4]}, "has 1 layer groups, and workers with another number"),
         ({"group_bytes": None}, "group_bytes is None, where a list is expected"),
-        ({"all_reduce": {"latency_s": -1, "s_per_byte": 0}}, "all_reduce is .*, where seconds from 0 up"),
+        (
+            {"all_reduce": {"latency_s": -1, "s_per_byte": 0}},
+            "all_reduce is .*, where seconds from 0 up",
+        ),
         ({"all_reduce": {"latency_s": 1}}, "all_reduce lacks s_per_byte"),
         (
             {"contention": {"pace_reduction": 1.5, "collective_slowdown": 1}},
@@ -294,13 +368,17 @@ def test_codecs_are_timed_by_name_and_cost_what_was_measured(workplace) -> None:
     spec = replace(found, codecs=(cost,)).cluster(topk)
     assert spec["encode_s"] == [0.5, 0.6, 0.7]
     assert spec["server_step_s"] == pytest.approx(found.server_step_s + 0.01)
-    assert replace(found, codecs=(cost,)).cluster("another")["encode_s"] == [w.compress_s for w in found.workers]
+    assert replace(found, codecs=(cost,)).cluster("another")["encode_s"] == [
+        w.compress_s for w in found.workers
+    ]
     with pytest.raises(ValueError, match="other numbers of costs of ashl"):
         replace(found, codecs=(replace(cost, encode_s=(0.5,)),))
 
 
 def test_links_have_a_latency_for_each_direction(workplace) -> None:
-    """A message of the dense model takes what was measured, and an empty one the latency of an empty one."""
+    """A message of the dense model takes what was measured, and an empty one the latency of an
+    empty one.
+    """
     cluster = construct(measured().cluster(), "cluster")
     ports, profile = network(cluster, 4), measured()
     for rank, worker in enumerate(profile.workers):

@@ -1,4 +1,6 @@
-"""A profiling stage in virtual time: what it finds is what the cluster declares, and it keeps within its budget."""
+"""A profiling stage in virtual time: what it finds is what the cluster declares, and it keeps
+within its budget.
+"""
 
 import json
 
@@ -6,12 +8,17 @@ import pytest
 
 from tests.support import simulated
 
-LINKS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=2 cluster.latency_s=0.01 cluster.server_bandwidth_mbit_s=4"
+LINKS = (
+    "cluster.exchange_s=null cluster.bandwidth_mbit_s=2 cluster.latency_s=0.01"
+    " cluster.server_bandwidth_mbit_s=4"
+)
 PROFILING = ["schedule=profile_only", "cluster=homogeneous", *LINKS.split()]
 
 
 def test_a_push_is_measured_alone_and_under_load() -> None:
-    """38,440 bytes at 2 Mbit/s and 10 ms; four at once share 4 Mbit/s, which shows the server's port."""
+    """38,440 bytes at 2 Mbit/s and 10 ms; four at once share 4 Mbit/s, which shows the server's
+    port.
+    """
     ran = simulated(*PROFILING)
     found = json.loads(ran.of("profile")[0]["profile"])
     alone = 0.01 + 38_440 / 250_000
@@ -19,16 +26,22 @@ def test_a_push_is_measured_alone_and_under_load() -> None:
         assert (worker["push_s"], worker["pull_s"]) == pytest.approx((alone, alone))
         assert (worker["latency_s"], worker["push_noise_s"]) == pytest.approx((0.01, 0))
         assert worker["push_bytes_s"] == pytest.approx(250_000)
-    assert max(worker["push_loaded_s"] for worker in found["workers"]) == pytest.approx(0.01 + 4 * 38_440 / 500_000)
+    assert max(worker["push_loaded_s"] for worker in found["workers"]) == pytest.approx(
+        0.01 + 4 * 38_440 / 500_000
+    )
     assert found["server_bytes_s"] == pytest.approx(500_000)
     assert (
-        simulated("schedule=profile_only", "cluster=mixed").of("profile")[0]["profile"].count('"server_bytes_s": null')
+        simulated("schedule=profile_only", "cluster=mixed")
+        .of("profile")[0]["profile"]
+        .count('"server_bytes_s": null')
     )
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 1.0])
 def test_profiling_ends_with_the_budget(seconds: float) -> None:
-    """While steps are timed, while one pushes, and between: no profile, and nobody's time goes on."""
+    """While steps are timed, while one pushes, and between: no profile, and nobody's time
+    goes on.
+    """
     ran = simulated(*PROFILING, f"stop.seconds={seconds}")
     assert (ran.end["reason"], ran.time_ns) == ("seconds", round(seconds * 1e9))
     assert not ran.of("profile")
@@ -39,5 +52,7 @@ def test_jitter_is_measured_until_it_is_known() -> None:
     """Equal workers get equal shares, seed after seed."""
     for seed in range(3):
         ran = simulated(*PROFILING, "cluster.jitter=0.3", f"seed={seed}")
-        steps = [worker["step_s"] for worker in json.loads(ran.of("profile")[0]["profile"])["workers"]]
+        steps = [
+            worker["step_s"] for worker in json.loads(ran.of("profile")[0]["profile"])["workers"]
+        ]
         assert max(steps) == pytest.approx(min(steps), rel=0.02)

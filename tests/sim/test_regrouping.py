@@ -1,5 +1,6 @@
-"""Workers that fail and come back under all-reduce, in virtual time: held against rounds of the others by the formula
-alone, and to the nanosecond."""
+"""Workers that fail and come back under all-reduce, in virtual time: held against rounds of the
+others by the formula alone, and to the nanosecond.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +29,9 @@ SIZES = (*RING, "runtime.gradients=false")
 
 
 class Alone:
-    """Rounds of some workers by the formula alone: no effects, no clock. Who is new in a round is named."""
+    """Rounds of some workers by the formula alone: no effects, no clock. Who is new in a round is
+    named.
+    """
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -53,7 +56,9 @@ class Alone:
             if stage.sync.exchange == "gradient":
                 return trainer.gradient(self.params, rank, step, span)[1]
             rate = trainer.rate(self.samples)
-            _, state.moments, local = trainer.local_step(local, state.moments, rank, step, rate, span)
+            _, state.moments, local = trainer.local_step(
+                local, state.moments, rank, step, rate, span
+            )
         return local - self.params
 
     def round(self, members: Sequence[int]) -> Tensor:
@@ -67,7 +72,9 @@ class Alone:
         elif isinstance(link.innermost, GTopK):
             total = self.by_tree(members, updates)
         else:
-            total = self.coded(link, [self.workers[rank].ends for rank in members], updates, members)
+            total = self.coded(
+                link, [self.workers[rank].ends for rank in members], updates, members
+            )
         for rank in members:
             self.workers[rank].round += 1
         rate = stage.trainer.rate(self.samples)
@@ -84,26 +91,42 @@ class Alone:
         link, n, d = self.stage.link, len(members), self.stage.link.d
         codec, ends = link.innermost, [self.workers[rank].ends for rank in members]
         assert isinstance(codec, GTopK)
-        contexts = [context_of(self.stage, rank, self.workers[rank], self.version) for rank in members]
+        contexts = [
+            context_of(self.stage, rank, self.workers[rank], self.version) for rank in members
+        ]
         sources = [link.before(*each) for each in zip(ends, updates, contexts, strict=True)]
         sets = [[codec.select(source, 1 / n)] for source in sources]
         for place in reversed(range(n)):
             for child in tree_neighbours(place, n)[1]:
-                sets[place].append(codec.merge_few(sets[place][-1], codec.written_few(sets[child][-1], d), d))
+                sets[place].append(
+                    codec.merge_few(sets[place][-1], codec.written_few(sets[child][-1], d), d)
+                )
         few = sets[0][-1]
         finals = {0: Final(few, np.ones(few.places.size, bool))}
         for place in range(n):
-            for child, merged in zip(reversed(tree_neighbours(place, n)[1]), reversed(sets[place]), strict=False):
-                finals[place] = finals[place]._replace(alive=finals[place].alive & within(few, merged))
+            for child, merged in zip(
+                reversed(tree_neighbours(place, n)[1]), reversed(sets[place]), strict=False
+            ):
+                finals[place] = finals[place]._replace(
+                    alive=finals[place].alive & within(few, merged)
+                )
                 finals[child] = finals[place]
-        outcomes = [codec.finish_sum(sources[place], sets[place][0], finals[place]) for place in range(n)]
+        outcomes = [
+            codec.finish_sum(sources[place], sets[place][0], finals[place]) for place in range(n)
+        ]
         merged = [link.after(*each) for each in zip(ends, updates, contexts, outcomes, strict=True)]
         return merged[0]
 
     def coded(
-        self, link: CompressionPipeline, ends: list[CodecState], updates: list[Tensor], members: Sequence[int]
+        self,
+        link: CompressionPipeline,
+        ends: list[CodecState],
+        updates: list[Tensor],
+        members: Sequence[int],
     ) -> Tensor:
-        contexts = [context_of(self.stage, rank, self.workers[rank], self.version) for rank in members]
+        contexts = [
+            context_of(self.stage, rank, self.workers[rank], self.version) for rank in members
+        ]
         contexts = [context._replace(layer=link.layer) for context in contexts]
         bodies = [link.encode(*both) for both in zip(ends, updates, contexts, strict=True)]
         return link.merge(ends[0], bodies, [1 / len(members)] * len(members), members)
@@ -113,8 +136,15 @@ class Alone:
         kept, sums = [self.workers[rank].ends for rank in members], list[Tensor]()
         pieces = list[list[CodecState]]()
         for part, link in zip(self.stage.messages[::-1], self.stage.links[::-1], strict=True):
-            pieces.append([replace(ends, sender=slice_state(ends.sender, part.start, part.stop)) for ends in kept])
-            sums.append(self.coded(link, pieces[-1], [x[part.start : part.stop] for x in updates], members))
+            pieces.append(
+                [
+                    replace(ends, sender=slice_state(ends.sender, part.start, part.stop))
+                    for ends in kept
+                ]
+            )
+            sums.append(
+                self.coded(link, pieces[-1], [x[part.start : part.stop] for x in updates], members)
+            )
         for ends, own in zip(kept, zip(*pieces, strict=True), strict=True):
             ends.sender = join_states([piece.sender for piece in own])
         return torch.cat(sums)
@@ -132,7 +162,13 @@ def models(ran: Ran) -> dict[int, Tensor]:
         ("sync=bsp", "compression=topk", "compression.ratio=0.1"),
         ("sync=local_sgd", "sync.local_steps=3", "optimizer.momentum=0.9", "outer=nesterov"),
         ("sync=bsp", "overlap=wfbp", "optimizer.momentum=0.9"),
-        ("sync=bsp", "overlap=layerwise", "overlap.plan=none", "compression=topk", "compression.ratio=0.1"),
+        (
+            "sync=bsp",
+            "overlap=layerwise",
+            "overlap.plan=none",
+            "compression=topk",
+            "compression.ratio=0.1",
+        ),
         ("sync=bsp", "compression=gtopk", "compression.ratio=0.1"),
     ],
     ids=["momentum", "topk", "outer", "wfbp", "layerwise", "gtopk"],
@@ -172,21 +208,31 @@ def test_who_comes_takes_part_from_the_next_round_on(mode: tuple[str, ...]) -> N
     for number in range(1, merges):  # the last round may be cut short
         if number == again + 1:
             alone.workers[0] = alone.worker(0, (with_it + 1) * h)
-        assert torch.equal(found[number], alone.round([0, 1, 2] if not with_it < number <= again else [1, 2])), number
+        assert torch.equal(
+            found[number], alone.round([0, 1, 2] if not with_it < number <= again else [1, 2])
+        ), number
 
 
 @pytest.mark.parametrize("codec", ["topk", "power_sgd", "diana", "fetch_sgd", "gtopk"])
 def test_all_members_have_the_same_model(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each merges for itself here, as processes do: compressors that share something begin anew with who comes."""
+    """Each merges for itself here, as processes do: compressors that share something begin anew
+    with who comes.
+    """
     merges = dict[Any, list[Tensor]]()
 
-    def compute_once(sim: Sim, ctx: RankContext, team: tuple[int, ...], key: Any, fn: Callable[[], Any]) -> Any:
+    def compute_once(
+        sim: Sim, ctx: RankContext, team: tuple[int, ...], key: Any, fn: Callable[[], Any]
+    ) -> Any:
         value = fn()
         if key[0] == "merge":
-            merges.setdefault((team, *key), []).append(value[0].params)  # beside the next round, as planned
+            merges.setdefault((team, *key), []).append(
+                value[0].params
+            )  # beside the next round, as planned
         return value
 
-    plan = planned(*RING, "sync=bsp", f"compression={codec}", "optimizer.momentum=0", "stop.steps=60")
+    plan = planned(
+        *RING, "sync=bsp", f"compression={codec}", "optimizer.momentum=0", "stop.steps=60"
+    )
     monkeypatch.setattr(Sim, "compute_once", compute_once)
     ran = run(with_events(plan, lost(1, 0.31), back(1, 0.62), lost(0, 0.9), back(0, 1.2)))
     assert ran.end["reason"] == "steps"
@@ -197,10 +243,13 @@ def test_all_members_have_the_same_model(codec: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_sum_under_way_comes_to_nothing() -> None:
-    """All have come at 0.08 s. Worker 1 fails at 0.085 s, during the sum; the others notice 0.02 s later and sum once
-    more, which takes three quarters as long for two of them."""
+    """All have come at 0.08 s. Worker 1 fails at 0.085 s, during the sum; the others notice 0.02 s
+    later and sum once more, which takes three quarters as long for two of them.
+    """
     ran = run(with_events(planned(*SIZES, "sync=bsp", "stop.steps=20"), lost(1, 0.085)))
-    whole = run(planned(*SIZES, "sync=bsp", "stop.steps=20")).snapshots[0][0]["time_ns"] - 80_000_000
+    whole = (
+        run(planned(*SIZES, "sync=bsp", "stop.steps=20")).snapshots[0][0]["time_ns"] - 80_000_000
+    )
     first = ran.snapshots[0][0]
     assert first["commits"] == [1, 0, 1]
     assert first["time_ns"] == pytest.approx(85_000_000 + DETECT_S * 1e9 + whole * 3 / 4, abs=2)
@@ -217,10 +266,17 @@ def test_a_loss_while_all_wait_for_it_is_noticed_in_time() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_in_the_sum_of_one_part_breaks_off_the_round(rank: int) -> None:
-    """Rounds of 0.03 s of steps and sums of several parts: whenever a worker fails, all parts of its round are summed
-    once more by the others, from the moment on at which both know of it and have their gradients."""
+    """Rounds of 0.03 s of steps and sums of several parts: whenever a worker fails, all parts of
+    its round are summed once more by the others, from the moment on at which both know of it and
+    have their gradients.
+    """
     plan = planned(
-        *SIZES, "sync=bsp", "overlap=wfbp", "cluster.compute=[1,1,1]", "stop.steps=21", "model.hidden=[64,64]"
+        *SIZES,
+        "sync=bsp",
+        "overlap=wfbp",
+        "cluster.compute=[1,1,1]",
+        "stop.steps=21",
+        "model.hidden=[64,64]",
     )
     whole, n = run(plan), 60
     times = [record["time_ns"] for record, _ in whole.snapshots]
@@ -245,11 +301,17 @@ def test_losses_one_after_the_other_and_a_return_before_anybody_has_noticed() ->
 @pytest.mark.parametrize(
     ("events", "least", "said"),
     [
-        ((lost(0, 0.1), lost(1, 0.2), lost(2, 0.3)), 1, r"worker 2 failed at 0\.3 s and 0 of 3 workers remain that"),
+        (
+            (lost(0, 0.1), lost(1, 0.2), lost(2, 0.3)),
+            1,
+            r"worker 2 failed at 0\.3 s and 0 of 3 workers remain that",
+        ),
         ((lost(0, 0.1),), 3, r"2 of 3 workers are running, fewer than runtime\.min_workers=3"),
     ],
 )
-def test_the_run_ends_where_too_few_are_left(events: tuple[dict, ...], least: int, said: str) -> None:
+def test_the_run_ends_where_too_few_are_left(
+    events: tuple[dict, ...], least: int, said: str
+) -> None:
     plan = planned(*SIZES, "sync=bsp", "stop.seconds=1", f"runtime.min_workers={least}")
     with pytest.raises(AshlError, match=said):
         run(with_events(plan, *events))
@@ -274,7 +336,13 @@ def test_failures_at_random_never_end_a_run() -> None:
 
 def test_a_run_whose_configuration_says_so() -> None:
     """Its plan is predicted without failures."""
-    events = "cluster.events=[{time_s: 0.2, worker: 0, fail: true}, {time_s: 0.4, worker: 0, rejoin: true}]"
+    events = (
+        "cluster.events=[{time_s: 0.2, worker: 0, fail: true}, {time_s: 0.4, worker: 0, rejoin:"
+        " true}]"
+    )
     ran = simulated(*SIZES, "sync=bsp", "stop.steps=50", events)
     assert [record["rank"] for record in ran.of("worker_rejoined")] == [0]
-    assert ran.plan.stages[0].predicted_steps_per_s == planned(*SIZES, "sync=bsp").stages[0].predicted_steps_per_s
+    assert (
+        ran.plan.stages[0].predicted_steps_per_s
+        == planned(*SIZES, "sync=bsp").stages[0].predicted_steps_per_s
+    )

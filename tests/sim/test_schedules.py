@@ -1,4 +1,6 @@
-"""Stages in their order: where they give way, what goes over a border, and that nothing is lost there."""
+"""Stages in their order: where they give way, what goes over a border, and that nothing is lost
+there.
+"""
 
 import json
 from functools import partial
@@ -64,18 +66,26 @@ def test_stages_come_in_their_order(ran):
 
 
 def test_they_give_way_where_their_rule_says(ran):
-    """At the first merge where it holds; of the other workers one push each, under way then, is merged at most."""
+    """At the first merge where it holds; of the other workers one push each, under way then, is
+    merged at most.
+    """
     _, run = ran
     begun = {"samples": 0, "end_ns": 0}
     for record, plan in zip(run.of("stage")[:-1], run.plan.stages, strict=False):
         if plan.until:
             ((rule, bound),) = plan.until.items()
             assert record["reason"] == rule
-            merges = [m for m, _ in run.snapshots if begun["end_ns"] < m["time_ns"] <= record["end_ns"]]
+            merges = [
+                m for m, _ in run.snapshots if begun["end_ns"] < m["time_ns"] <= record["end_ns"]
+            ]
             if rule == "epochs":
                 holds = [(m["samples"] - begun["samples"]) / 1437 >= bound for m in merges]
             else:  # the fixture evaluates each merge
-                models = [model for m, model in run.snapshots if begun["end_ns"] < m["time_ns"] <= record["end_ns"]]
+                models = [
+                    model
+                    for m, model in run.snapshots
+                    if begun["end_ns"] < m["time_ns"] <= record["end_ns"]
+                ]
                 holds = [run.learner.evaluate(model)["train_loss"] <= bound for model in models]
             assert len(merges) - run.plan.num_workers <= holds.index(True) < len(merges)
         begun = record
@@ -86,13 +96,17 @@ def test_the_switch_follows_the_loss_of_the_global_model(more):
     """The running mean of minibatch losses came to the bound seconds after the model had."""
     ends = []
     for loss in ("evaluated", "running"):
-        ran = simulated(*BASE, "schedule=ashl", "schedule.loss_switch=0.6", f"schedule.loss={loss}", *more)
+        ran = simulated(
+            *BASE, "schedule=ashl", "schedule.loss_switch=0.6", f"schedule.loss={loss}", *more
+        )
         ends.append(ran.of("stage")[1])
         low = [ran.learner.evaluate(model)["train_loss"] <= 0.6 for _, model in ran.snapshots]
         first_ns = ran.snapshots[low.index(True)][0]["time_ns"]
     evaluated, running = ends
     assert (evaluated["reason"], running["reason"]) == ("evaluated_loss", "loss")
-    assert first_ns <= evaluated["end_ns"] < first_ns + 1e9  # the work that is under way counts still
+    assert (
+        first_ns <= evaluated["end_ns"] < first_ns + 1e9
+    )  # the work that is under way counts still
     assert running["end_ns"] > evaluated["end_ns"]
 
 
@@ -103,7 +117,11 @@ def test_nothing_is_lost_at_a_border(ran):
     for border in borders:
         taken = sum(r["steps"] for r in run.of("round") if r["stage"] <= border["stage"])
         assert border["steps"] == taken == sum(border["steps_by"])
-    assert sum(r["steps"] for r in run.of("round") if not r["dropped"]) == run.end["steps"] == sum(run.end["steps_by"])
+    assert (
+        sum(r["steps"] for r in run.of("round") if not r["dropped"])
+        == run.end["steps"]
+        == sum(run.end["steps_by"])
+    )
 
 
 def test_time_adds_up(ran):
@@ -112,7 +130,14 @@ def test_time_adds_up(ran):
 
 
 def test_the_waits_of_the_stages_add_up(tmp_path):
-    chosen = [*BASE, *MORE["sync_first"], "schedule=sync_first", "runtime=sim", "tracking=none", f"run.dir={tmp_path}"]
+    chosen = [
+        *BASE,
+        *MORE["sync_first"],
+        "schedule=sync_first",
+        "runtime=sim",
+        "tracking=none",
+        f"run.dir={tmp_path}",
+    ]
     assert run.train(compose(chosen, None), chosen, quiet=True) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     stages = summary["stages"]
@@ -127,7 +152,9 @@ def test_the_waits_of_the_stages_add_up(tmp_path):
     assert by_name["ahl"]["wait_share"] < by_name["bsp"]["wait_share"]
 
 
-def test_a_stage_whose_end_nobody_has_heard_of_does_not_give_its_name_to_the_next_one(tmp_path, monkeypatch):
+def test_a_stage_whose_end_nobody_has_heard_of_does_not_give_its_name_to_the_next_one(
+    tmp_path, monkeypatch
+):
     """Its home rank may be lost just then; what the summary has of later stages is theirs."""
     emit = Monitor.emit
 
@@ -136,7 +163,14 @@ def test_a_stage_whose_end_nobody_has_heard_of_does_not_give_its_name_to_the_nex
             emit(self, record)
 
     monkeypatch.setattr(Monitor, "emit", heard)
-    chosen = [*BASE, *MORE["sync_first"], "schedule=sync_first", "runtime=sim", "tracking=none", f"run.dir={tmp_path}"]
+    chosen = [
+        *BASE,
+        *MORE["sync_first"],
+        "schedule=sync_first",
+        "runtime=sim",
+        "tracking=none",
+        f"run.dir={tmp_path}",
+    ]
     assert run.train(compose(chosen, None), chosen, quiet=True) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     stages = summary["stages"]
@@ -146,26 +180,39 @@ def test_a_stage_whose_end_nobody_has_heard_of_does_not_give_its_name_to_the_nex
     assert sum(waits) == pytest.approx(summary["wait_share"] * summary["time_s"], rel=1e-9)
 
 
-# --- the hand-over ----------------------------------------------------------------------------------------------------
+# --- the hand-over
+# --------------------------------------------------------------------------------------------------
 
-LOCAL = ("schedule=post_local", "schedule.local_steps=1", "stop.epochs=4", "schedule.switch_epochs=2")
+LOCAL = (
+    "schedule=post_local",
+    "schedule.local_steps=1",
+    "stop.epochs=4",
+    "schedule.switch_epochs=2",
+)
 WHOLE = ("sync=bsp", "sync.exchange=difference", "stop.epochs=4")
 
 
 @pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
 def test_a_border_between_equal_stages_is_not_there(topology):
-    """Post-local SGD with H = 1 is BSP throughout, bit for bit and to the nanosecond: momentum goes over whole."""
+    """Post-local SGD with H = 1 is BSP throughout, bit for bit and to the nanosecond: momentum goes
+    over whole.
+    """
     two = simulated(*BASE, *LOCAL, f"topology={topology}")
     one = simulated(*BASE, *WHOLE, f"topology={topology}")
     assert [s["name"] for s in two.of("stage")] == ["bsp", "local_sgd"]
-    assert (two.sha256, two.time_ns, two.end["steps"]) == (one.sha256, one.time_ns, one.end["steps"])
+    assert (two.sha256, two.time_ns, two.end["steps"]) == (
+        one.sha256,
+        one.time_ns,
+        one.end["steps"],
+    )
     assert two.ledgers == one.ledgers
 
 
 @pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
 def test_momentum_is_handed_over_as_declared(topology):
     kept, reset = (
-        simulated(*BASE, *LOCAL, f"topology={topology}", f"schedule.momentum={m}") for m in ("keep", "reset")
+        simulated(*BASE, *LOCAL, f"topology={topology}", f"schedule.momentum={m}")
+        for m in ("keep", "reset")
     )
     assert kept.sha256 != reset.sha256
     plain = "optimizer.momentum=0"
@@ -175,15 +222,21 @@ def test_momentum_is_handed_over_as_declared(topology):
 
 @pytest.mark.parametrize("exchange", ["gradient", "difference"])
 def test_what_is_kept_knows_which_way_it_moves_the_model(exchange):
-    """Residuals of gradients and of differences between models have opposite signs: w − lr·g and w + Δ."""
-    stage = assemble(planned("sync=bsp", f"sync.exchange={exchange}", "optimizer.lr=0.25"), "cpu").stages[0]
+    """Residuals of gradients and of differences between models have opposite signs: w − lr·g and w
+    + Δ.
+    """
+    stage = assemble(
+        planned("sync=bsp", f"sync.exchange={exchange}", "optimizer.lr=0.25"), "cpu"
+    ).stages[0]
     context = context_of(stage, 0, WorkerState(*stage.trainer.init()), 0)
     assert context.lr == (-0.25 if exchange == "gradient" else 1.0)
 
 
 def test_residuals_are_handed_over_as_declared():
     topk = ("compression=topk", "compression.ratio=0.1")
-    kept, dropped = (simulated(*BASE, *LOCAL, *topk, f"schedule.residual={r}") for r in ("keep", "drop"))
+    kept, dropped = (
+        simulated(*BASE, *LOCAL, *topk, f"schedule.residual={r}") for r in ("keep", "drop")
+    )
     assert kept.sha256 == simulated(*BASE, *WHOLE, *topk).sha256
     assert kept.sha256 != dropped.sha256
 
@@ -213,7 +266,9 @@ def entering(index, codec, **handover):
 
 
 def test_what_a_worker_takes_over():
-    state = WorkerState(params=None, moments=("old",), ends=CodecState(sender=Residual("error", "inner")))
+    state = WorkerState(
+        params=None, moments=("old",), ends=CodecState(sender=Residual("error", "inner"))
+    )
     state.enter(entering(1, Codec()), 0)
     assert (state.moments, state.local_steps, state.ratio) == (("old",), 4, 0.5)
     assert state.ends == CodecState()  # this codec keeps no residual
@@ -227,7 +282,11 @@ def test_what_a_worker_takes_over():
 
 def test_what_a_server_takes_over():
     state = ServerState(
-        None, ("old",), Progress(1), ends=CodecState(receivers={0: "state of a codec"}), outer_state="momentum"
+        None,
+        ("old",),
+        Progress(1),
+        ends=CodecState(receivers={0: "state of a codec"}),
+        outer_state="momentum",
     )
     state.enter(entering(1, Codec(), momentum="keep"), 0.0)
     assert (state.moments, state.outer_state, state.ends) == (("old",), "momentum", CodecState())
@@ -238,7 +297,11 @@ def test_what_a_server_takes_over():
 
 KEEPING = {
     "gtopk": ("compression=gtopk", "compression.ratio=0.02"),
-    "fetch_sgd": ("compression=fetch_sgd", "compression.recovered_fraction=0.02", "compression.error=subtract"),
+    "fetch_sgd": (
+        "compression=fetch_sgd",
+        "compression.recovered_fraction=0.02",
+        "compression.error=subtract",
+    ),
     "fetch_sgd without a server": (
         "compression=fetch_sgd",
         "compression.recovered_fraction=0.02",
@@ -250,8 +313,16 @@ KEEPING = {
 @pytest.mark.limit("schedule=post_local")
 @pytest.mark.parametrize("codec", KEEPING)
 def test_a_border_between_equal_stages_changes_nothing(codec: str) -> None:
-    """What is kept where bodies are summed was lost there, and 8 % of what workers had handed in with it."""
-    same = ("model.hidden=[16]", "cluster=ashl_paper", "stop.steps=60", "optimizer.momentum=0", *KEEPING[codec])
+    """What is kept where bodies are summed was lost there, and 8 % of what workers had handed in
+    with it.
+    """
+    same = (
+        "model.hidden=[16]",
+        "cluster=ashl_paper",
+        "stop.steps=60",
+        "optimizer.momentum=0",
+        *KEEPING[codec],
+    )
     border = ("schedule=post_local", "schedule.switch_epochs=0.5", "schedule.local_steps=1")
     kept, dropped = simulated(*same, *border), simulated(*same, *border, "schedule.residual=drop")
     whole = simulated(*same, "schedule=single", "sync=local_sgd", "sync.local_steps=1")
@@ -260,38 +331,54 @@ def test_a_border_between_equal_stages_changes_nothing(codec: str) -> None:
 
 
 def test_nothing_that_was_handed_in_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a border from gradients to differences between models, at one rate: the sum of what came is what was applied
-    and what is kept, in units of the model."""
+    """Over a border from gradients to differences between models, at one rate: the sum of what came
+    is what was applied and what is kept, in units of the model.
+    """
     reduce, rate, run_state = GTopK.reduce, 0.05, []
 
     def noted(self, memory, bodies, weights, d):
         left, x = reduce(self, memory, bodies, weights, d)
-        came = sum(self.decode(None, body, d)[1] * weight for body, weight in zip(bodies, weights, strict=True))
+        came = sum(
+            self.decode(None, body, d)[1] * weight
+            for body, weight in zip(bodies, weights, strict=True)
+        )
         run_state.append((came, x, left))
         return left, x
 
     monkeypatch.setattr(GTopK, "reduce", noted)
     first = {"_target_": "ashl.sync.bsp.BSP", "exchange": "gradient"}
     monkeypatch.setattr(
-        "ashl.schedule.post_local.bsp_stage", lambda choices, until: choices.stage("bsp", sync=first, until=until)
+        "ashl.schedule.post_local.bsp_stage",
+        lambda choices, until: choices.stage("bsp", sync=first, until=until),
     )
     border = ("schedule=post_local", "schedule.switch_epochs=0.5", "schedule.local_steps=3")
-    plain = ("optimizer.momentum=0", f"optimizer.lr={rate}", "compression=gtopk", "compression.ratio=0.02")
+    plain = (
+        "optimizer.momentum=0",
+        f"optimizer.lr={rate}",
+        "compression=gtopk",
+        "compression.ratio=0.02",
+    )
     ran = simulated("model.hidden=[16]", "cluster=ashl_paper", "stop.steps=100", *border, *plain)
     merges = ran.of("stage")[0]["merges"]
     assert 5 < merges < len(run_state) - 5
     units = [-rate if k < merges else 1.0 for k in range(len(run_state))]
-    came, applied = (sum(unit * book[i] for unit, book in zip(units, run_state, strict=True)) for i in (0, 1))
+    came, applied = (
+        sum(unit * book[i] for unit, book in zip(units, run_state, strict=True)) for i in (0, 1)
+    )
     torch.testing.assert_close(came, applied + run_state[-1][2], rtol=1e-4, atol=1e-5)
     assert float(run_state[merges - 1][2].norm()) * rate > 1e-3
 
 
 def test_what_a_buffer_holds_at_a_border_is_merged(monkeypatch):
-    """FedBuff as a first stage: three of a hundred may be left when its rule says so, and go in as a smaller merge."""
+    """FedBuff as a first stage: three of a hundred may be left when its rule says so, and go in as
+    a smaller merge.
+    """
     bsp = {"_target_": "ashl.sync.fedbuff.FedBuff", "buffer": 100, "local_steps": 1}
     monkeypatch.setattr(
         "ashl.schedule.post_local.bsp_stage",
-        lambda choices, until: choices.stage("fedbuff", sync=bsp, local_steps=1, until={"seconds": 2.0}),
+        lambda choices, until: choices.stage(
+            "fedbuff", sync=bsp, local_steps=1, until={"seconds": 2.0}
+        ),
     )
     ran = simulated(*BASE, *LOCAL)
     first = ran.of("stage")[0]
@@ -299,7 +386,8 @@ def test_what_a_buffer_holds_at_a_border_is_merged(monkeypatch):
     assert first["steps"] == sum(r["steps"] for r in ran.of("round") if r["stage"] == 0) > 3
 
 
-# --- QSR --------------------------------------------------------------------------------------------------------------
+# --- QSR
+# --------------------------------------------------------------------------------------------------
 
 
 def test_qsr_follows_the_rate():
@@ -326,10 +414,17 @@ def test_qsr_takes_the_rate_after_the_warm_up_for_that_in_it():
 
 
 def test_the_tail_grows_with_equal_cycles():
-    """Workers with planned H = (H_1, …) all grow by the same factor, so that a barrier still finds them together."""
-    ran = scheduled("qsr_tail", *COSINE, "schedule.alpha=0.2", "planner=balanced", "schedule.h_max=32")
+    """Workers with planned H = (H_1, …) all grow by the same factor, so that a barrier still finds
+    them together.
+    """
+    ran = scheduled(
+        "qsr_tail", *COSINE, "schedule.alpha=0.2", "planner=balanced", "schedule.h_max=32"
+    )
     tail = [r for r in ran.of("round") if r["stage"] == 3]
-    by_rank = [[r["steps"] for r in tail if r["rank"] == rank and r["end_ns"] < ran.time_ns] for rank in range(3)]
+    by_rank = [
+        [r["steps"] for r in tail if r["rank"] == rank and r["end_ns"] < ran.time_ns]
+        for rank in range(3)
+    ]
     slowest = by_rank[2]
     assert slowest[0] == 2
     assert slowest[1:] == sorted(slowest[1:])

@@ -1,4 +1,6 @@
-"""A model in pieces on several servers: the same model as on one where all wait for all, in less time."""
+"""A model in pieces on several servers: the same model as on one where all wait for all, in less
+time.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -15,8 +17,18 @@ from tests.support import run as play
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
 
-LINKS = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=20", "cluster.server_bandwidth_mbit_s=20")
-PORTS = ("cluster=homogeneous", *LINKS, "cluster.latency_s=0.002", "cluster.step_s=0.03", "model.hidden=[16]")
+LINKS = (
+    "cluster.exchange_s=null",
+    "cluster.bandwidth_mbit_s=20",
+    "cluster.server_bandwidth_mbit_s=20",
+)
+PORTS = (
+    "cluster=homogeneous",
+    *LINKS,
+    "cluster.latency_s=0.002",
+    "cluster.step_s=0.03",
+    "model.hidden=[16]",
+)
 run = partial(simulated, *PORTS)
 several = partial(run, "topology=sharded_server")
 S_NS = 4 * (64 * 16 + 16 + 16 * 10 + 10) * 400  # of the model at 20 Mbit/s
@@ -30,8 +42,14 @@ S_NS = 4 * (64 * 16 + 16 + 16 * 10 + 10) * 400  # of the model at 20 Mbit/s
         "sync=local_sgd sync.local_steps=3 outer=nesterov eval.every_commits=8",
         "sync=bsp compression=cast compression.error_feedback=true",
         "sync=bsp compression=terngrad topology.servers=3 topology.partition_by=layers",
-        "sync=local_sgd compression=topk compression.per_layer=true topology.servers=4 topology.partition_by=layers",
-        "schedule=post_local schedule.switch_epochs=0.2 schedule.momentum=reset optimizer.momentum=0.9",
+        (
+            "sync=local_sgd compression=topk compression.per_layer=true topology.servers=4"
+            " topology.partition_by=layers"
+        ),
+        (
+            "schedule=post_local schedule.switch_epochs=0.2 schedule.momentum=reset"
+            " optimizer.momentum=0.9"
+        ),
     ],
 )
 def test_several_servers_are_one(mode) -> None:
@@ -39,7 +57,9 @@ def test_several_servers_are_one(mode) -> None:
     one = run("stop.steps=24", *(o for o in own if not o.startswith("topology.")))
     ran = several("stop.steps=24", *own)
     assert len(ran.snapshots) == len(one.snapshots)
-    assert all(torch.equal(x, y) for (_, x), (_, y) in zip(ran.snapshots, one.snapshots, strict=True))
+    assert all(
+        torch.equal(x, y) for (_, x), (_, y) in zip(ran.snapshots, one.snapshots, strict=True)
+    )
     assert ran.end["reason"] == one.end["reason"]
     assert ran.end["steps_by"] == one.end["steps_by"]
     assert ran.time_ns <= one.time_ns
@@ -64,7 +84,11 @@ def test_at_the_end_each_shows_its_piece_as_it_was_after_as_many_merges(monkeypa
         return merged
 
     monkeypatch.setattr(sharded_server, "on_push", noted)
-    links = ("cluster.bandwidth_mbit_s=200", "cluster.server_bandwidth_mbit_s=null", "cluster.latency_s=0.02")
+    links = (
+        "cluster.bandwidth_mbit_s=200",
+        "cluster.server_bandwidth_mbit_s=null",
+        "cluster.latency_s=0.02",
+    )
     uneven = ("cluster.compute=[1,1,1,2,3,1]", "cluster.step_s=0.004")
     ran = several("topology.servers=2", "sync=asp", *links, *uneven, "stop.steps=60")
     last = ran.end["merges"]
@@ -73,10 +97,17 @@ def test_at_the_end_each_shows_its_piece_as_it_was_after_as_many_merges(monkeypa
 
 
 def test_who_has_dropped_more_than_the_first_ends_all_the_same() -> None:
-    uneven = ("cluster.compute=[1,1,2,3]", "cluster.step_s=0.01", "cluster.jitter=0.5", "runtime.gradients=false")
+    uneven = (
+        "cluster.compute=[1,1,2,3]",
+        "cluster.step_s=0.01",
+        "cluster.jitter=0.5",
+        "runtime.gradients=false",
+    )
     links = ("cluster.latency_s=0.005", "cluster.server_bandwidth_mbit_s=10")
     mode = ("sync=ringmaster", "sync.max_staleness=4")
-    ran = several("topology.servers=2", *mode, *links, *uneven, "stop.steps=37", "eval.every_commits=5")
+    ran = several(
+        "topology.servers=2", *mode, *links, *uneven, "stop.steps=37", "eval.every_commits=5"
+    )
     assert ran.end["reason"] == "steps"
 
 
@@ -105,28 +136,50 @@ def test_each_piece_is_a_message_of_its_own() -> None:
     assert len(halves) == 2
     torch.testing.assert_close(ran.params, model, rtol=0, atol=1e-6)
     payload = stage.fragment(0).codec.encoded_nbytes
-    assert ran.of("ledger")[0]["bytes_up"] == 3 * sum(payload(0.2, stop - start) for start, stop in halves)
+    assert ran.of("ledger")[0]["bytes_up"] == 3 * sum(
+        payload(0.2, stop - start) for start, stop in halves
+    )
 
 
 def test_where_nobody_waits_a_stage_hands_over_all_that_is_under_way() -> None:
-    """A worker that some servers have let go on is called back by them, so that all go into the next stage as one."""
-    uneven = ("cluster.compute=[1,1,2,3]", "cluster.jitter=0.3", "compression=topk", "stop.steps=240")
+    """A worker that some servers have let go on is called back by them, so that all go into the
+    next stage as one.
+    """
+    uneven = (
+        "cluster.compute=[1,1,2,3]",
+        "cluster.jitter=0.3",
+        "compression=topk",
+        "stop.steps=240",
+    )
     mode = ("topology=sharded_server", "topology.servers=3", "sync=ssp")
     plan = planned(*PORTS, *mode, *uneven)
     (stage,) = plan.stages
-    ran = play(replace(plan, stages=(replace(stage, name="a", until={"commits": 21}), replace(stage, name="b"))))
+    ran = play(
+        replace(
+            plan, stages=(replace(stage, name="a", until={"commits": 21}), replace(stage, name="b"))
+        )
+    )
     assert [end["reason"] for end in ran.of("stage")] == ["commits", "steps"]
     assert all(sum(ledger.values()) == ran.time_ns for ledger in ran.ledgers)
     assert ran.end["steps"] == sum(ran.end["steps_by"])
 
 
 @pytest.mark.parametrize(
-    "mode", ["sync=bsp", "sync=bsp runtime.on_worker_failure=reshard", "sync=asp sync.local_steps=2"]
+    "mode",
+    ["sync=bsp", "sync=bsp runtime.on_worker_failure=reshard", "sync=asp sync.local_steps=2"],
 )
 def test_a_worker_that_is_lost_is_missed_by_all(mode) -> None:
-    """It fails while it computes: in rounds, what is left is the parameter server's run, to the bit."""
+    """It fails while it computes: in rounds, what is left is the parameter server's run, to the
+    bit.
+    """
     fails = "cluster.events=[{time_s: 0.1, worker: 2, fail: true}]"
-    chosen = ("cluster.compute=[1,1,2,1]", *mode.split(), fails, "stop.steps=80", "eval.every_commits=8")
+    chosen = (
+        "cluster.compute=[1,1,2,1]",
+        *mode.split(),
+        fails,
+        "stop.steps=80",
+        "eval.every_commits=8",
+    )
     ran, one = several("topology.servers=3", *chosen), run(*chosen)
     assert ran.end["reason"] == "steps"
     assert ran.end["commits"][2] < min(ran.end["commits"][:2])
@@ -161,13 +214,29 @@ def test_a_worker_that_is_lost_is_missed_by_all(mode) -> None:
         "cluster.jitter=0.3",
     ],
 )
-def test_answers_are_never_later_than_in_the_order_of_ranks(workers, servers, port, more, monkeypatch) -> None:
-    """And earlier where workers are equal and a worker's port is what several servers at once wait for."""
+def test_answers_are_never_later_than_in_the_order_of_ranks(
+    workers, servers, port, more, monkeypatch
+) -> None:
+    """And earlier where workers are equal and a worker's port is what several servers at once wait
+    for.
+    """
     if more == "cluster.link=":
-        more = f"cluster.link={[1, 1, 2, 1, 1, 3, 1, 1][:workers]} cluster.compute={[1, 3, 1, 2, 1, 1, 4, 1][:workers]}"
+        more = (
+            f"cluster.link={[1, 1, 2, 1, 1, 3, 1, 1][:workers]}"
+            f" cluster.compute={[1, 3, 1, 2, 1, 1, 4, 1][:workers]}"
+        )
         more = more.replace(", ", ",")
-    chosen = (f"cluster.num_workers={workers}", f"topology.servers={servers}", f"stop.steps={4 * workers}", "sync=bsp")
-    chosen = (*chosen, f"cluster.server_bandwidth_mbit_s={port}", "model.hidden=[48,48,48,48,48,48,48]")
+    chosen = (
+        f"cluster.num_workers={workers}",
+        f"topology.servers={servers}",
+        f"stop.steps={4 * workers}",
+        "sync=bsp",
+    )
+    chosen = (
+        *chosen,
+        f"cluster.server_bandwidth_mbit_s={port}",
+        "model.hidden=[48,48,48,48,48,48,48]",
+    )
     turns = several(*chosen, *more.split(), "runtime.gradients=false")
     monkeypatch.setattr(sharded_server, "answer_order", lambda ranks, place, servers, block: ranks)
     plain = several(*chosen, *more.split(), "runtime.gradients=false")
@@ -177,15 +246,22 @@ def test_answers_are_never_later_than_in_the_order_of_ranks(workers, servers, po
 
 
 def test_the_incast_is_shared_out() -> None:
-    """Four pushes at once, each in as many pieces as there are servers: a merge is over once all ports are through."""
+    """Four pushes at once, each in as many pieces as there are servers: a merge is over once all
+    ports are through.
+    """
     for servers in (1, 2, 4):
-        ran = several("sync=bsp", "runtime.gradients=false", "stop.steps=4", f"topology.servers={servers}")
+        ran = several(
+            "sync=bsp", "runtime.gradients=false", "stop.steps=4", f"topology.servers={servers}"
+        )
         assert ran.time_ns == 30_000_000 + 2_000_000 + 4 * S_NS // servers
 
 
 def test_pieces_are_as_equal_as_they_can_be() -> None:
     def cut(servers, how, *sizes):
-        return [stop - start for start, stop in ShardedServer(servers=servers, partition_by=how).bounds(sizes)]
+        return [
+            stop - start
+            for start, stop in ShardedServer(servers=servers, partition_by=how).bounds(sizes)
+        ]
 
     assert cut(3, "bytes", 4, 6) == [3, 4, 3]
     assert cut(2, "layers", 1, 1, 8, 1) == [2, 9]

@@ -1,4 +1,6 @@
-"""What a run says of its stages: when each ran, why it ended, which never began, why steps were dropped."""
+"""What a run says of its stages: when each ran, why it ended, which never began, why steps were
+dropped.
+"""
 
 import json
 import re
@@ -32,7 +34,9 @@ def test_a_line_per_stage(workplace: Path, capsys: pytest.CaptureFixture) -> Non
     assert profiled["profiling"]
     assert not any(stage["profiling"] for stage in others)
     waited_s = sum(sum(stage["wait_s"]) for stage in summary["stages"])
-    assert waited_s == pytest.approx(sum(worker["wait_s"] for worker in summary["workers"]), abs=1e-6)
+    assert waited_s == pytest.approx(
+        sum(worker["wait_s"] for worker in summary["workers"]), abs=1e-6
+    )
     share = float(re.search(r"without profiling (\S+) %", out)[1])
     training_s = summary["time_s"] - profiled["end_s"]
     wait_s = waited_s - sum(profiled["wait_s"])
@@ -41,7 +45,10 @@ def test_a_line_per_stage(workplace: Path, capsys: pytest.CaptureFixture) -> Non
 
 def test_a_stage_that_never_began(workplace: Path, capsys: pytest.CaptureFixture) -> None:
     summary = trained("cluster=one_slow", "stop.epochs=5", "schedule.loss_switch=0.001")
-    assert "stage shl never began: the loss did not fall to 0.001 (best evaluation: " in capsys.readouterr().out
+    assert (
+        "stage shl never began: the loss did not fall to 0.001 (best evaluation: "
+        in capsys.readouterr().out
+    )
     (idle,) = summary["stages_not_begun"]
     assert (idle["name"], idle["until"]) == ("shl", {"evaluated_loss": 0.001})
     trained("cluster=one_slow", "stop.seconds=0.5", folder="other")
@@ -57,7 +64,11 @@ DROPPING = {
     "in flight at the end": ["sync=asp", "stop.epochs=3"],
     "backups": ["sync=backup", "stop.epochs=3"],
     "too stale": ["sync=asp", "aggregate.max_staleness=1", "stop.epochs=3"],
-    "a failure": ["sync=asp", "stop.epochs=3", "cluster.events=[{time_s: 0.4, worker: 1, fail: true}]"],
+    "a failure": [
+        "sync=asp",
+        "stop.epochs=3",
+        "cluster.events=[{time_s: 0.4, worker: 1, fail: true}]",
+    ],
     "a failure in a round": ["topology=all_reduce", "sync=bsp", "stop.epochs=3", "stop.seconds=2"],
     "pairs": ["topology=gossip", "sync=ad_psgd", "topology.graph=complete", "stop.epochs=3"],
     "groups": ["topology=partial_all_reduce", "sync=ripples_smart", "stop.epochs=3"],
@@ -66,17 +77,29 @@ DROPPING = {
 
 
 @pytest.mark.parametrize("case", DROPPING)
-def test_each_dropped_step_has_a_reason(case: str, workplace: Path, capsys: pytest.CaptureFixture) -> None:
+def test_each_dropped_step_has_a_reason(
+    case: str, workplace: Path, capsys: pytest.CaptureFixture
+) -> None:
     summary = trained("cluster=one_slow", *DROPPING[case])
     out = capsys.readouterr().out
-    assert summary["dropped_steps"] > 0 or case not in ("in flight at the end", "backups", "too stale")
+    assert summary["dropped_steps"] > 0 or case not in (
+        "in flight at the end",
+        "backups",
+        "too stale",
+    )
     assert ("dropped   " in out) == bool(summary["dropped_steps"])
     assert sum(summary["dropped_for"].values()) == summary["dropped_steps"]
     assert summary["dropped_for"].keys() <= REASONS.keys()
 
 
 def test_words_for_every_reason_and_rule() -> None:
-    known = (progress.LATE, progress.STAGE_END, progress.RUN_END, progress.FAILURE, progress.DIVERGED)
+    known = (
+        progress.LATE,
+        progress.STAGE_END,
+        progress.RUN_END,
+        progress.FAILURE,
+        progress.DIVERGED,
+    )
     assert REASONS.keys() == {*known}
     for rule, (fell, _) in RULES.items():
         assert StopCriteria(limits=None, until={rule: 1e9}, epoch_samples=1).stage_end_reason(
@@ -88,4 +111,7 @@ def test_words_for_every_reason_and_rule() -> None:
         assert why_ended({"exit_reason": rule, "until": {rule: 2.0}}) == fell.format("2")
         assert "2" in never_began([{"name": "b", "until": {rule: 2.0}, "best": {}}])
     late = {"name": "shl", "until": {"evaluated_loss": 0.3}, "best": {"evaluated_loss": 0.1}}
-    assert never_began([late]) == "stage shl never began: the loss fell to 0.3 only when the run was about to end"
+    assert (
+        never_began([late])
+        == "stage shl never began: the loss fell to 0.3 only when the run was about to end"
+    )

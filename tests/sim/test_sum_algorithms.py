@@ -4,14 +4,26 @@ import pytest
 
 from tests.support import planned, simulated
 
-LINKS = ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s=20", "cluster.latency_s=0.002", "cluster.step_s=0.03")
+LINKS = (
+    "cluster.exchange_s=null",
+    "cluster.bandwidth_mbit_s=20",
+    "cluster.latency_s=0.002",
+    "cluster.step_s=0.03",
+)
 MACHINES = (
     *LINKS,
     "cluster.compute=[1,1,1,1,1,1]",
     "cluster.node=[0,0,0,1,1,1]",
     "cluster.intra_node_bandwidth_mbit_s=200",
 )
-BASE = ("cluster=homogeneous", "topology=all_reduce", "sync=bsp", "stop.steps=12", "model.hidden=[8]", *MACHINES)
+BASE = (
+    "cluster=homogeneous",
+    "topology=all_reduce",
+    "sync=bsp",
+    "stop.steps=12",
+    "model.hidden=[8]",
+    *MACHINES,
+)
 S = 4 * (64 * 8 + 8 + 8 * 10 + 10)
 S_NS = S * 400  # at 20 Mbit/s
 
@@ -21,7 +33,12 @@ S_NS = S * 400  # at 20 Mbit/s
     ("algorithm", "rounds", "moved", "port_ns"),
     [
         ("ring", None, [5 * S // 3] * 6, None),  # as when nobody asks
-        ("tree", 6, [3 * S, S, 2 * S, S, 2 * S, S], 2 * (1 + 0.1 + 1) * S_NS),  # 3 → 2 and 4 → 0 between machines
+        (
+            "tree",
+            6,
+            [3 * S, S, 2 * S, S, 2 * S, S],
+            2 * (1 + 0.1 + 1) * S_NS,
+        ),  # 3 → 2 and 4 → 0 between machines
         ("star", 2, [5 * S, S, S, S, S, S], 2 * 3 * S_NS),  # three of them are on the other machine
         ("hierarchical", 6, [5 * S // 3] * 6, S_NS + 4 * S_NS // 3 // 10),
     ],
@@ -39,9 +56,16 @@ def test_the_same_model_as_any_other_sum(algorithm, rounds, moved, port_ns) -> N
 
 
 def test_terngrad_through_a_server_is_terngrad() -> None:
-    """Ternaries go to it, their sums come back in as few bits as hold them, and each worker has a model of its own."""
+    """Ternaries go to it, their sums come back in as few bits as hold them, and each worker has a
+    model of its own.
+    """
     apart = ("cluster.node=null", "cluster.intra_node_bandwidth_mbit_s=null")
-    ternary = (*apart, "compression=terngrad", "compression.shared_scale=true", "optimizer.momentum=0")
+    ternary = (
+        *apart,
+        "compression=terngrad",
+        "compression.shared_scale=true",
+        "optimizer.momentum=0",
+    )
     ran = simulated(*BASE, *ternary, "topology.algorithm=star")
     assert ran.sha256 == simulated(*BASE, *ternary).sha256
     sent, (d, n, bits) = [record["bytes_up"] for record in ran.of("ledger")], (S // 4, 6, 4)

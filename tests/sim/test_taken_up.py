@@ -1,5 +1,7 @@
-"""Workers that go at their own pace come anew to a server as it was kept: what real runs go on with from a checkpoint,
-in virtual time. Alone, a worker has nothing on its way, so that it goes on bit for bit."""
+"""Workers that go at their own pace come anew to a server as it was kept: what real runs go on with
+from a checkpoint, in virtual time. Alone, a worker has nothing on its way, so that it goes on bit
+for bit.
+"""
 
 import pytest
 
@@ -17,10 +19,15 @@ from tests.support import Ran, planned, simulated
 
 pytestmark = pytest.mark.usefixtures("short_forecasts")
 
-RUN = ("cluster=homogeneous", "dataset.batch_size=16", "eval.every_commits=10", "optimizer.momentum=0.9")
+RUN = (
+    "cluster=homogeneous",
+    "dataset.batch_size=16",
+    "eval.every_commits=10",
+    "optimizer.momentum=0.9",
+)
 PIECES = (
-    "topology=sharded_server topology.servers=2 cluster.link=null cluster.exchange_s=null cluster.bandwidth_mbit_s=20 "
-    "cluster.latency_s=0.001"
+    "topology=sharded_server topology.servers=2 cluster.link=null cluster.exchange_s=null"
+    " cluster.bandwidth_mbit_s=20 cluster.latency_s=0.001"
 )
 
 
@@ -71,7 +78,9 @@ def test_alone_a_worker_goes_on_bit_for_bit(mode: str) -> None:
     whole, kept = ran(*line, version=25)
     rest, _ = ran(*line, kept=kept)
     assert (rest.end["steps"], rest.end["merges"]) == (whole.end["steps"], whole.end["merges"])
-    if "pull_ratio" in mode:  # the first pull is the model itself: what the last ones had left out comes with it
+    if (
+        "pull_ratio" in mode
+    ):  # the first pull is the model itself: what the last ones had left out comes with it
         assert rest.sha256 != whole.sha256
     else:
         assert rest.sha256 == whole.sha256 == simulated(*RUN, *line).sha256
@@ -105,16 +114,29 @@ def test_what_the_server_had_merged_counts_and_the_rest_is_computed_again(mode: 
 
 @pytest.mark.parametrize("overlap", [1, 3])
 def test_messages_of_push_sum_that_were_on_their_way_are_said_again(overlap: int) -> None:
-    line = f"topology=gossip sync=sgp sync.overlap={overlap} topology.graph=ring cluster.compute=[1,3,2] stop.steps=60"
+    line = (
+        f"topology=gossip sync=sgp sync.overlap={overlap} topology.graph=ring"
+        " cluster.compute=[1,3,2] stop.steps=60"
+    )
     whole, kept = ran(*line.split(), version=7)
-    assert [len(from_plain(state, ("ashl",)).under_way) for _, state in kept.values()] == [overlap] * 3
+    assert [len(from_plain(state, ("ashl",)).under_way) for _, state in kept.values()] == [
+        overlap
+    ] * 3
     rest, _ = ran(*line.split(), kept=kept)
     assert rest.sha256 == whole.sha256 == simulated(*RUN, *line.split()).sha256
 
 
-@pytest.mark.parametrize("mode", ["sync=bsp overlap=delayed", "sync=local_sgd overlap=streaming sync.local_steps=2"])
+@pytest.mark.parametrize(
+    "mode", ["sync=bsp overlap=delayed", "sync=local_sgd overlap=streaming sync.local_steps=2"]
+)
 def test_at_the_top_of_their_loops_nothing_late_is_under_way_between_workers(mode: str) -> None:
-    line = [*mode.split(), "topology=all_reduce", "cluster.compute=[1,2]", "stop.steps=60", "eval.every_commits=100"]
+    line = [
+        *mode.split(),
+        "topology=all_reduce",
+        "cluster.compute=[1,2]",
+        "stop.steps=60",
+        "eval.every_commits=100",
+    ]
     whole, kept = ran(*line, version=5)
     rest, _ = ran(*line, kept=kept, comes=False)
     assert rest.sha256 == whole.sha256 == simulated(*RUN, *line).sha256

@@ -15,7 +15,14 @@ from ashl.study.calibrate import Compared, interval, median_error
 from ashl.study.slots import Job
 from tests.test_profile import profile
 
-PACED = ["cluster=mixed", "cluster.num_workers=2", "model=mlp", "dataset=digits", "sync=bsp", "compression=none"]
+PACED = [
+    "cluster=mixed",
+    "cluster.num_workers=2",
+    "model=mlp",
+    "dataset=digits",
+    "sync=bsp",
+    "compression=none",
+]
 
 
 def compared(error: float) -> Compared:
@@ -32,12 +39,21 @@ def test_the_interval_is_repeatable_and_holds_the_median() -> None:
 
 
 def in_this_process(
-    slots: int, jobs: Sequence[Job], show: Callable[[list[Job]], None], unwanted: Callable[[Job], bool]
+    slots: int,
+    jobs: Sequence[Job],
+    show: Callable[[list[Job]], None],
+    unwanted: Callable[[Job], bool],
 ) -> Iterator[Job]:
     """Run real runs in virtual time on the cluster that they declare."""
     for job in jobs:
         runtime = compose([*PACED, "runtime=sim", "runtime.gradients=false"], None)["runtime"]
-        train({**job.config, "runtime": runtime}, list(job.overrides), quiet=True, silent=True, strict=False)
+        train(
+            {**job.config, "runtime": runtime},
+            list(job.overrides),
+            quiet=True,
+            silent=True,
+            strict=False,
+        )
         yield job
 
 
@@ -45,7 +61,10 @@ def test_a_calibration_on_declared_costs_is_exact(workplace, capsys, monkeypatch
     monkeypatch.setattr(calibrate, "run_all", in_this_process)
     command = ["calibrate", "-q", *PACED, "--seconds", "1", "run.dir=here"]
     assert main(command) == 0
-    assert "times are off by 0.0 % in the median (95 % interval 0.0 % to 0.0 %" in capsys.readouterr().out
+    assert (
+        "times are off by 0.0 % in the median (95 % interval 0.0 % to 0.0 %"
+        in capsys.readouterr().out
+    )
     found = json.loads(Path("here/calibration.json").read_text())
     assert [row["name"] for row in found["combinations"]] == ["BSP", "BSP ring"]
     assert found["interval"] == pytest.approx([0.0, 0.0], abs=1e-9)
@@ -61,7 +80,10 @@ def test_ranks_beyond_the_cores_are_left_out(workplace, capsys, monkeypatch) -> 
     assert "BSP ring: sync=bsp topology=all_reduce compression=none" in said
     assert "left out: ASP: its 3 ranks are more than this host's 2 cores" in said
     assert main(["calibrate", *real, "topology=parameter_server"]) == 2
-    assert "fewer than two combinations are left to compare (BSP: its 3 ranks are more than" in capsys.readouterr().err
+    assert (
+        "fewer than two combinations are left to compare (BSP: its 3 ranks are more than"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,13 +94,20 @@ def test_ranks_beyond_the_cores_are_left_out(workplace, capsys, monkeypatch) -> 
         ("stop.steps=5", "how long runs are follows from --seconds; drop it"),
         ("sync=qsr", "nothing of what is calibrated goes with"),
         ("profile=none.json cluster=real cluster.num_workers=2", "cannot be read: No such file"),
-        ("profile=broken.json cluster=real cluster.num_workers=2", "is no usable profile: line 1 is not JSON"),
+        (
+            "profile=broken.json cluster=real cluster.num_workers=2",
+            "is no usable profile: line 1 is not JSON",
+        ),
         ("profile=mlp.json cluster=real cluster.num_workers=3", "2 workers and the cluster has 3"),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused_with_the_fix(overrides: str, words: str, workplace, capsys) -> None:
+def test_what_cannot_be_calibrated_is_refused_with_the_fix(
+    overrides: str, words: str, workplace, capsys
+) -> None:
     Path("broken.json").write_text('{"schema": 5,')
-    Path("mlp.json").write_text(replace(profile(), model="mlp", num_params=9610, dense_bytes=38440).to_json())
+    Path("mlp.json").write_text(
+        replace(profile(), model="mlp", num_params=9610, dense_bytes=38440).to_json()
+    )
     assert main(["calibrate", "-q", *overrides.split()]) == 2
     err = capsys.readouterr().err
     assert words in err

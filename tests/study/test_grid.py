@@ -43,7 +43,9 @@ def test_one_override_may_stand_for_several(text: str, values: list[str]) -> Non
 
 def test_every_combination_is_a_run() -> None:
     found = grid("sync=bsp,asp", "seed=0,1")
-    assert chosen(found) == [{"sync": s, "seed": seed} for s in ("bsp", "asp") for seed in ("0", "1")]
+    assert chosen(found) == [
+        {"sync": s, "seed": seed} for s in ("bsp", "asp") for seed in ("0", "1")
+    ]
     assert found.axes == {"sync": ["bsp", "asp"], "seed": ["0", "1"]}
     assert len({setting.hash for setting in found.settings}) == 4
     assert all(setting.predicted_s and setting.predicted_s > 0 for setting in found.settings)
@@ -82,7 +84,9 @@ def test_the_same_grid_finds_the_same_folder_in_whatever_order() -> None:
     assert folder_of(one, "there", None) == Path("there")
 
 
-def test_a_preset_may_bring_lines_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_preset_may_bring_lines_of_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     (tmp_path / "experiment").mkdir()
     lines = [
         {"sync": "bsp", "optimizer.lr": "0.1,0.2", "aggregate.clip_norm": None},
@@ -97,7 +101,9 @@ def test_a_preset_may_bring_lines_of_settings(tmp_path: Path, capsys: pytest.Cap
     assert {setting.label for setting in found.settings} == {"", "ASHL, as printed"}
     assert {setting.axes.get("sync") for setting in found.settings if setting.label} == {None}
     show(found, tmp_path / "study")
-    assert "ASHL, as printed: optimizer.lr=0.3 seed=0 schedule=ashl" in " ".join(capsys.readouterr().out.split())
+    assert "ASHL, as printed: optimizer.lr=0.3 seed=0 schedule=ashl" in " ".join(
+        capsys.readouterr().out.split()
+    )
     narrowed = grid("experiment=mine", "optimizer.lr=0.5", config_dir=tmp_path)
     assert [setting.config["optimizer"]["lr"] for setting in narrowed.settings] == [0.5, 0.5]
 
@@ -107,11 +113,17 @@ def test_a_preset_may_bring_lines_of_settings(tmp_path: Path, capsys: pytest.Cap
     [
         (("sync=bsp,sspp",), "sspp"),
         (("optimizer.lrr=0.1,0.2",), "did you mean optimizer.lr"),
-        (("sync.staleness=1,2", "sync=bsp"), "sync=bsp has no key staleness|no option that this grid chooses has"),
+        (
+            ("sync.staleness=1,2", "sync=bsp"),
+            "sync=bsp has no key staleness|no option that this grid chooses has",
+        ),
         (("optimizer.lr=interval(0,1)",), "--sweeper optuna"),
         (("seed=range(0,1000)", "optimizer.lr=range(0,1000)"), "1,000,000 points"),
         (("sweep=[{sync: bsp}]",), "lines of a sweep stand in a preset"),
-        (("seed=range(0,1000000000)",), "stands for more than 10,000 values; give fewer, or a larger step"),
+        (
+            ("seed=range(0,1000000000)",),
+            "stands for more than 10,000 values; give fewer, or a larger step",
+        ),
         (("sync=glob(zz*)",), "matches nothing"),
         (("sync=asp,ssp", "topology=all_reduce"), "no point of this grid can be run"),
         (("seed=",), "seed"),
@@ -145,7 +157,9 @@ def test_of_what_is_not_missing_mlflow_hears_as_far_as_it_has_run(tmp_path: Path
     found, heard = grid("sync=bsp,asp"), []
     ran = found.settings[0]
     (tmp_path / ran.hash).mkdir()
-    (tmp_path / ran.hash / "summary.json").write_text('{"status": "finished", "exit_reason": "steps"}')
+    (tmp_path / ran.hash / "summary.json").write_text(
+        '{"status": "finished", "exit_reason": "steps"}'
+    )
     progress = SweepProgress(Console(quiet=True), 0, quiet=True)
     record = begun(found, [], tmp_path, keep_dropped=True, command=command_line("sweep", []))
     fill(found, record, tmp_path, [], lambda *_: iter(()), progress, heard.append)

@@ -1,4 +1,6 @@
-"""A sweep in MLflow: each run once below the sweep, also after the store was locked or deleted. Read back by SQLite."""
+"""A sweep in MLflow: each run once below the sweep, also after the store was locked or deleted.
+Read back by SQLite.
+"""
 
 import json
 import os
@@ -25,10 +27,15 @@ def copy(sweep: Path, timeout_s: float = 100.0) -> tuple[str | None, str | None]
     """Tell MLflow of all runs of the sweep."""
     store = sweep.parent / "store"
     store.mkdir(exist_ok=True)
-    writer = mlflow_study.start(sweep, store=store, name="study", axes=["sync", "seed"], command="ashl sweep")
+    writer = mlflow_study.start(
+        sweep, store=store, name="study", axes=["sync", "seed"], command="ashl sweep"
+    )
     for setting in json.loads((sweep / "sweep.json").read_text())["settings"]:
         name = " ".join(f"{key}={value}" for key, value in setting["axes"].items())
-        config = {"seed": int(setting["axes"]["seed"]), "choices": {"sync": setting["axes"]["sync"]}}
+        config = {
+            "seed": int(setting["axes"]["seed"]),
+            "choices": {"sync": setting["axes"]["sync"]},
+        }
         mlflow_study.add(writer, sweep / setting["folder"], name, config, name.rpartition(" ")[0])
     return mlflow.finish(writer, timeout_s)
 
@@ -47,7 +54,8 @@ def runs(sweep: Path) -> dict[str, tuple[str, str | None]]:
 
 def whole() -> dict[str, tuple[str, str | None]]:
     children = {
-        f"sync={axes['sync']} seed={axes['seed']}": ("FINISHED", f"sync={axes['sync']}") for axes, _ in SETTINGS
+        f"sync={axes['sync']} seed={axes['seed']}": ("FINISHED", f"sync={axes['sync']}")
+        for axes, _ in SETTINGS
     }
     settings = {parent: ("FINISHED", "study") for _, parent in children.values()}
     return {"study": ("FINISHED", None)} | settings | children
@@ -59,7 +67,9 @@ def medians(sweep: Path) -> dict[tuple[str, str], tuple[str, float]]:
         JOIN params p USING (run_uuid) JOIN tags t USING (run_uuid)
         WHERE p.key = 'seed' AND t.key = 'ashl.kind' AND t.value = 'setting' AND r.lifecycle_stage = 'active'"""
     with closing(sqlite3.connect(sweep.parent / "store/mlflow.db", timeout=10)) as connection:
-        return {(name, key): (seeds, value) for seeds, name, key, value in connection.execute(query)}
+        return {
+            (name, key): (seeds, value) for seeds, name, key, value in connection.execute(query)
+        }
 
 
 def test_every_run_is_there_once_below_the_medians_of_its_setting(sweep: Path) -> None:
@@ -80,7 +90,9 @@ def test_times_are_those_of_the_runs_and_what_a_race_dropped_is_tagged(sweep: Pa
     record = json.loads((sweep / "sweep.json").read_text())
     *_, last = record["settings"]
     assert last["axes"] == {"sync": "asp", "seed": "1"}
-    (sweep / "sweep.json").write_text(json.dumps({**record, "dropped": [{"hash": last["hash"], "reason": "behind"}]}))
+    (sweep / "sweep.json").write_text(
+        json.dumps({**record, "dropped": [{"hash": last["hash"], "reason": "behind"}]})
+    )
     for number, setting in enumerate(record["settings"]):
         file = sweep / setting["folder"] / "summary.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "host_s": 7.0}))

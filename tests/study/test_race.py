@@ -10,16 +10,22 @@ from ashl.study.race import Course, Standing, moments, rank_of, verdicts
 END_S = 16.0
 
 
-def course(*losses: float, now_s: float = END_S, reached_s: float | None = None, ended: bool = True) -> Course:
+def course(
+    *losses: float, now_s: float = END_S, reached_s: float | None = None, ended: bool = True
+) -> Course:
     """A run that was evaluated at equal distances."""
-    return Course([now_s * (k + 1) / len(losses) for k in range(len(losses))], losses, reached_s, ended)
+    return Course(
+        [now_s * (k + 1) / len(losses) for k in range(len(losses))], losses, reached_s, ended
+    )
 
 
 def team(*runs: Course) -> dict[int, Course]:
     return dict(enumerate(runs))
 
 
-def dropped(field: dict[str, dict[int, Course]], seeds: int = 2, stays: Sequence[str] = ()) -> dict[str, str]:
+def dropped(
+    field: dict[str, dict[int, Course]], seeds: int = 2, stays: Sequence[str] = ()
+) -> dict[str, str]:
     return {name: reason for name, (_, reason) in verdicts(field, END_S, seeds, stays).items()}
 
 
@@ -59,7 +65,10 @@ def test_pairing_by_seed_tells_what_spreads_would_hide() -> None:
 
 
 def test_with_one_seed_the_order_decides() -> None:
-    field = {name: team(course(3.0, value)) for name, value in (("a", 1.0), ("b", 1.1), ("c", 1.2), ("d", 1.3))}
+    field = {
+        name: team(course(3.0, value))
+        for name, value in (("a", 1.0), ("b", 1.1), ("c", 1.2), ("d", 1.3))
+    }
     assert dropped(field, seeds=1).keys() == {"c", "d"}, "the better third stays"
     assert not dropped(field, seeds=2), "of several seeds one alone does not decide so little"
 
@@ -71,7 +80,9 @@ def test_what_diverged_is_dropped_and_the_baseline_never() -> None:
 
 
 def test_who_reached_the_target_late_stays_and_who_never_did_goes() -> None:
-    reached = team(course(1.0, 0.1, now_s=3.0, reached_s=3.0), course(1.0, 0.1, now_s=4.0, reached_s=4.0))
+    reached = team(
+        course(1.0, 0.1, now_s=3.0, reached_s=3.0), course(1.0, 0.1, now_s=4.0, reached_s=4.0)
+    )
     slower = team(course(1.0, 0.2, now_s=7.0, reached_s=7.0))
 
     def never(now_s: float) -> dict[int, Course]:
@@ -83,7 +94,9 @@ def test_who_reached_the_target_late_stays_and_who_never_did_goes() -> None:
     found = dropped(field | {"never": never(4.9)})
     assert found == {"never": "had not reached the target by 4.9 s, which the best did within 4 s"}
     alone = team(course(1.0, 0.05, now_s=5.0, ended=False))
-    assert not dropped({"fast": reached, "other": alone}), "one seed of two: not before twice the time"
+    assert not dropped({"fast": reached, "other": alone}), (
+        "one seed of two: not before twice the time"
+    )
     assert dropped({"fast": reached, "other": alone}, seeds=1).keys() == {"other"}
 
 
@@ -96,7 +109,9 @@ def test_whoever_is_first_at_the_target_is_not_dropped_for_its_loss_on_the_way()
     assert not dropped({**others, "sudden": team(sudden)}, seeds=3)
     assert not dropped({**others, "sudden": team(sudden, going)}, seeds=3)
     late = course(3.0, 3.0, 3.0, 0.3, now_s=14.5, reached_s=14.5)
-    assert dropped({**others, "late": team(late)}, seeds=3).keys() == {"late"}, "it was there after 1.2 times 12 s"
+    assert dropped({**others, "late": team(late)}, seeds=3).keys() == {"late"}, (
+        "it was there after 1.2 times 12 s"
+    )
 
 
 def test_order() -> None:

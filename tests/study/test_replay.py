@@ -1,4 +1,6 @@
-"""`ashl replay`: a run's own steps and transfers in virtual time, as it was and changed; and what it refuses."""
+"""`ashl replay`: a run's own steps and transfers in virtual time, as it was and changed; and what
+it refuses.
+"""
 
 import json
 import shutil
@@ -55,7 +57,9 @@ def test_a_run_is_replayed_as_it_was_and_changed(folder: Path, capsys) -> None:
         ("none", {}, "none"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(folder, workplace, capsys, arguments, changes, words) -> None:
+def test_what_cannot_be_replayed_is_refused(
+    folder, workplace, capsys, arguments, changes, words
+) -> None:
     shutil.copytree(folder, "run", dirs_exist_ok=True)
     say_real(Path("run"), **changes)
     assert main(["replay", *arguments.split()]) == 2
@@ -73,8 +77,13 @@ def test_a_run_without_spans_is_refused(folder, workplace, capsys) -> None:
 
 @pytest.mark.slow
 def test_processes_are_replayed(workplace) -> None:
-    real = "cluster=mixed cluster.num_workers=2 cluster.step_s=0.05 sync=bsp schedule=single stop.steps=60"
-    assert main(["train", "-q", "runtime=local", *real.split(), "tracking=none", "run.dir=run"]) == 0
+    real = (
+        "cluster=mixed cluster.num_workers=2 cluster.step_s=0.05 sync=bsp schedule=single"
+        " stop.steps=60"
+    )
+    assert (
+        main(["train", "-q", "runtime=local", *real.split(), "tracking=none", "run.dir=run"]) == 0
+    )
     assert main(["replay", "run", "sync=asp"]) == 0
     was, replayed, changed = json.loads(Path("run/replay/replay.json").read_text())["runs"].values()
     assert replayed["time_s"] == pytest.approx(was["time_s"], rel=0.05)

@@ -13,11 +13,23 @@ from ashl.tracking.counting import Counting
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import Reading, Running, SweepProgress
 
-LABELS = ["sync=bsp", "sync=local_sgd sync.local_steps=16 topology=all_reduce compression=topk compression.ratio=0.01"]
+LABELS = [
+    "sync=bsp",
+    (
+        "sync=local_sgd sync.local_steps=16 topology=all_reduce compression=topk"
+        " compression.ratio=0.01"
+    ),
+]
 
 
 def drawn(width: int, running: list[Running]) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=True,
+        color_system=None,
+        legacy_windows=False,
+    )
     progress = SweepProgress(console, 12, quiet=True)
     progress.done = 3
     progress.show(running)
@@ -61,7 +73,9 @@ def test_how_far_a_run_is_follows_its_nearest_limit(tmp_path: Path) -> None:
         file.write(json.dumps({"time_s": 2.0, "step": 1, "test/acc": 0.5}) + "\n")
     assert reading.running("a") == Running("a", 0.25, "50.0 %")
     with metrics.open("a") as file:
-        file.write(json.dumps({"time_s": 3.0, "step": 6, "test/acc": None, "train/loss": 0.25}) + "\n")
+        file.write(
+            json.dumps({"time_s": 3.0, "step": 6, "test/acc": None, "train/loss": 0.25}) + "\n"
+        )
     assert reading.running("a") == Running("a", 0.6, "loss 0.25")
     assert reading.running("a") == Running("a", 0.6, "loss 0.25")
 
@@ -75,7 +89,9 @@ def test_a_dry_run_says_host_time(workplace: Path, capsys: pytest.CaptureFixture
     total = re.search(r"^on this machine about (\S+) s at most for 4 runs, 2 at a time$", out, re.M)
     assert total
     assert 2 * 0.7 <= float(total[1]) < 20  # the starts alone take this long
-    assert main(["train", "cluster=real", "cluster.num_workers=1", "stop.epochs=1", "--dry-run"]) == 0
+    assert (
+        main(["train", "cluster=real", "cluster.num_workers=1", "stop.epochs=1", "--dry-run"]) == 0
+    )
     assert "on this machine" not in capsys.readouterr().out  # a real run is on one clock
     assert main(["train", *base, "runtime.gradients=false", "sync=asp", "schedule=single"]) == 0
     assert "on this machine" not in capsys.readouterr().out  # nothing is computed

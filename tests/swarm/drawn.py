@@ -1,4 +1,6 @@
-"""Shared by the swarms: clusters drawn at random, a run on one that remembers everything, and the books of time."""
+"""Shared by the swarms: clusters drawn at random, a run on one that remembers everything, and the
+books of time.
+"""
 
 import random
 from collections import Counter
@@ -70,14 +72,20 @@ def drawn_cluster(rng: random.Random) -> Cluster:
     declared = rng.random() < 0.5
     nodes = not declared and rng.random() < 0.4
     events = [
-        Event(time_s=rng.uniform(0, 2), worker=rng.randrange(n), **{rng.choice(WHAT): rng.uniform(0.3, 9)})
+        Event(
+            time_s=rng.uniform(0, 2),
+            worker=rng.randrange(n),
+            **{rng.choice(WHAT): rng.uniform(0.3, 9)},
+        )
         for _ in range(rng.choice([0, 0, 1, 4]))
     ]
     return Cluster(
         num_workers=None,
         compute_spread=0.0,
         compute=tuple(1.0 if equal else rng.uniform(0.5, 8) for _ in range(n)),
-        link=None if rng.random() < 0.3 else tuple(1.0 if equal else rng.uniform(0.5, 8) for _ in range(n)),
+        link=None
+        if rng.random() < 0.3
+        else tuple(1.0 if equal else rng.uniform(0.5, 8) for _ in range(n)),
         step_s=rng.choice([2e-9, 0.001, 0.02]),
         exchange_s=rng.choice([0.0, 1e-9, 0.01, 0.3]) if declared else None,
         bandwidth_mbit_s=None if declared else rng.choice([1.0, 100.0]),
@@ -97,7 +105,10 @@ def drawn_cluster(rng: random.Random) -> Cluster:
 
 def drawn_limits(rng: random.Random) -> Limits:
     """An end that comes, and soon, also where steps cost next to nothing."""
-    steps, seconds = rng.choice([None, 1, rng.randint(2, 150)]), rng.choice([None, 1e-9, rng.uniform(0, 2)])
+    steps, seconds = (
+        rng.choice([None, 1, rng.randint(2, 150)]),
+        rng.choice([None, 1e-9, rng.uniform(0, 2)]),
+    )
     if seconds is None or seconds > 1e-3:
         steps = steps or rng.randint(2, 150)
     return replace(WITHOUT, steps=steps, seconds=seconds, eval_every_commits=1)
@@ -108,7 +119,9 @@ def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) 
     local_steps = sync.local_steps if isinstance(sync.local_steps, int) else 4
     workers = [
         WorkerPlan(
-            local_steps=local_steps if rng.random() < 0.7 or local_steps == 1 else rng.randint(1, 5),
+            local_steps=local_steps
+            if rng.random() < 0.7 or local_steps == 1
+            else rng.randint(1, 5),
             batch=BATCH if rng.random() < 0.7 else rng.randint(1, 16),
             data_share=rng.uniform(0.1, 1),
             compression_ratio=1.0,
@@ -122,7 +135,9 @@ def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) 
         plan=StagePlan(name="swarm", until={}, workers=tuple(workers), **specs),
         topology=topology,
         sync=sync,
-        aggregate=Mean(scale=rng.choice([1.0, 2.5]), weights=rng.choice(["samples", "data_share"]), **GUARDS),
+        aggregate=Mean(
+            scale=rng.choice([1.0, 2.5]), weights=rng.choice(["samples", "data_share"]), **GUARDS
+        ),
         outer=Average(),
         codec=Dense(),
         trainer=SizeOnlyTrainer(rng.choice([1, 1000, 25_000]), 100),
@@ -131,11 +146,15 @@ def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) 
     )
 
 
-def run(cluster: Cluster, stages: Sequence[Stage], seed: int = 0, main: Callable | None = None) -> tuple[Sim, Seen]:
+def run(
+    cluster: Cluster, stages: Sequence[Stage], seed: int = 0, main: Callable | None = None
+) -> tuple[Sim, Seen]:
     """Play the stages, or `main`, on all ranks. Fails where no end is in sight."""
     seen, first = Seen(), stages[0]
     num_ranks = cluster.num_workers + extra_ranks(first.topology, first.sync, first.nodes)
-    sim = Sim(num_ranks, Speed(cluster, BATCH, seed), network(cluster, first.trainer.dense_bytes), seen)
+    sim = Sim(
+        num_ranks, Speed(cluster, BATCH, seed), network(cluster, first.trainer.dense_bytes), seen
+    )
 
     def tick() -> None:
         assert sim.events < MOST_EVENTS, f"no end in sight after {sim.now_ns / 1e9} s on the clock"
@@ -150,10 +169,11 @@ def check_time(seen: Seen, n: int, end_ns: int) -> None:
 
 
 def check_books(seen: Seen, n: int, end_ns: int, missing: int = 1) -> dict[int, int]:
-    """Every instant of every worker has one class, also of those that are gone, and the rounds of a worker follow each
-    other without a gap; returns when each one's last ended. Their numbers do, too, but that at each return one may be
-    missing, which was merged before its worker could record it, or be there again, as its report was lost on the way;
-    where they sum two may be `missing`, as what was under way when it was lost counts as dropped, begun or not.
+    """Every instant of every worker has one class, also of those that are gone, and the rounds of a
+    worker follow each other without a gap; returns when each one's last ended. Their numbers do,
+    too, but that at each return one may be missing, which was merged before its worker could record
+    it, or be there again, as its report was lost on the way; where they sum two may be `missing`,
+    as what was under way when it was lost counts as dropped, begun or not.
 
     Only the round before the last may have been recorded as longer
     than the run: the worker did not know yet.
@@ -162,7 +182,9 @@ def check_books(seen: Seen, n: int, end_ns: int, missing: int = 1) -> dict[int, 
         assert sum(ledger["totals_ns"].values()) == end_ns, ledger
         assert min(ledger["totals_ns"].values()) >= 0
     cursor, following = dict.fromkeys(range(n), 0), dict.fromkeys(range(n), 0)
-    returns = Counter(rank for record in seen.of("worker_rejoined") for rank in [record["rank"]] * missing)
+    returns = Counter(
+        rank for record in seen.of("worker_rejoined") for rank in [record["rank"]] * missing
+    )
     for record in seen.of("round"):
         ahead = record["round"] - following[record["rank"]]
         returns[record["rank"]] -= abs(ahead)

@@ -1,5 +1,7 @@
-"""Many small clusters drawn at random, each through one stage in virtual time without gradients: whatever is drawn, the
-run ends, loses no message, keeps its bounds, and its books balance to the nanosecond, the step and the byte."""
+"""Many small clusters drawn at random, each through one stage in virtual time without gradients:
+whatever is drawn, the run ends, loses no message, keeps its bounds, and its books balance to the
+nanosecond, the step and the byte.
+"""
 
 import random
 from collections import Counter
@@ -35,14 +37,26 @@ from ashl.sync.ssp import SSP
 from ashl.topology.all_reduce import AllReduce
 from ashl.topology.parameter_server import ParameterServer
 from tests.conf_option import conf_option
-from tests.swarm.drawn import BATCH, Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, each, run
+from tests.swarm.drawn import (
+    BATCH,
+    Seen,
+    bound,
+    check_mail,
+    check_time,
+    drawn_cluster,
+    drawn_limits,
+    each,
+    run,
+)
 
 SEEDS, IN_PARTS = 500, 100
 CHUNK = 50  # seeds of one test: enough tests to name the seed that fails, few enough to be quick
 
 
 def drawn_stage(rng: random.Random, n: int) -> Stage:
-    """A sync mode with its parameters on a topology that it knows, and an end by steps, by seconds or by both."""
+    """A sync mode with its parameters on a topology that it knows, and an end by steps, by seconds
+    or by both.
+    """
     local_steps = rng.randint(1, 5)
     sync = rng.choice(
         [
@@ -72,7 +86,14 @@ def drawn_in_parts(rng: random.Random, n: int) -> Stage:
         return replace(stage, overlap=overlap, parts=parts)
     codec = conf_option("compression", rng.choice(["topk", "random_mask", "qsgd"]))
     links = tuple(link_of(codec, layout, part.start, part.stop) for part in parts)
-    return replace(stage, overlap=overlap, parts=parts, links=links, layout=layout, codec=wrap_codec(codec, layout))
+    return replace(
+        stage,
+        overlap=overlap,
+        parts=parts,
+        links=links,
+        layout=layout,
+        codec=wrap_codec(codec, layout),
+    )
 
 
 def drawn(seed: int) -> tuple[Cluster, Stage]:
@@ -80,7 +101,9 @@ def drawn(seed: int) -> tuple[Cluster, Stage]:
     cluster = drawn_cluster(rng)
     if seed < SEEDS:
         return cluster, drawn_stage(rng, cluster.num_workers)
-    return replace(cluster, compress_s=rng.choice([0.0, 0.01])), drawn_in_parts(rng, cluster.num_workers)
+    return replace(cluster, compress_s=rng.choice([0.0, 0.01])), drawn_in_parts(
+        rng, cluster.num_workers
+    )
 
 
 def played(seed: int) -> tuple[Sim, Seen, Stage]:
@@ -92,11 +115,18 @@ def check_counts(seen: Seen, stage: Stage, end: dict) -> None:
     """What was computed was applied or dropped, or was under way at the end."""
     n = stage.num_workers
     assert end["steps"] == sum(end["steps_by"])
-    steps_each = [1 if stage.sync.exchange == "gradient" else worker.local_steps for worker in stage.plan.workers]
-    cut = stage.sync.in_rounds and (stage.limits.steps is not None or stage.limits.epochs is not None)
+    steps_each = [
+        1 if stage.sync.exchange == "gradient" else worker.local_steps
+        for worker in stage.plan.workers
+    ]
+    cut = stage.sync.in_rounds and (
+        stage.limits.steps is not None or stage.limits.epochs is not None
+    )
     for taken, c, h in zip(end["steps_by"], end["commits"], steps_each, strict=True):
         assert taken == c * h or (cut and (c - 1) * h < taken < c * h), "the last round may be cut"
-    samples = [s * worker.batch for s, worker in zip(end["steps_by"], stage.plan.workers, strict=True)]
+    samples = [
+        s * worker.batch for s, worker in zip(end["steps_by"], stage.plan.workers, strict=True)
+    ]
     assert end["samples"] == sum(samples)
     assert sum(end["commits"]) == end["merges"] * (stage.quorum if stage.topology.has_server else n)
     done = Counter()
@@ -108,8 +138,12 @@ def check_counts(seen: Seen, stage: Stage, end: dict) -> None:
         assert under_way in (0, steps_each[rank]) or (cut and under_way < steps_each[rank])
     if end["reason"] == "steps":
         assert end["steps"] >= stage.limits.steps
-        last = seen.commits[-2]["steps"] if len(seen.commits) > 1 else 0  # the last is the final snapshot
-        assert not seen.commits[:-2] or seen.commits[-3]["steps"] < stage.limits.steps, "the end comes at once"
+        last = (
+            seen.commits[-2]["steps"] if len(seen.commits) > 1 else 0
+        )  # the last is the final snapshot
+        assert not seen.commits[:-2] or seen.commits[-3]["steps"] < stage.limits.steps, (
+            "the end comes at once"
+        )
         assert last <= end["steps"]
 
 
@@ -135,11 +169,15 @@ def messages_bytes(stage: Stage) -> list[int]:
         return [2 * (n - 1) * 4 * (part.stop - part.start) // n for part in stage.messages]
     contexts = [EncodeContext(ratio=share) for share in stage.overlap.shares]
     bodies = [
-        own.encode(CodecState(), SizeOnly(0), context) for own, context in zip(stage.links, contexts, strict=True)
+        own.encode(CodecState(), SizeOnly(0), context)
+        for own, context in zip(stage.links, contexts, strict=True)
     ]
     if not link.traits.linear:
         return [(n - 1) * body.nbytes for body in bodies]
-    summed = [own.summand(*coded).nbytes for own, *coded in zip(stage.links, bodies, contexts, strict=True)]
+    summed = [
+        own.summand(*coded).nbytes
+        for own, *coded in zip(stage.links, bodies, contexts, strict=True)
+    ]
     return [2 * (n - 1) * nbytes // n for nbytes in summed]
 
 
@@ -150,8 +188,12 @@ def check_bytes(seen: Seen, stage: Stage, end: dict) -> None:
     if not stage.topology.has_server:
         each = messages_bytes(stage)
         moved = end["merges"] * sum(each)
-        begun = set(accumulate(each, initial=0)) if end["reason"] == "seconds" else {0}  # in time, and paid
-        assert {(r["bytes_up"], r["bytes_down"]) for r in ledgers.values()} <= {(moved + late,) * 2 for late in begun}
+        begun = (
+            set(accumulate(each, initial=0)) if end["reason"] == "seconds" else {0}
+        )  # in time, and paid
+        assert {(r["bytes_up"], r["bytes_down"]) for r in ledgers.values()} <= {
+            (moved + late,) * 2 for late in begun
+        }
         return
     workers = [ledgers[rank] for rank in range(n)]
     assert sum(r["bytes_up"] for r in workers) == ledgers[n]["bytes_down"]
@@ -168,7 +210,9 @@ def check(seed: int) -> None:
     check_mail(sim)
     assert end["end_ns"] <= sim.now_ns
     if end["reason"] == "seconds":
-        assert end["end_ns"] == round(stage.limits.seconds * 1e9), "a budget is one on every topology"
+        assert end["end_ns"] == round(stage.limits.seconds * 1e9), (
+            "a budget is one on every topology"
+        )
     check_time(seen, stage.num_workers, end["end_ns"])
     check_counts(seen, stage, end)
     check_bounds(seen, stage, end)
@@ -185,11 +229,32 @@ def test_a_swarm(first: int) -> None:
 def plain(sync: Any, topology: Any, limits: Limits = WITHOUT, n: int = 3) -> tuple[Cluster, Stage]:
     """A small cluster and stage without any chance in it."""
     cluster, stage = drawn(0)
-    none = dict.fromkeys(("link", "bandwidth_mbit_s", "latency_s", "server_bandwidth_mbit_s", "node"))
-    costs = {"step_s": 0.01, "exchange_s": 0.01, "server_step_s": 0.0, "intra_node_bandwidth_mbit_s": None}
-    cluster = replace(cluster, num_workers=None, compute=(1.0, 2.0, 3.0)[:n], jitter=0.0, events=(), **none, **costs)
+    none = dict.fromkeys(
+        ("link", "bandwidth_mbit_s", "latency_s", "server_bandwidth_mbit_s", "node")
+    )
+    costs = {
+        "step_s": 0.01,
+        "exchange_s": 0.01,
+        "server_step_s": 0.0,
+        "intra_node_bandwidth_mbit_s": None,
+    }
+    cluster = replace(
+        cluster,
+        num_workers=None,
+        compute=(1.0, 2.0, 3.0)[:n],
+        jitter=0.0,
+        events=(),
+        **none,
+        **costs,
+    )
     workers = (replace(stage.plan.workers[0], local_steps=1, batch=BATCH),) * n
-    stage = replace(stage, sync=sync, topology=topology, limits=limits, plan=replace(stage.plan, workers=workers))
+    stage = replace(
+        stage,
+        sync=sync,
+        topology=topology,
+        limits=limits,
+        plan=replace(stage.plan, workers=workers),
+    )
     return cluster, stage
 
 
@@ -213,7 +278,9 @@ def deserting(stage: Stage, rank: int, rounds: int):
     return main
 
 
-@pytest.mark.parametrize("sync", [BSP(exchange="gradient"), SSP(staleness=1, local_steps=1)], ids=lambda s: str(s)[:3])
+@pytest.mark.parametrize(
+    "sync", [BSP(exchange="gradient"), SSP(staleness=1, local_steps=1)], ids=lambda s: str(s)[:3]
+)
 def test_a_worker_that_leaves_early_is_a_deadlock_with_names(sync: Any) -> None:
     cluster, stage = plain(sync, ParameterServer(pull_ratio=None))
     with pytest.raises(AshlError) as caught:
@@ -228,13 +295,17 @@ def test_a_worker_that_leaves_early_is_a_deadlock_with_names(sync: Any) -> None:
 
 def test_a_member_that_leaves_an_all_reduce_is_a_deadlock_with_names() -> None:
     cluster, stage = plain(LocalSGD(local_steps=1), AllReduce())
-    with pytest.raises(AshlError, match=r"deadlock: rank 0 is in AllReduce with ranks \[0, 1, 2\]; rank 2 is in "):
+    with pytest.raises(
+        AshlError, match=r"deadlock: rank 0 is in AllReduce with ranks \[0, 1, 2\]; rank 2 is in "
+    ):
         run(cluster, (stage,), main=deserting(stage, rank=1, rounds=2))
 
 
 def test_a_message_that_nobody_receives_is_found() -> None:
     """The check of the swarm, checked."""
-    cluster, stage = plain(BSP(exchange="gradient"), ParameterServer(pull_ratio=None), replace(WITHOUT, steps=6))
+    cluster, stage = plain(
+        BSP(exchange="gradient"), ParameterServer(pull_ratio=None), replace(WITHOUT, steps=6)
+    )
 
     async def main(ctx: RankContext) -> None:
         if ctx.rank == 0:

@@ -1,5 +1,6 @@
-"""The swarm through gossip, taken up again: a checkpoint at a drawn moment changes nothing, and who goes on from it
-says the same to the end, whatever graph and modes are drawn."""
+"""The swarm through gossip, taken up again: a checkpoint at a drawn moment changes nothing, and who
+goes on from it says the same to the end, whatever graph and modes are drawn.
+"""
 
 import io
 import random
@@ -21,12 +22,18 @@ CheckpointPartSaved = list[tuple[bytes, int]]  # each checkpoint, and how much h
 
 
 def play(
-    cluster: Cluster, stages: list[Stage], seen: Seen, save_at_ns: int | None = None, file: bytes = b""
+    cluster: Cluster,
+    stages: list[Stage],
+    seen: Seen,
+    save_at_ns: int | None = None,
+    file: bytes = b"",
 ) -> CheckpointPartSaved:
     """From the beginning or from a checkpoint; returns the one that it makes."""
     first, kept = stages[0], CheckpointPartSaved()
     num_ranks = cluster.num_workers + extra_ranks(first.topology, first.sync, first.nodes)
-    sim = Sim(num_ranks, Speed(cluster, BATCH, 0), network(cluster, first.trainer.dense_bytes), seen)
+    sim = Sim(
+        num_ranks, Speed(cluster, BATCH, 0), network(cluster, first.trainer.dense_bytes), seen
+    )
 
     def keep(document: dict) -> None:
         written = io.BytesIO()

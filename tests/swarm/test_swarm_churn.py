@@ -1,5 +1,7 @@
-"""The swarm with workers that fail, rejoin and lose their links, at a parameter server, through one or
-several stages of any sync modes: the run ends, books balance, and no push is counted twice or forgotten."""
+"""The swarm with workers that fail, rejoin and lose their links, at a parameter server, through one
+or several stages of any sync modes: the run ends, books balance, and no push is counted twice or
+forgotten.
+"""
 
 import random
 from collections import Counter
@@ -54,8 +56,14 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
     n, until_s = cluster.num_workers, rng.choice([0.05, 0.5, 3.0])
-    churn = Churn(mtbf_s=rng.uniform(0.1, 3), mttr_s=rng.uniform(0.01, 1)) if rng.random() < 0.4 else None
-    events = sorted((*cluster.events, *drawn_events(rng, n, until_s)), key=lambda event: event.time_s)
+    churn = (
+        Churn(mtbf_s=rng.uniform(0.1, 3), mttr_s=rng.uniform(0.01, 1))
+        if rng.random() < 0.4
+        else None
+    )
+    events = sorted(
+        (*cluster.events, *drawn_events(rng, n, until_s)), key=lambda event: event.time_s
+    )
     cluster = replace(
         cluster,
         step_s=max(0.001, cluster.step_s or 0.0),
@@ -64,7 +72,9 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
         failure_detection_s=rng.choice([0.0, 0.02, 0.3]),
     )
     topology = ParameterServer(pull_ratio=rng.choice([None, None, 0.1]))
-    seconds = rng.choice([0.5, 5.0, 5.0 if churn else None])  # who fails sooner than a round ends gets nowhere
+    seconds = rng.choice(
+        [0.5, 5.0, 5.0 if churn else None]
+    )  # who fails sooner than a round ends gets nowhere
     limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
     stages, codec = list[Stage](), conf_option("compression", "topk", ratio=0.1)
     for index in range(rng.choice([1, 1, 2, 3])):
@@ -80,7 +90,14 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
                 index=index,
                 plan=plan,
                 codec=wrap_codec(codec, ()) if compressed else stage.codec,
-                overlap=other.choice([SERIAL, SERIAL, OneStepDelayed(local_weight=1), OneStepDelayed(local_weight=0.5)])
+                overlap=other.choice(
+                    [
+                        SERIAL,
+                        SERIAL,
+                        OneStepDelayed(local_weight=1),
+                        OneStepDelayed(local_weight=0.5),
+                    ]
+                )
                 if plain(sync)
                 else SERIAL,
                 trainer=stages[0].trainer if stages else stage.trainer,
@@ -95,11 +112,17 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
 
 
 class Counted:
-    """What became of each worker's pushes: how many the server took in, and how many it merged or dropped."""
+    """What became of each worker's pushes: how many the server took in, and how many it merged or
+    dropped.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.came, self.settled = Counter[int](), Counter[int]()
-        for name, counter in (("arrive", self.came), ("commit", self.settled), ("drop", self.settled)):
+        for name, counter in (
+            ("arrive", self.came),
+            ("commit", self.settled),
+            ("drop", self.settled),
+        ):
             patch.setattr(Progress, name, self.counting(getattr(Progress, name), counter))
         patch.setattr(Progress, "take_back", self.taking_back(Progress.take_back))
 

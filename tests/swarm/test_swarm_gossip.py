@@ -1,5 +1,6 @@
-"""The swarm through gossip: whatever cluster, graph and mode are drawn, the run is drained and ends, no message is
-lost, and its books balance; a worker that leaves early is found."""
+"""The swarm through gossip: whatever cluster, graph and mode are drawn, the run is drained and
+ends, no message is lost, and its books balance; a worker that leaves early is found.
+"""
 
 import random
 from collections import Counter
@@ -25,7 +26,16 @@ from ashl.sync.swarm import Swarm
 from ashl.topology.gossip import Gossip
 from ashl.topology.graph import NAMES
 from tests.conf_option import conf_option
-from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, each, run
+from tests.swarm.drawn import (
+    Seen,
+    bound,
+    check_mail,
+    check_time,
+    drawn_cluster,
+    drawn_limits,
+    each,
+    run,
+)
 from tests.swarm.test_swarm import deserting, plain
 
 SEEDS = 200
@@ -51,7 +61,12 @@ def drawn_mode(rng: random.Random) -> Any:
                 max_lead=4,
                 skip_lead=rng.choice([None, 1]),
             ),
-            DADMM(local_steps=h, rho=0.1, delay=rng.choice([0, 1, 3]), barrier=rng.choice([None, 1, 2])),
+            DADMM(
+                local_steps=h,
+                rho=0.1,
+                delay=rng.choice([0, 1, 3]),
+                barrier=rng.choice([None, 1, 2]),
+            ),
         ]
     )
 
@@ -64,7 +79,11 @@ def drawn_stages(rng: random.Random, n: int) -> list[Stage]:
     modes = [first]
     if rng.random() < 0.3:
         other = drawn_mode(rng)
-        modes += [other] if getattr(other, "coordinated", False) == getattr(first, "coordinated", False) else []
+        modes += (
+            [other]
+            if getattr(other, "coordinated", False) == getattr(first, "coordinated", False)
+            else []
+        )
     stages = []
     for index, mode in enumerate(modes):
         stage = bound(rng, mode, graph, n, limits)
@@ -102,15 +121,22 @@ def check_counts(seen: Seen, stages: list[Stage]) -> None:
         assert end["steps_by"][rank] + end["dropped_by"][rank] == done[rank]
         if stages[0].home:
             assert end["steps_by"][rank] == applied[rank]
-        elif end["end_ns"] != stages[0].stop_criteria.deadline_ns:  # then rank 0 counts, by its own clock
+        elif (
+            end["end_ns"] != stages[0].stop_criteria.deadline_ns
+        ):  # then rank 0 counts, by its own clock
             assert end["steps_by"][rank] <= applied[rank]
     if stages[0].home == 0:
         assert len(set(end["commits"])) == 1
         assert end["reason"] == "seconds" or sum(end["dropped_by"]) == 0
     sync = stages[-1].sync
-    if isinstance(sync, Hop) and len(stages) == 1 and not sync.skip_lead:  # a jump is over rounds that nobody counts
+    if (
+        isinstance(sync, Hop) and len(stages) == 1 and not sync.skip_lead
+    ):  # a jump is over rounds that nobody counts
         apart = 1 + (sync.max_lead if sync.backups else sync.staleness)
-        assert all(abs(end["commits"][i] - end["commits"][j]) <= apart for i, j in stages[0].topology.edges(stages[0]))
+        assert all(
+            abs(end["commits"][i] - end["commits"][j]) <= apart
+            for i, j in stages[0].topology.edges(stages[0])
+        )
     if end["reason"] == "steps":
         assert end["steps"] >= stages[0].limits.steps
     ledgers = [record for record in seen.of("ledger") if record["rank"] < n]
@@ -143,9 +169,13 @@ def test_thousands_of_clusters() -> None:
 
 
 FAULTS = {
-    DPSGD(local_steps=1, order="atc"): r"deadlock: .*rank 0 waits for 'gossip' \(stage 0, iteration \d\) from rank 1",
+    DPSGD(
+        local_steps=1, order="atc"
+    ): r"deadlock: .*rank 0 waits for 'gossip' \(stage 0, iteration \d\) from rank 1",
     ADPSGD(local_steps=1, overlap=True): r"deadlock: .*rank 3 waits for 'report' .* or 'done'",
-    Hop(local_steps=1, staleness=1, backups=0, max_lead=4, skip_lead=None): r"deadlock: .*rank 0 waits for 'model'",
+    Hop(
+        local_steps=1, staleness=1, backups=0, max_lead=4, skip_lead=None
+    ): r"deadlock: .*rank 0 waits for 'model'",
 }
 
 
@@ -158,7 +188,9 @@ def test_a_worker_that_leaves_early_is_a_deadlock_with_names(sync: Any) -> None:
 
 
 def test_a_stage_ends_by_what_rank_0_alone_knows() -> None:
-    """Its verdict holds after the round by which all have heard of it: nobody is left waiting, and nobody goes on."""
+    """Its verdict holds after the round by which all have heard of it: nobody is left waiting, and
+    nobody goes on.
+    """
     cluster, stage = plain(DPSGD(local_steps=1, order="awc"), Gossip(graph="ring", degree=2))
     cluster = replace(cluster, num_workers=None, compute=(1.0,) * 7)
     plan = replace(stage.plan, workers=(stage.plan.workers[0],) * 7)
@@ -166,7 +198,9 @@ def test_a_stage_ends_by_what_rank_0_alone_knows() -> None:
     _, seen = run(cluster, (stage,))
     end = seen.of("stage")[-1]
     assert end["reason"] == "seconds"
-    assert end["commits"] == [50] * 7  # round 50 ends at 0.5 s, and what comes later does not count:
+    assert (
+        end["commits"] == [50] * 7
+    )  # round 50 ends at 0.5 s, and what comes later does not count:
     assert end["dropped_by"] == [3] * 7  # the far side of a ring of 7 is three rounds away
     assert end["end_ns"] == 500_000_000
     ticks = Counter(record["tick"] for record in seen.commits if not record.get("final"))

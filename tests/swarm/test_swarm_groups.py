@@ -1,6 +1,7 @@
-"""Many small clusters through partial all-reduce, without gradients: whatever is drawn, nobody waits for ever, no
-message is lost, everybody is drained, and the books balance to the nanosecond, the step and the byte. A planted
-desertion is caught."""
+"""Many small clusters through partial all-reduce, without gradients: whatever is drawn, nobody
+waits for ever, no message is lost, everybody is drained, and the books balance to the nanosecond,
+the step and the byte. A planted desertion is caught.
+"""
 
 import random
 from collections import Counter
@@ -17,7 +18,16 @@ from ashl.stage.stage import Stage
 from ashl.sync.ripples_smart import RipplesSmart
 from ashl.topology.partial_all_reduce import PartialAllReduce
 from tests.conf_option import conf_option
-from tests.swarm.drawn import Seen, bound, check_mail, check_time, drawn_cluster, drawn_limits, each, run
+from tests.swarm.drawn import (
+    Seen,
+    bound,
+    check_mail,
+    check_time,
+    drawn_cluster,
+    drawn_limits,
+    each,
+    run,
+)
 from tests.swarm.test_swarm import deserting, plain
 from tests.swarm.test_swarm_stages import check_borders
 
@@ -122,7 +132,9 @@ def test_a_swarm(first: int) -> None:
 
 
 def check_stages(seed: int) -> None:
-    """At a border everybody's work counts, and the clock adds up for all; a plan goes on to its last stage."""
+    """At a border everybody's work counts, and the clock adds up for all; a plan goes on to its
+    last stage.
+    """
     cluster, stages = drawn_stages(seed)
     n = cluster.num_workers
     sim, seen = run(cluster, stages, seed)
@@ -131,7 +143,9 @@ def check_stages(seed: int) -> None:
     check_borders(seen, stages, n)
     check_time(seen, n, ends[-1]["end_ns"])
     check_counts(seen, stages[0], ends[-1])
-    assert not any(record["dropped"] for record in seen.of("round") if record["stage"] + 1 < len(ends))
+    assert not any(
+        record["dropped"] for record in seen.of("round") if record["stage"] + 1 < len(ends)
+    )
     for end, stage in zip(ends[:-1], stages, strict=False):
         assert end["reason"] == "commits"
         assert sum(end["dropped_by"]) == 0
@@ -155,5 +169,8 @@ def test_a_large_swarm(first: int) -> None:
 def test_a_worker_that_leaves_early_is_a_deadlock_with_names(scheduler: str) -> None:
     sync = conf_option("sync", f"ripples_{scheduler}")
     cluster, stage = plain(sync, PartialAllReduce(workers_per_node=3), replace(WITHOUT, steps=60))
-    with pytest.raises(AshlError, match=r"deadlock: rank 0 waits for 'group' .* rank 3 waits for 'done' .* or 'ask'"):
+    with pytest.raises(
+        AshlError,
+        match=r"deadlock: rank 0 waits for 'group' .* rank 3 waits for 'done' .* or 'ask'",
+    ):
         run(cluster, (stage,), main=deserting(stage, rank=1, rounds=2))

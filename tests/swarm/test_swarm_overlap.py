@@ -1,5 +1,6 @@
-"""Gradients in parts, on small clusters drawn at random: whatever is drawn, the run ends with the counts that it has
-without overlap, loses no message, and its books balance."""
+"""Gradients in parts, on small clusters drawn at random: whatever is drawn, the run ends with the
+counts that it has without overlap, loses no message, and its books balance.
+"""
 
 import random
 from dataclasses import replace
@@ -34,7 +35,10 @@ def drawn_parts(rng: random.Random, size: int) -> tuple[Bucket, ...]:
     done = [FORWARD + (1 - FORWARD) * part / total for part in accumulate(reversed(shares))]
     done[-1] = 1.0
     pieces = zip(reversed(list(pairwise(cuts))), done, strict=True)
-    return tuple(Bucket(start, stop, ready, (1 - ready) * FORWARD / (1 - FORWARD)) for (start, stop), ready in pieces)
+    return tuple(
+        Bucket(start, stop, ready, (1 - ready) * FORWARD / (1 - FORWARD))
+        for (start, stop), ready in pieces
+    )
 
 
 def drawn(seed: int) -> tuple[Cluster, Stage]:

@@ -1,5 +1,6 @@
-"""The swarm with codecs whose bodies are summed, gathered or sent along a tree: whatever is drawn, all end together,
-nothing is lost on the way, and the books balance to the nanosecond and the byte."""
+"""The swarm with codecs whose bodies are summed, gathered or sent along a tree: whatever is drawn,
+all end together, nothing is lost on the way, and the books balance to the nanosecond and the byte.
+"""
 
 import random
 from dataclasses import replace
@@ -47,7 +48,9 @@ def moved(name: str, n: int) -> int:
     """Bytes that all workers together send in a round, as the papers count them."""
     around = 2 * (n - 1)  # of a vector that all have summed
     if name == "power_sgd":
-        return n * (around * 4 * (2 * 40 + 2 * 10 + 40) // n) + n * (around * 4 * (2 * 30 + 2 * 40) // n)
+        return n * (around * 4 * (2 * 40 + 2 * 10 + 40) // n) + n * (
+            around * 4 * (2 * 30 + 2 * 40) // n
+        )
     k, size = round(0.05 * D), 20 + 4 * 82 + -(-82 * 11 // 8)
     assert (D, k) == (1640, 82)
     if name == "gtopk":
@@ -55,7 +58,9 @@ def moved(name: str, n: int) -> int:
     if name == "topk":
         return n * (n * size * (n - 1) // n)
     cells, asked = 5 * round(0.2 * D / 5), 4 * round(0.02 * D)
-    return n * (around * 4 * cells // n) + (n * (around * 4 * asked // n) if name == "sketch_sgd" else 0)
+    return n * (around * 4 * cells // n) + (
+        n * (around * 4 * asked // n) if name == "sketch_sgd" else 0
+    )
 
 
 def check(seed: int) -> None:
@@ -72,8 +77,15 @@ def check(seed: int) -> None:
     if seconds is not None and end["end_ns"] == round(
         seconds * 1e9
     ):  # what began in time is paid, even if it ended late
-        done = end["merges"] - (name == "gtopk")  # rank 0 is the root of the tree, and ends before its leaves
-        assert done * moved(name, n) <= min(up, down) <= max(up, down) <= (end["merges"] + 1) * moved(name, n)
+        done = end["merges"] - (
+            name == "gtopk"
+        )  # rank 0 is the root of the tree, and ends before its leaves
+        assert (
+            done * moved(name, n)
+            <= min(up, down)
+            <= max(up, down)
+            <= (end["merges"] + 1) * moved(name, n)
+        )
     else:
         assert up == down == end["merges"] * moved(name, n)
 

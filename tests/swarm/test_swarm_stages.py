@@ -1,4 +1,6 @@
-"""The swarm again, through several stages of any sync modes: what holds for each of them and across their borders."""
+"""The swarm again, through several stages of any sync modes: what holds for each of them and across
+their borders.
+"""
 
 import random
 from dataclasses import replace
@@ -90,18 +92,27 @@ def newer_sync(rng: random.Random, topology: object) -> object:
 
 def plain(sync: object) -> bool:
     """Whether it sends updates and nothing else, which may be exchanged late, and encoded."""
-    return not (isinstance(sync, PRSGDMomentum) or (isinstance(sync, ServerRule) and sync.messages() is not UPDATES))
+    return not (
+        isinstance(sync, PRSGDMomentum)
+        or (isinstance(sync, ServerRule) and sync.messages() is not UPDATES)
+    )
 
 
 def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
-    """Two or three stages; each but the last gives way to the next by one of the rules that need no loss."""
+    """Two or three stages; each but the last gives way to the next by one of the rules that need no
+    loss.
+    """
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
-    cluster = replace(cluster, step_s=max(0.001, cluster.step_s or 0.0))  # ADSP counts seconds, not steps
+    cluster = replace(
+        cluster, step_s=max(0.001, cluster.step_s or 0.0)
+    )  # ADSP counts seconds, not steps
     n = cluster.num_workers
     seconds = rng.choice([None, None, rng.uniform(0, 3)])
     limits = replace(WITHOUT, steps=rng.randint(1, 300), seconds=seconds, eval_every_commits=1)
-    topology = rng.choice([ParameterServer(pull_ratio=None), ParameterServer(pull_ratio=None), AllReduce()])
+    topology = rng.choice(
+        [ParameterServer(pull_ratio=None), ParameterServer(pull_ratio=None), AllReduce()]
+    )
     codec = conf_option("compression", "topk", ratio=0.1)
     stages = []
     for index in range(rng.randint(2, 3)):
@@ -110,8 +121,13 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
         stage = bound(rng, sync, topology, n, limits)
         rule = rng.choice(["commits", "seconds", "epochs", "plateau"])
         until = {rule: rng.uniform(0, 3)}
-        handover = {"momentum": rng.choice(["keep", "reset"]), "residual": rng.choice(["keep", "drop"])}
-        compressed = isinstance(topology, ParameterServer) and rng.random() < 0.3 and plain(stage.sync)
+        handover = {
+            "momentum": rng.choice(["keep", "reset"]),
+            "residual": rng.choice(["keep", "drop"]),
+        }
+        compressed = (
+            isinstance(topology, ParameterServer) and rng.random() < 0.3 and plain(stage.sync)
+        )
         stages.append(
             replace(
                 stage,
@@ -119,7 +135,9 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
                 plan=replace(stage.plan, until=until, handover=handover if index else {}),
                 codec=wrap_codec(codec, ()) if compressed else stage.codec,
                 trainer=stages[0].trainer if stages else stage.trainer,
-                overlap=random.Random(f"{seed} {index}").choice([SERIAL, SERIAL, OneStepDelayed(local_weight=1)])
+                overlap=random.Random(f"{seed} {index}").choice(
+                    [SERIAL, SERIAL, OneStepDelayed(local_weight=1)]
+                )
                 if plain(stage.sync)
                 else SERIAL,
             )
@@ -128,7 +146,9 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
 
 
 def check_borders(seen: Seen, stages: list[Stage], n: int) -> None:
-    """Stages follow each other; at each border every worker's time adds up to it; counts only grow."""
+    """Stages follow each other; at each border every worker's time adds up to it; counts
+    only grow.
+    """
     ends = seen.of("stage")
     assert [end["stage"] for end in ends] == list(range(len(ends)))
     for before, after in pairwise(ends):
@@ -148,13 +168,21 @@ def check_borders(seen: Seen, stages: list[Stage], n: int) -> None:
 
 
 def check_leads(seen: Seen, stages: list[Stage]) -> None:
-    """SSP's bound holds within its stage, whatever was before; at its end, who waits hands in what is done."""
+    """SSP's bound holds within its stage, whatever was before; at its end, who waits hands in what
+    is done.
+    """
     starts = [[0] * stages[0].num_workers, *(end["commits"] for end in seen.of("stage"))]
     times = [end["merges"] for end in seen.of("stage")]
     for record in seen.commits:
         index = sum(merges < record["merges"] for merges in times)
-        if index < len(stages) and isinstance(sync := stages[index].sync, SSP) and sync.staleness is not None:
-            clocks = [now - then for now, then in zip(record["commits"], starts[index], strict=True)]
+        if (
+            index < len(stages)
+            and isinstance(sync := stages[index].sync, SSP)
+            and sync.staleness is not None
+        ):
+            clocks = [
+                now - then for now, then in zip(record["commits"], starts[index], strict=True)
+            ]
             called_in = stages[index].delayed is not None and stages[index].following
             assert max(clocks) - min(clocks) <= sync.staleness + 1 + called_in
 

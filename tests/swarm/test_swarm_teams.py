@@ -1,5 +1,6 @@
-"""The swarm with workers that fail and rejoin, where they meet without a server: the run ends, books
-balance, and every step is in the model once, or dropped, or was under way at the end."""
+"""The swarm with workers that fail and rejoin, where they meet without a server: the run ends,
+books balance, and every step is in the model once, or dropped, or was under way at the end.
+"""
 
 import random
 from collections import Counter
@@ -31,10 +32,23 @@ ENDS = ("fewer than runtime.min_workers", "workers remain that have the model")
 def befallen_cluster(rng: random.Random) -> Cluster:
     cluster = drawn_cluster(rng)
     until_s = rng.choice([0.05, 0.5, 3.0])
-    churn = Churn(mtbf_s=rng.uniform(0.1, 3), mttr_s=rng.uniform(0.01, 1)) if rng.random() < 0.4 else None
-    events = sorted((*cluster.events, *drawn_events(rng, cluster.num_workers, until_s)), key=lambda event: event.time_s)
+    churn = (
+        Churn(mtbf_s=rng.uniform(0.1, 3), mttr_s=rng.uniform(0.01, 1))
+        if rng.random() < 0.4
+        else None
+    )
+    events = sorted(
+        (*cluster.events, *drawn_events(rng, cluster.num_workers, until_s)),
+        key=lambda event: event.time_s,
+    )
     failure_detection_s, step_s = rng.choice([0.0, 0.02, 0.3]), max(0.001, cluster.step_s or 0.0)
-    return replace(cluster, step_s=step_s, events=tuple(events), churn=churn, failure_detection_s=failure_detection_s)
+    return replace(
+        cluster,
+        step_s=step_s,
+        events=tuple(events),
+        churn=churn,
+        failure_detection_s=failure_detection_s,
+    )
 
 
 def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
@@ -42,21 +56,32 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
     rng = random.Random(seed)
     cluster = befallen_cluster(rng)
     n, topology = cluster.num_workers, AllReduce()
-    seconds = rng.choice([0.5, 5.0, 5.0 if cluster.churn else None])  # who fails sooner than a round ends gets nowhere
+    seconds = rng.choice(
+        [0.5, 5.0, 5.0 if cluster.churn else None]
+    )  # who fails sooner than a round ends gets nowhere
     limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
     stages, codec = list[Stage](), conf_option("compression", rng.choice(["topk", "power_sgd"]))
     if random.Random(f"{seed} tree").random() < 0.4 and not codec.per_layer:
         codec = conf_option("compression", "gtopk")
     for index in range(rng.choice([1, 1, 2, 3])):
-        sync = conf_option("sync", "bsp") if rng.random() < 0.5 else conf_option("sync", "local_sgd", local_steps=3)
+        sync = (
+            conf_option("sync", "bsp")
+            if rng.random() < 0.5
+            else conf_option("sync", "local_sgd", local_steps=3)
+        )
         other = random.Random(f"{seed} {index} momentum")
-        sync = conf_option("sync", "pr_sgd_momentum", local_steps=3) if other.random() < 0.3 else sync
+        sync = (
+            conf_option("sync", "pr_sgd_momentum", local_steps=3) if other.random() < 0.3 else sync
+        )
         stage = bound(rng, sync, topology, n, limits)
         stages.append(
             replace(
                 stage,
                 index=index,
-                plan=replace(stage.plan, until={rng.choice(["commits", "seconds", "epochs"]): rng.uniform(0, 2)}),
+                plan=replace(
+                    stage.plan,
+                    until={rng.choice(["commits", "seconds", "epochs"]): rng.uniform(0, 2)},
+                ),
                 codec=wrap_codec(codec, ())
                 if rng.random() < 0.3 and not (codec.per_layer or sync.momentum_travels)
                 else stage.codec,
@@ -85,7 +110,9 @@ class Over(NamedTuple):
 
 
 def over(seed: int, cluster: Cluster, stages: list[Stage], missing: int = 1) -> Over | None:
-    """How it ended, its books checked; None where it ended in one of the sentences that may end it."""
+    """How it ended, its books checked; None where it ended in one of the sentences that
+    may end it.
+    """
     try:
         sim, seen = run(cluster, stages, seed)
     except AshlError as error:
@@ -100,7 +127,11 @@ def over(seed: int, cluster: Cluster, stages: list[Stage], missing: int = 1) -> 
     for record in seen.of("round"):
         merged[record["rank"]] += 0 if record["dropped"] else record["steps"]
     return Over(
-        sim, end, merged, incarnations, max(worker.local_steps for stage in stages for worker in stage.plan.workers)
+        sim,
+        end,
+        merged,
+        incarnations,
+        max(worker.local_steps for stage in stages for worker in stage.plan.workers),
     )
 
 
@@ -111,12 +142,16 @@ def check_ring(seed: int) -> None:
     for rank in range(cluster.num_workers):
         if ran.end["reason"] == "steps":
             lost, counted = ran.most * ran.incarnations[rank], ran.end["steps_by"][rank]
-            assert ran.merged[rank] <= counted <= ran.merged[rank] + lost, "or lost before it could say so"
+            assert ran.merged[rank] <= counted <= ran.merged[rank] + lost, (
+                "or lost before it could say so"
+            )
             assert ran.end["dropped_by"][rank] <= lost + ran.most * (len(stages) - 1)
     for mail in ran.sim._mail:
         assert not mail.waiters
         left = {"lost", "welcome", "given up", "gtopk_up", "gtopk_down"}
-        assert {tag[0] for tag in mail.messages} <= left, "but what was for an earlier life, or a team of before"
+        assert {tag[0] for tag in mail.messages} <= left, (
+            "but what was for an earlier life, or a team of before"
+        )
 
 
 @pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, 30))
@@ -134,8 +169,13 @@ def drawn_groups(seed: int) -> tuple[Cluster, list[Stage]]:
     """One or two schedulers of partial all-reduce."""
     rng = random.Random(seed)
     cluster = befallen_cluster(rng)
-    n, topology = cluster.num_workers, PartialAllReduce(workers_per_node=rng.choice([None, 1, 2, 3]))
-    limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=rng.choice([0.5, 5.0]), eval_every_commits=1)
+    n, topology = (
+        cluster.num_workers,
+        PartialAllReduce(workers_per_node=rng.choice([None, 1, 2, 3])),
+    )
+    limits = replace(
+        WITHOUT, steps=rng.randint(1, 200), seconds=rng.choice([0.5, 5.0]), eval_every_commits=1
+    )
     stages = list[Stage]()
     for index in range(rng.choice([1, 1, 2])):
         stage = bound(rng, drawn_sync(rng, n), topology, n, limits)
@@ -150,7 +190,14 @@ def drawn_groups(seed: int) -> tuple[Cluster, list[Stage]]:
         }
         plan = replace(stage.plan, until=until)
         stages.append(
-            replace(stage, index=index, seed=seed, plan=plan, trainer=(stages or [stage])[0].trainer, **befallen)
+            replace(
+                stage,
+                index=index,
+                seed=seed,
+                plan=plan,
+                trainer=(stages or [stage])[0].trainer,
+                **befallen,
+            )
         )
     stages[-1] = replace(stages[-1], plan=replace(stages[-1].plan, until={}))
     return cluster, [replace(stage, following=stage is not stages[-1]) for stage in stages]
@@ -161,10 +208,14 @@ def check_groups(seed: int) -> None:
     if (ran := over(seed, cluster, stages)) is None:
         return
     for rank, counted in enumerate(ran.end["steps_by"]):
-        assert abs(counted - ran.merged[rank]) <= ran.most * ran.incarnations[rank], "but for what it was lost with"
+        assert abs(counted - ran.merged[rank]) <= ran.most * ran.incarnations[rank], (
+            "but for what it was lost with"
+        )
     for mail in ran.sim._mail[:-1]:
         assert not mail.waiters
-        assert {tag[0] for tag in mail.messages} <= {"lost", "welcome", "model", "group"}, "but for an earlier life"
+        assert {tag[0] for tag in mail.messages} <= {"lost", "welcome", "model", "group"}, (
+            "but for an earlier life"
+        )
 
 
 @pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, 30))

@@ -1,12 +1,15 @@
-"""What codecs without state have in common: each is two functions on arrays, and the form of a body.
+"""What codecs without state have in common: each is two functions on arrays, and the form of a
+body.
 
     pack(x, turn)    -> Parts    x float32 [d], finite or not, never changed
-    unpack(parts, d) -> x        float32 [d]; of a `Sparse` codec (places, values), of which the others are 0
+    unpack(parts, d) -> x        float32 [d]; of a `Sparse` codec (places, values), of which the
+                                 others are 0
 
-Where a codec is not `on_host`, x and the parts may be tensors on a device instead: it takes kernels and operators that
-arrays and tensors both have, and what it says of x is the same to the bit. `parts` come from anywhere: `unpack` checks
-each length and index before it believes them, and raises BodyError. What is not finite in x must show in what is
-decoded, as NaN or infinity somewhere, except where `traits.scale_free`.
+Where a codec is not `on_host`, x and the parts may be tensors on a device instead: it takes kernels
+and operators that arrays and tensors both have, and what it says of x is the same to the bit.
+`parts` come from anywhere: `unpack` checks each length and index before it believes them, and
+raises BodyError. What is not finite in x must show in what is decoded, as NaN or infinity
+somewhere, except where `traits.scale_free`.
 """
 
 from typing import Any, ClassVar
@@ -31,8 +34,12 @@ class Code(Codec, contract=True):
     def unpack(self, parts: Parts, d: int) -> Any:
         raise NotImplementedError
 
-    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # of a run that diverges
+    def encode(
+        self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[State, Tensor]:
+        with np.errstate(
+            over="ignore", invalid="ignore", divide="ignore"
+        ):  # of a run that diverges
             parts = self.pack(array_of(x), context)
         return sender, write_payload(self.code, x.numel(), parts)
 
@@ -66,5 +73,7 @@ class Sparse(Code):
 def kept_count(share: float, d: int) -> int:
     """k of a density: at least one element. Raises ValueError where it is no share."""
     if not 0 < share <= 1:
-        raise ValueError(f"a compression ratio of {share}: it is the density, above 0 and at most 1")
+        raise ValueError(
+            f"a compression ratio of {share}: it is the density, above 0 and at most 1"
+        )
     return max(1, round(share * d))

@@ -1,18 +1,21 @@
-"""Count sketch: a vector's heavy elements in a table of a few rows, which may be summed before they are looked for.
+"""Count sketch: a vector's heavy elements in a table of a few rows, which may be summed before they
+are looked for.
 
-Rule: S[r, h_r(j)] += σ_r(j)·x_j for every row r, with h_r a bucket and σ_r a sign drawn by a hash. σ_r(j)·S[r, h_r(j)]
-estimates x_j without bias over the draw of the hash, with a variance of ‖x‖²/cols; the median over the rows does away
-with most collisions. The k largest |estimates| are what is recovered. S(x) + S(y) = S(x + y). Bits: 64 + 32 a
-cell.
+Rule: S[r, h_r(j)] += σ_r(j)·x_j for every row r, with h_r a bucket and σ_r a sign drawn by a hash.
+σ_r(j)·S[r, h_r(j)] estimates x_j without bias over the draw of the hash, with a variance of
+‖x‖²/cols; the median over the rows does away with most collisions. The k largest |estimates| are
+what is recovered. S(x) + S(y) = S(x + y). Bits: 64 + 32 a cell.
 
-Hash: u = a_r·j + b_r mod 2^32, u ← c_r·(u ⊕ ⌊u/2^16⌋) mod 2^32 with a_r and c_r odd; ⌊u·cols/2^32⌋ is the bucket and
-the next bit the sign. The first step alone is multiply-shift, whose pairs are as good as independent, but with which
-the variance of smooth vectors was measured two to three times as large. The seed is in the body. It holds for a whole
-run, since what is kept from round to round adds up in the table, and it is the same for all workers. Where rows·cols is
-no less than d the vector itself is sent, whose elements are exact.
+Hash: u = a_r·j + b_r mod 2^32, u ← c_r·(u ⊕ ⌊u/2^16⌋) mod 2^32 with a_r and c_r odd; ⌊u·cols/2^32⌋
+is the bucket and the next bit the sign. The first step alone is multiply-shift, whose pairs are as
+good as independent, but with which the variance of smooth vectors was measured two to three times
+as large. The seed is in the body. It holds for a whole run, since what is kept from round to round
+adds up in the table, and it is the same for all workers. Where rows·cols is no less than d the
+vector itself is sent, whose elements are exact.
 
-Source: Charikar, Chen and Farach-Colton, "Finding Frequent Items in Data Streams", ICALP 2002; hash, Dietzfelbinger et
-al., "A Reliable Randomized Algorithm for the Closest-Pair Problem", J. Algorithms 1997.
+Source: Charikar, Chen and Farach-Colton, "Finding Frequent Items in Data Streams", ICALP 2002;
+hash, Dietzfelbinger et al., "A Reliable Randomized Algorithm for the Closest-Pair Problem", J.
+Algorithms 1997.
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,11 +77,14 @@ def hash_cells(table: Table, row: int, d: int) -> Iterator[tuple[slice, np.ndarr
 
 
 def cells_of(table: Table, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the cells of these elements, their signs), each [rows, k]; every element is in one cell of each row."""
+    """(the cells of these elements, their signs), each [rows, k]; every element is in one cell of
+    each row.
+    """
     if not table.rows:
         return places[None], np.ones((1, places.size), np.float32)
     a, b, c = (
-        np.array(numbers, np.uint32)[:, None] for numbers in zip(*multipliers(table.seed, table.rows), strict=True)
+        np.array(numbers, np.uint32)[:, None]
+        for numbers in zip(*multipliers(table.seed, table.rows), strict=True)
     )
     u = a * places.astype(np.uint32) + b
     u = c * (u ^ (u >> np.uint32(16)))
@@ -110,7 +116,10 @@ def estimate_elements(cells: np.ndarray, table: Table, d: int) -> np.ndarray:
     x, buffer = np.empty(d, np.float32), np.empty((table.rows, BLOCK), np.float32)
     for rows in zip(*(hash_cells(table, row, d) for row in range(table.rows)), strict=True):
         part, size = rows[0][0], rows[0][1].size
-        guesses = [signed[r].take(places, out=buffer[r, :size], mode="clip") for r, (_, places) in enumerate(rows)]
+        guesses = [
+            signed[r].take(places, out=buffer[r, :size], mode="clip")
+            for r, (_, places) in enumerate(rows)
+        ]
         x[part] = median(guesses)
     return x
 
@@ -118,7 +127,9 @@ def estimate_elements(cells: np.ndarray, table: Table, d: int) -> np.ndarray:
 def median(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Of an odd number of rows, element by element; they are overwritten. NaN where one is NaN."""
     rows, spare = list(rows), np.empty_like(rows[0])
-    for context in range(len(rows)):  # odd-even transposition: every pair once in order, all done after as many turns
+    for context in range(
+        len(rows)
+    ):  # odd-even transposition: every pair once in order, all done after as many turns
         for j in range(context % 2, len(rows) - 1, 2):
             np.minimum(rows[j], rows[j + 1], out=spare)
             np.maximum(rows[j], rows[j + 1], out=rows[j + 1])
@@ -126,7 +137,9 @@ def median(rows: Sequence[np.ndarray]) -> np.ndarray:
     return rows[len(rows) // 2]
 
 
-def recover_largest(cells: np.ndarray, table: Table, d: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+def recover_largest(
+    cells: np.ndarray, table: Table, d: int, k: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Ascending places of the k largest estimates, and these."""
     x = estimate_elements(cells, table, d)
     places = largest(x, k)
@@ -144,7 +157,11 @@ class CountSketch(Sparse, SummedValues, Reduces):
 
     def table(self, d: int, seed: int = 0) -> Table:
         cols = max(1, round(self.sketch_ratio * d / self.sketch_rows))
-        return Table(self.sketch_rows, cols, seed % SEEDS) if self.sketch_rows * cols < d else Table(0, d, seed % SEEDS)
+        return (
+            Table(self.sketch_rows, cols, seed % SEEDS)
+            if self.sketch_rows * cols < d
+            else Table(0, d, seed % SEEDS)
+        )
 
     def k(self, d: int) -> int:
         return kept_count(self.recovered_fraction, d)
@@ -167,20 +184,29 @@ class CountSketch(Sparse, SummedValues, Reduces):
 
     def read(self, parts: Parts, d: int) -> tuple[Table, np.ndarray]:
         """(its form, its cells) of a body. Raises BodyError."""
-        seed = int.from_bytes(typed_part(parts.scales, "u1", SEED_BYTES, "seed").tobytes(), "little")
+        seed = int.from_bytes(
+            typed_part(parts.scales, "u1", SEED_BYTES, "seed").tobytes(), "little"
+        )
         table = self.table(d, seed)
         if parts.count != table.cells or parts.indices.size:
-            raise PayloadError(f"a sketch of {parts.count} cells came where {table.cells} were expected")
+            raise PayloadError(
+                f"a sketch of {parts.count} cells came where {table.cells} were expected"
+            )
         return table, typed_part(parts.values, "<f4", table.cells, "cells")
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
         """What an all-reduce sums of a body: its cells alone."""
         return 4 * self.table(d).cells
 
-    def together(self, payloads: Sequence[Tensor], weights: Sequence[float], d: int) -> tuple[Table, np.ndarray]:
-        """(form, cells) of Σ weight · body, a new array. Raises BodyError where their hashes differ."""
+    def together(
+        self, payloads: Sequence[Tensor], weights: Sequence[float], d: int
+    ) -> tuple[Table, np.ndarray]:
+        """(form, cells) of Σ weight · body, a new array. Raises BodyError where their hashes
+        differ.
+        """
         tables, sketches = zip(
-            *(self.read(read_payload(payload, self.code, d), d) for payload in payloads), strict=True
+            *(self.read(read_payload(payload, self.code, d), d) for payload in payloads),
+            strict=True,
         )
         if len(set(tables)) > 1:
             raise PayloadError("sketches of different seeds came, which do not add up")

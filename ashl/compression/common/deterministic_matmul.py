@@ -1,11 +1,12 @@
-"""Products of matrices that have the same bits on every machine: where each worker decodes by itself, replicas would
-drift apart with libraries that add up in another order.
+"""Products of matrices that have the same bits on every machine: where each worker decodes by
+itself, replicas would drift apart with libraries that add up in another order.
 
-`outer_sum` adds element by element, term after term: for few terms. The others are for many small blocks: of whole
-numbers, whose products and sums stay below 2^53, which float64 holds exactly, or below 2^24 for float32: they are the
-same in whatever order.
+`outer_sum` adds element by element, term after term: for few terms. The others are for many small
+blocks: of whole numbers, whose products and sums stay below 2^53, which float64 holds exactly, or
+below 2^24 for float32: they are the same in whatever order.
 
-Source: these are the fixed-point form of Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", 2013.
+Source: these are the fixed-point form of Demmel and Nguyen, "Fast Reproducible Floating-Point
+Summation", 2013.
 """
 
 from functools import cache
@@ -40,11 +41,14 @@ def outer_sum(left: Array, right: Array, out: Array) -> None:
 
 
 def to_integers(values: Array, bits: int) -> tuple[Array, Array]:
-    """float32 [n, k] as whole numbers, float64, of so many bits from the first one of a row's largest on; and what one
-    of them is worth, [n, 1]."""
+    """float32 [n, k] as whole numbers, float64, of so many bits from the first one of a row's
+    largest on; and what one of them is worth, [n, 1].
+    """
     if isinstance(values, Tensor):
         shift = bits - torch.frexp(values.abs().amax(1, keepdim=True)).exponent
-        return (values.to(torch.float64) * device_kernels.power(shift)).round(), device_kernels.power(-shift)
+        return (
+            values.to(torch.float64) * device_kernels.power(shift)
+        ).round(), device_kernels.power(-shift)
     shift = bits - np.frexp(np.abs(values).max(1, keepdims=True))[1]
     whole = values.astype(np.float64)
     whole *= np.ldexp(1.0, shift)  # a power of two, so exact
@@ -52,9 +56,10 @@ def to_integers(values: Array, bits: int) -> tuple[Array, Array]:
 
 
 def multiply_mirrored(even: Array, odd: Array, blocks: Array) -> Array:
-    """Matrixᵀ @ block of each, float64 [n, k, m], where the rows of the matrix are symmetric and antisymmetric in turn:
-    of those the left halves, transposed, [⌈k/2⌉, ...], and blocks with their rows in that order. It takes half of the
-    products."""
+    """Matrixᵀ @ block of each, float64 [n, k, m], where the rows of the matrix are symmetric and
+    antisymmetric in turn: of those the left halves, transposed, [⌈k/2⌉, ...], and blocks with their
+    rows in that order. It takes half of the products.
+    """
     half, rest = even.shape[1], odd.shape[1]
     same, other = even @ blocks[:, :half], odd @ blocks[:, half:]
     if isinstance(blocks, Tensor):
@@ -66,8 +71,10 @@ def multiply_mirrored(even: Array, odd: Array, blocks: Array) -> Array:
 
 
 def hadamard_sums(rows: Array) -> Array:
-    """H·x of each row, float32 [n, b] with b a power of two and H the matrix of Hadamard with ±1. Of whole numbers
-    whose sums stay below 2^24, which float32 holds exactly, in whatever order they are added."""
+    """H·x of each row, float32 [n, b] with b a power of two and H the matrix of Hadamard with ±1.
+    Of whole numbers whose sums stay below 2^24, which float32 holds exactly, in whatever order they
+    are added.
+    """
     size = rows.shape[1]
     left, right = signs_of(1 << size.bit_length() // 2), signs_of(1 << (size.bit_length() - 1) // 2)
     square = rows.reshape(-1, len(left), len(right))

@@ -1,11 +1,13 @@
 """What a codec promises, measured: on this machine, in a second, beside what it states.
 
-Measures on vectors of standard normal and of heavy-tailed elements, d elements in a matrix and a bias: *relative
-error* is the mean of ‖C(x) − x‖²/‖x‖², stated as `bound`; *bias* the length of mean C(x) − x against ‖x‖, of which
-chance alone explains √(relative error/draws); *bits* an element on the wire, declared and sent. A codec with memory is
-given the same vector again and again, and *relative error* is that of its last message.
+Measures on vectors of standard normal and of heavy-tailed elements, d elements in a matrix and a
+bias: *relative error* is the mean of ‖C(x) − x‖²/‖x‖², stated as `bound`; *bias* the length of mean
+C(x) − x against ‖x‖, of which chance alone explains √(relative error/draws); *bits* an element on
+the wire, declared and sent. A codec with memory is given the same vector again and again, and
+*relative error* is that of its last message.
 
-Source: the laws are those of Beznosikov et al., "On Biased Compression for Distributed Learning", JMLR 2023.
+Source: the laws are those of Beznosikov et al., "On Biased Compression for Distributed Learning",
+JMLR 2023.
 """
 
 from typing import NamedTuple
@@ -24,7 +26,9 @@ CHANCE = 4.0  # standard errors that chance may explain
 
 
 class Law(NamedTuple):
-    """One promise: what is stated, what was measured, and whether they agree (None = nothing is stated)."""
+    """One promise: what is stated, what was measured, and whether they agree (None = nothing is
+    stated).
+    """
 
     name: str
     stated: str
@@ -40,7 +44,10 @@ def laws(option: Codec) -> list[Law]:
     """The laws of an option, measured."""
     codec = codec_for_layers(option, LAYOUT)
     rng = np.random.default_rng(0)
-    vectors = {"normal": to_vector(rng.standard_normal(D)), "heavy": to_vector(rng.standard_cauchy(D))}
+    vectors = {
+        "normal": to_vector(rng.standard_normal(D)),
+        "heavy": to_vector(rng.standard_cauchy(D)),
+    }
     found = [size_law(codec, vectors["normal"])]
     found += [law for name, x in vectors.items() for law in error_laws(codec, name, x)]
     if codec.traits.linear and isinstance(codec, Linear):
@@ -57,14 +64,18 @@ MEANT = {
     "variable": "how long a body is depends on x",
     "full_gradient": "needs the gradient over all samples",
     "reduces": "all bodies of a merge are decoded together",
-    "scale_free": "the norm of x is not preserved: for gradients, not for differences between models",
+    "scale_free": (
+        "the norm of x is not preserved: for gradients, not for differences between models"
+    ),
 }
 
 
 def list_guarantees(option: Codec) -> list[tuple[str, str]]:
     """Its flags, and what they mean."""
     traits = codec_for_layers(option, LAYOUT).traits._asdict()
-    return [(name.replace("_", " "), MEANT[name]) for name, on in traits.items() if on] or [("none", "")]
+    return [(name.replace("_", " "), MEANT[name]) for name, on in traits.items() if on] or [
+        ("none", "")
+    ]
 
 
 def to_vector(x: np.ndarray) -> Tensor:
@@ -95,17 +106,33 @@ def error_laws(codec: Codec, name: str, x: Tensor) -> list[Law]:
     bound = codec.bound(None, D)
     stated = "-" if not np.isfinite(bound) else f"at most {bound:.3g}"
     kept = None if not np.isfinite(bound) else mean - CHANCE * error <= bound * (1 + 1e-6)
-    rows = [Law(f"relative error on a {name} vector{', in the end' if memory else ''}", stated, f"{mean:.3g}", kept)]
+    rows = [
+        Law(
+            f"relative error on a {name} vector{', in the end' if memory else ''}",
+            stated,
+            f"{mean:.3g}",
+            kept,
+        )
+    ]
     if codec.traits.unbiased and not codec.traits.lossless and not memory:
         bias = float(torch.linalg.vector_norm(total / DRAWS - x)) / whole**0.5
         chance = (mean / DRAWS) ** 0.5
-        rows.append(Law(f"bias on a {name} vector", "0", f"{bias:.2g} (chance: {chance:.2g})", bias <= CHANCE * chance))
+        rows.append(
+            Law(
+                f"bias on a {name} vector",
+                "0",
+                f"{bias:.2g} (chance: {chance:.2g})",
+                bias <= CHANCE * chance,
+            )
+        )
     return rows
 
 
 def linearity_law(codec: Linear, x: Tensor, y: Tensor) -> Law:
     """Whether the sum of two bodies decodes to the sum."""
-    one, other = (codec.encode(None, v, EncodeContext(worker=rank))[1] for rank, v in enumerate((x, y)))
+    one, other = (
+        codec.encode(None, v, EncodeContext(worker=rank))[1] for rank, v in enumerate((x, y))
+    )
     if codec.traits.reduces:  # what it makes of a sum is no sum
         whole = codec.summand(codec.encode(None, x + y, EncodeContext())[1])
         off = float(torch.linalg.vector_norm(codec.summand(one) + codec.summand(other) - whole))
@@ -120,4 +147,9 @@ def linearity_law(codec: Linear, x: Tensor, y: Tensor) -> Law:
 def determinism_law(codec: Codec, x: Tensor) -> Law:
     """Whether the same message is encoded to the same bytes."""
     one, other = (codec.encode(None, x, EncodeContext(seed=1))[1] for _ in range(2))
-    return Law("same message, same bytes", "yes", "yes" if torch.equal(one, other) else "no", torch.equal(one, other))
+    return Law(
+        "same message, same bytes",
+        "yes",
+        "yes" if torch.equal(one, other) else "no",
+        torch.equal(one, other),
+    )

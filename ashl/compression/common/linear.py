@@ -1,7 +1,8 @@
-"""Bodies whose float32 values may be summed, all else being alike: what an all-reduce needs of a linear codec.
+"""Bodies whose float32 values may be summed, all else being alike: what an all-reduce needs of a
+linear codec.
 
-Source: sums of masked updates as in Konečný et al., "Federated Learning: Strategies for Improving Communication
-Efficiency", 2016.
+Source: sums of masked updates as in Konečný et al., "Federated Learning: Strategies for Improving
+Communication Efficiency", 2016.
 """
 
 from torch import Tensor, float32, uint8

@@ -1,9 +1,10 @@
 """Places that both ends draw from a seed of 8 bytes, which travels in their stead.
 
-Rule: every set of k of the d places is equally likely: they are drawn without replacement. With replacement some would
-be drawn twice, and of 500 of 1000 elements only about 390 were sent.
+Rule: every set of k of the d places is equally likely: they are drawn without replacement. With
+replacement some would be drawn twice, and of 500 of 1000 elements only about 390 were sent.
 
-Source: Konečný et al., "Federated Learning: Strategies for Improving Communication Efficiency", 2016.
+Source: Konečný et al., "Federated Learning: Strategies for Improving Communication Efficiency",
+2016.
 """
 
 import math
@@ -38,7 +39,9 @@ class Seeded(Selection, SummedValues, Share):
         seed = SEED_BYTES if self.form(self.kept(ratio, d), d) == SPARSE else 0
         return self.encoded_nbytes(ratio, d) - HEADER.size - seed
 
-    def draw_places(self, x: Array, rng: np.random.Generator, context: EncodeContext, scale: float = 1.0) -> Parts:
+    def draw_places(
+        self, x: Array, rng: np.random.Generator, context: EncodeContext, scale: float = 1.0
+    ) -> Parts:
         """x at places that are drawn with a new seed of `rng`, scaled unless all of x is sent."""
         k, seed = self.kept(context.ratio, len(x)), new_seed(rng)
         if self.form(k, len(x)) != SPARSE:
@@ -63,7 +66,8 @@ def places_of(seed: np.ndarray, k: int, d: int) -> np.ndarray:
 def draw_distinct(rng: np.random.Generator, k: int, d: int) -> np.ndarray:
     """Ascending numbers [k] below d, each set of them equally likely.
 
-    They are drawn with replacement until there are k different ones; what is too many then is dropped at random.
+    They are drawn with replacement until there are k different ones; what is too many then is
+    dropped at random.
     """
     if 2 * k > d:
         left = np.ones(d, bool)
@@ -71,12 +75,18 @@ def draw_distinct(rng: np.random.Generator, k: int, d: int) -> np.ndarray:
         return np.flatnonzero(left)
     found = np.empty(0, np.uint32)
     while found.size < k:
-        missing = -d * math.log1p(-(k - found.size) / (d - found.size))  # draws that find as many new ones on average
+        missing = -d * math.log1p(
+            -(k - found.size) / (d - found.size)
+        )  # draws that find as many new ones on average
         more = rng.integers(0, d, math.ceil(missing + 4 * math.sqrt(missing)), np.uint32)
         found = np.sort(np.concatenate([found, more]))
         found = found[np.concatenate([[True], found[1:] != found[:-1]])]
     surplus = found.size - k
-    return np.delete(found, np.argpartition(words(rng, found.size), surplus)[:surplus]) if surplus else found
+    return (
+        np.delete(found, np.argpartition(words(rng, found.size), surplus)[:surplus])
+        if surplus
+        else found
+    )
 
 
 def words(rng: np.random.Generator, count: int) -> np.ndarray:

@@ -1,10 +1,13 @@
-"""The k elements of largest magnitude, exactly, in little more than one pass over the vector; and those above a bound.
+"""The k elements of largest magnitude, exactly, in little more than one pass over the vector; and
+those above a bound.
 
-A strided sample gives a bound that lies below the k-th largest magnitude almost surely; one pass in blocks that fit the
-cache keeps what reaches the bound, a little more than k; the exact choice is made among these. Where fewer than k reach
-it, the choice is made among all: the result is exact, always.
+A strided sample gives a bound that lies below the k-th largest magnitude almost surely; one pass in
+blocks that fit the cache keeps what reaches the bound, a little more than k; the exact choice is
+made among these. Where fewer than k reach it, the choice is made among all: the result is exact,
+always.
 
-Source: sampled thresholds as in Lin et al., "Deep Gradient Compression", ICLR 2018, there without the exact choice.
+Source: sampled thresholds as in Lin et al., "Deep Gradient Compression", ICLR 2018, there without
+the exact choice.
 """
 
 import math
@@ -19,9 +22,11 @@ from ashl.compression.wire.bits import BLOCK
 
 SAMPLE = 1 << 15
 SMALL = 1 << 17  # below it, choosing among all is as fast
-SAFETY = 4.0  # standard deviations of the rank: one vector in thirty thousand has to be gone through twice
+# standard deviations of the rank: one vector in thirty thousand has to be gone through twice
+SAFETY = 4.0
 
-# Without its sign, a float32 is ordered like the integer of the same bits: inf above numbers, NaN above inf.
+# Without its sign, a float32 is ordered like the integer of the same bits: inf above numbers, NaN
+# above inf.
 Order = tuple[np.ufunc, np.int32]
 MAGNITUDE: Order = (np.bitwise_and, np.int32(0x7FFFFFFF))
 POSITIVE: Order = (np.bitwise_xor, np.int32(0))  # negative numbers come last, in no order
@@ -29,7 +34,8 @@ NEGATIVE: Order = (np.bitwise_xor, np.int32(-(2**31)))  # the most negative firs
 
 
 def largest(x: Array, k: int, order: Order = MAGNITUDE) -> Array:
-    """Ascending indices [k] of the k largest |x|, or of what else an order says, for x float32 [d] and 1 ≤ k ≤ d.
+    """Ascending indices [k] of the k largest |x|, or of what else an order says, for x float32 [d]
+    and 1 ≤ k ≤ d.
 
     Of equal ones the first are taken. A NaN counts as larger than all numbers, as in torch.topk.
     """
@@ -60,14 +66,18 @@ def indices_reaching(x: Array, bound: float) -> Array:
 
 
 def estimate_threshold(x: Array, k: int) -> float:
-    """A bound that about k of |x| reach, from a sample; for short vectors one that k reach. NaN where that is one."""
+    """A bound that about k of |x| reach, from a sample; for short vectors one that k reach. NaN
+    where that is one.
+    """
     sample = _keys(device_kernels.read(x[_spread_out(len(x))]).view(np.int32), MAGNITUDE)
     rank = min(sample.size, max(1, round(k * sample.size / len(x))))
     return float(np.partition(sample, sample.size - rank)[sample.size - rank].view(np.float32))
 
 
 def largest_of_rows(x: Array, k: int) -> Array:
-    """Ascending column indices [rows, k] of the k largest |x| of each row, for x float32 [rows, columns]."""
+    """Ascending column indices [rows, k] of the k largest |x| of each row, for x float32 [rows,
+    columns].
+    """
     if isinstance(x, Tensor):
         return device_kernels.largest_of_rows(device_kernels.magnitudes(x), k)
     rows, columns = x.shape
@@ -92,22 +102,26 @@ def _keys(bits: np.ndarray, order: Order) -> np.ndarray:
 def _spread_out(d: int) -> slice:
     """Some of d elements, spread over all; of a short vector all."""
     stride = max(1, d // SAMPLE)
-    while math.gcd(stride, 210) > 1:  # a period of the layers' shapes would make the sample one-sided
+    while (
+        math.gcd(stride, 210) > 1
+    ):  # a period of the layers' shapes would make the sample one-sided
         stride += 1
     return slice(stride // 2, None, stride)
 
 
 def _rank(size: int, k: int, d: int) -> int | None:
-    """Of a bound in a sample of that size that more than k of d elements reach, in all likelihood; None where so many
-    would that it is no use."""
+    """Of a bound in a sample of that size that more than k of d elements reach, in all likelihood;
+    None where so many would that it is no use.
+    """
     rank = k * size / d
     rank = math.ceil(rank + SAFETY * (math.sqrt(rank) + 1))
     return None if d < SMALL or rank >= size // 4 else rank
 
 
 def _bound(bits: np.ndarray, k: int, order: Order) -> np.int32 | None:
-    """A key that more than k elements reach, in all likelihood; None where too many would. Not 0: of vectors that are
-    sparse already, all elements reach it."""
+    """A key that more than k elements reach, in all likelihood; None where too many would. Not 0:
+    of vectors that are sparse already, all elements reach it.
+    """
     sample = _keys(bits[_spread_out(bits.size)], order)
     rank = _rank(sample.size, k, bits.size)
     if rank is None:

@@ -1,7 +1,8 @@
-"""What sparse codecs have in common: a share of the elements is kept, their values in one code and their places in
-another. The value code makes of a selection a chain: select, quantize, code.
+"""What sparse codecs have in common: a share of the elements is kept, their values in one code and
+their places in another. The value code makes of a selection a chain: select, quantize, code.
 
-Source: the split follows Sattler et al., "Sparse Binary Compression", IJCNN 2019: which elements, how fine, how coded.
+Source: the split follows Sattler et al., "Sparse Binary Compression", IJCNN 2019: which elements,
+how fine, how coded.
 """
 
 from typing import Any, ClassVar
@@ -9,13 +10,30 @@ from typing import Any, ClassVar
 from ashl.compression.common.code import Sparse, kept_count
 from ashl.compression.contract import EncodeContext, PayloadError, Traits
 from ashl.compression.wire.arrays import Array, view_as
-from ashl.compression.wire.index_code import VARIABLE, IndexCode, index_bytes, index_room, read_indices, write_indices
+from ashl.compression.wire.index_code import (
+    VARIABLE,
+    IndexCode,
+    index_bytes,
+    index_room,
+    read_indices,
+    write_indices,
+)
 from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts
-from ashl.compression.wire.value_code import ValueCode, read_values, value_bound, value_bytes, write_values
+from ashl.compression.wire.value_code import (
+    ValueCode,
+    read_values,
+    value_bound,
+    value_bytes,
+    write_values,
+)
 from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Natural, Ratio, option
 
-SPARSE, WHOLE, DENSE = 0, 1, 2  # forms of a body: some values with their places, all of them, all of them as float32
+SPARSE, WHOLE, DENSE = (
+    0,
+    1,
+    2,
+)  # forms of a body: some values with their places, all of them, all of them as float32
 
 
 @option
@@ -33,7 +51,9 @@ class Share(Wrappers):
 
 @option
 class Selection(Sparse, Wrappers):
-    """The writing and reading of what was selected; each says how it selects, and how its places are written."""
+    """The writing and reading of what was selected; each says how it selects, and how its places
+    are written.
+    """
 
     on_host: ClassVar[bool] = False
     values: ValueCode
@@ -53,7 +73,11 @@ class Selection(Sparse, Wrappers):
 
     def size(self, k: int, d: int) -> int:
         """Bytes of a body of k elements."""
-        content = {SPARSE: self._sparse_bytes(k, d), WHOLE: value_bytes(self.values, d), DENSE: 4 * d}
+        content = {
+            SPARSE: self._sparse_bytes(k, d),
+            WHOLE: value_bytes(self.values, d),
+            DENSE: 4 * d,
+        }
         return HEADER.size + content[self.form(k, d)]
 
     def loss(self, k: int, d: int) -> float:
@@ -64,7 +88,9 @@ class Selection(Sparse, Wrappers):
         return value_bytes(self.values, k) + self.place_bytes(k, d)
 
     def parts_of(self, x: Array, k: int, kept: Any, coded: Any, context: EncodeContext) -> Parts:
-        """k values `kept` of x, whose places are written as `coded`; neither is read where all of x is sent."""
+        """k values `kept` of x, whose places are written as `coded`; neither is read where all of x
+        is sent.
+        """
         form = self.form(k, len(x))
         if form == DENSE:
             return Parts(len(x), x, form=form)

@@ -1,7 +1,9 @@
-"""Two kinds of arrays: NumPy's in the host's memory, torch's tensors on a device, and what differs between them.
+"""Two kinds of arrays: NumPy's in the host's memory, torch's tensors on a device, and what differs
+between them.
 
-A codec that works on both takes what both understand (slices, comparisons, + − ×, `len`, `reshape`), these functions,
-and the kernels of this folder, which for tensors are those of `device_kernels`.
+A codec that works on both takes what both understand (slices, comparisons, + − ×, `len`,
+`reshape`), these functions, and the kernels of this folder, which for tensors are those of
+`device_kernels`.
 """
 
 from collections.abc import Sequence
@@ -24,8 +26,9 @@ TYPES = {
 
 
 def array_of(x: Tensor) -> Array:
-    """A vector of any floating type as float32: an array in the host's memory, without a copy where it is one already;
-    a tensor elsewhere."""
+    """A vector of any floating type as float32: an array in the host's memory, without a copy where
+    it is one already; a tensor elsewhere.
+    """
     x = x.detach().to(torch.float32).contiguous()
     return x.numpy() if at_home(x) else x
 
@@ -67,12 +70,18 @@ def wide(array: Array) -> Array:
 
 def look_up(table: np.ndarray, numbers: Array) -> Array:
     """Of a short table the entries of these numbers, where they lie."""
-    return beside(numbers, table)[numbers.long()] if isinstance(numbers, Tensor) else table.take(numbers)
+    return (
+        beside(numbers, table)[numbers.long()]
+        if isinstance(numbers, Tensor)
+        else table.take(numbers)
+    )
 
 
 def where_true(condition: Array) -> Array:
     """The ascending places where it holds."""
-    return condition.nonzero().view(-1) if isinstance(condition, Tensor) else np.flatnonzero(condition)
+    return (
+        condition.nonzero().view(-1) if isinstance(condition, Tensor) else np.flatnonzero(condition)
+    )
 
 
 def ops(array: Array) -> Any:
@@ -92,7 +101,11 @@ def read(array: Array) -> np.ndarray:
 
 def as_bytes(array: Array) -> Array:
     """Numbers as the bytes that they are."""
-    return array.contiguous().view(-1).view(torch.uint8) if isinstance(array, Tensor) else array.reshape(-1).view("u1")
+    return (
+        array.contiguous().view(-1).view(torch.uint8)
+        if isinstance(array, Tensor)
+        else array.reshape(-1).view("u1")
+    )
 
 
 def view_as(part: Array, dtype: str) -> Array:
@@ -105,7 +118,11 @@ def view_as(part: Array, dtype: str) -> Array:
 
 def zeros(like: Array, *shape: int) -> Array:
     """float32 where that one lies."""
-    return torch.zeros(shape, device=str(like.device)) if isinstance(like, Tensor) else np.zeros(shape, np.float32)
+    return (
+        torch.zeros(shape, device=str(like.device))
+        if isinstance(like, Tensor)
+        else np.zeros(shape, np.float32)
+    )
 
 
 def is_true(condition: Array) -> bool:

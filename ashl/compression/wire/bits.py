@@ -1,7 +1,7 @@
 """Numbers of a few bits each, one after the other in a little-endian stream.
 
-1, 2 and 4 bits are pushed together in pairs; others up to 8 bits by eights: as the bytes of one word of 64 bits, in
-three shifts.
+1, 2 and 4 bits are pushed together in pairs; others up to 8 bits by eights: as the bytes of one
+word of 64 bits, in three shifts.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,13 +46,16 @@ def pack(numbers: Array, width: int) -> Array:
 
 
 def unpack(buffer: Array, width: int, count: int) -> Array:
-    """The first `count` numbers of such a stream, uint32, on a device int32; the stream must be long
-    enough."""
+    """The first `count` numbers of such a stream, uint32, on a device int32; the stream must be
+    long enough.
+    """
     if isinstance(buffer, Tensor):
         return device_kernels.unpack(buffer, width, count).to(torch.int32)
     if width in (16, 32):
         return buffer[: count * width // 8].view(f"<u{width // 8}").astype(np.uint32)
-    return _unpack_blocks(_unpack_bytes if width <= 8 else _unpack_words, buffer, width, np.empty(count, np.uint32))
+    return _unpack_blocks(
+        _unpack_bytes if width <= 8 else _unpack_words, buffer, width, np.empty(count, np.uint32)
+    )
 
 
 def unpack_bytes(buffer: Array, width: int, count: int) -> Array:
@@ -76,7 +79,11 @@ def pack_signs(x: Array) -> Array:
 
 def pack_truths(truths: Array) -> Array:
     """uint8 [⌈d/8⌉] of bool [d]."""
-    return device_kernels.pack(truths, 1) if isinstance(truths, Tensor) else np.packbits(truths, bitorder="little")
+    return (
+        device_kernels.pack(truths, 1)
+        if isinstance(truths, Tensor)
+        else np.packbits(truths, bitorder="little")
+    )
 
 
 def unpack_truths(stream: Array, count: int) -> Array:
@@ -94,7 +101,9 @@ def apply_signs(buffer: Array, count: int, magnitude: Array) -> Array:
     pattern = magnitude.astype(np.float32).view(np.uint32)
     for start in range(0, count, BLOCK):
         part = x[start : start + BLOCK]
-        part[:] = np.unpackbits(buffer[start // 8 :][: BLOCK // 8], count=part.size, bitorder="little")
+        part[:] = np.unpackbits(
+            buffer[start // 8 :][: BLOCK // 8], count=part.size, bitorder="little"
+        )
         part <<= np.uint32(31)
         part ^= pattern
     return x.view(np.float32)
@@ -139,7 +148,9 @@ def _unpack_words(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
 def _pack_bytes(numbers: np.ndarray, width: int) -> np.ndarray:
     size, words = packed_bytes(numbers.size, width), np.zeros(-(-numbers.size // 8), "<u8")
     single = words.view(np.uint8)
-    np.bitwise_and(numbers.astype(np.uint8, copy=False), np.uint8((1 << width) - 1), out=single[: numbers.size])
+    np.bitwise_and(
+        numbers.astype(np.uint8, copy=False), np.uint8((1 << width) - 1), out=single[: numbers.size]
+    )
     if width in HALVES:
         while width < 8:  # two numbers become one of twice the width
             pairs = single.view("<u2")
@@ -167,7 +178,11 @@ def _unpack_bytes(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
             pairs &= np.uint16(0x0101 * ((1 << wide) - 1))
             single = pairs.view(np.uint8)
         return single[:count]
-    stream = buffer[:size] if size == groups * width else np.append(buffer[:size], np.zeros(width, np.uint8))
+    stream = (
+        buffer[:size]
+        if size == groups * width
+        else np.append(buffer[:size], np.zeros(width, np.uint8))
+    )
     words = np.zeros(groups, "<u8")
     words.view(np.uint8).reshape(-1, 8)[:, :width] = stream[: groups * width].reshape(-1, width)
     for lane in reversed(LANES):
@@ -181,9 +196,15 @@ def _unpack_bytes(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
 
 @cache
 def _halves(lane: int, width: int) -> tuple[np.uint64, np.uint64, np.uint64]:
-    """Masks of a lane's lower and upper half of numbers, pushed together, and how far the upper one had to move."""
+    """Masks of a lane's lower and upper half of numbers, pushed together, and how far the upper one
+    had to move.
+    """
     used = lane * width // 16
-    return _repeat((1 << used) - 1, lane), _repeat(((1 << used) - 1) << used, lane), np.uint64(lane // 2 - used)
+    return (
+        _repeat((1 << used) - 1, lane),
+        _repeat(((1 << used) - 1) << used, lane),
+        np.uint64(lane // 2 - used),
+    )
 
 
 def _repeat(pattern: int, lane: int) -> np.uint64:

@@ -1,10 +1,10 @@
 """The kernels of codecs for tensors, whole vectors at once: what `bits`, `levels`, `powers` and
 `select` do for arrays block by block, here for a device, with the same bits.
 
-Equal on every device: integers, shifts, comparisons, and one float operation after the other, each rounded once. So
-nothing is divided by a number (torch multiplies with its reciprocal on CUDA), nothing is multiplied and added at once,
-and sums are trees of elementwise additions, in NumPy's order. Only `lengths` is not: it is right to the last bit or
-two.
+Equal on every device: integers, shifts, comparisons, and one float operation after the other, each
+rounded once. So nothing is divided by a number (torch multiplies with its reciprocal on CUDA),
+nothing is multiplied and added at once, and sums are trees of elementwise additions, in NumPy's
+order. Only `lengths` is not: it is right to the last bit or two.
 """
 
 import math
@@ -32,7 +32,10 @@ def pack(numbers: Tensor, width: int) -> Tensor:
         return numbers.to(TYPES["u1" if width == 8 else "<i2"]).view(torch.uint8)
     group, filled = _whole_bytes(width)
     count, kind = len(numbers), torch.uint8 if width < 8 else torch.int64
-    columns = torch.nn.functional.pad(numbers.to(kind), (0, -count % group)).view(-1, group) & (1 << width) - 1
+    columns = (
+        torch.nn.functional.pad(numbers.to(kind), (0, -count % group)).view(-1, group)
+        & (1 << width) - 1
+    )
     if width == 1:
         return (columns.reshape(-1).view(torch.int64) * EIGHT_BITS >> 56).to(torch.uint8)
     stream = torch.zeros((len(columns), filled), dtype=torch.uint8, device=str(numbers.device))
@@ -73,7 +76,11 @@ def pack_signs(x: Tensor) -> Tensor:
 
 
 def apply_signs(buffer: Tensor, count: int, magnitude: Array) -> Tensor:
-    bits = magnitude.view(torch.int32) if isinstance(magnitude, Tensor) else int(magnitude.view(np.int32)[0])
+    bits = (
+        magnitude.view(torch.int32)
+        if isinstance(magnitude, Tensor)
+        else int(magnitude.view(np.int32)[0])
+    )
     return _with_signs(buffer, count, bits)
 
 
@@ -90,8 +97,9 @@ def _with_signs(buffer: Tensor, count: int, bits: Tensor | int) -> Tensor:
 
 
 def largest(keys: Tensor, k: int, rank: int | None, sample: Tensor) -> Tensor:
-    """Ascending places, int64 [k], of the k largest keys, of equal ones the first; `rank` is that of a bound in a
-    sample that more than k reach, None where all are looked at."""
+    """Ascending places, int64 [k], of the k largest keys, of equal ones the first; `rank` is that
+    of a bound in a sample that more than k reach, None where all are looked at.
+    """
     if rank is not None:
         places = indices_reaching(keys, sample.kthvalue(len(sample) - rank + 1).values.clamp(min=1))
         if len(places) >= k:
@@ -125,9 +133,13 @@ def _choose(keys: Tensor, k: int) -> Tensor:
 # --- levels
 
 
-def round_to_int32(y: Tensor, words: CounterRng, rest: Tensor, start: int, bits: int, own: int) -> Tensor:
+def round_to_int32(
+    y: Tensor, words: CounterRng, rest: Tensor, start: int, bits: int, own: int
+) -> Tensor:
     count, lanes = y.numel(), 64 // own
-    first = words.words(y, start // lanes, -(-count // lanes)).view(torch.int16)[:count].to(torch.int32)
+    first = (
+        words.words(y, start // lanes, -(-count // lanes)).view(torch.int16)[:count].to(torch.int32)
+    )
     sums = y.reshape(-1).to(torch.int32) + rest.repeat(-(-count // len(rest)))[:count]
     return (sums >> bits - own) + (first & (1 << own) - 1) >> own
 
@@ -145,11 +157,17 @@ def ends_of(x: Tensor) -> Tensor:
 
 
 def lengths(rows: Tensor) -> Tensor:
-    """‖·‖₂ of each row as float32 [n, 1]; of what is finite the largest float32, where it is beyond that."""
+    """‖·‖₂ of each row as float32 [n, 1]; of what is finite the largest float32, where it is beyond
+    that.
+    """
     wide = rows.to(torch.float64)
     squares = (wide * wide).sum(1)
     most = float(np.finfo(np.float32).max) ** 2
-    return torch.where(torch.isfinite(squares), squares.clamp(max=most), squares).sqrt().to(torch.float32)[:, None]
+    return (
+        torch.where(torch.isfinite(squares), squares.clamp(max=most), squares)
+        .sqrt()
+        .to(torch.float32)[:, None]
+    )
 
 
 # --- ternary numbers
@@ -160,7 +178,11 @@ def pack_ternary(numbers: Tensor, digits: int, block: int) -> Tensor:
     whole = len(numbers) // block * block
     pieces = [_pack_planes(numbers[:whole].view(-1, digits, block // digits))] if whole else []
     if rest := len(numbers) - whole:
-        pieces.append(_pack_planes(torch.nn.functional.pad(numbers[whole:], (0, -rest % digits)).view(1, digits, -1)))
+        pieces.append(
+            _pack_planes(
+                torch.nn.functional.pad(numbers[whole:], (0, -rest % digits)).view(1, digits, -1)
+            )
+        )
     return torch.cat(pieces)
 
 
@@ -173,7 +195,11 @@ def _pack_planes(planes: Tensor) -> Tensor:
 
 def unpack_ternary(stream: Tensor, count: int, digits: int, block: int) -> Tensor:
     whole = count // block * block
-    pieces = [_unpack_planes(stream[: whole // digits].view(-1, block // digits), digits)] if whole else []
+    pieces = (
+        [_unpack_planes(stream[: whole // digits].view(-1, block // digits), digits)]
+        if whole
+        else []
+    )
     if count > whole:
         pieces.append(_unpack_planes(stream[None, whole // digits :], digits))
     return torch.cat(pieces)[:count]
@@ -194,7 +220,10 @@ def _unpack_planes(packed: Tensor, digits: int) -> Tensor:
 def write_natural(x: Tensor, words: CounterRng) -> Tensor:
     size = magnitudes(x)
     size = torch.where(size >= INFINITE, INFINITE, size.clamp(max=TOP))
-    noise = words.words(x, 0, -(-len(x) // 2)).view(torch.int32)[: len(x)] >> 32 - MANTISSA & (1 << MANTISSA) - 1
+    noise = (
+        words.words(x, 0, -(-len(x) // 2)).view(torch.int32)[: len(x)] >> 32 - MANTISSA
+        & (1 << MANTISSA) - 1
+    )
     return torch.cat([(noise + size >> MANTISSA).to(torch.uint8), pack_signs(x)])
 
 
@@ -207,8 +236,9 @@ def read_natural(stream: Tensor, d: int) -> Tensor:
 
 
 def block_sums(x: Tensor, block: int) -> list[float]:
-    """Of each block of x [d], in the order of NumPy's sum of it; what is left of a block is added up by the host, and
-    so is one that float32 does not suffice for."""
+    """Of each block of x [d], in the order of NumPy's sum of it; what is left of a block is added
+    up by the host, and so is one that float32 does not suffice for.
+    """
     whole = len(x) // block * block
     sums = x[:whole].view(-1, LEAF // LANES, LANES)
     total = sums[:, 0]

@@ -1,17 +1,18 @@
 """How the integers of a quantizer are written: a last stage that loses nothing.
 
-none: ⌈log2 n⌉ bits each, for n levels. huffman: the canonical code of this message's own histogram; the lengths of the
-codewords go with it. elias: levels count from 0, the most usual one, and 0s are not written: of the others the gap to
-the one before, the sign and the magnitude, as (level + 1) >> 1, in the Elias omega code; no table. range: within a
-fraction of a per cent of the entropy of this message's own histogram, which goes with it; needs the library
-constriction.
+none: ⌈log2 n⌉ bits each, for n levels. huffman: the canonical code of this message's own histogram;
+the lengths of the codewords go with it. elias: levels count from 0, the most usual one, and 0s are
+not written: of the others the gap to the one before, the sign and the magnitude, as (level + 1) >>
+1, in the Elias omega code; no table. range: within a fraction of a per cent of the entropy of this
+message's own histogram, which goes with it; needs the library constriction.
 
-No code takes more than `none` and 5 bytes: what would is written as `none`. A quantizer whose levels lie around 0 folds
-them first, see `fold`: 0, −1, 1, −2, 2, … become 0, 1, 2, 3, 4.
+No code takes more than `none` and 5 bytes: what would is written as `none`. A quantizer whose
+levels lie around 0 folds them first, see `fold`: 0, −1, 1, −2, 2, … become 0, 1, 2, 3, 4.
 
-Source: Huffman, 1952; Elias coding as in Alistarh et al., "QSGD", NeurIPS 2017; variable lengths after a quantizer as
-in Suresh et al., "Distributed Mean Estimation with Limited Communication", ICML 2017; range coding by Bamler,
-"Understanding Entropy Coding With Asymmetric Numeral Systems (ANS)", arXiv:2201.01741, 2022.
+Source: Huffman, 1952; Elias coding as in Alistarh et al., "QSGD", NeurIPS 2017; variable lengths
+after a quantizer as in Suresh et al., "Distributed Mean Estimation with Limited Communication",
+ICML 2017; range coding by Bamler, "Understanding Entropy Coding With Asymmetric Numeral Systems
+(ANS)", arXiv:2201.01741, 2022.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def check_code(code: EntropyCode) -> None:
 
 
 def fold(levels: np.ndarray) -> np.ndarray:
-    """Signed levels as unsigned ones, small where they are close to 0: 2|q| − 1 for negative q, 2q for others."""
+    """Signed levels as unsigned ones, small where they are close to 0: 2|q| − 1 for negative q, 2q
+    for others.
+    """
     doubled = levels.astype(np.int32) << 1
     return (doubled ^ (doubled >> 31)).view(np.uint32)
 
@@ -51,7 +54,9 @@ def unfold(levels: np.ndarray) -> np.ndarray:
 
 
 def entropy(levels: np.ndarray, num_levels: int) -> float:
-    """The bits that no code of single levels can do without, table aside: Σ −log2 of each level's frequency."""
+    """The bits that no code of single levels can do without, table aside: Σ −log2 of each level's
+    frequency.
+    """
     counts = _histogram(levels, num_levels)
     counts = counts[counts > 0]
     return float((counts * np.log2(levels.size / counts)).sum())
@@ -88,7 +93,9 @@ def read_levels(code: EntropyCode, buffer: np.ndarray, count: int, num_levels: i
             read = {"huffman": _read_huffman, "elias": _read_elias, "range": _read_range}[code]
             return _below(read(buffer, count, num_levels), num_levels)
         if form == CONSTANT:
-            return _below(np.full(count, _read_header(buffer, 1, exactly=True)[0][0], np.uint32), num_levels)
+            return _below(
+                np.full(count, _read_header(buffer, 1, exactly=True)[0][0], np.uint32), num_levels
+            )
         if form != PLAIN:
             raise PayloadError(f"what came is no {code} code: form {form}, {count} levels")
     if buffer.size != packed_bytes(count, _width(num_levels)):
@@ -118,14 +125,17 @@ def _words(*numbers: Any) -> np.ndarray:
     return np.array(numbers, "<u4").view(np.uint8)
 
 
-def _read_header(buffer: np.ndarray, count: int, exactly: bool = False) -> tuple[list[int], np.ndarray]:
+def _read_header(
+    buffer: np.ndarray, count: int, exactly: bool = False
+) -> tuple[list[int], np.ndarray]:
     """The first numbers of 32 bits, and what follows them."""
     if buffer.size < 4 * count or (exactly and buffer.size != 4 * count):
         raise PayloadError(f"{buffer.size} bytes of levels came where {4 * count} were expected")
     return buffer[: 4 * count].copy().view("<u4").tolist(), buffer[4 * count :]
 
 
-# --- tables: numbers from 0 on, of which most are 0 -------------------------------------------------------------------
+# --- tables: numbers from 0 on, of which most are 0
+# -------------------------------------------------------------------
 
 
 def _write_table(numbers: np.ndarray) -> np.ndarray:
@@ -143,7 +153,8 @@ def _read_table(buffer: np.ndarray, num_levels: int) -> tuple[np.ndarray, np.nda
     return read_prefix(rest[:size], used, read_omega) - 1, rest[size:]
 
 
-# --- huffman ----------------------------------------------------------------------------------------------------------
+# --- huffman
+# --------------------------------------------------------------------------------------------------
 
 
 def _write_huffman(levels: np.ndarray, num_levels: int) -> np.ndarray:
@@ -177,8 +188,9 @@ def _read_huffman(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray
 
 
 def _code_lengths(counts: np.ndarray) -> np.ndarray:
-    """Of the codewords, in bits, 0 for what does not occur; at least two levels occur. Where the longest would be
-    beyond LONGEST, the histogram is made flatter until it is not."""
+    """Of the codewords, in bits, 0 for what does not occur; at least two levels occur. Where the
+    longest would be beyond LONGEST, the histogram is made flatter until it is not.
+    """
     used = np.flatnonzero(counts)
     limit = max(LONGEST, _width(used.size) + 1)
     while True:
@@ -207,7 +219,8 @@ def _tree_depths(counts: np.ndarray) -> np.ndarray:
     return depths[: counts.size]
 
 
-# --- elias ------------------------------------------------------------------------------------------------------------
+# --- elias
+# --------------------------------------------------------------------------------------------------
 
 
 def _write_elias(levels: np.ndarray, num_levels: int) -> np.ndarray:
@@ -227,14 +240,25 @@ def _read_elias(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray:
     gaps = read_prefix(rest[:size], found, read_omega)
     magnitudes = read_prefix(rest[split:], found, read_omega)
     places = np.cumsum(gaps) - 1
-    if found and (gaps.min() < 1 or places[-1] >= count or magnitudes.min() < 1 or magnitudes.max() > num_levels):
-        raise PayloadError(f"the places or magnitudes of levels that came are not those of {count} below {num_levels}")
+    if found and (
+        gaps.min() < 1
+        or places[-1] >= count
+        or magnitudes.min() < 1
+        or magnitudes.max() > num_levels
+    ):
+        raise PayloadError(
+            f"the places or magnitudes of levels that came are not those of {count} below"
+            f" {num_levels}"
+        )
     levels = np.zeros(count, np.uint32)
-    levels[places] = 2 * magnitudes - np.unpackbits(rest[size:split], count=found, bitorder="little")
+    levels[places] = 2 * magnitudes - np.unpackbits(
+        rest[size:split], count=found, bitorder="little"
+    )
     return levels
 
 
-# --- range ------------------------------------------------------------------------------------------------------------
+# --- range
+# --------------------------------------------------------------------------------------------------
 
 
 def _write_range(levels: np.ndarray, num_levels: int) -> np.ndarray:
@@ -247,8 +271,12 @@ def _write_range(levels: np.ndarray, num_levels: int) -> np.ndarray:
     model = _model(counts[used])
     for where in blocks(levels.size):
         coder.encode(ranks[levels[where]], model)
-    coded = coder.get_compressed()  # words of 32 bits; a decoder cannot tell whether some are missing
-    return np.concatenate([_write_table(counts), _words(coded.size), coded.astype("<u4").view(np.uint8)])
+    coded = (
+        coder.get_compressed()
+    )  # words of 32 bits; a decoder cannot tell whether some are missing
+    return np.concatenate(
+        [_write_table(counts), _words(coded.size), coded.astype("<u4").view(np.uint8)]
+    )
 
 
 def _read_range(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray:
@@ -257,7 +285,9 @@ def _read_range(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray:
     (size,), stream = _read_header(rest, 1)
     used = np.flatnonzero(counts)
     if counts.min() < 0 or counts.sum() != count or used.size < 2 or stream.size != 4 * size:
-        raise PayloadError(f"a histogram of {counts.sum()} levels came with {stream.size} bytes for {count}")
+        raise PayloadError(
+            f"a histogram of {counts.sum()} levels came with {stream.size} bytes for {count}"
+        )
     coder = library.stream.queue.RangeDecoder(stream.copy().view("<u4").astype(np.uint32))
     try:
         return used[coder.decode(_model(counts[used]), count)]
@@ -275,7 +305,7 @@ def _constriction() -> Any:
         import constriction
     except ImportError:
         raise UsageError(
-            "compression.entropy=range needs the library constriction: pip install constriction, or take "
-            "compression.entropy=huffman"
+            "compression.entropy=range needs the library constriction: pip install constriction, or"
+            " take compression.entropy=huffman"
         ) from None
     return constriction

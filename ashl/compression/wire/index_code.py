@@ -1,12 +1,14 @@
 """How the places of the kept elements are written: k ascending indices below d.
 
-int32: 32 bits an index, nothing to compute. packed: ⌈log2 d⌉ bits an index. bitmap: one bit an element, shorter than
-packed where k/d > 1/⌈log2 d⌉, which is 4-5 % for millions of elements. golomb: of the elements that lie between two
-kept ones, the low b bits of their number, and the rest of it in unary: within 2 % of the entropy of places that are
-drawn independently; the size depends on them, and `index_bytes` is what it never exceeds. In memory: b as one byte, the
-low bits of all, then the unary numbers of all, so that both are read at once.
+int32: 32 bits an index, nothing to compute. packed: ⌈log2 d⌉ bits an index. bitmap: one bit an
+element, shorter than packed where k/d > 1/⌈log2 d⌉, which is 4-5 % for millions of elements.
+golomb: of the elements that lie between two kept ones, the low b bits of their number, and the rest
+of it in unary: within 2 % of the entropy of places that are drawn independently; the size depends
+on them, and `index_bytes` is what it never exceeds. In memory: b as one byte, the low bits of all,
+then the unary numbers of all, so that both are read at once.
 
-Source: Golomb, "Run-Length Encodings", 1966, with the b of Sattler et al., "Sparse Binary Compression", IJCNN 2019.
+Source: Golomb, "Run-Length Encodings", 1966, with the b of Sattler et al., "Sparse Binary
+Compression", IJCNN 2019.
 """
 
 import math
@@ -18,7 +20,15 @@ import torch
 from torch import Tensor
 
 from ashl.compression.contract import PayloadError
-from ashl.compression.wire.arrays import Array, beside, concatenate, is_true, read, view_as, where_true
+from ashl.compression.wire.arrays import (
+    Array,
+    beside,
+    concatenate,
+    is_true,
+    read,
+    view_as,
+    where_true,
+)
 from ashl.compression.wire.bits import pack, pack_truths, packed_bytes, unpack, unpack_truths
 
 IndexCode = Literal["int32", "packed", "bitmap", "golomb"]
@@ -47,14 +57,22 @@ def index_bytes(code: IndexCode, k: int, d: int) -> int:
 
 
 def index_room(code: IndexCode, k: int, d: int) -> int:
-    """What no k indices or fewer exceed: Golomb's worst case falls by up to 7 % where more indices make b smaller."""
-    return -(-27 * index_bytes(code, k, d) // 25) + 1 if code == "golomb" else index_bytes(code, k, d)
+    """What no k indices or fewer exceed: Golomb's worst case falls by up to 7 % where more indices
+    make b smaller.
+    """
+    return (
+        -(-27 * index_bytes(code, k, d) // 25) + 1 if code == "golomb" else index_bytes(code, k, d)
+    )
 
 
 def write_indices(code: IndexCode, indices: Array, d: int) -> Array:
     """uint8 [index_bytes], or fewer."""
     if code == "int32":
-        return indices.to(torch.int32) if isinstance(indices, Tensor) else indices.astype("<i4").view(np.uint8)
+        return (
+            indices.to(torch.int32)
+            if isinstance(indices, Tensor)
+            else indices.astype("<i4").view(np.uint8)
+        )
     if code == "packed":
         return pack(indices, width(d))
     if code == "golomb":
@@ -63,10 +81,14 @@ def write_indices(code: IndexCode, indices: Array, d: int) -> Array:
 
 
 def read_indices(code: IndexCode, buffer: Array, k: int, d: int) -> Array:
-    """The indices [k], ascending. Raises BodyError where they are of another size, out of order or beyond d."""
+    """The indices [k], ascending. Raises BodyError where they are of another size, out of order or
+    beyond d.
+    """
     size = index_bytes(code, k, d)
     if len(buffer) > size or (len(buffer) < size and code not in VARIABLE):
-        raise PayloadError(f"{k} {code} indices below {d} take {size} bytes, but {len(buffer)} came")
+        raise PayloadError(
+            f"{k} {code} indices below {d} take {size} bytes, but {len(buffer)} came"
+        )
     if code == "int32":
         indices = view_as(buffer, "<i4")
     elif code == "packed":
@@ -92,7 +114,9 @@ def _unary_bytes(k: int, d: int, b: int) -> int:
 def _bitmap(places: Array, size: int) -> Array:
     """A stream of so many bits, of which those at these places are 1."""
     if isinstance(places, Tensor):
-        mask = torch.zeros(size, dtype=torch.bool, device=str(places.device)).index_fill_(0, places, True)
+        mask = torch.zeros(size, dtype=torch.bool, device=str(places.device)).index_fill_(
+            0, places, True
+        )
     else:
         mask = np.zeros(size, bool)
         mask[places] = True
@@ -119,11 +143,15 @@ def _read_golomb(buffer: Array, k: int, d: int) -> Array:
         return np.empty(0, np.int64)
     b = int(read(buffer[:1])[0]) if len(buffer) else -1
     if b != low_bits(k, d) or len(buffer) < (first := 1 + packed_bytes(k, b)):
-        raise PayloadError(f"{k} golomb indices below {d} came with {b} low bits in {len(buffer)} bytes")
+        raise PayloadError(
+            f"{k} golomb indices below {d} came with {b} low bits in {len(buffer)} bytes"
+        )
     ends = where_true(unpack_truths(buffer[first:], 8 * (len(buffer) - first)))
     if len(ends) != k or not is_true(ends[-1] // 8 == len(buffer) - first - 1):
         raise PayloadError(f"{len(ends)} golomb indices below {d} came where {k} were expected")
-    before = beside(ends, np.arange(k))  # of each end the ones below it; what else is below it are high bits of gaps
+    before = beside(
+        ends, np.arange(k)
+    )  # of each end the ones below it; what else is below it are high bits of gaps
     indices = ends - before
     indices <<= b
     indices += before

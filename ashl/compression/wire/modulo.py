@@ -1,11 +1,13 @@
-"""A vector in b bits an element, for a reader that has one near it: what is sent is where each element lies modulo 2^b.
+"""A vector in b bits an element, for a reader that has one near it: what is sent is where each
+element lies modulo 2^b.
 
-Rule: q_j = ⌊x_j/ε + u_j⌋ with u_j uniform in [0, 1), so that E ε·q = x; sent is q mod 2^b. A reader with y takes of all
-numbers congruent to that the one nearest to y_j/ε, which is q_j where |x_j − y_j| < (2^(b−1) − 1)·ε: what it costs
-goes by how near the two are, not by how long they are. A checksum of what was left out says whether it came out right.
+Rule: q_j = ⌊x_j/ε + u_j⌋ with u_j uniform in [0, 1), so that E ε·q = x; sent is q mod 2^b. A reader
+with y takes of all numbers congruent to that the one nearest to y_j/ε, which is q_j where |x_j −
+y_j| < (2^(b−1) − 1)·ε: what it costs goes by how near the two are, not by how long they are. A
+checksum of what was left out says whether it came out right.
 
-Source: Davies et al., "New Bounds for Distributed Mean Estimation and Variance Reduction", ICLR 2021, on the cubic
-lattice.
+Source: Davies et al., "New Bounds for Distributed Mean Estimation and Variance Reduction", ICLR
+2021, on the cubic lattice.
 """
 
 import zlib
@@ -33,12 +35,17 @@ def residues(x: np.ndarray, step: float, bits: int, context: EncodeContext) -> P
 
 
 def nearest(parts: Parts, near: np.ndarray) -> np.ndarray | None:
-    """float32, what such a body holds, for who has a vector near it; None where that is too far. Raises BodyError."""
+    """float32, what such a body holds, for who has a vector near it; None where that is too far.
+    Raises BodyError.
+    """
     bits, d = parts.form, near.size
     if parts.count != d or not 2 <= bits <= 16 or parts.values.size != packed_bytes(d, bits):
         raise PayloadError(f"what came are no {d} residues: form {bits}, {parts.count} values")
     about = typed_part(parts.scales, "u1", 12, "scales").tobytes()
-    step, low = float(np.frombuffer(about, "<f8", 1)[0]), unpack(parts.values, bits, d).astype(np.int64)
+    step, low = (
+        float(np.frombuffer(about, "<f8", 1)[0]),
+        unpack(parts.values, bits, d).astype(np.int64),
+    )
     if not 0 < step < np.inf:
         raise PayloadError(f"residues came with a step of {step}")
     with np.errstate(invalid="ignore"):  # where the reader's own is no number, nothing is read

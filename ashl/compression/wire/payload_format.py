@@ -1,4 +1,5 @@
-"""The flat buffer of an encoded vector: a header of 20 bytes, then scales, values and places, each as bytes.
+"""The flat buffer of an encoded vector: a header of 20 bytes, then scales, values and places, each
+as bytes.
 
      0  version
      1  the codec: its `code`
@@ -32,8 +33,9 @@ EMPTY = np.empty(0, np.uint8)
 
 
 class Parts(NamedTuple):
-    """What a body holds. When written: arrays of any type, on a device beside tensors; when read: uint8 views of the
-    body. 0 ≤ count ≤ d."""
+    """What a body holds. When written: arrays of any type, on a device beside tensors; when read:
+    uint8 views of the body. 0 ≤ count ≤ d.
+    """
 
     count: int
     values: Array
@@ -52,12 +54,14 @@ class Split(NamedTuple):
 
 
 def write_payload(code: int, d: int, parts: Parts) -> Tensor:
-    """A new body, uint8, where the values lie. Raises UsageError where it is longer than its header can say."""
+    """A new body, uint8, where the values lie. Raises UsageError where it is longer than its header
+    can say.
+    """
     count, values, indices, scales, form = parts
     if max(d, scales.nbytes, values.nbytes) > MOST:
         raise UsageError(
-            f"a message of {d} elements has {values.nbytes} bytes of values, and its header counts up to {MOST}; take "
-            "compression=none, or a smaller model"
+            f"a message of {d} elements has {values.nbytes} bytes of values, and its header counts"
+            f" up to {MOST}; take compression=none, or a smaller model"
         )
     said = VERSION, code, form, FLOAT32, d, count, scales.nbytes, values.nbytes
     if isinstance(values, Tensor):
@@ -82,14 +86,18 @@ def read_payload(payload: Any, code: int, d: int) -> Parts:
         or payload.dim() != 1
         or payload.numel() < HEADER.size
     ):
-        raise PayloadError(f"what came is no encoded vector: {HEADER.size} bytes of header or more were expected")
+        raise PayloadError(
+            f"what came is no encoded vector: {HEADER.size} bytes of header or more were expected"
+        )
     memory = np.ascontiguousarray(payload.numpy()) if at_home(payload) else payload
     said = header_of(payload) if isinstance(memory, Tensor) else HEADER.unpack_from(memory.data)
     version, codec, form, dtype, elements, count, scale_bytes, value_bytes = said
     if version != VERSION:
         raise PayloadError("what came was encoded by another version or program")
     if dtype != FLOAT32:
-        raise PayloadError(f"an encoded vector of element type {dtype} came where float32 was expected")
+        raise PayloadError(
+            f"an encoded vector of element type {dtype} came where float32 was expected"
+        )
     if codec != code:
         raise PayloadError(f"what came was encoded by codec {codec} where {code} was expected")
     if elements != d:
@@ -98,10 +106,12 @@ def read_payload(payload: Any, code: int, d: int) -> Parts:
     indices = values + value_bytes
     if count > d or indices > len(memory):
         raise PayloadError(
-            f"an encoded vector of {d} elements says that it holds {count} values and {scale_bytes} and {value_bytes} "
-            f"bytes, in {len(memory)} bytes"
+            f"an encoded vector of {d} elements says that it holds {count} values and {scale_bytes}"
+            f" and {value_bytes} bytes, in {len(memory)} bytes"
         )
-    return Parts(count, memory[values:indices], memory[indices:], memory[HEADER.size : values], form)
+    return Parts(
+        count, memory[values:indices], memory[indices:], memory[HEADER.size : values], form
+    )
 
 
 def header_of(payload: Tensor) -> tuple[int, ...]:
@@ -110,8 +120,13 @@ def header_of(payload: Tensor) -> tuple[int, ...]:
 
 
 def typed_part(part: Array, dtype: str, count: int, what: str) -> Array:
-    """`count` elements of a numpy type, as a view of a body's bytes. Raises BodyError where there are more or fewer."""
+    """`count` elements of a numpy type, as a view of a body's bytes. Raises BodyError where there
+    are more or fewer.
+    """
     size = np.dtype(dtype).itemsize
     if len(part) != size * count:
-        raise PayloadError(f"an encoded vector holds {len(part)} bytes of {what} where {size * count} were expected")
+        raise PayloadError(
+            f"an encoded vector holds {len(part)} bytes of {what} where {size * count} were"
+            " expected"
+        )
     return view_as(part, dtype)

@@ -1,4 +1,5 @@
-"""Signs and exponents: every element as one of the two powers of two beside it, drawn so that the mean is kept.
+"""Signs and exponents: every element as one of the two powers of two beside it, drawn so that the
+mean is kept.
 
 Rule and limits: see `ashl.compression.natural`. E‖C(x) − x‖² ≤ OMEGA·‖x‖².
 """
@@ -37,7 +38,9 @@ def write_natural(x: Array, words: CounterRng) -> Array:
         noise >>= np.uint32(32 - 23)
         noise += bits
         noise >>= MANTISSA
-        stream[start : start + part.size] = noise.astype(np.uint8)  # of sign and exponent, the exponent
+        stream[start : start + part.size] = noise.astype(
+            np.uint8
+        )  # of sign and exponent, the exponent
     stream[x.size :] = pack_signs(x)
     return stream
 
@@ -49,7 +52,9 @@ def read_natural(stream: Array, d: int) -> Array:
     x = np.empty(d, np.uint32)
     for start in range(0, d, BLOCK):
         part = x[start : start + BLOCK]
-        part[:] = np.unpackbits(stream[d + start // 8 :][: BLOCK // 8], count=part.size, bitorder="little")
+        part[:] = np.unpackbits(
+            stream[d + start // 8 :][: BLOCK // 8], count=part.size, bitorder="little"
+        )
         part <<= np.uint32(8)
         part |= stream[start : start + part.size]
         part <<= MANTISSA

@@ -1,13 +1,15 @@
-"""Codewords of unequal length, one after the other in a stream of bits, the first bit the highest of its byte.
+"""Codewords of unequal length, one after the other in a stream of bits, the first bit the highest
+of its byte.
 
-Writing: codewords are shifted to their places and or-ed into words of 64 bits, many at once. Reading: where a codeword
-begins depends on all before it; here the length of a codeword is looked up at every bit of a block, as if one began
-there, and the beginnings are found by doubling: from those of every second, fourth, … codeword. No side information is
-needed, and no loop over codewords.
+Writing: codewords are shifted to their places and or-ed into words of 64 bits, many at once.
+Reading: where a codeword begins depends on all before it; here the length of a codeword is looked
+up at every bit of a block, as if one began there, and the beginnings are found by doubling: from
+those of every second, fourth, … codeword. No side information is needed, and no loop over
+codewords.
 
-The Elias omega code writes n ≥ 1 in about log2 n + log2 log2 n + … bits: each group of bits is the length of the next
-one, less one. Source: Elias, "Universal codeword sets and representations of the integers", IEEE Transactions on
-Information Theory, 1975.
+The Elias omega code writes n ≥ 1 in about log2 n + log2 log2 n + … bits: each group of bits is the
+length of the next one, less one. Source: Elias, "Universal codeword sets and representations of the
+integers", IEEE Transactions on Information Theory, 1975.
 """
 
 from collections.abc import Callable
@@ -24,7 +26,9 @@ Coder = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def write_prefix(symbols: np.ndarray, encode: Coder) -> np.ndarray:
-    """uint8, whole bytes. encode(symbols) -> (codewords uint64, their lengths in bits, 1 to WINDOW)."""
+    """uint8, whole bytes. encode(symbols) -> (codewords uint64, their lengths in bits, 1 to
+    WINDOW).
+    """
     words: list[np.ndarray] = []
     carry, used = np.uint64(0), 0  # of the word that is not full yet
     for start in range(0, symbols.size, BLOCK):
@@ -47,9 +51,11 @@ def write_prefix(symbols: np.ndarray, encode: Coder) -> np.ndarray:
 
 
 def read_prefix(buffer: np.ndarray, count: int, decode: Coder) -> np.ndarray:
-    """`count` symbols of a stream of exactly these bytes. Raises BodyError where it is longer or shorter.
+    """`count` symbols of a stream of exactly these bytes. Raises BodyError where it is longer or
+    shorter.
 
-    decode(windows) -> (symbols, lengths ≥ 1) of the codewords that WINDOW high bits of uint64 begin with.
+    decode(windows) -> (symbols, lengths ≥ 1) of the codewords that WINDOW high bits of uint64 begin
+    with.
     """
     if count > 8 * buffer.size:
         raise PayloadError(f"{buffer.size} bytes cannot hold {count} codewords")
@@ -68,7 +74,9 @@ def read_prefix(buffer: np.ndarray, count: int, decode: Coder) -> np.ndarray:
 
 
 def _windows(buffer: np.ndarray, start: int) -> np.ndarray:
-    """The bits from each bit of a block on, uint64: at most BLOCK, and none that begins beyond the buffer."""
+    """The bits from each bit of a block on, uint64: at most BLOCK, and none that begins beyond the
+    buffer.
+    """
     count = min(BLOCK // 8, buffer.size - start)
     padded = np.zeros(count + 8, np.uint64)
     part = buffer[start : start + count + 8]
@@ -105,8 +113,12 @@ def omega(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_omega(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers, lengths) of the codewords that uint64 windows begin with; 0 for what is none of 32 bits."""
-    numbers, lengths = (table.take((windows >> np.uint64(64 - SHORT)).view(np.int64)) for table in _short())
+    """(numbers, lengths) of the codewords that uint64 windows begin with; 0 for what is none of 32
+    bits.
+    """
+    numbers, lengths = (
+        table.take((windows >> np.uint64(64 - SHORT)).view(np.int64)) for table in _short()
+    )
     longer = np.flatnonzero(lengths > SHORT)
     numbers[longer], lengths[longer] = _read_omega(windows[longer])
     return numbers, lengths
@@ -114,13 +126,19 @@ def read_omega(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _short() -> tuple[np.ndarray, np.ndarray]:
-    """What `read_omega` finds in each window of SHORT bits; those whose length is beyond SHORT say no more."""
+    """What `read_omega` finds in each window of SHORT bits; those whose length is beyond SHORT say
+    no more.
+    """
     return _read_omega(np.arange(1 << SHORT, dtype=np.uint64) << np.uint64(64 - SHORT))
 
 
 def _read_omega(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """As `read_omega`, group by group."""
-    numbers, lengths, rest = np.ones(windows.size, np.int64), np.ones(windows.size, np.int64), windows
+    numbers, lengths, rest = (
+        np.ones(windows.size, np.int64),
+        np.ones(windows.size, np.int64),
+        windows,
+    )
     more = rest >> np.uint64(63) == 1
     while more.any():
         size = np.where(more, numbers + 1, 1)

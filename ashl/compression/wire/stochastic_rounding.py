@@ -1,9 +1,11 @@
-"""Stochastic rounding: q = ⌊y + u⌋ with u uniform in [0, 1), so that E q = y. The kernel of the quantizers.
+"""Stochastic rounding: q = ⌊y + u⌋ with u uniform in [0, 1), so that E q = y. The kernel of the
+quantizers.
 
-Rule: y and u are whole numbers of 2^−bits, with as many bits as 31 leave behind the point of the largest level: 30 for
-±1, 24 for 127. The first 16 of u are drawn for every element, which costs half as much as a float. Those behind them
-matter to one element in 65,536, and elements 2¹⁴ apart share them: two that do are correlated by 2⁻¹⁶ at most. What y
-has behind the last bit is cut off, so that E q is y to 2^−bits.
+Rule: y and u are whole numbers of 2^−bits, with as many bits as 31 leave behind the point of the
+largest level: 30 for ±1, 24 for 127. The first 16 of u are drawn for every element, which costs
+half as much as a float. Those behind them matter to one element in 65,536, and elements 2¹⁴ apart
+share them: two that do are correlated by 2⁻¹⁶ at most. What y has behind the last bit is cut off,
+so that E q is y to 2^−bits.
 
 Source: stochastic rounding as in Alistarh et al., "QSGD", NeurIPS 2017.
 """
@@ -44,8 +46,9 @@ def rounding_noise(x: Array, words: CounterRng, top: int) -> RoundingNoise:
 
 
 def round_to_uint8(y: Array, noise: RoundingNoise, start: int, zero: int = 0) -> Array:
-    """uint8: ⌊y + u⌋ + zero, for y ≥ −zero in units of `noise`, in any form; `start`, a multiple of 4, counts elements
-    before."""
+    """uint8: ⌊y + u⌋ + zero, for y ≥ −zero in units of `noise`, in any form; `start`, a multiple of
+    4, counts elements before.
+    """
     if isinstance(y, Tensor):
         return round_to_int32(y, noise, start, zero).to(device_kernels.TYPES["u1"])
     levels = _sums(y, noise, start).astype(np.uint8)
@@ -57,7 +60,12 @@ def round_to_uint8(y: Array, noise: RoundingNoise, start: int, zero: int = 0) ->
 def round_to_int32(y: Array, noise: RoundingNoise, start: int, zero: int = 0) -> Array:
     """int32: the same, for whatever `noise` is made for."""
     if isinstance(y, Tensor):
-        return device_kernels.round_to_int32(y, noise.words, noise.rest.roll(-start), start, noise.bits, FIRST) + zero
+        return (
+            device_kernels.round_to_int32(
+                y, noise.words, noise.rest.roll(-start), start, noise.bits, FIRST
+            )
+            + zero
+        )
     levels = _sums(y, noise, start)
     if zero:
         levels += zero
@@ -67,11 +75,17 @@ def round_to_int32(y: Array, noise: RoundingNoise, start: int, zero: int = 0) ->
 def _sums(y: np.ndarray, noise: RoundingNoise, start: int) -> np.ndarray:
     """⌊y + u⌋, int32."""
     levels = y.astype(np.int32)
-    flat, rest, whole = levels.reshape(-1), np.roll(noise.rest, -start), levels.size // len(noise.rest)
+    flat, rest, whole = (
+        levels.reshape(-1),
+        np.roll(noise.rest, -start),
+        levels.size // len(noise.rest),
+    )
     rows, last = np.split(flat, [whole * len(rest)])
     rows.reshape(whole, len(rest))[:] += rest
     last += rest[: len(last)]
     levels >>= noise.bits - FIRST
-    flat += noise.words.words(y, start // LANES, -(-flat.size // LANES)).view(np.uint16)[: flat.size]
+    flat += noise.words.words(y, start // LANES, -(-flat.size // LANES)).view(np.uint16)[
+        : flat.size
+    ]
     levels >>= FIRST
     return levels

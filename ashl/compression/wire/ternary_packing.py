@@ -1,7 +1,7 @@
 """Ternary numbers: rounded at random, and written five to a byte.
 
-Rule: of every block of 81920 numbers 0, 1 and 2, byte j holds those at j, j + s, …, j + 4s as t_0 + 3·t_1 + … + 81·t_4,
-with s = ⌈block/5⌉, so that reading and writing are sums of whole vectors.
+Rule: of every block of 81920 numbers 0, 1 and 2, byte j holds those at j, j + s, …, j + 4s as t_0 +
+3·t_1 + … + 81·t_4, with s = ⌈block/5⌉, so that reading and writing are sums of whole vectors.
 
 Source: the rounding of Wen et al., "TernGrad", NeurIPS 2017.
 """
@@ -24,9 +24,12 @@ def ternary_nbytes(count: int) -> int:
     return -(-count // DIGITS_PER_BYTE)
 
 
-def round_ternary(x: Array, top: Array, noise: RoundingNoise, start: int = 0, beyond: bool = False) -> Array:
-    """uint8: 1 + sign(x)·[drawn], with probability |x|/top; where there are any `beyond` ±top, these for sure. top is
-    float32 [1]."""
+def round_ternary(
+    x: Array, top: Array, noise: RoundingNoise, start: int = 0, beyond: bool = False
+) -> Array:
+    """uint8: 1 + sign(x)·[drawn], with probability |x|/top; where there are any `beyond` ±top,
+    these for sure. top is float32 [1].
+    """
     y = scale_levels(x[None], top[None], noise.unit)[0]
     if beyond:
         y = ops(y).clip(y, -noise.unit, noise.unit, out=y)
@@ -60,7 +63,9 @@ def unpack_ternary(packed: np.ndarray, count: int) -> np.ndarray:
 def write_ternary(x: Array, top: Array, noise: RoundingNoise, beyond: bool) -> Array:
     """uint8 [trit_bytes]: x as ternary numbers."""
     if isinstance(x, Tensor):
-        return device_kernels.pack_ternary(round_ternary(x, top, noise, 0, beyond), DIGITS_PER_BYTE, BLOCK)
+        return device_kernels.pack_ternary(
+            round_ternary(x, top, noise, 0, beyond), DIGITS_PER_BYTE, BLOCK
+        )
     stream = np.empty(ternary_nbytes(x.size), np.uint8)
     for first in range(0, x.size, TOGETHER * BLOCK):
         numbers = round_ternary(x[first : first + TOGETHER * BLOCK], top, noise, first, beyond)
@@ -77,11 +82,15 @@ def read_ternary(stream: Array, top: Array, count: int) -> Array:
     if isinstance(stream, Tensor):
         if not is_true(stream.max() < 3**DIGITS_PER_BYTE):
             raise PayloadError(f"five ternary numbers are {3**DIGITS_PER_BYTE} or more")
-        return (device_kernels.unpack_ternary(stream, count, DIGITS_PER_BYTE, BLOCK).to(top.dtype) - 1) * top
+        return (
+            device_kernels.unpack_ternary(stream, count, DIGITS_PER_BYTE, BLOCK).to(top.dtype) - 1
+        ) * top
     x = np.empty(count, np.float32)
     for start in range(0, count, BLOCK):
         part = x[start : start + BLOCK]
-        part[:] = unpack_ternary(stream[start // DIGITS_PER_BYTE :][: ternary_nbytes(part.size)], part.size)
+        part[:] = unpack_ternary(
+            stream[start // DIGITS_PER_BYTE :][: ternary_nbytes(part.size)], part.size
+        )
         part -= np.float32(1)
         part *= top
     return x

@@ -1,14 +1,17 @@
 """How the values that a sparse codec keeps are written: k numbers, float32 before and after.
 
-fp32: as they are. fp16: half precision of the values divided by the largest magnitude, so that none over- or underflows
-to nothing. bf16: the nearest of 16 bits with float32's range. natural: a sign and a power of two, 9 bits, at random.
-int8, int4: the nearest of 255 or 15 levels between plus and minus the largest magnitude of each 1024 values. int2: a
-sign, and whether the magnitude is above the mean of 1024 values; what is above and what is not decode to the mean of
-their magnitudes. ternary: 0 below 0.7 of the mean magnitude, else a sign and the mean of such magnitudes, 1.6 bits;
-at random, as TernGrad has it, it were no contraction. mean: a sign, 1 bit; all magnitudes decode to their mean.
+fp32: as they are. fp16: half precision of the values divided by the largest magnitude, so that none
+over- or underflows to nothing. bf16: the nearest of 16 bits with float32's range. natural: a sign
+and a power of two, 9 bits, at random. int8, int4: the nearest of 255 or 15 levels between plus and
+minus the largest magnitude of each 1024 values. int2: a sign, and whether the magnitude is above
+the mean of 1024 values; what is above and what is not decode to the mean of their magnitudes.
+ternary: 0 below 0.7 of the mean magnitude, else a sign and the mean of such magnitudes, 1.6 bits;
+at random, as TernGrad has it, it were no contraction. mean: a sign, 1 bit; all magnitudes decode to
+their mean.
 
-Source: mean as in Sattler et al., STC, 2019; 2 bits for chunks of kept values as in Sarfi et al., SparseLoCo, 2025;
-ternary as in Li and Liu, "Ternary Weight Networks", 2016; natural: Horváth et al., 2019.
+Source: mean as in Sattler et al., STC, 2019; 2 bits for chunks of kept values as in Sarfi et al.,
+SparseLoCo, 2025; ternary as in Li and Liu, "Ternary Weight Networks", 2016; natural: Horváth et
+al., 2019.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +32,12 @@ from ashl.compression.wire.ternary_packing import BLOCK, pack_ternary, read_tern
 ValueCode = Literal["fp32", "fp16", "bf16", "natural", "int8", "int4", "int2", "ternary", "mean"]
 WIDTHS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4, "int2": 2, "mean": 1}
 CHUNK = 1024  # values that share a scale, where there are several
-BY_HOST: Sequence[ValueCode] = ("int8", "int4", "int2", "ternary")  # also where values lie on a device: they are few
+BY_HOST: Sequence[ValueCode] = (
+    "int8",
+    "int4",
+    "int2",
+    "ternary",
+)  # also where values lie on a device: they are few
 LOW = 0.7  # of the mean magnitude: ternary values below it become 0
 VALUES = 1  # the word that tells the random numbers of values from those of places
 
@@ -43,10 +51,16 @@ def value_bytes(code: ValueCode, k: int) -> int:
 
 def value_bound(code: ValueCode, k: int) -> float:
     """E‖C(v) − v‖² ≤ this · ‖v‖² of k values."""
-    if code in ("int8", "int4"):  # the largest is exact, and the others off by half a step, where they are half a step
+    if code in (
+        "int8",
+        "int4",
+    ):  # the largest is exact, and the others off by half a step, where they are half a step
         a = (min(k, CHUNK) - 1) / (2 * _top(code)) ** 2
         return a / (1 + a) + 2.0**-40
-    if code in ("int2", "mean"):  # a mean over k magnitudes keeps at least one k-th of their squares
+    if code in (
+        "int2",
+        "mean",
+    ):  # a mean over k magnitudes keeps at least one k-th of their squares
         return 1 - 1 / max(1, min(k, CHUNK) if code == "int2" else k)
     if code == "ternary":  # what is cut off is at most 0.7 of ‖v‖₁
         return 1 - (1 - LOW) ** 2 / max(1, k)
@@ -75,7 +89,11 @@ def write_values(code: ValueCode, values: Array, context: EncodeContext) -> tupl
     if code == "ternary":
         return _write_ternary(values)
     write = _write_two_levels if code == "int2" else _write_levels
-    numbers, scales = zip(*(write(code, part) for part in _chunks(values)), strict=True) if values.size else ((), ())
+    numbers, scales = (
+        zip(*(write(code, part) for part in _chunks(values)), strict=True)
+        if values.size
+        else ((), ())
+    )
     flat = [part.reshape(-1) for part in numbers]
     return pack(np.concatenate(flat or [EMPTY]), WIDTHS[code]), np.concatenate(
         [*map(np.ravel, scales), EMPTY.view("<f4")]
@@ -105,16 +123,23 @@ def read_values(code: ValueCode, values: Array, scales: Array, k: int) -> Array:
     numbers = unpack(values, WIDTHS[code], k)
     meant = _read_two_levels if code == "int2" else _read_levels
     chunks = -(-k // CHUNK)
-    each = np.repeat(scales.reshape(chunks, -1), np.minimum(CHUNK, k - CHUNK * np.arange(chunks)), axis=0)
+    each = np.repeat(
+        scales.reshape(chunks, -1), np.minimum(CHUNK, k - CHUNK * np.arange(chunks)), axis=0
+    )
     return meant(code, numbers, each)
 
 
 def _scales(code: ValueCode, k: int) -> int:
     """How many numbers of float32 go before k values."""
     chunks = -(-k // CHUNK)
-    return {"fp16": 1, "int8": chunks, "int4": chunks, "int2": 2 * chunks, "ternary": min(1, k), "mean": min(1, k)}.get(
-        code, 0
-    )
+    return {
+        "fp16": 1,
+        "int8": chunks,
+        "int4": chunks,
+        "int2": 2 * chunks,
+        "ternary": min(1, k),
+        "mean": min(1, k),
+    }.get(code, 0)
 
 
 def _top(code: ValueCode) -> int:
@@ -135,7 +160,8 @@ def _write_ternary(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     low = magnitude < LOW * mean_magnitude(v)
     numbers = np.where(low, 1, np.where(np.signbit(v), 0, 2)).astype(np.uint8)
     stream = np.concatenate(
-        [pack_ternary(numbers[start : start + BLOCK]) for start in range(0, v.size, BLOCK)] or [EMPTY]
+        [pack_ternary(numbers[start : start + BLOCK]) for start in range(0, v.size, BLOCK)]
+        or [EMPTY]
     )
     return stream, mean_magnitude(magnitude[~low])[: v.size]
 
@@ -143,7 +169,9 @@ def _write_ternary(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _write_levels(code: ValueCode, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scale = np.abs(v).max(1, keepdims=True)
     level = np.rint(v.astype(np.float64) / np.where(scale == 0, 1.0, scale) * _top(code))
-    return np.where(np.isnan(level), 0, level).astype(np.int64) + _top(code), scale  # the scale says what is not finite
+    return np.where(np.isnan(level), 0, level).astype(np.int64) + _top(
+        code
+    ), scale  # the scale says what is not finite
 
 
 def _read_levels(code: ValueCode, numbers: np.ndarray, each: np.ndarray) -> np.ndarray:

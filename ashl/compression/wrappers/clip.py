@@ -1,7 +1,8 @@
 """Local gradient clipping: every worker shortens its own update before anything is added to it.
 
-Rule: x ← x · min(1, θ·n^(−1/2) / ‖x‖) with n workers, so that the norm of their sum is about bounded by θ. Where x has
-been multiplied with the worker's weight already, as for a sum on its way, so is the bound.
+Rule: x ← x · min(1, θ·n^(−1/2) / ‖x‖) with n workers, so that the norm of their sum is about
+bounded by θ. Where x has been multiplied with the worker's weight already, as for a sum on its way,
+so is the bound.
 
 Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
 """
@@ -22,7 +23,9 @@ class Clipped(Wrapper):
 
     norm: float
 
-    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
+    def encode(
+        self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[State, Tensor]:
         length = numbers([torch.linalg.vector_norm(x, dtype=torch.float64)])[0]
         bound = abs(context.weight) * self.norm / context.workers**0.5
         return self.codec.encode(sender, x if length <= bound else x * (bound / length), context)

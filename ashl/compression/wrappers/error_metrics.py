@@ -1,11 +1,13 @@
-"""How compression does while it runs: what it loses, what is kept back, and where a body's bytes go.
+"""How compression does while it runs: what it loses, what is kept back, and where a body's bytes
+go.
 
-Measures: with p what was encoded and C(p) what the other end makes of it, `relative_error` = ‖p − C(p)‖²/‖p‖², above 1
-where the codec enlarges; `residual` = ‖p − C(p)‖/‖x‖ where it is kept for later; `cosine` of C(p) and the update x
-itself. The same by layer. What the workers' mean becomes under way is compared by the monitor: see
-`ashl.run.metrics`.
+Measures: with p what was encoded and C(p) what the other end makes of it, `relative_error` = ‖p −
+C(p)‖²/‖p‖², above 1 where the codec enlarges; `residual` = ‖p − C(p)‖/‖x‖ where it is kept for
+later; `cosine` of C(p) and the update x itself. The same by layer. What the workers' mean becomes
+under way is compared by the monitor: see `ashl.run.metrics`.
 
-Source: Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019 (the contraction, measured along training).
+Source: Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019 (the contraction, measured
+along training).
 """
 
 import math
@@ -21,20 +23,31 @@ from ashl.compression.wrappers.layers import Layerwise, slices
 
 
 def measure_compression_error(
-    pieces: Sequence[tuple[Codec, int, Tensor]], kept_back: Tensor | None, x: Tensor, layout: Layout, layers: bool
+    pieces: Sequence[tuple[Codec, int, Tensor]],
+    kept_back: Tensor | None,
+    x: Tensor,
+    layout: Layout,
+    layers: bool,
 ) -> dict[str, Any]:
-    """The measures of what was sent of x, in one message or piece by piece, as plain values: of each the codec, one
-    whose bodies are read without state, its elements and its body. `kept_back` is what the sender keeps for later."""
+    """The measures of what was sent of x, in one message or piece by piece, as plain values: of
+    each the codec, one whose bodies are read without state, its elements and its body. `kept_back`
+    is what the sender keeps for later.
+    """
     sent = torch.cat([codec.decode(None, payload, d)[1] for codec, d, payload in pieces])
     kept = kept_back is not None
     rest = x - sent if kept_back is None else kept_back
-    found = payload_sizes([payload for _, _, payload in pieces]) | error_measures(x, sent, rest, kept)
+    found = payload_sizes([payload for _, _, payload in pieces]) | error_measures(
+        x, sent, rest, kept
+    )
     found["unbiased"] = pieces[0][
         0
     ].traits.unbiased  # what it loses evens out, and may well be longer than what is sent
     if layers:
         parts = zip(layout, slices([layer.size for layer in layout]), strict=True)
-        found["layers"] = {layer.name: error_measures(x[part], sent[part], rest[part], kept) for layer, part in parts}
+        found["layers"] = {
+            layer.name: error_measures(x[part], sent[part], rest[part], kept)
+            for layer, part in parts
+        }
     return found
 
 
@@ -42,7 +55,12 @@ def payload_sizes(payloads: Sequence[Tensor]) -> dict[str, Any]:
     """What can be said of any messages."""
     unknown = dict.fromkeys(("relative_error", "residual", "cosine"))
     together = Split(*map(sum, zip(*map(split_bytes, payloads), strict=True)))
-    return {**unknown, "split": together, "nbytes": sum(payload.nbytes for payload in payloads), "unbiased": True}
+    return {
+        **unknown,
+        "split": together,
+        "nbytes": sum(payload.nbytes for payload in payloads),
+        "unbiased": True,
+    }
 
 
 def error_measures(x: Tensor, sent: Tensor, rest: Tensor, kept: bool) -> dict[str, float | None]:
@@ -57,7 +75,11 @@ def error_measures(x: Tensor, sent: Tensor, rest: Tensor, kept: bool) -> dict[st
 
 def cosine(a: Tensor, b: Tensor) -> float | None:
     lengths = norm(a) * norm(b)
-    return float(torch.dot(a.double(), b.double())) / lengths if lengths and math.isfinite(lengths) else None
+    return (
+        float(torch.dot(a.double(), b.double())) / lengths
+        if lengths and math.isfinite(lengths)
+        else None
+    )
 
 
 def norm(x: Tensor) -> float:

@@ -1,14 +1,15 @@
 """Error feedback: what a codec left out is kept at the sender and added to what is sent next.
 
-Rule: p = x + α·e, send C(p), e ← β·e + (x − C(p)), with e = 0 at first. α = β = 1 is plain error feedback, e ← p −
-C(p): what was sent and the residual e add up to the sum of all x, so that nothing is lost, only late. Smaller ones are
-ECQ-SGD, which forgets old errors. A dropped message returns its content to e.
+Rule: p = x + α·e, send C(p), e ← β·e + (x − C(p)), with e = 0 at first. α = β = 1 is plain error
+feedback, e ← p − C(p): what was sent and the residual e add up to the sum of all x, so that nothing
+is lost, only late. Smaller ones are ECQ-SGD, which forgets old errors. A dropped message returns
+its content to e.
 
-e is kept in units of the model: where x is a gradient, it is rescaled when the learning rate changes, and where a stage
-of differences between models follows one of gradients, or the other way round, it becomes one. C has to be a
-contraction. Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error
-Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019; Wu et al., "Error Compensated Quantized SGD",
-ICML 2018.
+e is kept in units of the model: where x is a gradient, it is rescaled when the learning rate
+changes, and where a stage of differences between models follows one of gradients, or the other way
+round, it becomes one. C has to be a contraction. Source: Seide et al., "1-Bit Stochastic Gradient
+Descent", Interspeech 2014; Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient
+Compression Schemes", ICML 2019; Wu et al., "Error Compensated Quantized SGD", ICML 2018.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from ashl.compression.wrappers.wrapper import Wrapper
 
 
 class Residual(NamedTuple):
-    """The sender's state: e (None = 0), the state of the codec inside, and the learning rate that e goes with."""
+    """The sender's state: e (None = 0), the state of the codec inside, and the learning rate that e
+    goes with.
+    """
 
     error: Tensor | None = None
     inner: State = None
@@ -75,7 +78,9 @@ def restore_error(codec: Codec, error: Tensor | None, payload: Tensor) -> Tensor
 
 
 def rescale(vector: Tensor | None, before: float, now: float) -> Tensor | None:
-    """What is kept in units of a gradient, so that lr · vector stays what it was; unchanged where either rate is 0."""
+    """What is kept in units of a gradient, so that lr · vector stays what it was; unchanged where
+    either rate is 0.
+    """
     if vector is None or before == now or not before or not now:
         return vector
     return vector * (before / now)

@@ -1,8 +1,9 @@
 """A model's layers, and a codec applied to each of them by itself.
 
-Rule: C(x) = (C(x_1), …, C(x_L)) with x_l the elements of layer l, each with its own scale and its own share: another
-algorithm than C on the whole, since a layer whose gradients are small is heard, too. Body: the bodies one after the
-other, before them the length of each as uint32. Source: Aji and Heafield, EMNLP 2017 (local and global thresholds).
+Rule: C(x) = (C(x_1), …, C(x_L)) with x_l the elements of layer l, each with its own scale and its
+own share: another algorithm than C on the whole, since a layer whose gradients are small is heard,
+too. Body: the bodies one after the other, before them the length of each as uint32. Source: Aji and
+Heafield, EMNLP 2017 (local and global thresholds).
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ashl.compression.contract import ENCODE_CONTEXT, Codec, EncodeContext, Layout, PayloadError, State, Traits
+from ashl.compression.contract import (
+    ENCODE_CONTEXT,
+    Codec,
+    EncodeContext,
+    Layout,
+    PayloadError,
+    State,
+    Traits,
+)
 from ashl.compression.wire.arrays import bytes_of, read, tensor_of
-from ashl.compression.wire.payload_format import HEADER, Parts, read_payload, typed_part, write_payload
+from ashl.compression.wire.payload_format import (
+    HEADER,
+    Parts,
+    read_payload,
+    typed_part,
+    write_payload,
+)
 
 C = TypeVar("C", bound=Codec)
 
@@ -65,7 +80,9 @@ class Layerwise(Codec):
     def ratio(self) -> float | None:
         return self.codec.ratio
 
-    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
+    def encode(
+        self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[State, Tensor]:
         payloads = [
             self.codec.encode(None, x[part], context._replace(layer=context.layer + layer))[1]
             for layer, part in enumerate(slices(self.sizes))
@@ -75,7 +92,10 @@ class Layerwise(Codec):
         return sender, write_payload(self.code, x.numel(), parts)
 
     def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
-        pieces = [self.codec.decode(None, piece, part.stop - part.start)[1] for part, piece in self._pieces(payload, d)]
+        pieces = [
+            self.codec.decode(None, piece, part.stop - part.start)[1]
+            for part, piece in self._pieces(payload, d)
+        ]
         return receiver, torch.cat(pieces)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
@@ -96,6 +116,8 @@ class Layerwise(Codec):
         parts = read_payload(payload, self.code, d)
         lengths = typed_part(read(parts.scales), "<u4", len(self.sizes), "lengths").astype(np.int64)
         if lengths.sum() != len(parts.values) or len(parts.indices):
-            raise PayloadError(f"the layers that came are {lengths.sum()} bytes long in {len(parts.values)}")
+            raise PayloadError(
+                f"the layers that came are {lengths.sum()} bytes long in {len(parts.values)}"
+            )
         payloads = tensor_of(parts.values).split(lengths.tolist())
         return zip(slices(self.sizes), payloads, strict=True)

@@ -1,8 +1,10 @@
-"""Momentum correction: velocities are accumulated at the sender, before selection, not by the optimizer.
+"""Momentum correction: velocities are accumulated at the sender, before selection, not by the
+optimizer.
 
-Rule: u ← m·u + x, v ← v + u, send C(v), v ← v − C(v); with factor masking u ← 0 where something was sent, so that an
-old velocity does not push a coordinate further that has just been moved. With C(v) = v and no masking this is momentum
-SGD. A dropped message returns its content to v, and u to what it was.
+Rule: u ← m·u + x, v ← v + u, send C(v), v ← v − C(v); with factor masking u ← 0 where something was
+sent, so that an old velocity does not push a coordinate further that has just been moved. With C(v)
+= v and no masking this is momentum SGD. A dropped message returns its content to v, and u to what
+it was.
 
 Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
 """
@@ -19,8 +21,9 @@ from ashl.compression.wrappers.wrapper import Wrapper
 
 
 class Velocity(NamedTuple):
-    """The sender's state: u and v (None = 0), u before it was masked, the state of the codec inside, and the learning
-    rate that v goes with."""
+    """The sender's state: u and v (None = 0), u before it was masked, the state of the codec
+    inside, and the learning rate that v goes with.
+    """
 
     velocity: Tensor | None = None
     error: Tensor | None = None
@@ -59,7 +62,9 @@ class MomentumCorrection(Wrapper):
     def restore_dropped(self, sender: Velocity, payload: Tensor) -> Velocity:
         velocity = sender.velocity if sender.before is None else sender.before
         whole = restore_error(self.codec, sender.error, payload)
-        return Velocity(velocity, whole, None, self.codec.restore_dropped(sender.inner, payload), sender.lr)
+        return Velocity(
+            velocity, whole, None, self.codec.restore_dropped(sender.inner, payload), sender.lr
+        )
 
     def residual(self, sender: Velocity | None) -> Tensor | None:
         return sender and sender.error

@@ -1,11 +1,13 @@
 """What may be wrapped around a codec, as fields that every codec with a use for it has.
 
-Rule, in the order of a message: x is shortened to clip_norm/√n where it is longer (n workers); it is added to the
-velocity (`momentum`) or to what earlier messages left out (`error_feedback`); the sum is encoded; what was not sent is
-kept. The wrappers that do it are made by `ashl.compression.wrappers.compose`.
+Rule, in the order of a message: x is shortened to clip_norm/√n where it is longer (n workers); it
+is added to the velocity (`momentum`) or to what earlier messages left out (`error_feedback`); the
+sum is encoded; what was not sent is kept. The wrappers that do it are made by
+`ashl.compression.wrappers.compose`.
 
-Source: error feedback, Seide et al., Interspeech 2014; ECQ-SGD, Wu et al., ICML 2018; momentum correction, factor
-masking, clipping and warm-up, Lin et al., "Deep Gradient Compression", ICLR 2018.
+Source: error feedback, Seide et al., Interspeech 2014; ECQ-SGD, Wu et al., ICML 2018; momentum
+correction, factor masking, clipping and warm-up, Lin et al., "Deep Gradient Compression", ICLR
+2018.
 """
 
 from typing import Any

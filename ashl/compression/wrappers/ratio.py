@@ -1,12 +1,13 @@
 """The density as training goes on: a warm-up, and a share that follows how fast gradients change.
 
-Warm-up: in epoch e of E the share is ratio^((e + 1)/(E + 1)), then ratio; for 0.1 % and E = 4 it is 25, 6.3, 1.6, 0.4
-and 0.1 %. Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
+Warm-up: in epoch e of E the share is ratio^((e + 1)/(E + 1)), then ratio; for 0.1 % and E = 4 it is
+25, 6.3, 1.6, 0.4 and 0.1 %. Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
 
-Accordion: G is the sum of a worker's updates in an epoch; where |‖G_before‖ − ‖G‖| ≥ η·‖G_before‖, the next epoch is a
-critical one, in which the larger share is kept; so is the first. Here each worker judges for itself and for the whole
-model at once, in the paper for each layer. Source: Agarwal et al., "Accordion: Adaptive Gradient Communication via
-Critical Learning Regime Identification", MLSys 2021, with its η = 0.5.
+Accordion: G is the sum of a worker's updates in an epoch; where |‖G_before‖ − ‖G‖| ≥ η·‖G_before‖,
+the next epoch is a critical one, in which the larger share is kept; so is the first. Here each
+worker judges for itself and for the whole model at once, in the paper for each layer. Source:
+Agarwal et al., "Accordion: Adaptive Gradient Communication via Critical Learning Regime
+Identification", MLSys 2021, with its η = 0.5.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,9 @@ class WarmUp(Wrapper):
 
     epochs: int
 
-    def encode(self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT) -> tuple[State, Tensor]:
+    def encode(
+        self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
+    ) -> tuple[State, Tensor]:
         return self.codec.encode(sender, x, context._replace(ratio=self.share(context)))
 
     def share(self, context: EncodeContext) -> float:
@@ -39,8 +42,9 @@ class WarmUp(Wrapper):
 
 
 class Regime(NamedTuple):
-    """The sender's state: the epoch, the sum of its updates, the norm of the sum of the epoch before, and whether the
-    epoch is critical."""
+    """The sender's state: the epoch, the sum of its updates, the norm of the sum of the epoch
+    before, and whether the epoch is critical.
+    """
 
     epoch: int = 0
     total: Tensor | None = None

@@ -1,7 +1,9 @@
-"""Momentum before the codec: what is sent is a running mean of what was to be sent, as Signum has it.
+"""Momentum before the codec: what is sent is a running mean of what was to be sent, as Signum has
+it.
 
-Rule: u ← β·u + (1 − β)·x with u = 0 at first; send C(u). Unlike momentum correction nothing of u is taken away by
-sending it. A dropped message changes nothing of it either: u is what the worker has seen, not what it has sent.
+Rule: u ← β·u + (1 − β)·x with u = 0 at first; send C(u). Unlike momentum correction nothing of u is
+taken away by sending it. A dropped message changes nothing of it either: u is what the worker has
+seen, not what it has sent.
 
 Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018.
 """
@@ -34,6 +36,10 @@ class RunningMean(Stateful):
         self, sender: Average | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
     ) -> tuple[Average, Tensor]:
         mean, inner = sender or Average()
-        mean = x * (1 - self.decay) if mean is None else (mean * self.decay).add_(x, alpha=1 - self.decay)
+        mean = (
+            x * (1 - self.decay)
+            if mean is None
+            else (mean * self.decay).add_(x, alpha=1 - self.decay)
+        )
         inner, payload = self.codec.encode(inner, mean, context)
         return Average(mean, inner), payload

@@ -11,8 +11,9 @@ from ashl.compression.contract import Codec, EncodeContext, State, Traits
 
 @dataclass(frozen=True)
 class Wrapper(Codec):
-    """What every wrapper leaves to the codec inside. A protocol over all workers, and what bodies are together, is the
-    `innermost` codec's matter."""
+    """What every wrapper leaves to the codec inside. A protocol over all workers, and what bodies
+    are together, is the `innermost` codec's matter.
+    """
 
     codec: Codec
 
@@ -58,7 +59,9 @@ class Wrapper(Codec):
 
 
 class Stateful(Wrapper):
-    """A wrapper that keeps something, in a named tuple whose `inner` is what the codec inside keeps."""
+    """A wrapper that keeps something, in a named tuple whose `inner` is what the codec inside
+    keeps.
+    """
 
     state: ClassVar[Callable[..., State]]
 

@@ -1,8 +1,9 @@
 """Time how long codecs take to encode the whole model and to decode one payload.
 
-Rule: each repetition is a local step, an exchange with the server, an encoding and a decoding, so that the codec finds
-the caches as a training run leaves them. The medians over the repetitions count; the first one, which allocates, does
-not. A worker encodes; the cost of a decoding is the median over the workers.
+Rule: each repetition is a local step, an exchange with the server, an encoding and a decoding, so
+that the codec finds the caches as a training run leaves them. The medians over the repetitions
+count; the first one, which allocates, does not. A worker encodes; the cost of a decoding is the
+median over the workers.
 """
 
 from __future__ import annotations
@@ -27,9 +28,15 @@ CODEC_S = 1.0  # seconds for each codec, after which no further repetition begin
 
 
 async def time_codec(ctx: RankContext, stage: Stage, state: WorkerState, k: int) -> torch.Tensor:
-    """Return (seconds of an encoding, seconds of a decoding) of the k-th codec at this worker. Raises OverError."""
+    """Return (seconds of an encoding, seconds of a decoding) of the k-th codec at this worker.
+    Raises OverError.
+    """
     _, link = stage.timed[k]
-    batch, rows, end_s = stage.worker(ctx.rank).batch, list[tuple[float, float]](), ctx.now + CODEC_S
+    batch, rows, end_s = (
+        stage.worker(ctx.rank).batch,
+        list[tuple[float, float]](),
+        ctx.now + CODEC_S,
+    )
     sender, receiver = CodecState(), CodecState()
     context = EncodeContext(link.codec.ratio or 1.0, stage.seed, ctx.rank, round=1)
     vector = state.params if isinstance(state.params, SizeOnly) else state.params[: link.d]
@@ -37,7 +44,9 @@ async def time_codec(ctx: RankContext, stage: Stage, state: WorkerState, k: int)
         await ctx.compute(partial(time_step, ctx, stage, state, len(rows), batch), work=batch)
         await time_exchange(ctx, stage, BOTH)
         start = ctx.now
-        body = await ctx.compute(partial(link.encode, sender, vector, context), work=1, kind="compress")
+        body = await ctx.compute(
+            partial(link.encode, sender, vector, context), work=1, kind="compress"
+        )
         encoded = ctx.now
         decode = partial(link.merge, receiver, [body], [1.0], (ctx.rank,))
         await ctx.compute(decode, work=1, kind="decode")
@@ -49,7 +58,9 @@ async def time_codec(ctx: RankContext, stage: Stage, state: WorkerState, k: int)
 
 
 async def measure_codecs(ctx: RankContext, stage: Stage) -> tuple[CodecCost, ...]:
-    """Return the costs of all codecs that are to be timed, which all workers time at once. Raises OverError."""
+    """Return the costs of all codecs that are to be timed, which all workers time at once. Raises
+    OverError.
+    """
     costs = []
     for k, (name, _) in enumerate(stage.timed):
         await instruct(ctx, stage, stage.workers, CODEC, k)

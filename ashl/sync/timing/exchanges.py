@@ -1,5 +1,6 @@
-"""What goes back and forth while costs are measured: orders, exchanges of any size, sums, and what was found; and the
-steps between them."""
+"""What goes back and forth while costs are measured: orders, exchanges of any size, sums, and what
+was found; and the steps between them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class OverError(Exception):
         self.order = order
 
 
-async def repeat_timing(once: Callable[[], Coroutine[None, None, float | None]], least: int, most: int) -> list[float]:
+async def repeat_timing(
+    once: Callable[[], Coroutine[None, None, float | None]], least: int, most: int
+) -> list[float]:
     """Times until their interval is narrow; fewer where there is nothing more to measure (None)."""
     times: list[float] = []
     while len(times) < least or (len(times) < most and not is_narrow(times)):
@@ -38,7 +41,9 @@ async def repeat_timing(once: Callable[[], Coroutine[None, None, float | None]],
 
 
 async def time_sum(ctx: RankContext, stage: Stage, nbytes: int) -> float:
-    """Return the seconds of a sum of so many bytes over all workers, from when this one has come to it."""
+    """Return the seconds of a sum of so many bytes over all workers, from when this one has come to
+    it.
+    """
     start = ctx.now
     await ctx.all_reduce(empty_payload(stage, nbytes), stage.workers)
     return ctx.now - start
@@ -46,12 +51,17 @@ async def time_sum(ctx: RankContext, stage: Stage, nbytes: int) -> float:
 
 def empty_payload(stage: Stage, nbytes: int) -> Any:
     """A body of so many bytes: always the same one, as a run has what it sends before it does."""
-    return stage.once(lambda stage: stage.trainer.blank(nbytes / stage.trainer.dense_bytes), ("blank", nbytes))
+    return stage.once(
+        lambda stage: stage.trainer.blank(nbytes / stage.trainer.dense_bytes), ("blank", nbytes)
+    )
 
 
-async def time_exchange(ctx: RankContext, stage: Stage, what: int, nbytes: int | None = None) -> float:
-    """Seconds until a body of so many bytes, or of the dense model's, is there and its receipt is back. Raises
-    OverError."""
+async def time_exchange(
+    ctx: RankContext, stage: Stage, what: int, nbytes: int | None = None
+) -> float:
+    """Seconds until a body of so many bytes, or of the dense model's, is there and its receipt is
+    back. Raises OverError.
+    """
     nbytes = stage.trainer.dense_bytes if nbytes is None else nbytes
     body, start = empty_payload(stage, nbytes) if what in (UP, BOTH) else None, ctx.now
     await ctx.send(stage.server, stage.tag("ask"), body, (what, nbytes))
@@ -62,14 +72,21 @@ async def time_exchange(ctx: RankContext, stage: Stage, what: int, nbytes: int |
 
 
 async def instruct(
-    ctx: RankContext, stage: Stage, members: Sequence[int], signal: int, value: int = 0, count: int = 0
+    ctx: RankContext,
+    stage: Stage,
+    members: Sequence[int],
+    signal: int,
+    value: int = 0,
+    count: int = 0,
 ) -> None:
     """Send these workers an order with its arguments."""
     for rank in members:
         await ctx.send(rank, stage.tag("order"), None, (signal, value, count))
 
 
-async def collect_answers(ctx: RankContext, stage: Stage, members: Sequence[int]) -> dict[int, tuple[float, ...]]:
+async def collect_answers(
+    ctx: RankContext, stage: Stage, members: Sequence[int]
+) -> dict[int, tuple[float, ...]]:
     """Return what these workers found; their exchanges are answered meanwhile. Raises OverError."""
     found: dict[int, tuple[float, ...]] = {}
     while len(found) < len(members):
@@ -97,7 +114,11 @@ async def time_apply(ctx: RankContext, stage: Stage, state: ServerState) -> floa
     return ctx.now - start
 
 
-def time_step(ctx: RankContext, stage: Stage, state: WorkerState, k: int, batch: int) -> list[float]:
+def time_step(
+    ctx: RankContext, stage: Stage, state: WorkerState, k: int, batch: int
+) -> list[float]:
     """The k-th of so many samples; the model stays as it is."""
     span = range(k * batch, (k + 1) * batch)
-    return numbers([stage.trainer.local_step(state.params, state.moments, ctx.rank, k, 0.0, span)[0]])
+    return numbers(
+        [stage.trainer.local_step(state.params, state.moments, ctx.rank, k, 0.0, span)[0]]
+    )

@@ -1,9 +1,11 @@
-"""What it costs that a gradient leaves in parts, beyond what its sums and computing take from each other.
+"""What it costs that a gradient leaves in parts, beyond what its sums and computing take from each
+other.
 
-Rule: all workers take a step whole, in two parts and in all of its layer groups, and sum a number for each part as a
-run would sum that part, over and over. Of both in parts, what they took longer than the whole one and the chain of
-`ashl.overlap.timeline` says is what a step and each part cost. What those sums took longer that were handed over to a
-thread, counted from who came last to each, is what each sum but the last costs; the medians of all rounds.
+Rule: all workers take a step whole, in two parts and in all of its layer groups, and sum a number
+for each part as a run would sum that part, over and over. Of both in parts, what they took longer
+than the whole one and the chain of `ashl.overlap.timeline` says is what a step and each part cost.
+What those sums took longer that were handed over to a thread, counted from who came last to each,
+is what each sum but the last costs; the medians of all rounds.
 
 Limits: spread evenly over a step, and alike for all parts, on all workers.
 """
@@ -42,8 +44,12 @@ def bucket_plans(groups: int) -> tuple[tuple[int, ...], ...]:
     return (groups,), (groups - groups // 2, groups // 2), (1,) * groups
 
 
-async def time_parts(ctx: RankContext, stage: Stage, state: WorkerState, number: int) -> torch.Tensor:
-    """Seconds of a step by each of these plans, and then of the sums that went beside the last one."""
+async def time_parts(
+    ctx: RankContext, stage: Stage, state: WorkerState, number: int
+) -> torch.Tensor:
+    """Seconds of a step by each of these plans, and then of the sums that went beside the
+    last one.
+    """
     await time_sum(ctx, stage, NUMBER)  # till all are here
     took_s, beside_s = list[float](), list[float]()
     for plan in bucket_plans(len(stage.parts)):
@@ -66,7 +72,9 @@ async def step_with_sums(
         ready = tuple((part.ready, stage.tag("timed", k)) for k, part in enumerate(parts))
         *tags, last = (tag for _, tag in ready)
         others = ctx.spawn(time_sums(ctx, stage, tags))
-        compute = partial(stage.trainer.gradient_in_parts, *what, [(part.start, part.stop) for part in parts])
+        compute = partial(
+            stage.trainer.gradient_in_parts, *what, [(part.start, part.stop) for part in parts]
+        )
         await ctx.compute(compute, work=batch, parts=ready)
         found = await ctx.join(others)
         await ctx.recv(last)
@@ -84,26 +92,41 @@ async def time_sums(ctx: RankContext, stage: Stage, tags: Sequence[Tag]) -> list
 
 
 async def with_layer_group_costs(
-    ctx: RankContext, stage: Stage, workers: Sequence[WorkerProfile], line: AlphaBeta, known: ContentionCosts | None
+    ctx: RankContext,
+    stage: Stage,
+    workers: Sequence[WorkerProfile],
+    line: AlphaBeta,
+    known: ContentionCosts | None,
 ) -> ContentionCosts | None:
-    """What is known of sums beside computing, with this; at the server. None where all of it costs nothing. Raises
-    OverError."""
+    """What is known of sums beside computing, with this; at the server. None where all of it costs
+    nothing. Raises OverError.
+    """
     groups, end_s, rows = len(stage.parts), ctx.now + MOST_S, list[tuple[float, ...]]()
     if groups < 2:
         return known
-    while len(rows) < ROUNDS[0] or (len(rows) < ROUNDS[1] and ctx.now < end_s and not all_narrow(rows)):
+    while len(rows) < ROUNDS[0] or (
+        len(rows) < ROUNDS[1] and ctx.now < end_s and not all_narrow(rows)
+    ):
         await instruct(ctx, stage, stage.workers, PARTS, len(rows))
         found = (await collect_answers(ctx, stage, stage.workers)).values()
         steps_s = map(statistics.fmean, zip(*(own[:3] for own in found), strict=True))
-        rows.append((*steps_s, statistics.fmean(map(min, zip(*(own[3:] for own in found), strict=True)))))
+        rows.append(
+            (*steps_s, statistics.fmean(map(min, zip(*(own[3:] for own in found), strict=True))))
+        )
     known = known or ContentionCosts(pace_reduction=0.0, collective_slowdown=1.0)
     dense_s = line.seconds(stage.trainer.dense_bytes)
     sum_s = handover_s(
-        dense_s, line.seconds(NUMBER), statistics.median(row[3] for row in rows) / known.collective_slowdown
+        dense_s,
+        line.seconds(NUMBER),
+        statistics.median(row[3] for row in rows) / known.collective_slowdown,
     )
-    known = replace(known, collective_slowdown=max(1.0, known.collective_slowdown * dense_s / (dense_s + sum_s)))
+    known = replace(
+        known, collective_slowdown=max(1.0, known.collective_slowdown * dense_s / (dense_s + sum_s))
+    )
     timeline = StepTimeline((), (NUMBER,) * groups, lambda nbytes: round(line.seconds(nbytes) * NS))
-    timeline = replace(timeline, lost=known.pace_reduction, slowed=known.collective_slowdown, start_ns=sum_s * NS)
+    timeline = replace(
+        timeline, lost=known.pace_reduction, slowed=known.collective_slowdown, start_ns=sum_s * NS
+    )
     shares = ready_shares(workers)
     more = zip(*(extra_seconds(row, timeline, shares) for row in rows), strict=True)
     two_s, each_s = map(statistics.median, more)
@@ -111,18 +134,26 @@ async def with_layer_group_costs(
     parts = InParts(step_s=max(0.0, two_s - 2 * part_s), part_s=part_s, sum_s=sum_s)
     if max(parts.step_s, parts.part_s, parts.sum_s) > 1e-6:
         known = replace(known, parts=parts)
-    return known if known.parts or known.pace_reduction > 1e-6 or known.collective_slowdown > 1 + 1e-6 else None
+    return (
+        known
+        if known.parts or known.pace_reduction > 1e-6 or known.collective_slowdown > 1 + 1e-6
+        else None
+    )
 
 
 def handover_s(dense_s: float, alone_s: float, beside_s: float) -> float:
-    """What a thread costs a sum. One of a number takes so long alone and, over what sums of the whole model are slowed
-    by, beside computing: these went by a thread, too, so that part of that was this."""
+    """What a thread costs a sum. One of a number takes so long alone and, over what sums of the
+    whole model are slowed by, beside computing: these went by a thread, too, so that part of that
+    was this.
+    """
     if dense_s <= beside_s:
         return max(0.0, beside_s - alone_s)
     return max(0.0, dense_s * (beside_s - alone_s) / (dense_s - beside_s))
 
 
-def extra_seconds(row: Sequence[float], timeline: StepTimeline, shares: Sequence[float]) -> list[float]:
+def extra_seconds(
+    row: Sequence[float], timeline: StepTimeline, shares: Sequence[float]
+) -> list[float]:
     """By how many seconds the steps in parts took longer than the whole one and the chain say."""
     whole, *others = bucket_plans(len(shares))
     step_ns = row[0] * NS - timeline.cost(0, len(shares))
@@ -134,4 +165,6 @@ def extra_seconds(row: Sequence[float], timeline: StepTimeline, shares: Sequence
 def all_narrow(rows: Sequence[Sequence[float]]) -> bool:
     """Whether it is known well enough by how much they differ."""
     whole_s = statistics.median(row[0] for row in rows)
-    return all(estimate([row[k] - row[0] for row in rows]).noise <= NARROW * whole_s for k in (1, 2))
+    return all(
+        estimate([row[k] - row[0] for row in rows]).noise <= NARROW * whole_s for k in (1, 2)
+    )
