@@ -20,7 +20,7 @@ from ashl.aggregate.weighted import Push
 from ashl.option import Count, Span, option
 from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.topology.all_reduce import Heard, StepRule
+from ashl.topology.all_reduce import RoundReport, StepRule
 from ashl.topology.parameter_server import Assignment, BarrierRule
 
 
@@ -62,9 +62,9 @@ class AdaComm(BarrierRule, StepRule):
         return now_s - state.since_s >= self.every_s
 
     def observe_round(
-        self, stage: Stage, state: Period, progress: Progress, heard: Heard
+        self, stage: Stage, state: Period, progress: Progress, report: RoundReport
     ) -> Period:
-        return self._adapted(stage, state, progress, heard.now_s, heard.due)
+        return self._adapted(stage, state, progress, report.now_s, report.due)
 
     def in_round(self, stage: Stage, state: Period, progress: Progress) -> Stage:
         return stage.with_local_steps(state.local_steps)

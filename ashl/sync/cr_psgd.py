@@ -23,7 +23,7 @@ from ashl.aggregate.weighted import Push
 from ashl.option import Count, Number, option
 from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.topology.all_reduce import Heard, StepRule
+from ashl.topology.all_reduce import RoundReport, StepRule
 from ashl.topology.parameter_server import Assignment, BarrierRule
 
 
@@ -65,7 +65,7 @@ class CRPSGD(BarrierRule, StepRule):
         return Assignment(local_steps=1, batch=self._batch(stage, state.t, rank))
 
     def observe_round(
-        self, stage: Stage, state: Growth, progress: Progress, heard: Heard
+        self, stage: Stage, state: Growth, progress: Progress, report: RoundReport
     ) -> Growth:
         return state._replace(t=state.t + 1, version=progress.version)
 

@@ -20,7 +20,7 @@ from ashl.option import Count, Positive, option
 from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
 from ashl.sync.cr_psgd import CRPSGD, Growth
-from ashl.topology.all_reduce import Heard
+from ashl.topology.all_reduce import RoundReport
 
 
 @option
@@ -35,10 +35,10 @@ class CRPSGDCatalyst(CRPSGD):
         return grown if grown == state else self._within_budget(stage, grown, progress)
 
     def observe_round(
-        self, stage: Stage, state: Growth, progress: Progress, heard: Heard
+        self, stage: Stage, state: Growth, progress: Progress, report: RoundReport
     ) -> Growth:
         return self._within_budget(
-            stage, super().observe_round(stage, state, progress, heard), progress
+            stage, super().observe_round(stage, state, progress, report), progress
         )
 
     def _within_budget(self, stage: Stage, grown: Growth, progress: Progress) -> Growth:

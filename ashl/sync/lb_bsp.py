@@ -31,7 +31,7 @@ from ashl.data.partition import apportion
 from ashl.option import option
 from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
-from ashl.topology.all_reduce import Heard, StepRule
+from ashl.topology.all_reduce import RoundReport, StepRule
 from ashl.topology.parameter_server import Assignment, BarrierRule
 
 LEAST = 2  # samples that a worker gets at least: BatchNorm needs two
@@ -65,14 +65,14 @@ class LBBSP(BarrierRule, StepRule):
         return self.on_membership_change(stage, state, progress, push.worker)
 
     def observe_round(
-        self, stage: Stage, state: Balance, progress: Progress, heard: Heard
+        self, stage: Stage, state: Balance, progress: Progress, report: RoundReport
     ) -> Balance:
         speeds, present = (
             dict(state.speeds),
-            [rank for rank, step_s in enumerate(heard.step_s) if step_s],
+            [rank for rank, step_s in enumerate(report.step_s) if step_s],
         )
         for rank in present:
-            speed = (state.batches.get(rank) or stage.worker(rank).batch) / heard.step_s[rank]
+            speed = (state.batches.get(rank) or stage.worker(rank).batch) / report.step_s[rank]
             known = speeds.get(rank, speed)
             speeds[rank] = known + self.alpha * (speed - known)
         sizes = share_out(whole_batch(stage), [speeds[rank] for rank in present])

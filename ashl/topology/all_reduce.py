@@ -75,7 +75,7 @@ from ashl.topology.local_work import (
 Do = Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]
 
 
-class Heard(NamedTuple):
+class RoundReport(NamedTuple):
     """What a rule hears of a round, equal on all workers."""
 
     due: bool  # as the lead rank said
@@ -110,7 +110,9 @@ class StepRule(Rule, contract=True):
         """
         return False
 
-    def observe_round(self, stage: Stage, state: Any, progress: Progress, heard: Heard) -> Any:
+    def observe_round(
+        self, stage: Stage, state: Any, progress: Progress, report: RoundReport
+    ) -> Any:
         """The rule's own state after a merge; `state` stays as it is."""
         return state
 
@@ -126,7 +128,7 @@ class StepRule(Rule, contract=True):
         return type(self).in_round is not StepRule.in_round
 
 
-NOTHING_HEARD = Heard(False, 0.0)
+NO_REPORT = RoundReport(False, 0.0)
 
 
 @option
@@ -327,9 +329,9 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
             continue
         moment = ("merge", stage.index, state.progress.version)
         due, said = divmod(int(team.signal), len(REASONS))
-        heard = Heard(bool(due), ctx.now, step_s)
+        report = RoundReport(bool(due), ctx.now, step_s)
         merge = partial(
-            merge_and_plan, stage, own, state, update, team.loss, now_ns=ctx.now_ns, heard=heard
+            merge_and_plan, stage, own, state, update, team.loss, now_ns=ctx.now_ns, report=report
         )
         result, ahead = ctx.compute_once(team.ranks, moment, merge)
         late = keep_within_budget(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
@@ -494,14 +496,14 @@ def merge_and_plan(
     staleness: int = 0,
     more: int = 0,
     now_ns: int = 0,
-    heard: Heard = NOTHING_HEARD,
+    report: RoundReport = NO_REPORT,
 ) -> tuple[Merged, Ahead]:
     """A round's work, which was `own` of the stage, is merged, and the next round planned, or the
     one so many later.
     """
     result = compute_merge(own, state, update, mean_loss, staleness)
     rule = rule_of(stage)
-    rule_state = rule.observe_round(stage, state.rule_state, result.progress, heard)
+    rule_state = rule.observe_round(stage, state.rule_state, result.progress, report)
     planned = rule.in_round(stage, rule_state, result.progress)
     rest = planned.remaining_rounds(result.progress.steps, result.progress.samples, more)
     return result, Ahead(

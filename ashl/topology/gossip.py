@@ -66,7 +66,7 @@ class GossipHeader(NamedTuple):
     snapshot_after: float = -1  # the round after which all workers hand in their models
 
 
-NOTHING_HEARD = GossipHeader(math.nan)
+NO_HEADER = GossipHeader(math.nan)
 
 
 class GossipRule(Rule, contract=True):
@@ -263,7 +263,7 @@ class RoundState(WorkerState):
     progress: RunProgress = field(default_factory=lambda: RunProgress(0))
     evaluated: ProgressMark = RUN_START  # the last evaluation
     in_time: InTime | None = None  # once a round has come too late
-    header: GossipHeader = NOTHING_HEARD
+    header: GossipHeader = NO_HEADER
     k: int = 0  # rounds of this stage so far
     under_way: tuple[
         tuple[int, Outgoing], ...
@@ -274,7 +274,7 @@ class RoundState(WorkerState):
         super().enter(stage, rank)
         if not again:
             self.progress.begin(now_s)
-            self.k, self.header, self.under_way = 0, NOTHING_HEARD, ()
+            self.k, self.header, self.under_way = 0, NO_HEADER, ()
             self.rule_state = rule_in(stage).begin(stage, self, rank)
 
 
