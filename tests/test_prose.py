@@ -14,8 +14,6 @@ NOT_YET = (
     "tests/",
     "conf/",
     "docs/",
-    "README.md",
-    "CONTRIBUTING.md",
 )  # not yet rewritten in plain English
 
 
