@@ -12,7 +12,14 @@ NOT_YET = (
     "ashl/",
     "cli/",
     "tests/",
-    "conf/",
+    "conf/sync/",
+    "conf/overlap/",
+    "conf/outer/",
+    "conf/aggregate/",
+    "conf/schedule/",
+    "conf/topology/",
+    "conf/compression/",
+    "conf/runtime/",
     "docs/",
 )  # not yet rewritten in plain English
 
