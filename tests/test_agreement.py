@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ashl.errors import AshlError
 from ashl.runtime import collectives
-from ashl.runtime.effects import Broken, Formed, Regroup
+from ashl.runtime.effects import CollectiveAborted, Formed, Regroup
 from ashl.runtime.regroup_consensus import RegroupConsensus, join_key
 from ashl.runtime.rendezvous import make_group
 from tests.disturbed import wait_for
@@ -52,7 +52,7 @@ def test_who_is_lost_of_a_team_that_others_have_formed() -> None:
     consensus.mark_connected(1, 1)
     assert consensus.lost_of((0, 1)) == {1}, "it is one of its first life"
     assert consensus.lost_of((0, 1), (0, 1)) == frozenset()
-    assert consensus.await_failure((0, 1), RuntimeError()) == Broken(1)
+    assert consensus.await_failure((0, 1), RuntimeError()) == CollectiveAborted(1)
     consensus.mark_failed(1, 1)
     assert consensus.lost_of((0, 1, 2), (0, 1, 0)) == {1}
 
@@ -126,7 +126,7 @@ def test_a_loss_a_return_and_the_end() -> None:
         other.mark_connected(1, 1)
         assert other.join_pending
     early = regrouped({zero: Regroup(6, 0, True), two: Regroup(6, 0, True)})
-    assert early[0].came == (), "it has not knocked"
+    assert early[0].joined == (), "it has not knocked"
     assert early[0].ranks == (0, 2)
     with ThreadPoolExecutor(1) as thread:
         waits = thread.submit(back.regroup, Regroup(-1), lambda: 7)
@@ -145,7 +145,7 @@ def test_a_loss_a_return_and_the_end() -> None:
             (0, 2)
         ] * 2
         assert zero.join_pending
-        assert regrouped({zero: Regroup(8, 0, True), two: Regroup(8, 0, True)})[0].came == (1,)
+        assert regrouped({zero: Regroup(8, 0, True), two: Regroup(8, 0, True)})[0].joined == (1,)
         assert waits.result(10)[0].ranks == (0, 1, 2)
 
 

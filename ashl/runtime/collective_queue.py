@@ -97,17 +97,17 @@ class CollectiveQueue:
         "committed",
         "counts",
         "free_ns",
+        "group",
         "pending",
         "ready",
         "settling",
         "shared",
-        "team",
         "waking",
     )
 
-    def __init__(self, team: tuple[int, ...]) -> None:
-        self.team = team
-        self.counts = dict.fromkeys(team, 0)  # how many each member has posted
+    def __init__(self, group: tuple[int, ...]) -> None:
+        self.group = group
+        self.counts = dict.fromkeys(group, 0)  # how many each member has posted
         self.pending: dict[int, Posted] = {}  # by number; none of them has begun
         self.ready = 0  # how many of those have all their members
         self.free_ns = 0  # when the one that goes on now will have ended
@@ -135,11 +135,11 @@ class CollectiveQueue:
             )
         self.counts[rank] = number + 1
         posted.arrived[rank] = task, effect.tensor
-        self.ready += len(posted.arrived) == len(self.team)
+        self.ready += len(posted.arrived) == len(self.group)
 
     def commit(self, now_ns: int) -> None:
         """Commit what may be."""
-        all_here = len(self.team)
+        all_here = len(self.group)
         held = (self.free_ns > now_ns) + len(self.committed)
         ready = (
             p
@@ -180,7 +180,7 @@ class CollectiveQueue:
         if shared.value is UNKNOWN:
             shared.value = fn()
         shared.asked.add(rank)
-        if len(shared.asked) == len(self.team):
+        if len(shared.asked) == len(self.group):
             del self.shared[key]
         return shared.value
 
@@ -195,18 +195,18 @@ class CollectiveQueues:
         self._last = CollectiveQueue(())
         self._most = 64
 
-    def of(self, team: tuple[int, ...], now_ns: int) -> CollectiveQueue:
+    def of(self, group: tuple[int, ...], now_ns: int) -> CollectiveQueue:
         last = self._last
         if (
-            last.team is team
+            last.group is group
         ):  # the members of a large team mostly come one after the other, and to hash it takes long
             return last
-        collective_queue = self._of.get(team)
+        collective_queue = self._of.get(group)
         if collective_queue is None:
             if len(self._of) >= self._most:
                 self._of = {known: one for known, one in self._of.items() if not one.idle(now_ns)}
                 self._most = max(64, 2 * len(self._of))
-            collective_queue = self._of[team] = CollectiveQueue(team)
+            collective_queue = self._of[group] = CollectiveQueue(group)
         self._last = collective_queue
         return collective_queue
 
@@ -215,10 +215,10 @@ class CollectiveQueues:
         lost = [
             collective_queue
             for collective_queue in self._of.values()
-            if rank in collective_queue.team
+            if rank in collective_queue.group
         ]
         for collective_queue in lost:
-            del self._of[collective_queue.team]
+            del self._of[collective_queue.group]
         self._last = CollectiveQueue(())
         return [task for collective_queue in lost for task in collective_queue.abort()]
 

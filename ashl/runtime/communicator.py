@@ -78,11 +78,11 @@ class LocalQueue:
 
     def __init__(
         self,
-        team: Team,
+        group: Team,
         incarnations: Incarnations,
         carry_out: Callable[[LocalQueue], tuple[Pending, Outcome]],
     ) -> None:
-        self.team, self.incarnations, self._carry_out = team, incarnations, carry_out
+        self.group, self.incarnations, self._carry_out = group, incarnations, carry_out
         self.posted = 0
         self.pending: list[Pending] = []  # in the order of posting
         self.committed: list[
@@ -111,7 +111,7 @@ class LocalQueue:
             self._changed.notify()
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._loop, daemon=True, name=f"collectives-{self.team}"
+                target=self._loop, daemon=True, name=f"collectives-{self.group}"
             )
             self._thread.start()
 
@@ -192,7 +192,7 @@ class Communicator:
         without. They carry what lies in the host's memory; with `settle` what lies on the device,
         too, and it waits until that is done. With a `hierarchy` sums over all workers go by it,
         unless they are exact. With an `agreement` a collective that lacks a member comes to
-        `Broken`.
+        `CollectiveAborted`.
         """
         self._rank, self._exact, self._throttle, self._clock = rank, exact, throttle, clock_ns
         self._groups: Groups = {**groups}
@@ -214,15 +214,15 @@ class Communicator:
 
     def local_queue(self, effect: Collective) -> LocalQueue:
         """This rank's end of the channel of a team."""
-        key = team, incarnations = (
+        key = group, incarnations = (
             effect.group,
             effect.incarnations if isinstance(effect, AllReduce) else (),
         )
         end = self._ends.get(key)
         if end is None:
-            if self._rank not in team:
-                raise AshlError(f"rank {self._rank} is no member of the team {list(team)}")
-            end = self._ends[key] = LocalQueue(team, incarnations, self._run_next)
+            if self._rank not in group:
+                raise AshlError(f"rank {self._rank} is not a member of the group {list(group)}")
+            end = self._ends[key] = LocalQueue(group, incarnations, self._run_next)
         return end
 
     def add_routes(self, ways: collectives.Ways) -> None:
@@ -267,15 +267,15 @@ class Communicator:
         if consensus is None:
             return self._run_next_of_survivors(end)
         try:
-            if consensus.lost.intersection(end.team) and not self._without_process_group(
-                end.team, end.incarnations
+            if consensus.lost.intersection(end.group) and not self._without_process_group(
+                end.group, end.incarnations
             ):
                 raise RuntimeError("a member of the process group has failed")
             return self._run_next_of_survivors(end)
         except RuntimeError as error:
             pending, broken = (
                 (end.committed or end.pending)[0],
-                consensus.await_failure(end.team, error, end.incarnations),
+                consensus.await_failure(end.group, error, end.incarnations),
             )
         end.remove(pending)
         now = self._clock()
@@ -283,10 +283,10 @@ class Communicator:
 
     def _run_next_of_survivors(self, end: LocalQueue) -> tuple[Pending, Outcome]:
         """The same, where nobody is lost. Raises RuntimeError where somebody is."""
-        pending, g, free_ns = end.pending[0], len(end.team), 0
+        pending, g, free_ns = end.pending[0], len(end.group), 0
         paced = g > 1 and self._throttle.network is not None
         if g > 1 and (paced or (pending.effect.key and not end.committed)):
-            common, free_ns = self._agree_on_order(end, self._throttle.free_ns(end.team))
+            common, free_ns = self._agree_on_order(end, self._throttle.free_ns(end.group))
             end.commit(common)
         if end.committed:
             pending = end.committed[0]
@@ -315,26 +315,26 @@ class Communicator:
         """(how many collectives all have posted, when the ports of all are free); clocks were
         started together.
         """
-        team, numbers = end.team, torch.tensor([-end.posted, free_ns])
-        if not self._without_process_group(team, end.incarnations):
-            numbers = self._all_reduce_max(numbers, team)
+        group, numbers = end.group, torch.tensor([-end.posted, free_ns])
+        if not self._without_process_group(group, end.incarnations):
+            numbers = self._all_reduce_max(numbers, group)
         else:
             try:
                 numbers = collectives.all_reduce_subset_max(
-                    numbers, *self._subset_arguments(team, end.incarnations)
+                    numbers, *self._subset_arguments(group, end.incarnations)
                 )
             except RuntimeError:
                 if self._consensus is None:
                     raise  # else the others wait for its part in a sum that comes to nothing
         return -int(numbers[0]), int(numbers[1])
 
-    def _all_reduce_max(self, numbers: torch.Tensor, team: Team) -> torch.Tensor:
+    def _all_reduce_max(self, numbers: torch.Tensor, group: Team) -> torch.Tensor:
         return collectives.all_reduce(
-            numbers, team, "max", self._groups.get(team), self._exact, self._wait(team)
+            numbers, group, "max", self._groups.get(group), self._exact, self._wait(group)
         )
 
-    def _wait(self, team: Team) -> collectives.Wait | None:
-        return None if self._consensus is None else partial(self._consensus.wait, team)
+    def _wait(self, group: Team) -> collectives.Wait | None:
+        return None if self._consensus is None else partial(self._consensus.wait, group)
 
     @contextmanager
     def _staged(self, effect: Collective) -> Generator[torch.Tensor]:
@@ -404,7 +404,7 @@ class Communicator:
         hierarchy = self._hierarchy
         if hierarchy is None or self._exact or group != hierarchy.members:
             return False
-        return all(team in self._groups for team in hierarchy.teams)
+        return all(group in self._groups for group in hierarchy.teams)
 
     def _moved(self, group: Team, nbytes: int) -> tuple[int, int]:
         """Return the bytes that this rank sends and receives in a sum: by the model of costs where
@@ -419,32 +419,32 @@ class Communicator:
         flat = 2 * (g - 1) * nbytes // g
         return flat, flat
 
-    def _without_process_group(self, team: Team, incarnations: Incarnations) -> bool:
+    def _without_process_group(self, group: Team, incarnations: Incarnations) -> bool:
         """Whether nobody has made a process group for it, as it is."""
-        return bool(incarnations) or (len(team) != len(self._all) and team not in self._groups)
+        return bool(incarnations) or (len(group) != len(self._all) and group not in self._groups)
 
     def _subset_arguments(
-        self, team: Team, incarnations: Incarnations
+        self, group: Team, incarnations: Incarnations
     ) -> tuple[Team, int, int, collectives.Ways, Collection[int]]:
         """What a sum without a process group has to know."""
         lost = (
-            self._consensus.lost_of(team, incarnations)
+            self._consensus.lost_of(group, incarnations)
             if self._consensus is not None
             else frozenset[int]()
         )
         if not self._all:  # it came later itself
-            lost |= {*team} - {self._rank, *self._ways}
-        return team, self._rank, self._tag(team), self._ways, lost
+            lost |= {*group} - {self._rank, *self._ways}
+        return group, self._rank, self._tag(group), self._ways, lost
 
-    def _tag(self, team: Team) -> int:
+    def _tag(self, group: Team) -> int:
         """What marks the messages of a team without a process group. Raises AshlError where two are
         marked alike.
         """
-        tag = zlib.crc32(repr(team).encode()) % collectives.TEAMS
-        if self._tags.setdefault(tag, team) != team:
+        tag = zlib.crc32(repr(group).encode()) % collectives.TEAMS
+        if self._tags.setdefault(tag, group) != group:
             raise AshlError(
-                f"the teams {team} and {self._tags[tag]} cannot be told apart; list one of them in"
-                " the plan"
+                f"the groups {group} and {self._tags[tag]} cannot be told apart; list one of them"
+                " in the plan"
             )
         return tag
 

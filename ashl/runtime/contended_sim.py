@@ -240,7 +240,7 @@ class ContendedSim(Sim):
 
     def _begin(self, collective_queue: CollectiveQueue) -> None:
         """Carry out the next collective; it ends when all of its members have done their share."""
-        posted, group = collective_queue.take(self.now_ns), collective_queue.team
+        posted, group = collective_queue.take(self.now_ns), collective_queue.group
         tensors = [posted.arrived[rank][1] for rank in group]
         result, cost, moved, own = price_collective(
             posted.effect, tensors, self.network, self.now_ns

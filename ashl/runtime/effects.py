@@ -132,7 +132,8 @@ class AllReduce(NamedTuple):
     also when its task is cancelled.
 
     `epoch`: how many losses had been noticed when the group was formed. Where a member is lost
-    after that, the others have `Broken` instead of the result, also where their sum is under way.
+    after that, the others have
+    `CollectiveAborted` instead of the result.
     `incarnations`: how often each member had been lost by then, where one had, and all of them do
     not agree on who is there by themselves.
     """
@@ -167,7 +168,7 @@ class AllGather(NamedTuple):
         return (yield self)
 
 
-class Broken(NamedTuple):
+class CollectiveAborted(NamedTuple):
     """What comes of a collective instead of its result: this member of its group is gone."""
 
     rank: int
@@ -197,8 +198,8 @@ class Formed(NamedTuple):
     ranks: tuple[int, ...]
     version: int  # the lowest
     signal: int  # why all asked; 0 where some had come further than others
-    lost: tuple[int, ...]  # who is gone of the team before
-    came: tuple[int, ...]  # who of the ranks is new, and knows nothing yet
+    failed: tuple[int, ...]  # who is gone of the team before
+    joined: tuple[int, ...]  # who of the ranks is new, and knows nothing yet
     time_ns: int  # when all had asked
     incarnations: tuple[int, ...] = ()  # how often each of its ranks had been lost by then
 

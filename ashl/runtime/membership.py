@@ -1,7 +1,8 @@
 """Membership of process groups in virtual time: failed members leave them, joining workers enter
 them.
 
-A collective that lacks a failed member is aborted: every other member receives `Broken` once it has
+A collective that lacks a failed member is aborted: every other member receives
+`CollectiveAborted` once it has
 noticed the failure, even if the collective was in flight. So all members receive the result, or
 none does. The survivors then ask to regroup; when all have asked, they form a new group and admit
 the waiting workers.
@@ -16,7 +17,7 @@ from operator import itemgetter
 from typing import Any
 
 from ashl.runtime.collective_queue import Collective, CollectiveQueue
-from ashl.runtime.effects import Broken, Formed, Regroup
+from ashl.runtime.effects import CollectiveAborted, Formed, Regroup
 from ashl.runtime.kernel import Task
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sim import Sim
@@ -75,7 +76,7 @@ class SimMembership:
             return type(self.sim)._post(self.sim, task, effect)
         heard = [other for other in lost if (rank, other) not in self._uninformed]
         if heard:
-            self._at(task, Broken(heard[0]))
+            self._at(task, CollectiveAborted(heard[0]))
         else:
             self._stuck.setdefault(rank, []).append((task, effect))
 
@@ -92,7 +93,7 @@ class SimMembership:
             return  # the team has lost a member
         type(self.sim)._begin(self.sim, collective_queue)
         self._under_way = [one for one in self._under_way if one[0] > self.sim.now_ns]
-        self._under_way.append((collective_queue.free_ns, collective_queue.team))
+        self._under_way.append((collective_queue.free_ns, collective_queue.group))
 
     def _at(self, task: Task, value: Any) -> None:
         """Resume the task at this instant."""
@@ -111,11 +112,11 @@ class SimMembership:
         for task in sim.collective_queues.abort_with_member(rank):
             if task.ctx.rank != rank:
                 self._stuck.setdefault(task.ctx.rank, []).append((task, task.waiting))
-        for _, team in [one for one in self._under_way if rank in one[1] and one[0] > now]:
-            self._revoke_results([peer for peer in team if peer != rank], team)
+        for _, group in [one for one in self._under_way if rank in one[1] and one[0] > now]:
+            self._revoke_results([peer for peer in group if peer != rank], group)
         self._under_way = [one for one in self._under_way if rank not in one[1]]
 
-    def _revoke_results(self, ranks: list[int], team: tuple[int, ...]) -> None:
+    def _revoke_results(self, ranks: list[int], group: tuple[int, ...]) -> None:
         """These will not have the result that they wait for."""
         sim, now = self.sim, self.sim.now_ns
         there = (
@@ -126,7 +127,7 @@ class SimMembership:
         waiting = [
             task
             for task in there
-            if isinstance(task.waiting, Collective) and task.waiting.group == team
+            if isinstance(task.waiting, Collective) and task.waiting.group == group
         ]
         waiting = sorted(
             (task for task in waiting if task.ctx.rank in ranks), key=lambda task: task.ctx.rank
@@ -148,7 +149,7 @@ class SimMembership:
             if rank in effect.group:
                 if task.main:
                     task.ctx.time_accounting.attribute_idle(sim.now_ns)
-                sim._resume(task, Broken(rank))
+                sim._resume(task, CollectiveAborted(rank))
             else:
                 self._stuck.setdefault(peer, []).append((task, effect))
         self.note_failure(rank)

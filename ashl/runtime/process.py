@@ -139,7 +139,7 @@ class TorchKernel:
         return self._checkpoint_writer is not None and self._checkpoint_writer.wanted is not None
 
     def compute_once(
-        self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]
+        self, ctx: RankContext, group: tuple[int, ...], key: Hashable, fn: Callable[[], T]
     ) -> T:
         return fn()
 

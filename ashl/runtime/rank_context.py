@@ -129,7 +129,7 @@ class Kernel(Protocol):
     ) -> Any: ...
 
     def compute_once(
-        self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]
+        self, ctx: RankContext, group: tuple[int, ...], key: Hashable, fn: Callable[[], T]
     ) -> T: ...
 
     def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool: ...
@@ -216,7 +216,7 @@ class RankContext:
         """
         return self.kernel.spawn(self, coro, is_background_service=is_background_service)
 
-    def compute_once(self, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
+    def compute_once(self, group: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
         """What all members of a team compute alike: `fn()`, which must be pure and whose value
         nobody changes.
 
@@ -224,7 +224,7 @@ class RankContext:
         real processes it just runs. It costs no time. A run that goes on from a checkpoint may run
         it once more.
         """
-        return self.kernel.compute_once(self, team, key, fn)
+        return self.kernel.compute_once(self, group, key, fn)
 
     def safe_point(self, stage: int, state: Any) -> bool:
         """Here is the top of a loop: `state` holds all that is needed to go on from here, in this

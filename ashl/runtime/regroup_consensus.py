@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from ashl.errors import AshlError
-from ashl.runtime.effects import Broken, Formed, Regroup
+from ashl.runtime.effects import CollectiveAborted, Formed, Regroup
 from ashl.runtime.records import PeerUnreachable
 from ashl.runtime.rendezvous import LOOK_S, SharedStore, call_unless_failed, make_group
 
@@ -117,33 +117,33 @@ class RegroupConsensus:
             if incarnation >= self._incarnations[rank]
         )
 
-    def lost_of(self, team: Sequence[int], incarnations: Sequence[int] = ()) -> frozenset[int]:
+    def lost_of(self, group: Sequence[int], incarnations: Sequence[int] = ()) -> frozenset[int]:
         """Who is lost of a team; where others have formed it, of these lives of its members."""
         if not incarnations:
-            return self.lost.intersection(team)
+            return self.lost.intersection(group)
         return frozenset(
             rank
-            for rank, incarnation in zip(team, incarnations, strict=True)
+            for rank, incarnation in zip(group, incarnations, strict=True)
             if self._gone.get(rank, -1) >= incarnation
         )
 
     def await_failure(
-        self, team: Sequence[int], error: Exception, incarnations: Sequence[int] = ()
-    ) -> Broken:
+        self, group: Sequence[int], error: Exception, incarnations: Sequence[int] = ()
+    ) -> CollectiveAborted:
         """What comes of a collective of this team that has ended with an error; raises it where
         nobody is lost.
         """
         until = time.monotonic() + KNOWN_S
-        known = dict(zip(team, incarnations, strict=True)) if incarnations else self._incarnations
-        for rank in {*team} - {self._rank} if not self.lost_of(team, incarnations) else ():
+        known = dict(zip(group, incarnations, strict=True)) if incarnations else self._incarnations
+        for rank in {*group} - {self._rank} if not self.lost_of(group, incarnations) else ():
             self._emit(PeerUnreachable(self._rank, rank, known[rank], alone=False))
-        while not (gone := self.lost_of(team, incarnations)):
+        while not (gone := self.lost_of(group, incarnations)):
             if time.monotonic() > until:
                 raise error
             time.sleep(POLL_S)
-        return Broken(min(gone))
+        return CollectiveAborted(min(gone))
 
-    def wait(self, team: Iterable[int], work: Any) -> None:
+    def wait(self, group: Iterable[int], work: Any) -> None:
         """Until a collective of this team has ended. Raises RuntimeError where it never will."""
         while True:
             try:
@@ -152,7 +152,7 @@ class RegroupConsensus:
                 if work.is_completed():  # perhaps just now, after the look was over
                     work.wait()
                     return
-                if self.lost.intersection(team):
+                if self.lost.intersection(group):
                     raise
             else:
                 return
@@ -201,14 +201,14 @@ class RegroupConsensus:
     def _decide_with_group(self, asked: Regroup) -> Decision:
         """The next agreement, of a team that this rank is in."""
         self._number += 1
-        name, store, team = f"team/{self._number}", self._store, self._team
+        name, store, group = f"team/{self._number}", self._store, self._team
         store.set(f"{name}/{self._rank}", json.dumps(asked))
         while not store.check([f"{name}/is"]):
-            if gone := self.lost.intersection(team):
+            if gone := self.lost.intersection(group):
                 decision = Decision(sorted(gone))
-            elif store.check([f"{name}/{rank}" for rank in team]):
+            elif store.check([f"{name}/{rank}" for rank in group]):
                 decision = self._make_decision(
-                    {rank: Regroup(*json.loads(store.get(f"{name}/{rank}"))) for rank in team}
+                    {rank: Regroup(*json.loads(store.get(f"{name}/{rank}"))) for rank in group}
                 )
             else:
                 time.sleep(POLL_S)
@@ -250,18 +250,18 @@ class RegroupConsensus:
         return Decision(*json.loads(store.get(name)))
 
     def _group(self) -> dist.ProcessGroup | None:
-        team = self._team
-        if len(team) == 1:
+        group = self._team
+        if len(group) == 1:
             return None
         meet = partial(
             make_group,
             f"group/{self._number}",
             self._shared.another(),
-            team.index(self._rank),
-            len(team),
+            group.index(self._rank),
+            len(group),
         )
         try:
-            return call_unless_failed(meet, lambda: bool(self.lost.intersection(team)))
+            return call_unless_failed(meet, lambda: bool(self.lost.intersection(group)))
         except RuntimeError as error:
-            self.await_failure(team, error)
+            self.await_failure(group, error)
             return None

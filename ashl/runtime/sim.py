@@ -89,9 +89,9 @@ class Sim:
         return task
 
     def compute_once(
-        self, ctx: RankContext, team: tuple[int, ...], key: Hashable, fn: Callable[[], T]
+        self, ctx: RankContext, group: tuple[int, ...], key: Hashable, fn: Callable[[], T]
     ) -> T:
-        collective_queue = self.collective_queues.of(team, self.now_ns)
+        collective_queue = self.collective_queues.of(group, self.now_ns)
         if self.saving is not None:
             self.saving.record_request(ctx, collective_queue, key)
         return collective_queue.compute_once(ctx.rank, key, fn)
@@ -443,7 +443,7 @@ class Sim:
     def _begin(self, collective_queue: CollectiveQueue) -> None:
         """Carry out the collective that is next."""
         posted = collective_queue.take(self.now_ns)
-        effect, group = posted.effect, collective_queue.team
+        effect, group = posted.effect, collective_queue.group
         tensors = [posted.arrived[rank][1] for rank in group]
         result, cost, moved, own = price_collective(effect, tensors, self.network, self.now_ns)
         start = self.network.hold(group, cost, self.now_ns)
@@ -549,7 +549,7 @@ class Saving:
         self._shared_places: set[int] = set()  # those that no rank takes by itself
         self._numbers: dict[Task, int] = {}  # which of its rank's collectives a task waits for
         self._asked = {  # who had asked for what is computed alike, before its mark
-            (collective_queue.team, key): set(shared.asked)
+            (collective_queue.group, key): set(shared.asked)
             for collective_queue in sim.collective_queues.all()
             for key, shared in collective_queue.shared.items()
         }
@@ -614,10 +614,10 @@ class Saving:
     ) -> None:
         """A rank asks for what its team computes alike. Once it has a mark, it will ask again."""
         if ctx.rank not in self.marks:
-            asked = self._asked.setdefault((collective_queue.team, key), set())
+            asked = self._asked.setdefault((collective_queue.group, key), set())
             asked.add(ctx.rank)
-            if len(asked) == len(collective_queue.team):
-                del self._asked[collective_queue.team, key]
+            if len(asked) == len(collective_queue.group):
+                del self._asked[collective_queue.group, key]
 
     def post(self, task: Task, effect: Collective) -> None:
         sim, before = self.sim, self.sim._seq
@@ -632,7 +632,9 @@ class Saving:
         waiting = {number: posted.arrived for number, posted in collective_queue.pending.items()}
         type(sim)._begin(sim, collective_queue)
         (begun,) = waiting.keys() - collective_queue.pending.keys()
-        for rank, place in zip(collective_queue.team, range(before + 1, sim._seq + 1), strict=True):
+        for rank, place in zip(
+            collective_queue.group, range(before + 1, sim._seq + 1), strict=True
+        ):
             number = self._numbers.pop(waiting[begun][rank][0], OF_A_CANCELLED_TASK)
             self._results[place] = rank, number
             if number != OF_A_CANCELLED_TASK:
@@ -657,7 +659,7 @@ class Saving:
             return RESULT, to_plain((*self._results[place], value))
         name = "" if isinstance(target, Task) else target.__name__
         if name == "_serve":
-            return TURN, to_plain(value.team)
+            return TURN, to_plain(value.group)
         return (
             (MESSAGE, to_plain(value))
             if name == "_deliver"
@@ -685,7 +687,7 @@ class Saving:
             "ports": to_plain(sim.network.saved()),
             "channels": to_plain(
                 {
-                    collective_queue.team: collective_queue.free_ns
+                    collective_queue.group: collective_queue.free_ns
                     for collective_queue in sim.collective_queues.all()
                 }
             ),
@@ -702,10 +704,12 @@ def resume(sim: Sim, start: Callable[..., Coroutine], saved: Mapping[str, Any]) 
     )
     marks = [Mark(**mark) for mark in saved["marks"]]
     replay = Replay(sim, marks)
-    for team, free_ns in restored(saved["channels"]).items():
-        sim.collective_queues.of(team, 0).free_ns = free_ns
-    for (team, key), asked in restored(saved["asked"]).items():
-        sim.collective_queues.of(team, 0).shared.setdefault(key, SharedResult()).asked.update(asked)
+    for group, free_ns in restored(saved["channels"]).items():
+        sim.collective_queues.of(group, 0).free_ns = free_ns
+    for (group, key), asked in restored(saved["asked"]).items():
+        sim.collective_queues.of(group, 0).shared.setdefault(key, SharedResult()).asked.update(
+            asked
+        )
     heap, cut = sim._heap, tuple(saved["cut"])
     for rank, mark in enumerate(marks):
         ctx = sim.contexts[rank]

@@ -142,12 +142,12 @@ class Throttle:
             return round(header_ns + factor * (now_ns - header_ns))
         return now_ns
 
-    def free_ns(self, team: tuple[int, ...]) -> int:
+    def free_ns(self, group: tuple[int, ...]) -> int:
         """When this rank's ports are free for a collective of a team."""
-        return 0 if self.network is None else self.network.free_ns(team, self.rank)
+        return 0 if self.network is None else self.network.free_ns(group, self.rank)
 
     def schedule_all_reduce(
-        self, team: tuple[int, ...], number: int, nbytes: int, now_ns: int
+        self, group: tuple[int, ...], number: int, nbytes: int, now_ns: int
     ) -> tuple[int, int | None]:
         """When the team's all-reduce of that number begins, and what it costs; None = as long as it
         takes. It holds the team's ports.
@@ -155,33 +155,33 @@ class Throttle:
         if self.network is None:
             return now_ns, None
         return self._hold_nics(
-            self.network, team, number, self.network.all_reduce_ns(team, nbytes, now_ns), now_ns
+            self.network, group, number, self.network.all_reduce_ns(group, nbytes, now_ns), now_ns
         )
 
     def schedule_all_gather(
-        self, team: tuple[int, ...], number: int, total: int, now_ns: int
+        self, group: tuple[int, ...], number: int, total: int, now_ns: int
     ) -> tuple[int, int | None]:
         """The same of an all-gather of so many bytes."""
         if self.network is None:
             return now_ns, None
         return self._hold_nics(
-            self.network, team, number, self.network.all_gather_ns(team, total, now_ns), now_ns
+            self.network, group, number, self.network.all_gather_ns(group, total, now_ns), now_ns
         )
 
     def _hold_nics(
         self,
         network: Exchange | Ports,
-        team: tuple[int, ...],
+        group: tuple[int, ...],
         number: int,
         cost_ns: int,
         now_ns: int,
     ) -> tuple[int, int]:
         with self._lock:
-            if self._shared is not None and isinstance(network, Ports) and len(team) > 1:
+            if self._shared is not None and isinstance(network, Ports) and len(group) > 1:
                 return self._shared.begin_collective(
-                    network, f"{team} {number}", team, cost_ns, now_ns
+                    network, f"{group} {number}", group, cost_ns, now_ns
                 )
-            return network.hold(team, cost_ns, now_ns), cost_ns
+            return network.hold(group, cost_ns, now_ns), cost_ns
 
     def _change_nics(self, network: Ports, change: Callable[[Ports], T]) -> T:
         with self._lock:
@@ -214,7 +214,7 @@ class SharedNics:
         return self._change(network, lambda _: change(network))
 
     def begin_collective(
-        self, network: Ports, name: str, team: tuple[int, ...], cost_ns: int, now_ns: int
+        self, network: Ports, name: str, group: tuple[int, ...], cost_ns: int, now_ns: int
     ) -> tuple[int, int]:
         """When the collective of this name begins, and what it costs: the first member to ask
         decides for all.
@@ -222,9 +222,9 @@ class SharedNics:
 
         def change(begun: dict[str, list[int]]) -> tuple[int, int]:
             start, cost, left = begun.pop(name, None) or (
-                network.hold(team, cost_ns, now_ns),
+                network.hold(group, cost_ns, now_ns),
                 cost_ns,
-                len(team),
+                len(group),
             )
             if left > 1:
                 begun[name] = [start, cost, left - 1]

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from ashl.learn.device import to_host
-from ashl.runtime.effects import PEER_FAILED, Broken, Compute
+from ashl.runtime.effects import PEER_FAILED, CollectiveAborted, Compute
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly
@@ -38,7 +38,7 @@ class GroupBrokenError(Exception):
 
 def check_complete(result: Any) -> Any:
     """What came of a collective. Raises TeamBrokenError where a member is lost."""
-    if result.__class__ is Broken:
+    if result.__class__ is CollectiveAborted:
         raise GroupBrokenError
     return result
 

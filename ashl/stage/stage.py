@@ -281,16 +281,16 @@ class Stage:
     # sums, and all else
     replan: Replan | None = None
 
-    _once: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def once(self, fn: Callable[[Stage], T], key: Hashable = None) -> T:
+    def cached(self, fn: Callable[[Stage], T], key: Hashable = None) -> T:
         """What all ranks look up of this stage: fn(stage), computed for the first that asks. A
         function that is made anew for each of them has a `key` in common.
         """
         key = key or fn
-        if key not in self._once:
-            self._once[key] = fn(self)
-        return self._once[key]
+        if key not in self._cache:
+            self._cache[key] = fn(self)
+        return self._cache[key]
 
     @property
     def num_workers(self) -> int:
@@ -306,7 +306,7 @@ class Stage:
         """The stage as it is for one fragment of the model alone."""
         own = self.fragments[k]
         its = {"size": own.size, "layout": own.layout, "codec": own.codec, "outer": own.outer}
-        return self.once(
+        return self.cached(
             lambda whole: replace(whole, fragments=(), compression_stats_vs_mean=False, **its),
             ("fragment", k),
         )
@@ -470,9 +470,9 @@ class Stage:
         round. Of those who are gone no round has any.
         """
         asked = steps, samples, ahead, tuple(gone)
-        last = self._once.get("rest")  # in a round all workers ask the same
+        last = self._cache.get("rest")  # in a round all workers ask the same
         if last is None or last[0] != asked:
-            self._once["rest"] = last = asked, self._compute_remaining_rounds(*asked)
+            self._cache["rest"] = last = asked, self._compute_remaining_rounds(*asked)
         return last[1]
 
     def _compute_remaining_rounds(
@@ -503,7 +503,7 @@ class Stage:
         """The stage as it is in a round of which no more than that is left."""
         if rest is None or rest[0] >= rest[1]:
             return self
-        return self.once(
+        return self.cached(
             lambda whole: whole.with_steps_by_worker(
                 lambda rank, planned: whole.cap_local_steps(planned, rank, rest)
             ),
@@ -512,7 +512,7 @@ class Stage:
 
     def with_local_steps(self, steps: int) -> Stage:
         """The stage with so many steps of every worker in a round."""
-        return self.once(
+        return self.cached(
             lambda whole: whole.with_steps_by_worker(lambda rank, planned: steps), ("taking", steps)
         )
 
@@ -534,12 +534,12 @@ class Stage:
         gone = frozenset(gone)
         if gone == self.gone:
             return self
-        whole: Stage = self._once.setdefault("whole", self)
-        if gone not in whole._once:
+        whole: Stage = self._cache.setdefault("whole", self)
+        if gone not in whole._cache:
             made = replace(whole.with_redistributed_shards(gone), gone=gone)
-            made._once["whole"] = whole
-            remember(whole._once, gone, made)
-        return whole._once[gone]
+            made._cache["whole"] = whole
+            remember(whole._cache, gone, made)
+        return whole._cache[gone]
 
     def with_redistributed_shards(self, gone: Collection[int]) -> Stage:
         """The stage while these workers are away: where it `reshards`, with their data at the
@@ -548,7 +548,7 @@ class Stage:
         if not (self.reshards and gone):
             return self
         key = "handed", frozenset(gone)
-        if key not in self._once:
+        if key not in self._cache:
             shares = [worker.data_share for worker in self.plan.workers]
             part = sum(shares[rank] for rank in gone) / max(1, self.num_workers - len(gone))
             workers = tuple(
@@ -557,8 +557,8 @@ class Stage:
             )
             plan = replace(self.plan, workers=workers)
             made = replace(self, plan=plan, trainer=self.trainer.handed(frozenset(gone)))
-            remember(self._once, key, made)
-        return self._once[key]
+            remember(self._cache, key, made)
+        return self._cache[key]
 
     def with_assignments(self, workers: tuple[WorkerPlan, ...]) -> Stage:
         """The stage with its workers doing something else from now on; their shards stay as they
@@ -566,9 +566,9 @@ class Stage:
         """
         if workers is self.plan.workers:
             return self
-        last: Stage | None = self._once.get("doing")
+        last: Stage | None = self._cache.get("doing")
         if last is None or last.plan.workers is not workers:
-            self._once["doing"] = last = replace(self, plan=replace(self.plan, workers=workers))
+            self._cache["doing"] = last = replace(self, plan=replace(self.plan, workers=workers))
         return last
 
     def with_replanned_shards(self, rows: Sequence[Assignment]) -> Stage:

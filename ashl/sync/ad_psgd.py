@@ -33,7 +33,7 @@ class ADPSGD(PairRule):
 
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Whom this worker may ask: an active one its passive neighbours, a passive one nobody."""
-        return stage.once(partners_in)[rank]
+        return stage.cached(partners_in)[rank]
 
 
 def partners_in(stage: Stage) -> Sources:

@@ -179,7 +179,7 @@ def colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:
 def open_edges(stage: Stage, state: RoamingState, rank: int) -> Edges:
     """Everybody begins at the same model, with duals of zero."""
     colour, params, neighbours = (
-        stage.once(colours_in),
+        stage.cached(colours_in),
         state.params,
         graph_of(stage).neighbours(stage, rank),
     )

@@ -51,7 +51,7 @@ class Matcha(RoundRule):
     budget: Ratio
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        plan = stage.once(sampling_in)
+        plan = stage.cached(sampling_in)
         return tuple(
             sorted(
                 plan.peers[m][rank]
@@ -75,7 +75,7 @@ class Matcha(RoundRule):
         delta: Vector,
         heard: Mapping[int, Message],
     ) -> None:
-        alpha = stage.once(sampling_in).alpha
+        alpha = stage.cached(sampling_in).alpha
         row = {**dict.fromkeys(heard, alpha), rank: 1 - alpha * len(heard)}
         state.params = (
             mix(dict(sorted(row.items())), rank, state.params, heard) if heard else state.params

@@ -45,7 +45,7 @@ class NoLoCo(RoundRule):
         return state.params * 0.0
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        met = stage.once(matchings_in)(k)
+        met = stage.cached(matchings_in)(k)
         return (met[rank],) if rank in met else ()
 
     async def outgoing(

@@ -37,7 +37,7 @@ class QSR(BarrierRule, StepRule):
         steps = tuple(
             self._steps(stage, progress, worker.local_steps) for worker in stage.plan.workers
         )
-        return stage.once(
+        return stage.cached(
             lambda whole: whole.with_steps_by_worker(lambda rank, planned: steps[rank]),
             ("grown", steps),
         )

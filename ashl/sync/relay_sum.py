@@ -57,7 +57,7 @@ class RelaySum(RoundRule):
         return Relay(state.params, {})
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        return stage.once(tree_in)[rank]
+        return stage.cached(tree_in)[rank]
 
     async def outgoing(
         self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any

@@ -171,7 +171,7 @@ class AllReduce(Topology):
             nbytes = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
             return network.all_reduce_ns(stage.workers, nbytes, 0)
         return network.all_gather_ns(
-            stage.workers, stage.num_workers * stage.once(longest_payload), 0
+            stage.workers, stage.num_workers * stage.cached(longest_payload), 0
         )
 
     def begin(self, ctx: RankContext, stage: Stage) -> PeerState:
@@ -1000,25 +1000,25 @@ async def restrict_to_team(
         formed.incarnations,
         formed.time_ns,
     )
-    if formed.ranks == stage.workers and not (formed.lost or formed.came):
+    if formed.ranks == stage.workers and not (formed.failed or formed.joined):
         return stage
     if len(formed.ranks) < stage.min_workers:
         raise AshlError(
-            f"worker {', '.join(map(str, formed.lost))} failed by {ctx.now:.6g} s and"
+            f"worker {', '.join(map(str, formed.failed))} failed by {ctx.now:.6g} s and"
             f" {len(formed.ranks)} of {stage.num_workers} workers are running, fewer than"
             f" runtime.min_workers={stage.min_workers}: the run ends here"
         )
     state.progress = update_membership(stage, state, formed)
-    for rank in formed.lost:
+    for rank in formed.failed:
         state.ends.forget(rank)
-    if formed.came and not memory_is_local(stage, state.ends):
+    if formed.joined and not memory_is_local(stage, state.ends):
         state.ends = CodecState(gradients=state.ends.gradients)
-    first = min(set(formed.ranks) - set(formed.came))
+    first = min(set(formed.ranks) - set(formed.joined))
     before, stage = stage, stage.restricted_to(state.progress.gone)
     if state.redo is None:
         state.plan_round(stage, ctx.rank)
     if ctx.rank == first:
-        for rank in formed.came:
+        for rank in formed.joined:
             await admit(ctx, stage, state, rank)
     if stage.home != before.home:
         take_over_lead(ctx, stage, state)
@@ -1042,13 +1042,13 @@ def update_membership(stage: Stage, state: PeerState, formed: Formed) -> Progres
     planned = cast("StepRule", stage.sync).in_round(stage, state.rule_state, state.progress)
     progress, steps = state.progress.copy(), planned.truncate_last_round(state.rest).round_steps
     progress.gone = set(progress.gone)
-    for rank in formed.lost:
+    for rank in formed.failed:
         progress.remove_worker(rank)
         if formed.signal == GO and state.redo is not None:
             progress.count_dropped(rank, steps[rank], FAILURE)
-    for rank in {*stage.workers}.difference(formed.ranks, formed.lost):
+    for rank in {*stage.workers}.difference(formed.ranks, formed.failed):
         progress.remove_worker(rank)  # who waits for the model still
-    for rank in progress.gone.intersection(formed.came):
+    for rank in progress.gone.intersection(formed.joined):
         progress.join(rank)
     return progress
 
@@ -1112,7 +1112,7 @@ async def join(
         if formed.signal == STOP:
             ctx.time_accounting.close_at(end_time_ns(first, formed.time_ns))
             return None
-        host = min(set(formed.ranks) - set(formed.came))
+        host = min(set(formed.ranks) - set(formed.joined))
         if (messages := await receive_state(ctx, formed.epoch, host)) is not None:
             break
     model, *parcel = [message.body for message in messages]

@@ -166,16 +166,16 @@ class Gossip(Topology):
 
     def round(self, stage: Stage, k: int) -> Round:
         """The graph of round k."""
-        rounds = stage.once(rounds_in)
+        rounds = stage.cached(rounds_in)
         return rounds[k % len(rounds)]
 
     def edges(self, stage: Stage) -> tuple[Edge, ...]:
         """The edges of all rounds, whatever their direction."""
-        return stage.once(edges_in)
+        return stage.cached(edges_in)
 
     def neighbours(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Whom an edge connects this worker with, in whichever round and direction."""
-        return stage.once(neighbours_in)[rank]
+        return stage.cached(neighbours_in)[rank]
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """The neighbours of all rounds, and the coordinator."""
@@ -251,7 +251,7 @@ def edges_in(stage: Stage) -> tuple[Edge, ...]:
 
 
 def neighbours_in(stage: Stage) -> Sources:
-    return sources_of(stage.once(edges_in), stage.num_workers)
+    return sources_of(stage.cached(edges_in), stage.num_workers)
 
 
 @dataclass
@@ -430,7 +430,7 @@ def look_ahead(ctx: RankContext, stage: Stage, state: RoundState, k: int) -> Non
 def rounds_to_all(stage: Stage, first: int) -> int:
     """How many rounds it takes what rank 0 sends from round `first` on to reach everyone."""
     rule = rule_in(stage)
-    if type(rule).sources is RoundRule.sources and len(stage.once(rounds_in)) == 1:
+    if type(rule).sources is RoundRule.sources and len(stage.cached(rounds_in)) == 1:
         return (1 + rule.lag) * max(depths(graph_of(stage).round(stage, 0).targets))
     k, since = first - rule.lag, {stage.home: first}  # the round from which on a rank passes it on
     unaware = [rank for rank in stage.workers if rank != stage.home]

@@ -1037,7 +1037,7 @@ def first_part(stage: Stage, model: Any) -> Any:
     if not stage.overlap.pulls:
         return None if stage.by_priority else model
     if stage.overlap.by_slice:
-        return slice_vector(model, *stage.once(slice_ranges)[-1])
+        return slice_vector(model, *stage.cached(slice_ranges)[-1])
     return slice_vector(model, stage.messages[-1].start, stage.messages[-1].stop)
 
 
@@ -1102,7 +1102,7 @@ def last_slice_stage(stage: Stage) -> Stage:
 
 async def push_slices(ctx: RankContext, stage: Stage, samples: int) -> Any:
     """To the server, each slice as it is ready, but the last one, which is returned."""
-    number, up, count = 0, stage.tag("slice"), len(stage.once(slice_ranges))
+    number, up, count = 0, stage.tag("slice"), len(stage.cached(slice_ranges))
     for message, (_, tag) in zip(stage.messages, stage.ready, strict=True):
         part = (await ctx.recv(tag, src=ctx.rank)).body
         for start, stop in stage.overlap.cuts(message):
@@ -1114,7 +1114,7 @@ async def push_slices(ctx: RankContext, stage: Stage, samples: int) -> Any:
 
 async def receive_slices(ctx: RankContext, stage: Stage, body: Any) -> Any:
     """The model, of which the last slice came with the reply."""
-    places, back = stage.once(slice_ranges), stage.tag("back")
+    places, back = stage.cached(slice_ranges), stage.tag("back")
     came = {places[-1]: body}
     for _ in places[1:]:
         message = await ctx.recv(back)
@@ -1132,7 +1132,7 @@ async def on_slice(ctx: RankContext, stage: Stage, state: ServerState, message: 
     number, samples = map(int, message.meta)
     if stage.by_priority:
         await ctx.send(message.src, stage.tag("had"), None, (number,))
-    start, stop = stage.once(slice_ranges)[number]
+    start, stop = stage.cached(slice_ranges)[number]
     push = Push(message.src, message.body, 1, samples, 0, math.nan, 0.0, 0.0, 0.0)
     share = (stop - start) / stage.trainer.num_params
     await ctx.compute(partial(merge_slice, stage, state, number, push), work=share, kind="apply")
@@ -1150,10 +1150,10 @@ async def await_slices(ctx: RankContext, stage: Stage, state: ServerState) -> St
     if not stage.overlap.by_slice:
         return stage
     while len(state.buffer) + 1 == state.quorum and len(state.made) + 1 < len(
-        stage.once(slice_ranges)
+        stage.cached(slice_ranges)
     ):
         await on_slice(ctx, stage, state, await ctx.recv(stage.tag("slice")))
-    return stage.once(last_slice_stage)
+    return stage.cached(last_slice_stage)
 
 
 def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> None:
@@ -1171,7 +1171,7 @@ def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> No
 
 
 def step_on(stage: Stage, state: ServerState, number: int, update: Any, lr: float) -> None:
-    start, stop = stage.once(slice_ranges)[number]
+    start, stop = stage.cached(slice_ranges)[number]
     exact = stage.link.traits.lossless
     state.made[number] = stage.trainer.apply_slice(
         state.params, state.moments, start, stop, update, lr, exact
@@ -1182,7 +1182,7 @@ def finish_sliced_step(
     stage: Stage, state: ServerState, update: Any, lr: float
 ) -> tuple[Any, Any, Any]:
     """(moments, outer moments, model) once the last slice has come from all, too."""
-    step_on(stage, state, len(stage.once(slice_ranges)) - 1, update, lr)
+    step_on(stage, state, len(stage.cached(slice_ranges)) - 1, update, lr)
     moments, params = join_slices(stage, state)
     return moments, state.outer_state, params
 
@@ -1191,7 +1191,7 @@ def join_slices(stage: Stage, state: ServerState) -> tuple[Any, Any]:
     """(moments, model) of all slices."""
     made = [
         state.made[number]
-        for number in sorted(state.made, key=stage.once(slice_ranges).__getitem__)
+        for number in sorted(state.made, key=stage.cached(slice_ranges).__getitem__)
     ]
     state.made = {}
     return stage.trainer.joined(made)
@@ -1199,7 +1199,7 @@ def join_slices(stage: Stage, state: ServerState) -> tuple[Any, Any]:
 
 def finish_if_complete(stage: Stage, state: ServerState) -> bool:
     """By priority: whether a step that counts is in all slices, and so in the model now."""
-    if not state.counted or len(state.made) < len(stage.once(slice_ranges)):
+    if not state.counted or len(state.made) < len(stage.cached(slice_ranges)):
         return False
     state.moments, state.params = join_slices(stage, state)
     state.counted = 0
@@ -1264,7 +1264,7 @@ async def exchange_by_priority(ctx: RankContext, stage: Stage, samples: int, bef
     if before is not None:
         await ctx.join(before)
     parts, had, back = [tag for _, tag in stage.ready], stage.tag("had"), stage.tag("back")
-    places, of = stage.once(slice_ranges), stage.once(slice_numbers)
+    places, of = stage.cached(slice_ranges), stage.cached(slice_numbers)
     waiting, came, held = list[tuple[int, int, Any]](), dict[int, Any](), 0
     while held or len(came) < len(places):
         message = await ctx.recv(*parts, had, back)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ashl.option import Count, option
-from ashl.runtime.effects import JOIN, PEER_FAILED, Broken, Message, Tag
+from ashl.runtime.effects import JOIN, PEER_FAILED, CollectiveAborted, Message, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.progress import FAILURE, RUN_END, Progress
 from ashl.stage.stage import FAULT_TOLERANT, GO, STOP, Loop, Members, Network, Rule, Stage, Topology
@@ -219,7 +219,7 @@ async def meet(
         body, met = None if reply.signal == STOP else body, met or members
         team = Team(members, int(reply.epoch), incarnations_in(message))
         result = await average_group(ctx, state.params, body, team, bool(reply.common))
-        while result.__class__ is Broken:
+        while result.__class__ is CollectiveAborted:
             team = await form_remaining_group(ctx, stage, reply.group)
             result = await average_group(ctx, state.params, body, team, bool(reply.common))
         state.params, state.samples = result, int(reply.samples)
@@ -238,7 +238,8 @@ async def meet(
 
 
 async def average_group(ctx: RankContext, params: Any, body: Any, team: Team, common: bool) -> Any:
-    """(1/g)·Σ_j (x_j + Δ_j), summed in rank order; `Broken` where a member is lost. Members who
+    """(1/g)·Σ_j (x_j + Δ_j), summed in rank order; `CollectiveAborted` where a member
+    failed. Members who
     share x exchange Δ alone: that is the sum of all-reduce, to the last bit.
     """
     mine = params if body is None else params + body
@@ -252,7 +253,7 @@ async def average_group(ctx: RankContext, params: Any, body: Any, team: Team, co
     total = await ctx.all_reduce(
         body * (1 / len(members)), members, epoch=epoch, incarnations=incarnations
     )
-    return total if total.__class__ is Broken else params + total
+    return total if total.__class__ is CollectiveAborted else params + total
 
 
 async def coordinator(ctx: RankContext, stage: Stage, state: MakerState) -> int:

@@ -51,7 +51,7 @@ async def time_sum(ctx: RankContext, stage: Stage, nbytes: int) -> float:
 
 def empty_payload(stage: Stage, nbytes: int) -> Any:
     """A body of so many bytes: always the same one, as a run has what it sends before it does."""
-    return stage.once(
+    return stage.cached(
         lambda stage: stage.trainer.blank(nbytes / stage.trainer.dense_bytes), ("blank", nbytes)
     )
 
