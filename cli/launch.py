@@ -119,7 +119,13 @@ def launch(
 def start(where: "Launch", name: str, argv: list[str], params: dict[str, Any]) -> int:
     """`ashl train` or `ashl profile`, as its command line is understood here, on the hosts."""
     from ashl.config.compose import compose
-    from ashl.run.multi_node import assign_slots, describe_idle_slots, job_size, may_lose, run_job
+    from ashl.run.multi_node import (
+        assign_slots,
+        describe_idle_slots,
+        job_size,
+        run_job,
+        tolerates_failures,
+    )
     from ashl.run.profile import through_server
     from ashl.run.train import dry_run, is_virtual
 
@@ -141,7 +147,7 @@ def start(where: "Launch", name: str, argv: list[str], params: dict[str, Any]) -
         return 0
     if not params["quiet"] and (left := describe_idle_slots(where.hosts, size)):
         print(f"ashl: nothing to do for {left}", file=sys.stderr)
-    return run_job(where, size, argv, may_lose(config))
+    return run_job(where, size, argv, tolerates_failures(config))
 
 
 def implied(name: str, overrides: Sequence[str], config_dir: Path | None) -> list[str]:

@@ -159,10 +159,10 @@ def test_a_record_without_its_fields(kind: str) -> None:
 
 
 def test_news_and_records_come_as_they_went() -> None:
-    news = ControlUpdate(
+    update = ControlUpdate(
         "stop.steps", {"test_loss": 0.5, "test_metric": None}, End(1, "worker 1 was killed")
     )
-    assert ControlUpdate.loads(news.dumps()) == news
+    assert ControlUpdate.loads(update.dumps()) == update
     assert ControlUpdate.loads(ControlUpdate().dumps()) == ControlUpdate()
     assert loads(dumps(Alive(3))) == Alive(3)
 

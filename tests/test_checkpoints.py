@@ -15,7 +15,7 @@ from ashl.run.authenticated_store import AuthenticatedStore, new_secret
 from ashl.run.checkpoints import LOCKSTEP, SERVER, CheckpointManager
 from ashl.run.evaluation import Evaluation
 from ashl.run.launcher_env import JobMembership
-from ashl.run.metrics import Health
+from ashl.run.metrics import CompressionStats
 from ashl.run.monitor import MonitorState
 from ashl.run.train import find_restarted_run
 from ashl.runtime.rank_checkpoint import folder_of, list_checkpoints, part_of, write
@@ -123,7 +123,7 @@ def test_one_that_a_rank_was_past_is_none_and_the_next_is_further_ahead(tmp_path
 
 
 def test_at_their_own_pace_none_may_be_older_than_the_server(tmp_path: Path) -> None:
-    checkpoint_manager = CheckpointManager(tmp_path, 3, 1.0, "run", SERVER, home=2)
+    checkpoint_manager = CheckpointManager(tmp_path, 3, 1.0, "run", SERVER, lead_rank=2)
     for number, versions in enumerate([(33, 31, 31), (31, 30, 31)]):
         checkpoint_manager.wanted, checkpoint_manager.kept = (number, 30), {}
         made(checkpoint_manager, number, versions)
@@ -277,7 +277,11 @@ def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
                 for t, loss in enumerate(losses, start=1)
             ]
             run_state = MonitorState(
-                Health(4), None, evaluations=found, scores={"rises": 2.0}, best=torch.ones(1)
+                CompressionStats(4),
+                None,
+                evaluations=found,
+                scores={"rises": 2.0},
+                best=torch.ones(1),
             )
             return {"books": run_state}
 

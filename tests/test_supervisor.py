@@ -78,7 +78,7 @@ def test_an_error_says_whether_it_is_a_consequence_and_of_whose_end() -> None:
 def test_how_a_process_has_ended() -> None:
     assert describe_exit(-9) == "was killed by SIGKILL"
     assert describe_exit(3) == "ended with exit code 3"
-    assert "heard nothing" in describe_exit(EXIT_CONTROLLER_SILENT)
+    assert "received nothing" in describe_exit(EXIT_CONTROLLER_SILENT)
 
 
 def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, list[Any]]:
@@ -90,10 +90,10 @@ def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, li
         incarnations=dict.fromkeys(range(3), 0),
         last_heard_s=dict.fromkeys(range(3), now),
         drained_s=now,
-        news=ControlUpdate(),
+        control_update=ControlUpdate(),
         publish=lambda news: None,
     )
-    plan = SimpleNamespace(num_workers=2, num_ranks=3, home=2)
+    plan = SimpleNamespace(num_workers=2, num_ranks=3, lead_rank=2)
     return (
         LivenessMonitor(plan, channel, {}, {}, lambda *_: None, True, True, **known),
         monitor,

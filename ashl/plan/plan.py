@@ -135,7 +135,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # what is legal and worth knowing
 
     @property
-    def home(self) -> int:
+    def lead_rank(self) -> int:
         """The rank that judges, counts and hands out snapshots: the server, or worker 0 where there
         is none.
         """

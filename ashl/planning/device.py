@@ -92,7 +92,7 @@ def uses_nccl(runtime: Any, topology: Topology, cluster: Any) -> bool:
     return False
 
 
-def one_each(gpus: Sequence[object], runtime: Any) -> bool:
+def have_own_gpus(gpus: Sequence[object], runtime: Any) -> bool:
     """Whether each of these ranks has a GPU of its own (None: it has none): NCCL takes no others.
 
     Raises UsageError where NCCL is asked for.

@@ -54,7 +54,7 @@ class StageObserver:
     rounds: Rounds = "all"
 
     def __init__(self, num_workers: int, home: int) -> None:
-        self.num_workers, self.home = num_workers, home
+        self.num_workers, self.lead_rank = num_workers, home
         self.stopping: str | None = None
         self.scores: dict[str, float | None] | None = None
         self.steps: dict[int, int] = {}  # by version of the model, at each evaluation
@@ -83,7 +83,7 @@ class StageObserver:
             version = record.counts.merges
             self.steps[version] = record.counts.steps
         elif (
-            record.tick is not None and self.home != self.num_workers
+            record.tick is not None and self.lead_rank != self.num_workers
         ):  # all count alike, and call their rounds so
             version = record.tick
         else:
@@ -119,7 +119,7 @@ def simulate_stage(
     worker.
     """
     n = stage.num_workers
-    seen = StageObserver(n, stage.home)
+    seen = StageObserver(n, stage.lead_rank)
     limits = replace(WITHOUT, steps=steps, eval_every_commits=max(1, cycles * n // MARKS))
     bounded = replace(
         stage,

@@ -83,7 +83,7 @@ class CheckpointManager:
     every_s: float | None = None  # None = never
     identity: str = ""  # what the run is, apart from when it stops
     how: str = LOCKSTEP
-    home: int | None = (
+    lead_rank: int | None = (
         None  # whose clock evaluations go by; None: that of the last to give its model
     )
     servers: int = 1  # with SERVER: how many of the ranks, the last ones, are servers
@@ -200,8 +200,8 @@ class CheckpointManager:
         ranks = [self.kept[rank] for rank in range(self.num_ranks)]
         ranks_ns = [kept.time_ns for kept in ranks]
         version, home_ns = min(kept.version for kept in ranks), max(ranks_ns)
-        if self.home is not None:
-            home_ns = ranks_ns[self.home]
+        if self.lead_rank is not None:
+            home_ns = ranks_ns[self.lead_rank]
         if self.how == LOCKSTEP:
             home_ns = max(home_ns, monitor.shown_ns(version) or 0)
         about = {

@@ -99,7 +99,7 @@ class ControlChannel:
             store,
             dict.fromkeys(range(num_ranks), num_params) | dict(shard_sizes or {}),
         )
-        self.news = self._published = ControlUpdate()
+        self.control_update = self._published = ControlUpdate()
         self._due = 0.0
         self._outbox: deque[tuple[str, bytes]] = deque()  # to be pushed
         self.join_requests: deque[tuple[int, JoinRequest]] = (
@@ -134,11 +134,11 @@ class ControlChannel:
         if self._error is not None:
             raise AshlError(f"{self.store} is gone: {first_line(self._error)}") from self._error
 
-    def publish(self, news: ControlUpdate) -> None:
+    def publish(self, update: ControlUpdate) -> None:
         """Publish this control update to all ranks, again and again until another one
         replaces it.
         """
-        self.news = news
+        self.control_update = update
         self._wake.set()
 
     def evict(self, rank: int, end: End) -> None:
@@ -159,7 +159,7 @@ class ControlChannel:
             if end.code and self.drained_s - at > FINAL_SIGNAL_S
         }
         self._unacknowledged = {*self.last_heard_s} - {*here} - quiet - self.absent
-        self.publish(self.news._replace(end=end))
+        self.publish(self.control_update._replace(end=end))
         self._thread.join(FINAL_SIGNAL_S if end.code else PATIENCE_S)
         self._unacknowledged = set()
 
@@ -232,10 +232,10 @@ class ControlChannel:
         while self._outbox:
             queue, text = self._outbox.popleft()
             self._store.push(queue, CONTROLLER, text)
-        news = self.news._replace(taken=dict(self._consumed_from))
-        if news != self._published or time.monotonic() > self._due:
-            self._published, self._due = news, time.monotonic() + PULSE_S
-            text = news.dumps().encode()
+        update = self.control_update._replace(taken=dict(self._consumed_from))
+        if update != self._published or time.monotonic() > self._due:
+            self._published, self._due = update, time.monotonic() + PULSE_S
+            text = update.dumps().encode()
             for rank in self.last_heard_s.keys() - self.absent:
                 self._store.push(control_queue(rank, self.incarnations[rank]), CONTROLLER, text)
         self._over = bool(self._published.end and not self._unacknowledged)
@@ -279,8 +279,8 @@ class Reporter:
         self.stopping: str | None = None
         self.scores: dict[str, float | None] | None = None
         self.end: End | None = None  # of the run, once it has one
-        self.news = ControlUpdate()  # the last that came
-        self.on_update: Callable[[ControlUpdate], None] = lambda news: (
+        self.control_update = ControlUpdate()  # the last that came
+        self.on_update: Callable[[ControlUpdate], None] = lambda update: (
             None
         )  # who else wants to know, in this one's thread
         self.rounds, self._rank, self._incarnation, self._broken = rounds, rank, incarnation, False
@@ -430,28 +430,28 @@ class Reporter:
         is doing.
         """
         while item := self._store.pop(control_queue(self._rank, self._incarnation)):
-            news = ControlUpdate.loads(item[1])
+            update = ControlUpdate.loads(item[1])
             self._watch.record_controller_message()
-            if news.stopping and not self.stopping:
-                logger.info("is asked to stop: %s", news.stopping)
-            if news.wanted is not None and news.wanted != self.news.wanted:
-                logger.info("checkpoint %d is due at version %d", *news.wanted)
-            if news.end and not self.end:
+            if update.stopping and not self.stopping:
+                logger.info("is asked to stop: %s", update.stopping)
+            if update.wanted is not None and update.wanted != self.control_update.wanted:
+                logger.info("checkpoint %d is due at version %d", *update.wanted)
+            if update.end and not self.end:
                 logger.info(
                     "the run has ended with code %d: %s",
-                    news.end.code,
-                    news.end.why or "as planned",
+                    update.end.code,
+                    update.end.why or "as planned",
                 )
-            self.stopping = self.stopping or news.stopping
-            self.scores, self.end, self._consumed = news.scores, news.end, news.taken or {}
-            self.news = news
-            self.on_update(news)
-            if news.end:
+            self.stopping = self.stopping or update.stopping
+            self.scores, self.end, self._consumed = update.scores, update.end, update.taken or {}
+            self.control_update = update
+            self.on_update(update)
+            if update.end:
                 self._store.push(END_SEEN, sender_number(self._rank, self._incarnation), b"")
-            if self.checkpoint_writer is not None and news.wanted is not None:
-                self.checkpoint_writer.asked = Due(*news.wanted)
-            if news.end and news.end.code:
-                (self.on_evicted if news.end.code == EXIT_EVICTED else exit_process)(news.end)
+            if self.checkpoint_writer is not None and update.wanted is not None:
+                self.checkpoint_writer.asked = Due(*update.wanted)
+            if update.end and update.end.code:
+                (self.on_evicted if update.end.code == EXIT_EVICTED else exit_process)(update.end)
         self._watch.record_store_answer()
 
     def _upload_vector(self, record: Record, vector: Tensor) -> Record | None:
@@ -484,7 +484,7 @@ def is_last(record: Record) -> bool:
 
 def control_queue(rank: int, incarnation: int) -> str:
     """Return the queue of control updates for this incarnation of a rank."""
-    return f"news/{rank}/{incarnation}"
+    return f"control/{rank}/{incarnation}"
 
 
 def sender_number(rank: int, incarnation: int) -> int:
@@ -536,10 +536,10 @@ class JoinAnswer(NamedTuple):
     incarnation: int = 0
     how: Text = ""  # the worker was lost
     plan: str = ""
-    home: Text = ""
+    controller_host: Text = ""
     rounds: Rounds = "none"
     device: Text = ""
-    one_each: bool = False
+    have_own_gpus: bool = False
 
     def dumps(self) -> bytes:
         return json.dumps(self._asdict()).encode()

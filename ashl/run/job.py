@@ -20,7 +20,7 @@ from ashl.plan.files import read_profile
 from ashl.plan.plan import Plan
 from ashl.plan.profile import Profile
 from ashl.planning.compatibility import pluralize
-from ashl.planning.device import device_of, gpu_index, one_each
+from ashl.planning.device import device_of, gpu_index, have_own_gpus
 from ashl.planning.instantiate import Parts
 from ashl.run import interface, membership_listener
 from ashl.run.authenticated_store import AuthenticatedStore, Secret, shared_secret
@@ -96,7 +96,7 @@ def join_job(
             peer.gpu and (peer.machine, peer.gpu)
             for peer in (hellos[process] for process in processes)
         ]
-        apart = one_each(gpus, runtime)
+        apart = have_own_gpus(gpus, runtime)
     except UsageError:
         leave_job(store, job)
         raise

@@ -48,12 +48,12 @@ def join(run_dir: Path | None, worker: int | None, runs: Path, say: Callable[[st
     through = named(Plan.from_json(answer.plan).runtime["interface"]) or Chosen(
         LOOPBACK, "127.0.0.1"
     )
-    where = endpoint.host, endpoint.port, job_secret(endpoint), answer.home
+    where = endpoint.host, endpoint.port, job_secret(endpoint), answer.controller_host
     settings = RankSettings(
         answer.worker, *where, str(run_dir), answer.rounds, log=False, interface=through
     )
     settings = settings._replace(
-        device=answer.device, one_each=answer.one_each, incarnation=answer.incarnation
+        device=answer.device, have_own_gpus=answer.have_own_gpus, incarnation=answer.incarnation
     )
     end = run_rank(settings, answer.plan, lambda end: join_again(end, run_dir, worker), say)
     if end.code:

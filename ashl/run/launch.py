@@ -24,7 +24,7 @@ from ashl.errors import AshlError, UsageError, plain
 from ashl.learn.device import HOST
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import admits_rejoin, survives_failure
-from ashl.planning.device import device_of, gpu_index, one_each
+from ashl.planning.device import device_of, gpu_index, have_own_gpus
 from ashl.run.authenticated_store import AuthenticatedStore, new_secret
 from ashl.run.checkpoints import Checkpoint, CheckpointManager
 from ashl.run.control_channel import ControlChannel, publish_join_endpoint
@@ -57,7 +57,7 @@ def check_local(plan: Plan, runtime: Any) -> None:
             f"{len(devices)} workers on {len(set(devices))} GPUs, and runtime.share_gpu is false;"
             " take as many workers as there are GPUs, or runtime.share_gpu=true"
         )
-    one_each([*map(gpu_index, devices)], runtime)
+    have_own_gpus([*map(gpu_index, devices)], runtime)
 
 
 def devices_of(plan: Plan, runtime: Any) -> list[str]:
@@ -91,11 +91,11 @@ def launch(
     )
     settings = settings._replace(saves_checkpoints=checkpoint_manager.every_s is not None)
     devices = devices_of(plan, runtime)
-    apart = one_each([*map(gpu_index, devices)], runtime)
+    apart = have_own_gpus([*map(gpu_index, devices)], runtime)
     if saved is not None:
         settings = settings._replace(saved=str(saved.folder), since_ns=saved.time_ns)
     rank_settings = [
-        settings._replace(rank=rank, device=device, one_each=apart)
+        settings._replace(rank=rank, device=device, have_own_gpus=apart)
         for rank, device in enumerate(devices)
     ]
     with publish_join_endpoint(run_dir, "127.0.0.1", port, secret):

@@ -61,10 +61,10 @@ class MembershipListener:
                 if incarnation >= self._incarnations.get(rank, 0)
             }
 
-    def on_membership(self, news: ControlUpdate) -> None:
+    def on_membership(self, update: ControlUpdate) -> None:
         if not self._kernel.started:
             return  # there are no links yet, and all is said again
-        previous, lost = self._failed, dict(news.lost)
+        previous, lost = self._failed, dict(update.lost)
         with self._lock:
             self._failed = lost
         for rank, incarnation in lost.items():
@@ -75,7 +75,7 @@ class MembershipListener:
                 self._kernel.mark_peer_failed(rank, "the run continues without it")
                 if self._consensus is not None:
                     self._consensus.mark_failed(rank, incarnation)
-        for rank, incarnation in news.ready:
+        for rank, incarnation in update.ready:
             if incarnation > self._incarnations.get(rank, incarnation):
                 with self._lock:
                     self._incarnations[rank] = incarnation

@@ -95,19 +95,19 @@ OFTEN = 3  # reports in a row in which a worker's update must have grown before 
 
 
 @dataclass
-class Health:
+class CompressionStats:
     """The latest report of each worker, how often in a row its update grew, and updates that wait
     for their mean.
     """
 
     dense_bytes: int
-    latest: dict[int, records.Health] = field(default_factory=dict)
+    latest: dict[int, records.CompressionReport] = field(default_factory=dict)
     grown: dict[int, int] = field(default_factory=dict)
     warning: str | None = None
     aggregate_cosine: float | None = None
     _updates: dict[int, dict[int | None, tuple[float, Tensor]]] = field(default_factory=dict)
 
-    def add(self, report: records.Health) -> None:
+    def add(self, report: records.CompressionReport) -> None:
         """A worker has looked at a message of its own."""
         rank, error = report.rank, report.relative_error
         self.latest[rank] = report

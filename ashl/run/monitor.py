@@ -30,8 +30,9 @@ from ashl.run.evaluation import (
     scores_of,
     why_diverged,
 )
-from ashl.run.metrics import Health, Waited, metrics_line, values_of
+from ashl.run.metrics import CompressionStats, Waited, metrics_line, values_of
 from ashl.runtime.records import (
+    CompressionReport,
     Counts,
     Heartbeat,
     Joined,
@@ -51,7 +52,6 @@ from ashl.runtime.records import (
     TimeTotals,
     UpdateShown,
 )
-from ashl.runtime.records import Health as HealthReport
 from ashl.size_only import Vector
 from ashl.task.contract import ACCURACY, recorded_name
 from ashl.tracking.console import Frame, Progress, WorkerFrame, seconds
@@ -73,7 +73,7 @@ class Outage:
 class MonitorState:
     """What the monitor knows of a run, and a checkpoint keeps."""
 
-    health: Health
+    compression: CompressionStats
     parts: ModelSet | None  # where every worker has a model of its own
     stopping: str | None = None
     scores: dict[str, float | None] | None = None
@@ -114,7 +114,9 @@ class Monitor:
     ) -> None:
         self.plan, self.job, self.recorder, self.progress = plan, job, recorder, progress
         self.rounds, self.weights = rounds, weights
-        self.run_state = MonitorState(Health(4 * plan.num_params), make_model_set(job.stages[0]))
+        self.run_state = MonitorState(
+            CompressionStats(4 * plan.num_params), make_model_set(job.stages[0])
+        )
         self.beats: dict[int, Heartbeat] = {}
         self.read_beats: Callable[[], list[Heartbeat]] | None = (
             None  # in virtual time: ask the nodes
@@ -222,8 +224,8 @@ class Monitor:
                 while len(self.run_state.borders) <= stage:
                     self.run_state.borders.append({})
                 self.run_state.borders[stage][rank] = totals_ns
-            case HealthReport():
-                self.run_state.health.add(record)
+            case CompressionReport():
+                self.run_state.compression.add(record)
             case NotFinite(_, where, number):
                 self.not_finite = (
                     self.not_finite or f"{where} is not finite in its round {number + 1}"
@@ -261,7 +263,7 @@ class Monitor:
         vector = to_host(vector) if isinstance(vector, Tensor) else vector
         if isinstance(record, UpdateShown):
             if isinstance(vector, Tensor):
-                self.run_state.health.update(record, vector, self.plan.num_workers)
+                self.run_state.compression.update(record, vector, self.plan.num_workers)
         elif self.run_state.parts is None:
             self.evaluate(EvaluatedModel(record, vector))
         elif whole := self.run_state.parts.add(record, vector):
@@ -380,7 +382,7 @@ class Monitor:
     def metrics_row(
         self, counts: Counts, found: Evaluation, time_s: float, workers: Sequence[Waited]
     ) -> dict[str, Any]:
-        extra = self.run_state.health.metrics() | values_of(self.measures())
+        extra = self.run_state.compression.metrics() | values_of(self.measures())
         if (hidden := self.hidden_share()) is not None:
             extra["perf/comm_hidden_share"] = hidden
         if own := self.own_metric(found):

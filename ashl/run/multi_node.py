@@ -437,14 +437,15 @@ class Failure(NamedTuple):
     at: float
 
 
-def run_job(where: Launch, size: int, argv: Sequence[str], may_lose: bool = False) -> int:
-    """Start `ashl ARGV` on as many slots, and see it to its end; returns its exit code, 130 if
-    interrupted.
+def run_job(where: Launch, size: int, argv: Sequence[str], tolerates_failures: bool = False) -> int:
+    """Run `ashl ARGV` on `size` slots until all ranks have ended, and return its exit code.
 
-    With `may_lose` a rank that is killed, or a host that is lost, is no failure before the home of
-    the run says so. The first Ctrl-C or SIGTERM ends the job in order, the second one at once.
-    Raises AshlError naming the host where one cannot take part (then nothing was started anywhere)
-    or is lost, and UsageError for a folder that is not there.
+    The first Ctrl-C or SIGTERM ends the job in order, the second one ends it at once; the exit code
+    is then 130.
+    Args: tolerates_failures, True if a killed rank or a failed node does not end the job. The
+    controller decides then whether the run continues.
+    Raises: AshlError if a node cannot take part (no rank was started) or fails, with the node's
+    name; UsageError if `where.folder` does not exist.
     """
     shares, interrupt = assign_slots(where.hosts, size), InterruptRequest()
     with (
@@ -473,7 +474,9 @@ def run_job(where: Launch, size: int, argv: Sequence[str], may_lose: bool = Fals
             own = ranks_environment(connection.share, group, size, (address, first.port))
             connection.running = set(own)
             connection.send(json.dumps({**order, "ranks": list(own.items())}).encode())
-        return supervise_nodes(connections, inbox, interrupt, Report(where.verbose), may_lose)
+        return supervise_nodes(
+            connections, inbox, interrupt, Report(where.verbose), tolerates_failures
+        )
 
 
 def job_size(config: Mapping[str, Any], where: Launch) -> int:
@@ -512,7 +515,7 @@ def job_size(config: Mapping[str, Any], where: Launch) -> int:
     return needed
 
 
-def may_lose(config: Mapping[str, Any]) -> bool:
+def tolerates_failures(config: Mapping[str, Any]) -> bool:
     """Whether such a run may go on without a worker."""
     return (
         FAULT_TOLERANT
@@ -577,7 +580,7 @@ def supervise_nodes(
     inbox: Inbox,
     interrupt: InterruptRequest,
     report: Report,
-    may_lose: bool,
+    tolerates_failures: bool,
 ) -> int:
     """Until every host is done; the first failure anywhere ends the job everywhere, in order."""
     failure: Failure | None = None
@@ -597,7 +600,7 @@ def supervise_nodes(
             broadcast(connections, PULSE)
         if (
             (found := next_line(inbox, 0.1))
-            and (wrong := handle_output(found, report, may_lose))
+            and (wrong := handle_output(found, report, tolerates_failures))
             and failure is None
         ):
             failure = wrong
@@ -611,7 +614,7 @@ def supervise_nodes(
     return failure.code
 
 
-def handle_output(found: OutputLine, report: Report, may_lose: bool) -> Failure | None:
+def handle_output(found: OutputLine, report: Report, tolerates_failures: bool) -> Failure | None:
     """Show what a host says; returns what has gone wrong there, if something has that ends
     the job.
     """
@@ -622,7 +625,7 @@ def handle_output(found: OutputLine, report: Report, may_lose: bool) -> Failure 
         if not connection.running:
             return None
         if (
-            may_lose and HOME not in connection.running
+            tolerates_failures and HOME not in connection.running
         ):  # whether the run goes on without it, home says
             names = ", ".join(f"rank {rank}" for rank in sorted(connection.running))
             connection.running.clear()
@@ -652,7 +655,9 @@ def handle_output(found: OutputLine, report: Report, may_lose: bool) -> Failure 
     if record.code == 0:
         return None
     if (
-        may_lose and record.rank != HOME and (record.code < 0 or record.code == EXIT_EVICTED)
+        tolerates_failures
+        and record.rank != HOME
+        and (record.code < 0 or record.code == EXIT_EVICTED)
     ):  # likewise
         write(sys.stderr, f"ashl: rank {record.rank} on {name} {describe_exit(record.code)}")
         return None

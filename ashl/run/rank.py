@@ -97,7 +97,7 @@ class RankSettings(NamedTuple):
     host: str
     port: int
     secret: Secret  # of the job
-    home: str  # the host of the process that keeps the records
+    controller_host: str  # the host of the process that keeps the records
     run_dir: str
     rounds: Rounds
     log: (
@@ -105,7 +105,7 @@ class RankSettings(NamedTuple):
     )
     interface: Chosen | None = None  # of its messages; None = what gloo takes by itself
     device: str = HOST
-    one_each: bool = False  # whether all ranks of the job have a GPU of their own
+    have_own_gpus: bool = False  # whether all ranks of the job have a GPU of their own
     saves_checkpoints: bool = False  # whether it keeps its part of checkpoints, in the run folder
     saved: str | None = None  # the folder of the checkpoint that it goes on from
     since_ns: int = 0  # ... and the moment
@@ -142,7 +142,7 @@ def run_rank(
     watchdog = Watchdog(
         timeout_s,
         f"{settings.host}:{settings.port}",
-        settings.home,
+        settings.controller_host,
         EXIT_CONTROLLER_SILENT if settings.log else 1,
     )
     wait = timedelta(seconds=max(1.0, timeout_s))
@@ -181,7 +181,7 @@ def run_rank(
             platform.node(),
             settings.host,
             settings.port,
-            settings.home,
+            settings.controller_host,
         )
         if settings.log:
             signals_handled: AbstractContextManager = nullcontext()
@@ -329,7 +329,7 @@ def train_rank(
     compare_fingerprint(
         store, stage.trainer.learner.fingerprint(), lambda: reporter.end is not None
     )
-    nccl = settings.one_each and uses_nccl(parts.runtime, stage.topology, parts.cluster)
+    nccl = settings.have_own_gpus and uses_nccl(parts.runtime, stage.topology, parts.cluster)
     if not settings.incarnation:
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         init_process_groups(
@@ -380,7 +380,7 @@ def train_rank(
     if settings.incarnation:
         reporter.emit(Ready(settings.rank))
         entry = join_running_job(
-            store, all_others, settings.rank, settings.incarnation, lambda: reporter.news
+            store, all_others, settings.rank, settings.incarnation, lambda: reporter.control_update
         )
         if entry is None:
             return

@@ -21,7 +21,7 @@ from ashl.planning.compatibility import check_other_worker_count
 from ashl.planning.instantiate import Job
 from ashl.run import checkpoints
 from ashl.run.checkpoints import ANEW, LOCKSTEP, STATE, VIRTUAL, Checkpoint
-from ashl.run.metrics import Health
+from ashl.run.metrics import CompressionStats
 from ashl.run.monitor import Monitor
 from ashl.run.virtual import Saving
 from ashl.runtime import rank_checkpoint
@@ -84,7 +84,10 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     packages, device = ("ashl", *plan.allow_targets), job.stages[0].trainer.device
     if saved.how == VIRTUAL:
         document = torch.load(saved.folder / STATE, weights_only=True)
-        mark, drawn = document["marks"][before.home], [mark["drawn"] for mark in document["marks"]]
+        mark, drawn = (
+            document["marks"][before.lead_rank],
+            [mark["drawn"] for mark in document["marks"]],
+        )
         stage, state, time_ns = (
             mark["stage"],
             from_plain(mark["state"], packages, device),
@@ -97,7 +100,7 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
             rank_checkpoint.read(rank_checkpoint.part_of(saved.folder, r), packages, device)
             for r in range(before.num_ranks)
         ]
-        home = ranks[before.home]
+        home = ranks[before.lead_rank]
         state, time_ns, states = home.state, home.time_ns, [rank.own for rank in ranks]
         stage, nodes, drawn = (
             home.stage,
@@ -164,7 +167,7 @@ def take_over(origin: Origin, plan: Plan, monitor: Monitor) -> None:
         origin.saved._replace(how=LOCKSTEP, home_ns=time_ns), plan.limits
     )
     run_state = known["books"]
-    run_state.health, run_state.outages = Health(4 * plan.num_params), []
+    run_state.compression, run_state.outages = CompressionStats(4 * plan.num_params), []
     run_state.stages = [end for end in run_state.stages if end.stage < origin.stage]
     run_state.borders = [
         dict.fromkeys(range(n), mean([*of.values()])) for of in run_state.borders[: origin.stage]

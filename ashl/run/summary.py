@@ -105,7 +105,7 @@ def summarise(
         "stages": stage_summaries(monitor, workers),
         "stages_not_begun": not_begun(monitor),
         "params_sha256": monitor.sha256,
-        "compression": run_state.health.report(),
+        "compression": run_state.compression.report(),
         "measures": summed_up(monitor.measures()) or None,
         "pace": pace,
         "hosts": [placed._asdict() for _, placed in sorted(monitor.hosts.items())] or None,

@@ -73,7 +73,7 @@ from ashl.runtime.time_accounting import KINDS
 
 logger = logging.getLogger(__name__)
 
-KILLED = "was killed by"  # how it is reported, followed by the signal's name
+KILLED_BY = "was killed by"  # how it is reported, followed by the signal's name
 DECLARED = "failed, as cluster.events says"
 SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
 # of a rank that speaks five times a second, when another has lost the link to it: it has vanished
@@ -213,7 +213,7 @@ class LivenessMonitor:
             if (
                 heard_out
                 and rank < self.plan.num_workers
-                and (how.startswith(KILLED) or how == DECLARED)
+                and (how.startswith(KILLED_BY) or how == DECLARED)
             ):
                 self.continue_without(monitor, rank, how)
         for rank in [*self.rejoining]:
@@ -273,9 +273,11 @@ class LivenessMonitor:
         same time.
         """
         there = {*range(self.plan.num_workers)} - self.exited - self.failed.keys()
-        served = self.plan.home >= self.plan.num_workers  # else another worker stands in for home
+        served = (
+            self.plan.lead_rank >= self.plan.num_workers
+        )  # else another worker stands in for home
         if (
-            (served and self.plan.home in alike)
+            (served and self.plan.lead_rank in alike)
             or not alike < there
             or is_cut_off(self, monitor, alike)
         ):
@@ -365,7 +367,7 @@ class LivenessMonitor:
             (rank, incarnations[rank]) for rank, is_ready in self.rejoining.items() if is_ready
         )
         self.channel.publish(
-            self.channel.news._replace(lost=lost, ready=ready[:1])
+            self.channel.control_update._replace(lost=lost, ready=ready[:1])
         )  # one after the other
 
     def silent_ranks(self, for_s: float) -> list[int]:
@@ -402,7 +404,9 @@ def supervise(
     channel.last_heard_s |= dict.fromkeys(
         processes, time.monotonic()
     )  # they have only just been started
-    channel.publish(channel.news._replace(scores=monitor.scores))  # of before, where it goes on
+    channel.publish(
+        channel.control_update._replace(scores=monitor.scores)
+    )  # of before, where it goes on
     announced, failed_at, interrupted_at = None, None, None
     looked, answered, unanswered_s = time.monotonic(), 0.0, 0.0
     while len(liveness.exited.union(liveness.failed)) < plan.num_ranks:
@@ -410,7 +414,7 @@ def supervise(
         for record, vector in channel.receive_records():
             liveness.handle_record(monitor, record, vector)
             if isinstance(record, Snapshot):
-                channel.publish(channel.news._replace(scores=monitor.scores))
+                channel.publish(channel.control_update._replace(scores=monitor.scores))
             elif isinstance(record, CheckpointPartSaved):
                 checkpoint_manager.add_part(record, monitor, vector)
         now = time.monotonic()
@@ -424,7 +428,7 @@ def supervise(
                 now if monitor.stopping == "interrupted" else None,
             )
             logger.info("asks all ranks to stop: %s", announced)
-            channel.publish(channel.news._replace(stopping=announced))
+            channel.publish(channel.control_update._replace(stopping=announced))
         late = liveness.silent_ranks(timeout_s)
         if (
             checkpoint_manager.every_s is None
@@ -476,8 +480,8 @@ def supervise(
             )
         check_liveness(plan, monitor, liveness, timeout_s, bool({*late} - liveness.failed.keys()))
         checkpoint_manager.finish_if_complete(monitor)
-        if wanted := checkpoint_manager.propose(monitor.beats.get(plan.home)):
-            channel.publish(channel.news._replace(wanted=wanted))
+        if wanted := checkpoint_manager.propose(monitor.beats.get(plan.lead_rank)):
+            channel.publish(channel.control_update._replace(wanted=wanted))
         monitor.draw_progress()
         time.sleep(POLL_S)
     monitor.evaluate_pending()
@@ -550,7 +554,9 @@ def describe_exit(code: int) -> str:
         return DECLARED
     if code == EXIT_EVICTED:
         return "was silent for too long; the run continues without it"
-    return f"{KILLED} {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return (
+        f"{KILLED_BY} {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    )
 
 
 def find_culprit(
@@ -651,7 +657,7 @@ def answer_join_request(
     liveness.expect_rejoin(monitor, rank)
     liveness.processes.pop(rank, None)
     place = liveness.rank_settings[rank]
-    known = place.home, place.rounds, place.device, place.one_each
+    known = place.controller_host, place.rounds, place.device, place.have_own_gpus
     return JoinAnswer(
         None,
         rank,

@@ -160,7 +160,7 @@ def run(
     for text in filter(
         None,
         (
-            monitor.run_state.health.warning,
+            monitor.run_state.compression.warning,
             untrusted_messages(monitor),
             warning,
             None if silent else unwritten,
@@ -262,7 +262,7 @@ def make_checkpoint_manager(
         how = LOCKSTEP
     elif replicas:
         how = ROUND if any(saves_one_round(own) for own in monitor.job.parts.stages) else EACH
-    home = None if how == LOCKSTEP and replicas else plan.home
+    home = None if how == LOCKSTEP and replicas else plan.lead_rank
     servers = plan.num_ranks - plan.num_workers if how == SERVER else 1
     return CheckpointManager(
         run_dir, plan.num_ranks, saving.every_s, saving.identity, how, home, servers

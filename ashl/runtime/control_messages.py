@@ -45,4 +45,4 @@ class ControlUpdate(NamedTuple):
             fields = json.loads(line)
         except (ValueError, RecursionError):
             fields = None
-        return validate(ControlUpdate, fields, "news")
+        return validate(ControlUpdate, fields, "a control update")

@@ -190,7 +190,7 @@ Loss = dict[
 ]  # relative error, residual and cosine, see `ashl.compression.wrappers.error_metrics`
 
 
-class Health(NamedTuple):
+class CompressionReport(NamedTuple):
     """What compression made of one message."""
 
     rank: int
@@ -349,7 +349,7 @@ Record = (
     | Alive
     | Ready
     | Placed
-    | Health
+    | CompressionReport
     | NotFinite
     | ProfileMeasured
     | PlanMade
@@ -375,7 +375,7 @@ KINDS: dict[str, type[Record]] = {
     "alive": Alive,
     "ready": Ready,
     "placed": Placed,
-    "health": Health,
+    "health": CompressionReport,
     "not_finite": NotFinite,
     "profile": ProfileMeasured,
     "plan": PlanMade,

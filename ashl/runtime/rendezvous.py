@@ -140,14 +140,14 @@ def join_running_job(
     peers: Iterable[int],
     worker: int,
     incarnation: int,
-    news: Callable[[], ControlUpdate],
+    update: Callable[[], ControlUpdate],
 ) -> Entry | None:
     """At the worker: None where the run is over before it is let in. Who is lost by then lets
     nobody in: one comes after the other, so each of two who come finds the other there, or will be
     found. In the end all others know it.
     """
-    while (worker, incarnation) not in news().ready:
-        if news().end is not None:
+    while (worker, incarnation) not in update().ready:
+        if update().end is not None:
             return None
         time.sleep(POLL_S)
     groups, incarnations, zero_ns, store = (
@@ -158,7 +158,7 @@ def join_running_job(
     )
 
     def in_vain(peer: int) -> bool:
-        return peer in dict(news().lost) or news().end is not None
+        return peer in dict(update().lost) or update().end is not None
 
     def there(peer: int, key: str) -> bool:
         while not (there := store.check([key])) and not in_vain(peer):
@@ -175,4 +175,4 @@ def join_running_job(
             groups |= {} if group is None else {peer: group}
     for peer in groups:
         there(peer, known_key(pair_key(peer, worker, incarnation)))
-    return None if news().end is not None else Entry(groups, incarnations, zero_ns)
+    return None if update().end is not None else Entry(groups, incarnations, zero_ns)

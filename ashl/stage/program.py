@@ -29,7 +29,7 @@ async def program(
     if comes and (saved := await first.topology.join(ctx, stages, saved)) is None:
         return
     begin, state = saved or (0, first.topology.begin(ctx, first))
-    if ctx.rank == first.home:
+    if ctx.rank == first.lead_rank:
         ctx.counter = state
     if state.assigned is not None:
         stages = apply_assignments(stages, *state.assigned)

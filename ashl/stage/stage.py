@@ -325,7 +325,7 @@ class Stage:
         return self.num_workers
 
     @property
-    def home(self) -> int:
+    def lead_rank(self) -> int:
         """The rank that judges, counts and hands out snapshots."""
         return self.server if extra_ranks(self.topology, self.sync, self.nodes) else self.workers[0]
 

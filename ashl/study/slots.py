@@ -21,7 +21,7 @@ from ashl.run.launch import allow_children, start_fork_server
 from ashl.run.launcher_env import clear_launcher_env
 from ashl.run.multi_node import LOST, UNREACHED, Launch, fetch_run_folder, real_job_size, run_job
 from ashl.run.process_setup import die_with_parent, redirect
-from ashl.run.supervisor import KILLED
+from ashl.run.supervisor import KILLED_BY
 from ashl.run.train import train
 from ashl.tracking import jsonl
 from ashl.tracking.recorder import SUMMARY, UNWRITABLE
@@ -34,7 +34,7 @@ FROM_OUTSIDE = (
     GONE,
     UNREACHED,
     LOST,
-    *(f"{KILLED} SIG{name}" for name in ("KILL", "TERM", "INT", "HUP")),
+    *(f"{KILLED_BY} SIG{name}" for name in ("KILL", "TERM", "INT", "HUP")),
 )
 LEAVE_S = 20.0  # after an interrupt: time for the runs to leave in order
 POLL_S = 0.25
@@ -169,7 +169,7 @@ def play(job: Job, run: Callable[[Job], int]) -> None:
 def record_end(job: Job, code: int) -> None:
     """A process that was killed has written nothing of how it ended."""
     if code < 0:
-        record_failure(job, f"{KILLED} {signal.Signals(-code).name}")
+        record_failure(job, f"{KILLED_BY} {signal.Signals(-code).name}")
     elif code and code != 130:
         record_failure(job, f"ended with exit code {code}; its output is in {job.folder / LOG}")
 

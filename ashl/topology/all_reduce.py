@@ -301,7 +301,7 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
     rule = rule_of(stage)
     team, home, do = (
         ProcessGroup.of(ctx, stage, state.epoch, state.incarnations),
-        stage.home,
+        stage.lead_rank,
         rule.work(),
     )
     planned, own = next_round_stage(stage, state, ctx.rank)
@@ -322,7 +322,10 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
             step_s = await exchange_step_times(team, work) if rule.tells else ()
         except GroupBrokenError:
             stage, reason = await repair_round(ctx, stage, state)
-            team, home = ProcessGroup.of(ctx, stage, state.epoch, state.incarnations), stage.home
+            team, home = (
+                ProcessGroup.of(ctx, stage, state.epoch, state.incarnations),
+                stage.lead_rank,
+            )
             if reason:
                 return end(ctx, stage, state, reason)
             planned, own = next_round_stage(stage, state, ctx.rank)
@@ -349,7 +352,7 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
                 stage = await regroup_workers(ctx, stage, state, reason)
                 team, home, progress = (
                     ProcessGroup.of(ctx, stage, state.epoch, state.incarnations),
-                    stage.home,
+                    stage.lead_rank,
                     state.progress,
                 )
                 planned, own = next_round_stage(stage, state, ctx.rank)
@@ -829,7 +832,8 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
         )
         team = replace(ProcessGroup.of(ctx, part), share=part.link.d / stage.link.d)
         team.begin(
-            pending.loss / team.size, REASONS.index(state.signal) if ctx.rank == stage.home else 0
+            pending.loss / team.size,
+            REASONS.index(state.signal) if ctx.rank == stage.lead_rank else 0,
         )
         held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])
         exchange = exchange_update(
@@ -869,7 +873,7 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
         )
         state.round += 1
         if (
-            ctx.rank == stage.home
+            ctx.rank == stage.lead_rank
             and not late
             and stage.stop_criteria.take_evaluation(state, ctx.now)
         ):
@@ -878,7 +882,7 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
             state.signal = None
             return end_piggybacked(ctx, stage, state, reason, ctx.now_ns)
         await finish_piece(ctx, stage, state, ahead, total - beside)
-        if ctx.rank == stage.home:
+        if ctx.rank == stage.lead_rank:
             state.signal = local_stop(ctx, stage, progress)
 
 
@@ -1020,7 +1024,7 @@ async def restrict_to_team(
     if ctx.rank == first:
         for rank in formed.joined:
             await admit(ctx, stage, state, rank)
-    if stage.home != before.home:
+    if stage.lead_rank != before.lead_rank:
         take_over_lead(ctx, stage, state)
     return stage
 
@@ -1061,7 +1065,7 @@ def memory_is_local(stage: Stage, ends: CodecState) -> bool:
 
 def take_over_lead(ctx: RankContext, stage: Stage, state: PeerState) -> None:
     """Another rank counts, judges and hands out snapshots from now on."""
-    here = ctx.rank == stage.home
+    here = ctx.rank == stage.lead_rank
     ctx.counter = state if here else None
     if here:
         state.evaluated = state.progress.mark_at(ctx.now)

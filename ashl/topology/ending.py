@@ -65,7 +65,7 @@ def keep_within_budget(
     ):
         progress = progress or state.progress
         counts = (
-            ctx.rank == stage.home or stage.elastic or not isinstance(progress, Progress)
+            ctx.rank == stage.lead_rank or stage.elastic or not isinstance(progress, Progress)
         )  # others only look at it
         state.in_time = InTime(params, progress.copy() if counts else progress)
     return state.in_time is not None
@@ -79,7 +79,7 @@ def within_budget(ctx: RankContext, stage: Stage, state: Budgeted, reason: str) 
         return reason
     late = state.progress
     state.params, state.progress = state.in_time
-    if ctx.rank == stage.home:
+    if ctx.rank == stage.lead_rank:
         for rank in stage.workers:
             state.progress.count_dropped(
                 rank, late.steps_by[rank] - state.progress.steps_by[rank], RUN_END
@@ -134,7 +134,7 @@ def end_piggybacked(
     if signal == STOP:
         reason = within_budget(ctx, stage, state, reason)
     progress = state.progress = replace(state.progress, end_ns=end_time_ns(stage, now_ns))
-    if ctx.rank == stage.home:
+    if ctx.rank == stage.lead_rank:
         if reason == "next":
             rule = stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores)
             reason = rule or next(iter(stage.plan.until), reason)

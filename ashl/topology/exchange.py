@@ -58,7 +58,7 @@ async def exchange_update(
     if looks:
         ctx.show_update(x, of=ctx.rank, tick=tick, weight=team.weight)
     update = await exchange_compressed(team, stage, state, tick, x)
-    if looks and ctx.rank == stage.home:
+    if looks and ctx.rank == stage.lead_rank:
         ctx.show_update(update, of=None, tick=tick)
     return update
 
@@ -221,7 +221,7 @@ class Coding:
         if team.not_finite:
             return torch.zeros_like(join_slices(self.vectors))
         update = await team.compute(partial(self.sum, came))
-        if reports_mean(stage, self.version) and team.ctx.rank == stage.home:
+        if reports_mean(stage, self.version) and team.ctx.rank == stage.lead_rank:
             team.ctx.show_update(update, of=None, tick=self.version)
         return update
 

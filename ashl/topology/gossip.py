@@ -179,7 +179,7 @@ class Gossip(Topology):
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """The neighbours of all rounds, and the coordinator."""
-        others = stage.workers if stage.home == stage.server else ()
+        others = stage.workers if stage.lead_rank == stage.server else ()
         if rank == stage.server:
             return others
         return self.neighbours(stage, rank) + ((stage.server,) if others else ())
@@ -196,12 +196,12 @@ class Gossip(Topology):
     def begin(self, ctx: RankContext, stage: Stage) -> CoordinatorState | RoamingState | RoundState:
         if ctx.rank == stage.server:
             return CoordinatorState(Progress(stage.num_workers))
-        if stage.home == stage.server:
+        if stage.lead_rank == stage.server:
             return RoamingState(*stage.trainer.init())
         n = stage.num_workers
         return RoundState(
             *stage.trainer.init(),
-            progress=Progress(n) if ctx.rank == stage.home else RunProgress(n),
+            progress=Progress(n) if ctx.rank == stage.lead_rank else RunProgress(n),
         )
 
     async def join(
@@ -304,7 +304,7 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
         count_round(own, state)
         state.plan_round(stage, rank)
         asked = state.header.snapshot_after == k  # before rank 0 asks for the next one
-        if rank == stage.home:
+        if rank == stage.lead_rank:
             look_ahead(ctx, stage, state, k)
         due = stage.limits.eval_every_s is None and stage.stop_criteria.take_evaluation(
             state, ctx.now
@@ -312,7 +312,7 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
         if (due or asked) and not late:
             counts = (
                 state.progress.report()
-                if rank == stage.home and isinstance(state.progress, Progress)
+                if rank == stage.lead_rank and isinstance(state.progress, Progress)
                 else None
             )
             ctx.snapshot(state.params, tick=state.progress.version, counts=counts)
@@ -432,8 +432,11 @@ def rounds_to_all(stage: Stage, first: int) -> int:
     rule = rule_in(stage)
     if type(rule).sources is RoundRule.sources and len(stage.cached(rounds_in)) == 1:
         return (1 + rule.lag) * max(depths(graph_of(stage).round(stage, 0).targets))
-    k, since = first - rule.lag, {stage.home: first}  # the round from which on a rank passes it on
-    unaware = [rank for rank in stage.workers if rank != stage.home]
+    k, since = (
+        first - rule.lag,
+        {stage.lead_rank: first},
+    )  # the round from which on a rank passes it on
+    unaware = [rank for rank in stage.workers if rank != stage.lead_rank]
     while unaware:
         knew = {rank for rank, start in since.items() if start <= k}
         reached = [

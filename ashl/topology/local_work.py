@@ -21,7 +21,7 @@ from ashl.compression.wrappers.error_metrics import measure_compression_error, p
 from ashl.compression.wrappers.layers import Layerwise, layer_at
 from ashl.learn.device import numbers, to_host
 from ashl.runtime.rank_context import RankContext
-from ashl.runtime.records import Health, NotFinite
+from ashl.runtime.records import CompressionReport, NotFinite
 from ashl.size_only import SizeOnly, Vector
 from ashl.stage.compression_pipeline import Body, CodecState, CompressionPipeline
 from ashl.stage.stage import WEIGHTS, Stage
@@ -215,7 +215,7 @@ def report_health(
         found = measure_compression_error(
             pieces, back, to_host(x), stage.layout, stage.compression_stats_per_layer
         )
-    ctx.emit(Health(ctx.rank, state.round, ctx.now_ns, **found))
+    ctx.emit(CompressionReport(ctx.rank, state.round, ctx.now_ns, **found))
 
 
 def reports_mean(stage: Stage, version: int) -> bool:

@@ -53,11 +53,11 @@ class PartialAllReduce(Topology):
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """Words go between the workers and the coordinator; models by all-reduce."""
-        return stage.workers if rank == stage.home else (stage.home,)
+        return stage.workers if rank == stage.lead_rank else (stage.lead_rank,)
 
     def notified_on_failure(self, stage: Stage, rank: int) -> tuple[int, ...]:
         """All others: it may be in a group with any of them."""
-        return tuple(peer for peer in (*stage.workers, stage.home) if peer != rank)
+        return tuple(peer for peer in (*stage.workers, stage.lead_rank) if peer != rank)
 
     def groups(self, stage: Stage) -> Sequence[Members]:
         return rule_in(stage).groups(self.nodes(stage))
@@ -67,7 +67,7 @@ class PartialAllReduce(Topology):
         return network.all_reduce_ns(stage.workers, stage.trainer.dense_bytes, 0)
 
     def begin(self, ctx: RankContext, stage: Stage) -> Replica | MakerState:
-        if ctx.rank == stage.home:
+        if ctx.rank == stage.lead_rank:
             n = stage.num_workers
             progress = Progress(n, groups=[0] * n, conflicts=0)
             return MakerState(
@@ -81,7 +81,7 @@ class PartialAllReduce(Topology):
         if kept is None:
             return await join(ctx, stages, Replica(*stages[0].trainer.init()))
         index, state = kept
-        if ctx.rank == stages[0].home:
+        if ctx.rank == stages[0].lead_rank:
             return await gather_workers(ctx, stages, index, state)
         return await join(ctx, stages, state, kept=True)
 
@@ -92,7 +92,7 @@ class PartialAllReduce(Topology):
         return tuple(worker // (self.workers_per_node or PER_NODE) for worker in stage.workers)
 
     def role(self, stage: Stage, rank: int) -> Loop:
-        return coordinator if rank == stage.home else worker
+        return coordinator if rank == stage.lead_rank else worker
 
 
 def rule_in(stage: Stage) -> GroupRule:
@@ -208,8 +208,8 @@ async def meet(
     """
     body, meta, met = work.body, (work.steps, work.samples, work.loss), None
     while True:
-        await ctx.send(stage.home, stage.tag("ask"), meta=meta)
-        message = await ctx.recv(stage.tag("group", state.incarnation), src=stage.home)
+        await ctx.send(stage.lead_rank, stage.tag("ask"), meta=meta)
+        message = await ctx.recv(stage.tag("group", state.incarnation), src=stage.lead_rank)
         reply = GroupReply(*message.meta[:HEAD])
         numbers, gone = (
             message.meta[HEAD : HEAD + int(reply.size)],
@@ -226,7 +226,7 @@ async def meet(
         if reply.joiner >= 0:
             await ctx.send(int(reply.joiner), model_tag(int(reply.incarnation)), state.params)
         if len(members) > 1 and (ctx.rank == members[0] or stage.elastic):
-            await ctx.send(stage.home, stage.tag("done"), meta=(reply.group,))
+            await ctx.send(stage.lead_rank, stage.tag("done"), meta=(reply.group,))
         while (
             reply.signal == GO and state.tick < reply.tick
         ):  # its model now is what it was at each of them
@@ -721,8 +721,8 @@ async def reject_late_joins(ctx: RankContext, state: MakerState) -> None:
 
 async def form_remaining_group(ctx: RankContext, stage: Stage, number: float) -> Team:
     """An average has come to nothing: who is left of this group."""
-    await ctx.send(stage.home, stage.tag("again"), meta=(number,))
-    message = await ctx.recv(stage.tag("anew", int(number)), src=stage.home)
+    await ctx.send(stage.lead_rank, stage.tag("again"), meta=(number,))
+    message = await ctx.recv(stage.tag("anew", int(number)), src=stage.lead_rank)
     epoch, *left = message.meta
     return Team(as_members(left), int(epoch), incarnations_in(message))
 
@@ -738,9 +738,9 @@ async def join(
         while await ctx.recv(PEER_FAILED, before_s=ctx.now):
             pass  # what was before is of no concern
         state.incarnation = int(float(ctx.now_ns)) + (state.incarnation == ctx.now_ns)
-        await ctx.send(stages[0].home, JOIN, None, (state.incarnation, *done))
+        await ctx.send(stages[0].lead_rank, JOIN, None, (state.incarnation, *done))
         admission = Admission(
-            *(await ctx.recv(admission_tag(state.incarnation), src=stages[0].home)).meta
+            *(await ctx.recv(admission_tag(state.incarnation), src=stages[0].lead_rank)).meta
         )
         if admission.signal == STOP:
             ctx.time_accounting.close_at(int(admission.end_ns))

@@ -68,8 +68,8 @@ def intrude(run: Path) -> None:
         ):
             impostor.push(RECORDS, rank, dumps(record).encode())
             client.queue_push("records", dumps(record))
-        impostor.push(f"news/{rank}", -1, end)
-        for key in ("stopping", f"done/{rank}", f"news/{rank}"):
+        impostor.push(f"control/{rank}", -1, end)
+        for key in ("stopping", f"done/{rank}", f"control/{rank}"):
             client.set(f"ashl/{key}", "interrupted")
             client.queue_push(key, end)
     for port in (store, *(port for pid in ranks.values() for port in ports(pid))):

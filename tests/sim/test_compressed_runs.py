@@ -18,7 +18,7 @@ from ashl.compression.wire.payload_format import Parts
 from ashl.compression.wrappers.compose import wrap_codec
 from ashl.compression.wrappers.error_metrics import measure_compression_error, split_bytes
 from ashl.learn.learner import Learner
-from ashl.run.metrics import OFTEN, Health
+from ashl.run.metrics import OFTEN, CompressionStats
 from ashl.runtime import records
 from tests.conf_option import conf_option
 from tests.laws.codecs import vector
@@ -108,12 +108,12 @@ def test_health_is_a_metric(workplace: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_codec_that_enlarges_is_named() -> None:
-    health = Health(dense_bytes=400)
+    health = CompressionStats(dense_bytes=400)
     layers: dict[str, dict[str, float | None]] = {
         "a.weight": {"relative_error": 0.3},
         "b.weight": {"relative_error": 1.9},
     }
-    growing = records.Health(
+    growing = records.CompressionReport(
         1, 0, 0, 1.4, None, 0.1, (20, 0, 0, 0), nbytes=20, unbiased=False, layers=layers
     )
     for _ in range(OFTEN - 1):

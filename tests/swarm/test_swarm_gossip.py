@@ -119,13 +119,13 @@ def check_counts(seen: Seen, stages: list[Stage]) -> None:
     assert end["steps"] == sum(end["steps_by"])
     for rank in range(n):
         assert end["steps_by"][rank] + end["dropped_by"][rank] == done[rank]
-        if stages[0].home:
+        if stages[0].lead_rank:
             assert end["steps_by"][rank] == applied[rank]
         elif (
             end["end_ns"] != stages[0].stop_criteria.deadline_ns
         ):  # then rank 0 counts, by its own clock
             assert end["steps_by"][rank] <= applied[rank]
-    if stages[0].home == 0:
+    if stages[0].lead_rank == 0:
         assert len(set(end["commits"])) == 1
         assert end["reason"] == "seconds" or sum(end["dropped_by"]) == 0
     sync = stages[-1].sync
