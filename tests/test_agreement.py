@@ -133,7 +133,7 @@ def test_a_loss_a_return_and_the_end() -> None:
         wait_for(lambda: stores.store.check([join_key(1, 1)]), 10)
         formed = regrouped({zero: Regroup(7, 0, True), two: Regroup(7, 0, True)})
         assert (
-            waits.result(10)[0]._replace(lost=())
+            waits.result(10)[0]._replace(failed=())
             == formed[0]
             == Formed(4, (0, 1, 2), 7, 0, (), (1,), 7, (0, 1, 0))
         )

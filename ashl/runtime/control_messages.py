@@ -1,8 +1,8 @@
 """Messages from the controller to every rank: the counterpart of records.
 
-The controller publishes one `ControlUpdate` again and again. It holds a stop request, the latest
-evaluation, the model version to save, the workers that have failed or may join, and at last the
-exit code.
+The controller publishes one `ControlUpdate` repeatedly. It holds a stop request, the latest
+evaluation, the model version to save, and the workers that have failed or may join. The last one
+holds the exit code.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from ashl.runtime.records import Text, validate
 
 
 class End(NamedTuple):
-    """How the run ended: exit code, and what to say of it (empty: nothing)."""
+    """The end of the run: exit code, and the message to print (empty = none)."""
 
     code: int
     why: Text = ""
 
 
 class ControlUpdate(NamedTuple):
-    """What the process that keeps the records lets every rank know, again and again: that it is
-    there, whether to stop, how the model was judged last, of which version of it the next
-    checkpoint is to be (number, version), and at last how it all ended.
+    """The state that the controller publishes to every rank; it also shows that the controller is
+    alive.
     """
 
     stopping: Text | None = None
     scores: dict[str, float | None] | None = None
     end: End | None = None
     wanted: tuple[int, int] | None = None
-    taken: dict[str, int] | None = None  # how many vectors it has taken out of each queue
-    lost: tuple[
-        tuple[int, int], ...
-    ] = ()  # workers without which the run goes on, and which life of theirs is over
-    ready: tuple[tuple[int, int], ...] = ()  # a worker to let in, and in which life
+    # vectors that the controller has taken out of each queue, by queue
+    taken: dict[str, int] | None = None
+    # failed workers that the run tolerates, each with its incarnation that ended
+    lost: tuple[tuple[int, int], ...] = ()
+    # joining workers to connect to, each with its incarnation
+    ready: tuple[tuple[int, int], ...] = ()
 
     def dumps(self) -> str:
         return json.dumps(self)

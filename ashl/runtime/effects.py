@@ -1,8 +1,8 @@
 """Effects: the closed set of operations that an algorithm may await.
 
 An algorithm is a coroutine. It yields an effect; a kernel performs it, in virtual time or on a real
-process, and sends the result back. Effects are named tuples, so that a simulator can pass hundreds
-of thousands a second.
+process, and sends the result back. Effects are named tuples, so that a simulator can perform
+hundreds of thousands per second.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ import math
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
-ANY = -1  # a receive from whoever is first
+ANY = -1  # source of a receive that accepts a message from any rank
 Tag = tuple[str, int, int]  # (name, stage, iteration)
+# tag of the message that the kernel delivers to a rank when a peer of it has failed
 PEER_FAILED: Tag = (
     "lost",
     0,
     0,
-)  # from a peer that is gone: comes to each rank that has a link to it, from the kernel
-JOIN: Tag = ("join", 0, 0)  # from a worker that has come, or come back: it asks to take part
+)
+JOIN: Tag = ("join", 0, 0)  # tag of the message by which a worker asks to join or rejoin
 
 
 class Message(NamedTuple):
-    """What a receive returns. `start_ns`: when the transfer began; before it, a receiver that
-    blocked was waiting.
+    """The result of a receive.
+
+    `start_ns`: when the transfer began; a receiver that blocked before that instant was waiting.
     """
 
     src: int
@@ -34,8 +36,10 @@ class Message(NamedTuple):
 
 
 class Encoding(NamedTuple):
-    """What becomes of each part that a `Compute` hands out: fn(k, tensor), as compression, before
-    the compute goes on; after part k, `work[k]` units of it have been done in all.
+    """The encoding of each part that a `Compute` emits: `fn(k, tensor)`, for example compression,
+    runs before the compute continues.
+
+    `work[k]`: units of encoding work done after part k, cumulative over the parts.
     """
 
     fn: Callable[[int, Any], Any]
@@ -43,46 +47,43 @@ class Encoding(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run `fn()`; returns its result. `work` is in samples, or in units of `kind` where that is not
-    "compute". A rank computes one thing at a time, of whatever kind, in the order in which its
-    tasks ask.
+    """Run `fn()` and return its result. `work` is in samples, or in units of `kind` if that is not
+    "compute". A rank runs one computation at a time, in the order in which its tasks ask.
 
-    With `parts` it is `fn(hand_out)`, which calls `hand_out(k, tensor)` once for each part. When
-    the part's share of the cost has passed, the tensor is there as a message of this rank to
-    itself, with the part's tag, at no cost; with `encoding` what was made of it, as much later as
-    that took.
+    With `parts` the function is `fn(emit)` and calls `emit(k, tensor)` once per part. When the
+    part's share of the cost has passed, the rank receives the tensor as a message to itself with
+    the part's tag, at no cost. With `encoding` the rank receives the encoded tensor, later by the
+    cost of encoding.
 
-    With `needs` it is `fn(hand_out, take)`, and stands still before the share of a need until a
-    message with the need's tag has come, from whoever; `take(k)` is the body of the k-th. All of
-    them come before the first part.
+    With `needs` the function is `fn(emit, take)`. The computation pauses before the share of a need
+    until a message with the need's tag has arrived, from any rank; `take(k)` returns the payload of
+    the k-th. All needs come before the first part.
     """
 
     fn: Callable[..., Any]
     work: float
     kind: str = "compute"
-    parts: tuple[
-        tuple[float, Tag], ...
-    ] = ()  # the share of the cost until it is there, and its tag
+    # for each part: the share of the cost after which it is ready, and its tag
+    parts: tuple[tuple[float, Tag], ...] = ()
     encoding: Encoding | None = None
-    needs: tuple[
-        tuple[float, Tag], ...
-    ] = ()  # the share of the cost up to which it can do without, and its tag
+    # for each need: the share of the cost that can run without it, and its tag
+    needs: tuple[tuple[float, Tag], ...] = ()
 
     @property
     def booked(self) -> str:
-        """The kind of time that it counts as."""
+        """Return the class of time to which it is attributed."""
         return "compress" if self.kind in ("compress", "decode") else "compute"
 
     def __await__(self) -> Generator[Any, Any, Any]:
         answer = yield self
-        if self.needs and isinstance(answer, Generator):  # the kernel does it in steps
+        if self.needs and isinstance(answer, Generator):  # the kernel performs it in steps
             return (yield from answer)
         return answer
 
 
 class Send(NamedTuple):
-    """Post `body` (a flat tensor that nobody changes any more, or None) and a few numbers; returns
-    at once. To itself a rank sends at no cost.
+    """Post `body` (a flat tensor that no task changes any more, or None) and a few numbers; return
+    at once. A send to the rank itself costs nothing.
     """
 
     dst: int
@@ -95,11 +96,13 @@ class Send(NamedTuple):
 
 
 class Recv(NamedTuple):
-    """The next message with one of `tags`; None when `before_s` on the clock comes first.
+    """Receive the next message with one of `tags`; return None if the clock reaches `before_s`
+    first.
 
-    That a peer is gone is a message, too, with the tag LOST, after all that had come from it, which
-    says how often it had been gone before. Raises PeerLostError where LOST is not among the tags,
-    and what is waited for would come from that peer, or from whoever is first.
+    The failure of a peer is a message with the tag PEER_FAILED. It arrives after all messages of
+    that peer, and its `meta` holds the number of earlier failures of the peer.
+    Raises: PeerFailedError if PEER_FAILED is not among the tags and the peer that failed is `src`,
+    or `src` is ANY.
     """
 
     tags: tuple[Tag, ...]
@@ -111,7 +114,7 @@ class Recv(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """Forget messages with these tags, those that have come and those that will."""
+    """Delete messages with these tags, both arrived ones and future ones."""
 
     tags: tuple[Tag, ...]
 
@@ -121,21 +124,20 @@ class Discard(NamedTuple):
 
 class AllReduce(NamedTuple):
     """Sum or maximum over `group` (sorted ranks), in rank order. The last `piggybacked` elements
-    are scalars that ride along and count for neither bytes nor time. `op` may be half a sum, for
-    half the cost: "scatter" gives each member its chunk of the sum, of equal length and filled up
-    with zeros, and "gather" all members' tensors in rank order.
+    are scalars that count for neither bytes nor time. `op` may be half of a sum, for half the cost:
+    "scatter" gives each member its chunk of the sum, all of equal length and padded with zeros;
+    "gather" gives all members' tensors in rank order.
 
-    Several collectives of a group may be under way at once, from tasks of their own. All members
-    post them in the same order, kind, `key` and `credit` alike; of those that all have posted the
-    lowest key goes first, at most `credit` of them committed at once
-    (`ashl.runtime.collective_queue`). Key 0 is the next one. What has been posted is carried out,
-    also when its task is cancelled.
+    Several collectives of a group may be in flight at once, from tasks of their own. All members
+    post them in the same order, with the same kind, `key` and `credit`. Among the collectives that
+    all members have posted the lowest key goes first, and at most `credit` of them are committed at
+    once (`ashl.runtime.collective_queue`). Key 0 is the next one. A posted collective is carried
+    out even if its task is cancelled.
 
-    `epoch`: how many losses had been noticed when the group was formed. Where a member is lost
-    after that, the others have
-    `CollectiveAborted` instead of the result.
-    `incarnations`: how often each member had been lost by then, where one had, and all of them do
-    not agree on who is there by themselves.
+    `epoch`: number of failures known when the group was formed. If a member fails after that, the
+    others receive `CollectiveAborted` instead of the result, even if their collective was in
+    flight. `incarnations`: number of failures of each member by then. It is given if a member had
+    failed and the members do not all agree on the membership by themselves.
     """
 
     tensor: Any
@@ -152,9 +154,9 @@ class AllReduce(NamedTuple):
 
 
 class AllGather(NamedTuple):
-    """Every member's bytes (uint8 tensors of any lengths), as a list in rank order. The last
-    `piggybacked` bytes ride along and count for neither bytes nor time. Order, `key` and `epoch` as
-    of `AllReduce`.
+    """All members' bytes (uint8 tensors of any lengths), as a list in rank order. The last
+    `piggybacked` bytes count for neither bytes nor time. Order, `key` and `epoch` are as in
+    `AllReduce`.
     """
 
     tensor: Any
@@ -169,43 +171,44 @@ class AllGather(NamedTuple):
 
 
 class CollectiveAborted(NamedTuple):
-    """What comes of a collective instead of its result: this member of its group is gone."""
+    """The result of a collective that was aborted because this member of its group failed."""
 
     rank: int
 
 
 class Regroup(NamedTuple):
-    """Agree with all who are left of a team how to go on; returns `Formed` once all of them ask. A
-    worker that has come asks, too, with a version below 0, and is let in where the others all are
-    `open` to that, or the run ends.
+    """Agree with all survivors of a group how to continue; return `Formed` once all of them ask.
+
+    A joining worker asks with a version below 0. It is admitted if all others set `open`, or when
+    the run ends.
     """
 
-    version: int  # of the model that this rank would go on from
-    signal: int = 0  # 1 or 2: it ends the stage or the run there
+    version: int  # version of the model from which this rank would continue
+    signal: int = 0  # 1 = end the stage there, 2 = end the run there, 0 = neither
     open: bool = False
 
     def __await__(self) -> Generator[Regroup, Any, Formed]:
         return (yield self)
 
 
-COLLECTIVES = (AllReduce, AllGather, Regroup)  # what all members of a team come to
+COLLECTIVES = (AllReduce, AllGather, Regroup)  # effects that all members of a group must post
 
 
 class Formed(NamedTuple):
-    """A new team. Who is ahead of its version goes back to it."""
+    """The new group. A rank whose model is newer than `version` returns to that version."""
 
     epoch: int
     ranks: tuple[int, ...]
-    version: int  # the lowest
-    signal: int  # why all asked; 0 where some had come further than others
-    failed: tuple[int, ...]  # who is gone of the team before
-    joined: tuple[int, ...]  # who of the ranks is new, and knows nothing yet
-    time_ns: int  # when all had asked
-    incarnations: tuple[int, ...] = ()  # how often each of its ranks had been lost by then
+    version: int  # lowest version among the members
+    signal: int  # the signal of all members, or 0 if their versions differed
+    failed: tuple[int, ...]  # members of the previous group that failed
+    joined: tuple[int, ...]  # ranks that joined and have no model yet
+    time_ns: int  # instant at which all had asked
+    incarnations: tuple[int, ...] = ()  # number of earlier failures of each rank
 
 
 class Sleep(NamedTuple):
-    """Come back after `seconds` of the experiment's clock."""
+    """Resume the task after `seconds` of the experiment's clock."""
 
     seconds: float
 
@@ -223,8 +226,8 @@ class Join(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """End a spawned task where it stands; a compute or a collective that it has posted is carried
-    out all the same, and the result is thrown away.
+    """End a spawned task where it is blocked. A compute or a collective that it has posted is still
+    carried out, and the result is discarded.
     """
 
     task: Any
@@ -234,7 +237,7 @@ class Cancel(NamedTuple):
 
 
 class PeerFailedError(Exception):
-    """A peer that a receive depends on is gone."""
+    """A peer that a receive depends on has failed."""
 
     def __init__(self, rank: int, why: str = "", incarnation: int = 0) -> None:
         super().__init__(f"rank {rank} has failed{': ' + why if why else ''}")

@@ -3,7 +3,7 @@
 A task is a coroutine with the effect that it is blocked in. `resume_task` gives it a result and
 returns its next effect. A mailbox holds the messages of one rank that no receive has taken yet, and
 the tasks that wait for one. After a peer has failed, a receive that depends on it raises
-PeerLostError, or returns a message with the tag LOST.
+PeerFailedError, or returns a message with the tag PEER_FAILED.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ashl.runtime.effects import (
 )
 from ashl.runtime.rank_context import RankContext
 
-NEWS = (PEER_FAILED[0], JOIN[0])  # what nobody waits for
+NEWS = (PEER_FAILED[0], JOIN[0])  # names of tags that a description of a wait leaves out
 
 
 class Task:
-    """A coroutine on one rank, and what it waits for."""
+    """A coroutine on one rank, with the effect that it waits for."""
 
     __slots__ = (
         "coro",
@@ -54,19 +54,19 @@ class Task:
             main,
             is_background_service,
         )
-        self.send = coro.send  # looked up once: it is called for every effect
-        self.waiting: Any = None  # the effect it is blocked in
+        self.send = coro.send  # bound method, looked up once because it is called for every effect
+        self.waiting: Any = None  # the effect that it is blocked in
         self.done = False
         self.result: Any = None
         self.joiner: Task | None = None
 
     def describe(self) -> str:
-        """Who waits for what, in words."""
+        """Return the rank and what it waits for, in words."""
         return f"rank {self.ctx.rank} {describe_wait(self.waiting)}"
 
 
 def describe_wait(effect: Any) -> str:
-    """What a task that is blocked in this effect waits for, in words."""
+    """Return in words what a task that is blocked in this effect waits for."""
     if isinstance(effect, Recv):
         names = " or ".join(
             f"{name!r} (stage {stage}, iteration {k})"
@@ -94,37 +94,36 @@ def resume_task(task: Task, value: Any) -> Any:
 
 
 def check_context() -> None:
-    """An `await` inside a torch context would leak that context into whichever task runs next, so
-    it is an error.
+    """Raise AssertionError for an `await` inside a torch context, which would leak that context
+    into the next task.
     """
     if is_autocast_enabled() or not is_grad_enabled():
         raise AssertionError("await inside a torch context")
 
 
 def resume_checked(task: Task, value: Any) -> Any:
-    """The same, checked."""
+    """Resume a task as `resume_task` does, and check the torch context afterwards."""
     effect = resume_task(task, value)
     check_context()
     return effect
 
 
 class Mailbox:
-    """Messages that have come for one rank and the receives that wait for them."""
+    """Messages that have arrived at one rank, and the tasks that wait for one."""
 
     __slots__ = ("arrived", "dropped", "lost", "messages", "waiters")
 
     def __init__(self) -> None:
-        self.messages: dict[
-            Tag, deque[tuple[int, Message]]
-        ] = {}  # each with its number in order of arrival
+        # each with its number in order of arrival
+        self.messages: dict[Tag, deque[tuple[int, Message]]] = {}
         self.arrived = 0
         self.waiters: list[Task] = []
         self.dropped: set[Tag] = set()
         self.lost: dict[int, PeerFailedError] = {}
 
     def receive(self, recv: Recv) -> Message | PeerFailedError | None:
-        """The first message that is already here, if there is one; else the loss of the peer it
-        would come from.
+        """Return the first message that has already arrived and matches, else the failure of the
+        peer that it would come from, else None.
         """
         if self.messages and (message := self._pop_first(recv)) is not None:
             return message
@@ -152,14 +151,16 @@ class Mailbox:
         return message
 
     def undelivered(self) -> list[Message]:
-        """All that has come and was not taken, in order of arrival."""
+        """Return all messages that have arrived and were not taken, in order of arrival."""
         return [
             message
             for _, message in sorted(pair for queue in self.messages.values() for pair in queue)
         ]
 
     def put(self, message: Message) -> Task | None:
-        """Deliver; returns the task that was waiting for it, or keeps the message."""
+        """Return the task that was waiting for the message; if there is none, store the message and
+        return None.
+        """
         tag, src = message.tag, message.src
         for i, task in enumerate(self.waiters):
             recv = task.waiting
@@ -177,8 +178,11 @@ class Mailbox:
     def mark_failed(
         self, loss: PeerFailedError, since_ns: int
     ) -> list[tuple[Task, Message | PeerFailedError]]:
-        """A peer is gone: who hears of it now, as a message where it asks for that, and as an error
-        in a receive that can no longer end.
+        """Record that a peer failed; return the tasks to resume, each with the value to resume it
+        with.
+
+        A task that asks for the tag PEER_FAILED receives a message. A receive that can no longer
+        end is resumed with the error.
         """
         if loss.rank in self.lost:
             return []

@@ -4,11 +4,11 @@ import os
 import platform
 from pathlib import Path
 
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # drawn anew at each start of a machine
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, new at each boot of the machine
 
 
 def boot() -> str:
-    """Alike for the processes that share a monotonic clock."""
+    """Return an identifier that processes share if they share a monotonic clock."""
     try:
         return BOOT.read_text(encoding="utf-8").strip()
     except OSError:
@@ -16,7 +16,9 @@ def boot() -> str:
 
 
 def machine() -> str:
-    """Alike for the processes that share a loopback: containers of one machine do not."""
+    """Return an identifier that processes share if they share a loopback interface; containers of
+    one machine do not.
+    """
     try:
         network = str(os.stat("/proc/self/ns/net").st_ino)
     except OSError:

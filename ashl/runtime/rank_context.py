@@ -41,27 +41,30 @@ from ashl.runtime.records import (
 from ashl.runtime.time_accounting import TimeAccounting
 from ashl.size_only import Vector
 
-MEASURE = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)  # what files, MLflow and tables can bear
+# characters that file names, MLflow and tables accept
+MEASURE = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 
 T = TypeVar("T")
 
 
 class Observer(Protocol):
-    """Where records and snapshots go: the evaluator and the writer, off the experiment's clock."""
+    """The receiver of records and snapshots: the evaluator and the writer, off the experiment's
+    clock.
+    """
 
     @property
     def stopping(self) -> str | None:
-        """Why the run should end."""
+        """Return why the run should end, or None."""
         ...
 
     @property
     def scores(self) -> Mapping[str, float | None] | None:
-        """Of the last evaluation."""
+        """Return the result of the last evaluation."""
         ...
 
     @property
     def rounds(self) -> Rounds:
-        """Which rounds it wants records of."""
+        """Return which rounds it wants records of."""
         ...
 
     def emit(self, record: Record) -> None: ...
@@ -70,7 +73,7 @@ class Observer(Protocol):
 
 
 class NullObserver:
-    """An observer that keeps nothing, and says what it was given."""
+    """An observer that discards all records and has fixed answers."""
 
     rounds: Rounds = "none"
 
@@ -87,7 +90,7 @@ class NullObserver:
 
 
 class ReportsProgress(Protocol):
-    """A run's progress."""
+    """The progress of a run, as counts."""
 
     def report(self) -> Counts: ...
 
@@ -95,15 +98,15 @@ class ReportsProgress(Protocol):
 
 
 class Counter(Protocol):
-    """What counts a run's progress."""
+    """The state that counts a run's progress."""
 
     @property
     def progress(self) -> ReportsProgress: ...
 
 
 class WorkerStates(Protocol):
-    """Keeps, for each worker, what forward passes change of the module beside its parameters. None
-    is the first one.
+    """A store of each worker's module state: all that forward passes change beside the parameters.
+    None is the initial state.
     """
 
     def worker_state(self, worker: int) -> Any: ...
@@ -140,7 +143,7 @@ class Kernel(Protocol):
 
 
 class RankContext:
-    """One rank of the job. Algorithms know this and nothing else of where they run."""
+    """One rank of the job. An algorithm knows nothing else of where it runs."""
 
     __slots__ = (
         "counter",
@@ -154,6 +157,7 @@ class RankContext:
         "steps",
         "time_accounting",
     )
+    # effects to await
     compute, send, regroup, sleep, join, cancel = (
         Compute,
         Send,
@@ -161,19 +165,20 @@ class RankContext:
         Sleep,
         Join,
         Cancel,
-    )  # to be awaited
+    )
 
     def __init__(self, kernel: Kernel, rank: int) -> None:
         self.kernel = kernel
         self.rank = rank
         self.time_accounting = TimeAccounting()
-        self.counter: Counter | None = None  # at the home rank: what counts the run's progress
+        self.counter: Counter | None = None  # at the lead rank only
         self.steps = 0
-        self.staleness: int | None = None  # of its last round, like `loss`
+        # staleness of the last round, in merges; `loss` is of that round, too
+        self.staleness: int | None = None
         self.loss: float | None = None
         self.measures: dict[str, Measured] = {}
-        self.join_pending = False  # whether a worker has come and asks to be let in
-        self.incarnation = 0  # how often this rank has been lost before
+        self.join_pending = False  # True if a worker has asked to join and is not admitted yet
+        self.incarnation = 0  # number of earlier failures of this rank
 
     def recv(self, *tags: Tag, src: int = ANY, before_s: float = math.inf) -> Recv:
         return Recv(tags, src, before_s)
@@ -207,49 +212,51 @@ class RankContext:
         return AllGather(tensor, group, piggybacked, key, 0, epoch)
 
     def spawn(self, coro: Coroutine, is_background_service: bool = False) -> Any:
-        """Start a task beside the main one. Its time is not the worker's time: only the main task
-        is accounted for.
+        """Start a task beside the main one. Its time is not the worker's time, because only the
+        main task is accounted for.
 
-        One that `stands` is at the top of a loop of its own whenever another is, and keeps nothing
-        there: where the run goes on from a checkpoint, the main task starts it anew before its
-        mark.
+        A background service is at the top of its own loop whenever the main task is, and keeps no
+        state there. On resume from a checkpoint the main task starts it again before its safe
+        point.
         """
         return self.kernel.spawn(self, coro, is_background_service=is_background_service)
 
     def compute_once(self, group: tuple[int, ...], key: Hashable, fn: Callable[[], T]) -> T:
-        """What all members of a team compute alike: `fn()`, which must be pure and whose value
-        nobody changes.
+        """Return `fn()`, a value that all members of the group compute identically. `fn` must be
+        pure, and no task may change the value.
 
-        In virtual time it runs once for each (team, key), and every member gets the same object; on
-        real processes it just runs. It costs no time. A run that goes on from a checkpoint may run
-        it once more.
+        In virtual time it runs once for each (group, key), and every member receives the same
+        object. On real processes every member runs it. It costs no time. A resumed run may run it
+        once more.
         """
         return self.kernel.compute_once(self, group, key, fn)
 
     def safe_point(self, stage: int, state: Any) -> bool:
-        """Here is the top of a loop: `state` holds all that is needed to go on from here, in this
-        stage. None = what follows hangs on when the run ends, and it may go on with another end: no
-        checkpoint holds it.
+        """Mark the top of a loop: `state` holds all that the task needs to continue from here in
+        this stage. Pass None if the next step depends on the stop limit, which may differ on
+        resume; then no checkpoint holds this point.
 
-        Returns whether a checkpoint has it without what others do at this moment, so that what
-        follows is not in it.
+        Return True if a checkpoint has saved this rank alone, without the others' current work, so
+        that the next step is not part of it.
         """
         return self.kernel.safe_point(self, stage, state)
 
     @property
     def own_state(self) -> Any:
-        """What this rank's module keeps beside its parameters."""
+        """Return the state of this rank's module beside its parameters."""
         states = self.kernel.worker_states
         return None if states is None else states.worker_state(self.rank)
 
     def checkpoint_due(self, version: int) -> bool:
-        """Whether such a checkpoint would have this rank at a mark of this version, as of now."""
+        """Return True if the checkpoint in progress would save this rank at a safe point of this
+        version.
+        """
         return self.kernel.checkpoint_due(self, version)
 
     @property
     def safe_point_wanted(self) -> bool:
-        """Whether a checkpoint waits for this rank to be at the top of a loop, with nothing going
-        on beside it.
+        """Return True if a checkpoint waits for a safe point of this rank with no other task in
+        progress.
         """
         return self.kernel.safe_point_wanted(self)
 
@@ -264,27 +271,31 @@ class RankContext:
 
     @property
     def stopping(self) -> str | None:
-        """Why the run should end, once someone outside has decided so (a target reached, an
-        interrupt).
+        """Return why the run should end, once that is decided outside the algorithm (a target
+        reached, an interrupt).
         """
         return self.kernel.observer.stopping
 
     @property
     def scores(self) -> Mapping[str, float | None] | None:
-        """The last evaluation that is known here; on real processes it may be some commits old."""
+        """Return the last evaluation that is known here; on real processes it may be some commits
+        old.
+        """
         return self.kernel.observer.scores
 
     def emit(self, record: Record) -> None:
-        """Say something of the run, to whoever keeps its records."""
+        """Send a record to the observer."""
         self.kernel.observer.emit(record)
 
     def measure(self, name: str, value: float) -> None:
-        """A value of a metric of one's own, from any loop, on any rank, as often as one likes.
+        """Record a value of the user's own metric. Any loop on any rank may call it, any number of
+        times.
 
-        The mean over the ranks' latest values stands as `measure/<name>` in metrics.jsonl and
-        MLflow; its end and the mean over the run are in summary.json, and the leaderboard has a
-        column of it. Raises ValueError for a name that is more than words, digits, `_`, `-`, `.`
-        and single slashes.
+        The mean over the ranks' latest values is `measure/<name>` in metrics.jsonl and MLflow. The
+        last value and the mean over the run are in summary.json, and the leaderboard has a column
+        for it.
+        Raises: ValueError for a name with other characters than letters, digits, `_`, `-`, `.` and
+        single slashes.
         """
         value = float(value)
         known = self.measures.get(name)
@@ -294,7 +305,7 @@ class RankContext:
             self.measures[name] = Measured(value, value, 1)
         else:
             raise ValueError(
-                f"a measure cannot be called {name!r}; take letters, digits, '_', '-', '.' and '/'"
+                f"measure {name!r}: invalid name; use letters, digits, '_', '-', '.' and '/'"
             )
 
     def record_round(
@@ -308,7 +319,7 @@ class RankContext:
         loss: float | None,
         group: list[int] | None = None,
     ) -> None:
-        """Close a round of this worker: from its last merge to now."""
+        """Close a round of this worker: the time from its last merge to now."""
         self.steps += steps
         self.staleness, self.loss = staleness, loss
         spans, start_ns, end_ns = self.time_accounting.end_round()
@@ -330,10 +341,9 @@ class RankContext:
             self.kernel.observer.emit(Round(*what, parts or None, messages or None))
 
     def heartbeat(self) -> Heartbeat:
-        """How this rank stands, for whoever watches; may be read from another thread."""
-        totals_ns = (
-            self.time_accounting.current_totals()
-        )  # before the clock is read, which is as far as they may reach
+        """Return the current state of this rank for the monitor. Another thread may call it."""
+        # read before the clock, because they may not reach past it
+        totals_ns = self.time_accounting.current_totals()
         bytes_up, bytes_down = self.time_accounting.bytes_so_far()
         return Heartbeat(
             rank=self.rank,
@@ -350,7 +360,7 @@ class RankContext:
         )
 
     def emit_totals(self) -> None:
-        """Hand in what this rank's time went into, once it has ended."""
+        """Emit the totals of this rank's time, bytes and measures once it has ended."""
         time_accounting = self.time_accounting
         time_accounting.fold_pending()
         totals = (time_accounting.totals, time_accounting.bytes_up, time_accounting.bytes_down)
@@ -366,17 +376,21 @@ class RankContext:
         time_ns: int | None = None,
         without: Collection[int] = (),
     ) -> None:
-        """Hand the model to the evaluator, at the home rank with the counts; costs the experiment
-        nothing. Where every worker has a model of its own, `tick` says which ones belong together,
-        and `without` who has none among them.
+        """Send the model to the evaluator, from the lead rank together with the counts; costs no
+        experiment time.
+
+        If every worker has its own model, models with the same `tick` form one evaluation, and
+        `without` lists the workers that have none among them.
         """
         at_ns = self.now_ns if time_ns is None else time_ns
         shown = Snapshot(self.rank, at_ns, tick, final, counts, without=tuple(sorted(without)))
         self.kernel.observer.snapshot(shown, params)
 
     def show_update(self, x: Vector, *, of: int | None, tick: int, weight: float = 1.0) -> None:
-        """Hand an update to the monitor, which compares what compression makes of the workers'
-        mean: before compression with its worker and weight, or (`of` None) what the merge made of
-        them all.
+        """Send an update to the monitor, which compares the workers' mean before and after
+        compression.
+
+        `of` is the worker of an update before compression, with its weight; None marks the merged
+        update of all workers.
         """
         self.kernel.observer.snapshot(UpdateShown(self.rank, of, tick, weight), x)

@@ -1,10 +1,10 @@
-"""Records: what a rank reports of its run, a named tuple for each kind, with one JSON form for all
-of them.
+"""Records: the reports of a rank on its run, a named tuple for each kind, with one JSON form for
+all of them.
 
 In virtual time the monitor receives the tuple itself. A process sends it as one line of JSON, in
-which `kind` names the type; a field with its default value is left out. Nothing is unpickled: every
-field is validated, and text for a terminal loses control characters. `is_recorded` says which
-rounds are recorded at all. Messages from the controller to the ranks are in
+which `kind` names the type; a field with its default value is omitted. Nothing is unpickled: every
+field is validated, and control characters are removed from text for a terminal. `is_recorded`
+decides which rounds are recorded at all. Messages from the controller to the ranks are in
 `ashl.runtime.control_messages`.
 """
 
@@ -24,6 +24,7 @@ Text = Annotated[str, AfterValidator(plain)]
 
 
 def check_kinds(totals: dict[str, int]) -> dict[str, int]:
+    """Return the totals. Raises ValueError unless their keys are the classes of time."""
     if totals.keys() != set(TIMES):
         raise ValueError(f"times are by {', '.join(TIMES)}")
     return totals
@@ -33,8 +34,8 @@ Totals = Annotated[dict[str, int], AfterValidator(check_kinds)]
 
 
 class Counts(NamedTuple):
-    """A run's progress, as whoever judges it has counted so far. Lists are by worker, and
-    copies.
+    """A run's progress, as counted so far by the rank that decides when it ends. Lists are by
+    worker, and copies.
     """
 
     steps: int
@@ -46,17 +47,17 @@ class Counts(NamedTuple):
     stale_sum: list[int]
     stale_max: list[int]
     max_lead: int
-    groups: list[int] | None  # how many each worker has averaged in, where workers meet in groups
-    conflicts: int | None  # groups that had to wait for another one
+    # groups that each worker has averaged in, where workers meet in groups; else None
+    groups: list[int] | None
+    conflicts: int | None  # groups that had to wait for another group
     loss: float  # running mean of the workers' minibatch losses
     diverged: Text | None
-    dropped_for: dict[Text, int] | None = (
-        None  # steps by the reason why they are part of no model, as far as known
-    )
+    # steps that are part of no model, by reason, as far as known
+    dropped_for: dict[Text, int] | None = None
 
 
 class Measured(NamedTuple):
-    """A rank's values under one name so far."""
+    """A rank's values of one measure so far: last value, sum and count."""
 
     last: float
     total: float
@@ -67,7 +68,7 @@ Measures = Mapping[Text, Measured]
 
 
 class Round(NamedTuple):
-    """A worker's way from its last merge to this one."""
+    """One round of a worker: from its last merge to this one."""
 
     rank: int
     stage: int
@@ -79,17 +80,15 @@ class Round(NamedTuple):
     start_ns: int
     end_ns: int
     spans_ns: list[Span]
-    group: list[int] | None = None  # whom it merged with, where workers meet in groups
-    parts_ns: list[int] | None = (
-        None  # when the parts of its steps were there, where messages are made of them
-    )
-    messages_ns: list[tuple[int, int]] | None = (
-        None  # from when to when sums went that overlapped with other work
-    )
+    group: list[int] | None = None  # ranks that merged in this round, where workers meet in groups
+    # instants when parts of its steps were ready, if messages are made of parts
+    parts_ns: list[int] | None = None
+    # (begin, end) of collectives that overlapped with other work
+    messages_ns: list[tuple[int, int]] | None = None
 
 
 class StageEnd(NamedTuple):
-    """A stage is over."""
+    """The end of a stage."""
 
     rank: int
     stage: int
@@ -100,7 +99,7 @@ class StageEnd(NamedTuple):
 
 
 class StageBoundary(NamedTuple):
-    """What a worker's time had gone into when a stage gave way to the next one."""
+    """A worker's time by class when a stage ended and the next one began."""
 
     rank: int
     stage: int
@@ -108,7 +107,7 @@ class StageBoundary(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A worker is gone, and why."""
+    """The failure of a worker, and its reason."""
 
     rank: int
     time_ns: int
@@ -116,8 +115,9 @@ class Lost(NamedTuple):
 
 
 class PeerUnreachable(NamedTuple):
-    """The link from here to a peer, in this life of the peer, is broken; where it is not `alone`,
-    or that to another of its team.
+    """The connection from this rank to a peer, in this incarnation of the peer, is broken.
+
+    `alone` is False if another member of the peer's group may have failed in the peer's place.
     """
 
     rank: int
@@ -127,26 +127,27 @@ class PeerUnreachable(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A worker that was gone is back."""
+    """The rejoin of a failed worker."""
 
     rank: int
     time_ns: int
 
 
 class TimeTotals(NamedTuple):
-    """What a rank's time went into and what it sent and measured, once it has ended."""
+    """A rank's time by class, and its bytes and measures, once it has ended."""
 
     rank: int
     totals_ns: Totals
     bytes_up: int
     bytes_down: int
     measures: Measures
-    collective_ns: int = 0  # how long collectives were under way, whatever else went on meanwhile
+    # nanoseconds with a collective in flight, also while the main task did other work
+    collective_ns: int = 0
 
 
 class Heartbeat(NamedTuple):
-    """How a rank stands. On processes: what its main task is blocked in, and since when nothing has
-    moved.
+    """The current state of a rank. On processes it says what the main task is blocked in, and for
+    how long no task has run.
     """
 
     rank: int
@@ -158,40 +159,39 @@ class Heartbeat(NamedTuple):
     bytes_up: int
     bytes_down: int
     measures: Measures
-    counts: Counts | None = None  # at the home rank
+    counts: Counts | None = None  # at the lead rank only
     waiting: Text | None = None
     idle_s: float = 0.0
-    collective_ns: int = 0  # as of `TimeTotals`
+    collective_ns: int = 0  # as in `TimeTotals`
 
 
 class Alive(NamedTuple):
-    """A process that has not begun yet."""
+    """A sign of life from a process that has not begun yet."""
 
     rank: int
 
 
 class Ready(NamedTuple):
-    """A worker that comes while the others run can be let in."""
+    """A joining worker that is ready to be admitted while the others run."""
 
     rank: int
 
 
 class Placed(NamedTuple):
-    """Where a process runs."""
+    """The node and device of a process."""
 
     rank: int
     host: Text
     device: Text
-    cores: int  # that it may use there
+    cores: int  # cores that it may use there
 
 
-Loss = dict[
-    str, float | None
-]  # relative error, residual and cosine, see `ashl.compression.wrappers.error_metrics`
+# relative error, residual and cosine, see `ashl.compression.wrappers.error_metrics`
+Loss = dict[str, float | None]
 
 
 class CompressionReport(NamedTuple):
-    """What compression made of one message."""
+    """Compression metrics of one message."""
 
     rank: int
     round: int
@@ -206,7 +206,7 @@ class CompressionReport(NamedTuple):
 
 
 class NotFinite(NamedTuple):
-    """An update that is no number, in the round that it was made in."""
+    """An update that is not finite, and the round in which it was computed."""
 
     rank: int
     where: Text
@@ -221,8 +221,8 @@ class ProfileMeasured(NamedTuple):
 
 
 class PlanMade(NamedTuple):
-    """What the workers do from stage `first` on, planned during the run: by stage and worker the
-    numbers of an `ashl.planner.assignment.Assignment`.
+    """The assignments of all workers from stage `first` on, planned during the run: by stage and
+    worker the numbers of an `ashl.planner.assignment.Assignment`.
     """
 
     rank: int
@@ -231,7 +231,7 @@ class PlanMade(NamedTuple):
 
 
 class Replan(NamedTuple):
-    """An online planner has changed what the workers do."""
+    """New assignments of an online planner within a stage."""
 
     rank: int
     stage: int
@@ -241,7 +241,9 @@ class Replan(NamedTuple):
 
 
 class Lateness(NamedTuple):
-    """How often something took longer than declared, and by how much."""
+    """Operations that took longer than declared: how many there were, how many were late, and by
+    how many seconds in total.
+    """
 
     count: int
     late: int
@@ -253,8 +255,8 @@ ON_TIME = Lateness(0, 0, 0.0, 0.0)
 
 
 class PacingStats(NamedTuple):
-    """How well a process kept the declared pace: of its steps, of the transfers that came to it, by
-    sender, and of what it encoded.
+    """Lateness of a process against the declared costs: of its steps, of received transfers by
+    sender, and of encodings.
     """
 
     rank: int
@@ -264,21 +266,21 @@ class PacingStats(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A process has said all and ends."""
+    """The exit of a process after its last record."""
 
     rank: int
 
 
 class StopAsked(NamedTuple):
-    """Somebody has asked a process to stop, by Ctrl-C say."""
+    """A request to stop the run that a process received, for example by Ctrl-C."""
 
     rank: int
     reason: Text
 
 
 class RankError(NamedTuple):
-    """A process has failed, by itself or as a consequence of another's failure; then perhaps it
-    knows of whose.
+    """The failure of a process. `consequence` is True if another process failed first; `blames` is
+    the rank that failed, if known.
     """
 
     rank: int
@@ -288,8 +290,8 @@ class RankError(NamedTuple):
 
 
 class CheckpointPartSaved(NamedTuple):
-    """A rank has written its part of a checkpoint, or could not: its state at the top of
-    its loop.
+    """A rank has written its part of a checkpoint, its state at a safe point, or could not write
+    it.
     """
 
     rank: int
@@ -298,24 +300,25 @@ class CheckpointPartSaved(NamedTuple):
     version: int  # of the model
     time_ns: int
     sha256: Text = ""
-    nbytes: int = 0  # that home has to put there; 0 = the rank has written its file itself
+    # bytes that the controller has to write; 0 = the rank has written its file itself
+    nbytes: int = 0
     error: Text | None = None
-    rounds: list[int] | None = None  # of each worker, as a rank counts that counts them
+    rounds: list[int] | None = None  # rounds of each worker, from the rank that counts them
 
 
 class ModuleState(NamedTuple):
-    """What forward passes have changed of a worker's module beside its parameters, for evaluations;
-    it travels beside the record.
+    """The state that forward passes have changed in a worker's module beside its parameters, for
+    evaluations. It travels beside the record.
     """
 
     rank: int
     nbytes: int
-    last: bool = False  # whether the worker computes no more
+    last: bool = False  # True if the worker computes no more
 
 
 class Snapshot(NamedTuple):
-    """A model for the evaluator, or the counts that belong to it. Where every worker has its own
-    model, those with the same tick make one evaluation (None = at the end).
+    """A model for the evaluator, or the counts that belong to it. If every worker has its own
+    model, those with the same tick form one evaluation (None = at the end).
     """
 
     rank: int
@@ -323,12 +326,12 @@ class Snapshot(NamedTuple):
     tick: int | None = None
     final: bool = False
     counts: Counts | None = None
-    nbytes: int | None = None  # of the model, where it travels beside the record
-    without: tuple[int, ...] = ()  # with the counts: the workers of whom no model belongs to them
+    nbytes: int | None = None  # bytes of the model, if it travels beside the record
+    without: tuple[int, ...] = ()  # with the counts: workers without a model in this evaluation
 
 
 class UpdateShown(NamedTuple):
-    """An update before compression, or (`of` None) what the merge made of all of them."""
+    """An update before compression, or (`of` None) the merged update of all workers."""
 
     rank: int
     of: int | None
@@ -393,7 +396,7 @@ NAMES: dict[type[Record], str] = {of: kind for kind, of in KINDS.items()}
 
 
 def as_fields(record: Record) -> dict[str, Any]:
-    """A record as plain values, its kind first."""
+    """Return a record as plain values, its kind first."""
     usual = record._field_defaults
     fields = {
         name: value
@@ -406,13 +409,13 @@ def as_fields(record: Record) -> dict[str, Any]:
 
 
 def dumps(record: Record) -> str:
-    """A record as one line of JSON; numbers that are not finite have JavaScript's names."""
+    """Return a record as one line of JSON; numbers that are not finite have JavaScript's names."""
     return json.dumps(as_fields(record))
 
 
 def loads(line: str | bytes) -> Record:
-    """The record of a line. Raises AshlError for anything that none of ours would send, and says
-    what is wrong.
+    """Return the record of a line. Raises AshlError for a line that no rank of this program sends;
+    the message says why.
     """
     try:
         fields = json.loads(line)
@@ -422,18 +425,22 @@ def loads(line: str | bytes) -> Record:
     if not isinstance(kind, str) or kind not in KINDS:
         kind = plain(repr(kind))[:40]
         raise AshlError(
-            f"a record came that is none (kind {kind}); is another program using the job's port?"
+            f"received a line that is not a record (kind {kind}); is another"
+            " program using the job's port?"
         )
     return validate(KINDS[kind], fields, f"a record of kind {kind!r}")
 
 
 def validate(of: type[T], fields: object, what: str) -> T:
+    """Return a value of type `of` made of `fields`. Raises AshlError if a field is invalid; `what`
+    names the value in the message.
+    """
     try:
         return make_validator(of).validate_python(fields)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise AshlError(plain(f"{what} came that is broken: {where}: {first['msg']}")) from None
+        raise AshlError(plain(f"{what} is invalid: {where}: {first['msg']}")) from None
 
 
 @cache
@@ -444,17 +451,18 @@ def make_validator(of: type[T]) -> TypeAdapter[T]:
 # --- which rounds are recorded
 
 Rounds = Literal["all", "sampled", "none"]
-# rounds that are kept or left out together, so that a thinned trace still shows how workers
+# rounds that are recorded or omitted together, so that a sampled trace still shows how workers
 # interact
 BLOCK = 16
-WHOLE_BLOCKS = 64  # blocks at the start that are all kept: the first 1024 rounds of every worker
+# blocks at the start that are all recorded: the first 1024 rounds of every worker
+WHOLE_BLOCKS = 64
 
 
 def is_recorded(rounds: Rounds, number: int) -> bool:
-    """Whether the round of this number is. Of a sample a worker's kept rounds grow with the
-    logarithm of its rounds.
+    """Return True if the round of this number is recorded. In a sample the number of recorded
+    rounds of a worker grows with the logarithm of its rounds.
 
-    Rounds come in blocks of 16. All of the first 64 blocks are kept, of the next 64 every second
+    Rounds form blocks of 16. All of the first 64 blocks are recorded, of the next 64 every second
     one, of the next 128 every fourth one and so on.
     """
     if rounds != "sampled":

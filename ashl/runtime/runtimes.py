@@ -1,4 +1,6 @@
-"""Where a run happens, as a user chooses it."""
+"""Where a run happens, as a user chooses it: virtual time, local processes or the processes of a
+job.
+"""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -6,15 +8,14 @@ from pydantic import Field
 
 from ashl.option import Count, Natural, Span, option
 
-Threads = Annotated[
-    Count, Field(le=1024)
-]  # torch starts as many as it is asked for, until the machine gives up
+# upper bound, because torch starts every thread that it is asked for
+Threads = Annotated[Count, Field(le=1024)]
 Device = Literal["auto", "cpu", "cuda"]
-OnWorkerFailure = Literal["skip", "reshard"]  # what becomes of a lost worker's data
-Graphs = Literal[
-    "auto", "off", "on"
-]  # of steps, see ashl.learn.graphs; auto is off until they have run on a device
-Precision = Literal["fp32", "tf32", "bf16"]  # of products and convolutions; vectors are float32
+OnWorkerFailure = Literal["skip", "reshard"]  # use of a failed worker's data
+# of steps, see ashl.learn.graphs; auto = off until they have run on a device
+Graphs = Literal["auto", "off", "on"]
+# of matrix products and convolutions; vectors are float32
+Precision = Literal["fp32", "tf32", "bf16"]
 
 
 @option
@@ -34,7 +35,7 @@ class SimRuntime:
 
 @option
 class Processes:
-    """What both have whose ranks are processes."""
+    """The settings of runtimes whose ranks are processes."""
 
     gradients: ClassVar[bool] = True
     backend: Literal["auto", "gloo", "nccl"]
@@ -60,8 +61,8 @@ class LocalRuntime(Processes):
 
 @option
 class TorchrunRuntime(Processes):
-    """The processes of a job that torchrun, mpirun or srun has started, or whoever sets RANK and
-    WORLD_SIZE.
+    """The processes of a job that torchrun, mpirun, srun or another launcher that sets RANK and
+    WORLD_SIZE has started.
     """
 
     name: ClassVar[str] = "torchrun"

@@ -344,7 +344,7 @@ def door(**other: object) -> str:
         ({"job.json": "{"}, "says nothing that a run would (Expecting"),
         (
             {"job.json": "{}"},
-            "says nothing that a run would (something came that is broken: host: Field required)",
+            "says nothing that a run would (something is invalid: host: Field required)",
         ),
         ({"job.json": door()}, "the run has ended"),
         (
