@@ -16,7 +16,7 @@ class SizeOnly(NamedTuple):
     signal: int = 0  # what rides on an all-reduce is there all the same
 
     def __add__(self, other: object) -> SizeOnly:  # type: ignore[override]
-        signal = getattr(other, "word", 0)
+        signal = getattr(other, "signal", 0)
         return SizeOnly(self.nbytes, self.signal + signal) if signal else self
 
     def __sub__(self, other: object) -> SizeOnly:
