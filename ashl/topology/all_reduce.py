@@ -1075,7 +1075,7 @@ def state_tag(epoch: int, k: int) -> Tag:
     """The tag of the k-th message to who is new in a team; the first holds the model, the second
     says what follows.
     """
-    return "welcome", k, epoch
+    return "admission", k, epoch
 
 
 async def admit(ctx: RankContext, stage: Stage, state: PeerState, rank: int) -> None:

@@ -2,12 +2,15 @@
 the model.
 
 Data flow: a worker computes on the model that it pulled last and sends a push. The server decodes
-the push, merges it once `quorum` pushes are there (`aggregate` sets the weights, `outer` takes the
-step), and answers every waiting worker that `sync.may_proceed` names. Traffic per worker and
-exchange: one push and one pull of the model. States of a stage: GO; NEXT, while pushes in flight
-are merged before the next stage; STOP, at the end of the run. With
-`runtime.on_worker_failure=reshard` each surviving worker also trains on its part of a failed
-worker's data, from the first round that it begins after the reply that reports the failure.
+the push and merges it once `quorum` pushes have arrived: `aggregate` sets the weights, `outer`
+takes the step. It then answers every waiting worker that `sync.may_proceed` names. Traffic per
+worker and exchange: one push and one pull of the model.
+
+States of a stage: GO; NEXT, while pushes in flight are merged before the next stage; STOP, at the
+end of the run.
+
+With `runtime.on_worker_failure=reshard` each surviving worker also trains on its part of a failed
+worker's data. That begins with the first round after the reply that reports the failure.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 """
@@ -107,7 +110,7 @@ class Updates:
         return work, body, loss
 
     def admission_payload(self, stage: Stage, state: ServerState) -> Any:
-        """Return the payload that a joining worker starts from."""
+        """Return the payload that a joining worker starts from: the server's model."""
         return state.params
 
     def apply_admission(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
@@ -239,10 +242,10 @@ UPDATES = Updates()
 
 @option
 class ParameterServer(Topology):
-    """One server (rank n) holds the model; workers talk to it alone.
+    """One server (rank n) holds the model, and workers exchange with it only.
 
-    With `pull_ratio` a pull carries that share of the difference to the worker's last pull, by the
-    chosen codec.
+    With `pull_ratio` a pull carries only that fraction of the elements of the difference to the
+    worker's last pull. The chosen codec selects them.
     """
 
     policy_type: ClassVar[type[Rule]] = ServerRule
@@ -256,7 +259,10 @@ class ParameterServer(Topology):
         return stage.workers if rank == stage.server else (stage.server,)
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
-        """What a push and a pull take, uncontended."""
+        """Return the time (ns) of a push and a pull without contention.
+
+        With fragments: the maximum over all fragments.
+        """
         if stage.fragments:
             parts = (stage.fragment(k) for k in range(len(stage.fragments)))
             return max(self.exchange_ns(part, network, rank) for part in parts)
@@ -287,70 +293,62 @@ class ParameterServer(Topology):
 
 @dataclass
 class ServerState:
-    """All that the server needs to go on."""
+    """State of the server, complete for a checkpoint."""
 
     params: Any
-    moments: Any  # of the optimizer, where gradients are exchanged
+    moments: Any  # moments of the optimizer if gradients are exchanged
     progress: Progress
     evaluated: ProgressMark = RUN_START  # the last evaluation
-    buffer: list[Push] = field(default_factory=list)  # pushes that came and are not merged yet
-    slices: dict[int, list[Push]] = field(
-        default_factory=dict
-    )  # ... by number, where slices are merged
-    made: dict[int, tuple[Any, Any]] = field(
-        default_factory=dict
-    )  # (moments, elements) of those that were merged
-    ends: CodecState = field(default_factory=CodecState)  # what the codec keeps here
-    fragment_ends: tuple[CodecState, ...] = ()  # ... of each, where fragments are exchanged
-    outer_state: Any = None  # the outer optimizer's moments
-    profile: Profile | None = None  # as measured by a profiling stage
-    assigned: tuple[int, Any] | None = None  # what profiling has planned, from this stage on
-    entered: int | None = None  # the stage that it is in
-    counted: int = 0  # samples of a step of which not all slices are merged yet
-    averages: Any = None  # what an online planner has seen
-    rule_state: Any = None  # the sync rule's own
-    signal: int = GO  # NEXT while the work that is under way is waited for
-    flush_requested: tuple[
-        int, ...
-    ] = ()  # who has been asked for the last of it, where exchanges are delayed
-    reason: str | None = None
-    ahead: Message | None = None  # what has come already
-    newcomers: tuple[int, ...] = ()  # who came at the border, and is answered in the next stage
-    incarnations: dict[int, int] = field(
-        default_factory=dict
-    )  # the present one of each worker that has come back
-    pulls: list[Tag] = field(default_factory=list)  # of each worker's replies, in its present life
-    quorum: int = 1  # how many pushes make a merge now
-
-    workers: tuple[
-        WorkerPlan, ...
-    ] = ()  # what each worker does now: the plan's, until it is planned anew
+    buffer: list[Push] = field(default_factory=list)  # pushes that are not merged yet
+    # pushes of a slice that are not merged yet, by slice number
+    slices: dict[int, list[Push]] = field(default_factory=dict)
+    # merged slices of this step, by slice number: (moments, elements of the model)
+    made: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    ends: CodecState = field(default_factory=CodecState)  # the codec's state at the server
+    fragment_ends: tuple[CodecState, ...] = ()  # the codec's state of each fragment
+    outer_state: Any = None  # moments of the outer optimizer
+    profile: Profile | None = None  # measured by a profiling stage
+    # (first stage, assignments of the workers) as planned after profiling
+    assigned: tuple[int, Any] | None = None
+    entered: int | None = None  # index of the current stage
+    counted: int = 0  # samples of a counted step that has unmerged slices
+    averages: Any = None  # running averages of an online planner
+    rule_state: Any = None  # state of the sync mode
+    signal: int = GO  # NEXT while pushes in flight are drained
+    # workers that were asked for their last piece of work (delayed exchanges only)
+    flush_requested: tuple[int, ...] = ()
+    reason: str | None = None  # why the stage ends
+    ahead: Message | None = None  # a message that was received early
+    newcomers: tuple[int, ...] = ()  # workers whose join request has no answer yet
+    incarnations: dict[int, int] = field(default_factory=dict)  # of each rejoined worker
+    pulls: list[Tag] = field(default_factory=list)  # tag of the replies to each worker
+    quorum: int = 1  # pushes of one merge
+    workers: tuple[WorkerPlan, ...] = ()  # present assignment of each worker
 
     @property
     def version(self) -> int:
-        """Of the model."""
+        """Version of the model."""
         return self.progress.version
 
     def enter(self, stage: Stage, now_s: float) -> None:
-        """A stage begins: its workers, codecs that begin anew at both ends, and momentum as it is
-        handed over.
+        """Enter a stage: reset what belongs to a stage, and carry over codec state and moments.
+
+        Does nothing if the state is that of a checkpoint within this stage.
         """
         if self.entered == stage.index:
-            return  # it goes on from a checkpoint
-        self.entered, self.signal, self.flush_requested, self.reason, self.ahead = (
-            stage.index,
-            GO,
-            (),
-            None,
-            None,
-        )
-        self.slices, self.made, self.counted = {}, {}, 0
+            return
+        self.entered = stage.index
+        self.signal = GO
+        self.flush_requested = ()
+        self.reason = None
+        self.ahead = None
+        self.slices = {}
+        self.made = {}
+        self.counted = 0
         self.progress.begin(now_s)
         self.rule_state = rule_of(stage).begin(stage, self.progress)
-        self.workers, self.ends = (
-            stage.plan.workers,
-            stage.carry_over_codec_state(self.ends, self.progress.samples),
-        )
+        self.workers = stage.plan.workers
+        self.ends = stage.carry_over_codec_state(self.ends, self.progress.samples)
         self.quorum = stage.quorum_of(self.progress.present)
         self.pulls = [stage.tag("pull", self.incarnations.get(rank, 0)) for rank in stage.workers]
         if stage.resets:
@@ -359,22 +357,18 @@ class ServerState:
 
 
 async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
-    """Compute on the model last pulled, push what came of it, wait for the reply; returns the last
-    word. Where exchanges are delayed, the next piece of work is computed between a push and its
-    reply.
+    """Run a worker: compute on the model pulled last, push the update, wait for the reply.
+
+    With delayed exchanges the worker computes the next piece of work between a push and its reply.
+    Returns: the final signal, NEXT or STOP.
     """
     state.enter(stage, ctx.rank)
-    messages, signal, push, pull = (
-        rule_of(stage).messages(),
-        GO,
-        stage.tag("push"),
-        stage.tag("pull", state.incarnation),
-    )
-    server, in_parts, answer = (
-        stage.topology.server_of(stage, ctx.rank),
-        pull_comes_in_parts(stage),
-        ctx.recv(pull),
-    )
+    messages = rule_of(stage).messages()
+    signal = GO
+    push = stage.tag("push")
+    pull = stage.tag("pull", state.incarnation)
+    server = stage.topology.server_of(stage, ctx.rank)
+    answer = ctx.recv(pull)
     while signal in (GO, LAST):
         if state.coming is None or await settle_pull(ctx, stage, state):
             ctx.safe_point(stage.index, state)
@@ -392,14 +386,7 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
         if reply.dropped and not stage.codec.traits.lossless and not math.isnan(loss):
             stage.link.restore_dropped(state.ends, body)
         if message.body is not None:
-            if in_parts and signal == GO:
-                state.coming = message.body
-            else:
-                state.params = (
-                    message.body
-                    if signal == NEXT
-                    else messages.apply_pull(stage, state, message.body)
-                )
+            apply_reply(stage, state, signal, message.body)
         seen = message.body is not None and (ahead is None or ctx.now - asked > AT_ONCE_S)
         state.pull_s = ctx.now - message.start_ns / 1e9 if seen else 0.0
         state.pending = ahead and at_round_boundary(ctx, stage, state, ahead)
@@ -408,9 +395,8 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
         if signal in (NEXT, STOP):
             if stage.by_priority:
                 await cancel_exchange(ctx, stage, state)
-            await ctx.discard(
-                stage.tag("back")
-            )  # slices of a model that comes as a whole now, or no more
+            # no slice of the model is needed any more: it arrives whole, or not at all
+            await ctx.discard(stage.tag("back"))
             leave_stage(ctx, stage, signal, reply.end_ns)
         ctx.record_round(
             stage.index,
@@ -424,21 +410,28 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
     return signal
 
 
-async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
-    """Merge and answer until the stage is over, then answer every worker once more; returns the
-    last word.
+def apply_reply(stage: Stage, state: WorkerState, signal: int, body: Any) -> None:
+    """Take the model of a reply: its first bucket, the whole model, or a change of it."""
+    if pull_comes_in_parts(stage) and signal == GO:
+        state.coming = body
+    elif signal == NEXT:
+        state.params = body
+    else:
+        state.params = rule_of(stage).messages().apply_pull(stage, state, body)
 
-    Before the next stage begins, the work that is under way is waited for and merged; at the end of
-    the run it is not.
+
+async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
+    """Run the server: merge and answer until the stage ends, then answer every worker once more.
+
+    Before another stage begins, the server waits for the pushes in flight and merges them. At the
+    end of the run it drops them. Returns: the final signal, NEXT or STOP.
     """
-    progress, rule, push = state.progress, rule_of(stage), stage.tag("push")
+    progress, push = state.progress, stage.tag("push")
     state.enter(stage, ctx.now)
     slices = {stage.tag("slice"): on_slice} if stage.overlap.by_slice or stage.by_priority else {}
-    incoming, others, deadline_s = (
-        (push, *slices, PEER_FAILED, JOIN),
-        {**slices, CLOSE: merge_buffered},
-        stage.stop_criteria.deadline_s,
-    )
+    incoming = (push, *slices, PEER_FAILED, JOIN)
+    handlers = {push: on_push, **slices, CLOSE: merge_buffered}
+    deadline_s = stage.stop_criteria.deadline_s
     endless = ctx.recv(*incoming) if math.isinf(deadline_s) else None
     while state.newcomers:
         await admit(ctx, stage, state, state.newcomers[0])
@@ -446,79 +439,79 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
         ctx.safe_point(stage.index, state)
         message = state.ahead or await (endless or ctx.recv(*incoming, before_s=deadline_s))
         state.ahead = None
-        ctx.time_accounting.end_round()  # nobody asks for the server's rounds, so they are not kept
+        ctx.time_accounting.end_round()  # the server's rounds are not reported, so drop their spans
         if message is None:
             state.signal, state.reason = STOP, "seconds"
             break
-        take_in = on_push if message.tag == push else others.get(message.tag, on_membership)
-        if await take_in(ctx, stage, state, message) and stage.stop_criteria.take_evaluation(
-            state, ctx.now
-        ):
+        handle = handlers.get(message.tag, on_membership)
+        changed = await handle(ctx, stage, state, message)
+        if changed and stage.stop_criteria.take_evaluation(state, ctx.now):
             ctx.snapshot(state.params, counts=progress.report())
         signal, reason = stop_decision(ctx, stage, progress)
         if signal == STOP or state.signal == GO:
             state.signal, state.reason = signal, reason
-        if state.signal == STOP:
+        if state.signal == STOP or (state.signal == NEXT and await drain_pushes(ctx, stage, state)):
             break
-        if state.signal == NEXT:
-            await flush_pending(ctx, stage, state)
-            if len(progress.waiting) == progress.present:
-                if state.buffer:
-                    await ctx.compute(
-                        partial(apply_merge, stage, state, None), work=1, kind="apply"
-                    )
-                break
-            continue
-        if rule.takes_all:
-            state.ahead = await receive_more(ctx, stage, state, incoming)
-        if state.ahead is None:
-            ranks = []
-            for rank in sorted(rule.may_proceed(state.rule_state, progress)):
-                if await reply(ctx, stage, state, rank):
-                    ranks.append(rank)
-            if stage.overlap.pulls:
-                await send_remaining_parts(ctx, stage, ranks, state.params)
+        if state.signal == GO:
+            await answer_waiting(ctx, stage, state, incoming)
     await drain_slices(ctx, stage, state)
     if state.signal == STOP:
         ctx.safe_point(stage.index, None)
-    await ctx.discard(*slices)  # of pushes that are too late
+    await ctx.discard(*slices)  # slices of pushes that are too late
     await finish_stage(ctx, stage, state, state.signal)
     record_end(ctx, stage, progress, state.reason)
     return state.signal
 
 
-# What the server makes of a push
-#
-# What a parameter server makes of pushes: taken in, folded into the model, and answered.
+async def answer_waiting(
+    ctx: RankContext, stage: Stage, state: ServerState, incoming: Sequence[Tag]
+) -> None:
+    """Answer every waiting worker that may proceed.
+
+    If the sync mode handles all arrived pushes first (`takes_all`) and another one is there, keep
+    it in `state.ahead` and answer no worker.
+    """
+    rule = rule_of(stage)
+    if rule.takes_all:
+        state.ahead = await receive_more(ctx, stage, state, incoming)
+    if state.ahead is not None:
+        return
+    changed = []
+    for rank in sorted(rule.may_proceed(state.rule_state, state.progress)):
+        if await reply(ctx, stage, state, rank):
+            changed.append(rank)
+    if stage.overlap.pulls:
+        await send_remaining_parts(ctx, stage, changed, state.params)
+
+
+# Pushes at the server: decode, merge, answer
+
+
+CLOSE: Tag = ("close", 0, 0)  # from the server to itself: merge the buffered pushes now
 
 
 CLOSE: Tag = ("close", 0, 0)  # from a server to itself: what has come is merged now
 
 
 def rule_of(stage: Stage) -> ServerRule:
-    """The stage's sync mode, as a server asks it."""
-    rule: Any = stage.sync  # planning has seen to it
+    """Return the stage's sync mode as a `ServerRule`; planning has checked its type."""
+    rule: Any = stage.sync
     return rule
 
 
 async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
-    """Take in one push; returns whether the model changed."""
+    """Count one push, and apply it unless it is too stale. Returns: True if the model changed."""
     progress, worker, rule = state.progress, message.src, rule_of(stage)
     if stage.messages:
-        message, stage = (
-            await assemble_push(ctx, stage, message),
-            await await_slices(ctx, stage, state),
-        )
+        message = await assemble_push(ctx, stage, message)
+        stage = await await_slices(ctx, stage, state)
     steps, loss, version = int(message.meta[0]), message.meta[2], int(message.meta[3])
     staleness = progress.version - version
-    all_late = (
-        staleness > 0 and rule.in_rounds and stage.delayed is not None
-    )  # by one round, so that nobody is
-    beyond = staleness - 1 if all_late else staleness
+    # with a barrier and delayed exchanges every push is stale by one round, so that one is free
+    one_late = staleness > 0 and rule.in_rounds and stage.delayed is not None
+    beyond = staleness - 1 if one_late else staleness
     late = not (rule.accepts(beyond) and stage.aggregate.accepts(beyond))
-    progress.observe(
-        worker, 0 if late else staleness, loss
-    )  # staleness is counted of what was applied
+    progress.observe(worker, 0 if late else staleness, loss)  # staleness of applied pushes only
     progress.start_waiting(worker, staleness, late)
     if late or progress.diverged:
         progress.count_dropped(worker, steps, LATE if late else DIVERGED)
@@ -531,13 +524,13 @@ async def on_push(ctx: RankContext, stage: Stage, state: ServerState, message: M
 async def receive_more(
     ctx: RankContext, stage: Stage, state: ServerState, tags: Sequence[Tag]
 ) -> Message | None:
-    """What else has come, where the rule takes in all of it, or comes until what has come is
-    merged.
+    """Return the next message, if one is there or arrives before the buffered pushes are merged.
+
+    Returns: None if the server shall answer now; a `CLOSE` message once the time `closes_s` has
+    passed.
     """
-    closes_s, deadline_s = (
-        rule_of(stage).closes_s(state.rule_state, state.progress),
-        stage.stop_criteria.deadline_s,
-    )
+    closes_s = rule_of(stage).closes_s(state.rule_state, state.progress)
+    deadline_s = stage.stop_criteria.deadline_s
     message = await ctx.recv(*tags, before_s=max(ctx.now, min(closes_s, deadline_s)))
     due = message is None and -math.inf < closes_s <= deadline_s
     return Message(ctx.rank, CLOSE, None, (), int(ctx.now_ns)) if due else message
@@ -546,14 +539,15 @@ async def receive_more(
 async def merge_buffered(
     ctx: RankContext, stage: Stage, state: ServerState, message: Message
 ) -> bool:
-    """Merge what has come, however few."""
+    """Merge the buffered pushes, even without a quorum. Returns: True."""
     await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
     return True
 
 
 async def merge_push(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
-    """Decode an update, fold it in, and let the rule and the planner see it; returns whether the
-    model changed.
+    """Decode a push, merge it, and pass it to the sync mode and an online planner.
+
+    Returns: True if the model changed.
     """
     progress, worker = state.progress, message.src
     steps, samples, loss, version, step_s, pull_s = message.meta
@@ -575,9 +569,12 @@ async def merge_push(ctx: RankContext, stage: Stage, state: ServerState, message
 
 
 def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
-    """Fold a push into the model: one outer step on Σ c_i·Δ_i, or one optimizer step on Σ c_i·g_i;
-    returns that sum. Until a quorum has come it is kept (None); with push None those that were are
-    folded in, however few: at a border, or where the others of the quorum are gone.
+    """Buffer a push, and merge the buffer once it holds a quorum.
+
+    Update rule: one outer step on Σ_i c_i·Δ_i, or one optimizer step on Σ_i c_i·g_i
+    Args: push: the new push; None merges the buffered pushes without a quorum, at the end of a
+    stage or after a worker has failed.
+    Returns: the merged update; None if the quorum is not reached.
     """
     progress = state.progress
     members = state.buffer
@@ -611,8 +608,8 @@ def apply_merge(stage: Stage, state: ServerState, push: Push | None) -> Any:
 def replan(
     ctx: RankContext, stage: Stage, state: ServerState, push: Push, planner: Planner
 ) -> None:
-    """Let an online planner see this commit and, where it is worth it, change H, ratios and weights
-    from now on, of those who are there.
+    """Pass a commit to an online planner. If it replans, change H, density and weights of the
+    present workers from now on.
     """
     payload = stage.payload(state.workers[push.worker].compression_ratio)
     if state.averages is None:
@@ -625,32 +622,30 @@ def replan(
     averages = planner.hear(averages, push.worker, push.body, push.steps, push.samples)
     assert stage.plan.h_preset is not None
     presets = (stage.plan.h_preset, stage.plan.r_preset)
-    there = [rank for rank in stage.workers if rank not in state.progress.gone]
-    current = [state.workers[rank] for rank in there]
-    seen, rows = planner.replan(averages.of(there), current, *presets, stage.payload)
+    present = [rank for rank in stage.workers if rank not in state.progress.gone]
+    current = [state.workers[rank] for rank in present]
+    seen, rows = planner.replan(averages.of(present), current, *presets, stage.payload)
     state.averages = replace(averages, commits=seen.commits)
-    if rows is not None:
-        anew = dict(
-            zip(there, assigned(current, rows, resharded=False), strict=True)
-        )  # shards are cut at borders only
-        state.workers = tuple(anew.get(rank, worker) for rank, worker in enumerate(state.workers))
-        ratios = [w.compression_ratio for w in state.workers]
-        ctx.emit(
-            Replan(
-                ctx.rank, stage.index, ratios, [w.local_steps for w in state.workers], ctx.now_ns
-            )
-        )
+    if rows is None:
+        return
+    # data shards change at stage boundaries only
+    changed = dict(zip(present, assigned(current, rows, resharded=False), strict=True))
+    state.workers = tuple(changed.get(rank, worker) for rank, worker in enumerate(state.workers))
+    ratios = [worker.compression_ratio for worker in state.workers]
+    local_steps = [worker.local_steps for worker in state.workers]
+    ctx.emit(Replan(ctx.rank, stage.index, ratios, local_steps, ctx.now_ns))
 
 
 async def reply(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> bool:
-    """Go on, on this model; returns whether it is another one than before.
+    """Let a waiting worker proceed on the present model.
 
-    Raises UsageError where the rule lets go who does not wait.
+    Returns: True if the model differs from the worker's last pull.
+    Raises: UsageError if the sync mode names a worker that does not wait.
     """
     progress = state.progress
     if rank not in progress.waiting:
         who = f"{quoted(type(stage.sync))} lets worker {rank} go on, which does not wait"
-        raise UsageError(f"{who}; let its `may_proceed` return some of `progress.waiting`.")
+        raise UsageError(f"{who}; let its `may_proceed` return some of `progress.waiting`")
     changed = progress.pulled[rank] != progress.version  # since this worker's last pull
     staleness, late = progress.release(rank)
     progress.now_s = ctx.now
@@ -659,72 +654,73 @@ async def reply(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -
     body = first_part(stage, body) if stage.messages and changed else body
     counts = progress.version, progress.steps, progress.samples
     meta = Pull(GO, *counts, staleness, late, 0, local_steps, ratio, interval_s, batch)
-    await ctx.send(
-        rank,
-        state.pulls[rank],
-        body,
-        (*meta, *failed_as_numbers(stage, progress.gone)) if stage.reshards else meta,
-    )
+    if stage.reshards:
+        meta = (*meta, *failed_as_numbers(stage, progress.gone))
+    await ctx.send(rank, state.pulls[rank], body, meta)
     return changed
 
 
 def assignment_of(stage: Stage, state: ServerState, rank: int) -> tuple[int, float, float, int]:
-    """What this worker, which goes on now, does next: `Assignment` in full."""
+    """Return the next assignment of this worker, which proceeds now.
+
+    Returns: (local steps, density, seconds of local work or 0, batch or 0 for the present one).
+    """
     progress, plan = state.progress, state.workers[rank]
-    assignment = (
-        rule_of(stage).next_assignment(stage, state.rule_state, progress, rank) or AS_PLANNED
-    )
+    rule = rule_of(stage)
+    assignment = rule.next_assignment(stage, state.rule_state, progress, rank) or AS_PLANNED
     planned = plan.local_steps if assignment.local_steps is None else assignment.local_steps
-    ahead = int(stage.delayed is not None)
-    rest = (
-        None
-        if planned == 1
-        else stage.remaining_rounds(progress.steps, progress.samples, ahead, progress.gone)
-    )
+    rest = None
+    if planned != 1:
+        ahead = int(stage.delayed is not None)
+        rest = stage.remaining_rounds(progress.steps, progress.samples, ahead, progress.gone)
+    local_steps = stage.cap_local_steps(planned, rank, rest)
     ratio = plan.compression_ratio if assignment.ratio is None else assignment.ratio
-    return (
-        stage.cap_local_steps(planned, rank, rest),
-        ratio,
-        assignment.interval_s,
-        assignment.batch,
-    )
+    return local_steps, ratio, assignment.interval_s, assignment.batch
 
 
-# Workers that fail and rejoin  Who takes part: a parameter server goes on without a worker that is
-# lost, and with one that comes (back).  Rule of a loss, once it is noticed: what others wait for,
-# they wait for without that worker. A lead is counted from the slowest of those who are left. A
-# round waits for them alone, is merged at once where the loss makes it whole, and what the lost
-# worker had pushed for it is dropped and counted; so from there on it is the round of the others.
-# Where pushes are merged as they come, what had come is used, and the weights are those of the
-# others, Σ w_i = 1. What compressors keep for the worker is forgotten.  With
-# `runtime.on_worker_failure=reshard` the data of the lost are with the others meanwhile: dealt out
-# one by one, each worker goes on behind its cursor in the order of passes over its own samples and
-# these, from its next round on after it has heard. So a pass visits each of them once, at one
-# worker; who comes back has its own again.  Rule of a join: the worker gets the stage, the model,
-# and its orders. It counts as far as the slowest is; its optimizer and its compressor begin anew,
-# and its data go on where the server has last heard of them. Who comes at a border takes part from
-# the next stage on, and who comes when the run is over learns it. A life is known by the moment at
-# which it asked to take part, and what the server sends to it has that as its tag: nothing is
-# mistaken for an answer to another.  From a checkpoint of workers that go at their own pace all
-# come anew, to the server as it was: what it had merged is counted, and what was on its way is lost
-# and computed again. Each is as far as it was, with the optimizer's state and the residual that it
-# had when it next went on.  Source: membership as in Li et al., "Scaling Distributed Machine
-# Learning with the Parameter Server", OSDI 2014
-# (3.8); rounds of those who are left as with the backup workers of Chen et al., arXiv 1604.00981.
+# Workers that fail and rejoin
+#
+# Failure: once the server has noticed it, the others no longer wait for the failed worker. A lead
+# is counted from the slowest surviving worker. With a barrier, a round waits for the survivors
+# only, and the server merges it at once if the failure completes it. The failed worker's push for
+# that round is dropped and counted as dropped, so the round equals one of the survivors. Without a
+# barrier, a push that arrived before the failure is applied, and the weights are those of the
+# survivors, Σ w_i = 1. The codec's state of the failed worker is discarded.
+#
+# Data with `runtime.on_worker_failure=reshard`: the survivors train on the failed worker's data
+# meanwhile. Its samples are dealt out one by one. Each survivor makes passes over its own samples
+# and the additional ones, and continues behind its cursor. It does so from the first round after
+# the reply that reports the failure. So a pass visits each sample once, at one worker. A rejoining
+# worker has its own data again.
+#
+# Rejoin: the worker receives the stage, the model and its assignment. Its clock starts at that of
+# the slowest worker. Its optimizer and its codec start with an empty state, and its data continue
+# behind the last position that the server knows. A worker that asks at a stage boundary joins in
+# the next stage. A worker that asks after the end is told that the run is over. An incarnation is
+# identified by the time of its join request, which is part of the tag of every message to it. So no
+# worker mistakes a reply to an earlier incarnation for its own.
+#
+# Checkpoint of asynchronous workers: all workers join the restored server again. Merged pushes
+# count, and pushes that were in flight are computed again. Each worker keeps its counts, and the
+# optimizer state and residual of its own last safe point.
+#
+# Source: membership as in Li et al., "Scaling Distributed Machine Learning with the Parameter
+# Server", OSDI 2014, section 3.8; rounds of the survivors as with the backup workers of Chen et
+# al., arXiv 1604.00981.
 
 
-PLANNED: Tag = ("planned", 0, 0)  # what profiling has planned, for who was not there
+PLANNED: Tag = ("planned", 0, 0)  # assignments planned after profiling, for a joining worker
 
 
 def admission_tag(incarnation: int) -> Tag:
-    """The tag of the answer to a newcomer."""
-    return "welcome", 0, incarnation
+    """Return the tag of the answer to a join request."""
+    return "admission", 0, incarnation
 
 
 async def on_membership(
     ctx: RankContext, stage: Stage, state: ServerState, message: Message
 ) -> bool:
-    """At the server: a worker is lost or has come; returns whether the model changed."""
+    """Handle a worker failure or a join request. Returns: True if the model changed."""
     if message.tag == PEER_FAILED:
         return await remove_failed(ctx, stage, state, message.src)
     record_join(state, message)
@@ -734,15 +730,18 @@ async def on_membership(
 
 
 def record_join(state: ServerState, message: Message) -> None:
-    """A newcomer asks to take part."""
+    """Record a join request, which is answered later."""
     (incarnation,) = message.meta
     state.newcomers += (message.src,)
     state.incarnations[message.src] = int(incarnation)
 
 
 def check_left(ctx: RankContext, stage: Stage, rank: int, left: int) -> None:
-    """Raises AshlError where too few workers are left without this one; where a run goes on without
-    none, that is but a consequence of its loss.
+    """Raise AshlError if fewer than `runtime.min_workers` workers remain after the failure of
+    `rank`.
+
+    In a run that does not tolerate failures, the error is a consequence of that failure
+    (`__cause__`).
     """
     if left < stage.min_workers:
         raise AshlError(
@@ -752,8 +751,10 @@ def check_left(ctx: RankContext, stage: Stage, rank: int, left: int) -> None:
 
 
 async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> bool:
-    """Go on without a worker; returns whether the model changed, as the round was whole without it.
-    Raises AshlError where too few are left.
+    """Continue without a failed worker.
+
+    Returns: True if the model changed because the round is complete without that worker.
+    Raises: AshlError if too few workers remain.
     """
     progress, rule = state.progress, rule_of(stage)
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
@@ -778,44 +779,33 @@ async def remove_failed(ctx: RankContext, stage: Stage, state: ServerState, rank
 
 
 async def admit(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> None:
-    """Let a newcomer take part, from this model on."""
+    """Admit a (re)joining worker, which continues from the present model."""
     progress = state.progress
     state.newcomers = tuple(other for other in state.newcomers if other != rank)
     progress.join(rank)
-    state.quorum, state.pulls[rank] = (
-        stage.quorum_of(progress.present),
-        stage.tag("pull", state.incarnations[rank]),
-    )
+    state.quorum = stage.quorum_of(progress.present)
+    state.pulls[rank] = stage.tag("pull", state.incarnations[rank])
     progress.now_s = ctx.now
     messages = rule_of(stage).messages()
     messages.on_membership_change(stage, state, rank)
     stage.link.record_full_pull(state.ends, rank, state.params)
     planned, rows = state.assigned or (0, None)
-    applied, what = (
-        (progress.version, progress.steps, progress.samples),
-        assignment_of(stage, state, rank),
-    )
-    held, (rounds, done) = (
-        [push.steps for push in state.buffer if push.worker == rank],
-        progress.rounds_and_steps_of(rank),
-    )
-    pushed = rounds + len(held), done + sum(held)
-    admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *what)
+    applied = (progress.version, progress.steps, progress.samples)
+    assignment = assignment_of(stage, state, rank)
+    rounds, done = progress.rounds_and_steps_of(rank)
+    # pushes of its earlier incarnation that are still to be merged
+    buffered = [push.steps for push in state.buffer if push.worker == rank]
+    pushed = (rounds + len(buffered), done + sum(buffered))
+    admission = Admission(GO, 0, stage.index, *applied, *pushed, planned, *assignment)
     body = messages.admission_payload(stage, state)
-    await ctx.send(
-        rank,
-        admission_tag(state.incarnations[rank]),
-        body,
-        (*admission, *failed_as_numbers(stage, progress.gone)),
-    )
+    meta = (*admission, *failed_as_numbers(stage, progress.gone))
+    await ctx.send(rank, admission_tag(state.incarnations[rank]), body, meta)
     if rows is not None:
         await ctx.send(rank, PLANNED, rows)
 
 
 async def reject_late_joins(ctx: RankContext, state: ServerState, end_ns: int) -> None:
-    """At the server, once nobody else is to be answered: whoever has come, or comes, learns that
-    the run is over.
-    """
+    """Tell each worker that asks to join after the end that the run is over; never returns."""
     while True:
         for rank in state.newcomers:
             await ctx.send(
@@ -830,16 +820,23 @@ async def reject_late_joins(ctx: RankContext, state: ServerState, end_ns: int) -
 async def gather_workers(
     ctx: RankContext, stages: Sequence[Stage], index: int, state: ServerState
 ) -> tuple[int, ServerState]:
-    """At the server, from a checkpoint: nothing is on its way, and all workers come anew."""
-    stage, progress, heard = stages[index], state.progress, set[int]()
-    state.newcomers, state.flush_requested, state.ahead, state.buffer = (), (), None, []
+    """Restore the server from a checkpoint: drop messages in flight and await all join requests.
+
+    A worker that fails before it joins is removed. Returns: (index of the stage, state).
+    """
+    stage, progress = stages[index], state.progress
+    answered = set[int]()
+    state.newcomers = ()
+    state.flush_requested = ()
+    state.ahead = None
+    state.buffer = []
     for rank in stage.workers:
         state.ends.forget(rank)
         if rank in progress.waiting:
             progress.stop_waiting(rank)
-    while len(heard) < stage.num_workers:
+    while len(answered) < stage.num_workers:
         message = await ctx.recv(JOIN, PEER_FAILED)
-        heard.add(message.src)
+        answered.add(message.src)
         if message.tag == PEER_FAILED:
             await remove_failed(ctx, stage, state, message.src)
         else:
@@ -850,8 +847,10 @@ async def gather_workers(
 async def join(
     ctx: RankContext, stages: Sequence[Stage], kept: WorkerState | None = None
 ) -> tuple[int, WorkerState] | None:
-    """At a worker that comes while the others run: the stage that they are in, and its state there;
-    None where the run is over. `kept`: what it was in a checkpoint.
+    """Join a running run as a worker.
+
+    Args: kept: the worker's state in a checkpoint, or None.
+    Returns: (index of the present stage, state in it); None if the run is over.
     """
     incarnation = int(float(ctx.now_ns))
     await ctx.send(stages[0].server, JOIN, None, (incarnation,))
@@ -866,17 +865,13 @@ async def join(
     if admission.planned:
         state.assigned = admission.planned, (await ctx.recv(PLANNED)).body
         stages = apply_assignments(stages, *state.assigned)
-    stage, state.incarnation, state.away = (
-        stages[admission.stage],
-        incarnation,
-        as_members(message.meta[ADMISSION_FIELDS:]),
-    )
+    stage = stages[admission.stage]
+    state.incarnation = incarnation
+    state.away = as_members(message.meta[ADMISSION_FIELDS:])
     state.enter(stage, ctx.rank)
     if kept is not None:
-        state.ends, state.moments = (
-            stage.restore_codec_state(kept.ends, state.samples),
-            kept.moments,
-        )
+        state.ends = stage.restore_codec_state(kept.ends, state.samples)
+        state.moments = kept.moments
     if message.body is not None:
         rule_of(stage).messages().apply_admission(state, message.body, kept)
     state.follow(admission)
@@ -885,13 +880,27 @@ async def join(
     return stage.index, state
 
 
-# The end of a stage  How a parameter server ends a stage: what is under way is called in or
-# dropped, and every worker is answered.
+# End of a stage: work in flight is drained or dropped, and the server answers every worker
+
+
+async def drain_pushes(ctx: RankContext, stage: Stage, state: ServerState) -> bool:
+    """Drain work in flight before the next stage.
+
+    Returns: True once every present worker waits and all their pushes are merged.
+    """
+    await flush_pending(ctx, stage, state)
+    if len(state.progress.waiting) < state.progress.present:
+        return False
+    if state.buffer:
+        await ctx.compute(partial(apply_merge, stage, state, None), work=1, kind="apply")
+    return True
 
 
 async def flush_pending(ctx: RankContext, stage: Stage, state: ServerState) -> None:
-    """Delayed: who waits has computed something meanwhile; each is asked once to hand that in, and
-    computes no more.
+    """Ask each waiting worker once for its last piece of work (delayed exchanges only).
+
+    Such a worker has computed the next piece while its push was in flight. After that piece it
+    computes no more in this stage.
     """
     progress = state.progress
     applied = (progress.version, progress.steps, progress.samples)
@@ -904,11 +913,15 @@ async def flush_pending(ctx: RankContext, stage: Stage, state: ServerState) -> N
 async def finish_stage(
     ctx: RankContext, stage: Stage, state: ServerState, signal: int, end_ns: int | None = None
 ) -> None:
-    """Tell every worker that the stage ended now, or then. What came before and was not merged is
-    dropped.
+    """Tell every worker that the stage has ended, and drop pushes that are not merged.
+
+    Args: signal: NEXT or STOP; end_ns: end time of the stage (ns), None for now.
     """
-    progress, end_ns = state.progress, end_time_ns(stage, ctx.now_ns) if end_ns is None else end_ns
-    progress.end_ns, applied = end_ns, (progress.version, progress.steps, progress.samples)
+    progress = state.progress
+    if end_ns is None:
+        end_ns = end_time_ns(stage, ctx.now_ns)
+    progress.end_ns = end_ns
+    applied = (progress.version, progress.steps, progress.samples)
     unmerged = {push.worker for push in state.buffer}
     for push in state.buffer:
         progress.count_dropped(push.worker, push.steps, drop_reason(signal))
@@ -942,42 +955,41 @@ async def finish_stage(
         ctx.time_accounting.close_at(end_ns)
 
 
-# Messages in parts  What travels between a worker and the parameter server in parts, while the
-# worker computes.  Rule: message k, a slice of the gradient, leaves the moment backward has come to
-# it; the slices queue at the worker's port, and at the server's with those of the others. The last
-# of them is the push itself, with what rides along. The server puts a push together when that has
-# come, so the gradient is the same to the bit as one in one piece. Where the model comes back in
-# parts, too, the first goes with the reply, and the forward pass waits for each of the others.
-# Source: Zhang et al., "Poseidon", USENIX ATC 2017; Hashemi et al., "TicTac", MLSys 2019. What each
-# message holds is
-# `ashl.overlap`'s to say.
+# Bucketed pushes: a gradient travels in buckets while backward continues
+#
+# Rule: a worker sends bucket k, a slice of the gradient, as soon as backward has computed it. The
+# buckets queue at the NIC of the worker, and at the NIC of the server with those of other workers.
+# The last bucket is the push itself and carries its header. The server assembles a push once that
+# bucket has arrived, so the gradient equals an unpartitioned one, bit for bit. If the model is
+# partitioned, too, its first bucket travels with the reply, and forward waits for each of the
+# others. `ashl.overlap` decides which layers a bucket holds.
+#
+# Source: Zhang et al., "Poseidon", USENIX ATC 2017; Hashemi et al., "TicTac", MLSys 2019.
 
 
 async def compute_in_slices(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """One gradient, whose last slice is the body; the others are on their way. At its end a model
-    that came in parts is there as a whole.
+    """Compute one gradient and send its slices while backward continues.
+
+    Returns: the work with the last slice as its payload. If the model arrives in buckets, the
+    forward pass waits for each, and `state.params` is complete afterwards.
     """
     if stage.by_priority:
         return await step_by_priority(ctx, stage, state)
     start, tags = ctx.now, [tag for _, tag in stage.ready]
     step, span = next_batch(state)
-    needs = (
-        ()
-        if state.coming is None
-        else tuple((stage.messages[k].needed, tag) for k, tag in later_buckets(stage))
-    )
-    came = [state.coming]  # the first layers first
+    needs: tuple[tuple[float, Tag], ...] = ()
+    if state.coming is not None:
+        needs = tuple((stage.messages[k].needed, tag) for k, tag in later_buckets(stage))
+    arrived = [state.coming]  # buckets of the model, in forward order
 
-    def work(
-        hand_out: Callable[[int, Any], None], take: Callable[[int], Any] | None = None
-    ) -> float:
-        def taken(k: int) -> Any:
+    def work(emit: Callable[[int, Any], None], take: Callable[[int], Any] | None = None) -> float:
+        def bucket(k: int) -> Any:
             if k and take is not None:
-                came.append(take(k - 1))
-            return came[k]
+                arrived.append(take(k - 1))
+            return arrived[k]
 
-        model = Pieces(stage.slices[::-1], taken) if needs else state.params
-        return stage.trainer.gradient_in_parts(model, ctx.rank, step, span, stage.slices, hand_out)
+        model = Pieces(stage.slices[::-1], bucket) if needs else state.params
+        return stage.trainer.gradient_in_parts(model, ctx.rank, step, span, stage.slices, emit)
 
     others = None
     if stage.overlap.by_slice:
@@ -986,7 +998,7 @@ async def compute_in_slices(ctx: RankContext, stage: Stage, state: WorkerState) 
         others = ctx.spawn(forward_parts(ctx, stage.server, tags[:-1]))
     loss = await ctx.compute(work, work=state.batch, parts=stage.ready, needs=needs)
     if needs:
-        state.params, state.coming = concatenate(came), None
+        state.params, state.coming = concatenate(arrived), None
     step_s = ctx.now - start
     body = None if others is None else await ctx.join(others)
     if not stage.overlap.by_slice:
@@ -995,44 +1007,46 @@ async def compute_in_slices(ctx: RankContext, stage: Stage, state: WorkerState) 
 
 
 async def forward_parts(ctx: RankContext, server: int, tags: Sequence[Tag]) -> None:
-    """To the server, each part as it is ready."""
+    """Send each bucket of the gradient to the server as soon as backward has computed it."""
     for tag in tags:
         part = await ctx.recv(tag, src=ctx.rank)
         await ctx.send(server, tag, part.body)
 
 
 async def assemble_push(ctx: RankContext, stage: Stage, push: Message) -> Message:
-    """At the server: a push with the slices that left before it; it began when the first of them
-    did.
+    """Join a push with the buckets that left before it, at the server.
+
+    Its start time is that of the first bucket.
     """
-    if stage.overlap.by_slice or stage.by_priority:  # they have been taken in one by one
+    # with slices, the server has merged the others one by one
+    if stage.overlap.by_slice or stage.by_priority:
         return push
     before = [await ctx.recv(tag, src=push.src) for _, tag in stage.ready[:-1]]
-    parts = (push, *reversed(before))  # the first layers first
+    parts = (push, *reversed(before))  # in forward order
     return push._replace(
         body=concatenate([part.body for part in parts]),
         start_ns=min(part.start_ns for part in parts),
     )
 
 
-# The way back
+# Bucketed pulls: the model travels in buckets while forward continues
 
 
 def pull_comes_in_parts(stage: Stage) -> bool:
-    """Whether a reply is not the whole model."""
+    """Return True if a reply does not hold the whole model."""
     return stage.overlap.by_slice or (stage.overlap.pulls and len(stage.messages) > 1)
 
 
 def later_buckets(stage: Stage) -> list[tuple[int, Tag]]:
-    """The messages of a model that follow the first one, in the order in which forward
-    needs them.
-    """
+    """Return (number, tag) of the model's buckets after the first, in forward order."""
     return [(k, stage.tag("group", k)) for k in reversed(range(len(stage.messages) - 1))]
 
 
 def first_part(stage: Stage, model: Any) -> Any:
-    """What goes with the reply: the model, or what forward needs first, or the last slice; by
-    priority, nothing.
+    """Return the part of the model that travels with the reply.
+
+    Without bucketed pulls: the whole model. With them: the bucket that forward needs first. If the
+    server merges by slice: the last slice. By priority: nothing.
     """
     if not stage.overlap.pulls:
         return None if stage.by_priority else model
@@ -1044,8 +1058,9 @@ def first_part(stage: Stage, model: Any) -> Any:
 async def send_remaining_parts(
     ctx: RankContext, stage: Stage, ranks: Sequence[int], model: Any
 ) -> None:
-    """At the server: the rest of the model, to these workers in turn, but for slices that have
-    gone.
+    """Send the other buckets of the model to these workers, bucket by bucket.
+
+    Slices are not sent here: the server has sent each one once it was merged.
     """
     if stage.overlap.by_slice:
         return
@@ -1056,8 +1071,9 @@ async def send_remaining_parts(
 
 
 async def settle_pull(ctx: RankContext, stage: Stage, state: WorkerState) -> bool:
-    """Whether nothing is on its way to this worker: a checkpoint has it come first, and slices are
-    all there.
+    """Complete the model if slices are in flight, or if a checkpoint is due.
+
+    Returns: True if nothing is in flight to this worker.
     """
     if stage.overlap.by_slice:
         state.params = await receive_slices(ctx, stage, state.coming)
@@ -1073,17 +1089,20 @@ async def settle_pull(ctx: RankContext, stage: Stage, state: WorkerState) -> boo
     return True
 
 
-# Slices that are merged by themselves  A server that merges slice by slice, where all wait for all.
-# Rule: of a slice that has come from all workers the server takes the weighted sum, steps on these
-# elements alone, and sends them to everybody at once. The last slice of a gradient is the push
-# itself: with it goes what the server counts and answers, and once that is back all others are. The
-# bits are those of a gradient and a model in one piece.  Source: Jayarajan et al., "Priority-based
-# Parameter Propagation for Distributed DNN Training", MLSys 2019. How large
-# slices are is `ashl.overlap.slices`'s to say.
+# Slices that are merged one by one, in modes with a barrier
+#
+# Rule: once a slice has arrived from all workers, the server computes its weighted sum. It steps on
+# these elements alone and sends them to all workers at once. The last slice of a gradient is the
+# push itself: it carries the header that the server counts and answers. Once the reply has arrived,
+# all other slices have, too. The model equals that of an unpartitioned push, bit for bit.
+# `ashl.overlap.slices` decides how large slices are.
+#
+# Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training",
+# MLSys 2019.
 
 
 def slice_ranges(stage: Stage) -> list[tuple[int, int]]:
-    """The elements [start, stop) of each, in the order in which they leave."""
+    """Return the elements [start, stop) of each slice, in sending order."""
     return [
         (m.start + start, m.start + stop)
         for m in stage.messages
@@ -1092,46 +1111,48 @@ def slice_ranges(stage: Stage) -> list[tuple[int, int]]:
 
 
 def last_slice_stage(stage: Stage) -> Stage:
-    """The stage as it is for the last slice alone."""
+    """Return the stage restricted to the last slice."""
     start, stop = slice_ranges(stage)[-1]
     return replace(stage, size=stop - start)
 
 
-# At a worker
+# Slices at a worker
 
 
 async def push_slices(ctx: RankContext, stage: Stage, samples: int) -> Any:
-    """To the server, each slice as it is ready, but the last one, which is returned."""
+    """Send each slice to the server once it is ready. Returns: the last one, which is not sent."""
     number, up, count = 0, stage.tag("slice"), len(stage.cached(slice_ranges))
     for message, (_, tag) in zip(stage.messages, stage.ready, strict=True):
         part = (await ctx.recv(tag, src=ctx.rank)).body
         for start, stop in stage.overlap.cuts(message):
-            body, number = slice_vector(part, start, stop), number + 1
+            body = slice_vector(part, start, stop)
+            number += 1
             if number < count:
                 await ctx.send(stage.server, up, body, (number - 1, samples))
     return body
 
 
 async def receive_slices(ctx: RankContext, stage: Stage, body: Any) -> Any:
-    """The model, of which the last slice came with the reply."""
-    places, back = stage.cached(slice_ranges), stage.tag("back")
-    came = {places[-1]: body}
-    for _ in places[1:]:
+    """Return the model once all slices have arrived; `body` is the last one, from the reply."""
+    ranges, back = stage.cached(slice_ranges), stage.tag("back")
+    arrived = {ranges[-1]: body}
+    for _ in ranges[1:]:
         message = await ctx.recv(back)
-        came[places[int(message.meta[0])]] = message.body
-    return concatenate([came[place] for place in sorted(came)])
+        arrived[ranges[int(message.meta[0])]] = message.body
+    return concatenate([arrived[bounds] for bounds in sorted(arrived)])
 
 
-# At the server
+# Slices at the server
 
 
 async def on_slice(ctx: RankContext, stage: Stage, state: ServerState, message: Message) -> bool:
-    """Take in one slice, and send it back where it has come from all; returns whether the model is
-    another one, which it is with the last alone.
+    """Merge one slice, and send it back once it has arrived from all workers.
+
+    Returns: True if the slice completes a model, which happens only with slices by priority.
     """
     number, samples = map(int, message.meta)
     if stage.by_priority:
-        await ctx.send(message.src, stage.tag("had"), None, (number,))
+        await ctx.send(message.src, stage.tag("ack"), None, (number,))
     start, stop = stage.cached(slice_ranges)[number]
     push = Push(message.src, message.body, 1, samples, 0, math.nan, 0.0, 0.0, 0.0)
     share = (stop - start) / stage.trainer.num_params
@@ -1144,8 +1165,10 @@ async def on_slice(ctx: RankContext, stage: Stage, state: ServerState, message: 
 
 
 async def await_slices(ctx: RankContext, stage: Stage, state: ServerState) -> Stage:
-    """The stage as it is for a push that comes after its slices. Before the last one of a round is
-    merged all of them are there: a link that became faster may have let it overtake one.
+    """Return the stage for a push that follows its slices; `stage` itself without slices.
+
+    Before the last push of a round is merged, all slices of the round must be merged. A link that
+    has become faster may have let the push overtake a slice, so this waits for it.
     """
     if not stage.overlap.by_slice:
         return stage
@@ -1157,7 +1180,7 @@ async def await_slices(ctx: RankContext, stage: Stage, state: ServerState) -> St
 
 
 def merge_slice(stage: Stage, state: ServerState, number: int, push: Push) -> None:
-    """Keep a slice of a push; where it has come from all, step on it."""
+    """Buffer a slice of a push, and step on it once it has arrived from all workers."""
     members = state.slices.setdefault(number, [])
     members.append(push)
     if len(members) < state.quorum:
@@ -1181,14 +1204,14 @@ def step_on(stage: Stage, state: ServerState, number: int, update: Any, lr: floa
 def finish_sliced_step(
     stage: Stage, state: ServerState, update: Any, lr: float
 ) -> tuple[Any, Any, Any]:
-    """(moments, outer moments, model) once the last slice has come from all, too."""
+    """Step on the last slice. Returns: (moments, outer moments, model)."""
     step_on(stage, state, len(stage.cached(slice_ranges)) - 1, update, lr)
     moments, params = join_slices(stage, state)
     return moments, state.outer_state, params
 
 
 def join_slices(stage: Stage, state: ServerState) -> tuple[Any, Any]:
-    """(moments, model) of all slices."""
+    """Return (moments, model) of all slices."""
     made = [
         state.made[number]
         for number in sorted(state.made, key=stage.cached(slice_ranges).__getitem__)
@@ -1198,7 +1221,9 @@ def join_slices(stage: Stage, state: ServerState) -> tuple[Any, Any]:
 
 
 def finish_if_complete(stage: Stage, state: ServerState) -> bool:
-    """By priority: whether a step that counts is in all slices, and so in the model now."""
+    """Return True if a counted step is merged in all slices, which makes the model complete (by
+    priority).
+    """
     if not state.counted or len(state.made) < len(stage.cached(slice_ranges)):
         return False
     state.moments, state.params = join_slices(stage, state)
@@ -1206,91 +1231,90 @@ def finish_if_complete(stage: Stage, state: ServerState) -> bool:
     return True
 
 
-# Slices in the order in which forward needs them  Slices through a server by priority: those that
-# the next forward pass needs first go before the others.  Rule: of the slices that backward has
-# handed out, a worker sends the lowest layer's first, while fewer than `credit` of them are on
-# their way; the server says so when it has one. It merges a slice that has come from all and sends
-# it back at once (`ashl.topology.parameter_server`), and the next forward pass waits for each
-# message by itself, so that the slices of the last layers travel under it. What is counted goes
-# ahead of them, once backward is over: the server answers when all have said so, and everybody
-# knows before the next step begins whether the run goes on. The server's model is whole once all
-# slices of a step are in, and is evaluated then. At the end of a stage, and for a checkpoint, all
-# is let in first.  Limits: with a credit of one slice each waits for the word about the one before,
+# Slices by priority: those that the next forward pass needs first are sent first
+#
+# Rule: a worker sends the slice of the lowest layer first, among those that backward has computed.
+# At most `credit` of its slices are in flight. The server acknowledges each slice. It
+
+# merges a slice that has arrived from all workers and sends it back at once. The next forward pass
+# waits for each bucket separately, so the slices of the last layers travel during that pass. The
+# header travels ahead of the slices, once backward has ended. The server answers when all headers
+# have arrived, so every worker knows before its next step whether the run continues. The server's
+# model is complete, and is evaluated, once all slices of a step are merged. At the end of a stage,
+# and for a checkpoint, all slices are drained first.
+#
+# Limits: with a credit of one slice, each slice waits for the acknowledgement of the one before,
 # which takes two latencies. Source: Jayarajan et al., "Priority-based Parameter Propagation for
 # Distributed DNN Training" (P3), MLSys 2019.
 
 
 def slice_numbers(stage: Stage) -> list[range]:
-    """The slices of each message."""
+    """Return the slice numbers of each bucket."""
     ends = list(accumulate(len(stage.overlap.cuts(message)) for message in stage.messages))
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-# At a worker
+# Slices by priority at a worker
 
 
 async def step_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """One gradient, whose slices go by themselves; `state.coming` is the task that has to do with
-    them.
-    """
-    start, (number, span), came = ctx.now, next_batch(state), list[Any]()
+    """Compute one gradient, and exchange its slices in the task `state.coming`."""
+    start, (number, span), arrived = ctx.now, next_batch(state), list[Any]()
     groups = [(message.needed, stage.tag("group", k)) for k, message in enumerate(stage.messages)]
     needs = () if state.coming is None else tuple(reversed(groups))
 
-    def work(
-        hand_out: Callable[[int, Any], None], take: Callable[[int], Any] | None = None
-    ) -> float:
-        def first(k: int) -> Any:
+    def work(emit: Callable[[int, Any], None], take: Callable[[int], Any] | None = None) -> float:
+        def bucket(k: int) -> Any:
             assert take is not None
-            came.append(take(k))
-            return came[k]
+            arrived.append(take(k))
+            return arrived[k]
 
-        model = Pieces(stage.slices[::-1], first) if needs else state.params
-        return stage.trainer.gradient_in_parts(
-            model, ctx.rank, number, span, stage.slices, hand_out
-        )
+        model = Pieces(stage.slices[::-1], bucket) if needs else state.params
+        return stage.trainer.gradient_in_parts(model, ctx.rank, number, span, stage.slices, emit)
 
     state.coming = ctx.spawn(exchange_by_priority(ctx, stage, state.batch, state.coming))
     loss = await ctx.compute(work, work=state.batch, parts=stage.ready, needs=needs)
     if needs:
-        state.params = concatenate(came)
+        state.params = concatenate(arrived)
     return Work(None, loss, 1, state.batch, ctx.now - start, state.version)
 
 
 async def exchange_by_priority(ctx: RankContext, stage: Stage, samples: int, before: Any) -> None:
-    """The slices of one gradient on their way up, and those of the model, message by message, to
-    the forward pass.
+    """Send the slices of one gradient by priority, and pass the model's buckets to forward.
+
+    Args: samples: of the gradient; before: the task of the previous step, or None.
     """
     if before is not None:
         await ctx.join(before)
-    parts, had, back = [tag for _, tag in stage.ready], stage.tag("had"), stage.tag("back")
-    places, of = stage.cached(slice_ranges), stage.cached(slice_numbers)
-    waiting, came, held = list[tuple[int, int, Any]](), dict[int, Any](), 0
-    while held or len(came) < len(places):
-        message = await ctx.recv(*parts, had, back)
-        if message.tag == had:
-            held -= 1
+    parts, ack, back = [tag for _, tag in stage.ready], stage.tag("ack"), stage.tag("back")
+    count, of = len(stage.cached(slice_ranges)), stage.cached(slice_numbers)
+    queue = list[tuple[int, int, Any]]()  # (priority, number, elements), lowest layer first
+    arrived = dict[int, Any]()  # merged slices, by number
+    in_flight = 0  # slices without an acknowledgement
+    while in_flight or len(arrived) < count:
+        message = await ctx.recv(*parts, ack, back)
+        if message.tag == ack:
+            in_flight -= 1
         elif message.tag == back:
-            came[int(message.meta[0])] = message.body
-            k = next(k for k, own in enumerate(of) if int(message.meta[0]) in own)
-            if all(number in came for number in of[k]):
-                await ctx.send(
-                    ctx.rank, stage.tag("group", k), concatenate([came[number] for number in of[k]])
-                )
+            number = int(message.meta[0])
+            arrived[number] = message.body
+            k = next(k for k, numbers in enumerate(of) if number in numbers)
+            if all(number in arrived for number in of[k]):
+                bucket = concatenate([arrived[number] for number in of[k]])
+                await ctx.send(ctx.rank, stage.tag("group", k), bucket)
         else:
             k = parts.index(message.tag)
-            for number, (start, stop) in zip(
-                of[k], stage.overlap.cuts(stage.messages[k]), strict=True
-            ):
-                heappush(waiting, (-k, number, slice_vector(message.body, start, stop)))
-        while waiting and held < stage.overlap.most_committed:
-            _, number, body = heappop(waiting)
-            held += 1
+            cuts = stage.overlap.cuts(stage.messages[k])
+            for number, (start, stop) in zip(of[k], cuts, strict=True):
+                heappush(queue, (-k, number, slice_vector(message.body, start, stop)))
+        while queue and in_flight < stage.overlap.most_committed:
+            _, number, body = heappop(queue)
+            in_flight += 1
             await ctx.send(stage.server, stage.tag("slice"), body, (number, samples))
 
 
 async def flush_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
-    """Everything is in, and the model is no longer on its way to a forward pass."""
+    """Wait until all slices are merged, and assemble the model from its buckets."""
     await ctx.join(state.coming)
     state.params = concatenate(
         [(await ctx.recv(stage.tag("group", k))).body for k in reversed(range(len(stage.messages)))]
@@ -1299,21 +1323,19 @@ async def flush_by_priority(ctx: RankContext, stage: Stage, state: WorkerState) 
 
 
 async def cancel_exchange(ctx: RankContext, stage: Stage, state: WorkerState) -> None:
-    """Nobody waits for slices any more."""
+    """Cancel the exchange of slices, and discard the messages of it."""
     if state.coming is not None:
         await ctx.cancel(state.coming)
         state.coming = None
     groups = (stage.tag("group", k) for k in range(len(stage.messages)))
-    await ctx.discard(*groups, *(tag for _, tag in stage.ready), stage.tag("had"))
+    await ctx.discard(*groups, *(tag for _, tag in stage.ready), stage.tag("ack"))
 
 
-# At the server
+# Slices by priority at the server
 
 
 def count_step(stage: Stage, state: ServerState, message: Message) -> bool:
-    """A worker has ended a step: once all have, it counts. Returns whether the model has
-    changed.
-    """
+    """Count a step once all workers have ended it. Returns: True if the model changed."""
     steps, samples, loss, version = message.meta[:4]
     progress, staleness = state.progress, state.progress.version - int(version)
     state.buffer.append(
@@ -1330,33 +1352,31 @@ def count_step(stage: Stage, state: ServerState, message: Message) -> bool:
 
 
 async def drain_slices(ctx: RankContext, stage: Stage, state: ServerState) -> None:
-    """What is counted is in the model."""
+    """Merge slices until the model contains every counted step."""
     while state.counted:
         await on_slice(ctx, stage, state, await ctx.recv(stage.tag("slice")))
 
 
-# One fragment of the model at a time  A server that merges one fragment of the model at a time, see
-# `ashl.overlap.streaming` and `loscar`.  Rule: the merge after version v is of fragment v mod P.
-# Each worker pushes what it has learned there, the server takes the outer step on it once it has
-# come from all, and answers with the fragment, which the worker mixes with its own. As under
-# all-reduce a worker holds one piece of work that is done and not exchanged
-# (`ashl.topology.all_reduce`).  Sources: Douillard et al., "Streaming DiLoCo with overlapping
-# communication", arXiv 2501.18512, 2025; Maziane et al., "LOSCAR-SGD", arXiv 2605.20866, 2026. Both
-# are written for all-reduce: that a server takes the outer step is
-# ours.
+# One fragment of the model at a time, see `ashl.overlap.streaming` and `loscar`
+#
+# Rule: the merge after version v is of fragment v mod P. Each worker pushes its progress in that
+# fragment. Once it has arrived from all workers, the server takes the outer step on the fragment
+# and sends it back. The worker mixes it with its own. As in `run_streaming` of
+# `ashl.topology.all_reduce`, a worker holds one finished piece of work that is not exchanged yet.
+#
+# Sources: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512,
+# 2025; Maziane et al., "LOSCAR-SGD", arXiv 2605.20866, 2026. Differs: both papers use all-reduce;
+# here a server takes the outer step.
 
 
 async def run_fragments(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
-    """Push a fragment, take the first of the next steps meanwhile, mix in what comes back, take the
-    others; returns the last word.
+    """Run a worker that exchanges fragments: push one, take part of the next steps, mix the reply.
+
+    The remaining steps of the piece follow the reply. Returns: the final signal, NEXT or STOP.
     """
     state.enter(stage, ctx.rank)
-    overlap, signal, push, answer = (
-        stage.delayed,
-        GO,
-        stage.tag("push"),
-        ctx.recv(stage.tag("pull")),
-    )
+    overlap, signal = stage.delayed, GO
+    push, answer = stage.tag("push"), ctx.recv(stage.tag("pull"))
     assert isinstance(overlap, Fragmented)
     while signal == GO:
         ctx.safe_point(stage.index, state)
@@ -1369,10 +1389,8 @@ async def run_fragments(ctx: RankContext, stage: Stage, state: WorkerState) -> i
         await ctx.send(stage.server, push, body, meta)
         total = state.local_steps
         beside = overlap.overlapped_steps(total) if state.rest is None or state.rest[0] > 0 else 0
-        ahead, asked = (
-            await take_local_steps(ctx, stage, state, beside) if beside else None,
-            ctx.now,
-        )
+        ahead = await take_local_steps(ctx, stage, state, beside) if beside else None
+        asked = ctx.now
         message = await answer
         reply = parse_reply(Pull, message.meta)
         signal = reply.signal
@@ -1397,7 +1415,7 @@ async def run_fragments(ctx: RankContext, stage: Stage, state: WorkerState) -> i
         )
         state.round += 1
         if signal == GO:
-            after = state.local_steps  # of the piece after the one that is under way
+            after = state.local_steps  # H of the piece that follows the present one
             await finish_piece(ctx, stage, state, ahead, total - beside)
             state.local_steps = after
     return signal
@@ -1406,12 +1424,9 @@ async def run_fragments(ctx: RankContext, stage: Stage, state: WorkerState) -> i
 async def merge_fragment_push(
     ctx: RankContext, stage: Stage, state: ServerState, message: Message
 ) -> bool:
-    """At the server: a push of the fragment whose turn it is; whether the model changed."""
-    model, ends, outers = (
-        state.params,
-        state.ends,
-        [*(state.outer_state or len(stage.fragments) * (None,))],
-    )
+    """Merge a push of the present fragment, at the server. Returns: True if the model changed."""
+    model, ends = state.params, state.ends
+    outers = [*(state.outer_state or len(stage.fragments) * (None,))]
     k = state.version % len(stage.fragments)
     part, fragment, held = fragment_state(stage, state, state.version)
     state.params, state.outer_state, state.ends = held.params, outers[k], held.ends
@@ -1423,15 +1438,13 @@ async def merge_fragment_push(
 
 
 async def answer_fragment(ctx: RankContext, stage: Stage, state: ServerState, rank: int) -> Any:
-    """... and what goes back: the fragment that was merged last."""
+    """Return the payload of a reply: the fragment that was merged last."""
     part, _, held = fragment_state(stage, state, state.version - 1)
     return await rule_of(stage).messages().answer(ctx, part, held, rank, True)
 
 
 def fragment_state(stage: Stage, state: Any, version: int) -> tuple[Stage, Fragment, Any]:
-    """(the stage, where it lies, the state) as they are for the fragment of the merge after this
-    version alone.
-    """
+    """Return (stage, position, state) restricted to the fragment of the merge after `version`."""
     k, fragment = version % len(stage.fragments), fragment_at(stage, version)
     state.fragment_ends = state.fragment_ends or codec_states_of(stage)
     held = replace(state, params=fragment.of(state.params), ends=state.fragment_ends[k])

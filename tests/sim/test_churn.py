@@ -252,7 +252,7 @@ def test_failures_at_random_never_end_a_run() -> None:
         (
             (lost(0, 0.1), lost(1, 0.2), lost(2, 0.3)),
             1,
-            r"worker 2 failed at 0\.32 s and 0 of 3 workers remain",
+            r"worker 2 failed at 0\.32 s and 0 of 3 workers are running",
         ),
         ((lost(0, 0.1),), 3, r"2 of 3 workers are running, fewer than runtime\.min_workers=3"),
         (

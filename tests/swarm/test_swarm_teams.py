@@ -148,7 +148,7 @@ def check_ring(seed: int) -> None:
             assert ran.end["dropped_by"][rank] <= lost + ran.most * (len(stages) - 1)
     for mail in ran.sim._mail:
         assert not mail.waiters
-        left = {"lost", "welcome", "given up", "gtopk_up", "gtopk_down"}
+        left = {"lost", "admission", "given up", "gtopk_up", "gtopk_down"}
         assert {tag[0] for tag in mail.messages} <= left, (
             "but what was for an earlier life, or a team of before"
         )
@@ -213,7 +213,7 @@ def check_groups(seed: int) -> None:
         )
     for mail in ran.sim._mail[:-1]:
         assert not mail.waiters
-        assert {tag[0] for tag in mail.messages} <= {"lost", "welcome", "model", "group"}, (
+        assert {tag[0] for tag in mail.messages} <= {"lost", "admission", "model", "group"}, (
             "but for an earlier life"
         )
 
