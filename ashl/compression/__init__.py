@@ -1,1 +1,1 @@
-"""How an update travels: one method a file. What a codec is says `ashl.compression.contract`."""
+"""Compression methods, one per file; `ashl.compression.contract` defines what a codec is."""

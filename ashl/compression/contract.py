@@ -1,20 +1,21 @@
-"""How an update travels: the contract of a codec.
+"""Contract of a codec: how a sender encodes an update and how a receiver decodes it.
 
-A codec is an option derived from `Codec`. Its functions are pure: arguments are never changed,
-state is passed and returned. `sender` and `receiver` are its state at the two ends of one link,
-None at first; they belong to the link (see `ashl.stage.compression_pipeline`), so that drops, stage
-borders and replies to many clients have one place to be right. A body says itself all that decoding
-needs. It is one flat tensor of its own (a lossless codec may send x itself); its bytes are what is
-counted and paid for.
+A codec is an option derived from `Codec`. Its methods are pure: they never change their arguments,
+and they take and return state. `sender` and `receiver` are the codec's states at the two ends of
+one link, None at first. The link owns them (see `ashl.stage.compression_pipeline`), so that one
+place handles dropped messages, stage boundaries and replies to several clients.
 
-What comes with methods of its own is a class to derive from, too: `Reduces`, `Linear`,
-`Collective`. Most codecs have no state: they are two functions on arrays, see
-`ashl.compression.common.code`. Memory, clipping and schedules around them are in
-`ashl.compression.wrappers.compose`. A run that is only timed asks no codec to encode:
-`encoded_nbytes` is all that is needed, and of a `Collective` what it says in `timed`.
+A payload contains everything that decoding needs. It is one flat tensor with memory of its own;
+only a lossless codec may send x itself. The bytes of the payload are counted and paid for.
 
-A body of another program, version or length raises `PayloadError`; nothing of it is believed before
-it is checked.
+A codec that needs more methods also derives from `Reduces`, `Linear` or `Collective`. Most codecs
+have no state: they are two functions on arrays, see `ashl.compression.common.code`.
+`ashl.compression.wrappers.compose` puts error feedback, momentum, clipping and schedules around a
+codec. A run that only simulates time encodes nothing: it calls `encoded_nbytes`, and
+`simulate_collective` of a `Collective`.
+
+Decoding raises PayloadError for a payload of another program, version or length. It checks each
+field of a payload before it uses the field.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from ashl.data.rng import Purpose, quick
 from ashl.errors import AshlError
 from ashl.option import Contract
 
-ALL = 2**32 - 1  # in place of a worker, where all draw alike
+ALL = 2**32 - 1  # in place of a worker's rank: random numbers that all workers share
 Estimator = Literal["minibatch", "full", "svrg"]
-State = Any  # a codec's own, at one end of a link: tensors, numbers and named tuples of them
+State = Any  # of a codec at one end of a link: tensors, numbers, and named tuples of both
 T = TypeVar("T")
 
 
@@ -53,36 +54,39 @@ Layout = tuple[Layer, ...]
 
 
 def size_of(layout: Layout) -> int:
-    """d, the elements of the flat vector."""
+    """Return d, the number of elements of the flat vector."""
     return sum(layer.size for layer in layout)
 
 
 class Traits(NamedTuple):
-    """What a codec promises of C; rules and collectives are chosen by it."""
+    """Guarantees of a codec C; sync modes, topologies and checks rely on them."""
 
     unbiased: bool = False  # E C(x) = x
-    contraction: bool = False  # E‖C(x) − x‖² ≤ (1 − δ)‖x‖² with δ > 0: error feedback may be used
-    # ‖C(x) − x‖ ≤ ‖x‖, equal where x is small; what feedback keeps stays bounded: it may be used
+    contraction: bool = False  # E‖C(x) − x‖² ≤ (1 − δ)‖x‖² with δ > 0: error feedback is allowed
+    # ‖C(x) − x‖ ≤ ‖x‖, with equality for small x; the residual of error feedback stays bounded,
+    # so error feedback is allowed
     drains: bool = False
-    linear: bool = False  # the sum of bodies decodes to the sum: an all-reduce may carry it
+    linear: bool = False  # the sum of payloads decodes to the sum: an all-reduce may add them
     lossless: bool = False  # C(x) = x
-    variable: bool = False  # the size of a body depends on x
+    variable: bool = False  # the size of a payload depends on x
     full_gradient: bool = False  # needs the gradient over all samples, not over a minibatch
-    reduces: bool = False  # what the bodies of one merge are together is for `reduce` to say
-    # the length of x is lost: makes sense of gradients, not of differences between models
+    reduces: bool = False  # `reduce` decodes all payloads of one merge together
+    # C(x) does not preserve the norm of x: valid for gradients, not for differences between models
     scale_free: bool = False
 
 
 class EncodeContext(NamedTuple):
-    """What one message is encoded for. (seed, worker, round, layer) name its random streams, where
-    `round` counts the worker's own messages. What all draw alike goes by `version` instead, that of
-    the model that x was computed on: workers share it however many messages each has sent. None =
-    all have sent as many.
+    """Circumstances of one message.
 
-    `ratio` is the density of this message, in (0, 1]; None is the option's own, and codecs without
-    one ignore it. It may change from message to message. `lr` is what x will be multiplied with on
-    its way into the model: 1 where x is a difference between models, minus the learning rate where
-    it is a gradient. `weight` is what x was multiplied with already.
+    (seed, worker, round, layer) name the random streams of the message; `round` counts the worker's
+    own messages. Random numbers that all workers share depend on `version` instead, the version of
+    the model on which x was computed. So workers with the same model share them, however many
+    messages each has sent. None means that all workers have sent equally many messages.
+
+    `ratio` is the density of this message, in (0, 1]; None selects the option's own density. Codecs
+    without a density ignore it. It may differ from message to message. `lr` is the factor of x on
+    its way into the model: 1 for a difference between models, minus the learning rate for a
+    gradient. `weight` is the factor that x already contains.
     """
 
     ratio: float | None = None
@@ -91,32 +95,35 @@ class EncodeContext(NamedTuple):
     round: int = 0
     layer: int = 0
     workers: int = 1
-    epoch: float = 0.0  # of the run so far
+    epoch: float = 0.0  # passes over the training data since the start of the run
     lr: float = 1.0
     weight: float = 1.0
-    params: Tensor | None = None  # the model that x was computed on
+    params: Tensor | None = None  # the model on which x was computed
     version: int | None = None
-    squares: Tensor | None = (
-        None  # with `estimator = "moments"`: Σ (share · gradient)² over parts of the minibatch
-    )
+    # with `estimator = "moments"`: Σ (share · gradient)² over the parts of the minibatch
+    squares: Tensor | None = None
 
     def stream(self) -> np.random.Generator:
-        """This worker's own random numbers for this message, drawn one after the other by
-        the host.
+        """Return a sequential generator of this worker's random numbers for this message, on the
+        host.
         """
         return quick(self.seed, Purpose.CODEC, self.worker, self.round, self.layer)
 
     def words(self, *more: int) -> CounterRng:
-        """The same by element, wherever it lies; `more` tells streams of one message apart."""
+        """Return this worker's random words for this message, addressed by index, on the host or a
+        device.
+
+        `more` separates several streams of one message.
+        """
         return counter_rng(self.seed, Purpose.CODEC, self.worker, self.round, self.layer, *more)
 
     @property
     def common(self) -> int:
-        """The number of the round that all workers are in."""
+        """Number of the round that all workers share: `version` if it is known, else `round`."""
         return self.round if self.version is None else self.version
 
     def shared(self) -> np.random.Generator:
-        """Random numbers that all workers draw alike in this round."""
+        """Return a generator of random numbers that are identical on all workers in this round."""
         return quick(self.seed, Purpose.CODEC, ALL, self.common, self.layer)
 
 
@@ -124,17 +131,15 @@ ENCODE_CONTEXT = EncodeContext()
 
 
 class Codec(Contract, group="compression"):
-    """The contract, with what holds of a codec that has nothing to say of it. A field of the option
-    may stand in for any of these.
+    """Base class of codecs, with the defaults of a codec without special features.
+
+    A field of an option may replace each of these class variables.
     """
 
-    code: ClassVar[int] = (
-        0  # its number on the wire, one for each codec that writes `wire.payload_format`
-    )
-    parts: ClassVar[int] = 1  # of a minibatch, with `estimator = "moments"`
-    per_layer: ClassVar[bool] = (
-        False  # whether each layer is encoded by itself, by `wrappers.layers`
-    )
+    # number of the codec in the header of a payload, unique among codecs with `wire.payload_format`
+    code: ClassVar[int] = 0
+    parts: ClassVar[int] = 1  # with `estimator = "moments"`: parts of a minibatch
+    per_layer: ClassVar[bool] = False  # True: `wrappers.layers` encodes each layer separately
     entropy: ClassVar[str] = "none"
     warmup_epochs: ClassVar[int] = 0
     critical_ratio: ClassVar[float | None] = None
@@ -148,125 +153,138 @@ class Codec(Contract, group="compression"):
 
     @property
     def ratio(self) -> float | None:
-        """The density, where there is one."""
+        """The density, None for a codec without one."""
         return None
 
     @property
     def estimator(self) -> str:
-        """Which gradient it is for, see `ashl.topology.estimate`."""
+        """The gradient estimator that the codec needs, see `ashl.topology.estimate`."""
         return "minibatch"
 
     @property
     def traits(self) -> Traits:
-        """What may be relied on."""
+        """The guarantees of the codec."""
         return Traits()
 
     @property
     def on_host(self) -> bool:
-        """Whether it works in the host's memory alone; else where x, or a body, lies."""
+        """True if the codec works in host memory only; otherwise it works on the device of x or
+        payload.
+        """
         return True
 
-    # --- what goes on the wire
+    # --- encoding and decoding
 
     def encode(
         self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
     ) -> tuple[State, Tensor]:
-        """(sender, body): a flat vector [d] becomes what goes on the wire."""
+        """Encode a flat vector x [d] and return (sender, payload)."""
         raise NotImplementedError
 
     def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
-        """(receiver, x): ... and a vector again, of the d elements that are expected. Raises
-        BodyError.
+        """Decode the payload of a vector of d elements and return (receiver, x).
+
+        Raises: PayloadError if the payload is malformed or has another number of elements.
         """
         raise NotImplementedError
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        """Bytes of a body, exactly; an upper bound where `traits.variable`."""
+        """Return the exact size of a payload in bytes; an upper bound if `traits.variable`."""
         raise NotImplementedError
 
     def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
-        """out += scale · content, in place; not where decoding has state."""
+        """Add scale · x to `out` in place, x being the decoded payload; requires stateless
+        decoding.
+        """
         _, x = self.decode(None, payload, out.numel())
         out.add_(x, alpha=scale)
 
     def bound(self, ratio: float | None, d: int) -> float:
-        """b of E‖C(x) − x‖² ≤ b·‖x‖²; infinite where nothing is promised."""
+        """Return b such that E‖C(x) − x‖² ≤ b·‖x‖²; infinity if there is no guarantee."""
         return math.inf
 
-    # --- what the sender keeps
+    # --- the sender's state
 
     def restore_dropped(self, sender: State, payload: Tensor) -> State:
-        """The sender, once a body was dropped on the way."""
+        """Return the sender's state after its last message was dropped in transit."""
         return sender
 
     def residual(self, sender: State) -> Tensor | None:
-        """What a sender keeps of x for later."""
-        return None
-
-    def import_state(self, kept: State) -> State:
-        """The sender that takes up what another codec's `Residual` or `Velocity` kept; None where
-        it has no use for it.
+        """Return the part of earlier vectors that the sender has not sent yet; None if there is
+        none.
         """
         return None
 
-    # --- other forms of the codec
+    def import_state(self, kept: State) -> State:
+        """Return a sender's state made from the `Residual` or `Velocity` of another codec.
+
+        None if this codec cannot use it.
+        """
+        return None
+
+    # --- variants of the codec
 
     def for_layout(self, layout: Layout) -> Codec:
-        """For a model's layers, where it treats them as such. Raises UsageError."""
+        """Return the codec for a model with these layers.   Raises: UsageError if they are not
+        supported.
+        """
         return self
 
     def for_pulls(self) -> Codec:
-        """For pulls, which are differences between models."""
+        """Return the codec for pulls, which are differences between models."""
         return self
 
     def share(self, context: EncodeContext) -> float | None:
-        """The density of a message, by whatever schedule there is around the codec."""
+        """Return the density of a message, after all schedules around the codec."""
         return context.ratio
 
 
 class Keeps(NamedTuple):
-    """What goes over the border between two stages."""
+    """Optimizer-like state that survives a stage boundary."""
 
     residual: bool = True
     momentum: bool = True
 
 
 class Reduces(Codec, contract=True):
-    """With `traits.reduces`: the bodies of one merge together are not Σ weight · decode."""
+    """Codec with `traits.reduces`: the result of a merge is not Σ weight · decoded payload."""
 
     def reduce(
         self, memory: State, payloads: Sequence[Tensor], weights: Sequence[float], d: int
     ) -> tuple[State, Tensor]:
-        """(memory, x): what they are; the memory is kept where the sum is. Raises BodyError."""
+        """Merge payloads and return (memory, x). The node that merges keeps the memory.
+
+        Raises: PayloadError if a payload is malformed.
+        """
         raise NotImplementedError
 
     def convert_memory(self, memory: State, keeps: Keeps, worth: float) -> State:
-        """The memory to begin a stage with, of the one that the stage before left, a unit of which
-        is `worth` so many of this stage's; None where there is no use for it.
+        """Return the memory with which a stage begins, made from the memory of the previous stage.
+
+        Args: worth is the value of one unit of the previous stage in units of this stage.
+        Returns: None if this stage cannot use the memory.
         """
         return None
 
 
 class Linear(Codec, contract=True):
-    """With `traits.linear`: an all-reduce may sum a part of the bodies."""
+    """Codec with `traits.linear`: an all-reduce may sum the summands of the payloads."""
 
     def summand(self, payload: Tensor) -> Tensor:
-        """The flat tensor to sum."""
+        """Return the flat tensor of a payload that the all-reduce sums."""
         raise NotImplementedError
 
     def summed(self, payload: Tensor, total: Tensor) -> Tensor:
-        """The body whose content is that of the sum."""
+        """Return a payload whose summand is `total`."""
         raise NotImplementedError
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
-        """Bytes of a summand."""
+        """Return the size of a summand in bytes."""
         raise NotImplementedError
 
 
 class CodecInput(NamedTuple):
-    """What a codec is given by the wrappers around it: its own state, the vector, and what it is
-    sent for.
-    """
+    """Input of a codec from the wrappers around it: its own state, the vector, and the context."""
 
     inner: State
     x: Tensor
@@ -274,18 +292,22 @@ class CodecInput(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a protocol over all workers came to: the update, the same on all; what of this worker's
-    vector is in it; and the codec's state afterwards.
+    """Result of a collective protocol.
+
+    `update` is identical on all workers. `sent` is the part of this worker's vector that the update
+    contains. `inner` is the codec's state afterwards.
     """
 
     update: Tensor
-    sent: Tensor | None = None  # None = nothing is kept of what was not
+    sent: Tensor | None = None  # None: the worker keeps no residual
     inner: State = None
 
 
 class Team(Protocol):
-    """The ranks that merge, as a protocol sees them. Places count from 0, in rank order. What else
-    workers tell each other with a merge rides along unseen.
+    """The workers that merge, as a collective protocol sees them.
+
+    Members are numbered from 0 in rank order; `place` is the number of a member. An implementation
+    may piggyback other data of the merge on these messages.
     """
 
     @property
@@ -293,63 +315,68 @@ class Team(Protocol):
 
     @property
     def place(self) -> int:
-        """Of this worker."""
+        """Number of this worker among the members."""
         ...
 
     @property
     def weight(self) -> float:
-        """c_j of this worker, what its vector is multiplied with in the sum."""
+        """Factor c_j of this worker's vector in the sum."""
         ...
 
     @property
     def not_finite(self) -> bool:
-        """Whether somebody's update was not finite, as far as is known: then there is no use in
-        going on.
-        """
+        """True if a member's update is known to be not finite; the protocol may then stop early."""
         ...
 
     async def all_reduce(self, x: Tensor, weight: float = 1.0) -> Tensor:
-        """Σ weight · x in rank order, the same on all."""
+        """Return Σ weight · x, added in rank order and identical on all members."""
         ...
 
     async def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Everybody's bytes, uint8 of any lengths."""
+        """Return the bytes of every member, uint8 of any lengths, in rank order."""
         ...
 
     async def send(self, place: int, name: str, payload: Tensor, *numbers: float) -> None:
-        """To one other; numbers cost nothing."""
+        """Send a payload to one member; the numbers cost no time."""
         ...
 
     async def recv(
         self, place: int, name: str, final: bool = False
     ) -> tuple[Tensor, tuple[float, ...]]:
-        """(body, numbers) from one other; `final` where it comes from who has everything."""
+        """Receive (payload, numbers) from one member.
+
+        `final` says that this member already holds the totals of all members.
+        """
         ...
 
     def compute(self, fn: Callable[[], T], work: float = 0.0) -> Awaitable[T]:
-        """fn(), as compression; 1 unit of work is an encoding."""
+        """Run fn() and return its result; its time counts as compression, 1 unit of work per
+        encoding.
+        """
         ...
 
     def blank(self, nbytes: int) -> Tensor:
-        """So many bytes of which nothing but the size counts, for `timed`."""
+        """Return a payload without content, of which only the size counts, for
+        `simulate_collective`.
+        """
         ...
 
 
 class Collective(Codec, contract=True):
-    """Has a protocol of its own over all workers of an all-reduce."""
+    """Codec with a protocol of its own among all workers of an all-reduce."""
 
     def peers(self, place: int, size: int) -> tuple[int, ...]:
-        """The places that `collective` exchanges messages with, other than by collectives."""
+        """Return the members with which member `place` exchanges point-to-point messages."""
         return ()
 
     async def collective(self, team: Team, source: CodecInput) -> Outcome:
-        """All workers together come to Σ c·C(x), or to what stands for it."""
+        """Run the protocol and return the merged update, Σ c·C(x) or the codec's form of it."""
         raise NotImplementedError
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
-        """The same messages, by their sizes alone."""
+        """Send messages of the same sizes as `collective`, without content."""
         raise NotImplementedError
 
 
 class PayloadError(AshlError):
-    """What came is no body of the codec that was to read it."""
+    """The received payload is not one that this codec can decode."""

@@ -108,7 +108,7 @@ def test_the_element_type_is_not_believed(name: str, bit: int) -> None:
     whole = codec_for_layers({**CODECS, "topk": codec("topk")}[name], LAYOUT)
     body = whole.encode(None, vector("normal", D), EncodeContext())[1].clone()
     body[3] ^= 1 << bit
-    with pytest.raises(PayloadError, match="where float32 was expected"):
+    with pytest.raises(PayloadError, match="an encoded vector of float32"):
         whole.reduce(None, [body], [1.0], D) if whole.traits.reduces else whole.decode(
             None, body, D
         )
@@ -118,7 +118,7 @@ def test_what_its_header_cannot_count_is_not_sent() -> None:
     """What is behind is no memory: one byte that is said to be many."""
     many = np.broadcast_to(np.zeros(1, np.uint8), 2**32)
     with pytest.raises(
-        UsageError, match="4294967296 bytes of values, and its header counts up to 4294967295"
+        UsageError, match="4294967296 bytes of values, but its header counts up to 4294967295"
     ):
         write_payload(1, 100, Parts(3, many))
     with pytest.raises(UsageError, match="a message of 4294967296 elements"):

@@ -104,7 +104,7 @@ def test_the_server_half_of_sketched_sgd() -> None:
 def test_sketched_sgd_without_collisions_is_topk_of_the_sum() -> None:
     weights = [0.5, 0.25, 0.25]
     for fields in (
-        {"size": 1.0, "candidates": 1},
+        {"sketch_ratio": 1.0, "candidates": 1},
         {"candidates": 10},
     ):  # either all cells, or all are candidates
         rounds, _ = together(

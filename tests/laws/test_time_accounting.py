@@ -114,8 +114,15 @@ def test_traffic_counts_when_it_began_by_the_end(actions, end) -> None:
 @given(actions)
 def test_a_round_that_was_cut_stays_as_it_was_then(actions) -> None:
     time_accounting, kept = TimeAccounting(), []
+    methods = {
+        "mark": time_accounting.attribute_until,
+        "blocked": time_accounting.attribute_blocked,
+        "pushed": time_accounting.reclassify_as_push,
+        "traffic": time_accounting.record_traffic,
+        "cut": time_accounting.end_round,
+    }
     for name, *values in actions:
-        found = getattr(time_accounting, name)(*values)
+        found = methods[name](*values)
         if name == "cut":
             kept.append((found[0], [*found[0]]))
     assert all(spans == then for spans, then in kept)

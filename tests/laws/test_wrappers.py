@@ -254,5 +254,5 @@ def test_momentum_needs_what_feedback_needs() -> None:
         traits = TOPK.traits._replace(contraction=False)
         momentum, masking = 0.9, True
 
-    with pytest.raises(UsageError, match="never enlarges"):
+    with pytest.raises(UsageError, match="never exceeds the update"):
         wrap_codec(Enlarging(), LAYOUT)

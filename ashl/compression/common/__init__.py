@@ -1,1 +1,1 @@
-"""What a codec is, and what those of a family share."""
+"""Code that several codecs share: base classes, selection, sketches, measured guarantees."""

@@ -1,15 +1,13 @@
-"""What codecs without state have in common: each is two functions on arrays, and the form of a
-body.
+"""Base classes of stateless codecs: each is two functions on arrays and a payload format.
 
-    pack(x, turn)    -> Parts    x float32 [d], finite or not, never changed
-    unpack(parts, d) -> x        float32 [d]; of a `Sparse` codec (places, values), of which the
-                                 others are 0
+    pack(x, context) -> Parts    x float32 [d], finite or not, never changed
+    unpack(parts, d) -> x        float32 [d]; a `Sparse` codec returns (indices, values) instead,
+                                 all other elements being 0
 
-Where a codec is not `on_host`, x and the parts may be tensors on a device instead: it takes kernels
-and operators that arrays and tensors both have, and what it says of x is the same to the bit.
-`parts` come from anywhere: `unpack` checks each length and index before it believes them, and
-raises BodyError. What is not finite in x must show in what is decoded, as NaN or infinity
-somewhere, except where `traits.scale_free`.
+If a codec is not `on_host`, x and the parts may be tensors on a device. It then uses the kernels
+and operators that arrays and tensors share, and produces the same bits for both. `parts` are not
+trusted: `unpack` checks each length and index before it uses them, and raises PayloadError. If x is
+not finite, the decoded vector contains a NaN or an infinity, except with `traits.scale_free`.
 """
 
 from typing import Any, ClassVar
@@ -24,22 +22,25 @@ from ashl.compression.wire.payload_format import Parts, read_payload, write_payl
 
 
 class Code(Codec, contract=True):
-    """A codec without state."""
+    """Codec without state."""
 
-    code: ClassVar[int]  # its number on the wire, one for each codec
+    code: ClassVar[int]  # number of the codec in the header, unique among codecs
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
+        """Encode a vector x, float32 [d]."""
         raise NotImplementedError
 
     def unpack(self, parts: Parts, d: int) -> Any:
+        """Decode the parts of a payload of d elements.   Raises: PayloadError if they are
+        malformed.
+        """
         raise NotImplementedError
 
     def encode(
         self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
     ) -> tuple[State, Tensor]:
-        with np.errstate(
-            over="ignore", invalid="ignore", divide="ignore"
-        ):  # of a run that diverges
+        # A run that diverges encodes infinities and NaNs.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             parts = self.pack(array_of(x), context)
         return sender, write_payload(self.code, x.numel(), parts)
 
@@ -50,7 +51,7 @@ class Code(Codec, contract=True):
 
 
 class Sparse(Code):
-    """A codec without state that sends some elements and their places."""
+    """Stateless codec that sends some elements and their indices."""
 
     def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
         parts = read_payload(payload, self.code, d)
@@ -71,9 +72,10 @@ class Sparse(Code):
 
 
 def kept_count(share: float, d: int) -> int:
-    """k of a density: at least one element. Raises ValueError where it is no share."""
+    """Return k = max(1, round(density · d)).
+
+    Raises: ValueError if the density is not in (0, 1].
+    """
     if not 0 < share <= 1:
-        raise ValueError(
-            f"a compression ratio of {share}: it is the density, above 0 and at most 1"
-        )
+        raise ValueError(f"compression.ratio={share}: the density must be above 0 and at most 1")
     return max(1, round(share * d))

@@ -1,17 +1,16 @@
-"""Count sketch: a vector's heavy elements in a table of a few rows, which may be summed before they
-are looked for.
+"""Count sketch: a small table that approximates the heavy elements of a vector, and can be summed.
 
-Rule: S[r, h_r(j)] += σ_r(j)·x_j for every row r, with h_r a bucket and σ_r a sign drawn by a hash.
-σ_r(j)·S[r, h_r(j)] estimates x_j without bias over the draw of the hash, with a variance of
-‖x‖²/cols; the median over the rows does away with most collisions. The k largest |estimates| are
-what is recovered. S(x) + S(y) = S(x + y). Bits: 64 + 32 a cell.
+Rule: S[r, h_r(j)] += σ_r(j)·x_j for every row r, with a hash that draws a bucket h_r(j) and a sign
+σ_r(j). σ_r(j)·S[r, h_r(j)] estimates x_j; it is unbiased over the hash, with variance at most
+‖x‖²/cols. The median over the rows removes most collisions. The receiver recovers the k largest
+|estimates|. S(x) + S(y) = S(x + y). Bits: 64 + 32 per cell.
 
 Hash: u = a_r·j + b_r mod 2^32, u ← c_r·(u ⊕ ⌊u/2^16⌋) mod 2^32 with a_r and c_r odd; ⌊u·cols/2^32⌋
-is the bucket and the next bit the sign. The first step alone is multiply-shift, whose pairs are as
-good as independent, but with which the variance of smooth vectors was measured two to three times
-as large. The seed is in the body. It holds for a whole run, since what is kept from round to round
-adds up in the table, and it is the same for all workers. Where rows·cols is no less than d the
-vector itself is sent, whose elements are exact.
+is the bucket and the next bit the sign. The first step alone is multiply-shift. Its pairs are
+nearly independent, but on smooth vectors its measured variance is two to three times as large. The
+seed is part of the payload and equal on all workers. It stays the same for a whole run, because
+sketches accumulate from round to round. If rows·cols ≥ d, the vector itself is sent, and its
+elements are exact.
 
 Source: Charikar, Chen and Farach-Colton, "Finding Frequent Items in Data Streams", ICALP 2002;
 hash, Dietzfelbinger et al., "A Reliable Randomized Algorithm for the Closest-Pair Problem", J.
@@ -40,7 +39,7 @@ SEEDS = 2**64
 
 
 class Table(NamedTuple):
-    """The form of a sketch: rows of cols cells; rows = 0 is the vector itself, of cols elements."""
+    """Shape of a sketch: rows of cols cells; rows = 0 is the vector itself, of cols elements."""
 
     rows: int
     cols: int
@@ -53,40 +52,41 @@ class Table(NamedTuple):
 
 @lru_cache(maxsize=8)
 def multipliers(seed: int, rows: int) -> tuple[tuple[int, int, int], ...]:
-    """(a, b, c) of each row's hash."""
+    """Return (a, b, c) of the hash of each row."""
     drawn = quick(seed, Purpose.CODEC, ALL).integers(0, 2**32, (rows, 3), np.uint32)
     return tuple((int(a) | 1, int(b), int(c) | 1) for a, b, c in drawn)
 
 
 def hash_cells(table: Table, row: int, d: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """In blocks: 2·bucket + sign of each element, int64; it is overwritten by the next."""
+    """Yield 2·bucket + sign of each element as int64, block by block.
+
+    Each block overwrites the one before.
+    """
     a, b, c = multipliers(table.seed, table.rows)[row]
     step = np.arange(BLOCK, dtype=np.uint32)
     buffers = [np.empty(BLOCK, np.uint32) for _ in range(2)]
     wide = np.empty(BLOCK, np.uint64)
     for start in range(0, d, BLOCK):
         size = min(BLOCK, d - start)
-        u, high, places = buffers[0][:size], buffers[1][:size], wide[:size]
+        u, high, hashed = buffers[0][:size], buffers[1][:size], wide[:size]
         np.multiply(step[:size], np.uint32(a), out=u)
         u += np.uint32((a * start + b) % 2**32)
         u ^= np.right_shift(u, np.uint32(16), out=high)
         u *= np.uint32(c)
-        np.multiply(u, np.uint64(table.cols), out=places, dtype=np.uint64)
-        places >>= np.uint64(31)
-        yield slice(start, start + size), places.view(np.int64)
+        np.multiply(u, np.uint64(table.cols), out=hashed, dtype=np.uint64)
+        hashed >>= np.uint64(31)
+        yield slice(start, start + size), hashed.view(np.int64)
 
 
-def cells_of(table: Table, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the cells of these elements, their signs), each [rows, k]; every element is in one cell of
-    each row.
-    """
+def cells_of(table: Table, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the cells of some elements and their signs, each [rows, k]; one cell in each row."""
     if not table.rows:
-        return places[None], np.ones((1, places.size), np.float32)
+        return indices[None], np.ones((1, indices.size), np.float32)
     a, b, c = (
         np.array(numbers, np.uint32)[:, None]
         for numbers in zip(*multipliers(table.seed, table.rows), strict=True)
     )
-    u = a * places.astype(np.uint32) + b
+    u = a * indices.astype(np.uint32) + b
     u = c * (u ^ (u >> np.uint32(16)))
     halves = (u.astype(np.uint64) * np.uint64(table.cols) >> np.uint64(31)).astype(np.int64)
     cells = halves // 2 + np.arange(table.rows)[:, None] * table.cols
@@ -94,20 +94,20 @@ def cells_of(table: Table, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sketch(x: np.ndarray, table: Table) -> np.ndarray:
-    """The cells [rows · cols] of x, float32; each is rounded once."""
+    """Return the cells [rows · cols] of x, float32, each rounded once."""
     if not table.rows:
         return x
     cells = np.empty((table.rows, table.cols), np.float32)
     for row in range(table.rows):
-        signed = np.zeros(2 * table.cols)  # what is added and what is subtracted, apart
-        for part, places in hash_cells(table, row, x.size):
-            np.add.at(signed, places, x[part].astype(np.float64))
+        signed = np.zeros(2 * table.cols)  # elements with sign + and with sign −, interleaved
+        for part, hashed in hash_cells(table, row, x.size):
+            np.add.at(signed, hashed, x[part].astype(np.float64))
         cells[row] = signed[::2] - signed[1::2]
     return cells.reshape(-1)
 
 
 def estimate_elements(cells: np.ndarray, table: Table, d: int) -> np.ndarray:
-    """Every element's estimate, float32 [d]."""
+    """Return the estimates of all elements, float32 [d]."""
     if not table.rows:
         return cells
     signed = np.empty((table.rows, 2 * table.cols), np.float32)
@@ -117,20 +117,22 @@ def estimate_elements(cells: np.ndarray, table: Table, d: int) -> np.ndarray:
     for rows in zip(*(hash_cells(table, row, d) for row in range(table.rows)), strict=True):
         part, size = rows[0][0], rows[0][1].size
         guesses = [
-            signed[r].take(places, out=buffer[r, :size], mode="clip")
-            for r, (_, places) in enumerate(rows)
+            signed[r].take(hashed, out=buffer[r, :size], mode="clip")
+            for r, (_, hashed) in enumerate(rows)
         ]
         x[part] = median(guesses)
     return x
 
 
 def median(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Of an odd number of rows, element by element; they are overwritten. NaN where one is NaN."""
+    """Return the median of an odd number of rows for each element; NaN if one value is NaN.
+
+    It overwrites the rows.
+    """
     rows, spare = list(rows), np.empty_like(rows[0])
-    for context in range(
-        len(rows)
-    ):  # odd-even transposition: every pair once in order, all done after as many turns
-        for j in range(context % 2, len(rows) - 1, 2):
+    # Odd-even transposition sorts n rows in n passes.
+    for sweep in range(len(rows)):
+        for j in range(sweep % 2, len(rows) - 1, 2):
             np.minimum(rows[j], rows[j + 1], out=spare)
             np.maximum(rows[j], rows[j + 1], out=rows[j + 1])
             rows[j], spare = spare, rows[j]
@@ -140,15 +142,15 @@ def median(rows: Sequence[np.ndarray]) -> np.ndarray:
 def recover_largest(
     cells: np.ndarray, table: Table, d: int, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ascending places of the k largest estimates, and these."""
+    """Return the ascending indices of the k largest |estimates|, and these estimates."""
     x = estimate_elements(cells, table, d)
-    places = largest(x, k)
-    return places, x[places]
+    indices = largest(x, k)
+    return indices, x[indices]
 
 
 @option
 class CountSketch(Sparse, SummedValues, Reduces):
-    """The fields and the body of every codec that sends a sketch."""
+    """Fields and payload of the codecs that send a sketch."""
 
     traits: ClassVar[Traits] = Traits(linear=True, reduces=True)
     sketch_rows: Literal[1, 3, 5, 7, 9]
@@ -156,6 +158,7 @@ class CountSketch(Sparse, SummedValues, Reduces):
     recovered_fraction: Ratio
 
     def table(self, d: int, seed: int = 0) -> Table:
+        """Return the shape of the sketch of d elements."""
         cols = max(1, round(self.sketch_ratio * d / self.sketch_rows))
         return (
             Table(self.sketch_rows, cols, seed % SEEDS)
@@ -164,13 +167,14 @@ class CountSketch(Sparse, SummedValues, Reduces):
         )
 
     def k(self, d: int) -> int:
+        """Return the number of elements to recover from a sketch."""
         return kept_count(self.recovered_fraction, d)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + SEED_BYTES + 4 * self.table(d).cells
 
     def bound(self, ratio: float | None, d: int) -> float:
-        """At worst every cell collides and |x_j| is taken for as much as Σ|x_i|."""
+        """Return the worst case: all cells collide, and Σ|x_i| is the estimate of each |x_j|."""
         k = self.k(d)
         return 1.0 + k * d if self.table(d).rows else 1 - k / d
 
@@ -183,42 +187,43 @@ class CountSketch(Sparse, SummedValues, Reduces):
         return recover_largest(cells, table, d, self.k(d))
 
     def read(self, parts: Parts, d: int) -> tuple[Table, np.ndarray]:
-        """(its form, its cells) of a body. Raises BodyError."""
+        """Return (table, cells) of a payload.   Raises: PayloadError if they do not match d."""
         seed = int.from_bytes(
             typed_part(parts.scales, "u1", SEED_BYTES, "seed").tobytes(), "little"
         )
         table = self.table(d, seed)
         if parts.count != table.cells or parts.indices.size:
             raise PayloadError(
-                f"a sketch of {parts.count} cells came where {table.cells} were expected"
+                f"expected a sketch of {table.cells} cells; received one of {parts.count}"
             )
         return table, typed_part(parts.values, "<f4", table.cells, "cells")
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
-        """What an all-reduce sums of a body: its cells alone."""
+        """Return the size of the summed part of a payload in bytes: its cells."""
         return 4 * self.table(d).cells
 
     def together(
         self, payloads: Sequence[Tensor], weights: Sequence[float], d: int
     ) -> tuple[Table, np.ndarray]:
-        """(form, cells) of Σ weight · body, a new array. Raises BodyError where their hashes
-        differ.
+        """Return (table, cells) of Σ weight · payload, a new array.
+
+        Raises: PayloadError if the sketches have different hashes.
         """
         tables, sketches = zip(
             *(self.read(read_payload(payload, self.code, d), d) for payload in payloads),
             strict=True,
         )
         if len(set(tables)) > 1:
-            raise PayloadError("sketches of different seeds came, which do not add up")
+            raise PayloadError("received sketches of different seeds, which cannot be added")
         total = np.zeros(tables[0].cells, np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
+        with np.errstate(over="ignore", invalid="ignore"):  # a diverging run has infinities
             for cells, weight in zip(sketches, weights, strict=True):
                 total += np.float32(weight) * cells
         return tables[0], total
 
 
-def dense(places: np.ndarray, values: np.ndarray, d: int) -> Tensor:
-    """The vector that has these elements."""
+def dense(indices: np.ndarray, values: np.ndarray, d: int) -> Tensor:
+    """Return the vector [d] with these values at these indices, else 0."""
     x = torch.zeros(d)
-    x.numpy()[places] = values
+    x.numpy()[indices] = values
     return x

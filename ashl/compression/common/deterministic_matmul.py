@@ -1,12 +1,11 @@
-"""Products of matrices that have the same bits on every machine: where each worker decodes by
-itself, replicas would drift apart with libraries that add up in another order.
+"""Matrix products with the same bits on every machine.
 
-`outer_sum` adds element by element, term after term: for few terms. The others are for many small
-blocks: of whole numbers, whose products and sums stay below 2^53, which float64 holds exactly, or
-below 2^24 for float32: they are the same in whatever order.
+If each worker decodes for itself, libraries that add in different orders would make the replicas
+drift apart. `outer_sum` adds term after term for each element, and is for few terms. The other
+functions are for many small blocks of whole numbers. Their products and sums stay below 2^53 in
+float64, or below 2^24 in float32, so they are exact in any order.
 
-Source: these are the fixed-point form of Demmel and Nguyen, "Fast Reproducible Floating-Point
-Summation", 2013.
+Source: fixed-point form of Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", 2013.
 """
 
 from functools import cache
@@ -21,7 +20,7 @@ from ashl.compression.wire.bits import BLOCK
 
 
 def outer_sum(left: Array, right: Array, out: Array) -> None:
-    """Into `out` [m, n] Σ_k left[k] ⊗ right[k], of [r, m] and [r, n]."""
+    """Write Σ_k left[k] ⊗ right[k] into `out` [m, n], for left [r, m] and right [r, n]."""
     if not len(left):
         out[:] = 0
         return
@@ -41,8 +40,10 @@ def outer_sum(left: Array, right: Array, out: Array) -> None:
 
 
 def to_integers(values: Array, bits: int) -> tuple[Array, Array]:
-    """float32 [n, k] as whole numbers, float64, of so many bits from the first one of a row's
-    largest on; and what one of them is worth, [n, 1].
+    """Return (whole numbers, unit) of float32 [n, k], such that values ≈ whole numbers · unit.
+
+    The whole numbers are float64 with `bits` bits, counted from the highest bit of the row's
+    largest magnitude. The unit is [n, 1].
     """
     if isinstance(values, Tensor):
         shift = bits - torch.frexp(values.abs().amax(1, keepdim=True)).exponent
@@ -56,9 +57,11 @@ def to_integers(values: Array, bits: int) -> tuple[Array, Array]:
 
 
 def multiply_mirrored(even: Array, odd: Array, blocks: Array) -> Array:
-    """Matrixᵀ @ block of each, float64 [n, k, m], where the rows of the matrix are symmetric and
-    antisymmetric in turn: of those the left halves, transposed, [⌈k/2⌉, ...], and blocks with their
-    rows in that order. It takes half of the products.
+    """Return matrixᵀ @ block for each block, float64 [n, k, m], with half of the multiplications.
+
+    The rows of the matrix are symmetric and antisymmetric in turn. `even` and `odd` are the
+    transposed left halves of these rows, [⌈k/2⌉, ...]; the rows of the blocks are in the same
+    order, even before odd.
     """
     half, rest = even.shape[1], odd.shape[1]
     same, other = even @ blocks[:, :half], odd @ blocks[:, half:]
@@ -71,14 +74,16 @@ def multiply_mirrored(even: Array, odd: Array, blocks: Array) -> Array:
 
 
 def hadamard_sums(rows: Array) -> Array:
-    """H·x of each row, float32 [n, b] with b a power of two and H the matrix of Hadamard with ±1.
-    Of whole numbers whose sums stay below 2^24, which float32 holds exactly, in whatever order they
-    are added.
+    """Return H·x of each row, float32 [n, b], with b a power of two and H the Hadamard matrix of
+    ±1.
+
+    The elements are whole numbers whose sums stay below 2^24, which float32 holds exactly in any
+    order of additions.
     """
     size = rows.shape[1]
     left, right = signs_of(1 << size.bit_length() // 2), signs_of(1 << (size.bit_length() - 1) // 2)
     square = rows.reshape(-1, len(left), len(right))
-    if isinstance(rows, Tensor):  # whose float32 may be of 10 bits in products
+    if isinstance(rows, Tensor):  # with TF32, products have 10 bits only: compute in float64
         wide = square.to(torch.float64) @ beside(rows, right).to(torch.float64)
         return (beside(rows, left).to(torch.float64) @ wide).to(torch.float32).reshape(rows.shape)
     return (left @ (square @ right)).reshape(rows.shape)
@@ -86,7 +91,7 @@ def hadamard_sums(rows: Array) -> Array:
 
 @cache
 def signs_of(size: int) -> np.ndarray:
-    """The matrix of Hadamard, for a power of two: float32 ±1."""
+    """Return the Hadamard matrix of a size that is a power of two: float32 ±1."""
     h = np.ones((1, 1), np.float32)
     while len(h) < size:
         h = np.block([[h, h], [h, -h]])

@@ -1,10 +1,10 @@
-"""What a codec promises, measured: on this machine, in a second, beside what it states.
+"""Measure the guarantees of a codec on this machine, in about a second.
 
-Measures on vectors of standard normal and of heavy-tailed elements, d elements in a matrix and a
-bias: *relative error* is the mean of ‖C(x) − x‖²/‖x‖², stated as `bound`; *bias* the length of mean
-C(x) − x against ‖x‖, of which chance alone explains √(relative error/draws); *bits* an element on
-the wire, declared and sent. A codec with memory is given the same vector again and again, and
-*relative error* is that of its last message.
+Measures: vectors with standard normal and with heavy-tailed elements, d elements in a matrix and a
+bias. *Relative error* is the mean of ‖C(x) − x‖²/‖x‖², stated as `bound`. *Bias* is the norm of
+mean C(x) − x relative to ‖x‖; chance alone explains √(relative error/draws) of it. *Bits* are bits
+per element on the wire, declared and sent. A codec with memory encodes the same vector repeatedly,
+and *relative error* is that of its last message.
 
 Source: the laws are those of Beznosikov et al., "On Biased Compression for Distributed Learning",
 JMLR 2023.
@@ -22,11 +22,11 @@ from ashl.compression.wrappers.compose import codec_for_layers
 LAYOUT = (Layer("weight", (64, 48)), Layer("bias", (64,)))
 D = size_of(LAYOUT)
 DRAWS = 200
-CHANCE = 4.0  # standard errors that chance may explain
+CHANCE = 4.0  # standard errors within which a deviation counts as chance
 
 
 class Law(NamedTuple):
-    """One promise: what is stated, what was measured, and whether they agree (None = nothing is
+    """One guarantee: stated value, measured value, and whether they agree (None: nothing is
     stated).
     """
 
@@ -41,7 +41,7 @@ class Law(NamedTuple):
 
 
 def laws(option: Codec) -> list[Law]:
-    """The laws of an option, measured."""
+    """Measure and return the laws of an option."""
     codec = codec_for_layers(option, LAYOUT)
     rng = np.random.default_rng(0)
     vectors = {
@@ -57,21 +57,19 @@ def laws(option: Codec) -> list[Law]:
 
 MEANT = {
     "unbiased": "E C(x) = x: errors average out",
-    "contraction": "E‖C(x) − x‖² < ‖x‖²: error feedback may be used",
-    "drains": "‖C(x) − x‖ ≤ ‖x‖: what error feedback keeps stays bounded, so it may be used",
-    "linear": "the sum of bodies decodes to the sum: an all-reduce adds them in flight",
+    "contraction": "E‖C(x) − x‖² < ‖x‖²: error feedback is allowed",
+    "drains": "‖C(x) − x‖ ≤ ‖x‖: the residual of error feedback stays bounded, so it is allowed",
+    "linear": "the sum of payloads decodes to the sum: an all-reduce adds them in flight",
     "lossless": "C(x) = x",
-    "variable": "how long a body is depends on x",
+    "variable": "the size of a payload depends on x",
     "full_gradient": "needs the gradient over all samples",
-    "reduces": "all bodies of a merge are decoded together",
-    "scale_free": (
-        "the norm of x is not preserved: for gradients, not for differences between models"
-    ),
+    "reduces": "all payloads of a merge are decoded together",
+    "scale_free": "does not preserve the norm of x: for gradients, not for model differences",
 }
 
 
 def list_guarantees(option: Codec) -> list[tuple[str, str]]:
-    """Its flags, and what they mean."""
+    """Return the traits of an option that are on, each with its meaning."""
     traits = codec_for_layers(option, LAYOUT).traits._asdict()
     return [(name.replace("_", " "), MEANT[name]) for name, on in traits.items() if on] or [
         ("none", "")
@@ -83,7 +81,7 @@ def to_vector(x: np.ndarray) -> Tensor:
 
 
 def size_law(codec: Codec, x: Tensor) -> Law:
-    """Bytes sent against bytes declared."""
+    """Compare bytes sent with bytes declared."""
     sent, declared = codec.encode(None, x, EncodeContext())[1].nbytes, codec.encoded_nbytes(None, D)
     kept = sent <= declared if codec.traits.variable else sent == declared
     most = "at most " if codec.traits.variable else ""
@@ -91,7 +89,7 @@ def size_law(codec: Codec, x: Tensor) -> Law:
 
 
 def error_laws(codec: Codec, name: str, x: Tensor) -> list[Law]:
-    """What is lost, and whether it evens out."""
+    """Measure relative error and, for unbiased codecs, bias."""
     sender = receiver = None
     total, lost, draws = torch.zeros(D, dtype=torch.float64), [], []
     whole = float((x.double() ** 2).sum())
@@ -129,23 +127,25 @@ def error_laws(codec: Codec, name: str, x: Tensor) -> list[Law]:
 
 
 def linearity_law(codec: Linear, x: Tensor, y: Tensor) -> Law:
-    """Whether the sum of two bodies decodes to the sum."""
+    """Measure whether the sum of two payloads decodes to the sum."""
     one, other = (
         codec.encode(None, v, EncodeContext(worker=rank))[1] for rank, v in enumerate((x, y))
     )
-    if codec.traits.reduces:  # what it makes of a sum is no sum
+    if codec.traits.reduces:  # it does not decode a sum to a sum: compare the summands
         whole = codec.summand(codec.encode(None, x + y, EncodeContext())[1])
         off = float(torch.linalg.vector_norm(codec.summand(one) + codec.summand(other) - whole))
         off /= float(torch.linalg.vector_norm(whole))
-        return Law("sum of bodies is the body of the sum", "yes", f"off by {off:.1g}", off < 0.02)
+        return Law(
+            "sum of payloads is the payload of the sum", "yes", f"off by {off:.1g}", off < 0.02
+        )
     both = codec.decode(None, codec.summed(one, codec.summand(one) + codec.summand(other)), D)[1]
     apart = codec.decode(None, one, D)[1] + codec.decode(None, other, D)[1]
     off = float(torch.linalg.vector_norm(both - apart) / torch.linalg.vector_norm(apart))
-    return Law("sum of bodies is the body of the sum", "yes", f"off by {off:.1g}", off < 0.02)
+    return Law("sum of payloads is the payload of the sum", "yes", f"off by {off:.1g}", off < 0.02)
 
 
 def determinism_law(codec: Codec, x: Tensor) -> Law:
-    """Whether the same message is encoded to the same bytes."""
+    """Measure whether the same message is encoded to the same bytes."""
     one, other = (codec.encode(None, x, EncodeContext(seed=1))[1] for _ in range(2))
     return Law(
         "same message, same bytes",

@@ -1,5 +1,4 @@
-"""Bodies whose float32 values may be summed, all else being alike: what an all-reduce needs of a
-linear codec.
+"""Payloads of linear codecs: an all-reduce sums their float32 values, all other fields being equal.
 
 Source: sums of masked updates as in Konečný et al., "Federated Learning: Strategies for Improving
 Communication Efficiency", 2016.
@@ -12,14 +11,14 @@ from ashl.compression.wire.payload_format import HEADER, header_of
 
 
 class SummedValues(Linear):
-    """All workers have drawn the same places, so that only the values differ."""
+    """Linear codec with common indices: payloads of one round differ in their values only."""
 
     def summand(self, payload: Tensor) -> Tensor:
-        """The values of a body, float32."""
+        """Return the values of a payload, float32."""
         return payload[_values(payload)].view(float32)
 
     def summed(self, payload: Tensor, total: Tensor) -> Tensor:
-        """A body like this one, with these values."""
+        """Return a copy of the payload with these values."""
         whole = payload.clone()
         whole[_values(payload)] = total.to(float32).contiguous().view(uint8)
         return whole

@@ -1,7 +1,7 @@
-"""Places that both ends draw from a seed of 8 bytes, which travels in their stead.
+"""Random indices that both ends draw from a seed of 8 bytes in the payload.
 
-Rule: every set of k of the d places is equally likely: they are drawn without replacement. With
-replacement some would be drawn twice, and of 500 of 1000 elements only about 390 were sent.
+Rule: every set of k of the d indices is equally likely; they are drawn without replacement. Drawing
+500 of 1000 with replacement gives only about 390 different elements.
 
 Source: Konečný et al., "Federated Learning: Strategies for Improving Communication Efficiency",
 2016.
@@ -23,7 +23,9 @@ SEED_BYTES = 8
 
 @option
 class Seeded(Selection, SummedValues, Share):
-    """A share of the elements, at random places; where all draw alike, values add up."""
+    """Codec that sends random elements at a given density; with a shared seed, payloads can be
+    summed.
+    """
 
     def place_bytes(self, k: int, d: int) -> int:
         return SEED_BYTES
@@ -35,14 +37,16 @@ class Seeded(Selection, SummedValues, Share):
         return self.size(self.kept(ratio, d), d)
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
-        """What an all-reduce sums of a body: its values alone."""
+        """Return the size of the summed part of a payload in bytes: its values."""
         seed = SEED_BYTES if self.form(self.kept(ratio, d), d) == SPARSE else 0
         return self.encoded_nbytes(ratio, d) - HEADER.size - seed
 
     def draw_places(
         self, x: Array, rng: np.random.Generator, context: EncodeContext, scale: float = 1.0
     ) -> Parts:
-        """x at places that are drawn with a new seed of `rng`, scaled unless all of x is sent."""
+        """Encode x at indices drawn from a new seed of `rng`, times `scale` unless all of x is
+        sent.
+        """
         k, seed = self.kept(context.ratio, len(x)), new_seed(rng)
         if self.form(k, len(x)) != SPARSE:
             return self.parts_of(x, k, None, None, context)
@@ -51,23 +55,25 @@ class Seeded(Selection, SummedValues, Share):
 
 
 def new_seed(rng: np.random.Generator) -> np.ndarray:
-    """uint8 [8]."""
+    """Return a random seed, uint8 [8]."""
     return words(rng, 2).astype("<u4").view(np.uint8)
 
 
 def places_of(seed: np.ndarray, k: int, d: int) -> np.ndarray:
-    """The ascending places [k] of d that a seed stands for. Raises BodyError where it is none."""
+    """Return the ascending indices [k] below d of a seed.   Raises: PayloadError if it is not 8
+    bytes.
+    """
     if seed.size != SEED_BYTES:
-        raise PayloadError(f"a seed of {seed.size} bytes came where {SEED_BYTES} were expected")
+        raise PayloadError(f"expected a seed of {SEED_BYTES} bytes; received {seed.size}")
     sequence = np.random.SeedSequence(np.frombuffer(seed.tobytes(), "<u4").tolist())
     return draw_distinct(np.random.Generator(np.random.SFC64(sequence)), k, d)
 
 
 def draw_distinct(rng: np.random.Generator, k: int, d: int) -> np.ndarray:
-    """Ascending numbers [k] below d, each set of them equally likely.
+    """Return k ascending numbers below d; each set is equally likely.
 
-    They are drawn with replacement until there are k different ones; what is too many then is
-    dropped at random.
+    It draws with replacement until k different numbers are found, and removes the surplus at
+    random.
     """
     if 2 * k > d:
         left = np.ones(d, bool)
@@ -75,9 +81,8 @@ def draw_distinct(rng: np.random.Generator, k: int, d: int) -> np.ndarray:
         return np.flatnonzero(left)
     found = np.empty(0, np.uint32)
     while found.size < k:
-        missing = -d * math.log1p(
-            -(k - found.size) / (d - found.size)
-        )  # draws that find as many new ones on average
+        # Expected number of draws until the missing numbers are found.
+        missing = -d * math.log1p(-(k - found.size) / (d - found.size))
         more = rng.integers(0, d, math.ceil(missing + 4 * math.sqrt(missing)), np.uint32)
         found = np.sort(np.concatenate([found, more]))
         found = found[np.concatenate([[True], found[1:] != found[:-1]])]
@@ -90,5 +95,5 @@ def draw_distinct(rng: np.random.Generator, k: int, d: int) -> np.ndarray:
 
 
 def words(rng: np.random.Generator, count: int) -> np.ndarray:
-    """uint32 [count]."""
+    """Return uniform random words, uint32 [count]."""
     return rng.integers(0, 2**32, count, np.uint32)

@@ -1,8 +1,8 @@
-"""What sparse codecs have in common: a share of the elements is kept, their values in one code and
-their places in another. The value code makes of a selection a chain: select, quantize, code.
+"""Base classes of sparse codecs: select elements, quantize their values, encode their indices.
 
-Source: the split follows Sattler et al., "Sparse Binary Compression", IJCNN 2019: which elements,
-how fine, how coded.
+The three steps are independent, so each selection rule can have any value code and any index code.
+
+Source: the separation follows Sattler et al., "Sparse Binary Compression", IJCNN 2019.
 """
 
 from typing import Any, ClassVar
@@ -29,50 +29,45 @@ from ashl.compression.wire.value_code import (
 from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Natural, Ratio, option
 
-SPARSE, WHOLE, DENSE = (
-    0,
-    1,
-    2,
-)  # forms of a body: some values with their places, all of them, all of them as float32
+# Forms of a payload: selected values with indices; all values in the value code; all as float32.
+SPARSE, WHOLE, DENSE = 0, 1, 2
 
 
 @option
 class Share(Wrappers):
-    """The share of the elements that is kept, and its schedule."""
+    """Fields of the density and of its schedule."""
 
     ratio: Ratio
     warmup_epochs: Natural
     critical_ratio: Ratio | None
 
     def kept(self, ratio: float | None, d: int) -> int:
-        """k, of a share or of the option's own."""
+        """Return k for a density; None selects the option's own density."""
         return kept_count(self.ratio if ratio is None else ratio, d)
 
 
 @option
 class Selection(Sparse, Wrappers):
-    """The writing and reading of what was selected; each says how it selects, and how its places
-    are written.
-    """
+    """Payload of a sparse codec; a subclass selects elements and encodes their indices."""
 
     on_host: ClassVar[bool] = False
     values: ValueCode
     per_layer: bool
 
     def place_bytes(self, k: int, d: int) -> int:
-        """The size of what says where k of d elements are."""
+        """Return the size in bytes of the indices of k of d elements."""
         raise NotImplementedError
 
     def read_places(self, buffer: Array, k: int, d: int) -> Array:
-        """The places [k] again, as an index of an array. Raises BodyError."""
+        """Decode indices [k] as an array index.   Raises: PayloadError if they are malformed."""
         raise NotImplementedError
 
     def form(self, k: int, d: int) -> int:
-        """How k of d elements are sent; as float32 where that is no longer."""
+        """Return the form of a payload of k of d elements; float32 if that is not longer."""
         return WHOLE if k == d else SPARSE if self._sparse_bytes(k, d) < 4 * d else DENSE
 
     def size(self, k: int, d: int) -> int:
-        """Bytes of a body of k elements."""
+        """Return the size in bytes of a payload of k of d elements."""
         content = {
             SPARSE: self._sparse_bytes(k, d),
             WHOLE: value_bytes(self.values, d),
@@ -81,15 +76,16 @@ class Selection(Sparse, Wrappers):
         return HEADER.size + content[self.form(k, d)]
 
     def loss(self, k: int, d: int) -> float:
-        """The bound where k of d elements are kept that hold at least k/d of ‖x‖²."""
+        """Return the error bound if the k selected elements hold at least k/d of ‖x‖²."""
         return 0.0 if self.form(k, d) == DENSE else 1 - k / d * (1 - value_bound(self.values, k))
 
     def _sparse_bytes(self, k: int, d: int) -> int:
         return value_bytes(self.values, k) + self.place_bytes(k, d)
 
     def parts_of(self, x: Array, k: int, kept: Any, coded: Any, context: EncodeContext) -> Parts:
-        """k values `kept` of x, whose places are written as `coded`; neither is read where all of x
-        is sent.
+        """Return the parts of a payload with k values `kept` of x and with encoded indices `coded`.
+
+        If all of x is sent, `kept` and `coded` are ignored.
         """
         form = self.form(k, len(x))
         if form == DENSE:
@@ -103,14 +99,16 @@ class Selection(Sparse, Wrappers):
         k, form = parts.count, parts.form
         if form in (WHOLE, DENSE):
             if k != d or len(parts.indices):
-                raise PayloadError(f"a whole vector of {d} elements says that it holds {k}")
+                raise PayloadError(f"a whole vector of {d} elements declares {k} values")
             code = self.values if form == WHOLE else "fp32"
             return slice(None), read_values(code, parts.values, parts.scales, d)
         if form != SPARSE or not (k or self.traits.variable):
-            raise PayloadError(f"what came is no sparse vector: form {form}, {k} values of {d}")
+            raise PayloadError(
+                f"expected a sparse vector; received form {form} with {k} values of {d}"
+            )
         if not k:
             if len(parts.values) or len(parts.indices) or len(parts.scales):
-                raise PayloadError("a vector without values says something all the same")
+                raise PayloadError("a sparse vector with 0 values is followed by data")
             return slice(0), view_as(parts.values, "<f4")
         values = read_values(self.values, parts.values, parts.scales, k)
         return self.read_places(parts.indices, k, d), values
@@ -118,9 +116,9 @@ class Selection(Sparse, Wrappers):
 
 @option
 class Indexed(Selection):
-    """Whose places are written as they are."""
+    """Sparse codec that sends its indices in an index code."""
 
-    promises: ClassVar[Traits]  # its flags, whatever the index code
+    promises: ClassVar[Traits]  # traits of the selection; the index code may add `variable`
     indices: IndexCode
 
     @property
@@ -131,7 +129,7 @@ class Indexed(Selection):
         return index_bytes(self.indices, k, d)
 
     def room(self, k: int, d: int) -> int:
-        """Bytes that no body of k elements or fewer exceeds."""
+        """Return an upper bound in bytes of all payloads with at most k elements."""
         sparse = value_bytes(self.values, k) + index_room(self.indices, k, d)
         return HEADER.size + min(sparse, max(4 * d, value_bytes(self.values, d)))
 
@@ -139,7 +137,7 @@ class Indexed(Selection):
         return read_indices(self.indices, buffer, k, d)
 
     def pack_selected(self, x: Array, k: int, places: Any, context: EncodeContext) -> Parts:
-        """x at these k ascending places; of `places` nothing is read where all of x is sent."""
+        """Encode x at k ascending indices; if all of x is sent, the indices are ignored."""
         if self.form(k, len(x)) != SPARSE:
             return self.parts_of(x, k, None, None, context)
         return self.parts_of(x, k, x[places], write_indices(self.indices, places, len(x)), context)
@@ -147,7 +145,7 @@ class Indexed(Selection):
 
 @option
 class Sparsifier(Indexed, Share):
-    """A share of the elements is kept."""
+    """Sparse codec with a fixed density."""
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.size(self.kept(ratio, d), d)

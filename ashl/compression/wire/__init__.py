@@ -1,1 +1,1 @@
-"""How an update is written: the body's header, and the codes for values, places and signs."""
+"""Encoding of payloads: the header, and the codes of values, indices, signs and levels."""

@@ -1,9 +1,8 @@
-"""Two kinds of arrays: NumPy's in the host's memory, torch's tensors on a device, and what differs
-between them.
+"""Operations on arrays: NumPy arrays in host memory, or torch tensors on a device.
 
-A codec that works on both takes what both understand (slices, comparisons, + − ×, `len`,
-`reshape`), these functions, and the kernels of this folder, which for tensors are those of
-`device_kernels`.
+A codec that works on both uses the operators that both share: slices, comparisons, + − ×, `len`,
+`reshape`. Beyond these it uses the functions of this module and the kernels of this package. For
+tensors, the kernels call `device_kernels`.
 """
 
 from collections.abc import Sequence
@@ -26,50 +25,54 @@ TYPES = {
 
 
 def array_of(x: Tensor) -> Array:
-    """A vector of any floating type as float32: an array in the host's memory, without a copy where
-    it is one already; a tensor elsewhere.
+    """Return a floating-point vector as a float32 array.
+
+    In host memory it is a NumPy array, a view of x if possible; on a device it is a tensor.
     """
     x = x.detach().to(torch.float32).contiguous()
     return x.numpy() if at_home(x) else x
 
 
 def bytes_of(x: Tensor) -> Array:
-    """A tensor of bytes as an array of the kind that goes with where it lies."""
+    """Return a tensor of bytes as an array, without a copy."""
     return x.numpy() if at_home(x) else x
 
 
 def tensor_of(array: Array) -> Tensor:
+    """Return an array as a tensor, without a copy."""
     return array if isinstance(array, Tensor) else torch.from_numpy(array)
 
 
 def same_form(like: Array, tensor: Tensor) -> Array:
-    """A tensor as an array of that kind."""
+    """Return a tensor as an array of the same kind as `like`."""
     return tensor if isinstance(like, Tensor) else tensor.numpy()
 
 
 def beside(like: Array, array: Array) -> Array:
-    """An array of the host where that one lies; itself where it lies there."""
+    """Return a host array on the device of `like`; an array that is there already is returned as it
+    is.
+    """
     here = isinstance(array, np.ndarray) and isinstance(like, Tensor)
     return to_device(torch.from_numpy(array), str(like.device)) if here else array
 
 
 def to_device_index(like: Array, places: np.ndarray) -> Array:
-    """Places that the host has drawn, as an index of that one."""
+    """Return indices from the host as an index of `like`."""
     return beside(like, places.astype(np.int64)) if isinstance(like, Tensor) else places
 
 
 def as_index(numbers: Array) -> Array:
-    """Numbers that lie there as an index of what lies there, too."""
+    """Return integers as int64, on the same device."""
     return numbers.long() if isinstance(numbers, Tensor) else numbers.astype(np.int64)
 
 
 def wide(array: Array) -> Array:
-    """In float64."""
+    """Return the array in float64."""
     return array.to(torch.float64) if isinstance(array, Tensor) else array.astype(np.float64)
 
 
 def look_up(table: np.ndarray, numbers: Array) -> Array:
-    """Of a short table the entries of these numbers, where they lie."""
+    """Return the entries of a short host table at these indices, on the device of the indices."""
     return (
         beside(numbers, table)[numbers.long()]
         if isinstance(numbers, Tensor)
@@ -78,29 +81,29 @@ def look_up(table: np.ndarray, numbers: Array) -> Array:
 
 
 def where_true(condition: Array) -> Array:
-    """The ascending places where it holds."""
+    """Return the ascending indices of the elements that are true."""
     return (
         condition.nonzero().view(-1) if isinstance(condition, Tensor) else np.flatnonzero(condition)
     )
 
 
 def ops(array: Array) -> Any:
-    """Where the functions for such arrays are that NumPy and torch have under one name."""
+    """Return numpy or torch, for functions that both have under one name."""
     return torch if isinstance(array, Tensor) else np
 
 
 def concatenate(parts: Sequence[Array]) -> Array:
-    """One after the other."""
+    """Return the parts as one array."""
     return torch.cat(list(parts)) if isinstance(parts[0], Tensor) else np.concatenate(parts)
 
 
 def read(array: Array) -> np.ndarray:
-    """What is little, in the host's memory."""
+    """Return a small array in host memory."""
     return to_host(array).numpy() if isinstance(array, Tensor) else array
 
 
 def as_bytes(array: Array) -> Array:
-    """Numbers as the bytes that they are."""
+    """Return the bytes of an array, uint8."""
     return (
         array.contiguous().view(-1).view(torch.uint8)
         if isinstance(array, Tensor)
@@ -109,7 +112,7 @@ def as_bytes(array: Array) -> Array:
 
 
 def view_as(part: Array, dtype: str) -> Array:
-    """Bytes as numbers of another type."""
+    """Return bytes as numbers of a type."""
     if not isinstance(part, Tensor):
         return part.view(dtype)
     kind = TYPES[dtype]
@@ -117,7 +120,7 @@ def view_as(part: Array, dtype: str) -> Array:
 
 
 def zeros(like: Array, *shape: int) -> Array:
-    """float32 where that one lies."""
+    """Return zeros, float32, on the device of `like`."""
     return (
         torch.zeros(shape, device=str(like.device))
         if isinstance(like, Tensor)
@@ -126,20 +129,20 @@ def zeros(like: Array, *shape: int) -> Array:
 
 
 def is_true(condition: Array) -> bool:
-    """A single truth, read."""
+    """Return the value of a condition of one element as bool."""
     return bool(numbers([condition])[0]) if isinstance(condition, Tensor) else bool(condition)
 
 
 def divide(x: Array, number: float) -> Array:
-    """x/number, each quotient rounded once."""
+    """Return x/number, rounded once per element."""
     return x / torch.full_like(x, number) if isinstance(x, Tensor) else x / np.float32(number)
 
 
 def cast(x: Array, dtype: torch.dtype) -> Array:
-    """The nearest numbers of 16 bits, as int16."""
+    """Return the nearest 16-bit floating-point numbers, with their bits as int16."""
     return same_form(x, tensor_of(x).to(dtype).view(torch.int16))
 
 
 def uncast(values: Array, dtype: torch.dtype) -> Array:
-    """float32 again."""
+    """Return float32 numbers from the int16 bits of 16-bit floating-point numbers."""
     return same_form(values, tensor_of(values).view(dtype).float())

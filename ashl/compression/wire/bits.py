@@ -1,7 +1,7 @@
-"""Numbers of a few bits each, one after the other in a little-endian stream.
+"""Pack integers of a few bits into a little-endian bit stream.
 
-1, 2 and 4 bits are pushed together in pairs; others up to 8 bits by eights: as the bytes of one
-word of 64 bits, in three shifts.
+Widths of 1, 2 and 4 bits are packed by joining pairs. Other widths up to 8 are packed eight numbers
+at a time: the eight bytes of a 64-bit word are compacted in three shifts.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,25 +14,25 @@ from torch import Tensor
 from ashl.compression.wire import device_kernels
 from ashl.compression.wire.arrays import Array
 
-GROUP = 32  # numbers of w bits fill w words of 32 bits
-BLOCK = 1 << 16  # elements: what lies between two passes over a block stays in the L2 cache
-HALVES = (1, 2, 4)
-LANES = (16, 32, 64)  # bits of a pair of numbers, of two pairs, of four
+GROUP = 32  # so many numbers of w bits fill w words of 32 bits
+BLOCK = 1 << 16  # elements; a block stays in the L2 cache between two passes over it
+HALVES = (1, 2, 4)  # widths that are packed by joining pairs
+LANES = (16, 32, 64)  # bits of a pair of bytes, of two pairs, of four pairs
 Read = Callable[[np.ndarray, int, int], np.ndarray]
 
 
 def blocks(d: int) -> Iterator[slice]:
-    """The parts of d elements, one after the other, that fit the cache."""
+    """Return consecutive slices of d elements that fit the cache."""
     return (slice(start, min(start + BLOCK, d)) for start in range(0, d, BLOCK))
 
 
 def packed_bytes(count: int, width: int) -> int:
-    """The size of `count` numbers of `width` bits."""
+    """Return the size in bytes of `count` numbers of `width` bits."""
     return -(-count * width // 8)
 
 
 def pack(numbers: Array, width: int) -> Array:
-    """uint8 [packed_bytes] of the low `width` bits, 1 to 32, of each number."""
+    """Return the low `width` bits (1 to 32) of each number as a stream, uint8 [packed_bytes]."""
     if isinstance(numbers, Tensor):
         return device_kernels.pack(numbers, width)
     if width in (8, 16, 32):
@@ -46,8 +46,9 @@ def pack(numbers: Array, width: int) -> Array:
 
 
 def unpack(buffer: Array, width: int, count: int) -> Array:
-    """The first `count` numbers of such a stream, uint32, on a device int32; the stream must be
-    long enough.
+    """Return the first `count` numbers of a stream, uint32, or int32 on a device.
+
+    Limits: the caller checks that the stream is long enough.
     """
     if isinstance(buffer, Tensor):
         return device_kernels.unpack(buffer, width, count).to(torch.int32)
@@ -59,14 +60,14 @@ def unpack(buffer: Array, width: int, count: int) -> Array:
 
 
 def unpack_bytes(buffer: Array, width: int, count: int) -> Array:
-    """As `unpack`, for a width of at most 8: uint8."""
+    """Return the first `count` numbers of a stream as uint8, for a width of at most 8."""
     if isinstance(buffer, Tensor):
         return device_kernels.unpack(buffer, width, count)
     return _unpack_blocks(_unpack_bytes, buffer, width, np.empty(count, np.uint8))
 
 
 def pack_signs(x: Array) -> Array:
-    """uint8 [⌈d/8⌉]: 1 where x is negative; of zeros and NaNs it is the sign bit that counts."""
+    """Return the sign bits of x, uint8 [⌈d/8⌉]; 1 is negative, also for −0 and negative NaNs."""
     if isinstance(x, Tensor):
         return device_kernels.pack_signs(x)
     packed, signs = np.empty(-(-x.size // 8), np.uint8), np.empty(min(BLOCK, x.size), bool)
@@ -78,7 +79,7 @@ def pack_signs(x: Array) -> Array:
 
 
 def pack_truths(truths: Array) -> Array:
-    """uint8 [⌈d/8⌉] of bool [d]."""
+    """Return bool [d] as a stream of bits, uint8 [⌈d/8⌉]."""
     return (
         device_kernels.pack(truths, 1)
         if isinstance(truths, Tensor)
@@ -87,14 +88,14 @@ def pack_truths(truths: Array) -> Array:
 
 
 def unpack_truths(stream: Array, count: int) -> Array:
-    """bool [count] again."""
+    """Return bool [count] from a stream of bits."""
     if isinstance(stream, Tensor):
         return device_kernels.unpack(stream, 1, count).view(torch.bool)
     return np.unpackbits(stream, count=count, bitorder="little").view(bool)
 
 
 def apply_signs(buffer: Array, count: int, magnitude: Array) -> Array:
-    """float32 [count]: a magnitude, float32 [1], with the signs of such a stream."""
+    """Return a magnitude, float32 [1], with each sign of a stream: float32 [count]."""
     if isinstance(buffer, Tensor):
         return device_kernels.apply_signs(buffer, count, magnitude)
     x = np.empty(count, np.uint32)
@@ -156,7 +157,7 @@ def _pack_bytes(numbers: np.ndarray, width: int) -> np.ndarray:
             pairs = single.view("<u2")
             single, width = (pairs | pairs >> np.uint16(8 - width)).astype(np.uint8), 2 * width
         return single[:size]
-    for lane in LANES:  # the upper half of each lane moves down to where the lower one ends
+    for lane in LANES:  # shift the upper half of each lane down to the end of the lower half
         lower, upper, apart = _halves(lane, width)
         moved = words >> apart
         moved &= upper
@@ -196,8 +197,8 @@ def _unpack_bytes(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
 
 @cache
 def _halves(lane: int, width: int) -> tuple[np.uint64, np.uint64, np.uint64]:
-    """Masks of a lane's lower and upper half of numbers, pushed together, and how far the upper one
-    had to move.
+    """Return the masks of the lower and the upper half of a lane after packing, and the shift
+    between.
     """
     used = lane * width // 16
     return (
@@ -208,5 +209,5 @@ def _halves(lane: int, width: int) -> tuple[np.uint64, np.uint64, np.uint64]:
 
 
 def _repeat(pattern: int, lane: int) -> np.uint64:
-    """A pattern in every lane of a word of 64 bits."""
+    """Return a 64-bit word with the pattern in every lane."""
     return np.uint64(sum(pattern << shift for shift in range(0, 64, lane)))

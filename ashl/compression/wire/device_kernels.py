@@ -1,10 +1,11 @@
-"""The kernels of codecs for tensors, whole vectors at once: what `bits`, `levels`, `powers` and
-`select` do for arrays block by block, here for a device, with the same bits.
+"""Kernels of codecs for tensors on a device; they process whole vectors at once.
 
-Equal on every device: integers, shifts, comparisons, and one float operation after the other, each
-rounded once. So nothing is divided by a number (torch multiplies with its reciprocal on CUDA),
-nothing is multiplied and added at once, and sums are trees of elementwise additions, in NumPy's
-order. Only `lengths` is not: it is right to the last bit or two.
+They do the same as `bits`, `levels`, `powers` and `select` do for arrays block by block, with the
+same bits. Results are equal on all devices because the kernels use only integers, shifts,
+comparisons, and float operations that are rounded one by one. They avoid division by a number,
+which torch replaces on CUDA by multiplication with the reciprocal, and fused multiply-add. Sums are
+trees of elementwise additions in NumPy's order. Only `lengths` may differ between devices, in the
+last bit or two.
 """
 
 import math
@@ -17,17 +18,17 @@ from ashl.compression.wire.arrays import TYPES, Array, read
 from ashl.data.counter_rng import CounterRng
 from ashl.learn.device import to_host
 
-LEAF, LANES = 128, 8  # of NumPy's sums
-EIGHT_BITS = 0x0102040810204080  # moves the lowest bits of eight bytes into the highest of them
-MAGNITUDE = 0x7FFFFFFF
-INFINITE, TOP, MANTISSA = 0x7F800000, 0x7F000000, 23
+LEAF, LANES = 128, 8  # NumPy adds 128 elements in 8 accumulators before it adds pairwise
+EIGHT_BITS = 0x0102040810204080  # as a factor: gathers the lowest bits of 8 bytes in the top byte
+MAGNITUDE = 0x7FFFFFFF  # bits of a float32 without its sign
+INFINITE, TOP, MANTISSA = 0x7F800000, 0x7F000000, 23  # of float32: ∞, 2¹²⁷, mantissa bits
 
 
-# --- numbers of a few bits
+# --- bit streams
 
 
 def pack(numbers: Tensor, width: int) -> Tensor:
-    """uint8 [⌈count·width/8⌉]: so many numbers together fill whole bytes."""
+    """Return a stream of numbers of `width` bits, uint8 [⌈count·width/8⌉]."""
     if width in (8, 16):
         return numbers.to(TYPES["u1" if width == 8 else "<i2"]).view(torch.uint8)
     group, filled = _whole_bytes(width)
@@ -48,7 +49,7 @@ def pack(numbers: Tensor, width: int) -> Tensor:
 
 
 def unpack(buffer: Tensor, width: int, count: int) -> Tensor:
-    """[count] in int32, or uint8 where they have 8 bits or fewer."""
+    """Return the first `count` numbers of a stream: uint8 up to a width of 8, else int32."""
     if width == 8:
         return buffer[:count]
     group, filled = _whole_bytes(width)
@@ -66,7 +67,7 @@ def unpack(buffer: Tensor, width: int, count: int) -> Tensor:
 
 
 def _whole_bytes(width: int) -> tuple[int, int]:
-    """How many numbers fill how many bytes."""
+    """Return (numbers, bytes) of the smallest group of numbers that fills whole bytes."""
     common = math.gcd(8, width)
     return 8 // common, width // common
 
@@ -85,7 +86,7 @@ def apply_signs(buffer: Tensor, count: int, magnitude: Array) -> Tensor:
 
 
 def flip_signs(buffer: Tensor, rows: Tensor) -> Tensor:
-    """x, negated where such a stream says so."""
+    """Return x with the sign of each element flipped where the stream has a 1."""
     return _with_signs(buffer, rows.numel(), rows.reshape(-1).view(torch.int32)).view(rows.shape)
 
 
@@ -93,12 +94,14 @@ def _with_signs(buffer: Tensor, count: int, bits: Tensor | int) -> Tensor:
     return (unpack(buffer, 1, count).to(torch.int32) * -(2**31) ^ bits).view(torch.float32)
 
 
-# --- the largest
+# --- selection
 
 
 def largest(keys: Tensor, k: int, rank: int | None, sample: Tensor) -> Tensor:
-    """Ascending places, int64 [k], of the k largest keys, of equal ones the first; `rank` is that
-    of a bound in a sample that more than k reach, None where all are looked at.
+    """Return the ascending indices, int64 [k], of the k largest keys; of equal keys the first ones.
+
+    `rank` is the rank in `sample` of a bound that very likely more than k keys reach; None selects
+    among all keys.
     """
     if rank is not None:
         places = indices_reaching(keys, sample.kthvalue(len(sample) - rank + 1).values.clamp(min=1))
@@ -108,7 +111,7 @@ def largest(keys: Tensor, k: int, rank: int | None, sample: Tensor) -> Tensor:
 
 
 def largest_of_rows(keys: Tensor, k: int) -> Tensor:
-    """The same of each row: column indices, int64 [rows, k]."""
+    """Return the ascending column indices, int64 [rows, k], of the k largest keys of each row."""
     least = keys.topk(k, 1, sorted=False).values.amin(1, keepdim=True)
     above, equal = keys > least, keys == least
     chosen = above | equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True))
@@ -120,7 +123,7 @@ def indices_reaching(keys: Tensor, bound: Tensor | int) -> Tensor:
 
 
 def magnitudes(x: Tensor) -> Tensor:
-    """A float32 without its sign is ordered like the integer of the same bits."""
+    """Return integers with the order of |x|: the bits of float32 without its sign."""
     return x.view(torch.int32) & MAGNITUDE
 
 
@@ -157,9 +160,7 @@ def ends_of(x: Tensor) -> Tensor:
 
 
 def lengths(rows: Tensor) -> Tensor:
-    """‖·‖₂ of each row as float32 [n, 1]; of what is finite the largest float32, where it is beyond
-    that.
-    """
+    """Return ‖·‖₂ of each row, float32 [n, 1]; finite rows are limited to the largest float32."""
     wide = rows.to(torch.float64)
     squares = (wide * wide).sum(1)
     most = float(np.finfo(np.float32).max) ** 2
@@ -174,7 +175,9 @@ def lengths(rows: Tensor) -> Tensor:
 
 
 def pack_ternary(numbers: Tensor, digits: int, block: int) -> Tensor:
-    """Each block of `numbers` as `pack_ternary` of the host has it."""
+    """Return ternary numbers five to a byte, block by block, as `ternary_packing.pack_ternary`
+    does.
+    """
     whole = len(numbers) // block * block
     pieces = [_pack_planes(numbers[:whole].view(-1, digits, block // digits))] if whole else []
     if rest := len(numbers) - whole:
@@ -236,8 +239,9 @@ def read_natural(stream: Tensor, d: int) -> Tensor:
 
 
 def block_sums(x: Tensor, block: int) -> list[float]:
-    """Of each block of x [d], in the order of NumPy's sum of it; what is left of a block is added
-    up by the host, and so is one that float32 does not suffice for.
+    """Return the sum of each block of x [d], in the order of additions of NumPy's sum.
+
+    The host adds the incomplete last block, and each block whose sum overflows float32.
     """
     whole = len(x) // block * block
     sums = x[:whole].view(-1, LEAF // LANES, LANES)
@@ -264,5 +268,5 @@ def _sum(x: np.ndarray) -> float:
 
 
 def power(exponents: Tensor) -> Tensor:
-    """2 to that, exactly: float64 by its bits."""
+    """Return 2**exponent exactly, float64."""
     return (exponents.to(torch.int64) + 1023 << 52).view(torch.float64)

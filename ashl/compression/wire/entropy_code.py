@@ -1,13 +1,15 @@
-"""How the integers of a quantizer are written: a last stage that loses nothing.
+"""Lossless codes of a quantizer's integers.
 
-none: ⌈log2 n⌉ bits each, for n levels. huffman: the canonical code of this message's own histogram;
-the lengths of the codewords go with it. elias: levels count from 0, the most usual one, and 0s are
-not written: of the others the gap to the one before, the sign and the magnitude, as (level + 1) >>
-1, in the Elias omega code; no table. range: within a fraction of a per cent of the entropy of this
-message's own histogram, which goes with it; needs the library constriction.
+none: ⌈log2 n⌉ bits each, for n levels. huffman: the canonical code of the message's own histogram;
+the lengths of the codewords are sent, too. elias: level 0, often the most frequent one, is not
+written. Each other level is written as its distance from the one before, its sign, and its
+magnitude (level + 1) >> 1, in the Elias omega code; there is no table. range: within a fraction of
+a per cent of the entropy of the message's own histogram, which is sent, too; needs the library
+constriction.
 
-No code takes more than `none` and 5 bytes: what would is written as `none`. A quantizer whose
-levels lie around 0 folds them first, see `fold`: 0, −1, 1, −2, 2, … become 0, 1, 2, 3, 4.
+Limits: no code needs more than 5 bytes more than `none`: a longer result is replaced by `none`. A
+quantizer with levels around 0 folds them first, see `fold`: 0, −1, 1, −2, 2, … become 0, 1, 2, 3,
+4.
 
 Source: Huffman, 1952; Elias coding as in Alistarh et al., "QSGD", NeurIPS 2017; variable lengths
 after a quantizer as in Suresh et al., "Distributed Mean Estimation with Limited Communication",
@@ -28,34 +30,33 @@ from ashl.compression.wire.prefix_code import omega, read_omega, read_prefix, wr
 from ashl.errors import UsageError
 
 EntropyCode = Literal["none", "huffman", "elias", "range"]
-PLAIN, CODED, CONSTANT = 0, 1, 2  # the first byte of what has been coded
-LONGEST = 16  # bits of a Huffman codeword, where no more levels than that are used
-MOST_LEVELS = 1 << 16  # beyond it a histogram says nothing
+PLAIN, CODED, CONSTANT = 0, 1, 2  # first byte of a code: as with `none`, coded, one level only
+LONGEST = 16  # bits of the longest Huffman codeword, unless more than 2^15 levels occur
+MOST_LEVELS = 1 << 16  # with more levels, a histogram is not worth its size
 
 
 def check_code(code: EntropyCode) -> None:
-    """Raises UsageError where the code needs a library that is not there."""
+    """Raise UsageError if the code needs a library that is not installed."""
     if code == "range":
         _constriction()
 
 
 def fold(levels: np.ndarray) -> np.ndarray:
-    """Signed levels as unsigned ones, small where they are close to 0: 2|q| − 1 for negative q, 2q
-    for others.
-    """
+    """Return signed levels as unsigned ones: 2|q| − 1 for negative q, else 2q."""
     doubled = levels.astype(np.int32) << 1
     return (doubled ^ (doubled >> 31)).view(np.uint32)
 
 
 def unfold(levels: np.ndarray) -> np.ndarray:
-    """The signed levels, int32."""
+    """Return the signed levels of folded ones, int32."""
     levels = levels.astype(np.int32)
     return (levels >> 1) ^ -(levels & 1)
 
 
 def entropy(levels: np.ndarray, num_levels: int) -> float:
-    """The bits that no code of single levels can do without, table aside: Σ −log2 of each level's
-    frequency.
+    """Return the least number of bits of a code of single levels, without a table.
+
+    Rule: Σ −log2 of each level's frequency.
     """
     counts = _histogram(levels, num_levels)
     counts = counts[counts > 0]
@@ -63,12 +64,12 @@ def entropy(levels: np.ndarray, num_levels: int) -> float:
 
 
 def bound_bytes(code: EntropyCode, count: int, num_levels: int) -> int:
-    """What `count` levels take at most."""
+    """Return the largest size in bytes of `count` levels."""
     return packed_bytes(count, _width(num_levels)) + (code != "none") * 5
 
 
 def write_levels(code: EntropyCode, levels: np.ndarray, num_levels: int) -> np.ndarray:
-    """uint8, of unsigned integers below num_levels."""
+    """Encode unsigned integers below num_levels as uint8."""
     if code == "none":
         return pack(levels, _width(num_levels))
     plain = packed_bytes(levels.size, _width(num_levels))
@@ -84,10 +85,10 @@ def write_levels(code: EntropyCode, levels: np.ndarray, num_levels: int) -> np.n
 
 
 def read_levels(code: EntropyCode, buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray:
-    """The levels [count]. Raises BodyError where the buffer is none of theirs."""
+    """Decode `count` levels.   Raises: PayloadError if the buffer is malformed."""
     if code != "none":
         if not buffer.size:
-            raise PayloadError(f"no bytes came where {count} levels were expected")
+            raise PayloadError(f"expected {count} levels; received no bytes")
         form, buffer = buffer[0], buffer[1:]
         if form == CODED and count and num_levels <= MOST_LEVELS:
             read = {"huffman": _read_huffman, "elias": _read_elias, "range": _read_range}[code]
@@ -97,9 +98,13 @@ def read_levels(code: EntropyCode, buffer: np.ndarray, count: int, num_levels: i
                 np.full(count, _read_header(buffer, 1, exactly=True)[0][0], np.uint32), num_levels
             )
         if form != PLAIN:
-            raise PayloadError(f"what came is no {code} code: form {form}, {count} levels")
+            raise PayloadError(
+                f"expected a {code} code of {count} levels; received a code of form {form}"
+            )
     if buffer.size != packed_bytes(count, _width(num_levels)):
-        raise PayloadError(f"{count} levels below {num_levels} came in {buffer.size} bytes")
+        raise PayloadError(
+            f"received {buffer.size} bytes, which do not hold {count} levels below {num_levels}"
+        )
     return _below(unpack(buffer, _width(num_levels), count), num_levels)
 
 
@@ -109,12 +114,15 @@ def _width(num_levels: int) -> int:
 
 def _below(levels: np.ndarray, num_levels: int) -> np.ndarray:
     if levels.size and (int(levels.max()) >= num_levels or int(levels.min()) < 0):
-        raise PayloadError(f"a level of {int(levels.max())} came where all are below {num_levels}")
+        raise PayloadError(f"received level {int(levels.max())}; levels are below {num_levels}")
     return levels
 
 
 def _histogram(levels: np.ndarray, num_levels: int) -> np.ndarray:
-    """How often each level occurs; in blocks, since bincount makes int64 of what it is given."""
+    """Return the number of times each level occurs.
+
+    It counts block by block, because bincount converts its input to int64.
+    """
     counts = np.zeros(num_levels, np.int64)
     for where in blocks(levels.size):
         counts += np.bincount(levels[where], minlength=num_levels)
@@ -128,33 +136,34 @@ def _words(*numbers: Any) -> np.ndarray:
 def _read_header(
     buffer: np.ndarray, count: int, exactly: bool = False
 ) -> tuple[list[int], np.ndarray]:
-    """The first numbers of 32 bits, and what follows them."""
+    """Return the first `count` numbers of 32 bits, and the bytes after them."""
     if buffer.size < 4 * count or (exactly and buffer.size != 4 * count):
-        raise PayloadError(f"{buffer.size} bytes of levels came where {4 * count} were expected")
+        raise PayloadError(f"expected {4 * count} bytes of levels; received {buffer.size}")
     return buffer[: 4 * count].copy().view("<u4").tolist(), buffer[4 * count :]
 
 
-# --- tables: numbers from 0 on, of which most are 0
-# -------------------------------------------------------------------
+# --- tables: non-negative numbers, most of which are 0
 
 
 def _write_table(numbers: np.ndarray) -> np.ndarray:
-    """Up to the last that is not 0: how many, their bytes, and n + 1 of each in the omega code."""
+    """Encode the numbers up to the last non-zero one.
+
+    Format: how many, the size of the code in bytes, and n + 1 of each number n in the omega code.
+    """
     used = numbers[: np.flatnonzero(numbers)[-1] + 1]
     coded = write_prefix(used + 1, omega)
     return np.concatenate([_words(used.size, coded.size), coded])
 
 
 def _read_table(buffer: np.ndarray, num_levels: int) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers, what follows them)."""
+    """Return (numbers, the bytes after the table)."""
     (used, size), rest = _read_header(buffer, 2)
     if not 0 < used <= num_levels or size > rest.size:
-        raise PayloadError(f"a table of {used} levels came where there are {num_levels}")
+        raise PayloadError(f"received a table of {used} levels; there are {num_levels}")
     return read_prefix(rest[:size], used, read_omega) - 1, rest[size:]
 
 
 # --- huffman
-# --------------------------------------------------------------------------------------------------
 
 
 def _write_huffman(levels: np.ndarray, num_levels: int) -> np.ndarray:
@@ -174,10 +183,10 @@ def _read_huffman(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray
     order = np.lexsort((np.arange(lengths.size), lengths))
     order = order[lengths[order] > 0]
     if not 0 < longest <= LONGEST + 1 or lengths.min() < 0:
-        raise PayloadError(f"codewords of {longest} bits came where {LONGEST + 1} are the most")
+        raise PayloadError(f"received codewords of {longest} bits; at most {LONGEST + 1} are valid")
     steps = 1 << (longest - lengths[order])
     if steps.sum() != 1 << longest:
-        raise PayloadError("the lengths of codewords that came are those of no complete code")
+        raise PayloadError("the received lengths of codewords do not form a complete code")
     symbols, sizes = np.repeat(order, steps), np.repeat(lengths[order], steps)
 
     def decode(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -188,8 +197,10 @@ def _read_huffman(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray
 
 
 def _code_lengths(counts: np.ndarray) -> np.ndarray:
-    """Of the codewords, in bits, 0 for what does not occur; at least two levels occur. Where the
-    longest would be beyond LONGEST, the histogram is made flatter until it is not.
+    """Return the lengths of the codewords in bits, 0 for levels that do not occur.
+
+    At least two levels must occur. If the longest codeword exceeds the limit, the histogram is
+    flattened until it does not.
     """
     used = np.flatnonzero(counts)
     limit = max(LONGEST, _width(used.size) + 1)
@@ -204,7 +215,7 @@ def _code_lengths(counts: np.ndarray) -> np.ndarray:
 
 
 def _tree_depths(counts: np.ndarray) -> np.ndarray:
-    """Depth of each leaf in Huffman's tree."""
+    """Return the depth of each leaf in Huffman's tree."""
     heap = [(int(count), leaf) for leaf, count in enumerate(counts)]
     heapq.heapify(heap)
     parents = np.zeros(2 * counts.size - 1, np.int64)
@@ -220,45 +231,42 @@ def _tree_depths(counts: np.ndarray) -> np.ndarray:
 
 
 # --- elias
-# --------------------------------------------------------------------------------------------------
 
 
 def _write_elias(levels: np.ndarray, num_levels: int) -> np.ndarray:
-    places = np.flatnonzero(levels)
-    found = levels[places].astype(np.int64)
-    gaps = write_prefix(np.diff(places, prepend=-1), omega)
+    indices = np.flatnonzero(levels)
+    found = levels[indices].astype(np.int64)
+    gaps = write_prefix(np.diff(indices, prepend=-1), omega)
     signs = np.packbits((found & 1).astype(bool), bitorder="little")
     magnitudes = write_prefix((found + 1) >> 1, omega)
-    return np.concatenate([_words(places.size, gaps.size), gaps, signs, magnitudes])
+    return np.concatenate([_words(indices.size, gaps.size), gaps, signs, magnitudes])
 
 
 def _read_elias(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray:
     (found, size), rest = _read_header(buffer, 2)
     split = size + -(-found // 8)
     if found > count or split > rest.size:
-        raise PayloadError(f"{found} levels beside 0 came where there are {count} in all")
+        raise PayloadError(f"received {found} non-zero levels; there are {count} in all")
     gaps = read_prefix(rest[:size], found, read_omega)
     magnitudes = read_prefix(rest[split:], found, read_omega)
-    places = np.cumsum(gaps) - 1
+    indices = np.cumsum(gaps) - 1
     if found and (
         gaps.min() < 1
-        or places[-1] >= count
+        or indices[-1] >= count
         or magnitudes.min() < 1
         or magnitudes.max() > num_levels
     ):
         raise PayloadError(
-            f"the places or magnitudes of levels that came are not those of {count} below"
-            f" {num_levels}"
+            f"the received indices or magnitudes do not belong to {count} levels below {num_levels}"
         )
     levels = np.zeros(count, np.uint32)
-    levels[places] = 2 * magnitudes - np.unpackbits(
+    levels[indices] = 2 * magnitudes - np.unpackbits(
         rest[size:split], count=found, bitorder="little"
     )
     return levels
 
 
 # --- range
-# --------------------------------------------------------------------------------------------------
 
 
 def _write_range(levels: np.ndarray, num_levels: int) -> np.ndarray:
@@ -271,9 +279,8 @@ def _write_range(levels: np.ndarray, num_levels: int) -> np.ndarray:
     model = _model(counts[used])
     for where in blocks(levels.size):
         coder.encode(ranks[levels[where]], model)
-    coded = (
-        coder.get_compressed()
-    )  # words of 32 bits; a decoder cannot tell whether some are missing
+    # Words of 32 bits. Their number is sent, because a decoder does not notice missing ones.
+    coded = coder.get_compressed()
     return np.concatenate(
         [_write_table(counts), _words(coded.size), coded.astype("<u4").view(np.uint8)]
     )
@@ -286,17 +293,18 @@ def _read_range(buffer: np.ndarray, count: int, num_levels: int) -> np.ndarray:
     used = np.flatnonzero(counts)
     if counts.min() < 0 or counts.sum() != count or used.size < 2 or stream.size != 4 * size:
         raise PayloadError(
-            f"a histogram of {counts.sum()} levels came with {stream.size} bytes for {count}"
+            f"expected a histogram of {count} levels; received one of {counts.sum()} with"
+            f" {stream.size} bytes"
         )
     coder = library.stream.queue.RangeDecoder(stream.copy().view("<u4").astype(np.uint32))
     try:
         return used[coder.decode(_model(counts[used]), count)]
     except Exception as wrong:
-        raise PayloadError(f"what came is no range code of {count} levels") from wrong
+        raise PayloadError(f"expected a range code of {count} levels") from wrong
 
 
 def _model(counts: np.ndarray) -> Any:
-    """Of levels that all occur."""
+    """Return the entropy model of levels that all occur."""
     return _constriction().stream.model.Categorical(counts / counts.sum(), perfect=False)
 
 
@@ -305,7 +313,7 @@ def _constriction() -> Any:
         import constriction
     except ImportError:
         raise UsageError(
-            "compression.entropy=range needs the library constriction: pip install constriction, or"
-            " take compression.entropy=huffman"
+            "compression.entropy=range: needs the library constriction; run pip install"
+            " constriction, or set compression.entropy=huffman"
         ) from None
     return constriction

@@ -1,11 +1,13 @@
-"""How the places of the kept elements are written: k ascending indices below d.
+"""Codes of the indices of the selected elements: k ascending indices below d.
 
-int32: 32 bits an index, nothing to compute. packed: ⌈log2 d⌉ bits an index. bitmap: one bit an
-element, shorter than packed where k/d > 1/⌈log2 d⌉, which is 4-5 % for millions of elements.
-golomb: of the elements that lie between two kept ones, the low b bits of their number, and the rest
-of it in unary: within 2 % of the entropy of places that are drawn independently; the size depends
-on them, and `index_bytes` is what it never exceeds. In memory: b as one byte, the low bits of all,
-then the unary numbers of all, so that both are read at once.
+int32: 32 bits per index; nothing to compute. packed: ⌈log2 d⌉ bits per index. bitmap: one bit per
+element; shorter than packed if k/d > 1/⌈log2 d⌉, which is 4-5 % for millions of elements. golomb:
+for each gap between selected elements, its low b bits, and the other bits in unary. If each element
+is selected independently, its size is within 2 % of the entropy. The size depends on the indices,
+and `index_bytes` is an upper bound.
+
+Format of golomb: b as one byte, the low bits of all gaps, then the unary numbers of all gaps, so
+that both can be decoded as whole arrays.
 
 Source: Golomb, "Run-Length Encodings", 1966, with the b of Sattler et al., "Sparse Binary
 Compression", IJCNN 2019.
@@ -33,16 +35,16 @@ from ashl.compression.wire.bits import pack, pack_truths, packed_bytes, unpack, 
 
 IndexCode = Literal["int32", "packed", "bitmap", "golomb"]
 INDEX_CODES: Sequence[IndexCode] = ("int32", "packed", "bitmap", "golomb")
-VARIABLE: Sequence[IndexCode] = ("golomb",)  # whose size depends on the indices
+VARIABLE: Sequence[IndexCode] = ("golomb",)  # codes whose size depends on the indices
 
 
 def width(d: int) -> int:
-    """⌈log2 d⌉, and 1 where d is 1."""
+    """Return ⌈log2 d⌉, at least 1."""
     return max(1, (d - 1).bit_length())
 
 
 def low_bits(k: int, d: int) -> int:
-    """b of Golomb's code: the best power of two for gaps between k of d elements."""
+    """Return b of Golomb's code: 2^b is the best power of two for the gaps of k of d elements."""
     if k == d:
         return 0
     golden = (math.sqrt(5) - 1) / 2  # φ − 1
@@ -50,15 +52,16 @@ def low_bits(k: int, d: int) -> int:
 
 
 def index_bytes(code: IndexCode, k: int, d: int) -> int:
-    """The size of k indices below d; the largest possible where it depends on them."""
+    """Return the size in bytes of k indices below d; an upper bound for golomb."""
     if code == "golomb":
         return 1 + packed_bytes(k, b := low_bits(k, d)) + _unary_bytes(k, d, b) if k else 0
     return {"int32": 4 * k, "packed": packed_bytes(k, width(d)), "bitmap": -(-d // 8)}[code]
 
 
 def index_room(code: IndexCode, k: int, d: int) -> int:
-    """What no k indices or fewer exceed: Golomb's worst case falls by up to 7 % where more indices
-    make b smaller.
+    """Return an upper bound in bytes of at most k indices.
+
+    Golomb's upper bound is not monotonic: it falls by up to 7 % where a larger k makes b smaller.
     """
     return (
         -(-27 * index_bytes(code, k, d) // 25) + 1 if code == "golomb" else index_bytes(code, k, d)
@@ -66,7 +69,7 @@ def index_room(code: IndexCode, k: int, d: int) -> int:
 
 
 def write_indices(code: IndexCode, indices: Array, d: int) -> Array:
-    """uint8 [index_bytes], or fewer."""
+    """Encode indices as bytes, at most `index_bytes`."""
     if code == "int32":
         return (
             indices.to(torch.int32)
@@ -81,13 +84,14 @@ def write_indices(code: IndexCode, indices: Array, d: int) -> Array:
 
 
 def read_indices(code: IndexCode, buffer: Array, k: int, d: int) -> Array:
-    """The indices [k], ascending. Raises BodyError where they are of another size, out of order or
-    beyond d.
+    """Decode k ascending indices.
+
+    Raises: PayloadError if their size is wrong, or if they are not ascending or not below d.
     """
     size = index_bytes(code, k, d)
     if len(buffer) > size or (len(buffer) < size and code not in VARIABLE):
         raise PayloadError(
-            f"{k} {code} indices below {d} take {size} bytes, but {len(buffer)} came"
+            f"{k} {code} indices below {d} take {size} bytes; received {len(buffer)}"
         )
     if code == "int32":
         indices = view_as(buffer, "<i4")
@@ -100,26 +104,29 @@ def read_indices(code: IndexCode, buffer: Array, k: int, d: int) -> Array:
     if k == 0 and not len(indices):
         return indices if isinstance(indices, Tensor) else np.empty(0, np.int64)
     if len(indices) != k or not is_true(
-        (indices[0] >= 0) & (indices[-1] < d) & (indices[1:] > indices[:-1]).all()  # one reading
+        # one condition, because each transfer from a device takes time
+        (indices[0] >= 0) & (indices[-1] < d) & (indices[1:] > indices[:-1]).all()
     ):
-        raise PayloadError(f"the indices that came are not {k} ascending numbers below {d}")
+        raise PayloadError(f"the received indices are not {k} ascending numbers below {d}")
     return indices
 
 
 def _unary_bytes(k: int, d: int, b: int) -> int:
-    """At most so long: k ends, and the gaps add up to no more than d − k."""
+    """Return an upper bound in bytes of the unary numbers: k ends, and gaps that sum to at most d −
+    k.
+    """
     return -(-(k + ((d - k) >> b)) // 8)
 
 
-def _bitmap(places: Array, size: int) -> Array:
-    """A stream of so many bits, of which those at these places are 1."""
-    if isinstance(places, Tensor):
-        mask = torch.zeros(size, dtype=torch.bool, device=str(places.device)).index_fill_(
-            0, places, True
+def _bitmap(indices: Array, size: int) -> Array:
+    """Return a stream of `size` bits with ones at these indices."""
+    if isinstance(indices, Tensor):
+        mask = torch.zeros(size, dtype=torch.bool, device=str(indices.device)).index_fill_(
+            0, indices, True
         )
     else:
         mask = np.zeros(size, bool)
-        mask[places] = True
+        mask[indices] = True
     return pack_truths(mask)
 
 
@@ -144,14 +151,13 @@ def _read_golomb(buffer: Array, k: int, d: int) -> Array:
     b = int(read(buffer[:1])[0]) if len(buffer) else -1
     if b != low_bits(k, d) or len(buffer) < (first := 1 + packed_bytes(k, b)):
         raise PayloadError(
-            f"{k} golomb indices below {d} came with {b} low bits in {len(buffer)} bytes"
+            f"received {k} golomb indices below {d} with {b} low bits in {len(buffer)} bytes"
         )
     ends = where_true(unpack_truths(buffer[first:], 8 * (len(buffer) - first)))
     if len(ends) != k or not is_true(ends[-1] // 8 == len(buffer) - first - 1):
-        raise PayloadError(f"{len(ends)} golomb indices below {d} came where {k} were expected")
-    before = beside(
-        ends, np.arange(k)
-    )  # of each end the ones below it; what else is below it are high bits of gaps
+        raise PayloadError(f"expected {k} golomb indices below {d}; received {len(ends)}")
+    # The bits below an end are the ends before it and the high bits of all gaps up to it.
+    before = beside(ends, np.arange(k))
     indices = ends - before
     indices <<= b
     indices += before

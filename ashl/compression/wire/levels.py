@@ -1,8 +1,7 @@
-"""Evenly spaced levels, in blocks that fit the cache: where elements lie among them, and numbers of
-levels as streams.
+"""Evenly spaced levels: map elements to levels, and levels to bit streams, in blocks for the cache.
 
-Rule: numbers take ⌈log2(top + 1)⌉ bits, 8 at most, or what an entropy code makes of them, for which
-they are counted from the one in the middle.
+Rule: a level takes ⌈log2(top + 1)⌉ bits, at most 8, or fewer with an entropy code. For an entropy
+code, levels are counted from the middle one.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,22 +24,20 @@ from ashl.compression.wire.entropy_code import (
 )
 from ashl.compression.wire.payload_format import Parts
 
-SMALL = np.float32(2.0**-64)  # below it float32 may have no reciprocal
-ENLARGED = np.float32(2.0**64)
-SHORT = 1 - 2.0**-22  # so that what is rounded on the way is not rounded up beyond the top level
-TOGETHER = 4  # blocks: with so many passes over each, fewer and larger ones win
+SMALL = np.float32(2.0**-64)  # below it the reciprocal may exceed float32
+ENLARGED = np.float32(2.0**64)  # factor for spans below SMALL
+SHORT = 1 - 2.0**-22  # factor that keeps rounding errors from exceeding the top level
+TOGETHER = 4  # blocks that are processed at once; larger steps are faster with many passes
 
 
 def width(top: int) -> int:
-    """Bits of a number from 0 to top."""
+    """Return the number of bits of a number from 0 to top."""
     return top.bit_length()
 
 
 def rows_of(x: Array, row: int) -> Iterator[tuple[slice, Array]]:
-    """Blocks of x as [n, row], and where their rows lie among all; the last row is filled up with
-    zeros.
-    """
-    if isinstance(x, Tensor):  # on a device all is one block
+    """Yield (positions of the rows, block [n, row]) of x; zeros complete the last row."""
+    if isinstance(x, Tensor):  # on a device, all of x is one block
         yield (
             slice(0, -(-len(x) // row)),
             torch.nn.functional.pad(x, (0, -len(x) % row)).view(-1, row),
@@ -55,7 +52,7 @@ def rows_of(x: Array, row: int) -> Iterator[tuple[slice, Array]]:
 
 
 def scale_levels(x: Array, span: Array, top: float) -> Array:
-    """x/span·top, for spans [n, 1] or [1, 1] of the rows of x [n, m]; 0 where a span is none."""
+    """Return x/span·top for rows x [n, m] and spans [n, 1] or [1, 1]; 0 for spans of 0, ∞, NaN."""
     if isinstance(x, Tensor):
         return device_kernels.spread(x, span, SHORT * top, float(SMALL), float(ENLARGED))
     if span.min() >= SMALL and span.max() < np.inf:
@@ -68,20 +65,21 @@ def scale_levels(x: Array, span: Array, top: float) -> Array:
         span > 0, np.float32(SHORT * top) / np.where(span > 0, span, np.float32(1)), np.float32(0)
     )
     if not (finite := np.isfinite(span)).all():
-        np.copyto(y, 0, where=~finite)  # the span says it
+        np.copyto(y, 0, where=~finite)  # the span itself makes the decoded row NaN
     return y
 
 
 def level_bytes(count: int, top: int, entropy: EntropyCode) -> int:
-    """The size of a stream of so many numbers, at most."""
+    """Return the size in bytes of a stream of `count` numbers; an upper bound if entropy-coded."""
     return bound_bytes(entropy, count, top + 1)
 
 
 def pack_levels(
     count: int, top: int, blocks: Iterator[Array], entropy: EntropyCode = "none"
 ) -> Array:
-    """The numbers of blocks, each but the last a multiple of 8 long, as one stream of `count`.
-    Entropy codes are the host's work.
+    """Return the numbers of consecutive blocks as one stream of `count` numbers.
+
+    The size of each block but the last is a multiple of 8. Entropy codes run on the host.
     """
     if entropy != "none":
         from_middle = fold(np.arange(top + 1) - (top + 1) // 2).astype(np.uint8)
@@ -106,10 +104,11 @@ def unpack_levels(
     meant: Callable[[slice, Array], object],
     entropy: EntropyCode = "none",
 ) -> Array:
-    """float32 [count]: `meant` makes of the numbers [n, row] of some rows, in place, what they
-    stand for.
+    """Decode a stream to float32 [count].
 
-    Raises BodyError where there are more or fewer numbers, or one beyond top.
+    `meant` converts the numbers [n, row] of some rows to values, in place.
+
+    Raises: PayloadError if there are more or fewer numbers, or if one exceeds top.
     """
     bits, rows = width(top), -(-count // row)
     if entropy != "none":
@@ -119,14 +118,16 @@ def unpack_levels(
             8,
         )
     if len(stream) != packed_bytes(count, bits):
-        raise PayloadError(f"{count} numbers of {bits} bits came in {len(stream)} bytes")
-    there = isinstance(stream, Tensor)
+        raise PayloadError(
+            f"received {len(stream)} bytes, which do not hold {count} numbers of {bits} bits"
+        )
+    on_device = isinstance(stream, Tensor)
     x = (
         torch.empty((rows, row), device=str(stream.device))
-        if there
+        if on_device
         else np.empty((rows, row), np.float32)
     )
-    step = rows if there else row_step(row)
+    step = rows if on_device else row_step(row)
     for start in range(0, rows, step):
         part = x[start : start + step]
         flat = part.reshape(-1)
@@ -134,7 +135,7 @@ def unpack_levels(
             stream[start * row * bits // 8 :], bits, min(len(flat), count - start * row)
         )
         if not is_true(numbers.max() <= top):
-            raise PayloadError(f"a number from 0 to {top} is larger")
+            raise PayloadError(f"received a number above {top}; numbers are from 0 to {top}")
         flat[: len(numbers)] = numbers
         flat[len(numbers) :] = 0
         meant(slice(start, start + len(part)), part)
@@ -142,42 +143,46 @@ def unpack_levels(
 
 
 def all_levels(parts: Parts, d: int) -> Array:
-    """The values of a body that says something of all d elements, and of no places. Raises
-    BodyError.
+    """Return the values of a payload that has a value for all d elements, and no indices.
+
+    Raises: PayloadError for any other payload.
     """
     if parts.count != d or parts.form or len(parts.indices):
         raise PayloadError(
-            f"what came is no vector of {d} elements: form {parts.form}, {parts.count} values"
+            f"expected a vector of {d} elements; received form {parts.form} with"
+            f" {parts.count} values"
         )
     return parts.values
 
 
 def row_step(row: int) -> int:
-    """Rows that are worked on together: a multiple of 8, so that their bits end with a byte."""
+    """Return the number of rows that are processed at once: a multiple of 8, so that bytes are
+    full.
+    """
     return TOGETHER * block_rows(row)
 
 
 def block_rows(row: int) -> int:
-    """Rows of a block."""
+    """Return the number of rows of a block."""
     return max(8, BLOCK // row // 8 * 8)
 
 
 def ends_of(x: Array) -> Array:
-    """The least and the largest element, float32 [2]; NaN where one is."""
+    """Return the least and the largest element, float32 [2]; NaN if an element is NaN."""
     if isinstance(x, Tensor):
         return device_kernels.ends_of(x)
     return np.array(
         [float(end) for end in torch.aminmax(torch.from_numpy(x))], np.float32
-    ) + np.float32(0)  # no -0
+    ) + np.float32(0)  # turns −0 into 0
 
 
 def reach_of(x: Array) -> np.float32:
-    """max |x_j|, in the host's memory; NaN where one is."""
+    """Return max |x_j|, in host memory; NaN if an element is NaN."""
     return read(abs(ends_of(x)).max()[None])[0]
 
 
 def mean_magnitude(x: Array) -> np.ndarray:
-    """‖x‖₁/d as float32 [1], in the host's memory; 0 of nothing."""
+    """Return ‖x‖₁/d as float32 [1], in host memory; 0 if d = 0."""
     if isinstance(x, Tensor):
         return np.array(
             [sum(device_kernels.block_sums(x.abs(), BLOCK)) / max(1, len(x))], np.float32
@@ -190,6 +195,6 @@ def mean_magnitude(x: Array) -> np.ndarray:
 
 
 def row_sums(rows: np.ndarray) -> np.ndarray:
-    """Of each row, as float64 only where float32 does not suffice."""
+    """Return the sum of each row, in float64 only if float32 overflows."""
     sums = rows.sum(1)
     return sums if np.isfinite(sums).all() else rows.sum(1, dtype=np.float64)

@@ -1,16 +1,16 @@
-"""The flat buffer of an encoded vector: a header of 20 bytes, then scales, values and places, each
-as bytes.
+"""Format of a payload: a header of 20 bytes, then scales, values and indices, each as bytes.
 
      0  version
-     1  the codec: its `code`
-     2  form: how the codec is to read the rest, where it has several ways
-     3  the element type of the vector: 0, float32
-     4  d, the elements of the vector
-     8  k, the values that follow
-    12  bytes of scales
-    16  bytes of values; what follows them are the places of the values
+     1  the `code` of the codec
+     2  form: which of its formats the codec has used
+     3  element type of the vector: 0 is float32
+     4  d, the number of elements of the vector
+     8  k, the number of values
+    12  size of the scales in bytes
+    16  size of the values in bytes; the remaining bytes are the indices
 
-All numbers are little-endian. What is float32 is aligned as long as scales are.
+All numbers are little-endian. float32 values are aligned if the size of the scales is a multiple of
+4.
 """
 
 import struct
@@ -28,13 +28,15 @@ from ashl.learn.device import at_home, to_host
 HEADER = struct.Struct("<BBBBIIII")
 VERSION = 0xA2
 FLOAT32 = 0
-MOST = 2**32 - 1  # of whatever the header counts
+MOST = 2**32 - 1  # largest number in the header
 EMPTY = np.empty(0, np.uint8)
 
 
 class Parts(NamedTuple):
-    """What a body holds. When written: arrays of any type, on a device beside tensors; when read:
-    uint8 views of the body. 0 ≤ count ≤ d.
+    """Content of a payload, 0 ≤ count ≤ d.
+
+    For writing: arrays of any type, or tensors on a device. From reading: uint8 views of the
+    payload.
     """
 
     count: int
@@ -45,7 +47,7 @@ class Parts(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Where the bytes of a body go."""
+    """Bytes of a payload by purpose."""
 
     headers: int
     scales: int
@@ -54,22 +56,23 @@ class Split(NamedTuple):
 
 
 def write_payload(code: int, d: int, parts: Parts) -> Tensor:
-    """A new body, uint8, where the values lie. Raises UsageError where it is longer than its header
-    can say.
+    """Return a new payload, uint8, on the device of the values.
+
+    Raises: UsageError if a size exceeds the range of the header.
     """
     count, values, indices, scales, form = parts
     if max(d, scales.nbytes, values.nbytes) > MOST:
         raise UsageError(
-            f"a message of {d} elements has {values.nbytes} bytes of values, and its header counts"
-            f" up to {MOST}; take compression=none, or a smaller model"
+            f"a message of {d} elements has {values.nbytes} bytes of values, but its header counts"
+            f" up to {MOST}; set compression=none, or use a smaller model"
         )
-    said = VERSION, code, form, FLOAT32, d, count, scales.nbytes, values.nbytes
+    fields = VERSION, code, form, FLOAT32, d, count, scales.nbytes, values.nbytes
     if isinstance(values, Tensor):
-        head = np.frombuffer(bytearray(HEADER.pack(*said)), np.uint8)
-        there = [beside(values, part) for part in (head, scales, values, indices)]
-        return torch.cat([as_bytes(part) for part in there])
+        header = np.frombuffer(bytearray(HEADER.pack(*fields)), np.uint8)
+        on_device = [beside(values, part) for part in (header, scales, values, indices)]
+        return torch.cat([as_bytes(part) for part in on_device])
     payload = np.empty(HEADER.size + scales.nbytes + values.nbytes + indices.nbytes, np.uint8)
-    HEADER.pack_into(payload.data, 0, *said)
+    HEADER.pack_into(payload.data, 0, *fields)
     start = HEADER.size
     for part in (scales, values, indices):
         if part.nbytes:
@@ -79,7 +82,10 @@ def write_payload(code: int, d: int, parts: Parts) -> Tensor:
 
 
 def read_payload(payload: Any, code: int, d: int) -> Parts:
-    """What a body holds. Raises BodyError unless it is one of this codec with d elements."""
+    """Return the parts of a payload.
+
+    Raises: PayloadError unless it is a payload of this codec with d elements.
+    """
     if (
         not isinstance(payload, Tensor)
         or payload.dtype != torch.uint8
@@ -87,27 +93,26 @@ def read_payload(payload: Any, code: int, d: int) -> Parts:
         or payload.numel() < HEADER.size
     ):
         raise PayloadError(
-            f"what came is no encoded vector: {HEADER.size} bytes of header or more were expected"
+            f"expected an encoded vector with a header of {HEADER.size} bytes; received a value"
+            " of another type or size"
         )
     memory = np.ascontiguousarray(payload.numpy()) if at_home(payload) else payload
-    said = header_of(payload) if isinstance(memory, Tensor) else HEADER.unpack_from(memory.data)
-    version, codec, form, dtype, elements, count, scale_bytes, value_bytes = said
+    fields = header_of(payload) if isinstance(memory, Tensor) else HEADER.unpack_from(memory.data)
+    version, codec, form, dtype, elements, count, scale_bytes, value_bytes = fields
     if version != VERSION:
-        raise PayloadError("what came was encoded by another version or program")
+        raise PayloadError("the received payload was encoded by another version or program")
     if dtype != FLOAT32:
-        raise PayloadError(
-            f"an encoded vector of element type {dtype} came where float32 was expected"
-        )
+        raise PayloadError(f"expected an encoded vector of float32; received element type {dtype}")
     if codec != code:
-        raise PayloadError(f"what came was encoded by codec {codec} where {code} was expected")
+        raise PayloadError(f"expected a payload of codec {code}; received one of codec {codec}")
     if elements != d:
-        raise PayloadError(f"an encoded vector of {elements} elements came where {d} were expected")
+        raise PayloadError(f"expected an encoded vector of {d} elements; received {elements}")
     values = HEADER.size + scale_bytes
     indices = values + value_bytes
     if count > d or indices > len(memory):
         raise PayloadError(
-            f"an encoded vector of {d} elements says that it holds {count} values and {scale_bytes}"
-            f" and {value_bytes} bytes, in {len(memory)} bytes"
+            f"an encoded vector of {d} elements declares {count} values, {scale_bytes} bytes of"
+            f" scales and {value_bytes} bytes of values, in {len(memory)} bytes"
         )
     return Parts(
         count, memory[values:indices], memory[indices:], memory[HEADER.size : values], form
@@ -115,18 +120,18 @@ def read_payload(payload: Any, code: int, d: int) -> Parts:
 
 
 def header_of(payload: Tensor) -> tuple[int, ...]:
-    """The numbers of a body's header, which the host reads."""
+    """Return the numbers of a payload's header, read by the host."""
     return HEADER.unpack(to_host(payload[: HEADER.size]).numpy().tobytes())
 
 
 def typed_part(part: Array, dtype: str, count: int, what: str) -> Array:
-    """`count` elements of a numpy type, as a view of a body's bytes. Raises BodyError where there
-    are more or fewer.
+    """Return `count` elements of a NumPy type as a view of bytes of a payload.
+
+    Raises: PayloadError if there are more or fewer.
     """
     size = np.dtype(dtype).itemsize
     if len(part) != size * count:
         raise PayloadError(
-            f"an encoded vector holds {len(part)} bytes of {what} where {size * count} were"
-            " expected"
+            f"expected {size * count} bytes of {what} in an encoded vector; received {len(part)}"
         )
     return view_as(part, dtype)

@@ -1,7 +1,8 @@
-"""Signs and exponents: every element as one of the two powers of two beside it, drawn so that the
-mean is kept.
+"""Signs and exponents: each element is rounded at random to one of its two neighbouring powers of
+two.
 
-Rule and limits: see `ashl.compression.natural`. E‖C(x) − x‖² ≤ OMEGA·‖x‖².
+Rule: as in `ashl.compression.natural`, which states the limits. E C(x) = x and E‖C(x) − x‖² ≤
+OMEGA·‖x‖².
 """
 
 import numpy as np
@@ -13,18 +14,18 @@ from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes
 from ashl.data.counter_rng import CounterRng
 
 OMEGA = 1 / 8
-MANTISSA = np.uint32(23)  # bits
-INFINITE = np.uint32(0x7F800000)
-TOP = np.uint32(0x7F000000)  # 2¹²⁷
+MANTISSA = np.uint32(23)  # bits of the mantissa of float32
+INFINITE = np.uint32(0x7F800000)  # bits of ∞
+TOP = np.uint32(0x7F000000)  # bits of 2¹²⁷
 
 
 def natural_bytes(d: int) -> int:
-    """d exponents of 8 bits, then d signs."""
+    """Return the size in bytes of d exponents of 8 bits and d signs."""
     return d + packed_bytes(d, 1)
 
 
 def write_natural(x: Array, words: CounterRng) -> Array:
-    """uint8 [natural_bytes]."""
+    """Encode x as exponents and signs, uint8 [natural_bytes]."""
     if isinstance(x, Tensor):
         return device_kernels.write_natural(x, words)
     stream = np.empty(natural_bytes(x.size), np.uint8)
@@ -38,15 +39,14 @@ def write_natural(x: Array, words: CounterRng) -> Array:
         noise >>= np.uint32(32 - 23)
         noise += bits
         noise >>= MANTISSA
-        stream[start : start + part.size] = noise.astype(
-            np.uint8
-        )  # of sign and exponent, the exponent
+        # uint8 drops the sign, which is above the exponent.
+        stream[start : start + part.size] = noise.astype(np.uint8)
     stream[x.size :] = pack_signs(x)
     return stream
 
 
 def read_natural(stream: Array, d: int) -> Array:
-    """float32 [d] again."""
+    """Decode exponents and signs to float32 [d]."""
     if isinstance(stream, Tensor):
         return device_kernels.read_natural(stream, d)
     x = np.empty(d, np.uint32)

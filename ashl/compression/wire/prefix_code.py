@@ -1,15 +1,16 @@
-"""Codewords of unequal length, one after the other in a stream of bits, the first bit the highest
-of its byte.
+"""Streams of codewords of unequal length; the first bit of a codeword is the highest of its byte.
 
-Writing: codewords are shifted to their places and or-ed into words of 64 bits, many at once.
-Reading: where a codeword begins depends on all before it; here the length of a codeword is looked
-up at every bit of a block, as if one began there, and the beginnings are found by doubling: from
-those of every second, fourth, … codeword. No side information is needed, and no loop over
-codewords.
+Writing: many codewords at once are shifted to their positions and combined by "or" into 64-bit
+words.
+
+Reading: the start of a codeword depends on all codewords before it. So this module looks up the
+length of a codeword at every bit of a block, as if one started there. It then finds the true starts
+by doubling: from the starts of every second, fourth, … codeword. No side information is needed, and
+no loop over codewords.
 
 The Elias omega code writes n ≥ 1 in about log2 n + log2 log2 n + … bits: each group of bits is the
-length of the next one, less one. Source: Elias, "Universal codeword sets and representations of the
-integers", IEEE Transactions on Information Theory, 1975.
+length of the next one, minus one. Source: Elias, "Universal codeword sets and representations of
+the integers", IEEE Transactions on Information Theory, 1975.
 """
 
 from collections.abc import Callable
@@ -20,17 +21,18 @@ import numpy as np
 from ashl.compression.contract import PayloadError
 
 BLOCK = 1 << 14  # codewords written, or bits read, at a time
-WINDOW = 57  # bits that a codeword may have
-SHORT = 16  # bits of an omega codeword that is looked up
+WINDOW = 57  # largest length of a codeword in bits
+SHORT = 16  # largest length in bits of an omega codeword that a table decodes
 Coder = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def write_prefix(symbols: np.ndarray, encode: Coder) -> np.ndarray:
-    """uint8, whole bytes. encode(symbols) -> (codewords uint64, their lengths in bits, 1 to
-    WINDOW).
+    """Encode symbols as whole bytes, uint8.
+
+    Args: encode(symbols) -> (codewords uint64, their lengths in bits, 1 to WINDOW).
     """
     words: list[np.ndarray] = []
-    carry, used = np.uint64(0), 0  # of the word that is not full yet
+    carry, used = np.uint64(0), 0  # content and number of bits of the incomplete word
     for start in range(0, symbols.size, BLOCK):
         codes, lengths = encode(symbols[start : start + BLOCK])
         ends = np.cumsum(lengths, dtype=np.int64) + used
@@ -51,11 +53,11 @@ def write_prefix(symbols: np.ndarray, encode: Coder) -> np.ndarray:
 
 
 def read_prefix(buffer: np.ndarray, count: int, decode: Coder) -> np.ndarray:
-    """`count` symbols of a stream of exactly these bytes. Raises BodyError where it is longer or
-    shorter.
+    """Decode `count` symbols from a stream of exactly these bytes.
 
-    decode(windows) -> (symbols, lengths ≥ 1) of the codewords that WINDOW high bits of uint64 begin
-    with.
+    Args: decode(windows) -> (symbols, lengths ≥ 1) of the codeword at the start of each window, a
+    uint64 whose WINDOW high bits are valid.
+    Raises: PayloadError if the stream is longer or shorter.
     """
     if count > 8 * buffer.size:
         raise PayloadError(f"{buffer.size} bytes cannot hold {count} codewords")
@@ -64,18 +66,19 @@ def read_prefix(buffer: np.ndarray, count: int, decode: Coder) -> np.ndarray:
     while left and at < 8 * buffer.size:
         base = at & ~7
         symbols, lengths = decode(_windows(buffer, base >> 3))
-        places = _chain(at - base, lengths)[:left]
-        found.append(symbols[places])
-        left -= places.size
-        at = base + int(places[-1]) + int(lengths[places[-1]])
+        starts = _chain(at - base, lengths)[:left]
+        found.append(symbols[starts])
+        left -= starts.size
+        at = base + int(starts[-1]) + int(lengths[starts[-1]])
     if left or -(-at // 8) != buffer.size:
-        raise PayloadError(f"{buffer.size} bytes are not those of {count} codewords")
+        raise PayloadError(f"{buffer.size} bytes do not hold exactly {count} codewords")
     return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
 def _windows(buffer: np.ndarray, start: int) -> np.ndarray:
-    """The bits from each bit of a block on, uint64: at most BLOCK, and none that begins beyond the
-    buffer.
+    """Return the bits from each bit of a block on, uint64: at most BLOCK windows.
+
+    No window starts beyond the end of the buffer.
     """
     count = min(BLOCK // 8, buffer.size - start)
     padded = np.zeros(count + 8, np.uint64)
@@ -88,20 +91,22 @@ def _windows(buffer: np.ndarray, start: int) -> np.ndarray:
 
 
 def _chain(first: int, lengths: np.ndarray) -> np.ndarray:
-    """Where codewords begin: first, first + its length, and so on to the end of the block."""
+    """Return the starts of codewords from `first` to the end of the block, given a length at each
+    bit.
+    """
     end = lengths.size
     jump = np.minimum(np.arange(end) + lengths, end).astype(np.int32)
-    jumps = [np.append(jump, np.int32(end))]  # by 1, 2, 4, … codewords; from the end nowhere
+    jumps = [np.append(jump, np.int32(end))]  # by 1, 2, 4, … codewords; the end maps to itself
     while jumps[-1][first] < end:
         jumps.append(jumps[-1].take(jumps[-1]))
-    places = np.array([first], np.int32)
+    starts = np.array([first], np.int32)
     for jump in reversed(jumps):
-        places = np.stack([places, jump.take(places)], axis=1).reshape(-1)
-    return places[places < end]
+        starts = np.stack([starts, jump.take(starts)], axis=1).reshape(-1)
+    return starts[starts < end]
 
 
 def omega(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Elias omega codewords of numbers from 1 to 2^32 − 1, and their lengths."""
+    """Return the Elias omega codewords of numbers from 1 to 2^32 − 1, and their lengths in bits."""
     group = numbers.astype(np.uint64)
     codes, lengths = np.zeros(group.size, np.uint64), np.ones(group.size, np.int64)
     while (more := group > 1).any():
@@ -113,8 +118,9 @@ def omega(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_omega(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers, lengths) of the codewords that uint64 windows begin with; 0 for what is none of 32
-    bits.
+    """Return (numbers, lengths) of the codeword at the start of each uint64 window.
+
+    The number is 0 if the codeword is not one of a 32-bit number.
     """
     numbers, lengths = (
         table.take((windows >> np.uint64(64 - SHORT)).view(np.int64)) for table in _short()
@@ -126,14 +132,15 @@ def read_omega(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _short() -> tuple[np.ndarray, np.ndarray]:
-    """What `read_omega` finds in each window of SHORT bits; those whose length is beyond SHORT say
-    no more.
+    """Return the results of `_read_omega` for all windows of SHORT bits.
+
+    An entry whose length exceeds SHORT is not valid.
     """
     return _read_omega(np.arange(1 << SHORT, dtype=np.uint64) << np.uint64(64 - SHORT))
 
 
 def _read_omega(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `read_omega`, group by group."""
+    """Decode omega codewords group by group; same arguments and results as `read_omega`."""
     numbers, lengths, rest = (
         np.ones(windows.size, np.int64),
         np.ones(windows.size, np.int64),
@@ -153,5 +160,5 @@ def _read_omega(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _bit_length(numbers: np.ndarray) -> np.ndarray:
-    """Of integers from 1 to 2^53."""
+    """Return the number of bits of integers from 1 to 2^53."""
     return np.frexp(numbers.astype(np.float64))[1].astype(np.int64)

@@ -1,7 +1,8 @@
-"""Ternary numbers: rounded at random, and written five to a byte.
+"""Ternary numbers: stochastic rounding to −1, 0 or 1, and five numbers in a byte.
 
-Rule: of every block of 81920 numbers 0, 1 and 2, byte j holds those at j, j + s, …, j + 4s as t_0 +
-3·t_1 + … + 81·t_4, with s = ⌈block/5⌉, so that reading and writing are sums of whole vectors.
+Rule: in every block of 81920 numbers 0, 1 and 2, byte j holds those at j, j + s, …, j + 4s as t_0 +
+3·t_1 + … + 81·t_4, with s = ⌈block/5⌉. So packing and unpacking are operations on whole vectors.
+Bits: 1.6 per number.
 
 Source: the rounding of Wen et al., "TernGrad", NeurIPS 2017.
 """
@@ -15,20 +16,21 @@ from ashl.compression.wire.arrays import Array, is_true, ops
 from ashl.compression.wire.levels import TOGETHER, scale_levels
 from ashl.compression.wire.stochastic_rounding import RoundingNoise, round_to_uint8
 
-DIGITS_PER_BYTE = 5  # in a byte, since 3⁵ ≤ 256
-BLOCK = DIGITS_PER_BYTE << 14
+DIGITS_PER_BYTE = 5  # 3⁵ ≤ 256
+BLOCK = DIGITS_PER_BYTE << 14  # numbers
 
 
 def ternary_nbytes(count: int) -> int:
-    """The size of so many ternary numbers."""
+    """Return the size of `count` ternary numbers in bytes."""
     return -(-count // DIGITS_PER_BYTE)
 
 
 def round_ternary(
     x: Array, top: Array, noise: RoundingNoise, start: int = 0, beyond: bool = False
 ) -> Array:
-    """uint8: 1 + sign(x)·[drawn], with probability |x|/top; where there are any `beyond` ±top,
-    these for sure. top is float32 [1].
+    """Return 1 + sign(x_j)·b_j as uint8, with b_j = 1 at probability |x_j|/top.
+
+    Args: top float32 [1]. beyond says that |x_j| > top may occur; then b_j = 1.
     """
     y = scale_levels(x[None], top[None], noise.unit)[0]
     if beyond:
@@ -37,7 +39,7 @@ def round_ternary(
 
 
 def pack_ternary(numbers: np.ndarray) -> np.ndarray:
-    """uint8 [trit_bytes] of numbers 0, 1 and 2, uint8, as one block."""
+    """Pack one block of numbers 0, 1 and 2, uint8, into bytes, uint8 [ternary_nbytes]."""
     if missing := -numbers.size % DIGITS_PER_BYTE:
         numbers = np.concatenate([numbers, np.zeros(missing, np.uint8)])
     planes = numbers.reshape(DIGITS_PER_BYTE, -1)
@@ -49,9 +51,12 @@ def pack_ternary(numbers: np.ndarray) -> np.ndarray:
 
 
 def unpack_ternary(packed: np.ndarray, count: int) -> np.ndarray:
-    """The numbers [count] of a block. Raises BodyError where a byte holds something else."""
+    """Return the numbers [count] of one block.   Raises: PayloadError if a byte exceeds 242."""
     if packed.size and packed.max() >= 3**DIGITS_PER_BYTE:
-        raise PayloadError(f"five ternary numbers are {packed.max()}")
+        raise PayloadError(
+            f"received {packed.max()} as five ternary numbers; the largest is"
+            f" {3**DIGITS_PER_BYTE - 1}"
+        )
     planes = np.empty((DIGITS_PER_BYTE, packed.size), np.uint8)
     for plane in planes:
         rest = packed // np.uint8(3)
@@ -61,7 +66,7 @@ def unpack_ternary(packed: np.ndarray, count: int) -> np.ndarray:
 
 
 def write_ternary(x: Array, top: Array, noise: RoundingNoise, beyond: bool) -> Array:
-    """uint8 [trit_bytes]: x as ternary numbers."""
+    """Round x to ternary numbers and pack them, uint8 [ternary_nbytes]."""
     if isinstance(x, Tensor):
         return device_kernels.pack_ternary(
             round_ternary(x, top, noise, 0, beyond), DIGITS_PER_BYTE, BLOCK
@@ -76,12 +81,20 @@ def write_ternary(x: Array, top: Array, noise: RoundingNoise, beyond: bool) -> A
 
 
 def read_ternary(stream: Array, top: Array, count: int) -> Array:
-    """float32 [count]: −top, 0 and top. Raises BodyError where the stream is of another length."""
+    """Decode a stream to −top, 0 and top, float32 [count].
+
+    Raises: PayloadError if the stream is malformed.
+    """
     if len(stream) != ternary_nbytes(count):
-        raise PayloadError(f"{count} ternary numbers came in {len(stream)} bytes")
+        raise PayloadError(
+            f"received {len(stream)} bytes, which do not hold {count} ternary numbers"
+        )
     if isinstance(stream, Tensor):
         if not is_true(stream.max() < 3**DIGITS_PER_BYTE):
-            raise PayloadError(f"five ternary numbers are {3**DIGITS_PER_BYTE} or more")
+            raise PayloadError(
+                "received a byte that is not five ternary numbers; the largest is"
+                f" {3**DIGITS_PER_BYTE - 1}"
+            )
         return (
             device_kernels.unpack_ternary(stream, count, DIGITS_PER_BYTE, BLOCK).to(top.dtype) - 1
         ) * top

@@ -1,17 +1,16 @@
-"""How the values that a sparse codec keeps are written: k numbers, float32 before and after.
+"""Codes of the values of a sparse codec: k numbers, float32 before and after.
 
-fp32: as they are. fp16: half precision of the values divided by the largest magnitude, so that none
-over- or underflows to nothing. bf16: the nearest of 16 bits with float32's range. natural: a sign
-and a power of two, 9 bits, at random. int8, int4: the nearest of 255 or 15 levels between plus and
-minus the largest magnitude of each 1024 values. int2: a sign, and whether the magnitude is above
-the mean of 1024 values; what is above and what is not decode to the mean of their magnitudes.
-ternary: 0 below 0.7 of the mean magnitude, else a sign and the mean of such magnitudes, 1.6 bits;
-at random, as TernGrad has it, it were no contraction. mean: a sign, 1 bit; all magnitudes decode to
-their mean.
+fp32: unchanged. fp16: half precision of the values divided by the largest magnitude, which avoids
+overflow and underflow to 0. bf16: the nearest 16-bit number with the range of float32. natural: a
+sign and a random power of two, 9 bits. int8, int4: the nearest of 255 or 15 levels between plus and
+minus the largest magnitude of each 1024 values. int2: a sign, and whether the magnitude exceeds the
+mean of 1024 values. Either group decodes to the mean of its magnitudes. ternary: 0 for magnitudes
+below 0.7 of the mean, else a sign and the mean of those magnitudes, 1.6 bits. The random rounding
+of TernGrad would not be a contraction. mean: a sign, 1 bit; all magnitudes decode to their mean.
 
-Source: mean as in Sattler et al., STC, 2019; 2 bits for chunks of kept values as in Sarfi et al.,
-SparseLoCo, 2025; ternary as in Li and Liu, "Ternary Weight Networks", 2016; natural: Horváth et
-al., 2019.
+Source: mean as in Sattler et al., STC, 2019; 2 bits for chunks of selected values as in Sarfi et
+al., SparseLoCo, 2025; ternary as in Li and Liu, "Ternary Weight Networks", 2016; natural: Horváth
+et al., 2019.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,44 +30,36 @@ from ashl.compression.wire.ternary_packing import BLOCK, pack_ternary, read_tern
 
 ValueCode = Literal["fp32", "fp16", "bf16", "natural", "int8", "int4", "int2", "ternary", "mean"]
 WIDTHS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4, "int2": 2, "mean": 1}
-CHUNK = 1024  # values that share a scale, where there are several
-BY_HOST: Sequence[ValueCode] = (
-    "int8",
-    "int4",
-    "int2",
-    "ternary",
-)  # also where values lie on a device: they are few
-LOW = 0.7  # of the mean magnitude: ternary values below it become 0
-VALUES = 1  # the word that tells the random numbers of values from those of places
+CHUNK = 1024  # values that share a scale, with int8, int4 and int2
+# Codes that run on the host also for values on a device: the values are few.
+BY_HOST: Sequence[ValueCode] = ("int8", "int4", "int2", "ternary")
+LOW = 0.7  # fraction of the mean magnitude below which ternary values become 0
+VALUES = 1  # name of the random stream of values; indices have another one
 
 
 def value_bytes(code: ValueCode, k: int) -> int:
-    """The size of k values and of their scales."""
+    """Return the size in bytes of k values and their scales."""
     if code in ("natural", "ternary"):
         return natural_bytes(k) if code == "natural" else ternary_nbytes(k) + 4 * _scales(code, k)
     return packed_bytes(k, WIDTHS[code]) + 4 * _scales(code, k)
 
 
 def value_bound(code: ValueCode, k: int) -> float:
-    """E‖C(v) − v‖² ≤ this · ‖v‖² of k values."""
-    if code in (
-        "int8",
-        "int4",
-    ):  # the largest is exact, and the others off by half a step, where they are half a step
+    """Return b such that E‖C(v) − v‖² ≤ b·‖v‖² for k values."""
+    if code in ("int8", "int4"):
+        # Worst case: the largest value is exact, and all others are half a step, rounded to 0.
         a = (min(k, CHUNK) - 1) / (2 * _top(code)) ** 2
         return a / (1 + a) + 2.0**-40
-    if code in (
-        "int2",
-        "mean",
-    ):  # a mean over k magnitudes keeps at least one k-th of their squares
+    if code in ("int2", "mean"):
+        # The mean of k magnitudes keeps at least 1/k of the sum of their squares.
         return 1 - 1 / max(1, min(k, CHUNK) if code == "int2" else k)
-    if code == "ternary":  # what is cut off is at most 0.7 of ‖v‖₁
+    if code == "ternary":  # the magnitudes below the limit sum to at most 0.7 of ‖v‖₁
         return 1 - (1 - LOW) ** 2 / max(1, k)
     return {"fp32": 0.0, "fp16": 2.0**-20, "bf16": 2.0**-16, "natural": OMEGA}[code]
 
 
 def write_values(code: ValueCode, values: Array, context: EncodeContext) -> tuple[Array, Array]:
-    """(values, scales) as they go into a body."""
+    """Return (values, scales) as parts of a payload."""
     if code in BY_HOST and isinstance(values, Tensor):
         coded, scales = write_values(code, read(values), context)
         return beside(values, coded), scales
@@ -101,7 +92,7 @@ def write_values(code: ValueCode, values: Array, context: EncodeContext) -> tupl
 
 
 def read_values(code: ValueCode, values: Array, scales: Array, k: int) -> Array:
-    """float32 [k]. Raises BodyError where they are of another size."""
+    """Decode k values to float32.   Raises: PayloadError if the sizes are wrong."""
     if code in BY_HOST and isinstance(values, Tensor):
         return beside(values, read_values(code, read(values), read(scales), k))
     scales = typed_part(scales, "<f4", _scales(code, k), "scales")
@@ -130,7 +121,7 @@ def read_values(code: ValueCode, values: Array, scales: Array, k: int) -> Array:
 
 
 def _scales(code: ValueCode, k: int) -> int:
-    """How many numbers of float32 go before k values."""
+    """Return the number of float32 scales of k values."""
     chunks = -(-k // CHUNK)
     return {
         "fp16": 1,
@@ -147,7 +138,7 @@ def _top(code: ValueCode) -> int:
 
 
 def _chunks(values: np.ndarray) -> Iterator[np.ndarray]:
-    """The values as [n, CHUNK], and what remains as [1, rest]."""
+    """Yield the values as [n, CHUNK], and the remaining ones as [1, rest]."""
     whole = values.size - values.size % CHUNK
     if whole:
         yield values[:whole].reshape(-1, CHUNK)
@@ -169,9 +160,8 @@ def _write_ternary(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _write_levels(code: ValueCode, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scale = np.abs(v).max(1, keepdims=True)
     level = np.rint(v.astype(np.float64) / np.where(scale == 0, 1.0, scale) * _top(code))
-    return np.where(np.isnan(level), 0, level).astype(np.int64) + _top(
-        code
-    ), scale  # the scale says what is not finite
+    # A scale that is not finite makes the decoded values not finite.
+    return np.where(np.isnan(level), 0, level).astype(np.int64) + _top(code), scale
 
 
 def _read_levels(code: ValueCode, numbers: np.ndarray, each: np.ndarray) -> np.ndarray:

@@ -1,1 +1,1 @@
-"""What is kept, clipped or scheduled around any codec, on a link."""
+"""Wrappers of any codec on a link: error feedback, momentum, clipping, schedules, layers."""

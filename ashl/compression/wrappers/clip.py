@@ -1,8 +1,7 @@
-"""Local gradient clipping: every worker shortens its own update before anything is added to it.
+"""Local gradient clipping: each worker shortens its own update before the other wrappers see it.
 
-Rule: x ← x · min(1, θ·n^(−1/2) / ‖x‖) with n workers, so that the norm of their sum is about
-bounded by θ. Where x has been multiplied with the worker's weight already, as for a sum on its way,
-so is the bound.
+Rule: x ← x · min(1, θ·n^(−1/2) / ‖x‖) with n workers, which bounds the norm of their sum by about
+θ. If x already contains the worker's weight, as in an all-reduce, the bound contains it, too.
 
 Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
 """
@@ -19,7 +18,7 @@ from ashl.learn.device import numbers
 
 @dataclass(frozen=True)
 class Clipped(Wrapper):
-    """Shortens what goes into a codec."""
+    """Wrapper that shortens the input of a codec."""
 
     norm: float
 

@@ -1,5 +1,7 @@
-"""From the option to the codec of a link: its layers, its schedule, its memory, its clipping, from
-the inside out.
+"""Build the codec of a link from the option.
+
+Wrappers from the inside out: separate layers, error feedback or momentum correction, running mean,
+density schedule, clipping.
 """
 
 from ashl.compression.contract import Codec, Layout, State
@@ -13,8 +15,9 @@ from ashl.errors import UsageError
 
 
 def wrap_codec(option: Codec, layout: Layout) -> Codec:
-    """The codec as a worker's link uses it: `codec_for_layers` with the wrappers that the option
-    asks for. Raises UsageError.
+    """Return the codec of a worker's link: `codec_for_layers` inside the wrappers of the option.
+
+    Raises: UsageError if error feedback or momentum correction is not supported for the codec.
     """
     codec = codec_for_layers(option, layout)
     if option.momentum is not None:
@@ -30,10 +33,9 @@ def wrap_codec(option: Codec, layout: Layout) -> Codec:
                 "set compression.momentum=null, and optimizer.momentum instead",
             )
         raise UsageError(
-            f"compression.{key} adds the compression error to the next update, which needs a codec"
-            " whose error never exceeds the update, and"
-            f" compression={type(option).__module__.rpartition('.')[2]} as it is set here may;"
-            f" {fix}"
+            f"compression.{key}: needs a codec whose error never exceeds the update, and the error"
+            f" of compression={type(option).__module__.rpartition('.')[2]} may exceed it with"
+            f" these settings; {fix}"
         )
     if option.beta is not None:
         codec = RunningMean(codec, option.beta)
@@ -47,16 +49,15 @@ def wrap_codec(option: Codec, layout: Layout) -> Codec:
 
 
 def codec_for_layers(option: Codec, layout: Layout) -> Codec:
-    """The codec alone, as a pull and gossip use it: for the model's layers where it treats them as
-    such.
-    """
+    """Return the codec without wrappers, as pulls and gossip use it, for the layers of a model."""
     codec = option.for_layout(layout)
     return Layerwise(codec, tuple(layer.size for layer in layout)) if codec.per_layer else codec
 
 
 def convert_sender(sender: State, codec: Codec) -> State:
-    """What a sender keeps when a stage with another codec begins: its residual, where that codec
-    takes it up.
+    """Return the sender's state with which a stage with another codec begins.
+
+    It is the residual or the velocity, if that codec can use it, else None.
     """
     while isinstance(sender, Regime | Average):
         sender = sender.inner

@@ -1,13 +1,13 @@
-"""How compression does while it runs: what it loses, what is kept back, and where a body's bytes
-go.
+"""Compression metrics of a run: compression error, residual, direction, and bytes by purpose.
 
-Measures: with p what was encoded and C(p) what the other end makes of it, `relative_error` = ‖p −
-C(p)‖²/‖p‖², above 1 where the codec enlarges; `residual` = ‖p − C(p)‖/‖x‖ where it is kept for
-later; `cosine` of C(p) and the update x itself. The same by layer. What the workers' mean becomes
-under way is compared by the monitor: see `ashl.run.metrics`.
+Measures: p is the vector that was encoded, C(p) the decoded vector, and x the update.
+`relative_error` = ‖p − C(p)‖²/‖p‖²; it exceeds 1 if the codec is not a contraction here. `residual`
+= ‖p − C(p)‖/‖x‖ if the sender keeps the difference. `cosine` is the cosine between C(p) and x. Each
+is also available by layer. The monitor computes the metrics of the workers' mean, see
+`ashl.run.metrics`.
 
 Source: Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019 (the contraction, measured
-along training).
+during training).
 """
 
 import math
@@ -29,9 +29,10 @@ def measure_compression_error(
     layout: Layout,
     layers: bool,
 ) -> dict[str, Any]:
-    """The measures of what was sent of x, in one message or piece by piece, as plain values: of
-    each the codec, one whose bodies are read without state, its elements and its body. `kept_back`
-    is what the sender keeps for later.
+    """Return the metrics of one update as plain values.
+
+    Args: pieces has a (codec, elements, payload) for each message of x; each codec decodes without
+    state. kept_back is the sender's residual, None if it keeps none.
     """
     sent = torch.cat([codec.decode(None, payload, d)[1] for codec, d, payload in pieces])
     kept = kept_back is not None
@@ -39,9 +40,8 @@ def measure_compression_error(
     found = payload_sizes([payload for _, _, payload in pieces]) | error_measures(
         x, sent, rest, kept
     )
-    found["unbiased"] = pieces[0][
-        0
-    ].traits.unbiased  # what it loses evens out, and may well be longer than what is sent
+    # The error of an unbiased codec averages out, and may exceed the vector.
+    found["unbiased"] = pieces[0][0].traits.unbiased
     if layers:
         parts = zip(layout, slices([layer.size for layer in layout]), strict=True)
         found["layers"] = {
@@ -52,7 +52,7 @@ def measure_compression_error(
 
 
 def payload_sizes(payloads: Sequence[Tensor]) -> dict[str, Any]:
-    """What can be said of any messages."""
+    """Return the metrics that any messages have: their sizes; all others are None."""
     unknown = dict.fromkeys(("relative_error", "residual", "cosine"))
     together = Split(*map(sum, zip(*map(split_bytes, payloads), strict=True)))
     return {
@@ -64,7 +64,7 @@ def payload_sizes(payloads: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def error_measures(x: Tensor, sent: Tensor, rest: Tensor, kept: bool) -> dict[str, float | None]:
-    """Return relative error, residual and cosine; None where they are of nothing."""
+    """Return relative error, residual and cosine; None if a norm in a denominator is 0."""
     whole, left, length = norm(sent + rest), norm(rest), norm(x)
     return {
         "relative_error": (left / whole) ** 2 if whole else None,
@@ -87,9 +87,9 @@ def norm(x: Tensor) -> float:
 
 
 def split_bytes(payload: Tensor) -> Split:
-    """Where the bytes of an encoded vector go."""
+    """Return the bytes of a payload by purpose."""
     if not payload.numel():
-        return Split(0, 0, 0, 0)  # nothing was sent
+        return Split(0, 0, 0, 0)  # an empty message
     memory = payload.numpy()
     _, code, _, _, _, _, scales, values = HEADER.unpack_from(memory.data)
     if code != Layerwise.code:

@@ -1,15 +1,17 @@
-"""Error feedback: what a codec left out is kept at the sender and added to what is sent next.
+"""Error feedback: the sender adds the compression error of earlier messages to the next message.
 
 Rule: p = x + α·e, send C(p), e ← β·e + (x − C(p)), with e = 0 at first. α = β = 1 is plain error
-feedback, e ← p − C(p): what was sent and the residual e add up to the sum of all x, so that nothing
-is lost, only late. Smaller ones are ECQ-SGD, which forgets old errors. A dropped message returns
-its content to e.
+feedback, e ← p − C(p): the sum of all x equals the sum of all messages plus e, so that nothing is
+lost, only delayed. Smaller values are ECQ-SGD, which forgets old errors. If a message is dropped,
+its content returns to e.
 
-e is kept in units of the model: where x is a gradient, it is rescaled when the learning rate
-changes, and where a stage of differences between models follows one of gradients, or the other way
-round, it becomes one. C has to be a contraction. Source: Seide et al., "1-Bit Stochastic Gradient
-Descent", Interspeech 2014; Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient
-Compression Schemes", ICML 2019; Wu et al., "Error Compensated Quantized SGD", ICML 2018.
+e has the unit of the model. If x is a gradient, e is rescaled when the learning rate changes. It is
+also converted at a boundary between a stage of gradients and a stage of model differences.
+
+Limits: C has to be a contraction, or its residual has to stay bounded.
+Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al.,
+"Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019; Wu et al., "Error
+Compensated Quantized SGD", ICML 2018.
 """
 
 from dataclasses import dataclass
@@ -22,9 +24,7 @@ from ashl.compression.wrappers.wrapper import Wrapper
 
 
 class Residual(NamedTuple):
-    """The sender's state: e (None = 0), the state of the codec inside, and the learning rate that e
-    goes with.
-    """
+    """The sender's state: e (None = 0), the inner codec's state, and the learning rate of e."""
 
     error: Tensor | None = None
     inner: State = None
@@ -33,7 +33,7 @@ class Residual(NamedTuple):
 
 @dataclass(frozen=True)
 class Feedback(Wrapper):
-    """Keeps e around a codec."""
+    """Wrapper that keeps e around a codec."""
 
     gain: float = 1.0
     decay: float = 1.0
@@ -70,7 +70,7 @@ class Feedback(Wrapper):
 
 
 def restore_error(codec: Codec, error: Tensor | None, payload: Tensor) -> Tensor:
-    """What was kept, with the content of a body that was dropped."""
+    """Return the residual plus the content of a dropped message."""
     assert error is not None
     whole = error.clone()
     codec.add(whole, payload)
@@ -78,8 +78,9 @@ def restore_error(codec: Codec, error: Tensor | None, payload: Tensor) -> Tensor
 
 
 def rescale(vector: Tensor | None, before: float, now: float) -> Tensor | None:
-    """What is kept in units of a gradient, so that lr · vector stays what it was; unchanged where
-    either rate is 0.
+    """Return a vector in gradient units, rescaled so that lr · vector keeps its value.
+
+    It is unchanged if one of the rates is 0.
     """
     if vector is None or before == now or not before or not now:
         return vector

@@ -1,9 +1,11 @@
-"""A model's layers, and a codec applied to each of them by itself.
+"""Layers of a model, and a codec that encodes each layer separately.
 
-Rule: C(x) = (C(x_1), …, C(x_L)) with x_l the elements of layer l, each with its own scale and its
-own share: another algorithm than C on the whole, since a layer whose gradients are small is heard,
-too. Body: the bodies one after the other, before them the length of each as uint32. Source: Aji and
-Heafield, EMNLP 2017 (local and global thresholds).
+Rule: C(x) = (C(x_1), …, C(x_L)) with x_l the elements of layer l. Each layer has a scale and a
+density of its own, so that a layer with small gradients is sent, too. This is a different algorithm
+than C on the whole vector.
+Bits: 32 for each layer and those of the layers' payloads. Format: the size of each layer's payload
+in bytes, uint32; then the payloads in order.
+Source: Aji and Heafield, EMNLP 2017 (local and global thresholds).
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +40,7 @@ C = TypeVar("C", bound=Codec)
 
 
 def layer_at(layout: Layout, place: int) -> str:
-    """The name of the layer that an element of the flat vector belongs to."""
+    """Return the name of the layer that contains an element of the flat vector."""
     end = 0
     for layer in layout:
         end += layer.size
@@ -48,21 +50,21 @@ def layer_at(layout: Layout, place: int) -> str:
 
 
 def with_layout(option: C, layout: Layout) -> C:
-    """A copy of an option that knows the model's layers, as its `layout`."""
+    """Return a copy of an option with the layers of the model as its `layout`."""
     shaped = copy(option)
     object.__setattr__(shaped, "layout", layout)
     return shaped
 
 
 def slices(sizes: Sequence[int]) -> list[slice]:
-    """Where each layer lies in the flat vector."""
+    """Return the position of each layer in the flat vector."""
     ends = np.cumsum([0, *sizes]).tolist()
     return [slice(a, b) for a, b in pairwise(ends)]
 
 
 @dataclass(frozen=True)
 class Layerwise(Codec):
-    """A codec without state for each layer."""
+    """A stateless codec, applied to each layer."""
 
     code: ClassVar[int] = 1
     codec: Codec
@@ -103,7 +105,7 @@ class Layerwise(Codec):
 
     def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
         pieces = list(self._pieces(payload, out.numel()))
-        for part, piece in pieces:  # all are read before anything is written
+        for part, piece in pieces:  # decode all layers first: an error must leave `out` unchanged
             self.codec.decode(None, piece, part.stop - part.start)
         for part, piece in pieces:
             self.codec.add(out[part], piece, scale)
@@ -112,12 +114,13 @@ class Layerwise(Codec):
         return max(self.codec.bound(ratio, size) for size in self.sizes)
 
     def _pieces(self, payload: Tensor, d: int) -> Iterator[tuple[slice, Tensor]]:
-        """Where each layer lies, and its body."""
+        """Yield the position and the payload of each layer."""
         parts = read_payload(payload, self.code, d)
         lengths = typed_part(read(parts.scales), "<u4", len(self.sizes), "lengths").astype(np.int64)
         if lengths.sum() != len(parts.values) or len(parts.indices):
             raise PayloadError(
-                f"the layers that came are {lengths.sum()} bytes long in {len(parts.values)}"
+                f"the payloads of the layers declare {lengths.sum()} bytes, but"
+                f" {len(parts.values)} were received"
             )
         payloads = tensor_of(parts.values).split(lengths.tolist())
         return zip(slices(self.sizes), payloads, strict=True)

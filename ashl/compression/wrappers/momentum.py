@@ -1,11 +1,11 @@
-"""Momentum correction: velocities are accumulated at the sender, before selection, not by the
+"""Momentum correction: the sender accumulates velocities before selection, instead of the
 optimizer.
 
-Rule: u ← m·u + x, v ← v + u, send C(v), v ← v − C(v); with factor masking u ← 0 where something was
-sent, so that an old velocity does not push a coordinate further that has just been moved. With C(v)
-= v and no masking this is momentum SGD. A dropped message returns its content to v, and u to what
-it was.
+Rule: u ← m·u + x, v ← v + u, send C(v), v ← v − C(v). With factor masking, u ← 0 for each element
+that was sent, so that an old velocity does not move an element again that has just moved. If a
+message is dropped, its content returns to v, and u returns to its previous value.
 
+Limits: C(v) = v without masking is momentum SGD.
 Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
 """
 
@@ -21,8 +21,9 @@ from ashl.compression.wrappers.wrapper import Wrapper
 
 
 class Velocity(NamedTuple):
-    """The sender's state: u and v (None = 0), u before it was masked, the state of the codec
-    inside, and the learning rate that v goes with.
+    """The sender's state: u and v (None = 0), and the learning rate of v.
+
+    `before` is u before masking; `inner` is the state of the inner codec.
     """
 
     velocity: Tensor | None = None
@@ -34,7 +35,7 @@ class Velocity(NamedTuple):
 
 @dataclass(frozen=True)
 class MomentumCorrection(Wrapper):
-    """Keeps u and v around a codec."""
+    """Wrapper that keeps u and v around a codec."""
 
     decay: float
     masking: bool
@@ -48,7 +49,7 @@ class MomentumCorrection(Wrapper):
     ) -> tuple[Velocity, Tensor]:
         state = sender or Velocity()
         velocity = state.velocity
-        if state.lr * context.lr < 0:  # a gradient after a difference, or the other way round
+        if state.lr * context.lr < 0:  # gradients and model differences: the stage has changed
             velocity = rescale(velocity, state.lr, context.lr)
         u = x.clone() if velocity is None else x + velocity * self.decay
         error = rescale(state.error, state.lr, context.lr)

@@ -1,12 +1,12 @@
-"""What may be wrapped around a codec, as fields that every codec with a use for it has.
+"""Fields of all codecs that wrappers may be put around.
 
-Rule, in the order of a message: x is shortened to clip_norm/√n where it is longer (n workers); it
-is added to the velocity (`momentum`) or to what earlier messages left out (`error_feedback`); the
-sum is encoded; what was not sent is kept. The wrappers that do it are made by
-`ashl.compression.wrappers.compose`.
+Rule: the steps of a message, in order. If x is longer than clip_norm/√n (n workers), it is
+shortened to that. It is added to the velocity (`momentum`) or to the residual (`error_feedback`).
+The sum is encoded. The sender keeps the part that was not sent. `ashl.compression.wrappers.compose`
+builds the wrappers.
 
-Source: error feedback, Seide et al., Interspeech 2014; ECQ-SGD, Wu et al., ICML 2018; momentum
-correction, factor masking, clipping and warm-up, Lin et al., "Deep Gradient Compression", ICLR
+Source: error feedback: Seide et al., Interspeech 2014; ECQ-SGD: Wu et al., ICML 2018; momentum
+correction, factor masking, clipping and warm-up: Lin et al., "Deep Gradient Compression", ICLR
 2018.
 """
 
@@ -18,7 +18,7 @@ from ashl.option import Fraction, Positive, option
 
 @option
 class Wrappers(Codec):
-    """The fields; see `conf/compression/_wrappers.yaml`."""
+    """Fields of the wrappers; see `conf/compression/_wrappers.yaml`."""
 
     error_feedback: bool
     feedback_gain: Fraction
@@ -28,7 +28,7 @@ class Wrappers(Codec):
     clip_norm: Positive | None
 
 
-# of a codec inside another one, which keeps and clips by itself
+# Fields of a codec inside another codec: the outer one keeps the residual and clips.
 PLAIN: dict[str, Any] = {
     "error_feedback": False,
     "feedback_gain": 1.0,

@@ -1,13 +1,13 @@
-"""The density as training goes on: a warm-up, and a share that follows how fast gradients change.
+"""Density schedules: a warm-up, and a density that depends on how fast gradients change.
 
-Warm-up: in epoch e of E the share is ratio^((e + 1)/(E + 1)), then ratio; for 0.1 % and E = 4 it is
-25, 6.3, 1.6, 0.4 and 0.1 %. Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
+Warm-up: in epoch e of E the density is ratio^((e + 1)/(E + 1)), then ratio. For ratio = 0.1 % and E
+= 4 it is 25, 6.3, 1.6, 0.4 and 0.1 %. Source: Lin et al., "Deep Gradient Compression", ICLR 2018.
 
-Accordion: G is the sum of a worker's updates in an epoch; where |‖G_before‖ − ‖G‖| ≥ η·‖G_before‖,
-the next epoch is a critical one, in which the larger share is kept; so is the first. Here each
-worker judges for itself and for the whole model at once, in the paper for each layer. Source:
-Agarwal et al., "Accordion: Adaptive Gradient Communication via Critical Learning Regime
-Identification", MLSys 2021, with its η = 0.5.
+Accordion: G is the sum of a worker's updates in an epoch. If |‖G_before‖ − ‖G‖| ≥ η·‖G_before‖, the
+next epoch is critical and has the larger density. The first epoch is critical, too. Source: Agarwal
+et al., "Accordion: Adaptive Gradient Communication via Critical Learning Regime Identification",
+MLSys 2021, with its η = 0.5. Differs: each worker decides for itself and for the whole model; the
+paper decides for each layer.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from ashl.compression.contract import ENCODE_CONTEXT, EncodeContext, State
 from ashl.compression.wrappers.wrapper import Stateful, Wrapper
 from ashl.learn.device import numbers
 
-CHANGE = 0.5  # η
+CHANGE = 0.5  # η of Accordion
 
 
 @dataclass(frozen=True)
 class WarmUp(Wrapper):
-    """Sends much at first, around a codec that knows a share."""
+    """Wrapper that begins with a high density, around a codec with a density."""
 
     epochs: int
 
@@ -37,13 +37,15 @@ class WarmUp(Wrapper):
 
     def share(self, context: EncodeContext) -> float:
         ratio = self.codec.ratio if context.ratio is None else context.ratio
-        assert ratio is not None, "a codec without a share has no warm-up"
+        assert ratio is not None, "a codec without a density has no warm-up"
         return ratio ** min(1.0, (int(context.epoch) + 1) / (self.epochs + 1))
 
 
 class Regime(NamedTuple):
-    """The sender's state: the epoch, the sum of its updates, the norm of the sum of the epoch
-    before, and whether the epoch is critical.
+    """The sender's state: the epoch, and whether it is critical.
+
+    `total` is the sum of the updates of the epoch, `before` the norm of that sum in the epoch
+    before.
     """
 
     epoch: int = 0
@@ -55,7 +57,7 @@ class Regime(NamedTuple):
 
 @dataclass(frozen=True)
 class Accordion(Stateful):
-    """Sends more in critical epochs, around a codec that knows a share."""
+    """Wrapper that sends more in critical epochs, around a codec with a density."""
 
     state: ClassVar[Callable[..., State]] = Regime
     critical_ratio: float
@@ -68,7 +70,7 @@ class Accordion(Stateful):
             norm = numbers([torch.linalg.vector_norm(state.total, dtype=torch.float64)])[0]
             critical = state.before is None or abs(state.before - norm) >= CHANGE * state.before
             state = Regime(int(context.epoch), None, norm, critical, state.inner)
-        elif state.total is None:  # the first update of a stage
+        elif state.total is None:  # first update of the stage
             state = state._replace(epoch=int(context.epoch))
         total = x if state.total is None else state.total + x
         if state.critical:
@@ -77,5 +79,5 @@ class Accordion(Stateful):
         return state._replace(total=total, inner=inner), payload
 
     def share(self, context: EncodeContext) -> float | None:
-        """That of a critical epoch, at most."""
+        """Return the density of a critical epoch, which is the largest."""
         return self.codec.share(context._replace(ratio=self.critical_ratio))

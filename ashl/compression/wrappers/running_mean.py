@@ -1,9 +1,8 @@
-"""Momentum before the codec: what is sent is a running mean of what was to be sent, as Signum has
-it.
+"""Momentum before the codec: the sender encodes a running mean of its updates, as in Signum.
 
-Rule: u ← β·u + (1 − β)·x with u = 0 at first; send C(u). Unlike momentum correction nothing of u is
-taken away by sending it. A dropped message changes nothing of it either: u is what the worker has
-seen, not what it has sent.
+Rule: u ← β·u + (1 − β)·x with u = 0 at first; send C(u). Sending takes nothing away from u, unlike
+momentum correction. A dropped message does not change u either: u depends on the worker's updates,
+not on its messages.
 
 Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018.
 """
@@ -19,7 +18,7 @@ from ashl.compression.wrappers.wrapper import Stateful
 
 
 class Average(NamedTuple):
-    """The sender's state: u (None = 0), and the state of the codec inside."""
+    """The sender's state: u (None = 0), and the state of the inner codec."""
 
     mean: Tensor | None = None
     inner: State = None
@@ -27,7 +26,7 @@ class Average(NamedTuple):
 
 @dataclass(frozen=True)
 class RunningMean(Stateful):
-    """Keeps u in front of a codec."""
+    """Wrapper that keeps u in front of a codec."""
 
     state: ClassVar[Callable[..., State]] = Average
     decay: float

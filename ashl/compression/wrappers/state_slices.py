@@ -1,9 +1,8 @@
-"""What a sender keeps of a vector, cut where the vector is cut into messages, and put together
-again.
+"""Split a sender's state where its vector is split into messages, and join the parts again.
 
-Rule: whatever wrappers keep of a vector, they keep element by element (residual, velocity, running
-mean), and numbers beside that are alike for all parts. So the parts together are what one message
-of it all would have left.
+Rule: wrappers keep vectors element by element (residual, velocity, running mean). Numbers in a
+state are equal for all parts. So the joined parts equal the state that one message of the whole
+vector would leave.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from ashl.compression.contract import State
 
 
 def slice_state(state: State, start: int, stop: int) -> State:
-    """Of the elements [start, stop), as views."""
+    """Return the state of the elements [start, stop), as views."""
     if isinstance(state, Tensor):
         return state[start:stop]
     return (
@@ -26,7 +25,7 @@ def slice_state(state: State, start: int, stop: int) -> State:
 
 
 def join_states(states: Sequence[State]) -> State:
-    """Of the whole vector, of its parts in order."""
+    """Return the state of the whole vector from the states of its parts, in order."""
     first = states[0]
     if isinstance(first, Tensor):
         return torch.cat(list(states))

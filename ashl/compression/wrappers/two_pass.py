@@ -1,10 +1,9 @@
-"""A protocol over all workers inside the wrappers of a link: what it is given, and what is kept
-once it has ended.
+"""Run a collective protocol inside the wrappers of a link.
 
-What a codec sends is known to the wrappers around it when it has encoded; what a protocol has
-brought of a worker's vector into the sum is known only at its end. So the wrappers run twice, with
-a stand-in for the codec: once for what they give it, and once more to learn what of that was sent.
-They are pure, hence the first run leaves nothing behind.
+A wrapper usually learns from `encode` which part of a vector was sent. A collective protocol knows
+that only at its end. So the wrappers run twice, with a `RecordingCodec` in place of the codec. The
+first pass records the input of the protocol. The second pass tells the wrappers which part was
+sent. Wrappers are pure, so the first pass has no side effect.
 """
 
 from dataclasses import dataclass, replace
@@ -25,12 +24,13 @@ from ashl.compression.wrappers.wrapper import Wrapper, innermost
 
 @dataclass(frozen=True)
 class RecordingCodec(Wrapper):
-    """In the place of a codec: notes what it is given, and says what of it was sent. Its body is a
-    vector or None.
+    """Replacement of a codec that records its input and reports `sent` as its output.
+
+    Its payload is a vector or None.
     """
 
     inputs: list[CodecInput]
-    inner: State = None  # the codec's state afterwards
+    inner: State = None  # state of the codec after the protocol
     sent: Tensor | None = None
 
     def encode(
@@ -47,7 +47,7 @@ class RecordingCodec(Wrapper):
 def capture_codec_input(
     codec: Codec, sender: State, x: Tensor, context: EncodeContext
 ) -> CodecInput:
-    """What the codec inside these wrappers is given."""
+    """Return the input that the innermost codec receives from its wrappers."""
     inputs: list[CodecInput] = []
     replace_innermost(codec, RecordingCodec(innermost(codec), inputs)).encode(sender, x, context)
     return inputs[0]
@@ -56,13 +56,13 @@ def capture_codec_input(
 def update_sender(
     codec: Codec, sender: State, x: Tensor, context: EncodeContext, outcome: Outcome
 ) -> State:
-    """The sender's state once the protocol has ended."""
+    """Return the sender's state after the protocol."""
     stand_in = RecordingCodec(innermost(codec), [], outcome.inner, outcome.sent)
     return replace_innermost(codec, stand_in).encode(sender, x, context)[0]
 
 
 def replace_innermost(codec: Codec, other: Codec) -> Codec:
-    """These wrappers around another codec."""
+    """Return the same wrappers around another codec."""
     return (
         replace(codec, codec=replace_innermost(codec.codec, other))
         if isinstance(codec, Wrapper)

@@ -1,4 +1,4 @@
-"""A codec around a codec: on the wire they are the same, only what is encoded differs."""
+"""Base classes of wrappers: codecs that change the input of another codec, but not its payloads."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,8 +11,10 @@ from ashl.compression.contract import Codec, EncodeContext, State, Traits
 
 @dataclass(frozen=True)
 class Wrapper(Codec):
-    """What every wrapper leaves to the codec inside. A protocol over all workers, and what bodies
-    are together, is the `innermost` codec's matter.
+    """Wrapper that delegates everything to the codec inside.
+
+    Collective protocols and joint decoding (`Collective`, `Reduces`) are methods of the `innermost`
+    codec only.
     """
 
     codec: Codec
@@ -59,9 +61,7 @@ class Wrapper(Codec):
 
 
 class Stateful(Wrapper):
-    """A wrapper that keeps something, in a named tuple whose `inner` is what the codec inside
-    keeps.
-    """
+    """Wrapper with a state: a named tuple whose field `inner` is the state of the codec inside."""
 
     state: ClassVar[Callable[..., State]]
 
@@ -77,7 +77,7 @@ class Stateful(Wrapper):
 
 
 def inwards(codec: Codec) -> Iterator[Codec]:
-    """What is around a codec, from the outside in, and then the codec itself."""
+    """Yield the wrappers of a codec from the outside in, and then the codec itself."""
     while isinstance(codec, Wrapper):
         yield codec
         codec = codec.codec
@@ -85,5 +85,5 @@ def inwards(codec: Codec) -> Iterator[Codec]:
 
 
 def innermost(codec: Codec) -> Codec:
-    """The codec without anything around it."""
+    """Return the codec inside all wrappers."""
     return list(inwards(codec))[-1]
