@@ -86,7 +86,7 @@ class Hop(RoamingRule):
         if self.skip_lead is not None and self.skip_lead > most:
             raise UsageError(
                 f"sync.skip_lead={self.skip_lead}, and a worker leads a neighbour by {most}"
-                f" iterations at most, so nobody would ever jump; take at most {most}"
+                f" iterations at most, so no worker would ever skip; take at most {most}"
                 + ("" if self.backups else ", or sync.backups=1")
             )
 

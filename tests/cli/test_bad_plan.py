@@ -118,7 +118,7 @@ def test_a_stage_that_would_never_end(said, edited, workplace) -> None:
 def test_what_a_given_plan_leaves_no_say(override: str, said, edited) -> None:
     says = (
         f"plan=plan.json says what each stage does, so {override} has no effect; drop it, or make a"
-        " new plan without"
+        " new plan without plan="
     )
     assert said(edited(), override) == (2, says)
 

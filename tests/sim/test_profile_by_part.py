@@ -217,12 +217,12 @@ def test_where_steps_take_long_that_is_measured_once(
     async def instruct(*of: Any) -> None:
         times.append(ctx.now)
 
-    async def answers(*of: Any) -> dict[int, tuple[float, ...]]:
+    async def collect_answers(*of: Any) -> dict[int, tuple[float, ...]]:
         ctx.now += round_s
         return {0: (1.0, 2.0, 1.5, 4.0)}
 
     monkeypatch.setattr(beside, "instruct", instruct)
-    monkeypatch.setattr(beside, "answers", answers)
+    monkeypatch.setattr(beside, "collect_answers", collect_answers)
     found = asyncio.run(
         beside.measure_beside(cast(RankContext, ctx), stage, 2.0, AlphaBeta(1.0, 0.0))
     )

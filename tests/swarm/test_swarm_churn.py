@@ -119,9 +119,9 @@ class Counted:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.came, self.settled = Counter[int](), Counter[int]()
         for name, counter in (
-            ("arrive", self.came),
+            ("observe", self.came),
             ("commit", self.settled),
-            ("drop", self.settled),
+            ("count_dropped", self.settled),
         ):
             patch.setattr(Progress, name, self.counting(getattr(Progress, name), counter))
         patch.setattr(Progress, "take_back", self.taking_back(Progress.take_back))
