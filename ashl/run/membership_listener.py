@@ -149,8 +149,8 @@ class Watchdog:
             self._controller_silent_s - self._store_silent_s < SAME_CAUSE_S
         ):  # no news, because no answers
             return End(self._code, f"the job's store at {self._store} did not answer {for_so_long}")
-        controller = f"the process that keeps the records, on {self._controller},"
-        return End(self._code, f"nothing was heard of {controller} {for_so_long}")
+        controller = f"the controller, on {self._controller},"
+        return End(self._code, f"no heartbeat from {controller} {for_so_long}")
 
     def _loop(self) -> None:
         last = time.monotonic()
