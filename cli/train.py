@@ -147,7 +147,7 @@ def resumed(run_dir: Path, overrides: list[str], config_dir: Path | None) -> dic
             raise UsageError(
                 f"{key}: only stop.*, runtime and the number of workers (cluster.num_workers) may"
                 " change when a run goes on; a new one with other settings takes its weights along"
-                f" with run.init_weights={run_dir}."
+                f" with run.start_from={run_dir}."
             )
         config["stop"][name] = asked["stop"][name]
     if (new := with_workers(config, asked, others)) != config:

@@ -407,7 +407,7 @@ OWN: dict[
 OWN_OUTSIDE: dict[str, str] = {  # likewise, each with what it is about
     "name": "names the run folder",
     "run.dir": "is the run folder",
-    "run.init_weights": "needs weights; tests/test_init_weights.py has them",
+    "run.start_from": "needs weights; tests/test_start_from.py has them",
     "plan": "needs a file; test_a_profile_stands_in_for_costs_and_a_plan_for_the_schedule has one",
     "profile": (
         "needs a file; test_a_profile_stands_in_for_costs_and_a_plan_for_the_schedule has one"

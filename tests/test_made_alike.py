@@ -249,7 +249,7 @@ def test_a_run_that_starts_from_another_takes_its_whole_state(own: list[str]) ->
     second = ashl.train(
         *chosen,
         "seed=5",
-        "run.init_weights=weights.pt",
+        "run.start_from=weights.pt",
         "stop.steps=2",
         "optimizer.lr=1e-30",
         config_dir="options",

@@ -263,5 +263,5 @@ def test_what_has_no_meaning_for_other_workers_is_refused(
     said = refused(capsys, "--resume", "four", *OTHER)
     assert said.startswith(f"ashl: a run with {mode.split()[0]} ")
     assert "cannot go on with another number of workers" in said
-    assert "run.init_weights=four" in said
+    assert "run.start_from=four" in said
     assert not Path("two").exists()

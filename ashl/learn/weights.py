@@ -47,7 +47,7 @@ def load(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def start_of(start: str | None) -> str | None:
-    """The file that `run.init_weights` names: itself, or what the run of this folder has left.
+    """The file that `run.start_from` names: itself, or what the run of this folder has left.
     Raises UsageError.
     """
     if start is None:
@@ -56,7 +56,7 @@ def start_of(start: str | None) -> str | None:
     found = [file for file in (path, path / FINAL, path / BEST) if file.is_file()]
     if not found:
         raise UsageError(
-            f"run.init_weights={start} is neither a file of weights nor a run folder with {FINAL}"
+            f"run.start_from={start} is neither a file of weights nor a run folder with {FINAL}"
             f" or {BEST}; a run of a sweep leaves them with run.save_weights=true"
         )
     return str(found[0])

@@ -128,7 +128,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     predicted_s: float | None = None  # the whole run on its own clock, if no target ends it before
     allow_targets: tuple[str, ...] = ()
-    init_weights: str | None = None  # a file of weights to begin with; None = drawn by the seed
+    start_from: str | None = None  # a file of weights to begin with; None = drawn by the seed
     compression_stats_every: int | None = None  # rounds between two looks at what compression loses
     compression_stats_per_layer: bool = False
     compression_stats_vs_mean: bool = False

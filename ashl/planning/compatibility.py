@@ -1146,7 +1146,7 @@ def check_other_worker_count(parts: Parts, run_dir: Path) -> None:
             raise UsageError(
                 f"a run with {describe_modes(parts)} cannot go on with another number of workers,"
                 " as what it keeps belongs to those that it has; a new one takes its weights"
-                f" along: run.init_weights={run_dir}"
+                f" along: run.start_from={run_dir}"
             )
 
 

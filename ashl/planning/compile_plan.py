@@ -184,7 +184,7 @@ def _prepare_plan(
             *uncontended_link_note.note_plan(config, num_workers),
             *taken,
         ),
-        init_weights=learner.start,
+        start_from=learner.start,
         compression_stats_every=settings.run.compression_stats_every,
         compression_stats_per_layer=settings.run.compression_stats_per_layer,
         compression_stats_vs_mean=settings.run.compression_stats_vs_mean,
@@ -228,7 +228,7 @@ def load_data_set(dataset: Any, seed: int) -> Data:
 
 def make_learner(parts: Mapping[str, Any], data: Data, settings: Settings) -> Learner:
     """Raises UsageError where the model does not take the data, or what it is to start from."""
-    start = start_of(settings.run.init_weights)
+    start = start_of(settings.run.start_from)
     try:
         learner = Learner(parts["model"], data, parts["task"], seed=settings.seed, start=start)
     except (

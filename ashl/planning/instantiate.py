@@ -458,7 +458,7 @@ def assemble(plan: Plan, device: str, parts: Parts | None = None, data: Data | N
         device=device,
         precision=parts.runtime.precision,
         graphs=parts.runtime.graphs == "on" and device != HOST,
-        start=plan.init_weights,
+        start=plan.start_from,
     )
     if not parts.runtime.gradients:
         size_only = size_only_trainer(plan, parts, len(data.train))

@@ -42,7 +42,7 @@ class Run:
 
     dir: str | None
     save_weights: bool | None
-    init_weights: str | None
+    start_from: str | None
     compression_stats_every: Count | None
     compression_stats_per_layer: bool
     compression_stats_vs_mean: bool

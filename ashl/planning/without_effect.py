@@ -69,7 +69,7 @@ LEARNED = (  # what is learned hangs on them, and neither time nor bytes do
         "model.heads",
         "model.norm",
         "run.save_weights",
-        "run.init_weights",
+        "run.start_from",
     ),
     *(
         "aggregate.scale",

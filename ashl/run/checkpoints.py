@@ -349,7 +349,7 @@ def truncate_records(run_dir: Path, saved: Checkpoint) -> dict[str, int]:
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise UsageError(
                         f"{run_dir / name} is damaged, so the run cannot be resumed; a new one"
-                        f" takes its weights along with run.init_weights={run_dir}"
+                        f" takes its weights along with run.start_from={run_dir}"
                     ) from error
             for name, text in left.items():
                 if text is None:

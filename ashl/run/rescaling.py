@@ -114,7 +114,7 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
         raise UsageError(
             f"{run_dir} is planned by what it has measured of its {before.num_workers} workers, and"
             " nothing is known of others; a new run takes its weights along, and measures them:"
-            f" run.init_weights={run_dir}"
+            f" run.start_from={run_dir}"
         )
     return Origin(run_dir, saved, before, stage, state, time_ns, nodes, drawn, own)
 

@@ -157,7 +157,7 @@ def place(workplace: Path):
         fixed = [
             "tracking=none",
             "dataset.partition=interleaved",
-            "run.init_weights=start.pt",
+            "run.start_from=start.pt",
             "cluster=homogeneous",
         ]
         code = main(

@@ -60,7 +60,7 @@ SAID = [  # target, run, what its script has to contain
         "sync=bsp",
         ["ROUNDS = 100", "WORKERS = 2", "MESSAGES = [4840]"],
     ),  # 1210 parameters in one message
-    ("ddp", "sync=bsp run.init_weights=start.pt", ["torch.load('"]),
+    ("ddp", "sync=bsp run.start_from=start.pt", ["torch.load('"]),
     (
         "script",
         "sync=bsp optimizer.schedule=linear stop.steps=null stop.epochs=2",

@@ -175,7 +175,7 @@ def place(workplace: Path, capsys: pytest.CaptureFixture[str]):
         ]
         fixed = ["optimizer=mine", "run.dir=out", "tracking=none", "dataset.partition=interleaved"]
         fixed += [
-            "run.init_weights=start.pt",
+            "run.start_from=start.pt",
             "cluster=homogeneous",
             "cluster.step_s=0.001",
             "sync=bsp",

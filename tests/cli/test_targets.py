@@ -104,7 +104,7 @@ ANSWERS = [
     "dataset.partition=interleaved",
     "dataset.batch_size=8",
     "stop.steps=20",
-    "run.init_weights=start.pt",
+    "run.start_from=start.pt",
 ]
 PORTS = ["cluster.exchange_s=null", "cluster.bandwidth_mbit_s=100", "cluster.latency_s=0.001"]
 IN_ROUNDS = (

@@ -82,7 +82,7 @@ def test_what_was_measured_of_others_is_not_taken_for_these(workplace: Path, cap
     assert main(["train", "--resume", "two", "cluster.num_workers=3", "run.dir=three", "-q"]) == 2
     said = capsys.readouterr().err
     assert "planned by what it has measured of its 2 workers" in said
-    assert said.rstrip().endswith("run.init_weights=two")
+    assert said.rstrip().endswith("run.start_from=two")
     assert not Path("three").exists()
 
 

@@ -1,4 +1,4 @@
-"""`run.init_weights`: a run that begins with the weights of another one, on other workers and
+"""`run.start_from`: a run that begins with the weights of another one, on other workers and
 another topology.
 """
 
@@ -41,10 +41,10 @@ def test_steps_of_no_length_leave_the_weights_of_the_other_run(first: Path, own:
         *own.split(),
         *SHORT,
         STILL,
-        f"run.init_weights={first}",
+        f"run.start_from={first}",
     )
     assert run["params_sha256"] == hash_of(first)
-    assert run.plan["init_weights"] == str(first.resolve() / "final.pt")
+    assert run.plan["start_from"] == str(first.resolve() / "final.pt")
 
 
 def test_processes_start_from_it_too_and_a_file_of_plain_torch_will_do(first: Path) -> None:
@@ -55,13 +55,13 @@ def test_processes_start_from_it_too_and_a_file_of_plain_torch_will_do(first: Pa
         "cluster.num_workers=3",
         "cluster.step_s=0.0001",
     )
-    run = ashl.train(*own, *SHORT, STILL, f"run.init_weights={first / 'final.pt'}")
+    run = ashl.train(*own, *SHORT, STILL, f"run.start_from={first / 'final.pt'}")
     assert run["params_sha256"] == hash_of(first)
 
 
 def test_it_goes_on_learning_from_there(first: Path) -> None:
     run = ashl.train(
-        "runtime=sim", "sync=bsp", *SHORT, "eval.every_commits=1", f"run.init_weights={first}"
+        "runtime=sim", "sync=bsp", *SHORT, "eval.every_commits=1", f"run.start_from={first}"
     )
     before = json.loads((first / "summary.json").read_text())["final"]["train_loss"]
     assert run["final"]["train_loss"] < before < 2.3 < run.metrics["train/loss"].iloc[0] + 0.5
@@ -69,7 +69,7 @@ def test_it_goes_on_learning_from_there(first: Path) -> None:
 
 def test_a_script_of_such_a_run_starts_from_it(first: Path) -> None:
     run = ashl.train(
-        "runtime=sim", "topology=all_reduce", "sync=bsp", *SHORT, f"run.init_weights={first}"
+        "runtime=sim", "topology=all_reduce", "sync=bsp", *SHORT, f"run.start_from={first}"
     )
     assert main(["export", str(run.folder), "--to", "script", "--out", "train.py"]) == 0
     scope: dict = {"__name__": "script"}
@@ -81,11 +81,11 @@ def test_a_script_of_such_a_run_starts_from_it(first: Path) -> None:
 def test_what_does_not_fit_is_refused(first: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = ("runtime=sim", "sync=bsp", *SHORT)
     with pytest.raises(UsageError, match=r"final\.pt does not fit the model: .*size mismatch"):
-        ashl.train(*own, "model.hidden=[5]", f"run.init_weights={first}")
+        ashl.train(*own, "model.hidden=[5]", f"run.start_from={first}")
     with pytest.raises(UsageError, match="nowhere is neither a file of weights nor a run folder"):
-        ashl.train(*own, "run.init_weights=nowhere")
+        ashl.train(*own, "run.start_from=nowhere")
     with pytest.raises(UsageError, match=r"plan\.json does not fit the model"):
-        ashl.train(*own, f"run.init_weights={first / 'plan.json'}")
+        ashl.train(*own, f"run.start_from={first / 'plan.json'}")
     torch.save(
         {name: t * 1j for name, t in torch.load(first / "final.pt", weights_only=True).items()},
         "complex.pt",
@@ -93,8 +93,8 @@ def test_what_does_not_fit_is_refused(first: Path, capsys: pytest.CaptureFixture
     Path("empty.pt").touch()
     for file, why in (("complex.pt", "has complex numbers"), ("empty.pt", "it is empty")):
         with pytest.raises(UsageError, match=f"{file} does not fit the model: .*{why}"):
-            ashl.train(*own, f"run.init_weights={file}")
+            ashl.train(*own, f"run.start_from={file}")
     assert main(["train", "--resume", str(first), "topology=all_reduce"]) == 2
-    assert f"takes its weights along with run.init_weights={first}" in " ".join(
+    assert f"takes its weights along with run.start_from={first}" in " ".join(
         capsys.readouterr().err.split()
     )
