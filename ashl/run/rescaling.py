@@ -85,16 +85,16 @@ def origin_of(run_dir: Path, identity: str, plan: Plan, job: Job) -> Origin:
     if saved.how == VIRTUAL:
         document = torch.load(saved.folder / STATE, weights_only=True)
         mark, drawn = (
-            document["marks"][before.lead_rank],
-            [mark["drawn"] for mark in document["marks"]],
+            document["safe_points"][before.lead_rank],
+            [mark["drawn"] for mark in document["safe_points"]],
         )
         stage, state, time_ns = (
             mark["stage"],
             from_plain(mark["state"], packages, device),
             mark["time_ns"],
         )
-        nodes = from_plain(document["nodes"])
-        states = [from_plain(mark["own"], packages, device) for mark in document["marks"]]
+        nodes = from_plain(document["contexts"])
+        states = [from_plain(mark["own"], packages, device) for mark in document["safe_points"]]
     else:
         ranks = [
             rank_checkpoint.read(rank_checkpoint.part_of(saved.folder, r), packages, device)

@@ -223,7 +223,7 @@ class Churn:
         """
         sim = self.sim
         sim._mail[rank] = DiscardingMailbox()
-        own, kept = (sim._awake, sim._expire, sim._hand_out), []
+        own, kept = (sim._awake, sim._expire, sim._emit_part), []
         for time_ns, place, target, value in sim._heap:
             if target.__class__ is Task:
                 lost = target.ctx.rank == rank

@@ -2,16 +2,16 @@
 all members.
 
 Rule: every member posts the group's collectives in the same order, of the same kinds and with the
-same keys. Of those that all members have posted, the lowest key is committed first; equal keys go
-in the order of posting. A collective is committed while fewer than its `credit` are committed,
-including the one in flight; without credit, once none is. Committed collectives run in that order,
-and no later one overtakes them. A member that breaks the rule gets an error in virtual time; on
-real processes the ranks that differ would hang or mix their data, as in any such library.
+same keys. Among the collectives that all members have posted the lowest key is committed first;
+equal keys go in the order of posting. A collective is committed while fewer than its `credit` are
+committed, including the one in flight; without credit, once none is. Committed collectives run in
+that order, and no later one overtakes them. A member that breaks the rule gets an error in virtual
+time; on real processes the ranks that differ would hang or mix their data, as in any such library.
 
 Members that know how many collectives all have posted know which one is next; that takes one number
-from each member. No exchange is needed while something is committed, or where the oldest collective
-has key 0. Real processes exchange the number between two collectives, and without declared costs
-only then.
+from each member. No exchange is needed while a collective is committed, or if the oldest one has
+key 0. Real processes exchange the number between two collectives, and without declared costs only
+then.
 
 Source of the credit: Peng et al., "A Generic Communication Scheduler for Distributed DNN Training
 Acceleration", SOSP 2019 (ByteScheduler).
@@ -30,7 +30,7 @@ UNKNOWN = object()
 
 
 class Numbered(Protocol):
-    """A collective, and its place in the order of posting."""
+    """A collective with its place in the order of posting."""
 
     @property
     def number(self) -> int: ...
@@ -43,8 +43,8 @@ N = TypeVar("N", bound=Numbered)
 
 
 def choose_committed(ready: Iterable[N], held: int) -> list[N]:
-    """Those that are committed now of those that all members have posted, where `held`
-    already are.
+    """Return the collectives to commit now, in order, from those that all members have posted;
+    `held` are committed already.
     """
     chosen: list[N] = []
     for posted in sorted(ready, key=lambda posted: (posted.effect.key, posted.number)):
@@ -56,17 +56,16 @@ def choose_committed(ready: Iterable[N], held: int) -> list[N]:
 
 
 class Posted:
-    """A collective of a team that is to be carried out: its place in the order of posting, and who
-    has come to it.
+    """A pending collective of a group: its place in the order of posting, and the members that have
+    posted it.
     """
 
     __slots__ = ("arrived", "effect", "number", "order")
 
     def __init__(self, number: int, effect: Collective) -> None:
         self.number, self.effect, self.order = number, effect, order_of(effect)
-        self.arrived: dict[
-            int, tuple[Task, Any]
-        ] = {}  # by rank: who waits for the result, and its tensor
+        # by rank: the task that waits for the result, and its tensor
+        self.arrived: dict[int, tuple[Task, Any]] = {}
 
     def describe(self) -> str:
         return (
@@ -76,7 +75,7 @@ class Posted:
 
 
 class SharedResult:
-    """What the members of a team compute alike, until all have asked."""
+    """A value that all members of a group compute identically, kept until all have asked."""
 
     __slots__ = ("asked", "value")
 
@@ -86,50 +85,51 @@ class SharedResult:
 
 
 def order_of(effect: Collective) -> tuple[Any, ...]:
-    """What all members have to say alike of it."""
+    """Return the properties of a collective that must be the same on all members."""
     return effect.__class__, effect.key, effect.credit, effect.epoch
 
 
 class CollectiveQueue:
-    """A team in virtual time, where one object stands for the ends of all members."""
+    """The queue of one group in virtual time; one object serves all members."""
 
     __slots__ = (
+        "commit_scheduled",
         "committed",
         "counts",
         "free_ns",
         "group",
         "pending",
         "ready",
-        "settling",
+        "serve_scheduled",
         "shared",
-        "waking",
     )
 
     def __init__(self, group: tuple[int, ...]) -> None:
         self.group = group
-        self.counts = dict.fromkeys(group, 0)  # how many each member has posted
+        self.counts = dict.fromkeys(group, 0)  # collectives posted by each member
         self.pending: dict[int, Posted] = {}  # by number; none of them has begun
-        self.ready = 0  # how many of those have all their members
-        self.free_ns = 0  # when the one that goes on now will have ended
-        self.waking = False  # whether an event will come then
-        self.settling = (
-            False  # ... and one at the end of this instant, to commit what has been posted
-        )
-        self.committed: list[Posted] = []  # of those that are pending
+        self.ready = 0  # pending collectives that all members have posted
+        self.free_ns = 0  # ns: end of the collective in flight
+        self.serve_scheduled = False  # True if an event at `free_ns` will serve the queue
+        # True if an event at the end of this instant will commit posted collectives
+        self.commit_scheduled = False
+        self.committed: list[Posted] = []  # committed ones of the pending collectives, in order
         self.shared: dict[Hashable, SharedResult] = {}
 
     def post(self, task: Task, effect: Collective) -> None:
-        """Raises AshlError where a member breaks the rule."""
+        """Add a collective that a task posts. Raises AshlError if the member breaks the rule."""
         rank = task.ctx.rank
         number = self.counts.get(rank)
         if number is None:
-            raise AshlError(f"rank {rank} is no member of its {Posted(0, effect).describe()}")
+            raise AshlError(
+                f"rank {rank} is not a member of the group of its {Posted(0, effect).describe()}"
+            )
         posted = self.pending.get(number)
         if posted is None:
             posted = self.pending[number] = Posted(number, effect)
         elif order_of(effect) != posted.order:
             raise AshlError(
-                f"the members of a team must post its collectives in the same order: rank {rank}"
+                f"the members of a group must post its collectives in the same order: rank {rank}"
                 f" posts {Posted(0, effect).describe()} where rank {next(iter(posted.arrived))}"
                 f" posted {posted.describe()}"
             )
@@ -138,7 +138,7 @@ class CollectiveQueue:
         self.ready += len(posted.arrived) == len(self.group)
 
     def commit(self, now_ns: int) -> None:
-        """Commit what may be."""
+        """Commit the collectives that may be committed now."""
         all_here = len(self.group)
         held = (self.free_ns > now_ns) + len(self.committed)
         ready = (
@@ -149,7 +149,7 @@ class CollectiveQueue:
         self.committed += choose_committed(ready, held)
 
     def take(self, now_ns: int) -> Posted:
-        """Begin the one that is next."""
+        """Remove and return the next collective, which begins now."""
         if len(self.pending) > 1:
             self.commit(now_ns)
             posted = self.committed.pop(0)
@@ -161,7 +161,9 @@ class CollectiveQueue:
         return posted
 
     def abort(self) -> list[Task]:
-        """A member is gone: forget all that has not begun; returns who waits for it."""
+        """Discard all collectives that have not begun, because a member failed; return the tasks
+        that wait for them.
+        """
         waiting = [task for posted in self.pending.values() for task, _ in posted.arrived.values()]
         self.pending.clear()
         self.committed.clear()
@@ -169,11 +171,11 @@ class CollectiveQueue:
         return waiting
 
     def idle(self, now_ns: int) -> bool:
-        """Whether nothing is lost when the channel is forgotten."""
+        """Return True if the queue has no state that must be kept."""
         return not self.pending and not self.shared and self.free_ns <= now_ns
 
     def compute_once(self, rank: int, key: Hashable, fn: Callable[[], T]) -> T:
-        """`fn()` of whoever asks first."""
+        """Return `fn()` as the first member that asked computed it."""
         shared = self.shared.get(key)
         if shared is None:
             shared = self.shared[key] = SharedResult()
@@ -186,9 +188,7 @@ class CollectiveQueue:
 
 
 class CollectiveQueues:
-    """The channels of all teams, made when they are first asked for and forgotten when nothing goes
-    on in them.
-    """
+    """The queues of all groups, made at their first use and deleted when they are idle."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[int, ...], CollectiveQueue] = {}
@@ -197,9 +197,9 @@ class CollectiveQueues:
 
     def of(self, group: tuple[int, ...], now_ns: int) -> CollectiveQueue:
         last = self._last
-        if (
-            last.group is group
-        ):  # the members of a large team mostly come one after the other, and to hash it takes long
+        # the members of a large group usually ask one after the other, and hashing the group is
+        # slow
+        if last.group is group:
             return last
         collective_queue = self._of.get(group)
         if collective_queue is None:
@@ -211,7 +211,7 @@ class CollectiveQueues:
         return collective_queue
 
     def abort_with_member(self, rank: int) -> list[Task]:
-        """Forget the channels of teams that have lost this member; returns who waits there."""
+        """Delete the queues of groups with this failed member; return the tasks that wait there."""
         lost = [
             collective_queue
             for collective_queue in self._of.values()
@@ -226,7 +226,7 @@ class CollectiveQueues:
         return list(self._of.values())
 
     def waiting(self) -> list[Posted]:
-        """Collectives to which not all members have come, or that wait for their turn."""
+        """Return collectives that not all members have posted, or that wait for their turn."""
         return [
             posted
             for collective_queue in self._of.values()

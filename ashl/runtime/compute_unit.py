@@ -1,6 +1,6 @@
 """Run the computations of one real rank, one after the other, throttled to their declared cost.
 
-A computation runs in the main thread while no other task could run meanwhile, and otherwise on one
+A computation runs in the main thread if no other task could run meanwhile, and otherwise on one
 compute thread. It may emit parts of its result early; they arrive as messages of the rank to
 itself. It may pause for messages that it needs. Every run reports its spans: computing, encoding,
 waiting, pulling or idle.
@@ -22,9 +22,7 @@ IDLE = "idle"
 
 
 class Ran(NamedTuple):
-    """A result, and what was done in turn: (kind, when it counts as ended), `IDLE` where it stood
-    still.
-    """
+    """A result, and its spans in order: (kind, end in ns), with `IDLE` for a pause."""
 
     value: Any
     spans: list[tuple[str, int]]
@@ -34,7 +32,7 @@ class Ran(NamedTuple):
         return self.spans[-1][1]
 
     def attribute_to(self, time_accounting: TimeAccounting, start: int) -> None:
-        """Enter it into the books of the main task, where it began then."""
+        """Attribute the spans to the main task's time; the computation began at `start`."""
         time_accounting.attribute_until("wait", start)
         for kind, end in self.spans:
             if kind == IDLE:
@@ -44,23 +42,23 @@ class Ran(NamedTuple):
 
 
 class ComputeUnit:
-    """That of one rank. What a computation hands out goes to the inbox, as messages of the rank to
-    itself.
+    """The compute unit of one rank. Parts that a computation emits go to the inbox, as messages of
+    the rank to itself.
     """
 
     def __init__(
         self, rank: int, throttle: Throttle, inbox: queue.SimpleQueue, mail: Mailbox
     ) -> None:
         self._rank, self._throttle, self._inbox, self._mail = rank, throttle, inbox, mail
-        self.busy = 0  # how many computations the thread has not finished
-        self.standing: Recv | None = None  # what the thread waits for now
-        self._needed: dict[Tag, Future] = {}  # messages that the thread waits for, or will
-        self._free_ns = 0  # when the last one on it counts as ended
+        self.busy = 0  # computations that the thread has not finished
+        self.paused_in: Recv | None = None  # the receive that the thread is paused in, or None
+        self._needed: dict[Tag, Future] = {}  # by tag: messages that queued computations need
+        self._free_ns = 0  # ns: throttled end of the latest computation on the thread
         self._thread: ThreadPoolExecutor | None = None
 
     def run(self, effect: Compute, start: int, needed: Sequence[Future] = ()) -> Ran:
-        """A computation that began then, on this thread; `needed` will be the bodies that it takes
-        on its way.
+        """Run a computation that began at `start`, on this thread; `needed` resolve to the messages
+        that it needs.
         """
         cost, kind, encoding = (
             self._throttle.cost_ns(effect.kind, effect.work, start),
@@ -72,9 +70,9 @@ class ComputeUnit:
                 effect.fn(), [(kind, self._throttle.finish_compute(effect.kind, cost, start))]
             )
         spans: list[tuple[str, int]] = []
-        began = (
-            start  # had nothing come between; without a declared cost, when the last part was there
-        )
+        # ns: begin without the pauses and encodings so far; without a declared cost, the end of the
+        # last part
+        began = start
 
         def reached(share: float) -> int:
             nonlocal began
@@ -83,7 +81,7 @@ class ComputeUnit:
             began = self._throttle.finish_compute(effect.kind, None, began)
             return began
 
-        def hand_out(k: int, tensor: Any) -> None:
+        def emit(k: int, tensor: Any) -> None:
             nonlocal began
             share, tag = effect.parts[k]
             now = reached(share)
@@ -103,22 +101,22 @@ class ComputeUnit:
             share, tag = effect.needs[k]
             since = reached(share)
             if not needed[k].done():
-                self.standing = Recv((tag,))
-                needed[k].exception()  # waits
-                self.standing, now = None, max(since, self._throttle.clock())
+                self.paused_in = Recv((tag,))
+                needed[k].exception()  # blocks until the message has arrived or its sender failed
+                self.paused_in, now = None, max(since, self._throttle.clock())
                 message = needed[k].result()
                 spans.extend([(kind, since), *self._stall_spans(message, since, now)])
                 began += now - since
             return needed[k].result().body
 
-        value = effect.fn(*([hand_out] if effect.parts else []), *([take] if effect.needs else []))
+        value = effect.fn(*([emit] if effect.parts else []), *([take] if effect.needs else []))
         return Ran(value, [*spans, (kind, self._throttle.finish_compute(effect.kind, cost, began))])
 
     def post(
         self, effect: Compute, asked_ns: int, done: Callable[[Ran | Exception, int], None]
     ) -> None:
-        """Leave a computation to the thread; `done` is called from the main thread, with when it
-        began.
+        """Run a computation on the compute thread. `done` is called from the main thread with the
+        result, or with the error, and with the begin in ns.
         """
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="compute")
         self.busy += 1
@@ -126,12 +124,11 @@ class ComputeUnit:
 
         def work() -> None:
             start = max(asked_ns, self._free_ns)
+            # an exception would end with the thread, unnoticed; the main thread raises it
             try:
                 ran: Ran | Exception = self.run(effect, start, needed)
                 self._free_ns = ran.end_ns
-            except (
-                Exception
-            ) as raised:  # what is raised here would end in the thread, and nobody would hear of it
+            except Exception as raised:
                 ran = raised
             self._inbox.put(lambda: finished(ran, start))
 
@@ -142,26 +139,26 @@ class ComputeUnit:
         self._thread.submit(work)
 
     def deliver(self, message: Message) -> bool:
-        """A message has come: whether a computation needs it."""
+        """Give a message to the computation that needs it; return False if none does."""
         future = self._needed.pop(message.tag, None) if self._needed else None
         if future is not None:
             future.set_result(message)
         return future is not None
 
     def mark_peer_failed(self, loss: PeerFailedError) -> None:
-        """A peer is gone, and what a computation needs of it will not come."""
+        """Raise the failure of a peer in computations that need messages."""
         for tag in [*self._needed]:
             self._needed.pop(tag).set_exception(loss)
 
     def close(self) -> None:
-        """Nothing more will be asked, nor come."""
+        """Cancel queued computations and release the thread."""
         for future in self._needed.values():
             future.cancel()
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _await_message(self, tag: Tag) -> Future:
-        """The one with this tag, once it has come."""
+        """Return a future of the next message with this tag."""
         future: Future = Future()
         message = self._mail.receive(Recv((tag,)))
         if isinstance(message, Message):
@@ -173,8 +170,8 @@ class ComputeUnit:
         return future
 
     def _stall_spans(self, message: Message, since_ns: int, now_ns: int) -> list[tuple[str, int]]:
-        """What standing still for a message was: of one's own, whatever other tasks moved
-        meanwhile.
+        """Return the spans of a pause for a message: idle for a message of the rank itself, else
+        waiting and then pulling.
         """
         if message.src == self._rank:
             return [(IDLE, now_ns)]

@@ -140,23 +140,23 @@ class ContendedSim(Sim):
         self._contention = [Contention(beside) for _ in range(num_ranks)]
         self._parts_cost = beside.parts
 
-    def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
+    def _perform_infrequent(self, task: Task, effect: Any) -> tuple[bool, Any]:
         if isinstance(effect, Segments):
             return self._run_segments(task, effect.segments, None)
         if not isinstance(effect, ContendedCompute):
-            return super()._rare(task, effect)
+            return super()._perform_infrequent(task, effect)
         if effect.needs:
             return False, self._compute_with_needs(task, effect)
-        bodies = dict[int, Any]()
+        payloads = dict[int, Any]()
         if effect.parts:
-            value = effect.fn(bodies.__setitem__)
+            value = effect.fn(payloads.__setitem__)
         else:
             value = effect.fn() if self.begin_compute is None else self.begin_compute(effect)
-        segments = self._segments_of(task, effect, bodies, self._alone_ns(task.ctx.rank, effect))
+        segments = self._segments_of(task, effect, payloads, self._alone_ns(task.ctx.rank, effect))
         return self._run_segments(task, segments, value)
 
     def _alone_ns(self, rank: int, effect: Compute) -> int:
-        """Return the cost of a computation, with what it costs that it hands out its result in
+        """Return the cost of a computation in ns, including the cost of emitting its result in
         parts.
         """
         cost, count = self._cost_ns(rank, effect.kind, effect.work, self.now_ns), len(effect.parts)
@@ -165,36 +165,38 @@ class ContendedSim(Sim):
         return cost + round((self._parts_cost.step_s + count * self._parts_cost.part_s) * NS)
 
     def _segments_of(
-        self, task: Task, effect: Compute, bodies: dict[int, Any], cost: int, done: float = 0.0
+        self, task: Task, effect: Compute, payloads: dict[int, Any], cost: int, done: float = 0.0
     ) -> tuple[Segment, ...]:
         """Return the segments of a computation of which the share `done` is already over."""
         segments, encoded, encoding = list[Segment](), 0, effect.encoding
         for k, (share, tag) in enumerate(effect.parts):
-            body, kind, alone_ns = bodies[k], "compute", cost * (share - done)
+            payload, kind, alone_ns = payloads[k], "compute", cost * (share - done)
             done = share
             if encoding is not None:
                 segments.append(Segment("compute", alone_ns))
-                body, before = encoding.fn(k, body), encoded
+                payload, before = encoding.fn(k, payload), encoded
                 encoded = self._cost_ns(task.ctx.rank, "compress", encoding.work[k], self.now_ns)
                 kind, alone_ns = "compress", encoded - before
-            segments.append(Segment(kind, alone_ns, partial(self._deliver_part, task, tag, body)))
+            segments.append(
+                Segment(kind, alone_ns, partial(self._deliver_part, task, tag, payload))
+            )
         return (*segments, Segment(effect.booked, cost * (1 - done)))
 
-    def _deliver_part(self, task: Task, tag: fx.Tag, body: Any) -> None:
-        self._hand_out((task, Message(task.ctx.rank, tag, body, (), self.now_ns)))
+    def _deliver_part(self, task: Task, tag: fx.Tag, payload: Any) -> None:
+        self._emit_part((task, Message(task.ctx.rank, tag, payload, (), self.now_ns)))
 
     def _compute_with_needs(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
-        """Yield the effects of a computation that stands still where a message that it needs has
-        not come.
+        """Yield the effects of a computation that pauses until each message that it needs has
+        arrived.
         """
-        needed, bodies, done = [], dict[int, Any](), 0.0
+        needed_payloads, payloads, done = [], dict[int, Any](), 0.0
         cost = self._alone_ns(task.ctx.rank, effect)
         for share, tag in effect.needs:
             yield Segments((Segment("compute", cost * (share - done)),))
-            needed.append((yield Recv((tag,))).body)
+            needed_payloads.append((yield Recv((tag,))).body)
             done = share
-        value = effect.fn(bodies.__setitem__, needed.__getitem__)
-        yield Segments(self._segments_of(task, effect, bodies, cost, done))
+        value = effect.fn(payloads.__setitem__, needed_payloads.__getitem__)
+        yield Segments(self._segments_of(task, effect, payloads, cost, done))
         return value
 
     def _run_segments(

@@ -26,20 +26,22 @@ from ashl.runtime.effects import Compute
 from ashl.runtime.kernel import Task
 from ashl.runtime.sim import Sim
 
-WORTH_S = 7e-4  # a computation that takes less is not handed to another thread by itself
-TRIED = 16  # computations, of which the median decides
+WORTH_S = 7e-4  # seconds: a shorter computation is not worth another thread
+TRIED = 16  # number of timed computations; their median decides
 
 
 class ParallelCompute:
-    """Runs a computation now or on another thread; returns what came of it, or what will."""
+    """Runs a computation here or on another thread; returns its result or a future of it."""
 
     def __init__(self, begin: Callable[[], ThreadPoolExecutor], tried: int) -> None:
-        """`begin` starts the threads, once it is known that they are worth it."""
+        """Set up without threads: `begin` starts them once `tried` timed computations show that
+        they pay.
+        """
         self._pool = cached(begin)
         self._left, self._times, self._worth = tried, list[float](), True
 
     def __call__(self, effect: Compute) -> Any:
-        if effect.kind != "compute":  # encoding and merging change what they work on
+        if effect.kind != "compute":  # encoding and merging change their arguments in place
             return effect.fn()
         if not self._left:
             return self._pool().submit(effect.fn) if self._worth else effect.fn()
@@ -52,8 +54,8 @@ class ParallelCompute:
 
 
 def count_cores(asked: int | Literal["auto"], num_workers: int) -> int:
-    """How many to use: all of them, but one where this process is one of several, as a run of a
-    sweep.
+    """Return the number of cores to use. `auto` is all of them, up to the number of workers, or one
+    if this process is one of several, as in a sweep.
     """
     if asked != "auto":
         return asked
@@ -69,9 +71,10 @@ def count_cores(asked: int | Literal["auto"], num_workers: int) -> int:
 def use_cores(
     sim: Sim, asked: int | Literal["auto"], num_workers: int, learner: Learner
 ) -> Generator[None]:
-    """Let a simulation compute on several cores, but where one does it all, or the model draws
-    random numbers from the only generator that there is. What was begun and nobody waits for is
-    thrown away.
+    """Let a simulation compute on several cores.
+
+    One core is used if only one is asked for, on a device, and for a model that draws from the
+    global random generator. Computations that no task waits for at the end are discarded.
     """
     count = count_cores(asked, num_workers)
     if count < 2 or learner.device != HOST or not learner.threadsafe:

@@ -240,7 +240,7 @@ class TorchKernel:
         """How this rank stands: what its main task is blocked in (None while it computes), and
         since when nothing has moved. May be asked from another thread.
         """
-        effect = self._unit.standing or (self._main.waiting if self._main else None)
+        effect = self._unit.paused_in or (self._main.waiting if self._main else None)
         blocked = effect is not None and not isinstance(effect, fx.Compute)
         idle_s = (time.monotonic_ns() - self._moved) / 1e9
         return self.ctx.heartbeat()._replace(

@@ -46,7 +46,7 @@ from ashl.size_only import SizeOnly
 
 T = TypeVar("T")
 Begin = Callable[["Sim", Callable[..., Coroutine]], None]
-LAST = 2**62  # what the end of an instant adds to a place in the order of events
+LAST = 2**62  # offset of places in the order of events that come at the end of an instant
 
 
 class Sim:
@@ -60,21 +60,20 @@ class Sim:
         self._exchange = network if isinstance(network, Exchange) else None
         self.contexts = [RankContext(self, rank) for rank in range(num_ranks)]
         self._mail = [Mailbox() for _ in range(num_ranks)]
-        self._push_end = [0] * num_ranks  # when the last transfer that this rank sent ends
-        self._unit_free = [
-            0
-        ] * num_ranks  # when this rank's compute unit has done all that it was asked
+        # ns, by rank: end of the last transfer that the rank has sent
+        self._push_end = [0] * num_ranks
+        # ns, by rank: end of all that the compute unit was asked to do
+        self._unit_free = [0] * num_ranks
         self._heap: list[tuple[int, int, Any, Any]] = []
         self._seq = 0
         self._tasks: set[Task] = set()
         self.collective_queues = CollectiveQueues()
         self._mains: list[Task] = []
-        self.saving: Saving | None = None  # while a checkpoint is being made
-        self.gone: set[int] = set()  # ranks that are lost
+        self.saving: Saving | None = None  # set while a checkpoint is made
+        self.gone: set[int] = set()  # failed ranks
         self.worker_states: WorkerStates | None = None
-        self.begin_compute: Callable[[Compute], Any] | None = (
-            None  # runs a computation, or begins it on another core
-        )
+        # runs a computation, or starts it on another core; None = run it here
+        self.begin_compute: Callable[[Compute], Any] | None = None
 
     def spawn(
         self,
@@ -99,23 +98,23 @@ class Sim:
     def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
         if self.saving is not None:
             self.saving.safe_point(ctx, stage, state)
-        return False  # a checkpoint holds what is on its way, too
+        return False  # a simulated checkpoint holds messages in flight, too
 
     def checkpoint_due(self, ctx: RankContext, version: int) -> bool:
         return False
 
     def safe_point_wanted(self, ctx: RankContext) -> bool:
-        return self.saving is not None and ctx.rank not in self.saving.marks
+        return self.saving is not None and ctx.rank not in self.saving.logs
 
     def save_at(self, time_ns: int, keep: Callable[[dict[str, Any]], int | None]) -> None:
-        """Make a checkpoint once all ranks have since been at the top of their loops; `keep` says
-        when one is next.
+        """Make a checkpoint at the first moment from `time_ns` on at which every rank has passed a
+        safe point. `keep` stores the document and returns when the next checkpoint is due, or None.
         """
         self._at(time_ns, self._save, keep)
 
     def _save(self, keep: Callable[[dict[str, Any]], int | None]) -> None:
         if any(task.done for task in self._mains):
-            return  # the run is ending
+            return  # the run is about to end
         saving = Saving(self)
         if saving.until_consistent() and (due := keep(saving.document())) is not None:
             self.save_at(max(due, self.now_ns), keep)
@@ -123,13 +122,13 @@ class Sim:
     def run(
         self, main: Callable[..., Coroutine], tick: Callable[[], None], begin: Begin | None = None
     ) -> list[Any]:
-        """Run `main(ctx)` on every rank until all have ended; returns their results in rank order.
-        To go on from a checkpoint, `begin(sim, main)` brings all there: `main(ctx, saved=(stage,
+        """Run `main(ctx)` on every rank until all have ended; return their results in rank order.
+        To resume from a checkpoint, `begin(sim, main)` starts all ranks by `main(ctx, saved=(stage,
         state))`.
 
-        `tick` is called every few hundred events, to draw progress. Raises AshlError on a deadlock,
-        naming who waits, and where some ranks have come to a collective and the others ended
-        without.
+        `tick` is called every 256 events, to draw progress.
+        Raises: AshlError on a deadlock, with the ranks that wait, or if only some ranks have posted
+        a collective and the others have ended.
         """
         if begin is None:
             self._mains = [self.spawn(ctx, main(ctx), main=True) for ctx in self.contexts]
@@ -162,7 +161,7 @@ class Sim:
             )
 
     def _drain(self, tick: Callable[[], None]) -> None:
-        """Let happen what is on the heap, until nothing is left."""
+        """Process events until the heap is empty."""
         heap = self._heap
         while heap:
             self.now_ns, _, target, value = heappop(heap)
@@ -181,7 +180,7 @@ class Sim:
         heappush(self._heap, (time_ns, place, target, value))
 
     def _at_last(self, time_ns: int, target: Any, value: Any) -> None:
-        """Once all else has happened that happens at that instant."""
+        """Schedule an event after all other events of that instant."""
         self._seq = place = self._seq + 1
         heappush(self._heap, (time_ns, LAST + place, target, value))
 
@@ -192,16 +191,7 @@ class Sim:
             effect = resume_task(task, value)
             kind = effect.__class__
             if kind is Compute:
-                if effect.needs:
-                    value = self._in_steps(task, effect)
-                    continue
-                if effect.parts:
-                    value, end = self._in_parts(task, effect)
-                else:
-                    value, end = (
-                        effect.fn() if self.begin_compute is None else self.begin_compute(effect),
-                        self._computed(task, effect),
-                    )
+                value, end = self._compute(task, effect)
                 if end > self.now_ns:
                     task.waiting = effect
                     return self._at(end, task, value)
@@ -217,76 +207,88 @@ class Sim:
                 task.waiting = effect
                 return self._post(task, effect)
             else:
-                blocked, value = self._rare(task, effect)
+                blocked, value = self._perform_infrequent(task, effect)
                 if blocked:
                     task.waiting = effect
                     return None
 
-    def _in_parts(self, task: Task, effect: Compute) -> tuple[Any, int]:
-        """(result, when it ends); what it hands out is there on the way to its end."""
-        bodies = dict[int, Any]()
-        value = effect.fn(bodies.__setitem__)
-        return value, self._post_parts(task, effect, bodies, *self._started(task, effect))
+    def _compute(self, task: Task, effect: Compute) -> tuple[Any, int]:
+        """Run a computation; return its result and its end in ns.
+
+        The result of a computation with needs is a generator of the effects that remain.
+        """
+        if effect.needs:
+            return self._compute_in_steps(task, effect), self.now_ns
+        if effect.parts:
+            return self._compute_in_parts(task, effect)
+        value = effect.fn() if self.begin_compute is None else self.begin_compute(effect)
+        return value, self._occupy_unit(task, effect)
+
+    def _compute_in_parts(self, task: Task, effect: Compute) -> tuple[Any, int]:
+        """Run a computation that emits parts; return its result and its end in ns."""
+        payloads = dict[int, Any]()
+        value = effect.fn(payloads.__setitem__)
+        return value, self._post_parts(task, effect, payloads, *self._start_compute(task, effect))
 
     def _post_parts(
-        self, task: Task, effect: Compute, bodies: dict[int, Any], start: int, cost: int
+        self, task: Task, effect: Compute, payloads: dict[int, Any], start: int, cost: int
     ) -> int:
-        """When a computation ends that began then; what it hands out is posted."""
-        rank, encoding, encoded, before, spans = (
-            task.ctx.rank,
-            effect.encoding,
-            [0] * len(effect.parts),
-            0,
-            [],
-        )
-        if encoding is not None:
-            bodies = {k: encoding.fn(k, bodies[k]) for k in range(len(effect.parts))}
+        """Schedule the parts of a computation that began at `start`; return its end in ns."""
+        rank = task.ctx.rank
+        encoded = [0] * len(effect.parts)  # ns of encoding up to each part
+        if (encoding := effect.encoding) is not None:
+            payloads = {k: encoding.fn(k, payloads[k]) for k in range(len(effect.parts))}
             encoded = [self._cost_ns(rank, "compress", work, start) for work in encoding.work]
+        before = 0  # ns of encoding so far
+        spans: list[tuple[str, int]] = []
         for k, (share, tag) in enumerate(effect.parts):
             computed = start + round(cost * share)
             due = computed + encoded[k]
             if encoded[k] > before:
                 spans += [("compute", computed + before), ("compress", due)]
                 before = encoded[k]
-            self._at(due, self._hand_out, (task, Message(rank, tag, bodies[k], (), due)))
+            self._at(due, self._emit_part, (task, Message(rank, tag, payloads[k], (), due)))
         end = self._unit_free[rank] = start + cost + before
         if task.main:
             for kind, until in (*spans, ("compute", end)):
                 task.ctx.time_accounting.attribute_until(kind, until)
         return end
 
-    def _in_steps(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
-        """The effects of a computation that needs messages on its way: from one need to the next.
-        Once all have come the function is run. Nothing else is to be asked of the rank's compute
-        unit meanwhile.
+    def _compute_in_steps(self, task: Task, effect: Compute) -> Generator[Any, Any, Any]:
+        """Yield the effects of a computation that needs messages, from one need to the next.
+
+        The function runs once all needed messages have arrived. No other task may use the rank's
+        compute unit meanwhile.
         """
-        start, cost = self._started(task, effect)
-        needed, bodies = [], dict[int, Any]()
+        start, cost = self._start_compute(task, effect)
+        needed_payloads, payloads = [], dict[int, Any]()
         for share, tag in effect.needs:
             reached = start + round(cost * share)
             if reached > self.now_ns:
                 if task.main:
                     task.ctx.time_accounting.attribute_until("compute", reached)
                 yield fx.Sleep((reached - self.now_ns) / 1e9)
-            needed.append((yield Recv((tag,))).body)
-            start += max(0, self.now_ns - reached)  # it has stood still
-        value = effect.fn(bodies.__setitem__, needed.__getitem__)
-        end = self._post_parts(task, effect, bodies, start, cost)
+            needed_payloads.append((yield Recv((tag,))).body)
+            start += max(0, self.now_ns - reached)  # delayed by the time that it was paused
+        value = effect.fn(payloads.__setitem__, needed_payloads.__getitem__)
+        end = self._post_parts(task, effect, payloads, start, cost)
         if end > self.now_ns:
             yield fx.Sleep((end - self.now_ns) / 1e9)
         return value
 
-    def _hand_out(self, item: tuple[Task, Message]) -> None:
-        """A part of what a task computes is there, for its own rank."""
+    def _emit_part(self, item: tuple[Task, Message]) -> None:
+        """Deliver a part of a computation to its own rank."""
         item[0].ctx.time_accounting.record_part(self.now_ns)
         self._deliver((item[1].src, item[1]))
 
-    def _computed(self, task: Task, effect: Compute) -> int:
-        """When the rank's compute unit has done this too: it does one thing after the other."""
+    def _occupy_unit(self, task: Task, effect: Compute) -> int:
+        """Return the end, in ns, of a computation on the rank's compute unit, which runs one
+        computation after the other.
+        """
         rank, start = task.ctx.rank, self.now_ns
         if self._unit_free[rank] > start:
-            start, cost = self._started(task, effect)
-        else:  # as mostly
+            start, cost = self._start_compute(task, effect)
+        else:  # the usual case, without a call
             cost = self.speed.cost_ns(rank, effect.kind, effect.work, start)
             if cost is None:
                 raise undeclared_cost(effect.kind, rank)
@@ -295,8 +297,8 @@ class Sim:
             task.ctx.time_accounting.attribute_until(effect.booked, end)
         return end
 
-    def _started(self, task: Task, effect: Compute) -> tuple[int, int]:
-        """(when the rank's compute unit begins this, what it costs)."""
+    def _start_compute(self, task: Task, effect: Compute) -> tuple[int, int]:
+        """Return when the rank's compute unit begins this computation, and its cost, both in ns."""
         rank, now = task.ctx.rank, self.now_ns
         start = max(self._unit_free[rank], now)
         if start > now and task.main:
@@ -310,22 +312,24 @@ class Sim:
         return cost
 
     def _send(self, ctx: RankContext, send: Send) -> None:
-        dst, tag, body, meta = send
-        nbytes = 0 if body is None else body.nbytes
+        dst, tag, payload, meta = send
+        nbytes = 0 if payload is None else payload.nbytes
         src, now = ctx.rank, self.now_ns
         if dst == src:
-            return self._at(now, self._deliver, (dst, Message(src, tag, body, meta, now)))
+            return self._at(now, self._deliver, (dst, Message(src, tag, payload, meta, now)))
         if self._exchange is not None:
             end = (
                 now + self._exchange.cost_ns(src, dst, nbytes, now)
                 if nbytes or self._exchange.outages
                 else now
             )
-            self._at(end, self._deliver, (dst, Message(src, tag, body, meta, now)))
+            self._at(end, self._deliver, (dst, Message(src, tag, payload, meta, now)))
         else:
             assert isinstance(self.network, Ports)
             start, head, end = self.network.depart(src, dst, nbytes, now)
-            self._at(head, self._arrive, (dst, Message(src, tag, body, meta, start), nbytes, end))
+            self._at(
+                head, self._arrive, (dst, Message(src, tag, payload, meta, start), nbytes, end)
+            )
         if nbytes:
             if end > self._push_end[src]:
                 self._push_end[src] = end
@@ -333,7 +337,7 @@ class Sim:
             self.contexts[dst].time_accounting.record_traffic(now, 0, nbytes)
 
     def _arrive(self, item: tuple[int, Message, int, int]) -> None:
-        """The head of a message is at the receiver's port."""
+        """Schedule the delivery of a message whose head is at the receiver's NIC."""
         dst, message, nbytes, tail = item
         assert isinstance(self.network, Ports)
         end = self.network.arrive(message.src, dst, nbytes, self.now_ns, tail)
@@ -375,7 +379,7 @@ class Sim:
             self._wake(task.joiner, task.result)
 
     def _wake(self, task: Task, value: Any) -> None:
-        """Come back later at this same instant, after what was posted before."""
+        """Resume the task later at this same instant, after the events that were posted before."""
         self._at(self.now_ns, self._awake, (task, value))
 
     def _awake(self, item: tuple[Task, Any]) -> None:
@@ -386,8 +390,10 @@ class Sim:
             task.ctx.time_accounting.attribute_idle(self.now_ns)
         self._resume(task, value)
 
-    def _rare(self, task: Task, effect: Any) -> tuple[bool, Any]:
-        """Effects off the hot path: (blocked, value)."""
+    def _perform_infrequent(self, task: Task, effect: Any) -> tuple[bool, Any]:
+        """Perform an effect off the hot path; return whether the task blocks, and the effect's
+        value.
+        """
         if isinstance(effect, fx.Sleep):
             self._at(self.now_ns + round(effect.seconds * 1e9), self._awake, (task, None))
             return True, None
@@ -415,33 +421,37 @@ class Sim:
         self._end(task)
 
     def _post(self, task: Task, effect: Any) -> None:
-        """A collective begins when its last member has come and its team's channel is free."""
+        """Post a collective. It begins when its last member has posted it and the queue of its
+        group is free.
+        """
         collective_queue = self.collective_queues.of(effect.group, self.now_ns)
         collective_queue.post(task, effect)
-        if collective_queue.ready and not collective_queue.waking:
+        if collective_queue.ready and not collective_queue.serve_scheduled:
             self._serve(collective_queue)
-        if collective_queue.ready and effect.credit and not collective_queue.settling:
-            collective_queue.settling = True
-            self._at_last(self.now_ns, self._settle, collective_queue)
+        if collective_queue.ready and effect.credit and not collective_queue.commit_scheduled:
+            collective_queue.commit_scheduled = True
+            self._at_last(self.now_ns, self._commit_posted, collective_queue)
 
-    def _settle(self, collective_queue: CollectiveQueue) -> None:
-        """All that is posted at this instant has been: commit what may be."""
-        collective_queue.settling = False
+    def _commit_posted(self, collective_queue: CollectiveQueue) -> None:
+        """Commit collectives at the end of an instant, when all members that post at this instant
+        have done so.
+        """
+        collective_queue.commit_scheduled = False
         collective_queue.commit(self.now_ns)
 
     def _serve(self, collective_queue: CollectiveQueue) -> None:
-        """Let the channel go on: now, or when what is under way has ended."""
+        """Begin the next collective of the queue: now, or when the one in flight has ended."""
         if collective_queue.free_ns <= self.now_ns:
             self._begin(collective_queue)
-        collective_queue.waking = collective_queue.ready > 0
-        if collective_queue.waking:
+        collective_queue.serve_scheduled = collective_queue.ready > 0
+        if collective_queue.serve_scheduled:
             keyed = any(posted.effect.key for posted in collective_queue.pending.values())
             (self._at_last if keyed else self._at)(
                 collective_queue.free_ns, self._serve, collective_queue
             )
 
     def _begin(self, collective_queue: CollectiveQueue) -> None:
-        """Carry out the collective that is next."""
+        """Carry out the next collective."""
         posted = collective_queue.take(self.now_ns)
         effect, group = posted.effect, collective_queue.group
         tensors = [posted.arrived[rank][1] for rank in group]
@@ -460,14 +470,19 @@ class Sim:
 
 
 def undeclared_cost(kind: str, rank: int) -> AshlError:
-    return AshlError(f"the cost of {kind!r} on rank {rank} is not declared; a cost is never zero")
+    """Return the error for a cost that the cluster does not declare."""
+    return AshlError(
+        f"the cost of {kind!r} on rank {rank} is not declared; declare it, as a"
+        " missing cost is not zero"
+    )
 
 
 def price_collective(
     effect: Collective, tensors: list[Any], network: Exchange | Ports, now_ns: int
 ) -> tuple[Any, int, int, AllReduceCost | None]:
-    """(result, cost in ns, bytes that each member of the ring sends and receives, or of a sum by
-    another algorithm those of each).
+    """Return (result, cost in ns, bytes that each member sends and receives, costs by member).
+
+    The costs by member are None if a ring is used.
     """
     g, group, size_only = len(tensors), effect.group, isinstance(tensors[0], SizeOnly)
     if isinstance(effect, AllReduce):
@@ -488,117 +503,126 @@ def price_collective(
         if network.summing is not None:
             own = network.summing.known(group, nbytes)
         return sum_in_rank_order(tensors, effect.op), cost, 2 * (g - 1) * nbytes // g, own
-    longest = max(t.nbytes for t in tensors) - (
-        0 if size_only else effect.piggybacked
-    )  # as which all of them travel
+    # every member's bytes are padded to this length
+    longest = max(t.nbytes for t in tensors) - (0 if size_only else effect.piggybacked)
     total = g * longest
     return tensors, network.all_gather_ns(group, total, now_ns), total * (g - 1) // g, None
 
 
 # --- checkpoints
-# --------------------------------------------------------------------------------------------------
-# Checkpoints of a simulated run, from which it goes on bit for bit.  A coroutine cannot be written
+
+# Checkpoints of a simulated run, from which it resumes bit for bit. A coroutine cannot be written
 # to a file. At its safe point, the top of its loop, its state holds all that it needs
-# (`ctx.safe_point`), and from there on it is deterministic given its messages. So a checkpoint
-# holds each rank's state at its last safe point, the messages that it has received since, and those
-# in flight. To resume, every rank starts at its safe point and receives the same messages again, at
-# the same instants. Until the moment of the checkpoint, everything that it sends, records and pays
-# for is thrown away, since the checkpoint has it already. At most one round of each worker is
-# computed twice.  Source: Elnozahy et al., "A survey of rollback-recovery protocols in
-# message-passing systems", ACM Computing Surveys 2002 (pessimistic message logging), and Chandy and
-# Lamport, "Distributed snapshots", ACM TOCS 1985.
+# (`ctx.safe_point`). From there on it is deterministic given its messages. So a checkpoint holds
+# each rank's state at its last safe point, the messages that it has received since, and those in
+# flight. To resume, every rank starts at its safe point and receives the same messages again, at
+# the same instants. Until the moment of the checkpoint its sends, records and costs are discarded,
+# since the checkpoint has them already. At most one round of each worker is computed twice. Source:
+# Elnozahy et al., "A survey of rollback-recovery protocols in message-passing systems", ACM
+# Computing Surveys 2002 (pessimistic message logging); Chandy and Lamport, "Distributed snapshots",
+# ACM TOCS 1985.
 
 
-MESSAGE, HEAD, RESULT, TURN = "message", "head", "result", "turn"  # what may be on its way
+# kinds of events that reach a rank from outside
+MESSAGE, HEAD, RESULT, TURN = "message", "head", "result", "turn"
 OF_A_CANCELLED_TASK = -1
-BEFORE = -(2**40)  # the places of what comes before all else at the instant of a mark
+BEFORE = -(2**40)  # places of events before all others at the instant of a safe point
 
 
 @dataclass
-class Mark:
-    """One rank since the top of its loop: where it stood, what it has received, the places in the
-    order of events that its doings took, how many collectives it has posted, and which of them have
-    begun.
+class SafePointLog:
+    """One rank since its safe point: its state there, and all that a replay needs of what happened
+    since.
     """
 
-    time_ns: int
+    time_ns: int  # of the safe point
     stage: int
     state: Any
-    mail: list[Any]
-    drawn: int
-    own: Any = None  # what its module keeps beside the parameters
-    came: list[tuple[int, int, str, Any]] = field(default_factory=list)
+    mail: list[Any]  # messages that had arrived and were not taken
+
+    drawn: int  # draws of jitter so far
+    own: Any = None  # state of the rank's module beside the parameters
+
+    # events from outside since: (ns, place, kind, value)
+    received: list[tuple[int, int, str, Any]] = field(default_factory=list)
+
+    # places in the order of events that the rank's own actions took
     places: list[int] = field(default_factory=list)
-    posted: int = 0
-    begun: list[int] = field(default_factory=list)
-    first: int = 0  # the last place taken before the mark
-    unit_free: int = 0  # when its compute unit has done what it was asked before the mark
+
+    posted: int = 0  # number of collectives posted since
+    begun: list[int] = field(default_factory=list)  # collectives that have begun, by number
+    first: int = 0  # last place taken before the safe point
+    unit_free: int = 0  # ns: end of the computations that were asked for before the safe point
 
 
 class Saving:
-    """Runs the simulation on, with every rank's doings written down, until all have been at the top
-    of their loops.
+    """Runs the simulation on, with a log of every rank, until all ranks have passed a safe
+    point.
     """
 
     def __init__(self, sim: Sim) -> None:
         self.sim = sim
-        self.marks: dict[int, Mark] = {}
-        self._results: dict[
-            int, tuple[int, int]
-        ] = {}  # by place: of which rank's collective, and which of them
-        self._shared_places: set[int] = set()  # those that no rank takes by itself
-        self._numbers: dict[Task, int] = {}  # which of its rank's collectives a task waits for
-        self._asked = {  # who had asked for what is computed alike, before its mark
+        self.logs: dict[int, SafePointLog] = {}
+        # by place of an event that delivers a result: the rank, and the number of its collective
+        self._results: dict[int, tuple[int, int]] = {}
+        # places of events of collective queues, which belong to no rank
+        self._shared_places: set[int] = set()
+        # by task: the number of the collective that it waits for
+        self._numbers: dict[Task, int] = {}
+        # by (group, key) of a value that is computed once: ranks that asked before their safe point
+        self._asked = {
             (collective_queue.group, key): set(shared.asked)
             for collective_queue in sim.collective_queues.all()
             for key, shared in collective_queue.shared.items()
         }
 
     def until_consistent(self) -> bool:
-        """False where the run ended first, or some rank cannot be saved."""
+        """Return True once every rank has a log, and False if the run ended first or a rank cannot
+        be saved.
+        """
         sim, heap = self.sim, self.sim._heap
         sim.saving, sim._post, sim._begin = self, self.post, self.begin  # type: ignore[method-assign]
         try:
-            while heap and len(self.marks) < len(sim.contexts):
+            while heap and len(self.logs) < len(sim.contexts):
                 time_ns, place, target, value = heappop(heap)
                 sim.now_ns = time_ns
                 sim.events += 1
                 rank, before = self.owner(target, value), sim._seq
-                mark = self.marks.get(rank)
-                if mark is not None and (what := self.describe_event(place, target, value)):
-                    mark.came.append((time_ns, place, *what))
+                log = self.logs.get(rank)
+                if log is not None and (what := self.describe_event(place, target, value)):
+                    log.received.append((time_ns, place, *what))
                 if target.__class__ is not Task:
                     target(value)
                 elif not target.done:
                     sim._resume(target, value)
-                if mark := self.marks.get(rank):
-                    taken = range(max(before, mark.first) + 1, sim._seq + 1)
-                    mark.places += [p for p in taken if p not in self._shared_places]
+                if log := self.logs.get(rank):
+                    taken = range(max(before, log.first) + 1, sim._seq + 1)
+                    log.places += [p for p in taken if p not in self._shared_places]
                 self.cut = (time_ns, place)
                 if any(task.done for task in sim._mains):
                     return False
-            return len(self.marks) == len(sim.contexts)
+            return len(self.logs) == len(sim.contexts)
         finally:
             sim.saving = None
             del sim._post, sim._begin  # type: ignore[method-assign]
 
     def safe_point(self, ctx: RankContext, stage: int, state: Any) -> None:
-        """This rank is at the top of its loop; without a state it cannot be saved before it is
-        there again.
+        """Begin the log of a rank that is at the top of its loop. Without a state no rank can be
+        saved before it is there again.
         """
         sim = self.sim
         if state is None:
-            self.marks.clear()  # nor the others: they are on their way to the same end
+            self.logs.clear()  # the other ranks depend on the same end of the run
             self._numbers.clear()
             return
         if any(
             task.ctx is ctx and not (task.main or task.is_background_service) for task in sim._tasks
         ):
-            return  # what runs beside it has no top of a loop
+            return  # another task of the rank has no safe point
         if any(ctx.rank in posted.arrived for posted in sim.collective_queues.waiting()):
-            return  # nor has a collective that a cancelled task has left behind
+            return  # a collective of a cancelled task is pending
         mail = sim._mail[ctx.rank].undelivered()
-        self.marks[ctx.rank] = Mark(
+        self.logs[ctx.rank] = SafePointLog(
             time_ns=sim.now_ns,
             stage=stage,
             state=to_plain(state),
@@ -612,22 +636,26 @@ class Saving:
     def record_request(
         self, ctx: RankContext, collective_queue: CollectiveQueue, key: Hashable
     ) -> None:
-        """A rank asks for what its team computes alike. Once it has a mark, it will ask again."""
-        if ctx.rank not in self.marks:
+        """Record that a rank asks for a value that is computed once per group. A rank with a log
+        asks again when it is replayed.
+        """
+        if ctx.rank not in self.logs:
             asked = self._asked.setdefault((collective_queue.group, key), set())
             asked.add(ctx.rank)
             if len(asked) == len(collective_queue.group):
                 del self._asked[collective_queue.group, key]
 
     def post(self, task: Task, effect: Collective) -> None:
+        """Post a collective, and number it in the log of its rank."""
         sim, before = self.sim, self.sim._seq
-        if mark := self.marks.get(task.ctx.rank):
-            self._numbers[task] = mark.posted
-            mark.posted += 1
+        if log := self.logs.get(task.ctx.rank):
+            self._numbers[task] = log.posted
+            log.posted += 1
         type(sim)._post(sim, task, effect)
         self._shared_places.update(range(before + 1, sim._seq + 1))
 
     def begin(self, collective_queue: CollectiveQueue) -> None:
+        """Begin the next collective of a queue, and record which events deliver its results."""
         sim, before = self.sim, self.sim._seq
         waiting = {number: posted.arrived for number, posted in collective_queue.pending.items()}
         type(sim)._begin(sim, collective_queue)
@@ -638,23 +666,27 @@ class Saving:
             number = self._numbers.pop(waiting[begun][rank][0], OF_A_CANCELLED_TASK)
             self._results[place] = rank, number
             if number != OF_A_CANCELLED_TASK:
-                self.marks[rank].begun.append(number)
+                self.logs[rank].begun.append(number)
 
     def owner(self, target: Any, value: Any) -> int:
-        """The rank that an event happens to; -1 where it happens in the network."""
+        """Return the rank to which an event belongs, or -1 for an event of the network or of a
+        collective queue.
+        """
         if isinstance(target, Task):
             return target.ctx.rank
         name = target.__name__
         return (
             -1
-            if name in ("_arrive", "_serve", "_settle")
+            if name in ("_arrive", "_serve", "_commit_posted")
             else value[0]
             if name == "_deliver"
             else value[0].ctx.rank
         )
 
     def describe_event(self, place: int, target: Any, value: Any) -> tuple[str, Any] | None:
-        """What came from outside with this event; all else a rank does again by itself."""
+        """Return the kind and value of an event from outside a rank, or None for an event that a
+        replayed rank produces itself.
+        """
         if place in self._results:
             return RESULT, to_plain((*self._results[place], value))
         name = "" if isinstance(target, Task) else target.__name__
@@ -669,9 +701,9 @@ class Saving:
         )
 
     def document(self) -> dict[str, Any]:
-        """All that the simulation needs to go on."""
+        """Return all that the simulation needs to continue."""
         sim = self.sim
-        under_way = [
+        in_flight = [
             (time_ns, place, self.describe_event(place, *what))
             for time_ns, place, *what in sorted(sim._heap)
         ]
@@ -680,12 +712,12 @@ class Saving:
             "cut": self.cut,
             "seq": sim._seq,
             "events": sim.events,
-            "marks": [vars(self.marks[rank]) for rank in range(len(sim.contexts))],
-            "under_way": [(time_ns, place, *what) for time_ns, place, what in under_way if what],
-            "nodes": to_plain([counters_of(ctx) for ctx in sim.contexts]),
+            "safe_points": [vars(self.logs[rank]) for rank in range(len(sim.contexts))],
+            "in_flight": [(time_ns, place, *what) for time_ns, place, what in in_flight if what],
+            "contexts": to_plain([counters_of(ctx) for ctx in sim.contexts]),
             "push_end": list(sim._push_end),
             "ports": to_plain(sim.network.saved()),
-            "channels": to_plain(
+            "queues": to_plain(
                 {
                     collective_queue.group: collective_queue.free_ns
                     for collective_queue in sim.collective_queues.all()
@@ -696,50 +728,50 @@ class Saving:
 
 
 def resume(sim: Sim, start: Callable[..., Coroutine], saved: Mapping[str, Any]) -> None:
-    """Bring a fresh simulation to where the checkpoint was made. `start(ctx, saved=(stage, state))`
-    is a rank's coroutine; `saved["packages"]` says whose classes a state may be of.
+    """Bring a fresh simulation to the state of a checkpoint. `start(ctx, saved=(stage, state))` is
+    a rank's coroutine; `saved["packages"]` names the packages whose classes a state may contain.
     """
     restored = partial(
         from_plain, packages=tuple(saved["packages"]), device=saved.get("device", HOST)
     )
-    marks = [Mark(**mark) for mark in saved["marks"]]
-    replay = Replay(sim, marks)
-    for group, free_ns in restored(saved["channels"]).items():
+    logs = [SafePointLog(**log) for log in saved["safe_points"]]
+    replay = Replay(sim, logs)
+    for group, free_ns in restored(saved["queues"]).items():
         sim.collective_queues.of(group, 0).free_ns = free_ns
     for (group, key), asked in restored(saved["asked"]).items():
         sim.collective_queues.of(group, 0).shared.setdefault(key, SharedResult()).asked.update(
             asked
         )
     heap, cut = sim._heap, tuple(saved["cut"])
-    for rank, mark in enumerate(marks):
+    for rank, log in enumerate(logs):
         ctx = sim.contexts[rank]
         if sim.worker_states is not None:
-            sim.worker_states.set_worker_state(rank, restored(mark.own))
-        task = Task(ctx, start(ctx, saved=(mark.stage, restored(mark.state))), main=True)
+            sim.worker_states.set_worker_state(rank, restored(log.own))
+        task = Task(ctx, start(ctx, saved=(log.stage, restored(log.state))), main=True)
         sim._mains.append(task)
         sim._tasks.add(task)
-        sim.speed.draw_from(rank, mark.drawn)
-        sim._unit_free[rank] = mark.unit_free
-        for message in restored(mark.mail):
+        sim.speed.draw_from(rank, log.drawn)
+        sim._unit_free[rank] = log.unit_free
+        for message in restored(log.mail):
             sim._mail[rank].put(message)
-        heap.append((mark.time_ns, rank - len(marks), task, None))
-    came = [event for mark in marks for event in mark.came]
-    for time_ns, place, what, value in (*came, *(tuple(event) for event in saved["under_way"])):
+        heap.append((log.time_ns, rank - len(logs), task, None))
+    received = [event for log in logs for event in log.received]
+    for time_ns, place, what, value in (*received, *(tuple(event) for event in saved["in_flight"])):
         heap.append((time_ns, place, *replay.event(what, restored(value))))
     heap.sort()  # a sorted list is a heap
     replay.until(cut)
     sim.now_ns, sim._seq, sim.events = saved["time_ns"], saved["seq"], saved["events"]
     sim._push_end[:] = saved["push_end"]
     sim.network.go_on(restored(saved["ports"]))
-    for ctx, known in zip(sim.contexts, restored(saved["nodes"]), strict=True):
+    for ctx, known in zip(sim.contexts, restored(saved["contexts"]), strict=True):
         restore_counters(ctx, known)
 
 
 def restore_ranks(
     sim: Sim, start: Callable[..., Coroutine], ranks: Sequence[Restored], time_ns: int
 ) -> None:
-    """Bring a fresh simulation to this moment, with what each rank kept where nothing was on its
-    way.
+    """Bring a fresh simulation to this moment, from the checkpoint of a real run, in which no
+    message was in flight at a safe point.
     """
     sim.now_ns = time_ns
     for ctx, known in zip(sim.contexts, ranks, strict=True):
@@ -752,36 +784,38 @@ def restore_ranks(
 
 
 class Replay:
-    """Until the moment of the checkpoint: events take the places they had, and nothing leaves a
-    rank.
+    """Replays the ranks from their safe points until the moment of the checkpoint.
+
+    Events take the places that they had, and sends, records and results of collectives have no
+    effect outside a rank.
     """
 
-    def __init__(self, sim: Sim, marks: list[Mark]) -> None:
+    def __init__(self, sim: Sim, logs: list[SafePointLog]) -> None:
         self.sim = sim
-        self.places = [deque(mark.places) for mark in marks]
-        self.begun = [set(mark.begun) for mark in marks]
-        self.posted = [0] * len(marks)
-        self.tasks: dict[
-            tuple[int, int], Task
-        ] = {}  # who waits for a rank's n-th collective since its mark
-        self.marked: set[int] = set()  # who is at its mark, or past it
+        self.places = [deque(log.places) for log in logs]
+        self.begun = [set(log.begun) for log in logs]
+        self.posted = [0] * len(logs)
+        # by (rank, number): the task that waits for this collective since the safe point
+        self.tasks: dict[tuple[int, int], Task] = {}
+        self.marked: set[int] = set()  # ranks that have reached their safe point
         self.before = count(BEFORE)
 
     def event(self, what: str, value: Any) -> tuple[Any, Any]:
-        """(target, value) of something that comes from outside."""
+        """Return (target, value) of an event from outside."""
         if what == TURN:
             collective_queue = self.sim.collective_queues.of(value, 0)
-            collective_queue.waking = True
+            collective_queue.serve_scheduled = True
             return self.sim._serve, collective_queue
         return {MESSAGE: self.sim._deliver, HEAD: self.sim._arrive, RESULT: self.result}[
             what
         ], value
 
     def until(self, cut: tuple[int, int]) -> None:
+        """Process events until the cut, the last event before the checkpoint."""
         sim, heap = self.sim, self.sim._heap
-        # records and snapshots were taken the first time; what the ranks see of the monitor is what
-        # it says now: they
-        # ask right after they have sent it something, so it has not changed since
+        # Records and snapshots were taken the first time. The ranks see the monitor's present
+        # answers: they ask right after they have sent it something, so its answers have not changed
+        # since.
         observer, sim.observer = (
             sim.observer,
             NullObserver(sim.observer.stopping, sim.observer.scores),
@@ -803,31 +837,35 @@ class Replay:
                 heap[i] = (time_ns, place, self.tasks[value[:2]], value[2])
 
     def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
+        """Record that a rank has reached its safe point; no checkpoint is made."""
         self.marked.add(ctx.rank)
         return False
 
     def at(self, time_ns: int, target: Any, value: Any) -> None:
+        """Schedule an event of a rank at the place that it had."""
         rank = (target if isinstance(target, Task) else value[0]).ctx.rank
-        place = (
-            self.places[rank].popleft() if rank in self.marked else next(self.before)
-        )  # what stands beside it
+        # not yet at the safe point: a background service
+        place = self.places[rank].popleft() if rank in self.marked else next(self.before)
         heappush(self.sim._heap, (time_ns, place, target, value))
 
     def send(self, ctx: RankContext, send: Any) -> None:
-        """It has been sent: it has arrived, or is under way."""
+        """Take the place of a send. The message itself is among the received or the
+        in-flight ones.
+        """
         self.places[ctx.rank].popleft()
 
     def post(self, task: Task, effect: Collective) -> None:
+        """Post a collective, unless it had begun before the checkpoint."""
         rank = task.ctx.rank
         number = self.posted[rank]
         self.posted[rank] += 1
         if number in self.begun[rank]:
-            self.tasks[rank, number] = task  # its result is among what came, or under way
+            self.tasks[rank, number] = task  # its result is among the received events, or in flight
         else:
             type(self.sim)._post(self.sim, task, effect)
 
     def result(self, item: tuple[int, int, Any]) -> None:
-        """What a collective gave to the rank that had posted it."""
+        """Resume the task that posted a collective with its result."""
         rank, number, value = item
         if number != OF_A_CANCELLED_TASK and not (task := self.tasks[rank, number]).done:
             self.sim._resume(task, value)
