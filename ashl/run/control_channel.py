@@ -2,10 +2,10 @@
 
 Records, heartbeats and models flow from each rank (`Reporter`) to the controller
 (`ControlChannel`). Control updates flow back: the request to stop, which workers failed or
-rejoined, which checkpoint is due, and how the run ended. Each side has one thread that speaks with
-the store, so neither training nor an evaluation waits for a store that does not answer. A
-(re)joining process on the same machine finds the store by the run's join endpoint, and asks for the
-place of a failed worker.
+rejoined, which checkpoint is due, and how the run ended. Each side has one thread that calls the
+store, so a store that does not answer holds up neither training nor an evaluation. The run folder
+holds the run's join endpoint (`JoinEndpoint`). By it, a joining process on the same node finds the
+store, and asks for the place of a failed worker (`JoinRequest`, `JoinAnswer`).
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ from ashl.runtime.records import (
 from ashl.runtime.transport import first_line
 from ashl.size_only import Vector
 
-POLL_S = 0.03
-PULSE_S = 0.25  # between news
-PREFETCH = 2  # vectors that are taken out of the store before somebody wants them
-CONTROLLER = -1  # whom news are from
-FINAL_SIGNAL_S = 1.5  # for news that the run has failed
-PATIENCE_S = 5.0  # for those that it is over; after Ctrl-C: for the ranks to leave in order
+POLL_S = 0.03  # seconds between two reads of the store by the controller
+PULSE_S = 0.25  # seconds between two control updates
+PREFETCH = 2  # vectors that the controller takes out of the store ahead of their use
+CONTROLLER = -1  # the controller's number as a sender
+FINAL_SIGNAL_S = 1.5  # seconds that the controller waits for ranks of a failed run to read its end
+# The same for a run that did not fail; after Ctrl-C, for the ranks to exit in order.
+PATIENCE_S = 5.0
 
 
 logger = logging.getLogger(__name__)
@@ -81,38 +82,39 @@ class ControlChannel:
         num_params: int,
         shard_sizes: Mapping[int, int] | None = None,
     ) -> None:
-        """`held`: of ranks that hold a piece of the model, how many parameters that has."""
-        now = time.monotonic()
-        self.last_heard_s = dict.fromkeys(
-            range(num_ranks), now
-        )  # when something of each rank was taken out last ...
-        self.incarnations = dict.fromkeys(
-            range(num_ranks), 0
-        )  # of each rank, the one that is listened to
-        self.absent: set[int] = set()  # of whom nobody is there
-        self.drained_s = now  # ... and when all there was had been taken out
-        self.store_answered_s = now  # when the store answered last
-        # when this process went on after it was stopped, as by Ctrl-Z, the ranks with it perhaps
+        """Start the thread that calls the store.
+
+        Args: shard_sizes, the number of parameters by rank of the ranks that hold a shard of the
+        model; all others hold `num_params`.
+        """
+        now_s = time.monotonic()
+        # controller time at which the latest record of each rank was read
+        self.last_heard_s = dict.fromkeys(range(num_ranks), now_s)
+        # the incarnation of each rank whose records are read
+        self.incarnations = dict.fromkeys(range(num_ranks), 0)
+        self.absent: set[int] = set()  # failed ranks for which no process is rejoining
+        self.drained_s = now_s  # controller time at which the record queue was last empty
+        self.store_answered_s = now_s  # controller time of the store's latest answer
+        # Controller time at which this process was resumed after a stop, for example by Ctrl-Z. The
+        # ranks may have been stopped with it.
         self.resumed_s = 0.0
         self.store = f"the job's store at {store.address}"
-        self._store, self._sizes = (
-            store,
-            dict.fromkeys(range(num_ranks), num_params) | dict(shard_sizes or {}),
-        )
-        self.control_update = self._published = ControlUpdate()
-        self._due = 0.0
-        self._outbox: deque[tuple[str, bytes]] = deque()  # to be pushed
-        self.join_requests: deque[tuple[int, JoinRequest]] = (
-            deque()
-        )  # of newcomers, each by its number
+        self._store = store
+        self._sizes = dict.fromkeys(range(num_ranks), num_params) | dict(shard_sizes or {})
+        self.control_update = ControlUpdate()
+        self._published = self.control_update
+        self._due_s = 0.0  # controller time at which the control update is published again
+        self._outbox: deque[tuple[str, bytes]] = deque()  # queue and message
+        self.join_requests: deque[tuple[int, JoinRequest]] = deque()  # each with its number
         self._inbox: deque[tuple[Record, Tensor | None]] = deque()
-        self._prefetched = self._consumed = 0  # vectors
-        self._consumed_from: Counter[str] = Counter()  # how many of them by queue
+        self._prefetched = 0  # vectors taken out of the store
+        self._consumed = 0  # vectors passed on by `receive_records`
+        self._consumed_from: Counter[str] = Counter()  # vectors taken out, by queue
         self._error: Exception | None = None
-        self._wake, self._over = threading.Event(), False
-        self._unacknowledged: set[int] | None = (
-            None  # who has yet to take note of the end, once there is one
-        )
+        self._wake = threading.Event()
+        self._over = False
+        # ranks that have not read yet how the run ended; None before it has ended
+        self._unacknowledged: set[int] | None = None
         self._thread = threading.Thread(target=self._loop, daemon=True, name="control_channel")
         self._thread.start()
 
@@ -122,8 +124,10 @@ class ControlChannel:
         return self._store.refused
 
     def receive_records(self) -> Iterator[tuple[Record, Tensor | None]]:
-        """What has come, with the model, update or part of a checkpoint that belongs to it. Raises
-        AshlError for what no rank would say, and where the store is gone.
+        """Yield the received records, each with the model, update, module state or part of a
+        checkpoint that belongs to it.
+
+        Raises: AshlError if a record is invalid or the store has failed.
         """
         while self._inbox:
             record, vector = self._inbox.popleft()
@@ -132,38 +136,40 @@ class ControlChannel:
         if isinstance(self._error, AshlError):
             raise self._error
         if self._error is not None:
-            raise AshlError(f"{self.store} is gone: {first_line(self._error)}") from self._error
+            raise AshlError(f"{self.store} failed: {first_line(self._error)}") from self._error
 
     def publish(self, update: ControlUpdate) -> None:
-        """Publish this control update to all ranks, again and again until another one
-        replaces it.
-        """
+        """Publish this control update to all ranks every `PULSE_S` until another replaces it."""
         self.control_update = update
         self._wake.set()
 
     def evict(self, rank: int, end: End) -> None:
-        """Tell the present incarnation of a rank, when it next reads, that it is evicted."""
+        """Send the present incarnation of a rank the control update that evicts it."""
         self._outbox.append(
             (control_queue(rank, self.incarnations[rank]), ControlUpdate(end=end).dumps().encode())
         )
         self._wake.set()
 
     def close(self, end: End, here: Collection[int]) -> None:
-        """Let everybody know how it ended, and wait for a while until those who do not run here
-        have taken note: the store may end with this process. Where the run has failed, whoever is
-        silent is not waited for.
+        """Tell all ranks how the run ended, and wait until the ranks on other nodes have read it:
+        the store may end with this process.
+
+        Waits at most `FINAL_SIGNAL_S` after a failure, else `PATIENCE_S`. After a failure it does
+        not wait for silent ranks.
+        Args: here, the ranks on this node.
         """
-        quiet = {
+        silent = {
             rank
             for rank, at in self.last_heard_s.items()
             if end.code and self.drained_s - at > FINAL_SIGNAL_S
         }
-        self._unacknowledged = {*self.last_heard_s} - {*here} - quiet - self.absent
+        self._unacknowledged = {*self.last_heard_s} - {*here} - silent - self.absent
         self.publish(self.control_update._replace(end=end))
         self._thread.join(FINAL_SIGNAL_S if end.code else PATIENCE_S)
         self._unacknowledged = set()
 
     def _loop(self) -> None:
+        """Read and write the store until the end of the run is published and acknowledged."""
         try:
             last = time.monotonic()
             while not self._over:
@@ -186,14 +192,16 @@ class ControlChannel:
         for rank in self.last_heard_s:
             self.last_heard_s[rank] += stopped_s
 
-    def send_join_answer(self, number: int, send_join_answer: JoinAnswer) -> None:
-        """Send the answer to a join request."""
-        self._outbox.append((answer_queue(number), send_join_answer.dumps()))
+    def send_join_answer(self, number: int, answer: JoinAnswer) -> None:
+        """Send the answer to the join request with this number."""
+        self._outbox.append((answer_queue(number), answer.dumps()))
         self._wake.set()
 
     def _read_store(self) -> None:
+        """Read one join request, and records until the queue is empty or enough vectors wait."""
         if item := self._store.pop(JOIN_REQUESTS):
-            with suppress(AshlError, ValueError):  # whoever it is has another version, and knows it
+            # a process with another version of ashl may send an invalid request; it times out
+            with suppress(AshlError, ValueError):
                 self.join_requests.append((item[0], JoinRequest.loads(item[1])))
         while self._prefetched - self._consumed < PREFETCH:
             item = self._store.pop(RECORDS)
@@ -207,55 +215,60 @@ class ControlChannel:
                 if record.rank != rank or rank not in self.last_heard_s:
                     raise AshlError(f"a record of rank {record.rank} came from rank {rank}")
                 if incarnation != self.incarnations[rank]:
-                    break  # it does not know yet that it was dropped
+                    break  # an evicted incarnation that has not read yet that it is evicted
                 self.last_heard_s[rank] = time.monotonic()
-                vector = None
-                if isinstance(record, Snapshot | UpdateShown):
-                    queue = uploads.vector_queue(record, incarnation)
-                    vector = uploads.receive_vector(self._store, queue, record, self._sizes[rank])
-                    self._prefetched += vector is not None
-                    self._consumed_from[queue] += vector is not None
-                elif isinstance(record, CheckpointPartSaved):
-                    vector = uploads.receive_checkpoint_part(self._store, record)
-                    self._prefetched += vector is not None
-                elif isinstance(record, ModuleState):
-                    vector = uploads.receive_state(self._store, record, incarnation)
-                    self._prefetched += 1
-                    self._consumed_from[uploads.state_queue(rank, incarnation)] += 1
-                self._inbox.append((record, vector))
+                self._inbox.append((record, self._receive_content(record, incarnation)))
+
+    def _receive_content(self, record: Record, incarnation: int) -> Tensor | None:
+        """Take out of the store the vector or bytes that a record announces, if it does."""
+        content = None
+        if isinstance(record, Snapshot | UpdateShown):
+            queue = uploads.vector_queue(record, incarnation)
+            size = self._sizes[record.rank]
+            content = uploads.receive_vector(self._store, queue, record, size)
+            self._consumed_from[queue] += content is not None
+        elif isinstance(record, CheckpointPartSaved):
+            content = uploads.receive_checkpoint_part(self._store, record)
+        elif isinstance(record, ModuleState):
+            content = uploads.receive_state(self._store, record, incarnation)
+            self._consumed_from[uploads.state_queue(record.rank, incarnation)] += 1
+        self._prefetched += content is not None
+        return content
 
     def _write_store(self) -> None:
+        """Read acknowledgements of the run's end, and send all queued messages."""
         while self._unacknowledged and (item := self._store.pop(END_SEEN)):
             rank, incarnation = split_sender(item[0])
-            if incarnation == self.incarnations.get(rank):  # and not that it was dropped
+            # an evicted incarnation acknowledges its eviction in the same queue
+            if incarnation == self.incarnations.get(rank):
                 self._unacknowledged.discard(rank)
         while self._outbox:
             queue, text = self._outbox.popleft()
             self._store.push(queue, CONTROLLER, text)
         update = self.control_update._replace(taken=dict(self._consumed_from))
-        if update != self._published or time.monotonic() > self._due:
-            self._published, self._due = update, time.monotonic() + PULSE_S
+        if update != self._published or time.monotonic() > self._due_s:
+            self._published = update
+            self._due_s = time.monotonic() + PULSE_S
             text = update.dumps().encode()
             for rank in self.last_heard_s.keys() - self.absent:
                 self._store.push(control_queue(rank, self.incarnations[rank]), CONTROLLER, text)
         self._over = bool(self._published.end and not self._unacknowledged)
 
 
-EVERY_S = 0.2
-CHUNK = 1_000_000  # characters in one item of the store, which refuses more than 8 MB
-# snapshots (and updates) of a rank that wait here, and in the store; of more, all but the last are
-# spared
+EVERY_S = 0.2  # seconds between two heartbeats of a rank
+# characters in one item of the store, which refuses more than 8 MB
+CHUNK = 1_000_000
+# Models (and updates) of a rank that wait in its process, and in the store. Beyond that, it drops
+# all except the last one.
 MAX_PENDING = 4
-STATES = 2  # of a worker's module that are on their way at a time
-INCARNATIONS = 1 << 20  # between the numbers of two lives; more than there are ranks
-RECORDS, END_SEEN = (
-    "records",
-    "noted",
-)  # queues of all ranks: their records; that they know of the end
+STATES = 2  # states of a worker's module that are in flight at a time
+INCARNATIONS = 1 << 20  # difference of two incarnations' sender numbers; larger than any rank
+RECORDS = "records"  # queue of the records of all ranks
+END_SEEN = "noted"  # queue of the ranks' acknowledgements of the run's end
 
 
 def described(record: Record) -> str:
-    """Return the fields of a record but its rank, as text."""
+    """Return the fields of a record as text, without its rank and counts."""
     return ", ".join(
         f"{name}={value}"
         for name, value in record._asdict().items()
@@ -276,34 +289,31 @@ class Reporter:
         watchdog: Watchdog,
         incarnation: int = 0,
     ) -> None:
-        self.stopping: str | None = None
-        self.scores: dict[str, float | None] | None = None
-        self.end: End | None = None  # of the run, once it has one
-        self.control_update = ControlUpdate()  # the last that came
-        self.on_update: Callable[[ControlUpdate], None] = lambda update: (
-            None
-        )  # who else wants to know, in this one's thread
-        self.rounds, self._rank, self._incarnation, self._broken = rounds, rank, incarnation, False
-        self.on_evicted: Callable[[End], NoReturn] = (
-            exit_process  # where the run has gone on without this rank
-        )
-        self.checkpoint_writer: RankCheckpointWriter | None = (
-            None  # of this rank's part of checkpoints
-        )
+        self.stopping: str | None = None  # the reason to stop, once the run is to stop
+        self.scores: dict[str, float | None] | None = None  # of the latest evaluation
+        self.end: End | None = None  # how the run ended, once it has
+        self.control_update = ControlUpdate()  # the latest one
+        # the reporter's thread runs it for each control update
+        self.on_update: Callable[[ControlUpdate], None] = lambda update: None
+        self.rounds = rounds
+        self._rank = rank
+        self._incarnation = incarnation
+        self._broken = False  # True if records cannot be sent any more
+        # called if the run continues without this rank
+        self.on_evicted: Callable[[End], NoReturn] = exit_process
+        self.checkpoint_writer: RankCheckpointWriter | None = None
         self.make_heartbeat: Callable[[], Record] = lambda: Alive(rank)
-        self.learner: Learner | None = None  # whose module's state is shown
-        self._pending_states: deque[tuple[Any, bool]] = deque()
-        self._store, self._watch = store, watchdog
+        self.learner: Learner | None = None  # sends its module's state if set
+        self._pending_states: deque[tuple[Any, bool]] = deque()  # state, and True for the last
+        self._store = store
+        self._watch = watchdog
         self._outbox: deque[tuple[Record, Tensor | None]] = deque()
-        self._uploaded: Counter[str] = (
-            Counter()
-        )  # vectors by queue, and how many home has taken out of each
-        self._consumed: dict[str, int] = {}
-        self._pending: dict[type, int] = {
-            Snapshot: 0,
-            UpdateShown: 0,
-        }  # among them, with their vectors
-        self._lock, self._flush_lock = threading.Lock(), threading.Lock()
+        self._uploaded: Counter[str] = Counter()  # vectors put into each queue
+        self._consumed: dict[str, int] = {}  # vectors that the controller took out of each queue
+        # records in the outbox that have a vector, by type
+        self._pending: dict[type, int] = {Snapshot: 0, UpdateShown: 0}
+        self._lock = threading.Lock()
+        self._flush_lock = threading.Lock()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True, name="reporter")
         self._thread.start()
@@ -320,6 +330,9 @@ class Reporter:
         self._outbox.append((record, None))
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
+        """Send a model or an update; it is dropped if `MAX_PENDING` wait already and it is not the
+        last one.
+        """
         if not isinstance(vector, Tensor):
             self._outbox.append((record, None))
             return
@@ -330,16 +343,16 @@ class Reporter:
         self._outbox.append((record, vector))
 
     def show_last_state(self, state: Any) -> None:
-        """Send what forward passes have changed of this worker's module in the end; nothing older
-        is sent after it.
+        """Send the final state of this worker's module: the values that forward passes change. No
+        earlier state is sent after it.
         """
         with self._flush_lock:
             self.learner = None
             self._pending_states.append((state, True))
 
     def _upload_states(self) -> Iterator[str]:
-        """Send what is to be shown, where home has kept up, and ask for the next; yields the
-        records.
+        """Upload the module's state if fewer than `STATES` are in flight, yield its record, and
+        request the next state from the learner.
         """
         queue = uploads.state_queue(self._rank, self._incarnation)
         if self.learner is not None:
@@ -360,7 +373,7 @@ class Reporter:
                 )
 
     def close(self) -> None:
-        """Send all that is queued, and stop."""
+        """Send all queued records, and stop the thread."""
         self._end.set()
         self._thread.join()
         if not self._broken:
@@ -370,12 +383,12 @@ class Reporter:
                 self._fail(error)
 
     def await_run_end(self, limit_s: float = float("inf")) -> End | None:
-        """How the run has ended, once home says so; None where it does not within that time. To be
-        asked at last.
+        """Return how the run ended, once the controller says so; None after `limit_s` or if the
+        store fails. Call it after `close`.
         """
-        until = time.monotonic() + limit_s
-        with suppress(RuntimeError):  # the store is gone, and whoever kept it
-            while self.end is None and time.monotonic() < until:
+        until_s = time.monotonic() + limit_s
+        with suppress(RuntimeError):  # the store ended with the process that served it
+            while self.end is None and time.monotonic() < until_s:
                 self._listen()
                 time.sleep(0.02)
         return self.end
@@ -388,8 +401,8 @@ class Reporter:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Nothing can be recorded of this rank any longer: that is why the run ends, not that it
-        was not heard of.
+        """Report that this rank's records cannot be sent, so that the run ends for this reason and
+        not for missed heartbeats.
         """
         self._broken = True
         text = f"its records cannot be sent: {type(error).__name__}: {first_line(error)}"
@@ -397,12 +410,13 @@ class Reporter:
             self._push([dumps(RankError(self._rank, text, consequence=False))])
         except RuntimeError:
             exit_process(
-                End(1, f"the job's store at {self._store.address} is gone: {first_line(error)}")
+                End(1, f"the job's store at {self._store.address} failed: {first_line(error)}")
             )
         with suppress(OSError):  # the rank's log may be on a full disk
             traceback.print_exception(error)
 
     def _flush(self) -> None:
+        """Send a heartbeat and all queued records, and read control updates."""
         with self._flush_lock:
             lines = [dumps(self.make_heartbeat()), *self._upload_states()]
             size = 0
@@ -426,8 +440,9 @@ class Reporter:
             )
 
     def _listen(self) -> None:
-        """Take in the news. Where the run has failed, this process ends here, whatever it
-        is doing.
+        """Apply all received control updates.
+
+        If the run has failed or this rank is evicted, this process ends here.
         """
         while item := self._store.pop(control_queue(self._rank, self._incarnation)):
             update = ControlUpdate.loads(item[1])
@@ -455,8 +470,8 @@ class Reporter:
         self._watch.record_store_answer()
 
     def _upload_vector(self, record: Record, vector: Tensor) -> Record | None:
-        """Send the vector ahead of its record; None where the monitor has not kept up and this one
-        can be spared.
+        """Upload a vector, and return its record with the number of bytes; None if the record is
+        dropped, because `MAX_PENDING` wait in the store and it is not the last one.
         """
         assert isinstance(record, Snapshot | UpdateShown)
         with self._lock:
@@ -469,7 +484,7 @@ class Reporter:
             return None
         self._uploaded[queue] += 1
 
-        def send_heartbeat() -> None:  # a large model takes its time, and is not late
+        def send_heartbeat() -> None:  # the upload of a large model may outlast the timeout
             self._push([dumps(self.make_heartbeat())])
             self._listen()
 
@@ -479,6 +494,7 @@ class Reporter:
 
 
 def is_last(record: Record) -> bool:
+    """Return True for the run's last model, which is never dropped."""
     return isinstance(record, Snapshot) and record.final
 
 
@@ -488,35 +504,37 @@ def control_queue(rank: int, incarnation: int) -> str:
 
 
 def sender_number(rank: int, incarnation: int) -> int:
-    """Return the sender's number in the store: one for each incarnation of a rank."""
+    """Return the sender number in the store of one incarnation of a rank."""
     return incarnation * INCARNATIONS + rank
 
 
 def split_sender(number: int) -> tuple[int, int]:
-    """Return rank and incarnation of a sender."""
+    """Return the rank and the incarnation of a sender number."""
     incarnation, rank = divmod(number, INCARNATIONS)
     return rank, incarnation
 
 
-FILE = "job.json"
-JOIN_REQUESTS = "asks"  # a queue
+FILE = "job.json"  # in the run folder while the run can be joined
+JOIN_REQUESTS = "asks"  # queue of join requests
 
 
 class JoinEndpoint(NamedTuple):
-    """Where the store of a run is, and what a joining process must have in common with the run."""
+    """The address of a run's store, and the machine and versions that a joining process must
+    share with the run.
+    """
 
     host: Text
     port: int
     secret: Text
-    machine: Text
-    name: Text  # of the machine
+    machine: Text  # its unique identifier
+    name: Text  # its host name
     ashl: Text
     torch: Text
     python: Text
 
 
 class JoinRequest(NamedTuple):
-    """A request for the place of a failed worker: of this one, or of any if None."""
+    """A request for the place of a failed worker: of `worker`, or of any failed worker if None."""
 
     worker: int | None = None
 
@@ -525,16 +543,16 @@ class JoinRequest(NamedTuple):
 
     @staticmethod
     def loads(text: bytes) -> JoinRequest:
-        return validate(JoinRequest, json.loads(text), "a question")
+        return validate(JoinRequest, json.loads(text), "a join request")
 
 
 class JoinAnswer(NamedTuple):
-    """The place and incarnation of an admitted process, or the reason of a rejection."""
+    """The place of an admitted process and its settings, or the reason of a rejection."""
 
     refused: Text | None = None
     worker: int = 0
     incarnation: int = 0
-    how: Text = ""  # the worker was lost
+    how: Text = ""  # the cause of the worker's failure
     plan: str = ""
     controller_host: Text = ""
     rounds: Rounds = "none"
@@ -546,7 +564,7 @@ class JoinAnswer(NamedTuple):
 
     @staticmethod
     def loads(text: bytes) -> JoinAnswer:
-        return validate(JoinAnswer, json.loads(text), "an answer")
+        return validate(JoinAnswer, json.loads(text), "a join answer")
 
 
 def answer_queue(number: int) -> str:
@@ -555,24 +573,26 @@ def answer_queue(number: int) -> str:
 
 
 def versions() -> tuple[str, str, str]:
+    """Return the versions of ashl, torch and Python of this process."""
     return __version__, torch.__version__, platform.python_version()
 
 
 @contextmanager
 def publish_join_endpoint(run_dir: Path, host: str, port: int, secret: Secret) -> Generator[None]:
-    """While this lasts, the run may be joined. Raises AshlError where the file cannot be
-    written.
+    """Publish the join endpoint of a run in its folder until the context ends.
+
+    Raises: AshlError if the file cannot be written.
     """
     path = run_dir / FILE
     endpoint = JoinEndpoint(host, port, secret.hex(), machine(), platform.node(), *versions())
     try:
-        path.unlink(missing_ok=True)  # of a run whose home was killed
+        path.unlink(missing_ok=True)  # left by a run whose controller was killed
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with open(file, "w", encoding="utf-8") as text:
             json.dump(endpoint._asdict(), text)
     except OSError as error:
         raise AshlError(
-            f"cannot write {path} ({error.strerror}); choose another run.dir"
+            f"run.dir={run_dir}: cannot write {path.name} ({error.strerror}); choose another folder"
         ) from error
     try:
         yield
@@ -582,47 +602,56 @@ def publish_join_endpoint(run_dir: Path, host: str, port: int, secret: Secret) -
 
 
 def read_join_endpoint(run_dir: Path) -> JoinEndpoint:
-    """Of a run that goes on here. Raises UsageError where there is none that this process could
-    join.
+    """Return the join endpoint of a run on this machine.
+
+    Raises: UsageError if this process cannot join a run in this folder.
     """
     path = run_dir / FILE
     try:
-        endpoint = validate(JoinEndpoint, parsed(path.read_text(encoding="utf-8")), "something")
+        endpoint = validate(
+            JoinEndpoint, parsed(path.read_text(encoding="utf-8")), "a join endpoint"
+        )
     except FileNotFoundError:
         raise UsageError(f"{run_dir}: {why_not_joinable(run_dir)}") from None
     except PermissionError:
         raise UsageError(
-            f"{run_dir}: the run is another user's, and only that user may join it."
+            f"{run_dir}: the run belongs to another user; only that user can join it"
         ) from None
     except (OSError, ValueError, AshlError) as error:
-        raise UsageError(f"{path} says nothing that a run would ({error}).") from error
+        raise UsageError(
+            f"{path}: not a valid join endpoint ({error}); join another run"
+        ) from error
     if endpoint.machine != machine():
         raise UsageError(
-            f"{run_dir}: the run is on {endpoint.name}, on its loopback; join it there."
+            f"{run_dir}: the run is on the loopback of {endpoint.name}; join it on that machine"
         )
     for name, theirs, own in zip(
         ("ashl", "torch", "Python"), endpoint[-3:], versions(), strict=True
     ):
         if theirs != own:
             raise UsageError(
-                f"{run_dir}: the run has {name} {theirs}, and here is {own}; install the same on"
-                " both."
+                f"{run_dir}: the run has {name} {theirs}, and this process has {own}; install the"
+                " same version"
             )
     return endpoint
 
 
 def why_not_joinable(run_dir: Path) -> str:
-    """Why a run without such a file cannot be joined."""
+    """Return the reason why a run folder without a join endpoint cannot be joined."""
     if (run_dir / "summary.json").exists():
-        return "the run is over."
+        return "the run is over"
     if not (run_dir / "config.yaml").exists():
-        return "there is no run; name the folder of one that is running."
-    return "this run cannot be joined: it is in virtual time, was started by others, or was killed."
+        return "there is no run; name the folder of one that is running"
+    return (
+        "this run cannot be joined: it is in virtual time, was started by another launcher, or was"
+        " killed"
+    )
 
 
 def newest_joinable_run(runs: Path) -> Path:
-    """The folder of the run under this one that began last among those that go on. Raises
-    UsageError where none does.
+    """Return the folder of the run under `runs` that published its join endpoint last.
+
+    Raises: UsageError if no run there can be joined.
     """
     joinable: list[tuple[float, Path]] = []
     for path in runs.glob(f"**/{FILE}"):
@@ -630,13 +659,13 @@ def newest_joinable_run(runs: Path) -> Path:
             joinable.append((path.stat().st_mtime, path.parent))
     if not joinable:
         raise UsageError(
-            f"No run under {runs} is running that could be joined; name the folder of one."
+            f"no run under {runs} is running and can be joined; name the folder of one"
         )
     return max(joinable)[1]
 
 
-def poll_until(limit_s: float) -> Generator[None]:
-    """Look again and again for so long."""
+def poll_for(limit_s: float) -> Generator[None]:
+    """Yield every 20 ms for `limit_s` seconds."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         yield

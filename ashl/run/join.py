@@ -23,7 +23,7 @@ from ashl.run.control_channel import (
     JoinRequest,
     answer_queue,
     newest_joinable_run,
-    poll_until,
+    poll_for,
     read_join_endpoint,
 )
 from ashl.run.interface import LOOPBACK, Chosen, named
@@ -88,7 +88,7 @@ def request_place(run_dir: Path, endpoint: JoinEndpoint, worker: int | None) -> 
         )
         number = secrets.randbits(31)
         store.push(JOIN_REQUESTS, number, JoinRequest(worker).dumps())
-        for _ in poll_until(PATIENCE_S):
+        for _ in poll_for(PATIENCE_S):
             if item := store.pop(answer_queue(number)):
                 return JoinAnswer.loads(item[1])
         raise AshlError(late)

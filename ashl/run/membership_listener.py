@@ -1,10 +1,10 @@
 """A rank's side of supervision: its view of which peers are members, and its watchdog.
 
 `MembershipListener` applies the controller's control updates: it disconnects failed peers and
-connects those that rejoin. `Watchdog` ends this process when the job's store or the controller is
-silent for `runtime.heartbeat_timeout_s`. A call to a store whose link is cut never returns, nor
-does a collective of gloo, so the watchdog's thread calls neither. It counts only while this process
-is awake: a process that was stopped must not take the others for silent.
+connects rejoining ones. `Watchdog` ends this process when the job's store or the controller is
+silent for `runtime.heartbeat_timeout_s`. A call to a store over a broken network never returns, nor
+does a collective of gloo. So the watchdog has its own thread, which calls neither. It measures only
+the time in which this process is awake: after a stop, the others have not been silent.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ class MembershipListener:
         store: AuthenticatedStore,
         consensus: RegroupConsensus | None,
     ) -> None:
-        """Args: incarnation of this rank; peers, the incarnation of each peer at the start."""
-        self._kernel, self._rank, self._incarnation, self._store, self._consensus = (
-            kernel,
-            rank,
-            incarnation,
-            store,
-            consensus,
-        )
-        self._incarnations = dict(peers)  # the last one of each that was let in
-        self._failed: dict[int, int] = {}  # the last one of each that is over
+        """Args: incarnation, of this rank; peers, the incarnation of each peer at the start."""
+        self._kernel = kernel
+        self._rank = rank
+        self._incarnation = incarnation
+        self._store = store
+        self._consensus = consensus
+        # the latest incarnation of each peer that this rank has connected or is connecting
+        self._incarnations = dict(peers)
+        self._failed: dict[int, int] = {}  # the latest failed incarnation of each failed peer
         self._lock = threading.Lock()
 
     @property
@@ -62,12 +61,16 @@ class MembershipListener:
             }
 
     def on_membership(self, update: ControlUpdate) -> None:
+        """Disconnect newly failed peers, and connect a peer that is ready to rejoin.
+
+        Does nothing before the kernel has connections: the controller repeats its updates.
+        """
         if not self._kernel.started:
-            return  # there are no links yet, and all is said again
-        previous, lost = self._failed, dict(update.lost)
+            return
+        previous, failed = self._failed, dict(update.lost)
         with self._lock:
-            self._failed = lost
-        for rank, incarnation in lost.items():
+            self._failed = failed
+        for rank, incarnation in failed.items():
             if incarnation >= self._incarnations.get(rank, 0) and previous.get(rank) != incarnation:
                 logger.warning(
                     "worker %d, incarnation %d, failed; continues without it", rank, incarnation
@@ -83,10 +86,11 @@ class MembershipListener:
                     target=self._connect_rejoined,
                     args=(rank, incarnation),
                     daemon=True,
-                    name=f"let_in-{rank}",
+                    name=f"connect-{rank}",
                 ).start()
 
     def _connect_rejoined(self, rank: int, incarnation: int) -> None:
+        """Connect to a rejoining worker, in a thread of its own."""
         store = self._store.another()
         group = admit_worker(
             store, self._rank, self._incarnation, rank, incarnation, self._kernel.clock_ns
@@ -95,15 +99,15 @@ class MembershipListener:
         if self._consensus is not None:
             self._consensus.mark_connected(rank, incarnation)
             self._kernel.ctx.join_pending = True
-        if rank in self.failed_ranks:  # in the meantime
+        if rank in self.failed_ranks:  # it has failed again in the meantime
             self._kernel.mark_peer_failed(rank, "the run continues without it")
         logger.info("worker %d rejoined as incarnation %d; is connected to it", rank, incarnation)
         confirm_known(store, self._rank, rank, incarnation)
 
 
-TICK_S = 0.1
-SAME_CAUSE_S = 1.0  # between silences that have one cause
-AWAKE_S = 0.5  # longer between two ticks, and the process was stopped
+TICK_S = 0.1  # seconds between two checks of the watchdog
+SAME_CAUSE_S = 1.0  # silences that began within this many seconds have one cause
+AWAKE_S = 0.5  # a process with more seconds between two ticks was stopped in between
 
 
 class Watchdog:
@@ -113,13 +117,12 @@ class Watchdog:
         """Args: store, its address; controller, its host; code, the exit code of this process if
         one is silent.
         """
-        self._timeout_s, self._store, self._controller, self._code = (
-            timeout_s,
-            store,
-            controller,
-            code,
-        )
-        self._store_silent_s = self._controller_silent_s = 0.0  # seconds since
+        self._timeout_s = timeout_s
+        self._store = store
+        self._controller = controller
+        self._code = code
+        self._store_silent_s = 0.0
+        self._controller_silent_s = 0.0
         self._stopped = threading.Event()
         threading.Thread(target=self._loop, daemon=True, name="watchdog").start()
 
@@ -145,12 +148,12 @@ class Watchdog:
         if max(self._store_silent_s, self._controller_silent_s) <= self._timeout_s:
             return None
         for_so_long = f"for {self._timeout_s:g} s (runtime.heartbeat_timeout_s)"
-        if (
-            self._controller_silent_s - self._store_silent_s < SAME_CAUSE_S
-        ):  # no news, because no answers
+        # control updates come through the store, so a silent store silences the controller, too
+        if self._controller_silent_s - self._store_silent_s < SAME_CAUSE_S:
             return End(self._code, f"the job's store at {self._store} did not answer {for_so_long}")
-        controller = f"the controller, on {self._controller},"
-        return End(self._code, f"no heartbeat from {controller} {for_so_long}")
+        return End(
+            self._code, f"no heartbeat from the controller, on {self._controller}, {for_so_long}"
+        )
 
     def _loop(self) -> None:
         last = time.monotonic()
@@ -163,10 +166,10 @@ class Watchdog:
 
 
 def exit_process(end: End) -> NoReturn:
-    """End this process without destructors: they would wait for threads that may be blocked
+    """End this process without destructors, which would wait for threads that may be blocked
     forever.
     """
-    with suppress(OSError, ValueError):  # a full disk; a closed terminal
+    with suppress(OSError, ValueError):  # the disk may be full, or the terminal closed
         if end.why:
             sys.stderr.write(f"ashl: {end.why}\n")
         sys.stdout.flush()
@@ -175,12 +178,14 @@ def exit_process(end: End) -> NoReturn:
 
 
 class AwakeTime:
-    """Measures seconds for which this process was not stopped. Call `passed_s` at least every
-    `AWAKE_S` seconds.
+    """Measures the seconds for which this process was not stopped.
+
+    Limits: call `passed_s` at least every `AWAKE_S` seconds.
     """
 
     def __init__(self) -> None:
-        self._last, self._passed_s = time.monotonic(), 0.0
+        self._last = time.monotonic()
+        self._passed_s = 0.0
 
     def passed_s(self) -> float:
         now = time.monotonic()

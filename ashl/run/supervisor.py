@@ -1,10 +1,13 @@
 """The controller's supervision of a real run: liveness, failures, restarts, and how the run ends.
 
-`LivenessMonitor` holds what is known of each rank: running, failed, rejoining or exited.
-`supervise` is the loop of the controller: it reads records from the control channel, detects
+`supervise` is the loop of the controller. It reads records from the control channel, detects
 failures, restarts workers, answers join requests, takes checkpoints, and decides whether the run
-ends. An unexpected exit is a fact (`LivenessMonitor.unexpected_exits`); that the run ends for it is
-a decision (`supervise`).
+ends. `LivenessMonitor` is its knowledge of each rank, which is running, failed, rejoining or
+exited. `unexpected_exits` only lists processes that ended: `detect_failures` decides which of them
+the run tolerates, and `supervise` ends the run for the others after `SETTLE_S`.
+
+A rank that misses heartbeats is *silent*. A rank that a peer cannot reach is *unreachable*. A rank
+on another node that is both counts as failed sooner than by `runtime.heartbeat_timeout_s`.
 """
 
 from __future__ import annotations
@@ -73,17 +76,19 @@ from ashl.runtime.time_accounting import KINDS
 
 logger = logging.getLogger(__name__)
 
-KILLED_BY = "was killed by"  # how it is reported, followed by the signal's name
+KILLED_BY = "was killed by"  # the cause of a failure begins so, followed by the signal's name
 DECLARED = "failed, as cluster.events says"
 SETTLE_S = 1.0  # after the first failure: time for the others' records, which may name the cause
-# of a rank that speaks five times a second, when another has lost the link to it: it has vanished
+# A rank sends five heartbeats a second. One that is silent for longer than this and that a peer
+# cannot reach counts as failed.
 QUIET_S = 0.7
-SURE_S = 2.0  # ... where others have lost the link to one of several and cannot say to whom
+# The same if the peer lost its connection to one of several ranks and cannot say to which.
+QUIET_IN_GROUP_S = 2.0
 
 
 @dataclass
 class LivenessMonitor:
-    """What the controller knows of each rank, from its records and from its process.
+    """The controller's knowledge of each rank, from its records and from its process.
 
     A worker is running, failed (`failed`), rejoining (`failed` and `rejoining`) or exited
     (`exited`).
@@ -91,60 +96,66 @@ class LivenessMonitor:
 
     plan: Plan
     channel: ControlChannel
-    processes: dict[int, BaseProcess]  # of the ranks on this node
-    rank_settings: Mapping[
-        int, RankSettings
-    ]  # of the ranks on this node, in their first incarnation
-    start: Callable[[int, int], None]  # starts this incarnation of a rank on this node
+    processes: dict[int, BaseProcess]  # ranks on this node
+    # ranks on this node, in their first incarnation
+    rank_settings: Mapping[int, RankSettings]
+    start: Callable[[int, int], None]  # starts an incarnation of a rank on this node
     survives_failure: bool  # the run can continue without a worker
     admits_rejoin: bool  # a failed worker can rejoin
     exited: set[int] = field(default_factory=set)
-    failed: dict[int, str] = field(
-        default_factory=dict
-    )  # workers without which the run continues, with the cause
+    # workers without which the run continues, with the cause
+    failed: dict[int, str] = field(default_factory=dict)
     last_failure_s: float = 0.0  # controller time of the latest worker failure
-    exit_noticed_s: dict[int, float] = field(
-        default_factory=dict
-    )  # controller time at which an exit was noticed
-    rejoining: dict[int, bool] = field(
-        default_factory=dict
-    )  # True once the worker is ready to be connected
-    prior_totals: dict[int, Heartbeat] = field(
-        default_factory=dict
-    )  # totals of a worker's earlier incarnations
-    # Peers that another rank cannot reach: whether the broken link leads to this peer alone, and
-    # the controller time.
+    # controller time at which an unexpected exit was noticed
+    exit_noticed_s: dict[int, float] = field(default_factory=dict)
+    # True once the worker is ready to be connected
+    rejoining: dict[int, bool] = field(default_factory=dict)
+    # totals of a worker's earlier incarnations
+    prior_totals: dict[int, Heartbeat] = field(default_factory=dict)
+    # Peers that another rank cannot reach: True if the broken connection leads to this peer alone,
+    # and the controller time of the report.
     unreachable: dict[int, tuple[bool, float]] = field(default_factory=dict)
-    killed_as_silent: set[int] = field(
-        default_factory=set
-    )  # evicted workers whose process was killed here
-    restarts: Counter[int] = field(
-        default_factory=Counter
-    )  # restarts of a killed worker, up to runtime.max_restarts
-    clock_zero_ns: int | None = (
-        None  # controller time of the run's zero, by the heartbeat with the least delay
-    )
+    # evicted workers whose process the controller killed
+    killed_as_silent: set[int] = field(default_factory=set)
+    # restarts of a killed worker, up to runtime.max_restarts
+    restarts: Counter[int] = field(default_factory=Counter)
+    # controller time of the run's zero, by the heartbeat with the least delay
+    clock_zero_ns: int | None = None
     errors: list[RankError] = field(default_factory=list)
     pace: list[PacingStats] = field(default_factory=list)
 
     def handle_record(self, monitor: Monitor, record: Record, vector: Tensor | None) -> None:
-        """Take in what a rank reports, with the model or state that belongs to it."""
+        """Apply a rank's record, with the model or module state that belongs to it.
+
+        Raises: AshlError if the record names a stage that the plan does not have.
+        """
         log_record(record)
-        if isinstance(record, Heartbeat) and record.time_ns > 0:
-            zero_ns = time.monotonic_ns() - record.time_ns
-            self.clock_zero_ns = (
-                zero_ns if self.clock_zero_ns is None else min(self.clock_zero_ns, zero_ns)
-            )
+        self.check_stage(record)
         match record:
-            case Round() | StageEnd() | StageBoundary() | Replan() if record.stage not in range(
-                len(self.plan.stages)
-            ):
-                raise AshlError(
-                    f"rank {record.rank} tells of stage {record.stage + 1}, which the plan does not"
-                    " have"
-                )
             case Alive() | CheckpointPartSaved():
                 pass
+            case Left() | Ready() | Joined() | Lost() | PeerUnreachable() | RankError():
+                self.handle_membership_record(monitor, record)
+            case StopAsked():
+                monitor.stopping = monitor.stopping or record.reason
+            case PacingStats():
+                self.pace.append(record)
+            case Snapshot() | UpdateShown():
+                monitor.snapshot(record, vector)
+            case ModuleState():
+                assert vector is not None
+                state = decode_state(vector, ("ashl", *self.plan.allow_targets))
+                monitor.set_module_state(record.rank, state)
+            case Heartbeat() | TimeTotals() | StageBoundary() if record.rank in self.prior_totals:
+                self.adjust_clock_zero(record)
+                monitor.emit(add_prior_totals(self.prior_totals[record.rank], record))
+            case _:
+                self.adjust_clock_zero(record)
+                monitor.emit(record)
+
+    def handle_membership_record(self, monitor: Monitor, record: Record) -> None:
+        """Apply a record that says that a rank exited, rejoins, failed or cannot reach a peer."""
+        match record:
             case Left():
                 self.exited.add(record.rank)
             case Ready(rank) if rank in self.rejoining:
@@ -155,110 +166,121 @@ class LivenessMonitor:
                 del self.rejoining[rank], self.failed[rank]
                 self.publish_membership()
                 monitor.emit(record)
-            case Lost(rank, why=why) if rank not in self.processes:
-                self.continue_without(monitor, rank, why)
+            case Lost(rank, why=cause) if rank not in self.processes:
+                self.continue_without(monitor, rank, cause)
             case PeerUnreachable(_, rank, incarnation, alone) if (
                 rank < self.plan.num_workers and incarnation == self.channel.incarnations[rank]
             ):
-                self.unreachable[rank] = max(
-                    self.unreachable.get(rank, (False, 0.0)), (alone, time.monotonic())
-                )
+                before = self.unreachable.get(rank, (False, 0.0))
+                self.unreachable[rank] = max(before, (alone, time.monotonic()))
             case RankError(rank) if rank in self.failed:
                 self.abandon_rejoin(rank)
             case RankError():
                 self.errors.append(record)
-            case StopAsked():
-                monitor.stopping = monitor.stopping or record.reason
-            case PacingStats():
-                self.pace.append(record)
-            case Snapshot() | UpdateShown():
-                monitor.snapshot(record, vector)
-            case ModuleState():
-                assert vector is not None
-                monitor.set_module_state(
-                    record.rank, decode_state(vector, ("ashl", *self.plan.allow_targets))
-                )
-            case Heartbeat() | TimeTotals() | StageBoundary() if record.rank in self.prior_totals:
-                monitor.emit(add_prior_totals(self.prior_totals[record.rank], record))
             case _:
                 monitor.emit(record)
 
+    def check_stage(self, record: Record) -> None:
+        """Raise AshlError if the record names a stage that the plan does not have."""
+        stages = range(len(self.plan.stages))
+        if (
+            isinstance(record, Round | StageEnd | StageBoundary | Replan)
+            and record.stage not in stages
+        ):
+            raise AshlError(
+                f"rank {record.rank} reports on stage {record.stage + 1}, which the plan does not"
+                " have"
+            )
+
+    def adjust_clock_zero(self, record: Record) -> None:
+        """Estimate the controller time of the run's zero from a heartbeat."""
+        if isinstance(record, Heartbeat) and record.time_ns > 0:
+            zero_ns = time.monotonic_ns() - record.time_ns
+            if self.clock_zero_ns is None or zero_ns < self.clock_zero_ns:
+                self.clock_zero_ns = zero_ns
+
     def unexpected_exits(self) -> dict[int, str]:
         """Return the ranks on this node whose process ended before the rank had exited in order,
-        and how it ended.
+        with the cause.
         """
-        away = self.exited.union(self.failed)
+        known = self.exited.union(self.failed)
         ended = {
-            rank: process.exitcode for rank, process in self.processes.items() if rank not in away
+            rank: process.exitcode for rank, process in self.processes.items() if rank not in known
         }
         return {rank: describe_exit(code) for rank, code in ended.items() if code is not None}
 
     def detect_failures(
-        self, monitor: Monitor, timeout_s: float, late: Sequence[int], drained: float
+        self, monitor: Monitor, timeout_s: float, late: Sequence[int], drained_s: float
     ) -> None:
         """Continue without workers that were killed, failed as declared, or miss heartbeats while
         others do not.
 
         Does nothing before the run has begun. A failure counts once all records that the worker had
         sent are read.
-        Args: late, ranks without a heartbeat for `timeout_s`; drained, controller time up to which
-        records are read.
+        Args: late, ranks without a heartbeat for `timeout_s`; drained_s, controller time up to
+        which records are read.
         """
         if not self.survives_failure or not any(
             beat.steps or beat.counts for beat in monitor.beats.values()
         ):
             return
-        for rank, how in self.unexpected_exits().items():
-            heard_out = drained > self.exit_noticed_s.setdefault(rank, time.monotonic())
-            if (
-                heard_out
-                and rank < self.plan.num_workers
-                and (how.startswith(KILLED_BY) or how == DECLARED)
-            ):
-                self.continue_without(monitor, rank, how)
+        self.detect_exits(monitor, drained_s)
+        self.abandon_silent_rejoins(timeout_s)
+        for rank in self.presumed_dead():
+            self.continue_without(monitor, rank, "disconnected")
+        same_cause = {*self.silent_ranks(timeout_s - min(SAME_CAUSE_S, timeout_s / 2))}
+        if late and self.can_continue_without(monitor, same_cause):
+            for rank in late:
+                self.evict_silent(monitor, rank, timeout_s)
+
+    def detect_exits(self, monitor: Monitor, drained_s: float) -> None:
+        """Continue without workers on this node that were killed or failed as declared."""
+        for rank, cause in self.unexpected_exits().items():
+            noticed_s = self.exit_noticed_s.setdefault(rank, time.monotonic())
+            tolerated = cause.startswith(KILLED_BY) or cause == DECLARED
+            if drained_s > noticed_s and rank < self.plan.num_workers and tolerated:
+                self.continue_without(monitor, rank, cause)
+
+    def abandon_silent_rejoins(self, timeout_s: float) -> None:
+        """Stop waiting for rejoining workers that miss heartbeats, and kill their processes."""
         for rank in [*self.rejoining]:
-            quiet_s = self.channel.drained_s - self.channel.last_heard_s[rank]
-            if quiet_s > timeout_s or self.is_presumed_dead(rank, quiet_s):
+            silent_s = self.channel.drained_s - self.channel.last_heard_s[rank]
+            if silent_s > timeout_s or self.is_presumed_dead(rank, silent_s):
                 if rank in self.processes:
                     self.processes[rank].kill()
                 self.abandon_rejoin(rank)
-        for rank in self.presumed_dead():
-            self.continue_without(monitor, rank, "disconnected")
-        if late and self.can_continue_without(
-            monitor, {*self.silent_ranks(timeout_s - min(SAME_CAUSE_S, timeout_s / 2))}
-        ):
-            for rank in late:
-                fenced = self.channel.incarnations[rank]
-                logger.warning(
-                    "evicts worker %d, incarnation %d: it missed heartbeats for %g s",
-                    rank,
-                    fenced,
-                    timeout_s,
-                )
-                how = f"sent no heartbeat for {timeout_s:g} s"
-                self.channel.evict(
-                    rank,
-                    End(
-                        EXIT_EVICTED,
-                        f"worker {rank} {how} (runtime.heartbeat_timeout_s); the run continues"
-                        " without it",
-                    ),
-                )
-                if rank in self.processes and (
-                    not self.admits_rejoin or can_block_forever(monitor.job.parts)
-                ):
-                    self.processes[rank].kill()  # others may wait for it in the middle of a sum
-                    self.killed_as_silent.add(rank)
-                self.continue_without(monitor, rank, how)
 
-    def is_presumed_dead(self, rank: int, quiet_s: float) -> bool:
-        """Return True if a rank on another node, silent and unreachable for its peers, counts as
-        failed.
+    def evict_silent(self, monitor: Monitor, rank: int, timeout_s: float) -> None:
+        """Evict a worker that missed heartbeats for `timeout_s`; the run continues without it."""
+        logger.warning(
+            "evicts worker %d, incarnation %d: it missed heartbeats for %g s",
+            rank,
+            self.channel.incarnations[rank],
+            timeout_s,
+        )
+        cause = f"sent no heartbeat for {timeout_s:g} s"
+        sentence = (
+            f"worker {rank} {cause} (runtime.heartbeat_timeout_s); the run continues without it"
+        )
+        self.channel.evict(rank, End(EXIT_EVICTED, sentence))
+        if rank in self.processes and (
+            not self.admits_rejoin or can_block_forever(monitor.job.parts)
+        ):
+            # the other workers may be blocked in a collective with it
+            self.processes[rank].kill()
+            self.killed_as_silent.add(rank)
+        self.continue_without(monitor, rank, cause)
+
+    def is_presumed_dead(self, rank: int, silent_s: float) -> bool:
+        """Return True if a rank on another node, silent for `silent_s` and unreachable for a peer,
+        counts as failed.
         """
-        alone, at = self.unreachable.get(rank, (False, -math.inf))
+        alone, reported_s = self.unreachable.get(rank, (False, -math.inf))
         if rank in self.processes:
             return False
-        return quiet_s > QUIET_S if alone else quiet_s > SURE_S and time.monotonic() - at < KNOWN_S
+        if alone:
+            return silent_s > QUIET_S
+        return silent_s > QUIET_IN_GROUP_S and time.monotonic() - reported_s < KNOWN_S
 
     def presumed_dead(self) -> list[int]:
         """Return the workers on other nodes that count as failed."""
@@ -268,45 +290,47 @@ class LivenessMonitor:
             if self.is_presumed_dead(rank, self.channel.drained_s - self.channel.last_heard_s[rank])
         ]
 
-    def can_continue_without(self, monitor: Monitor, alike: set[int]) -> bool:
-        """Return True if the run can continue without these ranks, which fell silent at about the
+    def can_continue_without(self, monitor: Monitor, silent: set[int]) -> bool:
+        """Return True if the run can continue without these ranks, which became silent at about the
         same time.
-        """
-        there = {*range(self.plan.num_workers)} - self.exited - self.failed.keys()
-        served = (
-            self.plan.lead_rank >= self.plan.num_workers
-        )  # else another worker stands in for home
-        if (
-            (served and self.plan.lead_rank in alike)
-            or not alike < there
-            or is_cut_off(self, monitor, alike)
-        ):
-            return False
-        return not alike - self.processes.keys() or not can_block_forever(monitor.job.parts)
 
-    def continue_without(self, monitor: Monitor, rank: int, how: str) -> None:
+        The run needs its server or coordinator and at least one worker. It does not continue while
+        the controller's own node is cut off, nor if a collective with a rank on another node can
+        block forever.
+        """
+        running = {*range(self.plan.num_workers)} - self.exited - self.failed.keys()
+        # without a server, another worker takes the place of a failed lead rank
+        has_server = self.plan.lead_rank >= self.plan.num_workers
+        if has_server and self.plan.lead_rank in silent:
+            return False
+        if not silent < running or is_cut_off(self, monitor, silent):
+            return False
+        return not silent - self.processes.keys() or not can_block_forever(monitor.job.parts)
+
+    def continue_without(self, monitor: Monitor, rank: int, cause: str) -> None:
         """Record a worker failure; the run continues without the worker."""
         self.rejoining.pop(rank, None)
         self.exit_noticed_s.pop(rank, None)
         if rank in self.failed:
             return self.publish_membership()
-        self.failed[rank], self.last_failure_s = how, time.monotonic()
+        self.failed[rank] = cause
+        self.last_failure_s = time.monotonic()
         now_ns = time.monotonic_ns() - (self.clock_zero_ns or 0)
-        if how == DECLARED:
+        if cause == DECLARED:
             declared = [
-                round(e.time_s * 1e9)
-                for e in monitor.job.parts.cluster.events
-                if e.fail and e.worker == rank
+                round(event.time_s * 1e9)
+                for event in monitor.job.parts.cluster.events
+                if event.fail and event.worker == rank
             ]
-            # home's clock may be a little behind
+            # the controller's estimate of the run's clock may be a little behind
             now_ns = min(declared, key=lambda time_ns: abs(time_ns - now_ns), default=now_ns)
-        monitor.emit(Lost(rank, now_ns, "declared" if how == DECLARED else how))
+        monitor.emit(Lost(rank, now_ns, "declared" if cause == DECLARED else cause))
         incarnation = self.channel.incarnations[rank]
         logger.warning(
             "worker %d, incarnation %d, failed: %s; the run continues without it",
             rank,
             incarnation,
-            how,
+            cause,
         )
         self.publish_membership()
 
@@ -324,7 +348,7 @@ class LivenessMonitor:
     def restart_workers(self, monitor: Monitor, max_restarts: int) -> None:
         """Restart evicted workers on this node, and killed ones up to `max_restarts` times each.
 
-        A worker that ends while it rejoins is given up.
+        The controller stops waiting for a worker whose process ends while it rejoins.
         """
         for rank in [rank for rank in self.failed if rank in self.processes and self.admits_rejoin]:
             code = self.processes[rank].exitcode
@@ -332,12 +356,9 @@ class LivenessMonitor:
                 continue
             if rank in self.rejoining:
                 self.abandon_rejoin(rank)
-            if (
-                code == EXIT_EVICTED
-                or rank in self.killed_as_silent
-                or (code < 0 and self.restarts[rank] < max_restarts)
-            ):
-                self.restarts[rank] += code != EXIT_EVICTED and rank not in self.killed_as_silent
+            evicted = code == EXIT_EVICTED or rank in self.killed_as_silent
+            if evicted or (code < 0 and self.restarts[rank] < max_restarts):
+                self.restarts[rank] += not evicted
                 self.killed_as_silent.discard(rank)
                 self.expect_rejoin(monitor, rank)
                 incarnation = self.channel.incarnations[rank]
@@ -359,30 +380,43 @@ class LivenessMonitor:
         self.publish_membership()
 
     def publish_membership(self) -> None:
-        """Publish to all ranks which workers failed, and the one that is ready to rejoin."""
+        """Publish to all ranks which workers failed, and one worker that is ready to rejoin."""
         incarnations = self.channel.incarnations
         self.channel.absent = self.failed.keys() - self.rejoining.keys()
-        lost = tuple((rank, incarnations[rank] - (rank in self.rejoining)) for rank in self.failed)
+        failed = tuple(
+            (rank, incarnations[rank] - (rank in self.rejoining)) for rank in self.failed
+        )
         ready = tuple(
             (rank, incarnations[rank]) for rank, is_ready in self.rejoining.items() if is_ready
         )
-        self.channel.publish(
-            self.channel.control_update._replace(lost=lost, ready=ready[:1])
-        )  # one after the other
+        # workers rejoin one after the other
+        update = self.channel.control_update._replace(lost=failed, ready=ready[:1])
+        self.channel.publish(update)
 
     def silent_ranks(self, for_s: float) -> list[int]:
-        """Return the ranks without a record for longer than `for_s`, as of the last empty queue;
-        longest first.
+        """Return the ranks without a record for longer than `for_s`, measured when the record queue
+        was last empty; longest first.
         """
-        away = self.exited.union(self.failed)
-        since = {
-            rank: self.channel.drained_s - at
-            for rank, at in self.channel.last_heard_s.items()
-            if rank not in away
+        known = self.exited.union(self.failed)
+        silent_s = {
+            rank: self.channel.drained_s - last_s
+            for rank, last_s in self.channel.last_heard_s.items()
+            if rank not in known
         }
-        return sorted(
-            (rank for rank in since if since[rank] > for_s), key=lambda rank: -since[rank]
-        )
+        late = [rank for rank in silent_s if silent_s[rank] > for_s]
+        return sorted(late, key=lambda rank: -silent_s[rank])
+
+
+@dataclass
+class LoopTimes:
+    """Times that the controller's loop remembers from pass to pass, in seconds of its clock."""
+
+    last_pass_s: float
+    answered_s: float = 0.0  # the store's latest answer
+    store_silent_s: float = 0.0  # time awake since the store's latest answer
+    failed_s: float | None = None  # the first sign of a failure that ends the run
+    interrupted_s: float | None = None  # the user's request to stop
+    announced: str | None = None  # the reason to stop that all ranks were told
 
 
 def supervise(
@@ -391,93 +425,37 @@ def supervise(
     monitor: Monitor,
     checkpoint_manager: CheckpointManager,
 ) -> dict | None:
-    """Read records and react to them until all ranks have exited or failed, as `run_controller`
-    says.
+    """Read records and react to them until all ranks have exited or failed.
+
+    Returns and raises as `ashl.run.launch.run_controller`.
     """
-    plan, channel, processes, runtime = (
-        liveness.plan,
-        liveness.channel,
-        liveness.processes,
-        monitor.job.parts.runtime,
-    )
+    plan, channel = liveness.plan, liveness.channel
+    runtime = monitor.job.parts.runtime
     timeout_s = runtime.heartbeat_timeout_s
-    channel.last_heard_s |= dict.fromkeys(
-        processes, time.monotonic()
-    )  # they have only just been started
-    channel.publish(
-        channel.control_update._replace(scores=monitor.scores)
-    )  # of before, where it goes on
-    announced, failed_at, interrupted_at = None, None, None
-    looked, answered, unanswered_s = time.monotonic(), 0.0, 0.0
+    # the ranks on this node have only just been started
+    channel.last_heard_s |= dict.fromkeys(liveness.processes, time.monotonic())
+    # a resumed run has evaluations already
+    channel.publish(channel.control_update._replace(scores=monitor.scores))
+    times = LoopTimes(last_pass_s=time.monotonic())
+    takes_checkpoints = checkpoint_manager.every_s is not None
     while len(liveness.exited.union(liveness.failed)) < plan.num_ranks:
-        drained = channel.drained_s  # what was said until then is heard now
-        for record, vector in channel.receive_records():
-            liveness.handle_record(monitor, record, vector)
-            if isinstance(record, Snapshot):
-                channel.publish(channel.control_update._replace(scores=monitor.scores))
-            elif isinstance(record, CheckpointPartSaved):
-                checkpoint_manager.add_part(record, monitor, vector)
-        now = time.monotonic()
-        unanswered_s += (
-            min(now - looked, AWAKE_S) if channel.store_answered_s == answered else -unanswered_s
-        )
-        looked, answered = now, channel.store_answered_s
-        if monitor.stopping and not announced:
-            announced, interrupted_at = (
-                monitor.stopping,
-                now if monitor.stopping == "interrupted" else None,
-            )
-            logger.info("asks all ranks to stop: %s", announced)
-            channel.publish(channel.control_update._replace(stopping=announced))
+        drained_s = channel.drained_s  # the records that were sent before are read now
+        read_records(liveness, monitor, checkpoint_manager)
+        now_s = time.monotonic()
+        measure_store_silence(channel, times, now_s)
+        publish_stop(channel, monitor, times, now_s)
         late = liveness.silent_ranks(timeout_s)
-        if (
-            checkpoint_manager.every_s is None
-        ):  # else the run is gone on with from its last checkpoint
-            liveness.detect_failures(monitor, timeout_s, late, drained)
-            if not announced and monitor.final is None:
+        if not takes_checkpoints:  # else a failed run is resumed from a checkpoint
+            liveness.detect_failures(monitor, timeout_s, late, drained_s)
+            if not times.announced and monitor.final is None:
                 liveness.restart_workers(monitor, runtime.max_restarts)
-        while channel.join_requests:
-            number, ask = channel.join_requests.popleft()
-            answer = answer_join_request(
-                liveness, monitor, ask, checkpoint_manager.every_s is not None
-            )
-            if answer.refused is None:
-                logger.info(
-                    "admits a process as worker %d, incarnation %d",
-                    answer.worker,
-                    answer.incarnation,
-                )
-            else:
-                logger.info("rejects a join request: %s", answer.refused)
-            channel.send_join_answer(number, answer)
-        if not (
-            liveness.errors
-            or liveness.unexpected_exits()
-            or (checkpoint_manager.every_s is not None and liveness.presumed_dead())
-        ):
-            failed_at = None  # the run goes on without who was gone
-        elif failed_at is None:
-            failed_at = now
-            logger.warning("a rank failed; waits %g s for records that name the cause", SETTLE_S)
-        if failed_at is not None and drained - failed_at > SETTLE_S:
-            raise run_failure(liveness, run_dir, monitor)
-        if interrupted_at is not None and now - interrupted_at > PATIENCE_S:
-            if vanished := [
-                rank
-                for rank in liveness.silent_ranks(PATIENCE_S - SETTLE_S)
-                if rank not in processes
-            ]:
-                raise AshlError(
-                    f"{rank_name(plan, monitor, vanished[0])} disconnected, and the run was"
-                    " interrupted"
-                )
+        answer_join_requests(liveness, monitor, takes_checkpoints)
+        raise_settled_failure(liveness, run_dir, monitor, times, takes_checkpoints, drained_s)
+        if times.interrupted_s is not None and now_s - times.interrupted_s > PATIENCE_S:
+            check_disconnected(liveness, monitor)
             monitor.evaluate_pending()
             return None
-        if unanswered_s > timeout_s:
-            raise AshlError(
-                f"{channel.store} did not answer for {timeout_s:g} s (runtime.heartbeat_timeout_s);"
-                " the run ends here"
-            )
+        check_store(channel, times, timeout_s)
         check_liveness(plan, monitor, liveness, timeout_s, bool({*late} - liveness.failed.keys()))
         checkpoint_manager.finish_if_complete(monitor)
         if wanted := checkpoint_manager.propose(monitor.beats.get(plan.lead_rank)):
@@ -486,36 +464,97 @@ def supervise(
         time.sleep(POLL_S)
     monitor.evaluate_pending()
     if monitor.final is None and liveness.failed:
-        rank, how = [*liveness.failed.items()][-1]
-        raise AshlError(f"worker {rank} {how} when the run had ended, and with it the last model")
-    for rank, process in processes.items():
+        rank, cause = [*liveness.failed.items()][-1]
+        raise AshlError(
+            f"worker {rank} {cause} when the others had exited, and the last model with it"
+        )
+    for rank, process in liveness.processes.items():
         if rank not in liveness.failed:
             process.join(PATIENCE_S)
     return pacing_summary(liveness.pace, plan.num_workers)
 
 
-def log_record(record: Record) -> None:
-    """Log what a rank reports: at INFO what happens seldom in a run, at DEBUG the rest, heartbeats
-    left out.
+def read_records(
+    liveness: LivenessMonitor, monitor: Monitor, checkpoint_manager: CheckpointManager
+) -> None:
+    """Apply all records that the control channel has received."""
+    channel = liveness.channel
+    for record, vector in channel.receive_records():
+        liveness.handle_record(monitor, record, vector)
+        if isinstance(record, Snapshot):
+            channel.publish(channel.control_update._replace(scores=monitor.scores))
+        elif isinstance(record, CheckpointPartSaved):
+            checkpoint_manager.add_part(record, monitor, vector)
+
+
+def measure_store_silence(channel: ControlChannel, times: LoopTimes, now_s: float) -> None:
+    """Measure for how long the store has not answered, without the time in which this process was
+    stopped.
     """
+    if channel.store_answered_s == times.answered_s:
+        times.store_silent_s += min(now_s - times.last_pass_s, AWAKE_S)
+    else:
+        times.store_silent_s = 0.0
+    times.last_pass_s = now_s
+    times.answered_s = channel.store_answered_s
+
+
+def publish_stop(channel: ControlChannel, monitor: Monitor, times: LoopTimes, now_s: float) -> None:
+    """Ask all ranks to stop, once, if the run is to stop."""
+    if not monitor.stopping or times.announced:
+        return
+    times.announced = monitor.stopping
+    if monitor.stopping == "interrupted":
+        times.interrupted_s = now_s
+    logger.info("asks all ranks to stop: %s", times.announced)
+    channel.publish(channel.control_update._replace(stopping=times.announced))
+
+
+def raise_settled_failure(
+    liveness: LivenessMonitor,
+    run_dir: Path,
+    monitor: Monitor,
+    times: LoopTimes,
+    takes_checkpoints: bool,
+    drained_s: float,
+) -> None:
+    """Raise the error of a failure that the run does not tolerate, `SETTLE_S` after its first sign.
+
+    Args: drained_s, controller time up to which records are read.
+    """
+    disconnected = takes_checkpoints and liveness.presumed_dead()
+    if not (liveness.errors or liveness.unexpected_exits() or disconnected):
+        times.failed_s = None  # the run continues without the failed worker
+    elif times.failed_s is None:
+        times.failed_s = times.last_pass_s
+        logger.warning("a rank failed; waits %g s for records that name the cause", SETTLE_S)
+    if times.failed_s is not None and drained_s - times.failed_s > SETTLE_S:
+        raise run_failure(liveness, run_dir, monitor)
+
+
+def check_store(channel: ControlChannel, times: LoopTimes, timeout_s: float) -> None:
+    """Raise AshlError if the store has not answered for `timeout_s`."""
+    if times.store_silent_s > timeout_s:
+        raise AshlError(
+            f"{channel.store} did not answer for {timeout_s:g} s (runtime.heartbeat_timeout_s);"
+            " the run ends here"
+        )
+
+
+def check_disconnected(liveness: LivenessMonitor, monitor: Monitor) -> None:
+    """Raise AshlError if a rank on another node is silent after the run was interrupted."""
+    for rank in liveness.silent_ranks(PATIENCE_S - SETTLE_S):
+        if rank not in liveness.processes:
+            name = rank_name(liveness.plan, monitor, rank)
+            raise AshlError(f"{name} disconnected, and the run was interrupted")
+
+
+def log_record(record: Record) -> None:
+    """Log a rank's record: rare kinds at INFO or above, the rest at DEBUG, heartbeats never."""
     match record:
         case Alive() | Heartbeat():
             pass
-        case Placed():
-            logger.info("rank %d joined: %s", record.rank, described(record))
-        case Joined(rank, time_ns):
-            logger.info("worker %d rejoined at %.3f s of the run", rank, time_ns / 1e9)
-        case Ready(rank):
-            logger.info("worker %d is ready to rejoin", rank)
-        case StageEnd():
-            logger.info(
-                "stage %d ended at rank %d: %s", record.stage + 1, record.rank, described(record)
-            )
-        case Replan() | PlanMade() | ProfileMeasured():
-            logger.info("rank %d reports %s", record.rank, type(record).__name__)
-        case StopAsked():
-            logger.info("rank %d asks to stop: %s", record.rank, record.reason)
-        case PeerUnreachable():
+        case PeerUnreachable() | Lost():
             logger.warning("rank %d reports: %s", record.rank, described(record))
         case RankError(rank, error, consequence, blames):
             logger.error(
@@ -525,63 +564,84 @@ def log_record(record: Record) -> None:
                 consequence,
                 blames,
             )
-        case Lost():
-            logger.warning("rank %d reports: %s", record.rank, described(record))
-        case Left(rank):
-            logger.info("rank %d exited in order", rank)
+        case StopAsked():
+            logger.info("rank %d asks to stop: %s", record.rank, record.reason)
+        case Replan() | PlanMade() | ProfileMeasured():
+            logger.info("rank %d reports %s", record.rank, type(record).__name__)
+        case Placed() | Ready() | Joined() | StageEnd() | Left():
+            log_transition(record)
         case _:
             logger.debug("rank %d reports %s", record.rank, type(record).__name__)
 
 
+def log_transition(record: Placed | Ready | Joined | StageEnd | Left) -> None:
+    """Log that a rank joined, is ready to rejoin, rejoined, ended a stage or exited."""
+    match record:
+        case Placed():
+            logger.info("rank %d joined: %s", record.rank, described(record))
+        case Ready(rank):
+            logger.info("worker %d is ready to rejoin", rank)
+        case Joined(rank, time_ns):
+            logger.info("worker %d rejoined at %.3f s of the run", rank, time_ns / 1e9)
+        case StageEnd():
+            logger.info(
+                "stage %d ended at rank %d: %s", record.stage + 1, record.rank, described(record)
+            )
+        case Left(rank):
+            logger.info("rank %d exited in order", rank)
+
+
 def run_failure(liveness: LivenessMonitor, run_dir: Path, monitor: Monitor) -> AshlError:
-    """Return the error that names the rank at fault and its log."""
-    rank, what = find_culprit(
+    """Return the error that names the rank at fault, the cause and the rank's log."""
+    rank, cause = find_culprit(
         liveness.errors,
         liveness.unexpected_exits() | liveness.failed,
         liveness.silent_ranks(QUIET_S),
     )
     log = log_path(run_dir, rank)
     return AshlError(
-        f"{rank_name(liveness.plan, monitor, rank)}{what}"
+        f"{rank_name(liveness.plan, monitor, rank)}{cause}"
         + (f"; its log is {log}" if log.exists() else "")
     )
 
 
 def describe_exit(code: int) -> str:
+    """Return the cause of a failure, as a verb phrase about the rank, from its exit code."""
     if code == EXIT_CONTROLLER_SILENT:
         return "received nothing from this process for runtime.heartbeat_timeout_s, and exited"
     if code == EXIT_DECLARED_FAILURE:
         return DECLARED
     if code == EXIT_EVICTED:
-        return "was silent for too long; the run continues without it"
+        return "missed heartbeats for too long; the run continues without it"
     return (
         f"{KILLED_BY} {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     )
 
 
 def find_culprit(
-    errors: Sequence[RankError], gone: Mapping[int, str], silent: Collection[int]
+    errors: Sequence[RankError], ended: Mapping[int, str], silent: Collection[int]
 ) -> tuple[int, str]:
-    """Return the rank at fault for a failure, and the sentence about it.
+    """Return the rank at fault for a failure, and the rest of the sentence about it.
 
-    Order: an error of a rank's own, then a process that ended, then a rank that is silent and that
-    others cannot reach.
-    Args: silent, ranks without records, longest first.
+    Order: an error of a rank's own, then a process that ended, then a silent rank, then an error
+    that is the consequence of another rank's failure. Of several ended or silent ranks, one that an
+    error blames comes first.
+    Args: ended, the cause by rank; silent, ranks without records, longest first.
     """
     own = next((error for error in errors if not error.consequence), None)
     if own is not None:
         return own.rank, f": {own.error}"
     reported = {error.rank for error in errors}
     blamed = {error.blames for error in errors}
-    quiet = [rank for rank in silent if rank not in reported]
-    named = [rank for rank in quiet if rank in blamed]
-    killed = [rank for rank in gone if rank not in reported]
-    if killed := [rank for rank in killed if rank in blamed] or (
-        killed if not named else []
-    ):  # some long before
-        return killed[0], f" {gone[killed[0]]}"
-    if vanished := named or quiet:
-        return vanished[0], " disconnected: its connections were closed, and no heartbeat followed"
+    unheard = [rank for rank in silent if rank not in reported]
+    blamed_silent = [rank for rank in unheard if rank in blamed]
+    ended_unheard = [rank for rank in ended if rank not in reported]
+    blamed_ended = [rank for rank in ended_unheard if rank in blamed]
+    # A process may have ended long before: it is at fault only if no silent rank is blamed.
+    if found := blamed_ended or ([] if blamed_silent else ended_unheard):
+        return found[0], f" {ended[found[0]]}"
+    if found := blamed_silent or unheard:
+        return found[0], " disconnected: its connections were closed, and no heartbeat followed"
     return errors[0].rank, f": {errors[0].error}"
 
 
@@ -611,14 +671,14 @@ def is_cut_off(liveness: LivenessMonitor, monitor: Monitor, late: set[int]) -> b
 def check_liveness(
     plan: Plan, monitor: Monitor, liveness: LivenessMonitor, timeout_s: float, missing: bool
 ) -> None:
-    """Raise AshlError, which names the ranks, if one misses heartbeats or all wait for
-    each other.
+    """Raise AshlError, which names the ranks, if one misses heartbeats or all wait for each other.
+
+    Args: missing, True if a rank that has not failed sent no heartbeat for `timeout_s`.
     """
     for_so_long = f"for {timeout_s:g} s (runtime.heartbeat_timeout_s)"
     if missing:
-        late = liveness.silent_ranks(
-            timeout_s - min(SAME_CAUSE_S, timeout_s / 2)
-        )  # with those who fell silent at about the same time
+        # with the ranks that became silent at about the same time
+        late = liveness.silent_ranks(timeout_s - min(SAME_CAUSE_S, timeout_s / 2))
         if is_cut_off(liveness, monitor, {*late}):
             own_host = monitor.hosts[min(liveness.processes)].host
             raise AshlError(
@@ -627,70 +687,95 @@ def check_liveness(
             )
         names = ", ".join(rank_name(plan, monitor, rank) for rank in sorted(late))
         raise AshlError(f"{names} sent no heartbeat {for_so_long} and is late; the run ends here")
-    there = [rank for rank in range(plan.num_ranks) if rank not in liveness.failed]
-    beats = [monitor.beats.get(rank) for rank in there]
+    running = [rank for rank in range(plan.num_ranks) if rank not in liveness.failed]
+    beats = [monitor.beats.get(rank) for rank in running]
     stuck = [beat for beat in beats if beat and beat.waiting and beat.idle_s > timeout_s]
+    # a failure, or a stop of this process, may have held up all ranks
     since_s = time.monotonic() - max(liveness.last_failure_s, liveness.channel.resumed_s)
-    if len(stuck) == len(there) and since_s > timeout_s:
+    if len(stuck) == len(running) and since_s > timeout_s:
         waits = "; ".join(f"rank {beat.rank} {beat.waiting}" for beat in stuck)
-        raise AshlError(f"deadlock: nothing has moved for {timeout_s:g} s: {waits}")
+        raise AshlError(f"deadlock: no rank made progress for {timeout_s:g} s: {waits}")
 
 
-# --- answers to whoever asks for the place of a failed worker
-# ---------------------------------------------------------
+# --- join requests
+
+
+def answer_join_requests(
+    liveness: LivenessMonitor, monitor: Monitor, takes_checkpoints: bool
+) -> None:
+    """Answer every join request that the control channel has received."""
+    channel = liveness.channel
+    while channel.join_requests:
+        number, request = channel.join_requests.popleft()
+        answer = answer_join_request(liveness, monitor, request, takes_checkpoints)
+        if answer.refused is None:
+            logger.info(
+                "admits a process as worker %d, incarnation %d", answer.worker, answer.incarnation
+            )
+        else:
+            logger.info("rejects a join request: %s", answer.refused)
+        channel.send_join_answer(number, answer)
 
 
 def answer_join_request(
-    liveness: LivenessMonitor, monitor: Monitor, ask: JoinRequest, keeps: bool
+    liveness: LivenessMonitor, monitor: Monitor, request: JoinRequest, takes_checkpoints: bool
 ) -> JoinAnswer:
-    """Admit a joining process in the place of a failed worker, or return the reason against it.
-
-    Args: keeps, True if the run takes checkpoints.
-    """
-    if why := join_refusal(liveness, monitor, ask.worker, keeps):
-        return JoinAnswer(refused=why)
-    rank = (
-        min(liveness.failed.keys() - liveness.rejoining.keys())
-        if ask.worker is None
-        else ask.worker
-    )
+    """Admit a joining process in the place of a failed worker, or return the reason against it."""
+    if reason := join_refusal(liveness, monitor, request.worker, takes_checkpoints):
+        return JoinAnswer(refused=reason)
+    rank = request.worker
+    if rank is None:
+        rank = min(liveness.failed.keys() - liveness.rejoining.keys())
     liveness.expect_rejoin(monitor, rank)
     liveness.processes.pop(rank, None)
-    place = liveness.rank_settings[rank]
-    known = place.controller_host, place.rounds, place.device, place.have_own_gpus
+    settings = liveness.rank_settings[rank]
     return JoinAnswer(
-        None,
-        rank,
-        liveness.channel.incarnations[rank],
-        liveness.failed[rank],
-        liveness.plan.to_json(),
-        *known,
+        refused=None,
+        worker=rank,
+        incarnation=liveness.channel.incarnations[rank],
+        how=liveness.failed[rank],
+        plan=liveness.plan.to_json(),
+        controller_host=settings.controller_host,
+        rounds=settings.rounds,
+        device=settings.device,
+        have_own_gpus=settings.have_own_gpus,
     )
 
 
 def join_refusal(
-    liveness: LivenessMonitor, monitor: Monitor, worker: int | None, keeps: bool
+    liveness: LivenessMonitor, monitor: Monitor, worker: int | None, takes_checkpoints: bool
 ) -> str | None:
+    """Return the reason why no process can join now in the place of `worker`, or of any worker if
+    None; None if one can.
+    """
     plan, parts = liveness.plan, monitor.job.parts
+    reason = run_refusal(monitor, takes_checkpoints)
     if not admits_rejoin(parts):
-        return (
-            f"a run with {describe_modes(parts)} takes nobody; a new run with run.checkpoint_s can"
-            " be resumed."
+        reason = (
+            f"a run with {describe_modes(parts)} admits no joining process; start a new run with"
+            " run.checkpoint_s, which can be resumed"
         )
-    if keeps:
-        return "a run that leaves checkpoints (run.checkpoint_s) takes nobody."
-    if monitor.final is not None or monitor.stopping:
-        return "the run is over."
-    if monitor.counts() is None:
-        return "the run has not begun."
+    if reason is not None:
+        return reason
     if worker is not None and worker >= plan.num_workers:
-        return f"there is no worker {worker}; the run has workers 0 to {plan.num_workers - 1}."
+        return f"there is no worker {worker}; the run has workers 0 to {plan.num_workers - 1}"
     if worker is not None and worker not in liveness.failed:
-        return f"worker {worker} has not failed."
+        return f"worker {worker} has not failed"
     if not liveness.failed:
-        return "no worker of this run has failed."
+        return "no worker of this run has failed"
     if liveness.rejoining.keys() >= ({*liveness.failed} if worker is None else {worker}):
-        return "every failed worker is already rejoining."
+        return "every failed worker is already rejoining"
+    return None
+
+
+def run_refusal(monitor: Monitor, takes_checkpoints: bool) -> str | None:
+    """Return the reason why the run admits nobody at this time; None if there is none."""
+    if takes_checkpoints:
+        return "a run that takes checkpoints (run.checkpoint_s) admits no joining process"
+    if monitor.final is not None or monitor.stopping:
+        return "the run is over"
+    if monitor.counts() is None:
+        return "the run has not begun"
     return None
 
 
@@ -700,8 +785,9 @@ def empty_totals(rank: int) -> Heartbeat:
 
 
 def outage_until(before: Heartbeat, time_ns: int) -> Heartbeat:
-    """Return the totals of a failed worker at the time it rejoins: time without totals counts as
-    down.
+    """Return the totals of a failed worker at the time at which it rejoins.
+
+    Time since the run's zero that no total accounts for counts as down.
     """
     down = before.totals_ns["down"] + max(0, time_ns - sum(before.totals_ns.values()))
     return before._replace(totals_ns=before.totals_ns | {"down": down})
@@ -738,30 +824,33 @@ def measured(before: Measures, now: Measures) -> dict[str, Measured]:
 
 
 def pacing_summary(reports: Sequence[PacingStats], num_workers: int) -> dict:
-    """Where the machine was too slow to keep the declared pace: by worker, with the pushes that a
-    server took in for it, which share of its steps and transfers was late and how much longer than
-    declared they took; by how much of all that is declared its encoding took longer than declared
-    (often nothing is); and the worst.
+    """Return where the processes were too slow to keep the declared pace; empty if no step and no
+    transfer was paced.
+
+    `workers` has one row per worker: the fraction of its steps and transfers that were late, and by
+    how much they took longer, as a fraction of the declared time. Pushes that a server received
+    count for the worker that sent them, transfers between servers for no worker. The other keys
+    hold the largest value of any worker.
     """
     steps: dict[int, list[Lateness]] = {rank: [] for rank in range(num_workers)}
     transfers: dict[int, list[Lateness]] = {rank: [] for rank in range(num_workers)}
     encodings: dict[int, list[Lateness]] = {rank: [] for rank in range(num_workers)}
     for report in reports:
-        worker = report.rank < num_workers
-        if worker:
+        is_worker = report.rank < num_workers
+        if is_worker:
             encodings[report.rank].append(report.encodings)
             steps[report.rank].append(report.steps)
-        for src, counts in report.transfers:
-            if worker or src < num_workers:  # what servers send to each other is nobody's
-                transfers[report.rank if worker else src].append(counts)
-    workers = [
-        pacing_of(rank, steps[rank], transfers[rank], encodings[rank])
-        for rank in range(num_workers)
-    ]
+        for sender, counts in report.transfers:
+            if is_worker or sender < num_workers:
+                transfers[report.rank if is_worker else sender].append(counts)
     if not any(
         counts.count for rank in range(num_workers) for counts in steps[rank] + transfers[rank]
     ):
         return {}
+    workers = [
+        pacing_of(rank, steps[rank], transfers[rank], encodings[rank])
+        for rank in range(num_workers)
+    ]
     worst = ("steps_slower_by", "transfers_slower_by", "encodings_slower_by", "slower_by")
     return {"workers": workers, **{key: max(worker[key] for worker in workers) for key in worst}}
 
@@ -772,6 +861,11 @@ def pacing_of(
     transfers: Sequence[Lateness],
     encodings: Sequence[Lateness],
 ) -> dict[str, Any]:
+    """Return the row of one worker in `pacing_summary`.
+
+    Limits: the time of encoding is often declared as zero, so its lateness is a fraction of all
+    declared time.
+    """
     everything = [*steps, *transfers, *encodings]
     return {
         "rank": rank,
@@ -785,13 +879,16 @@ def pacing_of(
 
 
 def share_late(counts: Sequence[Lateness]) -> float:
+    """Return the fraction of the actions that were late."""
     total = sum(row.count for row in counts)
     return sum(row.late for row in counts) / total if total else 0.0
 
 
-def slower_by(counts: Sequence[Lateness], late: Sequence[Lateness] | None = None) -> float:
-    """How much later these (or those among them) were than declared, as a share of what is declared
-    of all of them.
+def slower_by(declared: Sequence[Lateness], late: Sequence[Lateness] | None = None) -> float:
+    """Return the lateness of `late`, as a fraction of the declared time of `declared`.
+
+    Args: late, None for the lateness of `declared` itself.
     """
-    total = sum(row.declared_s for row in counts)
-    return sum(row.late_s for row in (counts if late is None else late)) / total if total else 0.0
+    total_s = sum(row.declared_s for row in declared)
+    late_s = sum(row.late_s for row in (declared if late is None else late))
+    return late_s / total_s if total_s else 0.0

@@ -130,9 +130,9 @@ def test_nobody_joins_a_run_of_gossip(train, capsys) -> None:
 
     assert train(join, "topology=gossip", "sync=d_psgd", "cluster.compute=[1,1.5,1]")[0] == 130
     assert (
-        "a run with topology=gossip sync=d_psgd takes nobody; a new run with run.checkpoint_s"
-        in said[0]
-    )
+        "a run with topology=gossip sync=d_psgd admits no joining process; start a new run with"
+        " run.checkpoint_s"
+    ) in said[0]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -326,7 +326,7 @@ def test_nobody_joins_a_run_that_cannot_go_on_without_a_worker(train, capsys) ->
 
     assert train(join, "sync=bsp", "run.checkpoint_s=100")[0] == 130
     assert errors[0].endswith(
-        "run: a run that leaves checkpoints (run.checkpoint_s) takes nobody.\n"
+        "run: a run that takes checkpoints (run.checkpoint_s) admits no joining process\n"
     )
 
 
@@ -341,10 +341,10 @@ def door(**other: object) -> str:
         ({}, "there is no run"),
         ({"config.yaml": "", "summary.json": "{}"}, "the run is over"),
         ({"config.yaml": ""}, "this run cannot be joined"),
-        ({"job.json": "{"}, "says nothing that a run would (Expecting"),
+        ({"job.json": "{"}, "not a valid join endpoint (Expecting"),
         (
             {"job.json": "{}"},
-            "says nothing that a run would (something is invalid: host: Field required)",
+            "not a valid join endpoint (the file is invalid: host: Field required)",
         ),
         ({"job.json": door()}, "the run has ended"),
         (

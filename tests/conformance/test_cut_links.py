@@ -214,7 +214,7 @@ def test_the_link_of_the_store_is_cut(job: Job) -> None:
     missed = (
         "no heartbeat from any other node"
         if home == 0
-        else f"keeps the records, on {job.names[home]},"
+        else f"the controller, on {job.names[home]},"
     )
     assert missed in said[0]
 
