@@ -66,7 +66,7 @@ def kernel_of(seen: Quiet, peers: tuple[int, ...] = ()) -> TorchKernel:
 
 def all_let_in() -> None:
     for thread in threading.enumerate():
-        if thread.name.startswith("let_in-"):
+        if thread.name.startswith("connect-"):
             thread.join(5)
 
 

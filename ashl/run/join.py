@@ -1,4 +1,8 @@
-"""`ashl join`: this process takes the place of a worker that a run on this machine has lost."""
+"""`ashl join`: this process takes the place of a failed worker of a run on this machine.
+
+It reads the run's join endpoint, asks the controller for a place, and trains as that worker until
+the run ends. If it is evicted, it asks again (`join_again`).
+"""
 
 import os
 import secrets
@@ -31,13 +35,15 @@ from ashl.run.job import call_within
 from ashl.run.rank import RankSettings, run_rank
 from ashl.runtime.control_messages import End
 
-AGAIN = ("-P", "-m", "ashl.cli", "join")  # to Python
+AGAIN = ("-P", "-m", "ashl.cli", "join")  # arguments of Python that start this command again
 
 
 def join(run_dir: Path | None, worker: int | None, runs: Path, say: Callable[[str], None]) -> int:
-    """Ask to be let in, play the worker until the run is over; returns the exit code. Without
-    `run_dir` it is the newest run under `runs` that goes on. Raises UsageError where the run takes
-    nobody, and AshlError where it fails.
+    """Join a run as a worker until the run ends, and return the exit code.
+
+    Args: run_dir, None for the newest running run under `runs`; worker, None for any failed worker;
+    say, shows a line to the user.
+    Raises: UsageError if the run rejects the request, AshlError if the run fails.
     """
     run_dir = run_dir or newest_joinable_run(runs)
     endpoint = read_join_endpoint(run_dir)
@@ -45,15 +51,20 @@ def join(run_dir: Path | None, worker: int | None, runs: Path, say: Callable[[st
     if answer.refused is not None:
         raise UsageError(f"{run_dir}: {answer.refused}")
     say(f"joins {run_dir} as worker {answer.worker}, which {answer.how}")
-    through = named(Plan.from_json(answer.plan).runtime["interface"]) or Chosen(
-        LOOPBACK, "127.0.0.1"
-    )
-    where = endpoint.host, endpoint.port, job_secret(endpoint), answer.controller_host
+    interface = named(Plan.from_json(answer.plan).runtime["interface"])
     settings = RankSettings(
-        answer.worker, *where, str(run_dir), answer.rounds, log=False, interface=through
-    )
-    settings = settings._replace(
-        device=answer.device, have_own_gpus=answer.have_own_gpus, incarnation=answer.incarnation
+        rank=answer.worker,
+        host=endpoint.host,
+        port=endpoint.port,
+        secret=job_secret(endpoint),
+        controller_host=answer.controller_host,
+        run_dir=str(run_dir),
+        rounds=answer.rounds,
+        log=False,
+        interface=interface or Chosen(LOOPBACK, "127.0.0.1"),
+        device=answer.device,
+        have_own_gpus=answer.have_own_gpus,
+        incarnation=answer.incarnation,
     )
     end = run_rank(settings, answer.plan, lambda end: join_again(end, run_dir, worker), say)
     if end.code:
@@ -63,25 +74,25 @@ def join(run_dir: Path | None, worker: int | None, runs: Path, say: Callable[[st
 
 
 def job_secret(endpoint: JoinEndpoint) -> Secret:
+    """Return the secret of a join endpoint. Raises UsageError if it is not hexadecimal."""
     try:
         return Secret(bytes.fromhex(endpoint.secret))
     except ValueError:
-        raise UsageError(f"{FILE} has a secret that is none.") from None
+        raise UsageError(f"{FILE} holds no valid secret; join another run") from None
 
 
 def request_place(run_dir: Path, endpoint: JoinEndpoint, worker: int | None) -> JoinAnswer:
-    """What the run says. Raises UsageError where it is gone, and AshlError where it does not
-    answer.
+    """Return the controller's answer to a join request.
+
+    Raises: UsageError if the run has ended, AshlError if it does not answer within `PATIENCE_S`.
     """
-    secret, late = (
-        job_secret(endpoint),
-        f"{run_dir}: the run did not answer within {PATIENCE_S:g} s; try it again.",
-    )
+    secret = job_secret(endpoint)
+    late = f"{run_dir}: the run did not answer within {PATIENCE_S:g} s; try again"
 
     def send_request() -> JoinAnswer:
-        socket.create_connection(
-            (endpoint.host, endpoint.port), timeout=PATIENCE_S
-        ).close()  # torch would try for longer
+        # torch would try to connect for longer
+        address = endpoint.host, endpoint.port
+        socket.create_connection(address, timeout=PATIENCE_S).close()
         limit = timedelta(seconds=PATIENCE_S)
         store = AuthenticatedStore(
             dist.TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=limit), secret
@@ -94,16 +105,16 @@ def request_place(run_dir: Path, endpoint: JoinEndpoint, worker: int | None) -> 
         raise AshlError(late)
 
     try:
-        return call_within(
-            2 * PATIENCE_S, send_request, late
-        )  # the store of a run that is stopped never answers
+        # the store of a run that is stopped, for example by Ctrl-Z, never answers
+        return call_within(2 * PATIENCE_S, send_request, late)
     except (RuntimeError, OSError):
-        raise UsageError(f"{run_dir}: the run has ended: its store does not answer.") from None
+        raise UsageError(f"{run_dir}: the run has ended; its store does not answer") from None
 
 
 def join_again(end: End, run_dir: Path, worker: int | None) -> NoReturn:
-    """The run went on without this process: it begins again, from nothing. Whatever it had open is
-    closed.
+    """Replace this process, which was evicted, by a new one that asks to join again.
+
+    Closes all file descriptors except those of standard input, output and error.
     """
     sys.stderr.write(f"ashl: {end.why}; rejoins\n")
     sys.stderr.flush()

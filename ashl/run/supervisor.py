@@ -182,11 +182,9 @@ class LivenessMonitor:
 
     def check_stage(self, record: Record) -> None:
         """Raise AshlError if the record names a stage that the plan does not have."""
-        stages = range(len(self.plan.stages))
-        if (
-            isinstance(record, Round | StageEnd | StageBoundary | Replan)
-            and record.stage not in stages
-        ):
+        if not isinstance(record, Round | StageEnd | StageBoundary | Replan):
+            return
+        if record.stage not in range(len(self.plan.stages)):
             raise AshlError(
                 f"rank {record.rank} reports on stage {record.stage + 1}, which the plan does not"
                 " have"

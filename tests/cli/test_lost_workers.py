@@ -349,10 +349,10 @@ def door(**other: object) -> str:
         ({"job.json": door()}, "the run has ended"),
         (
             {"job.json": door(machine="another", name="there")},
-            "the run is on there, on its loopback; join it there",
+            "the run is on the loopback of there; join it on that machine",
         ),
-        ({"job.json": door(torch="0.1")}, "the run has torch 0.1, and here is"),
-        ({"job.json": door(secret="?")}, "a secret that is none"),
+        ({"job.json": door(torch="0.1")}, "the run has torch 0.1, and this process has"),
+        ({"job.json": door(secret="?")}, "holds no valid secret"),
     ],
 )
 def test_a_folder_that_nobody_can_join(files: dict[str, str], why: str, workplace, capsys) -> None:
