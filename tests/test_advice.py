@@ -392,8 +392,12 @@ TINY = [
 @pytest.mark.parametrize(
     ("args", "code", "sentence"),
     [
-        (["--target", "1.5"], 2, "--target 1.5 is no accuracy; give a share, as in --target 0.9"),
-        (["seed=0,1"], 2, "seed=0,1 gives several values, and advise chooses"),
+        (
+            ["--target", "1.5"],
+            2,
+            "--target 1.5 is not an accuracy; give a share from 0 to 1, for example --target 0.9",
+        ),
+        (["seed=0,1"], 2, "seed=0,1 gives several values, and advise chooses only"),
         (["optimizer.lr=a,b"], 2, "a learning rate is a number"),
         (
             ["profile=broken.json"],
@@ -413,7 +417,7 @@ TINY = [
         (
             ["runtime=sim", "runtime.gradients=false"],
             2,
-            "runtime.gradients=false: nothing is learned",
+            "runtime.gradients=false: no model is trained",
         ),
         (
             ["cluster=real", "runtime=sim"],
@@ -439,7 +443,7 @@ def test_nothing_is_left_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UsageError,
         match=(
-            r"nothing is left to compare: only as typed goes with .*sync=rennala \(BSP: the command"
+            r"nothing is left to compare: only as typed is possible with .*sync=rennala \(BSP: the command"
             r" line says"
         ),
     ):
@@ -588,7 +592,7 @@ def test_a_dry_run_says_what_the_race_takes_here(
     assert 10 < runs <= 26
     capsys.readouterr()
     assert main([*command, "--dry-run"]) == 0
-    assert f"{runs} of them have ended before, in study." in capsys.readouterr().out
+    assert f"{runs} of them have already ended, in study." in capsys.readouterr().out
     assert main(["advise", *TINY, "run.dir=other", "--dry-run", "--budget", "1", "-q"]) == 2
     assert "--budget 1 is too small" in capsys.readouterr().err
 
@@ -609,9 +613,9 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
     record = jsonl.whole(Path("study/advice.json"))
     assert record is not None
     for note in (
-        f"{stale} was dropped in BSP: it needs pushes that may be stale, as those of sync=asp.",
+        f"{stale} was removed from BSP: it needs pushes that may be stale, as those of sync=asp.",
         (
-            f"{nowhere} was dropped in every candidate: it needs cluster.exchange_s=null, as a"
+            f"{nowhere} was removed from every candidate: it needs cluster.exchange_s=null, as a"
             " declared exchange_s"
         ),
     ):
@@ -628,7 +632,7 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
     assert (
         main([*command, "--dry-run"]) == 0
     )  # planned candidates are kept with what was dropped of them
-    assert f"{stale} was dropped in BSP" in capsys.readouterr().out
+    assert f"{stale} was removed from BSP" in capsys.readouterr().out
 
 
 def test_no_race_has_more_runs_than_said() -> None:
@@ -707,7 +711,7 @@ def test_a_target_that_short_runs_do_not_reach_is_no_answer(
         in record["missing"][0]
     )
     assert record["needed_budget_s"] >= 60
-    said = f"--budget {record['needed_budget_s']:.0f} would do."
+    said = f"--budget {record['needed_budget_s']:.0f} should be enough."
     assert said in unescape(Path("study/report.html").read_text())
     assert said in Path("study/leaderboard.md").read_text()
 
@@ -724,12 +728,12 @@ def test_a_budget_for_one_run_and_for_none(
     assert record["headline"].startswith(
         "not enough budget for an answer; so far BSP: time to 90.0 % accuracy 2 s"
     )
-    assert record["missing"][0] == "only one candidate has come to an end"
+    assert record["missing"][0] == "only one candidate has finished"
     monkeypatch.setattr(contest, "run_all", raced({}, only=lambda job: False))
     assert main(["advise", *TINY, "run.dir=other", "--target", "0.9", "--budget", "40", "-q"]) == 1
     problem = (
-        r"ashl: not enough budget for an answer: no run came to its end in 40 s; --budget [0-9]+"
-        r" would do, and "
+        r"ashl: not enough budget for an answer: no run ended in 40 s; give --budget [0-9]+"
+        r": the same command continues"
     )
     assert re.match(problem, capsys.readouterr().err)
 
@@ -782,7 +786,7 @@ def test_candidates_that_never_ran_are_counted_and_named(
     )
     assert set(record["never_ran"]) == {"SSP", "FedBuff", "Rennala"}
     assert record["missing"] == ["2 of 5 candidates ran, of at least 3"]
-    note = "3 of 5 candidates never ran, as the budget ended before their turn: "
+    note = "3 of 5 candidates never ran, because the budget ended before: "
     assert note in capsys.readouterr().out
     assert note in unescape(Path("study/report.html").read_text())
     record = advised(
@@ -824,8 +828,8 @@ def test_a_target_that_nobody_reaches_names_who_came_closest(
     monkeypatch.setattr(contest, "run_all", never)
     assert main(["advise", *TINY, "optimizer.lr=0.1", "--target", "0.9", "-q"]) == 1
     err = capsys.readouterr().err
-    assert err.startswith("ashl: no candidate reached 90.0 % accuracy, in ")
-    assert "; ASP came closest, with 80.0 %; lower the target, let runs go on longer" in err
+    assert err.startswith("ashl: no candidate reached 90.0 % accuracy in ")
+    assert "; ASP came closest, with 80.0 %; lower the target, allow longer runs" in err
     assert err.count("\n") == 1
 
 

@@ -1,1 +1,1 @@
-"""Which combination to take on this cluster: the candidates, their race, and the answer."""
+"""Recommend a combination of methods: plan candidates, race them, report the answer."""

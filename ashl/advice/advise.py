@@ -1,5 +1,12 @@
-"""`ashl advise`: from a cluster and a task to the combination to take, how sure that is, and what
-would change it.
+"""Run `ashl advise`: recommend a combination for a cluster and a task, with its certainty.
+
+The steps of the command, each in the module of that name:
+- `candidates`: plan the candidates,
+- `scale`: choose the size of the race from the budget,
+- `contest`: tune learning rates and race the best candidates in virtual time,
+- `evidence`: judge whether enough runs ended,
+- `flips`: predict what would change the winner,
+- `answer`: print and save the answer.
 """
 
 import hashlib
@@ -45,9 +52,11 @@ from ashl.tracking.recorder import SUMMARY
 
 ADVICE = Path("runs/advice")
 FILE = "advice.json"
-KEPT = ("runtime.device", "runtime.threads")  # of what was typed of the runtime, in virtual time
-TUNING = 0.55  # of the budget, at the latest, for learning rates
-HOLD = 2  # evaluations in a row at the target, where nothing is said: a lucky one does not count
+# typed keys of group runtime that also apply in virtual time
+KEPT = ("runtime.device", "runtime.threads")
+TUNING = 0.55  # latest end of the learning-rate tuning, as a share of the budget
+# Default number of consecutive evaluations at the target: one lucky evaluation does not count.
+HOLD = 2
 
 
 def advise(
@@ -63,10 +72,10 @@ def advise(
     dry_run: bool,
     quiet: bool,
 ) -> None:
-    """Build the candidates, race them in virtual time, print the answer and keep it.
+    """Build the candidates, race them in virtual time, print the answer and write it to the folder.
 
-    Raises UsageError and DataMissingError for what cannot be asked, and AshlError where no
-    candidate has an answer.
+    Raises: UsageError and DataMissingError if the request is invalid; AshlError if the race has no
+    answer.
     """
     deadline = Deadline(budget_s)
     typed = with_target(overrides, target)
@@ -96,15 +105,14 @@ def advise(
         tries = tuned(field, scale, place, TUNING * budget_s)
         scale = judged(field, scale, place)
         grid = race_grid(field, tries, scale, place)
-        with copied_to_mlflow(
-            grid, folder, str(command), console, MLFLOW_S
-        ) as to_mlflow:  # whatever the budget has left
+        # The copy to MLflow has its own time limit, which does not depend on the budget.
+        with copied_to_mlflow(grid, folder, str(command), console, MLFLOW_S) as to_mlflow:
             found, unreached = final(field, tries, scale, place, RACING * budget_s, to_mlflow)
             if found is None:
                 needed_s = enough_s(load, scale.length, len(scale.rates), began_s, budget_s)
                 raise AshlError(
-                    f"not enough budget for an answer: no run came to its end in {budget_s:g} s;"
-                    f" --budget {needed_s:.0f} would do, and the same command continues"
+                    f"not enough budget for an answer: no run ended in {budget_s:g} s; give"
+                    f" --budget {needed_s:.0f}: the same command continues"
                 )
             known = evidence(
                 field, found.board, unreached, scale, load, wanted.rates, place, began_s
@@ -117,12 +125,17 @@ def advise(
 
 
 def with_target(overrides: Sequence[str], target: float | None) -> list[str]:
-    """What was typed with the target, which has to hold. Raises UsageError."""
+    """Return the overrides with the target and the default number of evaluations that must reach
+    it.
+
+    Raises: UsageError if `target` is not in (0, 1].
+    """
     found = list(overrides)
     if target is not None:
         if not 0 < target <= 1:
             raise UsageError(
-                f"--target {target:g} is no accuracy; give a share, as in --target 0.9"
+                f"--target {target:g} is not an accuracy; give a share from 0 to 1, for example"
+                " --target 0.9"
             )
         found.append(f"stop.target_accuracy={target:g}")
     keys = {key_of(text) for text in found}
@@ -137,8 +150,11 @@ def with_target(overrides: Sequence[str], target: float | None) -> list[str]:
 def virtual(
     wanted: Asked, config_dir: Path | None, console: Console
 ) -> tuple[Asked, tuple[str, ...]]:
-    """What was typed, as it is in virtual time, and as it is for the real run: processes that are
-    there are measured first, where no profile of them is given. Raises UsageError and AshlError.
+    """Return the request for virtual time, and the overrides of the real run.
+
+    For `cluster=real` without a profile, the processes of this machine are measured first.
+
+    Raises: UsageError and AshlError.
     """
     config, typed = compose(wanted.fixed, config_dir), wanted.fixed
     if is_virtual(config):
@@ -166,7 +182,7 @@ def virtual(
 
 
 def folder_of(field: Field, wanted: Asked) -> Path:
-    """Where the study lies: named by what competes, whatever the budget."""
+    """Return the folder of the study; its name depends on the candidates and not on the budget."""
     first = field.candidates[0].config
     if first["run"]["dir"]:
         return Path(first["run"]["dir"]).expanduser()
@@ -176,8 +192,8 @@ def folder_of(field: Field, wanted: Asked) -> Path:
 
 
 def loaded(field: Field, place: Place) -> Load:
-    """What a race costs here; by what an earlier one in this folder has measured, where there was
-    one.
+    """Return the predicted load of the race, corrected by the measured times of an earlier race in
+    this folder.
     """
     limits, evaluation = (field.candidates[0].config[key] for key in ("stop", "eval"))
     return load_of(
@@ -191,7 +207,7 @@ def loaded(field: Field, place: Place) -> Load:
 
 
 def scaled(load: Load, wanted: Asked, place: Place) -> Scale:
-    """Choose the size of the race, and keep it for the same command again."""
+    """Choose the size of the race, and write it to the folder for the same command."""
     scale = chosen_scale(load, wanted, place)
     if scale != scale_before(place.folder):
         jsonl.write_json(
@@ -201,7 +217,7 @@ def scaled(load: Load, wanted: Asked, place: Place) -> Scale:
 
 
 def scale_before(folder: Path) -> Scale | None:
-    """Return the size of a race that has begun in a folder; None if none has."""
+    """Return the size of the race that has begun in this folder; None if there is none."""
     with suppress(TypeError, KeyError):
         known = (jsonl.whole(folder / FILE) or {})["scale"]
         return Scale(known["length"], tuple(known["rates"]), known["every_s"], known["target"])
@@ -209,10 +225,11 @@ def scale_before(folder: Path) -> Scale | None:
 
 
 def chosen_scale(load: Load, wanted: Asked, place: Place) -> Scale:
-    """Return the size of the race. A resumed race keeps its size, unless the budget now allows a
-    larger one.
+    """Return the size of the race.
 
-    Raises UsageError if not even one run fits into the budget.
+    A resumed race keeps its size, unless the budget now allows a larger one.
+
+    Raises: UsageError if not even one run fits into the budget.
     """
     before, deadline = scale_before(place.folder), place.deadline
     try:
@@ -232,7 +249,7 @@ def chosen_scale(load: Load, wanted: Asked, place: Place) -> Scale:
 
 
 def forecast(load: Load, scale: Scale, place: Place) -> Forecast:
-    """Return what the race takes on this machine, as far as that can be said before it."""
+    """Return the prediction of what the race takes on this machine."""
     tries = len(scale.rates)
     return Forecast(
         scale=scale,
@@ -249,11 +266,9 @@ def forecast(load: Load, scale: Scale, place: Place) -> Forecast:
 
 
 def keep(folder: Path, result: Answered, scale: Scale, slower: float) -> None:
-    """Write the plan of the winner, a file of hosts to fill in, and all that was printed, for
-    machines.
-    """
+    """Write the winner's plan, a host file to fill in, and the record of the answer."""
     (folder / "plan.json").write_text(result.plan.to_json(), encoding="utf-8")
-    if not (folder / HOSTS).exists():  # it may be filled in
+    if not (folder / HOSTS).exists():  # the user may have filled it in
         (folder / HOSTS).write_text(hosts_of(result.plan), encoding="utf-8")
     jsonl.write_json(
         folder / FILE, {"schema": 1, "scale": asdict(scale), "slower": slower, **result.record}

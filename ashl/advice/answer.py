@@ -1,4 +1,4 @@
-"""What the race says: as a record for machines, and in words and tables."""
+"""Put the outcome of a race into words, tables and a record."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -33,16 +33,17 @@ from ashl.study.grid import checked
 from ashl.tracking.console import megabytes, number, percent, seconds
 from ashl.tracking.deadline import Deadline
 
-FLIPPED = 5  # candidates whose times elsewhere are predicted
+FLIPPED = 5  # at most so many candidates have their times predicted for other clusters
 HOSTS = "hosts.txt"
-OWN = ("optimizer.lr", "seed", "run.dir")  # keys that the answer gives, or that belong to one run
-WORDS = ("candidate", "rule", "because")  # columns of text
-LEAST_S = 3.0  # of the budget is left when that ends, or a twentieth of it
+OWN = ("optimizer.lr", "seed", "run.dir")  # keys that the answer sets, or that belong to one run
+WORDS = ("candidate", "rule", "because")  # columns of text, which are aligned to the left
+# Predicting flips ends when this many seconds of the budget remain, or a twentieth of the budget.
+LEAST_S = 3.0
 
 
 @dataclass(frozen=True)
 class Answered:
-    """The answer: its words, labelled lines, the plan of the winner, and the record of it all."""
+    """The answer: leaderboard, words, labelled lines, the winner's plan and the record."""
 
     board: Leaderboard
     words: Answer
@@ -53,10 +54,10 @@ class Answered:
 
 @dataclass(frozen=True)
 class Follows:
-    """Which commands follow from the answer.
+    """The commands that the answer recommends.
 
-    Args: command is what was typed; real is what holds for a run on processes; hosts is the file
-    that `ashl launch` reads.
+    Args: command is the typed command; real has the overrides for a run on processes; hosts is the
+    host file for `ashl launch`.
     """
 
     command: CommandLine
@@ -71,8 +72,8 @@ class Follows:
         return where, self.command.followed_by("train", *self._with_effect((*kept, *chosen)))
 
     def on_hosts(self, chosen: Sequence[str], num_workers: int) -> str:
-        """Return the command on several machines: without the cluster that was declared, or
-        measured on this one.
+        """Return the command for several machines, without the declared cluster and without a
+        profile measured on this machine.
         """
         typed = [text for text in self.command.words if "=" in text and key_of(text) == "profile"]
         rest = [text for text in self.real if key_of(text) not in (*OWN, "profile")]
@@ -86,24 +87,25 @@ class Follows:
         return line.followed_by("train", *(text for text in kept if text != "cluster=real"))
 
     def _with_effect(self, texts: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the overrides without those that have no effect beside the others, which `ashl
-        train` refuses.
+        """Return the overrides without those that have no effect together with the others, because
+        `ashl train` refuses them.
         """
         try:
             return checked(
                 texts, partial(compose, config_dir=own_folder(self.command.config_dir)), {}
             )[0]
-        except UsageError:  # the command says itself what it lacks, as a file of another machine
+        # for example a file of another machine: the command itself reports what is missing
+        except UsageError:
             return texts
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a race takes on this machine, as predicted before it.
+    """The predicted cost of a race on this machine.
 
-    Args: ended is the number of its runs that `folder` has already; run_s is host seconds of one
-    run that nothing ends early, race_s of the whole race with `slots` runs at a time; spent_s was
-    used to plan and to measure.
+    Args: ended is the number of its runs that `folder` already has; run_s is host seconds of one
+    run that nothing ends early; race_s is host seconds of the whole race with `slots` runs at a
+    time; spent_s is host seconds used to plan and to measure.
     """
 
     scale: Scale
@@ -119,8 +121,8 @@ class Forecast:
 
 
 def hosts_of(plan: Plan) -> str:
-    """The file of hosts with as many slots as the run has ranks, on this machine, to be
-    filled in.
+    """Return a host file with as many slots on this machine as the run has ranks, for the user to
+    edit.
     """
     return (
         "# A line for each machine, as ssh knows it: `node1`, or `node1 slots=2` for two ranks on"
@@ -158,8 +160,8 @@ def show_table(console: Console, shown: SaidTable) -> None:
 
 
 def announce(console: Console, field: Field, scale: Scale, folder: Path) -> None:
-    """What will run, before anything does."""
-    rest = f"{len(field.left_out)} left out (--explain says why)"
+    """Print what will run, before anything runs."""
+    rest = f"{len(field.left_out)} left out (--explain gives the reasons)"
     rates = (
         f"{len(scale.rates)} learning rates each"
         if len(scale.rates) > 1
@@ -173,27 +175,27 @@ def announce(console: Console, field: Field, scale: Scale, folder: Path) -> None
 
 
 def show_forecast(console: Console, found: Forecast) -> None:
-    """Print what the race would take, and what that prediction cannot know."""
+    """Print the predicted cost of the race, and what this prediction does not include."""
     console.print(Text("The race", style="bold"))
     for text in (*forecast_lines(found), *notes_of(found.scale)):
         console.print(text, markup=False, soft_wrap=True)
 
 
 def forecast_lines(found: Forecast) -> list[str]:
-    """Return what the race would take as sentences.
+    """Return the predicted cost of the race as sentences.
 
-    The prediction is from a few steps and an evaluation that were timed on this machine.
+    The prediction uses a few steps and an evaluation that were timed on this machine.
     """
     tuning, seeds, further = found.count
     parts = [f"{tuning} to tune learning rates"] if tuning else []
     parts += [f"{seeds} to compare seeds", f"{further} further seeds of the first two"]
     lines = [f"At most {tuning + seeds + further} runs: {', '.join(parts)}."]
     if found.ended:
-        lines.append(f"{found.ended} of them have ended before, in {found.folder}.")
+        lines.append(f"{found.ended} of them have already ended, in {found.folder}.")
     lines.append(
         f"About {seconds(found.race_s)} on this machine, {found.slots} runs at a time, without the"
-        f" further seeds; a run takes up to {seconds(found.run_s)}, as a few steps and an"
-        " evaluation took here."
+        f" further seeds; a run takes up to {seconds(found.run_s)}, predicted from a few steps and"
+        " an evaluation that were timed here."
     )
     ends = (
         "when runs reach the target and which runs are dropped"
@@ -201,8 +203,8 @@ def forecast_lines(found: Forecast) -> list[str]:
         else "which runs are dropped"
     )
     lines.append(
-        f"Not known before the race: {ends}, whether further seeds are needed, and what else this"
-        " machine does."
+        f"Not known before the race: {ends}, whether further seeds are needed, and the other load"
+        " of this machine."
     )
     lines.append(
         f"The race ends with --budget {found.budget_s:g} s at the latest; planning has taken"
@@ -212,21 +214,21 @@ def forecast_lines(found: Forecast) -> list[str]:
 
 
 def notes_of(scale: Scale) -> list[str]:
-    """What the budget has cost the answer."""
+    """Return a sentence for each way in which the budget limits the answer."""
     notes = []
     if scale.length < 1:
         notes.append(
-            f"As the budget is too small for whole runs, each has {percent(scale.length, 0)} of the"
+            f"The budget is too small for whole runs: each has {percent(scale.length, 0)} of the"
             " steps."
         )
     if scale.target is not None:
         notes.append(
-            "The target is the best accuracy that all reached in the tuning:"
+            "The target is the best accuracy that all candidates reached in the tuning:"
             f" {percent(scale.target)}."
         )
     if len(scale.rates) == 1:
         notes.append(
-            "Nothing was tuned: each candidate has one learning rate, which may suit some better"
+            "No learning rate was tuned: each candidate has one rate, which may suit some better"
             " than others."
         )
     return notes
@@ -244,8 +246,9 @@ def answered(
 ) -> Answered:
     """Put the outcome of the race into words.
 
-    Args: unreached is the target that was asked for, where no setting reached it.
-    Raises: AshlError if whole runs of enough candidates did not reach the target.
+    Args: unreached is the requested target if no setting reached it, else None.
+    Raises: AshlError if no setting reached the target although whole runs of enough candidates
+    ended.
     """
     board = found.board
     first, *others = board.ranked
@@ -269,7 +272,7 @@ def answered(
     up, down = (None if mb is None else 1e6 * mb for mb in (first.mb_up, first.mb_down))
     value = f"{board.measure.text(first.spread.middle)} ({interval(first.spread, board.measure)})"
     lines = [("flips", text) for text, _ in flips]
-    lines += [("", "as far as learning needs as many steps there as here")] if flips else []
+    lines += [("", "if learning needs the same number of steps there as here")] if flips else []
     lines += [
         ("expect", f"{board.measure.title}: {value}; {megabytes(up)} up and {megabytes(down)} down")
     ]
@@ -279,7 +282,7 @@ def answered(
             0,
             (
                 "sure",
-                f"{percent(sure)}, that {first.label} is better than {others[0].label} on average",
+                f"{percent(sure)} that {first.label} is better than {others[0].label} on average",
             ),
         )
     record = {
@@ -307,7 +310,7 @@ def answered(
 
 
 def in_words(board: Leaderboard, known: Evidence, notes: Sequence[str]) -> Answer:
-    """The answer; where it rests on too little, that first, with what is known so far."""
+    """Return the answer; if the evidence is not enough, what is missing comes first."""
     words = answer(board)
     if not known.missing:
         return Answer(words.headline, (*words.sentences, *notes))
@@ -319,14 +322,14 @@ def in_words(board: Leaderboard, known: Evidence, notes: Sequence[str]) -> Answe
 
 
 def named(field: Field, row: Row) -> Candidate:
-    """The candidate of a row."""
+    """Return the candidate of a row."""
     return next(own for own in field.candidates if own.name == row.runs[0].label)
 
 
 def flipped(
     field: Field, board: Leaderboard, over: Callable[[], bool]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """What would flip it, where settings are ranked by times to a target."""
+    """Return where the winner changes, if settings are ranked by time to a target; else nothing."""
     if not board.measure.is_time:
         return []
     racers = [racer for row in board.ranked if (racer := racer_of(row, named(field, row), board))]
@@ -352,7 +355,7 @@ def row_record(row: Row) -> dict[str, Any]:
 
 
 def candidate_record(own: Tuned, board: Leaderboard) -> dict[str, Any]:
-    """A candidate, how far it came, and what it showed in the tuning."""
+    """Return a record of a candidate: its overrides, its tuning and its final result."""
     course = own.course
     rows = [row for row in board.rows if row.runs[0].label == own.candidate.name]
     return {
@@ -369,7 +372,9 @@ def candidate_record(own: Tuned, board: Leaderboard) -> dict[str, Any]:
 
 
 def racer_of(row: Row, own: Candidate, board: Leaderboard) -> Racer | None:
-    """A row with its steps until the target, on average over its runs that came there."""
+    """Return the row as a racer, with its mean steps until the target over the runs that reached
+    it; None if no run did.
+    """
     runs = [(run, board.measure.value(run)) for run in row.runs]
     runs = [(run, at_s) for run, at_s in runs if math.isfinite(at_s) and run.summary.get("stages")]
     if not runs or not math.isfinite(row.spread.middle):
@@ -387,14 +392,14 @@ def racer_of(row: Row, own: Candidate, board: Leaderboard) -> Racer | None:
 
 
 def until(stage: dict[str, Any], at_s: float) -> tuple[float, float]:
-    """(steps, seconds) of a stage up to a moment of the run."""
+    """Return the steps and the seconds of a stage up to the time `at_s` of the run."""
     length_s = stage["end_s"] - stage["start_s"]
     spent_s = min(max(0.0, at_s - stage["start_s"]), length_s)
     return (stage["steps"] * spent_s / length_s if length_s else 0.0), spent_s
 
 
 def nobody(board: Leaderboard, what: str, deadline: Deadline) -> str:
-    """That no candidate got there, who came closest, and how close."""
+    """Return the message that no candidate reached the target, with the closest candidate."""
     nearest = max(board.rows, key=lambda row: row.best or 0.0)
     far = f"; {nearest.label} came closest"
     if nearest.best is not None:
@@ -402,20 +407,20 @@ def nobody(board: Leaderboard, what: str, deadline: Deadline) -> str:
     elif nearest.loss is not None:
         far += f", with a training loss of {nearest.loss:.3g}"
     return (
-        f"no candidate reached {what}, in {seconds(deadline.spent_s)} of this machine{far}; lower"
-        " the target, let runs go on longer (stop.epochs), or give --budget more: the same command"
+        f"no candidate reached {what} in {seconds(deadline.spent_s)} on this machine{far}; lower"
+        " the target, allow longer runs (stop.epochs), or increase --budget: the same command"
         " continues"
     )
 
 
 def report(folder: Path, command: str, field: Field, found: Comparison, result: Answered) -> None:
-    """Write the report with everything that the terminal says, `--explain` included."""
+    """Write the report with everything that the terminal prints, `--explain` included."""
     tables = (time_table(result.board), *field_tables(field))
     rewrite(found, folder, command, Said(result.words, result.lines, tables))
 
 
 def show(console: Console, field: Field, result: Answered, folder: Path, *, explain: bool) -> None:
-    """Print the answer, and where the rest of it lies."""
+    """Print the answer, and the paths of the plan, the record and the report."""
     console.print(result.words.headline, style="bold", markup=False, soft_wrap=True)
     for sentence in result.words.sentences:
         console.print(sentence, markup=False, soft_wrap=True)
@@ -433,7 +438,7 @@ def show(console: Console, field: Field, result: Answered, folder: Path, *, expl
 
 
 def time_table(board: Leaderboard) -> SaidTable:
-    """Where the workers' time went, by candidate of the last round."""
+    """Return how the workers' time splits up, for each candidate of the last round."""
     rows = list[tuple[str, ...]]()
     for row in board.rows:
         shares = parts_of(row)

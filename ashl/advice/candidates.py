@@ -1,5 +1,10 @@
-"""From the rules and what was typed to the candidates: composed, planned, and thinned out by what
-is safe to say.
+"""Plan the candidates: apply each rule to the typed overrides, and remove candidates that cannot
+win.
+
+A rule of `rules.yaml` becomes a candidate if its conditions hold on this cluster and the command
+line does not contradict it. A candidate is removed if its
+configuration or its updates equal those of another one. It is also removed if it gives up something
+and is predicted to be no faster. Every removed rule keeps its reason.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,29 +32,28 @@ CHOSEN = (
     "schedule",
     "planner",
     *(group for group in STAGE_GROUPS if group != "optimizer"),
-)  # what rules choose
-GAIN = 1.01  # in predicted steps per second, for which something may be given up
-MOST = 24  # candidates
+)  # the keys that rules choose
+# Least ratio of predicted steps per second for which a candidate may give something up.
+GAIN = 1.01
+MOST = 24  # most candidates of a race
 PLAIN = (("sync=bsp", "topology=parameter_server"), ("sync=bsp", "topology=all_reduce"))
 TYPED = Rule(name="as typed", overrides="", why="what the command line says")
 
 
 class Asked(NamedTuple):
-    """What was typed: overrides that hold for every candidate, and the values that a key with
-    several may have.
-    """
+    """The typed request: overrides for every candidate, and keys with several values."""
 
     fixed: tuple[str, ...]
     several: dict[str, tuple[str, ...]]
-    rates: tuple[float, ...]  # learning rates; () = as the race finds them
+    rates: tuple[float, ...]  # learning rates; () = the race chooses them
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A rule that was taken, as a configuration for virtual time and its plan. `overrides` are the
-    rule's own.
+    """A rule that applies here, with its configuration for virtual time and its plan.
 
-    `dropped` has the typed overrides that have no effect in it, and why.
+    `overrides` are the rule's own. `dropped` maps each typed override that has no effect to the
+    reason.
     """
 
     rule: Rule
@@ -65,7 +69,7 @@ class Candidate:
 
     @property
     def rate(self) -> float:
-        """Predicted steps per second, of the slowest of its stages."""
+        """Predicted steps per second of the slowest stage."""
         return min(
             (s.predicted_steps_per_s for s in self.plan.stages if s.predicted_steps_per_s),
             default=0.0,
@@ -73,7 +77,7 @@ class Candidate:
 
 
 class LeftOut(NamedTuple):
-    """A rule that gave no candidate, and why."""
+    """A rule without a candidate, and the reason."""
 
     name: str
     reason: str
@@ -81,19 +85,23 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Field:
-    """Who competes, the baseline first and then by predicted speed; `host` is a run to try what
-    things cost here.
+    """The candidates of a race: the baseline first, the others by predicted speed.
+
+    `host` is a prepared run that is used to time steps on this machine.
     """
 
     situation: Situation
     candidates: tuple[Candidate, ...]
     left_out: tuple[LeftOut, ...]
     host: PreparedPlan
-    evaluation_s: float  # of one evaluation on this host
+    evaluation_s: float  # host seconds of one evaluation
 
 
 def asked(overrides: Sequence[str], config_dir: Path | None) -> Asked:
-    """Raises UsageError for several values of what no candidate chooses."""
+    """Parse the typed overrides.
+
+    Raises: UsageError for several values of a key that no rule chooses.
+    """
     fixed, several, rates = list[str](), dict[str, tuple[str, ...]](), tuple[float, ...]()
     for text in {key_of(text): text for text in overrides}.values():
         key, values = (
@@ -112,8 +120,8 @@ def asked(overrides: Sequence[str], config_dir: Path | None) -> Asked:
             several[key] = tuple(values)
         else:
             raise UsageError(
-                f"{text} gives several values, and advise chooses {', '.join(CHOSEN)} and {RATE}"
-                " alone; give one, or compare them with `ashl sweep`"
+                f"{text} gives several values, and advise chooses only {', '.join(CHOSEN)} and"
+                f" {RATE}; give one value, or compare them with `ashl sweep`"
             )
     return Asked(tuple(fixed), several, rates)
 
@@ -121,7 +129,10 @@ def asked(overrides: Sequence[str], config_dir: Path | None) -> Asked:
 def field_of(
     wanted: Asked, config_dir: Path | None, progress: Callable[[int, int, str], None]
 ) -> Field:
-    """Try every rule. Raises UsageError where fewer than two candidates remain."""
+    """Plan every rule and return those that compete.
+
+    Raises: UsageError if fewer than two candidates remain.
+    """
     progress(0, len(RULES), "this cluster and this machine")
     free = [text for text in wanted.fixed if key_of(text).partition(".")[0] not in CHOSEN]
     plain = [
@@ -130,7 +141,8 @@ def field_of(
     host = plain[0]
     if not getattr(host.parts.runtime, "gradients", True):
         raise UsageError(
-            "runtime.gradients=false: nothing is learned, so that no candidate is better; drop it"
+            "runtime.gradients=false: no model is trained, so that no candidate is better;"
+            " remove this override"
         )
     evaluation_s, first_loss = evaluation_here(*host)
     found = situation_of(plain, first_loss)
@@ -147,11 +159,11 @@ def field_of(
     field_cache.write(place, as_kept(taken, left_out))
     taken, worse = thinned(taken)
     if len(taken) < 2:
-        only = f"only {taken[0].name} goes" if taken else "no candidate goes"
+        only = f"only {taken[0].name} is possible" if taken else "no candidate is possible"
         why = f" ({left_out[0].name}: {left_out[0].reason.rstrip('.')})" if left_out else ""
         raise UsageError(
-            f"nothing is left to compare: {only} with {' '.join(wanted.fixed)}{why}; drop some of"
-            " that, or take `ashl sweep`"
+            f"nothing is left to compare: {only} with {' '.join(wanted.fixed)}{why}; remove some of"
+            " these overrides, or use `ashl sweep`"
         )
     return Field(found, tuple(taken), (*left_out, *worse), host, evaluation_s)
 
@@ -163,7 +175,7 @@ def planned(
     config_dir: Path | None,
     progress: Callable[[int, int, str], None],
 ) -> tuple[list[Candidate], list[LeftOut]]:
-    """Compose and plan each rule."""
+    """Compose and plan each rule; a rule that does not apply is returned with its reason."""
     taken, left_out = list[Candidate](), list[LeftOut]()
     for number, rule in enumerate(rules):
         progress(number, len(rules), rule.name)
@@ -175,7 +187,7 @@ def planned(
 
 
 def as_kept(taken: Sequence[Candidate], left_out: Sequence[LeftOut]) -> dict[str, Any]:
-    """What was planned, as plain values."""
+    """Return the planned candidates as plain values for the cache."""
     rows = [
         [own.name, own.overrides, own.config, own.plan.to_json(), own.reason, own.dropped]
         for own in taken
@@ -186,7 +198,7 @@ def as_kept(taken: Sequence[Candidate], left_out: Sequence[LeftOut]) -> dict[str
 def restored(
     kept: dict[str, Any] | None, rules: Sequence[Rule]
 ) -> tuple[list[Candidate], list[LeftOut]] | None:
-    """What an earlier command has planned."""
+    """Return the candidates that an earlier command has planned; None if the cache has none."""
     if kept is None:
         return None
     by_name = {rule.name: rule for rule in rules}
@@ -198,7 +210,7 @@ def restored(
 
 
 def situation_of(plain: Sequence[PreparedPlan], first_loss: float) -> Situation:
-    """From BSP at a server and in a ring."""
+    """Return the situation, from the plans of BSP with a server and with a ring."""
     plan, parts, _ = plain[0]
     batch = plan.stages[0].workers[0].batch
     profile = declared_profile(parts.cluster, plan.choices["model"], plan.num_params, batch)
@@ -208,7 +220,11 @@ def situation_of(plain: Sequence[PreparedPlan], first_loss: float) -> Situation:
 
 
 def candidate(rule: Rule, s: Situation, wanted: Asked, config_dir: Path | None) -> Candidate:
-    """Raises UsageError, whose text is why it is left out."""
+    """Return the candidate of a rule.
+
+    Raises: UsageError if the rule does not apply; its text is the reason in the list of rules left
+    out.
+    """
     if not rule.taken(s):
         raise UsageError(rule.reason(s))
     own = tuple(rule.overrides.format(**s.values).split())
@@ -218,7 +234,7 @@ def candidate(rule: Rule, s: Situation, wanted: Asked, config_dir: Path | None) 
         and "topology" not in {*typed, *map(key_of, own)}
         and rule is not TYPED
     ):
-        own = ("topology=parameter_server", *own)  # which a preset may have changed
+        own = ("topology=parameter_server", *own)  # a preset may have changed it
     for text in own:
         if (other := typed.get(key_of(text), text)) != text:
             raise UsageError(f"the command line says {other}, and this is {text}.")
@@ -264,13 +280,13 @@ def dropped_notes(candidates: Sequence[Candidate]) -> list[str]:
         where = "every candidate" if len(by_name) == len(candidates) else ", ".join(by_name)
         reason = next(iter(by_name.values())).removeprefix(f"{text} has no effect here: ")
         notes.append(
-            f"{text} was dropped in {where}: {reason.removesuffix('; drop it otherwise')}."
+            f"{text} was removed from {where}: {reason.removesuffix('; drop it otherwise')}."
         )
     return notes
 
 
 def refuse_others(chosen: Mapping[str, str], wanted: Asked) -> None:
-    """UsageError for an option that is none of those that were typed."""
+    """Raise UsageError if a chosen option is not among the values that were typed for its key."""
     for key, values in wanted.several.items():
         if chosen.get(key, values[0]) not in values:
             raise UsageError(
@@ -279,20 +295,19 @@ def refuse_others(chosen: Mapping[str, str], wanted: Asked) -> None:
 
 
 def thinned(taken: Sequence[Candidate]) -> tuple[list[Candidate], list[LeftOut]]:
-    """Without those that cannot be the best, as far as that is safe to say from predicted steps per
-    second alone.
-    """
+    """Remove candidates that cannot be the best, judged by predicted steps per second."""
     left_out = list[LeftOut]()
     kept = dict[str, Candidate]()  # by configuration
     for own in taken:
         digest = config_hash(own.config)
         if digest in kept:
             left_out.append(
-                LeftOut(own.name, f"with what was typed it is the same as {kept[digest].name}.")
+                LeftOut(own.name, f"with the typed overrides it equals {kept[digest].name}.")
             )
         else:
             kept[digest] = own
-    fastest = dict[str, Candidate]()  # of those that make the same updates
+    # the fastest candidate of each group that makes the same updates
+    fastest = dict[str, Candidate]()
     for own in kept.values():
         kind = own.rule.same or own.name
         if kind not in fastest or own.rate > fastest[kind].rate:
@@ -324,13 +339,13 @@ def thinned(taken: Sequence[Candidate]) -> tuple[list[Candidate], list[LeftOut]]
             stays.append(own)
     base = next((own for own in stays if BSP in (own.name, own.rule.same)), None)
     stays.sort(key=lambda own: (own is not base, -own.rate))
-    most = f"{MOST} others are predicted to take more steps a second, and more are not compared."
+    most = f"{MOST} others are predicted to take more steps per second, and no more are compared."
     left_out += [LeftOut(own.name, most) for own in stays[MOST:]]
     return stays[:MOST], left_out
 
 
 def origins(rule: Rule) -> list[str]:
-    """The rules that it departs from, one after the other."""
+    """Return the chain of rules that this rule departs from, the nearest first."""
     by_name, found, known = {known.name: known for known in RULES}, list[str](), rule
     while known is not None and known.departs:
         found.append(known.departs)

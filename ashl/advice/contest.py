@@ -1,5 +1,9 @@
-"""The race: every candidate at a few learning rates with one seed, then those in front with seeds
-of their own.
+"""Run the race: tune learning rates with one seed, then compare the best candidates over several
+seeds.
+
+Data flow: `tuned` returns each candidate at its best learning rate; `judged` sets the target that
+all can reach if none was typed; `final` runs the best candidates with seeds of their own, and gives
+the first two more seeds until they are separated or the budget ends.
 """
 
 import math
@@ -28,32 +32,29 @@ from ashl.study.sweep import begun, clear, ended, fill
 from ashl.tracking.deadline import Deadline
 from ashl.tracking.sweep_progress import SweepProgress
 
-TUNING = "tuning"  # the sweep inside the study that chose the learning rates
-RATED, FRONT = (
-    (4, 1 / 3),
-    (3, 1 / 5),
-)  # who tries other rates, and who goes on from there: at least, and of all
-ROUNDS = (
-    3,
-    5,
-    8,
-)  # seeds; those after the first for the first two alone, until they are told apart
+TUNING = "tuning"  # folder, inside the study, of the sweep that chose the learning rates.
+# Candidates that try the other learning rates, and candidates that go on to the seeds, the baseline
+# not counted: at least this many, and this share of all candidates.
+RATED, FRONT = (4, 1 / 3), (3, 1 / 5)
+# Seeds per candidate. The counts after the first are for the first two candidates alone, until they
+# are separated.
+ROUNDS = (3, 5, 8)
 
 
 class Tuned(NamedTuple):
-    """How a candidate came out of the tuning: its best rate there, and what that showed."""
+    """A candidate with the best learning rate of the tuning, and the progress of that run."""
 
     candidate: Candidate
     rate: float
-    course: Course | None  # None = it has not begun
+    course: Course | None  # None if it has not begun
 
 
 class Place(NamedTuple):
-    """Where and with what means the race is run."""
+    """The folder, the command and the means of a race."""
 
     folder: Path
     command: CommandLine
-    fixed: Sequence[str]  # what holds for all runs
+    fixed: Sequence[str]  # overrides of all runs
     slots: int
     deadline: Deadline
     console: Console
@@ -63,8 +64,8 @@ class Place(NamedTuple):
 def setting_of(
     own: Candidate, place: Place, scale: Scale, rate: float, seed: int, axes: Sequence[str]
 ) -> Setting:
-    """A run of a candidate; of its rate and its seed, those that are `axes` are part of
-    its name.
+    """Return one run of a candidate; those of its rate and its seed that are in `axes` become part
+    of its name.
     """
     config, limits = own.config, dict(own.config["stop"])
     texts = {RATE: f"{rate:g}", "seed": str(seed)}
@@ -113,12 +114,15 @@ def run(
     folder: Path,
     place: Place,
     until_s: float,
+    phase: str,
     to_mlflow: Callable[[Setting], None] = lambda setting: None,
     seeds: int = 1,
 ) -> None:
-    """Race what is missing of a grid in its folder, as long as the budget lets it. With more
-    `seeds` than there are in the grid, nobody is dropped for what may be chance, and nobody stays
-    as the baseline.
+    """Run the missing runs of a grid in its folder, until the budget time `until_s`.
+
+    Args: phase is the part of the race that the progress lines name; seeds is the number of seeds
+    that each setting will have. With more than one, no run is dropped for a difference that may be
+    chance, and the baseline may be dropped, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     record = begun(grid, place.fixed, folder, keep_dropped=True, command=place.command)
@@ -126,7 +130,7 @@ def run(
     if not waiting or place.deadline.spent_s >= until_s:
         return
     progress = SweepProgress(
-        place.console, len(waiting), quiet=place.quiet, deadline=place.deadline
+        place.console, len(waiting), quiet=place.quiet, deadline=place.deadline, phase=phase
     )
     fill(
         grid,
@@ -142,33 +146,37 @@ def run(
     )
     for setting in waiting:
         if open_in(folder, setting, record):
-            clear(folder / setting.hash)  # cut off by the budget: the same command runs it again
+            clear(folder / setting.hash)  # the budget ended it; the same command runs it again
 
 
 def open_in(folder: Path, setting: Setting, record: Mapping[str, Any]) -> bool:
-    """Whether it has neither ended nor been dropped."""
+    """Return True if a setting has neither ended nor been dropped."""
     dropped = any(entry["hash"] == setting.hash for entry in record["dropped"])
     return not dropped and not ended(folder / setting.hash, rerun_failed=False)
 
 
 def judged(field: Field, scale: Scale, place: Place) -> Scale:
-    """The race after the tuning. Without a target of its own, it goes to the best accuracy that all
-    reached there.
+    """Return the size of the race after the tuning.
+
+    If no target was typed, the target is the best accuracy that all candidates reached in the
+    tuning.
     """
     limits = field.candidates[0].config["stop"]
     own = any(limits.get(target) is not None for target in TARGETS)
     if own or scale.target is not None or len(scale.rates) == 1:
         return scale
-    with suppress(UsageError):  # nothing has come to its end
+    with suppress(UsageError):  # no run has ended
         found = compare([place.folder / TUNING]).board.target
         return replace(scale, target=found[0] if found else None)
     return scale
 
 
 def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tuned]:
-    """Each candidate at its best learning rate, the best candidate first. All try the first rate;
-    those in front with that one, and the baseline, try the others; and who will go on tries its two
-    best with another seed. Where there is one rate, nothing is run for it.
+    """Return each candidate at its best learning rate, the best candidate first.
+
+    All candidates try the first rate. The baseline and the best candidates try the other rates.
+    Candidates that go on to the seeds try their two best rates with another seed.
+    With a single rate, nothing is run.
     """
     base, folder = field.candidates[0], place.folder / TUNING
     seed, scale = base.config["seed"], replace(scale, target=None)
@@ -180,26 +188,26 @@ def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tune
     if len(scale.rates) == 1:
         return [Tuned(own, rates[own][0], None) for own in field.candidates]
     order = [teams[own][0] for own in field.candidates]
-    run(grid_of(order, field.left_out), folder, place, until_s, seeds=2)
+    run(grid_of(order, field.left_out), folder, place, until_s, "tuning", seeds=2)
 
     def course(run: Setting) -> Course | None:
         return Seen(folder / run.hash, run.config).course()
 
     def tried(own: Candidate, count: int | None = None) -> list[Tuned]:
-        """At its first rates, the best one first."""
+        """Return the runs of a candidate at its first `count` rates, the best one first."""
         runs = zip(rates[own][:count], teams[own], strict=False)
         return ranked([Tuned(own, rate, course(run)) for rate, run in runs])
 
     def best(count: int | None = None) -> list[Tuned]:
-        """All at the best of their first rates."""
+        """Return all candidates, each at the best of its first `count` rates."""
         return ranked([tried(own, count)[0] for own in field.candidates])
 
     near = [own.candidate for own in best(1)][: most_of(RATED, field)]
     order += [
         teams[own][k] for k in range(1, len(scale.rates)) for own in dict.fromkeys((base, *near))
     ]
-    run(grid_of(order, field.left_out), folder, place, until_s, seeds=2)
-    found, further = best(), seed + 1 + ROUNDS[-1]  # a seed that the race does not have
+    run(grid_of(order, field.left_out), folder, place, until_s, "tuning", seeds=2)
+    found, further = best(), seed + 1 + ROUNDS[-1]  # a seed that the race does not use
     again = {
         own.candidate: [
             (two, setting_of(two.candidate, place, scale, two.rate, further, (RATE,)))
@@ -208,7 +216,7 @@ def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tune
         for own in front(found, base, most_of(FRONT, field))
     }
     order += [run for pairs in again.values() for _, run in pairs]
-    run(grid_of(order, field.left_out), folder, place, until_s, seeds=3)
+    run(grid_of(order, field.left_out), folder, place, until_s, "tuning", seeds=3)
     return [
         steadier(own, [(two, course(run)) for two, run in again.get(own.candidate, ())])
         for own in found
@@ -216,8 +224,8 @@ def tuned(field: Field, scale: Scale, place: Place, until_s: float) -> list[Tune
 
 
 def steadier(own: Tuned, pairs: Sequence[tuple[Tuned, Course | None]]) -> Tuned:
-    """Of two rates, each with another run of its own, the one that reached the target in less time
-    in both together.
+    """Return the rate with the smaller total time to the target over two runs; `own` if one of them
+    is missing.
     """
 
     def total_s(pair: tuple[Tuned, Course | None]) -> float:
@@ -234,7 +242,7 @@ def steadier(own: Tuned, pairs: Sequence[tuple[Tuned, Course | None]]) -> Tuned:
 
 
 class RunCount(NamedTuple):
-    """Runs of a race, at most: of the tuning, of the first seeds after it, and of further seeds of
+    """The most runs of a race: of the tuning, of the first seeds after it, and of further seeds of
     the first two.
     """
 
@@ -244,10 +252,9 @@ class RunCount(NamedTuple):
 
 
 def run_count(candidates: int, tries: int) -> RunCount:
-    """Return how many runs a race of so many candidates has at most, with `tries` learning rates
-    each.
-    """
-    ahead = min(candidates, 1 + share_of(FRONT, candidates))  # the baseline and those in front
+    """Return the most runs of a race with this many candidates and learning rates per candidate."""
+    # the baseline and those that go on to the seeds
+    ahead = min(candidates, 1 + share_of(FRONT, candidates))
     rated = min(candidates, 1 + share_of(RATED, candidates))
     tuning = candidates + (tries - 1) * rated + 2 * ahead if tries > 1 else 0
     return RunCount(
@@ -267,14 +274,12 @@ def share_of(bounds: tuple[int, float], candidates: int) -> int:
 
 
 def rates_of(own: Candidate, scale: Scale) -> list[float]:
-    """The learning rates that a candidate tries."""
+    """Return the learning rates that a candidate tries."""
     return [float(f"{own.config['optimizer']['lr'] * factor:.6g}") for factor in scale.rates]
 
 
 def ranked(tries: Sequence[Tuned]) -> list[Tuned]:
-    """By when they had reached the target, and else by their loss at the last moment that all of
-    them have come to.
-    """
+    """Sort by time to the target, then by loss at the latest time that all of them have reached."""
     going = [
         own.course for own in tries if own.course and own.course.times and not own.course.failed
     ]
@@ -293,7 +298,9 @@ def ranked(tries: Sequence[Tuned]) -> list[Tuned]:
 
 
 def front(tries: Sequence[Tuned], base: Candidate, count: int) -> list[Tuned]:
-    """Who goes on: the baseline first, and so many others; all, where nothing was tuned."""
+    """Return the baseline and the best `count` other candidates; all candidates if nothing was
+    tuned.
+    """
     if all(own.course is None for own in tries):
         return list(tries)
     others = [
@@ -314,8 +321,9 @@ def race_grid(
     place: Place,
     counts: Mapping[str, int] | None = None,
 ) -> Grid:
-    """Those in front with seeds of their own: by name as many as `counts` says, and else the first
-    round's.
+    """Return the grid of the best candidates over several seeds.
+
+    The number of seeds is `counts` by name, and else that of the first round.
     """
     base = field.candidates[0]
     seed, ahead = base.config["seed"], front(tries, base, most_of(FRONT, field))
@@ -333,16 +341,18 @@ def final(
     until_s: float,
     to_mlflow: Callable[[Setting], None],
 ) -> tuple[Comparison | None, Target | None]:
-    """Race those in front with seeds of their own, and the first two with more and more of them,
-    until they are told apart or the budget is used up.
+    """Race the best candidates over several seeds; the first two get more until they are separated
+    or the budget is used up.
 
-    Returns: the last round's outcome, or the tuning's where no run of the rounds ended, or None
-    where none of it did; and the target that was asked for, where no setting reached it.
+    Returns: the comparison of the last round, or of the tuning if no run of the rounds ended, or
+    None if no run ended at all; and the requested target if no setting reached it.
     """
     counts = dict[str, int]()
     for further in (*ROUNDS[1:], 0):
         began_s = place.deadline.spent_s
-        run(race_grid(field, tries, scale, place, counts), place.folder, place, until_s, to_mlflow)
+        grid = race_grid(field, tries, scale, place, counts)
+        phase = "further seeds" if counts else "race"
+        run(grid, place.folder, place, until_s, phase, to_mlflow)
         now_s, (found, unreached) = place.deadline.spent_s, compared(place)
         second = found.board.second if found else None
         if (
@@ -357,8 +367,10 @@ def final(
 
 
 def compared(place: Place) -> tuple[Comparison | None, Target | None]:
-    """The last round's outcome, or the tuning's where that has more to tell: by the target that was
-    asked for wherever a setting has reached it; else by what all have reached, with the target.
+    """Return the comparison of the last round, or of the tuning if that compares more settings.
+
+    It ranks by the requested target if a setting has reached it. Else it ranks by a target that all
+    settings reached, and returns the requested target, too.
     """
     outcomes = list[tuple[Comparison, Target | None]]()
     for folder in (place.folder, place.folder / TUNING):

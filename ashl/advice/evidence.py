@@ -1,6 +1,4 @@
-"""How much an answer rests on: which candidates ran, what is missing for an answer, and the budget
-that would do.
-"""
+"""Judge whether enough runs ended for an answer, and which budget would be enough."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,19 +15,19 @@ from ashl.study.sweep import SWEEP
 from ashl.tracking import jsonl
 from ashl.tracking.console import percent
 
-SEEDS = ROUNDS[0]  # of the first two, at least, for an answer
-RAN = 0.5  # of the candidates, at least, for an answer
-MARGIN = 1.25  # on the predicted host seconds of a race that is recommended
+SEEDS = ROUNDS[0]  # least number of seeds of the first two candidates for an answer
+RAN = 0.5  # least share of the candidates that must have run for an answer
+MARGIN = 1.25  # factor on the predicted host seconds of a race, for the recommended budget
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What an answer rests on. Without `missing` it is one."""
+    """The evidence of an answer; it is enough if `missing` is empty."""
 
-    missing: tuple[str, ...]  # what an answer needs and this one has not, as clauses
+    missing: tuple[str, ...]  # clauses: what an answer needs and is not there
     never_ran: tuple[str, ...]  # candidates
     enough_ran: bool  # True if the share of the candidates that an answer needs ran
-    budget_s: float | None  # that would do; None where nothing is missing
+    budget_s: float | None  # seconds that would be enough; None if nothing is missing
     slower: float  # host seconds of the runs, divided by those predicted; at least 1
 
     def notes(self, field: Field) -> list[str]:
@@ -37,20 +35,20 @@ class Evidence:
         if not self.never_ran:
             return []
         counted = f"{len(self.never_ran)} of {len(field.candidates)} candidates never ran"
-        return [f"{counted}, as the budget ended before their turn: {', '.join(self.never_ran)}."]
+        return [f"{counted}, because the budget ended before: {', '.join(self.never_ran)}."]
 
     def sentences(self) -> list[str]:
-        """Say what is missing, and the budget that would do."""
+        """Return a sentence on what is missing and which budget would be enough."""
         if not self.missing:
             return []
         return [
             f"An answer needs more: {'; '.join(self.missing)}. --budget {self.budget_s:.0f}"
-            " would do."
+            " should be enough."
         ]
 
 
 def host_seconds(place: Place) -> dict[str, list[float]]:
-    """Host seconds of each run that has begun and was not cut off, by its candidate's name."""
+    """Return the host seconds of each run that was not cut off, by its candidate's name."""
     found = dict[str, list[float]]()
     for folder in (place.folder, place.folder / TUNING):
         for entry in (jsonl.whole(folder / SWEEP) or {}).get("settings", ()):
@@ -70,10 +68,10 @@ def evidence(
     place: Place,
     began_s: float,
 ) -> Evidence:
-    """Judge what ran.
+    """Judge the evidence of a race.
 
-    Args: unreached is the target that was asked for, where no setting reached it; typed holds the
-    learning rates that were typed; began_s is when the race began, in seconds of the budget.
+    Args: unreached is the requested target if no setting reached it, else None; typed holds the
+    typed learning rates; began_s is the start of the race, in seconds of the budget.
     """
     ran = host_seconds(place)
     never_ran = tuple(own.name for own in field.candidates if own.name not in ran)
@@ -86,7 +84,7 @@ def evidence(
         )
     counts = [row.spread.count for row in board.ranked[:2]]
     if len(counts) < 2:
-        missing.append("only one candidate has come to an end")
+        missing.append("only one candidate has finished")
     elif min(counts) < SEEDS:
         missing.append(f"the first two have {counts[0]} and {counts[1]} of at least {SEEDS} seeds")
     least = math.ceil(RAN * len(field.candidates))
@@ -105,20 +103,20 @@ def evidence(
 
 
 def enough_s(load: Load, length: float, tries: int, began_s: float, budget_s: float) -> float:
-    """The budget that would do, for a race that begins after `began_s`, where `budget_s`
-    did not.
+    """Return a budget in seconds that is enough for a race that begins after `began_s`, given that
+    `budget_s` was not.
     """
     return rounded_up(max((began_s + MARGIN * load.race_s(length, tries)) / RACING, 1.5 * budget_s))
 
 
 def slower_than(load: Load, scale: Scale, ran: Mapping[str, list[float]]) -> float:
-    """By which factor runs took longer here than predicted; at least 1."""
+    """Return the ratio of measured to predicted host seconds of the runs; at least 1."""
     times = [host_s for own in ran.values() for host_s in own]
     predicted_s = fmean(load.shares(scale.length)) * load.run_s(scale.length) / load.slower
     return max(1.0, fmean(times) / predicted_s) if times and predicted_s else 1.0
 
 
 def rounded_up(seconds: float) -> float:
-    """To two digits."""
+    """Round up to two significant digits."""
     unit = 10.0 ** max(0, math.floor(math.log10(seconds)) - 1)
     return unit * math.ceil(seconds / unit)

@@ -1,8 +1,8 @@
-"""Keep the planned candidates of a command, so that the same command need not plan them again.
+"""Cache the planned candidates of a command, so that the same command does not plan them again.
 
-What is kept is named by everything that planning depends on: the program's own files, what was
-typed, the files that this names, the data and the model. With options or code of the user's own,
-which may change at any time, nothing is kept.
+The name of a cache file depends on everything that planning depends on: the program's own files,
+the typed overrides, the files that these name, the data and the model. Nothing is cached for
+options or code of the user's own, because they may change at any time.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ FILES = ("profile", "plan")  # keys whose value names a file
 def place_of(
     wanted: Sequence[Any], fixed: Sequence[str], host: PreparedPlan, config_dir: Path | None
 ) -> Path | None:
-    """The file of these candidates, whether it is there or not; None where they must be planned
-    each time.
+    """Return the cache file of these candidates, existing or not; None if they must be planned each
+    time.
     """
     if config_dir is not None or host.plan.allow_targets:
         return None
@@ -43,7 +43,7 @@ def place_of(
 
 
 def own_files() -> str:
-    """A digest of the names, sizes and times of the program's files."""
+    """Return a digest of the names, sizes and modification times of the program's files."""
     files = sorted(
         path
         for root in (PACKAGE, CONF)
@@ -59,7 +59,7 @@ def read(place: Path | None) -> dict[str, Any] | None:
 
 
 def write(place: Path | None, kept: dict[str, Any]) -> None:
-    """Keep it, where that is possible."""
+    """Write the planned candidates, unless they cannot be written."""
     if place is not None:
         with suppress(OSError, TypeError):
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""What would flip the answer: the bandwidth, the slowest worker or the number of workers at which
-another one wins.
+"""Predict what would change the winner: the bandwidth, the slowest worker or the number of workers.
 
-Time to target at another point = steps to the target, as the race measured them on this cluster,
-over the steps per second that planning predicts there; scaled so that this cluster comes out as
-measured. It assumes that the steps that learning needs stay what they are, which other paces and
-other numbers of workers change.
+Rule: time elsewhere = steps to the target on this cluster / predicted steps per second there. The
+times are scaled so that the prediction for this cluster equals the measured time.
+
+Limits: assumes that learning needs the same number of steps there; other speeds and other numbers
+of workers change this number.
 """
 
 import math
@@ -18,14 +18,18 @@ from ashl.planning.compile_plan import compile_plan
 from ashl.report.crossover import Axis, Cell, Terrain, flip
 from ashl.report.measure import Measure
 
+# Lists of a measured cluster with one entry per worker; the last three are written by
+# `ashl profile`.
 MEASURED = (
     "jitters",
     "encode_s",
     "latencies",
     "up_bytes_s",
     "down_bytes_s",
-)  # lists of a measured cluster, by worker
-MEASURED += ("steps", "pull_latencies", "empty_s")  # ... of what `ashl profile` measures
+    "steps",
+    "pull_latencies",
+    "empty_s",
+)
 RATES = (
     "bandwidth_mbit_s",
     "server_bandwidth_mbit_s",
@@ -39,8 +43,9 @@ Spec = dict[str, Any]
 
 
 class Racer(NamedTuple):
-    """A candidate with its time to the target, and its steps until then by stage (None = a stage
-    without steps) with the seconds of that stage.
+    """A candidate, its time to the target [s], and for each stage its steps and seconds until then.
+
+    The steps are None for a stage whose speed is not predicted.
     """
 
     candidate: Candidate
@@ -49,14 +54,16 @@ class Racer(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A number of the cluster to vary: the axis, and the cluster's spec at a value of it."""
+    """A property of the cluster to vary: its axis, and the cluster at a value of it."""
 
     axis: Axis
     spec: Callable[[float], Spec]
 
 
 def faster_links(spec: Spec, factor: float) -> Spec:
-    """Every link and port with that many times the bandwidth; latencies stay."""
+    """Return the cluster with the bandwidth of all links and NICs multiplied by `factor`; latencies
+    stay.
+    """
     found = {key: spec[key] * factor for key in RATES if spec.get(key) is not None}
     for key in ("up_bytes_s", "down_bytes_s"):
         if spec.get(key) is not None:
@@ -69,15 +76,18 @@ def faster_links(spec: Spec, factor: float) -> Spec:
 
 
 def with_slowest(spec: Spec, worker: int, slowness: float) -> Spec:
-    """This worker so many times slower than the fastest."""
+    """Return the cluster with this worker's step `slowness` times as long as the fastest other
+    worker's.
+    """
     compute = list(spec["compute"])
     compute[worker] = slowness * min(c for rank, c in enumerate(compute) if rank != worker)
     return {**spec, "compute": compute}
 
 
 def with_workers(spec: Spec, count: int) -> Spec:
-    """The workers over and over, or cut; a measured sum over all of them says nothing of other
-    numbers.
+    """Return the cluster with `count` workers, by repeating or truncating the lists of workers.
+
+    The measured cost of an all-reduce is removed, because it holds for its number of workers only.
     """
     found: Spec = {
         key: repeated(key, own, count)
@@ -89,7 +99,7 @@ def with_workers(spec: Spec, count: int) -> Spec:
 
 
 def ways(spec: Spec) -> list[Way]:
-    """What there is to vary, with the cluster as it is among the values."""
+    """Return the properties that can vary, each with the present value among its values."""
     compute, n = spec["compute"], len(spec["compute"])
     bandwidth = axis_of("bandwidth", "the bandwidth of all links, in times of now", FACTORS, 1.0)
     found = [Way(bandwidth, lambda f: faster_links(spec, f))]
@@ -117,8 +127,8 @@ def axis_of(key: str, name: str, values: Sequence[float] | set[float], now: floa
 
 
 def predicted_s(own: Racer, spec: Spec) -> float | None:
-    """Seconds for its steps at the predicted rates of its stages there; None where nothing is
-    predicted.
+    """Return the predicted seconds of its steps on another cluster; None if no prediction is
+    possible.
     """
     config = {**own.candidate.config, "cluster": spec, "profile": None}
     try:
@@ -139,7 +149,9 @@ def predicted_s(own: Racer, spec: Spec) -> float | None:
 def terrain_of(
     racers: Sequence[Racer], way: Way, measure: Measure, over: Callable[[], bool]
 ) -> Terrain | None:
-    """Who would win along a way; what could not be predicted in time is no cell."""
+    """Return the predicted ranking at each value of an axis; values that the time did not allow
+    have no cell.
+    """
     now = way.axis.values[way.axis.first]
     bases = {own: predicted_s(own, way.spec(now)) for own in racers}
     cells = dict[tuple[int, ...], Cell]()
@@ -167,7 +179,7 @@ def terrain_of(
 
 
 def described(ground: Terrain) -> tuple[str, dict[str, Any]]:
-    """Where the winner changes along this axis, in a sentence and as a record."""
+    """Return where the winner changes along this axis, as a sentence and as a record."""
     axis, base = ground.axes[0], ground.base
     assert base is not None
     tried = [axis.values[point[0]] for point in ground.cells]
@@ -192,7 +204,7 @@ def described(ground: Terrain) -> tuple[str, dict[str, Any]]:
 def flips_of(
     racers: Sequence[Racer], measure: Measure, over: Callable[[], bool]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """A sentence and a record for each number of the cluster, as far as time allows."""
+    """Return a sentence and a record for each property of the cluster, as far as time allows."""
     plan = racers[0].candidate.plan
     spec = {**plan.cluster, "num_workers": plan.num_workers}
     grounds = [None if over() else terrain_of(racers, way, measure, over) for way in ways(spec)]

@@ -1,4 +1,4 @@
-"""What a rule is, and those of `rules.yaml`."""
+"""Read the rules of `rules.yaml`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ BSP = "BSP"
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A candidate: its name in tables, its overrides, when it is taken, and why, as a clause."""
+    """A candidate of the race: name, overrides, conditions, and its reason as a clause."""
 
     name: str
     overrides: str
@@ -20,13 +20,13 @@ class Rule:
     when: tuple[Condition, ...] = (ALWAYS,)
     same: str = ""  # the rule that makes the same updates, up to the rounding of sums
     departs: str = ""  # the rule against which it gives something up
-    gives_up: str = ""  # what that is
+    gives_up: str = ""  # what it gives up
 
     def taken(self, s: Situation) -> bool:
         return all(condition.holds(s) for condition in self.when)
 
     def reason(self, s: Situation) -> str:
-        """Why it is taken or left out, in a sentence."""
+        """Return a sentence on why the rule applies or not."""
         if self.taken(s):
             return f"{self.why}: {'; '.join(condition.reason(s) for condition in self.when)}."
         return f"{next(c for c in self.when if not c.holds(s)).reason(s)}."

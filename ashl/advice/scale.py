@@ -1,4 +1,4 @@
-"""Size the race for the budget: the length of its runs, and the number of learning rates of each
+"""Choose the size of a race from the budget: the length of its runs, and the learning rates per
 candidate.
 """
 
@@ -11,13 +11,14 @@ from ashl.errors import UsageError
 from ashl.run.host_time import OVERHEAD, START_S
 
 SEEDS = 3
-RACING = 0.88  # of the budget, at the latest; the rest is for the answer
-READINGS = 200  # evaluations of the fastest candidate's whole run, where eval.* is not typed
-# host seconds of evaluations, divided by those of steps, at most; of a run twice as long as the
-# fastest
+# Latest end of the race, as a share of the budget; the remaining time is for the answer.
+RACING = 0.88
+READINGS = 200  # Evaluations of the fastest candidate's whole run, if no key of eval.* is typed.
+# Most host seconds of evaluations divided by those of steps, for a run twice as long as the
+# fastest.
 EVALUATING = 1.0
-LEAST = 40  # evaluations of the fastest candidate's whole run, whatever they take
-RATES = (1.0, 0.5, 2.0)  # multiples of the learning rate
+LEAST = 40  # least number of evaluations of the fastest candidate's whole run
+RATES = (1.0, 0.5, 2.0)  # multiples of the configured learning rate
 SCALES = (
     (1.0, RATES),
     (0.5, RATES),
@@ -26,19 +27,18 @@ SCALES = (
     (0.125, (1.0,)),
     (1 / 16, (1.0,)),
 )
-ENDING = (
-    0.3,
-    0.5,
-)  # share of a whole run that runs take which a target ends: in the tuning, and after it
-WHOLE = (0.6, 0.8)  # the same of runs that no target ends
+# Mean share of its length that a run takes, in the tuning and after it: if a target ends runs, and
+# if none does.
+ENDING = (0.3, 0.5)
+WHOLE = (0.6, 0.8)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Length and learning rates of the runs of a race.
+    """The length of the runs of a race, and its learning rates.
 
-    `length` is a share of the whole run. `target` is an accuracy that the tuning has found, for
-    runs without a target.
+    `length` is a share of the whole run. `target` is an accuracy that the tuning found, if none was
+    typed.
     """
 
     length: float
@@ -49,27 +49,28 @@ class Scale:
 
 @dataclass(frozen=True)
 class Load:
-    """What a race costs on this host, as predicted."""
+    """The predicted cost of a race on this host."""
 
     candidates: int
     whole_s: float  # host seconds of a whole run without its start
     every_s: float | None  # experiment seconds between two evaluations; None = as configured
     slots: int  # runs at a time
     ends_early: bool  # True if a target ends the runs
-    slower: float = 1.0  # host seconds of the runs of an earlier race, divided by those predicted
+    slower: float = 1.0  # measured by predicted host seconds of an earlier race's runs
 
     def run_s(self, length: float) -> float:
-        """Host seconds of one run that nothing ends early."""
+        """Return the host seconds of one run that nothing ends early."""
         return self.slower * (START_S + length * self.whole_s)
 
     def shares(self, length: float) -> tuple[float, float]:
-        """The share of a run that is run on average, in the tuning and after it. Short runs seldom
-        reach a target.
+        """Return the mean share of its length that a run takes, in the tuning and after it.
+
+        A target ends whole runs only: short runs seldom reach it.
         """
         return ENDING if self.ends_early and length == 1 else WHOLE
 
     def race_s(self, length: float, tries: int) -> float:
-        """Host seconds of the whole race, with so many learning rates."""
+        """Return the host seconds of the whole race, with `tries` learning rates per candidate."""
         tuning, final = self.shares(length)
         tuned = tuning * self.candidates * (1 + (tries - 1) / 3)
         seeded = final * SEEDS * (self.candidates if tries == 1 else self.candidates / 5 + 4)
@@ -77,7 +78,7 @@ class Load:
 
 
 def steps_of(own: Candidate, epoch_samples: int) -> float:
-    """Steps of the whole run: by its count, or by its seconds."""
+    """Return the steps of the whole run, from its step limit or its time limit."""
     limits, count = own.plan.limits, own.plan.num_steps(epoch_samples)
     timed = None if limits.seconds is None or not own.rate else limits.seconds * own.rate
     return min((float(found) for found in (count, timed) if found is not None), default=0.0)
@@ -86,10 +87,10 @@ def steps_of(own: Candidate, epoch_samples: int) -> float:
 def load_of(
     field: Field, step_s: float, slots: int, *, target: bool, evaluates: bool, slower: float = 1.0
 ) -> Load:
-    """What a race of these candidates costs here.
+    """Return the predicted cost of a race of these candidates.
 
-    Args: step_s is a step on this host [s]; target is True if runs have one; evaluates is True if
-    eval.* was typed.
+    Args: step_s is host seconds of a step; target is True if runs have a target; evaluates is True
+    if a key of eval.* was typed.
     """
     epoch = len(field.host.data.train)
     steps = fmean(steps_of(own, epoch) for own in field.candidates)
@@ -106,9 +107,9 @@ def load_of(
 
 
 def scale_of(load: Load, typed: Sequence[float], left_s: float, budget_s: float) -> Scale:
-    """The largest race that fits into the seconds that remain.
+    """Return the largest race that fits into `left_s` seconds.
 
-    Raises UsageError where not even one run does.
+    Raises: UsageError if not even one run fits.
     """
     for length, rates in SCALES:
         if load.race_s(length, len(typed) or len(rates)) <= left_s:

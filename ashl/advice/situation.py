@@ -1,6 +1,4 @@
-"""What decides which methods make sense on a cluster, in a few numbers, and the conditions that the
-rules name.
-"""
+"""Describe a cluster and a task by the few numbers on which the rules of `rules.yaml` depend."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,36 +10,39 @@ from ashl.plan.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """A cluster and a task. Exchanges are of the dense model at a barrier, contention included, in
-    slowest steps.
+    """A cluster and a task in numbers.
+
+    `server` and `ring` are the time of a barrier exchange of the dense model, with contention,
+    divided by the slowest worker's step.
     """
 
     num_workers: int
     fast_step_s: float
     slow_step_s: float
-    second_step_s: float  # of the slowest worker but one
-    slow_exchange_s: float  # the longest push and pull, while nobody else does so
-    server: float  # an exchange of all with a server
-    ring: float  # a sum over all
+    second_step_s: float  # of the second slowest worker
+    slow_exchange_s: float  # longest push and pull of a worker, without contention
+    server: float  # exchange of all workers with a server, in slowest steps
+    ring: float  # all-reduce over all workers, in slowest steps
     layers: int
-    skewed: bool  # whether workers see different classes
-    first_loss: float  # before anything is learned
+    skewed: bool  # True if workers see different classes
+    first_loss: float  # loss before training
 
     @property
     def unequal(self) -> float:
-        """The slowest worker's step by the fastest one's."""
+        """The slowest worker's step time divided by the fastest one's."""
         return self.slow_step_s / self.fast_step_s
 
     @property
     def exchange(self) -> float:
-        """The cheaper way."""
+        """The cheaper of both exchanges, in slowest steps."""
         return min(self.server, self.ring)
 
     @property
     def values(self) -> dict[str, float]:
-        """What the overrides of a rule may name in braces: constants that are published for steps
-        of other lengths, as seconds of this cluster, and losses of other tasks, as shares of this
-        one's first.
+        """The numbers that a rule's overrides may name in braces.
+
+        Published constants depend on the length of a step or on the task. They are converted to
+        seconds of this cluster, and losses to shares of this task's first loss.
         """
         period_s = 2 * self.slow_step_s + self.slow_exchange_s
         return {
@@ -55,8 +56,10 @@ class Situation:
 def situation(
     profile: Profile, plan: Plan, rates: tuple[float, float], first_loss: float
 ) -> Situation:
-    """From a profile, any plan on that cluster, and BSP's predicted steps per second at a server
-    and in a ring.
+    """Return the situation of a cluster.
+
+    Args: plan is any plan on that cluster; rates are the predicted steps per second of BSP with a
+    server and in a ring.
     """
     steps = sorted(worker.step_s for worker in profile.workers)
     server, ring = (max(0.0, profile.num_workers / rate / steps[-1] - 1) for rate in rates)
@@ -75,9 +78,7 @@ def situation(
 
 
 class Condition(NamedTuple):
-    """A fact that a rule asks for: `yes` and `no` are what is said of it, with the situation as
-    {s}.
-    """
+    """A fact that a rule depends on; `yes` and `no` describe it, with the situation as {s}."""
 
     holds: Callable[[Situation], bool]
     yes: str

@@ -1,3 +1,1 @@
-"""Studies: from a grid of settings to finished runs, resumable, with the settings that fall behind
-dropped early.
-"""
+"""Run many runs as a study: grids, races, searches, calibrations and replays, all resumable."""

@@ -1,13 +1,13 @@
-"""`ashl calibrate`: run combinations for real and in virtual time, and show predicted beside
-measured.
+"""Run `ashl calibrate`: compare predicted and measured times of combinations.
 
-Rule: each combination runs on real processes, one at a time, and in virtual time: on the declared
-cluster, or on the profile of a real one, which is measured first unless `profile=FILE` is given.
-The error of a combination is measured / predicted time - 1. The median of |error| over the
-combinations has a 95 % bootstrap interval.
+Rule: each combination runs on real processes, one run at a time, and in virtual time. Virtual time
+uses the declared cluster, or the profile of a real one. That profile is measured first, unless
+`profile=FILE` is given. The error of a combination is measured / predicted time − 1. The median of
+|error| over the combinations has a 95 % bootstrap interval.
 
-A combination with more ranks than this host has cores is left out on a real cluster: its ranks
-would slow each other down, as the nodes of a cluster do not. Nothing is stored with the profile.
+Limits: on a real cluster, a combination with more ranks than this host has cores is left out,
+because its ranks would slow each other down. The nodes of a cluster do not. The result is not
+stored with the profile.
 """
 
 import hashlib
@@ -57,13 +57,11 @@ COMBINATIONS = {
     "D-PSGD": "sync=d_psgd topology=gossip compression=none",
     "Ripples random": "sync=ripples_random topology=partial_all_reduce compression=none",
 }
-DEFAULTS = (
-    "schedule=single",
-    "optimizer.lr=0.01",
-    "eval.every_commits=1000000000",
-)  # no evaluation in between
+# Defaults for all runs; evaluations are disabled.
+DEFAULTS = ("schedule=single", "optimizer.lr=0.01", "eval.every_commits=1000000000")
 REAL_CLUSTER = ("cluster=real", "cluster.num_workers=2")
-LEAST_ROUNDS, MOST_STEPS = 12, 50_000  # rounds of every worker, and steps, of one run
+LEAST_ROUNDS = 12  # rounds of every worker in one run
+MOST_STEPS = 50_000  # steps of one run, unless `LEAST_ROUNDS` needs more
 TOO_MANY = (
     "its {ranks} ranks are more than this host's {cores} cores, so that its times are not those of"
     " a cluster"
@@ -72,7 +70,7 @@ TOO_MANY = (
 
 @dataclass(frozen=True)
 class Pair:
-    """One combination as a real run and as one in virtual time."""
+    """A combination as a real run and as a run in virtual time."""
 
     name: str
     real: Job
@@ -81,7 +79,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Compared:
-    """What both runs of a combination came to."""
+    """The predicted and the measured times of a combination."""
 
     name: str
     steps: int
@@ -105,8 +103,11 @@ def calibrate(
     dry_run: bool,
     quiet: bool,
 ) -> None:
-    """Raises UsageError for what cannot be calibrated, AshlError where fewer than two combinations
-    end.
+    """Run the combinations that are missing, print the errors of their predictions and write them.
+
+    Args: run_s is the seconds that each run should take; budget_s limits all runs together.
+    Raises: UsageError if the request cannot be calibrated; AshlError if fewer than two combinations
+    ended.
     """
     typed = checked(overrides, config_dir)
     chosen, deadline = combinations_of(typed), Deadline(budget_s)
@@ -127,7 +128,7 @@ def calibrate(
         name, reason = next(iter(left_out.items()))
         raise UsageError(
             f"fewer than two combinations are left to compare ({name}: {reason}); calibrate on a"
-            " host with a core for each rank, or a declared cluster, whose workers are paced"
+            " host with a core for each rank, or declare a cluster (its workers are throttled)"
         )
     pairs = [
         *pairs_of(
@@ -157,8 +158,9 @@ def calibrate(
 
 
 def checked(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
-    """Return what holds for all runs, with the defaults of what was not typed. Raises
-    UsageError.
+    """Return the overrides of all runs, with defaults for keys that were not typed.
+
+    Raises: UsageError for several values, for stop.* and for virtual time.
     """
     typed = {key_of(text): text for text in overrides}
     for key, text in typed.items():
@@ -180,8 +182,9 @@ def checked(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
 
 
 def combinations_of(typed: Sequence[str]) -> dict[str, str]:
-    """Return the combinations that agree with what was typed. Raises UsageError where fewer than
-    two do.
+    """Return the combinations that agree with the typed overrides.
+
+    Raises: UsageError if fewer than two do.
     """
     by_key = {key_of(text): text for text in typed}
     found = {
@@ -200,8 +203,10 @@ def combinations_of(typed: Sequence[str]) -> dict[str, str]:
 def within_cores(
     chosen: dict[str, str], typed: Sequence[str], config_dir: Path | None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the combinations that this host has cores for, and why others are left out. Paced
-    ranks mostly sleep.
+    """Return the combinations for which this host has enough cores, and why the others are left
+    out.
+
+    Ranks of a declared cluster are throttled and mostly sleep, so they need no core each.
     """
     found, left_out, cores = dict[str, str](), dict[str, str](), len(os.sched_getaffinity(0))
     for name, line in chosen.items():
@@ -231,8 +236,8 @@ def profile_for(
     config_dir: Path | None,
     folder: Path,
 ) -> Path | None:
-    """Return the profile of a real cluster, measured unless it was given; None where costs are
-    declared.
+    """Return the profile of a real cluster, measured unless given; None if the cluster's costs
+    are declared.
     """
     if base["profile"]:
         return Path(base["profile"])
@@ -258,7 +263,7 @@ def pairs_of(
     profile: Path | None,
     run_s: float,
 ) -> Iterator[Pair]:
-    """Yield each combination as a pair of runs that should take so many seconds."""
+    """Yield each combination as a pair of runs that should take about `run_s` seconds each."""
     for name, line in chosen.items():
         texts = [text for text in (*typed, *line.split()) if key_of(text) != "profile"]
         virtual = [
@@ -290,7 +295,7 @@ def job(texts: Sequence[str], steps: int, config_dir: Path | None, folder: Path)
 
 
 def run_pairs(pairs: Sequence[Pair], console: Console, deadline: Deadline, *, quiet: bool) -> None:
-    """Run all that has not ended yet, one run at a time, until the budget is spent."""
+    """Run the jobs that have not ended yet, one at a time, until the budget is spent."""
     names = {own.folder: f"{pair.name}, {way}" for pair in pairs for way, own in sides(pair)}
     waiting = [own for pair in pairs for _, own in sides(pair) if read_summary(own.folder) is None]
     progress = SweepProgress(console, len(waiting), quiet=quiet, deadline=deadline)
@@ -312,7 +317,7 @@ def sides(pair: Pair) -> tuple[tuple[str, Job], tuple[str, Job]]:
 
 
 def compared(pair: Pair) -> Compared | None:
-    """Return what the two runs of a combination came to, or None unless both have finished."""
+    """Return the times of a combination; None unless both runs have finished."""
     real, virtual = (read_summary(own.folder) for own in (pair.real, pair.virtual))
     if any(own is None or own["status"] != "finished" for own in (real, virtual)):
         return None
@@ -333,8 +338,8 @@ def median_error(rows: Sequence[Compared]) -> float:
 
 
 def interval(rows: Sequence[Compared]) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of the median error, the same for the same
-    rows.
+    """Return the 95 % percentile bootstrap interval of the median error; equal rows give equal
+    intervals.
     """
     errors = [abs(row.error) for row in rows]
     found = stats.bootstrap((errors,), np.median, method="percentile", rng=np.random.default_rng(0))
@@ -349,7 +354,7 @@ def show_left_out(console: Console, left_out: dict[str, str]) -> None:
 def show(
     console: Console, rows: Sequence[Compared], left_out: dict[str, str], count: int, folder: Path
 ) -> None:
-    """Print predicted beside measured, the error and its interval."""
+    """Print predicted and measured times, the errors, and the interval of their median."""
     columns = ("steps", "predicted", "measured", "error", "waiting predicted", "measured")
     table = Table("combination", box=None, padding=(0, 2, 0, 0))
     for column in columns:

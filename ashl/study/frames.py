@@ -1,4 +1,4 @@
-"""Finished runs for notebooks: what they recorded as pandas frames, and their models."""
+"""Read finished runs for notebooks: their records as pandas frames, and their models."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,28 +22,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Run(Mapping[str, Any]):
-    """A run folder. As a mapping it holds what its summary does, and `run_dir`; empty in a process
-    of a job that does not record.
+    """A run folder, as a mapping of its summary and `run_dir`.
+
+    The mapping is empty in a process of a job that does not record.
     """
 
     folder: Path
-    summary: Mapping[str, Any]  # as in summary.json
+    summary: Mapping[str, Any]  # content of summary.json
     allowed: Sequence[str] = ()  # packages that the caller of `ashl.train` allowed
-    session: Session = field(default_factory=Session)  # and the objects that the caller passed
+    session: Session = field(default_factory=Session)  # the objects that the caller passed
 
     @cached_property
     def metrics(self) -> "DataFrame":
-        """A row for each evaluation, by its time. Raises UsageError."""
+        """A row for each evaluation, by time. Raises UsageError."""
         return self._frame("metrics.jsonl")
 
     @cached_property
     def events(self) -> "DataFrame":
-        """A row for each event: rounds with their spans, merges, losses. Raises UsageError."""
+        """A row for each event: rounds with their spans, merges, worker failures. Raises
+        UsageError.
+        """
         return self._frame("events.jsonl")
 
     @cached_property
     def plan(self) -> Mapping[str, Any]:
-        """As in plan.json. Raises UsageError."""
+        """The content of plan.json. Raises UsageError."""
         try:
             return parsed((self.folder / "plan.json").read_bytes())
         except (OSError, ValueError) as error:
@@ -54,11 +57,12 @@ class Run(Mapping[str, Any]):
     def model(
         self, weights: Literal["final", "best"] = "final", allow_targets: Sequence[str] = ()
     ) -> "nn.Module":
-        """The model with the weights that the run left, ready to evaluate; needs no data set.
+        """Return the model with the weights that the run saved, ready to evaluate; it needs no data
+        set.
 
-        `allow_targets` are the packages that a model of your own may be imported from. Those that
-        `ashl.train` was given need not be named again, nor does a class that is imported already.
-        Raises UsageError where the run has left no weights.
+        Args: allow_targets are packages from which a model of your own may be imported. Packages
+        that `ashl.train` allowed and classes that are imported already need no entry.
+        Raises: UsageError if the run saved no weights.
         """
         from ashl.run.weights import load
 
@@ -109,14 +113,15 @@ class Run(Mapping[str, Any]):
 
 
 def figure(value: object) -> str:
-    """Return a value of a record for HTML."""
+    """Return a value of a record as HTML."""
     return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Runs(Sequence[Run]):
-    """The runs of a sweep, in the order of its grid, or of any folder of runs. Its frames have the
-    columns of `ashl export`: hash, setting, seed and the axes first.
+    """The runs of a sweep, in the order of its grid, or of any folder of runs.
+
+    Its frames have the columns of `ashl export`: hash, setting, seed and the axes first.
     """
 
     study: Study
@@ -128,17 +133,19 @@ class Runs(Sequence[Run]):
 
     @cached_property
     def metrics(self) -> "DataFrame":
-        """A row for each evaluation of each run. Raises UsageError where none has any."""
+        """A row for each evaluation of each run. Raises UsageError if there is none."""
         return self._frame("metrics")
 
     @cached_property
     def events(self) -> "DataFrame":
-        """A row for each event of each run, spans as JSON. Raises UsageError where none has any."""
+        """A row for each event of each run, spans as JSON. Raises UsageError if there is none."""
         return self._frame("events")
 
     def answer(self, target: float | None = None) -> str:
-        """Who reaches the target first, by how much and how sure that is, as `ashl compare` says
-        it. `target` is an accuracy; None = the one that was asked for, or the best that all reach.
+        """Return the sentences of `ashl compare`: the first setting at the target, its lead and its
+        certainty.
+
+        `target` is an accuracy; None = the target of the runs, or the best that all of them reach.
         """
         from ashl.report.leaderboard import rank
         from ashl.report.phrases import answer
@@ -148,7 +155,7 @@ class Runs(Sequence[Run]):
 
     @property
     def left_out(self) -> Sequence[LeftOut]:
-        """Folders and settings that hold no finished run, with the reason."""
+        """Folders and settings without a finished run, with the reason."""
         return self.study.left_out
 
     def _frame(self, what: str) -> "DataFrame":
@@ -191,8 +198,9 @@ class Runs(Sequence[Run]):
 
 
 def load(path: Path) -> Run | Runs:
-    """One run, or all runs of a sweep or of a folder. Raises UsageError where there is none that
-    has ended.
+    """Return one run, or all runs of a sweep or of a folder.
+
+    Raises: UsageError if no run there has ended.
     """
     if not path.is_dir() or (path / SWEEP).exists() or not (path / records.CONFIG).exists():
         return Runs(records.read([path]))

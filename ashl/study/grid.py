@@ -1,4 +1,4 @@
-"""A grid of settings, composed and checked as a whole before anything runs."""
+"""Compose and check a grid of settings as a whole, before anything runs."""
 
 import itertools
 import math
@@ -16,18 +16,18 @@ from ashl.planning.compile_plan import compile_plan
 
 MAX_POINTS = 10_000
 
-Processes = Callable[
-    [dict[str, Any]], int | None
-]  # of the job that this configuration will be run in, if in one
+# Returns the number of processes of the job that will run this configuration; None without a job.
+Processes = Callable[[dict[str, Any]], int | None]
 
 
 def alone(config: dict[str, Any]) -> None:
-    """In no job: a run starts its processes itself."""
+    """Return None: there is no job, so a run starts its processes itself."""
 
 
 class Line(NamedTuple):
-    """A grid: the product of the alternatives of each override. `label`: what its settings are
-    called.
+    """A grid: the product of the alternatives of each override.
+
+    `label` names its settings in tables.
     """
 
     alternatives: Sequence[Sequence[str]]
@@ -36,28 +36,28 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One point of the grid: what was asked for, and the configuration that it came to."""
+    """One point of the grid: its overrides and the configuration that they compose."""
 
-    hash: str  # of the configuration; names the run's folder
+    hash: str  # of the configuration; it names the run's folder
     overrides: tuple[str, ...]
     axes: dict[str, str]  # the value of each key that varies in the grid
     config: dict[str, Any]
-    predicted_s: float | None  # on the experiment's clock; None where the plan cannot tell
-    label: str = ""  # its name in tables and figures, where its line has one
-    plan: Plan | None = field(
-        default=None, repr=False, compare=False
-    )  # shared by settings of other seeds
+    # seconds on the experiment's clock; None if the plan has no prediction
+    predicted_s: float | None
+    label: str = ""  # name in tables and figures, if the line of the grid has one
+    # The plan is shared by settings that differ in their seed only.
+    plan: Plan | None = field(default=None, repr=False, compare=False)
 
 
 def label(setting: Setting, without: str = "") -> str:
-    """What tells this setting from the others."""
+    """Return the text that distinguishes this setting from the others of its grid."""
     values = [f"{key}={value}" for key, value in setting.axes.items() if key != without]
     return ": ".join(filter(None, [setting.label, " ".join(values)])) or setting.hash
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A point that cannot be run, and why."""
+    """A point that cannot run, and why."""
 
     overrides: tuple[str, ...]
     reason: str
@@ -65,9 +65,11 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Grid:
-    """`unused`: keys that were left out of points where the chosen option lacks them or they have
-    no effect, with the number of points; `reasons`: why they have none, for one point of each key;
-    `merged`: points that turned out to be the same as another.
+    """The checked grid.
+
+    `unused` counts, by key, the points from which a key was removed, because the chosen option
+    lacks it or it has no effect. `reasons` gives, for one point of each such key, why it has no
+    effect. `merged` counts points with the same configuration as an earlier point.
     """
 
     axes: dict[str, list[str]]
@@ -79,12 +81,12 @@ class Grid:
 
 
 def grid_lines(overrides: Sequence[str], config_dir: Path | None) -> list[Line]:
-    """The alternatives of every override: one grid, or one for each line of the `sweep` that a
-    preset brings, with the `label` that it gives itself.
+    """Return the grid of the overrides, or one grid for each line of the `sweep` list of a preset.
 
-    What the command line says of a key counts for every line.
+    A line may have a `label`. A key of the command line applies to every line.
     """
-    last = {key_of(text): text for text in overrides}  # of a key written twice, as in train
+    # the last value of a key that is typed twice counts, as in `ashl train`
+    last = {key_of(text): text for text in overrides}
     typed = [alternatives(text, config_dir) for text in last.values()]
     keys = last.keys()
     preset = next((s for s in typed if key_of(s[0]) == "experiment"), None)
@@ -108,8 +110,9 @@ def grid_lines(overrides: Sequence[str], config_dir: Path | None) -> list[Line]:
 
 
 def points(lines: Sequence[Line]) -> dict[tuple[str, ...], str]:
-    """Every combination of each line's alternatives, line after line, and the line's label. Raises
-    UsageError for none or too many.
+    """Return every combination of each line's alternatives with the label of its line, in order.
+
+    Raises: UsageError for no combination or too many.
     """
     size = sum(math.prod(map(len, line.alternatives)) for line in lines)
     if size > MAX_POINTS:
@@ -130,7 +133,7 @@ def points(lines: Sequence[Line]) -> dict[tuple[str, ...], str]:
 
 
 def axes_of(lines: Sequence[Line]) -> dict[str, list[str]]:
-    """The keys that vary over the lines, with their values in the order of writing."""
+    """Return the keys that vary over the lines, with their values in the order of writing."""
     values: dict[str, list[str]] = {}
     for line in lines:
         for singles in line.alternatives:
@@ -155,12 +158,13 @@ def make_grid(
     progress: Callable[[int, int], None] = lambda done, size: None,
     processes: Processes = alone,
 ) -> Grid:
-    """Compose and plan every point. A point that cannot be run is skipped with its reason, or with
-    `strict` an error.
+    """Compose and plan every point; a point that cannot run is skipped with its reason.
 
-    A key that another chosen option has is left out where this one lacks it, and any key where it
-    has no effect; points that become the same are merged. Raises UsageError and DataMissingError
-    for what is wrong with the whole grid.
+    A key that the chosen option lacks is removed from a point if another chosen option has it, and
+    a key without effect is removed as well. Points that become equal are merged.
+
+    Args: strict makes a point that cannot run an error.
+    Raises: UsageError and DataMissingError for faults of the whole grid.
     """
     wanted, axes = points(lines), axes_of(lines)
     compose = seeds_at_once(compose)
@@ -217,8 +221,9 @@ def make_grid(
 def seeds_at_once(
     compose: Callable[[Sequence[str]], dict[str, Any]],
 ) -> Callable[[Sequence[str]], dict[str, Any]]:
-    """Settings that differ in their seed only are composed once: it is a value that nothing else
-    depends on.
+    """Return `compose` with a cache: settings that differ in their seed only are composed once.
+
+    No other value depends on the seed.
     """
     composed: dict[tuple[str, ...], dict[str, Any]] = {}
 
@@ -242,14 +247,14 @@ def checked(
     reasons: dict[str, str] | None = None,
     drops: type[UnusedKeyError] = UnusedKeyError,
 ) -> tuple[tuple[str, ...], dict[str, Any], Plan]:
-    """A point without the keys that have no effect in it, its configuration and its plan. Why a key
-    that the chosen option has was left out is put among the `reasons`.
+    """Return a point without the keys that have no effect in it, its configuration and its plan.
 
-    Args: drops is UnusedKeyError to leave out keys that the chosen option lacks, too, and
-    NoEffectError to refuse them.
+    Points that differ in their seed only share a plan, so that one of them is checked. If the seed
+    also draws the cluster, each is checked.
 
-    Points that differ in their seed only share a plan, so one of them is checked, unless it draws
-    the cluster.
+    Args: plans is the cache of plans by configuration; reasons receives, by key, why a key of the
+    chosen option has no effect; drops is UnusedKeyError to remove also keys that the chosen option
+    lacks, and NoEffectError to refuse them.
     """
     while True:
         try:
@@ -275,7 +280,9 @@ def checked(
 def planned(
     config: dict[str, Any], point: Sequence[str], processes: Processes
 ) -> Plan | UsageError:
-    """The plan, or why there is none; missing data is missing for every point."""
+    """Return the plan, or the error of a point without one; missing data is an error for every
+    point.
+    """
     try:
         return compile_plan(config, processes(config), point, strict=True)
     except DataMissingError:

@@ -1,10 +1,9 @@
-"""Jobs that a launcher brings elsewhere: to other processes, or to the machines of a cluster's
-queue.
+"""Run jobs by a launcher: in other processes, or on the machines of a cluster's queue.
 
-Each job is a file in a folder of the launcher's, and that file is its leave to run: a job takes its
-own file away when it has ended, and if the sweep takes it away, the job ends, wherever it is, or
-does not begin when its turn has come. So no queue has to be asked about anything, and a sweep that
-is taken up never meets the jobs of the one before.
+Each job has a file in the launcher's folder, and that file is its permission to run. A job removes
+its file when it has ended. If the sweep removes the file, the job ends, or does not begin when its
+turn comes. So no queue has to be queried, and the jobs of a resumed sweep never meet the jobs of
+the sweep before.
 """
 
 import json
@@ -24,16 +23,15 @@ from ashl.runtime.rank_checkpoint import list_checkpoints
 from ashl.study.slots import GONE, LEAVE_S, LOG, POLL_S, Job, record_failure, run_all
 
 PREFIX = "launcher-"
-MARGIN_S = 5.0  # what a launcher may take to notice that all of its jobs have left
+MARGIN_S = 5.0  # seconds for a launcher to notice that all of its jobs have exited
 PARENT = os.getppid()
 
-Launch = Callable[
-    [Path, int], Sequence[str]
-]  # the command that has the jobs 0 to n - 1 of a folder run elsewhere
+# Returns the command that runs the jobs 0 to n − 1 of a folder elsewhere.
+Launch = Callable[[Path, int], Sequence[str]]
 
 
 class WithdrawnError(Exception):
-    """The sweep does not want this job any longer, or is gone."""
+    """The sweep has withdrawn this job, or the sweep itself has ended."""
 
 
 def run_elsewhere(
@@ -43,8 +41,9 @@ def run_elsewhere(
     show: Callable[[list[Job]], None],
     unwanted: Callable[[Job], bool] = lambda job: False,
 ) -> Iterator[Job]:
-    """As `slots.run_all`, by a launcher in the sweep's folder. Raises AshlError if some jobs have
-    never begun.
+    """Run the jobs by a launcher in the sweep's folder; otherwise like `slots.run_all`.
+
+    Raises: AshlError if some jobs have never begun.
     """
     waiting = dict(enumerate(jobs))
     if not waiting:
@@ -61,7 +60,7 @@ def run_elsewhere(
                 yield waiting.pop(number)
             show([job for number, job in waiting.items() if begun(number) in files])
         lost = [number for number in waiting if begun(number) not in files]
-    for number in waiting.keys() - lost:  # it was ended by whoever rules over there
+    for number in waiting.keys() - lost:  # the queue has ended the job
         record_failure(waiting[number], f"{GONE}; what the launcher says is in {place / LOG}")
         yield waiting[number]
     if lost:
@@ -78,11 +77,11 @@ def run_elsewhere(
 def at_work(
     folder: Path, documents: Mapping[str, Any], command: Callable[[Path], Sequence[str]]
 ) -> Generator[tuple[Path, Popen]]:
-    """A launcher in a process, a session and a folder of its own, where these documents are. In the
-    end they are withdrawn, and so is before all what an earlier launcher of this sweep may have
-    left.
+    """Run a launcher in a process, a session and a folder of its own that contains these documents.
 
-    Its input is a pipe that is closed when the sweep dies, however it dies.
+    The documents of an earlier launcher of this sweep are removed first. At the end these documents
+    are removed, which withdraws the jobs. The launcher's input is a pipe that closes when the sweep
+    ends, even if the sweep is killed.
     """
     for left in folder.glob(f"{PREFIX}*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -107,13 +106,14 @@ def at_work(
                 over(process, MARGIN_S)
             finally:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGTERM)  # what it may have left behind, too
+                    # also ends processes that the launcher has left behind
+                    os.killpg(process.pid, signal.SIGTERM)
                 if not over(process, MARGIN_S):
                     os.killpg(process.pid, signal.SIGKILL)
 
 
 def over(process: Popen, timeout_s: float = POLL_S) -> bool:
-    """Whether a process has ended, or does so within this time."""
+    """Return True if a process has ended or ends within this time."""
     try:
         process.wait(timeout_s)
     except TimeoutExpired:
@@ -122,7 +122,7 @@ def over(process: Popen, timeout_s: float = POLL_S) -> bool:
 
 
 def play_job(place: Path, number: int) -> None:
-    """Run this job, in whatever process the launcher has made for it."""
+    """Run this job in the process that the launcher has started for it."""
     leave = place / name(number)
     if not leave.exists():
         return
@@ -140,17 +140,17 @@ def play_job(place: Path, number: int) -> None:
 
 
 def run_while(leave: Path, mark: Path, jobs: Sequence[Job], slots: int) -> None:
-    """Run these as long as the first file is there; the second one is there as long as they run.
-    Raises WithdrawnError; the runs have left in order by then.
+    """Run these jobs as long as the file `leave` exists; the file `mark` exists while they run.
+
+    Raises: WithdrawnError, after the runs have exited in order.
     """
 
     def leave_or_go_on(running: list[Job]) -> None:
         if not leave.exists() or os.getppid() != PARENT:
             raise WithdrawnError
 
-    mp.set_start_method(
-        "forkserver", force=True
-    )  # a worker of joblib has one that a fork server does not know
+    # A worker of joblib has a start method of its own, which a fork server does not know.
+    mp.set_start_method("forkserver", force=True)
     mark.touch()
     try:
         for _ in run_all(slots, jobs, leave_or_go_on):
@@ -160,7 +160,7 @@ def run_while(leave: Path, mark: Path, jobs: Sequence[Job], slots: int) -> None:
 
 
 def record_of(job: Job) -> dict[str, Any]:
-    """What a job's file says."""
+    """Return the content of a job's file."""
     return {"folder": str(job.folder), "config": job.config, "overrides": job.overrides}
 
 
@@ -173,7 +173,7 @@ def begun(number: int | str) -> str:
 
 
 def last_words(place: Path) -> str:
-    """What a launcher said last; an exception, where it ended with one."""
+    """Return the last line that a launcher printed; its exception if it ended with one."""
     try:
         lines = (place / LOG).read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:

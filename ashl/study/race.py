@@ -1,22 +1,21 @@
-"""Racing: runs go on to their end one after the other, and one whose setting is clearly behind is
-stopped on the way.
+"""Race settings: runs go on to their end one after the other, and clearly inferior settings are
+stopped.
 
 No run is begun twice or paused, so a race never does more work than its grid. It begins with the
-baseline, which stays, and goes through the settings seed by seed; of a setting that is dropped, no
-other seed is begun.
+baseline, which is never dropped, and goes through the settings seed by seed. Of a setting that is
+dropped, no other seed is begun.
 
-Rule: settings are compared at moments a factor of √2 apart, over the seeds with which both have
-come that far; the better third stays. A setting is dropped where with every seed its loss is above
-the best one's at half the time: it needs more than twice the time. In the second half, when curves
-have ceased to cross, also where the one-sided `CONFIDENCE` interval of its loss minus the best
-one's lies above zero (of settings with one seed: where it is higher). Once a setting has reached
-the target with the seeds that another one was begun with, that one is dropped when it has not by
-`PATIENCE` times the slowest of these; by `TWICE`, while it is known by one of several seeds. What
-was first at the target with some seed, or within `PATIENCE` of that, is no longer judged by its
-loss on the way there.
+Rule: settings are compared at times a factor of √2 apart, over the seeds with which both have come
+that far. The better third is safe. Another setting is dropped in these cases:
+- With every seed its loss is above the best one's at half the time: it needs more than twice the
+  time.
+- In the second half, after which curves seldom cross: the one-sided `CONFIDENCE` interval of its
+  loss minus the best one's lies above zero. With one seed per setting: its loss is higher.
+- Another setting has reached the target with the same seeds, and this one has not by `PATIENCE`
+  times the slowest of these. While it has only one of several seeds, the factor is `TWICE`.
 
-Source: Maron and Moore, "Hoeffding races", NIPS 1994 (dropping by intervals); Jamieson and
-Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", AISTATS 2016.
+A setting that was first at the target with some seed, or within `PATIENCE` of the first, is not
+judged by its loss any more.
 """
 
 import math
@@ -25,15 +24,16 @@ from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-KEPT = 1 / 3
+KEPT = 1 / 3  # share of the settings that is safe at each comparison
 CONFIDENCE = 0.95
-PATIENCE, TWICE = 1.2, 2.0
-MOMENTS = 8  # before the end: the first is at 1/16 of the longest run
+PATIENCE, TWICE = 1.2, 2.0  # factors on the time to target of another setting
+MOMENTS = 8  # comparisons before the end: the first is at 1/16 of the longest run
 
 
 class Standing(NamedTuple):
-    """How one run stands at a moment: `loss` as evaluated there, infinite where it diverged or
-    failed.
+    """The state of a run at a time.
+
+    `loss` is that of the last evaluation before it; infinite if the run diverged or failed.
     """
 
     loss: float
@@ -41,23 +41,23 @@ class Standing(NamedTuple):
 
 
 class Course(NamedTuple):
-    """What a run has shown so far: its evaluations, when it reached the target, whether it has
-    ended.
-    """
+    """The progress of a run: its evaluations, its time to target, and whether it has ended."""
 
     times: Sequence[float]
     losses: Sequence[float]
     reached_s: float | None = None
     ended: bool = False
-    failed: bool = False  # or diverged
+    failed: bool = False  # failed or diverged
 
     @property
     def now_s(self) -> float:
         return self.times[-1] if self.times else 0.0
 
     def at(self, time_s: float) -> Standing | None:
-        """None where it has not come so far, or was not evaluated before; a run that has ended
-        stays as it ended.
+        """Return the state at `time_s`; None if the run has not come so far or has no evaluation
+        before.
+
+        A run that has ended keeps its last state.
         """
         if self.failed:
             return Standing(math.inf, None)
@@ -73,15 +73,16 @@ Courses = Mapping[int, Course]  # a setting's runs that have begun, by seed
 
 
 def moments(horizon_s: float) -> list[float]:
-    """When settings are compared, up to the end of the longest run."""
+    """Return the times at which settings are compared, up to the end of the longest run."""
     return [horizon_s / 2 ** (k / 2) for k in range(MOMENTS, -1, -1)]
 
 
 def verdicts(
     field: Mapping[str, Courses], horizon_s: float, seeds: int, stays: Collection[str]
 ) -> dict[str, tuple[float, str]]:
-    """The settings to drop as things stand, with the moment and the reason. `seeds`: how many runs
-    a setting has; `stays`: who is never dropped.
+    """Return the settings to drop now, with the time and the reason.
+
+    Args: seeds is the number of runs of a setting; stays are the settings that are never dropped.
     """
     found, there = {}, first_there(field)
     for name, own in field.items():
@@ -98,7 +99,9 @@ def verdicts(
 
 
 def rank_of(runs: Sequence[Standing]) -> tuple[float, float]:
-    """By how many have not reached the target, then their time, or their loss: less is better."""
+    """Return the sort key of a setting, smaller is better: runs without the target, then time or
+    loss.
+    """
     missing = [run for run in runs if run.reached_s is None]
     if missing:
         return len(missing), statistics.fmean(run.loss for run in runs)
@@ -106,7 +109,9 @@ def rank_of(runs: Sequence[Standing]) -> tuple[float, float]:
 
 
 def first_there(field: Mapping[str, Courses]) -> set[str]:
-    """Who was first at the target with some seed, or hardly later."""
+    """Return the settings that were first at the target with some seed, or within `PATIENCE` of
+    the first.
+    """
     found = set()
     for seed in {seed for runs in field.values() for seed in runs}:
         reached = {name: runs[seed].reached_s for name, runs in field.items() if seed in runs}
@@ -123,7 +128,9 @@ def diverged(own: Courses) -> tuple[float, str] | None:
 
 
 def late(field: Mapping[str, Courses], name: str, seeds: int) -> tuple[float, str] | None:
-    """Another one has long reached the target with these seeds, and this one has not."""
+    """Return the reason if another setting reached the target with these seeds long ago, and
+    this one has not.
+    """
     own = field[name]
     reached = []
     for other in (runs for n, runs in field.items() if n != name):
@@ -155,7 +162,9 @@ def late(field: Mapping[str, Courses], name: str, seeds: int) -> tuple[float, st
 def behind(
     field: Mapping[str, Courses], name: str, at_s: float, *, early: bool, alone: bool
 ) -> tuple[float, str] | None:
-    """Why this setting is clearly behind at this moment; None where it is not, or nobody knows."""
+    """Return why this setting is clearly inferior at this time; None if it is not, or if this is
+    unknown.
+    """
     standings = {
         n: {s: at for s, run in runs.items() if (at := run.at(at_s))} for n, runs in field.items()
     }
@@ -187,7 +196,9 @@ def behind(
 
 
 def surely(at_s: float, gaps: Sequence[float], *, alone: bool) -> tuple[float, str] | None:
-    """By how much the loss is higher, where the interval over the seeds says that it is."""
+    """Return by how much the loss is higher, if the interval over the seeds lies above zero;
+    else None.
+    """
     mean = statistics.fmean(gaps)
     if len(gaps) == 1:
         return (at_s, f"loss higher by {mean:.3g}, with one seed") if alone and mean > 0 else None

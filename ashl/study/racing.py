@@ -1,5 +1,5 @@
-"""A race as it goes on: what the runs have written so far, who is dropped by it, and what need not
-be run any more.
+"""Judge a race while its runs write: read their metrics, drop settings, and name runs that need
+not run.
 """
 
 import math
@@ -16,9 +16,11 @@ from ashl.tracking.recorder import METRICS
 
 
 class Race:
-    """`dropped` is the list in `sweep.json`: those of an earlier race in this folder stay dropped.
-    `stays` is the label of the setting that the others are compared with. `seeds`: how many a
-    setting will have, where not all are here.
+    """The state of a race in a folder.
+
+    Args: dropped is the list of `sweep.json`: settings that an earlier race in this folder dropped
+    stay dropped; stays is the label of the setting that the others are compared with; seeds is the
+    number of seeds that each setting will have, if the grid does not contain all of them yet.
     """
 
     def __init__(
@@ -31,7 +33,7 @@ class Race:
         seeds: int = 1,
     ) -> None:
         self.dropped, self.say = dropped, say
-        self.gone = {str(entry["hash"]) for entry in dropped}  # runs that need not be made
+        self.gone = {str(entry["hash"]) for entry in dropped}  # hashes of runs that need not run
         self.teams: dict[str, list[Setting]] = {}
         for setting in settings:
             self.teams.setdefault(config_hash({**setting.config, "seed": 0}), []).append(setting)
@@ -51,14 +53,15 @@ class Race:
 
     @property
     def order(self) -> list[Setting]:
-        """Seed by seed, the baseline first: with each seed it is known when the others come to that
-        one.
+        """The runs in their order: seed by seed, the baseline first.
+
+        So the baseline's result with a seed is known before the others run with it.
         """
         teams = sorted(self.teams.items(), key=lambda item: item[0] not in self.stays)
         return [team[k] for k in range(self.seeds) for _, team in teams if k < len(team)]
 
     def judge(self) -> None:
-        """Look at what all runs have come to, and drop whom that rules out."""
+        """Read the progress of all runs, and drop the settings that it rules out."""
         courses = {digest: seen.course() for digest, seen in self.seen.items()}
         over = {digest for digest, course in courses.items() if course and course.ended}
         field = {
@@ -90,7 +93,7 @@ class Race:
 
 
 class Seen:
-    """What has been read of a run that may still be writing."""
+    """A reader of the metrics of a run that may still be writing them."""
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path, self.read = path, 0
@@ -100,7 +103,7 @@ class Seen:
         self.last: Course | None = None
 
     def course(self) -> Course | None:
-        """None where it has not begun."""
+        """Read the new metrics and return the progress of the run; None if it has not begun."""
         if self.last and self.last.ended:
             return self.last
         if not self.path.exists():

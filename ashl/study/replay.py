@@ -1,9 +1,8 @@
-"""`ashl replay`: make a profile of what a real run recorded, and run its plan on it in virtual
-time, perhaps changed.
+"""Run `ashl replay`: repeat a recorded real run in virtual time, as it was or with changes.
 
-The profile has the quantiles of each worker's steps, the mean of its transfers and encodings, and
-how long the server was busy with a push. A run knows transfers of one size only, so that a change
-of topology or compression is refused.
+Rule: the record becomes a profile: quantiles of each worker's step times, the mean times of its
+transfers and encodings, and how long the server was busy with a push.
+Limits: a run has transfers of one size only, so a change of topology or compression is refused.
 """
 
 import shutil
@@ -30,8 +29,9 @@ from ashl.tracking import jsonl
 from ashl.tracking.console import number, percent, seconds
 from ashl.tracking.recorder import EVENTS, SUMMARY
 
-TOPOLOGIES = ("parameter_server", "all_reduce")  # whose transfers are all of one kind
+TOPOLOGIES = ("parameter_server", "all_reduce")  # topologies whose transfers are all of one kind
 CHANGES = ("sync", "aggregate", "outer", "optimizer", "seed")
+# Typed keys that do not apply to the replay.
 NOT_REPEATED = (
     "runtime",
     "cluster",
@@ -42,15 +42,16 @@ NOT_REPEATED = (
     "stop",
     "eval",
     "name",
-)  # of what was typed
-Rounds = Sequence[Mapping[str, Any]]  # of one worker
+)
+Rounds = Sequence[Mapping[str, Any]]  # the rounds of one worker, from events.jsonl
 
 
 def replay(
     folder: Path, changes: Sequence[str], config_dir: Path | None, console: Console, *, quiet: bool
 ) -> None:
-    """Run a recorded run again in virtual time, as it was and with `changes`. Raises UsageError if
-    it cannot be.
+    """Run a recorded run again in virtual time, as it was and with `changes`.
+
+    Raises: UsageError if it cannot be replayed.
     """
     for text in changes:
         if key_of(text).partition(".")[0] not in CHANGES:
@@ -90,7 +91,10 @@ def replay(
 
 
 def finished(folder: Path) -> dict[str, Any]:
-    """Return the summary of a real run that finished. Raises UsageError for any other."""
+    """Return the summary of a real run that finished.
+
+    Raises: UsageError for any other run.
+    """
     summary = jsonl.whole(folder / SUMMARY)
     if (
         summary is None
@@ -111,8 +115,9 @@ def finished(folder: Path) -> dict[str, Any]:
 
 
 def profile_of(folder: Path, config: Mapping[str, Any], summary: Mapping[str, Any]) -> Profile:
-    """Return the profile of what a run recorded. Raises UsageError where the records do not
-    suffice.
+    """Return the profile that the records of a run give.
+
+    Raises: UsageError if the records are not enough.
     """
     plan, topology = read_plan(str(folder / "plan.json")), config["choices"]["topology"]
     if len(plan.stages) > 1 or topology not in TOPOLOGIES:
@@ -138,7 +143,10 @@ def profile_of(folder: Path, config: Mapping[str, Any], summary: Mapping[str, An
 
 
 def recorded_rounds(folder: Path, config: Mapping[str, Any], rank: int) -> Rounds:
-    """Return the rounds of one worker with steps. Raises UsageError where none has its spans."""
+    """Return the rounds of one worker that have steps.
+
+    Raises: UsageError if no round has its spans.
+    """
     try:
         events = list(jsonl.read(folder / EVENTS)) if (folder / EVENTS).exists() else []
         found = [
@@ -183,9 +191,7 @@ def worker_profile(rounds: Rounds, batch: int) -> WorkerProfile:
 
 
 def step_times(rounds: Rounds) -> list[float]:
-    """Return the seconds of each step; steps of a round that kept one span for all of them count as
-    equally long.
-    """
+    """Return the seconds of each step; steps that share one span are counted as equally long."""
     found: list[float] = []
     for each in rounds:
         spans = [end - start for kind, start, end in each["spans"] if kind == "compute"]
@@ -195,7 +201,7 @@ def step_times(rounds: Rounds) -> list[float]:
 
 
 def min_wait_s(rounds: Sequence[Rounds], kinds: Sequence[str]) -> float:
-    """Return the mean over rounds of what the worker that spent least on `kinds` did."""
+    """Return the mean over rounds of the least seconds that a worker spent on `kinds`."""
     return fmean(
         min(sum(each[kind] for kind in kinds) for each in together)
         for together in zip(*rounds, strict=False)
@@ -203,8 +209,9 @@ def min_wait_s(rounds: Sequence[Rounds], kinds: Sequence[str]) -> float:
 
 
 def all_reduce_line(rounds: Sequence[Rounds], config: Mapping[str, Any], plan: Plan) -> AlphaBeta:
-    """Return what an all-reduce took after its last member had come; a gathering costs half of the
-    same bytes.
+    """Return the cost of an all-reduce after its last member has arrived.
+
+    An all-gather of the same bytes costs half as much.
     """
     codec = OptionFactory(plan.allow_targets).of("compression", config["compression"])
     gathers = not (codec.traits.lossless or codec.traits.linear)
@@ -214,7 +221,7 @@ def all_reduce_line(rounds: Sequence[Rounds], config: Mapping[str, Any], plan: P
 
 
 def played(texts: Sequence[str], config_dir: Path | None, folder: Path) -> dict[str, Any]:
-    """Run this in virtual time and return its summary."""
+    """Run these overrides in virtual time and return the summary."""
     config = compose(list(texts), config_dir)
     ran = run({**config, "run": {**config["run"], "dir": str(folder)}}, [], quiet=True, silent=True)
     if ran.summary is None:

@@ -1,10 +1,9 @@
-"""A search: a sweeper chooses what to try next by what came of the trials before. What it tried is
-a sweep's folder.
+"""Search: a sweeper chooses the next setting by the costs of the trials before.
 
-A trial is a setting with each of the seeds asked for, and what the sweeper makes small is its mean
-cost: the time to the target, or where there is none, the loss at the end. What has ended is not run
-twice: a search that is taken up chooses the same settings again, so it is through in no time with
-those that it has tried, and goes on from there.
+A trial is a setting with each of the requested seeds. Its cost, which the sweeper minimises, is a
+mean over these runs: the time to the target, or the final loss if there is no target. The folder of
+a search is a sweep's folder. A run that has ended is not repeated: a resumed search chooses the
+same settings again, finds their results at once, and continues from there.
 """
 
 import hashlib
@@ -35,7 +34,7 @@ from ashl.tracking.recorder import METRICS
 from ashl.tracking.sweep_progress import Reading, SweepProgress
 
 ASKED = "search.json"
-# what a trial costs that cannot be run, diverges or misses the target: sweepers want finite numbers
+# The cost of a trial that cannot run, diverges or misses the target: sweepers need finite numbers.
 NEVER = 1e9
 
 Compose = Callable[[Sequence[str], Path | None], dict[str, Any]]
@@ -43,9 +42,11 @@ Compose = Callable[[Sequence[str], Path | None], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Axis:
-    """What may vary in a search: `singles` are its alternatives, of which the sweeper chooses a
-    number (`numbers`, in Hydra's grammar), or the two ends of the interval from which it takes a
-    value (`drawn`).
+    """A key that varies in a search.
+
+    `singles` are its alternatives, of which the sweeper chooses a number (`numbers`, in Hydra's
+    grammar). For an interval they are its two ends, and the sweeper draws a value from it
+    (`drawn`).
     """
 
     key: str
@@ -54,15 +55,15 @@ class Axis:
     drawn: str = ""
 
     def asked(self, number: int) -> str:
-        """As the sweeper is asked for it: its own keys mean nothing to Hydra, whose configuration
-        is not ours.
+        """Return the axis as an override for the sweeper.
+
+        The key is a neutral one: Hydra composes another configuration than ours, in which the own
+        key does not exist.
         """
         return f"+axes.a{number}={self.drawn or self.numbers}"
 
     def single(self, value: float) -> str:
-        """The override that the sweeper's value stands for. Four digits are plenty, and can be
-        read.
-        """
+        """Return the override for the sweeper's value, with four significant digits."""
         if not self.drawn:
             return self.singles[int(value)]
         return f"{self.key}={value if isinstance(value, int) else f'{value:.4g}'}"
@@ -70,7 +71,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is searched: these overrides, with one alternative of each axis, and with every seed."""
+    """The space of a search: fixed overrides, one alternative of each axis, and every seed."""
 
     fixed: tuple[str, ...]
     axes: tuple[Axis, ...]
@@ -78,12 +79,14 @@ class Search:
     config_dir: str | None
 
     def line(self, *singles: str) -> Line:
-        """The grid of one trial."""
+        """Return the grid of one trial."""
         return Line([*([single] for single in (*self.fixed, *singles)), self.seeds])
 
     def corners(self) -> list[Line]:
-        """Grids that have every alternative once, beside the first ones of all other axes: what is
-        checked before. Raises UsageError where there is nothing to search.
+        """Return grids that contain every alternative once, with the first ones of all other axes.
+
+        They are checked before the search.
+        Raises: UsageError if no key varies.
         """
         if not self.axes:
             raise UsageError(
@@ -99,7 +102,9 @@ class Search:
 
 
 def folder_of(overrides: Sequence[str], config: dict[str, Any]) -> Path:
-    """Where a search lies: named by what was typed, in whatever order."""
+    """Return the folder of a search; its name depends on the typed overrides and not on their
+    order.
+    """
     if config["run"]["dir"]:
         return Path(config["run"]["dir"])
     digest = hashlib.sha256("\n".join(sorted(overrides)).encode()).hexdigest()[:8]
@@ -123,9 +128,11 @@ def search(
     rerun_failed: bool,
     quiet: bool,
 ) -> list[dict[str, Any]]:
-    """Let the sweeper try settings until it has had enough; returns their summaries. Raises
-    AshlError when it gives up, and KeyboardInterrupt when interrupted: what has ended by then is
-    kept.
+    """Let the sweeper try settings until its trials are used up, and return the summaries of the
+    runs.
+
+    Raises: UsageError for a preset with a grid; AshlError if the sweeper fails; KeyboardInterrupt.
+    Runs that have ended by then are kept.
     """
     if corners.settings[0].config["sweep"]:
         raise UsageError(
@@ -167,9 +174,7 @@ def search(
 
 
 class Tried:
-    """The settings that were tried, in `sweep.json`: those of an earlier search in this
-    folder too.
-    """
+    """The settings that this search and earlier ones in this folder tried, as in `sweep.json`."""
 
     def __init__(
         self, folder: Path, keys: Sequence[str], typed: Sequence[str], command: CommandLine
@@ -189,7 +194,7 @@ class Tried:
     def take_in(
         self, place: Path, progress: SweepProgress, to_mlflow: Callable[[Setting], None]
     ) -> None:
-        """What trials have said since."""
+        """Read what trials have written since the last call."""
         fresh = sorted(
             (path for path in place.glob("trial-*.json") if path.name not in self.read),
             key=number_of,
@@ -244,10 +249,10 @@ def number_of(path: Path) -> int:
 
 
 def play_trial(place: Path, number: int, values: Sequence[float], compose: Compose) -> float:
-    """Run a trial to its end, in whatever process the sweeper's launcher has made for it; returns
-    its cost.
+    """Run a trial to its end, in the process that the sweeper's launcher started, and return its
+    cost.
 
-    Raises WithdrawnError when the search is over before that.
+    Raises: WithdrawnError if the search ends before that.
     """
     leave = place / ASKED
     try:
@@ -272,9 +277,8 @@ def play_trial(place: Path, number: int, values: Sequence[float], compose: Compo
         sweep.clear(folder / setting.hash)
     jobs = [Job(path := folder / s.hash, sweep.inside(s.config, path), s.overrides) for s in mine]
     run_while(leave, place / begun(number), jobs, record["slots"])
-    while not all(
-        sweep.ended(folder / s.hash, False) for s in missing
-    ):  # another trial has chosen the same
+    # Another trial may have chosen the same settings: wait for its runs.
+    while not all(sweep.ended(folder / s.hash, False) for s in missing):
         if not leave.exists():
             raise WithdrawnError
         Event().wait(POLL_S)
@@ -284,7 +288,10 @@ def play_trial(place: Path, number: int, values: Sequence[float], compose: Compo
 def made(
     asked: Search, keys: Sequence[str], point: Sequence[str], compose: Compose
 ) -> list[Setting]:
-    """The settings of this trial, one for each seed. Raises UsageError for what cannot be run."""
+    """Return the settings of this trial, one for each seed.
+
+    Raises: UsageError if they cannot run.
+    """
     config_dir = Path(asked.config_dir) if asked.config_dir else None
     settings, plans = [], {}
     for wanted in points([asked.line(*point)]):
@@ -301,7 +308,7 @@ def made(
 
 
 def taken(mark: Path) -> bool:
-    """Whether this trial is the first of this search to come for a setting."""
+    """Return True if this trial is the first of this search that claims a setting."""
     with suppress(FileExistsError):
         mark.touch(exist_ok=False)
         return True
@@ -309,7 +316,7 @@ def taken(mark: Path) -> bool:
 
 
 def standing(path: Path, config: dict[str, Any]) -> Standing:
-    """How a run has ended."""
+    """Return the state of a run at its end."""
     summary = read_summary(path) or {"status": "failed"}
     if summary["status"] in ("diverged", "failed"):
         return Standing(math.inf, None)
@@ -318,8 +325,10 @@ def standing(path: Path, config: dict[str, Any]) -> Standing:
 
 
 def cost(found: Standing, config: dict[str, Any]) -> float:
-    """What the sweeper makes small. Whoever misses the target is behind all who reach it, by loss
-    among each other.
+    """Return the cost of a run, which the sweeper minimises.
+
+    A run that misses the target costs more than every run that reaches it; among such runs the loss
+    decides.
     """
     if found.reached_s is not None:
         return found.reached_s

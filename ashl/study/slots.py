@@ -1,5 +1,5 @@
-"""Slots: runs in processes of their own, so many at a time. A run that dies takes nothing with it
-but itself.
+"""Run jobs in processes of their own, a fixed number at a time; a process that dies affects no
+other run.
 """
 
 import json
@@ -28,7 +28,7 @@ from ashl.tracking.recorder import SUMMARY, UNWRITABLE
 
 LOG = "output.log"
 GONE = "its process ended without a message"
-ENDED = ("finished", "diverged", "failed")  # what is not run again
+ENDED = ("finished", "diverged", "failed")  # states of runs that do not run again
 FROM_OUTSIDE = (
     UNWRITABLE,
     GONE,
@@ -36,22 +36,22 @@ FROM_OUTSIDE = (
     LOST,
     *(f"{KILLED_BY} SIG{name}" for name in ("KILL", "TERM", "INT", "HUP")),
 )
-LEAVE_S = 20.0  # after an interrupt: time for the runs to leave in order
+LEAVE_S = 20.0  # seconds that runs have to exit in order after an interrupt
 POLL_S = 0.25
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run to make, or to go on with."""
+    """One run to start or to resume."""
 
     folder: Path
     config: dict[str, Any]
     overrides: tuple[str, ...]
-    resume: bool = False  # go on from the checkpoint that is there
+    resume: bool = False  # resume from the run's checkpoint
 
 
 def here(job: Job) -> int:
-    """Run it in this process; returns its exit code."""
+    """Run the job in this process and return its exit code."""
     resume = job.folder if job.resume else None
     return train(
         job.config, list(job.overrides), quiet=True, silent=True, resume=resume, strict=False
@@ -59,7 +59,9 @@ def here(job: Job) -> int:
 
 
 def on_hosts(job: Job, where: Launch, config_dir: Path | None) -> int:
-    """Run it there, if it is real, and see to it that its records are here afterwards."""
+    """Run the job on the hosts, if it is a real run, fetch its records, and return its exit
+    code.
+    """
     size = real_job_size(job.config, where)
     if size is None:
         return here(job)
@@ -94,10 +96,12 @@ def run_all(
     unwanted: Callable[[Job], bool] = lambda job: False,
     run: Callable[[Job], int] = here,
 ) -> Iterator[Job]:
-    """Run every job, `slots` at a time, in order; yields each as it ends. `show` is called a few
-    times a second with those that run; what is `unwanted` then is not begun, or leaves in order. On
-    an interrupt (or when the caller goes away) the running ones leave in order first. Each has a
-    process, in which `run` brings it to its end.
+    """Run every job, `slots` at a time, in order, and yield each as it ends.
+
+    Each job has a process, in which `run` brings it to its end. `show` is called a few times a
+    second with the jobs in progress. A job that is then `unwanted` is not begun, or is asked to
+    exit in order. On an interrupt, or when the caller closes the generator, the jobs in progress
+    first exit in order.
     """
     context: Any = mp.get_context("forkserver")
     start_fork_server("ashl.study.slots")
@@ -130,7 +134,7 @@ def run_all(
 
 
 def stop(processes: Sequence[BaseProcess]) -> None:
-    """Ask them to leave, and see to it that they have left."""
+    """Ask the processes to exit, and kill those that do not."""
     for process in processes:
         process.terminate()
     for process in processes:
@@ -141,8 +145,10 @@ def stop(processes: Sequence[BaseProcess]) -> None:
 
 
 def play(job: Job, run: Callable[[Job], int]) -> None:
-    """The whole of a run's process, which is part of no job that others have started. Ctrl-C and
-    SIGHUP are for the parent, which passes them on as SIGTERM.
+    """Run a job as the main function of its process.
+
+    The process is part of no job of another launcher. It blocks SIGINT and SIGHUP, which the parent
+    passes on as SIGTERM.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT, signal.SIGHUP})
     die_with_parent()
@@ -167,7 +173,7 @@ def play(job: Job, run: Callable[[Job], int]) -> None:
 
 
 def record_end(job: Job, code: int) -> None:
-    """A process that was killed has written nothing of how it ended."""
+    """Write a summary for a process that was killed or failed before it could write one."""
     if code < 0:
         record_failure(job, f"{KILLED_BY} {signal.Signals(-code).name}")
     elif code and code != 130:
@@ -175,19 +181,21 @@ def record_end(job: Job, code: int) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """How a run has ended; None where it has not, or left nothing that is whole."""
+    """Return the summary of a run that has ended; None if there is none, or a damaged one."""
     summary = jsonl.whole(folder / SUMMARY)
     return summary if summary is not None and "status" in summary else None
 
 
 def by_itself(summary: dict[str, Any]) -> bool:
-    """Whether a run has ended, and not from outside: by an interrupt, a kill or a full disk."""
+    """Return True if a run has ended by itself, and not by an interrupt, a kill or a full disk."""
     reason = str(summary.get("exit_reason"))
     return summary["status"] in ENDED and not any(cause in reason for cause in FROM_OUTSIDE)
 
 
 def record_failure(job: Job, reason: str) -> None:
-    """A summary for a run that could not write one, so that the record of the sweep is whole."""
+    """Write a summary for a run that could not write one, so that the record of the sweep is
+    complete.
+    """
     if not (job.folder / SUMMARY).exists():
         with suppress(OSError):
             job.folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
-"""A sweep: a grid's runs in one folder. The same grid finds that folder again and runs only what is
-missing there.
+"""Run a sweep: the runs of a grid in one folder.
+
+The same grid finds the same folder again and runs only what is missing there.
 """
 
 import fcntl
@@ -44,9 +45,9 @@ SCHEMA = 1
 SWEEP = "sweep.json"
 SWEEPS = Path("runs/sweeps")
 MAX_ROWS = 40
-# what a step costs on this host depends on these parts of a configuration
+# parts of a configuration that determine the host time of a step
 COSTLY = ("model", "dataset", "task", "optimizer", "runtime", "allow_targets")
-MLFLOW_S = 120.0  # how long the end of a sweep waits for its copy in MLflow
+MLFLOW_S = 120.0  # seconds that the end of a sweep waits for its copy in MLflow
 
 RunJobs = Callable[
     [Sequence[Job], Callable[[list[Job]], None], Callable[[Job], bool]], Iterator[Job]
@@ -54,8 +55,8 @@ RunJobs = Callable[
 
 
 def folder_of(grid: Grid, run_dir: str | None, name: str | None) -> Path:
-    """Where a grid's runs lie: named by the configurations in it, in whatever order they were asked
-    for.
+    """Return the folder of a grid; its name depends on its configurations and not on their
+    order.
     """
     digest = hashlib.sha256(
         "".join(sorted(setting.hash for setting in grid.settings)).encode()
@@ -78,13 +79,14 @@ def sweep(
     launch: Launch | None = None,
     run: Callable[[Job], int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Run what is missing, or with `race` as much of it as decides, here or where `launch` brings
-    it; returns the summaries.
+    """Run the missing runs here or by `launch`, print and write the outcome, and return the
+    summaries.
 
-    Args: command is what was typed; run brings a run to its end, in a process of its own; baseline
-    is the setting that the others are compared with; quiet shows no progress, silent not even the
-    outcome.   Raises: AshlError where the folder cannot be used or the launcher fails, and
-    KeyboardInterrupt: what has ended by then is kept.
+    Args: race stops settings that are clearly inferior; command is the typed command; run brings a
+    run to its end, in a process of its own; baseline is the setting that the others are compared
+    with; quiet shows no progress; silent shows not even the outcome.
+    Raises: AshlError if the folder cannot be used or the launcher fails; KeyboardInterrupt. Runs
+    that have ended by then are kept.
     """
     with locked(folder):
         record = begun(grid, overrides, folder, keep_dropped=race, command=command)
@@ -116,8 +118,9 @@ def sweep(
 def begun(
     grid: Grid, overrides: Sequence[str], folder: Path, *, keep_dropped: bool, command: CommandLine
 ) -> dict[str, Any]:
-    """The sweep's record, written; with `keep_dropped`, whom an earlier race in this folder has
-    dropped stays out.
+    """Write and return the sweep's record.
+
+    With `keep_dropped`, settings that an earlier race in this folder dropped stay dropped.
     """
     before = jsonl.whole(folder / SWEEP) or {}
     record = document(
@@ -139,16 +142,17 @@ def fill(
     over: Callable[[], bool] = lambda: False,
     seeds: int = 1,
 ) -> None:
-    """Run what is missing; with `stays`, the setting that is never dropped, as much of it as
-    decides. Once it is `over`, what runs leaves in order, and nothing more is begun. `seeds`: how
-    many each will have at least.
+    """Run the missing runs.
+
+    Args: stays is the label of the setting that a race never drops; None = no race. over returns
+    True once the runs in progress must exit and no other begin. seeds is the number of seeds that
+    each setting will have.
     """
     for setting in missing:
         clear(folder / setting.hash)
     for setting in grid.settings:
-        if setting not in missing and ended(
-            folder / setting.hash, False
-        ):  # and not dropped on its way
+        # A setting may be missing and not ended: a race has dropped it.
+        if setting not in missing and ended(folder / setting.hash, False):
             to_mlflow(setting)
     contest = (
         None
@@ -168,8 +172,9 @@ def fill(
 
 
 def kept_in(grid: Grid, baseline: str | None) -> str:
-    """The setting that a race never drops: what was named, else the usual baseline. Raises
-    UsageError.
+    """Return the setting that a race never drops: the named one, else the usual baseline.
+
+    Raises: UsageError if the name fits no setting or several.
     """
     labels = {label(setting, without="seed"): setting for setting in grid.settings}
     if baseline is not None:
@@ -181,12 +186,12 @@ def kept_in(grid: Grid, baseline: str | None) -> str:
 def conclude(
     folder: Path, command: CommandLine, console: Console, baseline: str | None = None
 ) -> None:
-    """The answer: who wins, by how much, how sure; on the terminal, and as a report in the sweep's
+    """Print the answer (winner, lead, certainty), and write it as a report into the sweep's
     folder.
     """
     try:
         found = compare([folder], command=str(command), baseline=baseline)
-    except UsageError as error:  # nothing has ended as it should
+    except UsageError as error:  # no run has finished
         console.print(str(error), soft_wrap=True, markup=False)
         return
     terminal.show(console, found.board)
@@ -196,7 +201,7 @@ def conclude(
 
 
 def winner(found: Comparison, command: CommandLine) -> str:
-    """The command that runs the first of the table again; "" where nobody has got there."""
+    """Return the command that repeats the winner; "" if no setting reached the target."""
     first = found.board.ranked[0]
     if not math.isfinite(first.spread.middle):
         return ""
@@ -213,9 +218,7 @@ def winner(found: Comparison, command: CommandLine) -> str:
 def copied_to_mlflow(
     grid: Grid, folder: Path, command: str, console: Console, wait_s: float = MLFLOW_S
 ) -> Generator[Callable[[Setting], None]]:
-    """MLflow hears of each run that has ended, by a process of its own, and in the end of the
-    sweep.
-    """
+    """Copy each run that has ended to MLflow, and the sweep at its end, in a process of its own."""
     config = grid.settings[0].config
     if construct(config["tracking"], "tracking", config["allow_targets"]).sink == "none":
         yield lambda setting: None
@@ -248,7 +251,9 @@ def run_on(
     race: Race | None,
     over: Callable[[], bool],
 ) -> None:
-    """Run these settings to their end, or as far as the race lets them, or until it is over."""
+    """Run these settings to their end, or until the race drops them, or until `over` returns
+    True.
+    """
     by_folder = {folder / setting.hash: setting for setting in settings}
     jobs = [
         Job(path, inside(s.config, path), s.overrides, resume=bool(list_checkpoints(path)))
@@ -280,8 +285,8 @@ def run_on(
 
 
 def inside(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The configuration of a run inside a sweep: it writes its folder, and the sweep tells
-    MLflow.
+    """Return the configuration of a run inside a sweep: it writes its folder, and the sweep
+    reports it to MLflow.
     """
     return {
         **config,
@@ -296,7 +301,7 @@ def inside(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def slots_for(grid: Grid) -> int:
-    """In virtual time a run is one process on one core; a real run takes the whole machine."""
+    """Return how many runs go at a time: one per core in virtual time, one real run per machine."""
     real = any(
         not setting.config["runtime"]["_target_"].endswith("SimRuntime")
         for setting in grid.settings
@@ -305,7 +310,7 @@ def slots_for(grid: Grid) -> int:
 
 
 def ended(folder: Path, rerun_failed: bool) -> bool:
-    """Whether this run need not be made (again)."""
+    """Return True if this run need not run again."""
     summary = read_summary(folder)
     return (
         summary is not None
@@ -315,7 +320,7 @@ def ended(folder: Path, rerun_failed: bool) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Take away what a kill has left of a run, unless it can go on from a checkpoint."""
+    """Remove the remains of a run that was killed, unless it can resume from a checkpoint."""
     summary = read_summary(folder)
     if (summary is not None and by_itself(summary)) or not list_checkpoints(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -328,8 +333,8 @@ def document(
     dropped: list[dict[str, Any]],
     command: CommandLine,
 ) -> dict[str, Any]:
-    """What `sweep.json` says: the grid as asked for, its settings and where they lie, and what is
-    not in it and why.
+    """Return the content of `sweep.json`: the grid, its settings with their folders, and what is
+    left out and why.
     """
     settings = [
         {
@@ -359,7 +364,10 @@ def document(
 
 @contextmanager
 def locked(folder: Path) -> Generator[None]:
-    """The folder, for one sweep at a time."""
+    """Lock the folder for one sweep at a time.
+
+    Raises: AshlError if it cannot be written, or another sweep runs in it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "wb")  # noqa: SIM115
@@ -379,7 +387,7 @@ def locked(folder: Path) -> Generator[None]:
 
 
 def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
-    """What will run and what will not, before anything does."""
+    """Print what will run and what will not, before anything runs."""
     total = len(grid.settings)
     counted = f"{total} {'run' if total == 1 else 'runs'}"
     rest = "" if missing == total else f", {total - missing} of them done, {missing} to go"
@@ -409,15 +417,14 @@ def announce(console: Console, grid: Grid, folder: Path, missing: int) -> None:
 
 
 def show(grid: Grid, folder: Path, slots: int | None = None) -> None:
-    """What a sweep would run, with what each run should take on its own clock, and all of it on
-    this machine.
+    """Print what a sweep would run: each run's predicted time on its own clock, and all on this
+    machine.
     """
     console = Console(highlight=False)
     missing = [setting for setting in grid.settings if not ended(folder / setting.hash, False)]
     announce(console, grid, folder, len(missing))
-    named = any(
-        setting.label for setting in grid.settings
-    )  # lines have keys of their own: columns would be mostly empty
+    # Lines have keys of their own, so that columns by key would be mostly empty.
+    named = any(setting.label for setting in grid.settings)
     table = Table(
         "run", *(["setting"] if named else grid.axes), "predicted", box=None, padding=(0, 2, 0, 0)
     )
@@ -438,8 +445,8 @@ def show(grid: Grid, folder: Path, slots: int | None = None) -> None:
 
 
 def host_time(missing: Sequence[Setting], slots: int) -> str:
-    """How long this machine should take for what is missing of a grid in virtual time; "" where
-    that is unknown.
+    """Return a sentence on how long this machine needs for the missing runs; "" if that is
+    unknown.
     """
     if not missing or not all(is_virtual(setting.config) for setting in missing):
         return ""

@@ -1,5 +1,6 @@
-"""What a person sees of a sweep while it runs: how far it is and what runs now; in a pipe, a line
-for each end.
+"""Show the progress of a sweep while it runs.
+
+A terminal shows a live table of the runs in progress; a pipe gets a line for each run that ended.
 """
 
 import time
@@ -19,13 +20,11 @@ from ashl.tracking.deadline import Deadline
 
 MAX_LINES = 12
 BAR = 20  # columns
-BESIDE = 30  # columns for the score, the time and what is between columns
+BESIDE = 30  # columns for the score, the time and the gaps
 
 
 class Running(NamedTuple):
-    """A run that has not ended: its name, the share that is done, and the score of its last
-    evaluation.
-    """
+    """A run in progress: its name, the share that is done, and the score of its last evaluation."""
 
     label: str
     done: float | None = None
@@ -33,14 +32,14 @@ class Running(NamedTuple):
 
 
 class Reading:
-    """What has been read of the metrics of a run that may still be writing."""
+    """A reader of the metrics of a run that may still be writing them."""
 
     def __init__(self, metrics: Path, limits: Mapping[str, Any], predicted_s: float | None) -> None:
         self.metrics, self.limits, self.predicted_s = metrics, limits, predicted_s
         self._read, self._last = 0, dict[str, Any]()
 
     def running(self, label: str) -> Running:
-        """Read on."""
+        """Read the new metrics and return the progress of the run, named `label`."""
         rows, self._read = jsonl.tail(self.metrics, self._read)
         self._last = rows[-1] if rows else self._last
         row, limits = self._last, self.limits
@@ -58,14 +57,23 @@ class Reading:
 
 
 class SweepProgress:
-    """Draws on a terminal, prints lines in a pipe, and nothing at all when quiet. `deadline`: what
-    all may take.
+    """The progress of several runs: a live table on a terminal, lines in a pipe, nothing if quiet.
+
+    Args: deadline is the time limit of all runs together; phase names the runs in front of the
+    counters, for example "tuning" if a command has several such counters one after the other.
     """
 
     def __init__(
-        self, console: Console, total: int, *, quiet: bool, deadline: Deadline | None = None
+        self,
+        console: Console,
+        total: int,
+        *,
+        quiet: bool,
+        deadline: Deadline | None = None,
+        phase: str = "",
     ) -> None:
         self.console, self.total, self.quiet, self.deadline = console, total, quiet, deadline
+        self.phase = phase
         self.done = self.failed = 0
         self._began = time.monotonic()
         self._since: dict[str, float] = {}
@@ -80,26 +88,25 @@ class SweepProgress:
             self._live.start()
 
     def ended(self, label: str, summary: dict[str, Any]) -> None:
-        """A run has ended."""
+        """Count a run that has ended, and print how."""
         self.done += 1
         self.failed += summary["status"] == "failed"
-        self.say(f"[{self.done}/{self.total}] {label}  {ending(summary)}")
+        counter = f"{self.phase} {self.done}/{self.total}".lstrip()
+        self.say(f"[{counter}] {label}  {ending(summary)}")
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if not self.quiet:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, running: Sequence[Running]) -> None:
-        """These run now."""
+        """Set the runs in progress."""
         now = time.monotonic()
         self._since = {one.label: self._since.get(one.label, now) for one in running}
         self._running = running
 
     def _drawn(self) -> Group:
-        """How far all of it is, and each run: drawn a few times a second, from the first
-        moment on.
-        """
+        """Return the live table: the progress of all runs together and of each run in progress."""
         now, deadline = time.monotonic(), self.deadline
         spent_s = now - self._began
         left = (
@@ -108,10 +115,12 @@ class SweepProgress:
             else ""
         )
         began = f"{len(self._running)} running" if self._running or self.done else "starting"
+        phase = f"{self.phase}: " if self.phase else ""
         head = Text(
-            f"{self.done} of {self.total} runs, {began}, {seconds(spent_s)}{left}", no_wrap=True
+            f"{phase}{self.done} of {self.total} runs, {began}, {seconds(spent_s)}{left}",
+            no_wrap=True,
         )
-        bars = Table.grid()  # a bar by itself does not end its line
+        bars = Table.grid()  # a bar outside a table does not end its line
         if deadline:
             bars.add_row(ProgressBar(deadline.budget_s, deadline.spent_s, width=2 * BAR))
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -133,7 +142,7 @@ class SweepProgress:
 
 
 def ending(summary: dict[str, Any]) -> str:
-    """How a run ended, in a few words."""
+    """Return how a run ended, in a few words."""
     if summary["status"] in ("failed", "diverged"):
         return f"{summary['status']}: {summary['exit_reason']}"
     final, reached = summary.get("final") or {}, summary.get("time_to_target_s")

@@ -109,3 +109,13 @@ def test_progress_in_a_pipe_is_a_line_every_two_seconds(
         "ashl: planning candidates: 1 of 36 (BSP)",
         "ashl: planning candidates: 3 of 36 (BSP)",
     ]
+
+
+def test_lines_and_table_name_the_phase() -> None:
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    progress = SweepProgress(console, 3, quiet=False, phase="tuning")
+    progress.ended("BSP", {"status": "finished", "time_s": 2.0})
+    console.print(progress._drawn())
+    first, second, *_ = console.file.getvalue().splitlines()
+    assert first.startswith("[tuning 1/3] BSP  finished after 2 s")
+    assert second.startswith("tuning: 1 of 3 runs, ")
