@@ -179,6 +179,14 @@ def test_the_parts_of_a_page_that_are_new_to_it(tmp_path) -> None:
     assert r"90.0 \% accuracy" in table
 
 
+def test_notes_say_of_one_run_what_holds_for_one_run(tmp_path) -> None:
+    run = next(path for path in sorted(study(tmp_path).iterdir()) if path.is_dir())
+    notes = {figure.title: figure.note for figure in compare([run], out=tmp_path / "r").figures}
+    assert "Where the workers' time goes" in notes
+    for words in ("seeds", "a stage begins", "of each"):
+        assert not any(words in note for note in notes.values())
+
+
 def test_each_figure_is_a_pdf_too(tmp_path) -> None:
     """With hatchings, clips and text; the numbers at the lines' ends are not under their
     white rim.

@@ -1,5 +1,7 @@
-"""What finished runs say together: who is first, by how much and how sure; in the terminal, as one
-page, as tables.
+"""Compare finished runs: read run folders, rank settings, and show the result.
 
-Reads run folders and nothing else, so that it works with MLflow off or away.
+Data flow: `records` reads run folders into a `Study`; `replicates` groups its runs into settings;
+`leaderboard` ranks the settings by a `measure`; `phrases` puts the result into sentences;
+`terminal` prints it, `page` writes `report.html`, `flat` makes tables. It reads run folders only,
+so that it works without MLflow.
 """

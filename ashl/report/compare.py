@@ -1,5 +1,5 @@
-"""From folders to a leaderboard and a report: what `ashl compare` does, and `ashl sweep` at its
-end.
+"""Read folders, rank their runs and write the report, for `ashl compare` and the end of `ashl
+sweep`.
 """
 
 import os
@@ -20,8 +20,9 @@ REPORT = "report.html"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was read, how it ranks, what was drawn of it, where the report lies, and what it lacks,
-    in a sentence.
+    """A comparison: what was read, the leaderboard, the figures, and the path of the report.
+
+    `lacks` is a sentence on figures that could not be written; "" if there is none.
     """
 
     study: Study
@@ -32,7 +33,7 @@ class Comparison:
 
     @property
     def places(self) -> str:
-        """Where the report lies, and what could lie beside it."""
+        """Return the lines that name the report's path and the figures that are missing."""
         return f"report  {self.report}" + (f"\nfigures {self.lacks}" if self.lacks else "")
 
 
@@ -47,13 +48,15 @@ def compare(
     own_target: bool = True,
     beside: str = "",
 ) -> Comparison:
-    """Read the folders, rank what they hold, and write the report: to `out`, or into the sweep's
-    folder, where `leaderboard.md` and the figures, as SVG and PDF, go, too. Without `own_target`,
-    the target of the runs themselves is ignored. `beside` is a word for the names of these files,
-    which then replace none of the sweep's own.
+    """Read the folders, rank their runs, and write the report.
 
-    Raises UsageError for folders that hold no run, runs of different targets and a baseline that is
-    not there, and AshlError where the report cannot be written.
+    The report goes to `out`, or into the sweep's folder, together with `leaderboard.md`,
+    `leaderboard.tex` and the figures as SVG and PDF.
+
+    Args: own_target=False ignores the target of the runs themselves; beside is a word for the file
+    names, so that the files of another target do not replace the sweep's own.
+    Raises: UsageError for folders without a run, runs with different targets, and an unknown
+    baseline; AshlError if the report cannot be written.
     """
     study = read(paths)
     board = rank(study, target=target, hold=hold, baseline=baseline, own_target=own_target)
@@ -69,7 +72,7 @@ def compare(
 
 
 def marked(file: Path, word: str) -> Path:
-    """Return a file's path with a word behind its name.
+    """Return a file's path with a word appended to its name.
 
     >>> marked(Path("report.html"), "target-0.9").name, marked(Path("figures"), "").name
     ('report-target-0.9.html', 'figures')
@@ -78,17 +81,18 @@ def marked(file: Path, word: str) -> Path:
 
 
 def rewrite(found: Comparison, folder: Path, command: str, said: Said) -> None:
-    """Write the report again into a folder, with what a command says beside the leaderboard.
+    """Write the report again into a folder, with a command's own answer, lines and tables.
 
-    Raises AshlError where it cannot be written.
+    Raises: AshlError if it cannot be written.
     """
     write(folder / REPORT, page(found.study, found.board, found.figures, command, folder, said))
     write(folder / "leaderboard.md", leaderboard(found.board, said.answer))
 
 
 def _save(drawn: Sequence[Figure], folder: Path) -> str:
-    """Each figure as SVG and, where the library is there, as PDF; else a sentence that says how to
-    have it.
+    """Write each figure as SVG and, if the library is installed, as PDF.
+
+    Returns: a sentence on how to install the library; "" if it is installed.
     """
     folder.mkdir(exist_ok=True)
     lacks = pdf.lacks() if drawn else ""
@@ -101,13 +105,13 @@ def _save(drawn: Sequence[Figure], folder: Path) -> str:
 
 
 def write(file: Path, content: str | bytes) -> None:
-    """The whole of a file or nothing of it. Raises AshlError, in one sentence."""
+    """Write a file as a whole or not at all. Raises AshlError."""
     part = file.parent / f"{file.name}.part"
     try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(part, file)
     except OSError as error:
-        with suppress(OSError):  # a read-only file system says so here, too
+        with suppress(OSError):  # a read-only file system raises here, too
             part.unlink(missing_ok=True)
         reason = (error.strerror or str(error)).lower()
         raise AshlError(

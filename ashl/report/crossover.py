@@ -1,9 +1,9 @@
-"""Who wins where, over one or two numbers of the cluster, and the smallest change of them that
-flips the winner.
+"""Find where the winner changes over one or two properties of the cluster.
 
-Pure: from a board to cells, from cells to a flip, from a flip to a sentence. Distances on an axis
-are logarithms of ratios (doubling a bandwidth is as far as halving it); on an axis that holds a
-zero, shares of its range.
+The functions are pure: from a leaderboard to cells, from cells to the smallest change that has
+another winner (a flip), from a flip to a sentence. Distances on an axis are logarithms of ratios:
+doubling a bandwidth is as far as halving it. On an axis that contains zero, distances are shares of
+its range.
 """
 
 import json
@@ -14,19 +14,20 @@ from dataclasses import dataclass
 from ashl.report.leaderboard import ENVIRONMENT, Leaderboard, Row
 from ashl.report.measure import Measure
 
-Point = tuple[int, ...]  # a place in the grid: an index on each axis
+Point = tuple[int, ...]  # a position in the grid: an index on each axis
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """A number of the cluster. `name` says what is counted: of a list, the largest over the
-    smallest.
+    """A property of the cluster that varies.
+
+    `name` is its title; for a list of factors it is the ratio of the largest to the smallest.
     """
 
     key: str
     name: str
-    values: tuple[float, ...]  # increasing
-    first: int  # index of the value that was written first: the cluster one has, by custom
+    values: tuple[float, ...]  # in increasing order
+    first: int  # index of the value that was written first: by convention the user's cluster
 
     @property
     def log(self) -> bool:
@@ -49,8 +50,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Cell:
-    """One cluster: what each contestant came to there, the best first. `sure`: the first two are
-    told apart.
+    """The ranking on one cluster, the best first, with each contestant's cost.
+
+    `sure` is True if the first two are separated.
     """
 
     ranking: tuple[tuple[str, float], ...]
@@ -66,7 +68,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Terrain:
-    """Cells over one or two axes; contestants in the order of their wins."""
+    """Cells over one or two axes; contestants are in the order of their wins."""
 
     axes: tuple[Axis, ...]
     contestants: tuple[str, ...]
@@ -75,16 +77,18 @@ class Terrain:
 
     @property
     def base(self) -> Point | None:
-        """The cell of the values that were written first, if there is a winner."""
+        """The position of the values that were written first; None if no setting won there."""
         point = tuple(axis.first for axis in self.axes)
         return point if point in self.cells else None
 
 
 @dataclass(frozen=True)
 class Flip:
-    """The smallest change found: the axes that change, to which values, and who wins then. `exact`:
-    the place between two cells where the two curves cross, by interpolation; otherwise the nearest
-    cell where another one wins.
+    """The smallest change of the cluster that has another winner.
+
+    `changes` maps each axis that changes to its old and new value. If `exact`, the new value is
+    where two curves cross, by interpolation between cells. Else it is that of the nearest cell with
+    another winner.
     """
 
     changes: Mapping[Axis, tuple[float, float]]  # from, to
@@ -95,8 +99,9 @@ class Flip:
 
 
 def terrain(board: Leaderboard) -> Terrain | None:
-    """None unless one or two axes of the study are numbers of the cluster and two or more settings
-    compete there.
+    """Return the cells of a study whose varied properties are one or two numbers of the cluster.
+
+    Returns None for any other study, and if fewer than two settings compete.
     """
     around = [key for key in board.axes if key in ENVIRONMENT or key.startswith("cluster.")]
     axes = [axis for key in around if (axis := _axis(board, key))]
@@ -138,7 +143,7 @@ def _axis(board: Leaderboard, key: str) -> Axis | None:
 
 
 def as_number(written: str) -> float | None:
-    """A value of the cluster as a number; a list of factors is the ratio of its largest to its
+    """Return a value of the cluster as a number; of a list of factors the largest divided by the
     smallest.
     """
     try:
@@ -164,8 +169,8 @@ def _cell(rows: Mapping[str, Row], measure: Measure) -> Cell | None:
 
 
 def flip(ground: Terrain, base: Point) -> Flip | None:
-    """The nearest change of the cluster, from the base cell, with another winner; None where the
-    grid holds none.
+    """Return the nearest change from the base cell that has another winner; None if the grid has
+    none.
     """
     found = [
         change
@@ -179,7 +184,9 @@ def flip(ground: Terrain, base: Point) -> Flip | None:
 
 
 def _along(ground: Terrain, base: Point, along: int, step: int) -> Flip | None:
-    """Along one axis: where a curve first crosses the one of the base cell's winner."""
+    """Search along one axis for the first curve that crosses the curve of the base cell's
+    winner.
+    """
     axis, old = ground.axes[along], ground.cells[base].winner
     before, index = base, base[along] + step
     while 0 <= index < len(axis.values):
@@ -205,8 +212,9 @@ def _along(ground: Terrain, base: Point, along: int, step: int) -> Flip | None:
 def _crossing(
     ground: Terrain, axis: Axis, along: int, before: Point, after: Point, old: str, new: str
 ) -> tuple[float, bool]:
-    """Where two curves cross between two cells, on straight lines; where one has no number, the
-    farther cell.
+    """Return where two curves cross between two cells, on straight lines.
+
+    Returns the farther cell and False if one of the curves has no number there.
     """
     ends = [axis.place(axis.values[point[along]]) for point in (before, after)]
     gaps = [_cost(ground, point, new) - _cost(ground, point, old) for point in (before, after)]
@@ -222,7 +230,7 @@ def _cost(ground: Terrain, point: Point, name: str) -> float:
 
 
 def _across(ground: Terrain, base: Point) -> list[Flip]:
-    """The nearest cell with another winner that lies on neither axis through the base cell."""
+    """Return the cells with another winner that are on neither axis through the base cell."""
     old = ground.cells[base].winner
     found = []
     for point, cell in ground.cells.items():
@@ -239,8 +247,8 @@ def _across(ground: Terrain, base: Point) -> list[Flip]:
 
 
 def statement(ground: Terrain) -> tuple[str, ...]:
-    """Who wins how often, who wins at the base, and the smallest change that flips that,
-    in words.
+    """Return sentences: the wins of each contestant, the winner at the base, and the smallest
+    flip.
     """
     wins = {
         name: sum(cell.winner == name for cell in ground.cells.values())
@@ -287,7 +295,7 @@ def _step(axis: Axis, start: float, to: float) -> str:
 
 
 def margin_text(ground: Terrain, cell: Cell) -> str:
-    """By how much, as the end of a clause."""
+    """Return the lead of the winner of a cell, as the end of a clause."""
     if len(cell.ranking) < 2:
         return ", alone"
     second, cost = cell.ranking[1]
@@ -303,7 +311,7 @@ def margin_text(ground: Terrain, cell: Cell) -> str:
 
 
 def ratio_of(measure: Measure, cell: Cell) -> float:
-    """How many times better the first is than the second; infinite where the second has no
+    """Return how many times better the first is than the second; infinite if the second has no
     number.
     """
     first, second = (abs(cost) for _, cost in cell.ranking[:2])
@@ -315,7 +323,7 @@ def ratio_of(measure: Measure, cell: Cell) -> float:
 
 
 def letters(names: Sequence[str]) -> dict[str, str]:
-    """A letter for each contestant."""
+    """Return a letter for each contestant."""
     return {
         name: chr(ord("A") + index) if index < 26 else str(index)
         for index, name in enumerate(names)

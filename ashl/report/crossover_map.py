@@ -1,4 +1,6 @@
-"""The map of who wins where, or over one axis the curves with the place where they cross."""
+"""Draw which setting wins where: a map over two axes, or curves and their crossing over one
+axis.
+"""
 
 import math
 
@@ -26,7 +28,7 @@ from ashl.report.svg import (
 
 WIDTH, LEFT, TOP, LEGEND = 940, 90, 20, 280
 MAX_DRAWN = len(COLORS)  # contestants with a pattern of their own
-ANGLES = (None, 45, -45, 0, 90, 22, -22, 67)  # of the hatching of each contestant's cells
+ANGLES = (None, 45, -45, 0, 90, 22, -22, 67)  # degrees of the hatching of each contestant's cells
 
 
 def figure(ground: Terrain) -> str:
@@ -105,7 +107,7 @@ def _cell(
 
 
 def margin(ground: Terrain, cell: Cell) -> str:
-    """How far the second is behind, as written in a cell."""
+    """Return the lead of the winner, as text for a cell."""
     if len(cell.ranking) < 2 or not math.isfinite(cell.ranking[1][1]):
         return "alone"
     if not ground.measure.ratio:
@@ -149,8 +151,8 @@ def _legend(ground: Terrain, x: float, named: dict[str, str]) -> list[str]:
 
 
 def _lines(ground: Terrain) -> str:
-    """One axis: each contestant's curve, and a dashed line where the winner changes next to the
-    base.
+    """Draw each contestant's curve over one axis, and a dashed line where the base's winner
+    changes.
     """
     axis, height = ground.axes[0], 360.0
     sign = 1.0 if ground.measure.lower_is_better else -1.0

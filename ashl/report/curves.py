@@ -1,4 +1,4 @@
-"""Accuracy (or loss) against time and against bytes: the mean over seeds, and the range."""
+"""Draw accuracy or loss against time and against bytes: the mean over seeds, and the range."""
 
 import math
 from bisect import bisect_left
@@ -32,13 +32,12 @@ from ashl.report.svg import (
 )
 from ashl.tracking.console import seconds
 
-POINTS = 100  # of a line
-SPACING = 96.0  # px between the markers of a line
-BELOW = 0.25  # of accuracy below the target: where the other axis begins
-BEYOND = (
-    1.15  # of the time in which the slowest one drawn has reached the target: where the axis ends
-)
-MAX_BANDS = 3  # of the first, and the baseline's; more would cover each other
+POINTS = 100  # points of a line
+SPACING = 96.0  # pixels between the markers of a line
+BELOW = 0.25  # The accuracy axis begins this far below the target.
+# The time axis ends at this multiple of the time to target of the slowest setting drawn.
+BEYOND = 1.15
+MAX_BANDS = 3  # bands of the first settings, and the baseline's; more would hide each other
 WIDTH, HEIGHT, LEFT, TOP, LEGEND = 940, 380, 70, 16, 300
 NAMES = {
     "test/acc": "accuracy on the test set, %",
@@ -53,7 +52,7 @@ XS = {
 
 @dataclass(frozen=True)
 class Curve:
-    """Over seeds: mean, lowest and highest value at each x."""
+    """Mean, lowest and highest value over seeds at each x."""
 
     xs: tuple[float, ...]
     mean: tuple[float, ...]
@@ -62,8 +61,10 @@ class Curve:
 
 
 def curve(runs: Sequence[Run], x: str, y: str) -> Curve | None:
-    """Several seeds as one. Between evaluations a run goes straight; one that has ended keeps its
-    last value.
+    """Return the curve of several seeds.
+
+    A run is interpolated linearly between its evaluations. A run that has ended keeps its last
+    value.
     """
     lines = [points for run in runs if (points := _points(run, x, y))]
     if not lines:
@@ -102,8 +103,8 @@ def _at(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def scored(runs: Sequence[Run]) -> dict[str, str]:
-    """What the evaluations can be drawn by, the first of it that any run has, and what it is
-    called.
+    """Return the first metric that any run has, with its title: accuracy, the task's own metric,
+    or loss.
     """
     own = {run.metric[0] for run in runs if run.metric}
     names = (
@@ -122,8 +123,9 @@ def scored(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def chart(board: Leaderboard, rows: Sequence[Row], x: str, y: str = "") -> str:
-    """One figure of the given rows; `x` is `time_s` or `bytes`, `y` a metric, by default the one
-    that they are judged by. Empty where there is nothing to draw.
+    """Draw one figure of the given rows; "" if there is nothing to draw.
+
+    Args: x is `time_s` or `bytes`; y is a metric, by default the one that ranks the rows.
     """
     own = next(iter(scored([run for row in rows for run in row.runs]).items()), ("", ""))
     if y == own[0]:
@@ -139,7 +141,7 @@ def chart(board: Leaderboard, rows: Sequence[Row], x: str, y: str = "") -> str:
         if target and x == "time_s" and math.isfinite(row.spread.middle)
     }
     near = target and any(math.isfinite(row.spread.middle) for row in curves)
-    if reached and len(curves) > 1:  # what one run did behind its best is part of its story
+    if reached and len(curves) > 1:  # a single run is drawn to its end
         curves = {row: cut(found, BEYOND * max(reached.values())) for row, found in curves.items()}
     ends = [found.xs[-1] for found in curves.values()]
     log = (
@@ -200,8 +202,9 @@ def chart(board: Leaderboard, rows: Sequence[Row], x: str, y: str = "") -> str:
 
 
 def stages_of(board: Leaderboard) -> Sequence[Mapping[str, Any]]:
-    """Return the stages of a single run, each with `name`, `start_s`, `end_s`; empty for several
-    runs or one stage.
+    """Return the stages of a single run, each with `name`, `start_s`, `end_s`.
+
+    Returns nothing for several runs or one stage.
     """
     runs = [run for row in board.rows for run in row.runs]
     stages = runs[0].summary.get("stages") or [] if len(runs) == 1 else []
@@ -209,10 +212,10 @@ def stages_of(board: Leaderboard) -> Sequence[Mapping[str, Any]]:
 
 
 def _stage_boundaries(board: Leaderboard, x: str, across: Scale) -> list[str]:
-    """Draw where each stage of a single run begins, with its name and the second of its start.
+    """Draw the start of each stage of a single run, with the stage's name and start time.
 
-    Bytes at a start are interpolated between evaluations; a stage that begins before the first one
-    has no place there.
+    On the axis of bytes a start is interpolated between evaluations. A stage that begins before the
+    first evaluation is not drawn there.
     """
     stages = stages_of(board)
     run = board.rows[0].runs[0]
@@ -238,7 +241,7 @@ def _stage_boundaries(board: Leaderboard, x: str, across: Scale) -> list[str]:
 
 
 def cut(found: Curve, end: float) -> Curve:
-    """As much of a curve as lies before an end."""
+    """Return the part of a curve before `end`."""
     if found.xs[-1] <= end or found.xs[0] >= end:
         return found
     keep = bisect_left(found.xs, end)
@@ -264,8 +267,7 @@ def _line(found: Curve, across: Scale, up: Scale, style: int, first: bool) -> st
         stroke_dasharray=DASHES[style] or None,
         stroke_linejoin="round",
     )
-    # Markers stand at another phase in each series, so that lines that run together can still be
-    # told apart.
+    # Markers have another phase in each series, so that overlapping lines can be distinguished.
     start, end = points[0][0] + SPACING / len(COLORS) * style, points[-1][0]
     places = (
         [start + SPACING * k for k in range(int((end - start) // SPACING) + 1)]
@@ -276,7 +278,7 @@ def _line(found: Curve, across: Scale, up: Scale, style: int, first: bool) -> st
 
 
 def _numbers(ends: Mapping[Row, tuple[float, float]], board: Leaderboard) -> list[str]:
-    """Each row's rank at the end of its line, moved until it covers no other."""
+    """Draw each row's rank at the end of its line, moved until it covers no other rank."""
     placed: list[tuple[float, float]] = []
     parts = []
     for row, (x, y) in sorted(ends.items(), key=lambda item: item[1][1]):

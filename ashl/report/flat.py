@@ -1,6 +1,4 @@
-"""Records as tables for other tools: a row for each run, or for each of its evaluations or
-events.
-"""
+"""Make tables of records for other tools: a row for each run, evaluation or event."""
 
 import csv
 import json
@@ -15,16 +13,17 @@ from ashl.report.records import BrokenRecordError, LeftOut, Run, Study, leaves, 
 from ashl.report.replicates import settings_of
 from ashl.tracking import jsonl
 
-PLACES = ("run.dir", "name", "seed", "sweep")  # typed keys that other columns hold
+PLACES = ("run.dir", "name", "seed", "sweep")  # typed keys whose values are in other columns
 Record = dict[str, Any]
-Batches = Callable[
-    [], Iterator[list[Record]]
-]  # a run at a time, so that one is in memory; may be gone through again
+# Yields the records of one run at a time, so that only one run is in memory; can be called again.
+Batches = Callable[[], Iterator[list[Record]]]
 
 
 def summaries(study: Study) -> Batches:
-    """One flat record for each run: hash, the axes, what else was typed, the summary's values, and
-    each worker's as `w0_wait_s`.
+    """Return one flat record for each run.
+
+    Its columns: hash, the axes, other typed keys, the values of the summary, and each worker's
+    values as `w0_wait_s`.
     """
 
     def rows() -> Iterator[list[Record]]:
@@ -46,14 +45,14 @@ def summaries(study: Study) -> Batches:
 
 
 def metrics(study: Study) -> Batches:
-    """A record for each evaluation."""
+    """Return a record for each evaluation."""
     return lambda: (
         [_joined(run, keys, _plain(row)) for row in run.metrics] for run, keys in _keyed(study)
     )
 
 
 def events(study: Study) -> Batches:
-    """A record for each event; a round's spans stay together, as JSON text."""
+    """Return a record for each event; a round's spans stay together, as JSON text."""
     return lambda: (
         [_joined(run, keys, _plain(row)) for row in read_events(run)] for run, keys in _keyed(study)
     )
@@ -63,8 +62,9 @@ TABLES = {"summary": summaries, "metrics": metrics, "events": events}
 
 
 def table(study: Study, what: str) -> tuple[Batches, list[LeftOut]]:
-    """The records of one kind, and the runs that lack them or whose file is broken. Raises
-    UsageError where all do.
+    """Return the records of one kind, and the runs whose file is missing or broken.
+
+    Raises: UsageError if no run has such records.
     """
     good, bad = [], []
     for run in study.runs:
@@ -86,7 +86,7 @@ def table(study: Study, what: str) -> tuple[Batches, list[LeftOut]]:
 
 
 def read_events(run: Run) -> Iterator[Mapping[str, Any]]:
-    """Every event of a run. Raises BrokenRecordError."""
+    """Yield every event of a run. Raises BrokenRecordError."""
     try:
         yield from jsonl.read(run.folder / "events.jsonl")
     except (OSError, ValueError) as error:
@@ -94,9 +94,7 @@ def read_events(run: Run) -> Iterator[Mapping[str, Any]]:
 
 
 def _keyed(study: Study) -> Iterator[tuple[Run, Record]]:
-    """Each run with what tells its rows from those of others; the axes are those of the whole
-    study.
-    """
+    """Yield each run with its key columns: hash, setting, seed and the axes of the whole study."""
     axes, settings = settings_of(study)
     labels = {run: setting for setting in settings for run in setting.runs}
     for run in study.runs:
@@ -106,16 +104,15 @@ def _keyed(study: Study) -> Iterator[tuple[Run, Record]]:
 
 
 def _value(run: Run, key: str) -> str | None:
-    """The value of a key as typed; where the run's command left it out, the value it had by
-    default. None where the run has no such key.
-    """
+    """Return the value of a key as typed, else its default; None if the run has no such key."""
     return run.typed.get(key, written(run.config[key]) if key in run.config else None)
 
 
 def _joined(run: Run, keys: Record, recorded: Mapping[str, Any]) -> Record:
-    """One row. A recorded value never replaces a configured one: where it has the name of a column,
-    it gets another name, and where it is null and has the name of a key, the column holds the key's
-    value.
+    """Join key columns and recorded values to one row.
+
+    A recorded value never replaces a configured one: it gets the prefix `recorded_` if both differ.
+    A null that has the name of a key becomes the key's value.
     """
     row = dict(keys)
     for key, value in recorded.items():
@@ -146,7 +143,7 @@ def _plain(row: Mapping[str, Any]) -> Record:
 
 
 def columns_of(batches: Batches) -> dict[str, type]:
-    """Every column, in order of appearance, with the one type that holds all its values."""
+    """Return every column, in order of appearance, with the one type that holds all its values."""
     found: dict[str, type] = {}
     for batch in batches():
         for row in batch:
@@ -165,8 +162,9 @@ def columns_of(batches: Batches) -> dict[str, type]:
 
 
 def write(batches: Batches, kind: str, out: Path | TextIO) -> None:
-    """Write the records to a file, whole or not at all, or as text to a stream. Raises AshlError
-    for the file.
+    """Write the records to a file, as a whole or not at all, or as text to a stream.
+
+    Raises: AshlError if the file cannot be written.
     """
     writer = {"csv": write_csv, "json": write_json}.get(kind)
     if not isinstance(out, Path):
@@ -191,7 +189,7 @@ def write(batches: Batches, kind: str, out: Path | TextIO) -> None:
 
 
 def write_csv(batches: Batches, file: TextIO) -> None:
-    """Comma-separated values with a header line; what is missing is empty."""
+    """Write comma-separated values with a header line; a missing value is empty."""
     writer = csv.DictWriter(file, columns_of(batches), lineterminator="\n")
     writer.writeheader()
     for batch in batches():
@@ -199,7 +197,7 @@ def write_csv(batches: Batches, file: TextIO) -> None:
 
 
 def write_json(batches: Batches, file: TextIO) -> None:
-    """One JSON array of records, a line each."""
+    """Write one JSON array of records, one record per line."""
     separator = "[\n"
     for batch in batches():
         for row in batch:
@@ -209,7 +207,7 @@ def write_json(batches: Batches, file: TextIO) -> None:
 
 
 def write_parquet(batches: Batches, path: Path) -> None:
-    """Parquet, a row group for each run."""
+    """Write Parquet, one row group per run."""
     import pyarrow
     from pyarrow import parquet
 
@@ -236,7 +234,7 @@ def write_parquet(batches: Batches, path: Path) -> None:
 
 
 def _array(values: Sequence[Any], kind: type) -> list[Any]:
-    """Values of one column in its one type."""
+    """Convert the values of one column to its type."""
     return [
         None if value is None else kind(value) if kind in (str, float) else value
         for value in values

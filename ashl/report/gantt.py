@@ -1,6 +1,4 @@
-"""The first rounds of each worker, as they overlapped: a panel for each setting, all on one time
-axis.
-"""
+"""Draw the first rounds of each worker, and the whole run: a panel per setting, one time axis."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,35 +11,34 @@ from ashl.report.shares import KINDS, MAX_WORKERS, Box, filled, legend, patterns
 from ashl.report.svg import INK, SOFT, Scale, drawing, line, short, text, x_axis
 from ashl.tracking.timeline import parts_of
 
-ROUNDS = 4  # that the slowest worker is shown with
+ROUNDS = 4  # rounds of the slowest worker that are shown
 MAX_EVENTS, MAX_SPANS = 3000, 700
-STRETCH = 8.0  # the window is at most so many times as long as the quickest setting needs
+STRETCH = 8.0  # The window is at most this many times as long as the fastest setting needs.
 WIDTH, ROW = 940, 17
 COLUMNS, WIDE = 435, 2.0  # parts of a whole run, and pixels of each
-MAX_WHOLE = 40_000  # events that are read for it
+MAX_WHOLE = 40_000  # most events that are read for the whole run
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The first rounds of one run: by worker, their (kind, start, end), and when each
-    round ended.
+    """The first rounds of one run: by worker, its spans (kind, start, end) and the ends of its
+    rounds.
     """
 
     run: Run
     spans: Mapping[int, Sequence[tuple[str, float, float]]]
-    aside: Mapping[
-        int, Mapping[str, Sequence[tuple[str, float, float]]]
-    ]  # the parts of steps, and their messages
+    # By worker, the parts of its steps and their messages.
+    aside: Mapping[int, Mapping[str, Sequence[tuple[str, float, float]]]]
     ends: Mapping[int, Sequence[float]]
 
     @property
     def wanted_s(self) -> float:
-        """How long it takes until every worker has ended its first rounds."""
+        """Seconds until every worker has ended its first rounds."""
         return max(ends[min(ROUNDS, len(ends)) - 1] for ends in self.ends.values())
 
 
 def opening(run: Run) -> Opening | None:
-    """None where no rounds were recorded."""
+    """Return the first rounds of a run; None if no rounds were recorded."""
     spans: dict[int, list[tuple[str, float, float]]] = {}
     aside: dict[int, dict[str, list[tuple[str, float, float]]]] = {}
     ends: dict[int, list[float]] = {}
@@ -65,7 +62,7 @@ def opening(run: Run) -> Opening | None:
 
 
 def gantt(board: Leaderboard, rows: Sequence[Row]) -> str:
-    """Empty where none of the runs kept its events."""
+    """Draw the first rounds; "" if no run has recorded its events."""
     found = {row: first for row in rows if row.runs and (first := opening(row.runs[0]))}
     if not found:
         return ""
@@ -118,7 +115,7 @@ def gantt(board: Leaderboard, rows: Sequence[Row]) -> str:
 def _track(
     spans: Sequence[tuple[str, float, float]], across: Scale, y: float
 ) -> Iterator[tuple[str, Box]]:
-    """What one worker did, as rectangles with their kinds."""
+    """Yield the spans of one worker as rectangles with their kinds."""
     for kind, start_s, end_s in spans[:MAX_SPANS]:
         if start_s >= across.high:
             break
@@ -128,8 +125,9 @@ def _track(
 
 
 def whole(board: Leaderboard, rows: Sequence[Row]) -> str:
-    """The whole of one run of each setting: in each column of pixels what a worker mostly did;
-    empty without events.
+    """Draw one whole run of each setting: in each column of pixels the main activity of a worker.
+
+    Returns "" if no run has recorded its events.
     """
     found = {row: spent for row in rows if row.runs and (spent := columns(row.runs[0]))}
     if not found:
@@ -171,8 +169,9 @@ def whole(board: Leaderboard, rows: Sequence[Row]) -> str:
 
 
 def columns(run: Run) -> dict[int, list[str]]:
-    """By worker, of each of `COLUMNS` equal parts of the run what took most of it; "" where no
-    round was kept.
+    """Return, by worker, the main activity in each of `COLUMNS` equal parts of the run.
+
+    The activity is "" where no round was recorded.
     """
     time_s = run.summary.get("time_s") or 0.0
     spent: dict[int, list[dict[str, float]]] = {}

@@ -1,6 +1,4 @@
-"""The leaderboard as data: settings in order, each against the baseline, and what must be said
-beside it.
-"""
+"""Rank settings: the leaderboard as data, each setting against the baseline, with notes."""
 
 from __future__ import annotations
 
@@ -32,58 +30,49 @@ from ashl.report.replicates import Replicates, common_to, label, settings_of
 from ashl.report.stats import Effect, Key, Spread, spread
 from ashl.tracking.console import percent
 
-ENVIRONMENT = (
-    "cluster",
-    "dataset",
-    "model",
-)  # these, and `cluster.*`, are given; the rest is chosen
+# Keys of the environment, as are `cluster.*`: settings compete within an environment.
+ENVIRONMENT = ("cluster", "dataset", "model")
 MAX_NAMED = 8  # settings that an error message lists
-LATE = 0.05  # runs that were slower than declared by more than this are no equals of the others
+LATE = 0.05  # Settings whose runs were slower than declared by more than this share are not ranked.
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One setting of the leaderboard. Means are over its seeds; `against` is the effect against the
-    baseline.
+    """One setting of the leaderboard; means are over its seeds.
 
-    `environment`: the cluster, data set and model, where the study varies them; the `label` is of
-    all else, since that is what competes.
+    `environment` is the cluster, data set and model, if the study varies them. `label` names
+    everything else, which is what competes. `against` is the effect relative to the baseline.
     """
 
     label: str
     environment: str
     setting: Replicates
-    order: int  # in the grid, as written
+    order: int  # position in the grid, as written
     values: Mapping[Key, float]  # the measure's value by seed
     spread: Spread
     is_baseline: bool
     against: Effect | None
-    accuracy: tuple[float, float] | None  # final: mean and standard deviation
+    accuracy: tuple[float, float] | None  # final mean and standard deviation
     best: float | None
-    metric: (
-        tuple[str, float, float] | None
-    )  # the task's own, where it has no accuracy: name, final mean and deviation
+    # The metric of a task without accuracy: name, final mean and standard deviation.
+    metric: tuple[str, float, float] | None
     loss: float | None
     steps_per_s: float | None
     wait_share: float | None
-    hidden: float | None  # of the time of communication, behind computing; where something overlaps
-    goodput: (
-        float | None
-    )  # steps/s over those planned without failures; where some run lost a worker
+    hidden: float | None  # share of communication time that computation hides; None without overlap
+    # steps/s divided by those planned without failures; None unless a worker of some run failed
+    goodput: float | None
     mb_up: float | None
     mb_down: float | None
-    consensus: float | None  # distance of the models from their mean, where each worker has its own
-    late: (
-        float | None
-        # by how much its processes were slower than the cluster declares, at worst, where that is
-        # much
-    )
-    measures: Mapping[str, float]  # what the runs measured by themselves, at their ends
+    consensus: float | None  # distance of the workers' models from their mean, if each has its own
+    # Largest share by which a run was slower than the cluster declares; None if at most `LATE`.
+    late: float | None
+    measures: Mapping[str, float]  # final values of what the runs measured themselves
 
     @property
     def bound(self) -> float | None:
-        """What the median time to the target is above at least, where a race has stopped runs
-        before they got there.
+        """Lower bound of the median time to the target, if a race stopped runs before they
+        reached it.
         """
         runs = self.setting.by_seed()
         if not any(run.dropped for run in runs.values()):
@@ -104,8 +93,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """Rows by environment, and in each from the best to the worst. `ended_badly`: runs that failed,
-    diverged or were interrupted.
+    """The ranked settings, by environment and from the best to the worst.
+
+    `ended_badly` are the runs that failed, diverged or were interrupted.
     """
 
     measure: Measure
@@ -115,24 +105,24 @@ class Leaderboard:
     notes: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
     ended_badly: tuple[LeftOut, ...]
-    dropped: tuple[LeftOut, ...]  # by racing
-    common: str  # what all runs share
+    dropped: tuple[LeftOut, ...]  # runs that racing dropped
+    common: str  # settings that all runs share
 
     @property
     def ranked(self) -> tuple[Row, ...]:
-        """The rows that are equals: those whose runs kept the declared pace, or all where
-        none did.
+        """The rows that are ranked: those whose runs kept the declared speed, or all if none
+        did.
         """
         return tuple(row for row in self.rows if row.late is None) or self.rows
 
     def rank(self, row: Row) -> str:
-        """Within its environment, from 1; a dash for one that is not ranked."""
+        """Return the rank within the row's environment, from 1; a dash if the row is not ranked."""
         found = [other for other in self.ranked if other.environment == row.environment]
         return str(found.index(row) + 1) if row in found else "-"
 
     @property
     def environments(self) -> tuple[Leaderboard, ...]:
-        """A board for each."""
+        """The leaderboard of each environment."""
         names = dict.fromkeys(row.environment for row in self.rows)
         return tuple(
             replace(self, rows=tuple(r for r in self.rows if r.environment == name))
@@ -145,15 +135,17 @@ class Leaderboard:
 
     @property
     def second(self) -> Effect | None:
-        """The first against the second; None without one, or without a common seed."""
+        """The effect of the first relative to the second; None without a second or a common
+        seed.
+        """
         if len(self.ranked) < 2:
             return None
         return self.measure.effect(self.ranked[0].values, self.ranked[1].values)
 
     @property
     def resolution_s(self) -> float | None:
-        """How finely the evaluations tell the winner's time to target: on average over its seeds,
-        from the last one below the target to the first at it.
+        """Resolution of the winner's time to target: mean seconds between the two evaluations
+        around it.
         """
         if self.target is None:
             return None
@@ -162,7 +154,8 @@ class Leaderboard:
         return fmean(gaps) if gaps else None
 
 
-SORTS: dict[str, Callable[[Row], float | None]] = {  # smallest first
+# Sort keys of `--sort`: the smallest value comes first.
+SORTS: dict[str, Callable[[Row], float | None]] = {
     "setting": lambda row: 0.0,
     "accuracy": lambda row: -row.accuracy[0] if row.accuracy else None,
     "best": lambda row: None if row.best is None else -row.best,
@@ -183,11 +176,14 @@ def rank(
     baseline: str | None = None,
     own_target: bool = True,
 ) -> Leaderboard:
-    """Order the settings by time to target: what was asked for, or else the best accuracy that all
-    of them reach; where there are no accuracies, by what they had at an equal time. Without
-    `own_target`, the target of the runs themselves is ignored.
+    """Rank the settings by time to a target, or by their state at an equal time if there is none.
 
-    Raises UsageError for runs of different targets and for a baseline that is not there.
+    The target is the requested one, else that of the runs, else the best accuracy that all settings
+    reach.
+
+    Args: own_target=False ignores the target of the runs themselves.
+    Raises: UsageError for runs with different targets, an unknown baseline, and if no run has
+    ended.
     """
     axes, settings = settings_of(study)
     counted = [run for setting in settings for run in setting.by_seed().values()]
@@ -239,14 +235,13 @@ def _rows(
     measure: Measure,
     baseline: str | None,
 ) -> tuple[Row, ...]:
-    """Every setting beside the baseline of its own environment."""
+    """Return the rows, each setting compared with the baseline of its own environment."""
     around = [axis for axis in axes if axis in ENVIRONMENT or axis.startswith("cluster.")]
     if len(around) == len(axes):
-        around = []  # nothing else was varied: then these are what is compared
+        around = []  # only environments vary: then they are compared
     parts = {setting: _parts(setting, around) for setting in settings}
-    if (
-        len({environment for environment, _ in parts.values()}) > 1
-    ):  # lines of a grid that say nothing of it
+    # Lines of a grid that name no environment get one of their own.
+    if len({environment for environment, _ in parts.values()}) > 1:
         parts = {
             setting: (environment or "elsewhere", name)
             for setting, (environment, name) in parts.items()
@@ -278,19 +273,20 @@ def _rows(
 
 
 def _parts(setting: Replicates, around: Sequence[str]) -> tuple[str, str]:
-    """The names of a setting's environment and of what competes in it."""
+    """Return the names of a setting's environment and of what competes in it."""
     there = {key: value for key, value in setting.axes.items() if key in around}
     return label(there), setting.name(around) or setting.label
 
 
 def good(run: Run) -> bool:
-    """Whether it ended as it should, or where a race stopped it."""
+    """Return True if the run finished, or if a race stopped it."""
     return run.summary["status"] == "finished" or run.dropped
 
 
 def ordering(key: str | None) -> Callable[[Leaderboard], tuple[Row, ...]]:
-    """The rows of a board in another order; None is the board's own. Raises UsageError for a key
-    that is not there.
+    """Return the function that sorts the rows of a leaderboard; None keeps their order.
+
+    Raises: UsageError for an unknown key.
     """
     if key is not None and key not in SORTS:
         near = get_close_matches(key, SORTS, n=1)
@@ -311,8 +307,8 @@ def ordering(key: str | None) -> Callable[[Leaderboard], tuple[Row, ...]]:
 def _order(
     measure: Measure, setting: Replicates, values: Mapping[Key, float]
 ) -> tuple[float, float, float]:
-    """Median first; where that is infinite, the share that got there, and then how far the others
-    came.
+    """Return the sort key of a setting: its median, the share that reached the target, the best
+    accuracy.
     """
     finite = [value for value in values.values() if math.isfinite(value)]
     best = [(run.summary.get("best") or {}).get("test_accuracy") or 0.0 for run in setting.runs]
@@ -330,8 +326,10 @@ def _baseline(
     values: Mapping[Replicates, Mapping[Key, float]],
     name: str | None,
 ) -> str:
-    """What was asked for; else the grid's first BSP, without compression if there is one; else the
-    slowest of the first environment that got there.
+    """Return the baseline's name: the requested one, else the grid's first BSP, preferably
+    uncompressed.
+
+    Without BSP it is the slowest setting of the first environment that reached the target.
     """
     if name is not None:
         return named({parts[setting][1]: setting.axes for setting in grid}, name)
@@ -341,8 +339,9 @@ def _baseline(
 
 
 def usual_baseline(grid: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the place of the setting that others are compared with if none is named: the first
-    BSP, without compression if there is one.
+    """Return the index of the setting that others are compared with if none is named.
+
+    It is the first BSP, without compression if there is one.
 
     Args: grid has the options of each setting by group.
 
@@ -358,8 +357,9 @@ def usual_baseline(grid: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def named(settings: Mapping[str, Mapping[str, str]], name: str) -> str:
-    """The label that a name stands for: the label itself, or some of its parts, if no other has
-    them.
+    """Return the label that a name means: the label itself, or the only label that has these parts.
+
+    Raises: UsageError if no label or several match.
     """
     if name in settings:
         return name
@@ -425,7 +425,7 @@ def _metric(runs: Iterable[Run]) -> tuple[str, float, float] | None:
 
 
 def _measures(runs: Iterable[Run]) -> dict[str, float]:
-    """Of each measure, the mean over the runs that have it."""
+    """Return the mean of each measure over the runs that have it."""
     found: dict[str, list[float]] = {}
     for run in runs:
         for name, values in (run.summary.get("measures") or {}).items():
@@ -443,7 +443,7 @@ def _ended(run: Run) -> LeftOut:
 
 
 def late(setting: Replicates) -> float | None:
-    """How much slower than declared the worst of its runs was, where that is more than `LATE`."""
+    """Return by which share the slowest run was slower than declared; None if at most `LATE`."""
     worst = max(
         (run.summary.get("pace") or {}).get("slower_by") or 0.0
         for run in setting.by_seed().values()
@@ -496,8 +496,9 @@ def _clock_note(runs: Sequence[Run]) -> list[str]:
 
 
 def _stopped_note(runs: Sequence[Run], asked: Target | None) -> list[str]:
-    """A run that ended at an easier target of its own never had a chance to reach the one that was
-    asked for.
+    """Return the note on runs that ended at an easier target of their own.
+
+    They had no chance to reach the requested one.
     """
     if asked is None:
         return []

@@ -1,5 +1,7 @@
-"""What settings are ranked by: time to the target; without one, how far they were at a time that
-all have reached.
+"""Define the measures by which settings are ranked.
+
+The first choice is the time to a target. Without a target, it is the state at a time that all runs
+have reached.
 """
 
 import math
@@ -15,15 +17,15 @@ from ashl.report.records import BrokenRecordError, LeftOut, Run
 from ashl.report.stats import Effect, Key, effect
 from ashl.tracking.console import number, percent, seconds
 
-BEHIND = (
-    0.1  # of accuracy: a setting that stays so far below the median must not decide what all reach
-)
-STEPS = 200  # in which an accuracy is rounded down: half a point
+# Settings whose accuracy is this far below the median do not decide which target all reach.
+BEHIND = 0.1
+STEPS = 200  # an accuracy is rounded down to a multiple of 1 / STEPS, half a point
 
 
 class Target(NamedTuple):
-    """What a run is asked to reach, any of it, in `hold` evaluations in a row; `metric` is the
-    task's own, with its name and whether higher is better.
+    """The bounds of a target, any of which a run must reach in `hold` consecutive evaluations.
+
+    `metric` is the task's own: bound, name, and True if higher is better.
     """
 
     accuracy: float | None = None
@@ -32,7 +34,7 @@ class Target(NamedTuple):
     hold: int = 1
 
     def reached(self, row: Mapping[str, Any]) -> bool:
-        """With this evaluation."""
+        """Return True if this evaluation reaches a bound."""
         if at_least(row.get("test/acc"), self.accuracy) or at_least(
             self.loss, row.get("train/loss")
         ):
@@ -46,20 +48,23 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Measure:
-    """How one run is judged. What never came (a target, a finite loss) is infinitely bad."""
+    """A rule that gives each run a value.
+
+    A value that does not exist (target not reached, loss not finite) is infinitely bad.
+    """
 
     title: str
     unit: str
     lower_is_better: bool
-    ratio: bool  # settings are compared by quotients, not by differences
+    ratio: bool  # True if settings are compared by quotients, False by differences
     value: Callable[[Run], float]
     show: Callable[[float], str]
-    worst: str  # in place of an infinite value
-    better: str  # "1.8 x ..."
+    worst: str  # text of an infinite value
+    better: str  # words after a ratio, for example "times as fast"
     is_time: bool = False
 
     def text(self, value: float | None, bound: float | None = None) -> str:
-        """A value, or of one that never came what it is above at least."""
+        """Return a value as text; of a value that does not exist, its lower bound."""
         if value is None or math.isfinite(value):
             return "-" if value is None else self.show(value)
         return (
@@ -69,12 +74,13 @@ class Measure:
         )
 
     def effect(self, own: Mapping[Key, float], base: Mapping[Key, float]) -> Effect | None:
-        """How much better `own` is, paired by seed."""
+        """Return the effect of `own` relative to `base`, paired by seed."""
         return effect(own, base, ratio=self.ratio, lower_is_better=self.lower_is_better)
 
     def gain(self, own: float, base: float) -> float | None:
-        """How much better one value is than another, as a quotient or as a difference; None without
-        two numbers.
+        """Return how much better one value is than another, as a quotient or a difference.
+
+        Returns None unless both are finite, and positive for a quotient.
         """
         if not (math.isfinite(own) and math.isfinite(base)) or (self.ratio and min(own, base) <= 0):
             return None
@@ -82,13 +88,17 @@ class Measure:
         return better / worse if self.ratio else better - worse
 
     def order(self, value: float) -> float:
-        """For sorting: the best comes first."""
+        """Return the value's sort key: the best comes first."""
         return value if self.lower_is_better else -value
 
 
 def target_of(runs: Sequence[Run], target: float | None, hold: int | None) -> Target | None:
-    """The target that all runs share, or the one that was asked for: an accuracy, or where all are
-    judged by the same metric of their own a value of it. Raises UsageError where they have several.
+    """Return the requested target, or the target that all runs share.
+
+    A requested number is a value of the task's own metric if all runs have the same one, else an
+    accuracy.
+
+    Raises: UsageError if the runs have different targets.
     """
     if target is not None:
         metrics = {run.metric for run in runs}
@@ -112,9 +122,11 @@ def target_of(runs: Sequence[Run], target: float | None, hold: int | None) -> Ta
 
 
 def best_that_all_reach(settings: Sequence[Sequence[Run]]) -> tuple[Target, int] | None:
-    """The best accuracy that every run of every setting reaches, down to half a point, and the
-    number of settings that are left out of this: with a diverged run, or of three and more, with
-    one that stays `BEHIND` the median. None where there are no accuracies.
+    """Return the best accuracy that every run of every setting reaches, rounded down to half a
+    point.
+
+    Returns: the target and the number of settings that are ignored: those with a diverged run and,
+    of three or more, those that stay `BEHIND` the median. None if there are no accuracies.
     """
     sound = [
         runs
@@ -136,7 +148,7 @@ def best_that_all_reach(settings: Sequence[Sequence[Run]]) -> tuple[Target, int]
 def own_target(run: Run) -> Target:
     accuracy, loss, bound = (run.summary.get(target) for target in TARGETS)
     metric = None if bound is None or run.metric is None else (bound, *run.metric)
-    if accuracy is None and bound is not None and metric is None:  # an accuracy by its other name
+    if accuracy is None and bound is not None and metric is None:  # the task's metric is accuracy
         accuracy = bound
     asked = any(found is not None for found in (accuracy, loss, metric))
     return (
@@ -157,10 +169,10 @@ def describe(target: Target) -> str:
 
 
 def reached_at(run: Run, target: Target) -> tuple[float, float]:
-    """When a run reached a target (infinity: never), and its evaluation before: it came there in
-    between.
+    """Return the time at which a run reached a target, and the time of the evaluation before it.
 
-    As the run itself judges: `hold` evaluations in a row, and the time is that of the last of them.
+    The rule is that of the run itself: `hold` consecutive evaluations; the time is that of the last
+    one. The time is infinite if the target was not reached.
     """
     held, before = 0, 0.0
     for row in run.metrics:
@@ -176,7 +188,7 @@ def at_least(value: float | None, bound: float | None) -> bool:
 
 
 def value_at(run: Run, key: str, time_s: float) -> float | None:
-    """A metric at a time, on the straight line between the evaluations around it; None before the
+    """Return a metric at a time, linear between the evaluations around it; None before the
     first.
     """
     rows = [row for row in run.metrics if row.get(key) is not None]
@@ -191,8 +203,9 @@ def value_at(run: Run, key: str, time_s: float) -> float | None:
 
 
 def time_to(target: Target, recomputed: bool) -> Measure:
-    """Seconds on the experiment's clock until the target; from the summary, or anew from the
-    evaluations.
+    """Return the measure "time to target" in seconds on the experiment's clock.
+
+    Args: recomputed=True computes it from the evaluations, False reads it from the summary.
     """
 
     def value(run: Run) -> float:
@@ -215,8 +228,10 @@ def time_to(target: Target, recomputed: bool) -> Measure:
 
 
 def at_equal_time(runs: Sequence[Run]) -> Measure:
-    """Accuracy, else the task's own metric, else test loss, else training loss, at the end of the
-    run that ended first; without any, the speed.
+    """Return the measure of runs without a target: their state when the first of them ended.
+
+    It is the first of these that exists: accuracy, the task's own metric, test loss, training loss.
+    Without evaluations the measure is the speed.
     """
     timed = [run for run in runs if run.metrics]
     if not timed:
@@ -263,7 +278,7 @@ def at_equal_time(runs: Sequence[Run]) -> Measure:
 
 
 def measurable(runs: Sequence[Run]) -> tuple[list[Run], list[LeftOut]]:
-    """The runs whose evaluations can be read, and the others by name."""
+    """Return the runs whose evaluations can be read, and the others by name with the reason."""
     good, bad = [], []
     for run in runs:
         try:

@@ -1,5 +1,5 @@
-"""`report.html`: the answer and the figures behind it, as one file that opens anywhere, offline,
-and prints in grey.
+"""Write `report.html`: the answer and its figures as one file that needs no network and prints
+in grey.
 """
 
 import os
@@ -29,32 +29,33 @@ from ashl.report.records import LeftOut, Study
 from ashl.report.terminal import Column, columns_of, method
 from ashl.tracking.console import seconds
 
-RUN_PAGE = "report.html"  # in the folder of a run
-CURVES, PANELS, GANTTS = 8, 6, 3  # settings drawn, the baseline beside them
+RUN_PAGE = "report.html"  # file in the folder of a run
+CURVES, PANELS, GANTTS = 8, 6, 3  # settings drawn, in addition to the baseline
 UNFOLDED, TABLE_ROWS, LISTED, LINKS = 20, 200, 50, 10
 
 CURVE = (
     "Lines: means over seeds; bands: the range over seeds, of the first three and the baseline. A"
     " run that has ended keeps its last value. Rings: where a setting reaches the target, by its"
-    " median; against time the axis ends a little behind the last of them."
+    " median; the time axis ends soon after the last of them."
+)
+ONE_SEED_CURVE = (
+    "Lines: one run of each setting. Rings: where a setting reaches the target; the time axis ends"
+    " soon after the last of them."
 )
 ONE_CURVE = "Ring: the run reaches the target."
 LOSS = "On the training set, at each evaluation."
-BOUNDARIES = " Dashed lines from top to bottom: a stage begins. "
+BOUNDARIES = " Dashed vertical lines: a stage begins. "
 BYTES = "Bytes as sent, headers and indices included."
 AXES = (
-    "Rings: settings, by their median over seeds, with what lies around it; bars: the median of the"
-    " rings."
+    "Rings: settings, by their median over seeds with its interval; bars: the median of the rings."
 )
-SHARES = "Means over seeds."
-GANTT = "One run of each."
-WHOLE = (
-    "One run of each; in every place what took most of the worker's time, blank where no round was"
-    " kept."
-)
-PARETO = "Medians over seeds; bytes as sent, in both directions."
-MEDIANS = "medians over seeds."
-STALENESS = f"Pushes that were applied; one run of each, its first {staleness.MAX_ROUNDS:,} events."
+ONE_SEED_AXES = "Rings: settings; bars: the median of the rings."
+MEANS = "Means over seeds."
+ONE_RUN = "One run of each setting. "
+WHOLE = "In every place the main activity of the worker; blank where no round was recorded."
+SENT = "Bytes as sent, in both directions."
+MEDIANS = "Medians over seeds."
+STALENESS = f"Pushes that were applied, of the first {staleness.MAX_ROUNDS:,} events."
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:#1a1a1a;background:#fff;max-width:1040px;margin:2em auto;padding:0 1em}
@@ -75,7 +76,7 @@ a{color:inherit}
 
 
 class Figure(NamedTuple):
-    """A figure of the page."""
+    """A figure of the page with its title and note."""
 
     title: str
     svg: str
@@ -91,9 +92,7 @@ class SaidTable(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What a command says beside the leaderboard: the answer in its own words, labelled lines,
-    tables.
-    """
+    """A command's own answer, labelled lines and tables, shown with the leaderboard."""
 
     answer: Answer
     lines: tuple[tuple[str, str], ...] = ()
@@ -108,10 +107,10 @@ def page(
     home: Path = Path(),
     said: Said | None = None,
 ) -> str:
-    """The whole page with these figures.
+    """Return the whole page with these figures.
 
-    Args: command is what was typed; home is the folder that the page lies in; said is None if the
-    command says what follows from the leaderboard alone.
+    Args: command is the typed command; home is the folder of the page; said is None if the answer
+    is that of the leaderboard.
     """
     said = said or Said(answer(board))
     name = str(study.sweep.get("name") or "") if study.sweep else ""
@@ -147,23 +146,28 @@ def page(
 
 
 def figures(board: Leaderboard) -> list[Figure]:
-    """Every figure that there is something to draw in."""
-    main = board.environments[
-        0
-    ]  # the others differ in their cluster, say, and are compared in the map and by axis
+    """Return every figure for which there is data."""
+    # Other environments are compared in the map and by axis.
+    main = board.environments[0]
     drawn, panels, gantts = (_drawn(main, most) for most in (CURVES, PANELS, GANTTS))
+    seeds = any(row.spread.count > 1 for row in board.rows)
+    means, medians = (MEANS, f"{MEDIANS} ") if seeds else ("", "")
+    one_run = ONE_RUN if len(board.rows) > 1 or seeds else ""
     ground = crossover.terrain(board)
     wins = (
         ("", "")
         if ground is None
-        else (crossover_map.figure(ground), f"By {ground.measure.title}, {MEDIANS}")
+        else (crossover_map.figure(ground), f"By {ground.measure.title}. {medians}".strip())
     )
+    curve = CURVE if seeds else ONE_SEED_CURVE
     found = [
         ("Who wins where", *wins),
         (
             "Against time",
             curves.chart(main, drawn, "time_s"),
-            CURVE + _few(board, main, drawn) if len(main.rows) > 1 else ONE_CURVE + stages(main),
+            (curve if len(main.rows) > 1 or seeds else ONE_CURVE)
+            + stages(main)
+            + _few(board, main, drawn),
         ),
         ("Loss against time", *loss(main, drawn)),
         (
@@ -174,33 +178,36 @@ def figures(board: Leaderboard) -> list[Figure]:
         (
             "Time against bytes at the target",
             pareto.scatter(main, drawn),
-            PARETO + _few(board, main, drawn),
+            medians + SENT + _few(board, main, drawn),
         ),
-        ("By axis", small_multiples.multiples(board), AXES),
+        ("By axis", small_multiples.multiples(board), AXES if seeds else ONE_SEED_AXES),
         (
             "Where the workers' time goes",
             shares.bars(main, panels),
-            SHARES + _few(board, main, panels),
+            means + _few(board, main, panels),
         ),
-        ("The first rounds", gantt.gantt(main, gantts), GANTT + _few(board, main, gantts)),
-        ("The whole run", gantt.whole(main, gantts), WHOLE + _few(board, main, gantts)),
-        ("Staleness", staleness.histograms(main, panels), STALENESS + _few(board, main, panels)),
+        ("The first rounds", gantt.gantt(main, gantts), one_run + _few(board, main, gantts)),
+        ("The whole run", gantt.whole(main, gantts), one_run + WHOLE + _few(board, main, gantts)),
+        (
+            "Staleness",
+            staleness.histograms(main, panels),
+            one_run + STALENESS + _few(board, main, panels),
+        ),
     ]
     return [Figure(*entry) for entry in found if entry[1]]
 
 
 def loss(board: Leaderboard, drawn: Sequence[Row]) -> tuple[str, str]:
-    """Of one setting the training loss, and the note below it; of several, what they are judged by
-    is enough.
-    """
+    """Return the training loss of a single setting and its note; "" for several settings."""
     if len(board.rows) > 1:
         return "", ""
     return curves.chart(board, drawn, "time_s", "train/loss"), LOSS + stages(board)
 
 
 def stages(board: Leaderboard) -> str:
-    """Return names and times of a single run's stages, as the end of a note; empty for one stage or
-    several runs.
+    """Return names and times of a single run's stages, as the end of a note.
+
+    Returns "" for one stage or several runs.
     """
     found = [
         f"{s['name']} {seconds(s['start_s'])} to {seconds(s['end_s'])}"
@@ -210,8 +217,9 @@ def stages(board: Leaderboard) -> str:
 
 
 def leaderboard(board: Leaderboard, words: Answer | None = None) -> str:
-    """The answer, by default in the board's words, and the leaderboard as Markdown, which MLflow
-    shows as a table.
+    """Return the answer and the leaderboard as Markdown, which MLflow shows as a table.
+
+    Args: words is the answer; None = that of the leaderboard.
     """
     answered = words or answer(board)
     columns = [
@@ -229,7 +237,7 @@ def leaderboard(board: Leaderboard, words: Answer | None = None) -> str:
 
 
 def booktabs(board: Leaderboard) -> str:
-    """The leaderboard as a table for LaTeX, with the package booktabs."""
+    """Return the leaderboard as a LaTeX table for the package booktabs."""
     columns = [
         column
         for column in columns_of(board)
@@ -253,7 +261,7 @@ def booktabs(board: Leaderboard) -> str:
 
 
 def _tex(words: str) -> str:
-    """Text as LaTeX prints it."""
+    """Escape text for LaTeX."""
     special = {
         "\\": r"\textbackslash{}",
         "±": r"$\pm$",
@@ -265,7 +273,7 @@ def _tex(words: str) -> str:
 
 
 def _drawn(board: Leaderboard, most: int) -> list[Row]:
-    """The best, and the baseline."""
+    """Return the best rows, and the baseline."""
     shown = list(board.rows[:most])
     return (
         shown
@@ -301,7 +309,7 @@ def _said_table(table: SaidTable) -> str:
 
 
 def _table(board: Leaderboard, home: Path, folder: Path | None) -> str:
-    """The leaderboard; of a long one, the rest can be unfolded."""
+    """Return the leaderboard as HTML; the rest of a long one can be unfolded."""
     shown = board.rows[:UNFOLDED]
     columns = [
         column
@@ -342,8 +350,9 @@ def _rows(board: Leaderboard, rows: Sequence[Row], columns: Sequence[Column], ho
 
 
 def _linked(row: Row, name: str, home: Path) -> str:
-    """A setting's name, and a link to the page of each of its runs, by seed; to the folder of a run
-    without a page.
+    """Return a setting's name with a link for each of its runs, by seed.
+
+    A link leads to the run's page, or to its folder if it has no page.
     """
     places = [
         (
@@ -363,7 +372,7 @@ def _section(title: str, figure: str, note: str = "") -> str:
 
 
 def _few(board: Leaderboard, main: Leaderboard, drawn: Sequence[Row]) -> str:
-    """What of the study a figure leaves out, as the end of its note."""
+    """Return which part of the study a figure shows, as the end of its note; "" if it shows all."""
     left = (
         ""
         if main.baseline is None or main.baseline in main.rows[: len(drawn)]

@@ -1,6 +1,4 @@
-"""Time against bytes at the target: which setting is worth its traffic, and which ones no other
-beats in both.
-"""
+"""Draw time against bytes at the target, and the settings that no other beats in both."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,8 +26,9 @@ WIDTH, HEIGHT, LEFT, TOP, LEGEND = 940, 340, 70, 16, 300
 
 
 def at_target(runs: Sequence[Run], target: Target) -> tuple[float, float] | None:
-    """Medians over the seeds: seconds to the target, and MB sent by then; None where most never
-    reached it.
+    """Return the medians over seeds of the time to the target and of the MB sent by then.
+
+    Returns None if most runs did not reach it.
     """
     found = []
     for run in measurable(runs)[0]:
@@ -43,7 +42,7 @@ def at_target(runs: Sequence[Run], target: Target) -> tuple[float, float] | None
 
 
 def front(points: Mapping[Row, tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other beats in both, by time."""
+    """Return the points that no other point beats in both, sorted by time."""
     best: list[tuple[float, float]] = []
     for point in sorted(points.values()):
         if not best or point[1] < best[-1][1]:
@@ -52,7 +51,7 @@ def front(points: Mapping[Row, tuple[float, float]]) -> list[tuple[float, float]
 
 
 def scatter(board: Leaderboard, rows: Sequence[Row]) -> str:
-    """Empty without a target, or where fewer than two settings reached it."""
+    """Draw the figure; "" without a target, or if fewer than two settings reached it."""
     points = {row: at for row in rows if board.target and (at := at_target(row.runs, board.target))}
     if len(points) < 2:
         return ""

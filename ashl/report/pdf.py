@@ -1,17 +1,15 @@
-"""Figures as PDF, by CairoSVG: it draws hatchings and clips, which the libraries without Cairo
-leave out.
-"""
+"""Convert figures to PDF with CairoSVG, which draws hatchings and clips."""
 
 import importlib
 
 
 def lacks() -> str:
-    """Why there are none, and what to install; "" where all is there."""
+    """Return why PDF is not possible and what to install; "" if all is installed."""
     try:
         importlib.import_module("cairosvg")
     except ImportError:
         return 'as SVG; for PDF beside them pip install "ashl[pdf]"'
-    except OSError:  # the C library below it
+    except OSError:  # the C library cairo is missing
         return (
             "as SVG; for PDF beside them install the C library cairo, as in apt install libcairo2"
         )
@@ -19,7 +17,7 @@ def lacks() -> str:
 
 
 def made_of(svg: str) -> bytes:
-    """A figure as a page of its own size; text stays text."""
+    """Return a figure as a PDF page of its own size; text stays text."""
     import cairosvg
 
     return cairosvg.svg2pdf(bytestring=svg.encode())

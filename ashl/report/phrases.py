@@ -1,5 +1,5 @@
-"""The answer in words: who is first, by how much, how sure; who comes second; what it would take to
-be sure.
+"""Put a leaderboard into sentences: winner, lead, certainty, runner-up, and what would give
+certainty.
 """
 
 import math
@@ -17,14 +17,16 @@ MAX_ENVIRONMENTS = 8
 
 @dataclass(frozen=True)
 class Answer:
-    """One sentence, and those that qualify it."""
+    """A headline, and the sentences that qualify it."""
 
     headline: str
     sentences: tuple[str, ...]
 
 
 def answer(board: Leaderboard) -> Answer:
-    """What the board says, with its uncertainty; of several environments, what each says."""
+    """Return the answer of a leaderboard with its uncertainty; of several environments, one for
+    each.
+    """
     if ground := terrain(board):
         first, *rest = statement(ground)
         return Answer(first, (*rest, *board.notes))
@@ -53,15 +55,16 @@ def _answer(board: Leaderboard) -> Answer:
     measure, first = board.measure, board.rows[0]
     if len(board.rows) == 1 and board.dropped:
         return Answer(
-            f"{first.label} is what the race has left: {measure.title} {_of(first, measure)}.",
+            f"{first.label} is the only setting that the race has not dropped:"
+            f" {measure.title} {_of(first, measure)}.",
             board.notes,
         )
     if len(board.rows) == 1:
         text = f"There is one setting, {first.label}: {measure.title} {_of(first, measure)}."
-        return Answer(text, (*board.notes, "Name other runs beside it for a comparison."))
+        return Answer(text, (*board.notes, "Name further runs for a comparison."))
     if not math.isfinite(first.spread.middle):
         return Answer(
-            f"No setting has an answer: {measure.title} was reached by no majority of seeds.",
+            f"No setting has an answer: in none did most seeds reach the target ({measure.title}).",
             _nobody(board),
         )
     headline = standing(board, "leads" if unsure(board) else "is first")
@@ -71,7 +74,7 @@ def _answer(board: Leaderboard) -> Answer:
 
 
 def standing(board: Leaderboard, place: str = "") -> str:
-    """How the first of the board stands, and against the baseline."""
+    """Return the result of the first setting and its lead over the baseline."""
     first, measure = board.ranked[0], board.measure
     named = f"{first.label} {place}" if place else first.label
     return f"{named}: {measure.title} {_of(first, measure)}{_against(board, first)}."
@@ -82,7 +85,9 @@ def _of(row: Row, measure: Measure) -> str:
 
 
 def interval(found: Spread, measure: Measure) -> str:
-    """What lies around a median, under its right name: a range of few seeds is no 95 % interval."""
+    """Return the interval around a median with its right name: few seeds have a range, no 95 %
+    interval.
+    """
     if found.count == 1:
         return "one seed"
     name = f"median of {found.count} seeds, " + (
@@ -96,20 +101,22 @@ def _against(board: Leaderboard, row: Row) -> str:
     if board.baseline is None:
         return ""
     if row is board.baseline:
-        return ", and it is the baseline itself"
+        return ", and is itself the baseline"
     if row.against is None:
         return f"; the baseline {board.baseline.label} has no seed in common with it"
     better = gain(row, board.baseline, board.measure)
     if better is None:
         return (
-            f"; the baseline {board.baseline.label} got there in {most(board.baseline)}"
+            f"; the baseline {board.baseline.label} reached the target in {most(board.baseline)}"
             f" ({certainty(row.against)})"
         )
     return f", {better} the baseline {board.baseline.label} ({certainty(row.against)})"
 
 
 def most(row: Row) -> str:
-    """In how many of its seeds a setting got there that did not in most of them."""
+    """Return in how many of its seeds a setting reached the target, for one that did not in
+    most.
+    """
     return (
         f"{row.reached or 'none'} of its"
         f" {'seeds' if row.reached == 0 else f'{len(row.values)} seeds'}"
@@ -117,15 +124,14 @@ def most(row: Row) -> str:
 
 
 def gain(row: Row, other: Row, measure: Measure) -> str | None:
-    """ "1.8 times as fast as", or "2.3 points better than", by the medians that rank them; None
-    without two.
-    """
-    found = measure.gain(row.spread.middle, other.spread.middle)
-    if found is None:
+    """Return "1.8 times as fast as" or "2.3 points better than", by medians; None without two."""
+    better = measure.gain(row.spread.middle, other.spread.middle)
+    if better is None:
         return None
     if measure.ratio:
-        return f"{found:.2f} {measure.better} {'as' if measure.better.endswith('fast') else 'than'}"
-    return f"{round(100 * found, 1):.1f} {measure.better} than"
+        than = "as" if measure.better.endswith("fast") else "than"
+        return f"{better:.2f} {measure.better} {than}"
+    return f"{round(100 * better, 1):.1f} {measure.better} than"
 
 
 def number_of(value: float, ratio: bool) -> str:
@@ -133,12 +139,16 @@ def number_of(value: float, ratio: bool) -> str:
 
 
 def certainty(found: Effect) -> str:
-    """Of an effect: the interval of its mean over seeds, and in how many of them it was better."""
+    """Return the interval of an effect's mean over paired seeds, and in how many of them it was
+    better.
+    """
     better = f"better in {found.wins} of {found.pairs} paired seeds"
-    if found.low is None or found.high is None:
+    if found.middle is None or found.low is None or found.high is None:
         return better
-    low, high = number_of(found.low, found.ratio), number_of(found.high, found.ratio)
-    return f"{100 * LEVEL:.0f} % interval {low} to {high}, {better}"
+    mean, low, high = (
+        number_of(value, found.ratio) for value in (found.middle, found.low, found.high)
+    )
+    return f"paired mean {mean}, {100 * LEVEL:.0f} % interval {low} to {high}, {better}"
 
 
 def _second(board: Leaderboard) -> str:
@@ -148,24 +158,24 @@ def _second(board: Leaderboard) -> str:
         return f"{begin}; the two have no seed in common."
     better = gain(board.rows[0], second, board.measure)
     if better is None:
-        return f"{begin}; it got there in {most(second)} ({certainty(found)})."
+        return f"{begin}; it reached the target in {most(second)} ({certainty(found)})."
     return f"{begin}; {board.rows[0].label} is {better} it ({certainty(found)})."
 
 
 def unsure(board: Leaderboard) -> str:
-    """Why the winner is not sure to be the winner; empty where it is."""
+    """Return why the winner is not certain; "" if it is."""
     found = board.second
     if found is None:
         return "The first two are not separated: no seed was run with both."
     if found.pairs == 1:
         return (
-            "The first two are not separated: with one seed, nothing is known of the spread between"
+            "The first two are not separated: one seed says nothing about the variation between"
             " seeds."
         )
     if found.low is None and not found.ahead:
         return (
-            "The first two are not separated: without a number from every run there is no"
-            f" interval, and {found.wins} of {found.pairs} pairs is within chance (sign test, p ="
+            "The first two are not separated: some runs have no number, so there is no"
+            f" interval, and {found.wins} of {found.pairs} pairs may be chance (sign test, p ="
             f" {found.chance:.2g})."
         )
     if not found.ahead:
@@ -185,7 +195,7 @@ def _too_coarse(board: Leaderboard) -> bool:
 
 
 def _needed(board: Leaderboard) -> str:
-    """What would settle it."""
+    """Return what would make the answer certain."""
     found, count = board.second, board.rows[0].spread.count
     if not unsure(board):
         return (
@@ -196,18 +206,18 @@ def _needed(board: Leaderboard) -> str:
         )
     more = f"seed={','.join(map(str, range(5)))}"
     if found is None or found.pairs == 1:
-        return f"To be sure, run both with the same few seeds, as in {more}."
+        return f"For certainty, run both with several common seeds, for example {more}."
     if found.low is None and not found.ahead:
-        return "To be sure, let the runs go on longer, or judge them by a lower target (--target)."
+        return "For certainty, allow longer runs, or choose a lower target (--target)."
     if found.ahead:
-        return "To be sure, evaluate more often (eval.every_s), or ask for a higher target."
+        return "For certainty, evaluate more often (eval.every_s), or choose a higher target."
     needed = seeds_needed(found)
     if needed is None:
-        return f"More than {MAX_SEEDS} seeds would be needed to tell them apart: take either."
-    coarse = " and evaluations closer together (eval.every_s)" if _too_coarse(board) else ""
+        return f"More than {MAX_SEEDS} seeds would be needed to separate them: use either."
+    coarse = " and more frequent evaluations (eval.every_s)" if _too_coarse(board) else ""
     return (
-        f"To be sure would take about {needed} seeds (now {count}){coarse}, if the spread stays as"
-        " it is."
+        f"Certainty would need about {needed} seeds (now {count}){coarse}, if the spread stays the"
+        " same."
     )
 
 
@@ -218,10 +228,8 @@ def _nobody(board: Leaderboard) -> tuple[str, ...]:
     if nearest.best is not None:
         typical = median(row.best for row in board.rows if row.best is not None)
         lines.append(
-            f"{nearest.label} came nearest, with {percent(nearest.best)} at best; half stayed below"
-            f" {percent(typical)}."
+            f"{nearest.label} came closest, with {percent(nearest.best)} at best; half of the"
+            f" settings stayed below {percent(typical)}."
         )
-    lines.append(
-        "To have an answer, let the runs go on longer, or judge them by a lower target (--target)."
-    )
+    lines.append("For an answer, allow longer runs, or choose a lower target (--target).")
     return (*lines, *board.notes)

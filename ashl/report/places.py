@@ -1,4 +1,4 @@
-"""An option's place in a comparison of runs: the rank of the best setting that has it."""
+"""Find an option's place in a comparison: the rank of the best setting that has it."""
 
 from collections.abc import Collection
 
@@ -6,11 +6,11 @@ from ashl.report.leaderboard import Leaderboard
 
 
 def places(board: Leaderboard, groups: Collection[str]) -> dict[tuple[str, str], str]:
-    """By group and option, as `2 of 12`; from the best to the worst place where there are several
-    environments.
+    """Return the place of each (group, option), for example `2 of 12`; over environments best to
+    worst.
 
-    Options that all settings of an environment have in common have no place there, and a setting
-    that never reached the target is in none.
+    An option that all settings of an environment share has no place there. A setting that never
+    reached the target has none.
     """
     found: dict[tuple[str, str], list[tuple[float, int]]] = {}
     for part in board.environments:
@@ -30,7 +30,7 @@ def places(board: Leaderboard, groups: Collection[str]) -> dict[tuple[str, str],
 
 
 def _said(among: list[tuple[float, int]]) -> str:
-    """`1 of 12`, `1 to 3 of 12`, `not reached, of 12`."""
+    """Return places as text: `1 of 12`, `1 to 3 of 12`, `not reached, of 12`."""
     ranks = sorted(place for place, _ in among)
     best, worst = (
         f"{place:g}" if place < float("inf") else "not reached" for place in (ranks[0], ranks[-1])

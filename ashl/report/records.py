@@ -1,6 +1,4 @@
-"""Run folders and sweep folders as records. What is not there, not finished or broken is left out
-by name.
-"""
+"""Read run folders and sweep folders; what is missing, unfinished or broken is left out by name."""
 
 import json
 import math
@@ -16,7 +14,7 @@ from typing import Any
 import yaml
 
 try:
-    from yaml import CSafeLoader as SafeLoader  # six times as fast, where it was built
+    from yaml import CSafeLoader as SafeLoader  # six times as fast, if it was built
 except ImportError:
     from yaml import SafeLoader
 
@@ -28,23 +26,23 @@ from ashl.tracking import jsonl
 from ashl.tracking.killed import close_killed
 
 SWEEP, SUMMARY, CONFIG, OVERRIDES = "sweep.json", "summary.json", "config.yaml", "overrides.yaml"
-COMMAND = "command.txt"  # what was typed, for a shell
+COMMAND = "command.txt"  # the typed command, quoted for a shell
 STATUSES = ("finished", "diverged", "failed", "interrupted")
 NUMBERS = ("time_s", "time_to_target_s", *TARGETS, "steps_per_s", "samples_per_s", "wait_share")
 NUMBERS += ("comm_hidden_share", "goodput", "bytes_up", "bytes_down", "num_workers")
 SCORES = ("test/acc", "test/loss", "train/loss", "bytes_up", "bytes_down")
-PRESETS = ("experiment", "debug")  # what they set is in the configuration itself
+PRESETS = ("experiment", "debug")  # the configuration itself contains what a preset sets
 
 Child = tuple[Path, str, dict[str, str], str]  # of a sweep: folder, hash, axes, label
 
 
 class BrokenRecordError(Exception):
-    """A folder is no run that can be read; the message says what is wrong with it."""
+    """The folder is no run that can be read; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A folder that was named, or a setting of a sweep, and is in no figure."""
+    """A named folder, or a setting of a sweep, that no figure shows, with the reason."""
 
     name: str
     reason: str
@@ -52,7 +50,9 @@ class LeftOut:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run folder. `config` is flat: dotted keys, and each group's option by its name. The rest is
+    """A run folder.
+
+    `config` is flat: dotted keys, and each group's option by its name. Evaluations and events are
     read on demand.
     """
 
@@ -60,9 +60,9 @@ class Run:
     hash: str
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
-    axes: Mapping[str, str] = field(default_factory=dict)  # as its sweep has them
-    label: str = ""  # as its line of the sweep has it
-    dropped: bool = False  # by a race, before its end
+    axes: Mapping[str, str] = field(default_factory=dict)  # values of the sweep's axes
+    label: str = ""  # label of its line of the sweep
+    dropped: bool = False  # True if a race stopped it before its end
 
     @property
     def name(self) -> str:
@@ -74,15 +74,15 @@ class Run:
 
     @property
     def counts(self) -> bool:
-        """Whether its outcome is known: a run that crashed or was interrupted might still have got
-        there.
+        """True if the outcome is known: a run that crashed or was interrupted might have reached
+        the target.
         """
         reached = self.summary.get("time_to_target_s") is not None
         return self.summary["status"] in ("finished", "diverged") or reached or self.dropped
 
     @property
     def metric(self) -> tuple[str, bool] | None:
-        """The task's own metric and whether higher is better, where it is no accuracy."""
+        """The task's own metric and True if higher is better; None if it is an accuracy."""
         name, higher = self.summary.get("metric"), self.summary.get("higher_is_better")
         return (
             (name, higher)
@@ -92,9 +92,7 @@ class Run:
 
     @cached_property
     def typed(self) -> Mapping[str, str]:
-        """The value of each key on its command line, as written there; empty where `overrides.yaml`
-        is missing.
-        """
+        """Typed keys and their values, as written; empty if `overrides.yaml` is missing."""
         try:
             lines = yaml.load((self.folder / OVERRIDES).read_text(encoding="utf-8"), SafeLoader)
             return {key_of(text): text.partition("=")[2] for text in lines or ()}
@@ -103,8 +101,9 @@ class Run:
 
     @cached_property
     def command(self) -> str:
-        """The command that runs it again, quoted for a shell: as typed, or as its sweep's folder
-        and its own overrides say; empty where neither is known.
+        """The command that repeats the run, quoted for a shell; "" if it is unknown.
+
+        It is the typed command, or that of its sweep with the run's own overrides.
         """
         try:
             return (self.folder / COMMAND).read_text(encoding="utf-8").strip()
@@ -117,7 +116,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> tuple[Mapping[str, Any], ...]:
-        """Its evaluations, in order of time. Raises BrokenRecordError."""
+        """The evaluations, in order of time. Raises BrokenRecordError."""
         try:
             rows = tuple(jsonl.read(self.folder / "metrics.jsonl"))
             if all(math.isfinite(row["time_s"]) and are_numbers(row, SCORES) for row in rows):
@@ -127,9 +126,7 @@ class Run:
         raise BrokenRecordError("metrics.jsonl is missing or broken")
 
     def rounds(self, most: int) -> Iterator[Mapping[str, Any]]:
-        """The first rounds of its workers, as they ended; none where no events were kept or the
-        file is broken.
-        """
+        """Yield the first rounds of its workers, in order of their ends; none without events."""
         try:
             for event in islice(jsonl.read(self.folder / "events.jsonl"), most):
                 if event.get("kind") == "round" and event["rank"] < self.summary["num_workers"]:
@@ -140,19 +137,23 @@ class Run:
 
 @dataclass(frozen=True)
 class Study:
-    """All that was read. `sweep` is `sweep.json`, where one sweep and nothing else was named."""
+    """The runs that were read.
+
+    `sweep` is the content of `sweep.json`, if one sweep and nothing else was named.
+    """
 
     runs: tuple[Run, ...]
     left_out: tuple[LeftOut, ...]
-    skipped: tuple[LeftOut, ...]  # points of the grid that make no sense
-    dropped: tuple[LeftOut, ...]  # by racing: behind, and not run to the end
+    skipped: tuple[LeftOut, ...]  # points of the grid that cannot run
+    dropped: tuple[LeftOut, ...]  # runs that racing dropped before their end
     sweep: Mapping[str, Any] | None
-    folder: Path | None  # of that sweep
+    folder: Path | None  # folder of the sweep
 
 
 def read(paths: Sequence[Path]) -> Study:
-    """The runs that these folders hold. Raises UsageError where a folder does not exist, or none
-    holds a run.
+    """Return the runs in these folders.
+
+    Raises: UsageError if a folder does not exist, or no folder has a run.
     """
     for path in paths:
         if not path.is_dir():
@@ -199,8 +200,9 @@ def read(paths: Sequence[Path]) -> Study:
 
 
 def below(path: Path) -> list[Path]:
-    """A folder that is a run or a sweep; of any other, the runs and sweeps somewhere in it, if
-    there are any. What MLflow keeps is none.
+    """Return the runs and sweeps inside a folder; the folder itself if it is one or contains none.
+
+    MLflow's own folders are ignored.
     """
     found = []
     for place, folders, files in os.walk(path):
@@ -214,10 +216,10 @@ def below(path: Path) -> list[Path]:
 
 
 def read_sweep(path: Path) -> tuple[dict[str, Any], list[Child], dict[str, str], list[LeftOut]]:
-    """`sweep.json`, its settings, those that racing dropped by hash with the reason, and the points
-    that were skipped.
+    """Return `sweep.json`, its settings, the reasons of dropped settings by hash, and the skipped
+    points.
 
-    Raises BrokenRecordError.
+    Raises: BrokenRecordError.
     """
     sweep = read_json(path / SWEEP)
     try:
@@ -251,7 +253,7 @@ def _dropped(drop: Mapping[str, Any]) -> str:
 def read_run(
     folder: Path, digest: str = "", axes: Mapping[str, str] | None = None, label: str = ""
 ) -> Run:
-    """One run folder. Raises BrokenRecordError."""
+    """Return the run of a folder. Raises BrokenRecordError."""
     if not folder.is_dir():
         raise BrokenRecordError("has not run")
     if not (folder / SUMMARY).exists() and not (
@@ -282,7 +284,7 @@ def read_run(
 
 
 def is_summary(summary: Mapping[str, Any]) -> bool:
-    """Whether what is read of a summary is of the right kind."""
+    """Return True if the values that are read from a summary have the right types."""
     parts = [summary.get("final") or {}, summary.get("best") or {}]
     workers = summary.get("workers") or []
     if summary.get("status") not in STATUSES or type(summary.get("seed")) is not int:
@@ -306,12 +308,12 @@ def is_summary(summary: Mapping[str, Any]) -> bool:
 
 
 def are_numbers(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
-    """Whether these are numbers, where they are there."""
+    """Return True if the values of these keys are numbers or missing."""
     return all(record.get(key) is None or type(record[key]) in (int, float) for key in keys)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """One JSON object. Raises BrokenRecordError."""
+    """Return one JSON object. Raises BrokenRecordError."""
     try:
         content = parsed(path.read_bytes())
     except (OSError, ValueError):
@@ -322,11 +324,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration under dotted keys, lists as JSON text, and each group's option under the
-    group's own name.
+    """Return a configuration under dotted keys, with lists as JSON text and each group's option by
+    name.
 
-    A group that has no say, as the sync mode where the schedule names those of its stages, is in no
-    `choices`.
+    A group without effect is not in `choices`, for example the sync mode if the schedule names
+    those of its stages.
     """
     choices = dict(config.get("choices") or {})
     if choices and "sync" not in choices:
@@ -347,12 +349,12 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written(value: Any) -> str:
-    """A value of a flat configuration as the command line writes it."""
+    """Return a value of a flat configuration as the command line writes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def option_of(target: str) -> str:
-    """What an option is called, as far as its class tells: `ashl.sync.bsp.BSP` is bsp."""
+    """Return an option's name from its class: `ashl.sync.bsp.BSP` is bsp."""
     *_, module, name = ["", *target.split(".")]
     return module if module not in ("option", "spec") else name.removesuffix("Runtime").lower()
 

@@ -1,4 +1,4 @@
-"""What was varied, and the runs that differ in their seed only: one setting."""
+"""Group runs into settings: runs that differ in their seed only, and the keys that vary."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,21 +7,16 @@ from ashl.config.override import key_of
 from ashl.errors import plain
 from ashl.report.records import Run, Study, written
 
-NOT_AXES = (
-    "seed",
-    "name",
-    "run",
-    "tracking",
-    "eval",
-    "allow_targets",
-)  # what changes no outcome, and the seed
+# Keys that change no outcome, and the seed.
+NOT_AXES = ("seed", "name", "run", "tracking", "eval", "allow_targets")
 
 
 @dataclass(frozen=True, eq=False)
 class Replicates:
-    """Runs that are equal in all but their seed. `axes`: the value of each axis, where the setting
-    has it; `title`: what its line of the sweep is called, which then stands for all but the `own`
-    axes, those that vary in the line.
+    """Runs that are equal except for their seed.
+
+    `axes` has the value of each axis that the setting has. `title` is the label of its line of the
+    sweep, which stands for all axes except `own`, those that vary in the line.
     """
 
     title: str
@@ -34,13 +29,13 @@ class Replicates:
         return plain(self.name() or str(self.runs[0].summary.get("name") or "run"))
 
     def name(self, without: Container[str] = ()) -> str:
-        """Its name, or what is left of it without some of the axes."""
+        """Return its name; with `without`, the name lacks these axes."""
         rest = label({key: value for key, value in self.own.items() if key not in without})
         return " ".join(filter(None, [self.title, rest]))
 
     def by_seed(self) -> dict[tuple[int, int], Run]:
-        """Its runs whose outcome is known, by seed; the second run of a seed has 1 as its other
-        number, and so on.
+        """Return the runs whose outcome is known, by seed and by number among the runs of that
+        seed.
         """
         found: dict[tuple[int, int], Run] = {}
         for run in self.runs:
@@ -50,14 +45,13 @@ class Replicates:
 
 
 def settings_of(study: Study) -> tuple[tuple[str, ...], tuple[Replicates, ...]]:
-    """The axes, in the order of writing, and the settings, in the order of the grid.
+    """Return the axes, in the order of writing, and the settings, in the order of the grid.
 
-    A sweep knows its own axes; for other runs they are what differs between their configurations.
+    The axes of a sweep are in its record. The axes of other runs are the keys in which they differ.
     """
     if study.sweep is not None:
-        planned = [
-            setting.get("axes") or {} for setting in study.sweep["settings"]
-        ]  # those that were dropped too
+        # The settings of a sweep include those that a race dropped.
+        planned = [setting.get("axes") or {} for setting in study.sweep["settings"]]
         keys = [str(key) for key in study.sweep.get("axes") or () if str(key) not in NOT_AXES]
         axes = tuple(key for key in keys if len({str(values.get(key)) for values in planned}) > 1)
         chosen = {
@@ -97,8 +91,8 @@ def settings_of(study: Study) -> tuple[tuple[str, ...], tuple[Replicates, ...]]:
 
 
 def common_to(study: Study) -> str:
-    """What all runs share, said once and in no label: model, data and cluster, and what else was
-    typed for all.
+    """Return what all runs share, which no label repeats: model, data, cluster, and other typed
+    keys.
     """
     names = {
         key: {str(run.config.get(key)) for run in study.runs} - {"None"}
@@ -124,14 +118,16 @@ def common_to(study: Study) -> str:
 
 
 def is_setting(text: str) -> bool:
-    """Return True for KEY=VALUE, False for a flag, its value and the settings of a sweeper or a
+    """Return True for KEY=VALUE, False for flags, their values and keys of a sweeper or
     launcher.
     """
     return "=" in text and not text.startswith(("-", "hydra.", "hydra/"))
 
 
 def varied(key: str, run: Run, runs: Sequence[Run]) -> bool:
-    """Whether a run has this key, and another run of the same option has another value for it."""
+    """Return True if the run has this key and another run of the same option has another value
+    for it.
+    """
     group = key.split(".")[0]
     alike = [
         other.config
@@ -142,9 +138,10 @@ def varied(key: str, run: Run, runs: Sequence[Run]) -> bool:
 
 
 def label(axes: Mapping[str, str]) -> str:
-    """A setting's name: options by themselves, other values behind the last part of their key. What
-    goes without saying is left out: that a named sync mode holds for the whole run, and a
-    compression that is off.
+    """Return a setting's name: options as words, other values as `key=value`.
+
+    A single-stage schedule is left out next to a sync mode, and compression=none next to any other
+    key.
     """
     mute = {("schedule", "single")} if "sync" in axes else set()
     mute |= {("compression", "none")} if len(axes) > 1 else set()
@@ -157,11 +154,11 @@ def label(axes: Mapping[str, str]) -> str:
 
 
 def differing(configs: Sequence[Mapping[str, object]]) -> list[str]:
-    """The keys in which configurations differ, groups first.
+    """Return the keys in which configurations differ, groups first.
 
-    A parameter of a group counts where it differs between runs of the same option. Of keys that
-    differ in the same way (an option brings another one along), the first is enough; a schedule is
-    named though it brings its sync modes.
+    A parameter of a group counts if it differs between runs of the same option. Of keys that differ
+    in the same way (an option brings another one along), the first is enough. A schedule is named
+    although it determines its sync modes.
     """
     every = list(dict.fromkeys(key for config in configs for key in config))
     every = [key for key in every if key.split(".")[0] not in NOT_AXES]

@@ -1,5 +1,6 @@
-"""Where the workers' time goes: stacked bars, a panel for each setting; and how the parts of a
-round are drawn.
+"""Draw where the workers' time goes as stacked bars, a panel per setting.
+
+The colours and hatchings of the parts of a round are defined here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,8 @@ from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.svg import INK, SOFT, Scale, boxes, drawing, line, rect, short, tag, text, x_axis
 
 KINDS = ("compute", "compress", "push", "pull", "wait", "down")
-# Told apart by hatching and by lightness, so that grey paper shows them: dark computes, white
-# waits, hatched transfers.
+# Hatching and lightness distinguish the kinds on grey paper: dark is compute, white is wait,
+# hatched are transfers.
 FILL = {
     "compute": "#2f6390",
     "compress": "#8c6bb1",
@@ -35,7 +36,7 @@ Box = tuple[float, float, float, float]  # x, y, width, height
 
 
 def patterns(prefix: str) -> str:
-    """The hatchings; `prefix` keeps the names of several figures on a page apart."""
+    """Return the hatchings; `prefix` makes their names unique among several figures on a page."""
     made = []
     for kind, lines in HATCH.items():
         ground = rect(0, 0, 6, 6, fill=FILL[kind])
@@ -52,7 +53,7 @@ def style_of(prefix: str, kind: str) -> dict[str, str]:
 
 
 def filled(prefix: str, drawn: Sequence[tuple[str, Box]]) -> list[str]:
-    """Rectangles, a shape for each kind."""
+    """Return rectangles as one shape per kind."""
     return [
         boxes([box for of, box in drawn if of == kind], **style_of(prefix, kind))
         for kind in dict.fromkeys(k for k, _ in drawn)
@@ -68,9 +69,7 @@ def legend(prefix: str, kinds: Sequence[str], x: float, y: float) -> str:
 
 
 def bars(board: Leaderboard, rows: Sequence[Row]) -> str:
-    """Share of the experiment's time that each worker spent on what, on average over a setting's
-    seeds.
-    """
+    """Draw each worker's shares of the experiment's time, means over a setting's seeds."""
     data = {row: found for row in rows if (found := parts_of(row))}
     if not data:
         return ""
@@ -91,7 +90,7 @@ def bars(board: Leaderboard, rows: Sequence[Row]) -> str:
 
 
 def parts_of(row: Row) -> list[dict[str, float]]:
-    """By worker: the share of each kind, a mean over the seeds."""
+    """Return, by worker, the share of each kind as a mean over the seeds."""
     runs = [
         run.summary for run in row.runs if run.summary.get("workers") and run.summary.get("time_s")
     ]
@@ -105,9 +104,8 @@ def parts_of(row: Row) -> list[dict[str, float]]:
 
 def _share(summary: Mapping[str, Any], worker: int, kind: str) -> float:
     spent = {kind: summary["workers"][worker].get(f"{kind}_s") or 0.0 for kind in KINDS}
-    return spent[kind] / max(
-        summary["time_s"], sum(spent.values())
-    )  # measured parts may add up to a little more
+    # Measured parts may add up to a little more than the run's time.
+    return spent[kind] / max(summary["time_s"], sum(spent.values()))
 
 
 def _panel(

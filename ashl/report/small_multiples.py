@@ -1,6 +1,4 @@
-"""Each axis of a study against the outcome: small multiples, a dot for each setting, a bar at each
-median.
-"""
+"""Draw the outcome against each axis of a study: a dot per setting, a bar at each median."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,13 +20,13 @@ from ashl.report.svg import (
 )
 
 WIDTH, COLUMNS, HEIGHT = 940, 2, 270
-MAX_DOTS = 300  # settings, the best
+MAX_DOTS = 300  # the best settings that are drawn as dots
 MAX_VALUES = 16
-ABSENT = "(none)"  # the setting has no such key
+ABSENT = "(none)"  # value of a setting that has no such key
 
 
 def multiples(board: Leaderboard) -> str:
-    """A panel for each axis; empty where nothing was varied."""
+    """Draw a panel for each axis; "" if nothing varies."""
     ends = [(row.spread.low, row.spread.middle, row.spread.high) for row in board.rows]
     finite = [value for three in ends for value in three if math.isfinite(value)]
     if not board.axes or not finite:
@@ -50,16 +48,18 @@ def multiples(board: Leaderboard) -> str:
 
 
 def has_values(board: Leaderboard, axis: str) -> bool:
-    """Return True if the rows have several values on an axis. Having no such key is a value only of
-    a group, which then has its default; a parameter that only one option has would repeat the axis
-    of its group.
+    """Return True if the rows have several values on an axis.
+
+    A missing key counts as a value only for a group: the group then has its
+    default. A parameter that only
+    one option has would repeat the axis of its group.
     """
     found = by_value(board, axis).keys()
     return len(found - {ABSENT} if "." in axis else found) > 1
 
 
 def by_value(board: Leaderboard, axis: str) -> Mapping[str, list[Row]]:
-    """Rows by their value on an axis, numbers in their order, words as in the grid."""
+    """Return the rows by their value on an axis: numbers in their order, words as in the grid."""
     found: dict[str, list[Row]] = {}
     for row in board.rows:
         found.setdefault(row.setting.axes.get(axis, ABSENT), []).append(row)
@@ -136,8 +136,9 @@ def _panel(board: Leaderboard, axis: str, up: Scale, left: float, top: float) ->
 
 
 def _dots(rows: Sequence[Row], up: Scale, middle: float, column: float) -> list[str]:
-    """Spread a little to the sides, in order, so that equal values stay visible; the unreached lie
-    below the axis.
+    """Draw the dots of a value, spread sideways so that equal values stay visible.
+
+    Settings that did not reach the target are below the axis.
     """
     parts = []
     for index, row in enumerate(rows):

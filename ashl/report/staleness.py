@@ -1,4 +1,4 @@
-"""How old the models were that the pushes had been computed on: a histogram for each setting."""
+"""Draw how stale the applied pushes were: a histogram for each setting."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from ashl.report.leaderboard import Leaderboard, Row
 from ashl.report.records import Run
 from ashl.report.svg import COLORS, Scale, drawing, rect, short, text, x_axis, y_axis
 
-MAX_ROUNDS = 10_000  # of one run that are counted
+MAX_ROUNDS = 10_000  # rounds of one run that are counted
 BINS = 20
 WIDTH, COLUMNS, HEIGHT = 940, 3, 210
 
 
 def counted(run: Run) -> Counter[int]:
-    """Pushes by their staleness in server versions; those that were dropped are left out."""
+    """Count pushes by their staleness in server versions, without discarded ones."""
     found: Counter[int] = Counter()
     for event in run.rounds(MAX_ROUNDS):
         if type(event.get("staleness")) is int and not event.get("dropped"):
@@ -23,7 +23,7 @@ def counted(run: Run) -> Counter[int]:
 
 
 def histograms(board: Leaderboard, rows: Sequence[Row]) -> str:
-    """Empty where no run kept its events."""
+    """Draw the histograms; "" if no run has recorded its events."""
     found = {row: counts for row in rows if row.runs and (counts := counted(row.runs[0]))}
     if not found:
         return ""

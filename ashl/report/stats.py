@@ -1,8 +1,7 @@
-"""How sure: intervals for few seeds, stated for what they are. No distribution is assumed where
-none is needed.
+"""Compute intervals for few seeds, without assuming a distribution if none is needed.
 
-A run that never reached its target counts as later than all that did: infinity, which medians and
-ranges can carry.
+A run that never reached its target counts as later than all that did: its time is infinite, which
+medians and ranges can represent.
 """
 
 import math
@@ -10,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
-Key = tuple[int, int]  # a seed, and which of the runs with that seed
+Key = tuple[int, int]  # a seed, and the number of the run among those with that seed
 LEVEL = 0.95
-# Student's t, two-sided 95 %, by degrees of freedom from 1; beyond 30 the last one is a little too
-# wide.
+# Student's t, two-sided 95 %, by degrees of freedom from 1. Beyond 30, the last value is used,
+# which is slightly too wide.
 T95 = (
     12.706,
     4.303,
@@ -48,13 +47,14 @@ T95 += (
     2.045,
     2.042,
 )
-MAX_SEEDS = 100  # more than anybody will run
+MAX_SEEDS = 100  # more than a user will run
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median and the interval that covers the true one with probability `coverage`: 0.75 for the
-    range of 3 seeds.
+    """A median and an interval that covers the true median with probability `coverage`.
+
+    The range of 3 seeds has a coverage of 0.75.
     """
 
     middle: float
@@ -66,12 +66,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class Effect:
-    """One setting against another, paired by seed, so that > 1 (for ratios) or > 0 (for
-    differences) is better.
+    """The effect of one setting relative to another, paired by seed: > 1 (ratio) or > 0
+    (difference) is better.
 
-    `low` and `high`: 95 % interval of the mean, by Student's t over the pairs (of logarithms, for
-    ratios); None where a pair lacks a number or there is one pair only. `noise`: standard deviation
-    over the pairs on that scale.
+    `middle` is the mean over the pairs, geometric for ratios. `low` and `high` are its 95 %
+    interval by Student's t, of logarithms for ratios. They are None if a pair lacks a number or
+    there is one pair only. `noise` is the standard deviation over the pairs on that scale.
     """
 
     pairs: int
@@ -85,16 +85,16 @@ class Effect:
 
     @property
     def chance(self) -> float:
-        """Two-sided sign test: how likely so lopsided a count of wins and losses is
-        between equals.
+        """The two-sided sign test's probability of so unequal a count of wins and losses between
+        equals.
         """
         n, fewer = self.wins + self.losses, min(self.wins, self.losses)
         return min(1.0, 2 * sum(math.comb(n, i) for i in range(fewer + 1)) / 2**n)
 
     @property
     def probability(self) -> float | None:
-        """How likely it is better on average, by Student's t over the pairs; None without an
-        interval.
+        """The probability of being better on average, by Student's t over the pairs; None
+        without interval.
         """
         if self.middle is None or self.noise is None:
             return None
@@ -107,8 +107,8 @@ class Effect:
 
     @property
     def ahead(self) -> bool:
-        """Whether it is surely better: the whole interval is; where there is none, the sign test
-        says so.
+        """True if it is better with confidence: by the whole interval or, without one, by the
+        sign test.
         """
         if self.low is None:
             return self.wins > self.losses and self.chance <= 1 - LEVEL
@@ -116,11 +116,11 @@ class Effect:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median with the narrowest interval of order statistics that covers it with 95 %, else with
-    the range.
+    """Return the median with the narrowest interval of order statistics that covers it with 95 %.
 
-    Distribution-free: k-th smallest and k-th largest of n miss the median with probability 2
-    P(Binomial(n, 1/2) < k). Six values are the fewest whose range covers 95 %.
+    If no interval has this coverage, the range is returned. It assumes no distribution: the k-th
+    smallest and k-th largest of n miss the median with probability 2 P(Binomial(n, 1/2) < k). Six
+    values are the fewest whose range covers 95 %.
     """
     ordered, n = sorted(values), len(values)
     tails = [2 * sum(math.comb(n, i) for i in range(k)) / 2**n for k in range(1, n // 2 + 1)]
@@ -133,7 +133,9 @@ def spread(values: Sequence[float]) -> Spread:
 def effect(
     own: Mapping[Key, float], base: Mapping[Key, float], *, ratio: bool, lower_is_better: bool
 ) -> Effect | None:
-    """`own` against `base`, over the keys (seeds) that both have; None where there are none."""
+    """Return the effect of `own` relative to `base` over their common seeds; None if there are
+    none.
+    """
     keys = [key for key in own if key in base]
     if not keys:
         return None
@@ -152,8 +154,9 @@ def effect(
 
 
 def _gain(own: float, base: float, ratio: bool) -> float:
-    """How much larger `own` is; NaN where both are infinite, infinity where one is (or where a
-    quotient has a zero).
+    """Return how much larger `own` is: a log ratio or a difference.
+
+    It is NaN if both are infinite, and infinite if one is, or if a quotient has a zero.
     """
     if math.isinf(own) and math.isinf(base):
         return math.nan
@@ -167,8 +170,10 @@ def t95(freedom: int) -> float:
 
 
 def seeds_needed(found: Effect) -> int | None:
-    """How many pairs would separate the two, were difference and noise what they seem; None if they
-    are not known, or more than `MAX_SEEDS`.
+    """Return the number of pairs that would separate the two if mean and noise stay; None if
+    unknown.
+
+    Returns None also for more than `MAX_SEEDS`.
     """
     if found.middle is None or found.noise is None:
         return None

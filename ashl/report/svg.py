@@ -1,7 +1,7 @@
-"""Drawing: SVG as text, from a handful of functions; whatever comes from files is escaped here.
+"""Draw SVG as text with a few functions; text from files is escaped here.
 
-Ours, because matplotlib takes half a second to import, makes outlines of text, and its files are
-ten times the size.
+Matplotlib is not used because it takes half a second to import, converts text to outlines, and
+writes files ten times as large.
 """
 
 import math
@@ -12,18 +12,19 @@ from itertools import pairwise
 
 INK, SOFT, FAINT = "#1a1a1a", "#5f5f5f", "#d9d9d9"
 FONT = 12  # px
-GLYPH = 6.6  # px: a wide guess at the mean width of a character at FONT
+GLYPH = 6.6  # pixels: an upper estimate of the mean width of a character at FONT
 
-# A series has a colour, a dash and a marker: the last two are enough on grey paper. Okabe and Ito's
-# colours, darkened.
+# A series has a colour, a dash and a marker; dash and marker are enough on grey paper. The colours
+# are those of Okabe and Ito, darkened.
 COLORS = ("#0060a8", "#c44e00", "#00815d", "#a8437f", "#7a6a00", "#2f8fc4", "#8a3b12", "#5a5a9e")
 DASHES = ("", "7 3", "2 2.5", "9 3 2 3", "12 4", "4 2", "1 3", "6 2 1 2 1 2")
 MARKERS = ("circle", "square", "triangle", "diamond", "cross", "ring", "box", "wedge")
 
 
 def tag(name: str, *children: str, **attributes: object) -> str:
-    """An element; `_` in a name stands for `-`, None leaves an attribute out, children are markup
-    already.
+    """Return an element.
+
+    In attribute names, `_` stands for `-`; the value None omits an attribute. Children are markup.
     """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_plain(value))}"'
@@ -42,7 +43,7 @@ def text(x: float, y: float, content: str, **attributes: object) -> str:
 
 
 def haloed(x: float, y: float, content: str, width: float, **attributes: object) -> str:
-    """Text on a white rim, which is drawn first: not every viewer knows `paint-order`."""
+    """Return text on a white rim, drawn first, because not every viewer knows `paint-order`."""
     rim = {
         "fill": "#fff",
         "stroke": "#fff",
@@ -60,15 +61,16 @@ def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> st
 def rect(
     x: float, y: float, width: float, height: float, hint: str = "", **attributes: object
 ) -> str:
-    """A rectangle, with a hint that shows under the pointer."""
+    """Return a rectangle with a hint that appears under the pointer."""
     inside = (tag("title", escape(hint)),) if hint else ()
     size = {"x": float(x), "y": float(y), "width": max(float(width), 0.0), "height": float(height)}
     return tag("rect", *inside, **size, **attributes)
 
 
 def boxes(rectangles: Iterable[tuple[float, float, float, float]], **attributes: object) -> str:
-    """Many rectangles (x, y, width, height) as one shape: printed, each hatched shape costs as much
-    as a picture.
+    """Return many rectangles (x, y, width, height) as one shape.
+
+    In print, each hatched shape costs as much as a picture.
     """
     drawn = "".join(
         f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h{-width:.1f}Z"
@@ -90,7 +92,7 @@ def _steps(points: Iterable[tuple[float, float]]) -> str:
 
 
 def marker(kind: str, x: float, y: float, color: str, size: float = 4.0) -> str:
-    """One of MARKERS around a point; ring, box and wedge are size_only."""
+    """Return one of MARKERS around a point; ring, box and wedge are hollow."""
     s = size
     fill = "#fff" if kind in ("ring", "box", "wedge") else color
     style = {"fill": fill, "stroke": color, "stroke_width": 1.4}
@@ -112,7 +114,7 @@ def marker(kind: str, x: float, y: float, color: str, size: float = 4.0) -> str:
 
 
 def drawing(width: float, height: float, label: str, *parts: str) -> str:
-    """A whole figure; `label` is read out where it cannot be seen."""
+    """Return a whole figure; `label` is for screen readers."""
     return tag(
         "svg",
         *parts,
@@ -129,15 +131,16 @@ def drawing(width: float, height: float, label: str, *parts: str) -> str:
 
 
 def short(content: str, width: float) -> str:
-    """As much of a text as fits into so many pixels."""
+    """Shorten a text to the given width in pixels."""
     room = max(int(width / GLYPH), 2)
     return content if len(content) <= room else content[: room - 1] + "…"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to pixels: `low` lies at `start`, `high` at `end`. `whole`: the values are
-    counts.
+    """A map from values to pixels: `low` is at `start`, `high` at `end`.
+
+    `whole` is True if the values are counts.
     """
 
     low: float
@@ -158,8 +161,9 @@ class Scale:
 
 
 def linear_ticks(low: float, high: float, most: int = 7, least: float = 0.0) -> list[float]:
-    """Round numbers between two values: steps of 1, 2 or 5 times a power of ten, and of `least` at
-    least.
+    """Return round numbers between two values, in steps of 1, 2 or 5 times a power of ten.
+
+    Args: least is the smallest step.
     """
     span = high - low
     if not span > 0:
@@ -186,7 +190,7 @@ def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def tick_text(value: float, ticks: Sequence[float] = ()) -> str:
-    """A number as short as the ticks beside it allow."""
+    """Format a number as briefly as the ticks next to it allow."""
     steps = [b - a for a, b in pairwise(ticks)]
     digits = max(0, -math.floor(math.log10(min(steps)) + 1e-9)) if steps and min(steps) > 0 else 2
     if abs(value) >= 10_000:
@@ -197,9 +201,7 @@ def tick_text(value: float, ticks: Sequence[float] = ()) -> str:
 def x_axis(
     scale: Scale, y: float, title: str, *, top: float | None = None, factor: float = 1.0
 ) -> str:
-    """An axis below a plot, with faint lines up to `top`; `factor` turns values into what is
-    written.
-    """
+    """Draw an axis below a plot, with faint lines up to `top`; labels are values times `factor`."""
     ticks = scale.ticks()
     shown = [tick * factor for tick in ticks]
     parts = [line(scale.start, y, scale.end, y, stroke=SOFT)]
@@ -217,7 +219,7 @@ def x_axis(
 def y_axis(
     scale: Scale, x: float, title: str, *, right: float | None = None, factor: float = 1.0
 ) -> str:
-    """An axis left of a plot, with faint lines to `right`."""
+    """Draw an axis left of a plot, with faint lines to `right`."""
     ticks = scale.ticks(6)
     shown = [tick * factor for tick in ticks]
     parts = [line(x, scale.start, x, scale.end, stroke=SOFT)]

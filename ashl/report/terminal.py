@@ -1,4 +1,4 @@
-"""The leaderboard on the terminal."""
+"""Print the leaderboard on the terminal."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,27 +14,13 @@ from ashl.report.phrases import answer, number_of
 from ashl.report.records import LeftOut
 from ashl.tracking.console import number, percent
 
-MAX_NAMED = 10  # runs that ended badly, in full
+MAX_NAMED = 10  # runs that ended badly and are listed
 
-TITLE, NAME = 14, 24  # characters: of a line of a title, of a name before it is wrapped
-RARE = (
-    "consensus distance",
-    "best",
-    "loss",
-    "between",
-    "MB down",
-    "steps/s",
-    "MB up",
-)  # without room, they go first,
-USUAL = (
-    "accuracy",
-    "hidden",
-    "goodput",
-    "waiting",
-    "reached",
-    "seeds",
-    "against",
-)  # and these last: after what the runs themselves measured
+TITLE, NAME = 14, 24  # characters: of a line of a title; of a name before it is wrapped
+# Columns that are dropped first on a narrow terminal, in this order.
+RARE = ("consensus distance", "best", "loss", "between", "MB down", "steps/s", "MB up")
+# Columns that are dropped last, after those that the runs measured themselves.
+USUAL = ("accuracy", "hidden", "goodput", "waiting", "reached", "seeds", "against")
 
 Column = tuple[str, Callable[[Row], str]]
 
@@ -42,8 +28,9 @@ Column = tuple[str, Callable[[Row], str]]
 def show(
     console: Console, board: Leaderboard, *, rows: Sequence[Row] | None = None, top: int = 20
 ) -> None:
-    """Print the answer in words, the leaderboard (`rows` in another order than the board's own) and
-    what went wrong.
+    """Print the answer in words, the leaderboard and the runs that ended badly.
+
+    Args: rows is another order than the board's own; top is the number of rows printed.
     """
     answered = answer(board)
     console.print(Text(answered.headline, style="bold"))
@@ -86,8 +73,8 @@ def show(
 def fitting(
     columns: Sequence[Column], rows: Sequence[Row], width: int, measures: Sequence[str]
 ) -> tuple[list[Column], list[str]]:
-    """The columns for which there is room, and the titles of those that had to go: the least needed
-    first.
+    """Return the columns that fit into the width, and the titles of the dropped ones, least
+    needed first.
     """
     wide: dict[str, int] = {}
     for title, cell in columns:
@@ -122,12 +109,14 @@ def columns_of(board: Leaderboard) -> list[Column]:
         better = None if base is None else measure.gain(row.spread.middle, base.spread.middle)
         if better is None:
             return "-"
-        shown = number_of(better, measure.ratio) + ("x" if measure.ratio else "")
-        if found is None or found.low is None or found.high is None:
-            return shown
-        return (
-            f"{shown} ({number_of(found.low, found.ratio)} .. {number_of(found.high, found.ratio)})"
+        unit = "x" if measure.ratio else ""
+        if found is None or found.middle is None or found.low is None or found.high is None:
+            return number_of(better, measure.ratio) + unit
+        # The interval is that of the mean over paired seeds, which may exclude the gain by medians.
+        mean, low, high = (
+            number_of(value, found.ratio) for value in (found.middle, found.low, found.high)
         )
+        return f"{mean}{unit} ({low} .. {high})"
 
     def reached(row: Row) -> str:
         return f"{row.reached} of {len(row.values)}" if measure.is_time else f"{len(row.values)}"
@@ -157,7 +146,7 @@ def columns_of(board: Leaderboard) -> list[Column]:
 
 
 def measured(board: Leaderboard) -> list[Column]:
-    """What the runs measured by themselves (`node.measure`)."""
+    """Return a column for each measure that the runs recorded themselves (`ctx.measure`)."""
     names = dict.fromkeys(name for row in board.rows for name in row.measures)
     return [
         (f"measure {name}", lambda row, name=name: number(row.measures.get(name))) for name in names
@@ -165,7 +154,7 @@ def measured(board: Leaderboard) -> list[Column]:
 
 
 def own_metrics(board: Leaderboard) -> list[Column]:
-    """What tasks without an accuracy are reported by: final mean and standard deviation over the
+    """Return a column for each metric of tasks without accuracy: final mean and deviation over
     seeds.
     """
 
@@ -180,7 +169,7 @@ def own_metrics(board: Leaderboard) -> list[Column]:
 
 
 def accuracy(row: Row) -> str:
-    """Final accuracy: mean and standard deviation over the seeds."""
+    """Return the final accuracy: mean and standard deviation over the seeds."""
     if row.accuracy is None:
         return "-"
     mean, deviation = row.accuracy
@@ -188,18 +177,18 @@ def accuracy(row: Row) -> str:
 
 
 def method(board: Leaderboard) -> str:
-    """How the columns came about, in a few sentences."""
+    """Return sentences that explain the columns."""
     covered = {row.spread.count: row.spread.coverage for row in board.rows if row.spread.count > 1}
     parts = [f"{percent(coverage, 0)} for {count}" for count, coverage in sorted(covered.items())]
     sentences = (
-        [f"Median over seeds; 'between' covers it with the probability {', '.join(parts)} seeds."]
+        [f"Median over seeds; 'between' covers it with probability {', '.join(parts)} seeds."]
         if parts
         else []
     )
     if any(row.against and row.against.low is not None for row in board.rows):
         sentences.append(
-            "'Against' the baseline: by the medians; in brackets, 95 % of the mean over paired"
-            " seeds (t)."
+            "'Against' the baseline: the mean over paired seeds, with its 95 % interval in brackets"
+            " (Student's t); without brackets, by the medians."
         )
     if any(math.isinf(row.spread.high) for row in board.rows):
         sentences.append("A run that did not reach the target counts as later than all that did.")
