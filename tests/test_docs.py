@@ -312,7 +312,7 @@ def test_a_loss_and_its_metric_run(examples: Path, capsys: pytest.CaptureFixture
     assert "mae " in capsys.readouterr().out
     assert main(["train", *own, *small, "stop.target_accuracy=0.9"]) == 2
     assert (
-        "task=huber is judged by mae, not by accuracy; take stop.target_metric"
+        "task=huber reports the metric mae, not accuracy; take stop.target_metric"
         in capsys.readouterr().err
     )
     aim = ["stop.target_metric=0.5", "run.dir=aimed", "eval.every_commits=1"]
@@ -359,7 +359,7 @@ def test_a_topology_is_two_files(examples: Path, capsys: pytest.CaptureFixture[s
     )
     own = ["--config-dir", "options", "allow_targets=[mine]", "runtime=sim", "--dry-run"]
     assert main(["train", *own, *mode, "topology=broadcast", "compression=topk"]) == 2
-    assert "compression=topk is not supported" in capsys.readouterr().err
+    assert "compression=topk: not supported" in capsys.readouterr().err
 
 
 def test_shell_lines_are_read() -> None:

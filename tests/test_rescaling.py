@@ -261,7 +261,7 @@ def test_what_has_no_meaning_for_other_workers_is_refused(
     train(*HALF, *mode.split(), "stop.steps=60", "cluster.exchange_s=null", "cluster.bandwidth_mbit_s=50",
           "cluster.latency_s=0.001")  # fmt: skip
     said = refused(capsys, "--resume", "four", *OTHER)
-    assert said.startswith(f"ashl: a run with {mode.split()[0]} ")
-    assert "cannot go on with another number of workers" in said
+    assert said.startswith(f"ashl: cluster.num_workers: a run with {mode.split()[0]} ")
+    assert "cannot resume with another number of workers" in said
     assert "run.start_from=four" in said
     assert not Path("two").exists()

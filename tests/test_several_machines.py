@@ -187,7 +187,7 @@ def test_a_server_without_a_process_of_its_own_is_a_child_of_process_0() -> None
             2,
             None,
             (
-                r"2 processes make 1 worker and 1 server, .*; start 3 processes, or give"
+                r"2 processes give 1 worker and 1 server, .*; start 3 processes, or set"
                 r" cluster.num_workers=2 "
             ),
         ),
@@ -196,7 +196,7 @@ def test_a_server_without_a_process_of_its_own_is_a_child_of_process_0() -> None
             1,
             None,
             (
-                r"1 process makes 0 workers and 1 server, and one worker learns alone; start 3"
+                r"1 process gives 0 workers and 1 server, and a run needs two workers; start 3"
                 r" processes, or take"
             ),
         ),
@@ -205,11 +205,11 @@ def test_a_server_without_a_process_of_its_own_is_a_child_of_process_0() -> None
             4,
             2,
             (
-                r"the job has 4 processes, but 2 workers and a server need 3, or 2 where the server"
+                r"the job has 4 processes, and 2 workers and 1 server need 3, or 2 if the server"
                 r" shares a node"
             ),
         ),
-        ("topology=gossip sync=hop", 2, None, r"2 processes make 1 worker and 1 coordinator"),
+        ("topology=gossip sync=hop", 2, None, r"2 processes give 1 worker and 1 coordinator"),
     ],
 )
 def test_how_many_workers_a_job_has(

@@ -20,11 +20,14 @@ from ashl.config.catalog import catalog
         ("compression.ratio=1.5", "compression.ratio=1.5 is not possible"),
         (
             "compression.ratio=1e-7",
-            "keeps less than one of the model's 9610 elements; take at least 1/9610",
+            "sends less than one of the model's 9610 elements; take at least 1/9610",
         ),
-        ("compression.critical_ratio=1e-7", "compression.critical_ratio=1e-07 keeps less than one"),
-        ("compression.critical_ratio=0.01", "must be no less than compression.ratio=0.05"),
-        ("topology.pull_ratio=1e-7 sync=bsp", "topology.pull_ratio=1e-07 keeps less than one"),
+        (
+            "compression.critical_ratio=1e-7",
+            "compression.critical_ratio=1e-07: sends less than one",
+        ),
+        ("compression.critical_ratio=0.01", "is less than compression.ratio=0.05"),
+        ("topology.pull_ratio=1e-7 sync=bsp", "topology.pull_ratio=1e-07: sends less than one"),
         ("compression.momentum=0.9 optimizer.momentum=0.9", "set optimizer.momentum=0"),
         (
             "compression=qsgd compression.error_feedback=true",
@@ -43,11 +46,11 @@ from ashl.config.catalog import catalog
             "compression=terngrad compression.shared_scale=true sync=bsp",
             "compression.shared_scale=false",
         ),
-        ("compression=gtopk sync=bsp aggregate.staleness_discount=1", "drop it"),
+        ("compression=gtopk sync=bsp aggregate.staleness_discount=1", "remove it"),
         ("compression.values=fp8", "compression.values=fp8 is not possible"),
         ("topology=gossip sync=d_psgd", "take compression=none, or sync=choco"),
-        ("topology=partial_all_reduce sync=ripples_static", "whole models travel"),
-        ("compression=none topology.pull_ratio=0.1", "needs a compression to pull with"),
+        ("topology=partial_all_reduce sync=ripples_static", "which sends whole models"),
+        ("compression=none topology.pull_ratio=0.1", "no effect without a compression"),
     ],
 )
 def test_one_sentence(
@@ -66,13 +69,13 @@ def test_one_sentence(
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("compression.error_feedback=false", "what it leaves out is lost"),
-        ("topology=all_reduce sync=bsp compression.ratio=0.9", "so its bodies are gathered"),
+        ("compression.error_feedback=false", "is biased: elements are lost"),
+        ("topology=all_reduce sync=bsp compression.ratio=0.9", "so its payloads are gathered"),
         (
             "sync=bsp compression.ratio=0.9 optimizer.momentum=0",
-            "0.0385 MB a push, as without compression",
+            "0.0385 MB a push, as much as without compression",
         ),
-        ("sync=bsp compression=power_sgd", "optimizer.momentum=0.9 carries on once more"),
+        ("sync=bsp compression=power_sgd", "optimizer.momentum=0.9 repeats it"),
     ],
 )
 def test_what_is_legal_and_worth_knowing(overrides: str, says: str, workplace, capsys) -> None:

@@ -63,20 +63,20 @@ def gossips(workplace, said):
             "sync.barrier=3 is more than the 2 neighbours that a worker has; take fewer",
         ),
         ("sync=d_psgd compression=topk", "take compression=none, or sync=choco"),
-        ("sync=ad_psgd aggregate=fednova", "topology=gossip has no place for aggregate=fednova"),
-        ("sync=d_psgd aggregate.scale=2", "topology=gossip has no place for aggregate.scale"),
+        ("sync=ad_psgd aggregate=fednova", "aggregate=fednova: not supported with topology=gossip"),
+        ("sync=d_psgd aggregate.scale=2", "aggregate.scale: not supported with topology=gossip"),
         (
             "sync=noloco outer=nesterov",
-            "nothing to step on in stage noloco: workers average their models",
+            "no effect in stage noloco, workers average their models",
         ),
         (
             "sync=asp",
             (
-                "its workers share no model that they could wait for; take"
+                "its workers have no shared model to wait for; take"
                 " topology=parameter_server, or sync=d_psgd"
             ),
         ),
-        ("schedule=ashl", "one sync mode for the whole run, as in sync=d_psgd"),
+        ("schedule=ashl", "one sync mode for the whole run, for example sync=d_psgd"),
         ("sync=d_psgd topology=all_reduce", "take topology=gossip"),
     ],
 )
@@ -103,10 +103,10 @@ def test_choco_with_too_large_a_step_diverges_and_says_why(gossips) -> None:
     ("sync", "has", "needs"),
     [
         ("d_psgd", 5, "4 workers need 4"),
-        ("hop", 3, "a coordinator need 5, or 4 where the coordinator shares"),
+        ("hop", 3, "1 coordinator need 5, or 4 if the coordinator shares"),
     ],
 )
 def test_a_job_of_another_size_is_told_both_numbers(sync: str, has: int, needs: str) -> None:
     config = compose(["runtime=torchrun", "topology=gossip", f"sync={sync}"], None)
-    with pytest.raises(UsageError, match=f"the job has {has} processes, but .*{needs}"):
+    with pytest.raises(UsageError, match=f"the job has {has} processes, and .*{needs}"):
         compile_plan(config, world_size=has)

@@ -70,21 +70,21 @@ SIM, SPY = (
             "'cluster.events=[{time_s: 1, worker: 0}]'",
             "changes nothing; add compute=, link= or link_down=",
         ),
-        ("cluster.step_s=null", "runtime=sim needs cluster.step_s, which is not declared"),
-        ("cluster.exchange_s=null", "runtime=sim needs cluster.bandwidth_mbit_s"),
-        ("cluster.server_step_s=null", "runtime=sim needs cluster.server_step_s"),
+        ("cluster.step_s=null", "cluster.step_s: not declared, and runtime=sim needs it"),
+        ("cluster.exchange_s=null", "cluster.bandwidth_mbit_s: not declared"),
+        ("cluster.server_step_s=null", "cluster.server_step_s: not declared"),
         (
             "cluster=real cluster.num_workers=2",
-            "give the profile=FILE that was measured on it, or take runtime=local",
+            "add the profile=FILE that was measured on this one, or take runtime=local",
         ),
-        ("cluster=real runtime=local", "give cluster.num_workers=2, say"),
+        ("cluster=real runtime=local", "set it, for example cluster.num_workers=2"),
         # checkpoints
         ("run.checkpoint_s=0", "run.checkpoint_s=0 is not possible"),
-        (f"runtime=local {SPY} run.checkpoint_s=1", "checkpoints only then"),
+        (f"runtime=local {SPY} run.checkpoint_s=1", "cannot resume stage spy unless all stages"),
         # combinations
         (
             "topology=all_reduce sync=backup",
-            "its rule is asked where pushes come, at a server; take topology=parameter",
+            "it decides at a server when to merge pushes; take topology=parameter",
         ),
         (
             "topology=all_reduce sync=qsr overlap=delayed",
@@ -96,7 +96,7 @@ SIM, SPY = (
         ),
         (
             "topology=all_reduce sync=asp",
-            "nobody can be ahead; take topology=parameter_server, or sync=bsp",
+            "no worker can be ahead; take topology=parameter_server, or sync=bsp",
         ),
         ("topology=all_reduce sync=backup", "take topology=parameter_server"),
         (
@@ -106,7 +106,7 @@ SIM, SPY = (
         ("sync.local_steps=plan", "needs a schedule that plans H per worker; give a number"),
         (
             "sync=lb_bsp aggregate=uniform",
-            "aggregate=uniform is not supported with sync=lb_bsp: its workers' batches",
+            "aggregate=uniform: not supported with sync=lb_bsp, where workers have different",
         ),
         ("sync=lb_bsp aggregate=data_share", "take aggregate=samples"),
         ("sync=cr_psgd aggregate=data_share", "take aggregate=samples"),
@@ -132,11 +132,11 @@ SIM, SPY = (
         ),
         (
             "topology=partial_all_reduce sync=ripples_static aggregate=fednova",
-            "has no place for aggregate=fednova",
+            "aggregate=fednova: not supported with topology=partial_all_reduce",
         ),
         (
             "topology=partial_all_reduce sync=ripples_static outer=slowmo",
-            "nothing to step on in stage ripples_static: workers",
+            "has no effect in stage ripples_static, workers",
         ),
         ("topology=halos sync=asp", "while cluster.node says nothing; give cluster.node"),
         (
@@ -145,19 +145,19 @@ SIM, SPY = (
         ),
         (
             "sync=bsp outer=nesterov",
-            "in stage bsp: gradients are merged, and the optimizer is what steps on them",
+            "in stage bsp, gradients are merged, and `optimizer` steps on them",
         ),
         (
             "sync=bsp topology=all_reduce outer=adam",
-            "take outer=average, or a mode that merges updates, as sync=local_sgd",
+            "take outer=average, or a mode that merges updates, for example sync=local_sgd",
         ),
         (
             "sync=spy outer=nesterov optimizer.momentum=0 optimizer.weight_decay=0",
-            "in stage spy: what is pushed there is no",
+            "in stage spy, sync=spy does not push updates",
         ),
         (
             "sync=asylpg outer=adam optimizer.momentum=0 optimizer.weight_decay=0",
-            "in stage asylpg: what is pushed there",
+            "in stage asylpg, sync=asylpg does not push updates",
         ),
         (
             "sync=local_sgd outer=nesterov outer.lr=0",
@@ -174,7 +174,7 @@ SIM, SPY = (
         ("optimizer.schedule=cosine stop.steps=9", "add for example optimizer.horizon_epochs=20"),
         (
             "runtime.gradients=false stop.target_loss=1",
-            "a target cannot be reached; drop stop.target_",
+            "no target can be reached; remove stop.target_",
         ),
         ("runtime=local runtime.backend=nccl", "this run is on CPUs; take auto"),
         (

@@ -64,7 +64,7 @@ def edited(said, workplace):
         ),
         (
             {"sync": {"_target_": "ashl.sync.d_psgd.DPSGD", "local_steps": 1, "order": "awc"}},
-            "stage shl of the schedule",
+            "stage shl: sync=d_psgd is not supported with topology=parameter_server",
         ),
     ],
 )
@@ -104,10 +104,7 @@ def test_a_stage_that_would_never_end(said, edited, workplace) -> None:
     assert not plan["stages"][0]["until"], "profiling ends by itself"
     plan["stages"][1]["until"] = {}
     (workplace / "plan.json").write_text(json.dumps(plan))
-    says = (
-        "stage ahl has no rule by which it ends, so that stage shl would never begin; give its"
-        " until one"
-    )
+    says = "stage ahl: until is empty, so stage shl would never begin; set until"
     code, sentence = said("plan=plan.json")
     assert (code, sentence.startswith(f"plan=plan.json is no usable plan: {says}")) == (2, True)
 
@@ -117,8 +114,8 @@ def test_a_stage_that_would_never_end(said, edited, workplace) -> None:
 )
 def test_what_a_given_plan_leaves_no_say(override: str, said, edited) -> None:
     says = (
-        f"plan=plan.json says what each stage does, so {override} has no effect; drop it, or make a"
-        " new plan without plan="
+        f"{override}: no effect, plan=plan.json sets the options of each stage; remove it, or make"
+        " a new plan without plan="
     )
     assert said(edited(), override) == (2, says)
 

@@ -183,7 +183,7 @@ def test_a_codec_of_ones_own_has_a_number_of_its_own(
     """Without one, or with one of ours, its bodies were taken for another codec's."""
     check_codec_roles("compression=mine", Half())
     monkeypatch.setattr(Half, "code", code)
-    with pytest.raises(UsageError, match=f"code = {code}; give Half a .* from 128 to 255"):
+    with pytest.raises(UsageError, match=f"wire code is {code}, .* give Half a .* from 128 to 255"):
         check_codec_roles("compression=mine", Half())
 
 

@@ -277,7 +277,7 @@ def test_a_residual_goes_on_behind_a_running_mean() -> None:
     ("fields", "momentum", "why"),
     [
         ({"vote": "majority"}, 0.0, r"compression\.scale=none"),
-        ({"scale": "none", "per_layer": True}, 0.0, r"drop compression\.per_layer"),
+        ({"scale": "none", "per_layer": True}, 0.0, r"remove compression\.per_layer"),
         ({"beta": 0.9}, 0.9, r"optimizer\.momentum=0\.9"),
         ({"beta": 0.9, "momentum": 0.5}, 0.0, r"compression\.momentum=0\.5"),
     ],

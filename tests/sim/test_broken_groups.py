@@ -132,17 +132,17 @@ def test_on_processes_it_goes_on_where_gloo_sums() -> None:
         (
             ("topology=gossip", "sync=d_psgd"),
             {},
-            "sync=d_psgd does not support rejoins; drop it, or take",
+            "sync=d_psgd does not support rejoins; remove it, or take",
         ),
         (
             ("topology=parameter_server", "sync=bsp"),
             {"name": "torchrun"},
-            "the launcher of the job starts these processes",
+            "the launcher of the job restarts processes",
         ),
         (
             ("topology=parameter_server", "sync=bsp"),
             {"checkpoint_s": 1.0},
-            r"leaves checkpoints \(run.checkpoint_s\)",
+            "a run with run.checkpoint_s does not support rejoins",
         ),
     ],
 )

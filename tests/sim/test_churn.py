@@ -377,17 +377,17 @@ def test_what_cannot_go_on_is_refused_with_what_to_take() -> None:
         sync=conf_option("sync", "spy"),
     )
     refused(
-        "overlap=wfbp is not built yet: .* take overlap=none",
+        "not supported with overlap=wfbp, .* take overlap=none",
         overlap=conf_option("overlap", "wfbp"),
     )
-    refused("no checkpoint holds yet", 1.0)
+    refused("not supported together with injected faults", 1.0)
     server = Event(time_s=1.0, server_fail=True)
     refused(
         "no server that could fail",
         befallen=replace(parts.cluster, events=(server,)),
         topology=AllReduce(),
     )
-    with pytest.raises(UsageError, match="min_workers=4, and there are 3 workers; take at most 3"):
+    with pytest.raises(UsageError, match="min_workers=4: the run has 3 workers; take at most 3"):
         check_faults(
             replace(parts, runtime=replace(parts.runtime, min_workers=4)), plan.stages, None
         )
