@@ -125,9 +125,9 @@ def test_in_the_hosts_memory_nothing_is_copied() -> None:
     with in_host(body) as here:
         assert here.data_ptr() == body.data_ptr()
     pair = cast(
-        PeerConnection, SimpleNamespace(group=SimpleNamespace(send=send, recv=recv), place=0)
+        PeerConnection, SimpleNamespace(group=SimpleNamespace(send=send, recv=recv), group_rank=0)
     )
-    HostPayloads().send(pair, HostPayloads().placed(body))
+    HostPayloads().send(pair, HostPayloads().prepare(body))
     assert [x.data_ptr() for x in sent] == [body.data_ptr()]
     assert torch.equal(HostPayloads().recv(pair, 8, "cpu"), body)
     assert filled(2, "cpu", lambda flat: flat.fill_(1)).tolist() == [1, 1]

@@ -356,7 +356,7 @@ def train_rank(
         checkpoint_writer=reporter.checkpoint_writer,
         hierarchy=hierarchy,
         consensus=consensus,
-        bodies=(
+        payload_transport=(
             make_nccl_payloads(settings.rank, stage.workers, stage.server, settings.device)
             if nccl and stage.topology.has_server
             else None
@@ -463,7 +463,7 @@ def process_groups(
     in one order.
     """
     listed = {group for stage in stages for group in stage.topology.groups(stage)}
-    listed |= set(hierarchy.teams) if hierarchy else set()
+    listed |= set(hierarchy.groups) if hierarchy else set()
     return {group: dist.new_group(list(group), timeout=NEVER) for group in sorted(listed)}
 
 

@@ -7,13 +7,13 @@ sum of two vectors is the same in either order, so two members may use the backe
 `HOPS_COUNT` elements they gather both vectors in one hop instead.
 
 `all_reduce_subset` sums over some of the ranks without a process group of their own, by tagged
-messages. To make a process group takes all ranks, and on demand it hangs where members have made a
+messages. Making a process group takes all ranks, and on demand it hangs if members have made a
 different number of groups before. Member j receives chunk j of every vector, sums it in rank order
 and sends the sum to the others. Bits and bytes are those of an exact sum. A subset has one sum at a
-time, and its messages carry a number of its own. A failed member breaks only the connections to it,
-so survivors send everything that they can; in place of a sum that lacks a term a survivor sends a
+time, and a number of its own marks its messages. A failed member breaks only the connections to it,
+so survivors send everything that they can. In place of a sum that lacks a term a survivor sends a
 NaN that no arithmetic makes, and the receiver of it raises RuntimeError. A rejoined worker is
-reached by a group of two with each peer, so nothing of an earlier incarnation enters a sum.
+reached by a group of two with each peer, so no message of an earlier incarnation enters a sum.
 
 `all_reduce_by_node` sums in three collectives of the backend: reduce inside each node, all-reduce
 across the nodes, broadcast inside. The first worker of each node is its leader. After a failure the
@@ -40,15 +40,14 @@ from ashl.runtime.rendezvous import world
 from ashl.runtime.sums import HALVES, sum_in_rank_order
 
 Group = tuple[int, ...]
-Wait = Callable[[Any], None]  # until what the backend was asked for has been done
-GATHER = (
-    "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-)  # of older ones
-HOPS_COUNT = 2**15  # elements: up to here a hop takes longer than the bytes in it
+Wait = Callable[[Any], None]  # blocks until an operation of the backend has ended
+# name in older versions of torch
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+HOPS_COUNT = 2**15  # elements: up to this length a hop takes longer than its bytes
 
 
 def nccl_available() -> bool:
-    """Whether this build of torch has NCCL."""
+    """Return True if this build of torch has NCCL."""
     return dist.is_nccl_available()
 
 
@@ -60,11 +59,11 @@ def all_reduce(
     exact: bool,
     wait: Wait | None = None,
 ) -> Tensor:
-    """A new tensor with the sum or maximum over the group."""
+    """Return a tensor with the sum or maximum over the group."""
     g = len(group)
     if g == 1:
         return tensor
-    if op == "sum" and (exact or tensor.dtype in HALVES):  # gloo itself knows no bfloat16
+    if op == "sum" and (exact or tensor.dtype in HALVES):  # gloo cannot add bfloat16
         if g > 2:
             return _exact_sum(tensor, g, pg, wait)
         if tensor.numel() <= HOPS_COUNT or tensor.dtype in HALVES:
@@ -81,7 +80,7 @@ def all_reduce(
 
 
 def _gather(total: Tensor, mine: Tensor, pg: dist.ProcessGroup | None, wait: Wait | None) -> None:
-    """All members' vectors of one length, one after the other."""
+    """Gather all members' vectors of one length into `total`, in rank order."""
     if wait is None:
         getattr(dist, GATHER)(total, mine, group=pg)
     else:
@@ -99,7 +98,7 @@ def _exact_sum(tensor: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait 
 def reduce_scatter(
     tensor: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait | None = None
 ) -> Tensor:
-    """The first half of it: this member's chunk of the sum, see `ashl.runtime.sums.chunk`."""
+    """Return this member's chunk of the sum, see `ashl.runtime.sums.chunk`."""
     d = tensor.numel()
     chunk = -(-d // g)
     padded = tensor if d == chunk * g else torch.nn.functional.pad(tensor, (0, chunk * g - d))
@@ -114,14 +113,14 @@ def reduce_scatter(
 def gather_equal(
     mine: Tensor, g: int, pg: dist.ProcessGroup | None, wait: Wait | None = None
 ) -> Tensor:
-    """The second half: all members' vectors of one length, in rank order."""
+    """Return all members' vectors of one length, in rank order."""
     total = mine.new_empty(g * mine.numel())
     _gather(as_bytes(total), as_bytes(mine), pg, wait)
     return total
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """16-bit floats as the bytes that the backend carries."""
+    """Return 16-bit floats as bytes, because the backend cannot transport their type."""
     return tensor.view(torch.uint8) if tensor.dtype in HALVES else tensor
 
 
@@ -132,8 +131,8 @@ def all_gather(
     max_bytes: int,
     wait: Wait | None = None,
 ) -> tuple[list[Tensor], int]:
-    """Every member's bytes, of whatever length each has, and that of the longest, as which all of
-    them travel. Raises AshlError where one says that it has more than there can be.
+    """Return every member's bytes, of any length each, and the length of the longest, to which all
+    are padded in transit. Raises AshlError if a member announces more than `max_bytes`.
     """
     g = len(group)
     if g == 1:
@@ -144,42 +143,44 @@ def all_gather(
     longest = int(sizes.max())
     if not 0 <= int(sizes.min()) <= longest <= max_bytes:
         raise AshlError(
-            f"bodies of {sizes.tolist()} bytes were announced, where at most {max_bytes} were"
+            f"members announced payloads of {sizes.tolist()} bytes, but at most {max_bytes} are"
             " expected"
         )
     padded = torch.nn.functional.pad(tensor, (0, longest - tensor.numel()))
-    rows = padded.new_empty(g * longest)  # where it lies
+    rows = padded.new_empty(g * longest)  # on the same device as the bytes
     _gather(rows, padded, pg, wait)
     return [row[: int(n)] for row, n in zip(rows.view(g, longest), sizes, strict=True)], longest
 
 
 # --- over a subset of the ranks, without a process group
 
-BARRIER, CHUNKS, SUMS = range(3)  # planes of a team
-MISSING = 255  # all bytes of a sum that lacks a term: a NaN, but not the one that arithmetic makes
-FIRST, TEAMS = 16, 2**29  # tags below are the transport's; gloo's end at 2^31
+BARRIER, CHUNKS, SUMS = range(3)  # message tags of one group, by purpose
+MISSING = 255  # value of every byte of a sum that lacks a term: a NaN that no arithmetic makes
+# first tag, because lower ones belong to the transport; gloo's tags end at 2^31
+FIRST, MAX_GROUPS = 16, 2**29
 
-Ways = Mapping[
-    int, tuple[dist.ProcessGroup, int]
-]  # to ranks that came later, or from one: a group, the place there
+# by rank that joined later, or by peer of such a rank: a process group, and the rank's place in it
+Routes = Mapping[int, tuple[dist.ProcessGroup, int]]
 
 
 def all_reduce_subset_max(
     numbers: Tensor,
     group: tuple[int, ...],
     rank: int,
-    team: int,
-    ways: Ways,
-    lost: Collection[int] = (),
+    group_tag: int,
+    routes: Routes,
+    failed: Collection[int] = (),
 ) -> Tensor:
-    """The maximum over the group of a few numbers, each by itself; returns once all members have
-    come. `team` marks the group's messages. Raises RuntimeError where one is lost, as those are
-    that are known to be.
+    """Return the maximum over the group of each of a few numbers, once all members have posted
+    theirs.
+
+    `group_tag` marks the group's messages. Raises RuntimeError if a member has failed, for example
+    one of `failed`.
     """
     g, me = len(group), group.index(rank)
     from_all = [numbers if i == me else torch.empty_like(numbers) for i in range(g)]
     if error := _exchange(
-        [numbers] * g, from_all, group, rank, subset_tag(team, BARRIER), ways, lost
+        [numbers] * g, from_all, group, rank, subset_tag(group_tag, BARRIER), routes, failed
     ):
         raise error
     return torch.stack(from_all).amax(0)
@@ -189,18 +190,20 @@ def all_reduce_subset(
     tensor: Tensor,
     group: tuple[int, ...],
     rank: int,
-    team: int,
-    ways: Ways,
-    lost: Collection[int] = (),
+    group_tag: int,
+    routes: Routes,
+    failed: Collection[int] = (),
 ) -> Tensor:
-    """A new vector [d] with the sum over the group, of which `rank` is a member. `team` marks the
-    group's messages. Raises RuntimeError where a member is lost, as those are that are known to be.
+    """Return a new vector [d] with the sum over the group, of which `rank` is a member.
+
+    `group_tag` marks the group's messages. Raises RuntimeError if a member has failed, for example
+    one of `failed`.
     """
     g, me = len(group), group.index(rank)
-    if g == 2:  # as many bytes in one hop
+    if g == 2:  # one hop moves as many bytes as two
         both = [tensor if i == me else torch.empty_like(tensor) for i in range(2)]
         if error := _exchange(
-            [tensor, tensor], both, group, rank, subset_tag(team, CHUNKS), ways, lost
+            [tensor, tensor], both, group, rank, subset_tag(group_tag, CHUNKS), routes, failed
         ):
             raise error
         return sum_in_rank_order(both)
@@ -208,7 +211,7 @@ def all_reduce_subset(
     padded = torch.nn.functional.pad(tensor, (0, -d % g))
     mine = list(padded.chunk(g))
     parts = [mine[me] if i == me else torch.empty_like(mine[me]) for i in range(g)]
-    error = _exchange(mine, parts, group, rank, subset_tag(team, CHUNKS), ways, lost)
+    error = _exchange(mine, parts, group, rank, subset_tag(group_tag, CHUNKS), routes, failed)
     total = torch.empty_like(padded)
     sums = list(total.chunk(g))
     if error is None:
@@ -216,20 +219,21 @@ def all_reduce_subset(
     else:
         sums[me].view(torch.uint8).fill_(MISSING)
     error = (
-        _exchange([sums[me]] * g, sums, group, rank, subset_tag(team, SUMS), ways, lost) or error
+        _exchange([sums[me]] * g, sums, group, rank, subset_tag(group_tag, SUMS), routes, failed)
+        or error
     )
     firsts = total[:: len(mine[0])]
     if firsts.isnan().any() and any(
         (first.view(1).view(torch.uint8) == MISSING).all() for first in firsts
     ):
-        error = error or RuntimeError("a member of the team is not connected to another")
+        error = error or RuntimeError("a member of the group is not connected to another")
     if error is not None:
         raise error
     return total[:d]
 
 
-def subset_tag(team: int, plane: int) -> int:
-    return FIRST + 3 * (team % TEAMS) + plane
+def subset_tag(group_tag: int, plane: int) -> int:
+    return FIRST + 3 * (group_tag % MAX_GROUPS) + plane
 
 
 def _exchange(
@@ -238,18 +242,18 @@ def _exchange(
     group: tuple[int, ...],
     rank: int,
     tag: int,
-    ways: Ways,
-    lost: Collection[int],
+    routes: Routes,
+    failed: Collection[int],
 ) -> RuntimeError | None:
-    """To the i-th member `out[i]`, from it `into[i]`; returns why that was not done with one of
-    them, if it was not.
+    """Send `out[i]` to the i-th member and receive `into[i]` from it; return the first error, or
+    None.
     """
     peers = [
-        (i, *(ways.get(peer) or (world(), peer)))
+        (i, *(routes.get(peer) or (world(), peer)))
         for i, peer in enumerate(group)
-        if peer not in (rank, *lost)
+        if peer not in (rank, *failed)
     ]
-    work, errors = [], [RuntimeError(f"rank {peer} has failed") for peer in group if peer in lost]
+    work, errors = [], [RuntimeError(f"rank {peer} has failed") for peer in group if peer in failed]
     for sends, boxes in ((False, into), (True, out)):
         for i, pg, place in peers:
             try:
@@ -281,9 +285,11 @@ class Hierarchy(NamedTuple):
         return tuple(sorted(rank for node in self.nodes for rank in node))
 
     @property
-    def teams(self) -> list[Group]:
-        """The groups of ranks that need a process group of their own."""
-        return [team for team in (*self.nodes, self.leaders) if 1 < len(team) < len(self.members)]
+    def groups(self) -> list[Group]:
+        """Return the groups of ranks that need a process group of their own."""
+        return [
+            group for group in (*self.nodes, self.leaders) if 1 < len(group) < len(self.members)
+        ]
 
     def moved(self, rank: int, nbytes: int) -> tuple[int, int]:
         """Return the bytes that this rank sends and receives in one sum."""
@@ -320,8 +326,8 @@ def all_reduce_by_node(
     def finish(work: dist.Work) -> None:
         (wait or dist.Work.wait)(work)
 
-    def process_group(team: Group) -> dist.ProcessGroup:
-        return groups.get(team) or world()
+    def process_group(ranks: Group) -> dist.ProcessGroup:
+        return groups.get(ranks) or world()
 
     if len(own) > 1:
         reduce = dist.ReduceOptions()

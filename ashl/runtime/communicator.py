@@ -3,9 +3,9 @@
 A collective runs inline, in the calling thread, while no other task of the rank could run
 meanwhile; otherwise it runs on a thread of its process group. The rule of
 `ashl.runtime.collective_queue` holds in both cases, so each member knows what the others have
-posted before. Where a key above 0 leaves a choice, members exchange how many collectives they have
+posted before. If a key above 0 leaves a choice, members exchange how many collectives they have
 posted. In a paced run they exchange when their NICs are free, too; both take one hop together.
-`ashl.runtime.regroup_consensus` says what happens when a member fails.
+`ashl.runtime.regroup_consensus` handles the failure of a member.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ from ashl.runtime.rendezvous import world
 from ashl.runtime.sums import HALVES_OF_A_SUM
 from ashl.runtime.throttle import Throttle
 
-BATCHED = 64  # unpaced collectives whose waiting is found out together
-LINGER_S = 30.0  # how long a rank that has ended waits for collectives that it has posted
-Team = tuple[int, ...]
-Incarnations = tuple[int, ...]  # of its members, where one has come anew to what is no team of all
+BATCHED = 64  # unpaced collectives whose waiting times are exchanged together
+LINGER_S = 30.0  # seconds that a rank that has ended waits for its posted collectives
+Ranks = tuple[int, ...]
+# incarnation of each member, if one rejoined in a group of some of the ranks; else empty
+Incarnations = tuple[int, ...]
 
 
 class Outcome(NamedTuple):
-    """What came of a collective: when it began and ended on the rank's clock, the bytes that the
-    rank sent and received in it, and what is known now of earlier ones: how long each waited for
-    its last member.
+    """The result of a collective: its value, its begin and end on the rank's clock, and the bytes
+    that the rank sent and received.
+
+    `waited_ns`: how long each of the earlier collectives waited for its last member, as far as that
+    has become known now.
     """
 
     value: Any
@@ -55,8 +58,8 @@ class Outcome(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """One that this rank has posted, the n-th of its team's; `done` is called with what came of it,
-    or why nothing did, from the team's thread.
+    """A collective that this rank has posted, the n-th of its group. The group's thread calls
+    `done` with the outcome or the error.
     """
 
     number: int
@@ -66,7 +69,9 @@ class Pending(NamedTuple):
 
 
 class CollectiveTiming(NamedTuple):
-    """An unpaced collective of all ranks, and whether it took the main task's time."""
+    """Begin and end of an unpaced collective of all ranks; `main` is True if it took the main
+    task's time.
+    """
 
     begin_ns: int
     end_ns: int
@@ -74,29 +79,28 @@ class CollectiveTiming(NamedTuple):
 
 
 class LocalQueue:
-    """This rank's end of one team's channel."""
+    """This rank's part of the collective queue of a group."""
 
     def __init__(
         self,
-        group: Team,
+        group: Ranks,
         incarnations: Incarnations,
         carry_out: Callable[[LocalQueue], tuple[Pending, Outcome]],
     ) -> None:
         self.group, self.incarnations, self._carry_out = group, incarnations, carry_out
         self.posted = 0
         self.pending: list[Pending] = []  # in the order of posting
-        self.committed: list[
-            Pending
-        ] = []  # ... and those of them that are next, alike on all members
+        # pending ones that are next, in the same order on all members
+        self.committed: list[Pending] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._inline = self._closing = False
         self._error: Exception | None = None
 
     def run_inline(self, effect: Collective, main: bool) -> Outcome:
-        """Carry out a collective in this thread; to be called while nothing is pending."""
+        """Carry out a collective in this thread. Call it only while no collective is pending."""
         with self._changed:
-            self._inline = True  # hands off, thread
+            self._inline = True  # keeps the group's thread from taking it
             self._append(effect, main, lambda outcome: None)
         outcome = self._carry_out(self)[1]
         self._inline = False
@@ -105,7 +109,7 @@ class LocalQueue:
     def post(
         self, effect: Collective, main: bool, done: Callable[[Outcome | Exception], None]
     ) -> None:
-        """Leave a collective to the team's thread."""
+        """Leave a collective to the group's thread."""
         with self._changed:
             self._append(effect, main, done)
             self._changed.notify()
@@ -116,22 +120,26 @@ class LocalQueue:
             self._thread.start()
 
     def commit(self, common: int) -> None:
-        """Commit what may be, where all members have posted `common` of them."""
+        """Commit the collectives that may be committed, if all members have posted the first
+        `common` ones.
+        """
         numbers = {pending.number for pending in self.committed}
         ready = [p for p in self.pending if p.number < common and p.number not in numbers]
         self.committed += choose_committed(ready, len(self.committed))
 
     def remove(self, pending: Pending) -> None:
-        """This one is done."""
+        """Remove a collective that has ended."""
         with self._changed:
             self.pending.remove(pending)
         if self.committed:
             self.committed.pop(0)
 
     def close(self, until_s: float) -> str | None:
-        """Nothing more will be posted. Waits until what is pending has ended, up to this moment of
-        the host's monotonic clock; returns what has not, in words. Raises what ended the thread, if
-        something did.
+        """Accept no more collectives and wait until the pending ones have ended, up to `until_s` of
+        the host's monotonic clock.
+
+        Returns: a collective that has not ended, in words, or None. Raises the error that ended the
+        thread, if any.
         """
         with self._changed:
             self._closing = True
@@ -156,9 +164,10 @@ class LocalQueue:
                 self._changed.wait_for(lambda: (self.pending and not self._inline) or self._closing)
                 if not self.pending:
                     return
+            # a peer failed: no collective of this group will end
             try:
                 pending, outcome = self._carry_out(self)
-            except Exception as error:  # a peer is gone: nothing of this team will ever end
+            except Exception as error:
                 self._error = error
                 self.pending[0].done(error)
                 return
@@ -166,20 +175,20 @@ class LocalQueue:
 
 
 def keep_groups_alive(groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """Also not when the process ends: gloo would wait for a sum that was broken off, and for good
-    where one of its members stands still, or its link is cut.
+    """Keep process groups from being deleted, even at the end of the process. On deletion gloo
+    waits for a sum that was aborted, forever if a member hangs or its connection is cut.
     """
     for group in (*groups, *((world(), dist.group.WORLD) if dist.is_initialized() else ())):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 class Communicator:
-    """All channels of this rank."""
+    """All collectives of this rank, over all its groups."""
 
     def __init__(
         self,
         rank: int,
-        groups: Mapping[Team, dist.ProcessGroup],
+        groups: Mapping[Ranks, dist.ProcessGroup],
         exact: bool,
         throttle: Throttle,
         clock_ns: Callable[[], int],
@@ -188,108 +197,113 @@ class Communicator:
         hierarchy: Hierarchy | None = None,
         consensus: RegroupConsensus | None = None,
     ) -> None:
-        """`groups` are those that the plan lists; a sum over any other part of the ranks does
-        without. They carry what lies in the host's memory; with `settle` what lies on the device,
-        too, and it waits until that is done. With a `hierarchy` sums over all workers go by it,
-        unless they are exact. With an `agreement` a collective that lacks a member comes to
-        `CollectiveAborted`.
+        """Set up the collectives of a rank. `groups` are the process groups that the plan lists; a
+        sum over another part of the ranks works without one.
+
+        The groups transport tensors in the host's memory. With `settle` they transport tensors on
+        the device, too, and it waits until a transfer is done. With a `hierarchy` sums over all
+        workers go by nodes, unless `exact` is set. With a `consensus` a collective that lacks a
+        member returns `CollectiveAborted`.
         """
         self._rank, self._exact, self._throttle, self._clock = rank, exact, throttle, clock_ns
         self._groups: Groups = {**groups}
-        self._max_bytes, self._settle, self._hierarchy, self._consensus = (
-            max_bytes,
-            settle,
-            hierarchy,
-            consensus,
-        )
-        self._ends: dict[tuple[Team, Incarnations], LocalQueue] = {}
-        self._ways: collectives.Ways = {}
-        self._tags: dict[int, Team] = {}  # of teams without a process group
+        self._max_bytes = max_bytes
+        self._settle = settle
+        self._hierarchy = hierarchy
+        self._consensus = consensus
+        self._queues: dict[tuple[Ranks, Incarnations], LocalQueue] = {}
+        self._routes: collectives.Routes = {}
+        self._tags: dict[int, Ranks] = {}  # by number: groups without a process group
         self._starts: list[CollectiveTiming] = []
 
     @cached_property
-    def _all(self) -> Team:
-        """Who is there, for who is there from the start."""
+    def _all(self) -> Ranks:
+        """Return the ranks of the current group of all; a rank that was there from the start knows
+        them by the world size.
+        """
         return tuple(range(dist.get_world_size())) if dist.is_initialized() else ()
 
     def local_queue(self, effect: Collective) -> LocalQueue:
-        """This rank's end of the channel of a team."""
+        """Return this rank's queue of the group of a collective."""
         key = group, incarnations = (
             effect.group,
             effect.incarnations if isinstance(effect, AllReduce) else (),
         )
-        end = self._ends.get(key)
-        if end is None:
+        queue = self._queues.get(key)
+        if queue is None:
             if self._rank not in group:
                 raise AshlError(f"rank {self._rank} is not a member of the group {list(group)}")
-            end = self._ends[key] = LocalQueue(group, incarnations, self._run_next)
-        return end
+            queue = self._queues[key] = LocalQueue(group, incarnations, self._run_next)
+        return queue
 
-    def add_routes(self, ways: collectives.Ways) -> None:
-        """From now on sums that no group carries reach these ranks so. May be called from another
-        thread.
+    def add_routes(self, routes: collectives.Routes) -> None:
+        """Set the process groups by which sums without a group of their own reach these ranks.
+        Another thread may call it.
         """
-        self._ways = {**self._ways, **ways}
+        self._routes = {**self._routes, **routes}
 
     def close(self) -> list[int]:
-        """The rank has ended; returns how long collectives waited, as far as it was not known.
-        Raises AshlError where something was posted that not all members of its team have posted.
+        """End all queues; return in ns how long recent collectives waited, if not returned before.
+        Raises: AshlError if this rank posted a collective that not all members have posted.
         """
         until_s = time.monotonic() + LINGER_S
-        if stuck := [words for end in self._ends.values() if (words := end.close(until_s))]:
+        if stuck := [words for queue in self._queues.values() if (words := queue.close(until_s))]:
             raise AshlError(
                 f"rank {self._rank} has ended and still {stuck[0]}, to which not all of them came"
             )
+        # a rank failed in the last moment
         try:
             return self._measure_waiting()
-        except RuntimeError:  # somebody is lost in the last moment
+        except RuntimeError:
             if self._consensus is None:
                 raise
             return []
 
     def regroup(self, asked: Regroup) -> Formed:
-        """Agree with all who are there how to go on."""
+        """Agree with all survivors how to continue, and replace the process groups."""
         assert self._consensus is not None
         formed, groups = self._consensus.regroup(asked, self._clock)
         if groups is not None:
             keep_groups_alive(self._groups.values())
-            self._all, self._groups, self._ends, self._starts = formed.ranks, groups, {}, []
+            self._all, self._groups, self._queues, self._starts = formed.ranks, groups, {}, []
         return formed
 
     @property
     def join_pending(self) -> bool:
-        """Whether somebody asks to be let in."""
+        """Return True if a worker asks to join."""
         return self._consensus is not None and self._consensus.join_pending
 
-    def _run_next(self, end: LocalQueue) -> tuple[Pending, Outcome]:
-        """Whatever is next in a team's channel."""
+    def _run_next(self, queue: LocalQueue) -> tuple[Pending, Outcome]:
+        """Carry out the next collective of a queue; its outcome is `CollectiveAborted` if a member
+        failed.
+        """
         consensus = self._consensus
         if consensus is None:
-            return self._run_next_of_survivors(end)
+            return self._run_next_of_survivors(queue)
         try:
-            if consensus.lost.intersection(end.group) and not self._without_process_group(
-                end.group, end.incarnations
+            if consensus.lost.intersection(queue.group) and not self._without_process_group(
+                queue.group, queue.incarnations
             ):
                 raise RuntimeError("a member of the process group has failed")
-            return self._run_next_of_survivors(end)
+            return self._run_next_of_survivors(queue)
         except RuntimeError as error:
             pending, broken = (
-                (end.committed or end.pending)[0],
-                consensus.await_failure(end.group, error, end.incarnations),
+                (queue.committed or queue.pending)[0],
+                consensus.await_failure(queue.group, error, queue.incarnations),
             )
-        end.remove(pending)
+        queue.remove(pending)
         now = self._clock()
         return pending, Outcome(broken, now, now, (0, 0), [])
 
-    def _run_next_of_survivors(self, end: LocalQueue) -> tuple[Pending, Outcome]:
-        """The same, where nobody is lost. Raises RuntimeError where somebody is."""
-        pending, g, free_ns = end.pending[0], len(end.group), 0
+    def _run_next_of_survivors(self, queue: LocalQueue) -> tuple[Pending, Outcome]:
+        """Carry out the next collective of a queue. Raises RuntimeError if a member failed."""
+        pending, g, free_ns = queue.pending[0], len(queue.group), 0
         paced = g > 1 and self._throttle.network is not None
-        if g > 1 and (paced or (pending.effect.key and not end.committed)):
-            common, free_ns = self._agree_on_order(end, self._throttle.free_ns(end.group))
-            end.commit(common)
-        if end.committed:
-            pending = end.committed[0]
+        if g > 1 and (paced or (pending.effect.key and not queue.committed)):
+            common, free_ns = self._agree_on_order(queue, self._throttle.free_ns(queue.group))
+            queue.commit(common)
+        if queue.committed:
+            pending = queue.committed[0]
         asked_ns = max(self._clock(), free_ns)
         number = pending.number + (pending.effect.epoch << 32)
         with self._staged(pending.effect) as tensor:
@@ -308,37 +322,39 @@ class Communicator:
         if not paced and g == len(self._all) > 1:
             self._starts.append(CollectiveTiming(begin, end_ns, pending.main))
             waited = self._measure_waiting() if len(self._starts) == BATCHED else []
-        end.remove(pending)
+        queue.remove(pending)
         return pending, Outcome(value, begin, end_ns, moved, waited)
 
-    def _agree_on_order(self, end: LocalQueue, free_ns: int) -> tuple[int, int]:
-        """(how many collectives all have posted, when the ports of all are free); clocks were
-        started together.
+    def _agree_on_order(self, queue: LocalQueue, free_ns: int) -> tuple[int, int]:
+        """Return (how many collectives all members have posted, when the NICs of all are free). All
+        clocks were started together.
         """
-        group, numbers = end.group, torch.tensor([-end.posted, free_ns])
-        if not self._without_process_group(group, end.incarnations):
+        group, numbers = queue.group, torch.tensor([-queue.posted, free_ns])
+        if not self._without_process_group(group, queue.incarnations):
             numbers = self._all_reduce_max(numbers, group)
         else:
             try:
                 numbers = collectives.all_reduce_subset_max(
-                    numbers, *self._subset_arguments(group, end.incarnations)
+                    numbers, *self._subset_arguments(group, queue.incarnations)
                 )
             except RuntimeError:
                 if self._consensus is None:
-                    raise  # else the others wait for its part in a sum that comes to nothing
+                    # with a consensus continue: the others wait for this rank's part in a sum that
+                    # is then aborted
+                    raise
         return -int(numbers[0]), int(numbers[1])
 
-    def _all_reduce_max(self, numbers: torch.Tensor, group: Team) -> torch.Tensor:
+    def _all_reduce_max(self, numbers: torch.Tensor, group: Ranks) -> torch.Tensor:
         return collectives.all_reduce(
             numbers, group, "max", self._groups.get(group), self._exact, self._wait(group)
         )
 
-    def _wait(self, group: Team) -> collectives.Wait | None:
+    def _wait(self, group: Ranks) -> collectives.Wait | None:
         return None if self._consensus is None else partial(self._consensus.wait, group)
 
     @contextmanager
     def _staged(self, effect: Collective) -> Generator[torch.Tensor]:
-        """What is to be carried, where the groups carry it."""
+        """Yield the tensor of a collective in memory that the process groups can transport."""
         if self._settle is not None or not isinstance(effect, AllReduce):
             yield effect.tensor if self._settle is not None else to_host(effect.tensor)
             return
@@ -348,8 +364,10 @@ class Communicator:
     def _transfer(
         self, effect: Collective, tensor: torch.Tensor, number: int, asked_ns: int
     ) -> tuple[Any, tuple[int, int], int, int | None]:
-        """(value where it was carried, bytes sent and received, when it began, declared cost if
-        there is one).
+        """Carry out a collective.
+
+        Returns: (value in the memory of the transport, (bytes sent, bytes received), begin in ns,
+        declared cost in ns or None).
         """
         group, g = effect.group, len(effect.group)
         incarnations = effect.incarnations if isinstance(effect, AllReduce) else ()
@@ -361,7 +379,7 @@ class Communicator:
         if isinstance(effect, AllReduce):
             nbytes = tensor.nbytes - effect.piggybacked * tensor.element_size()
             if effect.op in HALVES_OF_A_SUM:
-                assert not loose, "half a sum is of all ranks, or of a group that the plan lists"
+                assert not loose, "half of a sum needs all ranks, or a group that the plan lists"
                 gathers = effect.op == "gather"
                 value = (collectives.gather_equal if gathers else collectives.reduce_scatter)(
                     tensor, g, pg, wait
@@ -387,9 +405,9 @@ class Communicator:
             else:
                 value = collectives.all_reduce(tensor, group, effect.op, pg, self._exact, wait)
             return value, moved, begin, cost
-        assert not loose, "bytes are gathered from all ranks, or from a group that the plan lists"
+        assert not loose, "gathering bytes needs all ranks, or a group that the plan lists"
         parts, longest = collectives.all_gather(tensor, group, pg, self._max_bytes, wait)
-        total = g * (longest - effect.piggybacked)  # known only now
+        total = g * (longest - effect.piggybacked)  # known only after the lengths are gathered
         moved = total * (g - 1) // g
         return (
             parts,
@@ -397,18 +415,18 @@ class Communicator:
             *self._throttle.schedule_all_gather(group, number, total, asked_ns),
         )
 
-    def _sums_by_nodes(self, group: Team) -> bool:
-        """Return True if a sum over this group goes by the hierarchy; after a failure its process
-        groups are gone.
+    def _sums_by_nodes(self, group: Ranks) -> bool:
+        """Return True if a sum over this group goes by the hierarchy. After a failure its process
+        groups no longer exist.
         """
         hierarchy = self._hierarchy
         if hierarchy is None or self._exact or group != hierarchy.members:
             return False
-        return all(group in self._groups for group in hierarchy.teams)
+        return all(members in self._groups for members in hierarchy.groups)
 
-    def _moved(self, group: Team, nbytes: int) -> tuple[int, int]:
-        """Return the bytes that this rank sends and receives in a sum: by the model of costs where
-        there is one.
+    def _moved(self, group: Ranks, nbytes: int) -> tuple[int, int]:
+        """Return the bytes that this rank sends and receives in a sum, by the cost model if there
+        is one.
         """
         network, g = self._throttle.network, len(group)
         if network is not None and network.summing is not None and g > 1:
@@ -419,28 +437,28 @@ class Communicator:
         flat = 2 * (g - 1) * nbytes // g
         return flat, flat
 
-    def _without_process_group(self, group: Team, incarnations: Incarnations) -> bool:
-        """Whether nobody has made a process group for it, as it is."""
+    def _without_process_group(self, group: Ranks, incarnations: Incarnations) -> bool:
+        """Return True if no process group exists for these incarnations of the members."""
         return bool(incarnations) or (len(group) != len(self._all) and group not in self._groups)
 
     def _subset_arguments(
-        self, group: Team, incarnations: Incarnations
-    ) -> tuple[Team, int, int, collectives.Ways, Collection[int]]:
-        """What a sum without a process group has to know."""
+        self, group: Ranks, incarnations: Incarnations
+    ) -> tuple[Ranks, int, int, collectives.Routes, Collection[int]]:
+        """Return the arguments of a sum without a process group, except the tensor."""
         lost = (
             self._consensus.lost_of(group, incarnations)
             if self._consensus is not None
             else frozenset[int]()
         )
         if not self._all:  # it came later itself
-            lost |= {*group} - {self._rank, *self._ways}
-        return group, self._rank, self._tag(group), self._ways, lost
+            lost |= {*group} - {self._rank, *self._routes}
+        return group, self._rank, self._tag(group), self._routes, lost
 
-    def _tag(self, group: Team) -> int:
-        """What marks the messages of a team without a process group. Raises AshlError where two are
-        marked alike.
+    def _tag(self, group: Ranks) -> int:
+        """Return the number that marks the messages of a group without a process group. Raises
+        AshlError if two groups have the same number.
         """
-        tag = zlib.crc32(repr(group).encode()) % collectives.TEAMS
+        tag = zlib.crc32(repr(group).encode()) % collectives.MAX_GROUPS
         if self._tags.setdefault(tag, group) != group:
             raise AshlError(
                 f"the groups {group} and {self._tags[tag]} cannot be told apart; list one of them"
@@ -449,9 +467,11 @@ class Communicator:
         return tag
 
     def _measure_waiting(self) -> list[int]:
-        """Unpaced collectives: nobody knows at the time who came last. Every so often all compare
-        when they came, and the time before the last one came is called waiting; returned for each
-        that took the main task's time.
+        """Exchange the begins of recent unpaced collectives; return in ns how long each collective
+        of the main task waited for its last member.
+
+        No member knows during a collective who is the last. Therefore all members compare their
+        begins after every `BATCHED` collectives.
         """
         starts, self._starts = self._starts, []
         if not starts:

@@ -9,7 +9,7 @@ process group.
 
 States: before `run` (restored or joining), running (all clocks start together after a barrier,
 except those of joining workers), finished (`run_until`, then `close_connections`). A failed peer
-arrives as PeerLostError through the inbox.
+arrives as PeerFailedError through the inbox.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from ashl.runtime.rendezvous import MET, NEWCOMER, Entry, common_zero, world
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import Delivered, PayloadTransport, PeerConnections
 
+# a rank that is behind its declared pace by less than this counts as on time
 KEPT_UP_NS = 2_000_000
-LINGER_S = 0.01  # between two looks at whether it is over
+LINGER_S = 0.01  # seconds between two checks whether the run is over
 T = TypeVar("T")
 
 
@@ -64,19 +65,22 @@ class TorchKernel:
         checkpoint_writer: RankCheckpointWriter | None = None,
         hierarchy: Hierarchy | None = None,
         consensus: RegroupConsensus | None = None,
-        bodies: PayloadTransport | None = None,
+        payload_transport: PayloadTransport | None = None,
     ) -> None:
-        """`groups` are those that the plan lists; a sum over any other part of the ranks does
-        without. Where a device goes on with a computation when its function has returned, `settle`
-        waits until all are done; `nccl`: the groups carry what lies there. `bodies` carry those of
-        messages, unless gloo does.
+        """Set up the kernel of a rank. `groups` are the process groups that the plan lists; a sum
+        over another part of the ranks works without one.
+
+        On a device that continues a computation after its function has returned, `settle` waits
+        until all are done. With `nccl` the groups transport tensors on the device, too.
+        `payload_transport` transports payloads of messages; None = gloo does.
         """
         self.observer = observer
         self.worker_states: WorkerStates | None = None
         self.ctx = RankContext(self, rank)
-        self._zero = time.monotonic_ns()  # until all have come, see `run`
-        self._since_ns, self._checkpoint_writer = 0, checkpoint_writer
-        self._entry: Entry | None = None  # where it comes while others run
+        self._zero = time.monotonic_ns()  # provisional until all ranks have met, see `run`
+        self._since_ns = 0  # ns: experiment time at the start, above 0 after a restore
+        self._checkpoint_writer = checkpoint_writer
+        self._entry: Entry | None = None  # set if this rank joins while others run
         self.throttle = make_throttle(self.clock_ns)
         self._communicator = Communicator(
             rank,
@@ -89,25 +93,25 @@ class TorchKernel:
             hierarchy,
             consensus,
         )
-        self._peers, self._max_bytes, self._device, self._payload_transport = (
-            peers,
-            max_bytes,
-            device,
-            bodies,
-        )
-        self._settle, self._unsettled = settle, False
-        self._mail, self._inbox = Mailbox(), queue.SimpleQueue[Any]()
-        self._links: PeerConnections | None = None
+        self._peers = peers
+        self._max_bytes = max_bytes
+        self._device = device
+        self._payload_transport = payload_transport
+        self._settle = settle
+        self._unsettled = False  # True while computations of the main task may run on the device
+        self._mail = Mailbox()
+        self._inbox = queue.SimpleQueue[Any]()
+        self._connections: PeerConnections | None = None
         self._ready: deque[tuple[Task, Any]] = deque()
         self._timers: list[tuple[int, int, Callable[[], None]]] = []
         self._seq = itertools.count()
-        self._live, self._push_end = 0, 0
-        self._stand = list[
-            Task
-        ]()  # tasks that stand wherever the main one is at the top of its loop
+        self._live = 0  # tasks that have not ended
+        self._push_end = 0  # ns: end of the last payload that this rank has sent
+        # background services: at the top of their loops whenever the main task is
+        self._services = list[Task]()
         self._main: Task | None = None
         self._unit = ComputeUnit(rank, self.throttle, self._inbox, self._mail)
-        self._moved = time.monotonic_ns()  # when a task last went on
+        self._moved = time.monotonic_ns()  # host clock: when a task last resumed
 
     @property
     def now_ns(self) -> int:
@@ -115,17 +119,17 @@ class TorchKernel:
 
     @property
     def started(self) -> bool:
-        """Whether all have come, and the clock runs."""
-        return self._links is not None
+        """Return True once all ranks have met and the clock runs."""
+        return self._connections is not None
 
-    def clock_ns(self) -> int:  # to hand on
+    def clock_ns(self) -> int:  # a method to pass to others
         return self.now_ns
 
     def safe_point(self, ctx: RankContext, stage: int, state: Any) -> bool:
-        """The main task is at the top of its loop; kept where that is wanted, and all beside it
-        stands, too.
+        """Save the main task at the top of its loop, if a checkpoint is wanted and only background
+        services run beside it.
         """
-        beside = self._live - 1 - sum(not task.done for task in self._stand)
+        beside = self._live - 1 - sum(not task.done for task in self._services)
         return (
             self._checkpoint_writer is not None
             and not beside
@@ -152,11 +156,13 @@ class TorchKernel:
     ) -> Task:
         self._live += 1
         self._ready.append((task := Task(ctx, coro, main, is_background_service), None))
-        self._stand += [task] * is_background_service
+        self._services += [task] * is_background_service
         return task
 
     def restore(self, known: Restored, time_ns: int) -> None:
-        """To be called before `run`: as the rank was kept, with the clock at this moment."""
+        """Restore the saved state of the rank, with the clock at `time_ns`. Call it before
+        `run`.
+        """
         restore_counters(self.ctx, known.context)
         if self.worker_states is not None:
             self.worker_states.set_worker_state(self.ctx.rank, known.own)
@@ -166,35 +172,32 @@ class TorchKernel:
         self._since_ns = time_ns
 
     def join_running(self, entry: Entry) -> None:
-        """To be called before `run`: the others run already."""
+        """Prepare to join ranks that are running already. Call it before `run`."""
         self._entry, self._zero = entry, entry.zero_ns
         self._communicator.add_routes({peer: (group, MET) for peer, group in entry.groups.items()})
         self.ctx.time_accounting.start_at(self.now_ns)
 
     def connect_peer(self, peer: int, incarnation: int, group: dist.ProcessGroup) -> None:
-        """A worker has come (back) in this life, by this group of two. May be called from another
-        thread.
+        """Connect to a worker that joined in this incarnation, by a process group of two. Another
+        thread may call it.
         """
-        assert self._links is not None
+        assert self._connections is not None
         self._communicator.add_routes({peer: (group, NEWCOMER)})
-        self._links.reconnect(
+        self._connections.reconnect(
             peer, incarnation, group, NEWCOMER, lambda: self._mail.lost.pop(peer, None)
         )
 
     def mark_peer_failed(self, peer: int, why: str) -> None:
-        """A peer counts as gone. May be called from another thread."""
-        if self._links is not None:
-            self._links.mark_failed(peer, why)
+        """Count a peer as failed. Another thread may call it."""
+        if self._connections is not None:
+            self._connections.mark_failed(peer, why)
 
     def run(self, main: Callable[[RankContext], Coroutine]) -> Any:
-        """Run `main(ctx)` to its end; what else was spawned ends with it, once the collectives that
-        this rank has posted have ended. The clock starts now, on all ranks, but for who comes
-        later.
+        """Run `main(ctx)` to its end. Other tasks end with it, once the collectives that this rank
+        has posted have ended. The clock starts now on all ranks, except on ranks that join later.
         """
         if self._entry is None:
-            self._zero = (
-                common_zero() - self._since_ns
-            )  # before anything is listened to, which is timed by it
+            self._zero = common_zero() - self._since_ns  # first, because arrivals are timed by it
             pairs = {peer: (world(), peer, 0) for peer in self._peers}
         else:
             pairs = {
@@ -204,7 +207,7 @@ class TorchKernel:
             for peer in set(self._peers) - pairs.keys():
                 self._inbox.put(fx.PeerFailedError(peer, "it failed before"))
         when = self.clock_ns, self.throttle.schedule_arrival
-        self._links = PeerConnections(
+        self._connections = PeerConnections(
             pairs, self._inbox, *when, self._max_bytes, self._device, self._payload_transport
         )
         self._main = self.spawn(self.ctx, main(self.ctx), main=True)
@@ -221,7 +224,7 @@ class TorchKernel:
         return self._main.result
 
     def run_until(self, over: Callable[[], bool]) -> None:
-        """Go on with what the main task has left behind, until it is over."""
+        """Continue with the tasks that remain after the main task, until `over()`."""
         while not over():
             if self._ready:
                 self._resume(*self._ready.popleft())
@@ -230,15 +233,15 @@ class TorchKernel:
                 self._handle_item(self._inbox.get(timeout=LINGER_S))
 
     def close_connections(self, timeout_s: float) -> None:
-        """Second phase of leaving: every rank is done, nothing more is started."""
+        """Close the connections, when every rank has ended and starts no new transfer."""
         for task, _ in self._ready:
-            task.coro.close()  # Python would complain of those that have not begun
-        if self._links is not None:
-            self._links.close(timeout_s)
+            task.coro.close()  # Python would warn about coroutines that have not begun
+        if self._connections is not None:
+            self._connections.close(timeout_s)
 
     def heartbeat(self) -> Heartbeat:
-        """How this rank stands: what its main task is blocked in (None while it computes), and
-        since when nothing has moved. May be asked from another thread.
+        """Return the current state of this rank: what its main task is blocked in (None while it
+        computes), and for how long no task has resumed. Another thread may call it.
         """
         effect = self._unit.paused_in or (self._main.waiting if self._main else None)
         blocked = effect is not None and not isinstance(effect, fx.Compute)
@@ -248,7 +251,7 @@ class TorchKernel:
         )
 
     def _next(self) -> None:
-        """Wait for the world: a message, a result, or a timer."""
+        """Wait for the next item of the inbox or the next timer, and handle it."""
         timeout = max(0.0, (self._timers[0][0] - self.now_ns) / 1e9) if self._timers else None
         try:
             self._handle_item(self._inbox.get(timeout=timeout))
@@ -258,7 +261,7 @@ class TorchKernel:
 
     def _handle_item(self, item: Any) -> None:
         if isinstance(item, fx.Message):
-            if item.src == self.ctx.rank:  # a part
+            if item.src == self.ctx.rank:  # a part of a computation
                 self.ctx.time_accounting.record_part(item.start_ns)
                 return self._deliver_to_self(item)
             if item.body is not None:
@@ -277,7 +280,9 @@ class TorchKernel:
             item()  # the end of a compute or a collective on a thread
 
     def _deliver_to_self(self, message: fx.Message) -> None:
-        """A message of this rank to itself: for a compute that needs it, or for a task."""
+        """Deliver a message of this rank to itself, to the computation or the task that
+        needs it.
+        """
         if not self._unit.deliver(message) and (task := self._mail.put(message)):
             self._wake(task, message)
 
@@ -291,51 +296,69 @@ class TorchKernel:
             task.waiting, self._moved = None, time.monotonic_ns()
             effect = resume_checked(task, value)
             if effect is None:
-                self._live -= 1
-                if task.joiner is not None:
-                    self._wake(task.joiner, task.result)
-                return
+                return self._end(task)
             task.waiting = effect
             if self._unsettled and task.main and not isinstance(effect, fx.Compute):
                 self._wait_for_device()
-            if isinstance(effect, fx.Compute):
-                if self._live > 1 or self._unit.busy or effect.needs:
-                    return self._compute_on_thread(task, effect)
-                value = self._compute(effect, task.main)
-            elif isinstance(effect, fx.Send):
-                value = self._send(effect)
-            elif isinstance(effect, fx.Recv):
-                value = self._recv(task, effect)
-                if value is None:
-                    return
-            elif isinstance(effect, fx.AllReduce | fx.AllGather):
-                end = self._communicator.local_queue(effect)
-                if end.pending or (self._live > 1 and not self._emits_parts(effect)):
-                    return self._collect_on_thread(end, task, effect)
-                value = self._account_collective(end.run_inline(effect, task.main), task.main)
-            elif isinstance(effect, fx.Sleep):
-                self._timer(
-                    self.now_ns + round(effect.seconds * 1e9), lambda: self._wake(task, None)
-                )
-                return
-            elif isinstance(effect, fx.Join):
-                if not effect.task.done:
-                    effect.task.joiner = task
-                    return
-                value = effect.task.result
-            elif isinstance(effect, fx.Cancel):
-                value = self._cancel(effect.task)
-            elif isinstance(effect, fx.Discard):
-                value = self._mail.discard(effect.tags)
-            elif isinstance(effect, fx.Regroup):
-                value = self._communicator.regroup(effect)
-                self.ctx.join_pending = (
-                    False  # first: another thread may find meanwhile that somebody does
-                )
-                if self._communicator.join_pending:
-                    self.ctx.join_pending = True
-            else:
-                raise TypeError(f"{effect!r} is not an effect")
+            blocked, value = self._perform(task, effect)
+            if blocked:
+                return None
+        return None
+
+    def _perform(self, task: Task, effect: Any) -> tuple[bool, Any]:
+        """Perform an effect; return whether the task blocks, and the effect's value."""
+        if isinstance(effect, fx.Compute):
+            if self._live > 1 or self._unit.busy or effect.needs:
+                self._compute_on_thread(task, effect)
+                return True, None
+            return False, self._compute(effect, task.main)
+        if isinstance(effect, fx.Send):
+            return False, self._send(effect)
+        if isinstance(effect, fx.Recv):
+            message = self._recv(task, effect)
+            return message is None, message
+        if isinstance(effect, fx.AllReduce | fx.AllGather):
+            local_queue = self._communicator.local_queue(effect)
+            if local_queue.pending or (self._live > 1 and not self._emits_parts(effect)):
+                self._collect_on_thread(local_queue, task, effect)
+                return True, None
+            outcome = local_queue.run_inline(effect, task.main)
+            return False, self._account_collective(outcome, task.main)
+        return self._perform_infrequent(task, effect)
+
+    def _perform_infrequent(self, task: Task, effect: Any) -> tuple[bool, Any]:
+        """Perform an effect that moves no data; return as `_perform`."""
+        if isinstance(effect, fx.Sleep):
+            due_ns = self.now_ns + round(effect.seconds * 1e9)
+            self._timer(due_ns, lambda: self._wake(task, None))
+            return True, None
+        if isinstance(effect, fx.Join):
+            if effect.task.done:
+                return False, effect.task.result
+            effect.task.joiner = task
+            return True, None
+        if isinstance(effect, fx.Cancel):
+            self._cancel(effect.task)
+            return False, None
+        if isinstance(effect, fx.Discard):
+            self._mail.discard(effect.tags)
+            return False, None
+        if isinstance(effect, fx.Regroup):
+            return False, self._regroup(effect)
+        raise TypeError(f"{effect!r} is not an effect")
+
+    def _regroup(self, effect: fx.Regroup) -> fx.Formed:
+        formed = self._communicator.regroup(effect)
+        # reset first, because another thread may set it meanwhile
+        self.ctx.join_pending = False
+        if self._communicator.join_pending:
+            self.ctx.join_pending = True
+        return formed
+
+    def _end(self, task: Task) -> None:
+        self._live -= 1
+        if task.joiner is not None:
+            self._wake(task.joiner, task.result)
 
     def _wake(self, task: Task, value: Any) -> None:
         if not task.done:
@@ -355,8 +378,8 @@ class TorchKernel:
         return ran.value
 
     def _wait_for_device(self) -> None:
-        """What was left of the main task's computations when their functions returned is computing,
-        too.
+        """Wait until the device has finished the main task's computations, and attribute that time
+        to computing.
         """
         assert self._settle is not None
         self._settle()
@@ -364,7 +387,7 @@ class TorchKernel:
         self._unsettled = False
 
     def _compute_on_thread(self, task: Task, effect: fx.Compute) -> None:
-        """On the compute thread, so that the rank's other tasks go on."""
+        """Run a computation on the compute thread, so that the rank's other tasks continue."""
 
         def done(ran: Ran | Exception, start: int) -> None:
             if isinstance(ran, Exception):
@@ -378,14 +401,14 @@ class TorchKernel:
         self._unit.post(effect, self.ctx.time_accounting.cursor if task.main else self.now_ns, done)
 
     def _emits_parts(self, effect: Collective) -> bool:
-        """Whether the main task computes what leaves in parts, in order: all wait for this, so this
-        thread may.
+        """Return True if the main task computes parts that are sent in order. Then all tasks wait
+        for this collective, and it may run in this thread.
         """
         main = self._main.waiting if self._main else None
         return isinstance(main, fx.Compute) and bool(main.parts) and not (main.needs or effect.key)
 
-    def _collect_on_thread(self, end: LocalQueue, task: Task, effect: Collective) -> None:
-        """On the team's thread."""
+    def _collect_on_thread(self, local_queue: LocalQueue, task: Task, effect: Collective) -> None:
+        """Run a collective on the thread of its group."""
 
         def done(outcome: Outcome | Exception) -> None:
             if isinstance(outcome, Exception):
@@ -394,10 +417,10 @@ class TorchKernel:
             if not task.done:
                 self._ready.append((task, value))
 
-        end.post(effect, task.main, lambda outcome: self._inbox.put(lambda: done(outcome)))
+        local_queue.post(effect, task.main, lambda outcome: self._inbox.put(lambda: done(outcome)))
 
     def _account_collective(self, outcome: Outcome, main: bool) -> Any:
-        """Enter a collective into the books; returns its value."""
+        """Attribute the time and bytes of a collective; return its value."""
         time_accounting = self.ctx.time_accounting
         time_accounting.record_traffic(outcome.begin_ns, *outcome.moved)
         time_accounting.record_collective(outcome.begin_ns, outcome.end_ns, main)
@@ -415,25 +438,27 @@ class TorchKernel:
         if nbytes:
             self.ctx.time_accounting.record_traffic(now, nbytes, 0)
             self._push_end = max(self._push_end, busy_ns)
-        assert self._links is not None
+        assert self._connections is not None
         sent = self._note_sent if nbytes else lambda _: None
-        self._links.post(
+        self._connections.post(
             effect.dst, effect.tag, effect.body, effect.meta, (header_ns, body_ns), sent
         )
 
     def _paced_now(self) -> int:
-        """Where the last span should have ended, as long as the machine keeps up; else the
+        """Return the declared end of the last span while the machine keeps the pace, else the
         clock.
         """
         cursor, now = self.ctx.time_accounting.cursor, self.now_ns
         return cursor if now - cursor < KEPT_UP_NS else now
 
     def _note_sent(self, end_ns: int) -> None:
-        """From a sender thread: the kernel has it."""
+        """Extend the time of pushing until the operating system has the payload. A sender thread
+        calls it.
+        """
         self._push_end = max(self._push_end, end_ns)
 
     def _recv(self, task: Task, effect: fx.Recv) -> Any:
-        """A message, or None when the task is blocked."""
+        """Return a message, or None if the task is blocked."""
         while not self._inbox.empty():
             self._handle_item(self._inbox.get())
         message = self._mail.receive(effect)
@@ -457,6 +482,5 @@ class TorchKernel:
         if task in self._mail.waiters:
             self._mail.waiters.remove(task)
         task.coro.close()
-        task.done, self._live = True, self._live - 1
-        if task.joiner is not None:
-            self._wake(task.joiner, None)
+        task.done = True
+        self._end(task)

@@ -13,8 +13,8 @@ HALVES_OF_A_SUM = ("scatter", "gather")
 
 
 def sum_in_rank_order(tensors: Sequence[Any], op: str = "sum") -> Any:
-    """((x_0 + x_1) + x_2) + ... or the running maximum; the terms themselves are never changed.
-    16-bit floats are added up as float32, so that the sum is rounded once.
+    """Return ((x_0 + x_1) + x_2) + … or the running maximum; the terms are never changed. 16-bit
+    floats are added as float32, so that the sum is rounded once.
     """
     total = tensors[0]
     if len(tensors) == 1:
@@ -27,15 +27,15 @@ def sum_in_rank_order(tensors: Sequence[Any], op: str = "sum") -> Any:
         if op == "max":
             total = torch.maximum(total, tensor)
         elif i == 0:
-            total = total + tensor  # a new tensor, which the following terms may be added into
+            total = total + tensor  # a new tensor, to which the next terms are added in place
         else:
             total += tensor
     return total
 
 
 def chunk(total: Any, members: int, place: int) -> Any:
-    """The part of a vector that is one member's, of equal length for all and filled up
-    with zeros.
+    """Return the part of a vector that belongs to member `place`; all parts have equal length,
+    padded with zeros.
     """
     if isinstance(total, SizeOnly):
         return SizeOnly(-(-total.nbytes // (4 * members)) * 4)
@@ -45,12 +45,12 @@ def chunk(total: Any, members: int, place: int) -> Any:
 
 
 def slice_vector(x: Any, start: int, stop: int) -> Any:
-    """The elements [start, stop) of a vector."""
+    """Return the elements [start, stop) of a vector."""
     return SizeOnly(4 * (stop - start)) if isinstance(x, SizeOnly) else x[start:stop]
 
 
 def concatenate(parts: Sequence[Any]) -> Any:
-    """One vector of several."""
+    """Return one vector of several."""
     if isinstance(parts[0], SizeOnly):
         return SizeOnly(sum(part.nbytes for part in parts), sum(part.signal for part in parts))
     return torch.cat(list(parts))

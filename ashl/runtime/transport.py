@@ -12,6 +12,17 @@ host's memory.
 A sender is done with a payload when the operating system has it. Only the receiver can measure how
 long the payload was in flight. Therefore each header carries the receipt of the latest payload in
 the other direction.
+
+Payloads go by gloo through the host's memory (`HostPayloads`), or from device to device as a server
+grants them (`GrantedPayloads`). NCCL requires that one thread begins all operations of a device, in
+one order. An operation that has begun on one side occupies its device until the other side begins
+it, too. Therefore headers always go by gloo, and a payload goes only after a grant. The server
+takes the payloads that it receives and sends in the order in which they came up. For each it tells
+the worker by a header of kind GRANT; then both begin this one payload, and the next is granted when
+it has ended. A worker has the server as its only peer and at most one granted payload; the server
+has one in flight. So no rank waits for an operation that has not begun on both sides, and no device
+spins for longer than a header takes. `PairwiseGroups` has one communicator per worker, used for
+both directions, which never overlap. The order holds on gloo as well, where tests check it.
 """
 
 from __future__ import annotations
@@ -39,50 +50,50 @@ NEVER = timedelta(days=30)
 
 
 class OutgoingMessage(NamedTuple):
-    """A message on its way out. The header leaves at `header_ns` and the body at `body_ns` of the
-    rank's clock.
+    """A message to send. The header leaves at `header_ns` and the payload at `payload_ns` of the
+    rank's clock; `sent` is called with the time when the operating system has both.
     """
 
     header: torch.Tensor
-    body: Any
+    payload: Any
     header_ns: int
-    body_ns: int
+    payload_ns: int
     sent: Callable[[int], None]
 
 
 class Delivered(NamedTuple):
-    """A body that this rank sent was on its way from here to there."""
+    """A payload of this rank was in flight from `start_ns` to `end_ns`."""
 
     start_ns: int
     end_ns: int
 
 
 class PeerConnection:
-    """The link to one peer, over a group in which the peer has this place: a sender and a listener
-    thread. Where what comes is to be taken for something, and when, `PeerConnections` says.
+    """The connection to one peer, in a process group in which the peer has rank `group_rank`: a
+    sender and a listener thread. `PeerConnections` holds the settings that all connections share.
     """
 
     def __init__(
         self,
-        links: PeerConnections,
+        connections: PeerConnections,
         peer: int,
         group: dist.ProcessGroup,
-        place: int,
+        group_rank: int,
         incarnation: int,
     ) -> None:
-        self.links, self.peer, self.incarnation, self.group, self.place = (
-            links,
-            peer,
-            incarnation,
-            group,
-            place,
-        )
-        self.lost = False  # what is sent there may never come back
-        self.out: queue.SimpleQueue[OutgoingMessage | None] = queue.SimpleQueue()
-        self._came = 0, 0  # bodies from there, and what the last one took
-        self._left: deque[int] = deque()  # when the others left, still unanswered
-        self._known = 0  # how many of them are answered
-        self._lock, self._saying = threading.Lock(), threading.Lock()
+        self.connections = connections
+        self.peer = peer
+        self.incarnation = incarnation
+        self.group = group
+        self.group_rank = group_rank
+        self.failed = False  # a failed peer may never receive what was sent to it
+        self.outbox: queue.SimpleQueue[OutgoingMessage | None] = queue.SimpleQueue()
+        # payloads received from the peer, and nanoseconds that the last one took
+        self._received = 0, 0
+        self._unacknowledged: deque[int] = deque()  # ns: begin of each payload without a receipt
+        self._acknowledged = 0  # payloads with a receipt
+        self._lock, self._header_lock = threading.Lock(), threading.Lock()
+        # a sender and a listener thread, in this order
         self._threads = [
             threading.Thread(target=loop, daemon=True, name=f"{loop.__name__}-{peer}")
             for loop in (self._send_loop, self._listen)
@@ -91,99 +102,108 @@ class PeerConnection:
             thread.start()
 
     def mark_failed(self, why: str) -> None:
-        """The peer is gone: from here on nothing comes of this link, whatever still arrives."""
+        """Count the peer as failed: discard all later messages of this connection."""
         with self._lock:
-            if not self.lost:
-                self.links.inbox.put(PeerFailedError(self.peer, why, self.incarnation))
-            self.lost = True
+            if not self.failed:
+                self.connections.inbox.put(PeerFailedError(self.peer, why, self.incarnation))
+            self.failed = True
 
-    def join(self, until: float, heard: bool = False) -> None:
-        """Wait until all is said; or heard."""
-        for thread in self._threads[1:] if heard else self._threads:
-            if not self.lost:
+    def join(self, until: float, listen_only: bool = False) -> None:
+        """Wait until the threads have ended, or only the listener thread."""
+        for thread in self._threads[1:] if listen_only else self._threads:
+            if not self.failed:
                 thread.join(max(0.0, until - time.monotonic()))
 
     def send_header(self, header: torch.Tensor) -> None:
-        """Send a header with what follows it, one at a time."""
+        """Send a header with the numbers that follow it, without another header between them."""
         words = framing.HEADER_WORDS
         parts = [header] if header.numel() == words else [header[:words], header[words:]]
-        with self._saying:
+        with self._header_lock:
             for part in parts:
-                self.group.send([part], self.place, framing.HEADERS).wait()
+                self.group.send([part], self.group_rank, framing.HEADERS).wait()
 
     def recv_header(self) -> framing.Header:
-        """The next one that comes. Raises WireError."""
+        """Receive the next header. Raises FramingError."""
         return framing.decode(
-            self._recv_words(framing.HEADER_WORDS), self.links.max_bytes, self._recv_words
+            self._recv_words(framing.HEADER_WORDS), self.connections.max_bytes, self._recv_words
         )
 
     def _recv_words(self, count: int) -> torch.Tensor:
         raw = torch.empty(count, dtype=torch.int64)
-        self.group.recv([raw], self.place, framing.HEADERS).wait()
+        self.group.recv([raw], self.group_rank, framing.HEADERS).wait()
         return raw
 
     def _put(self, item: Message | Delivered) -> None:
         with self._lock:
-            if not self.lost:
-                self.links.inbox.put(item)
+            if not self.failed:
+                self.connections.inbox.put(item)
 
     def _send_loop(self) -> None:
-        clock = self.links.clock
+        clock = self.connections.clock
         try:
-            while (parcel := self.out.get()) is not None:
-                self._wait_until(parcel.header_ns)
-                parcel.header[framing.RECEIPT : framing.HEADER_WORDS] = torch.tensor(self._came)
-                self.send_header(parcel.header)
-                if parcel.body is not None and parcel.body.numel():
-                    self._left.append(clock())
-                    self._wait_until(parcel.body_ns)
-                    self.links.bodies.send(self, parcel.body.view(torch.uint8))
-                parcel.sent(clock())
+            while (message := self.outbox.get()) is not None:
+                self._wait_until(message.header_ns)
+                message.header[framing.RECEIPT : framing.HEADER_WORDS] = torch.tensor(
+                    self._received
+                )
+                self.send_header(message.header)
+                if message.payload is not None and message.payload.numel():
+                    self._unacknowledged.append(clock())
+                    self._wait_until(message.payload_ns)
+                    self.connections.payload_transport.send(self, message.payload.view(torch.uint8))
+                message.sent(clock())
             self.send_header(framing.encode(framing.BYE, ("bye", 0, 0)))
         except RuntimeError as error:
             self.mark_failed(first_line(error))
 
     def _listen(self) -> None:
-        links, peer = self.links, self.peer
+        connections, peer = self.connections, self.peer
         try:
             while True:
                 header = self.recv_header()
-                start = links.clock()
+                start = connections.clock()
                 if header.kind == framing.BYE:
                     return
                 if header.kind == framing.GRANT:
-                    links.bodies.granted(self, header.tag[0])
+                    connections.payload_transport.granted(self, header.tag[0])
                     continue
                 self._note_receipt(*header.receipt)
-                body = None
+                payload = None
                 if header.dtype is not None:
-                    body = torch.empty(0, dtype=header.dtype)
+                    payload = torch.empty(0, dtype=header.dtype)
                     if header.nbytes:
-                        device = links.device if header.dtype.is_floating_point else HOST
-                        body = links.bodies.recv(self, header.nbytes, device).view(header.dtype)
-                        self._wait_until(links.due(peer, header.nbytes, start, links.clock()))
-                        self._came = self._came[0] + 1, links.clock() - start
-                    body = to_device(body, links.device) if body.is_floating_point() else body
-                self._put(Message(peer, header.tag, body, header.meta, start))
+                        device = connections.device if header.dtype.is_floating_point else HOST
+                        payload = connections.payload_transport.recv(
+                            self, header.nbytes, device
+                        ).view(header.dtype)
+                        self._wait_until(
+                            connections.due(peer, header.nbytes, start, connections.clock())
+                        )
+                        self._received = self._received[0] + 1, connections.clock() - start
+                    if payload.is_floating_point():
+                        payload = to_device(payload, connections.device)
+                self._put(Message(peer, header.tag, payload, header.meta, start))
         except (RuntimeError, framing.FramingError) as error:
             self.mark_failed(first_line(error))
 
-    def _note_receipt(self, bodies: int, took_ns: int) -> None:
-        """So many have come there, the last one within that time."""
-        for _ in range(min(bodies - self._known, len(self._left))):
-            self._known += 1
-            start_ns = self._left.popleft()
-            if self._known == bodies:
-                self._put(Delivered(start_ns, min(start_ns + took_ns, self.links.clock())))
+    def _note_receipt(self, received: int, took_ns: int) -> None:
+        """Record that the peer has received this many payloads, the last one within `took_ns`."""
+        for _ in range(min(received - self._acknowledged, len(self._unacknowledged))):
+            self._acknowledged += 1
+            start_ns = self._unacknowledged.popleft()
+            if self._acknowledged == received:
+                self._put(Delivered(start_ns, min(start_ns + took_ns, self.connections.clock())))
 
     def _wait_until(self, due_ns: int) -> None:
-        if (left := due_ns - self.links.clock()) > 0:
-            time.sleep(left / 1e9)
+        if (remaining_ns := due_ns - self.connections.clock()) > 0:
+            time.sleep(remaining_ns / 1e9)
 
 
 class PeerConnections:
-    """The peers of this rank. What comes is put into `inbox` as a Message, or as a PeerLostError,
-    and what is learned of what was sent as a Delivered.
+    """The connections of this rank to its peers.
+
+    Received messages are put into `inbox` as a Message, failures as a PeerFailedError, and receipts
+    as a Delivered.
     """
 
     def __init__(
@@ -194,47 +214,50 @@ class PeerConnections:
         due_ns: Callable[[int, int, int, int], int],
         max_bytes: int,
         device: str = HOST,
-        bodies: PayloadTransport | None = None,
+        payload_transport: PayloadTransport | None = None,
     ) -> None:
-        """`pairs`: by which group each peer is reached, its place there, and its life. `due_ns(src,
-        nbytes, header, now)` says when a paced message counts as delivered. `bodies` are carried by
-        gloo unless something else is given.
+        """Connect to all peers. `pairs`: for each peer the process group that reaches it, its rank
+        there, and its incarnation.
+
+        `due_ns(src, nbytes, header, now)` returns when a paced message counts as delivered. gloo
+        transports payloads unless `payload_transport` is given.
         """
-        self.bodies = bodies or HostPayloads()
-        self.inbox, self.clock, self.due, self.max_bytes, self.device = (
-            inbox,
-            clock_ns,
-            due_ns,
-            max_bytes,
-            device,
-        )
-        self._pairs = {peer: PeerConnection(self, peer, *way) for peer, way in pairs.items()}
+        self.payload_transport = payload_transport or HostPayloads()
+        self.inbox = inbox
+        self.clock = clock_ns
+        self.due = due_ns
+        self.max_bytes = max_bytes
+        self.device = device
+        self._pairs = {peer: PeerConnection(self, peer, *route) for peer, route in pairs.items()}
 
     def post(
         self,
         dst: int,
         tag: Tag,
-        body: Any,
+        payload: Any,
         meta: tuple[float, ...],
         times: tuple[int, int],
         sent: Callable,
     ) -> None:
-        if body is not None:
-            if body.nbytes > self.max_bytes:
+        """Queue a message for a peer; a message to a peer that failed before this rank joined is
+        discarded. Raises AshlError if the payload is longer than the plan allows.
+        """
+        if payload is not None:
+            if payload.nbytes > self.max_bytes:
                 raise AshlError(
-                    f"a message of {body.nbytes} bytes, where the stages of the plan send"
-                    f" {self.max_bytes} at most: a codec writes more than its payload says"
+                    f"a message has {payload.nbytes} bytes, but the stages of the plan send at most"
+                    f" {self.max_bytes}; make `encoded_nbytes` of the codec an upper bound"
                 )
-            body = self.bodies.placed(body).contiguous()
-        if dst in self._pairs:  # else it was lost before this rank came
-            self._pairs[dst].out.put(
+            payload = self.payload_transport.prepare(payload).contiguous()
+        if dst in self._pairs:  # else it failed before this rank joined
+            self._pairs[dst].outbox.put(
                 OutgoingMessage(
-                    framing.encode(framing.MESSAGE, tag, body, meta), body, *times, sent
+                    framing.encode(framing.MESSAGE, tag, payload, meta), payload, *times, sent
                 )
             )
 
     def mark_failed(self, peer: int, why: str) -> None:
-        """The peer counts as gone, whether or not its connection broke."""
+        """Count a peer as failed, even if its connection did not break."""
         if peer in self._pairs:
             self._pairs[peer].mark_failed(why)
 
@@ -243,193 +266,192 @@ class PeerConnections:
         peer: int,
         incarnation: int,
         group: dist.ProcessGroup,
-        place: int,
-        back: Callable[[], object],
+        group_rank: int,
+        on_reconnect: Callable[[], object],
     ) -> None:
-        """The peer has come anew, and is reached by this group. Into the inbox go its loss, if it
-        is not known, then `back`, then what it says.
+        """Connect to a peer that rejoined, by this group. The inbox receives the peer's failure if
+        it is not known yet, then `on_reconnect`, then the peer's messages.
         """
-        self.mark_failed(peer, "it has come anew")
-        self.inbox.put(back)
-        self._pairs[peer] = PeerConnection(self, peer, group, place, incarnation)
+        self.mark_failed(peer, "it has rejoined")
+        self.inbox.put(on_reconnect)
+        self._pairs[peer] = PeerConnection(self, peer, group, group_rank, incarnation)
 
     def close(self, timeout_s: float) -> None:
-        """Send what is still queued, then send each peer that nothing more will come, and wait for
-        the same from it.
+        """Send all queued messages, then a goodbye to each peer, and wait for the peers'
+        goodbyes.
         """
         until = time.monotonic() + timeout_s
-        for pair in self._pairs.values() if self.bodies.last_to_leave else ():
-            pair.join(until, heard=True)  # what they still send has to be granted
-        for pair in self._pairs.values():
-            pair.out.put(None)
-        for pair in self._pairs.values():
-            pair.join(until)
+        for connection in self._pairs.values() if self.payload_transport.last_to_leave else ():
+            connection.join(
+                until, listen_only=True
+            )  # payloads that peers still send have to be granted
+        for connection in self._pairs.values():
+            connection.outbox.put(None)
+        for connection in self._pairs.values():
+            connection.join(until)
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, at most 200 characters."""
     text = str(error) or type(error).__name__
     return text.splitlines()[0][:200]
 
 
-# --- what carries the payloads of messages
-# ----------------------------------------------------------------------------  How bodies get from
-# one rank to another: by gloo through the host's memory, or from device to device as a server
-# grants them.  NCCL wants all operations of a device begun by one thread and in one order, and what
-# has begun on one side spins on its device until the other side begins it, too. So with
-# `GrantedPayloads` headers go by gloo, as ever, and a body goes once it is granted: the server
-# takes what it is to receive and what it has to send in the order in which that came up, tells the
-# worker by a header of kind GRANT, and both begin this one body; the next is granted when it is
-# through. A worker has the server for its only peer and at most one granted body, the server one
-# under way. So nobody waits for what is not begun on both sides, and nothing spins for longer than
-# a header takes.  `PairwiseGroups` has one communicator for each worker, for both directions, which
-# never overlap. That they are begun
-# in one order, by one thread, and one at a time, holds on gloo as well, where tests look at it.
+# --- transports of payloads
 
-
-UP, DOWN = "up", "down"  # which way a granted body goes
-AT_ONCE_S = 10.0  # a body is asked for before its header leaves, or right after
-UNASKED = "a grant that nobody asked for"
+UP, DOWN = "up", "down"  # direction of a granted payload: to or from the server
+# seconds to wait for a payload that was granted; it is queued before its header leaves, or right
+# after
+GRANT_WAIT_S = 10.0
+UNASKED = "received a grant without a payload that waits for one"
 
 
 class PayloadTransport(Protocol):
-    """What a pair's threads ask of what carries its bodies; each call returns when it is done."""
+    """A transport of payloads, as the threads of a connection use it. Each call returns when it is
+    done.
+    """
 
     @property
     def last_to_leave(self) -> bool:
-        """Whether goodbyes of the others are waited for before this rank says its own."""
+        """Return True if this rank waits for the goodbyes of the others before it sends its own."""
         ...
 
-    def placed(self, body: Tensor) -> Tensor:
-        """Where it can be sent from."""
+    def prepare(self, payload: Tensor) -> Tensor:
+        """Return the payload in memory from which it can be sent."""
         ...
 
-    def send(self, pair: PeerConnection, body: Tensor) -> None:
-        """uint8, whose header has left."""
+    def send(self, connection: PeerConnection, payload: Tensor) -> None:
+        """Send a payload of uint8 whose header has left."""
         ...
 
-    def recv(self, pair: PeerConnection, nbytes: int, device: str) -> Tensor:
-        """uint8, whose header has come, and which is to lie there."""
+    def recv(self, connection: PeerConnection, nbytes: int, device: str) -> Tensor:
+        """Receive a payload of uint8 on `device`, after its header."""
         ...
 
-    def granted(self, pair: PeerConnection, way: str) -> None:
-        """A header says that this pair's next body is to go."""
+    def granted(self, connection: PeerConnection, direction: str) -> None:
+        """Handle a grant for the next payload of this connection."""
         ...
 
 
 class HostPayloads:
-    """By gloo, on the plane beside the headers."""
+    """Payloads through the host's memory, by gloo, with another tag than headers."""
 
     last_to_leave = False
 
-    def placed(self, body: Tensor) -> Tensor:
-        return body  # the sender's thread brings it to the host
+    def prepare(self, payload: Tensor) -> Tensor:
+        return payload  # the sender thread copies it to the host
 
-    def send(self, pair: PeerConnection, body: Tensor) -> None:
-        with in_host(body) as flat:
-            pair.group.send([flat], pair.place, framing.BODIES).wait()
+    def send(self, connection: PeerConnection, payload: Tensor) -> None:
+        with in_host(payload) as flat:
+            connection.group.send([flat], connection.group_rank, framing.BODIES).wait()
 
-    def recv(self, pair: PeerConnection, nbytes: int, device: str) -> Tensor:
+    def recv(self, connection: PeerConnection, nbytes: int, device: str) -> Tensor:
         return filled(
-            nbytes, device, lambda flat: pair.group.recv([flat], pair.place, framing.BODIES).wait()
+            nbytes,
+            device,
+            lambda flat: connection.group.recv(
+                [flat], connection.group_rank, framing.BODIES
+            ).wait(),
         )
 
-    def granted(self, pair: PeerConnection, way: str) -> None:
+    def granted(self, connection: PeerConnection, direction: str) -> None:
         raise framing.FramingError(UNASKED)
 
 
 class PairwiseGroups:
-    """Bodies between a server and each of its workers, by a group of the two."""
+    """Payloads between a server and each of its workers, by a process group of the two."""
 
     def __init__(self, groups: Mapping[int, tuple[dist.ProcessGroup, int]], device: str) -> None:
-        """By which group each peer is reached, and its place there."""
+        """Set the process group that reaches each peer, and the peer's rank there."""
         self.device, self._groups = device, groups
 
-    def send(self, peer: int, body: Tensor) -> None:
-        group, place = self._groups[peer]
-        self._through(group.send([body], place, 0))
+    def send(self, peer: int, payload: Tensor) -> None:
+        group, group_rank = self._groups[peer]
+        self._finish(group.send([payload], group_rank, 0))
 
     def recv(self, peer: int, flat: Tensor) -> None:
-        group, place = self._groups[peer]
-        self._through(group.recv([flat], place, 0))
+        group, group_rank = self._groups[peer]
+        self._finish(group.recv([flat], group_rank, 0))
 
-    def _through(self, work: dist.Work) -> None:
-        work.wait()  # on a device: until it is queued there
+    def _finish(self, work: dist.Work) -> None:
+        work.wait()  # on a device this waits only until the operation is queued there
         if self.device != HOST:
             torch.cuda.current_stream(self.device).synchronize()
 
 
 class GrantedPayloads:
-    """From device to device, as the server grants it."""
+    """Payloads from device to device, in the order in which the server grants them."""
 
     def __init__(self, carrier: PairwiseGroups, grants: bool) -> None:
-        """`grants`: this rank is the server."""
+        """Set up a transport; `grants` is True on the server."""
         self.last_to_leave = grants
         self._carrier, self._grants = carrier, grants
-        self._turns = ThreadPoolExecutor(1, "bodies")
-        self._asked: queue.SimpleQueue[tuple[Tensor, Future[None]]] = (
-            queue.SimpleQueue()
-        )  # what waits for a grant
+        self._one_at_a_time = ThreadPoolExecutor(1, "payloads")
+        # payloads that wait for a grant
+        self._waiting: queue.SimpleQueue[tuple[Tensor, Future[None]]] = queue.SimpleQueue()
 
-    def placed(self, body: Tensor) -> Tensor:
-        return to_device(body, self._carrier.device)
+    def prepare(self, payload: Tensor) -> Tensor:
+        return to_device(payload, self._carrier.device)
 
-    def send(self, pair: PeerConnection, body: Tensor) -> None:
+    def send(self, connection: PeerConnection, payload: Tensor) -> None:
         if self._grants:
-            return self._grant(pair, DOWN, lambda: self._carrier.send(pair.peer, body))
-        through = Future[None]()
-        self._asked.put((body, through))
-        return through.result()
+            return self._grant(
+                connection, DOWN, lambda: self._carrier.send(connection.peer, payload)
+            )
+        sent = Future[None]()
+        self._waiting.put((payload, sent))
+        return sent.result()
 
-    def recv(self, pair: PeerConnection, nbytes: int, device: str) -> Tensor:
+    def recv(self, connection: PeerConnection, nbytes: int, device: str) -> Tensor:
         flat = torch.empty(nbytes, dtype=torch.uint8, device=self._carrier.device)
         if self._grants:
-            self._grant(pair, UP, lambda: self._carrier.recv(pair.peer, flat))
+            self._grant(connection, UP, lambda: self._carrier.recv(connection.peer, flat))
             return flat
-        while (grant := pair.recv_header()).kind == framing.GRANT and grant.tag[0] == UP:
-            self.granted(pair, UP)
+        while (grant := connection.recv_header()).kind == framing.GRANT and grant.tag[0] == UP:
+            self.granted(connection, UP)
         if grant.kind != framing.GRANT or grant.tag[0] != DOWN:
-            raise framing.FramingError("a header came where a body was to be granted")
-        self._turn(lambda: self._carrier.recv(pair.peer, flat))
+            raise framing.FramingError("received a header in place of a grant")
+        self._run_in_turn(lambda: self._carrier.recv(connection.peer, flat))
         return flat
 
-    def granted(self, pair: PeerConnection, way: str) -> None:
-        if way != UP or self._grants:
+    def granted(self, connection: PeerConnection, direction: str) -> None:
+        if direction != UP or self._grants:
             raise framing.FramingError(UNASKED)
         try:
-            body, through = self._asked.get(timeout=AT_ONCE_S)
+            payload, sent = self._waiting.get(timeout=GRANT_WAIT_S)
         except queue.Empty as error:
             raise framing.FramingError(UNASKED) from error
         try:
-            self._turn(lambda: self._carrier.send(pair.peer, body))
+            self._run_in_turn(lambda: self._carrier.send(connection.peer, payload))
         except RuntimeError as error:
-            through.set_exception(error)
+            sent.set_exception(error)
             raise
-        through.set_result(None)
+        sent.set_result(None)
 
-    def _grant(self, pair: PeerConnection, way: str, begin: Callable[[], None]) -> None:
-        def granting() -> None:
-            pair.send_header(framing.encode(framing.GRANT, (way, 0, 0)))
+    def _grant(self, connection: PeerConnection, direction: str, begin: Callable[[], None]) -> None:
+        def grant_and_begin() -> None:
+            connection.send_header(framing.encode(framing.GRANT, (direction, 0, 0)))
             begin()
 
-        self._turn(granting)
+        self._run_in_turn(grant_and_begin)
 
-    def _turn(self, begin: Callable[[], None]) -> None:
-        self._turns.submit(begin).result()
+    def _run_in_turn(self, begin: Callable[[], None]) -> None:
+        self._one_at_a_time.submit(begin).result()
 
 
 def make_nccl_payloads(
     rank: int, workers: Sequence[int], server: int, device: str
 ) -> GrantedPayloads:
-    """To be made by all ranks alike: a communicator for each worker, each warmed up, in
-    rank order.
+    """Return the NCCL transport: one communicator per worker, each warmed up. All ranks must call
+    it, with the same workers in rank order.
     """
     groups = dict[int, tuple[dist.ProcessGroup, int]]()
     carrier = PairwiseGroups(groups, device)
     for worker in workers:
         group = dist.new_group([worker, server], backend="nccl")
         if rank in (worker, server):
-            peer, place = (server, 1) if rank == worker else (worker, 0)
-            groups[peer] = group, place
+            peer, group_rank = (server, 1) if rank == worker else (worker, 0)
+            groups[peer] = group, group_rank
             first = torch.zeros(1, dtype=torch.uint8, device=device)
             (carrier.send if rank == worker else carrier.recv)(peer, first)
     return GrantedPayloads(carrier, rank == server)

@@ -130,7 +130,7 @@ def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
             max_bytes=1_000_000,
             exact=True,
             groups={},
-            bodies=GrantedPayloads(carrier, rank == WORKERS),
+            payload_transport=GrantedPayloads(carrier, rank == WORKERS),
         )
         kernel.run(partial(program, stages=job.stages))
         store.add(f"done/{number}", 1)
