@@ -164,7 +164,7 @@ def _paragraph(name: str, what: str) -> str:
     """
     text = next((text for text in docstrings(name) if what in text), "") if name else ""
     found = re.search(
-        rf"\b{what}s?:\s+(.+?)(?:\n\n|\s(?:Sources?:|Departs from)|\Z)", text, re.DOTALL
+        rf"\b{what}s?:\s+(.+?)(?:\n\n|\s(?:Sources?:|Differs:|Departs from)|\Z)", text, re.DOTALL
     )
     return " ".join(found[1].split()) if found else ""
 

@@ -1,17 +1,22 @@
-"""AD-PSGD: nobody waits for anybody; half of the workers ask one neighbour at a time to average
-models with them.
+"""AD-PSGD: asynchronous gossip in which an active worker averages models with one neighbour at a
+time.
 
-Rule: an active worker i computes Δ_i on its own, possibly stale, copy, draws a passive neighbour j,
-both take (x_i + x_j)/2 in one atomic exchange, then x_i ← x_i + Δ_i; passive workers step and
-answer. Roles follow the graph: even and odd ranks where the edges between them connect all,
-otherwise the parity of the distance from rank 0; edges inside a role are not used. `overlap` hides
-the exchange behind the computation.
+Rule: an active worker i draws a passive neighbour j at random. Both set their model to (x_i +
+x_j)/2 in one exchange. Then worker i adds its local steps, x_i ← x_i + Δ_i, where Δ_i was computed
+on a possibly stale copy of x_i. A passive worker computes in the same way and answers requests, but
+sends none.
+Roles: ranks of odd number are active and ranks of even number passive if the edges between them
+connect all workers. Otherwise the parity of the distance from rank 0 in the graph decides. Edges
+between two workers of one role are not used.
+Waiting: no worker waits for a slower one. An active worker waits for the answer to its own request
+only; with `overlap` the models travel while it computes.
 
-Limits: one worker is SGD; a slow worker costs the others nothing. The mean of all models moves by
-the Δ alone. Departs from the paper in that the exchange needs no lock (see `ashl.topology.pairs`),
-so that roles are kept as published and are not what prevents a deadlock.
+Limits: one worker is SGD. A slow worker delays no other worker. The mean of all models changes by
+the Δ_i alone.
 Source: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018,
 arXiv 1710.06952.
+Differs: the exchange needs no lock (see `ashl.topology.pairs`). Roles are as published, but they
+are not needed to avoid a deadlock.
 """
 
 from collections.abc import Sequence
@@ -32,7 +37,9 @@ class ADPSGD(PairRule):
     overlap: bool
 
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """Whom this worker may ask: an active one its passive neighbours, a passive one nobody."""
+        """Return the neighbours that this worker may ask: the passive ones of an active worker,
+        else none.
+        """
         return stage.cached(partners_in)[rank]
 
 
@@ -41,15 +48,17 @@ def partners_in(stage: Stage) -> Sources:
 
 
 def choose_partners(edges: tuple[Edge, ...], n: int) -> Sources:
-    """By rank: the passive neighbours of the active workers, nobody for the passive ones."""
+    """Return the passive neighbours of each active worker, by rank; none for passive workers."""
     crossing = edges_across(edges, range(n))
     role: Sequence[int] = range(n)
+    # a negative depth: these edges do not connect all workers
     if min(depths(sources_of(crossing, n))) < 0:
         role = depths(sources_of(edges, n))
         crossing = edges_across(edges, role)
-    return tuple(heard if role[i] % 2 else () for i, heard in enumerate(sources_of(crossing, n)))
+    neighbours = enumerate(sources_of(crossing, n))
+    return tuple(passive if role[rank] % 2 else () for rank, passive in neighbours)
 
 
 def edges_across(edges: Sequence[Edge], role: Sequence[int]) -> list[Edge]:
-    """The edges between an even and an odd role."""
+    """Return the edges between an even and an odd role."""
     return [(i, j) for i, j in edges if (role[i] + role[j]) % 2]

@@ -1,16 +1,20 @@
-"""AdaComm: local SGD whose H shrinks as the loss falls.
+"""AdaComm: local SGD whose number of local steps τ decreases as the loss decreases.
 
-Rule: every `every_s` seconds τ ← ⌈√(F(x_l)/F(x_0))·τ_0⌉, and where that would not shrink it, τ ←
-⌈τ/2⌉; F is the running mean of the workers' minibatch losses, F(x_0) that of the first round. A
-learning rate below its highest so far stretches this by √(η_max/η_l), at most to τ_0: only decay
-counts, not warm-up, and the stretch is put on top of the τ that the loss has earned, so that under
-a falling rate halving still comes to an end. Everybody waits at each average. Under all-reduce the
-clock is that of the lead rank, which says with the next average that it is time.
+Rule: local SGD with H = τ, which starts at τ_0 = `local_steps`. At the first average that is
+`every_s` seconds or more after the last change, τ ← ⌈√(F(x_l)/F(x_0))·τ_0⌉. If that is not smaller
+than before, τ ← ⌈τ/2⌉. F is the running mean of the workers' minibatch losses, and F(x_0) its value
+at the first average.
+If the learning rate η is below its highest value so far, this τ is multiplied by √(η_max/η), up to
+τ_0. So a learning rate that decays increases τ, and its warm-up does not. The next change starts
+from τ without this factor, so that halving reaches 1 under a decaying rate too.
+Waiting: every worker waits for all others at each average. Under all-reduce the clock of the lead
+rank decides, and its decision is piggybacked on the next average.
 
-Limits: τ_0 = 1 is local SGD with H = 1, so BSP. Source: Wang and Joshi, "Adaptive Communication
-Strategies to Achieve the Best Error-Runtime Trade-off in Local-Update SGD", MLSys 2019, arXiv
-1810.08313. Differs: there τ is set at fixed times, l·T_0; here `every_s` counts from the average at
-which it was last set, so that the times drift by up to a round each.
+Limits: τ_0 = 1 is local SGD with H = 1, so BSP.
+Source: Wang and Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime
+Trade-off in Local-Update SGD", MLSys 2019, arXiv 1810.08313.
+Differs: in the paper τ changes at fixed times, l·T_0. Here `every_s` counts from the average of the
+last change, so each change may be up to one round later.
 """
 
 import math
@@ -26,18 +30,18 @@ from ashl.topology.parameter_server import Assignment, BarrierRule
 
 @dataclass(frozen=True)
 class Period:
-    """The communication period now."""
+    """The present communication period."""
 
-    earned: int  # τ by the loss alone
+    earned: int  # τ without the factor of the learning rate
     local_steps: int  # τ
-    since_s: float  # when it was last set
+    since_s: float  # run time of the last change
     first_loss: float = math.nan  # F(x_0)
     top_rate: float = 0.0  # highest learning rate so far
 
 
 @option
 class AdaComm(BarrierRule, StepRule):
-    """A barrier at every τ steps, τ adapted to the loss."""
+    """Averages after τ local steps, with τ adapted to the loss."""
 
     local_steps: Count
     every_s: Span
@@ -49,9 +53,7 @@ class AdaComm(BarrierRule, StepRule):
         return state
 
     def observe(self, stage: Stage, state: Period, progress: Progress, push: Push) -> Period:
-        """At a merge: is it time for another τ? Judged here, so that all workers that it lets go
-        get the same.
-        """
+        """Adapt τ once all workers wait, so that all of them receive the same value."""
         if len(progress.waiting) < progress.present:
             return state
         return self._adapted(
@@ -76,7 +78,7 @@ class AdaComm(BarrierRule, StepRule):
         top_rate = max(state.top_rate, rate)
         first_loss = progress.loss if math.isnan(state.first_loss) else state.first_loss
         state = replace(state, top_rate=top_rate, first_loss=first_loss)
-        if not due or not first_loss:  # without gradients there is no loss
+        if not due or not first_loss:  # a run that is only timed has a loss of 0
             return state
         by_loss = math.ceil(math.sqrt(progress.loss / first_loss) * self.local_steps)
         earned = by_loss if by_loss < state.earned else math.ceil(state.earned / 2)

@@ -1,30 +1,34 @@
-"""ADSP: everybody commits at one common rate, and the fast take more local steps between two
-commits.
+"""ADSP: all workers commit equally often per second, so a fast worker takes more local steps
+between two commits.
 
-Rule: time is cut into check periods Γ, and at the end of each all workers should have committed C
-times more. A worker commits every Γ/ΔC_i − O_i seconds, with ΔC_i what it still owes and O_i the
-last measured push and pull, and takes real local steps in between; nobody waits. Here the interval
-is (what is left of Γ)/(what is left of ΔC_i) − O_i, the same at a period's start, so that rounding
-up to whole steps does not add up. The server adds Δ_i / M (`aggregate=uniform`).
+Rule: time is divided into check periods of Γ seconds. At the end of each period every worker should
+have C more commits. A worker takes local steps until its interval is over, then pushes Δ_i. The
+interval is (remaining seconds of the period)/(remaining commits ΔC_i) − O_i, with O_i the measured
+time of its last push and pull, and at least `floor_s`. The server adds Δ_i/n at each arrival
+(`aggregate=uniform`).
+Waiting: no worker waits for another one.
 
-C is searched on the run's counters: one period at C, one at C + 1, … while the reward grows, then
-back to the last C that paid. A period's reward is a² / (1/(l_target − c) − b), one over the
-predicted seconds from the search's start to the target, by l(t) = 1/(a²t + b) + c through the
-running loss at the period's start, middle and end. Where that curve never gets there (c ≥ l_target)
-the reward is no more than 0: t counts from the period's start, and the nearer c comes to the target
-the better. A period in which the loss falls ever faster is on no such curve and does not count: its
-rate gets another. The search begins anew, from the C of now, `search_s` after it has ended, or when
-the running loss has risen by `rise` since the last check.
+Search for C: the server tries one period at C, then one at C + 1, and so on while the reward
+increases; then it returns to the last C with an increase. The reward of a period is a²/(1/(l_target
+− c) − b). It is one over the predicted seconds from the start of the search until the loss is
+l_target, by the curve l(t) = 1/(a²t + b) + c. The curve goes through the running loss at the
+period's start, middle and end.
+If the curve never reaches the target (c ≥ l_target), the reward is at most 0, and higher the nearer
+c is to the target. If the loss decreases faster and faster, no such curve exists: the period does
+not count, and C gets another one. A new search starts from the present C `search_s` seconds after
+the end of the last one. It also starts if the running loss rose by the fraction `rise` since the
+last check.
 
-Limits: equal workers and Γ/C of exactly H steps is ASP with H local steps. Departs from the paper
-in that the loss is the running mean of the workers' minibatches, not the server's own evaluation,
-in that nobody stops for a period to begin, and in that a rate which no interval of `floor_s` can
-hold ends the search. The released code fits by least squares, which makes of a period that speeds
-up a straight line, and one without a fall is worth about 0 there; here it is the worst there is.
-
+Limits: equal workers with Γ/C equal to H local steps are ASP with H local steps.
 Source: Hu, Wang and Wu, "Distributed Machine Learning through Heterogeneous Edge Systems", AAAI
-2020, arXiv
-1911.06949; the released code.
+2020, arXiv 1911.06949; the released code.
+Differs: the paper's interval is Γ/ΔC_i − O_i. Ours is equal to it at the start of a period; later
+it uses the remaining time and commits, so that rounding up to whole steps does not accumulate. The
+loss is the running mean of the workers' minibatch losses, where the paper evaluates the model at
+the server. No worker stops at the start of a period. A search ends at a C whose interval would be
+below `floor_s`. The released code fits the curve by least squares: it makes a straight line of a
+loss that decreases faster and faster. It gives a period without a decrease a reward of about 0,
+where ours gives −∞.
 """
 
 import math
@@ -42,23 +46,23 @@ Sample = tuple[float, float]  # (seconds, loss)
 
 @dataclass
 class Search:
-    """The common rate and the search for it."""
+    """The common commit rate and the state of the search for it."""
 
     rate: int  # C, commits of each worker in a period
-    start_s: float  # of this period
-    target: int  # commits of each worker at its end, counted from the stage's start
-    since_s: float  # this search's start; where there is none under way, the last one's end
+    start_s: float  # start of this period
+    target: int  # commits of each worker at the end of this period, counted from the stage's start
+    since_s: float  # start of this search; without one, end of the last search
     searching: bool
-    overhead_s: list[float]  # O by worker
+    overhead_s: list[float]  # O_i by worker
     samples: list[Sample] = field(default_factory=list)  # of this period
     reward: float | None = None  # of the period before, in this search
-    loss: float = math.nan  # running, at the last check
-    searches: int = 1
+    loss: float = math.nan  # running loss at the last check
+    searches: int = 1  # searches so far
 
 
 @option
 class ADSP(ServerRule):
-    """A common commit rate, searched online."""
+    """A common commit rate, searched during the run."""
 
     gamma_s: Span
     commits: Count
@@ -69,18 +73,22 @@ class ADSP(ServerRule):
 
     @property
     def interval_s(self) -> float:
-        """Seconds of the first local work, before anything is measured."""
+        """Seconds of the first local work, before an exchange is measured."""
         return max(self.floor_s, self.gamma_s / self.commits)
 
     def begin(self, stage: Stage, progress: Progress) -> Search:
-        """The first period begins with the stage."""
-        now_s, searching = progress.now_s, self.search_s is not None
+        """Begin the first period with the stage."""
         return Search(
-            self.commits, now_s, self.commits, now_s, searching, [0.0] * progress.num_workers
+            rate=self.commits,
+            start_s=progress.now_s,
+            target=self.commits,
+            since_s=progress.now_s,
+            searching=self.search_s is not None,
+            overhead_s=[0.0] * progress.num_workers,
         )
 
     def on_rescale(self, stage: Stage, state: Search, progress: Progress) -> Search:
-        """Other workers are searched for anew."""
+        """Begin a new search for another number of workers."""
         return replace(self.begin(stage, progress), searches=state.searches)
 
     def observe(self, stage: Stage, state: Search, progress: Progress, push: Push) -> Search:
@@ -95,36 +103,34 @@ class ADSP(ServerRule):
     def next_assignment(
         self, stage: Stage, state: Search, progress: Progress, rank: int
     ) -> Assignment:
-        left_s, owed = (
-            state.start_s + self.gamma_s - progress.now_s,
-            state.target - progress.clocks[rank],
-        )
-        while owed <= 0 or left_s <= 0:  # it has done its part of this period
-            left_s, owed = left_s + self.gamma_s, owed + state.rate
-        return Assignment(
-            local_steps=1, interval_s=max(self.floor_s, left_s / owed - state.overhead_s[rank])
-        )
+        left_s = state.start_s + self.gamma_s - progress.now_s
+        owed = state.target - progress.clocks[rank]
+        while owed <= 0 or left_s <= 0:  # all commits of this period are done, or it is over
+            left_s += self.gamma_s
+            owed += state.rate
+        interval_s = max(self.floor_s, left_s / owed - state.overhead_s[rank])
+        return Assignment(local_steps=1, interval_s=interval_s)
 
     def _check(self, search: Search, loss: float, now_s: float) -> None:
-        """A period is over: judge its rate, and say how often everybody is to commit in the next
-        one.
-        """
+        """End a period: let the search judge its rate, and set the commits of the next period."""
         periods = int((now_s - search.start_s) // self.gamma_s)
         if search.searching:
             self._judge(search, now_s)
         elif self.search_s is not None:
             risen = loss >= (1 + self.rise) * search.loss
             if risen or now_s - search.since_s >= self.search_s:
-                search.searching, search.searches = True, search.searches + 1
-                search.since_s, search.reward = now_s, None
+                search.searching = True
+                search.searches += 1
+                search.since_s = now_s
+                search.reward = None
         search.loss = loss
         search.start_s += periods * self.gamma_s
         search.target += periods * search.rate
         search.samples = [(now_s - search.since_s, loss)]
 
     def _judge(self, search: Search, now_s: float) -> None:
-        """One more commit a period while that pays; else back to the rate before, and the search
-        ends.
+        """Increase the rate by one if the last increase paid; else return to the rate before and
+        end the search.
         """
         gain = reward(search.samples, self.loss_target)
         if gain is None:
@@ -132,20 +138,22 @@ class ADSP(ServerRule):
         worse = search.reward is not None and gain <= search.reward
         if worse or (search.rate + 1) * self.floor_s > self.gamma_s:
             search.rate -= worse
-            search.searching, search.since_s = False, now_s
+            search.searching = False
+            search.since_s = now_s
         else:
-            search.rate, search.reward = search.rate + 1, gain
+            search.rate += 1
+            search.reward = gain
 
 
 def reward(samples: Sequence[Sample], target: float) -> float | None:
-    """One over the seconds at which the curve through three samples gets to the target, the better
-    the larger.
+    """Return one over the seconds until the curve through three samples reaches the target loss.
 
-    At most 0 where it never does, −∞ where the loss did not fall, ∞ where it is there already; None
-    where it fell ever faster, so that 1/(a²t + b) + c goes through no three of them.
+    Higher is better. Returns: at most 0 if the curve never reaches it; −∞ if the loss did not
+    decrease; ∞ if the loss is there already; None if it decreased faster and faster, so that no
+    curve 1/(a²t + b) + c exists.
     """
     if len(samples) < 3:
-        return -math.inf  # too few commits in a period to judge by
+        return -math.inf  # too few commits in the period
     (t0, l0), (t1, l1), (t2, l2) = samples
     if not (t0 < t1 < t2 and l2 < min(l0, l1)):
         return -math.inf
@@ -154,10 +162,9 @@ def reward(samples: Sequence[Sample], target: float) -> float | None:
     early, whole = (l0 - l1) / (t1 - t0), (l0 - l2) / (t2 - t0)
     if early <= whole:
         return None
-    c = (early * l2 - whole * l1) / (early - whole)  # as 1/(l − c) is a line in t
+    c = (early * l2 - whole * l1) / (early - whole)  # 1/(l − c) is a straight line in t
     if c == target:
         return 0.0
-    left_s = (
-        (l0 - target) / whole * (l2 - c) / (target - c)
-    )  # from t0; the same as (1/(target − c) − b)/a²
+    # seconds from t0, equal to (1/(target − c) − b)/a²
+    left_s = (l0 - target) / whole * (l2 - c) / (target - c)
     return 1 / (t0 + left_s) if c < target else 1 / left_s

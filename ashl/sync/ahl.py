@@ -1,8 +1,9 @@
-"""ASHL's first stage: asynchronous, with a large H for each worker that makes all cycles equally
-long.
+"""AHL, the first stage of ASHL: asynchronous, with a large H_i per worker that makes all cycles
+equally long.
 
-Rule: ASP's, w ← w + w_i·Δ_i at each arrival and that worker goes on, with the plan's H_i between
-two commits.
+Rule: ASP's, w ← w + scale·w_i·Δ_i at each arrival. Worker i takes the plan's H_i local steps
+between two commits.
+Waiting: no worker waits for another one.
 
 Source: Shen et al., "ASHL: An Adaptive Multi-Stage Distributed Deep Learning Training Scheme for
 Heterogeneous Environments", IEEE Transactions on Computers 73(1), 2024.
@@ -16,6 +17,6 @@ from ashl.topology.parameter_server import ServerRule
 
 @option
 class AHL(ServerRule):
-    """Asynchronous, H from the plan."""
+    """Asynchronous, with H of each worker from the plan."""
 
     local_steps: ClassVar[str] = "plan"

@@ -1,7 +1,9 @@
-"""Asynchronous parallel: nobody ever waits for anybody.
+"""Asynchronous parallel: each push is applied at its arrival, and no worker waits for another one.
 
-Rule: w ← w + scale·w_i·Δ_i(w_pulled) at each arrival, then that worker goes on. `aggregate.scale=n`
-is the textbook's full step per push; scale = 1 moves as far per n pushes as BSP does per step.
+Rule: w ← w + scale·w_i·Δ_i at each arrival, with Δ_i computed on the model that worker i pulled.
+The reply carries the current model. `aggregate.scale=n` is the textbook's full step per push; with
+scale = 1, n pushes move the model as far as one step of BSP.
+Waiting: none.
 
 Source: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012; Recht et al., "Hogwild",
 NIPS 2011.
@@ -15,6 +17,6 @@ from ashl.topology.parameter_server import ServerRule
 
 @option
 class ASP(ServerRule):
-    """No bound at all."""
+    """No bound on the lead or the staleness."""
 
     local_steps: Count | Literal["plan"]

@@ -1,26 +1,27 @@
-"""AsyLPG: asynchronous SGD with variance reduction, with fewer bits both ways; it converges
+"""AsyLPG: asynchronous SGD with variance reduction and few bits in both directions; it converges
 linearly where SGD stalls.
 
-Rule: an epoch begins with a snapshot x̃ of the model, sent to all, of which each worker pushes its
-full gradient; their mean over all samples is ∇f(x̃). Then nobody waits for anybody: worker a holds
-some Q(x) of the past and pushes C(∇f_a(Q(x)) − ∇f_a(x̃)) = C(ζ) of its next minibatch, with any
-unbiased codec C (`compression=grid` is the paper's); at each arrival the server steps along v =
-C(ζ) + ∇f(x̃), x ← prox_{γ·l1·‖·‖₁}(x − γ·v), and answers with Q(x): every element rounded at random
-to a multiple of Δ = ‖x‖_∞/(2^(b−1) − 1), with the fewest bits b for which d·Δ²/4 ≤ μ‖x − x̃‖².
-After `epoch_steps` such steps workers are held until all have arrived, and the next epoch begins.
-Bits: 32·d each way once an epoch; b·d + 32 down, and those of C up, with every step.
+Rule: an epoch begins with a snapshot x̃ of the model, which the server sends to all workers. Each
+worker pushes the gradient of its whole shard at x̃, and the mean over all samples is ∇f(x̃). Then
+the epoch's steps begin. Worker a holds a model Q(x) of an earlier version and pushes C(ζ), ζ =
+∇f_a(Q(x)) − ∇f_a(x̃) of its next minibatch. C is any unbiased codec; the paper's is
+`compression=grid`. At each arrival the server steps along v = C(ζ) + ∇f(x̃), x ← prox_{γ·l1·‖·‖₁}(x
+− γ·v), and answers with Q(x).
+Q rounds every element at random to a multiple of Δ = ‖x‖_∞/(2^(b−1) − 1), with the fewest bits b
+for which d·Δ²/4 ≤ μ·‖x − x̃‖². Payloads: 32·d bits in each direction once per epoch; with every
+step b·d + 32 bits down and those of C up.
+Waiting: all workers wait for the full gradients at the start of an epoch, and for each other after
+its `epoch_steps` steps. Between these points no worker waits.
 
-Nobody waits for a full gradient of a worker that is lost, nor for its arrival at the end of an
-epoch; what it had sent stays in ∇f(x̃) until the next snapshot, a mean over the samples of all who
-have sent theirs. Who comes is given x̃, whatever x is by then, and pushes its full gradient there,
-which joins the mean. Where steps go on nobody waits for it; where it had sent one in an earlier
-life that one is in the mean, and this one is dropped and counted.
+Failures: no worker waits for a failed one. The gradient that a failed worker pushed remains in
+∇f(x̃) until the next snapshot. A rejoining worker receives x̃ and pushes its full gradient there,
+which joins the mean; the steps of the others continue meanwhile. If the mean already contains a
+gradient of this worker, the new one is dropped and counted.
 
-Limits: full passes cost time, and the longer an epoch the fewer; the nearer x is to x̃, the more
-bits go down, and beyond 16 it is sent as it is. With compression=none and mu=null it is
-asynchronous SVRG. The step is the optimizer's: plain SGD in the paper. γ must not fall with time
-for linear convergence, and has to be smaller the longer the delays.
-
+Limits: with compression=none and mu=null it is asynchronous SVRG. Full passes cost time, so long
+epochs have fewer of them. The nearer x is to x̃, the more bits Q needs; if 16 bits are not enough,
+x is sent in 32. The step is the optimizer's: plain SGD in the paper. Linear convergence needs a
+constant γ, and a smaller one the longer the delays.
 Source: Yu, Wu and Huang, "Double Quantization for Communication-Efficient Distributed
 Optimization", NeurIPS 2019, Algorithm 1; Reddi et al., "On Variance Reduction in Stochastic
 Gradient Descent and its Asynchronous Variants", NIPS 2015 (without compression).
@@ -55,28 +56,29 @@ from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
 @dataclass
 class Epoch:
-    """What the server knows of the epoch: x̃, the workers whose next push is a full gradient there,
-    those whose own is part of ∇f(x̃), how many samples that is over, and the steps left. While it
-    `gathers` nobody steps, and the gradient is a sum over samples.
+    """The server's state of an epoch.
+
+    While `gathers`, no worker steps, and `gradient` is a sum over samples; later it is the mean
+    ∇f(x̃).
     """
 
-    anchor: Any
-    owing: set[int]
-    left: int
+    anchor: Any  # x̃
+    owing: set[int]  # workers whose next push is a full gradient at x̃
+    left: int  # steps until the end of the epoch
     gradient: Any = None
-    samples: int = 0
-    sent: set[int] = field(default_factory=set)
+    samples: int = 0  # samples behind `gradient`
+    sent: set[int] = field(default_factory=set)  # workers whose full gradient is in `gradient`
     gathers: bool = True
-    done: int = 0
+    done: int = 0  # steps so far
 
     def admits(self, progress: Progress) -> bool:
-        """Whether those that wait may go on: all at once at either end of the full gradients, else
-        as they come.
+        """Return True if waiting workers may proceed: all together before and after the full
+        gradients, one by one between.
         """
         return len(progress.waiting) == progress.present or (not self.gathers and self.left > 0)
 
     def add_gradient(self, worker: int, gradient: Any, samples: int) -> bool:
-        """A full gradient has come; whether there was none of this worker."""
+        """Add a full gradient; return False if one of this worker is already in the mean."""
         self.owing.discard(worker)
         if worker in self.sent:
             return False
@@ -92,17 +94,17 @@ class Epoch:
         return True
 
     def settle(self) -> None:
-        """Once all have sent theirs the sum becomes the mean."""
+        """Turn the sum of full gradients into their mean once no worker owes one."""
         if self.gathers and self.samples and not self.owing:
             self.gathers, self.gradient = False, self.gradient * (1 / self.samples)
 
 
 @option
 class AsyLPG(ServerRule):
-    """Steps along variance-reduced gradients as they come."""
+    """Steps along variance-reduced gradients at each arrival."""
 
     exchange: ClassVar[str] = "gradient"
-    estimator: ClassVar[str] = "minibatch"  # its own is made of them
+    estimator: ClassVar[str] = "minibatch"  # ζ is a difference of two minibatch gradients
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, FAULT_TOLERANT})
     epoch_steps: Count | None
     mu: Positive | None
@@ -117,8 +119,8 @@ class AsyLPG(ServerRule):
 
 @dataclass(frozen=True)
 class Snapshots(Updates):
-    """Full gradients at a snapshot and what has changed since go up, snapshots and models in few
-    bits come down.
+    """Messages: full gradients and encoded differences in pushes, snapshots and rounded models in
+    pulls.
     """
 
     unbiased: ClassVar[bool] = True
@@ -128,7 +130,9 @@ class Snapshots(Updates):
     async def make_push(
         self, ctx: RankContext, stage: Stage, state: WorkerState
     ) -> tuple[Work, Any, float]:
-        """The full gradient at a snapshot; after it, what a minibatch says has changed since."""
+        """Compute the full gradient at a new snapshot, else the encoded difference of a
+        minibatch.
+        """
         start = ctx.now
         if state.anchor is None:
             loss, gradient, samples = await average_over_shard(ctx, stage, state)
@@ -141,12 +145,13 @@ class Snapshots(Updates):
     async def apply_push(
         self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
     ) -> bool:
-        """A full gradient joins the sum; anything else is a step."""
+        """Add a full gradient to the mean, or take a step along an encoded difference."""
         return await ctx.compute(
             partial(self.fold_push, stage, state, message), work=1, kind="apply"
         )
 
     def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
+        """Apply a push to the server's state. Returns: True if the model changed."""
         progress, worker, (steps, samples) = state.progress, message.src, message.meta[:2]
         if state.rule_state is None:
             state.rule_state = self.open_epoch(stage, state)
@@ -171,8 +176,8 @@ class Snapshots(Updates):
         return stepped
 
     def renew(self, stage: Stage, state: ServerState) -> None:
-        """Full gradients are a mean once all are there, and an epoch is over once all have
-        arrived.
+        """Settle the mean of full gradients, and begin a new epoch once all steps are done and all
+        workers wait.
         """
         epoch, progress = state.rule_state, state.progress
         epoch.settle()
@@ -194,10 +199,12 @@ class Snapshots(Updates):
     async def answer(
         self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
     ) -> Any:
-        """A snapshot, nothing where the model still is the snapshot, or the model in few bits."""
-        return await ctx.compute(partial(self.body, stage, state, rank), work=1, kind="compress")
+        """Return the snapshot, None if the model still is the snapshot, or the model in few
+        bits.
+        """
+        return await ctx.compute(partial(self.payload, stage, state, rank), work=1, kind="compress")
 
-    def body(self, stage: Stage, state: ServerState, rank: int) -> Any:
+    def payload(self, stage: Stage, state: ServerState, rank: int) -> Any:
         epoch = state.rule_state
         if epoch.gathers:
             return epoch.anchor
@@ -209,7 +216,7 @@ class Snapshots(Updates):
         return write_model(state.params, epoch.anchor, context, self.rule.mu)
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
-        """The model after a pull; a dense one is a snapshot."""
+        """Return the model after a pull; a dense payload is a snapshot."""
         if body.nbytes == stage.trainer.dense_bytes and not is_encoded(body):
             state.anchor = None
             return body
@@ -218,29 +225,31 @@ class Snapshots(Updates):
         return stage.link.move_from_codec(read_model(body, stage.trainer.num_params))
 
     def open_epoch(self, stage: Stage, state: ServerState) -> Epoch:
-        """A new epoch; without `epoch_steps` it is as long as minibatches take to go over
-        the data.
+        """Begin an epoch; without `epoch_steps` it takes as many minibatches as the data set
+        has.
         """
         steps = self.rule.epoch_steps or max(1, stage.epoch_samples // stage.worker(0).batch)
         return Epoch(state.params, set(stage.workers) - state.progress.gone, steps)
 
 
 def write_model(x: Any, anchor: Any, context: EncodeContext, mu: float | None) -> Any:
-    """The body of Q(x)."""
+    """Encode Q(x)."""
     if isinstance(x, SizeOnly):
         bits = 32 if mu is None else MOST // 2
         return SizeOnly(HEADER.size + 4 + -(-bits * (x.nbytes // 4) // 8))
-    array, few = array_of(to_host(x)), bits_of(x, anchor, mu)
-    parts = (
-        Parts(array.size, array, form=WHOLE)
-        if few is None
-        else quantize_to_grid(array, few, context)
-    )
+    array = array_of(to_host(x))
+    bits = bits_of(x, anchor, mu)
+    if bits is None:
+        parts = Parts(array.size, array, form=WHOLE)
+    else:
+        parts = quantize_to_grid(array, bits, context)
     return write_payload(Grid.code, x.numel(), parts)
 
 
 def bits_of(x: Any, anchor: Any, mu: float | None) -> int | None:
-    """The fewest bits for which E‖Q(x) − x‖² ≤ μ‖x − x̃‖²; None where 16 are too few."""
+    """Return the fewest bits for which E‖Q(x) − x‖² ≤ μ·‖x − x̃‖²; None if more than 16 are
+    needed.
+    """
     apart, top = numbers([torch.linalg.vector_norm(x.double() - anchor), x.abs().max()])
     if mu is None or not apart or not math.isfinite(top):
         return None
@@ -254,5 +263,5 @@ def is_encoded(body: Vector) -> bool:
 
 
 def read_model(body: Any, d: int) -> Any:
-    """Q(x) as a vector. Raises BodyError."""
+    """Decode Q(x), as a vector of length d. Raises: PayloadError."""
     return torch.from_numpy(read_grid(read_payload(body, Grid.code, d), d))

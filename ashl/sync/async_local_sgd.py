@@ -1,13 +1,15 @@
-"""Async-Local SGD: M local steps from the current model, and their sum applied at once.
+"""Async-Local SGD: a worker takes M local steps and pushes their sum; too stale pushes are dropped.
 
-Rule: a worker takes M steps from the model it pulled; its difference, when it arrives after δ
-merges, is applied, w ← w + scale·w_i·Δ_i, unless (δ + 1)·M > R: then it is dropped and counted.
-Either way its worker goes on with the current model. (δ + 1)·M − 1 is the distance, in steps,
-between the model that the last of the M gradients moves and the one that it was computed on, so
-that R bounds it as in Ringmaster.
+Rule: a worker takes M = `local_steps` steps from the model that it pulled. If δ merges happened
+since, its push is applied, w ← w + scale·w_i·Δ_i, provided that (δ + 1)·M ≤ R. Otherwise the push
+is dropped and counted. In both cases the reply carries the current model. (δ + 1)·M − 1 is the
+staleness in steps of the last of the M gradients, which R = `max_staleness` bounds as in
+Ringmaster.
+Waiting: no worker waits for another one.
 
-Limits: R = null is ASP with `local_steps` = M; M = 1 is Ringmaster. Source: Tyurin and Sivtsov,
-"Birch SGD: A Tree Graph Framework for Local and Asynchronous SGD Methods", ICLR 2026.
+Limits: R = null is ASP with `local_steps` = M; M = 1 is Ringmaster.
+Source: Tyurin and Sivtsov, "Birch SGD: A Tree Graph Framework for Local and Asynchronous SGD
+Methods", ICLR 2026.
 """
 
 from ashl.errors import UsageError
@@ -17,7 +19,7 @@ from ashl.topology.parameter_server import ServerRule
 
 @option
 class AsyncLocalSGD(ServerRule):
-    """Asynchronous local steps, with a bound on those in flight."""
+    """Asynchronous local steps with a bound on the staleness in steps."""
 
     local_steps: Count
     max_staleness: Count | None
@@ -25,7 +27,7 @@ class AsyncLocalSGD(ServerRule):
     def __post_init__(self) -> None:
         if self.max_staleness is not None and self.max_staleness < self.local_steps:
             raise UsageError(
-                f"sync.max_staleness={self.max_staleness} drops every push of"
+                f"sync.max_staleness={self.max_staleness}: drops every push of"
                 f" sync.local_steps={self.local_steps} steps; take at least {self.local_steps}, or"
                 " null"
             )

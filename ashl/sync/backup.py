@@ -1,12 +1,13 @@
-"""Backup workers: of n workers, the first n − e of a step make the update; those that come later
-are dropped.
+"""Backup workers: the first n − e pushes of a step make the update, and later ones are dropped.
 
-Rule: w ← w − γ·mean of the first n − e gradients computed on the current w. A late worker's
-gradient is thrown away and counted, what its compressor left behind stays with it, and it goes on
-with the current model. With persistently slow workers the model never sees their data.
+Rule: w ← w − γ·mean of the first n − e gradients computed on the current model, with e = `backups`.
+A later gradient is dropped and counted, and its compressor's residual takes it back. With
+`exchange=difference` the first n − e differences are averaged instead.
+Waiting: a worker waits until n − e pushes of its step have arrived. A late worker proceeds at once,
+with the current model. If the same workers are always late, the model never learns from their data.
 
-Limit: e = 0 is BSP. Source: Chen et al., "Revisiting Distributed Synchronous SGD", arXiv
-1604.00981.
+Limit: e = 0 is BSP.
+Source: Chen et al., "Revisiting Distributed Synchronous SGD", arXiv 1604.00981.
 """
 
 from typing import Literal
@@ -26,7 +27,7 @@ class Backup(BarrierRule):
     def quorum(self, num_workers: int) -> int:
         if self.backups >= num_workers:
             raise UsageError(
-                f"sync.backups={self.backups} leaves no worker to wait for among {num_workers}"
+                f"sync.backups={self.backups}: leaves no worker to wait for among {num_workers}"
                 f" workers; take at most {num_workers - 1}"
             )
         return num_workers - self.backups

@@ -1,8 +1,9 @@
-"""Bulk synchronous parallel: nobody goes on before everybody has arrived.
+"""Bulk synchronous parallel: every step averages the gradients of all workers.
 
-Rule: w ← w − γ·Σ_i w_i·g_i over all n workers, then all go on. With `exchange=difference` each
-worker steps on its own and the differences are averaged; for optimizers that are linear in the
-gradient (SGD, momentum) that is the same.
+Rule: w ← w − γ·Σ_i w_i·g_i over all n workers. With `exchange=difference` each worker takes its
+optimizer step itself, and the differences are averaged. For optimizers that are linear in the
+gradient (SGD, momentum) both give the same model.
+Waiting: every worker waits for all others at each step.
 
 Source: Valiant, "A bridging model for parallel computation", CACM 1990.
 """

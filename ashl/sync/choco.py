@@ -1,15 +1,18 @@
-"""CHOCO: gossip with compressed messages; everybody keeps a replica of each neighbour's model,
-brought up to date by compressed differences.
+"""CHOCO: gossip with compressed messages, by which each worker updates replicas of its neighbours'
+models.
 
-Rule: x_i ← x_i + Δ_i; send q_i = C(x_i − y_i) to all neighbours, with y_i the replica of x_i that
-they and i have; all of them y_i ← y_i + q_i; then x_i ← x_i + γ·Σ_j w_ij·(y_j − y_i). What C left
-out is still in x_i − y_i the next time, so C goes without error feedback. Of the neighbours'
-replicas only their weighted sum is kept: the graph must not change. Replicas start from the first
-model, which all know; in a later stage from the models themselves, which are what its first round
-sends. The mean of all models moves by the Δ alone, whatever C and γ.
+Rule: in each round x_i ← x_i + Δ_i. Worker i sends q_i = C(x_i − y_i) to all neighbours, where y_i
+is the replica of x_i that worker i and all of its neighbours hold. All of them set y_i ← y_i + q_i.
+Then x_i ← x_i + γ·Σ_j w_ij·(y_j − y_i). The part that C leaves out remains in x_i − y_i for the
+next round, so C runs without error feedback.
+State: each worker holds y_i and only the weighted sum Σ_j w_ij·y_j of its neighbours' replicas, so
+the graph must not change. Replicas start from the initial model. In a later stage the first round
+sends the models, and replicas start from these.
+Waiting: in each round a worker waits for the messages of its neighbours.
 
-Limit: compression=none and γ = 1 is D-PSGD (`atc`), to rounding. γ has to be small where C leaves
-out much, or the models fly apart.
+Limits: compression=none with γ = 1 is D-PSGD (`atc`), up to rounding. The mean of all models
+changes by the mean of the Δ_i alone, for every C and γ. The more C leaves out, the smaller γ has to
+be; otherwise the models diverge.
 Source: Koloskova, Stich and Jaggi, "Decentralized Stochastic Optimization and Gossip Algorithms
 with Compressed Communication", ICML 2019, arXiv 1902.00340.
 """
@@ -31,24 +34,24 @@ from ashl.topology.mixing import mix
 
 
 class Replicas(NamedTuple):
-    """y_i, Σ_j w_ij·y_j, and the q_i that was sent last; None = not made yet."""
+    """Replicas of a worker; None until the first round of a later stage."""
 
-    own: Any
-    mixed: Any
-    sent: Any = None
+    own: Any  # y_i
+    mixed: Any  # Σ_j w_ij·y_j
+    sent: Any = None  # the latest q_i
 
 
 @option
 class Choco(RoundRule):
-    """Compressed gossip in rounds."""
+    """Compressed gossip in synchronous rounds."""
 
-    supports: ClassVar[frozenset[str]] = frozenset({CODEC})  # what is sent are differences
+    supports: ClassVar[frozenset[str]] = frozenset({CODEC})  # messages are differences
     local_steps: Count | Literal["plan"]
     gamma: Positive
 
     @property
     def suspect(self) -> str:
-        """What else may be wrong where a run diverges."""
+        """A further possible cause, for the error message of a run that diverges."""
         return (
             f", perhaps because sync.gamma={self.gamma:g} is too large for this compression; take a"
             " smaller one"
@@ -57,8 +60,8 @@ class Choco(RoundRule):
     def check(self, rounds: Sequence[Round]) -> None:
         if len(rounds) > 1:
             raise UsageError(
-                "sync=choco keeps the sum of its neighbours' replicas, so that its graph must not"
-                " change from round to round; take topology.graph=exponential, say"
+                "sync=choco: keeps the sum of its neighbours' replicas, so its graph must not"
+                " change from round to round; take for example topology.graph=exponential"
             )
 
     def begin(self, stage: Stage, state: RoundState, rank: int) -> Replicas:

@@ -1,17 +1,17 @@
-"""CR-PSGD: a barrier at every step, and batches that grow from one to the next, so that rounds
-become few.
+"""CR-PSGD: synchronous steps with batches that grow from step to step, so that few rounds are
+needed.
 
-Rule: step t has b_i ← ⌊ρ^t·B_i⌋ samples of worker i, at most `max_batch`, or all that it has; w ← w
-− γ·Σ_i b_i·g_i / Σ_j b_j. T samples take O(log T) rounds instead of O(T): as steps near the
-optimum, they need less noise and not more steps. A batch that reaches the end of a shard goes on at
-its start.
+Rule: in step t worker i computes its gradient on b_i = ⌊ρ^t·B_i⌋ samples. b_i is at most
+`max_batch`, or the size of its shard without one. Then w ← w − γ·Σ_i b_i·g_i / Σ_j b_j. T samples
+take O(log T) rounds instead of O(T), because steps near the optimum need less noise rather than
+more steps. A batch that reaches the end of a shard continues at its start.
+Waiting: every worker waits for all others at each step.
 
-Rounding starts from B_i each time, so that a batch of one grows as well: ⌊ρ·⌊ρ·B⌋⌋ would stay at 1
-below ρ = 2.
-
-Limit: ρ = 1 is BSP. Gradients alone are exchanged, at a server or under all-reduce. Source: Yu and
-Jin, "On the Computation and Communication Complexity of Parallel SGD with Dynamic Batch Sizes for
-Stochastic Non-Convex Optimization", ICML 2019, Algorithm 1.
+Limits: ρ = 1 is BSP. Only gradients are exchanged, through a server or by all-reduce.
+Source: Yu and Jin, "On the Computation and Communication Complexity of Parallel SGD with Dynamic
+Batch Sizes for Stochastic Non-Convex Optimization", ICML 2019, Algorithm 1.
+Differs: b_i is rounded from ρ^t·B_i. The recursion ⌊ρ·⌊ρ·B⌋⌋ would keep a batch of one at one for ρ
+< 2.
 """
 
 import math
@@ -28,22 +28,20 @@ from ashl.topology.parameter_server import Assignment, BarrierRule
 
 
 class Growth(NamedTuple):
-    """Where the growth stands: t, the merges so far, and the samples that were applied when t was
-    0.
-    """
+    """State of the growth."""
 
     t: int = 0
-    version: int = 0
-    since: int = 0
+    version: int = 0  # merges of the run so far
+    since: int = 0  # samples that the run had applied at t = 0
 
 
 @option
 class CRPSGD(BarrierRule, StepRule):
-    """A barrier at every step, batches that grow."""
+    """A barrier at every step, with growing batches."""
 
     exchange: ClassVar[str] = "gradient"
     resizes: ClassVar[bool] = True  # batches change, so weights have to follow the samples
-    growth: Annotated[float, Number, Field(ge=1, le=1e6)]
+    growth: Annotated[float, Number, Field(ge=1, le=1e6)]  # ρ
     max_batch: Count | None
 
     def begin(self, stage: Stage, progress: Progress) -> Growth:
@@ -53,11 +51,9 @@ class CRPSGD(BarrierRule, StepRule):
         return state
 
     def observe(self, stage: Stage, state: Growth, progress: Progress, push: Push) -> Growth:
-        return (
-            state
-            if progress.version == state.version
-            else state._replace(t=state.t + 1, version=progress.version)
-        )
+        if progress.version == state.version:  # no merge since
+            return state
+        return state._replace(t=state.t + 1, version=progress.version)
 
     def next_assignment(
         self, stage: Stage, state: Growth, progress: Progress, rank: int
@@ -75,13 +71,10 @@ class CRPSGD(BarrierRule, StepRule):
         )
 
     def _batch(self, stage: Stage, t: int, rank: int) -> int:
-        """⌊ρ^t·B_i⌋, or the most that it may be; never less than at first."""
+        """Return ⌊ρ^t·B_i⌋, at most the largest allowed batch and at least B_i."""
         first = stage.worker(rank).batch
-        most = max(
-            first, stage.trainer.shard_size(rank) if self.max_batch is None else self.max_batch
-        )
-        return (
-            most
-            if t * math.log(self.growth) >= math.log(most / first)
-            else int(first * self.growth**t)
-        )
+        limit = stage.trainer.shard_size(rank) if self.max_batch is None else self.max_batch
+        most = max(first, limit)
+        if t * math.log(self.growth) >= math.log(most / first):  # ρ^t itself might overflow
+            return most
+        return int(first * self.growth**t)

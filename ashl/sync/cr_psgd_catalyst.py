@@ -1,15 +1,18 @@
-"""CR-PSGD-Catalyst: CR-PSGD again and again, each time held to where it began, for losses that are
-not convex.
+"""CR-PSGD-Catalyst: repeated runs of CR-PSGD, each with a penalty on the distance from its start,
+for non-convex losses.
 
-Rule: run k minimises f(x) + θ/2·‖x − y‖², y the model that it begins with, by CR-PSGD from the
-first batch on: w ← w − γ·(Σ_i b_i·g_i / Σ_j b_j + θ·(w − y)). A run ends before it would take more
-than `budget` samples of all workers together, and the next one begins with its model, and with
-small batches again. Momentum goes on from one to the next. In the paper that is √(n·T) of n workers
-with T samples each, hence as many runs.
+Rule: run k minimises f(x) + θ/2·‖x − y‖², with y the model at the start of the run. It does so by
+CR-PSGD from the first batch size on: w ← w − γ·(Σ_i b_i·g_i / Σ_j b_j + θ·(w − y)). A run ends
+before its next step would exceed `budget` samples of all workers together. The next run starts from
+its model, with the first batch size again. Momentum continues across runs.
+Waiting: every worker waits for all others at each step.
 
-Limits: a budget of one step is BSP, whatever θ, since then w = y; without an end (a large budget)
-and θ → 0 it is CR-PSGD. Source: Yu and Jin, ICML 2019, Algorithm 2; after Lin, Mairal and
-Harchaoui, "A Universal Catalyst for First-Order Optimization", NIPS 2015.
+Limits: a budget of one step is BSP for every θ, because then w = y. A budget beyond the end of the
+run with θ → 0 is CR-PSGD.
+Source: Yu and Jin, ICML 2019, Algorithm 2; after Lin, Mairal and Harchaoui, "A Universal Catalyst
+for First-Order Optimization", NIPS 2015.
+Differs: `budget` is a parameter; the paper's is √(n·T) samples for n workers with T samples each,
+and as many runs.
 """
 
 from typing import Any
@@ -25,10 +28,10 @@ from ashl.topology.all_reduce import RoundReport
 
 @option
 class CRPSGDCatalyst(CRPSGD):
-    """Growing batches, again and again."""
+    """Growing batches in repeated runs."""
 
     theta: Positive
-    budget: Count
+    budget: Count  # samples
 
     def observe(self, stage: Stage, state: Growth, progress: Progress, push: Push) -> Growth:
         grown = super().observe(stage, state, progress, push)
@@ -42,16 +45,15 @@ class CRPSGDCatalyst(CRPSGD):
         )
 
     def _within_budget(self, stage: Stage, grown: Growth, progress: Progress) -> Growth:
-        """After a merge: this run goes on, or the next one begins."""
+        """Return the growth after a merge: that of this run, or the start of the next one."""
         following = sum(self._batch(stage, grown.t, rank) for rank in stage.workers)
         over = progress.samples - grown.since + following > self.budget
         return Growth(0, progress.version, progress.samples) if over else grown
 
     def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
-        """y takes the place of an outer optimizer's moments, which merged gradients have no other
-        use for.
-        """
+        """Take the optimizer step. The outer state, unused when gradients are merged, holds y."""
         y = state.outer_state if state.rule_state.t else state.params
-        update, exact = plus(update, (state.params - y) * self.theta), stage.link.traits.lossless
+        update = plus(update, (state.params - y) * self.theta)
+        exact = stage.link.traits.lossless
         moments, params = stage.trainer.apply(state.params, state.moments, update, lr, exact)
         return moments, y, params

@@ -1,29 +1,31 @@
-"""D-ADMM: neighbours are held together by a penalty and by dual variables, instead of by averaging.
+"""D-ADMM: a penalty and dual variables pull the models of neighbours together, where gossip
+averages them.
 
-Rule: neighbours have different colours. In iteration k worker p waits for the newest models of its
-D neighbours, of lower colours those of this iteration, then takes H steps of its own optimizer from
-x_p on
-    f_p(x) + γ_p·x + ρ·Σ_j ‖x − (x_p + x_j)/2‖²,   gradient g + γ_p + 2ρ·D·(x − mean_j (x_p +
-    x_j)/2)
-and sends x_p. Once both ends of an edge know both models of an iteration, each adds γ_p ← γ_p +
-ρ·(x_p − x_j). What one end adds the other subtracts, at whatever moment, so Σ_p γ_p = 0; at a fixed
-point Σ_p ∇f_p = 0 at one model, whatever each worker's shard.
+Rule: the graph is coloured so that neighbours have different colours. In iteration k worker p waits
+for the models of its D neighbours: those of iteration k from neighbours of lower colour, of k − 1
+from the others. Then it takes H steps of its own optimizer from x_p on the function
+    f_p(x) + γ_p·x + ρ·Σ_j ‖x − (x_p + x_j)/2‖²
+with the gradient
+    g + γ_p + 2ρ·D·(x − mean_j (x_p + x_j)/2)
+and sends the new x_p. Once both ends of an edge know both models of an iteration, each of them sets
+γ_p ← γ_p + ρ·(x_p − x_j). One end adds exactly what the other end subtracts, so Σ_p γ_p = 0. At a
+fixed point all models are equal and Σ_p ∇f_p = 0, however the data is sharded.
+Waiting: synchronous (`delay` = 0, `barrier` = null): a worker waits for all of its neighbours,
+colour by colour. If a number of steps or samples ends the run, no worker starts more iterations
+than fit in; the models are then the same on every machine. Asynchronous: `barrier` of its
+neighbours must have sent the models above (the partial barrier), and none may be more than `delay`
+iterations behind (the bounded delay). Duals are then updated later, so ρ has to be smaller.
+Checkpoints on processes: all workers save at the start of one iteration, once the models of the
+iterations before have arrived. Models of later iterations are dropped at resume and retransmitted.
+So both ends of an edge resume with the same pairs, and their dual updates still cancel.
 
-Synchronous, colour by colour: delay = 0; where a count ends the run, nobody begins more iterations
-than it has room for and the models are the same on whatever machines. Asynchronous: a worker goes
-on when `barrier` of its neighbours have sent what it needs (the partial barrier) and none is more
-than `delay` iterations behind that (the bounded delay); it takes a smaller ρ, as duals follow late.
-
-On processes a checkpoint is of one iteration: all are kept at its begin, once the models before it
-have come, and what has come of later ones is to come again. So both ends of an edge know the same
-pairs, and its duals add up to zero.
-
-Limit: without neighbours it is SGD. Departs from the papers in that the argmin is H steps of SGD,
-which the term ρ·D·‖x − x_p‖²/2 in the above keeps from going too far, and in that asynchrony is on
-a graph, without their master.
+Limit: a worker without neighbours runs SGD.
 Sources: Mota et al., "D-ADMM: A Communication-Efficient Distributed Algorithm for Separable
 Optimization", IEEE TSP 2013; Zhang and Kwok, "Asynchronous Distributed ADMM for Consensus
 Optimization", ICML 2014 (barrier and delay).
+Differs: the papers solve for the argmin; here H steps of SGD approximate it. The penalty contains
+the term ρ·D·‖x − x_p‖²/2, which keeps these steps near x_p. The asynchronous paper has a master;
+here asynchrony is on a graph.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ Versions = dict[int, Any]  # iteration → model; −1 is the initial one
 
 @option
 class DADMM(RoamingRule):
-    """Penalties and duals on the edges of a graph."""
+    """Penalties and dual variables on the edges of a graph."""
 
     kept: ClassVar[Kept] = "round"
     local_steps: Count | Literal["plan"]
@@ -72,15 +74,16 @@ class DADMM(RoamingRule):
                 j: {m: x for m, x in versions.items() if m < edges.k}
                 for j, versions in edges.heard.items()
             }
-            edges.heard, edges.ends = before, {}
+            edges.heard = before
+            edges.ends = {}
 
     def check(self, rounds: Sequence[Round]) -> None:
         super().check(rounds)
         most = max(len(row) - 1 for row in rounds[0].rows)
         if self.barrier is not None and self.barrier > most:
             raise UsageError(
-                f"sync.barrier={self.barrier} is more than the {most} neighbours that a worker has;"
-                " take fewer, or null for all of them"
+                f"sync.barrier={self.barrier}: more than the {most} neighbours of a worker; take"
+                f" at most {most}, or null for all of them"
             )
 
     async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
@@ -88,8 +91,9 @@ class DADMM(RoamingRule):
 
 
 def may_iterate(rule: DADMM, behind: Sequence[int]) -> bool:
-    """Whether an iteration may begin, by how many iterations each neighbour is behind what is
-    needed of it.
+    """Return True if an iteration may begin.
+
+    Args: behind: by neighbour, the iterations that its newest model is behind the required one.
     """
     wanted = len(behind) if rule.barrier is None else min(rule.barrier, len(behind))
     return sum(b <= 0 for b in behind) >= wanted and all(b <= rule.delay for b in behind)
@@ -97,29 +101,32 @@ def may_iterate(rule: DADMM, behind: Sequence[int]) -> bool:
 
 @dataclass
 class Edges:
-    """What a worker knows of its edges."""
+    """A worker's state of its edges."""
 
     dual: Any  # γ_p
-    lower: dict[int, bool]  # neighbour → whether its colour is lower
+    lower: dict[int, bool]  # neighbour → True if its colour is lower
     own: Versions
     heard: dict[int, Versions]
     matched: dict[int, int]  # neighbour → the last iteration that is in the dual
-    ends: dict[int, int] = field(
-        default_factory=dict
-    )  # neighbour → its last iteration, once it has said so
-    k: int = 0  # its iteration
+    # neighbour → its last iteration of the stage, once it has announced that
+    ends: dict[int, int] = field(default_factory=dict)
+    k: int = 0  # iteration
 
     def behind(self, k: int) -> list[int]:
-        """By neighbour: how many iterations it is behind what iteration k needs."""
+        """Return by how many iterations each neighbour's newest model is behind the one that
+        iteration k requires.
+        """
         return [k - (not self.lower[j]) - max(versions) for j, versions in self.heard.items()]
 
     def newest(self) -> int:
-        """Up to which iteration all neighbours' models have come."""
+        """Return the last iteration of which all neighbours' models have arrived."""
         return min(max(versions) for versions in self.heard.values())
 
     def match(self, rho: float) -> None:
-        """Add to the dual what both ends of an edge know by now, in the order of iterations and
-        ranks.
+        """Add to the dual the pairs of models that both ends of an edge know, then drop models that
+        are no longer needed.
+
+        The order of iterations and ranks fixes the bits of the sum.
         """
         pairs = [
             (m, j)
@@ -129,7 +136,8 @@ class Edges:
         ]
         for m, j in sorted(pairs):
             step = (self.own[m] - self.heard[j][m]) * rho
-            self.dual, self.matched[j] = self.dual + step, m
+            self.dual = self.dual + step
+            self.matched[j] = m
         for j, versions in self.heard.items():
             self.heard[j] = {
                 m: x for m, x in versions.items() if m > self.matched[j] or m == max(versions)
@@ -140,19 +148,19 @@ class Edges:
 
 @dataclass(frozen=True)
 class Augmented:
-    """The stage's trainer with the gradient of the augmented Lagrangian. `weight` is 2ρ·D."""
+    """The stage's trainer with the gradient of the augmented Lagrangian."""
 
     trainer: Any
-    dual: Any
-    weight: float
-    target: Any
-    weighs: ClassVar[bool] = False  # models are averaged, without weights
+    dual: Any  # γ_p
+    weight: float  # 2ρ·D
+    target: Any  # mean_j (x_p + x_j)/2
+    weighs: ClassVar[bool] = False  # neighbours' models have no weights
 
     def rate(self, samples: int) -> float:
         return self.trainer.rate(samples)
 
     def handed(self, gone: frozenset[int]) -> Augmented:
-        """With a part of the data of those who are gone."""
+        """Return this trainer with this worker's part of the failed workers' data."""
         return replace(self, trainer=self.trainer.handed(gone))
 
     def local_step(
@@ -168,7 +176,7 @@ def colours_in(stage: Stage) -> tuple[int, ...]:
 
 
 def colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:
-    """The lowest colour that no neighbour of lower rank has, rank by rank."""
+    """Return the colour of each rank: the lowest one that no neighbour of lower rank has."""
     chosen: list[int] = []
     for rank, neighbours in enumerate(sources_of(edges, n)):
         taken = {chosen[j] for j in neighbours if j < rank}
@@ -177,12 +185,12 @@ def colours(edges: tuple[Edge, ...], n: int) -> tuple[int, ...]:
 
 
 def open_edges(stage: Stage, state: RoamingState, rank: int) -> Edges:
-    """Everybody begins at the same model, with duals of zero."""
-    colour, params, neighbours = (
-        stage.cached(colours_in),
-        state.params,
-        graph_of(stage).neighbours(stage, rank),
-    )
+    """Return the state at the start of a stage: the same model on all workers, and duals of
+    zero.
+    """
+    colour = stage.cached(colours_in)
+    params = state.params
+    neighbours = graph_of(stage).neighbours(stage, rank)
     return Edges(
         dual=params - params,
         lower={j: colour[j] < colour[rank] for j in neighbours},
@@ -193,7 +201,7 @@ def open_edges(stage: Stage, state: RoamingState, rank: int) -> Edges:
 
 
 def augment_stage(stage: Stage, edges: Edges, params: Vector, rho: float) -> Stage:
-    """The stage, with what its neighbours want of this worker in every gradient."""
+    """Return the stage with the penalty and the dual in every gradient."""
     if not edges.heard:
         return stage
     nearest = [versions[max(versions)] for _, versions in sorted(edges.heard.items())]
@@ -207,54 +215,38 @@ def augment_stage(stage: Stage, edges: Edges, params: Vector, rho: float) -> Sta
 
 
 def iterations_left(stage: Stage, rule: DADMM) -> float:
-    """How many iterations the counts leave room for, where all are in step from the run's begin."""
+    """Return how many iterations the stop limits leave; infinity unless all workers are synchronous
+    from the start of the run.
+    """
     left = stage.stop_criteria.remaining_rounds(0, 0, stage.round_totals)
     in_step = not rule.delay and rule.barrier is None and stage.index == 0
     return math.ceil(left[0] / left[1]) if left and in_step else math.inf
 
 
 async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: DADMM) -> int:
-    """Wait for enough, work, send; until the coordinator says that the stage is over. Returns the
-    last word.
-    """
+    """Iterate until the coordinator ends the stage. Returns: the final signal."""
     state.enter(stage, ctx.rank)
     edges = state.rule_state = state.rule_state or open_edges(stage, state, ctx.rank)
     dropped, last = 0, iterations_left(stage, rule)
     while state.signal == GO:
-        k = edges.k
-        while (
-            state.signal == GO
-            and ctx.checkpoint_due(state.version)
-            and edges.heard
-            and edges.newest() < k - 1
-        ):
-            await on_message(ctx, stage, state)
-        ctx.safe_point(stage.index, state)
-        while await on_message(ctx, stage, state, before_s=ctx.now):
-            pass  # what has come meanwhile
-        while state.signal == GO and (k >= last or not may_iterate(rule, edges.behind(k))):
-            await on_message(ctx, stage, state)
+        await await_iteration(ctx, stage, state, rule, last)
         if state.signal != GO:
             break
         edges.match(rule.rho)
-        late = max([0, *edges.behind(k)])
+        late = max([0, *edges.behind(edges.k)])
         work = await local_work(ctx, augment_stage(stage, edges, state.params, rule.rho), state)
         await await_answer(ctx, stage, state)
-        while await on_message(ctx, stage, state, before_s=ctx.now):
-            pass
+        await receive_arrived(ctx, stage, state)
         if state.signal == STOP:
             dropped = work.steps
             break
-        state.params = edges.own[k] = state.params + work.body
+        state.params = edges.own[edges.k] = state.params + work.body
         for peer in edges.heard:
-            await ctx.send(peer, stage.tag("model"), state.params, (k,))
+            await ctx.send(peer, stage.tag("model"), state.params, (edges.k,))
         state.version += 1
         edges.k += 1
         await report_merge(ctx, stage, state, work, late)
-    for peer in edges.heard:
-        await ctx.send(peer, stage.tag("model"), None, (edges.k - 1,))
-    while any(max(versions) < edges.ends.get(j, math.inf) for j, versions in edges.heard.items()):
-        await on_message(ctx, stage, state)
+    await exchange_last_iterations(ctx, stage, state)
     edges.match(rule.rho)
     await report_done(ctx, stage, state, dropped)
     while not state.gone:
@@ -262,16 +254,52 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: DADM
     return close_worker(ctx, stage, state, dropped)
 
 
+async def await_iteration(
+    ctx: RankContext, stage: Stage, state: RoamingState, rule: DADMM, last: float
+) -> None:
+    """Reach the safe point, then wait until the next iteration may begin or the stage ends.
+
+    A checkpoint of this iteration waits for all models of the iterations before it.
+    """
+    edges: Edges = state.rule_state
+    k = edges.k
+    while (
+        state.signal == GO
+        and ctx.checkpoint_due(state.version)
+        and edges.heard
+        and edges.newest() < k - 1
+    ):
+        await on_message(ctx, stage, state)
+    ctx.safe_point(stage.index, state)
+    await receive_arrived(ctx, stage, state)
+    while state.signal == GO and (k >= last or not may_iterate(rule, edges.behind(k))):
+        await on_message(ctx, stage, state)
+
+
+async def receive_arrived(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
+    """Receive every message that has arrived by now."""
+    while await on_message(ctx, stage, state, before_s=ctx.now):
+        pass
+
+
+async def exchange_last_iterations(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
+    """Announce the last iteration to all neighbours, and wait for their models up to their last."""
+    edges: Edges = state.rule_state
+    for peer in edges.heard:
+        await ctx.send(peer, stage.tag("model"), None, (edges.k - 1,))
+    while any(max(versions) < edges.ends.get(j, math.inf) for j, versions in edges.heard.items()):
+        await on_message(ctx, stage, state)
+
+
 async def on_message(
     ctx: RankContext, stage: Stage, state: RoamingState, before_s: float = math.inf
 ) -> bool:
-    """Take in a neighbour's model, its last iteration, or a word of the coordinator; False when
-    none came before this moment.
+    """Receive a neighbour's model, its last iteration, or a control signal of the coordinator.
+
+    Returns: False if no message arrived before `before_s` (run time in seconds).
     """
-    message, edges = (
-        await ctx.recv(stage.tag("model"), stage.tag("word"), before_s=before_s),
-        state.rule_state,
-    )
+    message = await ctx.recv(stage.tag("model"), stage.tag("word"), before_s=before_s)
+    edges: Edges = state.rule_state
     if message is None:
         return False
     if message.tag == stage.tag("word"):

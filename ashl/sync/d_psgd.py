@@ -1,11 +1,13 @@
-"""D-PSGD: every worker mixes its model with its neighbours' and takes its own step, round by round.
+"""D-PSGD: in each round every worker averages its model with its neighbours' models and takes its
+own steps.
 
-Rule: `awc` (adapt while communicating) x_i ← Σ_j w_ij·x_j + Δ_i, where models travel while Δ_i is
-computed at the model before mixing; `atc` (adapt, then communicate) x_i ← Σ_j w_ij·(x_j + Δ_j). W
-is doubly stochastic, so both move the mean of all models by the mean of the Δ. With H local steps
-between two rounds it is local SGD on a graph.
+Rule: with `awc` (adapt while communicating) x_i ← Σ_j w_ij·x_j + Δ_i. Models travel while Δ_i is
+computed, at the model before mixing. With `atc` (adapt, then communicate) x_i ← Σ_j w_ij·(x_j +
+Δ_j). The mixing matrix W is doubly stochastic, so both move the mean of all models by the mean of
+the Δ_i. H > 1 local steps between two rounds give local SGD on a graph.
+Waiting: in each round a worker waits for the models of its neighbours of that round.
 
-Limits: the complete graph with `atc` is BSP (SGD, momentum), to rounding; W = I is no exchange.
+Limits: the complete graph with `atc` is BSP (SGD, momentum), up to rounding. W = I is no exchange.
 Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
 2017, arXiv 1705.09056.
 """
@@ -24,13 +26,14 @@ from ashl.topology.mixing import mix
 
 @option
 class DPSGD(RoundRule):
-    """Mixing in rounds on a graph."""
+    """Gossip averaging in synchronous rounds."""
 
     local_steps: Count | Literal["plan"]
     order: Literal["awc", "atc"]
 
     @property
     def early(self) -> bool:
+        """True if models leave before the local steps."""
         return self.order == "awc"
 
     async def outgoing(

@@ -1,20 +1,22 @@
-"""Decoupled DiLoCo: a merge waits for a quorum of learners and a moment longer, and for nobody
-else.
+"""Decoupled DiLoCo: a merge waits for a quorum of learners and then for a grace window, never for
+one given learner.
 
-Rule: a learner pushes what H local steps made of the model, and waits for the merge that its push
-is in. Once K = `min_learners` have pushed, the server takes in what comes within `grace_s` seconds
-more, or until all have pushed; then one outer step on Σ w_i·Δ_i, Σ w_i = 1 over those who are in
-it: by samples, and so by tokens, with `aggregate=mean`. Who comes later is in the next merge, on
-whatever model it was computed. Where fewer than K are there, all of them are waited for. With
-`overlap=delayed` a learner computes on while it waits. The paper has `outer=nesterov`.
+Rule: a learner pushes the Δ_i of H local steps. Once K = `min_learners` learners have pushed, the
+server accepts further pushes for `grace_s` seconds, or until all have pushed. Then it takes one
+outer step on Σ w_i·Δ_i over these pushes, with Σ w_i = 1. `aggregate=mean` weighs by samples, and
+so by tokens. A later push is part of the next merge, although it was computed on an older model.
+The paper's outer step is `outer=nesterov`.
+Waiting: a learner waits for the merge that contains its push. With `overlap=delayed` it computes
+meanwhile. If fewer than K learners are running, a merge waits for all of them.
 
-Limits: K = n is `local_sgd` with this outer optimizer, DiLoCo through a server, bit for bit where a
-run ends with a whole round; K = 1 without grace merges each push as it comes, and what has come at
-that moment with it.
+Limits: K = n is `local_sgd` with this outer optimizer (DiLoCo through a server), bit for bit if the
+run ends with a whole round. K = 1 without a grace window merges each push at its arrival, together
+with all others that have arrived by then.
 Source: Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv
-2604.21428, 2026, by its abstract and descriptions of its rule. There the model travels in fragments
-and the window adapts, in a way that could not be read; here the model is one piece and the window
-constant. Its weights, tokens times tokens per step, are those by tokens where batches are equal.
+2604.21428, 2026, by its abstract and descriptions of its rule.
+Differs: in the paper the model travels in fragments, and the grace window adapts by a rule that we
+could not read. Here the model is one fragment and the window is constant. The paper's weights,
+tokens times tokens per step, equal weights by tokens if all batches are equal.
 """
 
 import math
@@ -30,11 +32,11 @@ from ashl.topology.parameter_server import ServerRule
 
 
 class Gathered(NamedTuple):
-    """Who has pushed for the merge after this version, and when they were enough for it."""
+    """Learners that have pushed for the next merge."""
 
-    version: int
+    version: int  # merges before this one
     learners: tuple[int, ...] = ()
-    enough_s: float | None = None
+    enough_s: float | None = None  # run time at which there was a quorum
 
 
 @option
@@ -50,10 +52,10 @@ class Decoupled(ServerRule):
     def quorum(self, num_workers: int) -> int:
         if self.min_learners > num_workers:
             raise UsageError(
-                f"sync.min_learners={self.min_learners} is more than the {num_workers} workers that"
-                f" there are; take at most {num_workers}"
+                f"sync.min_learners={self.min_learners}: more than the {num_workers} workers of the"
+                f" run; take at most {num_workers}"
             )
-        return num_workers + 1  # no number of pushes makes a merge: `closes_s` says when
+        return num_workers + 1  # `closes_s` decides on a merge, and the number of pushes never does
 
     def begin(self, stage: Stage, progress: Progress) -> Gathered:
         return Gathered(progress.version)
@@ -81,11 +83,13 @@ class Decoupled(ServerRule):
         return now.enough_s + (self.grace_s if len(now.learners) < progress.present else 0.0)
 
     def _now(self, state: Gathered, progress: Progress) -> Gathered:
-        """What is held now: nothing after a merge."""
+        """Return the pushes held for the next merge: none directly after a merge."""
         return state if state.version == progress.version else Gathered(progress.version)
 
     def _judged(self, state: Gathered, progress: Progress) -> Gathered:
-        """With the moment at which there were enough, where there are."""
+        """Return `state` with the time at which the quorum was reached, or None without a
+        quorum.
+        """
         if len(state.learners) < max(1, min(self.min_learners, progress.present)):
             return state._replace(enough_s=None)
         return state._replace(enough_s=progress.now_s) if state.enough_s is None else state

@@ -1,19 +1,19 @@
-"""Dynamic SSP: the bound on the lead lies in a range, and a controller says how much of it the
+"""Dynamic SSP: a bounded lead whose bound lies in a range; a controller decides how much of it the
 fastest worker gets.
 
-Rule: a worker that leads the slowest by at most s_low commits goes on. When the fastest exceeds
-that, the controller looks at the last two pushes of the fastest and of the slowest, continues both
-at their intervals, and grants the r in [0, s_high − s_low] commits after which the fastest would
-wait least for the slowest's next push (ties: the smallest r). After r commits more it is judged
-again, with what is left of the range; with nothing left it waits until its lead is s_low. No lead
-at a release exceeds s_high, which the paper states but its controller, asked again and again, does
-not ensure.
+Rule: each push is applied at its arrival, as in SSP. A worker that leads the slowest by at most
+s_low commits proceeds. If the fastest worker leads by more, the controller extrapolates its pushes
+and those of the slowest worker, from the last two of each. It grants the r in [0, s_high − s_low]
+commits after which the fastest worker would wait least for the slowest worker's next push; of equal
+waits, the smallest r. After r more commits it decides again, for the remaining part of the range.
+Waiting: a worker without a remaining grant waits until its lead is s_low.
 
-Limit: s_low = s_high is SSP(s). With persistent speed gaps the pace in the long run is BSP's, as
-SSP's.
+Limits: s_low = s_high is SSP(s). With persistent speed differences the long-run rate is BSP's, as
+with SSP.
 Source: Zhao et al., "Dynamic Stale Synchronous Parallel Distributed Training for Deep Learning",
-ICDCS 2019, arXiv
-1908.11848.
+ICDCS 2019, arXiv 1908.11848.
+Differs: no worker proceeds with a lead above s_high. The paper states this bound, but its
+controller can grant more in repeated decisions.
 """
 
 import math
@@ -32,26 +32,26 @@ from ashl.topology.parameter_server import ServerRule
 
 @dataclass
 class Controller:
-    """When workers pushed, and who may exceed the lower bound."""
+    """Push times, and the workers that may exceed the lower bound."""
 
-    times: list[tuple[float, float]]  # of each worker's last two pushes, in seconds
-    credit: list[int]  # commits that each may still make beyond the lower bound
-    granted: bool = False  # whether the latest push was one of these
+    times: list[tuple[float, float]]  # run times of each worker's last two pushes, seconds
+    credit: list[int]  # commits that each worker may still make beyond the lower bound
+    granted: bool = False  # True if the latest push used a credit
 
 
 @option
 class DSSP(ServerRule):
-    """Bounded lead, the bound chosen from a range."""
+    """Bounded lead, with the bound chosen from a range."""
 
     s_low: Natural
-    s_high: Annotated[Natural, Field(le=10_000)]  # each of them is looked at
+    s_high: Annotated[Natural, Field(le=10_000)]  # `grant` tries every value of the range
     local_steps: Count | Literal["plan"]
 
     def __post_init__(self) -> None:
         if self.s_low > self.s_high:
             raise UsageError(
-                f"sync.s_low={self.s_low} is above sync.s_high={self.s_high}; take a range such as "
-                "sync.s_low=3 sync.s_high=15"
+                f"sync.s_low={self.s_low}: above sync.s_high={self.s_high}; take a range such as"
+                " sync.s_low=3 sync.s_high=15"
             )
 
     def begin(self, stage: Stage, progress: Progress) -> Controller:
@@ -60,9 +60,8 @@ class DSSP(ServerRule):
 
     def may_proceed(self, state: Controller, progress: Progress) -> list[int]:
         ready, latest = progress.within_staleness(self.s_low), progress.latest
-        _, late = progress.waiting.get(
-            latest, (0, True)
-        )  # a push that came too late is not observed
+        # `observe` did not see a push that was dropped as too stale
+        _, late = progress.waiting.get(latest, (0, True))
         if state.granted and not late and latest not in ready:
             ready.append(latest)
         return ready
@@ -70,7 +69,7 @@ class DSSP(ServerRule):
     def observe(
         self, stage: Stage, state: Controller, progress: Progress, push: Push
     ) -> Controller:
-        """Note the time of the push and decide whether it may go beyond the lower bound."""
+        """Note the time of the push and decide if its worker may exceed the lower bound."""
         worker, lead = push.worker, progress.clocks[push.worker] - progress.slowest
         state.times[worker] = (state.times[worker][1], progress.now_s)
         state.granted = False
@@ -94,17 +93,21 @@ class DSSP(ServerRule):
     def on_membership_change(
         self, stage: Stage, state: Controller, progress: Progress, rank: int
     ) -> Controller:
-        """A newcomer begins as at the start of a stage."""
+        """Let a rejoining worker begin as at the start of a stage."""
         state.times[rank], state.credit[rank] = (progress.now_s, progress.now_s), 0
         return state
 
 
-def grant(fastest: tuple[float, float], slowest: tuple[float, float], room: int) -> int:
-    """r in [0, room]: after how many more commits the fastest worker waits least for the slowest's
-    next push.
+def grant(fastest: tuple[float, float], slowest: tuple[float, float], limit: int) -> int:
+    """Return r in [0, limit]: the number of further commits after which the fastest worker waits
+    least for the slowest worker's next push.
+
+    Args: fastest, slowest: run times in seconds of the worker's last two pushes.
     """
-    now, stride, period = fastest[1], fastest[1] - fastest[0], slowest[1] - slowest[0]
-    if room <= 0 or period <= 0:  # the slowest has not pushed yet, so nothing can be foreseen
+    now = fastest[1]
+    stride = fastest[1] - fastest[0]
+    period = slowest[1] - slowest[0]
+    if limit <= 0 or period <= 0:  # without two pushes of the slowest there is no prediction
         return 0
 
     def wait(r: int) -> float:
@@ -112,4 +115,4 @@ def grant(fastest: tuple[float, float], slowest: tuple[float, float], room: int)
         pushes = max(1, math.ceil((arrival - slowest[1]) / period))
         return slowest[1] + pushes * period - arrival
 
-    return min(range(room + 1), key=wait)
+    return min(range(limit + 1), key=wait)

@@ -1,17 +1,21 @@
-"""EASGD, elastic averaging: each worker keeps a model of its own, which a spring ties to the
-server's.
+"""EASGD, elastic averaging: each worker keeps its own model, which an elastic force ties to the
+server's model x̃.
 
-Rule: a worker takes H steps from its own x_i and sends it; with x̃ the server's model, x̃ ← x̃ +
-α·(x_i − x̃), and the worker goes on from x_i − α·(x_i − x̃) with x̃ as it was before. Both ends
-move by the same, so that x_i + x̃ stays what it was. Workers may explore, the further apart the
-smaller α; what is evaluated is x̃. Nobody waits for anybody. In the paper α = 0.9/n, with n
-workers; with momentum at the workers it is EAMSGD. The model of a worker that is lost is gone with
-it, and what it had pulled at x̃ stays; who comes begins at x̃, and α is what it was.
+Rule: a worker takes H steps from its own x_i and pushes x_i. The server computes d = α·(x_i − x̃)
+and sets x̃ ← x̃ + d; the worker sets x_i ← x_i − d. So x_i + x̃ does not change by an exchange. The
+smaller α, the further workers may explore from x̃. The evaluated model is x̃. The paper has α =
+0.9/n for n workers; with momentum on the workers it is EAMSGD.
+Waiting: a worker waits for the reply to its own push only.
 
-Limit: on one worker α = 1/2 leaves both ends at one model, x̃ + Δ/2: ASP with aggregate.scale=0.5,
-to rounding. Source: Zhang, Choromanska and LeCun, "Deep Learning with Elastic Averaging SGD", NIPS
-2015, Algorithm 1. Differs: there the step after an exchange has its gradient at x_i as it was
-before the exchange; here it is at the model that x_i became.
+Failures: the effect of a failed worker's pushes on x̃ remains. A rejoining worker starts from x̃,
+without the model that it had. α does not change.
+
+Limit: on one worker α = 1/2 sets both models to x̃ + Δ/2, which is ASP with aggregate.scale=0.5, up
+to rounding.
+Source: Zhang, Choromanska and LeCun, "Deep Learning with Elastic Averaging SGD", NIPS 2015,
+Algorithm 1.
+Differs: in the paper the first gradient after an exchange is at x_i before the exchange. Here it is
+at x_i after it.
 """
 
 from __future__ import annotations
@@ -30,9 +34,9 @@ from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
 @option
 class EASGD(ServerRule):
-    """Models on springs."""
+    """Worker models tied elastically to the server's model."""
 
-    # whole models travel, and each moves the server's by itself
+    # pushes are whole models, which neither a codec nor weights apply to
     supports: ClassVar[frozenset[str]] = frozenset({FAULT_TOLERANT})
     local_steps: Count | Literal["plan"]
     alpha: Ratio
@@ -43,8 +47,8 @@ class EASGD(ServerRule):
 
 @dataclass(frozen=True)
 class Springs(Updates):
-    """A worker's own model goes up, how far the spring pulls comes down. The server's rule state is
-    the latter.
+    """Messages: a worker's model in pushes, d = α·(x_i − x̃) in pulls. The server's rule state is
+    d.
     """
 
     alpha: float
@@ -59,9 +63,9 @@ class Springs(Updates):
     async def apply_push(
         self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
     ) -> bool:
-        return await ctx.compute(partial(self.pulled_to, state, message), work=1, kind="apply")
+        return await ctx.compute(partial(self.pull_model, state, message), work=1, kind="apply")
 
-    def pulled_to(self, state: ServerState, message: Message) -> bool:
+    def pull_model(self, state: ServerState, message: Message) -> bool:
         steps, samples = message.meta[:2]
         state.rule_state = (message.body - state.params) * self.alpha
         state.params = state.params + state.rule_state
@@ -75,7 +79,9 @@ class Springs(Updates):
         return state.rule_state
 
     def apply_admission(self, state: WorkerState, body: Any, kept: WorkerState | None) -> None:
-        """Where it goes on from a checkpoint, its own model is there."""
+        """Start a joining worker from x̃, or from its own model if it resumes from a checkpoint of
+        this stage.
+        """
         state.params = kept.params if kept is not None and kept.entered == state.entered else body
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:

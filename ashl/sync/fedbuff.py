@@ -1,14 +1,15 @@
-"""FedBuff: nobody waits, and the server merges K pushes at a time.
+"""FedBuff: asynchronous workers, and a server that merges K pushes at a time.
 
-Rule: a push goes into the buffer and its worker goes on at once with the current model; when K have
-come, w ← w + scale·Σ_k w_k·s(τ_k)·Δ_k over them with Σ w_k = 1. The paper's 1/K is
-`aggregate=uniform`, its s(τ) = (1 + τ)^−1/2 is `aggregate.staleness_discount=0.5`. A worker may be
-in a merge several times. At the end of a stage what is left is merged as well.
+Rule: the server buffers each push and answers at once with the current model. Once K = `buffer`
+pushes are in the buffer, w ← w + scale·Σ_k w_k·s(τ_k)·Δ_k over them, with Σ w_k = 1 and τ_k the
+staleness in merges. One merge may contain several pushes of a worker. The paper's weights 1/K are
+`aggregate=uniform`, and its s(τ) = (1 + τ)^−1/2 is `aggregate.staleness_discount=0.5`. At the end
+of a stage the remaining pushes are merged too.
+Waiting: no worker waits for another one.
 
-Limits: K = 1 with `aggregate=uniform` and scale c is ASP with scale n·c, since each push makes a
-merge of its own and counts whole in it. K = n is no barrier: on equal workers every merge holds
-each of them once, but only one of them has seen the merge before, so that staleness is up to 1.
-
+Limits: K = 1 with `aggregate=uniform` and scale c is ASP with scale n·c, because each push is a
+merge with weight 1. K = n is no barrier. On equal workers every merge then contains one push of
+each; only one of them has seen the merge before, so staleness is up to 1.
 Source: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022.
 """
 
@@ -20,7 +21,7 @@ from ashl.topology.parameter_server import ServerRule
 
 @option
 class FedBuff(ServerRule):
-    """Asynchronous, merged by the buffer."""
+    """Asynchronous pushes, merged by the buffer."""
 
     averages: ClassVar[bool] = True
     buffer: Count

@@ -1,13 +1,16 @@
-"""Gossip-PGA: gossip, and every so many rounds one average over all.
+"""Gossip-PGA: gossip, with a global average every `period` rounds.
 
-Rule: x_i ← Σ_j w_ij·(x_j + Δ_j), and in every `period`-th round x_i ← mean over all j of (x_j +
-Δ_j), by an all-reduce. Between two of them only neighbours talk, so that what a sparse graph leaves
-apart is bounded by the period and not by how long the graph is. In such a round neighbours still
-tell each other what is known of the run, and no model.
+Rule: x_i ← Σ_j w_ij·(x_j + Δ_j). In every `period`-th round an all-reduce sets x_i to the mean over
+all j of x_j + Δ_j instead. So the period bounds how far models diverge on a sparse graph, however
+large its diameter. In such a round neighbours exchange control data only, and no models. Momentum
+is not averaged.
+Waiting: in each round a worker waits for its neighbours; in every `period`-th round it waits for
+all workers.
 
-Limits: period = null is D-PSGD (`atc`), bit for bit; period = 1 is local SGD by all-reduce with
-aggregate=uniform, to rounding. Momentum stays at home. Source: Chen, Yuan, Zhang, Pan, Xu and Yin,
-"Accelerating Gossip SGD with Periodic Global Averaging", ICML 2021.
+Limits: period = null is D-PSGD (`atc`), bit for bit. period = 1 is local SGD by all-reduce with
+aggregate=uniform, up to rounding.
+Source: Chen, Yuan, Zhang, Pan, Xu and Yin, "Accelerating Gossip SGD with Periodic Global
+Averaging", ICML 2021.
 """
 
 from collections.abc import Mapping
@@ -24,7 +27,7 @@ from ashl.topology.mixing import mix
 
 @option
 class GossipPGA(RoundRule):
-    """Neighbours, and now and then everybody."""
+    """Gossip averaging with periodic global averages."""
 
     local_steps: Count | Literal["plan"]
     period: Count | None

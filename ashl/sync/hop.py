@@ -1,25 +1,25 @@
-"""Hop: gossip in which a worker does not wait for all of its neighbours, nor for their latest
-model.
+"""Hop: gossip with bounded staleness and backup workers; a worker needs neither all of its
+neighbours' models nor their latest ones.
 
-Rule: in its iteration k worker i sends x_i, computes Δ_i, and goes on once all but `backups` of its
-neighbours have sent a model of iteration k − s or later, and none trails by more than `max_lead`
-iterations:
+Rule: in its iteration k worker i sends x_i, computes Δ_i at x_i, and then averages by age
     x_i ← Σ_j a_j·x_j / Σ_j a_j + Δ_i,   a_j = s + 1 − (age of j's model in iterations)
-over itself (age 0) and those neighbours, of each its newest model up to iteration k. Since
-everybody's iterations are known from its models, no tokens travel.
+over its own model (age 0) and the newest model up to iteration k of each neighbour, if its age is
+at most s.
+Waiting: iteration k ends once all neighbours except `backups` have sent a model of iteration k − s
+or later, and no neighbour is more than `max_lead` iterations behind.
+Skipping: with `skip_lead`, a worker that is that many iterations or more behind all of its
+neighbours skips to the iteration of the slowest of them. It starts there from the mean by age of
+their models, and of its own if its age is at most s. Skipped iterations count as no steps, and no
+neighbour waits for them.
+Checkpoints on processes: all workers save at the start of one iteration, which no worker skips. At
+resume a worker keeps only models of earlier iterations. Each worker then sends its own model first,
+so no message in flight is missed.
 
-With `skip_lead`, a worker that all its neighbours lead by so many iterations or more skips to that
-of the slowest of them, from the mean of their models there, with its own in it where that is fresh
-enough. What it skips are no steps, and no neighbour waits for it.
-
-On processes a checkpoint is of one iteration: all are kept at its begin, none skips it, and of
-models that have come only those of before count. Whoever goes on from there sends its own first,
-newer than any that was on its way.
-
-Limits: s = backups = 0 is D-PSGD (`awc` on a regular graph), to rounding. The mean of all models is
-kept only there. Where workers are equally fast, nobody ever jumps.
+Limits: s = backups = 0 is D-PSGD (`awc` on a regular graph), up to rounding. Only there does
+averaging preserve the mean of all models. Equally fast workers never skip.
 Source: Luo et al., "Hop: Heterogeneity-Aware Decentralized Training", ASPLOS 2019, arXiv
 1902.01064.
+Differs: no tokens travel, because each model carries the iteration of its sender.
 """
 
 import math
@@ -51,8 +51,8 @@ Sent = dict[int, Any]  # iteration → model, of one neighbour; ascending
 
 @dataclass
 class Heard:
-    """What a worker knows in its iteration k: of each neighbour the models that may still be asked
-    for.
+    """A worker's state: its iteration k, and the models of each neighbour that may still be
+    averaged.
     """
 
     models: dict[int, Sent]
@@ -74,19 +74,20 @@ class Hop(RoamingRule):
         fewest = min(len(row) - 1 for row in rounds[0].rows)
         if self.backups and self.backups >= fewest:
             raise UsageError(
-                f"sync.backups={self.backups} leaves a worker with {fewest} neighbours no neighbour"
-                f" to wait for; take at most {max(0, fewest - 1)}, or a graph with more edges"
+                f"sync.backups={self.backups}: leaves a worker with {fewest} neighbours no"
+                f" neighbour to wait for; take at most {max(0, fewest - 1)}, or a graph with more"
+                " edges"
             )
         if self.max_lead < self.staleness:
             raise UsageError(
-                f"sync.max_lead={self.max_lead} is below sync.staleness={self.staleness}: no model"
+                f"sync.max_lead={self.max_lead}: below sync.staleness={self.staleness}, so no model"
                 " could be that stale; take a larger max_lead"
             )
         most = 1 + (self.max_lead if self.backups else self.staleness)
         if self.skip_lead is not None and self.skip_lead > most:
             raise UsageError(
-                f"sync.skip_lead={self.skip_lead}, and a worker leads a neighbour by {most}"
-                f" iterations at most, so no worker would ever skip; take at most {most}"
+                f"sync.skip_lead={self.skip_lead}: a worker leads a neighbour by at most {most}"
+                f" iterations, so no worker would ever skip; take at most {most}"
                 + ("" if self.backups else ", or sync.backups=1")
             )
 
@@ -103,7 +104,7 @@ class Hop(RoamingRule):
 
 
 def may_end_iteration(rule: Hop, k: int, heard: Mapping[int, Sent]) -> bool:
-    """Whether iteration k may end."""
+    """Return True if iteration k may end."""
     newest = [max(sent, default=-1) for sent in heard.values()]
     fresh = sum(iteration >= k - rule.staleness for iteration in newest)
     return fresh >= len(newest) - rule.backups and all(
@@ -114,7 +115,12 @@ def may_end_iteration(rule: Hop, k: int, heard: Mapping[int, Sent]) -> bool:
 def mix_by_age(
     rule: Hop, k: int, own: Any, rank: int, heard: Mapping[int, Sent], age: int = 0
 ) -> Any:
-    """The mean by age, in rank order, over what is fresh enough."""
+    """Return the mean weighted by age, added in rank order, over the models that are at most s
+    iterations old.
+
+    Args: `own` is this worker's model, `age` iterations old; `heard` has each neighbour's models by
+    iteration.
+    """
     if isinstance(own, SizeOnly):
         return own
     parts = {rank: (own, rule.staleness + 1 - age)} if age <= rule.staleness else {}
@@ -130,20 +136,18 @@ def mix_by_age(
 
 
 async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop) -> int:
-    """Send, work, wait for enough, mix; until the coordinator says that the stage is over. Returns
-    the last word.
-    """
+    """Iterate until the coordinator ends the stage. Returns: the final signal."""
     state.enter(stage, ctx.rank)
     near = graph_of(stage).neighbours(stage, ctx.rank)
-    known = state.rule_state or Heard({j: {} for j in near})
-    state.rule_state, heard, dropped = known, known.models, 0
+    known = state.rule_state = state.rule_state or Heard({j: {} for j in near})
+    heard, dropped = known.models, 0
     while state.signal == GO:
         ctx.safe_point(stage.index, state)
         k = known.k
         ahead = min((max(sent, default=-1) for sent in heard.values()), default=k) - k
         if rule.skip_lead is not None and ahead >= rule.skip_lead:
             while ahead > 0 and ctx.checkpoint_due(k + ahead):
-                ahead -= 1  # nobody skips the iteration in which all are kept
+                ahead -= 1  # no worker skips the iteration of a checkpoint
             k += ahead
             state.params = mix_by_age(rule, k, state.params, ctx.rank, heard, age=ahead)
         for peer in heard:
@@ -151,7 +155,7 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop)
         work = await local_work(ctx, stage, state)
         await await_answer(ctx, stage, state)
         while await on_message(ctx, stage, state, heard, before_s=ctx.now):
-            pass  # what has come meanwhile
+            pass  # receive every message that has arrived by now
         while state.signal == GO and not may_end_iteration(rule, k, heard):
             await on_message(ctx, stage, state, heard)
         if state.signal == STOP:
@@ -182,8 +186,9 @@ async def on_message(
     heard: dict[int, Sent],
     before_s: float = math.inf,
 ) -> bool:
-    """Take in a neighbour's model or a word of the coordinator; False when none came before this
-    moment.
+    """Receive a neighbour's model or a control signal of the coordinator.
+
+    Returns: False if no message arrived before `before_s` (run time in seconds).
     """
     message: Message | None = await ctx.recv(
         stage.tag("model"), stage.tag("word"), before_s=before_s

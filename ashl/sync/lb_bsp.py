@@ -1,22 +1,20 @@
-"""LB-BSP: a barrier at every step, and each worker gets as large a batch as it can do in the same
-time.
+"""LB-BSP: synchronous steps, with each worker's batch in proportion to its speed.
 
-Rule: before each step b_i ← (Σ_j b_j)·v_i / Σ_j v_j in whole samples, with v_i the samples per
-second that worker i was seen to compute, as a moving average; so b_i/v_i is the same for all and
-the whole batch stays what it was. The gradients are weighted by the samples behind them
-(`aggregate=mean` or `samples`), w ← w − γ·Σ_i b_i·g_i / Σ_j b_j. A step that also has a constant
-part is balanced all the same, since v_i follows b_i/t_i until all t_i are equal. Shards stay as
-they were: a fast worker walks through its own more often, which is harmless while shards are alike
-(`dataset.partition=iid`).
+Rule: before each step b_i ← (Σ_j b_j)·v_i / Σ_j v_j in whole samples, at least 2. v_i is the
+measured speed of worker i in samples per second, as a moving average. So b_i/v_i is equal for all
+workers, and the total batch does not change. Then w ← w − γ·Σ_i b_i·g_i / Σ_j b_j, weighted by
+samples (`aggregate=mean` or `samples`). A step with a constant part is balanced too, because v_i
+follows b_i/t_i until all step times t_i are equal.
+Waiting: every worker waits for all others at each step, at a server or under all-reduce. Under
+all-reduce the workers exchange their step times in a small sum, one number each.
 
-At a server, or under all-reduce, where the workers tell each other what a step took them by a sum
-of one number each.
-
-Limit: equal speeds is BSP. Departs from the paper in that the speed is not forecast by a recurrent
-network, and that links are not balanced (the paper's neither): where transfers dominate, their
-differences still are waited for.
+Limits: equal speeds are BSP. Shards keep their sizes, so a fast worker passes over its own shard
+more often; that is harmless if all shards have the same distribution (`dataset.partition=iid`).
+Transfers are not balanced, as in the paper: where they dominate, workers still wait for the slowest
+link.
 Source: Chen et al., "Semi-Dynamic Load Balancing: Efficient Distributed Learning in Non-Dedicated
 Environments", SoCC 2020.
+Differs: the paper predicts speeds by a recurrent network; here they are a moving average.
 """
 
 from collections.abc import Sequence
@@ -34,12 +32,12 @@ from ashl.stage.stage import Stage
 from ashl.topology.all_reduce import RoundReport, StepRule
 from ashl.topology.parameter_server import Assignment, BarrierRule
 
-LEAST = 2  # samples that a worker gets at least: BatchNorm needs two
+LEAST = 2  # smallest batch in samples: BatchNorm needs two
 
 
 @dataclass
 class Balance:
-    """How fast workers are, and what they get for it."""
+    """Measured speeds and the batches that follow from them, by worker."""
 
     speeds: dict[int, float] = field(default_factory=dict)  # samples per second
     batches: dict[int, int] = field(default_factory=dict)
@@ -47,7 +45,7 @@ class Balance:
 
 @option
 class LBBSP(BarrierRule, StepRule):
-    """A barrier at every step, batches by speed."""
+    """A barrier at every step, with batches by speed."""
 
     exchange: ClassVar[str] = "gradient"
     resizes: ClassVar[bool] = True  # batches change, so weights have to follow the samples
@@ -58,7 +56,7 @@ class LBBSP(BarrierRule, StepRule):
         return Balance()
 
     def observe(self, stage: Stage, state: Balance, progress: Progress, push: Push) -> Balance:
-        """Follow the worker's speed."""
+        """Update the worker's speed, and all batches once all workers wait."""
         speed = push.samples / (push.steps * push.step_s)
         known = state.speeds.get(push.worker, speed)
         state.speeds[push.worker] = known + self.alpha * (speed - known)
@@ -67,10 +65,8 @@ class LBBSP(BarrierRule, StepRule):
     def observe_round(
         self, stage: Stage, state: Balance, progress: Progress, report: RoundReport
     ) -> Balance:
-        speeds, present = (
-            dict(state.speeds),
-            [rank for rank, step_s in enumerate(report.step_s) if step_s],
-        )
+        speeds = dict(state.speeds)
+        present = [rank for rank, step_s in enumerate(report.step_s) if step_s]
         for rank in present:
             speed = (state.batches.get(rank) or stage.worker(rank).batch) / report.step_s[rank]
             known = speeds.get(rank, speed)
@@ -87,7 +83,7 @@ class LBBSP(BarrierRule, StepRule):
     def on_membership_change(
         self, stage: Stage, state: Balance, progress: Progress, rank: int
     ) -> Balance:
-        """Share out the whole batch to those who are there, once all of them wait."""
+        """Share out the total batch among the running workers once all of them wait."""
         if progress.waiting and len(progress.waiting) == progress.present:
             present = sorted(progress.waiting)
             sizes = share_out(whole_batch(stage), [state.speeds[worker] for worker in present])
@@ -97,19 +93,18 @@ class LBBSP(BarrierRule, StepRule):
     def next_assignment(
         self, stage: Stage, state: Balance, progress: Progress, rank: int
     ) -> Assignment:
-        return Assignment(
-            local_steps=1, batch=state.batches.get(rank, 0)
-        )  # a newcomer's is as planned
+        # 0, the planned batch, for a worker that has just joined
+        return Assignment(local_steps=1, batch=state.batches.get(rank, 0))
 
 
 def whole_batch(stage: Stage) -> int:
-    """Samples of all workers in a step."""
+    """Return the samples of all workers in a step."""
     return sum(worker.batch for worker in stage.plan.workers)
 
 
 def share_out(total: int, speeds: Sequence[float]) -> list[int]:
-    """Whole batches in proportion to speed that add up to `total`, none below `LEAST` where there
-    is enough.
+    """Return batches in proportion to speed that add up to `total`, each at least `LEAST` if
+    `total` suffices.
     """
     sizes = apportion(total, speeds)
     least = min(LEAST, total // len(speeds))

@@ -1,10 +1,11 @@
-"""Local SGD: H steps on each worker's own model, then all models are averaged.
+"""Local SGD: H steps on each worker's own model, then an average of all models.
 
-Rule: w ← w + Σ_i w_i·(w_i^H − w), then all go on from the mean. The optimizer's moments stay on the
-worker and are not averaged.
+Rule: w ← w + Σ_i w_i·(w_i^H − w), with w_i^H the model of worker i after H steps from w. All
+workers continue from the average. The moments of a worker's optimizer are not averaged.
+Waiting: every worker waits for all others at each average.
 
-Limit: H = 1 is BSP (SGD, momentum). Source: Stich, "Local SGD Converges Fast and Communicates
-Little", ICLR 2019.
+Limit: H = 1 is BSP (SGD, momentum).
+Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019.
 """
 
 from typing import Literal
@@ -16,6 +17,6 @@ from ashl.topology.parameter_server import BarrierRule
 
 @option
 class LocalSGD(BarrierRule, StepRule):
-    """A barrier at every H steps."""
+    """An average every H steps."""
 
     local_steps: Count | Literal["plan"]

@@ -1,16 +1,18 @@
-"""MATCHA: of the graph's edges only some are used in a round, the important ones more often.
+"""MATCHA: gossip in which each round uses a random part of the graph's edges, important edges more
+often.
 
-Rule: the edges are split into matchings, with Laplacians L_m; in each round matching m is used with
-probability p_m, drawn alike by all from the seed, and x ← (I − α·Σ_m b_m·L_m)·(x + Δ). The p
-maximise λ_2(Σ p_m·L_m) with Σ p_m ≤ budget·M, so that a round costs `budget` of the whole graph's;
-α makes the expected contraction best. M is at most one more than the most neighbours that anyone
-has, as in the paper, and often just as many.
+Rule: the edges are decomposed into M matchings with Laplacians L_m. In each round all workers draw
+from the seed which matchings are used, matching m with probability p_m (b_m = 1, else 0). Then x ←
+(I − α·Σ_m b_m·L_m)·(x + Δ), over the models of all workers. The p_m maximise λ_2(Σ p_m·L_m) subject
+to Σ p_m ≤ budget·M, so a round costs `budget` of a round on the whole graph. α minimises the
+expected contraction factor. M is at most the maximum degree plus one, as in the paper.
+Waiting: in each round a worker waits for its neighbours in the matchings that are used.
 
-Limit: budget = 1 is D-PSGD (`atc`) with W = I − α·L. Departs from the paper in that p is found by
-projected supergradient ascent and α by golden section, instead of by two convex solvers.
+Limit: budget = 1 is D-PSGD (`atc`) with W = I − α·L.
 Source: Wang et al., "MATCHA: Speeding Up Decentralized SGD via Matching Decomposition Sampling",
-2019, arXiv
-1905.09435.
+2019, arXiv 1905.09435.
+Differs: projected supergradient ascent finds the p_m and golden-section search finds α, where the
+paper solves two convex programs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,22 +32,22 @@ from ashl.topology.graph import Edge, matchings_of
 from ashl.topology.mixing import mix
 
 ASCENT = 300  # steps of the search for p
-SECTIONS = 60  # of the search for α
+SECTIONS = 60  # steps of the search for α
 GOLDEN = (5**0.5 - 1) / 2
 
 
 class Sampling(NamedTuple):
-    """What the rounds are drawn from."""
+    """Matchings of the graph with their probabilities, from which rounds are drawn."""
 
     matchings: list[list[Edge]]
-    peers: tuple[dict[int, int], ...]  # by matching: who meets whom
-    chances: np.ndarray  # p, [M]
-    alpha: float
+    peers: tuple[dict[int, int], ...]  # by matching: the partner of each rank
+    chances: np.ndarray  # p, float64 [M]
+    alpha: float  # weight of a used edge
 
 
 @option
 class Matcha(RoundRule):
-    """Gossip in rounds on matchings drawn from the graph."""
+    """Gossip in synchronous rounds on random matchings of the graph."""
 
     local_steps: Count | Literal["plan"]
     budget: Ratio
@@ -83,7 +85,7 @@ class Matcha(RoundRule):
 
 
 def used_matchings(plan: Sampling, seed: int, k: int) -> list[int]:
-    """The matchings of round k, alike for all."""
+    """Return the matchings of round k, the same on all workers."""
     words = bits(seed, Purpose.PAIRS, 0, k).random_raw(len(plan.chances))
     return [m for m, word in enumerate(words) if float(word) / 2**64 < plan.chances[m]]
 
@@ -96,8 +98,8 @@ def sampling_in(stage: Stage) -> Sampling:
 
 @lru_cache(maxsize=16)
 def sampling(edges: tuple[Edge, ...], n: int, budget: float) -> Sampling:
-    """Matchings of the graph, how often each is used, and the weight of an edge that is."""
-    if not edges:  # a worker alone
+    """Return the matchings of the graph, the probability of each, and the weight of a used edge."""
+    if not edges:  # a single worker
         return Sampling([], (), np.zeros(0), 0.0)
     matchings = matchings_of(edges, n)
     laplacians = [laplacian(matching, n) for matching in matchings]
@@ -117,8 +119,9 @@ def laplacian(edges: Sequence[Edge], n: int) -> np.ndarray:
 
 
 def activation(laplacians: list[np.ndarray], budget: float) -> np.ndarray:
-    """p in [0, 1] with Σ p = budget·M for which λ_2(Σ p_m·L_m) is largest. It is concave in p, and
-    for its eigenvector v the numbers v'·L_m·v are a supergradient.
+    """Return p in [0, 1]^M with Σ p = budget·M for which λ_2(Σ p_m·L_m) is largest.
+
+    λ_2 is concave in p; with v its eigenvector, the numbers v'·L_m·v are a supergradient.
     """
     total = budget * len(laplacians)
     best = chances = np.full(len(laplacians), budget)
@@ -137,7 +140,7 @@ def activation(laplacians: list[np.ndarray], budget: float) -> np.ndarray:
 
 
 def project_probabilities(p: np.ndarray, total: float) -> np.ndarray:
-    """The nearest point with 0 ≤ p ≤ 1 and Σ p = total: all are shifted alike, then cut."""
+    """Return the nearest point with 0 ≤ p ≤ 1 and Σ p = total, by clipping p plus a constant."""
     low, high = -1.0 - p.max(), 1.0 - p.min()
     for _ in range(60):
         shift = (low + high) / 2
@@ -146,8 +149,10 @@ def project_probabilities(p: np.ndarray, total: float) -> np.ndarray:
 
 
 def edge_weight(laplacians: list[np.ndarray], chances: np.ndarray, n: int) -> float:
-    """The α for which the largest eigenvalue of E[W'W] − J is least; it is convex in α. With L = Σ
-    p_m·L_m, E[W'W] = I − 2α·L + α²·(L² + 2·Σ p(1 − p)·L_m).
+    """Return the α for which the largest eigenvalue of E[W'W] − J is smallest; it is convex in α.
+
+    With L = Σ p_m·L_m, E[W'W] = I − 2α·L + α²·(L² + 2·Σ p_m(1 − p_m)·L_m); J is the averaging
+    matrix.
     """
     mean = sum(p * one for p, one in zip(chances, laplacians, strict=True))
     spread = mean @ mean + 2 * sum(

@@ -1,21 +1,21 @@
 """NoLoCo: local steps by an inner optimizer, then an outer step with momentum in random pairs,
 without a collective.
 
-Rule: with φ_i the model after the last outer step and Δ_i = θ_i − φ_i what H inner steps made of
-it, each worker meets one other, drawn alike by all from the seed, and
+Rule: φ_i is the model of worker i after its last outer step, θ_i the model after H inner steps from
+φ_i, and Δ_i = θ_i − φ_i. In each round all workers draw the same random pairs from the seed, and
+each worker sets
     δ_i ← α·δ_i + β·mean(Δ) − γ·(φ_i − mean(φ)),   φ_i ← φ_i + δ_i
-with means over the two. Both Δ and φ travel: twice the model. Who is left over, with an odd number
-of workers or on a sparse graph, is alone. Pairs are edges of the graph; as published, of the
-complete one (topology.graph=complete).
+with means over its pair. A message holds Δ_i and φ_i, twice the model. A worker without a partner
+(an odd number of workers, or a sparse graph) takes the step alone. Pairs are edges of the graph;
+the published method draws from all pairs (topology.graph=complete).
+Waiting: in each round a worker waits for its partner only.
 
-This momentum is no option of the group `outer`: δ_i is one worker's and takes in the gap φ_i −
-mean(φ) between two models, where an outer optimizer sees one merged update of one model.
-
-Limits: α = 0, β = γ = 1 is the mean of the two models θ. γ should be above α, or the models drift
-apart.
+Limits: α = 0 with β = γ = 1 is the mean of the two models θ. γ should be above α; otherwise the
+models drift apart.
 Source: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large
-Models", 2025, arXiv
-2506.10911.
+Models", 2025, arXiv 2506.10911.
+Note: this momentum is not an option of `outer`, because δ_i belongs to one worker and contains the
+difference of two models. An outer optimizer steps on one merged update of one model.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ class NoLoCo(RoundRule):
     gamma: NonNegative
 
     def begin(self, stage: Stage, state: RoundState, rank: int) -> Any:
-        """δ, zero at first."""
+        """Return δ = 0."""
         return state.params * 0.0
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
@@ -68,10 +68,8 @@ class NoLoCo(RoundRule):
         mean_delta, mean_params = delta, state.params
         for message in heard.values():
             other_delta, other_params = halves(message.body)
-            mean_delta, mean_params = (
-                (delta + other_delta) * 0.5,
-                (state.params + other_params) * 0.5,
-            )
+            mean_delta = (delta + other_delta) * 0.5
+            mean_params = (state.params + other_params) * 0.5
         apart = state.params - mean_params
         state.rule_state = (
             state.rule_state * self.alpha + mean_delta * self.beta - apart * self.gamma
@@ -80,7 +78,7 @@ class NoLoCo(RoundRule):
 
 
 def matchings_in(stage: Stage) -> Callable[[int], dict[int, int]]:
-    """Who meets whom in a round, drawn once for all who ask."""
+    """Return a function from a round to its pairs, drawn once for all ranks."""
     edges, n = graph_of(stage).edges(stage), stage.num_workers
     all_pairs = len(edges) == n * (n - 1) // 2
     return lru_cache(maxsize=64)(partial(matching, None if all_pairs else edges, n, stage.seed))

@@ -1,16 +1,18 @@
-"""1-bit Adam, once the variance has settled: momenta are exchanged in a bit an element, and the
-variance is frozen.
+"""1-bit Adam after its warm-up: workers exchange momenta in about one bit per element, over a
+frozen variance.
 
-Rule: with m and v as Adam left them in the stage before, after T steps, each worker sends C(β1·m +
-(1 − β1)·g_i), with what C left out before added to it; the mean of these is the new m on all, and w
-← w − η·m̂/(√v̂ + ε), the bias of T steps taken out of both. Adam's own steps cannot be compressed
-so, since v is not linear in gradients; v changes little once training is under way. Weight decay is
-decoupled, as in AdamW.
+Rule: m and v are Adam's moments after the T warm-up steps of the stage before. Worker i sends
+C(β1·m + (1 − β1)·g_i) with error feedback. The mean of these is the new m on all workers, and w ← w
+− η·m̂/(√v̂ + ε). Both bias corrections are those of T steps. Adam's own steps cannot be compressed
+in this way, because v is not linear in the gradients; v changes little after the warm-up. Weight
+decay is decoupled, as in AdamW.
+Waiting: every worker waits for all others at each step (all-reduce).
 
-Limits: C = identity is Adam with a frozen variance; `schedule=one_bit_adam` with a warm-up to the
-end is Adam. Departs from the paper in that bodies are gathered and not compressed a second time on
-their way back. Source: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with
-Adam's Convergence Speed", ICML 2021, Algorithm 1.
+Limits: C = identity is Adam with a frozen variance. `schedule=one_bit_adam` with a warm-up until
+the end is Adam.
+Source: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+Convergence Speed", ICML 2021, Algorithm 1.
+Differs: workers gather all payloads, where the paper compresses the mean a second time.
 """
 
 from collections.abc import Awaitable, Callable
@@ -29,7 +31,7 @@ from ashl.topology.local_work import Work, WorkerState, local_work
 
 @option
 class OneBitAdam(StepRule):
-    """Sums of momenta."""
+    """Sums of Adam's momenta."""
 
     exchange: ClassVar[str] = "gradient"
     after_adam: ClassVar[bool] = True
@@ -52,7 +54,9 @@ class OneBitAdam(StepRule):
 def descend(
     stage: Stage, params: Any, moments: Any, momentum: Any, lr: float, steps: int = 1
 ) -> Any:
-    """The model after so many steps along momenta of this sum, over the variance as it is."""
+    """Return the model after `steps` steps whose momenta add up to `momentum`, over the present
+    variance.
+    """
     adam = stage.plan.optimizer
     kept = params * (1 - lr * float(adam["weight_decay"])) ** steps
     beta1, beta2, eps = (float(adam[key]) for key in ("beta1", "beta2", "eps"))
@@ -60,7 +64,7 @@ def descend(
 
 
 async def momentum(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """What all would have as m if their gradients were this worker's."""
+    """Return this worker's local work with its momentum β1·m + (1 − β1)·g_i as the payload."""
     work = await local_work(ctx, stage, state)
     if isinstance(work.body, SizeOnly):
         return work

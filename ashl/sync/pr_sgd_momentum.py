@@ -1,13 +1,16 @@
-"""PR-SGD with momentum: H local steps with momentum on each worker, then models and momenta are
-averaged alike.
+"""PR-SGD with momentum: H local steps with momentum on each worker, then an average of models and
+of momenta.
 
-Rule: w ← w + Σ w_i·(w_i^H − w) and m ← m + Σ w_i·(m_i^H − m), then all go on from both means. What
-travels is the model and as much again each way, and is counted. Local SGD keeps each worker's
-momentum where it is; of skewed shards it then goes on pointing at the worker's own optimum after
-each average. A round without a worker that is lost is the mean over those who are left, Σ w_i = 1;
-who comes has both means of the last round, as all others do.
+Rule: w ← w + Σ w_i·(w_i^H − w) and m ← m + Σ w_i·(m_i^H − m). All workers continue from both
+averages. Each message holds a model and a momentum, so payloads are twice those of local SGD. Local
+SGD does not average momenta: on non-IID shards a worker's momentum then still points at its own
+optimum after an average.
+Waiting: every worker waits for all others at each average.
 
-Limits: H = 1 is BSP, to rounding; without momentum it is local SGD, which is what to take then.
+Failures: the round in which a worker fails averages the surviving workers, Σ w_i = 1. A rejoining
+worker receives both averages of the last round.
+
+Limits: H = 1 is BSP, up to rounding. Without momentum it is local SGD, which is cheaper then.
 Source: Yu, Jin and Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD
 for Distributed Non-Convex Optimization", ICML 2019 (PR-SGD-Momentum).
 """
@@ -28,7 +31,7 @@ from ashl.topology.parameter_server import BarrierRule, ServerState, Updates
 
 @option
 class PRSGDMomentum(BarrierRule, StepRule):
-    """A barrier at every H steps, for models and momenta."""
+    """An average of models and momenta every H steps."""
 
     momentum_travels: ClassVar[bool] = True
     supports: ClassVar[frozenset[str]] = frozenset({WEIGHTS, OUTER, FAULT_TOLERANT})
@@ -47,7 +50,7 @@ class PRSGDMomentum(BarrierRule, StepRule):
 
 
 class WithMomentum(Updates):
-    """What H steps changed of both goes up, both come down."""
+    """Messages: the changes of model and momentum in pushes, both averages in pulls."""
 
     async def make_push(
         self, ctx: RankContext, stage: Stage, state: WorkerState
@@ -76,8 +79,9 @@ WITH_MOMENTUM = WithMomentum()
 
 
 async def with_momentum(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """Local work, and what it changed of the momentum. That of before stays: both means are taken
-    from there.
+    """Compute local work, with the change of the momentum appended to its payload.
+
+    The state keeps the momentum from before the work, from which both averages are taken.
     """
     before = state.moments
     work = await local_work(ctx, stage, state)

@@ -1,4 +1,4 @@
-"""The proximal step of λ‖·‖₁, which makes small elements zero."""
+"""Proximal step of the l1 norm, which sets small elements to zero."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from ashl.size_only import SizeOnly
 
 
 def shrink(x: Any, threshold: float) -> Any:
-    """argmin_z threshold·‖z‖₁ + ‖z − x‖²/2: every element moved towards zero by the threshold, and
-    no farther.
+    """Return argmin_z threshold·‖z‖₁ + ‖z − x‖²/2: each element moved towards zero by the
+    threshold, and set to zero if it is smaller.
     """
     if not threshold or isinstance(x, SizeOnly):
         return x

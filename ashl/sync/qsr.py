@@ -1,11 +1,13 @@
 """QSR, the quadratic synchronisation rule: local SGD whose H grows as the learning rate decays.
 
-Rule: local SGD with H = max(H_base, ⌊(α/η)²⌋), at most `h_max`, for the η at the last average. With
-`local_steps=plan` H_base is the stage's `h_preset`, and worker i takes ⌊H_i·H/H_base⌋ steps, so
-that equal cycles stay equal. The first round of a stage takes H_base steps. At a server or under
-all-reduce. While the rate warms up, η is what it will be after that.
+Rule: local SGD with H = max(H_base, ⌊(α/η)²⌋), at most `h_max`, with η the learning rate at the
+last average. While the learning rate warms up, η is its value after the warm-up. The first round of
+a stage takes H_base steps. With `local_steps=plan` H_base is the stage's `h_preset`, and worker i
+takes ⌊H_i·H/H_base⌋ steps, so that equal cycles remain equal.
+Waiting: every worker waits for all others at each average, at a server or under all-reduce.
 
-Limits: a constant rate with (α/η)² < H_base + 1 is local SGD with H_base; `h_max` = H_base is too.
+Limits: a constant learning rate with (α/η)² < H_base + 1 is local SGD with H_base; so is `h_max` =
+H_base.
 Source: Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024.
 """
 
@@ -20,7 +22,7 @@ from ashl.topology.parameter_server import Assignment, BarrierRule
 
 @option
 class QSR(BarrierRule, StepRule):
-    """A barrier at every H steps, and ever fewer of them."""
+    """An average every H steps, with H growing."""
 
     local_steps: Count | Literal["plan"]
     alpha: Positive
@@ -43,19 +45,16 @@ class QSR(BarrierRule, StepRule):
         )
 
     def _steps(self, stage: Stage, progress: Progress, planned: int) -> int:
-        """H now of a worker that is planned to take so many steps."""
+        """Return the present H of a worker whose planned H is `planned`."""
         base = stage.plan.h_preset or planned
-        return (
-            planned
-            * self._grown(
-                base, stage.trainer.rate(max(progress.samples, stage.trainer.warmup_samples))
-            )
-            // base
-        )
+        lr = stage.trainer.rate(max(progress.samples, stage.trainer.warmup_samples))
+        return planned * self._grown(base, lr) // base
 
     def _grown(self, base: int, lr: float) -> int:
-        """H at this learning rate; a rate of 0, where nothing is learned, leaves it."""
+        """Return H at this learning rate; a learning rate of 0 leaves it unchanged."""
         limit = max(base, self.h_max)
-        if lr == 0 or self.alpha / lr >= limit:  # the square of what is that large is larger still
-            return base if lr == 0 else limit
+        if lr == 0:
+            return base
+        if self.alpha / lr >= limit:  # its square is larger still, and might overflow
+            return limit
         return min(max(base, int((self.alpha / lr) ** 2)), limit)

@@ -1,18 +1,18 @@
-"""RelaySum: models are relayed along a spanning tree, so that everybody gets the plain mean of all,
-only later.
+"""RelaySum: models are relayed along a spanning tree, so that every worker receives the plain mean
+of all models, with a delay.
 
-Rule: with x_i half a step on (x_i + Δ_i) and m_ji the last message from j, send m_ij = x_i +
-Σ_{l≠j} m_li to each neighbour j on the tree, with the count of models in it; then x_i ← (x_i + Σ_j
-m_ji + (n − c)·x_0)/n, where c ≤ n models have come and x_0, the worker's model when the stage
-began, stands in for the others. After as many rounds as the tree is wide, every model is in it
-exactly once, as old as the way is long: weights are uniform on any tree, whatever the degrees,
-which skewed data need.
+Rule: in each round x_i ← x_i + Δ_i. Worker i sends to each neighbour j on the tree the sum m_ij =
+x_i + Σ_{l≠j} m_li, with the number of models in it; m_li is the latest message from l. Then x_i ←
+(x_i + Σ_j m_ji + (n − c)·x_0)/n, where c ≤ n is the number of models in the messages plus one. x_0,
+the model at the start of the stage, replaces the n − c models that have not arrived yet.
+After as many rounds as the diameter of the tree, the mean contains every model exactly once. A
+model k edges away is k rounds old. So weights are uniform on every tree, for all degrees, which
+non-IID data needs. The tree is the breadth-first search tree of the graph from rank 0.
+Waiting: in each round a worker waits for its neighbours on the tree.
 
-The tree is that of breadth-first search from rank 0 in the graph. A mean over older models makes
-less progress in a round, as if the learning rate were divided by 1 + the mean delay: on wide trees
-it wants a larger one.
-
-Limit: two workers are BSP.
+Limits: two workers are BSP. A mean over older models makes less progress per round, as if the
+learning rate were divided by 1 + the mean delay. So trees of large diameter need a larger learning
+rate.
 Source: Vogels et al., "RelaySum for Decentralized Deep Learning on Heterogeneous Data", NeurIPS
 2021.
 """
@@ -34,14 +34,16 @@ from ashl.topology.mixing import numbers_of
 
 
 class Relay(NamedTuple):
-    """x_0, and what each neighbour has sent last."""
+    """A worker's state: its model at the start of the stage, and the latest message of each
+    neighbour.
+    """
 
-    first: Any
+    first: Any  # x_0
     heard: dict[int, Relayed]
 
 
 class Relayed(NamedTuple):
-    """A sum of models, and how many are in it."""
+    """A sum of models, and the number of models in it."""
 
     total: Any
     count: int
@@ -91,7 +93,7 @@ class RelaySum(RoundRule):
 
 
 def relay_sum(own: Vector, heard: Mapping[int, Relayed], but: int | None = None) -> Relayed:
-    """Its own model and what it has heard of, but not from whom it tells; summed in rank order."""
+    """Add the own model and the messages of all neighbours except `but`, in rank order."""
     parts = [heard[j] for j in sorted(heard) if j != but]
     return Relayed(
         sum_in_rank_order([own, *(part.total for part in parts)]),
@@ -104,7 +106,7 @@ def tree_in(stage: Stage) -> Sources:
 
 
 def tree(edges: tuple[Edge, ...], n: int) -> Sources:
-    """Everybody's neighbours on the spanning tree."""
+    """Return the neighbours of each rank on the breadth-first search tree from rank 0."""
     sources = sources_of(edges, n)
     depth = depths(sources)
     return sources_of(

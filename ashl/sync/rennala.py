@@ -1,13 +1,16 @@
-"""Rennala: B gradients at one point, from whoever is quick, then one step.
+"""Rennala: the server collects B gradients at one model, then takes one step; fast workers
+contribute more of them.
 
-Rule: everyone computes gradients at the current model, one after the other; the server collects
-them, and with the B-th w ← w − γ·Σ_b w_b·g_b, Σ w_b = 1. A worker may contribute several; one whose
-gradient belongs to an older model has it dropped and counted, and goes on with the current one. As
-long as the model is the same a reply carries none. What has come already is taken in before anyone
-is answered. Work on a model that has become old is finished before it is dropped.
+Rule: each worker computes gradients at the current model, one after another. With the B-th, B =
+`batch`, w ← w − γ·Σ_b w_b·g_b, Σ w_b = 1. One worker may contribute several gradients. A gradient
+of an older model is dropped and counted, and its worker receives the current model. While the model
+does not change, replies carry no model. The server handles all pushes that have arrived before it
+answers one. A worker finishes a gradient even if its model is outdated meanwhile.
+Waiting: no worker waits for another one.
 
-Limit: B = n on equal workers is BSP. Source: Tyurin and Richtárik, "Optimal Time Complexities of
-Parallel Stochastic Optimization Methods Under a Fixed Computation Model", NeurIPS 2023.
+Limit: B = n on equal workers is BSP.
+Source: Tyurin and Richtárik, "Optimal Time Complexities of Parallel Stochastic Optimization Methods
+Under a Fixed Computation Model", NeurIPS 2023.
 """
 
 from typing import ClassVar
@@ -18,7 +21,7 @@ from ashl.topology.parameter_server import ServerRule
 
 @option
 class Rennala(ServerRule):
-    """Minibatches of B gradients, filled by the quick."""
+    """Minibatches of B gradients at one model."""
 
     averages: ClassVar[bool] = True
     takes_all: ClassVar[bool] = True

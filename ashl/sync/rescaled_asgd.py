@@ -1,17 +1,18 @@
-"""Rescaled ASGD: asynchronous, where who comes less often moves the model further each time.
+"""Rescaled ASGD: asynchronous, with the step of each push in proportion to its worker's cycle time.
 
-Rule: ASP's, with a step in proportion to the worker's cycle: w ← w + c_i·(τ_i/mean_j τ_j)·Δ_i at
-each arrival, with c_i = scale·w_i of `aggregate` and τ_i the time between two pushes of worker i,
-as a moving average. Per second each worker then moves the model alike, in proportion to w_i; plain
-ASP goes to the minimum of a sum that counts the data of fast workers more. Nothing is buffered. A
-worker's first two pushes count as in ASP. Where H differs, Δ_i grows with H_i, and
-`aggregate=fednova` takes that out: it then ends where Σ_i n_i/n·f_i is least, whatever speeds and H
-are.
+Rule: w ← w + c_i·(τ_i/mean_j τ_j)·Δ_i at each arrival. c_i = scale·w_i of `aggregate`, and τ_i is
+the time between two pushes of worker i, as a moving average. Each worker then moves the model per
+second in proportion to w_i. In plain ASP the model converges to the minimum of a sum that weighs
+the data of fast workers more. The first two pushes of a worker count as in ASP. If H differs, Δ_i
+grows with H_i, and `aggregate=fednova` corrects for it: the model then converges to the minimum of
+Σ_i n_i/n·f_i, for all speeds and all H.
+Waiting: no worker waits for another one. The server buffers nothing.
 
-Limit: equal workers is ASP, to rounding. Source: Mahran, Maranjyan and Richtárik, "Rescaled
-Asynchronous SGD: Optimal Distributed Optimization under Data and System Heterogeneity", arXiv
-2605.13434, 2026. Of it the abstract was at hand, so that its constants could not be verified; there
-τ_i is known and fixed, and here it is measured.
+Limit: equal workers are ASP, up to rounding.
+Source: Mahran, Maranjyan and Richtárik, "Rescaled Asynchronous SGD: Optimal Distributed
+Optimization under Data and System Heterogeneity", arXiv 2605.13434, 2026, by its abstract only, so
+its constants are not verified.
+Differs: in the paper τ_i is known and constant; here it is measured.
 """
 
 import math
@@ -24,20 +25,20 @@ from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
 from ashl.topology.parameter_server import ServerRule
 
-FOLLOWS = 0.2  # how much of a new cycle goes into the average
+FOLLOWS = 0.2  # weight of a new cycle in the moving average
 
 
 @dataclass
 class Cycles:
-    """When each worker came last, and how long its cycles take, in seconds."""
+    """Push times and cycle times, by worker."""
 
-    came: dict[int, float] = field(default_factory=dict)
-    cycle: dict[int, float] = field(default_factory=dict)
+    came: dict[int, float] = field(default_factory=dict)  # run time of the last push, seconds
+    cycle: dict[int, float] = field(default_factory=dict)  # moving average, seconds
 
 
 @option
 class RescaledASGD(ServerRule):
-    """ASP with steps by cycle."""
+    """ASP with steps in proportion to cycle times."""
 
     local_steps: Count | Literal["plan"]
 

@@ -1,22 +1,25 @@
-"""Ringleader ASGD: asynchronous, with the same number of steps along everybody's data, however fast
-who is.
+"""Ringleader ASGD: asynchronous, with equally many steps along the data of every worker, for all
+speeds.
 
-Rule: the server keeps of each worker i the sum G_i of the gradients that it sent in this round, and
-their number b_i. A round first waits until all have sent one; from the push that makes it complete
-on, each worker's next push joins its G_i, the model steps, w ← w − γ·Σ_i w_i·G_i/b_i, and that
-worker alone is given the new model. So there are n steps a round, each along a mean of all workers'
-data. What a worker sends after its step counts for the next round, and it goes on with the model
-that it has. Nobody waits, nothing is thrown away; what is applied is at most 2n − 2 steps old.
+Rule: for each worker i the server keeps the sum G_i of the gradients that it pushed in this round,
+and their number b_i. In the first phase of a round the server collects gradients until it has one
+of every worker. From the push that completes them on, each worker's next push is added to its G_i,
+and the model steps, w ← w − γ·Σ_i w_i·G_i/b_i. Only that worker receives the new model. A round has
+n steps, one per worker, each along a mean over the data of all workers. Pushes that a worker sends
+after its step count for the next round; they are computed on the model that it has.
+Waiting: no worker waits for another one, and no push is dropped. A gradient is at most 2n − 2 steps
+old when it is applied.
 
-Of a worker that is lost nobody waits for a gradient any more: a round is complete, and over, with
-those who are left. Its G_i leaves the sum, Σ w_i = 1 over the others, and what of its gradients was
-in no step is dropped and counted. Who comes has its first step in the round after; what it sends
-until then counts for that one.
+Failures: no round waits for a failed worker: a round is complete, and ends, with the surviving
+workers. G_i of the failed worker leaves the sum, with Σ w_i = 1 over the others. Its gradients that
+were part of no step are dropped and counted. A rejoining worker takes its first step in the next
+round, for which its pushes count until then.
 
-Limit: one worker is SGD. Staleness is counted from a worker's last reply, also where that brought
-no model. Source: Maranjyan and Richtárik, "Ringleader ASGD: The First Asynchronous SGD with Optimal
-Time Complexity under Data Heterogeneity", ICLR 2026, arXiv 2509.22860; its listing was not at hand,
-so that the order of the two phases is by its description.
+Limits: one worker is SGD. Staleness is counted from the last reply to a worker, even if that
+carried no model.
+Source: Maranjyan and Richtárik, "Ringleader ASGD: The First Asynchronous SGD with Optimal Time
+Complexity under Data Heterogeneity", ICLR 2026, arXiv 2509.22860. Its listing was not available to
+us, so the order of the two phases follows its description.
 """
 
 from __future__ import annotations
@@ -35,31 +38,29 @@ from ashl.stage.progress import FAILURE, Progress
 from ashl.stage.stage import CODEC, FAULT_TOLERANT, WEIGHTS, Stage
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
-Sums = dict[int, Push]  # by worker: G_i, the b_i steps in it, and their samples
+Sums = dict[int, Push]  # by worker: G_i with its b_i steps and their samples
 
 
 @dataclass
 class Table:
-    """The round: what came for it, what came for the next one, the workers whose step in it is
-    still to come, those of them that have sent nothing for it, whether it has had a step, and who
-    had the last one.
-    """
+    """The gradients of a round, and the workers that its steps still need."""
 
-    sums: Sums = field(default_factory=dict)
-    later: Sums = field(default_factory=dict)
-    due: set[int] = field(default_factory=set)
-    missing: set[int] = field(default_factory=set)
-    used: bool = False
-    stepped: int | None = None
+    sums: Sums = field(default_factory=dict)  # of this round
+    later: Sums = field(default_factory=dict)  # of the next round
+    due: set[int] = field(default_factory=set)  # workers whose step is still to come
+    missing: set[int] = field(default_factory=set)  # workers without a gradient in this round
+    used: bool = False  # True once this round has had a step
+    stepped: int | None = None  # the worker whose push caused the latest step, if the latest did
 
     def open_round(self, workers: Iterable[int]) -> Table:
-        """The next round, with a step for each of these."""
+        """Return the next round, with one step for each of `workers`."""
         due = set(workers)
         return Table(self.later, {}, due, due - self.later.keys(), stepped=self.stepped)
 
     def add_push(self, push: Push) -> bool:
-        """A gradient has come; whether the model steps."""
-        worker, sums = push.worker, self.sums if push.worker in self.due else self.later
+        """Add a gradient. Returns: True if the model steps."""
+        worker = push.worker
+        sums = self.sums if worker in self.due else self.later
         if (own := sums.get(worker)) is not None:
             push = own._replace(
                 body=own.body + push.body, steps=own.steps + 1, samples=own.samples + push.samples
@@ -71,7 +72,7 @@ class Table:
         return self.stepped is not None
 
     def forget(self, worker: int) -> list[Push]:
-        """This worker is gone; returns what was in no step."""
+        """Remove a failed worker. Returns: its gradients that were part of no step."""
         now, later = self.sums.pop(worker, None), self.later.pop(worker, None)
         self.due.discard(worker)
         self.missing.discard(worker)
@@ -80,7 +81,7 @@ class Table:
 
 @option
 class Ringleader(ServerRule):
-    """A table of gradients, and a step for each worker in turn."""
+    """A table of gradients, and one step per worker and round."""
 
     exchange: ClassVar[str] = "gradient"
     whole_steps: ClassVar[bool] = True
@@ -94,7 +95,9 @@ class Ringleader(ServerRule):
 
 
 class Gradients(Updates):
-    """Gradients go up, and a model comes down to who had a step."""
+    """Messages: gradients in pushes; a model in the reply to the worker whose push caused a
+    step.
+    """
 
     async def apply_push(
         self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
@@ -104,6 +107,7 @@ class Gradients(Updates):
         )
 
     def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
+        """Apply a push to the server's state. Returns: True if the model stepped."""
         table, progress, worker = state.rule_state, state.progress, message.src
         steps, samples, loss, version, *_ = message.meta
         lr = stage.trainer.rate(progress.samples)
@@ -134,7 +138,7 @@ class Gradients(Updates):
         self.renew(stage, state)
 
     def renew(self, stage: Stage, state: ServerState) -> None:
-        """Once all have had their step the next round begins."""
+        """Begin the next round once every worker has had its step."""
         if not state.rule_state.due:
             state.rule_state = state.rule_state.open_round(present_workers(stage, state.progress))
 

@@ -1,13 +1,13 @@
-"""Ringmaster: asynchronous, but what is R or more merges old is thrown away.
+"""Ringmaster: asynchronous, but the server drops pushes of staleness R or more.
 
-Rule: a push with delay τ < R is applied, w ← w + scale·w_i·Δ_i, any other is dropped and counted;
-either way its worker goes on with the current model. A dropped push still moves its worker's own
-momentum, and what its compressor had sent returns to the residual. Work that has become too old
-meanwhile is finished before it is dropped. In theory R ~ max(1, σ²/ε) makes it optimal in time for
-any speeds: with noisy gradients old ones are worth keeping.
+Rule: a push whose worker pulled τ < R merges ago is applied at its arrival, w ← w + scale·w_i·Δ_i.
+Any other push is dropped and counted, with R = `max_staleness`. In both cases the reply carries the
+current model. A dropped push still updates its worker's own momentum, and its compressor's residual
+takes it back. A worker finishes its work even if it is already too stale.
+Waiting: no worker waits for another one.
 
-Limits: R = null is ASP, R = 1 accepts only what was computed on the current model.
-
+Limits: R = null is ASP. R = 1 accepts only pushes computed on the current model. In theory R ~
+max(1, σ²/ε) is optimal in time for all speeds: the noisier the gradients, the larger R.
 Source: Maranjyan, Tyurin and Richtárik, "Ringmaster ASGD: The First Asynchronous SGD with Optimal
 Time Complexity", ICML 2025, Algorithm 4.
 """
@@ -20,7 +20,7 @@ from ashl.topology.parameter_server import ServerRule
 
 @option
 class Ringmaster(ServerRule):
-    """ASP with a bound on the delay instead of the lead."""
+    """ASP with a bound on the staleness instead of the lead."""
 
     max_staleness: Count | None
     local_steps: Count | Literal["plan"]

@@ -1,15 +1,15 @@
-"""Ripples with first-come groups: the first k workers that ask average, and nobody waits for
-anybody by name.
+"""Ripples with first-come groups: the first k workers that ask for a group average their models.
 
-Rule: a group closes when k workers have asked or, with a window, so many seconds after its first
-one asked, with those who have come by then. A worker never waits for one that still computes,
-unless fewer than k are left who could come.
+Rule: a group closes once k workers have asked. With a window it closes at the latest `window_s`
+seconds after its first worker asked, with the workers that have asked by then. If fewer than k
+workers are running, all of them form the group.
+Waiting: a worker waits until its group closes: for any k − 1 other requests, never for one given
+worker.
 
-Limit: k = n without a window is local SGD. Where all workers are exactly equally fast, the same
-ones meet every time and the models of different groups drift apart: take the smart rule there.
-
+Limit: k = n without a window is local SGD. If all workers are exactly equally fast, the same
+workers meet in every group and the models of different groups diverge; take `ripples_smart` there.
 Source: Miao et al., "Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce",
-SIGMOD 2021, with a window that stays as it is; as a schedule for Luo et al., "Prague", ASPLOS 2020.
+SIGMOD 2021, with a constant window; as a schedule for Luo et al., "Prague", ASPLOS 2020.
 """
 
 from ashl.option import Span, option
@@ -18,7 +18,7 @@ from ashl.topology.group_generator import GroupRule, Groups, GroupSize, Members
 
 @option
 class RipplesFirstCome(GroupRule):
-    """Timed groups."""
+    """Groups of the workers that asked first."""
 
     group_size: GroupSize
     window_s: Span | None
@@ -31,7 +31,9 @@ class RipplesFirstCome(GroupRule):
         return [tuple(sorted(idle[:size]))]
 
     def wakes(self, state: Groups) -> int | None:
-        """When the group that is gathering closes in any case."""
+        """Return the time (ns) at which the present group closes in any case; None without a
+        window.
+        """
         if self.window_s is None or state.closed or not (idle := state.idle):
             return None
         return state.waiting[idle[0]].since_ns + round(self.window_s * 1e9)

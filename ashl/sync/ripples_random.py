@@ -1,15 +1,15 @@
-"""Ripples with random groups: a worker that asks is joined by k − 1 others, drawn uniformly.
+"""Ripples with random groups: a worker that asks averages with k − 1 others, drawn uniformly.
 
-Rule: x_i ← (1/k)·Σ_j x_j over a group of k every H local steps, momentum stays local. Groups that
-share a worker conflict and run one after the other, so everybody soon waits for somebody who waits:
-it is what the smart rule is measured against.
+Rule: after H local steps x_i ← (1/k)·Σ_j x_j over a group of k workers. Momentum is not averaged.
+Waiting: a group waits for all of its members. Groups that share a worker conflict and run one after
+the other, so chains of waiting workers form. `ripples_smart` is compared with this rule.
 
-Limit: k = n is local SGD. One random group contracts the models' variance by 1 − (k − 1)/(n − 1).
-
+Limit: k = n is local SGD. One random group contracts the variance of the models by the factor 1 −
+(k − 1)/(n − 1).
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
-Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples"), random Group Generator. Differs: there the
-Group Buffer belongs to the smart generator; here all rules have it, so that a worker that asks
-joins the group that it is already in, and random groups conflict less.
+Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples"), random Group Generator.
+Differs: in the paper only the smart generator has a Group Buffer. Here all rules have it: a worker
+that asks joins the group that it is already in, so random groups conflict less.
 """
 
 from ashl.data.rng import Purpose, chosen

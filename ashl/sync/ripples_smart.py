@@ -1,15 +1,16 @@
-"""Ripples with smart groups: one division serves everybody who has no group yet, and stragglers are
-left out of it.
+"""Ripples with smart groups: one division serves all workers without a group, and leaves stragglers
+out.
 
-Rule: a worker that asks with an empty buffer makes a Global Division: all workers with empty
-buffers are shuffled and cut into groups of k, which are disjoint and so never conflict. Slowdown
-filter: with c_w the requests of worker w, the asker i takes only workers with c_i − c_w <
-threshold; a slow one is averaged when it asks itself, and nobody waits for it.
-
-With `inter_intra` a division is two rounds where workers are on several machines: first one head of
-each machine meet, the others form groups inside their machine; then each machine averages as a
-whole, without those whose requests are the threshold or more behind the foremost there, who would
-keep it waiting.
+Rule: a worker that asks with an empty Group Buffer starts a Global Division. All workers with empty
+buffers are shuffled and divided into groups of k, which are disjoint and so never conflict. In each
+group x_i ← the mean of its members' models.
+Slowdown filter: with c_w the number of requests of worker w, the division of worker i includes only
+workers with c_i − c_w < `threshold`. A straggler averages when it asks itself.
+Inter-intra: with `inter_intra` and workers on several nodes, a division has two rounds. In the
+first one worker of each node, the heads, average, and the others form groups inside their node. In
+the second each node averages as a whole. Workers that are `threshold` requests or more behind the
+foremost one of their node are left out of the second round.
+Waiting: a group waits for all of its members, which the slowdown filter keeps free of stragglers.
 
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
 Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples"), Group Buffer, Global Division, Inter-Intra
@@ -37,9 +38,8 @@ class RipplesSmart(GroupRule):
     inter_intra: bool
 
     def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
-        workers = shuffle(
-            state, state.free(state.requests[asker] - self.threshold + 1)
-        )  # who keeps up with it
+        fewest = state.requests[asker] - self.threshold + 1  # requests: the slowdown filter
+        workers = shuffle(state, state.free(fewest))
         teams = machines(state.nodes, workers)
         if not self.inter_intra or len(teams) == 1:
             return split_evenly(workers, self.group_size)
@@ -55,6 +55,8 @@ class RipplesSmart(GroupRule):
         return state.requests[with_whom] - state.requests[worker] < self.threshold
 
     def _abreast(self, state: Groups, team: list[int]) -> Members:
-        """Those of a machine who keep up with its foremost."""
+        """Return the workers of a node that are less than `threshold` requests behind its foremost
+        one.
+        """
         foremost = max(team, key=lambda worker: state.requests[worker])
         return tuple(sorted(worker for worker in team if self._keeps_up(state, worker, foremost)))

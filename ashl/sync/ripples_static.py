@@ -1,19 +1,24 @@
-"""Ripples with static groups: a schedule of four phases that every worker can compute by itself.
+"""Ripples with static groups: a cyclic schedule of four phases that every worker computes by
+itself.
 
-Rule: phase 0, the first workers of all machines average, the others in pairs inside their machine;
-phase 1, each machine as a whole; phase 2 as phase 0 with the second workers; phase 3 as phase 1.
-With four workers on a machine, by r = rank in it, this is the authors' schedule:
+Rule: after H local steps x_i ← the mean of the models in the group of the present phase. Phase 0:
+the first workers of all nodes average, the others average in pairs inside their node. Phase 1: each
+node averages as a whole. Phase 2 is as phase 0 with the second workers, phase 3 as phase 1. With
+four workers per node and r = rank within the node, this is the authors' schedule:
 
     phase   r = 0             r = 1             r = 2   r = 3
     0       all with r = 0    alone             with 3  with 2
-    1, 3    the machine       the machine       the machine
+    1, 3    the node          the node          the node
     2       with 3            all with r = 1    alone   with 0
 
-For other numbers: of an odd rest the first one stays alone; a machine of one always sends the same
-worker. Every phase is a partition, so nothing conflicts, and the four together connect all workers,
-so one straggler costs what it costs an all-reduce: this is for clusters of equals. Four phases
-contract the distance from the mean to 0.6495 of what it was.
+If the number of the others on a node is odd, the first of them does not average in that phase. A
+node with one worker sends that worker in both phases.
+Waiting: a group waits for all of its members. Every phase is a partition of the workers, so no
+groups conflict. The four phases together connect all workers, so a straggler delays all of them, as
+in an all-reduce.
 
+Use: for equally fast workers. On the schedule above four phases contract the distance of the models
+from their mean to 0.6495 of its value.
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
 Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples"); the table as in the authors' public code
 (laekov/preduce).
@@ -30,7 +35,7 @@ PHASES = 4
 
 @option
 class RipplesStatic(GroupRule):
-    """Four phases, over and over."""
+    """Four phases in a cycle."""
 
     ordered: ClassVar[bool] = True
 
@@ -38,13 +43,15 @@ class RipplesStatic(GroupRule):
         return phase(state.nodes, state.draws % PHASES)
 
     def groups(self, nodes: Sequence[int]) -> list[Members]:
-        """Every group that will ever be."""
+        """Return every group of the schedule with more than one member."""
         groups = [group for k in range(PHASES) for group in phase(nodes, k) if len(group) > 1]
         return list(dict.fromkeys(groups))
 
 
 def phase(nodes: Sequence[int], k: int) -> list[Members]:
-    """A partition of all workers; `nodes` is the machine of each."""
+    """Return the groups of phase k, a partition of all workers; `nodes` has the node of each
+    worker.
+    """
     teams = machines(nodes, range(len(nodes)))
     if k % 2:
         return [tuple(team) for team in teams]

@@ -1,16 +1,18 @@
-"""SGP: push-sum gossip, for directed graphs; with `overlap`, messages may be some rounds late.
+"""SGP: push-sum gossip on directed graphs; with `overlap` a round uses messages of earlier rounds.
 
-Rule: with numerator x_i and weight w_i (1 at first) the model is z_i = x_i/w_i, on which Δ_i is
-computed. x_i ← x_i + Δ_i, then both are pushed: x_i ← Σ_j p_ij·x_j, w_i ← Σ_j p_ij·w_j, with p_ij =
-1/(1 + out-degree of j), so that columns add up to 1: Σ x and Σ w over all workers and what is in
-flight never change but by the Δ. With overlap τ a round takes in the messages of τ rounds before;
-what is late is late in x and w alike, so z stays unbiased.
+Rule: worker i holds a numerator x_i and a weight w_i, at first 1. Its model is z_i = x_i/w_i, on
+which it computes Δ_i. In each round x_i ← x_i + Δ_i, then x_i ← Σ_j p_ij·x_j and w_i ← Σ_j
+p_ij·w_j, with p_ij = 1/(1 + out-degree of j). The columns of p add up to 1. So Σ x and Σ w over all
+workers and all messages in flight change by the Δ_i alone. With overlap τ a round adds the messages
+of τ rounds before. A delayed message delays x and w equally, so z remains unbiased.
+Waiting: in each round a worker waits for the messages that its in-neighbours sent τ rounds before.
 
-Limits: τ = 0 on the one-peer exponential graph is D-PSGD (`atc`), bit for bit, as all w stay 1.
-Departs from the paper's code in that a message counts after exactly τ rounds instead of up to τ, so
-that a run is repeatable.
+Limits: τ = 0 on the one-peer exponential graph is D-PSGD (`atc`), bit for bit, because all w_i
+remain 1.
 Source: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, arXiv
 1811.10792.
+Differs: in the paper's code a message counts after at most τ rounds. Here it counts after exactly τ
+rounds, so runs are repeatable.
 """
 
 from collections.abc import Mapping
@@ -26,15 +28,15 @@ from ashl.topology.mixing import numbers_of
 
 
 class Mass(NamedTuple):
-    """What a worker holds of the sum of all models."""
+    """A worker's part of the sum of all models."""
 
-    x: Any
-    w: float
+    x: Any  # x_i
+    w: float  # w_i
 
 
 @option
 class SGP(RoundRule):
-    """Push-sum in rounds."""
+    """Push-sum in synchronous rounds."""
 
     columns: ClassVar[bool] = True
     local_steps: Count | Literal["plan"]
@@ -53,9 +55,8 @@ class SGP(RoundRule):
         now, rank = graph_of(stage).round(stage, k), ctx.rank
         x, w = state.rule_state.x + delta, state.rule_state.w
         shares = {j: now.rows[j][rank] for j in (rank, *now.targets[rank])}
-        bodies = {
-            share: x * share for share in set(shares.values())
-        }  # most often they are all equal
+        # most often all shares are equal, and one product serves all targets
+        bodies = {share: x * share for share in set(shares.values())}
         state.rule_state = Mass(bodies[shares[rank]], w * shares[rank])
         return {j: (bodies[shares[j]], (w * shares[j],)) for j in now.targets[rank]}
 
@@ -71,7 +72,9 @@ class SGP(RoundRule):
         self.settle(state, heard)
 
     def settle(self, state: RoundState, heard: Mapping[int, Message]) -> None:
-        """Add what has come, also what is still under way at the end of a stage."""
+        """Add messages to the worker's part: those of a round, or those in flight at the end of a
+        stage.
+        """
         x, w = state.rule_state
         for message in heard.values():
             x, w = x + message.body, w + numbers_of(message)[0]

@@ -1,12 +1,14 @@
-"""ASHL's second stage: semi-asynchronous, with a small H for each worker and a bounded lead counted
+"""SHL, the second stage of ASHL: semi-asynchronous, with a small H_i per worker and a bounded lead
 in commits.
 
-Rule: SSP's over commits, a worker goes on iff c − min_j c_j ≤ s, with the plan's H_i between two
-commits. Since the plan makes the cycles equally long the bound almost never binds: it is a safety
-net.
+Rule: SSP over commits. Each push is applied at its arrival, w ← w + scale·w_i·Δ_i. Worker i takes
+the plan's H_i local steps between two commits.
+Waiting: after its commit c a worker proceeds if c − min_j c_j ≤ s, and otherwise waits. The plan
+makes all cycles equally long, so this bound is a safety net that almost never applies.
 
 Source: Shen et al., "ASHL: An Adaptive Multi-Stage Distributed Deep Learning Training Scheme for
 Heterogeneous Environments", IEEE Transactions on Computers 73(1), 2024.
+Differs: the server applies a push before its worker waits; see `schedule=ashl`.
 """
 
 from typing import Any, ClassVar
@@ -18,7 +20,7 @@ from ashl.topology.parameter_server import ServerRule
 
 @option
 class SHL(ServerRule):
-    """Bounded lead in commits, H from the plan."""
+    """Bounded lead in commits, with H of each worker from the plan."""
 
     local_steps: ClassVar[str] = "plan"
     staleness: Natural

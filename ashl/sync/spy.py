@@ -1,21 +1,21 @@
-"""SPY: models with few non-zero elements, where workers tell of those and of a few random ones
-only.
+"""SPY: training of sparse models, in which workers send the non-zero elements and a few random
+ones.
 
-Rule: worker i keeps its last point x_i (at first the model that it begins with), of which the
-server keeps the weighted mean x̄ = Σ w_i·x_i. On the model x that it was given, the worker takes p
-= x − γ·∇f_i(x) and the coordinates S = {x ≠ 0} and each other one with probability `share`; it
-sends Δ = (p − x_i)_S with their places, and x_i ← x_i + Δ. At each arrival, in whatever order, x̄ ←
-x̄ + w_i·Δ, and the answer is x = prox_{γλ‖·‖₁}(x̄): every element of x̄ moved by γλ towards zero,
-of which the non-zero ones travel. Nobody waits for anybody. Bits: (32 + ⌈log2 d⌉) for each of S up
-and for each non-zero one down, or 32·d where that is less.
+Rule: worker i keeps its last point x_i, at first the initial model. The server keeps the weighted
+mean x̄ = Σ w_i·x_i. On the model x that it pulled, the worker computes p = x − γ·∇f_i(x). It
+selects the coordinates S: all with x ≠ 0, and each other one with probability `share`. It sends Δ =
+(p − x_i)_S with their indices, and sets x_i ← x_i + Δ. At each arrival, in any order, x̄ ← x̄ +
+w_i·Δ. The reply is x = prox_{γ·l1·‖·‖₁}(x̄), each element of x̄ moved by γ·l1 towards zero; only
+its non-zero elements are sent.
+Payloads: (32 + ⌈log2 d⌉) bits per element of S up and per non-zero element down; 32·d bits if that
+is less.
+Waiting: no worker waits for another one.
 
-At a fixed point x minimises Σ w_i·f_i(x) + λ‖x‖₁, whatever the shares, the delays and how alike the
-shards are. Once the non-zero elements are found, messages are as short as the model is sparse.
-
-Limits: sparse only by the l1 term; without it (l1 = 0) all of x is sent, always. γ must not change,
-as points of before would be of another γ; with minibatches their noise keeps elements from staying
-zero.
-
+Limits: at a fixed point x minimises Σ w_i·f_i(x) + l1·‖x‖₁, for all shares, delays and
+distributions of the shards. Messages are as short as the model is sparse, once its non-zero
+elements have settled. Only the l1 term makes models sparse: with l1 = 0 all of x is sent. γ must be
+constant, because earlier points depend on it. The noise of minibatches prevents elements from
+staying zero.
 Source: Grishchenko, Iutzeler, Malick and Amini, "Asynchronous Distributed Learning with Sparse
 Communications and Identification", arXiv 1812.03871, 2018.
 """
@@ -52,8 +52,8 @@ from ashl.topology.estimate import estimate_gradient
 from ashl.topology.local_work import Work, WorkerState
 from ashl.topology.parameter_server import ServerRule, ServerState, Updates
 
-CODE = 103  # of its bodies on the wire
-SPARSE, WHOLE = 0, 1
+CODE = 103  # code of its payloads on the wire
+SPARSE, WHOLE = 0, 1  # forms of a payload
 
 
 @option
@@ -61,7 +61,7 @@ class SPY(ServerRule):
     """Proximal steps on sparse messages."""
 
     exchange: ClassVar[str] = "gradient"
-    supports: ClassVar[frozenset[str]] = frozenset()  # few elements travel as it is
+    supports: ClassVar[frozenset[str]] = frozenset()  # messages are sparse without a codec
     l1: NonNegative
     share: Ratio
     estimator: Literal["full", "minibatch"]
@@ -72,8 +72,9 @@ class SPY(ServerRule):
 
 @dataclass(frozen=True)
 class SparseModels(Updates):
-    """Changes of points up, the non-zero elements of the model down. The rule's state is, at the
-    server, x̄, and at a worker its own point.
+    """Messages: changes of points in pushes, the non-zero elements of the model in pulls.
+
+    The rule state is x̄ at the server, and x_i at a worker.
     """
 
     plain: ClassVar[bool] = True
@@ -82,7 +83,7 @@ class SparseModels(Updates):
     async def make_push(
         self, ctx: RankContext, stage: Stage, state: WorkerState
     ) -> tuple[Work, Any, float]:
-        """A gradient, and what of the worker's point it changes."""
+        """Compute a gradient and the encoded change of the worker's point."""
         start = ctx.now
         loss, gradient, samples = await estimate_gradient(ctx, stage, state)
         work = Work(gradient, loss, 1, samples, ctx.now - start, state.version)
@@ -100,12 +101,13 @@ class SparseModels(Updates):
     async def apply_push(
         self, ctx: RankContext, stage: Stage, state: ServerState, message: Message
     ) -> bool:
-        """x̄ and x after a push."""
+        """Update x̄ and x by a push."""
         return await ctx.compute(
             partial(self.fold_push, stage, state, message), work=1, kind="apply"
         )
 
     def fold_push(self, stage: Stage, state: ServerState, message: Message) -> bool:
+        """Update x̄ and x in the server's state. Returns: True."""
         progress, worker, (steps, samples) = state.progress, message.src, message.meta[:2]
         mean = state.params if state.rule_state is None else state.rule_state
         progress.commit(worker, int(steps), int(samples))
@@ -123,7 +125,7 @@ class SparseModels(Updates):
     async def answer(
         self, ctx: RankContext, stage: Stage, state: ServerState, rank: int, changed: bool
     ) -> Any:
-        """The model, by its non-zero elements."""
+        """Return the model, encoded by its non-zero elements."""
         return await ctx.compute(partial(whole_model, state.params), work=1, kind="compress")
 
     def apply_pull(self, stage: Stage, state: WorkerState, body: Any) -> Any:
@@ -139,7 +141,7 @@ class SparseModels(Updates):
 def model_and_push(
     x: Any, gradient: Any, point: Any, context: EncodeContext, share: float
 ) -> tuple[Any, Any]:
-    """(x_i, the body of Δ)."""
+    """Return (the new x_i, the encoded Δ)."""
     if isinstance(x, SizeOnly):
         return point, SizeOnly(payload_size(max(1, round(share * (x.nbytes // 4))), x.nbytes // 4))
     drawn = context.stream().integers(0, 2**32, x.numel(), np.uint32) < share * 2**32
@@ -149,6 +151,7 @@ def model_and_push(
 
 
 def whole_model(x: Any) -> Any:
+    """Encode a model by its non-zero elements."""
     return (
         SizeOnly(payload_size(x.nbytes // 4, x.nbytes // 4))
         if isinstance(x, SizeOnly)
@@ -157,31 +160,31 @@ def whole_model(x: Any) -> Any:
 
 
 def payload_size(k: int, d: int) -> int:
-    """Bytes of a body of k elements."""
+    """Return the bytes of a payload with k of d elements."""
     return HEADER.size + min(4 * d, 4 * k + index_bytes("packed", k, d))
 
 
 def write_sparse(x: Tensor) -> Tensor:
-    """The body of a vector by its non-zero elements; of all where that is no longer. What is no
-    number is none of the zeros.
+    """Encode a vector by its non-zero elements, or whole if that is not longer; NaN counts as
+    non-zero.
     """
     array = array_of(to_host(x))
-    places = np.flatnonzero(array)
-    if payload_size(places.size, array.size) == HEADER.size + array.nbytes:
+    nonzero = np.flatnonzero(array)
+    if payload_size(nonzero.size, array.size) == HEADER.size + array.nbytes:
         return write_payload(CODE, array.size, Parts(array.size, array, form=WHOLE))
-    indices = write_indices("packed", places, array.size) if places.size else EMPTY
-    return write_payload(CODE, array.size, Parts(places.size, array[places], indices))
+    indices = write_indices("packed", nonzero, array.size) if nonzero.size else EMPTY
+    return write_payload(CODE, array.size, Parts(nonzero.size, array[nonzero], indices))
 
 
 def read_sparse(body: Tensor, d: int) -> Tensor:
-    """The vector again. Raises BodyError."""
+    """Decode a vector of length d. Raises: PayloadError."""
     parts = read_payload(body, CODE, d)
     typed_part(parts.scales, "<f4", 0, "scales")
     if parts.form == WHOLE and parts.count == d and not parts.indices.size:
         return torch.from_numpy(typed_part(parts.values, "<f4", d, "values").copy())
     if parts.form != SPARSE:
         raise PayloadError(
-            f"what came is no sparse vector: form {parts.form}, {parts.count} values of {d}"
+            f"payload is no sparse vector: form {parts.form}, {parts.count} values of {d}"
         )
     x = torch.zeros(d)
     x.numpy()[read_indices("packed", parts.indices, parts.count, d)] = typed_part(

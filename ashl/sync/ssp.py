@@ -1,13 +1,16 @@
-"""Stale synchronous parallel: a worker may lead the slowest by at most s commits.
+"""Stale synchronous parallel: a worker may lead the slowest one by at most s commits.
 
-Rule: after its commit c a worker goes on iff c − min_j c_j ≤ s; each push is applied as it comes, w
-← w + scale·w_i·Δ_i. When a worker goes on, its pull holds every update of clocks up to c − s − 1
-and all its own.
+Rule: each push is applied at its arrival, w ← w + scale·w_i·Δ_i, with Δ_i computed on the model
+that worker i pulled.
+Waiting: after its commit c a worker proceeds if c − min_j c_j ≤ s, and otherwise waits until the
+slowest worker has committed. So its pull contains the first c − s commits of every worker, and all
+of its own.
 
-Limits: s = 0 is BSP, s = null (unbounded) is ASP. With persistent speed gaps the pace in the long
-run is BSP's.
+Limits: s = 0 is BSP, s = null (unbounded) is ASP. With persistent speed differences the long-run
+rate is BSP's.
 Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
 Server", NIPS 2013.
+Differs: no cache: a worker pulls the whole model after every commit.
 """
 
 import math

@@ -1,26 +1,25 @@
-"""SwarmSGD: after H local steps a worker averages with any one neighbour, whatever that one is
-doing.
+"""SwarmSGD: after H local steps a worker averages its model with that of any one neighbour, which
+need not wait.
 
-Rule: i takes H local steps, draws a neighbour j, and both take the mean of their models as they
-were before the local steps that are under way, to which those are added when they are done. With
-`overlap` i itself goes on meanwhile (the paper's non-blocking form); otherwise it waits for the
-answer.
+Rule: worker i takes H local steps and draws a neighbour j at random. Both average their models as
+they were before the local steps in progress, and add these steps when they are done.
+Waiting: with `overlap` (the paper's non-blocking form) worker i computes while the models travel.
+Without it, worker i waits for the answer. The neighbour never waits.
+Quantized models: with `bits` each element of a model travels in that many bits, rounded at random.
+The receiver decodes it with the help of its own model (`compression.wire.modulo`). The grid reaches
+min(8, 2^(bits − 3)) times the distance between the models at the worker's last exchange, so its
+step is at most a quarter of that distance. With a step of half the distance, rounding errors grow
+from exchange to exchange. A worker sends its first model in 32 bits. A receiver that cannot decode
+a model, because it is too far away, keeps its own and sends the next one in 32 bits. With fewer
+than 6 bits this happens more often. The time of encoding is not part of virtual time.
 
-With `bits` models travel in so many bits an element, rounded at random and read by who has a model
-near them (`compression.wire.modulo`), on a grid that reaches min(8, 2^(bits − 3)) times as far as
-models were apart at the worker's last meeting. So its step is at most a quarter of that distance:
-with half of it, rounding errors grow from meeting to meeting. With fewer than 6 bits, more models
-are too far to be read, and more of them travel whole. The first goes whole, and so does the next
-where one came that was too far to be read: that end then keeps its own. What encoding costs is not
-in virtual time.
-
-Limits: many bits are as good as whole models, to their grain. H = 1 on a graph of two roles is
-AD-PSGD but for who asks. Departs from the paper in that a worker asks after every H steps of its
-own, so that a fast one meets more often, instead of pairs being drawn from outside, and in that the
-grid follows the models.
+Limits: many bits equal whole models, up to the step of the grid. H = 1 on a bipartite graph is
+AD-PSGD, except that workers of both roles ask.
 Source: Nadiradze et al., "Asynchronous Decentralized SGD with Quantized and Local Updates", NeurIPS
-2021, arXiv
-1910.12308.
+2021, arXiv 1910.12308.
+Differs: in the paper pairs are drawn at random from all edges. Here a worker asks after every H
+steps of its own, so a fast worker averages more often. Here the grid follows the distance between
+models.
 """
 
 from typing import Annotated, Any, Literal
@@ -40,27 +39,25 @@ from ashl.topology.coordinator import RoamingState
 from ashl.topology.gossip import graph_of
 from ashl.topology.pairs import PairRule
 
-REACH = 8.0  # how far a grid reaches at most, in what models were apart
-FINENESS = 4  # steps of a grid, at least, in what models were apart
+REACH = 8.0  # largest reach of the grid, as a multiple of the last distance between models
+FINENESS = 4  # smallest number of grid steps in that distance
 
 
 @option
 class Swarm(PairRule):
-    """Asynchronous averaging in pairs of any neighbours."""
+    """Asynchronous averaging in pairs of neighbours."""
 
     local_steps: Count | Literal["plan"]
     overlap: bool
     bits: Annotated[int, Number, Field(ge=2, le=16)] | None
 
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """Whom this worker may ask: any neighbour."""
+        """Return the neighbours that this worker may ask: all of them."""
         return graph_of(stage).neighbours(stage, rank)
 
     def encode_model(self, stage: Stage, state: RoamingState, rank: int, asks: bool) -> Any:
-        x, apart = (
-            state.params,
-            state.rule_state,
-        )  # how far another's model was, at the last meeting
+        x = state.params
+        apart = state.rule_state  # largest difference of an element at the last exchange
         if self.bits is None:
             return x
         if isinstance(x, SizeOnly):

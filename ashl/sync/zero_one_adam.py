@@ -1,25 +1,27 @@
-"""0/1 Adam: the variance is learned at some steps alone, momenta go in a bit an element, and later
-only now and then.
+"""0/1 Adam: the variance is learned at some steps only; momenta travel in about one bit per
+element, later only every H steps.
 
-Rule: at step t before `freeze_step`, either all sum their gradients whole and take a step of Adam,
-or momenta are exchanged compressed over the variance as it is, as in 1-bit Adam. The first κ =
-`update_scaler` steps are whole, then every second one κ times, every fourth one, and so on. From
-`freeze_step` on the variance stays. Each worker then takes H steps x ← x − η·m̂/(√v̂ + ε) with m ←
-β1·m + (1 − β1)·g_i of its own, and sends C(u) of u = Σ m, with what C left out before added to it;
-all go on from x of the round's begin with the mean ū: x − η·ū/(√v̂ + ε), m = ū/H. H is 1 at first
-and doubles every `local_step_scaler` steps, up to `local_step_clipper`. As many steps as have
-learned the variance is the bias that is taken out of both; weight decay is decoupled once momenta
-are what is exchanged.
+Rule: step t before `freeze_step` is one of two kinds. In a whole step workers sum their gradients
+uncompressed and take a step of Adam, which updates the variance v. In any other step they exchange
+compressed momenta over the present v, as 1-bit Adam does. The first κ = `update_scaler` steps are
+whole. Then every second step is whole, κ times; then every fourth one, κ times; and so on.
+From `freeze_step` on v is frozen. Each worker takes H steps x ← x − η·m̂/(√v̂ + ε), with its own m
+← β1·m + (1 − β1)·g_i. It sends C(u), u = Σ m over these steps, with error feedback. All workers
+continue from x of the round's start with the mean ū of u: x − η·ū/(√v̂ + ε), m = ū/H. H is 1 at
+first and doubles every `local_step_scaler` steps, up to `local_step_clipper`.
+Both bias corrections are those of the number of whole steps. In all other steps weight decay is
+decoupled.
+Waiting: every worker waits for all others at each exchange (all-reduce).
 
-Limits: with `update_scaler` ≥ `freeze_step` ≥ the steps of the run it is Adam, to the bit; with
+Limits: with `update_scaler` ≥ `freeze_step` ≥ the steps of the run it is Adam, bit for bit. With
 `update_scaler` ≥ `freeze_step` and `local_step_clipper` = 1 it is 1-bit Adam after a warm-up of
-`freeze_step` steps, to the bit. Departs from the paper in that u is the sum of momenta without
-their η, which is the same within a round, that a step which learns the variance takes its momentum
-from whole gradients, too, and that bodies are gathered and not compressed a second time on their
-way back; from DeepSpeed in that what goes in bits before `freeze_step` are momenta, as in the
-paper, and not gradients, and that biases are taken out. Source: Lu et al., "Maximizing
-Communication Efficiency for Large-scale Training via 0/1 Adam", ICLR 2023 (arXiv 2202.06009),
-Algorithm 1; its policies, and what they are called, as DeepSpeed has them.
+`freeze_step` steps, bit for bit.
+Source: Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", ICLR
+2023 (arXiv 2202.06009), Algorithm 1; its policies, and their names, as in DeepSpeed.
+Differs: u is the sum of momenta without their η, which is constant within a round. A whole step
+updates m from uncompressed gradients too. Workers gather all payloads, where the paper compresses
+the mean a second time. DeepSpeed compresses gradients before `freeze_step`, where this follows the
+paper with momenta; and it has no bias correction.
 """
 
 from collections.abc import Awaitable, Callable
@@ -42,7 +44,7 @@ from ashl.topology.local_work import Work, WorkerState
 
 @option
 class ZeroOneAdam(StepRule):
-    """Whole gradients, compressed momenta or local steps, as the counts say."""
+    """Whole gradients, compressed momenta or local steps, by step counts."""
 
     exchange: ClassVar[str] = "accumulated"
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS})
@@ -67,7 +69,7 @@ class ZeroOneAdam(StepRule):
         return stage.with_local_steps(self._steps_at(merges(stage, progress) - self.freeze_step))
 
     def _steps_at(self, merges: int) -> int:
-        """H so many merges after the variance was frozen."""
+        """Return H after `merges` merges with a frozen variance."""
         steps = 1
         while steps < self.local_step_clipper:
             merges -= max(1, self.local_step_scaler // steps)
@@ -88,19 +90,17 @@ class ZeroOneAdam(StepRule):
 
 
 def merges(stage: Stage, progress: Progress) -> int:
-    """Those of this stage."""
+    """Return the merges of this stage so far."""
     return (progress.total_commits - progress.started.commits) // stage.num_workers
 
 
 async def momenta(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """A gradient that is summed whole, or the sum of the momenta of H steps."""
+    """Compute a gradient for a whole step, else the sum of the momenta of H steps."""
     assert isinstance(state, PeerState)
-    start, lr, losses, total = ctx.now, stage.trainer.rate(state.samples), [], None
-    params, moments, whole = (
-        state.params,
-        state.moments,
-        stage.sync.sums_whole(stage, state.progress),
-    )
+    start, lr = ctx.now, stage.trainer.rate(state.samples)
+    losses, total = [], None
+    params, moments = state.params, state.moments
+    whole = stage.sync.sums_whole(stage, state.progress)
     for last in range(1 - state.local_steps, 1):
         step, span = next_batch(state)
         work = partial(
@@ -123,7 +123,10 @@ def momentum(
     batch: tuple[int, int, range],
     lr: float,
 ) -> tuple[Any, Any, Any, Any]:
-    """(loss, model, moments, body) of one step; the model moves where another step follows."""
+    """Return (loss, model, moments, payload) of one local step.
+
+    The model moves only if another step follows before the exchange (`goes_on`).
+    """
     loss, body = stage.trainer.gradient(params, *batch)
     if whole or isinstance(body, SizeOnly):
         return loss, params, moments, body

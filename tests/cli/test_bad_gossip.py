@@ -53,14 +53,14 @@ def gossips(workplace, said):
             "sync=hop sync.backups=2",
             "leaves a worker with 2 neighbours no neighbour to wait for; take at most 1",
         ),
-        ("sync=hop sync.max_lead=1", "sync.max_lead=1 is below sync.staleness=2"),
+        ("sync=hop sync.max_lead=1", "sync.max_lead=1: below sync.staleness=2"),
         (
             "sync=hop sync.skip_lead=4",
-            "leads a neighbour by 3 iterations at most, so no worker would ever skip; take at most",
+            "a worker leads a neighbour by at most 3 iterations, so no worker would ever skip",
         ),
         (
             "sync=d_admm sync.barrier=3",
-            "sync.barrier=3 is more than the 2 neighbours that a worker has; take fewer",
+            "sync.barrier=3: more than the 2 neighbours of a worker; take at most 2",
         ),
         ("sync=d_psgd compression=topk", "take compression=none, or sync=choco"),
         ("sync=ad_psgd aggregate=fednova", "aggregate=fednova: not supported with topology=gossip"),

@@ -87,6 +87,6 @@ def test_learners_compute_on_while_they_wait() -> None:
 
 def test_more_learners_than_there_are() -> None:
     with pytest.raises(
-        UsageError, match="min_learners=5 is more than the 4 workers that there are; take at most 4"
+        UsageError, match="min_learners=5: more than the 4 workers of the run; take at most 4"
     ):
         decoupled("sync.min_learners=5")
