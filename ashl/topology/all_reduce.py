@@ -1,11 +1,12 @@
-"""All-reduce: every worker holds the model, and each merge is one sum over all of them.
+"""All-reduce: every worker holds the model, and each merge is one sum over all workers.
 
-Rule: one outer step on Σ_j c_j·Δ_j, or one optimizer step on Σ_j c_j·g_j, the same on every worker.
-A ring moves 2(n − 1)/n of the model each way. Nobody can be late: a merge waits for the slowest.
-Where workers are lost or come it goes on as `ashl.topology.all_reduce` says. By which `algorithm` a
-sum travels is `ashl.cluster.all_reduce_rounds`'s to say.
+Rule: one outer step on Σ_j c_j·Δ_j, or one optimizer step on Σ_j c_j·g_j, identical on every
+worker. A ring moves 2(n − 1)/n of the model each way. A merge waits for the slowest worker, so no
+update is stale. `algorithm` selects how a sum travels, see `ashl.cluster.all_reduce_rounds`. The
+run continues with the survivors after a failure, and rejoining workers are admitted between two
+rounds.
 
-Limit: all algorithms give the same model, bit for bit, where sums are exact.
+Limit: all algorithms give the same model, bit for bit, if sums are exact.
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 JPDC 2009.
 """
@@ -72,59 +73,58 @@ from ashl.topology.local_work import (
     local_work,
 )
 
-Do = Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]
+ComputeWork = Callable[[RankContext, Stage, WorkerState], Awaitable[Work]]
 
 
 class RoundReport(NamedTuple):
-    """What a rule hears of a round, equal on all workers."""
+    """Facts about a round that a sync mode receives after its merge, identical on all workers."""
 
-    due: bool  # as the lead rank said
-    now_s: float  # about when the merge was
-    step_s: tuple[
-        float, ...
-    ] = ()  # seconds of one step of each worker, where the rule tells; 0 = failed
+    due: bool  # the lead rank's answer to `StepRule.due`
+    now_s: float  # time of the merge, as the first rank saw it
+    # seconds of one step by worker, if the mode sets `tells`; 0 for a failed worker
+    step_s: tuple[float, ...] = ()
 
 
 class StepRule(Rule, contract=True):
-    """What an all-reduce asks its sync mode: how many steps lie between two sums, and of what. All
-    go on together.
+    """Sync mode of an all-reduce: it sets the local steps between two sums, and what is summed.
+
+    All workers proceed together.
     """
 
     in_rounds: ClassVar[bool] = True
 
-    def work(self) -> Do:
-        """What a worker does between two sums, and hands in."""
+    def work(self) -> ComputeWork:
+        """Return the function that computes a worker's work between two sums."""
         return local_work
 
-    tells: ClassVar[bool] = (
-        False  # whether every worker hears what a step took each of them, by a small sum of its own
-    )
+    # if True, a small all-reduce of its own tells every worker the step time of each worker
+    tells: ClassVar[bool] = False
 
     def begin(self, stage: Stage, progress: Progress) -> Any:
-        """The rule's own state when the stage begins, equal on all workers."""
+        """Return the mode's state at the start of a stage, identical on all workers."""
         return None
 
     def due(self, state: Any, now_s: float) -> bool:
-        """Return True if it is time for what `hear` is told with the next sum; asked at the lead
-        rank alone.
+        """Return True to report `due` with the next merge.
+
+        Only the lead rank is asked. Its answer is piggybacked on the next sum, and `observe_round`
+        receives it as `RoundReport.due` on every worker.
         """
         return False
 
     def observe_round(
         self, stage: Stage, state: Any, progress: Progress, report: RoundReport
     ) -> Any:
-        """The rule's own state after a merge; `state` stays as it is."""
+        """Return the mode's state after a merge; `state` itself is never changed."""
         return state
 
     def in_round(self, stage: Stage, state: Any, progress: Progress) -> Stage:
-        """The stage as it is in the next round, where H or batches follow what has been counted and
-        heard.
-        """
+        """Return the stage with the H and the batches of the next round."""
         return stage
 
     @property
     def changes(self) -> bool:
-        """Return True if its rounds differ from what is planned."""
+        """Return True if rounds differ from the plan, because `in_round` is overridden."""
         return type(self).in_round is not StepRule.in_round
 
 
@@ -133,8 +133,9 @@ NO_REPORT = RoundReport(False, 0.0)
 
 @option
 class AllReduce(Topology):
-    """No server: the workers' bodies are summed in rank order, or gathered where they do not add up
-    (see `topology.exchange`), and everybody keeps the sum.
+    """No server: payloads are summed in rank order, or gathered if they do not add up.
+
+    See `ashl.topology.exchange`. Every worker keeps the sum.
     """
 
     policy_type: ClassVar[type[Rule]] = StepRule
@@ -146,8 +147,11 @@ class AllReduce(Topology):
     )
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """Collectives only, and no point-to-point links, unless the codec's own protocol needs
-        some; to all, where workers may be lost, as it goes another way then.
+        """Return the peers of point-to-point messages: those of the codec's own protocol, else
+        none.
+
+        In a run that tolerates failures such a codec needs links to all other workers, because its
+        peers change when a worker fails.
         """
         peers = stage.link.peers(rank, stage.num_workers)
         return (
@@ -157,12 +161,12 @@ class AllReduce(Topology):
         )
 
     def notified_on_failure(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """All others: the sum lacks what this one would add to it."""
+        """Return all other workers: each of them waits for a sum that lacks this worker."""
         return tuple(peer for peer in range(stage.num_workers) if peer != rank)
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
-        """What a merge takes: a sum on its way, or bodies that go round once, all as long as the
-        longest.
+        """Return the time (ns) of a merge: an all-reduce, or an all-gather of payloads padded to
+        the longest.
         """
         if stage.fragments:
             parts = (stage.fragment(k) for k in range(len(stage.fragments)))
@@ -193,32 +197,36 @@ class AllReduce(Topology):
 
 
 def longest_payload(stage: Stage) -> int:
+    """Return the bytes of the longest payload that a worker sends."""
     shares = {worker.compression_ratio for worker in stage.plan.workers}
     return max(stage.codec.encoded_nbytes(share, stage.link.d) for share in shares)
 
 
 @dataclass
 class PeerState(WorkerState):
-    """A worker that also counts, alike on every rank. What all have alike is replaced and never
-    changed, so that in virtual time all may hold the same one.
+    """State of a worker that also counts progress, identically on every rank.
+
+    Values that all ranks share are replaced, never changed, so that in virtual time all ranks may
+    hold the same object.
     """
 
     progress: Progress = field(default_factory=lambda: Progress(0))
-    evaluated: ProgressMark = RUN_START  # at rank 0: the last evaluation
-    in_time: InTime | None = None  # once a merge has come too late
-    signal: str | None = None  # what rank 0 will tell the others with the next exchange
-    outer_state: Any = None  # the outer optimizer's moments
-    epoch: int = 0  # of the team
-    incarnations: tuple[int, ...] = ()  # of its members, where one has been lost before
-    formed_ns: int = 0  # when all had asked for that team
-    kept: tuple[
-        PeerState, ...
-    ] = ()  # where workers may be lost: as it was before the last two exchanges
-    redo: Work | None = None  # what is to be exchanged once more
+    evaluated: ProgressMark = RUN_START  # the last evaluation, at the lead rank
+    in_time: InTime | None = None  # state before the first merge after the budget of seconds
+    signal: str | None = None  # the reason that the lead rank piggybacks on the next exchange
+    outer_state: Any = None  # moments of the outer optimizer
+    epoch: int = 0  # of the process group: the failures before it was formed
+    # failures of each member before this group was formed; empty if there was none
+    incarnations: tuple[int, ...] = ()
+    formed_ns: int = 0  # time at which all members had asked for this group
+    # the states before the last two exchanges, in a run that tolerates failures
+    history: tuple[PeerState, ...] = ()
+    redo: Work | None = None  # work of an aborted round, to be exchanged again
 
     def begin(self, ctx: RankContext, stage: Stage) -> Stage:
-        """A stage begins, unless it goes on from a checkpoint; returns it as it is among those who
-        are there.
+        """Enter a stage, unless the state is that of a checkpoint within it.
+
+        Returns: the stage restricted to the present workers.
         """
         stage = stage.restricted_to(self.progress.gone)
         if self.entered != stage.index:
@@ -226,57 +234,54 @@ class PeerState(WorkerState):
             self.progress = ctx.compute_once(stage.workers, ("begin", stage.index), opened)
             if stage.resets_outer:
                 self.outer_state = None
-            self.kept = ()
+            self.history = ()
             self.enter(stage, ctx.rank)
             self.rule_state = rule_of(stage).begin(stage, self.progress)
         return stage
 
     def apply_merge(self, result: Merged) -> None:
-        self.params, self.outer_state, self.progress = (
-            result.params,
-            result.outer_state,
-            result.progress,
-        )
-        self.version, self.steps, self.samples = (
-            result.progress.version,
-            result.progress.steps,
-            result.progress.samples,
-        )
+        self.params = result.params
+        self.outer_state = result.outer_state
+        self.adopt_progress(result.progress)
         if result.moments is not None:
             self.moments = result.moments
 
-    def plan(self, ahead: Ahead, rank: int) -> None:
+    def adopt_progress(self, progress: Progress) -> None:
+        """Take over the counts, and the copies of them that local work reads."""
+        self.progress = progress
+        self.version = progress.version
+        self.steps = progress.steps
+        self.samples = progress.samples
+
+    def apply_plan(self, ahead: Ahead, rank: int) -> None:
         self.rest, self.rule_state = ahead.rest, ahead.rule_state
         self.set_round(ahead.own, rank)
 
     def set_round(self, own: Stage, rank: int) -> None:
-        """The next round's H and batch."""
-        self.local_steps, self.batch = (
-            own.plan.workers[rank].local_steps,
-            own.plan.workers[rank].batch,
-        )
+        """Set the H and the batch of the next round."""
+        plan = own.plan.workers[rank]
+        self.local_steps = plan.local_steps
+        self.batch = plan.batch
 
 
 class Merged(NamedTuple):
-    """What a merge makes, alike on all ranks; moments where the optimizer steps on the sum, else
-    None.
-    """
+    """Result of a merge, identical on all ranks."""
 
     params: Any
-    moments: Any
+    moments: Any  # of the optimizer if it steps on the sum, else None
     outer_state: Any
     progress: Progress
 
 
 class Ahead(NamedTuple):
-    """What comes after a merge, alike on all ranks."""
+    """Plan of the round after a merge, identical on all ranks."""
 
-    over: str | None  # why the run ends, as the counts say
-    rest: tuple[int, int] | None  # of the rounds, as `Stage.rest` says
-    planned: Stage  # the stage as it is in the next round
-    own: Stage  # ... and as much of that as is left
-    rule_state: Any = None  # the rule's own
-    seen_ns: int = 0  # when a rank saw the merge first; who stands still sees it later
+    over: str | None  # the reason if a limit on counts ends the run
+    rest: tuple[int, int] | None  # remaining rounds, see `Stage.remaining_rounds`
+    planned: Stage  # the stage in the next round, as planned
+    own: Stage  # the same with the last round truncated
+    rule_state: Any = None  # state of the sync mode
+    seen_ns: int = 0  # time at which the first rank saw the merge; a paused rank sees it later
 
 
 def begin_step(progress: Progress, now_s: float) -> Progress:
@@ -286,52 +291,38 @@ def begin_step(progress: Progress, now_s: float) -> Progress:
 
 
 def rule_of(stage: Stage) -> StepRule:
-    """The stage's sync mode, as an all-reduce asks it."""
+    """Return the stage's sync mode as a `StepRule`."""
     assert isinstance(stage.sync, StepRule)
     return stage.sync
 
 
 async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """Compute, sum with all others, merge; until the counts, or a word of rank 0, say otherwise.
-    Returns the last word.
+    """Run a worker: compute, sum with all others, merge, until a limit or the lead rank ends it.
 
-    What rank 0 alone can know (seconds, evaluations) reaches the others one exchange later.
+    The lead rank alone knows seconds and evaluations. Its decision reaches the others one exchange
+    later. Returns: the final signal, NEXT or STOP.
     """
     stage = state.begin(ctx, stage)
     rule = rule_of(stage)
-    team, home, do = (
-        ProcessGroup.of(ctx, stage, state.epoch, state.incarnations),
-        stage.lead_rank,
-        rule.work(),
-    )
+    team, compute = ProcessGroup.of(ctx, stage, state.epoch, state.incarnations), rule.work()
     planned, own = next_round_stage(stage, state, ctx.rank)
     while True:
         ctx.safe_point(stage.index, state if own is planned else None)
-        team = (
-            team
-            if own is team.stage
-            else ProcessGroup.of(ctx, own, state.epoch, state.incarnations)
-        )
-        signal = 0
-        if ctx.rank == home:
-            signal = REASONS.index(state.signal) + len(REASONS) * rule.due(
-                state.rule_state, ctx.now
-            )
+        if own is not team.stage:
+            team = ProcessGroup.of(ctx, own, state.epoch, state.incarnations)
+        signal = signal_to_send(ctx, stage, state)
         try:
-            work, update = await sum_update(team, stage, state, do, signal)
+            work, update = await sum_update(team, stage, state, compute, signal)
             step_s = await exchange_step_times(team, work) if rule.tells else ()
         except GroupBrokenError:
             stage, reason = await repair_round(ctx, stage, state)
-            team, home = (
-                ProcessGroup.of(ctx, stage, state.epoch, state.incarnations),
-                stage.lead_rank,
-            )
+            team = ProcessGroup.of(ctx, stage, state.epoch, state.incarnations)
             if reason:
                 return end(ctx, stage, state, reason)
             planned, own = next_round_stage(stage, state, ctx.rank)
             continue
         moment = ("merge", stage.index, state.progress.version)
-        due, said = divmod(int(team.signal), len(REASONS))
+        due, reason_number = divmod(int(team.signal), len(REASONS))
         report = RoundReport(bool(due), ctx.now, step_s)
         merge = partial(
             merge_and_plan, stage, own, state, update, team.loss, now_ns=ctx.now_ns, report=report
@@ -339,49 +330,60 @@ async def worker(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         result, ahead = ctx.compute_once(team.ranks, moment, merge)
         late = keep_within_budget(ctx, stage, state, state.params, now_ns=ahead.seen_ns)
         state.apply_merge(result)
-        state.plan(ahead, ctx.rank)
-        progress, planned, own = result.progress, ahead.planned, ahead.own
-        reason, judge = ahead.over or REASONS[said], home
-        if (
-            reason and not stage.elastic and stage.topology.links(stage, ctx.rank)
-        ):  # messages do not end everywhere at once, but stages do
+        state.apply_plan(ahead, ctx.rank)
+        state.redo = None
+        planned, own = ahead.planned, ahead.own
+        reason, evaluator = ahead.over or REASONS[reason_number], stage.lead_rank
+        if reason and not stage.elastic and stage.topology.links(stage, ctx.rank):
+            # messages of the codec end at different times on the ranks, but a stage ends at one
             await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
-        if stage.elastic:
-            state.redo = None
-            if reason:
-                stage = await regroup_workers(ctx, stage, state, reason)
-                team, home, progress = (
-                    ProcessGroup.of(ctx, stage, state.epoch, state.incarnations),
-                    stage.lead_rank,
-                    state.progress,
-                )
-                planned, own = next_round_stage(stage, state, ctx.rank)
-                if state.redo is not None:  # others have not come so far
-                    continue
-                judge = judge if judge in stage.workers else home
+        if reason and stage.elastic:
+            stage = await regroup_workers(ctx, stage, state, reason)
+            team = ProcessGroup.of(ctx, stage, state.epoch, state.incarnations)
+            planned, own = next_round_stage(stage, state, ctx.rank)
+            if state.redo is not None:  # some members have not seen this merge, so repeat the round
+                continue
+            evaluator = evaluator if evaluator in stage.workers else stage.lead_rank
         ctx.record_round(stage.index, state.round, work.steps, 0, dropped=late, loss=work.loss)
         state.round += 1
-        if ctx.rank == judge and not late and stage.stop_criteria.take_evaluation(state, ctx.now):
-            ctx.snapshot(state.params, counts=progress.report())
+        is_evaluator = ctx.rank == evaluator and not late
+        if is_evaluator and stage.stop_criteria.take_evaluation(state, ctx.now):
+            ctx.snapshot(state.params, counts=state.progress.report())
         if reason and reason != JOIN:
             return end(ctx, stage, state, reason)
-        if ctx.rank == home:
-            state.signal = local_stop(ctx, stage, progress) or (JOIN if ctx.join_pending else None)
+        state.signal = reason_to_send(ctx, stage, state)
+
+
+def reason_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> str | None:
+    """Return the lead rank's reason to end the stage or to admit a worker, None elsewhere."""
+    if ctx.rank != stage.lead_rank:
+        return None
+    join = JOIN if ctx.join_pending else None
+    return local_stop(ctx, stage, state.progress) or join
+
+
+def signal_to_send(ctx: RankContext, stage: Stage, state: PeerState) -> int:
+    """Return the number to piggyback: reason and `due` at the lead rank, 0 elsewhere."""
+    if ctx.rank != stage.lead_rank:
+        return 0
+    due = rule_of(stage).due(state.rule_state, ctx.now)
+    return REASONS.index(state.signal) + len(REASONS) * due
 
 
 async def sum_update(
-    team: ProcessGroup, stage: Stage, state: PeerState, do: Do, signal: float
+    team: ProcessGroup, stage: Stage, state: PeerState, compute: ComputeWork, signal: float
 ) -> tuple[Work, Any]:
-    """(a round's work, or that of the round that is done once more, and the weighted sum of
-    everybody's); `team.loss` and `team.word` are sums then. Raises TeamBrokenError where a worker
-    is lost.
+    """Compute a round's work, or take that of the round to repeat, and sum it over all workers.
+
+    Afterwards `team.loss` and `team.signal` are sums.
+    Returns: (work, weighted sum).   Raises: GroupBrokenError if a worker has failed.
     """
     version = state.progress.version
     if stage.messages:
         return await sum_overlapped(team, stage, state, version, signal)
-    work = await do(team.ctx, stage, state) if state.redo is None else state.redo
+    work = await compute(team.ctx, stage, state) if state.redo is None else state.redo
     if stage.elastic:
-        keep(state, work)
+        save_for_redo(state, work)
     team.begin(work.loss / team.size, signal)
     return work, await exchange_update(
         team, stage, state, state.progress, version, stage.aggregate.clip(work.body)
@@ -389,12 +391,11 @@ async def sum_update(
 
 
 async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """Hand in the work that is done, compute the next while it is summed, merge; returns the last
-    word.
+    """Run a worker with delayed exchanges: send finished work, compute the next meanwhile, merge.
 
-    A word of rank 0 rides one exchange later, as the loss does. Where it is that another stage
-    begins, the work that is done by then is summed as well. No piece is computed that a count of
-    the run leaves no room for.
+    Loss and signal arrive one exchange later. If the signal is NEXT, the work finished by then is
+    merged, too. No piece is begun that a limit of the run leaves no room for.
+    Returns: the final signal, NEXT or STOP.
     """
     state.begin(ctx, stage)
     while True:
@@ -418,29 +419,23 @@ async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
         exchange = ctx.spawn(
             exchange_update(team, stage, state, state.progress, state.progress.version, x)
         )
-        await ctx.sleep(0)  # what is encoded is encoded first
-        ahead = (
-            None
-            if state.last or no_rounds_left(state.rest)
-            else await local_work(ctx, stage, state)
-        )
+        await ctx.sleep(0)  # let the exchange encode before the local work starts
+        ahead = None
+        if not (state.last or no_rounds_left(state.rest)):
+            ahead = await local_work(ctx, stage, state)
         update = await ctx.join(exchange)
         late = keep_within_budget(ctx, stage, state, state.params)
-        moment, staleness = (
-            ("merge", stage.index, state.progress.version),
-            state.progress.version - work.version,
-        )
+        moment = ("merge", stage.index, state.progress.version)
+        staleness = state.progress.version - work.version
         merge = partial(merge_and_plan, stage, own, state, update, team.loss, staleness, more=1)
-        result, coming = ctx.compute_once(team.ranks, moment, merge)
+        result, next_round = ctx.compute_once(team.ranks, moment, merge)
         state.apply_merge(result)
-        state.pending, state.pending_rest = (
-            ahead and at_round_boundary(ctx, stage, state, ahead),
-            state.rest,
-        )
-        state.plan(coming, ctx.rank)
-        reason = coming.over or REASONS[int(team.signal)] or ("next" if state.last else None)
+        state.pending = ahead and at_round_boundary(ctx, stage, state, ahead)
+        state.pending_rest = state.rest
+        state.apply_plan(next_round, ctx.rank)
+        reason = next_round.over or REASONS[int(team.signal)] or ("next" if state.last else None)
         state.last = reason == "next" and stage.following and not state.last
-        if reason and not state.last:  # nobody ends before the others
+        if reason and not state.last:  # all ranks end together
             await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
         ctx.record_round(
             stage.index, state.round, work.steps, staleness, dropped=late, loss=work.loss
@@ -455,13 +450,14 @@ async def run_delayed(ctx: RankContext, stage: Stage, state: PeerState) -> int:
 
 
 def no_rounds_left(rest: tuple[int, int] | None) -> bool:
-    """Whether no round is left that anybody could take part in."""
+    """Return True if no round remains in which a worker could take part."""
     return rest is not None and rest[0] <= 0
 
 
 def next_round_stage(stage: Stage, state: PeerState, rank: int) -> tuple[Stage, Stage]:
-    """The stage as it is in the next round, whose H and batch the worker takes: as planned, and
-    what is left of it.
+    """Set H and batch of the next round.
+
+    Returns: (the stage in that round as planned, the same with the last round truncated).
     """
     planned = rule_of(stage).in_round(stage, state.rule_state, state.progress)
     own = planned.truncate_last_round(state.rest)
@@ -470,7 +466,10 @@ def next_round_stage(stage: Stage, state: PeerState, rank: int) -> tuple[Stage, 
 
 
 async def exchange_step_times(team: ProcessGroup, work: Work) -> tuple[float, ...]:
-    """Seconds of one step of each worker. Raises TeamBrokenError where one is lost."""
+    """Return the seconds of one step of each worker, by a small all-reduce.
+
+    Raises: GroupBrokenError if a worker has failed.
+    """
     own = torch.zeros(team.stage.num_workers, dtype=torch.float64)
     own[team.ctx.rank] = work.step_s
     total = await team.ctx.all_reduce(own, team.ranks, piggybacked=len(own), epoch=team.epoch)
@@ -480,7 +479,7 @@ async def exchange_step_times(team: ProcessGroup, work: Work) -> tuple[float, ..
 def compute_merge(
     stage: Stage, state: PeerState, update: Any, mean_loss: float, staleness: int = 0
 ) -> Merged:
-    """The same arithmetic on every rank, and the same as a server's; `state` stays as it is."""
+    """Merge a sum; same arithmetic on each rank and on a server; `state` is not changed."""
     progress = stage.count_merge(state.progress, mean_loss, staleness)
     if progress.diverged:
         return Merged(state.params, None, state.outer_state, progress)
@@ -501,8 +500,9 @@ def merge_and_plan(
     now_ns: int = 0,
     report: RoundReport = NO_REPORT,
 ) -> tuple[Merged, Ahead]:
-    """A round's work, which was `own` of the stage, is merged, and the next round planned, or the
-    one so many later.
+    """Merge a round's work, and plan the next round, or the one `more` rounds later.
+
+    Args: own: the stage in which the work was computed; its last round may be truncated.
     """
     result = compute_merge(own, state, update, mean_loss, staleness)
     rule = rule_of(stage)
@@ -520,28 +520,34 @@ def merge_and_plan(
 
 
 def end(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> int:
-    """The stage ended with this merge; returns the last word."""
+    """End the stage with this merge. Returns: the final signal, NEXT or STOP."""
     state.signal = None
     return end_piggybacked(
         ctx, stage, state, reason, state.formed_ns if stage.elastic else ctx.now_ns
     )
 
 
-# A model that comes back group by group, beneath the next forward pass  Steps whose sums go on
-# during the next forward pass, which waits for the model layer group by layer group.  Rule: message
-# k of the gradient is summed as `overlap` says. Once the sum of a group is in, the optimizer steps
-# on that group, and the forward pass may come to it. The bits are those of a sum and a step in one
-# piece.  With the group that forward comes to first ride the losses and rank 0's word: so before a
-# step begins everybody knows whether the run goes on, as without overlap. A model is handed to the
-# evaluator once all of its groups are in, and so a target that it reaches ends the run one step
-# later. At the end of a stage, and for a checkpoint, nothing is begun before all is in.  Source:
-# Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training", MLSys 2019;
-# Zhang et
-# al., "DeAR", ICDCS 2023. What goes when is `ashl.overlap`'s to say.
+# Pipelined steps: the model arrives by bucket while the next forward pass continues
+#
+# Rule: bucket k of the gradient is summed as `overlap` plans. Once the sum of a bucket has
+# arrived, the optimizer steps on that bucket, and the forward pass may use it. The model equals
+# that of an unpartitioned sum and step, bit for bit.
+#
+# The losses and the signal of rank 0 are piggybacked on the bucket that forward needs first. So
+# every rank knows before its next step whether the run continues, as without overlap. A model is
+# evaluated once all of its buckets have arrived, so a target that it reaches ends the run one step
+# later. At the end of a stage, and for a checkpoint, all buckets are drained first. `ashl.overlap`
+# decides the order of the messages.
+#
+# Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training",
+# MLSys 2019; Zhang et al., "DeAR", ICDCS 2023.
 
 
 async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """One step after the other; returns the last word."""
+    """Run a worker whose buckets of the model arrive during the next forward pass.
+
+    Returns: the final signal, NEXT or STOP.
+    """
     state.begin(ctx, stage)
     team, exchange = ProcessGroup.of(ctx, stage), None
     groups = [(stage.tag("group", k), message) for k, message in enumerate(stage.messages)]
@@ -580,27 +586,32 @@ async def run_pipelined(ctx: RankContext, stage: Stage, state: PeerState) -> int
 
 
 def gradient_work(ctx: RankContext, stage: Stage, state: PeerState) -> Callable[..., float]:
-    """The work of one step, which hands out the gradient's slices and takes the model's."""
+    """Return the function that computes one gradient: it emits buckets and waits for those of the
+    model.
+    """
     step, span = next_batch(state)
 
-    def work(hand_out: Callable[[int, Any], None], take: Callable[[int], Any]) -> float:
+    def work(emit: Callable[[int, Any], None], take: Callable[[int], Any]) -> float:
         pieces = Pieces(stage.slices[::-1], take)
-        return stage.trainer.gradient_in_parts(pieces, ctx.rank, step, span, stage.slices, hand_out)
+        return stage.trainer.gradient_in_parts(pieces, ctx.rank, step, span, stage.slices, emit)
 
     return work
 
 
 async def flush_exchange(ctx: RankContext, stage: Stage, exchange: Any) -> None:
-    """Everything is in, and the model is no longer on its way to a forward pass."""
+    """Wait for every bucket of the model, and take those meant for the next forward pass."""
     if await ctx.join(exchange):
         for k in range(len(stage.messages)):
             await ctx.recv(stage.tag("group", k))
 
 
 async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) -> bool:
-    """Sum the gradient of one step, and make of it the model, group by group, for the next forward
-    pass; returns whether there is one. Once the first group is in, `team.loss` and `team.word` are
-    sums, and `state.progress` counts the step.
+    """Sum the gradient of one step, and step on the model bucket by bucket for the next forward
+    pass.
+
+    Once the first bucket has arrived, `team.loss` and `team.signal` are sums and `state.progress`
+    counts the step.
+    Returns: True if there is a new model, False after divergence.
     """
     ctx, version = team.ctx, state.progress.version
     sums = await (begin_half_sums if stage.overlap.reduce_scatter_all_gather else begin_slice_sums)(
@@ -642,8 +653,10 @@ async def exchange_by_group(team: ProcessGroup, stage: Stage, state: PeerState) 
 async def begin_sums(
     team: ProcessGroup, stage: Stage, post: Callable[[int, Any, bool], list[Coroutine]]
 ) -> list[list[Any]]:
-    """The tasks that sum each part of the gradient, begun as it is ready, alike in order on all
+    """Start the sums of each bucket as soon as backward has computed it, in the same order on all
     ranks.
+
+    Returns: the tasks, by bucket.
     """
     ctx, tasks, last = team.ctx, list[list[Any]](), len(stage.messages) - 1
     for k in range(last + 1):
@@ -657,17 +670,17 @@ async def begin_sums(
 
 
 async def begin_slice_sums(team: ProcessGroup, stage: Stage) -> list[list[Any]]:
-    """Slices of each part, those that forward needs first with the lowest key."""
+    """Start the sums of each bucket's slices; the slices that forward needs first go first."""
 
-    def post(k: int, x: Any, rides: bool) -> list[Coroutine]:
+    def post(k: int, x: Any, is_last: bool) -> list[Coroutine]:
         key, credit = len(stage.messages) - k, stage.overlap.most_committed
-        cut = [
-            slice_vector(x, start, stop) for start, stop in stage.overlap.cuts(stage.messages[k])
-        ]
-        alone: list[Coroutine] = [
-            sum_slice(team, part, key, credit) for part in (cut[:-1] if rides else cut)
-        ]
-        return [*alone, team.all_reduce(cut[-1], key=key, credit=credit)] if rides else alone
+        cuts = stage.overlap.cuts(stage.messages[k])
+        slices = [slice_vector(x, start, stop) for start, stop in cuts]
+        if not is_last:
+            return [sum_slice(team, part, key, credit) for part in slices]
+        # loss and signal are piggybacked on the last slice of the last bucket
+        sums: list[Coroutine] = [sum_slice(team, part, key, credit) for part in slices[:-1]]
+        return [*sums, team.all_reduce(slices[-1], key=key, credit=credit)]
 
     return await begin_sums(team, stage, post)
 
@@ -677,16 +690,13 @@ async def sum_slice(team: ProcessGroup, x: Any, key: int, credit: int) -> Any:
 
 
 async def begin_half_sums(team: ProcessGroup, stage: Stage) -> list[list[Any]]:
-    """Each part's sum is scattered as it is ready; once all have been, they are gathered, those
-    that forward needs first before the others.
-    """
-    scatters = await begin_sums(team, stage, lambda k, x, rides: [scatter_sum(team, x)])
+    """Start a reduce-scatter of each bucket; after all of them, gather them in forward order."""
+    scatters = await begin_sums(team, stage, lambda k, x, is_last: [scatter_sum(team, x)])
     chunks = [await team.ctx.join(task) for (task,) in scatters]
-    rides, others = team.gather(chunks[-1]), chunks[-2::-1]
-    gathers = [
-        team.ctx.spawn(rides),
-        *(team.ctx.spawn(gather_sum(team, chunk)) for chunk in others),
-    ]
+    # loss and signal are piggybacked on the first chunk that is gathered
+    gathers = [team.ctx.spawn(team.gather(chunks[-1]))]
+    for chunk in chunks[-2::-1]:
+        gathers.append(team.ctx.spawn(gather_sum(team, chunk)))
     return [[task] for task in reversed(gathers)]
 
 
@@ -698,54 +708,57 @@ async def gather_sum(team: ProcessGroup, chunk: Any) -> Any:
     return await team.ctx.all_reduce(chunk, team.ranks, "gather")
 
 
-# A gradient that is summed in parts, during backward  A step whose gradient is summed in parts,
-# while backward goes on.  Rule: message k, a slice of the gradient, is summed over all workers as
-# soon as it is ready everywhere and message k − 1 has ended. The sum is the same to the bit as that
-# of the gradient in one piece. What rides along goes with the last. Where a codec works in each
-# message by itself, see `topology.exchange`.  Where a sum of one message comes to nothing, as a
-# worker is lost, backward goes on to its end, no later message is sent, and nothing of the round is
-# merged. Those who are left do it once more with the gradients that they have, message by message
-# (`ashl.topology.all_reduce`).  Source: Zhang et al., "Poseidon", USENIX ATC 2017; what each
-# message holds is `ashl.overlap`'s to say.
+# Bucketed sums: a gradient that is summed by bucket while backward continues
+#
+# Rule: bucket k, a slice of the gradient, is summed over all workers once it is ready on all of
+# them and the sum of bucket k − 1 has ended. The sum equals that of the whole gradient, bit for
+# bit. Loss and signal are piggybacked on the last bucket. For a codec that encodes each bucket
+# separately, see `ashl.topology.exchange`. `ashl.overlap` decides which layers a bucket holds.
+#
+# Failure: if the sum of one bucket is aborted, backward continues to its end, no later bucket is
+# sent, and nothing of the round is merged. The survivors then repeat the round, bucket by bucket,
+# with the gradients that they have.
+#
+# Source: Zhang et al., "Poseidon", USENIX ATC 2017.
 
 
-Bodies = list[Any]  # of messages, in the order in which they go
+Bodies = list[Any]  # payloads of the buckets, in sending order
 
 
 async def sum_overlapped(
     team: ProcessGroup, stage: Stage, state: PeerState, version: int, signal: float
 ) -> tuple[Work, Any]:
-    """(one gradient, the weighted sum of everybody's); `team.loss` and `team.word` are sums then.
-    Raises TeamBrokenError once the gradient is there.
+    """Compute one gradient and sum it by bucket during backward; or repeat an aborted round.
+
+    Afterwards `team.loss` and `team.signal` are sums.
+    Returns: (work, weighted sum).   Raises: GroupBrokenError, once the gradient is complete.
     """
     coding = Coding.of(team, stage, state, version) if stage.links else None
     others = replace(team, carried=True)
     if state.redo is None:
-        work, bodies, came = await compute_and_sum(others, coding, stage, state)
+        work, bodies, sums = await compute_and_sum(others, coding, stage, state)
     else:
         work = state.redo
-        bodies = (
-            work.body
-            if coding is None
-            else await team.compute(partial(coding.all_encoded, work.body), work=1)
-        )
-        came = await sum_parts(others, coding, bodies[:-1])
+        bodies = work.body
+        if coding is not None:
+            bodies = await team.compute(partial(coding.all_encoded, work.body), work=1)
+        sums = await sum_parts(others, coding, bodies[:-1])
     if stage.elastic:
-        keep(state, work)
-    if len(came) < len(bodies) - 1:
+        save_for_redo(state, work)
+    if len(sums) < len(bodies) - 1:
         raise GroupBrokenError
-    team.begin(
-        (work.loss if coding is None or coding.finish_encoding() else math.nan) / team.size, signal
-    )
-    came.append(await sum_part(team, coding, len(came), bodies[-1]))
-    return work, concatenate(came[::-1]) if coding is None else await coding.decode_buckets(came)
+    is_finite = coding is None or coding.finish_encoding()
+    team.begin((work.loss if is_finite else math.nan) / team.size, signal)
+    sums.append(await sum_part(team, coding, len(sums), bodies[-1]))
+    return work, concatenate(sums[::-1]) if coding is None else await coding.decode_buckets(sums)
 
 
 async def compute_and_sum(
     team: ProcessGroup, coding: Coding | None, stage: Stage, state: PeerState
 ) -> tuple[Work, Bodies, list[Any]]:
-    """(the gradient in parts, what is sent of each, what has come of all but the last), which have
-    been exchanged meanwhile, as long as nobody was lost.
+    """Compute one gradient and exchange its buckets, except the last, until a worker fails.
+
+    Returns: (work with the gradient by bucket, payload of each bucket, sums received so far).
     """
     ctx, start, tags = team.ctx, team.ctx.now, [tag for _, tag in stage.ready]
     step, span = next_batch(state)
@@ -756,37 +769,38 @@ async def compute_and_sum(
     encoding = None if coding is None else coding.encoding
     loss = await ctx.compute(compute, work=state.batch, parts=stage.ready, encoding=encoding)
     step_s = ctx.now - start
-    bodies, came = (Bodies(), []) if others is None else await ctx.join(others)
+    bodies, sums = (Bodies(), []) if others is None else await ctx.join(others)
     bodies.append((await ctx.recv(tags[-1], src=ctx.rank)).body)
     parts = bodies if coding is None else [coding.vectors[k] for k in range(len(tags))]
-    return Work(parts, loss, 1, state.batch, step_s, state.version), bodies, came
+    return Work(parts, loss, 1, state.batch, step_s, state.version), bodies, sums
 
 
 async def sum_as_ready(
     team: ProcessGroup, coding: Coding | None, tags: Sequence[Tag]
 ) -> tuple[Bodies, list[Any]]:
-    """(these messages, what came of them): each is exchanged once this rank has it, up to one that
-    comes to nothing.
+    """Exchange each bucket as soon as it is ready; stop exchanging at one that is aborted.
+
+    Returns: (payload of each bucket, sums received).
     """
-    bodies, came = Bodies(), list[Any]()
+    bodies, sums = Bodies(), list[Any]()
     for k, tag in enumerate(tags):
         bodies.append((await team.ctx.recv(tag, src=team.ctx.rank)).body)
-        if len(came) == k:
-            came += await sum_parts(team, coding, bodies[k:], k)
-    return bodies, came
+        if len(sums) == k:
+            sums += await sum_parts(team, coding, bodies[k:], k)
+    return bodies, sums
 
 
 async def sum_parts(
     team: ProcessGroup, coding: Coding | None, bodies: Bodies, first: int = 0
 ) -> list[Any]:
-    """What came of these messages, one after the other, up to the one that comes to nothing."""
-    came = list[Any]()
+    """Exchange these buckets in order. Returns: the sums, up to the first that is aborted."""
+    sums = list[Any]()
     for k, body in enumerate(bodies, first):
         try:
-            came.append(await sum_part(team, coding, k, body))
+            sums.append(await sum_part(team, coding, k, body))
         except GroupBrokenError:
             break
-    return came
+    return sums
 
 
 async def sum_part(team: ProcessGroup, coding: Coding | None, k: int, body: Any) -> Any:
@@ -797,15 +811,18 @@ async def sum_part(team: ProcessGroup, coding: Coding | None, k: int, body: Any)
     )
 
 
-# One fragment of the model at a time  An all-reduce of one fragment of the model at a time, beside
-# local steps, see `ashl.overlap.streaming` and `loscar`.  As in `ashl.topology.local_work` a worker
-# holds one piece of work that is done and not exchanged, so that at the top of the loop nothing is
-# under way. A fragment is exchanged and merged as a model is, and counts are those of all.
+# Streaming: an all-reduce of one fragment of the model at a time, while local steps continue
+#
+# As with other delayed exchanges (`ashl.topology.local_work`), a worker holds one finished piece of
+# work that is not exchanged yet. So at the top of the loop nothing is in flight. A fragment is
+# exchanged and merged as a model is, and each merge counts as one of the whole model. See
+# `ashl.overlap.streaming` and `loscar`.
 
 
 async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int:
-    """Hand in a fragment, take the first of the next steps meanwhile, merge, take the others;
-    returns the last word.
+    """Run a worker that exchanges fragments: send one, take part of the next steps, merge.
+
+    The remaining steps of the piece follow the merge. Returns: the final signal, NEXT or STOP.
     """
     stage, overlap, count = state.begin(ctx, stage), stage.delayed, len(stage.fragments)
     assert isinstance(overlap, Fragmented)
@@ -825,11 +842,8 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
             continue
         version = state.progress.version
         k, own = version % count, stage.truncate_last_round(state.pending_rest)
-        part, staleness, fragment = (
-            own.fragment(k),
-            version - pending.version,
-            fragment_at(stage, version),
-        )
+        part, fragment = own.fragment(k), fragment_at(stage, version)
+        staleness = version - pending.version
         team = replace(ProcessGroup.of(ctx, part), share=part.link.d / stage.link.d)
         team.begin(
             pending.loss / team.size,
@@ -840,15 +854,14 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
             team, part, held, state.progress, version, stage.aggregate.clip(pending.body)
         )
         total, ahead = state.local_steps, None
-        more = overlap.delay > 0 and (
-            state.rest is None or state.rest[0] > 0
-        )  # alike on all, as `beside` need not be
+        # equal on all ranks, unlike `beside`, which depends on a worker's H
+        more = overlap.delay > 0 and (state.rest is None or state.rest[0] > 0)
         beside = overlap.overlapped_steps(total) if more else 0
         if beside:
-            under_way = ctx.spawn(exchange)
-            await ctx.sleep(0)  # what is encoded is encoded first
+            in_flight = ctx.spawn(exchange)
+            await ctx.sleep(0)  # let the exchange encode before the local steps start
             ahead = await take_local_steps(ctx, stage, state, beside)
-            update = await ctx.join(under_way)
+            update = await ctx.join(in_flight)
         else:
             update = await exchange
         late = keep_within_budget(ctx, stage, state, state.params)
@@ -856,17 +869,13 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
         state.params, state.outer_state, progress = ctx.compute_once(
             team.ranks, ("merge", stage.index, version), merge
         )
-        state.progress, state.version, state.steps, state.samples = (
-            progress,
-            progress.version,
-            progress.steps,
-            progress.samples,
-        )
+        state.adopt_progress(progress)
         if state.start is not None:
-            places = fragment.of(state.start), fragment.of(state.params), held.params + pending.body
-            state.start = fragment.put(state.start, overlap.mix(*places))
+            start, landed = fragment.of(state.start), fragment.of(state.params)
+            mixed = overlap.mix(start, landed, held.params + pending.body)
+            state.start = fragment.put(state.start, mixed)
         reason = stage.stop_criteria.end_reason(progress) or REASONS[int(team.signal)]
-        if reason and more:  # nobody ends before the others
+        if reason and more:  # all ranks end together
             await ctx.all_reduce(torch.zeros(1), team.ranks, piggybacked=1)
         ctx.record_round(
             stage.index, state.round, pending.steps, staleness, dropped=late, loss=pending.loss
@@ -889,71 +898,76 @@ async def run_streaming(ctx: RankContext, stage: Stage, state: PeerState) -> int
 def apply_fragment(
     stage: Stage, state: PeerState, k: int, update: Any, mean_loss: float, staleness: int
 ) -> tuple[Any, Any, Progress]:
-    """(model, outer moments of all fragments, counts) with this sum merged into a fragment; `state`
-    stays as it is.
+    """Merge a sum into one fragment; `state` is not changed.
+
+    Returns: (model, outer moments of all fragments, progress).
     """
     progress = stage.count_merge(state.progress, mean_loss, staleness)
     if progress.diverged:
         return state.params, state.outer_state, progress
-    fragment, held = (
-        fragment_at(stage, state.progress.version),
-        [*(state.outer_state or len(stage.fragments) * (None,))],
-    )
+    fragment = fragment_at(stage, state.progress.version)
+    outer_states = [*(state.outer_state or len(stage.fragments) * (None,))]
     before, lr = fragment.of(state.params), stage.trainer.rate(state.progress.samples)
-    held[k], params = fragment.outer.step(held[k], before, update, lr)
-    return fragment.put(state.params, params), tuple(held), progress
+    outer_states[k], params = fragment.outer.step(outer_states[k], before, update, lr)
+    return fragment.put(state.params, params), tuple(outer_states), progress
 
 
-# Members that fail and rejoin  Who takes part in an all-reduce: it goes on without workers that are
-# lost, and with those that come (back).  Rule of a loss: the sum that lacks a member comes to
-# nothing, and the others form a new team. They repeat that round from the state that all of them
-# have, with the work that each has done for it, summed by those who are left with Σ w_i = 1. Who is
-# a merge ahead goes back by one. What the lost worker was at counts as dropped: a round of its
-# steps. A compressor's own messages come to nothing for who waits for one of the lost, and then for
-# who waits for one of those; who has them all waits until all others have, too. What compressors
-# keep of it is forgotten. The lowest rank that is left does what rank 0 does. With
-# `runtime.on_worker_failure=reshard` its data are with the others from the round after that on, as
-# `ashl.topology.parameter_server` says.  Rule of a join: whoever comes asks, the first rank says
-# with the next sum that somebody is at the door, and after that merge all form the team anew. The
-# newcomer gets model, counts, outer moments, and where all step alike on the sum the optimizer's;
-# its own moments and its compressor begin anew, and its data go on behind what was counted of it.
-# Where compressors keep copies of each other, or something that all have alike, all of them begin
-# anew with it.  All members have one merge alike, so that from there on a run is, bit for bit, one
-# of those who are left.  Source: a new communicator of those who are left as in Bland et al.,
-# "Post-failure recovery of MPI communication
-# capability", IJHPCA 2013; an all-reduce that goes on as in Horovod Elastic.
+# Workers that fail and rejoin
+#
+# Failure: a sum that lacks a member is aborted, and the survivors form a new process group. They
+# repeat the round from the state that all of them have, with the work that each has computed for
+# it, and with the survivors' weights, Σ w_i = 1. A rank that is one merge ahead goes back by one.
+# The failed worker's steps of the round count as dropped. In a codec's own protocol, a rank that
+# waits for a failed worker aborts, and then each rank that waits for an aborting rank. A rank that
+# has all its messages waits until all others have theirs. The codec's state of the failed worker is
+# discarded. The lowest surviving rank becomes the lead rank. With
+# `runtime.on_worker_failure=reshard` the survivors train on the failed worker's data from the next
+# round on, see `ashl.topology.parameter_server`.
+#
+# Rejoin: a worker asks to join, the lead rank piggybacks that on the next sum, and after that merge
+# all members form a new process group with it. The joining worker receives model, progress, outer
+# moments, and the optimizer's moments if all workers step on the sum. Otherwise its own moments
+# start from zero, as does its codec's state, and its data continue behind its counted samples. If
+# codecs hold copies of each other's state, or a common state, all of them are reset.
+#
+# All members apply the same merges, so the rest of a run equals one of the survivors, bit for bit.
+#
+# Source: a new communicator of the survivors as in Bland et al., "Post-failure recovery of MPI
+# communication capability", IJHPCA 2013; an all-reduce that continues as in Horovod Elastic.
 
 
-MOST = 64  # messages to a newcomer
-NONE = -1  # the version of who has no model yet
-ENDS = (None, "next", "seconds")  # what a rank calls the reason that has not seen it, by the word
+MAX_STATE_MESSAGES = 64  # messages to a joining worker
+NO_MODEL = -1  # version of a joining worker, which has no model yet
+# by signal: the reason that a rank records if another rank has decided
+REASON_OF_SIGNAL = (None, "next", "seconds")
 
 
-class Known(NamedTuple):
-    """What a newcomer receives beside the model."""
+class JoinState(NamedTuple):
+    """State that a joining worker receives in addition to the model."""
 
     stage: int
     progress: Progress
-    rest: tuple[int, int] | None
-    moments: Any  # of the optimizer, where all step alike
+    rest: tuple[int, int] | None  # remaining rounds, see `Stage.remaining_rounds`
+    moments: Any  # of the optimizer if all workers step on the sum, else None
     outer_state: Any
     rule_state: Any
 
 
-def keep(state: PeerState, work: Work) -> None:
-    """The work of a round is done and not exchanged yet: from here it could be repeated."""
+def save_for_redo(state: PeerState, work: Work) -> None:
+    """Save the state before an exchange, with its work, so that the round can be repeated."""
     before = copy.copy(state)
-    before.ends, before.kept, before.redo = state.ends.copy(), (), work
-    state.kept = (*state.kept[-1:], before)
+    before.ends, before.history, before.redo = state.ends.copy(), (), work
+    state.history = (*state.history[-1:], before)
 
 
 async def repair_round(
     ctx: RankContext, stage: Stage, state: PeerState
 ) -> tuple[Stage, str | None]:
-    """A sum has come to nothing: go on without who is lost, with that round once more
-    (`state.redo`). Returns the stage as it is among those who are left, and why it ends instead,
-    with what was to be summed dropped, where somebody sees that it is time. Raises AshlError where
-    too few are left.
+    """Form a new process group after a failure, and go back to the state before the aborted round.
+
+    The round is repeated (`state.redo`), unless a rank has decided meanwhile to end the stage: then
+    its work is dropped. Returns: (stage of the survivors, reason of the end or None).
+    Raises: AshlError if too few workers remain.
     """
     reason = local_stop(ctx, stage, state.progress)
     formed = await ctx.regroup(state.progress.version, signal_of(stage, reason))
@@ -966,20 +980,19 @@ async def repair_round(
             stage.index, state.round, state.redo.steps, 0, dropped=True, loss=state.redo.loss
         )
         state.round += 1
-    state.redo, state.progress, steps = (
-        None,
-        state.progress.copy(),
-        stage.truncate_last_round(state.rest).round_steps,
-    )
+    state.redo, state.progress = None, state.progress.copy()
+    steps = stage.truncate_last_round(state.rest).round_steps
     for rank in stage.workers:
         state.progress.count_dropped(rank, steps[rank], drop_reason(formed.signal))
-    return stage, reason if signal_of(stage, reason) == formed.signal else ENDS[formed.signal]
+    decided_here = signal_of(stage, reason) == formed.signal
+    return stage, reason if decided_here else REASON_OF_SIGNAL[formed.signal]
 
 
 async def regroup_workers(ctx: RankContext, stage: Stage, state: PeerState, reason: str) -> Stage:
-    """With this merge the stage ends for a reason, or a worker is let in. Returns the stage as it
-    is among those who are there. Where some have not come so far, all go back to their round: then
-    there is a `state.redo`. Raises AshlError where too few are left.
+    """Form a new process group after the last merge of a stage, or to admit a joining worker.
+
+    If some members have not seen this merge, all ranks go back to its round and `state.redo` is
+    set. Returns: the stage of the members.   Raises: AshlError if too few workers remain.
     """
     formed = await ctx.regroup(
         state.progress.version, signal_of(stage, reason), open=reason == JOIN
@@ -998,12 +1011,10 @@ def signal_of(stage: Stage, reason: str | None) -> int:
 async def restrict_to_team(
     ctx: RankContext, stage: Stage, state: PeerState, formed: Formed
 ) -> Stage:
-    """Go on as this team."""
-    state.epoch, state.incarnations, state.formed_ns = (
-        formed.epoch,
-        formed.incarnations,
-        formed.time_ns,
-    )
+    """Continue as the members of a new process group. Returns: the stage restricted to them."""
+    state.epoch = formed.epoch
+    state.incarnations = formed.incarnations
+    state.formed_ns = formed.time_ns
     if formed.ranks == stage.workers and not (formed.failed or formed.joined):
         return stage
     if len(formed.ranks) < stage.min_workers:
@@ -1030,18 +1041,20 @@ async def restrict_to_team(
 
 
 def go_back(ctx: RankContext, state: PeerState, version: int) -> None:
-    """To the round of this version, with its work done."""
-    before = next(kept for kept in state.kept if kept.progress.version == version)
-    if before is not state.kept[-1] and before.redo is not None:
-        ctx.steps -= before.redo.steps  # that round is recorded once more
-    taken, incarnations = state.evaluated, state.incarnations
+    """Go back to the state before the merge of this version, with the work computed for it."""
+    before = next(saved for saved in state.history if saved.progress.version == version)
+    if before is not state.history[-1] and before.redo is not None:
+        ctx.steps -= before.redo.steps  # the repeated round is recorded once more
+    evaluated, incarnations = state.evaluated, state.incarnations
     state.__dict__.update(before.__dict__)
-    state.ends, state.evaluated, state.incarnations = before.ends.copy(), taken, incarnations
+    state.ends, state.evaluated, state.incarnations = before.ends.copy(), evaluated, incarnations
 
 
 def update_membership(stage: Stage, state: PeerState, formed: Formed) -> Progress:
-    """The counts without those who are lost, and with those who came. What the lost had handed in
-    for a round that is done once more is dropped; where none is, they had nothing under way.
+    """Return the progress without the failed workers and with the joining ones.
+
+    If the round is repeated, the failed workers' steps in it count as dropped. Otherwise these
+    workers had no work in flight.
     """
     planned = cast("StepRule", stage.sync).in_round(stage, state.rule_state, state.progress)
     progress, steps = state.progress.copy(), planned.truncate_last_round(state.rest).round_steps
@@ -1051,20 +1064,20 @@ def update_membership(stage: Stage, state: PeerState, formed: Formed) -> Progres
         if formed.signal == GO and state.redo is not None:
             progress.count_dropped(rank, steps[rank], FAILURE)
     for rank in {*stage.workers}.difference(formed.ranks, formed.failed):
-        progress.remove_worker(rank)  # who waits for the model still
+        progress.remove_worker(rank)  # a rejoining worker that has not received the model yet
     for rank in progress.gone.intersection(formed.joined):
         progress.join(rank)
     return progress
 
 
 def memory_is_local(stage: Stage, ends: CodecState) -> bool:
-    """Whether what compressors keep is each worker's own business."""
+    """Return True if no codec holds state of another worker, or state in common with others."""
     shared = isinstance(stage.link.innermost, Collective) or ends.memory is not None
     return not (shared or any(kept is not None for kept in ends.receivers.values()))
 
 
 def take_over_lead(ctx: RankContext, stage: Stage, state: PeerState) -> None:
-    """Another rank counts, judges and hands out snapshots from now on."""
+    """Make the lead rank count, decide and emit snapshots from now on."""
     here = ctx.rank == stage.lead_rank
     ctx.counter = state if here else None
     if here:
@@ -1072,31 +1085,30 @@ def take_over_lead(ctx: RankContext, stage: Stage, state: PeerState) -> None:
 
 
 def state_tag(epoch: int, k: int) -> Tag:
-    """The tag of the k-th message to who is new in a team; the first holds the model, the second
-    says what follows.
-    """
+    """Return the tag of the k-th message to a joining worker: the model first, then `JoinState`."""
     return "admission", k, epoch
 
 
 async def admit(ctx: RankContext, stage: Stage, state: PeerState, rank: int) -> None:
-    """At the lowest of those who were there: let a newcomer know all that it needs."""
-    alike = (
-        state.moments if stage.sync.exchange == "gradient" or stage.sync.momentum_travels else None
+    """Send model and state to a joining worker; called at the lowest rank of the old members."""
+    shares_moments = stage.sync.exchange == "gradient" or stage.sync.momentum_travels
+    moments = state.moments if shares_moments else None
+    parts = split_tensors(
+        JoinState(
+            stage.index, state.progress, state.rest, moments, state.outer_state, state.rule_state
+        )
     )
-    parcel = split_tensors(
-        Known(stage.index, state.progress, state.rest, alike, state.outer_state, state.rule_state)
-    )
-    for k, body in enumerate((state.params, *parcel)):
-        await ctx.send(rank, state_tag(state.epoch, k), body, (len(parcel),))
+    for k, body in enumerate((state.params, *parts)):
+        await ctx.send(rank, state_tag(state.epoch, k), body, (len(parts),))
 
 
-async def receive_state(ctx: RankContext, epoch: int, host: int) -> list[Message] | None:
-    """What a newcomer receives; None where the sender is lost meanwhile."""
+async def receive_state(ctx: RankContext, epoch: int, donor: int) -> list[Message] | None:
+    """Return the messages to a joining worker; None if the donor fails meanwhile."""
     messages = list[Message]()
     while not messages or len(messages) <= messages[0].meta[0]:
-        message = await ctx.recv(state_tag(epoch, len(messages)), PEER_FAILED, src=host)
+        message = await ctx.recv(state_tag(epoch, len(messages)), PEER_FAILED, src=donor)
         if message.tag == PEER_FAILED:
-            await ctx.discard(*(state_tag(epoch, k) for k in range(MOST)))
+            await ctx.discard(*(state_tag(epoch, k) for k in range(MAX_STATE_MESSAGES)))
             return None
         messages.append(message)
     return messages
@@ -1105,31 +1117,30 @@ async def receive_state(ctx: RankContext, epoch: int, host: int) -> list[Message
 async def join(
     ctx: RankContext, stages: Sequence[Stage], state: PeerState
 ) -> tuple[int, PeerState] | None:
-    """At a worker that comes while the others run: the stage that they are in, and its state there;
-    None where the run is over. `state` is that of before the first stage.
+    """Join a running run as a worker.
+
+    Args: state: the initial state, before the first stage.
+    Returns: (index of the present stage, state in it); None if the run is over.
     """
     first = stages[0]
     while True:
         while await ctx.recv(PEER_FAILED, before_s=ctx.now):
-            pass  # what was before is of no concern
-        formed = await ctx.regroup(NONE)
+            pass  # failures before this worker joined do not concern it
+        formed = await ctx.regroup(NO_MODEL)
         if formed.signal == STOP:
             ctx.time_accounting.close_at(end_time_ns(first, formed.time_ns))
             return None
-        host = min(set(formed.ranks) - set(formed.joined))
-        if (messages := await receive_state(ctx, formed.epoch, host)) is not None:
+        donor = min(set(formed.ranks) - set(formed.joined))
+        if (messages := await receive_state(ctx, formed.epoch, donor)) is not None:
             break
-    model, *parcel = [message.body for message in messages]
+    model, *parts = [message.body for message in messages]
     known = join_tensors(
-        parcel, ("ashl", type(first.outer).__module__.partition(".")[0]), first.trainer.device
+        parts, ("ashl", type(first.outer).__module__.partition(".")[0]), first.trainer.device
     )
     stage = stages[known.stage].restricted_to(known.progress.gone)
-    state.params, state.progress, state.outer_state = model, known.progress, known.outer_state
-    state.version, state.steps, state.samples = (
-        known.progress.version,
-        known.progress.steps,
-        known.progress.samples,
-    )
+    state.params, state.outer_state = model, known.outer_state
+    state.adopt_progress(known.progress)
+
     state.enter(stage, ctx.rank)
     state.moments = stage.trainer.moments() if known.moments is None else known.moments
     state.round, state.step = known.progress.rounds_and_steps_of(ctx.rank)

@@ -92,7 +92,7 @@ def rescale_peers(stage: Stage, before: PeerState, now_s: float) -> list[PeerSta
         )
         begin(stage, rank, state, progress)
         state.moments = before.moments if alike else stage.trainer.moments()
-        state.plan(Ahead(None, rest, planned, planned.truncate_last_round(rest), kept), rank)
+        state.apply_plan(Ahead(None, rest, planned, planned.truncate_last_round(rest), kept), rank)
         states.append(state)
     return states
 
