@@ -1,12 +1,11 @@
-"""Partial all-reduce (P-Reduce): models are averaged in small groups, and who meets whom is a
-scheduler's choice.
+"""Partial all-reduce (P-Reduce): models are averaged in small groups, which a scheduler forms.
 
 Rule: every H local steps x_i ← (1/g)·Σ_j x_j over the g members of a group; momentum stays local.
-As a matrix this is symmetric, doubly stochastic and idempotent, so the mean of all models is
-conserved. A thin coordinator (rank n) makes the groups (`ashl.topology.group_generator`) and tells
-each member to begin once all have asked; no model passes it.
+As a matrix this is symmetric, doubly stochastic and idempotent, so it conserves the mean of all
+models. A thin coordinator (rank n) makes the groups (`ashl.topology.group_generator`). It tells the
+members to begin once all have asked. No model passes through it.
 
-Where workers are lost or come, see `ashl.topology.partial_all_reduce`.
+A run continues with the survivors after a failure, and rejoining workers are admitted.
 
 Limit: one group of all workers is local SGD by all-reduce, bit for bit. Source: Luo et al.,
 "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized Training", ASPLOS 2020
@@ -36,48 +35,49 @@ from ashl.topology.members import as_members, as_numbers, failed_as_numbers
 from ashl.topology.parameter_server import admission_tag, check_left
 
 Done = tuple[int, int]  # (steps, samples)
-PER_NODE = 4  # workers of a machine where nobody says
+PER_NODE = 4  # workers of a node, if neither workers_per_node nor cluster.node is set
 
 
 @option
 class PartialAllReduce(Topology):
-    """Every worker has a model of its own; a group's members average theirs."""
+    """Every worker holds a model of its own, and the members of a group average theirs."""
 
     policy_type: ClassVar[type[Rule]] = GroupRule
-    supports: ClassVar[frozenset[str]] = frozenset(
-        {FAULT_TOLERANT}
-    )  # whole models travel, and no server adds up updates
+    # models travel whole, and no server adds up updates
+    supports: ClassVar[frozenset[str]] = frozenset({FAULT_TOLERANT})
     coordinated: ClassVar[bool] = True
     replicas: ClassVar[bool] = True
     workers_per_node: Count | None
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """Words go between the workers and the coordinator; models by all-reduce."""
+        """Return the peers of headers: the coordinator and every worker; models travel by
+        all-reduce.
+        """
         return stage.workers if rank == stage.lead_rank else (stage.lead_rank,)
 
     def notified_on_failure(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """All others: it may be in a group with any of them."""
+        """Return all other ranks, because each of them may share a group with this one."""
         return tuple(peer for peer in (*stage.workers, stage.lead_rank) if peer != rank)
 
     def groups(self, stage: Stage) -> Sequence[Members]:
         return rule_in(stage).groups(self.nodes(stage))
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
-        """What averaging in the largest possible group takes: all workers."""
+        """Return the time (ns) to average in the largest possible group: all workers."""
         return network.all_reduce_ns(stage.workers, stage.trainer.dense_bytes, 0)
 
-    def begin(self, ctx: RankContext, stage: Stage) -> Replica | MakerState:
+    def begin(self, ctx: RankContext, stage: Stage) -> Replica | GroupCoordinatorState:
         if ctx.rank == stage.lead_rank:
             n = stage.num_workers
             progress = Progress(n, groups=[0] * n, conflicts=0)
-            return MakerState(
+            return GroupCoordinatorState(
                 progress, groups=generator.open_groups(self.nodes(stage), stage.seed), last=[-1] * n
             )
         return Replica(*stage.trainer.init())
 
     async def join(
         self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
-    ) -> tuple[int, Replica | MakerState] | None:
+    ) -> tuple[int, Replica | GroupCoordinatorState] | None:
         if kept is None:
             return await join(ctx, stages, Replica(*stages[0].trainer.init()))
         index, state = kept
@@ -86,7 +86,7 @@ class PartialAllReduce(Topology):
         return await join(ctx, stages, state, kept=True)
 
     def nodes(self, stage: Stage) -> tuple[int, ...]:
-        """The machine of each worker."""
+        """Return the node of each worker."""
         if self.workers_per_node is None and stage.nodes is not None:
             return stage.nodes
         return tuple(worker // (self.workers_per_node or PER_NODE) for worker in stage.workers)
@@ -96,86 +96,77 @@ class PartialAllReduce(Topology):
 
 
 def rule_in(stage: Stage) -> GroupRule:
-    """The stage's sync mode, as the generator asks it."""
+    """Return the stage's sync mode as a `GroupRule`."""
     assert isinstance(stage.sync, GroupRule)
     return stage.sync
 
 
 @dataclass
 class Replica(WorkerState):
-    """A worker with a model of its own."""
+    """State of a worker with a model of its own."""
 
-    tick: int = 0  # of the last evaluation that it gave its model to
+    tick: int = 0  # number of the last evaluation for which it sent its model
 
 
 @dataclass(kw_only=True)
-class MakerState(CoordinatorState):
-    """A coordinator that also makes the groups."""
+class GroupCoordinatorState(CoordinatorState):
+    """State of the coordinator that makes the groups, complete for a checkpoint."""
 
     groups: Groups
-    last: list[
-        int
-    ]  # the group in which each worker was last; -1 = none, so that it has the first model
-    asked: dict[int, Done] = field(
-        default_factory=dict
-    )  # what those who have no group yet have computed
-    running: dict[int, tuple[Group, list[Done]]] = field(
-        default_factory=dict
-    )  # with what its members have, until it is counted
+    # the last group of each worker; -1: none yet, so that it has the initial model
+    last: list[int]
+    # work of each worker that has asked and is in no running group
+    asked: dict[int, Done] = field(default_factory=dict)
+    # running groups by number, with the members' work until it is counted
+    running: dict[int, tuple[Group, list[Done]]] = field(default_factory=dict)
     signal: int = GO  # NEXT or STOP once the stage is over
-    incarnations: dict[int, int] = field(
-        default_factory=dict
-    )  # the present one of each worker that has come back
-    losses: int = 0  # that are taken into account
-    again: dict[int, int] = field(
-        default_factory=dict
-    )  # how often each worker that was lost had been by then
-    yet: dict[int, set[int]] = field(
-        default_factory=dict
-    )  # by group that runs: who is to say what came of it
-    broken: dict[int, set[int]] = field(
-        default_factory=dict
-    )  # ... and whose average has come to nothing
-    donor_of: dict[int, int] = field(
-        default_factory=dict
-    )  # by joining worker: the donor of its model
+    incarnations: dict[int, int] = field(default_factory=dict)  # of each rejoined worker
+    epoch: int = 0  # failures handled so far
+    failures: dict[int, int] = field(default_factory=dict)  # by worker: how often it has failed
+    # by running group: the members that have not reported its end yet
+    unreported: dict[int, set[int]] = field(default_factory=dict)
+    # by running group: the members whose average was aborted
+    aborted: dict[int, set[int]] = field(default_factory=dict)
+    donor_of: dict[int, int] = field(default_factory=dict)  # by joining worker, or NO_DONOR
 
     def enter(self, stage: Stage, now_s: float) -> None:
+        """Enter a stage, unless the state is that of a checkpoint within it."""
         if self.entered == stage.index:
-            return  # it goes on from a checkpoint
+            return
         self.progress.begin(now_s)
         if self.entered is not None:
             generator.reopen(self.groups)
         self.entered, self.signal, self.asked, self.running = stage.index, GO, {}, {}
-        self.yet, self.broken = {}, {}
+        self.unreported, self.aborted = {}, {}
 
 
 class GroupReply(NamedTuple):
-    """The answer to a worker, followed by the members of its group, and by those who are gone. With
-    STOP its work is not used; with NEXT this is the last of it; without members it leaves.
+    """Header of the answer to a worker, followed by its group's members and the failed workers.
+
+    With STOP its work is not used; with NEXT this is its last group. Without members it leaves.
     """
 
     signal: float  # GO, NEXT or STOP
-    group: float
-    samples: float  # applied once this group is done: the learning rate follows them
-    staleness: float  # how many commits it is behind the foremost worker
-    # whether all members come from the same group, so that they share the model that they started
-    # from
-    common: float
-    tick: float  # of the evaluation that wants its model
-    end_ns: float  # of the stage, without members
-    epoch: float = 0  # of the group
-    joiner: float = -1  # who has come, and is to have its model
-    incarnation: float = 0  # ... of the heir
-    size: float = 0  # how many numbers say who the members are
+    group: float  # number of the group
+    samples: float  # applied once this group is done; the learning rate follows them
+    staleness: float  # commits behind the foremost worker
+    common: float  # 1 if all members come from one group, so that they started from one model
+    tick: float  # number of the evaluation that asks for its model
+    end_ns: float  # end of the stage, without members
+    epoch: float = 0  # failures before the group was formed
+    joiner: float = -1  # the joining worker that receives its model; -1: none
+    incarnation: float = 0  # of the joining worker
+    size: float = 0  # how many numbers of the header encode the members
 
 
 HEAD = len(GroupReply._fields)
 
 
 async def worker(ctx: RankContext, stage: Stage, state: Replica) -> int:
-    """Compute on its own model, average with whom the coordinator names, go on; returns the last
-    word.
+    """Run a worker: compute on its own model, then average with the group that the coordinator
+    forms.
+
+    Returns: the final signal, NEXT or STOP.
     """
     state.enter(stage, ctx.rank)
     signal = GO
@@ -186,11 +177,11 @@ async def worker(ctx: RankContext, stage: Stage, state: Replica) -> int:
         signal = int(reply.signal)
         if signal != GO:
             leave_stage(ctx, stage, signal, int(reply.end_ns))
-        how = (work.steps, int(reply.staleness))
         ctx.record_round(
             stage.index,
             state.round,
-            *how,
+            work.steps,
+            int(reply.staleness),
             dropped=signal == STOP,
             loss=work.loss,
             group=list(members),
@@ -202,21 +193,23 @@ async def worker(ctx: RankContext, stage: Stage, state: Replica) -> int:
 async def meet(
     ctx: RankContext, stage: Stage, state: Replica, work: Work
 ) -> tuple[GroupReply, Members]:
-    """Ask for a group and average in it. Once the stage is over, the worker takes part in all that
-    is still in its buffer, as others may wait for it there: under NEXT its work is part of the
-    first of these, under STOP of none.
+    """Ask for a group and average in it.
+
+    Once the stage is over, the worker takes part in all groups that still expect it, because other
+    members wait for it. With NEXT its work is part of the first of them, with STOP of none.
+    Returns: (last reply, members of the first group).
     """
-    body, meta, met = work.body, (work.steps, work.samples, work.loss), None
+    body, meta, first_members = work.body, (work.steps, work.samples, work.loss), None
     while True:
         await ctx.send(stage.lead_rank, stage.tag("ask"), meta=meta)
         message = await ctx.recv(stage.tag("group", state.incarnation), src=stage.lead_rank)
         reply = GroupReply(*message.meta[:HEAD])
-        numbers, gone = (
-            message.meta[HEAD : HEAD + int(reply.size)],
-            message.meta[HEAD + int(reply.size) :],
-        )
-        members, state.away = as_members(numbers), as_members(gone)
-        body, met = None if reply.signal == STOP else body, met or members
+        end = HEAD + int(reply.size)
+        members = as_members(message.meta[HEAD:end])
+        state.away = as_members(message.meta[end:])
+        if reply.signal == STOP:
+            body = None
+        first_members = first_members or members
         team = Team(members, int(reply.epoch), incarnations_in(message))
         result = await average_group(ctx, state.params, body, team, bool(reply.common))
         while result.__class__ is CollectiveAborted:
@@ -227,20 +220,19 @@ async def meet(
             await ctx.send(int(reply.joiner), model_tag(int(reply.incarnation)), state.params)
         if len(members) > 1 and (ctx.rank == members[0] or stage.elastic):
             await ctx.send(stage.lead_rank, stage.tag("done"), meta=(reply.group,))
-        while (
-            reply.signal == GO and state.tick < reply.tick
-        ):  # its model now is what it was at each of them
+        # the present model serves every evaluation that was requested since the last reply
+        while reply.signal == GO and state.tick < reply.tick:
             state.tick += 1
             ctx.snapshot(state.params, tick=state.tick)
         if reply.signal == GO or not members:
-            return reply, met
+            return reply, first_members
         body, meta = None, (0, 0, 0.0)
 
 
 async def average_group(ctx: RankContext, params: Any, body: Any, team: Team, common: bool) -> Any:
-    """(1/g)·Σ_j (x_j + Δ_j), summed in rank order; `CollectiveAborted` where a member
-    failed. Members who
-    share x exchange Δ alone: that is the sum of all-reduce, to the last bit.
+    """Return (1/g)·Σ_j (x_j + Δ_j), summed in rank order; `CollectiveAborted` if a member failed.
+
+    Members with a common x exchange Δ only, which equals the sum of an all-reduce, bit for bit.
     """
     mine = params if body is None else params + body
     members, epoch, incarnations = team
@@ -256,9 +248,10 @@ async def average_group(ctx: RankContext, params: Any, body: Any, team: Team, co
     return total if total.__class__ is CollectiveAborted else params + total
 
 
-async def coordinator(ctx: RankContext, stage: Stage, state: MakerState) -> int:
-    """Make groups until the stage is over, then serve those that were made; returns the
-    last word.
+async def coordinator(ctx: RankContext, stage: Stage, state: GroupCoordinatorState) -> int:
+    """Run the coordinator: make groups until the stage ends, then complete those that were made.
+
+    Returns: the final signal, NEXT or STOP.
     """
     progress, rule = state.progress, rule_in(stage)
     state.enter(stage, ctx.now)
@@ -268,7 +261,7 @@ async def coordinator(ctx: RankContext, stage: Stage, state: MakerState) -> int:
         wakes = rule.wakes(state.groups)
         before_s = deadline_s if wakes is None else min(deadline_s, wakes / 1e9)
         message = await ctx.recv(*coordinator_tags(stage), before_s=before_s)
-        # nobody asks for the coordinator's rounds, so they are not kept
+        # the coordinator's rounds are not reported, so drop their spans
         ctx.time_accounting.end_round()
         if message is None and before_s == deadline_s:
             state.signal, reason = STOP, "seconds"
@@ -276,7 +269,7 @@ async def coordinator(ctx: RankContext, stage: Stage, state: MakerState) -> int:
         on_report(ctx, stage, state, message)
         state.signal, reason = stop_decision(ctx, stage, progress)
         if state.signal != GO:
-            ahead = message  # judged before anybody may go on
+            ahead = message  # judged, but not handled yet
             break
         await on_message(ctx, stage, state, message)
         state.signal, reason = stop_decision(ctx, stage, progress)
@@ -290,12 +283,14 @@ async def coordinator(ctx: RankContext, stage: Stage, state: MakerState) -> int:
 
 
 def coordinator_tags(stage: Stage) -> tuple[Tag, ...]:
-    """The tags of what the coordinator takes in."""
-    return stage.tag("done"), stage.tag("ask"), stage.tag("again"), PEER_FAILED, JOIN
+    """Return the tags of the messages that the coordinator handles."""
+    return stage.tag("done"), stage.tag("ask"), stage.tag("aborted"), PEER_FAILED, JOIN
 
 
-def on_report(ctx: RankContext, stage: Stage, state: MakerState, message: Message | None) -> None:
-    """Note the loss of a worker that asks, or count a group that is done."""
+def on_report(
+    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, message: Message | None
+) -> None:
+    """Record the loss of a worker that asks, or count a group that is done."""
     progress = state.progress
     if message is not None and message.tag[0] == "ask":
         progress.observe(
@@ -306,9 +301,12 @@ def on_report(ctx: RankContext, stage: Stage, state: MakerState, message: Messag
 
 
 async def on_message(
-    ctx: RankContext, stage: Stage, state: MakerState, message: Message | None
+    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, message: Message | None
 ) -> None:
-    """A worker asks, a group is done, or (None) a moment has come that the scheduler waited for."""
+    """Handle a message, or (None) a time at which the scheduler asked to be woken.
+
+    Groups that can begin now begin.
+    """
     now_ns, rule = ctx.now_ns, rule_in(stage)
     if message is None:
         started = generator.wake_up(state.groups, rule, now_ns)
@@ -322,22 +320,25 @@ async def on_message(
         state.donor_of.pop(message.src, None)
         state.asked[message.src] = (int(message.meta[0]), int(message.meta[1]))
         started = generator.request(state.groups, rule, message.src, now_ns)
-    for group in started:  # grows while it is read
+    for group in started:  # the list grows in the loop
         work = [state.asked.pop(member) for member in group.members]
         state.running[group.id] = (group, [] if state.signal == STOP else work)
         await begin(ctx, stage, state, group, work)
         if stage.elastic and len(group.members) > 1:
-            state.yet[group.id], state.broken[group.id] = set(group.members), set()
-        if len(group.members) == 1:  # nobody to wait for
+            state.unreported[group.id], state.aborted[group.id] = set(group.members), set()
+        if len(group.members) == 1:  # a group of one is done at once
             count(ctx, stage, state, group.id)
             del state.running[group.id]
             started += generator.complete_group(state.groups, rule, group, now_ns)
 
 
 async def begin(
-    ctx: RankContext, stage: Stage, state: MakerState, group: Group, work: Sequence[Done]
+    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, group: Group, work: Sequence[Done]
 ) -> None:
-    """Tell the members, who have all come with this work, who they are."""
+    """Tell the members of a group, all of which have asked, that it begins.
+
+    Args: work: (steps, samples) of each member.
+    """
     progress = state.progress
     fresh = state.signal != STOP and all(steps for steps, _ in work)
     common = fresh and len({state.last[member] for member in group.members}) == 1
@@ -347,26 +348,26 @@ async def begin(
     numbers, gone = as_numbers(group.members), failed_as_numbers(stage, progress.gone)
     for member in group.members:
         state.last[member] = group.id
-        behind = progress.fastest - progress.clocks[member]
-        of = (
+        reply = GroupReply(
             state.signal,
             group.id,
             applied,
-            behind,
+            progress.fastest - progress.clocks[member],
             common,
             state.ticks,
             progress.end_ns,
-            state.losses,
+            state.epoch,
+            size=len(numbers),
         )
-        reply = GroupReply(*of, size=len(numbers))
         if state.donor_of and state.signal == GO:
             reply = await assign_joiner(ctx, stage, state, member, reply)
         tag = stage.tag("group", state.incarnations.get(member, 0))
-        await ctx.send(member, tag, lives_of(state, group.members), (*reply, *numbers, *gone))
+        body = encode_failures(state, group.members)
+        await ctx.send(member, tag, body, (*reply, *numbers, *gone))
 
 
-def count(ctx: RankContext, stage: Stage, state: MakerState, number: int) -> None:
-    """What the members of this group had computed is now part of their models."""
+def count(ctx: RankContext, stage: Stage, state: GroupCoordinatorState, number: int) -> None:
+    """Count the work of a group, which is part of its members' models now."""
     group, work = state.running[number]
     if not work:  # counted already, or dropped
         return
@@ -375,15 +376,19 @@ def count(ctx: RankContext, stage: Stage, state: MakerState, number: int) -> Non
 
 
 def commit(
-    ctx: RankContext, stage: Stage, state: MakerState, members: Members, work: Sequence[Done]
+    ctx: RankContext,
+    stage: Stage,
+    state: GroupCoordinatorState,
+    members: Members,
+    work: Sequence[Done],
 ) -> None:
-    """These workers have averaged, each with its own work; one alone has merged its own."""
+    """Count one average of these workers, each with its own work; a worker alone merges its own."""
     progress = state.progress
     assert progress.groups is not None
     progress.merge()
     progress.conflicts = state.groups.conflicts
     for member, (steps, samples) in zip(members, work, strict=True):
-        if steps:  # else it averages once more, with work that was counted before
+        if steps:  # else it averages again, with work that is counted already
             progress.commit(member, steps, samples)
             progress.groups[member] += len(members) > 1
     if stage.stop_criteria.take_evaluation(state, ctx.now):
@@ -391,50 +396,59 @@ def commit(
         ctx.snapshot(None, tick=state.ticks, counts=progress.report(), without=progress.gone)
 
 
-async def drain(ctx: RankContext, stage: Stage, state: MakerState, message: Message | None) -> None:
-    """The stage is over, with this message not taken in yet. Who is still expected in a group
-    averages in it, which leaves the mean of all models as it is; who is not expected anywhere
-    leaves.
+async def drain(
+    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, message: Message | None
+) -> None:
+    """End a stage: complete the groups that wait in buffers, and release all other workers.
 
-    STOP: it ended now. Groups that run count, what else was computed is dropped. NEXT: it ends when
-    the last worker has come, and everybody's work counts, that of who is in no group as its own
-    model's.
+    A worker that is expected in a group averages in it, which keeps the mean of all models.
+    STOP: the stage has ended; groups that are averaging count, and other work is dropped.
+    NEXT: the stage ends with the last worker, and all work counts. A worker without a group counts
+    its work as part of its own model.
+    Args: message: judged, but not handled yet.
     """
-    progress, last = state.progress, state.signal == STOP
-    if last:
+    progress, is_stop = state.progress, state.signal == STOP
+    if is_stop:
         progress.end_ns = end_time_ns(stage, ctx.now_ns)
-        for number in state.running:
-            count(ctx, stage, state, number)
-        for worker, (steps, _) in state.asked.items():
-            progress.count_dropped(worker, steps, RUN_END)
+        count_running_groups(ctx, stage, state)
     generator.close(state.groups)
     for joiner in joiners_without_donor(state):
         await on_message(ctx, stage, state, joiner)
-    away = {*await release_expected(ctx, stage, state)}
-    while len(away | progress.gone) < stage.num_workers:
-        heard = message is not None
+    released = {*await release_expected(ctx, stage, state)}
+    while len(released | progress.gone) < stage.num_workers:
+        is_judged = message is not None
         if message is None:
             message = await ctx.recv(*coordinator_tags(stage))
         is_request = message.tag[0] == "ask"
-        if last and is_request and message.start_ns <= progress.end_ns:
+        if is_stop and is_request and message.start_ns <= progress.end_ns:
             progress.count_dropped(message.src, int(message.meta[0]), RUN_END)
-        elif not last and not heard and (not is_request or message.meta[0]):
+        elif not is_stop and not is_judged and (not is_request or message.meta[0]):
             on_report(ctx, stage, state, message)
         await on_message(ctx, stage, state, message)
         message = None
-        away.update(await release_expected(ctx, stage, state))
-    if not last:
+        released.update(await release_expected(ctx, stage, state))
+    if not is_stop:
         progress.end_ns = end_time_ns(stage, ctx.now_ns)
-        await release_workers(
-            ctx, stage, state, [worker for worker in stage.workers if worker not in progress.gone]
-        )
+        present = [worker for worker in stage.workers if worker not in progress.gone]
+        await release_workers(ctx, stage, state, present)
     elif stage.joins:
         ctx.spawn(reject_late_joins(ctx, state))
 
 
-async def release_expected(ctx: RankContext, stage: Stage, state: MakerState) -> list[int]:
-    """Those who are expected in no group any more: under STOP they leave, under NEXT their work
-    counts first.
+def count_running_groups(ctx: RankContext, stage: Stage, state: GroupCoordinatorState) -> None:
+    """Count the groups that are averaging, and drop the work of workers without a group."""
+    for number in state.running:
+        count(ctx, stage, state, number)
+    for worker, (steps, _) in state.asked.items():
+        state.progress.count_dropped(worker, steps, RUN_END)
+
+
+async def release_expected(
+    ctx: RankContext, stage: Stage, state: GroupCoordinatorState
+) -> list[int]:
+    """Return the workers that no group expects any more.
+
+    With STOP they may leave now. With NEXT their work is counted first.
     """
     idle = generator.release_idle(state.groups)
     if state.signal == STOP:
@@ -448,9 +462,9 @@ async def release_expected(ctx: RankContext, stage: Stage, state: MakerState) ->
 
 
 async def release_workers(
-    ctx: RankContext, stage: Stage, state: MakerState, workers: Sequence[int]
+    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, workers: Sequence[int]
 ) -> None:
-    """These workers may leave the stage."""
+    """Let these workers leave the stage."""
     for worker in workers:
         reply = GroupReply(
             state.signal, -1, state.progress.samples, 0, False, state.ticks, state.progress.end_ns
@@ -459,109 +473,112 @@ async def release_workers(
         await ctx.send(worker, stage.tag("group", state.incarnations.get(worker, 0)), meta=meta)
 
 
-# Groups that lose a member, and workers that rejoin  Groups that lose a member, and workers that
-# come, where models are averaged in groups.  Rule of a loss, once it is noticed: groups that have
-# not begun meet without the lost worker, and new ones have it no longer. Of a group that is
-# averaging, those who are left average anew, as soon as all of them have said whether the sum came
-# to nothing; what the lost worker had computed is dropped with it, or counts where the sum had
-# ended before. On processes it may have ended at some of them alone, and the rest average without
-# these.  Rule of a join: the coordinator names a worker of the next group that begins, which sends
-# its model once it has averaged; where nobody has one any more, the newcomer begins with the first
-# model. It counts as having asked as often as before, and at least as often as whoever has asked
-# least; its optimizer begins anew, and its data go on behind what was counted of it. Groups that it
-# is in learn how often each of their members had been lost: so nobody takes one for its earlier
-# life. Who comes at a border takes part from the next stage on, and who comes when the run is over
-# learns it. A life is known by the moment at which it asked to take part, and what answers it has
-# that as its tag.  From a checkpoint on processes all come anew, each as it was at the top of its
-# loop, with its own model and data. The coordinator counts of each what is in its model, and nobody
-# has asked; what others had of an average that a
-# worker was kept before, they keep.
+# Workers that fail and rejoin
+#
+# Failure: once the coordinator has noticed it, groups that have not begun meet without the failed
+# worker, and new groups do not include it. If a group is averaging, its survivors average again
+# once all of them have reported whether the sum was aborted. The failed worker's work is dropped,
+# or counts if the sum had ended before. On processes the sum may have ended at some members only;
+# the others then average without these.
+#
+# Rejoin: the coordinator names a donor, a worker of the next group that begins. The donor sends its
+# model to the joining worker after that average. If no worker has a model, the joining worker
+# starts from the initial one. Its number of requests is that of before, but at least the least
+# number of a present worker. Its optimizer starts with an empty state, and its data continue behind
+# its counted samples. Groups learn how often each member has failed, so that no
+# member takes another for its earlier incarnation. A worker that asks at a stage boundary joins in
+# the next stage. A worker that asks after the end is told that the run is over. An incarnation is
+# identified by the time of its join request, which is part of the tag of every message to it.
+#
+# Checkpoint on processes: all workers join again, each with the model and data of its own safe
+# point. The coordinator counts what each model contains, and no worker has asked. If a worker was
+# saved before an average, the other members of that group keep their part of it.
 
 
-NOBODY = -1
-OWN = -2  # minus a worker: in place of its last group, where its model is nobody else's
+NO_DONOR = -1
+OWN = -2  # minus a rank: stands for its last group if no other worker has its model
 
 
 class Admission(NamedTuple):
-    """What the coordinator tells a newcomer."""
+    """The coordinator's answer to a join request."""
 
-    signal: float  # GO; STOP where the run is over
-    end_ns: float  # of the run, with STOP
-    stage: float = 0.0
-    state_donor: float = NOBODY  # who sends its model
-    samples: float = 0.0
-    rounds: float = 0.0  # its own, applied or dropped
-    done: float = 0.0  # ... of the steps
-    tick: float = 0.0  # of the last evaluation
+    signal: float  # GO; STOP if the run is over
+    end_ns: float  # end of the run, with STOP
+    stage: float = 0.0  # index of the present stage
+    state_donor: float = NO_DONOR  # the worker that sends its model
+    samples: float = 0.0  # applied so far, of all workers
+    rounds: float = 0.0  # the worker's own rounds, applied or dropped
+    done: float = 0.0  # steps in these rounds
+    tick: float = 0.0  # number of the last evaluation
 
 
 class Team(NamedTuple):
-    """Those who average, and what sets them apart from who else were or will be these ranks."""
+    """Members of one average, with numbers that tell it from other averages of these ranks."""
 
     members: Members
-    epoch: int
-    incarnations: tuple[int, ...]
+    epoch: int  # failures before it was formed
+    incarnations: tuple[int, ...]  # failures of each member, or empty if there was none
 
 
 def model_tag(incarnation: int) -> Tag:
     return "model", 0, incarnation
 
 
-def lives_of(state: MakerState, members: Members) -> Tensor | None:
-    """How often each of these had been lost, as a body, where one has come back."""
-    if not state.again or state.again.keys().isdisjoint(members):
+def encode_failures(state: GroupCoordinatorState, members: Members) -> Tensor | None:
+    """Return how often each member has failed, as a payload; None if none of them has."""
+    if not state.failures or state.failures.keys().isdisjoint(members):
         return None
-    return torch.tensor([state.again.get(member, 0) for member in members])
+    return torch.tensor([state.failures.get(member, 0) for member in members])
 
 
 def incarnations_in(message: Message) -> tuple[int, ...]:
     return () if message.body is None else tuple(message.body.tolist())
 
 
-# At the coordinator
+# Membership at the coordinator
 
 
 async def on_membership(
-    ctx: RankContext, stage: Stage, state: MakerState, message: Message
+    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, message: Message
 ) -> list[Group]:
-    """A worker is lost, or asks to take part; returns the groups that begin now. Raises AshlError
-    where too few are left.
+    """Handle a worker failure or a join request. Returns: the groups that begin now.
+
+    Raises: AshlError if too few workers remain.
     """
     rank, started = message.src, list[Group]()
     if message.tag == PEER_FAILED:
-        state.losses += 1
-        state.again[rank] = int(message.meta[0]) + 1
+        state.epoch += 1
+        state.failures[rank] = int(message.meta[0]) + 1
         started = remove_failed(ctx, stage, state, rank)
     else:
-        state.donor_of[rank], state.incarnations[rank] = NOBODY, int(message.meta[0])
-        if (
-            rank not in state.progress.gone and state.signal != GO
-        ):  # nobody will give it a model in this stage any more
+        state.donor_of[rank], state.incarnations[rank] = NO_DONOR, int(message.meta[0])
+        if rank not in state.progress.gone and state.signal != GO:
+            # the stage is over, so no donor will be named in it
             started = continue_without(ctx, stage, state, rank)
-    if (
-        state.signal == GO and not {*stage.workers} - state.progress.gone - state.donor_of.keys()
-    ):  # nobody has one
-        for joiner in [
-            joiner for joiner, state_donor in state.donor_of.items() if state_donor == NOBODY
-        ]:
-            await admit(ctx, stage, state, joiner, NOBODY)
+    with_model = {*stage.workers} - state.progress.gone - state.donor_of.keys()
+    if state.signal == GO and not with_model:
+        for joiner in [rank for rank, donor in state.donor_of.items() if donor == NO_DONOR]:
+            await admit(ctx, stage, state, joiner, NO_DONOR)
             del state.donor_of[joiner]
     return started
 
 
-def joiners_without_donor(state: MakerState) -> list[Message]:
-    """Newcomers of a stage that is over, who will have no model in it: as if they came now."""
+def joiners_without_donor(state: GroupCoordinatorState) -> list[Message]:
+    """Return new join requests of the workers that get no donor, because the stage is over."""
     waiting = [
         rank
         for rank, state_donor in state.donor_of.items()
-        if state_donor == NOBODY and rank not in state.progress.gone
+        if state_donor == NO_DONOR and rank not in state.progress.gone
     ]
     return [Message(rank, JOIN, None, (state.incarnations[rank],), 0) for rank in waiting]
 
 
-def remove_failed(ctx: RankContext, stage: Stage, state: MakerState, rank: int) -> list[Group]:
+def remove_failed(
+    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, rank: int
+) -> list[Group]:
     progress = state.progress
-    state.donor_of.pop(rank, None)  # whom it was to give its model hears of it, too, and asks again
+    # a worker that waits for the model of this one is notified, too, and asks again
+    state.donor_of.pop(rank, None)
     if rank in progress.gone:
         return []
     started = continue_without(ctx, stage, state, rank)
@@ -569,50 +586,56 @@ def remove_failed(ctx: RankContext, stage: Stage, state: MakerState, rank: int) 
     return started
 
 
-def continue_without(ctx: RankContext, stage: Stage, state: MakerState, rank: int) -> list[Group]:
-    """Go on without a worker."""
+def continue_without(
+    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, rank: int
+) -> list[Group]:
+    """Remove a worker from progress and groups. Returns: the groups that begin now."""
     state.progress.remove_worker(rank)
     steps, _ = state.asked.pop(rank, (0, 0))
     state.progress.count_dropped(rank, steps, FAILURE)
     started = generator.remove_worker(state.groups, cast("GroupRule", stage.sync), rank, ctx.now_ns)
-    for number, members in state.yet.items():
-        if rank in members | state.broken[number]:
+    for number, members in state.unreported.items():
+        if rank in members | state.aborted[number]:
             members.discard(rank)
-            state.broken[number].discard(rank)
+            state.aborted[number].discard(rank)
             if not members:
                 ctx.spawn(remind(ctx, stage, number))
     return started
 
 
 async def remind(ctx: RankContext, stage: Stage, number: int) -> None:
-    """All who are left of a group have reported: that is taken in as if the last one did so now."""
-    await ctx.send(ctx.rank, stage.tag("again"), meta=(number,))
+    """Make the coordinator handle a group whose survivors have all reported already."""
+    await ctx.send(ctx.rank, stage.tag("aborted"), meta=(number,))
 
 
-def report_group(state: MakerState, message: Message) -> bool:
-    """Where workers may be lost: a member of a group has averaged, or its average came to nothing.
-    Whether others of the group have still to say so.
+def report_group(state: GroupCoordinatorState, message: Message) -> bool:
+    """Record that a member has averaged, or that its average was aborted.
+
+    Returns: True if other members have not reported yet.
     """
     number = int(message.meta[0])
-    if number not in state.yet:
+    if number not in state.unreported:
         return number not in state.running
-    if message.tag[0] == "again" and message.src in state.yet[number]:
-        state.broken[number].add(message.src)
-    state.yet[number].discard(message.src)
-    return bool(state.yet[number])
+    if message.tag[0] == "aborted" and message.src in state.unreported[number]:
+        state.aborted[number].add(message.src)
+    state.unreported[number].discard(message.src)
+    return bool(state.unreported[number])
 
 
 async def complete_if_reported(
-    ctx: RankContext, stage: Stage, state: MakerState, number: int
+    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, number: int
 ) -> list[Group]:
-    """All who are left of a group have said what came of it; returns the groups that begin now."""
+    """Complete a group whose survivors have all reported; an aborted average is repeated.
+
+    Returns: the groups that begin now.
+    """
     group, work = state.running[number]
-    left = tuple(sorted(state.broken.get(number, ())))
-    if not left:
-        state.yet.pop(number, None)
-        state.broken.pop(number, None)
+    repeating = tuple(sorted(state.aborted.get(number, ())))
+    if not repeating:
+        state.unreported.pop(number, None)
+        state.aborted.pop(number, None)
         del state.running[number]
-        if work:  # nobody is left of it
+        if work:  # no member survives
             for member, (steps, _) in zip(group.members, work, strict=True):
                 state.progress.count_dropped(member, steps, FAILURE)
         return generator.complete_group(
@@ -620,28 +643,31 @@ async def complete_if_reported(
         )
     if work:
         each = dict(zip(group.members, work, strict=True))
-        for member in each.keys() - {*left}:
+        for member in each.keys() - {*repeating}:
             state.progress.count_dropped(member, each[member][0], FAILURE)
-        work = [each[member] for member in left]
-    state.running[number] = Group(number, left), work
-    state.yet[number], state.broken[number] = set(left), set()
-    for member in left:
-        meta = (state.losses, *as_numbers(left))
-        await ctx.send(member, stage.tag("anew", number), lives_of(state, left), meta)
-    ended = Group(number, tuple(member for member in group.members if member not in left))
+        work = [each[member] for member in repeating]
+    state.running[number] = Group(number, repeating), work
+    state.unreported[number], state.aborted[number] = set(repeating), set()
+    for member in repeating:
+        meta = (state.epoch, *as_numbers(repeating))
+        body = encode_failures(state, repeating)
+        await ctx.send(member, stage.tag("regroup", number), body, meta)
+    ended = Group(number, tuple(member for member in group.members if member not in repeating))
     return generator.complete_group(state.groups, cast("GroupRule", stage.sync), ended, ctx.now_ns)
 
 
 async def assign_joiner(
-    ctx: RankContext, stage: Stage, state: MakerState, state_donor: int, reply: GroupReply
+    ctx: RankContext,
+    stage: Stage,
+    state: GroupCoordinatorState,
+    state_donor: int,
+    reply: GroupReply,
 ) -> GroupReply:
-    """The reply to a worker, with the newcomer that is to have its model, where one waits
-    for it.
-    """
-    joiner = next(
-        (rank for rank, named in state.donor_of.items() if named == NOBODY and rank != state_donor),
-        None,
-    )
+    """Make this worker the donor of a joining worker that waits for one, and tell it so."""
+    waiting = [
+        rank for rank, donor in state.donor_of.items() if donor == NO_DONOR and rank != state_donor
+    ]
+    joiner = next(iter(waiting), None)
     if joiner is None or state_donor in state.donor_of:
         return reply
     state.donor_of[joiner] = state_donor
@@ -650,11 +676,9 @@ async def assign_joiner(
 
 
 async def admit(
-    ctx: RankContext, stage: Stage, state: MakerState, joiner: int, state_donor: int
+    ctx: RankContext, stage: Stage, state: GroupCoordinatorState, joiner: int, state_donor: int
 ) -> None:
-    """A newcomer takes part from now on, with the model of this worker; with nobody's, the first
-    one.
-    """
+    """Admit a joining worker, with its donor's model, or the initial one for `NO_DONOR`."""
     progress = state.progress
     if joiner in progress.gone:
         progress.join(joiner)
@@ -673,17 +697,20 @@ async def admit(
 
 
 async def gather_workers(
-    ctx: RankContext, stages: Sequence[Stage], index: int, state: MakerState
-) -> tuple[int, MakerState]:
-    """From a checkpoint: nothing is on its way, and all workers come anew, as they were."""
-    stage, progress, came = stages[index], state.progress, dict[int, Message]()
+    ctx: RankContext, stages: Sequence[Stage], index: int, state: GroupCoordinatorState
+) -> tuple[int, GroupCoordinatorState]:
+    """Restore the coordinator from a checkpoint: drop messages in flight and await all workers.
+
+    It counts what each worker's model contains. Returns: (index of the stage, state).
+    """
+    stage, progress, requests = stages[index], state.progress, dict[int, Message]()
     generator.reopen(state.groups)
-    state.asked, state.running, state.yet, state.broken, state.donor_of = {}, {}, {}, {}, {}
+    state.asked, state.running, state.unreported, state.aborted, state.donor_of = {}, {}, {}, {}, {}
     state.last = [OWN - rank for rank in stage.workers]
-    while len(came) < stage.num_workers:
+    while len(requests) < stage.num_workers:
         message = await ctx.recv(JOIN)
-        came[message.src] = message
-    for rank, message in sorted(came.items()):
+        requests[message.src] = message
+    for rank, message in sorted(requests.items()):
         incarnation, rounds, steps = map(int, message.meta)
         counted, before = progress.rounds_and_steps_of(rank)
         more = steps - before
@@ -692,51 +719,47 @@ async def gather_workers(
         progress.join(rank)
         state.incarnations[rank] = incarnation
     for rank in stage.workers:
-        admission = Admission(GO, 0, stage.index, NOBODY, progress.samples, tick=state.ticks)
+        admission = Admission(GO, 0, stage.index, NO_DONOR, progress.samples, tick=state.ticks)
         await ctx.send(rank, admission_tag(state.incarnations[rank]), None, admission)
     return index, state
 
 
-async def reject_late_joins(ctx: RankContext, state: MakerState) -> None:
-    """Once all others are let go: whoever has come, or comes, learns that the run is over."""
+async def reject_late_joins(ctx: RankContext, state: GroupCoordinatorState) -> None:
+    """Tell each worker that asks to join after the end that the run is over; never returns."""
     while True:
         for rank in state.donor_of:
-            await ctx.send(
-                rank,
-                admission_tag(state.incarnations[rank]),
-                None,
-                Admission(STOP, state.progress.end_ns),
-            )
+            admission = Admission(STOP, state.progress.end_ns)
+            await ctx.send(rank, admission_tag(state.incarnations[rank]), None, admission)
         state.donor_of.clear()
         message = await ctx.recv(JOIN, PEER_FAILED)
         if message.tag == JOIN:
-            state.donor_of[message.src], state.incarnations[message.src] = (
-                NOBODY,
-                int(message.meta[0]),
-            )
+            state.donor_of[message.src] = NO_DONOR
+            state.incarnations[message.src] = int(message.meta[0])
 
 
-# At a worker
+# Membership at a worker
 
 
 async def form_remaining_group(ctx: RankContext, stage: Stage, number: float) -> Team:
-    """An average has come to nothing: who is left of this group."""
-    await ctx.send(stage.lead_rank, stage.tag("again"), meta=(number,))
-    message = await ctx.recv(stage.tag("anew", int(number)), src=stage.lead_rank)
-    epoch, *left = message.meta
-    return Team(as_members(left), int(epoch), incarnations_in(message))
+    """Report an aborted average. Returns: the members that repeat it."""
+    await ctx.send(stage.lead_rank, stage.tag("aborted"), meta=(number,))
+    message = await ctx.recv(stage.tag("regroup", int(number)), src=stage.lead_rank)
+    epoch, *members = message.meta
+    return Team(as_members(members), int(epoch), incarnations_in(message))
 
 
 async def join(
     ctx: RankContext, stages: Sequence[Stage], state: Replica, kept: bool = False
 ) -> tuple[int, Any] | None:
-    """At a worker that comes while the others run: the stage that they are in, and its state there;
-    None where the run is over. `kept`: all come, and this is its state from a checkpoint.
+    """Join a running run as a worker.
+
+    Args: kept: True if `state` is that of a checkpoint, from which all workers resume.
+    Returns: (index of the present stage, state in it); None if the run is over.
     """
     done = (state.round, state.step) if kept else ()
     while True:
         while await ctx.recv(PEER_FAILED, before_s=ctx.now):
-            pass  # what was before is of no concern
+            pass  # failures before this worker joined do not concern it
         state.incarnation = int(float(ctx.now_ns)) + (state.incarnation == ctx.now_ns)
         await ctx.send(stages[0].lead_rank, JOIN, None, (state.incarnation, *done))
         admission = Admission(
@@ -745,7 +768,7 @@ async def join(
         if admission.signal == STOP:
             ctx.time_accounting.close_at(int(admission.end_ns))
             return None
-        if admission.state_donor == NOBODY:
+        if admission.state_donor == NO_DONOR:
             break
         message = await ctx.recv(
             model_tag(state.incarnation), PEER_FAILED, src=int(admission.state_donor)
