@@ -1,3 +1,4 @@
-"""How models meet: the mechanism of an exchange, with the loop of each role. Who may go on is the
-sync mode's rule.
+"""Topologies: the mechanism by which models are exchanged, with the loop of each role.
+
+The sync mode decides which workers may proceed.
 """

@@ -63,7 +63,7 @@ from ashl.topology.ending import (
     local_stop,
 )
 from ashl.topology.estimate import next_batch
-from ashl.topology.exchange import Coding, exchange_update
+from ashl.topology.exchange import BucketEncoder, exchange_update
 from ashl.topology.fragments import codec_states_of, finish_piece, fragment_at, take_local_steps
 from ashl.topology.local_work import (
     Work,
@@ -733,7 +733,7 @@ async def sum_overlapped(
     Afterwards `team.loss` and `team.signal` are sums.
     Returns: (work, weighted sum).   Raises: GroupBrokenError, once the gradient is complete.
     """
-    coding = Coding.of(team, stage, state, version) if stage.links else None
+    coding = BucketEncoder.of(team, stage, state, version) if stage.links else None
     others = replace(team, carried=True)
     if state.redo is None:
         work, bodies, sums = await compute_and_sum(others, coding, stage, state)
@@ -754,7 +754,7 @@ async def sum_overlapped(
 
 
 async def compute_and_sum(
-    team: ProcessGroup, coding: Coding | None, stage: Stage, state: PeerState
+    team: ProcessGroup, coding: BucketEncoder | None, stage: Stage, state: PeerState
 ) -> tuple[Work, Bodies, list[Any]]:
     """Compute one gradient and exchange its buckets, except the last, until a worker fails.
 
@@ -776,7 +776,7 @@ async def compute_and_sum(
 
 
 async def sum_as_ready(
-    team: ProcessGroup, coding: Coding | None, tags: Sequence[Tag]
+    team: ProcessGroup, coding: BucketEncoder | None, tags: Sequence[Tag]
 ) -> tuple[Bodies, list[Any]]:
     """Exchange each bucket as soon as it is ready; stop exchanging at one that is aborted.
 
@@ -791,7 +791,7 @@ async def sum_as_ready(
 
 
 async def sum_parts(
-    team: ProcessGroup, coding: Coding | None, bodies: Bodies, first: int = 0
+    team: ProcessGroup, coding: BucketEncoder | None, bodies: Bodies, first: int = 0
 ) -> list[Any]:
     """Exchange these buckets in order. Returns: the sums, up to the first that is aborted."""
     sums = list[Any]()
@@ -803,7 +803,7 @@ async def sum_parts(
     return sums
 
 
-async def sum_part(team: ProcessGroup, coding: Coding | None, k: int, body: Any) -> Any:
+async def sum_part(team: ProcessGroup, coding: BucketEncoder | None, k: int, body: Any) -> Any:
     return await (
         team.all_reduce(body, team.weight)
         if coding is None

@@ -26,9 +26,8 @@ from ashl.stage.progress import RUN_END, STAGE_END, Progress, RunProgress
 from ashl.stage.stage import GO, NEXT, STOP, Stage
 
 JOIN = "join"
-# What rank 0 alone can know, as the number that rides on the next exchange: why the run ends, or
-# that the stage does,
-# or that a worker has come
+# reasons that rank 0 piggybacks on the next exchange by their position: the end of the run, the end
+# of the stage ("next"), or a join request
 REASONS = (None, "seconds", *TARGETS, PATIENCE, "interrupted", "next", JOIN)
 
 
@@ -55,25 +54,28 @@ def keep_within_budget(
     progress: Any = None,
     now_ns: int | None = None,
 ) -> bool:
-    """Ridden: whether a merge comes too late. `params` and `progress` are the model and the counts
-    before it, the latter the state's where the merge has not been counted; `now_ns` is when it
-    came, if not now.
+    """Save the state before the first merge that ends after the budget (piggybacked signals).
+
+    Args: params, progress: model and counts before the merge; None: `state.progress` does not count
+    it yet. now_ns: time of the merge, None for now.
+    Returns: True if this merge, or an earlier one, ended after the budget.
     """
     if (
         state.in_time is None
         and (ctx.now_ns if now_ns is None else now_ns) > stage.stop_criteria.deadline_ns
     ):
         progress = progress or state.progress
-        counts = (
-            ctx.rank == stage.lead_rank or stage.elastic or not isinstance(progress, Progress)
-        )  # others only look at it
+        # other ranks only read their progress, so a reference will do
+        counts = ctx.rank == stage.lead_rank or stage.elastic or not isinstance(progress, Progress)
         state.in_time = InTime(params, progress.copy() if counts else progress)
     return state.in_time is not None
 
 
 def within_budget(ctx: RankContext, stage: Stage, state: Budgeted, reason: str) -> str:
-    """Ridden, at the end of the run: back to what was in time, with what came later dropped;
-    returns the reason.
+    """Restore the state of the last merge within the budget, and drop later work (piggybacked
+    signals).
+
+    Returns: the reason of the end, which is "seconds" if later work was dropped.
     """
     if state.in_time is None:
         return reason
@@ -118,7 +120,7 @@ def local_stop(ctx: RankContext, stage: Stage, progress: RunProgress) -> str | N
 
 
 def record_end(ctx: RankContext, stage: Stage, progress: Progress, reason: str | None) -> None:
-    """The home rank: how the stage ended, and what had been counted by then."""
+    """Record at the lead rank how the stage ended, with the progress until then."""
     ctx.emit(
         StageEnd(ctx.rank, stage.index, stage.plan.name, reason, progress.end_ns, progress.report())
     )
@@ -127,8 +129,9 @@ def record_end(ctx: RankContext, stage: Stage, progress: Progress, reason: str |
 def end_piggybacked(
     ctx: RankContext, stage: Stage, state: Budgeted, reason: str, now_ns: int
 ) -> int:
-    """Ridden: this rank's stage ended at that moment; returns the last word. Of a rule by which the
-    stage gave way, the home rank records the name.
+    """End this rank's stage at `now_ns`. Returns: the final signal, NEXT or STOP.
+
+    If a rule ended the stage, the lead rank records the name of that rule.
     """
     signal = NEXT if reason == "next" and stage.following else STOP
     if signal == STOP:
@@ -138,20 +141,15 @@ def end_piggybacked(
         if reason == "next":
             rule = stage.stop_criteria.stage_end_reason(progress, ctx.now, ctx.scores)
             reason = rule or next(iter(stage.plan.until), reason)
-        late = (
-            signal == NEXT and state.in_time
-        )  # no later stage ends in time either, and the run goes back to this
-        record_end(
-            ctx,
-            stage,
-            replace(state.in_time.progress, end_ns=progress.end_ns) if late else progress,
-            reason,
-        )
+        # later stages end after the budget, too, so the run goes back to this state
+        late = signal == NEXT and state.in_time
+        counted = replace(state.in_time.progress, end_ns=progress.end_ns) if late else progress
+        record_end(ctx, stage, counted, reason)
     return leave_stage(ctx, stage, signal, progress.end_ns)
 
 
 def leave_stage(ctx: RankContext, stage: Stage, signal: int, end_ns: int) -> int:
-    """Close a rank's books of a stage that ended at `end_ns`; returns the word."""
+    """Close a rank's time accounting of a stage that ended at `end_ns`. Returns: the signal."""
     if signal == NEXT:
         ctx.emit(StageBoundary(ctx.rank, stage.index, ctx.time_accounting.totals_until(end_ns)))
     else:

@@ -1,26 +1,22 @@
-"""The gradient that a worker exchanges: an estimate of that of its own objective, the mean loss
-over its shard.
+"""Gradient estimators: the gradient that a worker exchanges, of the mean loss over its shard.
 
-Rule, on the model w that was pulled:
+Rule, on the pulled model w:
     minibatch   ∇f(w; batch)
-    full        ∇f(w; shard), summed over parts of the size of a batch; costs as many samples as the
-                shard has
-    svrg        ∇f(w; batch) − ∇f(s; batch) + ∇f(s; shard) with a snapshot s of w that is taken anew
-                once the
-                minibatches have gone over the shard; costs two minibatches, and the shard with each
-                snapshot
+    full        ∇f(w; shard), summed over parts of the size of a batch; costs as many samples as
+                the shard has
+    svrg        ∇f(w; batch) − ∇f(s; batch) + ∇f(s; shard) with a snapshot s of w, renewed after
+                each pass over the shard; costs two minibatches, and the shard with each snapshot
     moments     ∇f(w; batch), and with it v = Σ_p (share_p · ∇f(w; part_p))² over parts of the
                 minibatch
-    statistics  no gradient, but what the optimizer makes of the shard (`ashl.optimizer.bcd`)
+    statistics  no gradient, but the optimizer's statistics of the shard (`ashl.optimizer.bcd`)
 
-Which of them is for the optimizer, the sync mode or the codec to say, the latter two as
-`estimator`. With parts of one sample, v is Σ (∇f(w; z)/B)² over the samples z of the batch; larger
-ones are a fair stand-in, of the same mean where gradients are mere noise, and larger by their size
-where they are not: then fewer coordinates count as sure.
+The optimizer, or the `estimator` of the sync mode or the codec, selects one. With parts of one
+sample, v is Σ (∇f(w; z)/B)² over the samples z of the batch. Larger parts approximate it: v has the
+same mean if gradients are pure noise. Otherwise v is larger, so fewer coordinates count as certain.
 
-Limits: augmentation and dropout of full gradients are always the same, so that f is one function;
-those of minibatches change, and svrg is centred on the former. Minibatches of svrg and their
-anchors draw alike.
+Limits: augmentation and dropout of full gradients are fixed, so that f is one function. For
+minibatches they vary, and svrg is centred on the fixed ones. The minibatches of svrg use equal
+random numbers at w and at s.
 
 Source: Johnson and Zhang, "Accelerating Stochastic Gradient Descent using Predictive Variance
 Reduction", NIPS 2013; Tsuzuku et al., "Variance-based Gradient Compression for Efficient
@@ -36,9 +32,7 @@ from ashl.stage.stage import Stage
 
 
 class Anchor(NamedTuple):
-    """A snapshot of the model, the gradient there over the whole shard, and the samples drawn until
-    then.
-    """
+    """Snapshot of the model: its gradient over the whole shard, and the samples drawn before it."""
 
     params: Any
     gradient: Any
@@ -46,17 +40,16 @@ class Anchor(NamedTuple):
 
 
 def next_batch(state: Any) -> tuple[int, range]:
-    """The worker's next minibatch: its number, and where it lies in the worker's stream of
-    samples.
-    """
+    """Draw the worker's next minibatch. Returns: (number, range in its stream of samples)."""
     number, first = state.step, state.drawn
     state.step, state.drawn = number + 1, first + state.batch
     return number, range(first, state.drawn)
 
 
 async def estimate_gradient(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any, int]:
-    """(mean loss seen, gradient at `state.params`, samples that it is of), by the stage's
-    estimator.
+    """Estimate the gradient at `state.params` with the stage's estimator.
+
+    Returns: (mean loss, gradient, samples that it covers).
     """
     trainer, rank, params, kind = stage.trainer, ctx.rank, state.params, stage.estimator
     if kind == "full":
@@ -85,7 +78,7 @@ async def estimate_gradient(ctx: RankContext, stage: Stage, state: Any) -> tuple
 
 
 async def average_over_shard(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any, int]:
-    """The same over all samples of the worker."""
+    """Return (mean loss, gradient, samples) over all samples of the worker."""
     size = stage.trainer.shard_size(ctx.rank)
     work = partial(
         stage.trainer.full_gradient, state.params, ctx.rank, stage.worker(ctx.rank).batch
@@ -94,7 +87,7 @@ async def average_over_shard(ctx: RankContext, stage: Stage, state: Any) -> tupl
 
 
 async def reduce_variance(ctx: RankContext, stage: Stage, state: Any) -> tuple[float, Any]:
-    """(loss, ∇f(w; batch) − ∇f(s; batch)) on the next minibatch."""
+    """Return (loss, ∇f(w; batch) − ∇f(s; batch)) on the next minibatch."""
     step, span = next_batch(state)
     work = partial(
         stage.trainer.reduced_gradient, state.params, state.anchor.params, ctx.rank, step, span

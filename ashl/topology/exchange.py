@@ -1,13 +1,12 @@
-"""How the workers of an all-reduce come to the weighted sum of what they have, with and without
-compression.
+"""Weighted sum of the workers' vectors under all-reduce, with and without compression.
 
-Rule: everybody ends with Σ_j c_j·C(x_j), the same to the bit on all. A codec without loss, or one
-that is linear, is summed on its way: 2(n − 1)/n of a body each way. The bodies of any other are
-gathered, (n − 1) each way, all padded to the length of the longest, and every worker decodes and
-sums all of them in rank order: it grows with n, and beats a dense sum while a body is shorter than
-2/n of the vector. A `Collective` codec has a protocol of its own.
+Rule: every worker ends with Σ_j c_j·C(x_j), identical on all, bit for bit. Lossless and linear
+codecs use an all-reduce: 2(n − 1)/n of a payload each way. Payloads of other codecs are gathered: n
+− 1 of them each way, padded to the longest. Every worker decodes all of them and sums in rank
+order. That traffic grows with n, and beats a dense all-reduce while a payload is shorter than 2/n
+of the vector. A `Collective` codec has a protocol of its own.
 
-What rides along is the team's, see `ashl.stage.process_group`.
+`ashl.stage.process_group` piggybacks loss and signal on these messages.
 
 Source: gathering as in Alistarh et al., "QSGD", NeurIPS 2017.
 """
@@ -45,9 +44,11 @@ from ashl.topology.local_work import (
 async def exchange_update(
     team: ProcessGroup, stage: Stage, state: WorkerState, progress: Progress, tick: int, x: Vector
 ) -> Vector:
-    """Σ c·C(x), or Σ c·x where the rule says so, at the merge of this number; `team.loss` and
-    `team.word` are sums then. Of an update that is not finite nothing is made: the mean loss says
-    so.
+    """Return Σ_j c_j·C(x_j), or Σ_j c_j·x_j if the codec is lossless or the sync mode asks for it.
+
+    Args: tick: number of the merge; x: this worker's update.
+    Afterwards `team.loss` and `team.signal` are sums. An update that is not finite is replaced by
+    zeros and makes the mean loss NaN.
     """
     ctx = team.ctx
     if stage.link.traits.lossless or stage.sync.sums_whole(stage, progress):
@@ -66,11 +67,12 @@ async def exchange_update(
 async def exchange_compressed(
     team: ProcessGroup, stage: Stage, state: WorkerState, tick: int, x: Vector
 ) -> Vector:
-    """The same by the codec's own way."""
+    """Sum the updates as the codec requires: its own protocol, an all-reduce, or an all-gather."""
     link, context = stage.link, context_of(stage, team.ctx.rank, state, tick)
     if isinstance(link.innermost, Collective):
         return await run_collective_codec(team, stage, state, link.innermost, x, context)
-    if link.traits.linear:  # what adds up is alike in shape
+    # payloads that are added must have equal shapes, so all workers use one density
+    if link.traits.linear:
         x, context = x * team.weight, context._replace(ratio=least_ratio(stage), weight=team.weight)
     body = await team.compute(partial(link.encode, state.ends, x, context), work=1)
     report_health(team.ctx, stage, state, x, [(link, state.ends, body)])
@@ -88,7 +90,9 @@ async def run_collective_codec(
     x: Vector,
     context: EncodeContext,
 ) -> Vector:
-    """What a protocol over all workers comes to. Raises TeamBrokenError where a worker is lost."""
+    """Run the codec's own protocol over all workers. Raises: GroupBrokenError if a worker has
+    failed.
+    """
     link = stage.link
     try:
         if isinstance(x, SizeOnly):
@@ -106,7 +110,7 @@ async def run_collective_codec(
 async def gather_payloads(
     team: ProcessGroup, stage: Stage, state: WorkerState, x: Vector, body: Body
 ) -> Vector:
-    """Everybody's bodies, decoded and summed by everybody alike."""
+    """Gather the payloads of all workers, decode and sum them."""
     bodies = await team.all_gather(body)
     if isinstance(x, SizeOnly):
         return await team.decode(lambda: x, team.size)
@@ -118,44 +122,48 @@ async def gather_payloads(
 
 
 def least_ratio(stage: Stage) -> float:
-    """The density that all workers of a sum agree on."""
+    """Return the least density of all workers, which is common to payloads that are added."""
     return min(worker.compression_ratio for worker in stage.plan.workers)
 
 
-# Parts of a vector, encoded one by one  A codec in each message of a gradient that travels in
-# parts: each selects, and keeps what it left out, by itself.  Rule: the elements x_k of message k
-# are encoded as soon as they are there, before backward goes on, with their own part of what the
-# sender keeps: p_k = x_k + e_k is sent as C(p_k), and e_k ← p_k − C(p_k). Messages that add up are
-# summed on their way, the others are gathered, and all are decoded once the last one is there.
-# Limits: the sum is the same to the bit as that of one message in which the codec is applied part
-# by part; one part is no overlap. Source: Shi et al., "Layer-wise Adaptive Gradient Sparsification
-# for Distributed Deep Learning with
-# Convergence Guarantees", ECAI 2020.
+# Bucketed encoding: a codec that encodes each bucket of a gradient separately
+#
+# Rule: the elements x_k of bucket k are encoded as soon as they are computed, before backward
+# continues, with their part of the sender's residual: p_k = x_k + e_k is sent as C(p_k), and
+# e_k ← p_k − C(p_k). Linear payloads are summed by all-reduce, others are gathered. All buckets are
+# decoded once the last one has arrived.
+#
+# Limits: the sum equals that of one message whose codec is applied bucket by bucket, bit for bit;
+# with one bucket nothing overlaps. Source: Shi et al., "Layer-wise Adaptive Gradient Sparsification
+# for Distributed Deep Learning with Convergence Guarantees", ECAI 2020.
 
 
 @dataclass
-class Coding:
-    """The messages of one gradient, counted from 0 as backward comes to them."""
+class BucketEncoder:
+    """Encoding of the buckets of one gradient, numbered from 0 in backward order."""
 
     team: ProcessGroup
     stage: Stage
     state: WorkerState
     version: int
-    ends: list[CodecState]  # of each message
+    ends: list[CodecState]  # by bucket
     contexts: list[EncodeContext]
-    vectors: dict[int, Vector] = field(default_factory=dict)  # what was to be sent
-    bodies: dict[int, Body] = field(default_factory=dict)  # ... and what is
+    vectors: dict[int, Vector] = field(default_factory=dict)  # gradient by bucket
+    bodies: dict[int, Body] = field(default_factory=dict)  # payload by bucket
     finite: bool = True
 
     @classmethod
-    def of(cls, team: ProcessGroup, stage: Stage, state: WorkerState, version: int) -> Coding:
-        """Before the gradient is computed."""
+    def of(
+        cls, team: ProcessGroup, stage: Stage, state: WorkerState, version: int
+    ) -> BucketEncoder:
+        """Prepare the encoding, before the gradient is computed."""
         ends = [
             replace(state.ends, sender=slice_state(state.ends.sender, m.start, m.stop))
             for m in stage.messages
         ]
         context, contexts = context_of(stage, team.ctx.rank, state, version), []
-        if stage.link.traits.linear:  # what adds up is alike in shape
+        # payloads that are added must have equal shapes, so all workers use one density
+        if stage.link.traits.linear:
             context = context._replace(ratio=least_ratio(stage), weight=team.weight)
         for k, link in enumerate(stage.links):
             ratio = stage.overlap.shares[k] if stage.overlap.shares else context.ratio
@@ -164,12 +172,17 @@ class Coding:
 
     @property
     def encoding(self) -> Encoding:
-        """Of all elements it is one encoding, of each message its part of it."""
+        """Return the work of encoding as an effect: each bucket takes its part of the work of the
+        whole.
+        """
         d, sizes = self.stage.link.d, (link.d for link in self.stage.links)
         return Encoding(self.encode, tuple(done / d for done in accumulate(sizes)))
 
     def encode(self, k: int, x: Vector) -> Body:
-        """The body of message k. Of a gradient that is not finite nothing is made, see `ended`."""
+        """Encode bucket k. Returns: its payload.
+
+        A bucket that is not finite is replaced by zeros, see `finish_encoding`.
+        """
         self.vectors[k], link = x, self.stage.links[k]
         if not isinstance(x, SizeOnly) and not all_finite(x):
             x, self.finite = torch.zeros_like(x), False
@@ -179,27 +192,24 @@ class Coding:
         return self.bodies[k]
 
     def all_encoded(self, vectors: Sequence[Vector]) -> list[Body]:
-        """The bodies of all messages, where these are there."""
+        """Encode all buckets. Returns: their payloads."""
         return [self.encode(k, x) for k, x in enumerate(vectors)]
 
     def finish_encoding(self) -> bool:
-        """Everything has been encoded: whether it was finite."""
-        ctx, stage, state, every = (
-            self.team.ctx,
-            self.stage,
-            self.state,
-            self.stage.compression_stats_every,
-        )
+        """Store the residual and report the compression error, once all buckets are encoded.
+
+        Returns: True if the gradient was finite.
+        """
+        ctx, stage, state = self.team.ctx, self.stage, self.state
+        every = stage.compression_stats_every
         state.ends.sender = join_states([ends.sender for ends in reversed(self.ends)])
         if isinstance(self.vectors[0], SizeOnly):
             return True
         if not self.finite:
             not_finite(ctx, stage, state, join_slices(self.vectors))
         elif every is not None and not (state.round % every and self.version % every):
-            x, weight = (
-                join_slices(self.vectors),
-                self.team.weight if stage.link.traits.linear else 1.0,
-            )
+            x = join_slices(self.vectors)
+            weight = self.team.weight if stage.link.traits.linear else 1.0
             sent = [(link, self.ends[k], self.bodies[k]) for k, link in enumerate(stage.links)]
             report_health(ctx, stage, state, x * weight, sent[::-1])
             if reports_mean(stage, self.version):
@@ -207,34 +217,34 @@ class Coding:
         return self.finite
 
     async def exchange_bucket(self, team: ProcessGroup, k: int, body: Body) -> Any:
-        """The sum of everybody's message k, or everybody's."""
+        """Exchange bucket k. Returns: the sum of its payloads, or the gathered payloads."""
         link = self.stage.links[k]
         if link.traits.linear:
             return await team.all_reduce(link.summand(body, self.contexts[k]))
         return await team.all_gather(body)
 
-    async def decode_buckets(self, came: Sequence[Any]) -> Vector:
-        """The weighted sum of everybody's gradients, of what came of each message."""
+    async def decode_buckets(self, results: Sequence[Any]) -> Vector:
+        """Return the weighted sum of all gradients, from the results of `exchange_bucket`."""
         team, stage = self.team, self.stage
         if isinstance(self.vectors[0], SizeOnly):
             return SizeOnly(4 * stage.link.d)
         if team.not_finite:
             return torch.zeros_like(join_slices(self.vectors))
-        update = await team.compute(partial(self.sum, came))
+        update = await team.compute(partial(self.sum, results))
         if reports_mean(stage, self.version) and team.ctx.rank == stage.lead_rank:
             team.ctx.show_update(update, of=None, tick=self.version)
         return update
 
-    def sum(self, came: Sequence[Any]) -> Vector:
+    def sum(self, results: Sequence[Any]) -> Vector:
         sums = {}
         for k, (link, ends) in enumerate(zip(self.stage.links, self.ends, strict=True)):
             if link.traits.linear:
-                sums[k] = link.decode_sum(ends, self.bodies[k], came[k])
+                sums[k] = link.decode_sum(ends, self.bodies[k], results[k])
             else:
-                sums[k] = link.merge(ends, came[k], self.team.weights, self.team.ranks)
+                sums[k] = link.merge(ends, results[k], self.team.weights, self.team.ranks)
         return join_slices(sums)
 
 
 def join_slices(slices: dict[int, Any]) -> Any:
-    """The flat vector of the slices of messages, the last one first."""
+    """Return the flat vector of all buckets, which are numbered in backward order."""
     return concatenate([slices[k] for k in reversed(range(len(slices)))])

@@ -1,5 +1,4 @@
-"""Exchange one fragment of a model at a time: what workers of a server and of an all-reduce have in
-common.
+"""Fragments of a model that are exchanged one at a time: steps shared by server and all-reduce.
 
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, 2025.
 """
@@ -14,12 +13,12 @@ from ashl.topology.local_work import Work, WorkerState, local_work
 
 
 def codec_states_of(stage: Stage) -> tuple[CodecState, ...]:
-    """Of each fragment's links."""
+    """Return an empty codec state for each fragment."""
     return tuple(CodecState() for _ in stage.fragments)
 
 
 def fragment_at(stage: Stage, version: int) -> Fragment:
-    """That of the merge after this version."""
+    """Return the fragment of the merge that follows this version."""
     fragment = stage.fragments[version % len(stage.fragments)]
     return (
         fragment
@@ -29,7 +28,7 @@ def fragment_at(stage: Stage, version: int) -> Fragment:
 
 
 async def take_local_steps(ctx: RankContext, stage: Stage, state: WorkerState, count: int) -> Work:
-    """So many local steps, from where the worker stands, which they move."""
+    """Take `count` local steps from the worker's present position, and move it by them."""
     start = state.params if state.start is None else state.start
     state.local_steps = count
     work = await local_work(ctx, stage, state)
@@ -40,8 +39,11 @@ async def take_local_steps(ctx: RankContext, stage: Stage, state: WorkerState, c
 async def finish_piece(
     ctx: RankContext, stage: Stage, state: WorkerState, ahead: Work | None, count: int
 ) -> None:
-    """The last steps of a piece, after those that were taken beside the last exchange: what has
-    been learned in the next fragment since it was exchanged is pending from here on.
+    """Take the last `count` steps of a piece, after those that overlapped with the last exchange
+    (`ahead`).
+
+    Afterwards `state.pending` holds the next fragment's progress since that fragment was exchanged
+    last.
     """
     fragment, start = fragment_at(stage, state.version), state.start
     work = await take_local_steps(ctx, stage, state, count)

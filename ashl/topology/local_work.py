@@ -1,7 +1,7 @@
-"""What every worker does between two merges, whatever the topology: one gradient, or local steps.
+"""Local work: what a worker computes between two merges, on every topology.
 
-Source: exchange of gradients as in synchronous SGD; exchange of differences as in local SGD (Stich,
-ICLR 2019).
+It is one gradient, or some local steps. Source: gradients as in synchronous SGD; differences as in
+local SGD (Stich, ICLR 2019).
 """
 
 from __future__ import annotations
@@ -31,48 +31,50 @@ from ashl.topology.replies import Admission, Pull
 
 @dataclass
 class WorkerState:
-    """All that a worker needs to go on. `step` counts its minibatches, `drawn` the samples in them;
-    `steps` and `samples` are those of everybody that were applied as of its last pull.
+    """State of a worker, complete for a checkpoint.
+
+    `step` and `drawn` count its own minibatches and samples. `steps` and `samples` count those of
+    all workers that were applied before its last pull.
     """
 
     params: Any
     moments: Any
-    ends: CodecState = field(default_factory=CodecState)  # what the codec keeps here
+    ends: CodecState = field(default_factory=CodecState)  # the codec's state at this worker
     step: int = 0
     drawn: int = 0
     round: int = 0
-    version: int = 0
+    version: int = 0  # of the model
     steps: int = 0
     samples: int = 0
-    local_steps: int = 1  # H, until a reply says otherwise
+    local_steps: int = 1  # H, until a reply changes it
     batch: int = 1
     ratio: float = 1.0  # density of the update
-    assigned: tuple[int, Any] | None = None  # what profiling has planned, from this stage on
-    entered: int | None = None  # the stage that it is in
-    rest: tuple[int, int] | None = None  # of the stage's rounds, as `Stage.rest` says
-    pull_s: float = 0.0  # what the last pull took
-    interval_s: float = (
-        0.0  # where it is not 0, steps are taken until so much time has passed, instead of H
-    )
-    anchor: Any = None  # what the estimator keeps: a snapshot, or what belongs to each sample
-    squares: Any = None  # what the last gradient's parts say of its variance
-    rule_state: Any = None  # the state of this stage's sync rule, where it has one
-    start: Any = None  # what the next steps start from, where it is not `params`
-    pending: Any = None  # work that is to be exchanged next, where exchanges are delayed
-    pending_rest: tuple[int, int] | None = None  # of the stage's rounds, when that was begun
-    fragment_ends: tuple[
-        CodecState, ...
-    ] = ()  # what the codec keeps here of each, where fragments are exchanged
-    own_moments: Any = None  # of outer steps on what of its work has not landed yet
-    last: bool = False  # whether nothing is computed beyond it
-    away: tuple[int, ...] = ()  # who is gone, where it has a part of their data
-    incarnation: int = 0  # when it asked to take part, where it came while the others ran
-    coming: Any = None  # of a model that comes back in parts, what has come: the first
+    # (first stage, assignments of the workers) as planned after profiling
+    assigned: tuple[int, Any] | None = None
+    entered: int | None = None  # index of the current stage
+    rest: tuple[int, int] | None = None  # remaining rounds, see `Stage.remaining_rounds`
+    pull_s: float = 0.0  # seconds of the last pull
+    interval_s: float = 0.0  # if not 0: take steps for this many seconds, instead of H steps
+    anchor: Any = None  # memory of the estimator: a snapshot, or values of each sample
+    squares: Any = None  # sums of squares of the last gradient's parts, see `topology.estimate`
+    rule_state: Any = None  # state of the sync mode, if it has one at workers
+    start: Any = None  # start of the next local steps, if it is not `params`
+    pending: Any = None  # finished work to exchange next, with delayed exchanges
+    pending_rest: tuple[int, int] | None = None  # `rest` when that work was begun
+    fragment_ends: tuple[CodecState, ...] = ()  # the codec's state of each fragment
+    own_moments: Any = None  # of outer steps on its own work that is still in flight
+    last: bool = False  # True if it computes nothing after this work
+    away: tuple[int, ...] = ()  # failed workers on whose data it trains, too
+    incarnation: int = 0  # time of its join request (ns), if it joined a running run
+    coming: Any = None  # first bucket of a model that arrives in buckets, or the task of its slices
 
     def enter(self, stage: Stage, rank: int) -> None:
-        """A stage begins: its H and ratio, and what is handed over from the stage before."""
+        """Enter a stage: set its H and density, and carry over codec state and moments.
+
+        Does nothing if the state is that of a checkpoint within this stage.
+        """
         if self.entered == stage.index:
-            return  # it goes on from a checkpoint
+            return
         self.entered = stage.index
         worker = stage.worker(rank)
         self.ratio, self.batch = worker.compression_ratio, worker.batch
@@ -87,45 +89,41 @@ class WorkerState:
         self.ends = stage.carry_over_codec_state(self.ends, self.samples)
 
     def follow(self, assignment: Pull | Admission) -> None:
-        """Go on as a server says."""
-        self.version, self.steps, self.samples = (
-            assignment.version,
-            assignment.steps,
-            assignment.samples,
-        )
-        self.local_steps, self.ratio, self.interval_s = (
-            assignment.local_steps,
-            assignment.ratio,
-            assignment.interval_s,
-        )
+        """Take over the counts and the assignment of a server's reply."""
+        self.version = assignment.version
+        self.steps = assignment.steps
+        self.samples = assignment.samples
+        self.local_steps = assignment.local_steps
+        self.ratio = assignment.ratio
+        self.interval_s = assignment.interval_s
         self.batch = assignment.batch or self.batch
 
     def plan_round(self, stage: Stage, rank: int, ahead: int = 0) -> None:
-        """Its H in the next round, or so many later, which may be the last one and cut short."""
+        """Set H of the next round, or of the one `ahead` rounds later; the last is truncated."""
         self.rest = stage.remaining_rounds(self.steps, self.samples, ahead)
         self.local_steps = stage.cap_local_steps(stage.worker(rank).local_steps, rank, self.rest)
 
 
 class Work(NamedTuple):
-    """What came of it: the body to exchange, the mean loss seen, steps taken, samples seen, seconds
-    of one step, and the version of the model that it was begun on.
-    """
+    """Result of local work."""
 
-    body: Any
-    loss: float
+    body: Any  # the gradient or difference to exchange
+    loss: float  # mean over the samples
     steps: int
     samples: int
-    step_s: float
-    version: int
+    step_s: float  # seconds of one step
+    version: int  # of the model on which it was begun
 
 
 async def local_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """gradient: g = ∇f(w; batch), or what `topology.estimate` makes instead. difference: w_H − w
-    after H steps of the worker's optimizer, whose state persists. accumulated: Σ lr·∇f(w; batch)
-    over H batches, on the model as pulled.
+    """Compute a worker's work between two exchanges; `sync.exchange` selects its kind.
 
-    The learning rate is that of the samples applied as of the last pull. `state.params` may become
-    another model meanwhile, by a peer: what is computed stays relative to the one at the start.
+    Rule: gradient: g = ∇f(w; batch), or the estimate of `topology.estimate`.
+    difference: w_H − w after H steps of the worker's optimizer; its state persists.
+    accumulated: Σ lr·∇f(w; batch) over H batches, on the model as pulled.
+
+    The learning rate is that of the samples applied before the last pull. A peer may replace
+    `state.params` meanwhile. The result stays relative to the model at the start.
     """
     stage = stage.with_redistributed_shards(state.away) if state.away else stage
     trainer, start, kind, version = stage.trainer, ctx.now, stage.sync.exchange, state.version
@@ -155,21 +153,21 @@ async def local_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work
 
 
 def share_of(stage: Stage, rank: int, steps: range) -> float:
-    """How much the samples of a worker's local steps count beside those of the others, see
-    `Trainer.share`.
-    """
+    """Return the weight of a worker's samples relative to the others', see `Trainer.share`."""
     weights = [0.0] * stage.num_workers
     for worker, weight in zip(stage.workers, stage.team_weights, strict=True):
         weights[worker] = weight
-    alike = len({stage.round_steps[worker] for worker in stage.workers}) == 1
-    return stage.trainer.share(rank, steps if alike else range(0), weights)
+    same_steps = len({stage.round_steps[worker] for worker in stage.workers}) == 1
+    return stage.trainer.share(rank, steps if same_steps else range(0), weights)
 
 
 async def encode_update(
     ctx: RankContext, stage: Stage, state: WorkerState, work: Work
 ) -> tuple[Body, float]:
-    """(body, loss) of what is to be sent. What is not finite is not encoded, and shows in a loss
-    that is none: it would reach every element, and the run is lost.
+    """Encode an update for sending. Returns: (payload, loss).
+
+    An update that is not finite is not encoded, because it would reach every element. The returned
+    loss is NaN then, which ends the run as diverged.
     """
     x = stage.aggregate.clip(work.body)
     if stage.link.traits.lossless:
@@ -194,8 +192,9 @@ def report_health(
     x: Vector,
     sent: Sequence[tuple[CompressionPipeline, CodecState, Body]],
 ) -> None:
-    """Every so often, say what compression loses of what was sent of x, piece by piece, with what
-    is kept of each.
+    """Report the compression error of this round, every `compression_stats_every` rounds.
+
+    Args: x: the update; sent: (link, codec state, payload) of each part of x.
     """
     every, codec = stage.compression_stats_every, stage.link.innermost
     if every is None or state.round % every or isinstance(x, SizeOnly):
@@ -206,12 +205,11 @@ def report_health(
         if isinstance(body, Tensor)
     ]
     if codec.traits.reduces or not isinstance(codec, Code | Layerwise):
-        found = payload_sizes(
-            [body for _, _, body in pieces]
-        )  # bodies alone do not say what comes of them
+        # such payloads cannot be decoded one by one, so report their sizes only
+        found = payload_sizes([body for _, _, body in pieces])
     else:
-        kept = [rest for link, ends, _ in sent if (rest := link.residual(ends)) is not None]
-        back = torch.cat([to_host(rest) for rest in kept]) if kept else None
+        residuals = [rest for link, ends, _ in sent if (rest := link.residual(ends)) is not None]
+        back = torch.cat([to_host(rest) for rest in residuals]) if residuals else None
         found = measure_compression_error(
             pieces, back, to_host(x), stage.layout, stage.compression_stats_per_layer
         )
@@ -219,8 +217,9 @@ def report_health(
 
 
 def reports_mean(stage: Stage, version: int) -> bool:
-    """Whether everybody hands in what was to be sent at this merge: only where all of it is merged
-    at once.
+    """Return True if every worker shows its update before this merge.
+
+    Applies only if all updates are merged at once.
     """
     barrier = not stage.topology.has_server or stage.quorum == stage.num_workers
     return (
@@ -232,7 +231,9 @@ def reports_mean(stage: Stage, version: int) -> bool:
 
 
 def context_of(stage: Stage, rank: int, state: WorkerState, version: int) -> EncodeContext:
-    """What a worker's next message is encoded for, which is about a model of this version."""
+    """Return the encoding context of a worker's next message, which concerns a model of this
+    version.
+    """
     return EncodeContext(
         ratio=state.ratio,
         seed=stage.seed,
@@ -248,7 +249,7 @@ def context_of(stage: Stage, rank: int, state: WorkerState, version: int) -> Enc
 
 
 def not_finite(ctx: RankContext, stage: Stage, state: WorkerState, x: Vector) -> bool:
-    """Whether an update is not finite; the first layer in which it is not is reported."""
+    """Return True if an update is not finite, and report the first such layer."""
     if isinstance(x, SizeOnly) or all_finite(x):
         return False
     layer = layer_at(stage.layout, int(to_host(torch.isfinite(x)).int().argmin()))
@@ -257,8 +258,10 @@ def not_finite(ctx: RankContext, stage: Stage, state: WorkerState, x: Vector) ->
 
 
 def all_finite(x: Tensor) -> bool:
-    """Whether there is no NaN and no infinity; mostly in one pass: a sum of finite numbers may be
-    infinite, too.
+    """Return True if x has no NaN and no infinity.
+
+    One pass suffices if the sum is finite. A sum of finite numbers may be infinite, so only an
+    infinite sum needs a second pass.
     """
     return math.isfinite(numbers([x.sum()])[0]) or bool(to_host(torch.isfinite(x).all()))
 
@@ -266,25 +269,25 @@ def all_finite(x: Tensor) -> bool:
 def accumulate(
     stage: Stage, total: Any, params: Any, rank: int, step: int, lr: float, span: range
 ) -> tuple[Any, Any]:
-    """(loss, total + lr·gradient), with None for a total of nothing."""
+    """Return (loss, total + lr·gradient); a total of None counts as zero."""
     loss, grad = stage.trainer.gradient(params, rank, step, span)
     return loss, grad * lr if total is None else total + grad * lr
 
 
-# Work that is exchanged while the next piece is computed  Work that is exchanged while the next
-# piece of it is computed, see `ashl.overlap.contract.Delayed`.  A worker holds one piece that is
-# done and not exchanged (`WorkerState.pending`). In each round it hands that in, computes the next
-# one, takes what came of the exchange, and comes to a border. So at the top of a loop nothing is
-# under way. Before another stage begins the last piece is exchanged, too; at the end of a run it is
-# not, and no count
-# has it.
+# Delayed exchanges: work is exchanged while the next piece is computed
+#
+# See `ashl.overlap.contract.Delayed`. A worker holds one finished piece that is not exchanged yet
+# (`WorkerState.pending`). In each round it sends that piece, computes the next one, applies the
+# result of the exchange, and reaches a round boundary. So at the top of a loop nothing is in
+# flight. Before another stage begins the last piece is exchanged, too. At the end of a run it is
+# not, and no counter includes it.
 
 
-AT_ONCE_S = 1e-3  # a reply that is had within so long was there before
+AT_ONCE_S = 1e-3  # seconds; a reply received within this time had already arrived
 
 
 async def exchangeable_work(ctx: RankContext, stage: Stage, state: WorkerState) -> Work:
-    """The work to exchange now: what was computed during the exchange before, or new."""
+    """Return the work to exchange next: the piece computed during the last exchange, or new."""
     if state.pending is not None:
         return state.pending
     work = at_round_boundary(ctx, stage, state, await local_work(ctx, stage, state))
@@ -293,8 +296,9 @@ async def exchangeable_work(ctx: RankContext, stage: Stage, state: WorkerState) 
 
 
 def at_round_boundary(ctx: RankContext, stage: Stage, state: WorkerState, work: Work) -> Work:
-    """A piece is done and the exchange before it has landed in `state.params`: what to exchange of
-    it next.
+    """Return a finished piece as it is exchanged, and set the start of the next one.
+
+    The exchange before it is applied to `state.params` already.
     """
     if stage.delayed is None or stage.sync.exchange != "difference":
         return work

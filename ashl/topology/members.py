@@ -1,15 +1,16 @@
-"""Workers, as the numbers of a message's header."""
+"""Sets of workers, encoded as numbers of a message's header."""
 
 from collections.abc import Collection, Sequence
 
 from ashl.stage.stage import Members, Stage
 
-BITS = 52  # of a number that hold members
+BITS = 52  # ranks that one number holds as a bit mask
 
 
 def as_numbers(members: Members) -> tuple[float, ...]:
-    """Sorted workers in as few numbers of a header as will do: one for each, below zero, or one for
-    `BITS` ranks.
+    """Encode sorted ranks in as few numbers as possible.
+
+    Either one negative number for each rank, or one bit mask for every `BITS` ranks.
     """
     if not members or len(members) <= members[-1] // BITS:
         return tuple(-1.0 - member for member in members)
@@ -20,6 +21,7 @@ def as_numbers(members: Members) -> tuple[float, ...]:
 
 
 def as_members(numbers: Sequence[float]) -> Members:
+    """Decode ranks from numbers, see `as_numbers`."""
     if not numbers or numbers[0] < 0:
         return tuple(int(-1 - number) for number in numbers)
     members = []
@@ -33,7 +35,5 @@ def as_members(numbers: Sequence[float]) -> Members:
 
 
 def failed_as_numbers(stage: Stage, gone: Collection[int]) -> tuple[float, ...]:
-    """What the answer to a worker says of those who are gone, where it goes on with a part of their
-    data.
-    """
+    """Encode the failed workers for a reply, if the survivors train on their data; else nothing."""
     return as_numbers(tuple(sorted(gone))) if stage.reshards else ()

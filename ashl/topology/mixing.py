@@ -1,4 +1,4 @@
-"""What becomes of the messages of a round of gossip."""
+"""Mix the models that a worker received in a round of gossip."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,18 +9,19 @@ from ashl.topology.gossip import GossipHeader
 
 
 def numbers_of(message: Message) -> tuple[float, ...]:
-    """What the sync rule sent beside the body."""
+    """Return the numbers that the sync mode sent with a model, after the header."""
     return message.meta[len(GossipHeader._fields) :]
 
 
-def mix(row: Mapping[int, float], rank: int, own: Any, heard: Mapping[int, Message]) -> Any:
-    """Σ_j w_ij·x_j in rank order, a new vector: where all rows are equal, so are the results, bit
-    for bit.
+def mix(row: Mapping[int, float], rank: int, own: Any, received: Mapping[int, Message]) -> Any:
+    """Return Σ_j w_ij·x_j, summed in rank order into a new vector.
+
+    If all rows are equal, so are the results on all ranks, bit for bit.
     """
     if isinstance(own, SizeOnly):
         return own
     total = None
     for j, weight in row.items():
-        body = own if j == rank else heard[j].body
+        body = own if j == rank else received[j].body
         total = body * weight if total is None else total.add_(body, alpha=weight)
     return total
