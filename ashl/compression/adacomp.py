@@ -1,16 +1,17 @@
-"""AdaComp: in each bin of neighbours what would soon be the largest is sent, as a sign and one
-scale for the layer.
+"""AdaComp: in each bin, send the signs of the elements that such an update would make the largest.
 
-Rule: with the residual e and the update g, G = e + g; element j is sent where |G_j + g_j| ≥ max |G|
-over its bin, as sign(G_j)·s, s the mean over the layer's bins of max |G|; e ← G − sent. Bins have
-`conv_bin` elements in layers of more than two dimensions and `dense_bin` in others; the last bin of
-a layer may be shorter. How much is sent is an outcome: much where residuals and updates agree.
-Bits: 1 for each sign, its place, and 32 for each layer; declared beforehand is that all is sent.
-The paper writes sign and place in a bin as 8 bits; Golomb's code takes about as many or fewer.
+Rule: with the residual e and the update g, G = e + g. Element j is sent if |G_j + g_j| ≥ max |G|
+over its bin. Its value is sign(G_j)·s, with s the mean over the layer's bins of max |G|; e ← G −
+sent. A bin has `conv_bin` elements in layers of more than two dimensions and `dense_bin` in others;
+the last bin of a layer may be shorter. A bin with G = 0 sends nothing. If a message is dropped, its
+content returns to e.
+Bits: 1 per sign, its index, and 32 per layer. The density is a result, not a setting: it is high
+where residuals and updates agree. The declared size is that of sending all elements. The paper
+writes sign and index within a bin in 8 bits; Golomb's code takes about as many or fewer.
 
-Limit: bins of one element send all whose residual does not oppose the update. Error feedback is
-part of it, and s may be larger than what it stands for: it is no contraction. A dropped message
-returns its content to e. A bin whose G is 0 sends nothing.
+Limits: with bins of one element, an element is sent unless its residual opposes the update and
+exceeds 1.5 times its magnitude. Error feedback is part of the method. s may exceed the elements
+that it replaces, so the codec is not a contraction.
 
 Source: Chen et al., "AdaComp: Adaptive Residual Gradient Compression for Data-Parallel Distributed
 Training", 2018.
@@ -18,6 +19,7 @@ Training", 2018.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,7 +60,7 @@ from ashl.option import Count, option
 
 @option
 class AdaComp(Sparse):
-    """Sends what stands out among its neighbours."""
+    """Sends the outstanding elements of each bin."""
 
     code: ClassVar[int] = 57
     on_host: ClassVar[bool] = False
@@ -79,9 +81,9 @@ class AdaComp(Sparse):
         old = rescale(error, lr, context.lr)
         with np.errstate(over="ignore", invalid="ignore"):
             whole = g if old is None else g + array_of(old)
-            parts, places = self.choose(whole, g)
+            parts, indices = self.choose(whole, g)
             rest = array_of(x.clone()) if whole is g else whole
-            rest[places] -= self.meant(parts, places, len(g))
+            rest[indices] -= self.meant(parts, indices, len(g))
         return Residual(tensor_of(rest), None, context.lr), write_payload(self.code, len(g), parts)
 
     def restore_dropped(self, sender: Residual, payload: Tensor) -> Residual:
@@ -94,56 +96,53 @@ class AdaComp(Sparse):
         return kept if isinstance(kept, Residual) else None
 
     def choose(self, whole: Array, g: Array) -> tuple[Parts, Array]:
-        """What of G is sent, and the places of that."""
+        """Return the parts of a payload of G = `whole`, and the indices of the elements sent."""
         scales, found, start = [], [], 0
         for size, length in self.bins(len(whole)):
-            total, end, together = 0.0, start + size, max(1, BLOCK // length)
-            step = size if isinstance(whole, Tensor) else length * together
-            for at in range(start, end, step):
-                cut = min(at + step, end)
-                last = cut - (cut - at) % length  # where a shorter bin begins
-                for part in (slice(at, last), slice(last, cut)):
-                    if part.stop > part.start:
-                        rows = -1, min(length, part.stop - part.start)
-                        stands_out, largest = select_outstanding(
-                            whole[part].reshape(rows), g[part].reshape(rows)
-                        )
-                        found.append(where_true(stands_out.reshape(-1)) + part.start)
-                        largest = read(largest)
-                        for row in range(0, len(largest), together):
-                            total += float(largest[row : row + together].sum(dtype=np.float64))
+            total = 0.0
+            rows_at_once = max(1, BLOCK // length)
+            for part in split_bins(whole, start, start + size, length):
+                shape = -1, min(length, part.stop - part.start)
+                outstanding, largest = select_outstanding(
+                    whole[part].reshape(shape), g[part].reshape(shape)
+                )
+                found.append(where_true(outstanding.reshape(-1)) + part.start)
+                largest = read(largest)
+                for row in range(0, len(largest), rows_at_once):
+                    total += float(largest[row : row + rows_at_once].sum(dtype=np.float64))
             scales.append(total / -(-size // length))
-            start = end
-        places, levels = concatenate(found), np.array(scales, "<f4")
-        if not len(places):
-            return Parts(0, whole[:0], scales=levels), places
-        signs, coded = pack_signs(whole[places]), write_indices(self.indices, places, len(whole))
-        return Parts(len(places), signs, coded, levels), places
+            start += size
+        indices, levels = concatenate(found), np.array(scales, "<f4")
+        if not len(indices):
+            return Parts(0, whole[:0], scales=levels), indices
+        signs = pack_signs(whole[indices])
+        coded = write_indices(self.indices, indices, len(whole))
+        return Parts(len(indices), signs, coded, levels), indices
 
     def unpack(self, parts: Parts, d: int) -> Any:
         sizes, k = [size for size, _ in self.bins(d)], parts.count
         typed_part(parts.scales, "<f4", len(sizes), "scales")
         typed_part(parts.values, "u1", packed_bytes(k, 1), "signs")
         if parts.form or not (k or not len(parts.indices)):
-            raise PayloadError(f"what came are not {k} signs")
-        places = (
+            raise PayloadError(f"expected {k} signs; received a payload of another form")
+        indices = (
             read_indices(self.indices, parts.indices, k, d)
             if k
             else to_device_index(parts.values, np.empty(0, np.int64))
         )
-        return places, self.meant(parts, places, d)
+        return indices, self.meant(parts, indices, d)
 
-    def meant(self, parts: Parts, places: Array, d: int) -> Array:
-        """The values at these places."""
+    def meant(self, parts: Parts, indices: Array, d: int) -> Array:
+        """Return the values of the elements at these indices."""
         ends, scales = np.cumsum([size for size, _ in self.bins(d)]), read(parts.scales).view("<f4")
-        negative = unpack_truths(as_bytes(parts.values), len(places))
-        if isinstance(places, Tensor):
+        negative = unpack_truths(as_bytes(parts.values), len(indices))
+        if isinstance(indices, Tensor):
             values = look_up(
-                scales, torch.searchsorted(beside(places, ends), places.long(), side="right")
+                scales, torch.searchsorted(beside(indices, ends), indices.long(), side="right")
             )
         else:
-            values = np.repeat(scales, np.diff(np.searchsorted(places, ends), prepend=0))
-        return ops(places).where(negative, -values, values)
+            values = np.repeat(scales, np.diff(np.searchsorted(indices, ends), prepend=0))
+        return ops(indices).where(negative, -values, values)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return (
@@ -154,26 +153,42 @@ class AdaComp(Sparse):
         )
 
     def bins(self, d: int) -> list[tuple[int, int]]:
-        """The size of each layer, and how long its bins are."""
+        """Return (number of elements, length of a bin) of each layer."""
         layout = self.layout or (Layer("all", (d,)),)
         if d != size_of(layout):
-            raise PayloadError(f"a vector of {d} elements came for layers of another size")
+            raise PayloadError(
+                f"expected a vector of {size_of(layout)} elements, as the layers have; received {d}"
+            )
         return [
             (layer.size, self.conv_bin if len(layer.shape) > 2 else self.dense_bin)
             for layer in layout
         ]
 
 
+def split_bins(whole: Array, start: int, end: int, length: int) -> Iterator[slice]:
+    """Yield the full bins of elements [start, end) in blocks, and then a shorter last bin.
+
+    A block fits the cache; on a device, it has all full bins.
+    """
+    step = end - start if isinstance(whole, Tensor) else length * max(1, BLOCK // length)
+    for first in range(start, end, step):
+        stop = min(first + step, end)
+        last = stop - (stop - first) % length  # start of a shorter bin
+        for part in (slice(first, last), slice(last, stop)):
+            if part.stop > part.start:
+                yield part
+
+
 def select_outstanding(whole: Array, g: Array) -> tuple[Array, Array]:
-    """Of bins [n, length]: what is sent, and the largest |G| of each."""
+    """Return (True for elements to send [n, length], largest |G| of each bin) for bins of G."""
     if isinstance(whole, Tensor):
         largest = whole.abs().amax(1, keepdim=True)
         return ((whole + g).abs() >= largest) & (whole != 0) | ~whole.isfinite(), largest
     magnitudes = np.abs(whole)
     largest = magnitudes.max(axis=1, keepdims=True)
     np.add(whole, g, out=magnitudes)
-    stands_out = np.abs(magnitudes, out=magnitudes) >= largest
-    stands_out &= whole != 0
+    outstanding = np.abs(magnitudes, out=magnitudes) >= largest
+    outstanding &= whole != 0
     if not np.isfinite(largest).all():
-        stands_out |= ~np.isfinite(whole)
-    return stands_out, largest
+        outstanding |= ~np.isfinite(whole)
+    return outstanding, largest

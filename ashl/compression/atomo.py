@@ -1,25 +1,26 @@
-"""ATOMO: of the atoms that a gradient is made of, random ones are sent, enlarged so that the mean
-is right.
+"""ATOMO: send random atoms of the gradient, scaled so that their sum is unbiased.
 
-Rule: x = Σ λ_j a_j; atom j is drawn with probability p_j, independently of all others, and λ_j/p_j
-sent. Σ p_j = s, and p_j = min(1, c·|λ_j|): of all such p the one with the least variance.
-`entries`: the atoms are the elements. `singular`: those of each matrix are its singular triples
-σ_j·u_j·v_jᵀ, where a parameter of more dimensions is a matrix of its first against the others;
-parameters of one are sent as they are. s = max(1, ratio · number of atoms), of each matrix by
-itself. E‖C(x) − x‖² ≤ (atoms/s − 1)‖x‖². Bits of an entry: its value and place; of a triple of an m
-× n matrix: those of m + n values, the root of the factor being in each. Where that would be no less
-than 32 an element, these are sent.
+Rule: x = Σ λ_j a_j. Atom j is drawn with probability p_j, independently of all others, and λ_j/p_j
+is sent. p_j = min(1, c·|λ_j|) with Σ p_j = s: of all such p the one with the least variance.
+`entries`: the atoms are the elements. `singular`: the atoms of each matrix are its singular triples
+σ_j·u_j·v_jᵀ. A parameter of more than two dimensions is the matrix of its first dimension by all
+others; a parameter of one dimension is sent unchanged. s = max(1, ratio · number of atoms), for
+each matrix separately. E‖C(x) − x‖² ≤ (atoms/s − 1)‖x‖².
+Bits: those of the value and the index of an entry. A triple of an m × n matrix takes 32·(m + n):
+each of its two vectors contains the root of the factor. If that is not less than 32 per element,
+the elements themselves are sent.
 
-A light atom that is drawn is sent as ±1/c. Nothing is drawn again where nothing was drawn, and what
-a heavy atom does not use of s goes to the others: otherwise the mean would be wrong.
+An atom with p_j < 1 that is drawn has the factor ±1/c. If no atom is drawn, the draw is not
+repeated. The part of s that an atom with p_j = 1 does not use goes to the others. Otherwise C would
+be biased.
 
-Limit: unbiased, so that no error feedback is needed, and none allowed: C(x) may be much longer than
-x. The size is random; declared are s + 7√s + 16 atoms, which one message in 10^10 would exceed. A
-singular value decomposition of each matrix and message is slow. Without a model's layers the vector
-is taken as one matrix, about as wide as high.
+Limits: unbiased, so error feedback is not needed; it is not allowed, because C(x) may be much
+longer than x. The size is random: declared are s + 7√s + 16 atoms. One message in 10^10 would
+exceed that, and drops its last atoms. The singular value decomposition of each matrix of each
+message is slow. Without the layers of a model, the vector is one nearly square matrix.
 
 Source: Wang et al., "ATOMO: Communication-efficient Learning via Atomic Sparsification", NeurIPS
-2018, as the paper states it.
+2018, as stated in the paper; the authors' code draws differently.
 """
 
 from collections.abc import Iterator
@@ -45,8 +46,8 @@ from ashl.compression.wire.index_code import (
 from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts, typed_part
 from ashl.option import option
 
-ENTRIES, SINGULAR, DENSE = 0, 1, 2  # forms of a body
-ELEMENTS = 2**32 - 1  # in place of a number of triples: the matrix as it is
+ENTRIES, SINGULAR, DENSE = 0, 1, 2  # forms of a payload
+ELEMENTS = 2**32 - 1  # in place of a number of triples: all elements of the matrix follow
 
 Shapes = tuple[tuple[int, int], ...]
 
@@ -61,7 +62,7 @@ class Atomo(Code, Share):
     indices: IndexCode
 
     def for_layout(self, layout: Layout) -> Codec:
-        """The codec for a model's matrices."""
+        """Return the codec for the matrices of a model."""
         if self.atoms == "entries" or not layout:
             return self
         shapes = (
@@ -72,14 +73,14 @@ class Atomo(Code, Share):
     def pack(self, x: np.ndarray, context: EncodeContext) -> Parts:
         if self.atoms == "singular":
             return Spectral(self, (square(x.size),)).pack(x, context)
-        places, values = draw_components(x, self.kept(context.ratio, x.size), context.stream())
-        k = places.size
+        indices, values = draw_components(x, self.kept(context.ratio, x.size), context.stream())
+        k = indices.size
         if 4 * k + index_bytes(self.indices, k, x.size) >= 4 * x.size:
             dense = np.zeros(x.size, np.float32)
-            dense[places] = values
+            dense[indices] = values
             return Parts(x.size, dense, form=DENSE)
         return Parts(
-            k, values, write_indices(self.indices, places, x.size) if k else EMPTY, form=ENTRIES
+            k, values, write_indices(self.indices, indices, x.size) if k else EMPTY, form=ENTRIES
         )
 
     def unpack(self, parts: Parts, d: int) -> np.ndarray:
@@ -87,14 +88,13 @@ class Atomo(Code, Share):
             return Spectral(self, (square(d),)).unpack(parts, d)
         if parts.scales.size or parts.form not in (ENTRIES, DENSE):
             raise PayloadError(
-                f"what came are no entries: form {parts.form}, {parts.scales.size} bytes of scales"
+                f"expected entries; received form {parts.form} with {parts.scales.size} bytes of"
+                " scales"
             )
         values = typed_part(parts.values, "<f4", parts.count, "values")
         if parts.form == DENSE:
             if parts.count != d or parts.indices.size:
-                raise PayloadError(
-                    f"a whole vector of {d} elements says that it holds {parts.count}"
-                )
+                raise PayloadError(f"a whole vector of {d} elements declares {parts.count} values")
             return values.copy()
         x = np.zeros(d, np.float32)
         if parts.count or parts.indices.size:
@@ -115,8 +115,9 @@ class Atomo(Code, Share):
 
 @dataclass(frozen=True)
 class Spectral(Code):
-    """Singular triples of the matrices that a vector is cut into, row by row; the last may be
-    longer than what is left of the vector, which is then filled up with zeros.
+    """Singular triples of the matrices into which a vector is split, row by row.
+
+    The last matrix may exceed the rest of the vector, which is then padded with zeros.
     """
 
     code: ClassVar[int] = Atomo.code
@@ -159,7 +160,7 @@ class Spectral(Code):
         values = typed_part(parts.values, "<f4", parts.values.size // 4, "triples")
         if parts.form != SINGULAR or parts.count or parts.indices.size:
             raise PayloadError(
-                f"what came are no singular triples: form {parts.form}, {parts.count} values"
+                f"expected singular triples; received form {parts.form} with {parts.count} values"
             )
         x = np.zeros(d, np.float32)
         at = 0
@@ -168,8 +169,8 @@ class Spectral(Code):
             size = out.size if count == ELEMENTS else count * (rows + columns)
             if (count != ELEMENTS and size > out.size) or at + size > values.size:
                 raise PayloadError(
-                    f"{count} triples of a {rows} x {columns} matrix came in {values.size - at}"
-                    " numbers"
+                    f"received {values.size - at} numbers, which do not hold {count} triples of a"
+                    f" {rows} x {columns} matrix"
                 )
             piece = values[at : at + size]
             whole = (
@@ -180,7 +181,7 @@ class Spectral(Code):
             out[:] = whole.reshape(-1)[: out.size]
             at += size
         if at != values.size:
-            raise PayloadError(f"{values.size} numbers came where those of the triples are {at}")
+            raise PayloadError(f"expected {at} numbers of triples; received {values.size}")
         return x
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
@@ -202,11 +203,11 @@ class Spectral(Code):
         )
 
     def _budget(self, rows: int, columns: int, ratio: float | None) -> float:
-        """s: how many triples are drawn on average."""
+        """Return s, the expected number of triples."""
         return max(1.0, (self.ratio if ratio is None else ratio) * min(rows, columns))
 
     def _matrices(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Where each begins, and its shape."""
+        """Yield the start and the shape of each matrix."""
         start = 0
         for rows, columns in self.shapes:
             yield start, (rows, columns)
@@ -216,38 +217,42 @@ class Spectral(Code):
 def draw_components(
     x: np.ndarray, budget: float, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(places, values float32): the atoms of factors x that are drawn, and λ/p of each."""
+    """Draw atoms with factors x and return (ascending indices, values λ/p float32)."""
     slope = probabilities(x, budget)
     if not isfinite(slope):
-        places = largest(x, min(x.size, int(budget)))
-        places = places[x[places] != 0]
-        return places, x[places]
+        indices = largest(x, min(x.size, int(budget)))
+        indices = indices[x[indices] != 0]
+        return indices, x[indices]
     found = []
     for where in blocks(x.size):
         share = np.abs(x[where]).astype(np.float64)
         share *= slope * 2.0**32
         words = rng.integers(0, 1 << 32, share.size, np.uint32)
         hits = np.flatnonzero(words < share)
-        beyond = share[hits] - words[hits]  # below 1 where p ends within this word
+        beyond = share[hits] - words[hits]  # below 1: a fraction of a word decides
         found.append(hits[beyond >= rng.random(hits.size)] + where.start)
-    places = np.concatenate(found)[: most_components(budget, x.size)]
-    heavy = np.abs(x[places]) * np.float64(slope) >= 1
-    return places, np.where(heavy, x[places], np.copysign(1 / slope, x[places])).astype(np.float32)
+    indices = np.concatenate(found)[: most_components(budget, x.size)]
+    heavy = np.abs(x[indices]) * np.float64(slope) >= 1
+    return indices, np.where(heavy, x[indices], np.copysign(1 / slope, x[indices])).astype(
+        np.float32
+    )
 
 
 def most_components(budget: float, count: int) -> int:
-    """Atoms of a message, at most: one message in 10^10 would have more, and loses the
-    last ones.
+    """Return the largest number of atoms of a message.
+
+    Without this limit, one message in 10^10 would have more; it drops the last ones.
     """
     return min(count, ceil(budget + 7 * sqrt(budget)) + 16)
 
 
 def probabilities(x: np.ndarray, budget: float) -> float:
-    """c of p_j = min(1, c·|x_j|), so that Σ p_j = budget; infinite where no more than ⌊budget⌋ are
-    not 0, and where x is not finite.
+    """Return c of p_j = min(1, c·|x_j|) such that Σ p_j = budget.
 
-    What has p = 1 is among the ⌊budget⌋ largest. Where it is the m largest, c = (budget − m)/Σ of
-    the others; m is the least number for which none of the others gets more than 1.
+    Infinity if at most ⌊budget⌋ elements are not 0, or if x is not finite.
+
+    All elements with p = 1 are among the ⌊budget⌋ largest. If they are the m largest, c = (budget −
+    m)/Σ of all others. m is the smallest number for which no other element gets more than 1.
     """
     most = min(x.size, int(budget))
     top = largest(x, most)
@@ -264,26 +269,30 @@ def probabilities(x: np.ndarray, budget: float) -> float:
 
 
 def decompose(matrix: np.ndarray, budget: float, rng: np.random.Generator) -> np.ndarray:
-    """Drawn singular triples of a matrix [m, n], float32 [k, m + n]: u and v of each, times √(λ/p);
-    of one that is not finite a triple that is not.
+    """Draw singular triples of a matrix [m, n] and return them as float32 [k, m + n].
+
+    Each row has u and v, times √(λ/p). If the matrix is not finite, the result is one triple of
+    NaN.
     """
     scale = np.abs(matrix).max()
     if scale == 0 or not isfinite(scale):
         return np.full((int(scale != 0), sum(matrix.shape)), np.nan, np.float32)
     u, sizes, v = np.linalg.svd(matrix / scale, full_matrices=False)
-    places, factors = draw_components(sizes, budget, rng)
+    indices, factors = draw_components(sizes, budget, rng)
     roots = np.sqrt(factors.astype(np.float64) * scale).astype(np.float32)
-    return np.concatenate([u.T[places], v[places]], axis=1) * roots[:, None]
+    return np.concatenate([u.T[indices], v[indices]], axis=1) * roots[:, None]
 
 
 def compose(triples: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """Their sum [rows, columns]; in float64, where what is huge cancels instead of becoming NaN."""
+    """Return the sum of triples [rows, columns]; float64 avoids NaN from overflow of terms that
+    cancel.
+    """
     wide, total = triples.astype(np.float64), np.empty((rows, columns))
     outer_sum(wide[:, :rows], wide[:, rows:], total)
     return total.astype(np.float32)
 
 
 def square(d: int) -> tuple[int, int]:
-    """The shape of a matrix that d elements fill nearly, about as wide as high."""
+    """Return the shape of a nearly square matrix that d elements almost fill."""
     rows = isqrt(d)
     return rows, ceil(d / rows)

@@ -1,16 +1,16 @@
-"""Block coordinate descent: in each round one of B blocks moves, the same on all workers.
+"""Block coordinate descent: send one of B blocks in each round, the same block on all workers.
 
-Rule: C(x) = x on block b, elements ⌊b·d/B⌋ … ⌊(b + 1)·d/B⌋ − 1, else 0, with b the number of the
-round mod B (cyclic) or drawn alike by all workers (random). `scaled` multiplies it by B: over a
-random block it is then unbiased, with E‖C(x) − x‖² = (B − 1)‖x‖²; unscaled it is a contraction by 1
-− 1/B on average over the blocks. Bits: 32·d/B and 32 for the block, no places. The sum of bodies is
-the body of the sum: an all-reduce adds them up on their way.
+Rule: C(x) = x on block b, elements ⌊b·d/B⌋ … ⌊(b + 1)·d/B⌋ − 1, else 0. b is the number of the
+round mod B (cyclic), or drawn from a shared seed (random). `scaled` multiplies the block by B. A
+scaled random block is unbiased, with E‖C(x) − x‖² = (B − 1)‖x‖². An unscaled one is a contraction
+by 1 − 1/B on average over the blocks.
+Bits: 32·d/B and 32 for the block; no indices. Linear: an all-reduce sums payloads in flight.
 
-Limit: B = 1 is no compression. A sweep of B rounds moves every element once, with the gradient of
-its own round: the classic method keeps nothing of the others. With error feedback (unscaled) a
-block sends at its turn what it gathered. Cyclic order with momentum can go in circles. Asynchronous
-workers go by the version of their model: B of them in step would each be at the same block for
-ever; take order=random.
+Limits: B = 1 is no compression. A sweep of B rounds sends each element once, with the gradient of
+its round; the classic method discards the gradients of the other blocks. With error feedback
+(unscaled only), a block sends all that it has accumulated. Cyclic order may cycle with momentum.
+The block depends on the version of the model: B asynchronous workers in lockstep would each stay at
+one block; set order=random for them.
 
 Source: Nesterov, "Efficiency of Coordinate Descent Methods on Huge-Scale Optimization Problems",
 2012; Richtárik and Takáč, "Iteration Complexity of Randomized Block-Coordinate Descent Methods",
@@ -32,7 +32,7 @@ from ashl.option import Count, option
 
 @option
 class BlockCoordinate(Sparse, SummedValues, Wrappers):
-    """One block at a time."""
+    """Sends one block per round."""
 
     code: ClassVar[int] = 60
     on_host: ClassVar[bool] = False
@@ -43,13 +43,12 @@ class BlockCoordinate(Sparse, SummedValues, Wrappers):
     @property
     def traits(self) -> Traits:
         random = self.order == "random"
-        unbiased, contraction, drains = (
-            self.scaled and random,
-            not self.scaled and random,
-            not (self.scaled or random),
-        )
         return Traits(
-            unbiased=unbiased, contraction=contraction, drains=drains, linear=True, variable=True
+            unbiased=self.scaled and random,
+            contraction=random and not self.scaled,
+            drains=not (self.scaled or random),
+            linear=True,
+            variable=True,
         )
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
@@ -67,7 +66,7 @@ class BlockCoordinate(Sparse, SummedValues, Wrappers):
     def unpack(self, parts: Parts, d: int) -> Any:
         block = int(typed_part(read(parts.scales), "<u4", 1, "scales")[0])
         if block >= self.number(d) or parts.form or len(parts.indices):
-            raise PayloadError(f"block {block} came of {self.number(d)}")
+            raise PayloadError(f"received block {block}; there are {self.number(d)}")
         place = self.place(block, d)
         return place, typed_part(parts.values, "<f4", place.stop - place.start, "values")
 
@@ -75,22 +74,21 @@ class BlockCoordinate(Sparse, SummedValues, Wrappers):
         return HEADER.size + 4 + 4 * -(-d // self.number(d))
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
-        """What an all-reduce sums of a body: its values alone."""
+        """Return the size of the summed part of a payload in bytes: its values."""
         return self.encoded_nbytes(ratio, d) - HEADER.size - 4
 
     def bound(self, ratio: float | None, d: int) -> float:
         count = self.number(d)
         if self.order == "random":
             return count - 1 if self.scaled else 1 - 1 / count
-        return (
-            max(1.0, (count - 1.0) ** 2) if self.scaled else 1.0
-        )  # of one message; the block may be 0
+        # Worst case of one message: x is 0 on the block, or 0 everywhere else.
+        return max(1.0, (count - 1.0) ** 2) if self.scaled else 1.0
 
     def number(self, d: int) -> int:
-        """B, but no more than there are elements."""
+        """Return B, at most the number of elements."""
         return min(self.blocks, d)
 
     def place(self, block: int, d: int) -> slice:
-        """The elements of a block."""
+        """Return the elements of a block."""
         count = self.number(d)
         return slice(block * d // count, (block + 1) * d // count)

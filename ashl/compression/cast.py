@@ -1,13 +1,13 @@
-"""Casts to 16 bits: every element becomes the nearest number of a shorter floating type.
+"""Cast to 16 bits: round each element to the nearest number of a shorter floating-point type.
 
 Rule: C(x)_j is the nearest fp16 (11 significant bits, up to 65504) or bf16 (8 significant bits, the
-range of float32); of two nearest, the even one. ‖C(x) − x‖² ≤ 2⁻¹⁶·‖x‖² in bf16. Bits: 16·d.
-Linear: an all-reduce sums the bodies, at the precision of float32, and rounds the sum once.
+range of float32). Ties go to the even one. ‖C(x) − x‖² ≤ 2⁻¹⁶·‖x‖² in bf16.
+Bits: 16·d. Linear: an all-reduce sums the payloads in float32 and rounds the sum once.
 
-Limit: what is beyond 65504 becomes infinity in fp16, and the run is seen to diverge; what is below
-3e-8 becomes 0, so that fp16 promises no contraction and takes no feedback. A scale would help, but
-sums need the same one everywhere. Deterministic, hence biased by up to half a step. What rides
-along with a sum, the mean loss, is rounded with it.
+Limits: fp16 turns elements beyond 65504 into infinity, which shows that the run diverges. It turns
+elements below 3e-8 into 0, so it is not a contraction and takes no error feedback. A scale would
+help, but a sum needs the same scale on all workers. Rounding is deterministic, so it is biased by
+up to half a step. Numbers that are piggybacked on the sum, as the mean loss, are rounded, too.
 
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; Kalamkar et al., "A Study of
 BFLOAT16 for Deep Learning Training", 2019.
@@ -31,7 +31,7 @@ TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @option
 class Cast(Code, Linear, Wrappers):
-    """Rounds to the nearest of 16 bits."""
+    """Rounds to the nearest 16-bit number."""
 
     code: ClassVar[int] = 10
     on_host: ClassVar[bool] = False
@@ -52,18 +52,18 @@ class Cast(Code, Linear, Wrappers):
         return HEADER.size + 2 * d
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
-        """What an all-reduce sums of a body: all but its header."""
+        """Return the size of the summed part of a payload in bytes: all but the header."""
         return 2 * d
 
     def bound(self, ratio: float | None, d: int) -> float:
         return 2.0**-16 if self.dtype == "bf16" else 1.0
 
     def summand(self, payload: Tensor) -> Tensor:
-        """The values of a body in 16 bits."""
+        """Return the 16-bit values of a payload."""
         return payload[HEADER.size :].view(TYPES[self.dtype])
 
     def summed(self, payload: Tensor, total: Tensor) -> Tensor:
-        """A body like this one, with these values."""
+        """Return a copy of the payload with these values."""
         return torch.cat(
             [payload[: HEADER.size], total.to(TYPES[self.dtype]).contiguous().view(torch.uint8)]
         )

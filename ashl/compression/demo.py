@@ -1,17 +1,18 @@
-"""DeMo: the largest cosine coefficients of what has gathered, block by block.
+"""DeMo: send the largest cosine coefficients of the accumulated updates, block by block.
 
-Rule: each layer, as a matrix, is cut into blocks of at most 64 × 64, as equal as can be; of the
-orthonormal cosine transform (DCT-II) of each block the k' = max(1, round(ratio · size)) largest
-coefficients are sent. With the feedback e ← β·e + x − C(β·e + x), β = `feedback_gain` =
-`feedback_decay`, e is the paper's momentum, from which what was sent is taken away. As the
-transform keeps lengths, ‖C(x) − x‖² ≤ (1 − k'/size)‖x‖². Bits: those of the values, ⌈log2 size⌉ for
-each place, and 32 for the largest |x_j|, by which everything is divided first.
+Rule: each layer, as a matrix, is split into blocks of at most 64 × 64, as equal as possible. Each
+block has an orthonormal cosine transform (DCT-II), of which the k' = max(1, round(ratio · size))
+largest coefficients are sent. With the feedback e ← β·e + x − C(β·e + x), β = `feedback_gain` =
+`feedback_decay`, e is the momentum of the paper, from which the sent part is subtracted. The
+transform preserves norms, so ‖C(x) − x‖² ≤ (1 − k'/size)‖x‖².
+Bits: those of the values, ⌈log2 size⌉ for each index, and 32 for the largest |x_j|, by which x is
+divided first.
 
-Limit: ratio = 1 is no compression. Edges that do not fill a block are filled up with zeros. In the
-paper the sign of the merged update moves the model; here the update itself does, so that learning
-rates differ.
+Limits: ratio = 1 is no compression. A block at the edge of a layer is padded with zeros.
 
 Source: Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", 2024.
+Differs: in the paper, the sign of the merged update moves the model; here, the update itself does,
+so learning rates differ.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ from ashl.compression.wire.value_code import (
 from ashl.compression.wrappers.layers import with_layout
 from ashl.option import option
 
-SIDE = 64  # of a block, at most
-SCALE, BITS = 22, 24  # of cosines, and of coefficients: 64² products add up to less than 2⁵³
+SIDE = 64  # most rows and columns of a block
+SCALE, BITS = 22, 24  # bits of cosines and of coefficients: 64² products sum to less than 2⁵³
 LARGEST = float(np.finfo(np.float32).max)
-ROUNDING = 2.0**-20  # of a transform and back, relative to ‖x‖²
+ROUNDING = 2.0**-20  # squared error of the transform and its inverse, relative to ‖x‖²
 
 
 class Grid(NamedTuple):
-    """A layer as a matrix that is cut into blocks."""
+    """A layer as a matrix that is split into blocks."""
 
-    start: int  # of the layer in the flat vector
+    start: int  # first element of the layer in the flat vector
     rows: int
     columns: int
     share: float
@@ -81,17 +82,17 @@ class Grid(NamedTuple):
 
     @property
     def cut(self) -> tuple[int, int]:
-        """So many blocks below and beside each other."""
+        """Number of blocks below each other and beside each other."""
         return -(-self.rows // SIDE), -(-self.columns // SIDE)
 
     @property
     def size(self) -> int:
-        """Elements of a block."""
+        """Number of elements of a block."""
         return math.prod(self.block)
 
     @property
     def kept(self) -> int:
-        """k', the coefficients of a block that are sent."""
+        """Number k' of coefficients that are sent of a block."""
         return kept_count(self.share, self.size)
 
     @property
@@ -100,19 +101,17 @@ class Grid(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Coefficients that are sent, of all blocks."""
+        """Number of coefficients that are sent of all blocks."""
         return self.blocks * self.kept
 
     def strips(self, like: Array) -> Iterator[slice]:
-        """Blocks that lie beside each other, by row of blocks: as many rows as fit the cache; on a
-        device all.
-        """
+        """Return slices of the rows of blocks that fit the cache; one slice on a device."""
         down, across = self.cut
         step = down if isinstance(like, Tensor) else max(1, BLOCK // (across * self.size))
         return (slice(first, min(first + step, down)) for first in range(0, down, step))
 
     def forward(self, x: Array, top: np.float32, strip: slice) -> Array:
-        """The coefficients [blocks, size] of a strip of x/top."""
+        """Return the coefficients [blocks, size] of a strip of x/top."""
         rows, (height, width), across = self.of(x, strip), self.block, self.cut[1]
         filled = zeros(x, (strip.stop - strip.start) * height, across * width)
         filled[: len(rows), : self.columns] = divide(rows, float(top) or 1.0)
@@ -121,13 +120,14 @@ class Grid(NamedTuple):
             beside(x, cosines(height)), blocks, beside(x, cosines(width)).T
         ).reshape(-1, self.size)
 
-    def backward(self, coefficients: Array, places: Array, x: Array, strip: slice) -> Array:
-        """That strip again, as it is in x, of the coefficients [blocks, kept] and their places in
-        each block.
+    def backward(self, coefficients: Array, indices: Array, x: Array, strip: slice) -> Array:
+        """Write the inverse transform of a strip into x and return its rows.
+
+        Args: coefficients and indices [blocks, kept], the indices within each block.
         """
         rows, (height, width), across = self.of(x, strip), self.block, self.cut[1]
         whole, unit = to_integers(coefficients, BITS)
-        blocks = scatter(look_up(interleave(height, width), places), whole, self.size).reshape(
+        blocks = scatter(look_up(interleave(height, width), indices), whole, self.size).reshape(
             -1, width, height
         )
         half = (
@@ -144,15 +144,17 @@ class Grid(NamedTuple):
         return rows
 
     def of(self, x: Array, strip: slice) -> Array:
-        """The rows of this layer, in the flat vector x, that a strip covers."""
+        """Return the rows of the layer in the flat vector x that a strip covers."""
         height = self.block[0]
         matrix = x[self.start : self.stop].reshape(self.rows, self.columns)
         return matrix[strip.start * height : strip.stop * height]
 
 
 def rotate_blocks(left: Array, blocks: Array, right: Array) -> Array:
-    """left @ block @ right of each: products so small that BLAS does not share them among threads,
-    which waits long where cores are busy.
+    """Return left @ block @ right for each block.
+
+    The products are so small that BLAS does not split them among threads, which would wait for busy
+    cores.
     """
     if len(left) == 1:
         return blocks[:, 0] @ right
@@ -161,7 +163,7 @@ def rotate_blocks(left: Array, blocks: Array, right: Array) -> Array:
 
 @cache
 def cosines(n: int) -> np.ndarray:
-    """The orthonormal DCT-II: float32 [frequency, place]."""
+    """Return the matrix of the orthonormal DCT-II, float32 [frequency, position]."""
     matrix = np.cos(np.pi / n * np.outer(np.arange(n), np.arange(n) + 0.5)) * math.sqrt(2 / n)
     matrix[0] /= math.sqrt(2)
     return matrix.astype(np.float32)
@@ -169,44 +171,47 @@ def cosines(n: int) -> np.ndarray:
 
 @cache
 def integer_cosines(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """2^SCALE times that, as whole numbers: of the first half of the places, which the other one
-    mirrors, those of even and those of odd frequencies, float64 [place, frequency].
+    """Return 2^SCALE · cosines(n), rounded, for even and for odd frequencies: float64 [position,
+    frequency].
+
+    Only the first half of the positions is returned, because the second half mirrors it.
     """
     half = np.rint(cosines(n)[:, : -(-n // 2)].T.astype(np.float64) * 2.0**SCALE)
     return np.ascontiguousarray(half[:, ::2]), np.ascontiguousarray(half[:, 1::2])
 
 
 def half_cosines(like: Array, n: int, scale: int) -> list[Array]:
-    """The same times 2^scale, where that one lies."""
+    """Return integer_cosines(n) · 2^scale on the device of `like`."""
     return [beside(like, part) * 2.0**scale for part in integer_cosines(n)]
 
 
 @cache
 def interleave(height: int, width: int) -> np.ndarray:
-    """Where each coefficient of a block comes to lie: in its transpose, even frequencies before odd
-    ones.
+    """Return the position of each coefficient of a block in its reordered transpose.
+
+    There, even frequencies are before odd ones, in both directions.
     """
     along, down = (np.argsort(np.r_[0:n:2, 1:n:2]) for n in (width, height))
     return (along * height + down[:, None]).reshape(-1)
 
 
-def scatter(places: Array, values: Array, size: int) -> Array:
-    """[n, size] with these values [n, k] in these places, else 0."""
+def scatter(indices: Array, values: Array, size: int) -> Array:
+    """Return [n, size] with the values [n, k] at their indices, else 0."""
     if isinstance(values, Tensor):
-        return values.new_zeros((len(values), size)).scatter_(1, places, values)
+        return values.new_zeros((len(values), size)).scatter_(1, indices, values)
     blocks = np.zeros((len(values), size))
-    np.put_along_axis(blocks, places, values, 1)
+    np.put_along_axis(blocks, indices, values, 1)
     return blocks
 
 
 def count_sent(grids: list[Grid]) -> int:
-    """Coefficients of a body."""
+    """Return the number of coefficients of a payload."""
     return sum(grid.sent for grid in grids)
 
 
 @option
 class DeMo(Code, Share):
-    """Keeps a share of the cosine coefficients."""
+    """Sends the largest cosine coefficients of each block."""
 
     code: ClassVar[int] = 62
     on_host: ClassVar[bool] = False
@@ -222,17 +227,19 @@ class DeMo(Code, Share):
         if self.form(grids, len(x)) == DENSE:
             return Parts(len(x), x, form=DENSE)
         top = reach_of(x)
-        chosen, places = [], []
+        chosen, indices = [], []
         for grid in grids:
             found = []
             for strip in grid.strips(x):
                 blocks = grid.forward(x, top, strip)
                 inside = largest_of_rows(blocks, grid.kept)
-                there = isinstance(blocks, Tensor)
-                along = blocks.gather(1, inside) if there else np.take_along_axis(blocks, inside, 1)
-                chosen.append(along.reshape(-1))
+                if isinstance(blocks, Tensor):
+                    selected = blocks.gather(1, inside)
+                else:
+                    selected = np.take_along_axis(blocks, inside, 1)
+                chosen.append(selected.reshape(-1))
                 found.append(inside.reshape(-1))
-            places.append(pack(concatenate(found), width(grid.size)))
+            indices.append(pack(concatenate(found), width(grid.size)))
         values, scales = write_values(self.values, concatenate(chosen), context)
         scales = concatenate(
             [beside(scales, np.array([top], "<f4").view(np.uint8)), as_bytes(scales)]
@@ -240,7 +247,7 @@ class DeMo(Code, Share):
         share = np.array([self.ratio if context.ratio is None else context.ratio], "<f8").view(
             np.uint8
         )
-        return Parts(count_sent(grids), values, concatenate([beside(x, share), *places]), scales)
+        return Parts(count_sent(grids), values, concatenate([beside(x, share), *indices]), scales)
 
     def unpack(self, parts: Parts, d: int) -> Any:
         size = len(parts.indices)
@@ -248,15 +255,19 @@ class DeMo(Code, Share):
             return typed_part(parts.values, "<f4", d, "values")
         if parts.form != SPARSE or size < 8 or len(parts.scales) < 4:
             raise PayloadError(
-                f"what came are no blocks of coefficients: form {parts.form}, {size} bytes"
+                f"expected blocks of coefficients; received form {parts.form} with {size} bytes of"
+                " indices"
             )
         share = np.frombuffer(read(parts.indices[:8]).tobytes(), "<f8")[0]
         if not 0 < share <= 1:
-            raise PayloadError(f"a share of {share} of the coefficients came")
+            raise PayloadError(f"received a density of {share}; it must be above 0 and at most 1")
         grids = self.grids(float(share), d)
         sizes = [packed_bytes(grid.sent, width(grid.size)) for grid in grids]
         if parts.count != count_sent(grids) or size != 8 + sum(sizes):
-            raise PayloadError(f"{parts.count} coefficients of {d} elements came with {size} bytes")
+            raise PayloadError(
+                f"received {parts.count} coefficients with {size} bytes of indices, which do not"
+                f" match {d} elements at a density of {share:g}"
+            )
         values = read_values(self.values, parts.values, parts.scales[4:], parts.count)
         top = read(parts.scales[:4]).view("<f4")[0]
         x, value, start = zeros(values, d), 0, 8
@@ -266,7 +277,7 @@ class DeMo(Code, Share):
             ).reshape(-1, grid.kept)
             if not is_true((inside < grid.size).all() & (inside[:, 1:] > inside[:, :-1]).all()):
                 raise PayloadError(
-                    f"the places that came are not {grid.kept} ascending numbers below {grid.size}"
+                    f"the received indices are not {grid.kept} ascending numbers below {grid.size}"
                 )
             content = values[value : value + grid.sent].reshape(inside.shape)
             for strip in grid.strips(x):
@@ -289,20 +300,24 @@ class DeMo(Code, Share):
         return max(1 - grid.kept / grid.size * (1 - coded) for grid in grids) + ROUNDING
 
     def form(self, grids: list[Grid], d: int) -> int:
-        """As float32 where that is no longer."""
+        """Return the form of a payload; float32 if that is not longer."""
         return DENSE if count_sent(grids) >= d or self.sparse_bytes(grids) >= 4 * d else SPARSE
 
     def sparse_bytes(self, grids: list[Grid]) -> int:
-        places = sum(packed_bytes(grid.sent, width(grid.size)) for grid in grids)
-        return 12 + value_bytes(self.values, count_sent(grids)) + places
+        indices = sum(packed_bytes(grid.sent, width(grid.size)) for grid in grids)
+        return 12 + value_bytes(self.values, count_sent(grids)) + indices
 
     def grids(self, ratio: float | None, d: int) -> list[Grid]:
-        """How each layer is cut, and how many coefficients of each block are kept."""
+        """Return the grid of each layer.   Raises: PayloadError if the layers do not have d
+        elements.
+        """
         share, start, grids = self.ratio if ratio is None else ratio, 0, []
         for layer in self.layout or (Layer("all", (d,)),):
             rows = layer.shape[0] if len(layer.shape) > 1 else 1
             grids.append(Grid(start, rows, layer.size // rows, share))
             start += layer.size
         if start != d:
-            raise PayloadError(f"a vector of {d} elements came where the layers have {start}")
+            raise PayloadError(
+                f"expected a vector of {start} elements, as the layers have; received {d}"
+            )
         return grids

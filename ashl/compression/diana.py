@@ -1,19 +1,18 @@
-"""DIANA: what is quantized is the difference between a gradient and what has been learned of it,
-not the gradient.
+"""DIANA: quantize the difference between a gradient and what the receiver has learned of it.
 
-Rule: h_i is kept by worker i and, for each worker, by who decodes (0 at first); m = Q(g_i − h_i) is
-sent, decoded is ĝ_i = h_i + m, and h_i ← h_i + α·m at both ends, with α ≤ 1/(1 + ω) for E‖Q(x) −
-x‖² ≤ ω‖x‖² (`alpha=null`: equal). Since h_i goes to the gradient of worker i at the optimum, what
-is quantized goes to 0, and so does the noise of Q: with full gradients convergence is linear, where
-Q alone stalls at a distance that grows with how unlike workers are.
-Bits: those of Q; of the ternary code, which is that of the paper, 2·d and 32 a bucket. E ĝ_i = g_i.
+Rule: worker i and its receiver both keep h_i, 0 at first. The worker sends m = Q(g_i − h_i). The
+receiver decodes ĝ_i = h_i + m, and both update h_i ← h_i + α·m, with α ≤ 1/(1 + ω) for E‖Q(x) − x‖²
+≤ ω‖x‖² (`alpha=null`: equal). h_i approaches the gradient of worker i at the optimum, so g_i − h_i
+approaches 0, and with it the noise of Q. With full gradients, convergence is linear; Q alone stalls
+at a distance that grows with the difference between the workers' data. E ĝ_i = g_i. A dropped
+message is not decoded, and h_i returns to its previous value at both ends, bit for bit.
+Bits: those of Q; 2·d and 32 per bucket with the ternary code, which is that of the paper.
 
-A dropped message is not decoded, and h_i is what it was before, to the bit, at both ends.
+Limits: the receiver keeps a vector for each worker; in a gathered all-reduce each worker is a
+receiver, with n² vectors in all. The noise of minibatches remains: set estimator=svrg or full.
 
-Limit: who decodes keeps a vector per worker; in a gathered all-reduce these are all workers, n²
-vectors in all. With minibatches their noise remains: take estimator=svrg or full. Source:
-Mishchenko et al., "Distributed Learning with Compressed Gradient Differences", 2019, with the
-ternary code in the ℓ2 or the largest norm; other Q: Horváth et al., "Stochastic Distributed
+Source: Mishchenko et al., "Distributed Learning with Compressed Gradient Differences", 2019, with
+the ternary code in the ℓ2 or the largest norm; other Q: Horváth et al., "Stochastic Distributed
 Learning with Gradient Quantization and Variance Reduction", 2019.
 """
 
@@ -52,7 +51,7 @@ class Diana(Codec):
 
     @cached_property
     def inner(self) -> Codec:
-        """Q."""
+        """The quantizer Q."""
         if self.quantizer == "natural":
             return NaturalCompression(**PLAIN)
         levels = 1 if self.quantizer == "ternary" else self.levels
@@ -88,7 +87,7 @@ class Diana(Codec):
         return self.inner.encoded_nbytes(None, d)
 
     def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
-        raise NotImplementedError("what a body of DIANA is worth depends on the receiver")
+        raise NotImplementedError("decoding a payload of DIANA needs the receiver's state")
 
     def bound(self, ratio: float | None, d: int) -> float:
         return self.inner.bound(None, d)

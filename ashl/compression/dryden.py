@@ -1,22 +1,20 @@
-"""Adaptive quantization: the same share of the positive and of the negative elements is sent, each
-as one level of few.
+"""Adaptive quantization: send the same fraction of positive and of negative elements, at few
+levels.
 
-Rule: of the positive elements the k⁺ = max(1, round(ratio · d⁺)) largest are kept, τ⁺ being the
-least of them, and of the d⁻ negative ones as many of the most negative; an empty side keeps none.
-Each side decodes to its levels: `mean`, one, the mean of what is kept on that side, or `lloyd`, the
-`num_levels` of Lloyd and Max that fit what is kept best, found anew for every message. Bits: for
-each element kept its place, one of side and ⌈log2 levels⌉ of level; 32 for each level.
+Rule: of the d⁺ positive elements, the k⁺ = max(1, round(ratio · d⁺)) largest are sent; τ⁺ is the
+smallest of them. The d⁻ negative elements are treated in the same way. A side without elements
+sends none. Each side decodes to its levels. `mean`: one level, the mean of the selected elements of
+the side. `lloyd`: the `num_levels` levels of Lloyd and Max that fit these elements best, computed
+for each message.
+Bits: for each selected element its index, 1 for the side and ⌈log2 levels⌉ for the level; 32 for
+each level. To add another way to learn levels, add a branch to `learn_centroids`.
 
-Another way to learn levels is another branch of `learned`: it is given the kept magnitudes of one
-side and returns ascending levels. Whatever lies between the least and the largest magnitude is only
-shortened by it.
-
-Limit: ‖C(x) − x‖² ≤ (1 − δ)‖x‖² with δ about 1/k where one element outweighs the others: error
-feedback carries the rest. Thresholds are exact here, where the paper takes those of a sample. A
-side that is not finite decodes to what is not.
+Limits: ‖C(x) − x‖² ≤ (1 − δ)‖x‖², with δ about 1/k if one element dominates: error feedback carries
+the rest. Thresholds are exact here; the paper takes them from a sample. If a side is not finite, it
+decodes to values that are not finite.
 
 Source: Dryden et al., "Communication Quantization for Data-Parallel Training of Deep Neural
-Networks", MLHPC 2016; levels: Lloyd, "Least Squares Quantization in PCM", 1982; learned ones for
+Networks", MLHPC 2016; levels: Lloyd, "Least Squares Quantization in PCM", 1982; learned levels for
 gradients: Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD", NeurIPS 2020.
 """
 
@@ -44,13 +42,13 @@ from ashl.learn.device import numbers
 from ashl.option import Count, option
 
 LevelsRule = Literal["mean", "lloyd"]
-SWEEPS = 20  # of Lloyd's: from then on levels hardly move
-SAMPLE = 1 << 14  # magnitudes that levels are learned from
+SWEEPS = 20  # iterations of Lloyd's algorithm; more hardly move the levels
+SAMPLE = 1 << 14  # most magnitudes from which levels are learned
 
 
 @option
 class Dryden(Sparse, Share):
-    """Two thresholds by proportion, two sets of levels."""
+    """Two thresholds by proportion, with a set of levels for each side."""
 
     code: ClassVar[int] = 31
     on_host: ClassVar[bool] = False
@@ -62,20 +60,21 @@ class Dryden(Sparse, Share):
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         share = self.ratio if context.ratio is None else context.ratio
-        if is_true(ops(x).isnan(ends_of(x)).any()):  # of either sign they go with the positive ones
+        if is_true(ops(x).isnan(ends_of(x)).any()):  # make all NaNs positive: one side has them
             x = ops(x).where(ops(x).isnan(x), zeros(x, 1) + np.nan, x)
         sides = []
         for size, order in zip(self._sizes(x), (POSITIVE, NEGATIVE), strict=True):
-            places = (
+            indices = (
                 largest(x, kept_count(share, size), order)
                 if size
                 else to_device_index(x, np.empty(0, np.int64))
             )
-            sides.append((read(places), np.abs(read(x[places]))))  # few, which the host writes
+            # The elements are few, so the host encodes them.
+            sides.append((read(indices), np.abs(read(x[indices]))))
         return self._written(x, *sides)
 
     def _sizes(self, x: Array) -> list[int]:
-        """How many elements are positive, or no number, and how many are negative."""
+        """Return the numbers of elements that are positive or NaN, and of negative elements."""
         if isinstance(x, Tensor):
             least, below = numbers([(x <= 0).sum(), (x < 0).sum()])
             return [len(x) - int(least), int(below)]
@@ -95,51 +94,52 @@ class Dryden(Sparse, Share):
             scales.append(levels if self.levels == "mean" else centroids_of(levels, values, chosen))
             codes.append(chosen | side << self._width)
         order = np.argsort(np.concatenate([p, n]))
-        places, codes = np.concatenate([p, n])[order], np.concatenate(codes)[order]
+        indices = np.concatenate([p, n])[order]
+        values = pack(np.concatenate(codes)[order], self._width + 1)
         scales = np.concatenate(scales).astype("<f4")
-        indices = write_indices(self.indices, places, d) if k else EMPTY
-        return Parts(k, beside(x, pack(codes, self._width + 1)), indices, scales, SPARSE)
+        coded = write_indices(self.indices, indices, d) if k else EMPTY
+        return Parts(k, beside(x, values), coded, scales, SPARSE)
 
     def unpack(self, parts: Parts, d: int) -> Any:
         k, form, count = parts.count, parts.form, self._count
         if form == DENSE and k == d and not (len(parts.scales) or len(parts.indices)):
             return slice(None), typed_part(parts.values, "<f4", d, "values")
-        if isinstance(parts.values, Tensor):  # few, which the host reads
+        if isinstance(parts.values, Tensor):  # few elements: the host decodes
             few = parts._replace(
                 values=read(parts.values), indices=read(parts.indices), scales=read(parts.scales)
             )
-            places, values = self.unpack(few, d)
-            return to_device_index(parts.values, places), beside(parts.values, values)
+            indices, values = self.unpack(few, d)
+            return to_device_index(parts.values, indices), beside(parts.values, values)
         scales = typed_part(parts.scales, "<f4", 2 * count, "levels")
         if form != SPARSE or parts.values.size != packed_bytes(k, self._width + 1):
             raise PayloadError(
-                f"what came is no vector of levels: form {form}, {k} values, {parts.values.size}"
-                " bytes"
+                f"expected a vector of levels; received form {form} with {k} values in"
+                f" {parts.values.size} bytes"
             )
         numbers = unpack(parts.values, self._width + 1, k)
         level = numbers & ((1 << self._width) - 1)
         if k and int(level.max()) >= count:
-            raise PayloadError(f"level {int(level.max())} came where there are {count}")
-        places = (
+            raise PayloadError(f"received level {int(level.max())}; there are {count}")
+        indices = (
             read_indices(self.indices, parts.indices, k, d)
             if k or parts.indices.size
             else np.empty(0, np.int64)
         )
         signed = np.concatenate([scales[:count], -scales[count:]])
-        return places, signed[level + count * (numbers >> self._width)]
+        return indices, signed[level + count * (numbers >> self._width)]
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         share = self.ratio if ratio is None else ratio
         kept_count(share, d)
-        most = min(d, int(share * d) + 2)  # each side rounds for itself
-        places = index_room(self.indices, most, d)
+        most = min(d, int(share * d) + 2)  # each side is rounded separately
+        indices = index_room(self.indices, most, d)
         return HEADER.size + min(
-            4 * d, 8 * self._count + packed_bytes(most, self._width + 1) + places
+            4 * d, 8 * self._count + packed_bytes(most, self._width + 1) + indices
         )
 
     def bound(self, ratio: float | None, d: int) -> float:
-        # With S the sum of the k that a side keeps, of n: S²/k of their squares goes, and ‖x‖² ≤
-        # S²·max(1, n/k²).
+        # A side sends k of its n elements, with sum S. Their mean reduces the squared error by
+        # S²/k, and the squares of the side sum to at most S²·max(1, n/k²).
         share = self.ratio if ratio is None else ratio
         return 1 - min(1 / max(1, int(share * d) + 1), 1 / min(d, 1.5 / share))
 
@@ -160,7 +160,7 @@ class Dryden(Sparse, Share):
 
 
 def learn_centroids(rule: LevelsRule, magnitudes: np.ndarray, count: int) -> np.ndarray:
-    """The ascending levels, float64, that these magnitudes of one side decode to."""
+    """Return the ascending levels, float64, of the selected magnitudes of one side."""
     if rule == "mean" or not magnitudes.size or not np.isfinite(magnitudes).all():
         mean = magnitudes.mean(dtype=np.float64) if magnitudes.size else 0.0
         return np.full(1 if rule == "mean" else count, mean)
@@ -168,8 +168,9 @@ def learn_centroids(rule: LevelsRule, magnitudes: np.ndarray, count: int) -> np.
 
 
 def lloyd(magnitudes: np.ndarray, count: int) -> np.ndarray:
-    """Every level is the mean of what is closest to it. It begins with the means of
-    equally many.
+    """Return levels that are each the mean of the magnitudes closest to it.
+
+    It starts with the means of groups of equal size.
     """
     values = np.sort(magnitudes[:: -(-magnitudes.size // SAMPLE)]).astype(np.float64)
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -185,13 +186,15 @@ def lloyd(magnitudes: np.ndarray, count: int) -> np.ndarray:
 
 
 def nearest(levels: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Of each value the number of the level next to it."""
+    """Return the number of the nearest level of each value."""
     return np.searchsorted((levels[1:] + levels[:-1]) / 2, values)
 
 
 def centroids_of(levels: np.ndarray, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Each level as the mean of all that decodes to it, where it was learned from a sample: a level
-    far above what was not in the sample would enlarge that.
+    """Return each level as the mean of all values that decode to it.
+
+    The levels were learned from a sample. A level far above the values outside the sample would
+    enlarge these values.
     """
     counts = np.bincount(chosen, minlength=levels.size)
     sums = np.bincount(chosen, values, levels.size)

@@ -1,21 +1,21 @@
-"""EF21: what is compressed is the change of a gradient since the last message, and both ends keep
-what has come of it.
+"""EF21: compress the change of a gradient since the last message; both ends keep the result.
 
-Rule: g_i is kept by worker i and, for each worker, by who decodes (0 at first); c = C(x_i − g_i) is
-sent, and g_i ← g_i + c at both ends is what is merged, with any contraction C. As gradients settle,
-x_i − g_i goes to 0 and so does what C loses, however unlike the workers' shards are, where error
-feedback keeps a residual as large as they differ. With `beta` it is EF21-SGDM: x_i is the running
-mean u ← β·u + (1 − β)·∇f_i of the worker's gradients (its η is 1 − β), which minibatches need.
-Bits: those of C; where these are no fewer than 32·d, x_i itself is sent.
-
-A dropped message is not decoded, and g_i is what it was before, to the bit, at both ends.
+Rule: worker i and its receiver both keep g_i, 0 at first. The worker sends c = C(x_i − g_i) with
+any contraction C, and g_i ← g_i + c at both ends is merged. As gradients settle, x_i − g_i and the
+error of C approach 0, even if the workers' shards differ; the residual of error feedback stays as
+large as they differ. With `beta` it is EF21-SGDM: x_i is the running mean u ← β·u + (1 − β)·∇f_i of
+the worker's gradients (η of the paper is 1 − β), which minibatches need. A dropped message is not
+decoded, and g_i returns to its previous value at both ends, bit for bit.
+Bits: those of C; if these are not fewer than 32·d, x_i itself is sent.
 
 Limits: C = identity (`ratio=1`) is no compression, bit for bit; with `beta` it is momentum SGD at
-lr/(1 − β). Who decodes keeps a vector per worker, in a gathered all-reduce n² in all. Source:
-Richtárik, Sokolov and Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically
-Faster Error Feedback", NeurIPS 2021, Algorithm 2; Fatkhullin, Tyurin and Richtárik, "Momentum
-Provably Improves Error Feedback!", NeurIPS 2023 (EF21-SGDM). Differs: there u and g_i begin with a
-first gradient; here both are 0, so that the first steps with `beta` are shorter.
+lr/(1 − β). The receiver keeps a vector for each worker, n² in all in a gathered all-reduce.
+
+Source: Richtárik, Sokolov and Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and
+Practically Faster Error Feedback", NeurIPS 2021, Algorithm 2; Fatkhullin, Tyurin and Richtárik,
+"Momentum Provably Improves Error Feedback!", NeurIPS 2023 (EF21-SGDM).
+Differs: in the papers u and g_i begin with a first gradient; here both are 0, so that the first
+steps with `beta` are shorter.
 """
 
 from functools import cached_property
@@ -35,8 +35,10 @@ from ashl.option import Fraction, Ratio, option
 
 
 class Known(NamedTuple):
-    """The sender's state: g and what was left out of all messages, now and before the last one;
-    None = 0.
+    """The sender's state; None = 0.
+
+    `sum` is g, `error` is the sum of the errors of all messages; both also as before the last
+    message.
     """
 
     sum: Tensor | None = None
@@ -49,7 +51,7 @@ class Known(NamedTuple):
 class EF21(Codec):
     """Compresses changes."""
 
-    _gain: ClassVar[float] = 0.0  # of what was left out, so much is added
+    _gain: ClassVar[float] = 0.0  # fraction of the accumulated error that is added to a message
     compressor: Literal["topk", "natural", "sign"]
     ratio: Ratio
     values: ValueCode
@@ -59,7 +61,7 @@ class EF21(Codec):
 
     @cached_property
     def inner(self) -> Codec:
-        """C."""
+        """The contraction C."""
         if self.compressor == "natural":
             return NaturalCompression(**PLAIN)
         if self.compressor == "sign":
@@ -93,7 +95,7 @@ class EF21(Codec):
         return Known(after, rest, known, error), payload
 
     def decode(self, receiver: Tensor | None, payload: Tensor, d: int) -> tuple[Tensor, Tensor]:
-        if payload.nbytes == 4 * d:  # those of C are shorter
+        if payload.nbytes == 4 * d:  # x itself: payloads of C are shorter
             whole = payload.clone().view(torch.float32)
             return whole, whole
         _, change = self.inner.decode(None, payload, d)
@@ -107,10 +109,10 @@ class EF21(Codec):
         return 4 * d if self._whole(ratio, d) else self.inner.encoded_nbytes(ratio, d)
 
     def add(self, out: Tensor, payload: Tensor, scale: float = 1.0) -> None:
-        raise NotImplementedError("what a body of EF21 is worth depends on the receiver")
+        raise NotImplementedError("decoding a payload of EF21 needs the receiver's state")
 
     def bound(self, ratio: float | None, d: int) -> float:
-        """Of what has changed since the last message."""
+        """Return the bound of C, relative to the change since the last message."""
         return self.inner.bound(ratio, d)
 
     def residual(self, sender: Known | None) -> Tensor | None:

@@ -1,22 +1,22 @@
-"""FetchSGD: workers send sketches of their updates; momentum and error feedback live in the sum, as
-sketches too.
+"""FetchSGD: workers send sketches of their updates; the sum keeps momentum and residual as
+sketches.
 
-Rule: M ← ρ·M + Σ w_i·S(g_i), E ← E + M, Δ = the k largest elements that E holds by its estimates, E
-← E without Δ, and Δ is the update; S and the estimates as in `count_sketch`. Workers have no memory
-at all, so they may come and go.
-Without Δ: `error=zero` sets every cell of E that an element of Δ has to 0, `error=subtract` takes
-S(Δ) from E, as the paper's text has it. `masking` sets those cells of M to 0, too. At a parameter
-server M and E are the server's; under an all-reduce the sketches are summed on their way, and
-everybody has the same M and E. Bits up: 64, and 32 for each of the about `size`·d cells.
+Rule: M ← ρ·M + Σ w_i·S(g_i), E ← E + M. The update Δ is the k largest elements of E by its
+estimates; then E ← E without Δ. S and the estimates are those of `count_sketch`. To remove Δ,
+`error=zero` sets every cell of E that an element of Δ uses to 0; `error=subtract` subtracts S(Δ)
+from E, as in the text of the paper. `masking` also sets those cells of M to 0. Workers keep no
+state, so they may join and leave. A parameter server keeps M and E; under an all-reduce the
+sketches are summed in flight, and all workers keep the same M and E.
+Bits up: 64, and 32 for each of the about `sketch_ratio`·d cells.
 
-Traps: with `subtract` what an estimate was too large by stays in E with the other sign, is
-recovered in turn, and feeds itself where the sketch is small against k; the authors' code zeroes
-the cells, since subtraction diverged for them. `zero` forgets what else was in those cells. The
-momentum is that of the optimizer already, so the optimizer's own must be 0. E is in units of what
-is sent: with gradients, a learning rate that falls also shrinks what E still holds.
+Traps: with `subtract`, the excess of an estimate stays in E with the opposite sign, and is
+recovered later. If the sketch is small compared with k, this error feeds itself. The authors' code
+zeroes the cells, because subtraction diverged for them. `zero` forgets the other elements in those
+cells. M is the momentum of training, so the optimizer's own must be 0. E has the unit of the
+updates: with gradients, a decaying learning rate also shrinks the content of E.
 
-Limits: ρ = 0 with `sketch_ratio=1` and `error=subtract` is top-k with the residual where the sum
-is; with `recovered_fraction=1` SGD.
+Limits: ρ = 0 with `sketch_ratio=1` and `error=subtract` is top-k with the residual at the sum; with
+`recovered_fraction=1`, too, it is SGD.
 
 Source: Rothchild et al., "FetchSGD: Communication-Efficient Federated Learning with Sketching",
 ICML 2020.
@@ -35,7 +35,7 @@ from ashl.option import Fraction, option
 
 
 class Sketches(NamedTuple):
-    """What is kept where the sum is: the cells of M and E, and the seed of their hash."""
+    """Memory of the merging node: the cells of M and E, and the seed of their hash."""
 
     momentum: Tensor
     error: Tensor
@@ -44,7 +44,7 @@ class Sketches(NamedTuple):
 
 @option
 class FetchSGD(CountSketch):
-    """Momentum and error in the sketch."""
+    """Momentum and residual in the sketch."""
 
     code: ClassVar[int] = 83
     decay: Fraction
@@ -56,13 +56,13 @@ class FetchSGD(CountSketch):
     ) -> tuple[Sketches, Tensor]:
         table, momentum = self.together(payloads, weights, d)
         error = np.zeros_like(momentum)
-        with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
+        with np.errstate(over="ignore", invalid="ignore"):  # a diverging run has infinities
             if memory is not None and memory.seed == table.seed:
                 momentum += np.float32(self.decay) * memory.momentum.numpy()
                 error = memory.error.numpy().copy()
             error += momentum
-            places, values = recover_largest(error, table, d, self.k(d))
-            cells, signs = cells_of(table, places)
+            indices, values = recover_largest(error, table, d, self.k(d))
+            cells, signs = cells_of(table, indices)
             if self.error == "zero":
                 error[cells] = 0
             else:
@@ -70,11 +70,11 @@ class FetchSGD(CountSketch):
             if self.masking:
                 momentum[cells] = 0
         return Sketches(torch.from_numpy(momentum), torch.from_numpy(error), table.seed), dense(
-            places, values, d
+            indices, values, d
         )
 
     def convert_memory(self, memory: State, keeps: Keeps, worth: float) -> State:
-        """Over the border of a stage M goes like an optimizer's momentum, and E like a residual."""
+        """Convert M like an optimizer's momentum, and E like a residual."""
         if not isinstance(memory, Sketches):
             return None
         momentum, error, seed = memory

@@ -1,11 +1,12 @@
-"""Symmetric grid: every element is rounded up or down to a multiple of one step, at random, so that
-its mean is kept.
+"""Symmetric grid: round each element at random to a neighbouring multiple of one step, unbiased.
 
 Rule: L = 2^(b−1) − 1, Δ = ‖x‖_∞ / L; q_j = ⌊x_j/Δ + u_j⌋ in −L … L with u_j uniform in [0, 1);
-decoded to Δ·q_j. E C(x) = x and E‖C(x) − x‖² ≤ d·Δ²/4 ≤ d/(4L²)·‖x‖². Bits: b·d + 32. A body names
-its b, so that it may change from message to message, and may hold float32 instead.
+C(x)_j = Δ·q_j. E C(x) = x and E‖C(x) − x‖² ≤ d·Δ²/4 ≤ d/(4L²)·‖x‖².
+Bits: b·d + 32. A payload states its b, which may differ from message to message; a payload of
+float32 is valid, too.
 
-Limit: one large element makes the grid coarse for all. What is not finite makes all of them NaN.
+Limits: one large element makes the grid coarse for all. If an element is not finite, all become
+NaN.
 
 Source: Yu, Wu and Huang, "Double Quantization for Communication-Efficient Distributed
 Optimization", NeurIPS 2019 (AsyLPG, with `sync=asylpg`); the bound as for stochastic rounding,
@@ -28,8 +29,8 @@ from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wire.stochastic_rounding import round_to_int32, rounding_noise
 from ashl.option import Number, option
 
-MOST = 16  # bits
-WHOLE = 0  # the form of a body of float32; of all others it is b
+MOST = 16  # largest b
+WHOLE = 0  # form of a payload of float32; the form of all others is b
 
 
 @option
@@ -55,12 +56,12 @@ class Grid(Code):
 
 
 def largest_level(bits: int) -> int:
-    """L: steps from zero to the end of the grid."""
+    """Return L, the number of steps from zero to the end of the grid."""
     return 2 ** (bits - 1) - 1
 
 
 def quantize_to_grid(x: Array, bits: int, context: EncodeContext) -> Parts:
-    """x on the grid of so many bits."""
+    """Return x on the grid of `bits` bits."""
     steps, top = largest_level(bits), reach_of(x)
     noise = rounding_noise(x, context.words(), steps)
     end = steps * noise.unit
@@ -83,16 +84,20 @@ def quantize_to_grid(x: Array, bits: int, context: EncodeContext) -> Parts:
 
 
 def read_grid(parts: Parts, d: int) -> Array:
-    """What such a body decodes to. Raises BodyError."""
+    """Decode a payload of the grid.   Raises: PayloadError if it is malformed."""
     bits, count = parts.form, parts.count
     if count != d or len(parts.indices) or not (bits == WHOLE or 2 <= bits <= MOST):
-        raise PayloadError(f"what came is no grid of {d} elements: form {bits}, {count} values")
+        raise PayloadError(
+            f"expected a grid of {d} elements; received form {bits} with {count} values"
+        )
     if bits == WHOLE:
         typed_part(parts.scales, "<f4", 0, "scales")
         values = typed_part(parts.values, "<f4", d, "values")
         return values.clone() if isinstance(values, Tensor) else values.copy()
     if len(parts.values) != packed_bytes(d, bits):
-        raise PayloadError(f"{d} numbers of {bits} bits came in {len(parts.values)} bytes")
+        raise PayloadError(
+            f"received {len(parts.values)} bytes, which do not hold {d} numbers of {bits} bits"
+        )
     top, steps = typed_part(parts.scales, "<f4", 1, "scales"), np.float32(largest_level(bits))
     numbers = (unpack_bytes if bits <= 8 else unpack)(parts.values, bits, d)
     if isinstance(numbers, Tensor):

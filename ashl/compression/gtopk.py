@@ -1,29 +1,29 @@
-"""gTop-k: workers merge their top-k sets two by two, each time keeping the k largest sums, so that
-no message grows.
+"""Global top-k: workers merge their top-k sets in a tree and keep the k largest sums at each step.
 
-Rule, under an all-reduce: p_j is worker j's update and residual; it selects the k largest |p_j| and
-takes c_j·p_j there. In ⌈log2 n⌉ steps along a tree rooted in worker 0, for any n, a parent adds its
-child's set to its own and keeps the k largest sums. The root's set goes back along the tree and is
-the update, on all workers. What a worker sent and what did not come through returns to its residual
-(`error_feedback`), so that c_j-weighted sent and residuals add up to what was there. An element may
-be dropped on one branch and come through on another, hence beside the set each parent tells its
-child, with one bit for each element, whether the child's part is in it. Bits: those of k values and
-places up, those and k more down. Where a worker is lost, the others begin that sum anew along a
-tree of their own.
+Rule, under an all-reduce: p_j is the sum of worker j's update and residual. The worker selects the
+k largest |p_j| and takes c_j·p_j there. In ⌈log2 n⌉ steps along a tree with worker 0 as its root,
+for any n, a parent adds its child's set to its own and keeps the k largest sums. The final set of
+the root is the update, and is sent back along the tree to all workers. An element that a worker
+sent, but that is not part of the final sum, returns to its residual (`error_feedback`). So the
+c_j-weighted sent parts and residuals add up to the sum of the c_j·p_j. An element may be dropped on
+one branch and survive on another. Therefore each parent sends its child, with the final set, one
+bit per element that says whether the child's part is in it. If a worker fails, the survivors repeat
+the sum along a tree of their own.
+Bits: those of k values and indices up; those and k more down.
 
-At a parameter server there are no branches: it keeps the k largest of the whole sum of a merge, and
-what it leaves out it adds to the next merge itself, since its workers learn nothing but the model.
-It does so where workers keep residuals too; an asynchronous merge is of one push. That memory is in
-units of what was sent, and is not rescaled with the learning rate; over the border of a stage it
-goes like a worker's residual.
+At a parameter server there is no tree: the server keeps the k largest elements of the whole sum of
+a merge. It adds the others to the next merge, because workers receive the model only. It does so
+even if workers keep residuals; an asynchronous merge has one push. This memory has the unit of the
+pushes, and is not rescaled with the learning rate. At a stage boundary it is converted like a
+worker's residual.
 
-Limits: one worker is top-k; workers that select the same places end with their exact sum. The
-result depends on the tree, since the largest of partial sums need not be the largest of the sum.
-Where densities differ, the largest counts.
+Limits: one worker is top-k. Workers that select the same indices end with their exact sum. The
+result depends on the tree, because the largest partial sums need not be part of the largest sums.
+If densities differ, the largest is used.
 
 Source: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for
-Low Bandwidth Networks", ICDCS 2019; there an element that is in the final set counts as sent on all
-branches.
+Low Bandwidth Networks", ICDCS 2019.
+Differs: in the paper, an element of the final set counts as sent on all branches.
 """
 
 from collections.abc import Sequence
@@ -60,20 +60,18 @@ from ashl.compression.wire.payload_format import (
 from ashl.option import option
 
 UP, DOWN = "gtopk_up", "gtopk_down"  # messages along the tree
-WORD = 4  # bytes: what follows the bits of a set stays aligned
+WORD = 4  # bytes; the bits of a set fill whole words, so that the values after them are aligned
 
 
 class Few(NamedTuple):
-    """Some elements of a vector: ascending places, and what is there. The host merges them,
-    wherever the vector is.
-    """
+    """Some elements of a vector: ascending indices and values, in host memory."""
 
-    places: np.ndarray
+    indices: np.ndarray
     values: np.ndarray
 
 
 class Final(NamedTuple):
-    """The root's set, and of each element whether this worker's part is in it."""
+    """The final set, and for each element whether this worker's part is in it."""
 
     few: Few
     alive: np.ndarray
@@ -81,7 +79,7 @@ class Final(NamedTuple):
 
 @option
 class GTopK(TopK, Reduces, Collective):
-    """Selects together with all others."""
+    """Selects the largest elements of the sum of all workers."""
 
     code: ClassVar[int] = 81
     promises: ClassVar[Traits] = Traits(contraction=True, reduces=True)
@@ -93,14 +91,14 @@ class GTopK(TopK, Reduces, Collective):
         return tuple(sorted(children if parent is None else (parent, *children)))
 
     async def collective(self, team: Team, source: CodecInput) -> Outcome:
-        """Up and down the tree."""
+        """Merge up the tree and distribute the final set down the tree."""
         d, (parent, children) = source.x.numel(), tree_neighbours(team.place, team.size)
         sets = [await team.compute(partial(self.select, source, team.weight), work=1)]
         for child in children:
             payload, _ = await team.recv(child, UP)
             sets.append(await team.compute(partial(self.merge_few, sets[-1], payload, d)))
         if parent is None:
-            final = Final(sets[-1], np.ones(sets[-1].places.size, bool))
+            final = Final(sets[-1], np.ones(sets[-1].indices.size, bool))
         else:
             await team.send(parent, UP, self.written_few(sets[-1], d))
             payload, _ = await team.recv(parent, DOWN, final=True)
@@ -111,7 +109,9 @@ class GTopK(TopK, Reduces, Collective):
         return await team.compute(partial(self.finish_sum, source, sets[0], final))
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
-        """The number of elements goes with each message: of several, the largest stays."""
+        """Send messages of the same sizes; each carries its number of elements, of which the
+        largest is kept.
+        """
         k, (parent, children) = self.kept(ratio, d), tree_neighbours(team.place, team.size)
         k = k if self.form(k, d) == SPARSE else d
         await team.compute(empty_few, work=1)
@@ -128,67 +128,67 @@ class GTopK(TopK, Reduces, Collective):
             await team.send(child, DOWN, team.blank(self.size(k, d) + bits_bytes(k)), k)
 
     def select(self, source: CodecInput, weight: float) -> Few:
-        """What a worker starts with: c·p at its own places."""
+        """Return the set with which a worker starts: c·p at its own indices."""
         p, d = array_of(source.x), source.x.numel()
         k = self.kept(source.context.ratio, d)
-        places = largest(p, k) if self.form(k, d) == SPARSE else to_device_index(p, np.arange(d))
-        with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
-            return Few(read(places), read(p[places]) * np.float32(weight))
+        indices = largest(p, k) if self.form(k, d) == SPARSE else to_device_index(p, np.arange(d))
+        with np.errstate(over="ignore", invalid="ignore"):  # a diverging run has infinities
+            return Few(read(indices), read(p[indices]) * np.float32(weight))
 
     def merge_few(self, own: Few, payload: Tensor, d: int) -> Few:
-        """The largest of the sums with a child's."""
+        """Return the largest sums of a worker's set and the set of a child."""
         other = self.read_few(read_payload(payload, self.code, d), d)
-        places = np.concatenate([own.places, other.places])
-        order = places.argsort(kind="stable")  # of equal places the own comes first
-        places = places[order]
-        first = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1]]))
+        indices = np.concatenate([own.indices, other.indices])
+        order = indices.argsort(kind="stable")  # of equal indices, the worker's own comes first
+        indices = indices[order]
+        first = np.flatnonzero(np.concatenate([[True], indices[1:] != indices[:-1]]))
         with np.errstate(over="ignore", invalid="ignore"):
             sums = np.add.reduceat(np.concatenate([own.values, other.values])[order], first)
-        chosen = largest(sums, max(own.places.size, other.places.size))
-        return Few(places[first[chosen]], sums[chosen])
+        chosen = largest(sums, max(own.indices.size, other.indices.size))
+        return Few(indices[first[chosen]], sums[chosen])
 
     def written_few(self, few: Few, d: int, alive: np.ndarray | None = None) -> Tensor:
-        """A set as a body; on the way down with the bits of its elements."""
-        k, bits = few.places.size, EMPTY
+        """Encode a set; on the way down, with the bits of its elements."""
+        k, bits = few.indices.size, EMPTY
         if alive is not None:
             bits = np.zeros(bits_bytes(k), np.uint8)
             bits[: -(-k // 8)] = np.packbits(alive, bitorder="little")
         form = self.form(k, d)
-        indices = write_indices(self.indices, few.places, d) if form == SPARSE else EMPTY
+        indices = write_indices(self.indices, few.indices, d) if form == SPARSE else EMPTY
         return write_payload(self.code, d, Parts(k, few.values, indices, bits, form))
 
     def read_few(self, parts: Parts, d: int) -> Few:
-        places, values = self.unpack(parts, d)
-        return Few(np.arange(d) if isinstance(places, slice) else places.astype(np.int64), values)
+        indices, values = self.unpack(parts, d)
+        return Few(np.arange(d) if isinstance(indices, slice) else indices.astype(np.int64), values)
 
     def read_final(self, payload: Tensor, d: int) -> Final:
-        """What a parent sends down. Raises BodyError."""
+        """Decode the final set from a parent.   Raises: PayloadError if it is malformed."""
         parts = read_payload(payload, self.code, d)
         bits = typed_part(parts.scales, "u1", bits_bytes(parts.count), "bits")
         alive = np.unpackbits(bits, count=parts.count, bitorder="little").view(bool)
         return Final(self.read_few(parts._replace(scales=EMPTY), d), alive)
 
     def finish_sum(self, source: CodecInput, own: Few, final: Final) -> Outcome:
-        """Sent is what of the worker's own came through."""
+        """Return the update; `sent` are the worker's own elements that are part of it."""
         update, sent = torch.zeros_like(source.x), torch.zeros_like(source.x)
         array = array_of(update)
-        array[to_device_index(array, final.few.places)] = beside(array, final.few.values)
-        through = to_device_index(array, final.few.places[final.alive & within(final.few, own)])
+        array[to_device_index(array, final.few.indices)] = beside(array, final.few.values)
+        through = to_device_index(array, final.few.indices[final.alive & within(final.few, own)])
         sent[through] = source.x[through]
         return Outcome(update, sent)
 
     def reduce(
         self, memory: State, payloads: Sequence[Tensor], weights: Sequence[float], d: int
     ) -> tuple[State, Tensor]:
-        """At a server: the k largest of the sum; what is left of it is kept for the next merge."""
+        """Return the k largest elements of the sum, at a server, and keep the others as memory."""
         total = torch.zeros(d, device=str(payloads[0].device)) if memory is None else memory.clone()
         for payload, weight in zip(payloads, weights, strict=True):
             self.add(total, payload, weight)
         k = max(read_payload(payload, self.code, d).count for payload in payloads)
         if not k:
-            raise PayloadError("nothing was selected by anybody")
-        places, x = tensor_of(largest(array_of(total), k)), torch.zeros_like(total)
-        x[places], total[places] = total[places], 0.0
+            raise PayloadError("received no elements: no worker selected any")
+        indices, x = tensor_of(largest(array_of(total), k)), torch.zeros_like(total)
+        x[indices], total[indices] = total[indices], 0.0
         return (total if self.error_feedback or self.momentum is not None else None), x
 
     def convert_memory(self, memory: State, keeps: Keeps, worth: float) -> State:
@@ -196,8 +196,9 @@ class GTopK(TopK, Reduces, Collective):
 
 
 def tree_neighbours(rank: int, n: int) -> tuple[int | None, tuple[int, ...]]:
-    """(parent, children in the order in which they are merged) of a rank in the tree of n: of two
-    neighbours 2^i apart the second sends to the first.
+    """Return (parent, children in merge order) of a rank in a tree of n.
+
+    Of two neighbours at a distance of 2^i, the second sends to the first.
     """
     children, step = [], 1
     while step < n and rank % (2 * step) == 0:
@@ -208,14 +209,14 @@ def tree_neighbours(rank: int, n: int) -> tuple[int | None, tuple[int, ...]]:
 
 
 def empty_few() -> None:
-    """What a run that is only timed computes."""
+    """Do nothing, for the computations of `simulate_collective`."""
 
 
 def bits_bytes(k: int) -> int:
-    """The size of k bits, in whole words."""
+    """Return the size of k bits in bytes, in whole words."""
     return -(-k // (8 * WORD)) * WORD
 
 
 def within(few: Few, other: Few) -> np.ndarray:
-    """bool [count]: which places of the first are places of the second."""
-    return np.isin(few.places, other.places, assume_unique=True)
+    """Return bool [count], True for each index of `few` that `other` has, too."""
+    return np.isin(few.indices, other.indices, assume_unique=True)

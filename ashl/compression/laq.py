@@ -1,29 +1,29 @@
-"""LAQ: a worker sends the change of its gradient, in b bits an element, and only where it matters;
-without bits, LAG.
+"""LAQ: send the quantized change of a gradient only if it is large; without quantization, LAG.
 
-Rule: g is the worker's gradient, Q its last sent form, which both ends keep (0 at first), R = ‖g −
-Q‖_∞ and τ = 1/(2^b − 1). δ = 2τR·q − R with q = ⌊(g − Q + R)/(2τR) + ½⌋ in 0 … 2^b − 1. Where
+Rule: g is the worker's gradient. Q is its last sent form, which both ends keep, 0 at first. R = ‖g
+− Q‖_∞ and τ = 1/(2^b − 1). δ = 2τR·q − R with q = ⌊(g − Q + R)/(2τR) + ½⌋ in 0 … 2^b − 1. The
+worker skips a message if it has skipped fewer than `max_age` in a row and
 
-    ‖δ‖² ≤ (1/γ²) Σ_{j ≤ D} ξ_j ‖x^{t+1−j} − x^{t−j}‖² + 3(‖ε‖² + ‖ε'‖²)    and fewer than `max_age`
-    were skipped
+    ‖δ‖² ≤ (1/γ²) Σ_{j ≤ D} ξ_j ‖x^{t+1−j} − x^{t−j}‖² + 3(‖ε‖² + ‖ε'‖²)
 
-nothing is sent: a body of 0 bytes, and the server goes on with Q. Else it is sent and Q ← Q + δ at
-both ends. ξ_j = xi/D, x are the models that the worker was given, ε = g − Q − δ, and ε' that of the
-last message. Bits: 32 + b·d when sent. LAG (`bits=null`) has δ = g − Q and sends g itself, 32·d: no
-error adds up, and with xi = 0 it is gradient descent, bit for bit.
+Then it sends 0 bytes, and the server uses Q again. Otherwise it sends δ, and Q ← Q + δ at both
+ends. ξ_j = xi/D, D = `memory`. x are the models that the worker received. ε = g − Q − δ, and ε' is
+that of the last message. LAG (`bits=null`) has δ = g − Q and sends g itself: no errors accumulate.
+A dropped message leaves Q unchanged at both ends.
+Bits: 32 + b·d when sent, 32·d with LAG, 0 when skipped.
 
-The sum of the papers is a mean here, so that their 1/(γn)² with f = Σ f_i is 1/γ² of this learning
-rate; all workers are taken to weigh alike. A dropped message leaves Q as it was at both ends.
-
-Limits: with `estimator=minibatch` the noise of the gradients is taken for change, and hardly
-anything is ever skipped. With momentum or Adam a model moves farther than γ·Q, and nothing would be
-sent any more; that is refused. Where a few elements are far larger than the rest, as in deep
-models, 4 bits leave an ε as long as g itself, which excuses every worker until `max_age`: 8 do.
-What is not finite makes all of Q NaN.
+Limits: LAG with xi = 0 is gradient descent, bit for bit. With `estimator=minibatch`, the noise of
+the gradients counts as change, and hardly any message is skipped. With momentum or Adam, a model
+moves farther than γ·Q, so that no message would be sent any more; this is refused. If a few
+elements are far larger than the rest, as in deep models, 4 bits leave an ε as long as g itself.
+Then each worker skips until `max_age`; 8 bits suffice. If an element is not finite, all of Q
+becomes NaN.
 
 Source: Chen et al., "LAG: Lazily Aggregated Gradient for Communication-Efficient Distributed
 Learning", NeurIPS 2018; Sun et al., "Communication-Efficient Distributed Learning via Lazily
 Aggregated Quantized Gradients", NeurIPS 2019.
+Differs: the papers sum the workers' gradients; here they are averaged. So their 1/(γn)² with f = Σ
+f_i is 1/γ² with this learning rate. All workers are assumed to have equal weight.
 """
 
 from collections.abc import Iterator
@@ -64,12 +64,15 @@ from ashl.compression.wire.payload_format import (
 from ashl.learn.device import numbers
 from ashl.option import Count, NonNegative, Number, option
 
-LEVELS, WHOLE = 0, 1  # forms of a body: levels of δ, or g as float32
+LEVELS, WHOLE = 0, 1  # forms of a payload: levels of δ, or g as float32
 
 
 class Lazy(NamedTuple):
-    """The sender's state: Q, ‖ε'‖² and how many messages were skipped since; the last model and the
-    squared lengths of the last D moves; and the first three as they were before the last message.
+    """The sender's state.
+
+    `sent` is Q, `error` is ‖ε'‖², `age` is the number of messages skipped since. `model` is the
+    last model, and `moves` are the squared lengths of its last D moves. `before` holds the first
+    three as they were before the last message.
     """
 
     sent: Tensor | None = None
@@ -82,7 +85,7 @@ class Lazy(NamedTuple):
 
 @option
 class LAQ(Codec):
-    """Sends when the gradient has changed."""
+    """Sends if the gradient has changed."""
 
     code: ClassVar[int] = 100
     on_host: ClassVar[bool] = False
@@ -119,7 +122,7 @@ class LAQ(Codec):
     def decode(self, receiver: Tensor | None, payload: Tensor, d: int) -> tuple[Tensor, Tensor]:
         if isinstance(payload, Tensor) and not payload.numel():
             if receiver is None:
-                raise PayloadError("a gradient was left out before any had come")
+                raise PayloadError("received a skipped message before any gradient")
             return receiver, receiver
         parts = read_payload(payload, self.code, d)
         sent = zeros(parts.values, d) if receiver is None else array_of(receiver)
@@ -154,9 +157,8 @@ class LAQ(Codec):
             stream[:] = 0
             return Parts(d, stream, scales=np.array([np.nan], "<f4"))
         for where, change in changes(g, sent, buffer):
-            change /= (
-                reach if reach else np.float32(1)
-            )  # divided first: twice a large R is no float32
+            # Divide first: twice a large R would overflow float32.
+            change /= reach if reach else np.float32(1)
             change += np.float32(1)
             change *= np.float32(top / 2)
             change += np.float32(0.5)
@@ -168,12 +170,13 @@ class LAQ(Codec):
         return Parts(d, stream, scales=np.array([reach], "<f4"))
 
     def _applied(self, parts: Parts, sent: Array) -> Array:
-        """Q after a message, the same to the bit at both ends."""
+        """Return Q after a message, with the same bits at both ends."""
         d = len(sent)
         form = WHOLE if self.bits is None else LEVELS
         if parts.count != d or len(parts.indices) or parts.form != form:
             raise PayloadError(
-                f"what came is no gradient of {d} elements: form {parts.form}, {parts.count} values"
+                f"expected a gradient of {d} elements; received form {parts.form} with"
+                f" {parts.count} values"
             )
         values = as_bytes(parts.values)
         if self.bits is None:
@@ -181,7 +184,9 @@ class LAQ(Codec):
             return array_of(tensor_of(typed_part(values, "<f4", d, "values")).clone())
         reach = typed_part(read(parts.scales).view(np.uint8), "<f4", 1, "scales")[0]
         if len(values) != packed_bytes(d, self.bits):
-            raise PayloadError(f"{d} levels of {self.bits} bits came in {len(values)} bytes")
+            raise PayloadError(
+                f"received {len(values)} bytes, which do not hold {d} levels of {self.bits} bits"
+            )
         unpacked = unpack_bytes if self.bits <= 8 else unpack
         if isinstance(sent, Tensor):
             levels = unpacked(values, self.bits, d).to(torch.float32)
@@ -198,7 +203,7 @@ class LAQ(Codec):
 
 
 def model_changes(state: Lazy, model: Tensor | None, memory: int) -> Lazy:
-    """The state once the worker has been given another model."""
+    """Return the state after the worker has received a model."""
     if model is None or state.model is None:
         return state._replace(model=model)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -207,7 +212,7 @@ def model_changes(state: Lazy, model: Tensor | None, memory: int) -> Lazy:
 
 
 def changes(x: np.ndarray, y: np.ndarray, buffer: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-    """x − y by blocks, each of which overwrites the one before."""
+    """Yield x − y block by block; each block overwrites the one before."""
     return (
         (where, np.subtract(x[where], y[where], out=buffer[: where.stop - where.start]))
         for where in blocks(x.size)
@@ -215,7 +220,7 @@ def changes(x: np.ndarray, y: np.ndarray, buffer: np.ndarray) -> Iterator[tuple[
 
 
 def distance(x: Array, y: Array) -> float:
-    """‖x − y‖² in float64; on a device right to its last bits."""
+    """Return ‖x − y‖² in float64; on a device, the last bits may differ."""
     if isinstance(x, Tensor):
         apart = wide(x - y)
         return numbers([apart @ apart])[0]

@@ -1,12 +1,12 @@
-"""Natural compression: every element is rounded at random to one of the two powers of two beside
-it: a sign and an exponent remain.
+"""Natural compression: round each element at random to a neighbouring power of two, unbiased.
 
 Rule: for 2^a ≤ |x_j| < 2^(a+1), C(x)_j = sign(x_j)·2^(a+1) with probability |x_j|/2^a − 1, else
-sign(x_j)·2^a. E C(x) = x, E‖C(x) − x‖² ≤ ‖x‖²/8. Bits: 9·d. No multiplication is needed: 23 random
-bits are added to the bits of a float32, and its mantissa is dropped.
+sign(x_j)·2^a. E C(x) = x, E‖C(x) − x‖² ≤ ‖x‖²/8. No multiplication is needed: 23 random bits are
+added to the bits of a float32, and its mantissa is dropped.
+Bits: 9·d, for sign and exponent.
 
-Limit: what is subnormal becomes 0 or 2⁻¹²⁶, unbiased but without the bound. Beyond 2¹²⁷ there is no
-power of two to round up to, so that all becomes 2¹²⁷. NaN becomes infinity.
+Limits: a subnormal element becomes 0 or 2⁻¹²⁶, unbiased but without the bound. Beyond 2¹²⁷ there is
+no power of two to round up to, so all elements become 2¹²⁷. NaN becomes infinity.
 
 Source: Horváth et al., "Natural Compression for Distributed Deep Learning", 2019.
 """
@@ -25,7 +25,7 @@ from ashl.option import option
 
 @option
 class NaturalCompression(Code, Wrappers):
-    """Keeps signs and exponents."""
+    """Sends signs and exponents."""
 
     code: ClassVar[int] = 17
     on_host: ClassVar[bool] = False

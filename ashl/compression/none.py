@@ -1,5 +1,6 @@
-"""No compression: the dense float32 vector, 32 bits per element. Source: the baseline of every
-compression paper.
+"""No compression: send the dense float32 vector, 32 bits per element.
+
+Source: the baseline of every compression paper.
 """
 
 from typing import ClassVar
@@ -20,7 +21,7 @@ from ashl.option import option
 
 @option
 class Dense(Codec):
-    """What goes in comes out."""
+    """Sends the vector unchanged."""
 
     traits: ClassVar[Traits] = Traits(unbiased=True, contraction=True, linear=True, lossless=True)
     on_host: ClassVar[bool] = False
@@ -33,8 +34,8 @@ class Dense(Codec):
     def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
         if payload.nbytes != 4 * d or payload.dtype != torch.float32:
             raise PayloadError(
-                f"a body of {payload.nbytes} bytes came where a dense one of {d} float32 was"
-                " expected"
+                f"expected a dense payload of {d} float32 elements; received {payload.nbytes} bytes"
+                f" of {payload.dtype}"
             )
         return receiver, payload
 

@@ -1,12 +1,14 @@
-"""1-bit SGD: one bit for each element says whether it is negative; either side decodes to its mean.
+"""1-bit SGD: send the sign of each element; negative and other elements decode to their means.
 
-Rule: C(x)_j = the mean of all x_j ≥ 0 where x_j ≥ 0, and of all x_j < 0 where it is not, by parts
-of x: the whole vector, each layer, or each column (or row) of each layer's matrix [outputs, all
-else]; the paper has columns. The mean of an empty side is 0. ‖C(x) − x‖² ≤ (1 − 1/d)‖x‖², less the
-finer the parts. Bits: d, and 64 for each part.
+Rule: C(x)_j is the mean of all x_i ≥ 0 if x_j ≥ 0, else the mean of all x_i < 0. The means are
+those of the whole vector, of each layer, or of each column (or row) of each layer's matrix
+[outputs, all else]; the paper uses columns. The mean of an empty side is 0. ‖C(x) − x‖² ≤ (1 −
+1/d)‖x‖², with d the largest number of elements that share two means.
+Bits: d, and 64 for each pair of means.
 
-Limit: −0 counts as negative. Columns are short where a layer has few outputs: of 10 elements, a bit
-each costs 6.4 more for the means. What is not finite makes its side, or its part, not finite.
+Limits: −0 counts as negative. If a layer has few outputs, its columns are short: for columns of 10
+elements, the means cost 6.4 bits per element. An element that is not finite makes its side of its
+part not finite.
 
 Source: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
 Distributed Training of Speech DNNs", Interspeech 2014.
@@ -33,19 +35,19 @@ from ashl.compression.wrappers.options import Wrappers
 from ashl.learn.device import numbers
 from ashl.option import option
 
-Matrix = tuple[int, int, bool]  # rows, columns, and whether the columns are the parts
+Matrix = tuple[int, int, bool]  # rows, columns, and whether columns (else rows) share means
 
 
 @option
 class OneBit(Code, Wrappers):
-    """Two means, of the whole vector or of parts of it."""
+    """Two means of the whole vector or of parts of it."""
 
     code: ClassVar[int] = 12
     traits: ClassVar[Traits] = Traits(contraction=True)
     per: Literal["vector", "layer", "row", "column"]
 
     def for_layout(self, layout: Layout) -> Code:
-        """The codec for a model's layers."""
+        """Return the codec for the layers of a model."""
         if self.per == "vector" or not layout:
             return self
         if self.per == "layer":
@@ -73,7 +75,7 @@ class OneBit(Code, Wrappers):
 
 @dataclass(frozen=True)
 class TwoMeans(Code):
-    """The same for matrices that follow each other."""
+    """Signs and means of consecutive matrices."""
 
     code: ClassVar[int] = OneBit.code
     traits: ClassVar[Traits] = OneBit.traits
@@ -84,7 +86,7 @@ class TwoMeans(Code):
         return any(rows > 1 for rows, _, _ in self.matrices)
 
     def split(self, x: Array) -> Iterator[Array]:
-        """x as matrices whose rows are the parts: views."""
+        """Yield x as matrices whose rows share means, as views."""
         sizes = [rows * columns for rows, columns, _ in self.matrices]
         for place, (rows, columns, turned) in zip(slices(sizes), self.matrices, strict=True):
             matrix = x[place].reshape(rows, columns)
@@ -102,9 +104,8 @@ class TwoMeans(Code):
             return torch.cat(
                 [torch.where(negative[0] > 0, side[1], side[0]) for negative, side in parts_there]
             )
-        means = typed_part(parts.scales, "<u4", 2 * self._count(), "means").reshape(
-            -1, 2
-        )  # bits, of which some are flipped
+        # The bits of both means: elements are composed from them by exclusive or.
+        means = typed_part(parts.scales, "<u4", 2 * self._count(), "means").reshape(-1, 2)
         negative = np.unpackbits(stream, count=d, bitorder="little")
         x, start = np.empty(d, np.uint32), 0
         for rows, signs in zip(self.split(x), self.split(negative), strict=True):
@@ -127,13 +128,14 @@ class TwoMeans(Code):
         return 1 - 1 / max(rows if turned else columns for rows, columns, turned in self.matrices)
 
     def _count(self) -> int:
-        """How many parts there are."""
+        """Return the number of parts with means of their own."""
         return sum(columns if turned else rows for rows, columns, turned in self.matrices)
 
 
 def two_means(rows: Array) -> np.ndarray:
-    """The means [n, 2], float64, of what is not negative and of what is, in each row; on a device
-    there is but one.
+    """Return the means [n, 2], float64, of non-negative and of negative elements of each row.
+
+    On a device there is only one row.
     """
     if isinstance(rows, Tensor):
         sides, fewer = (
@@ -153,6 +155,6 @@ def two_means(rows: Array) -> np.ndarray:
 
 
 def column_blocks(rows: np.ndarray) -> Iterator[slice]:
-    """Columns of which all rows together fit the cache."""
+    """Return slices of columns whose rows together fit the cache."""
     step = max(1, BLOCK // len(rows))
     return (slice(start, start + step) for start in range(0, rows.shape[1], step))

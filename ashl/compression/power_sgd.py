@@ -1,26 +1,28 @@
-"""PowerSGD: each layer's matrix is sent as the product of two thin ones, found by one step of power
-iteration.
+"""PowerSGD: send each layer's matrix as a product of two thin ones, by one step of power iteration.
 
-Rule: M [m, n] is a layer as a matrix of its first dimension by all others, r = min(rank, m, n).
-With Q [n, r] of the message before: P ← M·Q, P̂ ← P with orthonormal columns (Gram-Schmidt), Q ←
-Mᵀ·P̂, C(M) = P̂·Qᵀ = P̂P̂ᵀM, which is a projection: ‖C(M) − M‖ ≤ ‖M‖. Layers of one dimension, and
-those for which r·(m + n) ≥ m·n, are sent as they are, so a large rank is no compression. Bits:
-32·r·(m + n) of a matrix that is sent as two.
+Rule: M [m, n] is a layer as the matrix of its first dimension by all others, r = min(rank, m, n). Q
+[n, r] is that of the previous message. P ← M·Q; P̂ ← P with orthonormal columns (Gram-Schmidt); Q ←
+Mᵀ·P̂; C(M) = P̂·Qᵀ = P̂P̂ᵀM. That is a projection: ‖C(M) − M‖ ≤ ‖M‖. A layer of one dimension, or
+with r·(m + n) ≥ m·n, is sent unchanged.
+Bits: 32·r·(m + n) for a matrix that is sent as two.
 
-On a link each worker has its own Q, and P̂ and Q are the body. Under an all-reduce both products
-are linear in M, so they are summed on their way: P ← Σ c_j·M_j·Q, then Q ← Σ c_j·M_jᵀ·P̂; everybody
-has the same basis and ends with the projection of the sum, by two sums of r·(m + n) elements in
-all. With error feedback a worker keeps e_j = M_j − P̂P̂ᵀM_j, its own part in the common basis.
-Published code keeps M_j − P̂·Qᵀ instead: Σ c_j·e_j, and with it every update, is the same for both
-where Σ c_j = 1, but that e_j also gathers how a worker's data differ from the others', without
-bound.
+On a link, each worker has its own Q, and the payload is P̂ and Q. Under an all-reduce, both
+products are linear in M, so they are summed in flight: P ← Σ c_j·M_j·Q, then Q ← Σ c_j·M_jᵀ·P̂. All
+workers have the same basis, and end with the projection of the sum after two sums of r·(m + n)
+elements in all. With error feedback, a worker keeps e_j = M_j − P̂P̂ᵀM_j, computed from its own
+part in the common basis.
 
-Traps: a column of Q that has become 0 (a layer whose gradient was 0 once) would stay 0 for ever, so
-it is drawn anew. Columns are made orthonormal in float64, and P̂·Qᵀ added up, by a fixed order of
-operations, so that all workers have the same bits.
+Traps: a column of Q that is 0 (after a layer's gradient was 0) would stay 0 for ever, so it is
+drawn again. Gram-Schmidt in float64 and the sum P̂·Qᵀ use a fixed order of operations, so that all
+workers have the same bits.
+
+Limits: a large rank is no compression.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
 Distributed Optimization", NeurIPS 2019.
+Differs: published code keeps e_j = M_j − P̂·Qᵀ. If Σ c_j = 1, Σ c_j·e_j and so all updates are the
+same for both. But that e_j also accumulates the difference of a worker's data from the others',
+without bound.
 """
 
 from __future__ import annotations
@@ -62,12 +64,13 @@ from ashl.learn.device import to_device, to_host
 from ashl.option import Count, option
 
 LOW_RANK = Traits(contraction=True)
-DEPENDENT = 1e-6  # of a column's length: less than that, beside the columns before it, is rounding
+# A column of which orthogonalization leaves less than this fraction depends on the others.
+DEPENDENT = 1e-6
 
 
 @option
 class PowerSGD(Wrappers):
-    """Low rank, with a warm start."""
+    """Low-rank approximation with a warm start."""
 
     traits: ClassVar[Traits] = LOW_RANK
     on_host: ClassVar[bool] = False
@@ -79,7 +82,7 @@ class PowerSGD(Wrappers):
     def encode(
         self, sender: State, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
     ) -> tuple[State, Tensor]:
-        """Without layers there are no matrices: as it is."""
+        """Encode the vector unchanged: without layers there are no matrices."""
         return LowRank(self.rank, ((x.numel(),),)).encode(sender, x, context)
 
     def decode(self, receiver: State, payload: Tensor, d: int) -> tuple[State, Tensor]:
@@ -87,9 +90,7 @@ class PowerSGD(Wrappers):
 
 
 class Basis(NamedTuple):
-    """The sender's state: every Q in one flat tensor, and the one before, in case the message is
-    dropped.
-    """
+    """The sender's state: every Q in one flat tensor, now and before the last message."""
 
     q: Tensor | None = None
     before: Tensor | None = None
@@ -116,7 +117,7 @@ class LowRank(Collective):
 
     @cached_property
     def _split(self) -> tuple[list[Matrix], list[slice]]:
-        """The layers that are sent as two matrices, and the places of the others."""
+        """The layers that are sent as two matrices, and the positions of all other layers."""
         matrices, others = [], []
         for shape, part in zip(
             self.shapes, slices([prod(shape) for shape in self.shapes]), strict=True
@@ -135,7 +136,7 @@ class LowRank(Collective):
 
     @cached_property
     def counts(self) -> tuple[int, int, int]:
-        """Elements of every P, of every Q, and of the layers that are sent as they are."""
+        """Numbers of elements of all P, of all Q, and of the layers that are sent unchanged."""
         left = sum(a.m * a.r for a in self.matrices)
         return (
             left,
@@ -170,7 +171,7 @@ class LowRank(Collective):
             or parts.count != sum(self.counts)
         ):
             raise PayloadError(
-                f"what came are no layers of low rank: {parts.count} values for {d} elements"
+                f"expected layers of low rank; received {parts.count} values for {d} elements"
             )
         values = tensor_of(typed_part(parts.values, "<f4", parts.count, "values")).clone()
         return receiver, self.whole(*values.split(self.counts))
@@ -183,42 +184,42 @@ class LowRank(Collective):
         return sum(prod(shape) for shape in self.shapes)
 
     def begin(self, q: Tensor | None, x: Tensor, rng: np.random.Generator) -> Tensor:
-        """Every Q to begin with: that of the message before, with the columns that are 0 drawn
-        anew; at first all.
+        """Return every Q for a message: random at first, later that of the previous message.
+
+        A column that is 0 is drawn again.
         """
-        gone = None if q is None else [(thin == 0).all(0) for _, thin in self._thin(q, right=True)]
-        if q is not None and (not gone or not is_true(torch.cat(gone).any())):
+        zeros = None if q is None else [(thin == 0).all(0) for _, thin in self._thin(q, right=True)]
+        if q is not None and (not zeros or not is_true(torch.cat(zeros).any())):
             return q
         drawn = beside(x, rng.standard_normal(self.counts[1], np.float32))
-        if q is None or gone is None:
+        if q is None or zeros is None:
             return drawn
-        pairs = zip(gone, self._thin(q, drawn, right=True), strict=True)
+        pairs = zip(zeros, self._thin(q, drawn, right=True), strict=True)
         return flatten_parts(
             [torch.where(columns, new, old) for columns, (_, old, new) in pairs], x
         )
 
     def left(self, x: Tensor, q: Tensor) -> Tensor:
-        """Every P = M·Q."""
+        """Return every P = M·Q."""
         return flatten_parts(
             [x[a.part].view(a.m, a.n) @ thin for a, thin in self._thin(q, right=True)], x
         )
 
     def right(self, x: Tensor, p: Tensor) -> Tensor:
-        """Every Q = Mᵀ·P̂."""
+        """Return every Q = Mᵀ·P̂."""
         return flatten_parts([x[a.part].view(a.m, a.n).T @ thin for a, thin in self._thin(p)], x)
 
     def orthonormal(self, p: Tensor) -> Tensor:
-        """Every P̂, which the host makes: it is little."""
-        there = flatten_parts(
-            [orthonormalize(thin) for _, thin in self._thin(to_host(p))], to_host(p)
-        )
-        return to_device(there, str(p.device))
+        """Return every P̂, computed on the host because the matrices are small."""
+        on_host = to_host(p)
+        thin = [orthonormalize(thin) for _, thin in self._thin(on_host)]
+        return to_device(flatten_parts(thin, on_host), str(p.device))
 
     def others(self, x: Tensor) -> Tensor:
         return flatten_parts([x[part] for part in self._split[1]], x)
 
     def whole(self, p: Tensor, q: Tensor, others: Tensor) -> Tensor:
-        """The vector of every P̂·Qᵀ and of what was sent as it is."""
+        """Return the vector from every P̂·Qᵀ and from the layers that were sent unchanged."""
         x = torch.empty(self.size, device=str(p.device))
         for (a, left), (_, right) in zip(self._thin(p), self._thin(q, right=True), strict=True):
             outer_sum(array_of(left.T), array_of(right.T), array_of(x[a.part].view(a.m, a.n)))
@@ -229,7 +230,7 @@ class LowRank(Collective):
         return x
 
     def _thin(self, *flat: Tensor, right: bool = False) -> list[tuple[Any, ...]]:
-        """Each matrix with its thin ones, of flat tensors that hold all of them."""
+        """Return each matrix with its thin matrices, from flat tensors of all thin matrices."""
         rows = [a.n if right else a.m for a in self.matrices]
         sizes = [count * a.r for a, count in zip(self.matrices, rows, strict=True)]
         views = [
@@ -239,7 +240,7 @@ class LowRank(Collective):
         return list(zip(self.matrices, *views, strict=True))
 
     async def collective(self, team: Team, source: CodecInput) -> Outcome:
-        """Both products summed over all workers."""
+        """Sum both products over all workers."""
         mine = await team.compute(partial(self._first, source), work=1)
         total = await team.all_reduce(mine, team.weight)
         left, right = await team.compute(partial(self._second, source, total))
@@ -255,7 +256,7 @@ class LowRank(Collective):
             await team.all_reduce(team.blank(4 * right))
 
     def _first(self, source: CodecInput) -> Tensor:
-        """What is summed first: every P, and what is sent as it is."""
+        """Return the summands of the first sum: every P, and the layers that are sent unchanged."""
         q = source.inner.q if source.inner else None
         return torch.cat(
             [
@@ -265,33 +266,34 @@ class LowRank(Collective):
         )
 
     def _second(self, source: CodecInput, total: Tensor) -> tuple[Tensor, Tensor]:
-        """The common basis, and what is summed next: every Q."""
+        """Return the common basis, and the summands of the second sum: every Q."""
         left = self.orthonormal(total[: self.counts[0]])
         return left, self.right(source.x, left)
 
     def _end(
         self, source: CodecInput, left: Tensor, right: Tensor, common: Tensor, others: Tensor
     ) -> Outcome:
-        """Once both sums are known."""
+        """Return the outcome after both sums."""
         sent = self.whole(left, right, self.others(source.x))
         return Outcome(self.whole(left, common, others), sent, Basis(common))
 
 
 def flatten_parts(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """All of them in one flat tensor, where that one lies."""
+    """Return the tensors as one flat tensor; an empty one like `like` if there are none."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else like[:0]
 
 
 def orthonormalize(p: Tensor) -> Tensor:
-    """float32 [m, r]: the columns of p, each freed of those before it, twice against rounding, and
-    made of length 1. One that depends on those before it becomes 0. What is not finite stays so.
+    """Return the columns of p orthonormalized in order, float32 [m, r].
+
+    Each column is orthogonalized twice, against rounding errors. A column that depends on earlier
+    ones becomes 0. A column that is not finite stays so.
     """
     q = p.double().numpy().copy()
-    with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
+    with np.errstate(over="ignore", invalid="ignore"):  # a diverging run has infinities
         for j in range(q.shape[1]):
-            before = np.sqrt(
-                (q[:, j] ** 2).sum()
-            )  # sums, not products of matrices: the same order everywhere
+            # Sums instead of matrix products have the same order of operations everywhere.
+            before = np.sqrt((q[:, j] ** 2).sum())
             for _ in range(2 if j else 0):
                 q[:, j] -= (q[:, :j] * (q[:, :j] * q[:, j : j + 1]).sum(0)).sum(1)
             length = np.sqrt((q[:, j] ** 2).sum())

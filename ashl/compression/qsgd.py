@@ -1,14 +1,14 @@
-"""QSGD: in buckets, every element is rounded at random to one of s levels of either sign, so that
-its mean is kept.
+"""QSGD: round each element at random to one of s levels of either sign, unbiased, in buckets.
 
-Rule: for each `bucket` of b elements with norm m, their ℓ2 norm or their largest magnitude, q_j =
-⌊s·x_j/m + u_j⌋ with u_j uniform in [0, 1); C(x)_j = m·q_j/s. E C(x) = x, and E‖C(x) − x‖² ≤ ω‖x‖²
-with ω = min(b/s², √b/s) for the ℓ2 norm and min(b/4s², (1 + √b)/2s) for the largest. Bits:
-d·⌈log2(2s + 1)⌉ and 32 a bucket.
+Rule: m is the ℓ2 norm or the largest magnitude of each `bucket` of b elements. q_j = ⌊s·x_j/m +
+u_j⌋ with u_j uniform in [0, 1); C(x)_j = m·q_j/s. E C(x) = x, and E‖C(x) − x‖² ≤ ω‖x‖² with ω =
+min(b/s², √b/s) for the ℓ2 norm and min(b/4s², (1 + √b)/2s) for the largest magnitude.
+Bits: d·⌈log2(2s + 1)⌉, and 32 per bucket. For a small s with the ℓ2 norm, most levels are 0, and
+entropy coding is shorter still.
 
-Limit: ω goes with the bucket, not with the model. It is a contraction, and may have feedback, only
-where ω < 1: feedback around a large ω is unstable. For the rare levels of a small s with the ℓ2
-norm, entropy coding is shorter still. What is not finite makes its bucket NaN.
+Limits: ω depends on the bucket, not on the model. Only if ω < 1, the codec is a contraction and may
+have error feedback; with a large ω, error feedback is unstable. If an element is not finite, its
+bucket becomes NaN.
 
 Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
 NeurIPS 2017.
@@ -61,11 +61,9 @@ class QSGD(Code, Wrappers):
         return Traits(unbiased=True, contraction=small, variable=variable)
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
-        row, top, noise = (
-            min(self.bucket, len(x)),
-            2 * self.levels,
-            rounding_noise(x, context.words(), self.levels),
-        )
+        row = min(self.bucket, len(x))
+        top = 2 * self.levels
+        noise = rounding_noise(x, context.words(), self.levels)
         norms = zeros(x, -(-len(x) // row), 1)
 
         def numbers(where: slice, block: Array) -> Array:
@@ -102,7 +100,7 @@ class QSGD(Code, Wrappers):
 
 
 def largest(rows: Array) -> Array:
-    """The largest magnitude of each row [n, m], [n, 1]."""
+    """Return the largest magnitude of each row [n, m], as [n, 1]."""
     return (
         rows.abs().amax(1, keepdim=True)
         if isinstance(rows, Tensor)
@@ -111,8 +109,10 @@ def largest(rows: Array) -> Array:
 
 
 def lengths(rows: Array) -> Array:
-    """‖·‖₂ of each row [n, m] as float32 [n, 1]; of what is finite the largest float32, where it is
-    beyond that. On a device it may be another in the last bit.
+    """Return ‖·‖₂ of each row [n, m], float32 [n, 1]; finite rows are limited to the largest
+    float32.
+
+    On a device, the last bit may differ.
     """
     if isinstance(rows, Tensor):
         return device_kernels.lengths(rows)
@@ -123,7 +123,7 @@ def lengths(rows: Array) -> Array:
 
 
 def _lengths(rows: np.ndarray) -> np.ndarray:
-    """Of a block, all in float64 where one of them needs it."""
+    """Return the norms of a block of rows, in float64 if one of them needs it."""
     squares = np.einsum("ij,ij->i", rows, rows)
     if not ((squares > 2.0**-80) & (squares < 2.0**120)).all():
         wide = rows.astype(np.float64)

@@ -1,16 +1,15 @@
-"""Random dropping: an element is sent with a probability that follows its magnitude, scaled to be
-right on average.
+"""Random dropping: send an element with a probability that follows its magnitude, unbiased.
 
 Rule: p_j = min(1, λ·|x_j|) with λ such that Σ p_j = k = max(1, round(ratio · d)); C(x)_j = x_j/p_j
-with probability p_j, else 0. λ comes from rounds of a fixed point: what p_j = 1 cuts off is given
-to the others until nothing is cut off any more. Then E C(x) = x, with the least E‖C(x) − x‖² = Σ
-x_j²/p_j − ‖x‖² that k elements on average can have; it is at most (d/k − 1)‖x‖². Bits: those of the
-values and their places; all that are not certain to be sent have the same magnitude 1/λ.
+with probability p_j, else 0. A fixed-point iteration finds λ: the part that the limit p_j = 1 cuts
+off goes to the other elements, until no more is cut off. Then E C(x) = x, and E‖C(x) − x‖² = Σ
+x_j²/p_j − ‖x‖² is the least that k elements on average allow. It is at most (d/k − 1)‖x‖².
+Bits: those of the values and indices. All elements with p_j < 1 are sent with the same magnitude
+1/λ.
 
-Limit: where no more than k elements differ from 0 it loses nothing. The number of elements sent
-varies around k with a deviation of at most √k; declared is k + 7√k + 16, which one message in 10^10
-would exceed, and then it loses the last elements. It enlarges what it is given, so error feedback
-is refused.
+Limits: if at most k elements are not 0, the message is exact. The number of elements varies around
+k with a standard deviation of at most √k. Declared are k + 7√k + 16; one message in 10^10 would
+exceed that, and drops its last elements. C(x) may be longer than x, so error feedback is refused.
 
 Source: Wangni et al., "Gradient Sparsification for Communication-Efficient Distributed
 Optimization", NeurIPS 2018.
@@ -30,16 +29,16 @@ from ashl.compression.wire.payload_format import EMPTY, HEADER, Parts
 from ashl.compression.wire.value_code import value_bound, write_values
 from ashl.option import option
 
-ROUNDS = 100  # of the fixed point; a few are enough for a gradient
-STEEPEST = 2.0**95  # of λ, in units of the largest magnitude: 2^32 times it is a float32
+ROUNDS = 100  # most steps of the fixed-point iteration; a gradient needs a few
+STEEPEST = 2.0**95  # largest λ relative to the largest magnitude: 2^32 times it is a float32
 
 
 @option
 class RandomDropping(Sparsifier):
-    """Keeps large elements, and some of the others."""
+    """Sends large elements, and some of the others."""
 
     code: ClassVar[int] = 53
-    on_host: ClassVar[bool] = True  # draws one number after the other
+    on_host: ClassVar[bool] = True  # draws from a sequential generator
 
     @property
     def traits(self) -> Traits:
@@ -55,23 +54,23 @@ class RandomDropping(Sparsifier):
         if not np.isfinite(top):
             return self.pack_selected(x, k, largest(x, k), context)
         steep = slope(x, top, k)
-        places = (
+        indices = (
             np.flatnonzero(x) if steep == math.inf else draw_places(x, top, steep, context.stream())
         )
-        places = places[: largest_slope(k, x.size)]
-        if not places.size:
+        indices = indices[: largest_slope(k, x.size)]
+        if not indices.size:
             return Parts(0, EMPTY)
-        kept = x[places]
+        kept = x[indices]
         kept = np.copysign(np.maximum(np.abs(kept), np.float32(top / steep)), kept)
         values, scales = write_values(self.values, kept, context)
-        return Parts(places.size, values, write_indices(self.indices, places, x.size), scales)
+        return Parts(indices.size, values, write_indices(self.indices, indices, x.size), scales)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         k = self.kept(ratio, d)
         return HEADER.size + 4 * d if self.whole(k, d) else self.room(largest_slope(k, d), d)
 
     def whole(self, k: int, d: int) -> bool:
-        """Whether all is sent; it must not depend on what is drawn."""
+        """Return True if all elements are sent; this must not depend on the random numbers."""
         return self.form(largest_slope(k, d), d) != SPARSE
 
     def bound(self, ratio: float | None, d: int) -> float:
@@ -83,13 +82,13 @@ class RandomDropping(Sparsifier):
 
 
 def largest_slope(k: int, d: int) -> int:
-    """Elements of a message, at most."""
+    """Return the largest number of elements of a message."""
     return min(d, k + math.ceil(7 * math.sqrt(k)) + 16)
 
 
 def slope(x: np.ndarray, top: np.float32, k: int) -> float:
-    """λ for the magnitudes in units of the largest; infinite where k elements or fewer are
-    not 0.
+    """Return λ for magnitudes relative to the largest one; infinity if at most k elements are not
+    0.
     """
     cut, steep = -1, math.inf
     for _ in range(ROUNDS):
@@ -112,15 +111,15 @@ def slope(x: np.ndarray, top: np.float32, k: int) -> float:
 def draw_places(
     x: np.ndarray, top: np.float32, steep: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Ascending places, each with its probability."""
-    chances, dither, places = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), []
+    """Draw each element with its probability and return the ascending indices."""
+    chances, drawn, indices = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), []
     scale = np.float32(steep * 2.0**32)
     for start in range(0, x.size, BLOCK):
         part = x[start : start + BLOCK]
         p = np.abs(part, out=chances[: part.size])
         p /= top
         p *= scale
-        u = dither[: part.size]
+        u = drawn[: part.size]
         u[:] = rng.integers(0, 2**32, part.size, np.uint32)
-        places.append(np.flatnonzero(u < p) + start)
-    return np.concatenate(places)
+        indices.append(np.flatnonzero(u < p) + start)
+    return np.concatenate(indices)

@@ -1,11 +1,12 @@
-"""Random-k: each worker sends the elements at random places of its own.
+"""Random-k: each worker sends k random elements of its own.
 
-Rule: C(x)_j = x_j at k places drawn without replacement by each worker in each round, else 0.
-E‖C(x) − x‖² = (1 − k/d)‖x‖². Bits: those of k values, and 64 for the seed that the receiver draws
-the places from; or those of the places, where `indices` says how.
+Rule: C(x)_j = x_j at k indices that each worker draws without replacement in each round, else 0.
+E‖C(x) − x‖² = (1 − k/d)‖x‖².
+Bits: those of k values, and 64 for the seed from which the receiver draws the indices; with another
+`indices` code, those of the indices.
 
-Limit: ratio = 1 is no compression. Unscaled, hence biased: it is for error feedback; `subsampling`
-is its unbiased relative.
+Limits: ratio = 1 is no compression. Unscaled and therefore biased, it is made for error feedback;
+`subsampling` is its unbiased form.
 
 Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018.
 """
@@ -29,7 +30,7 @@ from ashl.option import option
 
 @option
 class RandomK(Seeded):
-    """A random share of the elements, another on each worker."""
+    """Random elements, different on each worker."""
 
     code: ClassVar[int] = 51
     indices: Literal["seed"] | IndexCode
@@ -54,8 +55,9 @@ class RandomK(Seeded):
         k = self.kept(context.ratio, len(x))
         if self.form(k, len(x)) != SPARSE:
             return self.parts_of(x, k, None, None, context)
-        places = to_device_index(x, draw_distinct(context.stream(), k, len(x)))
-        return self.parts_of(x, k, x[places], write_indices(self.indices, places, len(x)), context)
+        indices = to_device_index(x, draw_distinct(context.stream(), k, len(x)))
+        coded = write_indices(self.indices, indices, len(x))
+        return self.parts_of(x, k, x[indices], coded, context)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return self.loss(self.kept(ratio, d), d)

@@ -1,12 +1,13 @@
-"""Random mask: all workers send the elements at the same random places, which travel in no message.
+"""Random mask: all workers send the same k random elements; no message contains their indices.
 
-Rule: C(x)_j = x_j at k places that all workers draw alike in each round, else 0. E‖C(x) − x‖² = (1
-− k/d)‖x‖². Bits: those of k values, and 64 for the seed. With values=fp32 the sum of bodies is the
-body of the sum: an all-reduce adds them up on their way.
+Rule: C(x)_j = x_j at k indices that all workers draw from a shared seed in each round, else 0.
+E‖C(x) − x‖² = (1 − k/d)‖x‖².
+Bits: those of k values, and 64 for the seed. Linear with values=fp32: an all-reduce sums payloads
+in flight.
 
-Limit: ratio = 1 is no compression. Unscaled, hence biased: it is for error feedback; `subsampling`
-is its unbiased relative. Masks go by the version of the model: asynchronous workers share one as
-long as they share that.
+Limits: ratio = 1 is no compression. Unscaled and therefore biased, it is made for error feedback;
+`subsampling` is its unbiased form. The mask depends on the version of the model, so asynchronous
+workers with the same version have the same mask.
 
 Source: Konečný et al., "Federated Learning: Strategies for Improving Communication Efficiency",
 2016.
@@ -23,7 +24,7 @@ from ashl.option import option
 
 @option
 class RandomMask(Seeded):
-    """A random share of the elements, the same on all workers."""
+    """Random elements, the same on all workers."""
 
     code: ClassVar[int] = 50
 

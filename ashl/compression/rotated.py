@@ -1,17 +1,17 @@
-"""Stochastic rotated quantization: in blocks, the vector is rotated at random, so that no element
-stands out, then rounded at random to one of k levels, and rotated back at the other end.
+"""Stochastic rotated quantization: rotate blocks at random, round to k levels, and rotate back.
 
-Rule: for each block of b = 4096 elements (the next power of two, where d is smaller; the last is
-filled up with zeros) z = b^(−1/2)·H·diag(σ)·x with H of Hadamard and random signs σ, the same on
-all workers and new in each round; z is quantized between its least and largest element as by
-`uniform`, and rotated back. E C(x) = x and E‖C(x) − x‖² ≤ min(b/2, 2 ln b + 2)/(k − 1)²·‖x‖². Bits:
-⌈log2 k⌉ for each element of each block, 64 a block, and 64 for the seed of σ.
+Rule: a block has b = 4096 elements, or the next power of two if d is smaller; zeros complete the
+last block. z = b^(−1/2)·H·diag(σ)·x, with the Hadamard matrix H and random signs σ that are equal
+on all workers and new in each round. z is quantized between its least and its largest element as in
+`uniform`, and rotated back by the receiver. The rotation spreads large elements over the block. E
+C(x) = x and E‖C(x) − x‖² ≤ min(b/2, 2 ln b + 2)/(k − 1)²·‖x‖².
+Bits: ⌈log2 k⌉ for each element of each block, 64 per block, and 64 for the seed of σ.
 
-H of b is the Kronecker product of two smaller ones, so that rotating is two products with matrices
-of 64 × 64, faster than butterflies.
+H is the Kronecker product of two smaller ones, so a rotation is two products with matrices of at
+most 64 × 64, which is faster than butterflies.
 
-Limit: several times the time of `uniform`. A contraction, which may have feedback, from k = 6 on.
-What is not finite, or is so once rotated, makes its block NaN.
+Limits: takes several times the time of `uniform`. From k = 6 on, it is a contraction and may have
+error feedback. If an element is not finite, also after the rotation, its block becomes NaN.
 
 Source: Suresh et al., "Distributed Mean Estimation with Limited Communication", ICML 2017.
 """
@@ -55,13 +55,13 @@ from ashl.compression.wrappers.options import Wrappers
 from ashl.data.counter_rng import CounterRng
 from ashl.option import option
 
-LARGEST = 4096
-SEED = np.dtype("<u8")
+LARGEST = 4096  # largest block
+SEED = np.dtype("<u8")  # type of the seed of σ
 
 
 @option
 class Rotated(Code, Wrappers):
-    """Levels between the ends of rotated blocks."""
+    """Levels between the least and the largest element of rotated blocks."""
 
     code: ClassVar[int] = 14
     on_host: ClassVar[bool] = False
@@ -123,13 +123,14 @@ class Rotated(Code, Wrappers):
 
 
 def block_of(d: int) -> int:
-    """b for d elements."""
+    """Return b for d elements."""
     return min(LARGEST, 1 << (d - 1).bit_length())
 
 
 def flip_signs(flips: CounterRng, start: int, rows: Array) -> Array:
-    """diag(σ)·x of these rows, in a new array; `start`, a multiple of 64, counts elements before
-    them.
+    """Return diag(σ)·x for some rows, in a new array.
+
+    `start`, a multiple of 64, is the number of elements before the rows.
     """
     if isinstance(rows, Tensor):
         words = flips.words(rows, start // 64, -(-rows.numel() // 64)).view(torch.uint8)
@@ -144,8 +145,9 @@ def flip_signs(flips: CounterRng, start: int, rows: Array) -> Array:
 
 
 def rotate(rows: Array, size: int) -> Array:
-    """b^(−1/2)·H·x of each row [n, b]: its own inverse. A product of matrices, so a device's last
-    bits are its own.
+    """Return b^(−1/2)·H·x of each row [n, b], which is its own inverse.
+
+    It is a matrix product, so its last bits depend on the device.
     """
     left, right = hadamard(1 << size.bit_length() // 2), hadamard(1 << (size.bit_length() - 1) // 2)
     square = rows.reshape(-1, len(left), len(right))
@@ -153,9 +155,11 @@ def rotate(rows: Array, size: int) -> Array:
 
 
 def rotate_back(numbers: Array, ends: Array, top: int) -> Array:
-    """The same of what numbers [n, b] between ends [n, 2] stand for, to the bit on every machine
-    and device. Only the numbers are rotated, whose sums are whole and below 2²⁰; what they are
-    counted from is alike for all of a row, so that it comes to lie in its first element.
+    """Return b^(−1/2)·H·y with the values y of numbers [n, b] between ends [n, 2].
+
+    The result has the same bits on every machine and device, because only the numbers are rotated:
+    their sums are whole and below 2²⁰. The lower end is equal for all elements of a row, so its
+    rotation is in the first element only.
     """
     lowest, step, size = ends[:, :1], divide(ends[:, 1:] - ends[:, :1], top), numbers.shape[1]
     sums = hadamard_sums(numbers)
@@ -167,5 +171,5 @@ def rotate_back(numbers: Array, ends: Array, top: int) -> Array:
 
 @cache
 def hadamard(size: int) -> np.ndarray:
-    """The orthogonal one."""
+    """Return the orthogonal Hadamard matrix, float32."""
     return signs_of(size) / np.float32(math.sqrt(size))

@@ -1,14 +1,13 @@
-"""Sparse binary compression: of the largest and of the smallest elements one side is sent, as one
-number.
+"""Sparse binary compression: send either the largest or the smallest elements, as one number.
 
-Rule: of the k largest elements the positive ones have the mean μ⁺, of the k smallest the negative
-ones −μ⁻. Where μ⁺ ≥ μ⁻, C(x)_j = μ⁺ at the former, else −μ⁻ at the latter, and 0 elsewhere. What is
-sent lies in the span of its error: ‖C(x) − x‖² = ‖x‖² − m·μ² with m elements sent. Bits: m·b̄ + 32,
-b̄ those of a place.
+Rule: μ⁺ is the mean of the positive elements among the k largest; −μ⁻ is the mean of the negative
+ones among the k smallest. If μ⁺ ≥ μ⁻, C(x)_j = μ⁺ at the former, else −μ⁻ at the latter, and 0
+elsewhere. ‖C(x) − x‖² = ‖x‖² − m·μ² for m elements with mean ±μ.
+Bits: m·b̄ + 32, with b̄ the bits of an index.
 
-Limit: a vector without one sign is top-k with one magnitude. Made for error feedback and for
-updates of many local steps (sync=local_sgd): the other side waits in the residual, for many rounds
-where one side keeps winning.
+Limits: a vector without one of the signs is top-k with one magnitude. It is made for error feedback
+and for updates of many local steps (sync=local_sgd). The elements of the other sign wait in the
+residual, for many rounds if one side keeps winning.
 
 Source: Sattler, Wiedemann, Müller and Samek, "Sparse Binary Compression: Towards Distributed Deep
 Learning with minimal Communication", IJCNN 2019.
@@ -30,7 +29,7 @@ from ashl.option import option
 
 @option
 class SBC(Sparse, Share):
-    """Keeps one side, as its mean."""
+    """Sends the mean of one side."""
 
     code: ClassVar[int] = 58
     on_host: ClassVar[bool] = False
@@ -41,12 +40,13 @@ class SBC(Sparse, Share):
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         k = self.kept(context.ratio, len(x))
         (up, above), (down, below) = choose_side(x, k, POSITIVE), choose_side(x, k, NEGATIVE)
-        places, mean = (up, above) if abs(above) >= abs(below) or np.isnan(above) else (down, below)
-        if not len(places):
+        indices, mean = (down, below)
+        if abs(above) >= abs(below) or np.isnan(above):
+            indices, mean = (up, above)
+        if not len(indices):
             return Parts(0, x[:0])
-        return Parts(
-            len(places), x[:0], write_indices(self.indices, places, len(x)), np.array([mean], "<f4")
-        )
+        coded = write_indices(self.indices, indices, len(x))
+        return Parts(len(indices), x[:0], coded, np.array([mean], "<f4"))
 
     def unpack(self, parts: Parts, d: int) -> Any:
         if (
@@ -54,7 +54,9 @@ class SBC(Sparse, Share):
             or parts.form
             or not (parts.count or len(parts.indices) + len(parts.scales) == 0)
         ):
-            raise PayloadError(f"what came is not one number at {parts.count} places")
+            raise PayloadError(
+                f"expected one number for {parts.count} indices; received a payload of another form"
+            )
         if not parts.count:
             return slice(0), view_as(parts.values, "<f4")
         mean = typed_part(parts.scales, "<f4", 1, "scales")
@@ -68,13 +70,15 @@ class SBC(Sparse, Share):
 
 
 def choose_side(x: Array, k: int, order: Order) -> tuple[Array, float]:
-    """The places of the k largest elements of one sign, or of all, and their mean; 0 where there
-    are none.
+    """Return the indices of the k largest elements of one sign, and their mean, 0 if there are
+    none.
+
+    If the sign has fewer than k elements, all of them are returned.
     """
-    places = largest(x, k, order)
-    values = read(x[places])
-    of_it = np.signbit(values) == (order is NEGATIVE)
-    of_it &= values != 0
-    if not of_it.all():
-        places, values = places[beside(places, of_it)], values[of_it]
-    return places, float(values.mean(dtype=np.float64)) if values.size else 0.0
+    indices = largest(x, k, order)
+    values = read(x[indices])
+    of_side = np.signbit(values) == (order is NEGATIVE)
+    of_side &= values != 0
+    if not of_side.all():
+        indices, values = indices[beside(indices, of_side)], values[of_side]
+    return indices, float(values.mean(dtype=np.float64)) if values.size else 0.0

@@ -1,18 +1,17 @@
-"""Signs: one bit for each element; signSGD, its majority vote, Signum, and signs with a scale for
-error feedback.
+"""Signs: one bit per element. signSGD, its majority vote, Signum, and EF-signSGD.
 
-Rule: C(x)_j = m·sign(x_j), with m = 1 (`scale=none`, signSGD) or m = ‖x‖₁/d (`scale=mean`,
-EF-signSGD, of each layer with `layers`): then ‖C(x) − x‖² = ‖x‖² − ‖x‖₁²/d ≤ (1 − 1/d)‖x‖². With
-`vote=majority` what is applied is not the mean of the signs but sign(Σ c_i·sign(x_i)) over the
-workers i, 0 where they are even. With `beta` (Signum) x is replaced by the momentum u ← β·u + (1 −
-β)·x, kept by the sender. Bits: d, and 32 for m.
+Rule: C(x)_j = m·sign(x_j). `scale=none` (signSGD): m = 1. `scale=mean` (EF-signSGD): m = ‖x‖₁/d, of
+each layer with `per_layer`; then ‖C(x) − x‖² = ‖x‖² − ‖x‖₁²/d ≤ (1 − 1/d)‖x‖². `vote=majority`: the
+update is sign(Σ c_i·sign(x_i)) over the workers i instead of the mean of the signs; a tie is 0.
+`beta` (Signum): the sender replaces x by the momentum u ← β·u + (1 − β)·x.
+Bits: d, and 32 for m.
 
-Limit: sign(±0) is ±1, by the sign bit, since a bit has no third value; NaN counts by its sign bit,
-too. Without a scale, steps are of one length whatever x is, and training may go the wrong way: set
-a small learning rate that falls. A majority is d bits up, but the model that comes back is 32·d:
-with `topology.pull_ratio=1` pulls are signs with a scale, d bits down. Under all-reduce, signs are
-gathered, (n − 1)·d bits, which up to 15 workers is less than integers that add up. Signum's
-momentum is there instead of the optimizer's.
+Limits: sign(±0) is ±1, by the sign bit, because a bit has no third value; NaN counts by its sign
+bit, too. Without a scale, all steps have the same length, independent of x, and training may
+diverge: set a small, decaying learning rate. A majority vote takes d bits up, but a dense model
+32·d bits down. With `topology.pull_ratio=1`, pulls are signs with a scale, d bits. Under
+all-reduce, signs are gathered with (n − 1)·d bits; up to 15 workers, this is less than an
+all-reduce of 8-bit integers. Set optimizer.momentum=0 with Signum, which replaces it.
 
 Source: Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems", ICML 2018, and
 "signSGD with Majority Vote", ICLR 2019; Karimireddy et al., "Error Feedback Fixes SignSGD and other
@@ -60,7 +59,7 @@ class Sign(Code, Reduces, Wrappers):
         )
 
     def for_pulls(self) -> Sign:
-        """The codec of pulls: signs of differences between models make no sense without a scale."""
+        """Return the codec of pulls; differences between models need a scale."""
         return replace(self, scale="mean", vote="mean")
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
@@ -82,10 +81,9 @@ class Sign(Code, Reduces, Wrappers):
     def reduce(
         self, memory: State, payloads: Sequence[Tensor], weights: Sequence[float], d: int
     ) -> tuple[State, Tensor]:
-        """The sign of the weighted sum of signs."""
+        """Return the sign of the weighted sum of signs."""
         total, most = torch.zeros(d, device=str(payloads[0].device)), max(weights)
-        for payload, weight in zip(
-            payloads, weights, strict=True
-        ):  # equal weights add up exactly, so that even is even
+        # Relative weights: with equal weights, all are exactly 1, so a tie gives exactly 0.
+        for payload, weight in zip(payloads, weights, strict=True):
             replace(self, scale="none").add(total, payload, weight / most)
         return memory, torch.sign(total)

@@ -1,16 +1,13 @@
-"""Single threshold: one bound for all layers, estimated from a sample of the magnitudes; about a
-share reaches it.
+"""Single threshold: send the elements above one bound for all layers, estimated from a sample.
 
-Rule: τ is the magnitude that a share `ratio` of a strided sample of some 33,000 elements reaches;
-C(x)_j = x_j where
-|x_j| ≥ τ, else 0. Where fewer than k/2 or more than 2k of the d elements reach it, k = max(1,
-round(ratio · d)), the
-k largest are taken instead. Hence ‖C(x) − x‖² ≤ (1 − k/(2d))‖x‖². Bits: those of the values and of
-their places; what
-is declared beforehand is for 2k.
+Rule: τ is the magnitude that a fraction `ratio` of a strided sample of some 10,000 to 60,000
+elements reaches; C(x)_j = x_j if |x_j| ≥ τ, else 0. If fewer than k/2 or more than 2k of the d
+elements reach τ, with k = max(1, round(ratio · d)), the k largest are sent instead. So ‖C(x) − x‖²
+≤ (1 − k/(2d))‖x‖².
+Bits: those of the values and of their indices; the declared size is that of 2k elements.
 
-Limit: for a vector shorter than the sample it is top-k, with all of those that are as large as the
-k-th. It saves top-k's exact choice, and little of its time. With `per_layer` each layer has a bound
+Limits: for a vector shorter than the sample, it is top-k with all elements that equal the k-th. It
+avoids the exact selection of top-k, but saves little time. With `per_layer`, each layer has a bound
 of its own.
 
 Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017;
@@ -29,7 +26,7 @@ from ashl.option import option
 
 @option
 class SingleThreshold(Sparsifier):
-    """Keeps about a share of the elements."""
+    """Sends about a given fraction of the elements."""
 
     code: ClassVar[int] = 55
     promises: ClassVar[Traits] = Traits(contraction=True, variable=True)
@@ -37,10 +34,10 @@ class SingleThreshold(Sparsifier):
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         k = self.kept(context.ratio, len(x))
         bound = estimate_threshold(x, k)
-        places = indices_reaching(x, bound) if bound > 0 and k < len(x) else ()
-        if not k <= 2 * len(places) <= 4 * k:
-            places = largest(x, k)
-        return self.pack_selected(x, len(places), places, context)
+        indices = indices_reaching(x, bound) if bound > 0 and k < len(x) else ()
+        if not k <= 2 * len(indices) <= 4 * k:
+            indices = largest(x, k)
+        return self.pack_selected(x, len(indices), indices, context)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.room(min(d, 2 * self.kept(ratio, d)), d)

@@ -1,20 +1,21 @@
-"""Sketched SGD: the sum of everybody's sketches says which elements are large, a second sum what
-they are exactly.
+"""Sketched SGD: a sum of sketches finds the large elements; a second sum has their exact values.
 
-Rule, under an all-reduce: p_j is worker j's update and residual; S ← Σ c_j·S(p_j), summed on its
-way; the P·k elements (`candidates` = P) with the largest estimates are the same for all; y ← Σ
-c_j·p_j there, summed too; the k largest |y| are the update, exact, and a worker's residual is p_j
-without its own values there. S and the estimates as in `count_sketch`. Bits: 32 for each of the
-about `sketch_ratio`·d cells and, in the second sum, for each of P·k elements; no places travel.
+Rule, under an all-reduce: p_j is the sum of worker j's update and residual; S ← Σ c_j·S(p_j) is
+summed in flight. The P·k elements (`candidates` = P) with the largest estimates are the same on all
+workers. y ← Σ c_j·p_j at these elements is summed, too. The k largest |y| are the update, exactly;
+a worker's residual is p_j without its own values there. S and the estimates are those of
+`count_sketch`.
+Bits: 32 for each of the about `sketch_ratio`·d cells and, in the second sum, 32 for each of P·k
+elements; no indices are sent.
 
-At a parameter server there is no second round in one exchange: it sums the sketches of a merge and
-takes the k largest estimates for what they estimate. Workers do not learn which those were, so they
-keep no residual; what is not recovered is lost. FetchSGD keeps it in the sketch.
+At a parameter server, one exchange has no second round: the server sums the sketches of a merge and
+takes the k largest estimates as values. Workers do not learn which elements were recovered, so they
+keep no residual, and all other elements are lost. FetchSGD keeps them in the sketch.
 
 Limits: with `sketch_ratio=1`, or P·k = d, it is top-k of the sum, exactly; with
-`recovered_fraction=1` no compression. A sketch that is small against k sees noise among the
-candidates, which their exact values tell from large elements: the residual shrinks in every round
-all the same.
+`recovered_fraction=1` no compression. With a sketch that is small compared with k, some candidates
+are noise. Their exact values separate them from large elements, so the residual shrinks in every
+round anyway.
 
 Source: Ivkin et al., "Communication-efficient Distributed SGD with Sketching", NeurIPS 2019.
 """
@@ -37,56 +38,55 @@ from ashl.option import Count, option
 
 @option
 class SketchSGD(CountSketch, Collective, Wrappers):
-    """Finds what is large in the sum, then asks for it."""
+    """Finds the large elements of the sum, then sums their exact values."""
 
     code: ClassVar[int] = 82
-    traits: ClassVar[Traits] = Traits(
-        linear=True, reduces=True, drains=True
-    )  # drains: in its two rounds
+    # `drains` holds for the collective with its two rounds.
+    traits: ClassVar[Traits] = Traits(linear=True, reduces=True, drains=True)
     candidates: Count
 
     def asked(self, d: int) -> int:
-        """How many exact values the second round is about."""
+        """Return the number of exact values in the second sum."""
         return min(d, self.candidates * self.k(d))
 
     async def collective(self, team: Team, source: CodecInput) -> Outcome:
-        """Both sums."""
+        """Sum the sketches, then the exact values of the candidates."""
         cells = await team.compute(partial(self.cells, source), work=1)
         total = await team.all_reduce(cells, team.weight)
-        places, mine = await team.compute(partial(self.wanted, source, total))
+        indices, mine = await team.compute(partial(self.wanted, source, total))
         exact = await team.all_reduce(mine, team.weight)
-        return await team.compute(partial(self.finish_sum, source, places, exact))
+        return await team.compute(partial(self.finish_sum, source, indices, exact))
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
         await team.all_reduce(team.blank(4 * self.table(d).cells))
         await team.all_reduce(team.blank(4 * self.asked(d)))
 
     def cells(self, source: CodecInput) -> Tensor:
-        """What is summed first."""
+        """Return the summands of the first sum."""
         p = array_of(source.x)
-        with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
+        with np.errstate(over="ignore", invalid="ignore"):  # a diverging run has infinities
             return torch.from_numpy(sketch(p, self.table(p.size, source.context.seed)))
 
     def wanted(self, source: CodecInput, total: Tensor) -> tuple[np.ndarray, Tensor]:
-        """(the candidates' places, this worker's values there)."""
+        """Return the candidates' indices and this worker's values there."""
         d = source.x.numel()
         with np.errstate(over="ignore", invalid="ignore"):
-            places, _ = recover_largest(
+            indices, _ = recover_largest(
                 total.numpy(), self.table(d, source.context.seed), d, self.asked(d)
             )
-        return places, source.x[places]
+        return indices, source.x[indices]
 
-    def finish_sum(self, source: CodecInput, places: np.ndarray, exact: Tensor) -> Outcome:
-        """Of the candidates those that are largest."""
+    def finish_sum(self, source: CodecInput, indices: np.ndarray, exact: Tensor) -> Outcome:
+        """Return the outcome: the largest of the candidates."""
         d = source.x.numel()
         chosen = largest(exact.numpy(), self.k(d))
         sent = torch.zeros_like(source.x)
-        sent[places[chosen]] = source.x[places[chosen]]
-        return Outcome(dense(places[chosen], exact.numpy()[chosen], d), sent)
+        sent[indices[chosen]] = source.x[indices[chosen]]
+        return Outcome(dense(indices[chosen], exact.numpy()[chosen], d), sent)
 
     def reduce(
         self, memory: State, payloads: Sequence[Tensor], weights: Sequence[float], d: int
     ) -> tuple[State, Tensor]:
-        """At a server: what the sum of the sketches says."""
+        """Return the largest estimates of the sum of the sketches, at a server."""
         table, cells = self.together(payloads, weights, d)
         return memory, dense(*recover_largest(cells, table, d, self.k(d)), d)

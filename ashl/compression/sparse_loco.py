@@ -1,19 +1,20 @@
-"""SparseLoCo: the largest of every 4096 elements, two bits each, with an error feedback that
-forgets.
+"""SparseLoCo: send the largest elements of each chunk in two bits each, with decaying error
+feedback.
 
-Rule: C(x) keeps in each chunk of `chunk` elements the k' = max(1, round(ratio · chunk)) of largest
-magnitude, of the last chunk that share of it, rounded up. With the feedback e ← β·e + x − C(β·e +
-x) of the paper, β = `feedback_gain` = `feedback_decay`. ‖C(x) − x‖² ≤ (1 − k'/chunk)‖x‖² before
-values are rounded. Bits: those of the values, and ⌈log2 chunk⌉ for each place: 2 + 12 with 4096,
-and 32 for k'.
+Rule: C(x) keeps the k' = max(1, round(ratio · chunk)) elements of largest magnitude of each chunk
+of `chunk` elements; of the last chunk the same fraction, rounded up. With the feedback e ← β·e + x
+− C(β·e + x) of the paper, β = `feedback_gain` = `feedback_decay`. ‖C(x) − x‖² ≤ (1 − k'/chunk)‖x‖²
+before values are rounded.
+Bits: those of the values, ⌈log2 chunk⌉ for each index, and 32 for k': 2 + 12 per element with chunk
+= 4096. If that is not less than 32·d, the whole vector is sent.
 
-It is made for the differences of many local steps (sync=local_sgd). Limit: chunk ≥ d is top-k; β =
-1 is plain error feedback. Where that is no less than 32·d the whole vector is sent.
+Limits: made for the differences of many local steps (sync=local_sgd). chunk ≥ d is top-k; β = 1 is
+plain error feedback.
 
-Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025. Differs:
-there each tensor is cut into chunks by itself; here the update as a whole is, so that a chunk may
-hold the end of one layer and the start of the next. `compression.per_layer=true` cuts each layer by
-itself.
+Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025.
+Differs: the paper splits each tensor into chunks; here the whole update is split, so a chunk may
+contain the end of one layer and the start of the next. `compression.per_layer=true` splits each
+layer.
 """
 
 from typing import Annotated, ClassVar
@@ -37,7 +38,7 @@ from ashl.option import Count, option
 
 @option
 class SparseLoCo(Selection, Share):
-    """Keeps a share of each chunk."""
+    """Sends the largest elements of each chunk."""
 
     code: ClassVar[int] = 61
     traits: ClassVar[Traits] = Traits(contraction=True)
@@ -47,11 +48,11 @@ class SparseLoCo(Selection, Share):
         return self.total(self.each(ratio), d)
 
     def each(self, ratio: float | None) -> int:
-        """k' of a full chunk."""
+        """Return k' of a full chunk."""
         return kept_count(self.ratio if ratio is None else ratio, self.chunk)
 
     def total(self, each: int, d: int) -> int:
-        """k of d elements."""
+        """Return k of d elements."""
         chunks, rest = divmod(d, self.chunk)
         return chunks * each + -(-each * rest // self.chunk)
 
@@ -76,7 +77,7 @@ class SparseLoCo(Selection, Share):
         return self.parts_of(x, k, x[inside + self.starts(x, each, k)], coded, context)
 
     def starts(self, like: Array, each: int, k: int) -> Array:
-        """Where the chunk of each of the k values begins."""
+        """Return the start of the chunk of each of the k values."""
         numbers = (
             torch.arange(k, device=str(like.device)) if isinstance(like, Tensor) else np.arange(k)
         )
@@ -90,14 +91,15 @@ class SparseLoCo(Selection, Share):
             or self.total(each, d) != k
         ):
             raise PayloadError(
-                f"{k} places in chunks of {self.chunk} came as {each} each in {len(buffer)} bytes"
+                f"received {len(buffer)} bytes of indices with {each} per chunk of {self.chunk},"
+                f" which do not match {k} values of {d} elements"
             )
-        places = as_index(unpack(buffer[4:], width(self.chunk), k))
-        inside = (places < self.chunk).all()
-        places += self.starts(places, each, k)
-        if not is_true(inside & (places[-1] < d) & (places[1:] > places[:-1]).all()):
-            raise PayloadError(f"the places that came are not {k} ascending numbers below {d}")
-        return places
+        indices = as_index(unpack(buffer[4:], width(self.chunk), k))
+        inside = (indices < self.chunk).all()
+        indices += self.starts(indices, each, k)
+        if not is_true(inside & (indices[-1] < d) & (indices[1:] > indices[:-1]).all()):
+            raise PayloadError(f"the received indices are not {k} ascending numbers below {d}")
+        return indices
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.size(self.kept(ratio, d), d)

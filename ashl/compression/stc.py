@@ -1,17 +1,16 @@
-"""Sparse ternary compression: of the k largest elements the signs and the mean magnitude are sent.
+"""Sparse ternary compression: send the signs of the k largest elements and their mean magnitude.
 
-Rule: C(x)_j = μ·sign(x_j) for the k largest |x_j|, μ the mean of their magnitudes, else 0, with
-error feedback; the pull is compressed alike with `topology.pull_ratio`. ‖C(x) − x‖² = ‖x‖² − k·μ²,
-and μ is at least the largest |x_j|/k.
-Bits: k·(b̄ + 1) + 32, b̄ those of a place by Golomb's code. Workers that come late to a pull get
-the difference to the model they hold, which is the sum of what they missed.
+Rule: C(x)_j = μ·sign(x_j) for the k largest |x_j|, with μ the mean of their magnitudes, else 0;
+with error feedback. `topology.pull_ratio` compresses the pull in the same way. ‖C(x) − x‖² = ‖x‖² −
+k·μ², and μ is at least the largest |x_j|/k.
+Bits: k·(b̄ + 1) + 32, with b̄ the bits of an index in Golomb's code. A worker that missed pulls
+receives the difference to its own model, which is the sum of the missed ones.
 
-It is top-k → mean → golomb: any other value or index code gives another chain. Limit: ratio = 1 is
-the sign of every element, scaled by the mean magnitude, as in EF-signSGD.
+Limits: ratio = 1 is the sign of each element times the mean magnitude, as in EF-signSGD. The steps
+are top-k, mean, golomb; any other value or index code gives another combination.
 
 Source: Sattler, Wiedemann, Müller and Samek, "Robust and Communication-Efficient Federated Learning
-from Non-IID Data",
-2019.
+from Non-IID Data", 2019.
 """
 
 from typing import ClassVar
@@ -22,6 +21,6 @@ from ashl.option import option
 
 @option
 class STC(TopK):
-    """Top-k of which only signs are kept."""
+    """Top-k that sends signs only."""
 
     code: ClassVar[int] = 56

@@ -1,15 +1,16 @@
-"""Strom's fixed threshold: what is beyond ±τ is sent as ±τ, in one word of place and sign each.
+"""Strom's fixed threshold: send each element beyond ±τ as ±τ, index and sign in one word.
 
-Rule: with v = x + e of error feedback, C(v)_j = τ·sign(v_j) where |v_j| > τ, else 0. Bits: 32 of
-scale, and 32 for each element sent, 31 of place and 1 of sign (`indices=words`), or 1 of sign and
-those of an index code. Where 2 bits for every element are fewer, or with `dense=true`, which is the
-form of MXNet, these are sent: 0, τ or −τ each.
+Rule: with v = x + e of error feedback, C(v)_j = τ·sign(v_j) if |v_j| > τ, else 0.
+Bits: 32 for the scale, and 32 for each element sent: 31 for its index and 1 for its sign
+(`indices=words`). With an index code, 1 for its sign and those of the code. If 2 bits for every
+element are fewer, or with `dense=true`, each element is sent as 0, τ or −τ, which is the form of
+MXNet.
 
-Limit: ‖C(x) − x‖ ≤ ‖x‖, but no share of x is sent for sure: where all |x_j| ≤ τ nothing is, hence
-no contraction. With feedback |e_j| ≤ τ while |x_j| ≤ τ: what is kept stays bounded, and all is sent
-in the end. A coordinate whose updates are larger than τ drains by τ a message only, and lags
-behind: τ is in units of what is exchanged, gradients or differences between models, and belongs to
-a model. NaN and infinity become NaN wherever anything is sent.
+Limits: ‖C(x) − x‖ ≤ ‖x‖, but it is not a contraction: if all |x_j| ≤ τ, no element is sent. With
+error feedback, |e_j| ≤ τ while |x_j| ≤ τ: the residual stays bounded, and everything is sent in the
+end. An element whose updates exceed τ drains by only τ per message, and lags behind. τ has the unit
+of the exchanged vectors, gradients or differences between models, and depends on the model. If an
+element is NaN or infinite, all elements that are sent become NaN.
 
 Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech
 2015; dense form: MXNet's 2-bit gradient compression, 2017.
@@ -30,9 +31,9 @@ from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Positive, option
 
-WORDS, INDICES, DENSE = 0, 1, 2  # forms of a body
-SIGN = 1 << 31
-LARGEST = np.float32(3.4028235e38)
+WORDS, INDICES, DENSE = 0, 1, 2  # forms of a payload
+SIGN = 1 << 31  # bit of the sign in a word
+LARGEST = np.float32(3.4028235e38)  # largest float32
 
 
 @option
@@ -47,18 +48,18 @@ class Strom(Sparse, Wrappers):
     dense: bool
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
-        places, finite = beyond(x, self.threshold)
+        indices, finite = beyond(x, self.threshold)
         scales = np.array([self.threshold if finite else np.nan], "<f4")
-        negative = x[places] < 0
-        k, d = len(places), len(x)
+        negative = x[indices] < 0
+        k, d = len(indices), len(x)
         if self.dense or self._sparse_bytes(k, d) >= packed_bytes(d, 2):
             codes = ops(x).zeros_like(x, dtype=ops(x).uint8)
-            codes[places] = as_bytes(negative) + 1
+            codes[indices] = as_bytes(negative) + 1
             return Parts(d, pack(codes, 2), scales=scales, form=DENSE)
         if self.indices == "words":
-            return Parts(k, pack(places | negative * SIGN, 32), scales=scales, form=WORDS)
+            return Parts(k, pack(indices | negative * SIGN, 32), scales=scales, form=WORDS)
         return Parts(
-            k, pack_truths(negative), write_indices(self.indices, places, d), scales, INDICES
+            k, pack_truths(negative), write_indices(self.indices, indices, d), scales, INDICES
         )
 
     def unpack(self, parts: Parts, d: int) -> Any:
@@ -68,7 +69,7 @@ class Strom(Sparse, Wrappers):
             _expect(parts, packed_bytes(d, 2), indices=False)
             codes = unpack(parts.values, 2, d)
             if not is_true(codes.max() <= 2):
-                raise PayloadError("an element of two bits is 3, where 0, 1 and 2 were expected")
+                raise PayloadError("received an element of 3; elements of two bits are 0, 1 or 2")
             return slice(None), look_up(np.array([0, tau, -tau], np.float32), codes)
         if form == WORDS:
             _expect(parts, 4 * k, indices=False)
@@ -78,7 +79,7 @@ class Strom(Sparse, Wrappers):
             )
         if form != INDICES or self.indices == "words":
             raise PayloadError(
-                f"what came is no vector of thresholds: form {form}, {k} values of {d}"
+                f"expected elements of ±τ; received form {form} with {k} values of {d}"
             )
         _expect(parts, -(-k // 8), indices=True)
         negative = unpack_truths(parts.values, k)
@@ -95,14 +96,16 @@ class Strom(Sparse, Wrappers):
 
 
 def signs_of_sent(negative: Array, tau: float) -> Array:
-    """−τ where it is negative, else τ."""
+    """Return −τ for negative elements, else τ."""
     if isinstance(negative, Tensor):
         return torch.where(negative, -tau, tau)
     return np.where(negative, np.float32(-tau), np.float32(tau))
 
 
 def beyond(x: Array, threshold: float) -> tuple[Array, bool]:
-    """The places where |x| > threshold or x is NaN, ascending, and whether x is finite."""
+    """Return the ascending indices of elements with |x| > threshold or NaN, and whether x is
+    finite.
+    """
     if isinstance(x, Tensor):
         return where_true(~(x.abs() <= float(np.float32(threshold)))), is_true(x.isfinite().all())
     buffer, found = np.empty(BLOCK, np.float32), []
@@ -110,14 +113,15 @@ def beyond(x: Array, threshold: float) -> tuple[Array, bool]:
     for start in range(0, x.size, BLOCK):
         part = x[start : start + BLOCK]
         size = np.abs(part, out=buffer[: part.size])
-        places = np.flatnonzero(~(size <= np.float32(threshold)))
-        finite = finite and bool((size[places] <= LARGEST).all())
-        found.append(places + start)
+        indices = np.flatnonzero(~(size <= np.float32(threshold)))
+        finite = finite and bool((size[indices] <= LARGEST).all())
+        found.append(indices + start)
     return np.concatenate(found), finite
 
 
 def _expect(parts: Parts, size: int, indices: bool) -> None:
     if len(parts.values) != size or (len(parts.indices) and not indices):
         raise PayloadError(
-            f"{len(parts.values)} and {len(parts.indices)} bytes of {parts.count} signs came"
+            f"received {len(parts.values)} bytes of values and {len(parts.indices)} of indices,"
+            f" which do not hold {parts.count} signs"
         )

@@ -1,13 +1,14 @@
-"""Unbiased subsampling: elements at random places, scaled up so that the mean is right.
+"""Unbiased subsampling: send random elements, scaled up by d/k.
 
-Rule: C(x)_j = d/k · x_j at k places drawn without replacement, else 0. E C(x) = x, and E‖C(x) − x‖²
-= (d/k − 1)‖x‖². The places are drawn by all workers alike (`shared`; with values=fp32 an all-reduce
-then adds bodies up on their way), or by each for itself, which averages the error out over the
-workers. Bits: those of k values, and 64 for the seed.
+Rule: C(x)_j = d/k · x_j at k indices drawn without replacement, else 0. E C(x) = x, and E‖C(x) −
+x‖² = (d/k − 1)‖x‖². With `shared`, all workers use the same indices; with values=fp32, too, an
+all-reduce sums payloads in flight. Otherwise each worker draws its own, which averages the error
+over the workers.
+Bits: those of k values, and 64 for the seed.
 
-Limit: ratio = 1 is no compression. It enlarges what it is given, so error feedback would diverge
-and is refused; the learning rate has to be small enough for a variance of d/k: `random_mask` with
-feedback bears larger ones.
+Limits: ratio = 1 is no compression. C(x) is longer than x, so error feedback would diverge and is
+refused. The learning rate must be small enough for a variance of d/k: `random_mask` with error
+feedback tolerates larger ones.
 
 Source: Konečný and Richtárik, "Randomized Distributed Mean Estimation: Accuracy vs. Communication",
 2018.
@@ -27,7 +28,7 @@ from ashl.option import option
 
 @option
 class Subsampling(Seeded):
-    """A random share of the elements, scaled to be right on average."""
+    """Random elements, scaled to be unbiased."""
 
     code: ClassVar[int] = 52
     shared: bool

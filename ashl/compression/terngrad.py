@@ -1,19 +1,19 @@
-"""TernGrad: every element becomes −m, 0 or m at random, so that its mean is kept.
+"""TernGrad: round each element at random to −m, 0 or m, unbiased.
 
-Rule: m = max|x_j| (of each layer with `layers`); C(x)_j = m·sign(x_j) with probability |x_j|/m,
-else 0. E C(x) = x, E‖C(x) − x‖² ≤ (√d − 1)/2·‖x‖². With `clip_sigmas` = c, x_j is first cut at
-±c·σ, with σ² the mean of x_j²: less noise, but biased. Bits: 1.6·d, as five trits in a byte, and 32
-for each m.
+Rule: m = max|x_j|, of each layer with `per_layer`; C(x)_j = m·sign(x_j) with probability |x_j|/m,
+else 0. E C(x) = x, E‖C(x) − x‖² ≤ (√d − 1)/2·‖x‖². With `clip_sigmas` = c, x_j is first clipped at
+±c·σ, with σ² the mean of x_j²: less noise, but biased.
+Bits: 1.6·d, as five ternary numbers in a byte, and 32 for each m.
 
-With `shared_scale`, under all-reduce, all workers round to the largest of their m, for which 24
-bytes of each are gathered beforehand. Ternaries then add up: what is summed on its way are integers
-of the ⌈log2(2n + 1)⌉ bits that n workers need, rounded up to 2, 4, 8 or 16. That sum is also what
-every worker applies to its own model, and nobody sends the model: the paper's «parameter
-localization», which every all-reduce has; with topology.algorithm=star, too, where all goes through
-one of them as its server.
+With `shared_scale`, under all-reduce, all workers round to the largest of their m, after gathering
+all m (32 bits each). Then ternary numbers can be summed in flight, as integers of the ⌈log2(2n +
+1)⌉ bits that n workers need, rounded up to 2, 4, 8 or 16. Each worker applies the sum to its own
+model, and no worker sends the model. That is the "parameter localization" of the paper, which every
+all-reduce has, also with topology.algorithm=star, where one worker sums for all.
 
-Limit: no contraction, hence nothing for feedback. A shared scale is a larger one: more noise, which
-the saved bytes pay for up to some number of workers only. What is not finite makes its vector NaN.
+Limits: not a contraction, so error feedback is not supported. A shared scale is larger than the
+worker's own, so it adds noise; its savings outweigh this only up to some number of workers. If an
+element is not finite, its vector becomes NaN.
 
 Source: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
 Learning", NeurIPS 2017.
@@ -74,7 +74,7 @@ from ashl.compression.wrappers.layers import slices
 from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Positive, option
 
-WIDTHS = (2, 4, 8, 16)  # of the sums of ternaries
+WIDTHS = (2, 4, 8, 16)  # bits of a sum of ternary numbers
 
 
 @option
@@ -93,8 +93,9 @@ class TernGrad(Code, Wrappers):
         return Traits(unbiased=self.clip_sigmas is None, variable=self.entropy != "none")
 
     def for_layout(self, layout: Layout) -> Codec:
-        """The codec for a model's layers; layers without a shared scale are kept apart
-        around it.
+        """Return the codec for the layers of a model.
+
+        Without a shared scale, a wrapper encodes each layer separately.
         """
         sizes = tuple(layer.size for layer in layout) if self.per_layer else (size_of(layout),)
         return SharedScale(self, sizes) if self.shared_scale else self
@@ -129,11 +130,11 @@ class TernGrad(Code, Wrappers):
 
     @property
     def beyond(self) -> bool:
-        """Whether elements may lie beyond ±m."""
+        """True if elements may lie beyond ±m."""
         return self.clip_sigmas is not None
 
     def top(self, x: Array) -> Array:
-        """m, float32 [1]."""
+        """Return m, float32 [1]."""
         ends = ends_of(x)
         top = (
             ends.abs().amax(0, keepdim=True)
@@ -149,11 +150,11 @@ class TernGrad(Code, Wrappers):
 
 @dataclass(frozen=True)
 class SharedScale(Collective):
-    """The protocol of an all-reduce in which all round to the same m."""
+    """Protocol of an all-reduce in which all workers round to the same m."""
 
     on_host: ClassVar[bool] = False
     codec: TernGrad
-    sizes: tuple[int, ...]  # of the parts with an m each
+    sizes: tuple[int, ...]  # elements of each part with an m of its own
 
     @property
     def traits(self) -> Traits:
@@ -174,7 +175,7 @@ class SharedScale(Collective):
         return self.codec.bound(ratio, d)
 
     async def collective(self, team: Team, source: CodecInput) -> Outcome:
-        """The largest m of each part, then the sum of the ternaries."""
+        """Find the largest m of each part, then sum the ternary numbers."""
         x = source.x * team.weight
         own = await team.compute(partial(self.tops, x))
         all_tops = await team.all_gather(torch.from_numpy(own.view(np.uint8)))
@@ -190,14 +191,14 @@ class SharedScale(Collective):
         await team.all_reduce(team.blank(4 * -(-d * sum_width(team.size) // 32)))
 
     def tops(self, x: Tensor) -> np.ndarray:
-        """m of each part."""
+        """Return m of each part."""
         return np.concatenate(
             [read(self.codec.top(array_of(x[part]))) for part in slices(self.sizes)]
         )
 
     def words(self, x: Tensor, tops: np.ndarray, context: EncodeContext, workers: int) -> Tensor:
-        """int32: the ternaries of all parts, as numbers 0, 1 and 2 with room for the sum over all
-        workers.
+        """Return the ternary numbers 0, 1 and 2 of all parts, with bits for the sum over all
+        workers: int32.
         """
         array, numbers = array_of(x), []
         for i, part in enumerate(slices(self.sizes)):
@@ -212,7 +213,7 @@ class SharedScale(Collective):
         ).view(torch.int32)
 
     def update(self, total: Tensor, tops: np.ndarray, workers: int) -> Tensor:
-        """What the sum of all words stands for."""
+        """Return the update from the sum of all words."""
         sums = tensor_of(
             unpack(bytes_of(total.view(torch.uint8)), sum_width(workers), sum(self.sizes))
         ).float()
@@ -223,12 +224,10 @@ class SharedScale(Collective):
 
 
 def pieces(x: Array) -> Iterable[slice]:
-    """Of an array, blocks that fit the cache; on a device all at once."""
+    """Return slices that fit the cache; one slice on a device."""
     return [slice(0, len(x))] if isinstance(x, Tensor) else blocks(x.size)
 
 
 def sum_width(workers: int) -> int:
-    """Bits that hold the sum of so many numbers up to 2, such that words of them add up without a
-    carry.
-    """
+    """Return the number of bits in which the sums of `workers` numbers up to 2 have no carry."""
     return next(width for width in WIDTHS if 2 * workers < 2**width)

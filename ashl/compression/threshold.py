@@ -1,14 +1,13 @@
-"""Fixed threshold: what is at least as large as τ is sent as it is, however much that is.
+"""Fixed threshold: send the exact value of each element that reaches τ, however many there are.
 
-Rule: C(x)_j = x_j where |x_j| ≥ τ, else 0; each |x_j − C(x)_j| < τ. Bits: those of the values that
-pass and of their places. With error feedback every element is sent once what it has gathered
-reaches τ.
+Rule: C(x)_j = x_j if |x_j| ≥ τ, else 0; each |x_j − C(x)_j| < τ. With error feedback, an element is
+sent once its accumulated value reaches τ.
+Bits: those of the sent values and of their indices.
 
-Limit: τ → 0 is no compression; a τ above all elements sends nothing until residuals have grown.
-Residuals inflate until about as much passes as comes in, so that the size is an outcome: it depends
-on the model, the learning rate and the epoch, and what is declared beforehand is the dense size.
-Nothing is promised of one message but that it enlarges nothing; feedback is sound all the same,
-because the error stays below τ·√d.
+Limits: τ → 0 is no compression; a τ above all elements sends nothing until residuals have grown.
+Residuals grow until about as much is sent as is added. So the size is a result: it depends on the
+model, the learning rate and the epoch, and the declared size is the dense one. The only bound of
+one message is ‖C(x) − x‖ ≤ ‖x‖. Error feedback is sound anyway, because the error stays below τ·√d.
 
 Source: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech
 2015; with exact values Dutta et al., "On the Discrepancy between the Theoretical Analysis and
@@ -28,15 +27,15 @@ from ashl.option import Positive, option
 
 @option
 class Threshold(Indexed):
-    """Keeps what is large."""
+    """Sends the elements that reach τ."""
 
     code: ClassVar[int] = 54
     promises: ClassVar[Traits] = Traits(drains=True, variable=True)
     threshold: Positive
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
-        places = indices_reaching(x, self.threshold)
-        return self.pack_selected(x, len(places), places, context)
+        indices = indices_reaching(x, self.threshold)
+        return self.pack_selected(x, len(indices), indices, context)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return self.room(d, d)

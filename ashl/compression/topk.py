@@ -1,13 +1,13 @@
-"""Top-K: the k elements of largest magnitude are sent with their places; the others are not.
+"""Top-k: send the k elements of largest magnitude and their indices.
 
 Rule: C(x)_j = x_j for the k largest |x_j| of the whole vector, else 0, with k = max(1, round(ratio
-· d)). Of equal magnitudes the first are kept. ‖C(x) − x‖² ≤ (1 − k/d)‖x‖². Bits: those of k values
-and of their places, with the defaults k·(32 + ⌈log2 d⌉). Where that is no less than 32·d the whole
-vector is sent, which loses nothing.
+· d)). Of equal magnitudes, the first are sent. ‖C(x) − x‖² ≤ (1 − k/d)‖x‖².
+Bits: those of k values and of their indices, k·(32 + ⌈log2 d⌉) with the defaults. If that is not
+less than 32·d, the whole vector is sent, without error.
 
-Limit: ratio = 1 with `values=fp32` is no compression. A NaN or an infinity counts as large and is
-sent among the first, as torch.topk has it: a run that diverges is then seen at the server, where a
-residual would hide it, and bodies keep their size.
+Limits: ratio = 1 with `values=fp32` is no compression. A NaN or an infinity counts as large and is
+sent among the first, as in torch.topk. So the server sees that a run diverges, where a residual
+would hide it, and the size of payloads does not change.
 
 Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017; with
 error feedback Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
@@ -25,7 +25,7 @@ from ashl.option import option
 
 @option
 class TopK(Sparsifier):
-    """Keeps a share of the elements."""
+    """Sends the largest elements."""
 
     code: ClassVar[int] = 2
     promises: ClassVar[Traits] = Traits(contraction=True)

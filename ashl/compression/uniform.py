@@ -1,13 +1,13 @@
-"""Stochastic uniform quantization: every element is rounded at random to one of k levels from the
-least to the largest.
+"""Stochastic uniform quantization: round each element at random to one of k equidistant levels.
 
-Rule: q_j = ⌊(k − 1)·(x_j − lo)/(hi − lo) + u_j⌋ with lo and hi the least and largest element and
-u_j uniform in [0, 1); C(x)_j = lo + q_j·(hi − lo)/(k − 1). E C(x) = x, E‖C(x) − x‖² ≤ d/(2(k −
-1)²)·‖x‖², and the mean of n workers has one n-th of it. Bits: d·⌈log2 k⌉ + 64.
+Rule: the levels are between lo and hi, the least and the largest element. q_j = ⌊(k − 1)·(x_j −
+lo)/(hi − lo) + u_j⌋ with u_j uniform in [0, 1); C(x)_j = lo + q_j·(hi − lo)/(k − 1). E C(x) = x,
+E‖C(x) − x‖² ≤ d/(2(k − 1)²)·‖x‖², and the mean of n workers has 1/n of it.
+Bits: d·⌈log2 k⌉ + 64.
 
-Limit: one outlier makes the steps coarse for all; `rotated` spreads it. No contraction where d is
-large, hence nothing for feedback. Where lo = hi nothing is lost. What is not finite makes all of
-them NaN.
+Limits: one outlier makes the steps coarse for all elements; `rotated` spreads it. It is not a
+contraction for large d, so error feedback is not supported. If lo = hi, the message is exact. If an
+element is not finite, all become NaN.
 
 Source: Suresh et al., "Distributed Mean Estimation with Limited Communication", ICML 2017.
 """
@@ -35,13 +35,13 @@ from ashl.compression.wire.stochastic_rounding import round_to_uint8, rounding_n
 from ashl.compression.wrappers.options import Wrappers
 from ashl.option import Number, option
 
-ROW = BLOCK // 8  # eight rows are a block, see `levels.row_step`
+ROW = BLOCK // 8  # elements; eight rows are a block, see `levels.row_step`
 Levels = Annotated[int, Number, Field(ge=2, le=256)]
 
 
 @option
 class StochasticUniform(Code, Wrappers):
-    """Levels between the ends of the vector."""
+    """Levels between the least and the largest element."""
 
     code: ClassVar[int] = 13
     on_host: ClassVar[bool] = False
@@ -85,12 +85,12 @@ class StochasticUniform(Code, Wrappers):
 
 
 def place_levels(rows: Array, ends: Array, top: float) -> Array:
-    """Where the elements of rows [n, m] lie between ends [n, 2], from 0 to top."""
+    """Return the positions of the rows [n, m] between their ends [n, 2], from 0 to top."""
     return scale_levels(rows - ends[:, :1], ends[:, 1:] - ends[:, :1], top)
 
 
 def interpolate(numbers: Array, ends: Array, top: int) -> Array:
-    """Back again, in place."""
+    """Convert numbers from 0 to top back to values between the ends, in place."""
     numbers *= divide(ends[:, 1:] - ends[:, :1], top)
     numbers += ends[:, :1]
     return numbers

@@ -1,20 +1,21 @@
-"""Variance criterion: an element is sent once its sum is sure to have a sign; until then it waits.
+"""Variance criterion: delay each element until its accumulated gradient has a certain sign.
 
-Rule, coordinate by coordinate, with g the minibatch's gradient and s = Σ_p (share_p·g_p)² over
-parts of it, an estimate of g's second moment: r ← r + g, v ← v + s; where r² > α·v send C(r), then
-r ← 0 and v ← 0; elsewhere v ← ζ·v. C(r) is a sign and a power of two, M·2^−e with M the largest
-power of two up to max |r| of what is sent, rounded to the nearest of its two neighbours, e = 0 … 7;
-what is smaller than M·2^−7 waits on. Bits: 32 for each value sent, of which 1 is the sign, 3 are e
-and 28 the place, and 32 of M. A dropped message returns its content to r.
+Rule, for each element, with g the minibatch's gradient and s = Σ_p (share_p·g_p)² over parts p of
+it, an estimate of g's second moment: r ← r + g, v ← v + s. If r² > α·v, send C(r), then r ← 0 and v
+← 0; otherwise v ← ζ·v. C(r) is a sign and a power of two, M·2^−e with e = 0 … 7, the nearest of the
+two neighbours of r. M is the largest power of two that is at most max |r| of the sent elements. An
+element below M·2^−7 is not sent yet. If a message is dropped, its content returns to r. r and v
+have the unit of the model: they are rescaled when the learning rate changes.
+Bits: 32 for each value sent, of which 1 is the sign, 3 are e and 28 the index; and 32 for M.
 
-r and v are kept in units of the model: they are rescaled when the learning rate changes. Limits:
-below 2^28 elements. One M for the whole model, where the paper has one for each matrix: layers of
-small gradients come later. The paper has parts of one sample; larger ones make v too large where
-gradients agree (see `topology.estimate`), and with a single part r² > v hardly ever holds before
-the second minibatch. Rounding is not made good later.
+Limits: at most 2^28 elements. With parts of more than one sample, v is too large where gradients
+agree (see `topology.estimate`). With a single part, r² > v hardly ever holds before the second
+minibatch. The rounding error is not fed back.
 
 Source: Tsuzuku, Imachi and Akiba, "Variance-based Gradient Compression for Efficient Distributed
 Deep Learning", ICLR workshop 2018, with its α between 1 and 2 and ζ = 0.999.
+Differs: one M for the whole model, where the paper has one for each matrix; so layers with small
+gradients are sent later. The parts of the paper have one sample each.
 """
 
 from __future__ import annotations
@@ -52,13 +53,14 @@ from ashl.compression.wrappers.feedback import rescale
 from ashl.errors import UsageError
 from ashl.option import Count, Fraction, Number, option
 
-PLACE_BITS = 28
-SMALLEST = 7  # e
+PLACE_BITS = 28  # bits of an index
+SMALLEST = 7  # e of the smallest value
 
 
 class Waiting(NamedTuple):
-    """The sender's state: r and v; what r held at the places that were sent last; and the learning
-    rate that both go with.
+    """The sender's state: r and v, and the learning rate of both.
+
+    `places` and `values` are the indices and values of r that were sent last.
     """
 
     error: Tensor | None = None
@@ -70,7 +72,7 @@ class Waiting(NamedTuple):
 
 @option
 class Variance(Sparse):
-    """Sends what has become certain."""
+    """Sends the elements with a certain sign."""
 
     code: ClassVar[int] = 101
     on_host: ClassVar[bool] = False
@@ -81,11 +83,14 @@ class Variance(Sparse):
     parts: Count
 
     def for_layout(self, layout: Layout) -> Variance:
-        """Itself, where its places suffice."""
+        """Return the codec itself.
+
+        Raises: UsageError if the model has more than 2^28 elements.
+        """
         if size_of(layout) > 2**PLACE_BITS:
             raise UsageError(
-                f"compression=variance names places in {PLACE_BITS} bits, and this model has more"
-                f" than {2**PLACE_BITS} elements; take compression=topk"
+                f"compression=variance: has {PLACE_BITS} bits for an index, and this model has more"
+                f" than {2**PLACE_BITS} elements; set compression=topk"
             )
         return self
 
@@ -101,7 +106,7 @@ class Variance(Sparse):
         with np.errstate(over="ignore", invalid="ignore"):
             sums = g + self._kept(old.error, old.lr, context.lr, 1)
             squares = fresh + self._kept(old.squares, old.lr, context.lr, 2)
-            # Not «greater than»: what is no number has to be sent.
+            # Negated "at most" instead of "greater than", so that NaN is sent.
             places = where_true(~(wide(sums) ** 2 <= self.alpha * wide(squares)))
             top, signs, steps = round_to_power(sums[places])
             sent = steps <= SMALLEST
@@ -121,7 +126,7 @@ class Variance(Sparse):
         sound = not len(places) or is_true((places[-1] < d) & (places[1:] > places[:-1]).all())
         if parts.form or len(parts.indices) or not sound:
             raise PayloadError(
-                f"the places that came are not {parts.count} ascending numbers below {d}"
+                f"the received indices are not {parts.count} ascending numbers below {d}"
             )
         levels = np.ldexp(top, -np.arange(SMALLEST + 1, dtype=np.int32))
         return places, look_up(
@@ -138,14 +143,15 @@ class Variance(Sparse):
         return sender._replace(error=sums, places=sender.places[:0], values=sender.values[:0])
 
     def _kept(self, vector: Tensor | None, before: float, now: float, power: int) -> Any:
-        """What was kept, in units of this learning rate."""
+        """Return a kept vector in units of the present learning rate."""
         kept = rescale(vector, before**power, now**power)
         return 0.0 if kept is None else array_of(kept)
 
 
 def round_to_power(x: Array) -> tuple[np.ndarray, Array, Array]:
-    """(M, signs, e): the largest power of two, float32 [1], and of each element its sign bit and M
-    / |C(x)| as an exponent of two; above 7 where it is too small, and 0 where it is no number.
+    """Return (M, signs, e): M float32 [1], and sign bit and exponent e of each element.
+
+    e is the exponent of M / |C(x)|: above 7 if x is too small, and 0 if x is not finite.
     """
     length, signs, where = abs(x), as_index(ops(x).signbit(x)), ops(x).where
     top = float(read(length.max()[None])[0]) if len(x) else 0.0
@@ -153,6 +159,6 @@ def round_to_power(x: Array) -> tuple[np.ndarray, Array, Array]:
         return np.array([top], "<f4"), signs, where(length == 0, SMALLEST + 1, 0)
     highest = int(np.frexp(top)[1]) - 1
     mantissa, exponent = ops(x).frexp(length)  # |x| = mantissa · 2^exponent, mantissa in [0.5, 1)
-    nearest = where(mantissa < 0.75, exponent - 1, exponent)  # of equal distances up
+    nearest = where(mantissa < 0.75, exponent - 1, exponent)  # ties go up
     steps = where(length == 0, SMALLEST + 1, (highest - nearest).clip(0))
     return np.array([np.ldexp(np.float32(1), highest)], "<f4"), signs, steps

@@ -313,7 +313,7 @@ def test_adacomp_knows_layers() -> None:
     assert option.bins(16) == [(6, 4), (2, 5), (8, 5)]
     x = torch.tensor([1.0, 0, 0, 0, 3, 0, 5, 0, 7, 0, 0, 0, 0, 0, 0, 9])
     assert sent(option, x).tolist() == [2, 0, 0, 0, 2, 0, 5, 0, 8, 0, 0, 0, 0, 0, 0, 8]
-    with pytest.raises(PayloadError, match="another size"):
+    with pytest.raises(PayloadError, match="of 16 elements, as the layers have; received 17"):
         option.bins(17)
 
 

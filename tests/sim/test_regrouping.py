@@ -102,7 +102,7 @@ class Alone:
                     codec.merge_few(sets[place][-1], codec.written_few(sets[child][-1], d), d)
                 )
         few = sets[0][-1]
-        finals = {0: Final(few, np.ones(few.places.size, bool))}
+        finals = {0: Final(few, np.ones(few.indices.size, bool))}
         for place in range(n):
             for child, merged in zip(
                 reversed(tree_neighbours(place, n)[1]), reversed(sets[place]), strict=False
