@@ -422,7 +422,7 @@ TINY = [
         (
             ["cluster=real", "runtime=sim"],
             2,
-            "cluster=real is what is there, and virtual time needs declared costs",
+            "cluster=real: declares no costs, which runtime=sim needs",
         ),
     ],
 )
@@ -613,7 +613,7 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
     record = jsonl.whole(Path("study/advice.json"))
     assert record is not None
     for note in (
-        f"{stale} was removed from BSP: it needs pushes that may be stale, as those of sync=asp.",
+        f"{stale} was removed from BSP: it needs pushes that may be stale, for example with sync=asp.",
         (
             f"{nowhere} was removed from every candidate: it needs cluster.exchange_s=null, as a"
             " declared exchange_s"

@@ -278,9 +278,9 @@ def dropped_notes(candidates: Sequence[Candidate]) -> list[str]:
     notes = []
     for text, by_name in found.items():
         where = "every candidate" if len(by_name) == len(candidates) else ", ".join(by_name)
-        reason = next(iter(by_name.values())).removeprefix(f"{text} has no effect here: ")
+        reason = next(iter(by_name.values())).removeprefix(f"{text}: no effect here, ")
         notes.append(
-            f"{text} was removed from {where}: {reason.removesuffix('; drop it otherwise')}."
+            f"{text} was removed from {where}: {reason.removesuffix('; otherwise remove it')}."
         )
     return notes
 

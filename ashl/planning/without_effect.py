@@ -1,10 +1,11 @@
-"""Typed values without an effect: refused in one run, left out of the points of a sweep, with what
-makes them count.
+"""Refuse typed values that have no effect, and name the setting that would make them effective.
 
-Each row of `CONDITIONS` says of some keys when they count, judged by the checked plan and its
-options, so that keys of one option and keys across groups have one mechanism. A value counts if it
-may change anything that is recorded. Values that are equal to the default, or that a preset brings,
-are no error: nobody expects an effect of them.
+A single run refuses such a value; a sweep leaves it out of its settings. Each row of `CONDITIONS`
+lists keys and the condition under which they have an effect, judged by the checked plan and its
+options. Keys of one option and keys that depend on other groups use the same mechanism.
+
+A value has an effect if it may change anything that is recorded. Values that equal the default, and
+values that a preset sets, are not refused.
 """
 
 from __future__ import annotations
@@ -39,125 +40,110 @@ from ashl.sync.ripples_random import RipplesRandom
 from ashl.topology.halos import Halos
 from ashl.topology.partial_all_reduce import PartialAllReduce
 
-LISTED = (
-    "cluster.compute",
-    "cluster.link",
-    "cluster.node",
-)  # one that is typed may say how many workers there are
-INSIDE = ("cluster.intra_node_bandwidth_mbit_s", "cluster.intra_node_latency_s")
+LISTED = ("cluster.compute", "cluster.link", "cluster.node")  # may set the number of workers
+INTRA_NODE = ("cluster.intra_node_bandwidth_mbit_s", "cluster.intra_node_latency_s")
 LINKS = (
     "cluster.bandwidth_mbit_s",
     "cluster.latency_s",
     "cluster.server_bandwidth_mbit_s",
-    *INSIDE,
+    *INTRA_NODE,
 )
 COSTS = (
-    *(
-        "cluster.compute_spread",
-        "cluster.link",
-        "cluster.step_s",
-        "cluster.exchange_s",
-        "cluster.compress_s",
-    ),
-    *("cluster.server_step_s", "cluster.jitter", "cluster.compute", "cluster.node", *LINKS),
+    "cluster.compute_spread",
+    "cluster.link",
+    "cluster.step_s",
+    "cluster.exchange_s",
+    "cluster.compress_s",
+    "cluster.server_step_s",
+    "cluster.jitter",
+    "cluster.compute",
+    "cluster.node",
+    *LINKS,
 )
-LEARNED = (  # what is learned hangs on them, and neither time nor bytes do
-    *(
-        "task.",
-        "optimizer.",
-        "outer",
-        "model.heads",
-        "model.norm",
-        "run.save_weights",
-        "run.start_from",
-    ),
-    *(
-        "aggregate.scale",
-        "aggregate.weights",
-        "aggregate.staleness_discount",
-        "aggregate.clip_norm",
-        "aggregate.momentum",
-    ),
-    *(
-        "compression.error_feedback",
-        "compression.feedback_gain",
-        "compression.feedback_decay",
-        "compression.momentum",
-    ),
-    *(
-        "compression.masking",
-        "compression.clip_norm",
-        "compression.norm",
-        "compression.alpha",
-        "compression.beta",
-    ),
-    *(
-        "compression.eta",
-        "compression.xi",
-        "compression.zeta",
-        "compression.memory",
-        "compression.max_age",
-    ),
-    *(
-        "compression.order",
-        "compression.scaled",
-        "compression.decay",
-        "compression.error",
-        "compression.clip_sigmas",
-    ),
-    *(
-        "dataset.condition",
-        "dataset.noise",
-        "dataset.seed",
-        "dataset.separation",
-        "dataset.augment",
-    ),
-    *(
-        "topology.mixing",
-        "topology.lr",
-        "topology.beta",
-        "topology.buffer",
-        "overlap.local_weight",
-        "overlap.alpha",
-    ),
-    *("sync.beta", "sync.every_s", "sync.exchange", "sync.gamma", "sync.h_max", "sync.l1"),
-    *("sync.loss_target", "sync.mu", "sync.rho", "sync.rise", "sync.theta"),
-    *("schedule.momentum", "schedule.residual", "runtime.precision"),
+LEARNED = (  # keys that change the learned model, but neither time nor bytes
+    "task.",
+    "optimizer.",
+    "outer",
+    "model.heads",
+    "model.norm",
+    "run.save_weights",
+    "run.start_from",
+    "aggregate.scale",
+    "aggregate.weights",
+    "aggregate.staleness_discount",
+    "aggregate.clip_norm",
+    "aggregate.momentum",
+    "compression.error_feedback",
+    "compression.feedback_gain",
+    "compression.feedback_decay",
+    "compression.momentum",
+    "compression.masking",
+    "compression.clip_norm",
+    "compression.norm",
+    "compression.alpha",
+    "compression.beta",
+    "compression.eta",
+    "compression.xi",
+    "compression.zeta",
+    "compression.memory",
+    "compression.max_age",
+    "compression.order",
+    "compression.scaled",
+    "compression.decay",
+    "compression.error",
+    "compression.clip_sigmas",
+    "dataset.condition",
+    "dataset.noise",
+    "dataset.seed",
+    "dataset.separation",
+    "dataset.augment",
+    "topology.mixing",
+    "topology.lr",
+    "topology.beta",
+    "topology.buffer",
+    "overlap.local_weight",
+    "overlap.alpha",
+    "sync.beta",
+    "sync.every_s",
+    "sync.exchange",
+    "sync.gamma",
+    "sync.h_max",
+    "sync.l1",
+    "sync.loss_target",
+    "sync.mu",
+    "sync.rho",
+    "sync.rise",
+    "sync.theta",
+    "schedule.momentum",
+    "schedule.residual",
+    "runtime.precision",
 )
-LEARNS = "runtime.gradients=true, as nothing is learned otherwise"
-WRAPPED = (  # what is wrapped around a codec on a link
-    *(
-        "compression.error_feedback",
-        "compression.feedback_gain",
-        "compression.feedback_decay",
-        "compression.momentum",
-    ),
-    *(
-        "compression.masking",
-        "compression.clip_norm",
-        "compression.warmup_epochs",
-        "compression.critical_ratio",
-    ),
+LEARNS = "runtime.gradients=true (nothing is learned otherwise)"
+WRAPPED = (  # keys of the wrappers of a codec
+    "compression.error_feedback",
+    "compression.feedback_gain",
+    "compression.feedback_decay",
+    "compression.momentum",
+    "compression.masking",
+    "compression.clip_norm",
+    "compression.warmup_epochs",
+    "compression.critical_ratio",
 )
-DENSE = (
-    Cast,
-    NaturalCompression,
-    OneBit,
-    PowerSGD,
-    Sign,
-)  # codecs that send something for every element
-FAILURES = "workers that fail, as with 'cluster.churn={mtbf_s:100,mttr_s:10}'"
-MEET = "workers of one machine that exchange with each other, as with topology=all_reduce"
+DENSE = (Cast, NaturalCompression, OneBit, PowerSGD, Sign)  # codecs that send every element
+FAILURES = "worker failures, for example 'cluster.churn={mtbf_s:100,mttr_s:10}'"
+INTRA_NODE_EXCHANGE = (
+    "workers of one node that exchange with each other, for example topology=all_reduce"
+)
 
 
 class EffectContext(NamedTuple):
-    """What a condition is judged by."""
+    """The checked plan, its options and the configuration: the input of a condition."""
 
     config: Mapping[str, Any]
     plan: Plan
     parts: Parts
     schedule: Any
-    profiled: bool  # True if a profile's costs stand in for those of the cluster
+    profiled: bool  # True if a profile's costs replace those of the cluster
     data: Data
 
     @property
@@ -173,13 +159,14 @@ class EffectContext(NamedTuple):
         return any(not own.compression.traits.lossless for own in self.stages)
 
     def any(self, group: str, holds: Callable[[Any], bool]) -> bool:
-        """Return True if this holds of an option of a group in any stage."""
+        """Return True if `holds` is true of the group's option in any stage."""
         return any(holds(getattr(own, group)) for own in self.stages)
 
 
 class Condition(NamedTuple):
-    """`keys` count where `counts`; `needs` names what makes them count. A key that ends with a
-    point stands for all keys of its group.
+    """Keys that have an effect only where `counts` returns True; `needs` tells how to get there.
+
+    A key that ends with a point stands for all keys of its group.
     """
 
     keys: tuple[str, ...]
@@ -188,8 +175,9 @@ class Condition(NamedTuple):
 
 
 def has(group: str, **fields: Callable[[Any], bool]) -> Callable[[EffectContext], bool]:
-    """Return a condition: in some stage, these fields of the group's option are such. An option
-    without one counts.
+    """Return a condition: in some stage, each named field of the group's option passes its test.
+
+    An option without the field passes.
     """
     return lambda context: context.any(
         group,
@@ -203,46 +191,46 @@ def is_set(value: Any) -> bool:
     return value is not None and value is not False and value != 0
 
 
-def any_server(context: EffectContext) -> bool:
+def has_server(context: EffectContext) -> bool:
     return context.any("topology", lambda topology: topology.has_server)
 
 
-def workers_meet(context: EffectContext) -> bool:
-    """Return True if machines with several workers exchange inside."""
+def exchanges_inside_nodes(context: EffectContext) -> bool:
+    """Return True if workers of one node exchange with each other."""
     nodes = context.cluster.node or ()
-    near = context.any(
+    direct = context.any(
         "topology", lambda topology: not topology.has_server or isinstance(topology, Halos)
     )
-    return near and len(set(nodes)) < len(nodes)
+    return direct and len(set(nodes)) < len(nodes)
 
 
 def nodes_matter(context: EffectContext) -> bool:
+    """Return True if the placement of workers on nodes changes times or groups."""
+
     def uses_nodes(own: StageParts) -> bool:
-        by_itself = (
-            groups_by_machine(own) and getattr(own.topology, "workers_per_node", None) is None
-        )
-        return by_itself or isinstance(own.topology, Halos) or own.topology.algorithm is not None
+        groups = groups_by_node(own) and getattr(own.topology, "workers_per_node", None) is None
+        return groups or isinstance(own.topology, Halos) or own.topology.algorithm is not None
 
-    return not is_declared(context) or any(map(uses_nodes, context.stages))
+    return not has_declared_exchange(context) or any(map(uses_nodes, context.stages))
 
 
-def groups_by_machine(own: StageParts) -> bool:
-    """Return True if it is by machines that workers form groups."""
+def groups_by_node(own: StageParts) -> bool:
+    """Return True if workers form groups by node."""
     partial = isinstance(own.topology, PartialAllReduce)
     return partial and not isinstance(own.sync, RipplesFirstCome | RipplesRandom)
 
 
-def is_declared(context: EffectContext) -> bool:
+def has_declared_exchange(context: EffectContext) -> bool:
     return context.cluster.exchange_s is not None
 
 
 def is_stale(context: EffectContext) -> bool:
-    """Return True if a push may be of an older model than the one that it is merged into."""
+    """Return True if a push may be computed on an older model than the one it is merged into."""
     return any(not own.sync.in_rounds or isinstance(own.overlap, Delayed) for own in context.stages)
 
 
 def keeps_residual(context: EffectContext) -> bool:
-    """Return True if a stage before the last may leave something out and keep it for later."""
+    """Return True if a stage before the last may keep a residual of elements that were not sent."""
 
     def keeps(stage: StagePlan, own: StageParts) -> bool:
         codec = own.compression
@@ -253,21 +241,22 @@ def keeps_residual(context: EffectContext) -> bool:
     return any(map(keeps, context.plan.stages[:-1], context.stages[:-1]))
 
 
-def several_machines(context: EffectContext) -> bool:
+def has_several_nodes(context: EffectContext) -> bool:
+    """Return True if the workers of some stage are on more than one node."""
     n = context.plan.num_workers
 
-    def machines(topology: Any) -> int:
+    def count_nodes(topology: Any) -> int:
         if not isinstance(topology, PartialAllReduce):
             return n
         if topology.workers_per_node is None and context.cluster.node is not None:
             return len(set(context.cluster.node))
         return -(-n // (topology.workers_per_node or 4))
 
-    return context.any("topology", lambda topology: machines(topology) > 1)
+    return context.any("topology", lambda topology: count_nodes(topology) > 1)
 
 
 def speeds_vary(context: EffectContext) -> bool:
-    """Return True if a worker's steps may take other times than those before them."""
+    """Return True if the duration of a worker's steps may change during the run."""
     cluster = context.cluster
     if not isinstance(cluster, Cluster):
         return True
@@ -280,50 +269,48 @@ def plans_local_steps(context: EffectContext) -> bool:
 
 
 def work_differs(context: EffectContext) -> bool:
-    """Return True if in some stage the workers take different numbers of steps between two
-    pushes.
-    """
+    """Return True if in some stage the workers have different numbers of local steps."""
     return plans_local_steps(context) or any(
         len({worker.local_steps for worker in stage.workers}) > 1 for stage in context.plan.stages
     )
 
 
 def ignores_targets(context: EffectContext) -> bool:
-    """Return True if some target is one that the task ignores, or would ignore by default."""
+    """Return True if the data has targets that the task ignores, as set or by default."""
     ignored = {context.parts.task.ignore_index, usual("task.ignore_index", context)} - {None}
     halves = (context.data.train.targets, context.data.test.targets)
     return any(bool((targets == value).any()) for targets in halves for value in ignored)
 
 
-def is_cut(context: EffectContext) -> bool:
-    """Return True if a slice is shorter than the longest message, by the value or by the
-    default.
-    """
+def is_sliced(context: EffectContext) -> bool:
+    """Return True if a slice, as set or by default, is shorter than the longest message."""
     groups = layer_groups(context.plan)
-    before = usual("overlap.slice", context)
+    default = usual("overlap.slice", context)
 
-    def cuts(overlap: Any) -> bool:
-        sizes = [size for size in (overlap.slice, before) if isinstance(size, int)]
+    def slices(overlap: Any) -> bool:
+        sizes = [size for size in (overlap.slice, default) if isinstance(size, int)]
         longest = max(
             stop - start
             for start, stop, *_ in merge_buckets(groups, overlap.messages(untimed_timeline(groups)))
         )
         return min(sizes, default=0) < longest
 
-    return context.any("overlap", lambda overlap: not hasattr(overlap, "slice") or cuts(overlap))
+    return context.any("overlap", lambda overlap: not hasattr(overlap, "slice") or slices(overlap))
 
 
-def sums_weights(context: EffectContext) -> bool:
-    """Return True if some stage weighs what its workers push."""
+def weighs_pushes(context: EffectContext) -> bool:
+    """Return True if some stage merges pushes with weights."""
     return any(WEIGHTS in capabilities_of(own.topology, own.sync) for own in context.stages)
 
 
-def run_ends(context: EffectContext) -> bool:
+def has_end(context: EffectContext) -> bool:
+    """Return True if epochs, steps or seconds end the run."""
     stop = context.config["stop"]
     return any(stop[key] is not None for key in ("epochs", "steps", "seconds"))
 
 
 def preset_ratios(context: EffectContext) -> Sequence[float | None]:
+    """Return the schedule's preset density of each stage; empty if there are none."""
     return (
         (getattr(context.schedule, "r_preset", None) or ()) if context.schedule.names_sync else ()
     )
@@ -332,32 +319,34 @@ def preset_ratios(context: EffectContext) -> Sequence[float | None]:
 CONDITIONS = (
     Condition(
         COSTS,
-        "profile=null, as the costs of profile=FILE stand in for it",
+        "profile=null (the costs of profile=FILE replace it)",
         lambda context: not context.profiled,
     ),
     Condition(
         LINKS,
-        "cluster.exchange_s=null, as a declared exchange_s holds whatever the links are",
-        lambda context: not is_declared(context),
+        "cluster.exchange_s=null (a declared exchange_s replaces the links)",
+        lambda context: not has_declared_exchange(context),
     ),
     Condition(
         ("cluster.server_bandwidth_mbit_s", "cluster.server_step_s"),
-        "a topology with a server, as topology=parameter_server",
-        any_server,
+        "a topology with a server, for example topology=parameter_server",
+        has_server,
     ),
     Condition(
-        INSIDE[:1], MEET, lambda context: workers_meet(context) or usual(INSIDE[0], context) is None
+        INTRA_NODE[:1],
+        INTRA_NODE_EXCHANGE,
+        lambda context: exchanges_inside_nodes(context) or usual(INTRA_NODE[0], context) is None,
     ),
-    Condition(INSIDE[1:], MEET, workers_meet),
+    Condition(INTRA_NODE[1:], INTRA_NODE_EXCHANGE, exchanges_inside_nodes),
     Condition(
         ("cluster.node",),
-        "cluster.exchange_s=null, or groups by machine, as topology=partial_all_reduce"
+        "cluster.exchange_s=null, or groups by node, for example topology=partial_all_reduce"
         " sync=ripples_smart",
         nodes_matter,
     ),
     Condition(
         ("cluster.compress_s",),
-        "a compression that encodes, as compression=topk",
+        "a compression, for example compression=topk",
         lambda context: context.lossy or context.any("sync", lambda sync: bool(sync.codecs)),
     ),
     Condition(
@@ -372,24 +361,24 @@ CONDITIONS = (
     ),
     Condition(
         ("runtime.share_gpu",),
-        "a GPU, as with runtime.device=cuda",
+        "a GPU, for example runtime.device=cuda",
         lambda context: device_of(context.parts.runtime) != HOST,
     ),
     Condition(
         ("runtime.reduction",),
-        "workers that sum without a server, as topology=all_reduce",
+        "an all-reduce, for example topology=all_reduce",
         lambda context: context.any("topology", lambda topology: not topology.has_server),
     ),
     Condition(
         ("task.ignore_index",),
-        "targets of that value, as in a data set of your own: allow_targets=[PACKAGE]"
+        "targets of that value, for example of your own data set: allow_targets=[PACKAGE]"
         " dataset._target_=PACKAGE.NAME",
         ignores_targets,
     ),
     Condition(
         ("dataset.partition",),
-        "a plan of H, as sync.local_steps=plan schedule.h_preset=[8], as shards are equal"
-        " otherwise",
+        "a planned H, for example sync.local_steps=plan schedule.h_preset=[8] (shards are equal"
+        " otherwise)",
         lambda context: (
             context.config["dataset"].get("partition") != "iid"
             or plans_local_steps(context)
@@ -411,12 +400,12 @@ CONDITIONS = (
     ),
     Condition(
         ("dataset.epochs",),
-        "a run without another end: stop.epochs=null stop.steps=null stop.seconds=null",
-        lambda context: not run_ends(context),
+        "a run without another limit: stop.epochs=null stop.steps=null stop.seconds=null",
+        lambda context: not has_end(context),
     ),
     Condition(
         ("stop.target_consecutive_evals",),
-        "a target, as stop.target_accuracy=0.95",
+        "a target, for example stop.target_accuracy=0.95",
         lambda context: any(context.config["stop"][name] is not None for name in TARGETS),
     ),
     Condition(
@@ -430,17 +419,17 @@ CONDITIONS = (
             "run.compression_stats_per_layer",
             "run.compression_stats_vs_mean",
         ),
-        "a compression that encodes, as compression=topk",
+        "a compression, for example compression=topk",
         lambda context: context.lossy,
     ),
     Condition(
         ("run.compression_stats_per_layer", "run.compression_stats_vs_mean"),
-        "run.compression_stats_every=20, how often to look",
+        "measurements every few rounds, for example run.compression_stats_every=20",
         lambda context: context.config["run"]["compression_stats_every"] is not None,
     ),
     Condition(
         ("run.compression_stats_vs_mean",),
-        "a barrier, as sync=bsp",
+        "a barrier, for example sync=bsp",
         lambda context: any(
             not own.topology.replicas
             and (
@@ -457,14 +446,13 @@ CONDITIONS = (
     ),
     Condition(
         WRAPPED,
-        "a topology that adds updates up, as topology=parameter_server, as replicas take what was"
-        " sent as it is",
+        "a topology that merges updates, for example topology=parameter_server",
         lambda context: context.any("topology", lambda topology: not topology.replicas),
     ),
     Condition(
         ("compression.momentum",),
-        "compression.masking=false, as this compression sends every element, and masking clears"
-        " what was sent",
+        "compression.masking=false (this compression sends every element, and masking clears the"
+        " momentum of sent elements)",
         lambda context: context.any(
             "compression",
             lambda codec: (
@@ -474,7 +462,7 @@ CONDITIONS = (
     ),
     Condition(
         ("compression.masking",),
-        "momentum in the compression, as compression.momentum=0.9",
+        "momentum in the compression, for example compression.momentum=0.9",
         lambda context: context.any(
             "compression",
             lambda codec: (
@@ -489,7 +477,7 @@ CONDITIONS = (
     ),
     Condition(
         ("compression.ratio",),
-        "schedule.r_preset=[null,null], as the stages keep what stands there",
+        "schedule.r_preset=[null,null] (the preset densities of the stages replace it)",
         lambda context: not preset_ratios(context) or None in preset_ratios(context),
     ),
     Condition(
@@ -509,12 +497,12 @@ CONDITIONS = (
     ),
     Condition(
         ("compression.conv_bin",),
-        "a model with convolutions, as model=cnn",
+        "a model with convolutions, for example model=cnn",
         lambda context: any(len(shape) > 2 for _, shape in context.plan.layers),
     ),
     Condition(
         ("optimizer.horizon_epochs",),
-        "a rate that falls, as optimizer.schedule=cosine",
+        "a decaying learning rate, for example optimizer.schedule=cosine",
         has("optimizer", schedule=lambda value: value != "constant"),
     ),
     Condition(
@@ -524,23 +512,23 @@ CONDITIONS = (
     ),
     Condition(
         ("schedule.r_preset",),
-        "a compression with a ratio, as compression=topk",
+        "a compression with a ratio, for example compression=topk",
         has("compression", ratio=lambda value: value is not None),
     ),
     Condition(
         ("schedule.residual",),
-        "error feedback before the last stage, as with compression=topk, and where ratios are"
-        " preset schedule.r_preset=[0.1,0.1]",
+        "error feedback before the last stage, for example compression=topk (with preset densities"
+        " also schedule.r_preset=[0.1,0.1])",
         keeps_residual,
     ),
     Condition(
         ("schedule.momentum",),
-        "an optimizer with momentum, as optimizer.momentum=0.9",
+        "an optimizer with momentum, for example optimizer.momentum=0.9",
         lambda context: context.any("optimizer", lambda optimizer: bool(optimizer.init(1))),
     ),
     Condition(
         ("schedule.profile_steps",),
-        "a run that profiles itself: profile=null and, with schedule=ashl_next, no declared costs",
+        "a profiling stage: profile=null and, with schedule=ashl_next, no declared costs",
         lambda context: (
             getattr(context.schedule, "profile_steps", 0) == 0
             or context.any("sync", lambda sync: isinstance(sync, Profiling))
@@ -548,7 +536,7 @@ CONDITIONS = (
     ),
     Condition(
         ("schedule.pull_ratio",),
-        "topology.pull_ratio=null and a compression, as compression=topk",
+        "topology.pull_ratio=null and a compression, for example compression=topk",
         lambda context: context.lossy and context.config["topology"].get("pull_ratio") is None,
     ),
     Condition(
@@ -558,33 +546,32 @@ CONDITIONS = (
     ),
     Condition(
         ("schedule",),
-        "plan=null, as a given plan says what the stages are",
+        "plan=null (a given plan sets the stages)",
         lambda context: context.config["plan"] is None,
     ),
     Condition(
         ("planner",),
-        "a plan of H, as schedule=ashl, or sync.local_steps=plan schedule.h_preset=[8]",
+        "a planned H, for example schedule=ashl, or sync.local_steps=plan schedule.h_preset=[8]",
         plans_local_steps,
     ),
     Condition(
         ("aggregate.staleness_discount",),
-        "pushes that may be stale, as those of sync=asp",
+        "pushes that may be stale, for example with sync=asp",
         is_stale,
     ),
     Condition(
         ("aggregate.max_staleness",),
-        "pushes that may be stale by more than one merge, as those of sync=asp",
+        "pushes that may be stale by more than one merge, for example with sync=asp",
         lambda context: context.any("sync", lambda sync: not sync.in_rounds),
     ),
     Condition(
         ("aggregate.weights",),
-        "pushes that are weighed, as those of sync=bsp or sync=asp",
-        sums_weights,
+        "pushes that are merged with weights, for example with sync=bsp or sync=asp",
+        weighs_pushes,
     ),
     Condition(
         ("aggregate.momentum",),
-        "workers that take different numbers of steps, as with sync.local_steps=plan"
-        " schedule.h_preset=[8]",
+        "different numbers of local steps, for example sync.local_steps=plan schedule.h_preset=[8]",
         work_differs,
     ),
     Condition(
@@ -594,43 +581,45 @@ CONDITIONS = (
     ),
     Condition(
         ("topology.workers_per_node",),
-        "groups by machine, as those of sync=ripples_smart or sync=ripples_static",
-        lambda context: any(map(groups_by_machine, context.stages)),
+        "groups by node, for example with sync=ripples_smart or sync=ripples_static",
+        lambda context: any(map(groups_by_node, context.stages)),
     ),
     Condition(
         ("sync.inter_intra",),
-        "workers on several machines, as with topology.workers_per_node=2",
-        several_machines,
+        "workers on several nodes, for example topology.workers_per_node=2",
+        has_several_nodes,
     ),
     Condition(
         ("sync.delay",),
-        "a barrier of fewer than all neighbours, as sync.barrier=1",
+        "a barrier of fewer than all neighbours, for example sync.barrier=1",
         has("sync", barrier=is_set),
     ),
     Condition(
         ("sync.barrier",),
-        "neighbours that may be late, as with sync.delay=2",
+        "a staleness bound on neighbours, for example sync.delay=2",
         has("sync", delay=is_set),
     ),
     Condition(
         ("sync.max_lead",),
-        "workers that do not wait for all, as with sync.backups=1",
+        "workers that do not wait for all, for example sync.backups=1",
         has("sync", backups=is_set),
     ),
     Condition(
         ("sync.alpha",),
-        "steps that take different times, as with cluster.jitter=0.1",
+        "steps of varying duration, for example cluster.jitter=0.1",
         lambda context: (
             context.any("sync", lambda sync: not isinstance(sync, LBBSP)) or speeds_vary(context)
         ),
     ),
     Condition(
         ("overlap.local_weight",),
-        "a sync mode that exchanges models, as sync=local_sgd",
+        "a sync mode that exchanges models, for example sync=local_sgd",
         has("sync", exchange=lambda exchange: exchange == "difference"),
     ),
     Condition(
-        ("overlap.slice",), "a message longer than a slice, as with overlap.slice=100", is_cut
+        ("overlap.slice",),
+        "a message longer than a slice, for example overlap.slice=100",
+        is_sliced,
     ),
     Condition(
         ("overlap.max_ratio",),
@@ -641,7 +630,10 @@ CONDITIONS = (
 
 
 def check_effects(context: EffectContext, overrides: Sequence[str]) -> None:
-    """Raise NoEffectError, a UsageError, for the first typed value that changes nothing."""
+    """Refuse the first typed value that changes nothing.
+
+    Raises: NoEffectError, a UsageError with the key.
+    """
     for override in overrides:
         key = key_of(override)
         for condition in CONDITIONS:
@@ -653,28 +645,30 @@ def check_effects(context: EffectContext, overrides: Sequence[str]) -> None:
                 if is_default(key, context):
                     break
                 raise NoEffectError(
-                    f"{override} has no effect here: it needs {condition.needs}; drop it otherwise",
+                    f"{override}: no effect here, it needs {condition.needs}; otherwise remove it",
                     key,
                 )
 
 
 def names(condition: Condition, key: str) -> bool:
-    """Return True if a condition is about a key; one of a whole group is about its choice and all
-    its keys.
+    """Return True if a condition is about a key.
+
+    A condition on a whole group is about the group's option and all its keys.
     """
     group, point, _ = key.partition(".")
     return not {key, group, group + point}.isdisjoint(condition.keys)
 
 
 def applies(condition: Condition, context: EffectContext) -> bool:
-    """Return True unless it is about an emulated cluster, and there is none."""
+    """Return False if a condition is about an emulated cluster and the cluster is not emulated."""
     about = any(key.startswith("cluster.") for key in condition.keys)
     return not about or isinstance(context.cluster, Cluster)
 
 
 def is_default(key: str, context: EffectContext) -> bool:
-    """Return True if a typed value is that of its option's file. Of lists one that says how many
-    workers there are is never without an effect.
+    """Return True if a typed value equals the value in the option's file.
+
+    A list that sets the number of workers always has an effect.
     """
     group, _, name = key.partition(".")
     if not name:
@@ -687,9 +681,7 @@ def is_default(key: str, context: EffectContext) -> bool:
 
 
 def usual(key: str, context: EffectContext) -> Any:
-    """Return a key's value in the file of the chosen option; None if that is not a file of this
-    package.
-    """
+    """Return a key's value in the option's file; None for an option of another package."""
     group, _, name = key.partition(".")
     if group not in catalog():
         return at(load(CONF / "config.yaml").get(group, {}), name)
@@ -698,7 +690,7 @@ def usual(key: str, context: EffectContext) -> Any:
 
 
 def at(spec: Any, name: str) -> Any:
-    """Return the value of a dotted key."""
+    """Return the value of a dotted key, or None."""
     for part in name.split("."):
         spec = spec.get(part) if isinstance(spec, Mapping) else None
     return spec
