@@ -1459,7 +1459,7 @@ def retransmits_on_resume(parts: Parts) -> bool:
 
 def saves_one_round(own: StageParts) -> bool:
     """Return True if all workers save the same round, each worker when it reaches that round."""
-    return isinstance(own.sync, RoamingRule) and own.sync.kept == "round"
+    return isinstance(own.sync, RoamingRule) and own.sync.checkpoint_kind == "round"
 
 
 def resumes_without_lockstep(own: StageParts) -> bool:
@@ -1471,7 +1471,7 @@ def resumes_without_lockstep(own: StageParts) -> bool:
     if isinstance(own.topology, PartialAllReduce):
         return True
     if isinstance(own.sync, RoamingRule):
-        return bool(own.sync.kept)
+        return bool(own.sync.checkpoint_kind)
     return (
         own.topology.has_server
         and FAULT_TOLERANT in capabilities_of(own.topology, own.sync)

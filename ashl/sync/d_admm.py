@@ -42,7 +42,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import (
-    Kept,
+    CheckpointKind,
     RoamingState,
     apply_signal,
     await_answer,
@@ -61,7 +61,7 @@ Versions = dict[int, Any]  # iteration → model; −1 is the initial one
 class DADMM(RoamingRule):
     """Penalties and dual variables on the edges of a graph."""
 
-    kept: ClassVar[Kept] = "round"
+    checkpoint_kind: ClassVar[CheckpointKind] = "round"
     local_steps: Count | Literal["plan"]
     rho: Positive
     delay: Natural
@@ -298,11 +298,11 @@ async def on_message(
 
     Returns: False if no message arrived before `before_s` (run time in seconds).
     """
-    message = await ctx.recv(stage.tag("model"), stage.tag("word"), before_s=before_s)
+    message = await ctx.recv(stage.tag("model"), stage.tag("signal"), before_s=before_s)
     edges: Edges = state.rule_state
     if message is None:
         return False
-    if message.tag == stage.tag("word"):
+    if message.tag == stage.tag("signal"):
         apply_signal(ctx, state, message)
     elif message.body is None:
         edges.ends[message.src] = int(message.meta[0])

@@ -34,7 +34,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.size_only import SizeOnly
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import (
-    Kept,
+    CheckpointKind,
     RoamingState,
     apply_signal,
     await_answer,
@@ -63,7 +63,7 @@ class Heard:
 class Hop(RoamingRule):
     """Bounded staleness and backup workers on a graph."""
 
-    kept: ClassVar[Kept] = "round"
+    checkpoint_kind: ClassVar[CheckpointKind] = "round"
     local_steps: Count | Literal["plan"]
     staleness: Natural
     backups: Natural
@@ -191,11 +191,11 @@ async def on_message(
     Returns: False if no message arrived before `before_s` (run time in seconds).
     """
     message: Message | None = await ctx.recv(
-        stage.tag("model"), stage.tag("word"), before_s=before_s
+        stage.tag("model"), stage.tag("signal"), before_s=before_s
     )
     if message is None:
         return False
-    if message.tag == stage.tag("word"):
+    if message.tag == stage.tag("signal"):
         apply_signal(ctx, state, message)
     else:
         heard[message.src][int(message.meta[0])] = message.body

@@ -38,7 +38,7 @@ from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_e
 from ashl.topology.local_work import WorkerState
 
 SNAPSHOT, BYE = 3, 4  # beside NEXT and STOP
-Kept = Literal[
+CheckpointKind = Literal[
     "", "each", "round"
 ]  # in no way; each when it hears of it; all at the begin of one round
 
@@ -151,7 +151,7 @@ async def ask_snapshots(ctx: RankContext, stage: Stage, state: CoordinatorState)
 async def broadcast_signal(ctx: RankContext, stage: Stage, signal: Signal) -> None:
     """Send a word to all workers."""
     for rank in stage.workers:
-        await ctx.send(rank, stage.tag("word"), None, signal)
+        await ctx.send(rank, stage.tag("signal"), None, signal)
 
 
 async def finish_stage(

@@ -39,8 +39,8 @@ from ashl.size_only import Vector
 from ashl.stage.progress import RUN_START, Progress, ProgressMark, RunProgress
 from ashl.stage.stage import GO, Loop, Network, Rule, Stage, Topology
 from ashl.topology.coordinator import (
+    CheckpointKind,
     CoordinatorState,
-    Kept,
     RoamingState,
     coordinator,
     gather_workers,
@@ -50,7 +50,7 @@ from ashl.topology.ending import REASONS, InTime, end_piggybacked, keep_within_b
 from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_of, sources_of
 from ashl.topology.local_work import WorkerState, local_work
 
-VERDICTS = (*REASONS, "diverged")
+DECISIONS = (*REASONS, "diverged")
 Outgoing = dict[
     int, tuple[Any, tuple[float, ...]]
 ]  # rank → the body and the numbers that it is sent
@@ -61,7 +61,7 @@ class GossipHeader(NamedTuple):
 
     loss: float  # mean of the sender's loss and of the losses it has received
     not_finite: float = 0  # 1 + the rank whose loss is no number; 0 = none
-    verdict: float = 0  # of rank 0, as a place in VERDICTS
+    decision: float = 0  # of rank 0, as a place in VERDICTS
     last: float = 0  # the round after which the verdict holds
     snapshot_after: float = -1  # the round after which all workers hand in their models
 
@@ -126,7 +126,7 @@ class RoamingRule(GossipRule, contract=True):
     """A sync mode of gossip in which workers go at their own pace."""
 
     coordinated: ClassVar[bool] = True
-    kept: ClassVar[Kept] = ""  # how real processes come to a checkpoint
+    checkpoint_kind: ClassVar[CheckpointKind] = ""  # how real processes come to a checkpoint
 
     async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
         """The loop of a worker; returns the last word."""
@@ -211,7 +211,7 @@ class Gossip(Topology):
         index, state = kept
         stage = stages[index]
         if isinstance(state, RoundState):
-            for k, sent in state.under_way:
+            for k, sent in state.in_flight:
                 await send(ctx, stage, k, sent)
         elif ctx.rank == stage.server:
             await gather_workers(ctx, stage, state)
@@ -265,7 +265,7 @@ class RoundState(WorkerState):
     in_time: InTime | None = None  # once a round has come too late
     header: GossipHeader = NO_HEADER
     k: int = 0  # rounds of this stage so far
-    under_way: tuple[
+    in_flight: tuple[
         tuple[int, Outgoing], ...
     ] = ()  # what it said in the last of them, where messages may be late
 
@@ -274,7 +274,7 @@ class RoundState(WorkerState):
         super().enter(stage, rank)
         if not again:
             self.progress.begin(now_s)
-            self.k, self.header, self.under_way = 0, NO_HEADER, ()
+            self.k, self.header, self.in_flight = 0, NO_HEADER, ()
             self.rule_state = rule_in(stage).begin(stage, self, rank)
 
 
@@ -342,11 +342,11 @@ def stop_reason(stage: Stage, state: RoundState) -> str | None:
     """Why the stage is over after this round."""
     if (
         (reason := stage.stop_criteria.reached_limit(state.progress))
-        or not state.header.verdict
+        or not state.header.decision
         or state.k < state.header.last
     ):
         return reason
-    return VERDICTS[int(state.header.verdict)]
+    return DECISIONS[int(state.header.decision)]
 
 
 async def post(
@@ -359,7 +359,7 @@ async def post(
         rank: (body, (*state.header, *numbers)) for rank, (body, numbers) in messages.items()
     }
     if lag:
-        state.under_way = (*state.under_way, (k, sent))[-lag:]
+        state.in_flight = (*state.in_flight, (k, sent))[-lag:]
     await send(ctx, stage, k, sent)
 
 
@@ -383,13 +383,13 @@ def merge_headers(state: RoundState, rank: int, loss: float, heard: Mapping[int,
     losses = [
         value for value in (loss, *(header.loss for header in headers)) if math.isfinite(value)
     ]
-    verdict, last = max((header.verdict, header.last) for header in known)
+    decision, last = max((header.decision, header.last) for header in known)
     state.header = GossipHeader(
         loss=sum(losses) / len(losses) if losses else math.nan,
         not_finite=max(
             0 if math.isfinite(loss) else rank + 1, *(header.not_finite for header in known)
         ),
-        verdict=verdict,
+        decision=decision,
         last=last,
         snapshot_after=max(header.snapshot_after for header in known),
     )
@@ -420,10 +420,10 @@ def look_ahead(ctx: RankContext, stage: Stage, state: RoundState, k: int) -> Non
     reason = "diverged" if progress.diverged else local_stop(ctx, stage, progress)
     timed = header.snapshot_after <= k and stage.limits.eval_every_s is not None
     snapshot = timed and stage.stop_criteria.take_evaluation(state, ctx.now)
-    if (reason and not header.verdict) or snapshot:
+    if (reason and not header.decision) or snapshot:
         known = k + rounds_to_all(stage, k + 1)
-        if reason and not header.verdict:
-            header = header._replace(verdict=VERDICTS.index(reason), last=known)
+        if reason and not header.decision:
+            header = header._replace(decision=DECISIONS.index(reason), last=known)
         state.header = header._replace(snapshot_after=known) if snapshot else header
 
 

@@ -28,7 +28,7 @@ from ashl.runtime.rank_context import RankContext
 from ashl.size_only import Vector
 from ashl.stage.stage import GO, STOP, Stage
 from ashl.topology.coordinator import (
-    Kept,
+    CheckpointKind,
     RoamingState,
     apply_signal,
     await_answer,
@@ -43,7 +43,7 @@ from ashl.topology.local_work import local_work
 class PairRule(RoamingRule, contract=True):
     """A sync mode in which workers average in pairs: it says whom each of them may ask."""
 
-    kept: ClassVar[Kept] = "each"
+    checkpoint_kind: ClassVar[CheckpointKind] = "each"
     overlap: ClassVar[bool] = True  # whether the exchange is hidden behind the computation
 
     async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
@@ -130,7 +130,11 @@ def merge(rule: PairRule, state: RoamingState, body: Any, sent: Vector) -> None:
 
 async def answer(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
     """Beside the worker's own loop: answer whoever asks, and take in words, until all are done."""
-    asked, signal, rule = (stage.tag("ask"), stage.tag("ask", 1)), stage.tag("word"), rule_of(stage)
+    asked, signal, rule = (
+        (stage.tag("ask"), stage.tag("ask", 1)),
+        stage.tag("signal"),
+        rule_of(stage),
+    )
     while True:
         message = await ctx.recv(*asked, signal)
         if message.tag == signal:

@@ -119,7 +119,7 @@ def test_messages_of_push_sum_that_were_on_their_way_are_said_again(overlap: int
         " cluster.compute=[1,3,2] stop.steps=60"
     )
     whole, kept = ran(*line.split(), version=7)
-    assert [len(from_plain(state, ("ashl",)).under_way) for _, state in kept.values()] == [
+    assert [len(from_plain(state, ("ashl",)).in_flight) for _, state in kept.values()] == [
         overlap
     ] * 3
     rest, _ = ran(*line.split(), kept=kept)
