@@ -1,8 +1,8 @@
-"""The codecs of two checkouts, turn about: `python -m tests.benchmarks.checkouts FOLDER`, FOLDER
-being the other one.
+"""Compare the codecs of two checkouts: `python -m tests.benchmarks.checkouts FOLDER [CODEC...]`.
 
-Each checkout has a process of its own, with two of torch's threads, which encodes and decodes a
-vector when it is asked to, while the other one waits. The order changes from turn to turn.
+FOLDER is the other checkout, an older or a newer one; this checkout is the second. Each has a
+process of its own with `THREADS` torch threads. It encodes and decodes a vector on request, while
+the other process waits. The order alternates from turn to turn.
 """
 
 import argparse
@@ -13,114 +13,156 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from tests.benchmarks.table import alternate, ratio, show
 
 TURNS = 5
+THREADS = 2  # torch threads of each process
 HOME = Path(__file__).parents[2]
+
+# Program of a checkout's process. Lines of stdin are `begin CODEC`, `encode` or `decode`; each has
+# one line of stdout as its answer: bytes of the payload or `none`, else milliseconds. Names that
+# changed between checkouts are looked up, the newest name first.
 SERVE = """
 import sys, time
 from functools import partial
+from importlib import import_module
 import numpy as np, torch
-from ashl.compression.wrappers.compose import for_layers
-import ashl.compression.contract as contract, ashl.compression.wrappers.layers as layers
 from ashl.learn.allocator import keep_pages
 from tests.conf_option import conf_option
-Layer = (contract if "Layer" in vars(contract) else layers).Layer
-torch.set_num_threads(2)
+
+def find(*places):
+    for place in places:
+        module, _, name = place.partition(":")
+        try:
+            return getattr(import_module("ashl.compression." + module), name)
+        except (ImportError, AttributeError):
+            pass
+    raise SystemExit(f"this checkout has none of {', '.join(places)}")
+
+def is_reduced(codec):
+    traits = codec.traits if hasattr(codec, "traits") else codec.flags
+    return traits.reduces
+
+Context = find("contract:EncodeContext", "contract:Turn")
+Layer = find("contract:Layer", "wrappers.layers:Layer", "around.layers:Layer")
+codec_for_layers = find(
+    "wrappers.compose:codec_for_layers",
+    "wrappers.compose:for_layers",
+    "around.wrapped:for_layers",
+)
+
+def prepare(name, x):
+    d = x.numel()
+    codec = codec_for_layers(conf_option("compression", name), (Layer("weight", (d // 1024, 1024)),))
+    sender, payload = codec.encode(None, x, Context())
+    if payload is None:
+        return {}, "none"
+    decode = partial(codec.decode, None, payload, d)
+    if is_reduced(codec):
+        decode = partial(codec.reduce, None, [payload], [1.0], d)
+    tasks = {"encode": partial(codec.encode, sender, x, Context(round=1)), "decode": decode}
+    for task in tasks.values():
+        task()
+    return tasks, payload.nbytes
+
+torch.set_num_threads(int(sys.argv[2]))
 keep_pages()
-d = int(sys.argv[1])
-x = torch.from_numpy(np.random.default_rng(0).standard_normal(d, dtype=np.float32))
-buffer = torch.empty_like(x)
+vector = np.random.default_rng(0).standard_normal(int(sys.argv[1]), dtype=np.float32)
+x = torch.from_numpy(vector)
 print("ready", flush=True)
+tasks = {}
 for line in sys.stdin:
-    word, *name = line.split()
+    word, *names = line.split()
     if word == "begin":
-        codec = decode = encode = body = sender = None
-        codec = for_layers(conf_option("compression", *name), (Layer("weight", (d // 1024, 1024)),))
-        sender, body = codec.encode(None, x, contract.Turn())
-        if body is None:
-            print("none", flush=True)
-            continue
-        decode = partial(codec.decode, None, body, d)
-        if codec.flags.reduces:
-            decode = partial(codec.reduce, None, [body], [1.0], d)
-        tasks = {"encode": partial(codec.encode, sender, x, contract.Turn(round=1)), "decode": decode}
-        for task in tasks.values():
-            task()
-        print(body.nbytes, flush=True)
+        tasks = {}  # release the memory of the codec before
+        tasks, answer = prepare(*names, x)
     else:
         start = time.perf_counter()
         tasks[word]()
-        print(1e3 * (time.perf_counter() - start), flush=True)
+        answer = 1e3 * (time.perf_counter() - start)
+    print(answer, flush=True)
 """
 
 
 class Checkout:
-    """A process that runs the codecs of a folder."""
+    """A process that runs the codecs of the checkout in a folder on a vector of d elements."""
 
     def __init__(self, folder: Path, d: int) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(folder)}
-        command = [sys.executable, "-c", SERVE, str(d)]
+        self.folder = folder
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", SERVE, str(d), str(THREADS)],
             cwd=folder,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": str(folder)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.heard()
+        self.read_answer()
 
-    def heard(self) -> str:
+    def read_answer(self) -> str:
         assert self.process.stdout
         if not (line := self.process.stdout.readline().strip()):
-            raise SystemExit(f"the process of this checkout ended: {self.process.args}")
+            raise SystemExit(f"the process of {self.folder} ended; its error is above")
         return line
 
-    def asked(self, *words: str) -> str:
+    def request(self, *words: str) -> str:
+        """Send a line to the process and return its answer."""
         assert self.process.stdin
         self.process.stdin.write(" ".join(words) + "\n")
         self.process.stdin.flush()
-        return self.heard()
+        return self.read_answer()
 
-    def timed(self, word: str) -> float:
-        """Milliseconds."""
-        return float(self.asked(word))
+    def measure(self, word: str) -> float:
+        """Return the milliseconds of `encode` or `decode`."""
+        return float(self.request(word))
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
 
 
-def row(name: str, before: Checkout, now: Checkout, turns: int) -> list[str] | None:
-    """Milliseconds of each side of a codec, before and now; None where nothing is sent."""
-    if "none" in [side.asked("begin", name) for side in (before, now)]:
+def compare_codec(name: str, before: Checkout, now: Checkout, turns: int) -> list[str] | None:
+    """Return a table row with the milliseconds of a codec; None if the codec sends nothing."""
+    if "none" in [side.request("begin", name) for side in (before, now)]:
         return None
     cells = [name]
     for word in ("encode", "decode"):
-        sides = {"before": partial(before.timed, word), "now": partial(now.timed, word)}
+        sides = {"before": partial(before.measure, word), "now": partial(now.measure, word)}
         taken = alternate(sides, turns)
-        cells += [f"{statistics.median(taken[side]):.1f}" for side in sides] + [
-            ratio(taken["now"], taken["before"])
-        ]
+        cells += [f"{statistics.median(taken[side]):.1f}" for side in sides]
+        cells.append(ratio(taken["now"], taken["before"]))
     return cells
+
+
+def common_codecs(folder: Path) -> list[str]:
+    """Return the names of the codecs that both checkouts have."""
+    return sorted(
+        file.stem
+        for file in (HOME / "conf" / "compression").glob("[!_]*.yaml")
+        if (folder / "conf" / "compression" / file.name).is_file()
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.checkouts")
     parser.add_argument("folder", type=Path, help="the other checkout")
-    parser.add_argument("names", nargs="*", help="these codecs only")
-    parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--elements", type=int, default=25_600_000)
+    parser.add_argument("names", nargs="*", help="codecs to compare; default: all common ones")
+    parser.add_argument("--turns", type=int, default=TURNS, help="measurements of each side")
+    parser.add_argument("--elements", type=int, default=25_600_000, help="elements of the vector")
     asked = parser.parse_args()
     folder = asked.folder.resolve()
-    names = asked.names or sorted(
-        file.stem
-        for file in (HOME / "conf" / "compression").glob("[!_]*.yaml")
-        if (folder / "conf" / "compression" / file.name).is_file()
-    )
+    torch.set_num_threads(THREADS)  # `show` reports the number
     before, now = Checkout(folder, asked.elements), Checkout(HOME, asked.elements)
     rows = []
-    for name in names:
-        if cells := row(name, before, now, asked.turns):
+    for name in asked.names or common_codecs(folder):
+        if cells := compare_codec(name, before, now, asked.turns):
             rows.append(cells)
             print(*cells, file=sys.stderr, flush=True)
+    before.close()
+    now.close()
     columns = [
         "codec",
         "encode before, ms",
