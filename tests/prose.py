@@ -129,11 +129,13 @@ class Text:
 
 
 def plain(body: str) -> str:
-    """Return the prose of a text: code between backticks and quoted words become one word, formulae
-    go.
+    """Return the prose of a text without links and tags.
+
+    Code between backticks, a list of such codes, and quoted words become one word each.
     """
     body = re.sub(r"``.+?``|`[^`]*`", "CODE", body, flags=re.DOTALL)
     body = re.sub(r'"[^"\n]{0,80}"|“[^”\n]{0,80}”', "QUOTE", body)
+    body = re.sub(r"CODE(?:,\s+CODE)+(?:,?\s+(?:and|or)\s+CODE)?", "CODE", body)
     body = re.sub(r"https?://\S+", "LINK", body)
     body = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", body)
     return re.sub(r"<[^>\n]+>", "", body)

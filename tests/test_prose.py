@@ -47,7 +47,7 @@ NOT_YET = (
     "conf/schedule/",
     "conf/topology/",
     "conf/runtime/",
-    "docs/",
+    "docs/configuration.md",  # its generated tables
 )  # not yet rewritten in plain English
 
 
