@@ -50,11 +50,11 @@ def test_who_is_lost_of_a_team_that_others_have_formed() -> None:
     consensus = RegroupConsensus(Store(), 0, (0, 1, 2), [].append)
     consensus.mark_failed(1)
     consensus.mark_connected(1, 1)
-    assert consensus.lost_of((0, 1)) == {1}, "it is one of its first life"
-    assert consensus.lost_of((0, 1), (0, 1)) == frozenset()
+    assert consensus.failed_of((0, 1)) == {1}, "it is one of its first life"
+    assert consensus.failed_of((0, 1), (0, 1)) == frozenset()
     assert consensus.await_failure((0, 1), RuntimeError()) == CollectiveAborted(1)
     consensus.mark_failed(1, 1)
-    assert consensus.lost_of((0, 1, 2), (0, 1, 0)) == {1}
+    assert consensus.failed_of((0, 1, 2), (0, 1, 0)) == {1}
 
 
 def test_a_sum_by_groups_of_two() -> None:
@@ -137,7 +137,7 @@ def test_a_loss_a_return_and_the_end() -> None:
             == formed[0]
             == Formed(4, (0, 1, 2), 7, 0, (), (1,), 7, (0, 1, 0))
         )
-    assert not any((zero.join_pending, zero.lost, back.lost))
+    assert not any((zero.join_pending, zero.failed, back.failed))
 
     with ThreadPoolExecutor(1) as thread:  # who was to give it the model is lost, say
         waits = thread.submit(back.regroup, Regroup(-1), lambda: 7)

@@ -71,7 +71,7 @@ from ashl.runtime.records import (
     TimeTotals,
     UpdateShown,
 )
-from ashl.runtime.regroup_consensus import KNOWN_S
+from ashl.runtime.regroup_consensus import FAILURE_WAIT_S
 from ashl.runtime.time_accounting import KINDS
 
 logger = logging.getLogger(__name__)
@@ -278,7 +278,7 @@ class LivenessMonitor:
             return False
         if alone:
             return silent_s > QUIET_S
-        return silent_s > QUIET_IN_GROUP_S and time.monotonic() - reported_s < KNOWN_S
+        return silent_s > QUIET_IN_GROUP_S and time.monotonic() - reported_s < FAILURE_WAIT_S
 
     def presumed_dead(self) -> list[int]:
         """Return the workers on other nodes that count as failed."""

@@ -29,10 +29,10 @@ from ashl.runtime.membership import SimMembership
 from ashl.runtime.records import Joined, Lost
 from ashl.runtime.sim import Sim
 
-FIRST = -(2**60)  # before all else that happens at an instant
-# budgets of time, after which nobody fails at random: what is done then does not count, and is to
-# end
-LATE = 2
+FIRST = -(2**60)  # places of events before all others of an instant
+# number of time budgets after which no worker fails at random: later work does not count, and the
+# run is about to end
+LAST_BUDGETS = 2
 
 
 class DiscardingMailbox(Mailbox):
@@ -45,8 +45,9 @@ class DiscardingMailbox(Mailbox):
 
 
 class Churn:
-    """Lets a cluster's events happen to a simulation. `start(ctx, comes=True)` is the coroutine of
-    a worker that comes; `links(rank)` says who hears of a loss.
+    """Injects the faults of a cluster into a simulation. `start(ctx, comes=True)` returns the
+    coroutine of a joining worker; `peers_of(rank)` returns the ranks that are notified of its
+    failure.
     """
 
     def __init__(
@@ -55,24 +56,20 @@ class Churn:
         cluster: Cluster,
         seed: int,
         min_workers: int,
-        links: Callable[[int], Sequence[int]],
+        peers_of: Callable[[int], Sequence[int]],
         start: Callable[..., Coroutine],
     ) -> None:
-        self.sim, self.cluster, self.min_workers, self.links, self.start = (
-            sim,
-            cluster,
-            min_workers,
-            links,
-            start,
-        )
-        self.served = len(sim.contexts) > len(
-            cluster.compute
-        )  # so that somebody goes on whatever becomes of the workers
+        self.sim = sim
+        self.cluster = cluster
+        self.min_workers = min_workers
+        self.peers_of = peers_of
+        self.start = start
+        # True if there is a server, so that the run tolerates the failure of all workers
+        self.has_server = len(sim.contexts) > len(cluster.compute)
         self._places = count(FIRST)
         self.membership = SimMembership(sim, len(cluster.compute))
-        self._uninformed: set[tuple[int, int, int, str]] = (
-            set()
-        )  # (a peer, who is lost, since when, why)
+        # (peer, failed worker, time of the failure in ns, reason): not notified yet
+        self._uninformed: set[tuple[int, int, int, str]] = set()
         for event in cluster.events:
             if event.server_fail:
                 self._at(event.time_s, self._server_fails, event)
@@ -84,12 +81,12 @@ class Churn:
                     rank,
                     stream(seed, Purpose.CHURN, rank),
                     cluster.churn.mtbf_s,
-                    self._fails_at_random,
+                    self._random_failure,
                 )
 
     @property
     def over(self) -> bool:
-        """Whether the run is: some rank that is there has ended."""
+        """Return True if a running rank has ended, and thereby the run."""
         return any(task.done and task.ctx.rank not in self.sim.gone for task in self.sim._mains)
 
     def _at(self, time_s: float, target: Any, value: Any) -> None:
@@ -99,7 +96,7 @@ class Churn:
         heappush(self.sim._heap, (time_ns, next(self._places), target, value))
 
     def _apply_event(self, event: Event) -> None:
-        """What was declared."""
+        """Apply a declared failure or rejoin."""
         assert event.worker is not None
         if event.fail:
             self.fail(event.worker, "declared")
@@ -118,34 +115,34 @@ class Churn:
     def _draw(self, rank: int, rng: np.random.Generator, mean_s: float, what: Any) -> None:
         self._at(self.sim.now_ns / 1e9 + rng.exponential(mean_s), what, (rank, rng))
 
-    def _fails_at_random(self, item: tuple[int, np.random.Generator]) -> None:
+    def _random_failure(self, item: tuple[int, np.random.Generator]) -> None:
         rank, rng = item
         churn = self.cluster.churn
         limit_ns = min(ctx.time_accounting.limit_ns for ctx in self.sim.contexts)
-        if self.over or churn is None or self.sim.now_ns > LATE * limit_ns:
+        if self.over or churn is None or self.sim.now_ns > LAST_BUDGETS * limit_ns:
             return
-        left = (
+        remaining = (
             len(self.cluster.compute) - len(self.sim.gone)
-            if self.served
-            else len(self.membership.knowing - {rank}) + 1
+            if self.has_server
+            else len(self.membership.with_model - {rank}) + 1
         )
-        if rank in self.sim.gone or left > self.min_workers:
+        if rank in self.sim.gone or remaining > self.min_workers:
             self.fail(rank, "random")
-            self._draw(rank, rng, churn.mttr_s, self._comes_at_random)
+            self._draw(rank, rng, churn.mttr_s, self._random_rejoin)
         else:
-            self._draw(rank, rng, churn.mtbf_s, self._fails_at_random)
+            self._draw(rank, rng, churn.mtbf_s, self._random_failure)
 
-    def _comes_at_random(self, item: tuple[int, np.random.Generator]) -> None:
+    def _random_rejoin(self, item: tuple[int, np.random.Generator]) -> None:
         rank, rng = item
         churn = self.cluster.churn
         if not self.over and churn is not None:
             self.rejoin(rank)
-            self._draw(rank, rng, churn.mtbf_s, self._fails_at_random)
+            self._draw(rank, rng, churn.mtbf_s, self._random_failure)
 
     # --- a loss and a return
 
     def fail(self, rank: int, why: str) -> None:
-        """A worker that is there is gone from now on."""
+        """Let a running worker fail at this instant."""
         sim, now = self.sim, self.sim.now_ns
         if rank in sim.gone or self.over:
             return
@@ -159,9 +156,9 @@ class Churn:
         sim.contexts[rank].counter = None
         sim.observer.emit(Lost(rank, now, why))
         assert self.cluster.failure_detection_s is not None
-        peers = self.links(rank)
+        peers = self.peers_of(rank)
         self.membership.fail_member(rank, peers)
-        if not self.served and not self.membership.knowing:
+        if not self.has_server and not self.membership.with_model:
             raise AshlError(
                 f"worker {rank} failed at {now / 1e9:.6g} s and 0 of {len(self.cluster.compute)}"
                 " workers remain that have the model: the run ends here"
@@ -171,7 +168,7 @@ class Churn:
             self._at_ns(now + round(self.cluster.failure_detection_s * 1e9), self._inform, item)
 
     def _inform(self, item: tuple[int, int, int, str]) -> None:
-        """A peer hears that a worker is lost, unless it has already."""
+        """Notify a peer of a failure, unless it was notified already."""
         sim, (peer, rank, since_ns, why) = self.sim, item
         if item not in self._uninformed:
             return
@@ -186,7 +183,7 @@ class Churn:
         self.membership.noticed_by(peer, rank)
 
     def rejoin(self, rank: int) -> None:
-        """A worker that is gone is back, and knows nothing."""
+        """Let a failed worker rejoin, without any state."""
         sim = self.sim
         if rank not in sim.gone or self.over:
             return
@@ -196,8 +193,8 @@ class Churn:
         self._discard_events(rank)
         sim.gone.remove(rank)
         sim._mail[rank] = Mailbox()
-        for peer in self.links(rank):
-            sim._mail[peer].lost.pop(rank, None)
+        for peer in self.peers_of(rank):
+            sim._mail[peer].failed_peers.pop(rank, None)
         ctx = sim.contexts[rank]
         ctx.incarnation = self.membership.losses[rank]
         ctx.time_accounting.limit_ns = min(other.time_accounting.limit_ns for other in sim.contexts)
@@ -206,44 +203,43 @@ class Churn:
         sim._mains[rank] = sim.spawn(ctx, self.start(ctx, comes=True), main=True)
 
     def _truncate_accounting(self, rank: int) -> None:
-        """Cut a rank's accounted time off at this instant."""
+        """Truncate a rank's accounted time at this instant."""
         sim = self.sim
-        coming = [
-            v[1].start_ns
-            for _, _, target, v in sim._heap
-            if target == sim._deliver and v[0] == rank
+        arriving_ns = [
+            event[1].start_ns
+            for _, _, target, event in sim._heap
+            if target == sim._deliver and event[0] == rank
         ]
         sim.contexts[rank].time_accounting.truncate_at(
-            sim.now_ns, sim._push_end[rank], min(coming, default=sim.now_ns)
+            sim.now_ns, sim._push_end[rank], min(arriving_ns, default=sim.now_ns)
         )
 
     def _discard_events(self, rank: int) -> None:
-        """Nothing comes any more of what goes on in this rank, or is on its way to it or
-        from it.
-        """
+        """Discard the events of a rank and the messages in flight to it and from it."""
         sim = self.sim
         sim._mail[rank] = DiscardingMailbox()
-        own, kept = (sim._awake, sim._expire, sim._emit_part), []
+        own_targets, kept_events = (sim._awake, sim._expire, sim._emit_part), []
         for time_ns, place, target, value in sim._heap:
             if target.__class__ is Task:
-                lost = target.ctx.rank == rank
+                discarded = target.ctx.rank == rank
             elif target == sim._deliver or target == sim._arrive:
-                lost = rank in (value[0], value[1].src)
-                if lost and target == sim._arrive:
-                    lost, target = False, self._receive_and_discard
+                discarded = rank in (value[0], value[1].src)
+                if discarded and target == sim._arrive:
+                    discarded, target = False, self._receive_and_discard
             else:
-                lost = target in own and value[0].ctx.rank == rank
-                lost = lost or (
+                discarded = target in own_targets and value[0].ctx.rank == rank
+                # the receive has ended already
+                discarded = discarded or (
                     target == sim._expire and value[0].waiting is not value[1]
-                )  # nobody waits any more
-            if not lost:
-                kept.append((time_ns, place, target, value))
-        heapify(kept)
-        sim._heap[:] = kept
+                )
+            if not discarded:
+                kept_events.append((time_ns, place, target, value))
+        heapify(kept_events)
+        sim._heap[:] = kept_events
 
     def _receive_and_discard(self, item: tuple[int, Message, int, int]) -> None:
-        """What a lost worker had sent, or was to get, is at a port, which takes it in all
-        the same.
+        """Occupy the receiver's NIC with a message of a failed worker or to it, and discard the
+        message.
         """
         dst, message, nbytes, tail = item
         assert isinstance(self.sim.network, Ports)

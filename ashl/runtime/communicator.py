@@ -281,7 +281,7 @@ class Communicator:
         if consensus is None:
             return self._run_next_of_survivors(queue)
         try:
-            if consensus.lost.intersection(queue.group) and not self._without_process_group(
+            if consensus.failed.intersection(queue.group) and not self._without_process_group(
                 queue.group, queue.incarnations
             ):
                 raise RuntimeError("a member of the process group has failed")
@@ -445,14 +445,14 @@ class Communicator:
         self, group: Ranks, incarnations: Incarnations
     ) -> tuple[Ranks, int, int, collectives.Routes, Collection[int]]:
         """Return the arguments of a sum without a process group, except the tensor."""
-        lost = (
-            self._consensus.lost_of(group, incarnations)
+        failed = (
+            self._consensus.failed_of(group, incarnations)
             if self._consensus is not None
             else frozenset[int]()
         )
         if not self._all:  # it came later itself
-            lost |= {*group} - {self._rank, *self._routes}
-        return group, self._rank, self._tag(group), self._routes, lost
+            failed |= {*group} - {self._rank, *self._routes}
+        return group, self._rank, self._tag(group), self._routes, failed
 
     def _tag(self, group: Ranks) -> int:
         """Return the number that marks the messages of a group without a process group. Raises

@@ -137,7 +137,7 @@ class AllReduce(NamedTuple):
     `epoch`: number of failures known when the group was formed. If a member fails after that, the
     others receive `CollectiveAborted` instead of the result, even if their collective was in
     flight. `incarnations`: number of failures of each member by then. It is given if a member had
-    failed and the members do not all agree on the membership by themselves.
+    failed and a coordinator formed the group, not the members' consensus.
     """
 
     tensor: Any
@@ -179,8 +179,9 @@ class CollectiveAborted(NamedTuple):
 class Regroup(NamedTuple):
     """Agree with all survivors of a group how to continue; return `Formed` once all of them ask.
 
-    A joining worker asks with a version below 0. It is admitted if all others set `open`, or when
-    the run ends.
+    A joining worker asks with a version below 0. It is admitted if all others set `open` and no
+    signal ends the stage or the run. When the run ends it receives the last `Formed`, of which it
+    is no member.
     """
 
     version: int  # version of the model from which this rank would continue

@@ -3,15 +3,16 @@ uint8.
 
 Nothing is unpickled. Numbers that do not fit into the header follow it, ahead of the payload.
 
-    0      magic and version
-    1, 2   the tag's name, up to 16 ASCII bytes
-    3, 4   the tag's stage and iteration
-    5      kind of the header: a message, a goodbye, or the grant for a payload
-    6, 7   bytes of the payload, code of its element type
-    8      how many numbers of meta there are
-    9-23   the first of them, as the bits of float64
-    24, 25 payloads received so far from the addressed rank, and nanoseconds from header to last
-    byte of the latest
+| word | content |
+| --- | --- |
+| 0 | magic and version |
+| 1, 2 | the tag's name, up to 16 ASCII bytes |
+| 3, 4 | the tag's stage and iteration |
+| 5 | kind of the header: a message, a goodbye, or the grant for a payload |
+| 6, 7 | bytes of the payload, code of its element type |
+| 8 | number of numbers in `meta` |
+| 9-23 | the first of them, as the bits of float64 |
+| 24, 25 | payloads received from the addressed rank, nanoseconds of the latest from header to end |
 
 Every value is checked against bounds before memory is allocated for it.
 """
@@ -25,13 +26,14 @@ from torch import Tensor
 
 from ashl.runtime.effects import Tag
 
-META = 15  # numbers in a header
-MOST = 4096  # ... and in all: more than who is there, among 100,000 workers, takes
-RECEIPT = 9 + META  # where it stands: it is filled in as the header leaves
+META = 15  # numbers of `meta` in a header
+# bound on all numbers of `meta`, more than a list of members among 100,000 workers takes
+MAX_NUMBERS = 4096
+RECEIPT = 9 + META  # position of the receipt, which is filled in as the header leaves
 HEADER_WORDS = RECEIPT + 2
 MAGIC = 0x4153484C0002
 MESSAGE, BYE, GRANT = range(3)
-HEADERS, BODIES = 1, 2  # tags of the two planes
+HEADERS, PAYLOADS = 1, 2  # gloo tags of headers and of payloads
 DTYPES = (
     torch.uint8,
     torch.float32,
@@ -41,31 +43,33 @@ DTYPES = (
     torch.int32,
     torch.int64,
 )
-NO_BODY = len(DTYPES)
+NO_PAYLOAD = len(DTYPES)
 
 
 class FramingError(Exception):
-    """A header that none of ours would send."""
+    """A header that no rank of this program sends."""
 
 
 class Header(NamedTuple):
     kind: int
     tag: Tag
     nbytes: int
-    dtype: torch.dtype | None  # None: there is no body
+    dtype: torch.dtype | None  # None = no payload
     meta: tuple[float, ...]
     receipt: tuple[int, int] = (0, 0)
 
 
-def encode(kind: int, tag: Tag, body: Any = None, meta: tuple[float, ...] = ()) -> Tensor:
-    """The header of a message, and the numbers that follow it. Raises ValueError where a name is
-    too long or there are too many numbers.
+def encode(kind: int, tag: Tag, payload: Any = None, meta: tuple[float, ...] = ()) -> Tensor:
+    """Return the header of a message, and the numbers that follow it. Raises ValueError if the
+    tag's name is too long or `meta` has too many numbers.
     """
     name, stage, iteration = tag
     text = name.encode("ascii")
-    if len(text) > 16 or len(meta) > MOST:
+    if len(text) > 16 or len(meta) > MAX_NUMBERS:
         raise ValueError(f"tag {name!r} with {len(meta)} numbers does not fit a header")
-    nbytes, dtype = (0, NO_BODY) if body is None else (body.nbytes, DTYPES.index(body.dtype))
+    nbytes, dtype = (
+        (0, NO_PAYLOAD) if payload is None else (payload.nbytes, DTYPES.index(payload.dtype))
+    )
     words = [
         MAGIC,
         *struct.unpack("<2q", text.ljust(16, b"\0")),
@@ -81,32 +85,32 @@ def encode(kind: int, tag: Tag, body: Any = None, meta: tuple[float, ...] = ()) 
     return torch.tensor(words, dtype=torch.int64)
 
 
-def decode(header: Tensor, max_bytes: int, rest: Callable[[int], Tensor]) -> Header:
-    """`rest` waits for as many words that follow the header. Raises WireError on anything out of
-    bounds.
+def decode(header: Tensor, max_bytes: int, receive_more: Callable[[int], Tensor]) -> Header:
+    """Return a decoded header; `receive_more` waits for the given count of words that follow it.
+    Raises FramingError for a value out of bounds.
     """
     words = header.tolist()
     magic, name_a, name_b, stage, iteration, kind, nbytes, dtype, count = words[:9]
     if (
         magic != MAGIC
         or kind not in (MESSAGE, BYE, GRANT)
-        or not 0 <= count <= MOST
-        or not 0 <= dtype <= NO_BODY
+        or not 0 <= count <= MAX_NUMBERS
+        or not 0 <= dtype <= NO_PAYLOAD
     ):
-        raise FramingError("a header of another version or program")
-    element = None if dtype == NO_BODY else DTYPES[dtype]
+        raise FramingError("received a header of another version or program")
+    element = None if dtype == NO_PAYLOAD else DTYPES[dtype]
     if not 0 <= nbytes <= max_bytes or (nbytes % element.itemsize if element else nbytes):
-        raise FramingError(f"a body of {nbytes} bytes, where at most {max_bytes} were expected")
+        raise FramingError(f"a payload has {nbytes} bytes, but at most {max_bytes} are expected")
     text = struct.pack("<2q", name_a, name_b).rstrip(b"\0")
     if not text.isascii() or not 0 <= stage < 2**31 or not 0 <= iteration < 2**62:
-        raise FramingError("a tag that is none")
-    bodies, took_ns = words[RECEIPT:]
-    if bodies < 0 or took_ns < 0:
-        raise FramingError("a receipt that is none")
+        raise FramingError("received an invalid tag")
+    received, took_ns = words[RECEIPT:]
+    if received < 0 or took_ns < 0:
+        raise FramingError("received an invalid receipt")
     numbers = words[9 : min(9 + count, RECEIPT)] + (
-        rest(count - META).tolist() if count > META else []
+        receive_more(count - META).tolist() if count > META else []
     )
     meta = struct.unpack(f"<{count}d", struct.pack(f"<{count}q", *numbers))
     return Header(
-        kind, (text.decode("ascii"), stage, iteration), nbytes, element, meta, (bodies, took_ns)
+        kind, (text.decode("ascii"), stage, iteration), nbytes, element, meta, (received, took_ns)
     )

@@ -111,7 +111,7 @@ def resume_checked(task: Task, value: Any) -> Any:
 class Mailbox:
     """Messages that have arrived at one rank, and the tasks that wait for one."""
 
-    __slots__ = ("arrived", "dropped", "lost", "messages", "waiters")
+    __slots__ = ("arrived", "dropped", "failed_peers", "messages", "waiters")
 
     def __init__(self) -> None:
         # each with its number in order of arrival
@@ -119,7 +119,7 @@ class Mailbox:
         self.arrived = 0
         self.waiters: list[Task] = []
         self.dropped: set[Tag] = set()
-        self.lost: dict[int, PeerFailedError] = {}
+        self.failed_peers: dict[int, PeerFailedError] = {}
 
     def receive(self, recv: Recv) -> Message | PeerFailedError | None:
         """Return the first message that has already arrived and matches, else the failure of the
@@ -127,8 +127,10 @@ class Mailbox:
         """
         if self.messages and (message := self._pop_first(recv)) is not None:
             return message
-        if self.lost and PEER_FAILED not in recv.tags:
-            return next((loss for rank, loss in self.lost.items() if recv.src in (ANY, rank)), None)
+        if self.failed_peers and PEER_FAILED not in recv.tags:
+            return next(
+                (loss for rank, loss in self.failed_peers.items() if recv.src in (ANY, rank)), None
+            )
         return None
 
     def _pop_first(self, recv: Recv) -> Message | None:
@@ -184,9 +186,9 @@ class Mailbox:
         A task that asks for the tag PEER_FAILED receives a message. A receive that can no longer
         end is resumed with the error.
         """
-        if loss.rank in self.lost:
+        if loss.rank in self.failed_peers:
             return []
-        self.lost[loss.rank] = loss
+        self.failed_peers[loss.rank] = loss
         peer = (ANY, loss.rank)
         stuck = [
             task

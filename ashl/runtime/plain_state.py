@@ -24,12 +24,12 @@ from ashl.learn.device import HOST, at_home, to_device, to_host
 
 PLAIN = (type(None), bool, int, float, str)
 KIND, NAME, ITEMS, TENSOR, SHAPE = "kind", "name", "items", "tensor", "shape"
-THERE = "there"  # on a device
+THERE = "there"  # kind of a tensor that was on a device
 
 
 def save(path: Path, document: Any) -> None:
     """Replace a file of tensors and plain values in one step. Raises OSError, or RuntimeError,
-    which torch's writer makes of a full disk; then what was there stays.
+    which torch's writer raises for a full disk; then the old file stays.
     """
     part = path.with_suffix(".part")
     try:
@@ -41,8 +41,9 @@ def save(path: Path, document: Any) -> None:
 
 
 def to_plain(value: Any) -> Any:
-    """Plain containers of tensors, numbers and text. Tensors are shared, or fetched from their
-    device; everything that can change is copied. Raises TypeError for what is no state.
+    """Return a value as plain containers of tensors, numbers and text. Tensors are shared, or
+    copied from their device; everything mutable is copied. Raises TypeError for a value that is no
+    state.
     """
     if type(value) in PLAIN:
         return value
@@ -62,17 +63,17 @@ def to_plain(value: Any) -> Any:
             KIND: "dict",
             ITEMS: [(to_plain(key), to_plain(item)) for key, item in value.items()],
         }
-    raise TypeError(f"a {type(value).__name__} cannot be kept in a checkpoint")
+    raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}")
 
 
 def from_plain(value: Any, packages: tuple[str, ...] = ("ashl",), device: str = HOST) -> Any:
-    """What `to_plain` was given, what was on a device on this one; classes are looked up in
-    `packages` only. Raises ValueError for anything else.
+    """Return the value that `to_plain` was given; tensors of a device are moved to `device`. Only
+    classes of `packages` are made. Raises ValueError for other content.
     """
     if type(value) in PLAIN or isinstance(value, Tensor):
         return value
     if not isinstance(value, dict) or KIND not in value:
-        raise ValueError("a checkpoint holds something that is no state")
+        raise ValueError("a checkpoint holds a value that is no state")
     kind, items = value[KIND], value[ITEMS]
     if kind == THERE:
         return to_device(items, device)
@@ -93,8 +94,8 @@ def from_plain(value: Any, packages: tuple[str, ...] = ("ashl",), device: str = 
 
 
 def split_tensors(value: Any) -> list[Tensor]:
-    """A value to send, as `to_plain` takes it: the tensors in it, after a first one that says in
-    JSON what they are.
+    """Return a value as tensors to send: the first one describes the value in JSON, the others are
+    its tensors.
     """
     tensors = list[Tensor]()
 
@@ -111,7 +112,7 @@ def split_tensors(value: Any) -> list[Tensor]:
 
 
 def join_tensors(parcel: Sequence[Tensor], packages: tuple[str, ...], device: str) -> Any:
-    """What `split_tensors` was given; see `from_plain`."""
+    """Return the value that `split_tensors` was given; see `from_plain`."""
 
     def whole(item: Any) -> Any:
         if isinstance(item, dict) and item.get(KIND) == TENSOR:
@@ -128,7 +129,9 @@ def name_of(value: Any) -> str:
 
 
 def class_of(name: str, packages: tuple[str, ...]) -> Any:
-    """A dataclass or named tuple of these packages."""
+    """Return a dataclass or named tuple by its name. Raises ValueError if it is not in one of
+    `packages`.
+    """
     module, _, qualname = name.partition(":")
     if module.partition(".")[0] not in packages:
         raise ValueError(f"a checkpoint names {module}, which is none of {', '.join(packages)}")

@@ -37,7 +37,7 @@ from ashl.runtime.rank_checkpoint import RankCheckpointWriter, Restored, restore
 from ashl.runtime.rank_context import Observer, RankContext, WorkerStates
 from ashl.runtime.records import Heartbeat, PeerUnreachable
 from ashl.runtime.regroup_consensus import RegroupConsensus
-from ashl.runtime.rendezvous import MET, NEWCOMER, Entry, common_zero, world
+from ashl.runtime.rendezvous import JOINER, PEER, Entry, common_zero, world
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import Delivered, PayloadTransport, PeerConnections
 
@@ -174,7 +174,7 @@ class TorchKernel:
     def join_running(self, entry: Entry) -> None:
         """Prepare to join ranks that are running already. Call it before `run`."""
         self._entry, self._zero = entry, entry.zero_ns
-        self._communicator.add_routes({peer: (group, MET) for peer, group in entry.groups.items()})
+        self._communicator.add_routes({peer: (group, PEER) for peer, group in entry.groups.items()})
         self.ctx.time_accounting.start_at(self.now_ns)
 
     def connect_peer(self, peer: int, incarnation: int, group: dist.ProcessGroup) -> None:
@@ -182,9 +182,9 @@ class TorchKernel:
         thread may call it.
         """
         assert self._connections is not None
-        self._communicator.add_routes({peer: (group, NEWCOMER)})
+        self._communicator.add_routes({peer: (group, JOINER)})
         self._connections.reconnect(
-            peer, incarnation, group, NEWCOMER, lambda: self._mail.lost.pop(peer, None)
+            peer, incarnation, group, JOINER, lambda: self._mail.failed_peers.pop(peer, None)
         )
 
     def mark_peer_failed(self, peer: int, why: str) -> None:
@@ -201,7 +201,7 @@ class TorchKernel:
             pairs = {peer: (world(), peer, 0) for peer in self._peers}
         else:
             pairs = {
-                peer: (group, MET, self._entry.incarnations[peer])
+                peer: (group, PEER, self._entry.incarnations[peer])
                 for peer, group in self._entry.groups.items()
             }
             for peer in set(self._peers) - pairs.keys():

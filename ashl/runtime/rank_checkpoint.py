@@ -27,14 +27,16 @@ MANIFEST = "manifest.json"
 
 
 class Due(NamedTuple):
-    """The checkpoint of this number is to be of this version of the model."""
+    """A request of the controller for a checkpoint: its number, and the version of the model that
+    it is to hold.
+    """
 
     number: int
     version: int
 
 
 class RankCheckpointWriter:
-    """Puts one rank's state away, in a thread, and says so."""
+    """Writes one rank's state in a thread, and reports it to the controller."""
 
     def __init__(
         self,
@@ -42,28 +44,26 @@ class RankCheckpointWriter:
         put: Callable[[int, dict[str, Any]], tuple[str, int]],
         emit: Callable[[CheckpointPartSaved], None],
     ) -> None:
-        """`put(number, document)` returns the hash of its part of this checkpoint, and how many
-        bytes of it home has yet to write.
+        """Set up the writer. `put(number, document)` stores a part and returns its hash, and the
+        number of bytes that the controller has yet to write.
         """
         self._rank, self._put, self._emit = rank, put, emit
-        self._done = -1  # the last number that has been kept
-        self.asked: Due | None = None  # by home
+        self._done = -1  # number of the last saved checkpoint
+        self.asked: Due | None = None  # latest request of the controller
 
     @property
     def wanted(self) -> Due | None:
-        """What is to be kept and has not been."""
+        """Return the request that is not fulfilled yet, or None."""
         asked = self.asked
         return asked if asked is not None and asked.number > self._done else None
 
     def due(self, version: int) -> bool:
-        """Whether a state of this version is to be kept."""
+        """Return True if a state of this version has to be saved."""
         wanted = self.wanted
         return wanted is not None and version >= wanted.version
 
     def keep(self, ctx: RankContext, stage: int, state: Any, throttle: Throttle) -> bool:
-        """At the top of the loop, where that is wanted, with how far the draws of jitter are;
-        returns whether it is.
-        """
+        """Save the state at a safe point if a request asks for it; return whether it is saved."""
         wanted = self.wanted
         if wanted is None or state is None or state.version < wanted.version:
             return False
@@ -72,9 +72,10 @@ class RankCheckpointWriter:
         document = document_of(ctx, stage, state, time_ns, drawn)
         rounds = None if ctx.counter is None else ctx.counter.progress.rounds()
         kept = CheckpointPartSaved(self._rank, number, stage, state.version, time_ns, rounds=rounds)
+        # not a daemon, so the process ends after it
         threading.Thread(
-            target=self._write, args=(document, kept), name="keeper"
-        ).start()  # which the end waits for
+            target=self._write, args=(document, kept), name="checkpoint-writer"
+        ).start()
         return True
 
     def _write(self, document: dict[str, Any], kept: CheckpointPartSaved) -> None:
@@ -88,25 +89,27 @@ class RankCheckpointWriter:
 def write_to_folder(
     run_dir: Path, rank: int, number: int, document: dict[str, Any]
 ) -> tuple[str, int]:
-    """Where a rank has the run folder at hand, for its `RankCheckpointWriter`."""
+    """Write a part into the run folder, for a rank that can access it; see
+    `RankCheckpointWriter`.
+    """
     return write(part_of(folder_of(run_dir, number), rank), document), 0
 
 
 def write(path: Path, document: dict[str, Any]) -> str:
-    """Write a file in one step; returns its hash. Raises as `plain_state.save`."""
+    """Write a file in one step; return its hash. Raises as `plain_state.save`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save(path, document)
     return hash_of(path)
 
 
 def hash_of(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_bytes(content: bytes) -> str:
-    """The same of what will be one."""
+    """Return the SHA-256 of a file's content."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -115,29 +118,29 @@ def folder_of(run_dir: Path, number: int) -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> list[int]:
-    """The numbers of all checkpoints that have a manifest, the oldest first."""
+    """Return the numbers of all checkpoints with a manifest, oldest first."""
     found = (path.parent.name for path in run_dir.glob(f"checkpoint/*/{MANIFEST}"))
     return sorted(int(name) for name in found if name.isdigit())
 
 
 def part_of(folder: Path, rank: int) -> Path:
-    """What a rank keeps of a checkpoint."""
+    """Return the file of a rank's part of a checkpoint."""
     return folder / f"rank{rank}.pt"
 
 
 def document_of(
     ctx: RankContext, stage: int, state: Any, time_ns: int, drawn: int
 ) -> dict[str, Any]:
-    """A rank at the top of its loop, so many draws of jitter into the run: plain values, from which
-    `read` has it.
+    """Return a rank's part of a checkpoint as plain values: the state at a safe point, the
+    context's counters, and `drawn`, the number of jitter draws so far.
     """
     known = {"stage": stage, "state": to_plain(state), "context": to_plain(counters_of(ctx))}
     return known | {"time_ns": time_ns, "drawn": drawn, "own": to_plain(ctx.own_state)}
 
 
 class Restored(NamedTuple):
-    """A rank as it was kept: its stage and state, what its context had counted, and where clock and
-    jitter were.
+    """A saved rank: its stage and state, the counters of its context, the clock, and the number of
+    jitter draws.
     """
 
     stage: int
@@ -145,18 +148,19 @@ class Restored(NamedTuple):
     context: dict[str, Any]
     time_ns: int
     drawn: int
-    own: Any = None  # what its module keeps beside the parameters
+    own: Any = None  # state of its module beside the parameters
 
 
 def read(file: Path | BytesIO, packages: tuple[str, ...], device: str) -> Restored:
-    """What a rank kept; states may be of classes of these packages. Nothing is unpickled."""
+    """Return a saved rank. States may be of classes of these packages. Nothing is unpickled."""
     document = torch.load(file, weights_only=True)
     for name in ("state", "context", "own"):
         document[name] = from_plain(document[name], packages, device)
     return Restored(**document)
 
 
-KEPT = ("steps", "staleness", "loss", "measures")  # of a context, beside its time accounting
+# saved fields of a context, beside its time accounting
+KEPT = ("steps", "staleness", "loss", "measures")
 
 
 def counters_of(ctx: RankContext) -> dict[str, Any]:

@@ -36,35 +36,38 @@ import torch.distributed as dist
 from ashl.errors import AshlError
 from ashl.runtime.effects import CollectiveAborted, Formed, Regroup
 from ashl.runtime.records import PeerUnreachable
-from ashl.runtime.rendezvous import LOOK_S, SharedStore, call_unless_failed, make_group
+from ashl.runtime.rendezvous import CHECK_S, SharedStore, call_unless_failed, make_group
 
 T = TypeVar("T")
 Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
 POLL_S = 0.002
-LOOK = timedelta(seconds=LOOK_S)  # between two looks at who is lost, while a collective lasts
-KNOWN_S = 10.0  # how long after an error home may take to say who is lost
+CHECK = timedelta(seconds=CHECK_S)  # time between two checks for failures while a collective lasts
+FAILURE_WAIT_S = 10.0  # seconds after an error within which the controller must name a failed rank
 
 
 def join_key(rank: int, incarnation: int) -> str:
-    """The key of who has come."""
-    return f"team/knock/{rank}/{incarnation}"
+    """Return the key of a join request."""
+    return f"regroup/join/{rank}/{incarnation}"
 
 
 class Decision(NamedTuple):
-    """What is written of an agreement: who is lost of those who were to ask; else from which
-    version of the model the others go on, the word, who comes in, in which life, and who is out
-    again, as it has no model yet.
+    """A decision as written into the store.
+
+    If `failed` is not empty, the survivors ask again, and the other fields have no effect.
+    Otherwise the members continue from `version` of the model. A `signal` above 0 ends the stage or
+    the run. `joined` lists the admitted workers as (rank, incarnation). `removed` lists members
+    that have no model yet and have to join again.
     """
 
-    lost: Sequence[int]
+    failed: Sequence[int]
     version: int = 0
     signal: int = 0
-    came: Sequence[tuple[int, int]] = ()
-    out: Sequence[int] = ()
+    joined: Sequence[tuple[int, int]] = ()
+    removed: Sequence[int] = ()
 
 
 class RegroupConsensus:
-    """One rank's part in all agreements of a run."""
+    """One rank's part in all regroup decisions of a run."""
 
     def __init__(
         self,
@@ -74,123 +77,136 @@ class RegroupConsensus:
         emit: Callable[[PeerUnreachable], None],
         incarnation: int = 0,
     ) -> None:
-        """`emit` tells home, `incarnation` is above 0 where it comes while the others run."""
-        self.lost: frozenset[int] = frozenset()
-        self._shared, self._store, self._rank, self._incarnation = (
-            store,
-            store.another(),
-            rank,
-            incarnation,
-        )
+        """Set up the part of a rank. `emit` sends a record to the controller; `incarnation` is
+        above 0 if the rank joins while others run.
+        """
+        self.failed: frozenset[int] = frozenset()
+        self._shared = store
+        self._store = store.another()
+        self._rank = rank
+        self._incarnation = incarnation
         self._emit = emit
-        self._team, self._number = tuple(workers), 0
-        self._incarnations = dict.fromkeys(
-            self._team, 0
-        )  # the one of each that is in the team, or was last
-        self._gone: dict[int, int] = {}  # the last one of each that is over
-        self._met: dict[int, int] = {}  # the one of each that has come and is linked to this rank
+        self._members = tuple(workers)
+        self._number = 0  # of the latest decision
+        # by rank: the incarnation that is a member, or was last
+        self._incarnations = dict.fromkeys(self._members, 0)
+        self._ended: dict[int, int] = {}  # by rank: the last incarnation that has failed
+        # by rank: the incarnation that has joined and is connected to this rank
+        self._connected: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def mark_failed(self, rank: int, incarnation: int = 0) -> None:
-        """This life of it is over. May be called from another thread."""
+        """Record that this incarnation has failed. Another thread may call it."""
         with self._lock:
-            self._gone[rank] = max(incarnation, self._gone.get(rank, 0))
-            self._update_lost()
+            self._ended[rank] = max(incarnation, self._ended.get(rank, 0))
+            self._update_failed()
 
     def mark_connected(self, rank: int, incarnation: int) -> None:
-        """It has come anew. May be called from another thread."""
+        """Record that a rank has joined in this incarnation. Another thread may call it."""
         self.mark_failed(rank, incarnation - 1)
-        self._met[rank] = incarnation
+        self._connected[rank] = incarnation
 
     @property
     def join_pending(self) -> bool:
-        """Whether somebody has come who is not in the team."""
+        """Return True if a worker has joined that is no member."""
         return any(
-            incarnation > max(self._incarnations[rank], self._gone[rank])
-            for rank, incarnation in [*self._met.items()]
+            incarnation > max(self._incarnations[rank], self._ended[rank])
+            for rank, incarnation in [*self._connected.items()]
         )
 
-    def _update_lost(self) -> None:
-        self.lost = frozenset(
+    def _update_failed(self) -> None:
+        self.failed = frozenset(
             rank
-            for rank, incarnation in self._gone.items()
+            for rank, incarnation in self._ended.items()
             if incarnation >= self._incarnations[rank]
         )
 
-    def lost_of(self, group: Sequence[int], incarnations: Sequence[int] = ()) -> frozenset[int]:
-        """Who is lost of a team; where others have formed it, of these lives of its members."""
+    def failed_of(self, group: Sequence[int], incarnations: Sequence[int] = ()) -> frozenset[int]:
+        """Return the failed members of a group; with `incarnations` those of a group that a
+        coordinator formed.
+        """
         if not incarnations:
-            return self.lost.intersection(group)
+            return self.failed.intersection(group)
         return frozenset(
             rank
             for rank, incarnation in zip(group, incarnations, strict=True)
-            if self._gone.get(rank, -1) >= incarnation
+            if self._ended.get(rank, -1) >= incarnation
         )
 
     def await_failure(
         self, group: Sequence[int], error: Exception, incarnations: Sequence[int] = ()
     ) -> CollectiveAborted:
-        """What comes of a collective of this team that has ended with an error; raises it where
-        nobody is lost.
+        """Return the result of a collective that ended with an error: aborted by a failed member.
+        Raises the error if no member has failed within `FAILURE_WAIT_S`.
         """
-        until = time.monotonic() + KNOWN_S
+        until = time.monotonic() + FAILURE_WAIT_S
         known = dict(zip(group, incarnations, strict=True)) if incarnations else self._incarnations
-        for rank in {*group} - {self._rank} if not self.lost_of(group, incarnations) else ():
+        for rank in {*group} - {self._rank} if not self.failed_of(group, incarnations) else ():
             self._emit(PeerUnreachable(self._rank, rank, known[rank], alone=False))
-        while not (gone := self.lost_of(group, incarnations)):
+        while not (known_failures := self.failed_of(group, incarnations)):
             if time.monotonic() > until:
                 raise error
             time.sleep(POLL_S)
-        return CollectiveAborted(min(gone))
+        return CollectiveAborted(min(known_failures))
 
     def wait(self, group: Iterable[int], work: Any) -> None:
-        """Until a collective of this team has ended. Raises RuntimeError where it never will."""
+        """Wait until a collective of this group has ended. Raises RuntimeError if a member
+        failed.
+        """
         while True:
             try:
-                work.wait(LOOK)
+                work.wait(CHECK)
             except RuntimeError:
-                if work.is_completed():  # perhaps just now, after the look was over
+                if work.is_completed():  # it may have ended right after the timeout
                     work.wait()
                     return
-                if self.lost.intersection(group):
+                if self.failed.intersection(group):
                     raise
             else:
                 return
 
     def regroup(self, asked: Regroup, clock_ns: Callable[[], int]) -> tuple[Formed, Groups | None]:
-        """The new team and, where it is another one than before, its group, if one more is lost
-        meanwhile without any. Raises AshlError where nobody is left who has the model.
+        """Return the new group and, if its members changed, its process groups. A failure meanwhile
+        leaves the process group None. Raises AshlError if no survivor has the model.
         """
         decision = self._next(asked)
-        lost = [*decision.lost]
-        while decision.lost or not (self._is_member or decision.signal > 1):
+        failed = [*decision.failed]
+        while decision.failed or not (self._is_member or decision.signal > 1):
             decision = self._next(asked)
-            lost += decision.lost
-        came = tuple(sorted(rank for rank, _ in decision.came))
-        how = decision.version, decision.signal, tuple(lost), came, clock_ns()
+            failed += decision.failed
+        joined = tuple(sorted(rank for rank, _ in decision.joined))
         formed = Formed(
-            self._number, self._team, *how, tuple(self._incarnations[rank] for rank in self._team)
+            epoch=self._number,
+            ranks=self._members,
+            version=decision.version,
+            signal=decision.signal,
+            failed=tuple(failed),
+            joined=joined,
+            time_ns=clock_ns(),
+            incarnations=tuple(self._incarnations[rank] for rank in self._members),
         )
-        another = self._is_member and (lost or came or decision.out)
-        return formed, {self._team: self._group()} if another else None
+        another = self._is_member and (failed or joined or decision.removed)
+        return formed, {self._members: self._make_group()} if another else None
 
     @property
     def _is_member(self) -> bool:
-        """Whether this rank, in its present life, is in the team."""
-        return self._rank in self._team and self._incarnations[self._rank] == self._incarnation
+        """Return True if this incarnation of the rank is a member."""
+        return self._rank in self._members and self._incarnations[self._rank] == self._incarnation
 
     def _next(self, asked: Regroup) -> Decision:
-        """The next agreement, once it is taken into account."""
+        """Return the next decision and apply it."""
         decision = self._decide_with_group(asked) if self._is_member else self._read_decision()
         if decision.version < 0:
             raise self._no_model_error()
         with self._lock:
-            away = {*decision.lost, *decision.out}
-            for rank in decision.out:
+            leaving = {*decision.failed, *decision.removed}
+            for rank in decision.removed:
                 self._incarnations[rank] -= 1
-            self._incarnations |= dict(decision.came)
-            self._team = tuple(sorted({*self._team} - away | {rank for rank, _ in decision.came}))
-            self._update_lost()
+            self._incarnations |= dict(decision.joined)
+            self._members = tuple(
+                sorted({*self._members} - leaving | {rank for rank, _ in decision.joined})
+            )
+            self._update_failed()
         return decision
 
     def _no_model_error(self) -> AshlError:
@@ -199,13 +215,13 @@ class RegroupConsensus:
         )
 
     def _decide_with_group(self, asked: Regroup) -> Decision:
-        """The next agreement, of a team that this rank is in."""
+        """Return the next decision of a group with this rank as a member."""
         self._number += 1
-        name, store, group = f"team/{self._number}", self._store, self._team
+        name, store, group = f"regroup/{self._number}", self._store, self._members
         store.set(f"{name}/{self._rank}", json.dumps(asked))
         while not store.check([f"{name}/is"]):
-            if gone := self.lost.intersection(group):
-                decision = Decision(sorted(gone))
+            if known_failures := self.failed.intersection(group):
+                decision = Decision(sorted(known_failures))
             elif store.check([f"{name}/{rank}" for rank in group]):
                 decision = self._make_decision(
                     {rank: Regroup(*json.loads(store.get(f"{name}/{rank}"))) for rank in group}
@@ -217,8 +233,8 @@ class RegroupConsensus:
         return Decision(*json.loads(store.get(f"{name}/is")))
 
     def _make_decision(self, asks: Mapping[int, Regroup]) -> Decision:
-        """What these come to."""
-        out = [rank for rank, asked in asks.items() if asked.version < 0]
+        """Return the decision that follows from the requests of all members."""
+        removed = [rank for rank, asked in asks.items() if asked.version < 0]
         known = [asked for asked in asks.values() if asked.version >= 0]
         if not known:
             return Decision([], -1)
@@ -228,29 +244,29 @@ class RegroupConsensus:
             if any(asked.version > version for asked in known)
             else max(asked.signal for asked in known)
         )
-        came = []
+        joined = []
         if not signal and all(asked.open for asked in known):
-            came = [
-                one
-                for one in self._met.items()
-                if one[1] > max(self._incarnations[one[0]], self._gone[one[0]])
+            joined = [
+                worker
+                for worker in self._connected.items()
+                if worker[1] > max(self._incarnations[worker[0]], self._ended[worker[0]])
             ]
-            came = [one for one in came if self._store.check([join_key(*one)])]
-        return Decision([], version, signal, came, out)
+            joined = [worker for worker in joined if self._store.check([join_key(*worker)])]
+        return Decision([], version, signal, joined, removed)
 
     def _read_decision(self) -> Decision:
-        """The next agreement, of others."""
-        name, store = f"team/{self._number + 1}/is", self._store
+        """Return the next decision of a group without this rank."""
+        name, store = f"regroup/{self._number + 1}/is", self._store
         store.set(join_key(self._rank, self._incarnation), "")
         while not store.check([name]):
-            if self.lost.issuperset({*self._team} - {self._rank}):
+            if self.failed.issuperset({*self._members} - {self._rank}):
                 raise self._no_model_error()
             time.sleep(POLL_S)
         self._number += 1
         return Decision(*json.loads(store.get(name)))
 
-    def _group(self) -> dist.ProcessGroup | None:
-        group = self._team
+    def _make_group(self) -> dist.ProcessGroup | None:
+        group = self._members
         if len(group) == 1:
             return None
         meet = partial(
@@ -261,7 +277,7 @@ class RegroupConsensus:
             len(group),
         )
         try:
-            return call_unless_failed(meet, lambda: bool(self.lost.intersection(group)))
+            return call_unless_failed(meet, lambda: bool(self.failed.intersection(group)))
         except RuntimeError as error:
             self.await_failure(group, error)
             return None

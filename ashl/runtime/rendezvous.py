@@ -22,22 +22,22 @@ from ashl.runtime.control_messages import ControlUpdate
 from ashl.runtime.machine import boot
 from ashl.runtime.transport import NEVER
 
-MET, NEWCOMER = 0, 1  # places in a group of two
+PEER, JOINER = 0, 1  # ranks in a group of two: the peer, and the joining worker
 POLL_S = 0.02
-LOOK_S = 0.2  # between two looks whether what is waited for can still come
+CHECK_S = 0.2  # seconds between two checks whether a wait can still end
 T = TypeVar("T")
 _all: dist.ProcessGroup | None = None
 
 
 class SharedStore(Protocol):
-    """The job's store, which each thread has a connection of its own to."""
+    """The job's store; each thread has a connection of its own."""
 
     def another(self) -> dist.Store: ...
 
 
 class Entry(NamedTuple):
-    """What a worker that comes needs: a group with each peer, in which life that is, and when the
-    run's clock was zero, by its own.
+    """The connections of a joining worker: a group with each peer, the incarnation of each peer,
+    and the zero of the run's clock in this process's monotonic nanoseconds.
     """
 
     groups: dict[int, dist.ProcessGroup]
@@ -46,28 +46,32 @@ class Entry(NamedTuple):
 
 
 def init_process_groups(backend: str, store: dist.Store, rank: int, ranks: int) -> None:
-    """All ranks come together, and have a group of all that is not torch's default one: messages
-    between workers and sums go faster by it, by a tenth with four processes on two cores and torch
-    2.13.
+    """Initialise torch.distributed with all ranks, and make a group of all beside torch's default
+    group.
+
+    Messages between workers and sums are a tenth faster by a group of its own (four processes on
+    two cores, torch 2.13).
     """
-    global _all  # as torch's own is
+    global _all  # global, as torch's default group is
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=NEVER)
     _all = dist.new_group(timeout=NEVER)
 
 
 def world() -> dist.ProcessGroup:
-    """The group of all who were there at the start."""
+    """Return the group of all ranks that were there at the start."""
     group = _all or dist.group.WORLD
     assert group is not None
     return group
 
 
 def common_zero() -> int:
-    """When the clock starts, in this process's monotonic nanoseconds: when all ranks have come.
-    Ranks on the machine of rank 0 share its monotonic clock, and so its very start; others start
-    when the barrier lets them go.
+    """Wait for all ranks and return the zero of the run's clock, in this process's monotonic
+    nanoseconds.
+
+    Ranks on the node of rank 0 share its monotonic clock and therefore its zero; the zero of other
+    ranks is the end of their barrier.
     """
-    dist.all_reduce(torch.zeros(1))  # a barrier, which would go by NCCL where there is one
+    dist.all_reduce(torch.zeros(1))  # a barrier on gloo; `dist.barrier` would use NCCL if available
     own = time.monotonic_ns()
     first = torch.tensor([own, clock_id()])
     dist.broadcast(first, 0)
@@ -76,7 +80,7 @@ def common_zero() -> int:
 
 
 def clock_id() -> int:
-    """Alike for the processes that share a monotonic clock."""
+    """Return a number that processes share if they share a monotonic clock."""
     return zlib.crc32(boot().encode())
 
 
@@ -85,33 +89,33 @@ def pair_key(peer: int, worker: int, incarnation: int) -> str:
 
 
 def known_key(name: str) -> str:
-    """The key of that the peer takes part in the group of two of this name."""
+    """Return the key by which a peer confirms the group of two of this name."""
     return f"{name}/known"
 
 
 def make_group(name: str, store: dist.Store, place: int, size: int = 2) -> dist.ProcessGroup:
-    """The group of this name and size, once all are there."""
+    """Make the group of this name and size; return it once all members are there."""
     return cast(
         "dist.ProcessGroup",
         dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/", store), place, size, NEVER),
     )
 
 
-def call_unless_failed(act: Callable[[], T], in_vain: Callable[[], bool]) -> T | None:
-    """What comes of what may last for good, as gloo's waiting does where a process is lost: None
-    once it is in vain. Raises what `act` raises.
+def call_unless_failed(call: Callable[[], T], hopeless: Callable[[], bool]) -> T | None:
+    """Return `call()`, or None once `hopeless()` is true: gloo waits forever for a failed process.
+    Raises the error of `call`.
     """
     outcome = Future[T]()
 
     def run() -> None:
         try:
-            outcome.set_result(act())
+            outcome.set_result(call())
         except Exception as error:
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="watched").start()
-    while not wait([outcome], LOOK_S).done:
-        if in_vain():
+    while not wait([outcome], CHECK_S).done:
+        if hopeless():
             return None
     return outcome.result()
 
@@ -124,14 +128,16 @@ def admit_worker(
     incarnation: int,
     clock_ns: Callable[[], int],
 ) -> dist.ProcessGroup:
-    """At a peer, whose run has this clock: the group with a worker that comes. Waits for it."""
+    """Make the group of a peer with a joining worker; wait for the worker. `clock_ns` is the peer's
+    run clock.
+    """
     name, now_ns = pair_key(peer, worker, incarnation), clock_ns()
     store.set(name, f"{time.monotonic_ns() - now_ns} {now_ns} {clock_id()} {own_incarnation}")
-    return make_group(name, store, MET)
+    return make_group(name, store, PEER)
 
 
 def confirm_known(store: dist.Store, peer: int, worker: int, incarnation: int) -> None:
-    """At a peer: it has taken note that the worker has come."""
+    """Confirm, as a peer, that it knows of the joining worker."""
     store.set(known_key(pair_key(peer, worker, incarnation)), "")
 
 
@@ -142,37 +148,36 @@ def join_running_job(
     incarnation: int,
     update: Callable[[], ControlUpdate],
 ) -> Entry | None:
-    """At the worker: None where the run is over before it is let in. Who is lost by then lets
-    nobody in: one comes after the other, so each of two who come finds the other there, or will be
-    found. In the end all others know it.
+    """Connect a joining worker to its peers; return None if the run ends before.
+
+    A peer that has failed by then is left out. Joins are admitted one at a time, so of two joining
+    workers one finds the other connected, or is found by it. At the end all peers know the worker.
     """
     while (worker, incarnation) not in update().ready:
         if update().end is not None:
             return None
         time.sleep(POLL_S)
-    groups, incarnations, zero_ns, store = (
-        dict[int, dist.ProcessGroup](),
-        dict[int, int](),
-        0,
-        shared.another(),
-    )
+    groups = dict[int, dist.ProcessGroup]()
+    incarnations = dict[int, int]()
+    zero_ns = 0
+    store = shared.another()
 
-    def in_vain(peer: int) -> bool:
+    def hopeless(peer: int) -> bool:
         return peer in dict(update().lost) or update().end is not None
 
-    def there(peer: int, key: str) -> bool:
-        while not (there := store.check([key])) and not in_vain(peer):
+    def announced(peer: int, key: str) -> bool:
+        while not (announced := store.check([key])) and not hopeless(peer):
             time.sleep(POLL_S)
-        return there
+        return announced
 
     for peer in peers:
-        if there(peer, name := pair_key(peer, worker, incarnation)):
+        if announced(peer, name := pair_key(peer, worker, incarnation)):
             zero, now, clock, incarnations[peer] = map(int, store.get(name).split())
             zero_ns = zero if clock == clock_id() else time.monotonic_ns() - now
             group = call_unless_failed(
-                partial(make_group, name, shared.another(), NEWCOMER), partial(in_vain, peer)
+                partial(make_group, name, shared.another(), JOINER), partial(hopeless, peer)
             )
             groups |= {} if group is None else {peer: group}
     for peer in groups:
-        there(peer, known_key(pair_key(peer, worker, incarnation)))
+        announced(peer, known_key(pair_key(peer, worker, incarnation)))
     return None if update().end is not None else Entry(groups, incarnations, zero_ns)

@@ -1,4 +1,4 @@
-"""Throttle a real run to its declared costs, and count where the host was too slow for them.
+"""Throttle a real run to its declared costs, and count how often the host was too slow for them.
 
 A step or transfer with a declared cost ends at its start plus the cost. Without a declared cost it
 takes its measured time, multiplied by the slowdown factor. A start is counted from the declared end
@@ -22,11 +22,11 @@ from ashl.cluster.speed import Factors, Speed
 from ashl.runtime.records import Lateness, PacingStats
 
 T = TypeVar("T")
-SLACK = 1.02  # a step or transfer this much longer than declared is late
+SLACK = 1.02  # a step or transfer is late if it takes more than this multiple of its declared time
 
 
 class LatenessCounter:
-    """How often something took longer than declared, and by how much. One thread counts."""
+    """A count of late operations and their lateness. One thread counts."""
 
     __slots__ = ("count", "declared_ns", "late", "late_ns")
 
@@ -45,7 +45,7 @@ class LatenessCounter:
 
 
 class Throttle:
-    """The emulated costs of one rank; for a real cluster, none."""
+    """The emulated costs of one rank; without costs on a real cluster."""
 
     def __init__(
         self,
@@ -58,20 +58,18 @@ class Throttle:
         store: dist.Store,
         algorithm: str | None = None,
     ) -> None:
-        """In `store` the job's processes tell each other when the ports are free that they share;
-        `algorithm`: the one of sums, where one was asked for.
+        """Set up the costs of a rank. In `store` the job's processes exchange when their shared
+        NICs are free; `algorithm` is the all-reduce algorithm, if one is set.
         """
         self.rank, self.clock = rank, clock_ns
         self.steps, self.encodings = LatenessCounter(), LatenessCounter()
-        self.transfers: defaultdict[int, LatenessCounter] = defaultdict(
-            LatenessCounter
-        )  # by the rank that they came from
+        # by sender
+        self.transfers: defaultdict[int, LatenessCounter] = defaultdict(LatenessCounter)
         self.speed: Speed | None = None
         self.network: Exchange | Ports | None = None
         self.compute = self.link = None
-        self._lock = (
-            threading.Lock()
-        )  # ports are asked for by the main thread, by listeners and by teams' threads
+        # the main thread, listeners and threads of collectives use the NICs
+        self._lock = threading.Lock()
         if isinstance(cluster, Cluster):
             self.speed = Speed(cluster, batch, seed)
             self.compute, self.link = Factors(cluster, "compute"), Factors(cluster, "link")
@@ -81,14 +79,14 @@ class Throttle:
         self._shared = SharedNics(store, rank) if shares else None
 
     def cost_ns(self, kind: str, work: float, start_ns: int) -> int | None:
-        """What a computation that starts then is declared to cost; to be asked once, as jitter is
-        drawn.
+        """Return the declared cost of a computation that starts at `start_ns`, or None. Call it
+        once per computation, because it draws jitter.
         """
         return self.speed.cost_ns(self.rank, kind, work, start_ns) if self.speed else None
 
     def finish_compute(self, kind: str, cost: int | None, start_ns: int) -> int:
-        """Wait until a computation that started then should end; returns when it counts as
-        ended.
+        """Wait until the declared end of a computation that started at `start_ns`; return the end
+        in ns.
         """
         now = self.clock()
         if cost is None:
@@ -101,7 +99,7 @@ class Throttle:
         return self.wait_until(start_ns + cost)
 
     def wait_until(self, due_ns: int) -> int:
-        """Wait until then; returns when that was, or now where it is past."""
+        """Wait until `due_ns` and return it, or return now if it has passed."""
         now = self.clock()
         if now >= due_ns:
             return now
@@ -109,8 +107,8 @@ class Throttle:
         return due_ns
 
     def schedule_departure(self, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
-        """When the header and when the body of a message leave, and until when this rank is busy
-        sending.
+        """Return when the header and when the payload of a message leave, and until when this rank
+        is busy with sending, all in ns.
         """
         if self.network is None or not nbytes:
             return now_ns, now_ns, now_ns
@@ -123,7 +121,7 @@ class Throttle:
         return head, head, tail
 
     def schedule_arrival(self, src: int, nbytes: int, header_ns: int, now_ns: int) -> int:
-        """When a message whose bytes are here counts as delivered."""
+        """Return when a message counts as delivered whose bytes have arrived."""
         if isinstance(self.network, Ports):
             inner = self.network.inner(src, self.rank)
             tail = header_ns + self.network.service_ns(src, nbytes, header_ns, inner, out=True)
@@ -132,7 +130,7 @@ class Throttle:
             )
             self.transfers[src].add(due - header_ns, now_ns - header_ns)
             return due
-        if self.network is not None:  # its sender has paced it
+        if self.network is not None:  # the sender has throttled it
             self.transfers[src].add(
                 self.network.cost_ns(src, self.rank, nbytes, header_ns), now_ns - header_ns
             )
@@ -143,14 +141,14 @@ class Throttle:
         return now_ns
 
     def free_ns(self, group: tuple[int, ...]) -> int:
-        """When this rank's ports are free for a collective of a team."""
+        """Return when this rank's NIC is free for a collective of a group."""
         return 0 if self.network is None else self.network.free_ns(group, self.rank)
 
     def schedule_all_reduce(
         self, group: tuple[int, ...], number: int, nbytes: int, now_ns: int
     ) -> tuple[int, int | None]:
-        """When the team's all-reduce of that number begins, and what it costs; None = as long as it
-        takes. It holds the team's ports.
+        """Return the begin of the group's all-reduce of this number and its cost in ns, or None
+        without declared costs. The group's NICs are occupied until its end.
         """
         if self.network is None:
             return now_ns, None
@@ -161,7 +159,9 @@ class Throttle:
     def schedule_all_gather(
         self, group: tuple[int, ...], number: int, total: int, now_ns: int
     ) -> tuple[int, int | None]:
-        """The same of an all-gather of so many bytes."""
+        """Return the begin and the cost of an all-gather of `total` bytes, as `schedule_all_reduce`
+        does.
+        """
         if self.network is None:
             return now_ns, None
         return self._hold_nics(
@@ -188,7 +188,7 @@ class Throttle:
             return change(network) if self._shared is None else self._shared.apply(network, change)
 
     def report(self) -> PacingStats:
-        """How well the machine kept the declared pace."""
+        """Return how often, and by how much, this rank was later than declared."""
         transfers = [(src, late.report()) for src, late in self.transfers.items()]
         return PacingStats(self.rank, self.steps.report(), transfers, self.encodings.report())
 
@@ -200,23 +200,23 @@ PORTS_KEY = "ports"
 
 
 class SharedNics:
-    """One process's view. Not for several threads at once."""
+    """One process's view of NICs that several processes share. One thread at a time may use it."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._text = ""  # as it was last seen
+        self._text = ""  # the document as last read
         self._changes = 0
 
     def apply(self, network: Ports, change: Callable[[Ports], T]) -> T:
-        """What `change` says on the ports as they are, and what it does to them. It may be asked
-        more than once.
+        """Apply `change` to the current state of the NICs and return its result. `change` may be
+        called more than once.
         """
         return self._change(network, lambda _: change(network))
 
     def begin_collective(
         self, network: Ports, name: str, group: tuple[int, ...], cost_ns: int, now_ns: int
     ) -> tuple[int, int]:
-        """When the collective of this name begins, and what it costs: the first member to ask
+        """Return the begin and the cost of the collective of this name; the first member that asks
         decides for all.
         """
 
@@ -243,10 +243,12 @@ class SharedNics:
             result = change(known["begun"])
             self._changes += 1
             free = [[*port, at] for port, at in network.saved()[0].items()]
+            # makes each document unique; otherwise two processes could both take an equal document
+            # for their own
             by = [
                 self._rank,
                 self._changes,
-            ]  # no two texts are the same, or two could believe that theirs is the one
+            ]
             text = json.dumps({"by": by, "free": free, "begun": known["begun"]})
             self._text = self._store.compare_set(PORTS_KEY, self._text, text).decode()
             if self._text == text:

@@ -14,10 +14,10 @@ Span = tuple[str, int, int]
 
 
 class TimeAccounting:
-    """Spans in integer nanoseconds and bytes of one rank."""
+    """The spans of one rank in integer nanoseconds, and its bytes."""
 
     __slots__ = (
-        "_aside",
+        "_background",
         "_messages",
         "_old",
         "_old_traffic",
@@ -36,28 +36,28 @@ class TimeAccounting:
     def __init__(self) -> None:
         self.totals = dict.fromkeys(KINDS, 0)
         self.bytes_up = self.bytes_down = 0
-        self.collective_ns = (
-            0  # how long collectives were under way, whatever the main task did meanwhile
-        )
-        self.cursor = 0  # the end of the last span
-        self.limit_ns: float = math.inf  # of the run's budget: nothing counts that comes later
-        self._start = 0  # of this round
+        # ns with a collective in flight, also while the main task did other work
+        self.collective_ns = 0
+        self.cursor = 0  # ns: end of the last span
+        self.limit_ns: float = math.inf  # ns: time budget of the run; later time does not count
+        self._start = 0  # ns: start of this round
         self._spans: list[Span] = []
         self._old: list[Span] = []
         self._traffic: list[tuple[int, int, int]] = []  # (start, up, down)
         self._old_traffic: list[tuple[int, int, int]] = []
-        self._aside: list[tuple[int, int]] = []  # (begin, end) of collectives of other tasks
-        self._parts: list[int] = []  # when parts of a computation were there, since the last round
-        self._messages: list[
-            tuple[int, int]
-        ] = []  # (begin, end) of collectives, where some overlap
+        # (begin, end) of collectives of background tasks
+        self._background: list[tuple[int, int]] = []
+        # ns: when parts of a computation were ready, since the last round
+        self._parts: list[int] = []
+        # (begin, end) of collectives, if some overlap with other work
+        self._messages: list[tuple[int, int]] = []
 
     def start_at(self, now_ns: int) -> None:
-        """The clock starts here (a worker that comes later than the others starts later)."""
+        """Start the accounting at `now_ns`; a joining worker starts later than the others."""
         self.cursor = self._start = now_ns
 
     def attribute_until(self, kind: str, end_ns: int) -> None:
-        """The time up to `end_ns` was of this kind."""
+        """Attribute the time up to `end_ns` to this class."""
         if end_ns > self.limit_ns:
             end_ns = int(self.limit_ns)
         if end_ns > self.cursor:
@@ -65,8 +65,8 @@ class TimeAccounting:
             self.cursor = end_ns
 
     def attribute_blocked(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> None:
-        """The task was blocked until now: pushing first, then waiting, then pulling what it waited
-        for.
+        """Attribute the time up to now, in which the task was blocked: first to pushing, then
+        waiting, then pulling.
         """
         at, end, spans = (
             self.cursor,
@@ -88,8 +88,8 @@ class TimeAccounting:
         self.cursor = end
 
     def record_collective(self, begin_ns: int, end_ns: int, main: bool) -> None:
-        """A collective is under way from here to there; of another task it is the main task's time
-        where that is idle meanwhile.
+        """Record a collective in flight from `begin_ns` to `end_ns`. A collective of a background
+        task counts as the main task's time only while the main task is idle.
         """
         if begin_ns < self.limit_ns:
             self.collective_ns += (
@@ -100,25 +100,27 @@ class TimeAccounting:
         if main:
             self._attribute_transfer(begin_ns, end_ns)
         else:
-            self._aside.append((begin_ns, end_ns))
+            self._background.append((begin_ns, end_ns))
 
     def record_part(self, ready_ns: int) -> None:
-        """A part of what this rank computes is there."""
+        """Record that a part of a computation is ready."""
         self._parts.append(ready_ns)
 
     def attribute_idle(self, now_ns: int) -> None:
-        """The task did nothing until now: what other tasks moved meanwhile was that, and the rest
-        was waiting.
+        """Attribute the time up to now, in which the task was idle: to transfers of background
+        collectives, and the rest to waiting.
         """
-        if self._aside:
-            for begin_ns, end_ns in self._aside:
+        if self._background:
+            for begin_ns, end_ns in self._background:
                 if self.cursor < end_ns <= now_ns:
                     self._attribute_transfer(begin_ns, end_ns)
-            self._aside = [span for span in self._aside if span[1] > now_ns]
+            self._background = [span for span in self._background if span[1] > now_ns]
         self.attribute_until("wait", now_ns)
 
     def _attribute_transfer(self, begin_ns: int, end_ns: int) -> None:
-        """A wait until then, and half of the rest is pushing, half pulling."""
+        """Attribute a transfer: waiting until its begin, then half of the rest to pushing and half
+        to pulling.
+        """
         at, spans = self.cursor, self._spans
         if end_ns > self.limit_ns:
             self.attribute_until("wait", begin_ns)
@@ -139,18 +141,18 @@ class TimeAccounting:
             self._traffic.append((start_ns, up, down))
 
     def reclassify_as_push(self, start_ns: int, end_ns: int) -> None:
-        """It is known now that something this rank sent was on its way from here to there: what was
-        called waiting meanwhile was pushing.
+        """Reclassify waiting as pushing while a message of this rank was in flight, once its
+        receipt has arrived.
         """
         if start_ns < self.cursor:
-            add_push(self._spans, start_ns, end_ns)  # in place, as a round may be long
+            add_push(self._spans, start_ns, end_ns)  # in place, because a round may have many spans
             if start_ns < self._start:
-                self._old = [*self._old]  # others have it
+                self._old = [*self._old]  # a copy, because a record holds the old list
                 add_push(self._old, start_ns, end_ns)
 
     def reclassify_as_wait(self, *each_ns: int) -> None:
-        """It is known now that collectives waited so long for their last members, of what was
-        called a transfer.
+        """Reclassify transfer time as waiting, by how long each collective waited for its last
+        member.
         """
         for waited_ns in each_ns:
             self.totals["push"] -= waited_ns - waited_ns // 2
@@ -159,10 +161,10 @@ class TimeAccounting:
             self.collective_ns -= waited_ns
 
     def end_round(self) -> tuple[list[Span], int, int]:
-        """End a round; returns its spans, start and end."""
+        """End a round; return its spans, start and end."""
         spans, start, cursor = self._spans, self._start, self.cursor
-        if self._aside:
-            self._aside = [span for span in self._aside if span[1] > cursor]
+        if self._background:
+            self._background = [span for span in self._background if span[1] > cursor]
         totals, up, down = self.totals, self.bytes_up, self.bytes_down
         for kind, begun, ended in self._old:
             totals[kind] += ended - begun
@@ -176,29 +178,29 @@ class TimeAccounting:
         return spans, start, cursor
 
     def take_overlapped(self) -> tuple[list[int], list[tuple[int, int]]]:
-        """What overlapped since it was asked last: when parts were there, and from when to when
-        messages went.
-        """
+        """Return, since the last call, when parts were ready, and (begin, end) of collectives."""
         found = self._parts, self._messages
         if self._parts or self._messages:
             self._parts, self._messages = [], []
         return found
 
     def abort_collectives(self, now_ns: int) -> None:
-        """A collective of another task that was under way comes to nothing."""
-        self._aside = [(begin, min(end, now_ns)) for begin, end in self._aside if begin < now_ns]
+        """End background collectives in flight now, because they are aborted."""
+        self._background = [
+            (begin, min(end, now_ns)) for begin, end in self._background if begin < now_ns
+        ]
 
     def truncate_at(self, now_ns: int, push_end_ns: int, pull_start_ns: int) -> None:
-        """Cut off at this instant what was attributed to later times."""
-        for begin_ns, end_ns in self._aside:
+        """Remove the time after `now_ns` that was attributed ahead."""
+        for begin_ns, end_ns in self._background:
             if begin_ns < now_ns and end_ns > self.cursor < now_ns:
                 self._attribute_transfer(begin_ns, min(end_ns, now_ns))
         self.attribute_blocked(now_ns, push_end_ns, pull_start_ns)
         self._spans, self.cursor = clip_spans(self._spans, now_ns), min(self.cursor, now_ns)
 
     def close_at(self, end_ns: int, missing: str = "wait") -> None:
-        """The experiment ended at `end_ns`: forget what came later, and what is missing up to there
-        was waiting.
+        """End the accounting at `end_ns`: remove later time, and attribute the missing time to
+        `missing`.
         """
         self.attribute_until(missing, end_ns)
         self._old = clip_spans(self._old, end_ns)
@@ -208,20 +210,20 @@ class TimeAccounting:
         self.cursor, self._start = end_ns, min(self._start, end_ns)
 
     def fold_pending(self) -> None:
-        """Nothing more will come: fold what is left."""
+        """Fold the remaining rounds into the totals, when the rank has ended."""
         self.end_round()
         self.end_round()
 
     def totals_until(self, end_ns: int) -> dict[str, int]:
-        """Totals up to a moment within the last two rounds."""
+        """Return totals up to an instant within the last two rounds."""
         totals = dict(self.totals)
         for kind, start, end in clip_spans(self._old + self._spans, end_ns):
             totals[kind] += end - start
         return totals
 
     def current_totals(self) -> dict[str, int]:
-        """Totals so far, for a person who watches; unlike those after `close` they may run past the
-        end.
+        """Return the totals so far, for the monitor. Unlike the totals after `close_at` they may
+        extend past the end of the run.
         """
         totals = dict(self.totals)
         for kind, start, end in self._old + self._spans:
@@ -229,7 +231,7 @@ class TimeAccounting:
         return totals
 
     def bytes_so_far(self) -> tuple[int, int]:
-        """Bytes up and down so far."""
+        """Return the bytes sent and received so far."""
         pending = self._old_traffic + self._traffic
         return self.bytes_up + sum(t[1] for t in pending), self.bytes_down + sum(
             t[2] for t in pending
@@ -241,9 +243,7 @@ def clip_spans(spans: list[Span], end_ns: int) -> list[Span]:
 
 
 def add_push(spans: list[Span], start_ns: int, end_ns: int) -> None:
-    """Of spans one after the other in time those that were waiting from here to there were
-    pushing.
-    """
+    """Reclassify waiting as pushing between two instants, in consecutive spans, in place."""
     first = len(spans)
     while first and spans[first - 1][2] > start_ns:
         first -= 1
@@ -251,7 +251,9 @@ def add_push(spans: list[Span], start_ns: int, end_ns: int) -> None:
 
 
 def split_push(span: Span, start_ns: int, end_ns: int) -> list[Span]:
-    """A span of which the part from here to there was pushing, if it was waiting."""
+    """Return a span in pieces, with the part between two instants as pushing if the span is
+    waiting.
+    """
     kind, begin, end = span
     first, last = max(begin, start_ns), min(end, end_ns)
     if kind != "wait" or first >= last:

@@ -343,14 +343,14 @@ class HostPayloads:
 
     def send(self, connection: PeerConnection, payload: Tensor) -> None:
         with in_host(payload) as flat:
-            connection.group.send([flat], connection.group_rank, framing.BODIES).wait()
+            connection.group.send([flat], connection.group_rank, framing.PAYLOADS).wait()
 
     def recv(self, connection: PeerConnection, nbytes: int, device: str) -> Tensor:
         return filled(
             nbytes,
             device,
             lambda flat: connection.group.recv(
-                [flat], connection.group_rank, framing.BODIES
+                [flat], connection.group_rank, framing.PAYLOADS
             ).wait(),
         )
 

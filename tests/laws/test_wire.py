@@ -35,9 +35,9 @@ def read(raw: torch.Tensor) -> framing.Header:
     """What a header is taken for, with what follows it."""
 
     def rest(count: int) -> torch.Tensor:
-        assert 0 < count <= framing.MOST - framing.META, "checked before memory is taken"
+        assert 0 < count <= framing.MAX_NUMBERS - framing.META, "checked before memory is taken"
         return torch.cat(
-            [raw[framing.HEADER_WORDS :], torch.zeros(framing.MOST, dtype=torch.int64)]
+            [raw[framing.HEADER_WORDS :], torch.zeros(framing.MAX_NUMBERS, dtype=torch.int64)]
         )[:count]
 
     return framing.decode(raw[: framing.HEADER_WORDS], MAX_BYTES, rest)
@@ -93,7 +93,7 @@ def test_a_header_with_words_replaced_is_refused_or_within_bounds(
     assert len(name) <= 16
     assert name.isascii()
     assert min(stage, iteration) >= 0
-    assert len(header.meta) <= framing.MOST
+    assert len(header.meta) <= framing.MAX_NUMBERS
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_header_with_words_replaced_is_refused_or_within_bounds(
         (7, -1),
         (7, len(framing.DTYPES)),
         (8, -1),
-        (8, framing.MOST + 1),
+        (8, framing.MAX_NUMBERS + 1),
         (8, 2**40),
         (framing.RECEIPT, -1),
         (framing.RECEIPT + 1, -1),
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused_by_the_sender() -> None:
     with pytest.raises(ValueError, match="does not fit"):
         framing.encode(framing.MESSAGE, ("a-name-of-17-char", 0, 0))
     with pytest.raises(ValueError, match="does not fit"):
-        framing.encode(framing.MESSAGE, ("push", 0, 0), meta=(0.0,) * (framing.MOST + 1))
+        framing.encode(framing.MESSAGE, ("push", 0, 0), meta=(0.0,) * (framing.MAX_NUMBERS + 1))
 
 
 class Pipe:
@@ -142,7 +142,7 @@ class Pipe:
 
     def __init__(self) -> None:
         self.lines = {
-            plane: queue.SimpleQueue[torch.Tensor]() for plane in (framing.HEADERS, framing.BODIES)
+            plane: queue.SimpleQueue[torch.Tensor]() for plane in (framing.HEADERS, framing.PAYLOADS)
         }
 
     def send(self, tensors: list[torch.Tensor], _place: int, plane: int) -> Any:
