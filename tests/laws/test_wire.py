@@ -142,7 +142,8 @@ class Pipe:
 
     def __init__(self) -> None:
         self.lines = {
-            plane: queue.SimpleQueue[torch.Tensor]() for plane in (framing.HEADERS, framing.PAYLOADS)
+            plane: queue.SimpleQueue[torch.Tensor]()
+            for plane in (framing.HEADERS, framing.PAYLOADS)
         }
 
     def send(self, tensors: list[torch.Tensor], _place: int, plane: int) -> Any:
