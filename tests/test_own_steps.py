@@ -13,7 +13,7 @@ from torch import nn
 from ashl.data.dataset import Data
 from ashl.data.plain import split_of
 from ashl.data.rng import Purpose, bits, torch_seed
-from ashl.learn.device import HOST, seeded
+from ashl.learn.device import HOST, claim_generators, generator_states, seeded
 from ashl.learn.learner import Learner
 from ashl.optimizer.absent import kept_where_absent, some_absent
 
@@ -157,3 +157,24 @@ def test_the_generator_of_random_goes_on_where_it_was() -> None:
         random.seed(random.getrandbits(40))
         random.gauss(0, 1)
     assert random.getstate() == before
+
+
+def test_a_run_restores_the_generators_that_it_claims() -> None:
+    """Within, each seeded piece draws the same as without a claim, also around another one."""
+
+    def draw() -> tuple[float, ...]:
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    def draw_seeded() -> list[tuple[float, ...]]:
+        with seeded(3, HOST):
+            first = draw()
+            with seeded(4, HOST):
+                inner = draw()
+            return [first, inner, draw()]
+
+    random.gauss(0, 1)
+    alone, before = draw_seeded(), generator_states()
+    with claim_generators(HOST):
+        assert [draw_seeded(), draw_seeded()] == [alone, alone]
+    assert generator_states() == before
+    assert draw_seeded() == alone

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ashl.config.construct import own_faults
 from ashl.data.dataset import Data
 from ashl.errors import AshlError
-from ashl.learn.device import HOST, numbers
+from ashl.learn.device import HOST, claim_generators, numbers
 from ashl.learn.trainer import Trainer
 from ashl.plan.plan import Plan
 from ashl.planning.compatibility import (
@@ -406,7 +406,9 @@ def train_rank(
         [*all_others],
         kernel.now_ns / 1e9,
     )
-    kernel.run(partial(program, stages=stages, saved=saved, comes=anew or settings.incarnation > 0))
+    play = partial(program, stages=stages, saved=saved, comes=anew or settings.incarnation > 0)
+    with claim_generators(learner.device):
+        kernel.run(play)
     if settings.rank < plan.num_workers and learner.carries:
         reporter.show_last_state(learner.worker_state(settings.rank))
     reporter.emit(kernel.throttle.report())

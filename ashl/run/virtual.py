@@ -9,6 +9,7 @@ import torch
 from ashl.cluster.network import Exchange, Ports, network
 from ashl.cluster.speed import Speed, speed_of
 from ashl.errors import AshlError
+from ashl.learn.device import claim_generators
 from ashl.plan.plan import Plan
 from ashl.planning.instantiate import Job
 from ashl.run import checkpoints
@@ -76,8 +77,10 @@ def simulate(
         )
     try:
         runtime = job.parts.runtime
-        with use_cores(
-            sim, runtime.cores if runtime.gradients else 1, plan.num_workers, job.learner
+        cores = runtime.cores if runtime.gradients else 1
+        with (
+            use_cores(sim, cores, plan.num_workers, job.learner),
+            claim_generators(job.learner.device),
         ):
             sim.run(play, monitor.draw_progress, saved and beginning(plan, job, saved))
     except PeerFailedError as loss:
