@@ -12,7 +12,7 @@ from ashl.run.monitor import view
 from ashl.runtime.records import Heartbeat
 from ashl.runtime.time_accounting import KINDS
 from ashl.tracking import console as screen
-from ashl.tracking.console import Frame, Progress, WorkerFrame, outcome
+from ashl.tracking.console import Frame, Progress, WorkerFrame, duration, outcome
 from ashl.tracking.sweep_progress import ending
 from tests.support import planned
 
@@ -235,3 +235,11 @@ def test_how_long_processes_took_to_start_does_not_count(virtual: bool, eta_s: f
         planned("sync=bsp", "stop.seconds=8"), 0, None, [beat], (), 1437, None, None, 10.0, virtual
     )
     assert shown.eta_host_s == eta_s
+
+
+def test_the_time_of_a_run_says_what_it_counts() -> None:
+    times = {"time_s": 1.4, "host_s": 10.4}
+    real = duration({**times, "time_kind": "wall"})
+    assert real == "1.4 s of training, 10.4 s in all with start and evaluations"
+    virtual = duration({**times, "time_kind": "virtual"})
+    assert virtual == "1.4 s of virtual time, computed in 10.4 s"

@@ -1,11 +1,10 @@
-"""Write a run as a training script for another tool: check that the tool can express it, then fill
-a template.
+"""Write a run as a training script for another tool.
 
-Each file in `templates/` reads as the script that it becomes; `base.py.jinja` has what all of them
-share. A script draws its own samples, so its losses agree with the run's within the spread of
-seeds, not bit for bit.
+The tool's limits are checked first, then a template is filled. Each file in `templates/` reads as
+the script that it becomes; `base.py.jinja` has the common part. A script draws its own samples, so
+its losses agree with the run's within the variation between seeds, not bit for bit.
 
-Limits: one stage, synchronous rounds, one model, equal batches. A run that was only timed is
+Limits: one stage, synchronous rounds, one model, equal batches. A run that was only timed can be
 exported, too.
 """
 
@@ -28,7 +27,7 @@ from ashl.plan.files import read_plan
 from ashl.plan.plan import Plan
 from ashl.planning.instantiate import Job, assemble, layer_groups
 
-# Options that all scripts can express, and what differs by target.
+# Options that all scripts can express; below, the differences by target.
 COMMON = {
     "topology": ("all_reduce", "parameter_server"),
     "sync": ("bsp", "local_sgd"),
@@ -83,7 +82,9 @@ def render_script(folder: Path, to: str, name: str) -> str:
 
 
 def find_obstacle(plan: Plan, job: Job, to: str) -> str | None:
-    """Return what a tool cannot express of a run and what to take instead, or None."""
+    """Return what a tool cannot express of a run and what to use instead; None if it can express
+    all.
+    """
     stage = job.stages[0]
     if len(plan.stages) > 1:
         return (
@@ -132,8 +133,9 @@ def steps_in_round(job: Job) -> list[int]:
 
 
 def count_rounds(folder: Path, plan: Plan, job: Job) -> int:
-    """Return the rounds of a run, or the planned ones if it has not ended. Raises UsageError if
-    neither is known.
+    """Return the rounds of a run, or the planned ones if it has not ended.
+
+    Raises: UsageError if neither is known.
     """
     outcome = folder / "summary.json"
     steps: Any = plan.num_steps(job.stages[0].epoch_samples)
@@ -149,7 +151,7 @@ def count_rounds(folder: Path, plan: Plan, job: Job) -> int:
 
 
 def template_values(plan: Plan, job: Job) -> dict[str, Any]:
-    """Return what the templates name, beside the file."""
+    """Return the values that the templates use."""
     stage = job.stages[0]
     own = job.parts.stages[0]
     sizes = {"sample_shape": plan.sample_shape, "num_classes": plan.num_classes}

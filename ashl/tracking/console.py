@@ -1,7 +1,6 @@
-"""What a person sees: a live table while the run goes on, plain lines outside a terminal, the
-outcome at the end.
+"""Show a run to the user: a live table on a terminal, lines in a pipe, the outcome at the end.
 
-Only this module draws, and only in the process that leads the run.
+Only this module prints, and only in the process that leads the run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,26 +19,22 @@ from ashl.config.override import command_text
 from ashl.tracking import stages
 from ashl.tracking.store import ADDRESS
 
-FRAME_S = 0.25  # between two drawings of the table; 16 rows take 6 ms
-LINE_S = 2.0  # between two lines in a pipe
+FRAME_S = 0.25  # seconds between two drawings of the table; 16 rows take 6 ms
+LINE_S = 2.0  # seconds between two lines in a pipe
 MAX_ROWS = 16
 MAX_FAILED = 4  # failed workers that the outcome lists one by one
-SLOWER = 0.02  # from here on the outcome tells that the machine did not keep the declared pace
-STYLE = {"finished": "bold green", "interrupted": "bold yellow"}  # of a status; the others are red
-# columns of the outcome that a narrow terminal leaves out, in this order
+# The outcome reports a machine that was slower than declared by more than this share.
+SLOWER = 0.02
+# style of each status; all others are red
+STYLE = {"finished": "bold green", "interrupted": "bold yellow"}
+# Columns of the outcome that a narrow terminal leaves out, in this order.
 LEAST_IMPORTANT = ("max", "staleness", "compress", "down", "pull", "push")
-SHARES = (
-    "compute",
-    "compress",
-    "push",
-    "pull",
-    "wait",
-    "down",
-)  # what a worker's time is made of, as in summary.json
+# Parts of a worker's time, named as in summary.json.
+SHARES = ("compute", "compress", "push", "pull", "wait", "down")
 
 
 class WorkerFrame(NamedTuple):
-    """How a worker stands. What is None is shown as a dash."""
+    """The state of a worker; None is shown as a dash."""
 
     rank: int
     step: int
@@ -47,11 +42,11 @@ class WorkerFrame(NamedTuple):
     wait_share: float | None
     staleness: float | None
     loss: float | None
-    down: bool = False  # whether it is lost, and not back
+    down: bool = False  # True if it has failed and not rejoined
 
 
 class Frame(NamedTuple):
-    """How a run stands. What is None is left out or shown as a dash."""
+    """The state of a run; None is left out or shown as a dash."""
 
     time_s: float
     host_s: float
@@ -60,7 +55,8 @@ class Frame(NamedTuple):
     commits: int
     loss: float | None
     accuracy: float | None
-    metric: tuple[str, float] | None  # the task's own, by its name, where it has no accuracy
+    # name and value of the task's own metric, if it has no accuracy
+    metric: tuple[str, float] | None
     samples_per_s: float | None
     wait_share: float | None
     progress: float | None  # 0 to 1
@@ -69,12 +65,11 @@ class Frame(NamedTuple):
 
 
 class Progress:
-    """The state of a run as it changes. A context manager, so that the terminal is left in order
-    whatever happens.
+    """The changing display of a run, as a context manager that always restores the terminal.
 
-    On a terminal: a table of the workers, drawn at most every 0.25 s and gone at the end.
-    Elsewhere: a line every 2 s. With `quiet`: nothing. The pace is that of the snapshots' `host_s`;
-    no clock is read.
+    On a terminal it is a table of the workers, drawn at most every 0.25 s and removed at the end.
+    In a pipe it is a line every 2 s. With `quiet` it is nothing. Times are those of the frames'
+    `host_s`; no clock is read.
     """
 
     def __init__(
@@ -96,14 +91,16 @@ class Progress:
             self._live.start()
 
     def due(self, host_s: float) -> bool:
-        """Whether an update at this time would be shown, so that nobody makes a snapshot
-        in vain.
+        """Return True if an update at this time would be shown, so that no frame is made for
+        nothing.
         """
         return not self._quiet and host_s >= self._due_s
 
     def update(self, frame: Frame) -> None:
-        """Show it, unless the last one is still fresh. A line waits until there is something to
-        tell, and the outcome speaks for itself.
+        """Show a frame, unless the last one is recent.
+
+        In a pipe, no line is printed before the first commit, nor at the end, where the outcome
+        follows.
         """
         if not self.due(frame.host_s):
             return
@@ -119,12 +116,12 @@ class Progress:
             self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def say(self, text: str) -> None:
-        """Print a line, above the table where there is one."""
+        """Print a line, above the table if there is one."""
         if not self._quiet:
             self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def close(self) -> None:
-        """Take the table away. May be called twice."""
+        """Remove the table. May be called twice."""
         if self._live:
             self._live.stop()
 
@@ -167,10 +164,10 @@ class Progress:
 
 
 def outcome(console: Console, summary: dict, run_dir: Path, link: str | None) -> None:
-    """Print how the run ended: the totals, a table of the workers, the run folder and the deep
+    """Print how the run ended: the totals, a table of the workers, the run folder and the MLflow
     link.
 
-    `summary` is that of `summary.json`; what a run that failed early does not have is shown as a
+    Args: summary is that of `summary.json`; values that a failed run does not have are shown as a
     dash.
     """
     status = Text(summary["status"], style=STYLE.get(summary["status"], "bold red"))
@@ -195,20 +192,28 @@ def outcome(console: Console, summary: dict, run_dir: Path, link: str | None) ->
     if link and link.startswith(ADDRESS):
         link = command_text("ui", run_dir)
     for label, value in (("run folder", str(run_dir)), ("MLflow", link)):
-        if value:  # unwrapped, so that it can be copied or clicked
+        if value:  # not wrapped, so that it can be copied or clicked
             console.print(Text.assemble((f"{label:<10}", "dim"), "  ", value), soft_wrap=True)
 
 
 def _totals(summary: dict) -> Iterator[tuple[str, str]]:
-    final, best = summary.get("final") or {}, summary.get("best") or {}
-    kind = summary.get("time_kind") or ""
-    yield (
-        "time",
-        (
-            f"{seconds(summary.get('time_s'))} {kind}, {seconds(summary.get('host_s'))} on this"
-            " machine"
-        ),
-    )
+    """Yield the totals of a run as label and text."""
+    yield "time", duration(summary)
+    yield from _steps(summary)
+    yield from _scores(summary)
+    yield from _costs(summary)
+    yield from _measurements(summary)
+
+
+def duration(summary: Mapping[str, Any]) -> str:
+    """Return the run's time on its own clock, and its time in all on this machine."""
+    time_s, host_s = seconds(summary.get("time_s")), seconds(summary.get("host_s"))
+    if summary.get("time_kind") == "virtual":
+        return f"{time_s} of virtual time, computed in {host_s}"
+    return f"{time_s} of training, {host_s} in all with start and evaluations"
+
+
+def _steps(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     dropped = (
         f", {number(summary['dropped_steps'])} dropped" if summary.get("dropped_steps") else ""
     )
@@ -220,6 +225,10 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
     yield "steps", f"{number(summary.get('steps'))}{dropped}, {rates}"
     if why:
         yield "dropped", why
+
+
+def _scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    final, best = summary.get("final") or {}, summary.get("best") or {}
     if final.get("test_accuracy") is not None:
         top = (
             f", best {percent(best.get('test_accuracy'))} after {seconds(best.get('time_s'))}"
@@ -241,6 +250,9 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
             aims + (" not reached" if reached is None else f" reached after {seconds(reached)}"),
         )
     yield "loss", f"train {number(final.get('train_loss'))}, test {number(final.get('test_loss'))}"
+
+
+def _costs(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     lead = "" if summary.get("max_lead") is None else f", largest lead {summary['max_lead']}"
     waited, training = percent(summary.get("wait_share")), stages.training_wait_share(summary)
     apart = "" if training is None else f"; without profiling {percent(training)}"
@@ -255,7 +267,7 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
         if (goodput := summary.get("goodput")) is not None:
             yield "goodput", f"{percent(goodput)} of the steps/s planned without failures"
     if (hidden := summary.get("comm_hidden_share")) is not None:
-        yield "hidden", f"{percent(hidden)} of the time of sums behind other work"
+        yield "hidden", f"{percent(hidden)} of the collectives' time behind other work"
     pace = summary.get("pace") or {}
     if pace.get("slower_by", 0.0) > SLOWER:
         parts = [(kind, pace[f"{kind}_slower_by"]) for kind in ("steps", "transfers", "encodings")]
@@ -265,8 +277,11 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
         "traffic",
         f"{megabytes(summary.get('bytes_up'))} up, {megabytes(summary.get('bytes_down'))} down",
     )
-    if stats := summary.get("compression"):  # at the last messages that the workers reported
-        parts = [f"{number(stats['bits'])} bits an element"]
+
+
+def _measurements(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if stats := summary.get("compression"):  # of the last messages that the workers reported
+        parts = [f"{number(stats['bits'])} bits per element"]
         parts += [
             f"{name.replace('_', ' ')} {number(stats[name])}"
             for name in ("relative_error", "cosine")
@@ -281,7 +296,7 @@ def _totals(summary: dict) -> Iterator[tuple[str, str]]:
 
 
 def _aims(summary: Mapping[str, Any]) -> str:
-    """The targets of a run, in words; empty without one."""
+    """Return the targets of a run in words; "" without one."""
     accuracy, loss, metric = (
         summary.get(f"target_{what}") for what in ("accuracy", "loss", "metric")
     )
@@ -301,7 +316,7 @@ def _workers(summary: dict, width: int) -> Table:
     workers = summary.get("workers") or []
     time_s = summary.get("time_s") or 0.0
     parts = [part for part in SHARES if any(worker.get(f"{part}_s") for worker in workers)]
-    _, profiled = stages.profiling(summary)  # waiting there is a column of its own
+    _, profiled = stages.profiling(summary)  # waiting during profiling has a column of its own
     titles = ["worker", "steps", *parts, *["profiling"] * bool(profiled), "staleness", "max", "up"]
     rows = []
     for rank, worker in enumerate(workers[:MAX_ROWS]):
@@ -320,7 +335,7 @@ def _workers(summary: dict, width: int) -> Table:
     table = _table(*compress(titles, shown))
     for row in rows:
         table.add_row(*compress(row, shown))
-    captions = [f"no room for {', '.join(absent)}; summary.json has them"] * bool(absent)
+    captions = [f"no room for {', '.join(absent)}; see summary.json"] * bool(absent)
     captions += [f"and {len(workers) - MAX_ROWS} more workers, in summary.json"] * (
         len(workers) > MAX_ROWS
     )
@@ -331,8 +346,8 @@ def _workers(summary: dict, width: int) -> Table:
 def columns_without_room(
     titles: Sequence[str], rows: Sequence[Sequence[str]], width: int
 ) -> list[str]:
-    """Return the titles of the columns that a table of `width` characters cannot show, the least
-    important first.
+    """Return the titles of columns that do not fit into `width` characters, the least important
+    first.
     """
     widths = {
         title: 2 + max(map(len, cells)) for title, *cells in zip(titles, titles, *rows, strict=True)
@@ -375,7 +390,7 @@ def _texts(facts: Iterator[tuple[str, str]]) -> list[Text]:
 
 
 def number(value: float | None) -> str:
-    """Whole numbers in full, others to three digits: 12,345 and 0.0123."""
+    """Format whole numbers in full, others with three digits: 12,345 and 0.0123."""
     if value is None:
         return "-"
     if float(value).is_integer() or abs(value) >= 1000:
@@ -384,17 +399,17 @@ def number(value: float | None) -> str:
 
 
 def milliseconds(cost: float) -> str:
-    """Seconds in ms; what no clock resolves is not written out."""
+    """Format seconds in ms; values below the resolution of clocks become "<0.001"."""
     return "<0.001" if 0 < cost < 1e-6 else number(1e3 * cost)
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """A share as 97.3 %."""
+    """Format a share as 97.3 %."""
     return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def seconds(value: float | None) -> str:
-    """A duration as 0.25 s, 12.3 s, 2 min 05 s or 3 h 07 min."""
+    """Format a duration as 0.25 s, 12.3 s, 2 min 05 s or 3 h 07 min."""
     if value is None:
         return "-"
     if value < 60:
@@ -406,7 +421,7 @@ def seconds(value: float | None) -> str:
 
 
 def megabytes(size: float | None) -> str:
-    """A number of bytes in MB of 10^6."""
+    """Format a number of bytes in MB of 10^6 bytes."""
     return (
         "-" if size is None else f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e6:,.0f} MB"
     )

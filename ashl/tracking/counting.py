@@ -1,4 +1,4 @@
-"""Show the progress of a long preparation: in place on a terminal, elsewhere as lines on standard
+"""Show the progress of a long preparation: in place on a terminal, else as lines on standard
 error.
 """
 
@@ -10,7 +10,7 @@ LINE_S = 2.0  # between two lines
 
 
 class Counting:
-    """A context in which `update` says what is done now. With `quiet` it shows nothing."""
+    """A context in which `update` shows what is in progress; with `quiet` it shows nothing."""
 
     def __init__(self, what: str, *, quiet: bool = False) -> None:
         self._what, self._due_s = what, time.monotonic() + LINE_S
@@ -29,7 +29,7 @@ class Counting:
             self._status.stop()
 
     def update(self, done: int, size: int, name: str = "") -> None:
-        """`done` of `size` things are ready, and `name` is next."""
+        """Show that `done` of `size` items are ready and that `name` is next."""
         line = f"{self._what}: {done} of {size}" + f" ({name})" * bool(name)
         if self._status:
             self._status.update(line)

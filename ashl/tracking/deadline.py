@@ -1,10 +1,10 @@
-"""A budget of host seconds, and what is left of it."""
+"""A budget of host seconds, and the part of it that remains."""
 
 import time
 
 
 class Deadline:
-    """Begins when it is made."""
+    """A budget that begins when the object is made."""
 
     def __init__(self, budget_s: float) -> None:
         self.budget_s = budget_s

@@ -1,5 +1,5 @@
-"""Records as lines of events.jsonl: times in seconds, and of a round what each class of time came
-to.
+"""Convert records to lines of events.jsonl: times in seconds, and for a round the time of each
+kind.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from ashl.runtime.time_accounting import KINDS
 
 
 def as_event(record: Round | StageEnd | Replan | Lost | Joined) -> dict[str, Any]:
-    """One line."""
+    """Return the line of a record."""
     if isinstance(record, Lost | Joined):
         reason = {"reason": record.why} if isinstance(record, Lost) else {}
         return {

@@ -1,6 +1,4 @@
-"""What is known before anything runs: what the workers cost, who does what, and what it should
-reach.
-"""
+"""Print what is known before a run: the workers' costs, their assignments, and the predictions."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -16,12 +14,12 @@ from ashl.plan.plan import Plan, StagePlan
 from ashl.plan.profile import NOISES, Profile
 from ashl.tracking.console import MAX_ROWS, milliseconds, number, percent, seconds
 
-SHOWN_LEVELS = (0.05, 0.5, 0.95, 1.0)  # of step times
-PROFILING = "ashl.sync.profiling.Profiling"  # a stage that has no H and keeps nothing
+SHOWN_LEVELS = (0.05, 0.5, 0.95, 1.0)  # quantiles of step times that are printed
+PROFILING = "ashl.sync.profiling.Profiling"  # a stage that has no H and no density
 
 
 def show_profile(console: Console, profile: Profile) -> None:
-    """Print what a step, a push, a pull and an encoding cost each worker."""
+    """Print the cost of a step, a push, a pull and an encoding for each worker."""
     console.print(
         f"[bold]profile[/] {profile.source}, {escape(profile.model)} with {profile.num_params:,}"
         " parameters"
@@ -76,7 +74,7 @@ def show_profile(console: Console, profile: Profile) -> None:
 
 
 def show_distributions(console: Console, profile: Profile) -> None:
-    """Print quantiles of each worker's step, and what codecs cost for the whole model."""
+    """Print quantiles of each worker's step times, and the cost of codecs for the whole model."""
     timed = [
         (rank, worker.step_times_s)
         for rank, worker in enumerate(profile.workers)
@@ -106,8 +104,8 @@ def show_distributions(console: Console, profile: Profile) -> None:
 
 
 def show_hosts(console: Console, profile: Profile) -> None:
-    """Print where it was measured, if on several machines, and whether the server may have a better
-    place.
+    """Print where a profile of several nodes was measured, and whether the server may have a
+    better node.
     """
     hosts = [worker.host for worker in profile.workers]
     if len({*hosts, profile.server_host} - {None}) < 2:
@@ -117,14 +115,14 @@ def show_hosts(console: Console, profile: Profile) -> None:
     console.print(f"{workers}{more}; the server on {profile.server_host}", markup=False)
     if better := profile.better_host:
         console.print(
-            f"all that the server's port lets through comes from {better}: its link is no worse,"
-            f" perhaps better; cluster.server_host={better} would tell",
+            f"all traffic that the server's NIC can take comes from {better}: its link is no"
+            f" worse, perhaps better; to find out, set cluster.server_host={better}",
             markup=False,
         )
 
 
 def show_parts(console: Console, profile: Profile) -> None:
-    """Print what both passes cost by layer group, and messages by their bytes."""
+    """Print the cost of both passes by layer group, and of messages by their bytes."""
     if groups := profile.group_bytes:
         console.print("layer groups, the last layers first: medians over the workers")
         table = Table("group", "kB", "forward ms", "backward ms", box=None, padding=(0, 2, 0, 0))
@@ -149,14 +147,14 @@ def show_parts(console: Console, profile: Profile) -> None:
     sums = [] if profile.all_reduce is None else [profile.all_reduce]
     for what, lines in (
         ("a message to or from the server", links),
-        ("a sum over all workers", sums),
+        ("an all-reduce over all workers", sums),
     ):
         if lines:
             latencies, rates = (
                 [line.latency_s for line in lines],
                 [1e6 * line.s_per_byte for line in lines],
             )
-            console.print(f"{what}: {spanned(latencies)} ms, and {spanned(rates)} ms for each MB")
+            console.print(f"{what}: {spanned(latencies)} ms, and {spanned(rates)} ms per MB")
     if (beside := profile.contention) is not None:
         less, longer = f"{100 * beside.pace_reduction:.2g} %", f"{beside.collective_slowdown:.3g}"
         console.print(
@@ -168,15 +166,15 @@ def show_parts(console: Console, profile: Profile) -> None:
                 milliseconds(cost) for cost in (parts.step_s, parts.part_s, parts.sum_s)
             )
             console.print(
-                f"a gradient in parts takes {step} ms more, {part} ms for each, and {start} ms for"
-                " each sum"
+                f"a gradient in parts takes {step} ms more, {part} ms per part, and {start} ms per"
+                " all-reduce"
             )
     if links and not sums:
-        console.print("sums are not measured: there is one worker")
+        console.print("all-reduce is not measured: there is one worker")
 
 
 def spanned(costs: Sequence[float]) -> str:
-    """The least and the largest of these seconds in ms, or both at once."""
+    """Return the smallest and the largest of these seconds in ms; one number if both are equal."""
     low, high = milliseconds(min(costs)), milliseconds(max(costs))
     return low if low == high else f"{low} to {high}"
 
@@ -184,16 +182,16 @@ def spanned(costs: Sequence[float]) -> str:
 def forecast(
     console: Console, plan: Plan, epoch_samples: int, profile: Profile | None = None
 ) -> None:
-    """Print each stage with its workers, the predicted rates, and how long the run should take at
-    most.
+    """Print each stage with its workers, the predicted rates, and the longest predicted time of the
+    run.
 
-    With a profile, the cycle at the same H for all is beside the planned one.
+    Args: profile adds a column with the cycle at the same H for all workers.
     """
     crowd = f"{plan.num_workers} workers, {plan.num_params:,} parameters, seed {plan.seed}"
     console.print(f"[bold]{escape(plan.name)}[/] {crowd}")
     for stage in plan.stages:
         if stage.sync["_target_"] == PROFILING:
-            console.print(f"stage {stage.name}: measures steps and exchanges, and learns nothing")
+            console.print(f"stage {stage.name}: measures steps and exchanges, without training")
             continue
         console.print(stage_table(stage, profile))
         if len(stage.workers) > MAX_ROWS:
@@ -209,7 +207,7 @@ def forecast(
 
 
 def notes(console: Console, plan: Plan) -> None:
-    """Print what is legal and worth knowing."""
+    """Print the notes of a plan."""
     for note in plan.notes:
         console.print(
             f"note: {note}", soft_wrap=not console.is_terminal, highlight=False, markup=False
@@ -217,9 +215,7 @@ def notes(console: Console, plan: Plan) -> None:
 
 
 def duration(plan: Plan, epoch_samples: int) -> str:
-    """How many steps the run has, and how long they take at the rates of its stages; a target may
-    end it before.
-    """
+    """Return the number of steps and their predicted time; a target may end the run earlier."""
     limits, steps = plan.limits, plan.num_steps(epoch_samples)
     rates = [stage.predicted_steps_per_s for stage in plan.stages if stage.predicted_steps_per_s]
     ends = "" if limits.seconds is None else f"stops after {seconds(limits.seconds)}"

@@ -1,5 +1,6 @@
-"""JSON Lines and JSON files that hold whole records at any time, also on a full disk and after a
-kill.
+"""Read and write JSON Lines and JSON files that hold whole records at any time.
+
+This also holds on a full disk and after a kill.
 """
 
 import fcntl
@@ -22,12 +23,15 @@ class Listable(Protocol):
 
 
 class Lines:
-    """A JSONL file under construction. Opening it raises FileExistsError where there is one
-    already; with `size`, it goes on after so many bytes of the one that is there. Raises
-    BlockingIOError while another process is writing it.
+    """A JSONL file that is being written.
 
-    A line is one system call and is taken back if it did not fit, so that a reader (or a kill)
-    meets whole lines only.
+    A line is one system call and is removed again if it did not fit, so that a reader or a kill
+    finds whole lines only.
+
+    Args: size = None creates the file; else writing continues after the first `size` bytes of an
+    existing file.
+    Raises: FileExistsError if the file exists already; BlockingIOError while another process writes
+    it.
     """
 
     def __init__(self, path: Path, size: int | None = None):
@@ -44,11 +48,11 @@ class Lines:
             self._file.seek(size)
 
     def append(self, record: dict) -> None:
-        """Add one line. Raises OSError, and leaves the file as it was."""
+        """Append one line. Raises OSError, and leaves the file as it was."""
         line = dumps(record).encode() + b"\n"
         rest = memoryview(line)
         try:
-            while rest:  # a disk that fills up takes the first bytes and refuses the next call
+            while rest:  # a full disk takes the first bytes and refuses the next call
                 rest = rest[self._file.write(rest) :]
         except OSError:
             self._file.truncate(self.size)
@@ -60,8 +64,9 @@ class Lines:
 
 
 def read(path: Path) -> Iterator[dict]:
-    """Yield the records of a JSONL file; a last line that a kill cut off is left out. Raises
-    ValueError for a line that is no record.
+    """Yield the records of a JSONL file, without a last line that a kill has truncated.
+
+    Raises: ValueError for a line that is no record.
     """
     with open(path, "rb") as file:
         for line in file:
@@ -72,8 +77,8 @@ def read(path: Path) -> Iterator[dict]:
 
 
 def kept(path: Path, size: int, wanted: Callable[[dict], bool]) -> bytes | None:
-    """Of the first so many bytes of a JSONL file the wanted records, as they are there; None where
-    it is shorter.
+    """Return the wanted records in the first `size` bytes of a JSONL file; None if it is
+    shorter.
     """
     if not path.exists() or path.stat().st_size < size:
         return None
@@ -83,7 +88,10 @@ def kept(path: Path, size: int, wanted: Callable[[dict], bool]) -> bytes | None:
 
 @contextmanager
 def alone(path: Path) -> Generator[None, None, None]:
-    """While nobody else writes this file. Raises BlockingIOError while another process does."""
+    """Hold the file's lock inside, if it exists.
+
+    Raises: BlockingIOError if another process writes the file.
+    """
     if not path.exists():
         yield
         return
@@ -93,20 +101,22 @@ def alone(path: Path) -> Generator[None, None, None]:
 
 
 def lock(file: BinaryIO) -> None:
-    """Until it is closed, by whatever end of this process. Raises BlockingIOError where another one
-    has it.
+    """Lock a file until it is closed or this process ends in any way.
+
+    Raises: BlockingIOError if another process has locked it.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except OSError:  # not every file system of a network has locks
+    except OSError:  # some network file systems have no locks
         pass
 
 
 def tail(path: Path, offset: int) -> tuple[list[dict], int]:
-    """Records of a growing JSONL file from byte `offset` on, and the offset to go on from. No file
-    yet: no records.
+    """Return the records of a growing JSONL file from byte `offset` on, and the next offset.
+
+    A missing file has no records.
     """
     try:
         with open(path, "rb") as file:
@@ -118,7 +128,7 @@ def tail(path: Path, offset: int) -> tuple[list[dict], int]:
 
 
 def whole(path: Path) -> dict | None:
-    """The object in a JSON file; None where there is none that is whole."""
+    """Return the object in a JSON file; None if there is no complete one."""
     try:
         found = parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -127,14 +137,12 @@ def whole(path: Path) -> dict | None:
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Write `value` as `write_text` does."""
+    """Write `value` as JSON, as a whole or not at all. Raises OSError."""
     write_text(path, dumps(value, INDENTED) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that it holds either what it held or all of the new content. Raises
-    OSError.
-    """
+    """Write a file so that it holds either its old or the whole new content. Raises OSError."""
     part = path.with_name(path.name + ".part")
     try:
         with open(part, "w", encoding="utf-8") as file:
@@ -148,23 +156,22 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _plain(value: object) -> object:
-    """Numpy scalars and arrays (and tensors) as Python's own numbers and lists."""
+    """Convert numpy scalars, arrays and tensors to Python's own numbers and lists."""
     if not isinstance(value, Listable):
         raise TypeError(f"a record holds plain values only, not {type(value).__name__}")
     return value.tolist()
 
 
-LINE = json.JSONEncoder(
-    allow_nan=False, default=_plain, ensure_ascii=False
-)  # made once: json.dumps makes one a call
+# Encoders are made once: json.dumps would make one for each call.
+LINE = json.JSONEncoder(allow_nan=False, default=_plain, ensure_ascii=False)
 INDENTED = json.JSONEncoder(allow_nan=False, default=_plain, ensure_ascii=False, indent=2)
 
 
 def dumps(value: object, encoder: json.JSONEncoder = LINE) -> str:
-    """JSON text of `value`. NaN and infinities, for which JSON has no literal, become null."""
+    """Return `value` as JSON; NaN and infinities, for which JSON has no literal, become null."""
     try:
         return encoder.encode(value)
-    except ValueError:  # something is not finite: rare, so only then is the slow walk worth it
+    except ValueError:  # only a value that is not finite needs the slow conversion
         return encoder.encode(_finite(value))
 
 

@@ -1,6 +1,4 @@
-"""The summary of a run whose process was killed before it could write one, from its other
-records.
-"""
+"""Write the summary of a killed run from its other records."""
 
 import math
 from pathlib import Path
@@ -16,10 +14,9 @@ AIMS = ("target_accuracy", "target_loss", "target_metric")
 
 
 def close_killed(run_dir: Path) -> bool:
-    """Write the summary that a killed run has left out; return True if it was missing and could be
-    written.
+    """Write the summary of a killed run; return True if it was missing and could be written.
 
-    A run that goes on holds a lock on its records, and is left alone.
+    A run in progress holds a lock on its records and is not touched.
     """
     if (run_dir / SUMMARY).exists() or not (run_dir / METRICS).exists():
         return False
@@ -29,19 +26,14 @@ def close_killed(run_dir: Path) -> bool:
             if plan is None:
                 return False
             jsonl.write_json(run_dir / SUMMARY, summary_of(plan, rows))
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ):  # it goes on; or is read-only, or damaged
+    # A run in progress, a read-only folder, or damaged records.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return True
 
 
 def summary_of(plan: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the last evaluation had recorded, under the names of a summary."""
+    """Return a summary with the values of the last evaluation."""
     last: dict[str, Any] = rows[-1] if rows else {}
     virtual = str(plan["runtime"]["_target_"]).endswith("SimRuntime")
     time_s, steps = last.get("time_s", 0.0), last.get("step", 0)

@@ -1,13 +1,12 @@
-"""MLflow as a copy of the run folder, kept by a process of its own: the only place that imports
-mlflow.
+"""Copy a run folder to MLflow in a process of its own; only this module imports mlflow.
 
-`start` launches `python -m ashl.tracking.mlflow RUN_DIR`, which follows metrics.jsonl; `finish`
-closes its standard input and collects what it has to say. A slow, locked, deleted or unreachable
-store is thus never felt by the run, whose records are whole without it. The death of the run's
-process closes the input too, and ends the writer.
+`start` launches `python -m ashl.tracking.mlflow RUN_DIR`, which follows metrics.jsonl. `finish`
+closes the writer's standard input and returns its answer. So a slow, locked, deleted or unreachable
+store never delays the run: the records in its folder are complete. If the run's process dies, the
+input closes as well, and the writer ends.
 
-A writer that is killed leaves its run RUNNING for ever. So each holds a lock on its log file, and
-the next writer puts an end to the runs whose lock is free.
+A writer that is killed leaves its run RUNNING for ever. So each writer holds a lock on its log
+file, and the next writer ends the runs whose lock is free.
 """
 
 import fcntl
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import RunInfo
 
-LOG = "mlflow.log"  # in the run folder: what went wrong; the lock on it says that the writer lives
+LOG = "mlflow.log"  # in the run folder: what failed; the lock on it shows that the writer lives
 ARTIFACTS = (
     SUMMARY,
     "config.yaml",
@@ -44,25 +43,20 @@ ARTIFACTS = (
     "report.html",
 )
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "diverged": "FAILED", "interrupted": "KILLED"}
-# of MLflow's default experiment: a path with quotes would break its SQL
+# Artifact root of MLflow's default experiment: a path with quotes would break its SQL.
 ROOT = "_MLFLOW_SERVER_ARTIFACT_ROOT"
-PERIOD_S = 1.0  # between two readings of metrics.jsonl
-# what a writer may take once its input is closed; a parent that still lives usually waits less
+PERIOD_S = 1.0  # seconds between two readings of metrics.jsonl
+# Seconds that a writer has after its input is closed; a living parent usually waits less.
 LAST_WORDS_S = 60
 MAX_NAME = 250  # characters
-INVALID = (  # MLflow's code for what it will not take however often it is sent
-    "INVALID_PARAMETER_VALUE"
-)
-MAX_METRICS, MAX_PARAMS, MAX_TEXT = (
-    1000,
-    100,
-    5000,
-)  # MLflow's limits: two for one call, one for a value's characters
+INVALID = "INVALID_PARAMETER_VALUE"  # MLflow's code for a value that it will never accept
+# MLflow's limits: metrics and parameters in one call, characters of a value.
+MAX_METRICS, MAX_PARAMS, MAX_TEXT = 1000, 100, 5000
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A running copy to MLflow; where `process` is None, `warning` says why there is none."""
+    """A writer process; if `process` is None, `warning` says why there is none."""
 
     run_dir: Path
     uri: str
@@ -80,12 +74,11 @@ def start(
     tags: Mapping[str, str],
     module: str = "ashl.tracking.mlflow",
 ) -> Writer:
-    """Begin to copy the run in `run_dir` to MLflow; returns at once and never raises. `module` is
-    the writer's.
+    """Start to copy the run in `run_dir` to MLflow; returns at once and never raises.
 
-    `store` is the folder of `mlflow.db` and `artifacts/`; MLFLOW_TRACKING_URI takes precedence.
-    `params` is the configuration, nested or flat. `tags` may hold MLflow's own, such as
-    `mlflow.note.content` and `mlflow.parentRunId`.
+    Args: store is the folder of `mlflow.db` and `artifacts/`, unless MLFLOW_TRACKING_URI is set;
+    params is the configuration, nested or flat; tags may contain MLflow's own, such as
+    `mlflow.note.content` and `mlflow.parentRunId`; module is that of the writer.
     """
     uri = stores.tracking_uri(store)
     job = {
@@ -107,7 +100,7 @@ def start(
                 env=stores.ENVIRONMENT
                 | ({ROOT: job["artifacts"]} if job["artifacts"] else {})
                 | os.environ,
-                # Ctrl-C is for the run; the writer has yet to log how it ended
+                # Ctrl-C is for the run; the writer still has to log the end of the run.
                 start_new_session=True,
             )
     except OSError as error:
@@ -118,7 +111,7 @@ def start(
 
 
 def send_line(writer: Writer, line: Mapping) -> None:
-    """A line for the writer; one that died is noticed by `finish`."""
+    """Send a line to the writer; `finish` notices a dead one."""
     if writer.process is not None and writer.process.stdin is not None:
         with suppress(OSError):
             writer.process.stdin.write(json.dumps(line) + "\n")
@@ -126,10 +119,9 @@ def send_line(writer: Writer, line: Mapping) -> None:
 
 
 def finish(writer: Writer, timeout_s: float = 30.0) -> tuple[str | None, str | None]:
-    """Let the writer log the end of the run; returns the deep link and a warning, either may be
-    None. Never raises.
+    """Let the writer log the end of the run; return the deep link and a warning, each may be None.
 
-    Call it after `Recorder.close`: without a summary the run counts as failed.
+    Never raises. Call it after `Recorder.close`: without a summary the run counts as failed.
     """
     if writer.process is None:
         return None, writer.warning
@@ -140,7 +132,7 @@ def finish(writer: Writer, timeout_s: float = 30.0) -> tuple[str | None, str | N
         writer.process.kill()
         writer.process.communicate()
         reason = f"{timeout_s:g} s were not enough"
-        if stores.is_locked(writer.uri):  # by another process, now that the writer has ended
+        if stores.is_locked(writer.uri):  # by another process, because the writer has ended
             reason = (
                 f"{stores.public(writer.uri)} is locked by another process; waited {timeout_s:g} s"
             )
@@ -157,25 +149,25 @@ def finish(writer: Writer, timeout_s: float = 30.0) -> tuple[str | None, str | N
 
 
 def flat(config: Mapping, prefix: str = "") -> dict[str, str]:
-    """The configuration as MLflow shows it: dotted names; a group has the name of its option, as
-    `choices` has it, or else as its `_target_` tells.
+    """Return the configuration as MLflow shows it: dotted names, and each group with its option's
+    name.
 
-    >>> flat({"choices": {"sync": "mine"}, "seed": 0, "sync": {"_target_": "ashl.sync.ssp.SSP",
-    "staleness": 3}}) {'seed': '0', 'sync': 'mine', 'sync.staleness': '3'}
+    The name is that in `choices`, else that of the class in `_target_`.
+
+    >>> flat({"choices": {"sync": "mine"}, "seed": 0, "sync": {"_target_": "a.b.C", "lag": 3}})
+    {'seed': '0', 'sync': 'mine', 'sync.lag': '3'}
     """
     params = {}
-    mute = (
-        "" if "sync" in config.get("choices", {"sync": ""}) else "sync"
-    )  # where the schedule names its own
+    # Without a choice of sync, the schedule names the sync modes of its stages.
+    mute = "" if "sync" in config.get("choices", {"sync": ""}) else "sync"
     for key, value in config.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if name in ("choices", mute):
             continue
         if isinstance(value, Mapping):
             params |= flat(value, name)
-        elif name.endswith(
-            "._target_"
-        ):  # ashl's options are named as their modules, other libraries' as themselves
+        elif name.endswith("._target_"):
+            # The name of ashl's options is that of their module, of others that of their class.
             parts = str(value).split(".")
             params[name.removesuffix("._target_")] = parts[-2] if parts[0] == "ashl" else parts[-1]
         else:
@@ -186,8 +178,9 @@ def flat(config: Mapping, prefix: str = "") -> dict[str, str]:
 
 
 def accepted(name: str) -> str:
-    """Return a name as MLflow takes it: other signs become underscores, and no part of a path is
-    empty or dots.
+    """Return a name that MLflow accepts: other characters become underscores.
+
+    No part of a path is empty or consists of dots.
 
     >>> accepted("measure/top@5 (all)"), accepted("a//../b")
     ('measure/top_5 _all_', 'a/_/_/b')
@@ -197,9 +190,7 @@ def accepted(name: str) -> str:
 
 
 def renamed(params: Mapping[str, str]) -> dict[str, str]:
-    """Return parameters by names that MLflow takes; of equal names the later ones have a number
-    behind.
-    """
+    """Return the parameters under names that MLflow accepts; equal names get a number appended."""
     found: dict[str, str] = {}
     for name, value in params.items():
         right, count = accepted(name), 1
@@ -211,12 +202,12 @@ def renamed(params: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """The writer's process: `python -m ashl.tracking.mlflow RUN_DIR`."""
+    """Run the writer's process: `python -m ashl.tracking.mlflow RUN_DIR`."""
     serve(Copy)
 
 
 class Copier(Protocol):
-    """What a writer's process does; what failed may be called again."""
+    """The work of a writer's process; a method that failed may be called again."""
 
     @property
     def run_dir(self) -> Path: ...
@@ -234,12 +225,14 @@ class Copier(Protocol):
 
 
 def serve(make: Callable[[Path, dict], Copier]) -> None:
-    """The whole of a writer's process. Its argument is the folder, its input begins with the job, a
-    line of JSON, and its answer is the deep link and a warning; `make(folder, job)` is what copies.
+    """Run a writer's process.
+
+    Its argument is the folder. Its input begins with the job, a line of JSON. Its answer is the
+    deep link and a warning. `make(folder, job)` returns the object that copies.
     """
-    os.nice(10)  # the run comes first
+    os.nice(10)  # the run has priority
     answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever MLflow prints belongs in the log
+    os.dup2(2, 1)  # everything that MLflow prints belongs in the log
     folder = Path(sys.argv[1])
     job = json.loads(sys.stdin.readline())
     with open(folder / LOG, "ab") as log, answer:
@@ -248,7 +241,7 @@ def serve(make: Callable[[Path, dict], Copier]) -> None:
 
 
 def _follow(copy: Copier) -> tuple[str | None, str | None]:
-    """Copy until the input is closed, trying again after each failure; returns the deep link and a
+    """Copy until the input is closed, and repeat after each failure; return the deep link and a
     warning.
     """
     ended = False
@@ -273,7 +266,7 @@ def _follow(copy: Copier) -> tuple[str | None, str | None]:
 
 
 class Copy:
-    """The MLflow side of one run. What failed may be called again."""
+    """The MLflow side of one run; a method that failed may be called again."""
 
     client: "MlflowClient"
     experiment: str | None = None
@@ -283,12 +276,13 @@ class Copy:
         self.run_dir = run_dir
         self.job = job
         self.params = list(renamed(job["params"]).items())
-        self.refused: dict[str, None] = {}  # names of what MLflow has not taken
+        self.refused: dict[str, None] = {}  # names that MLflow has refused
         self.copied = 0  # bytes of metrics.jsonl
-        self.span_ms = span_ms(run_dir)  # start and end of a run that is over; None = it goes on
+        # start and end of a run that has ended; None = it is in progress
+        self.span_ms = span_ms(run_dir)
 
     def advance(self) -> None:
-        """Make the run if there is none yet, then copy the metrics that have come since."""
+        """Create the run if there is none, then copy new metrics."""
         if self.experiment is None:
             self._open()
         self.log_params()
@@ -297,18 +291,16 @@ class Copy:
         self.copied = end
 
     def close(self) -> tuple[str | None, str | None]:
-        """Log the summary and the artifacts and end the run; returns the deep link and a
-        warning.
-        """
+        """Log the summary and the artifacts and end the run; return the deep link and a warning."""
         summary = _summary(self.run_dir)
         run_id = self.run.run_id
-        # Six digits, so that a cell of MLflow's table shows all of a number.
+        # Six digits, so that a cell of MLflow's table shows the whole number.
         self.log_metrics(
             (f"final/{name}", float(f"{value:.6g}"), 0, 0.0) for name, value in finals(summary)
         )
         for key in ("status", "exit_reason"):
             self.client.set_tag(run_id, f"ashl.{key}", str(summary.get(key))[:MAX_TEXT])
-        with suppress(Exception):  # the view is that of the last run
+        with suppress(Exception):  # the view is that of the latest run
             self.client.set_experiment_tag(
                 str(self.experiment),
                 view.TAG,
@@ -331,11 +323,13 @@ class Copy:
         return page_of(self.job["uri"], str(self.experiment)), warning
 
     def hear(self, line: dict) -> None:
-        """A run is all that there is to copy: nothing is said of it but its end."""
+        """Ignore the line: a single run has nothing else to copy."""
 
     def loss(self) -> str | None:
-        """What became of the database, if it is not the one that the run was begun in; SQLite
-        itself may not notice.
+        """Return what happened to the database if it was deleted or replaced during the run, else
+        None.
+
+        SQLite itself may not notice.
         """
         database = stores.database(self.job["uri"])
         if database is None or self.experiment is None or stores.has_run(database, self.run.run_id):
@@ -348,7 +342,7 @@ class Copy:
         _reap(self.client, experiment, self.run.run_id)
 
     def begin(self, experiment: str) -> None:
-        """Make the run."""
+        """Create the run."""
         tags = {
             "mlflow.source.name": "ashl",
             "ashl.host": socket.gethostname(),
@@ -361,7 +355,7 @@ class Copy:
         self.experiment = experiment
 
     def log_params(self) -> None:
-        """What is left of them."""
+        """Log the parameters that are not logged yet."""
         from mlflow.entities import Param
 
         while self.params:
@@ -369,7 +363,7 @@ class Copy:
             self.params = self.params[MAX_PARAMS:]
 
     def log_metrics(self, entries: Iterable[tuple[str, float, int, float]]) -> None:
-        """Name, value, step and host seconds of each."""
+        """Log metrics, each given as name, value, step and host seconds."""
         from mlflow.entities import Metric
 
         began = self.run.start_time
@@ -381,7 +375,7 @@ class Copy:
             self._log(batch[first : first + MAX_METRICS], measured=True)
 
     def _log(self, batch: list, *, measured: bool) -> None:
-        """Log metrics or parameters. What MLflow refuses is left out and named in the end."""
+        """Log metrics or parameters; note the names that MLflow refuses."""
         run_id = self.run.run_id
         try:
             if measured:
@@ -400,7 +394,9 @@ class Copy:
 
 
 def connect(job: Mapping) -> tuple["MlflowClient", str]:
-    """The store that a job names, and the id of its experiment; both are made where needed."""
+    """Return the client of a job's store and the id of its experiment; both are created if
+    missing.
+    """
     from mlflow import MlflowClient
 
     with stores.schema_lock(job["uri"]):
@@ -409,17 +405,17 @@ def connect(job: Mapping) -> tuple["MlflowClient", str]:
 
 
 def page_of(uri: str, experiment: str) -> str:
-    """Deep link to an experiment, on the store's own server or on the one that `ashl ui` starts."""
+    """Return the deep link to an experiment, on the store's own server or on that of `ashl ui`."""
     return stores.link(
         stores.public(uri) if stores.database(uri) is None else stores.ADDRESS, experiment
     )
 
 
 def points(record: dict) -> Iterator[tuple[str, float, int, float]]:
-    """Name, value, step and host seconds of what a line of metrics.jsonl measures.
+    """Yield name, value, step and host seconds of each metric in a line of metrics.jsonl.
 
-    Only names with a slash are metrics, and null (a loss that is no number) is left out. `test/acc`
-    comes first: MLflow makes the first one the key metric.
+    Only names with a slash are metrics. A null, for example a loss that is no number, is left out.
+    `test/acc` comes first, because MLflow makes the first metric the key metric.
     """
     for name in sorted(record, key=lambda name: name != "test/acc"):
         if "/" in name and record[name] is not None:
@@ -427,8 +423,8 @@ def points(record: dict) -> Iterator[tuple[str, float, int, float]]:
 
 
 def finals(summary: dict) -> Iterator[tuple[str, float]]:
-    """The numbers of a summary, one name each: `test_accuracy`, `best_time_s`, `wait_share_w0` and
-    so on.
+    """Yield the numbers of a summary by name: `test_accuracy`, `best_time_s`, `wait_share_w0`
+    and so on.
     """
     for key, value in summary.items():
         if key in ("final", "best"):
@@ -448,32 +444,32 @@ def finals(summary: dict) -> Iterator[tuple[str, float]]:
 
 
 def _experiment(client: "MlflowClient", name: str, artifacts: str | None) -> str:
-    """The id of the experiment `name` with our saved view; made, or brought back from the bin,
-    where needed.
+    """Return the id of the experiment `name` with the saved view; it is created or restored if
+    needed.
     """
     if client.get_experiment_by_name(name) is None:
         try:
             client.create_experiment(name, artifact_location=artifacts)
         except Exception:
-            if (
-                client.get_experiment_by_name(name) is None
-            ):  # else someone was faster, on a shared server
+            # On a shared server, another process may have created it meanwhile.
+            if client.get_experiment_by_name(name) is None:
                 raise
     found = client.get_experiment_by_name(name)
     assert found is not None
     if found.lifecycle_stage == "deleted":
         client.restore_experiment(found.experiment_id)
     if view.TAG not in found.tags:
-        with suppress(Exception):  # a plainer page is no reason to record nothing
+        with suppress(Exception):  # a page without the view is no reason to record nothing
             client.set_experiment_tag(found.experiment_id, view.TAG, view.tag())
     return found.experiment_id
 
 
 def _reap(client: "MlflowClient", experiment: str, own: str) -> None:
-    """End the runs of this host that are still RUNNING though their writer is gone (its lock is
-    free).
+    """End the runs of this host that are still RUNNING although their writer has ended.
+
+    The lock of such a writer is free.
     """
-    with suppress(Exception):  # good order is no reason to record nothing
+    with suppress(Exception):  # a failed cleanup is no reason to record nothing
         query = f"attributes.status = 'RUNNING' and tags.`ashl.host` = '{socket.gethostname()}'"
         for run in client.search_runs([experiment], query):
             run_dir = Path(run.data.tags["ashl.run_dir"])
@@ -502,11 +498,10 @@ def _summary(run_dir: Path) -> dict:
 
 
 def span_ms(run_dir: Path) -> tuple[int, int] | None:
-    """Return when a run started and ended, in milliseconds of the epoch; None where it has no
-    summary yet.
+    """Return when a run started and ended, in milliseconds of the epoch; None without a summary.
 
-    The end is when the summary was written; the start follows from `host_s`, its seconds on this
-    machine.
+    The end is the time at which the summary was written. The start follows from `host_s`, the run's
+    seconds on this machine.
     """
     try:
         ended_s = (run_dir / SUMMARY).stat().st_mtime

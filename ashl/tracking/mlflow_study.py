@@ -1,11 +1,12 @@
-"""A sweep in MLflow: an experiment of its own, a parent run for the sweep and one below it for each
-of its runs; where there are several seeds, each setting is a run between them, with the medians
-over its seeds.
+"""Copy a sweep to MLflow: an experiment with a parent run for the sweep and a run for each of its
+runs.
 
-`python -m ashl.tracking.mlflow_study FOLDER` is the writer's process (see `ashl.tracking.mlflow`):
-its input begins with the sweep, then a line for each run that has ended. Runs that are there
-already are not copied again, so a sweep that is taken up tells of all its runs, and what a deleted
-or locked store has lost is there afterwards.
+With several seeds, each setting has a run between both levels, with the medians over its seeds.
+
+`python -m ashl.tracking.mlflow_study FOLDER` is the writer's process (see `ashl.tracking.mlflow`).
+Its input begins with the sweep, then has a line for each run that has ended. Runs that MLflow has
+already are not copied again. So a resumed sweep sends all its runs, and what a deleted or locked
+store lacks is copied then.
 """
 
 import hashlib
@@ -20,19 +21,19 @@ from ashl.tracking import jsonl, mlflow, view
 from ashl.tracking.recorder import METRICS, SUMMARY
 
 SWEEP = "sweep.json"
-DROPPED = "ashl.dropped"  # the tag with the reason why a race has dropped a run or a setting
+DROPPED = "ashl.dropped"  # tag: why a race has dropped a run or a setting
 ARTIFACTS = (SWEEP, "leaderboard.md", "report.html", "figures")
 MODULE = "ashl.tracking.mlflow_study"
-# the tag that says which outcome a run was copied with; of a setting, of which runs
+# Tag: the outcome with which a run was copied; of a setting, the outcomes of its runs.
 WRITER = "ashl.run.summary"
-LATE = "time_to_target_s"  # what is not there has not come: it is later than all that have
-ENOUGH = 10_000  # runs of one sweep
+LATE = "time_to_target_s"  # a missing time counts as later than all others
+ENOUGH = 10_000  # most runs of one sweep
 
 
 def start(
     folder: Path, *, store: Path, name: str, axes: Sequence[str], command: str
 ) -> mlflow.Writer:
-    """Begin to copy the sweep in `folder`; returns at once and never raises."""
+    """Start to copy the sweep in `folder`; returns at once and never raises."""
     tags = {"ashl.kind": "sweep", "ashl.sweep": folder.name, "mlflow.note.content": f"`{command}`"}
     tags |= {"ashl.axes": json.dumps(list(axes))}
     return mlflow.start(
@@ -43,8 +44,8 @@ def start(
 def add(
     writer: mlflow.Writer, run_dir: Path, run_name: str, config: Mapping, setting: str = ""
 ) -> None:
-    """A run has ended; `setting` is what its seeds have in common, "" where there is one
-    seed only.
+    """Report a run that has ended; `setting` is the label without the seed, "" with one seed
+    only.
     """
     line = {"run_dir": str(run_dir.absolute()), "run_name": run_name, "setting": setting}
     mlflow.send_line(writer, line | {"params": mlflow.flat(config)})
@@ -55,22 +56,21 @@ def main() -> None:
 
 
 class Study:
-    """The MLflow side of one sweep. What failed may be called again."""
+    """The MLflow side of one sweep; a method that failed may be called again."""
 
     def __init__(self, folder: Path, job: dict):
         self.run_dir, self.job = folder, job
-        self.own = mlflow.Copy(folder, job)  # the sweep's run in MLflow, above the others
-        self.judged: dict = {}  # how the runs' task does it
-        self.warning: str | None = None  # what a run was not copied with
+        self.own = mlflow.Copy(folder, job)  # the sweep's run in MLflow, parent of the others
+        self.judged: dict = {}  # metric of the task, and whether lower is better
+        self.warning: str | None = None  # what failed when a run was copied
         self.waiting: list[dict] = []
-        self.known: dict[
-            str, tuple[str, str]
-        ] = {}  # (run id, outcome) by name, of runs and settings
-        self.settings: dict[str, dict[str, dict]] = {}  # the lines of each, by the run's name
-        self.lines: dict[str, dict] = {}  # by hash
+        # (run id, outcome) of runs and settings, by name
+        self.known: dict[str, tuple[str, str]] = {}
+        self.settings: dict[str, dict[str, dict]] = {}  # lines of each setting, by the run's name
+        self.lines: dict[str, dict] = {}  # lines by hash
 
     def hear(self, line: dict) -> None:
-        """A run has ended."""
+        """Note a run that has ended."""
         self.waiting.append(line)
         self.lines[Path(line["run_dir"]).name] = line
         if line["setting"]:
@@ -80,7 +80,7 @@ class Study:
         return self.own.loss()
 
     def advance(self) -> None:
-        """Copy what waits."""
+        """Copy the noted runs."""
         if self.own.experiment is None:
             self.open()
         while self.waiting:
@@ -88,7 +88,7 @@ class Study:
             self.waiting.pop(0)
 
     def open(self) -> None:
-        """Find the sweep and its runs, or make it."""
+        """Find the sweep and its runs in MLflow, or create the sweep."""
         self.client, self.experiment = mlflow.connect(self.job)
         self.own.client = self.client
         found = self.client.search_runs(
@@ -104,8 +104,8 @@ class Study:
         self.own.run, self.own.experiment = found[0].info, self.experiment
 
     def copy(self, line: dict) -> None:
-        """One run that has ended, with its metrics, outcome and files; what is there of it already
-        is replaced.
+        """Copy a run that has ended, with its metrics, outcome and files, in place of an earlier
+        copy.
         """
         run_dir, name = Path(line["run_dir"]), line["run_name"]
         summary = (run_dir / SUMMARY).read_bytes()
@@ -150,7 +150,7 @@ class Study:
         run_dir: Path,
         span_ms: tuple[int, int] | None = None,
     ) -> mlflow.Copy:
-        """Make a new run below the sweep, in the place of the one that is known."""
+        """Create a run below the sweep, in place of the known one."""
         if known:
             self.client.delete_run(known)
         tags = {"mlflow.parentRunId": self.own.run.run_id, "ashl.kind": kind}
@@ -162,13 +162,13 @@ class Study:
         return child
 
     def mark_copied(self, child: mlflow.Copy, outcome: str) -> None:
-        """All of it is there."""
+        """Tag a run as completely copied."""
         self.client.set_tag(child.run.run_id, WRITER, outcome)
         self.known[str(child.run.run_name)] = (child.run.run_id, outcome)
 
     def settle(self, name: str, lines: Sequence[dict]) -> None:
-        """A setting's run: what its seeds have in common, and the medians of what they came to; its
-        runs go below.
+        """Create a setting's run: common parameters and medians over its seeds, with its runs
+        below.
         """
         runs = [self.known[line["run_name"]] for line in lines]
         outcome = hashlib.sha256("".join(outcome for _, outcome in runs).encode()).hexdigest()[:16]
@@ -207,9 +207,7 @@ class Study:
         self.mark_copied(parent, outcome)
 
     def close(self) -> tuple[str | None, str | None]:
-        """The settings, the sweep's own files, its end, and the view on its experiment; returns the
-        deep link and a warning.
-        """
+        """Log settings and files, end the sweep and set the view; return the link and a warning."""
         for name, lines in self.settings.items():
             self.settle(name, list(lines.values()))
         self.tag_dropped()
@@ -217,7 +215,7 @@ class Study:
         for path in filter(Path.exists, (self.run_dir / name for name in ARTIFACTS)):
             log = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
             log(parent, str(path), *([path.name] if path.is_dir() else []))
-        with suppress(Exception):  # a plainer page is no reason to record nothing
+        with suppress(Exception):  # a page without the view is no reason to record nothing
             axes = json.loads(self.job["tags"]["ashl.axes"])
             self.client.set_experiment_tag(
                 self.experiment,
@@ -229,11 +227,12 @@ class Study:
 
 
 def middle(found: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """The median of each number that all have, of the target's time also where some did not get
-    there.
+    """Return the median of each number that all of them have.
 
-    >>> middle([{"a": 1.0, "time_to_target_s": 3.0}, {"a": 3.0}, {"a": 4.0, "b": 1.0,
-    "time_to_target_s": 5.0}]) {'a': 3.0, 'time_to_target_s': 5.0}
+    A time to target also has a median if some did not reach the target.
+
+    >>> middle([{"a": 1.0, LATE: 3.0}, {"a": 3.0}, {"a": 4.0, LATE: 5.0}])
+    {'a': 3.0, 'time_to_target_s': 5.0}
     """
     names = dict.fromkeys(
         name for one in found for name, value in one.items() if isinstance(value, int | float)

@@ -1,4 +1,4 @@
-"""What a run records, and where the records go."""
+"""Define the option of group tracking: what a run records, and where the records go."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,6 @@
-"""The record files of a run folder: events, metrics, trace and summary. One process writes them."""
+"""Write the record files of a run folder: events, metrics, trace and summary; one process writes
+them.
+"""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -10,20 +12,20 @@ from ashl.tracking import jsonl, timeline
 
 EVENTS, METRICS, TRACE, SUMMARY = "events.jsonl", "metrics.jsonl", "trace.json.gz", "summary.json"
 
-UNWRITABLE = (  # how the sentence about a full or read-only disk begins
-    "Cannot write to the run folder"
-)
+# Beginning of the message about a full or read-only disk.
+UNWRITABLE = "Cannot write to the run folder"
 
 
 class Recorder:
-    """Writer of the record files in `run_dir`, which is made if it is missing.
+    """The writer of the record files in `run_dir`, which is created if it is missing.
 
-    `events`: which rounds will come, see `ashl.runtime.records`; `none` keeps no other events
-    either. Records are plain dicts; NaN and infinities become null, numpy scalars and arrays become
-    numbers and lists. Raises UsageError when the folder already holds a run and AshlError when it
-    cannot be written to (read-only, disk full); what was written before stays readable. `sizes` are
-    those of an earlier recorder in the same folder: what it wrote after that moment is forgotten,
-    and written anew.
+    Records are plain dicts; NaN and infinities become null, numpy scalars and arrays become numbers
+    and lists. On a failure, everything written before stays readable.
+
+    Args: events says which rounds are recorded (see `ashl.runtime.records`); `none` records no
+    other events either. sizes are those of an earlier recorder in the same folder; what it wrote
+    later is removed and written again.
+    Raises: UsageError if the folder already holds a run; AshlError if it cannot be written to.
     """
 
     def __init__(self, run_dir: Path, events: Rounds, sizes: Mapping[str, int] | None = None):
@@ -47,7 +49,7 @@ class Recorder:
                 (run_dir / SUMMARY).unlink(missing_ok=True)
 
     def sizes(self) -> dict[str, int]:
-        """How much is written, by file."""
+        """Return the bytes written so far, by file."""
         return {METRICS: self._metrics.size} | ({EVENTS: self._events.size} if self._events else {})
 
     def event(self, record: dict) -> None:
@@ -59,26 +61,24 @@ class Recorder:
                 self._events.append(record)
 
     def metric(self, record: dict) -> None:
-        """Record one measurement of the run: `time_s`, `host_s`, `step` and so on, and metrics
-        named as `test/acc`.
+        """Record an evaluation: `time_s`, `host_s`, `step` and so on, and metrics with names
+        like `test/acc`.
         """
         with writing(self.run_dir):
             self._metrics.append(record)
 
     def document(self, name: str, text: str) -> None:
-        """Write a file beside the records, or write it anew: it holds what it held or all
-        of this.
-        """
+        """Write a further file of the run folder, as a whole or not at all."""
         with writing(self.run_dir):
             jsonl.write_text(self.run_dir / name, text)
 
     def leave(self) -> None:
-        """Close the files where nothing was run."""
+        """Close the files if nothing was run."""
         for lines in filter(None, (self._metrics, self._events)):
             lines.close()
 
     def close(self, summary: dict) -> None:
-        """Write the trace and then the summary: who sees `summary.json` finds everything else
+        """Write the trace and then the summary: once `summary.json` exists, all other files are
         complete.
         """
         self._metrics.close()
@@ -93,16 +93,14 @@ class Recorder:
                         summary.get("num_workers"),
                         end_s,
                     )
-        finally:  # the summary is worth more than the trace
+        finally:  # the summary is written even if the trace fails
             with writing(self.run_dir):
                 jsonl.write_json(self.run_dir / SUMMARY, summary)
 
 
 @contextmanager
 def writing(run_dir: Path) -> Generator[None, None, None]:
-    """Turn what the operating system says into a sentence that names the run folder and the way
-    out.
-    """
+    """Convert errors of the operating system to a sentence with the run folder and the fix."""
     try:
         yield
     except FileExistsError as error:  # the records of two runs must not mix

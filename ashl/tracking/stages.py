@@ -1,18 +1,16 @@
-"""What the stages of a run did, in words: when each ran, its steps and waiting, why it ended, and
-which never began.
-"""
+"""Describe the stages of a run in words: why they ended, and which never began."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-REASONS = {  # why steps are part of no model
+REASONS = {  # why steps are part of no model, by the key in summary.json
     "late": "came too late or too stale",
     "stage_end": "were in flight when a stage ended",
     "run_end": "were in flight when the run ended",
     "failure": "were of failed workers",
     "diverged": "came after the divergence",
 }
-RULES = {  # by which a stage ends: that it did, and that it did not
+RULES = {  # by the rule that ends a stage: the text if it was met, and if not
     "loss": (
         "the running training loss fell to {}",
         "the running training loss did not fall to {}",
@@ -44,11 +42,11 @@ ENDS = {
     "target_metric": "the target was reached",
     "patience": "there was no new best for stop.patience evaluations",
 }
-EVALUATED = ("evaluated_loss", "accuracy")  # rules that evaluations judge
+EVALUATED = ("evaluated_loss", "accuracy")  # rules that only evaluations judge
 
 
 def why_ended(stage: Mapping[str, Any]) -> str:
-    """Why a stage of `summary.json` ended."""
+    """Return why a stage of `summary.json` ended."""
     rule, until = stage.get("exit_reason") or "", stage.get("until") or {}
     if rule in until:
         return RULES[rule][0].format(f"{until[rule]:g}")
@@ -56,7 +54,7 @@ def why_ended(stage: Mapping[str, Any]) -> str:
 
 
 def never_began(stages: Sequence[Mapping[str, Any]]) -> str:
-    """Name the stages that never began, and say which condition of the first was not met."""
+    """Return the names of stages that never began, and which condition of the first was not met."""
     names = ", ".join(str(stage["name"]) for stage in stages)
     missing = list[str]()
     for rule, bound in stages[0]["until"].items():
@@ -75,7 +73,7 @@ def never_began(stages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def why_dropped(summary: Mapping[str, Any]) -> str:
-    """The dropped steps by reason, in words; empty where no reason is recorded."""
+    """Return the dropped steps by reason, in words; "" if no reason is recorded."""
     counted = summary.get("dropped_for") or {}
     return ", ".join(
         f"{count:,} {REASONS.get(reason, reason)}" for reason, count in counted.items()
@@ -83,7 +81,7 @@ def why_dropped(summary: Mapping[str, Any]) -> str:
 
 
 def profiling(summary: Mapping[str, Any]) -> tuple[float, list[float]]:
-    """Seconds of profiling on the run's clock, and each worker's waiting in it."""
+    """Return the seconds of profiling on the run's clock, and each worker's waiting in them."""
     stages = [stage for stage in summary.get("stages") or () if stage.get("profiling")]
     waits = [stage["wait_s"] for stage in stages]
     return sum(stage["end_s"] - stage["start_s"] for stage in stages), [
@@ -92,7 +90,7 @@ def profiling(summary: Mapping[str, Any]) -> tuple[float, list[float]]:
 
 
 def training_wait_share(summary: Mapping[str, Any]) -> float | None:
-    """The share of the workers' time that was waiting, without profiling; None without both."""
+    """Return the share of waiting in the workers' time without profiling; None without both."""
     profiled_s, waits = profiling(summary)
     training_s = (summary.get("time_s") or 0.0) - profiled_s
     if not waits or training_s <= 0:

@@ -1,8 +1,7 @@
-"""Where MLflow keeps its records, and how to point a person there; without importing MLflow, which
-takes a second.
+"""Find MLflow's store and its pages, without importing MLflow, which takes a second.
 
-MLflow's file store is gone since 3.13, so the store is SQLite: `mlflow.db` in the folder of the
-runs, with `artifacts/` beside it. MLFLOW_TRACKING_URI takes precedence.
+MLflow has no file store since 3.13, so the store is SQLite: `mlflow.db` in the folder of the runs,
+with `artifacts/` next to it. MLFLOW_TRACKING_URI takes precedence.
 """
 
 import fcntl
@@ -16,10 +15,10 @@ from urllib.parse import urlsplit
 
 from ashl.tracking import view
 
-ADDRESS = "http://127.0.0.1:5000"  # where `ashl ui` shows a SQLite store
-# the page about model training, where MLflow has one about language models
+ADDRESS = "http://127.0.0.1:5000"  # address at which `ashl ui` shows a SQLite store
+# Opens the page about model training, because MLflow also has one about language models.
 TRAINING = "workflowType=machine_learning"
-ENVIRONMENT = {  # of every MLflow process that we start; the user's own settings win
+ENVIRONMENT = {  # environment of every MLflow process; the user's own settings take precedence
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # saves eight processes and 1.5 GB
@@ -30,34 +29,33 @@ ENVIRONMENT = {  # of every MLflow process that we start; the user's own setting
 
 
 def tracking_uri(store: Path) -> str:
-    """The store's URI: MLFLOW_TRACKING_URI, else `mlflow.db` in the folder `store`."""
+    """Return the store's URI: MLFLOW_TRACKING_URI, else `mlflow.db` in the folder `store`."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{store.absolute() / 'mlflow.db'}"
 
 
 def artifact_uri(store: Path) -> str | None:
-    """Where new experiments keep their artifacts; None leaves it to the store that
-    MLFLOW_TRACKING_URI names.
-    """
+    """Return the artifact root of new experiments; None if MLFLOW_TRACKING_URI names the store."""
     return (
         None if os.environ.get("MLFLOW_TRACKING_URI") else (store.absolute() / "artifacts").as_uri()
     )
 
 
 def database(uri: str) -> Path | None:
-    """The file of a SQLite store; None for any other."""
+    """Return the file of a SQLite store; None for any other."""
     prefix = "sqlite:///"
     return Path(uri.removeprefix(prefix)) if uri.startswith(prefix) else None
 
 
 def public(uri: str) -> str:
-    """The URI without a user's name and password."""
+    """Return the URI without user name and password."""
     place = urlsplit(uri).netloc
     return uri.replace(place, place.rpartition("@")[2], 1) if "@" in place else uri
 
 
 def gist(text: str) -> str:
-    """What happened, in the first sentence of the line that says so; SQLAlchemy has lines before it
-    and after it, and an address that does not answer comes with all that was tried.
+    """Return the cause in an error text: the first sentence of the line that names the error.
+
+    SQLAlchemy has lines before and after it. An address that does not answer is reported as such.
     """
     address = re.search(r"https?://[^/\s]+", text)
     if address and "Max retries exceeded" in text:
@@ -69,8 +67,8 @@ def gist(text: str) -> str:
 
 @contextmanager
 def schema_lock(uri: str) -> Generator[None, None, None]:
-    """One process at a time: those that create or migrate the same SQLite schema at once crash each
-    other.
+    """Allow one process at a time: processes that create or migrate the same SQLite schema at
+    once crash.
     """
     path = database(uri)
     if path is None:
@@ -83,7 +81,7 @@ def schema_lock(uri: str) -> Generator[None, None, None]:
 
 
 def has_run(path: Path, run_id: str) -> bool:
-    """Whether the database at `path` knows the run. One that is locked is taken to know it."""
+    """Return True if the database at `path` has the run, or is locked."""
     try:
         return _first(path, "SELECT 1 FROM runs WHERE run_uuid = ?", run_id) is not None
     except sqlite3.Error as error:
@@ -91,7 +89,7 @@ def has_run(path: Path, run_id: str) -> bool:
 
 
 def is_locked(uri: str) -> bool:
-    """Return True if another process holds a lock that keeps a SQLite store from being written."""
+    """Return True if another process holds a lock that prevents writing a SQLite store."""
     path = database(uri)
     if path is None or not path.exists():
         return False
@@ -105,9 +103,7 @@ def is_locked(uri: str) -> bool:
 
 
 def latest(uri: str, address: str = ADDRESS) -> str | None:
-    """Deep link to the experiment of a SQLite store that ran last; None when nothing ran yet or it
-    cannot be read.
-    """
+    """Return the deep link to the latest experiment of a SQLite store; None without one."""
     path = database(uri)
     query = (
         "SELECT experiment_id FROM runs WHERE lifecycle_stage = 'active' ORDER BY start_time DESC"
@@ -115,14 +111,14 @@ def latest(uri: str, address: str = ADDRESS) -> str | None:
     )
     try:
         found = _first(path, query) if path else None
-    except sqlite3.Error:  # locked, or not a store yet
+    except sqlite3.Error:  # locked, or no store yet
         return None
     return link(address, str(found[0])) if found else None
 
 
 def page_of(uri: str, folder: Path, address: str) -> str | None:
-    """Deep link to the page of a run, or to the view of a sweep's experiment; None where the store
-    knows neither.
+    """Return the deep link to a run's page or to a sweep's experiment; None if the store has
+    neither.
     """
     path, about = (
         database(uri),
@@ -146,8 +142,8 @@ def page_of(uri: str, folder: Path, address: str) -> str | None:
 
 
 def link(address: str, experiment: str) -> str:
-    """Deep link to our saved view of an experiment, by id; MLflow itself opens on a page about
-    language models.
+    """Return the deep link to the saved view of an experiment; MLflow opens on language models
+    otherwise.
     """
     query = f"{TRAINING}&compareRunsMode=CHART&viewStateShareKey={view.KEY}"
     return f"{address.rstrip('/')}/#/experiments/{experiment}/runs?{query}"

@@ -1,10 +1,9 @@
-"""The run as a timeline in Chrome's trace format, for Perfetto (ui.perfetto.dev) and
-chrome://tracing.
+"""Convert a run to a timeline in Chrome's trace format, for Perfetto (ui.perfetto.dev).
 
-One track per rank; a round is a slice around its spans (compute, compress, push, wait, pull). Where
-a gradient travels in parts, a track below has the parts of each step, and another one their
-messages. The bytes are a pure function of the events: no host times, no file name and no date, so
-equal runs have equal traces.
+One track per rank; a round is a slice around its spans (compute, compress, push, wait, pull). If a
+gradient travels in parts, further tracks have the parts of each step and their messages. The bytes
+are a pure function of the events: no host times, no file name and no date, so that equal runs have
+equal traces.
 """
 
 import gzip
@@ -18,7 +17,7 @@ from typing import Any
 
 from ashl.tracking import jsonl
 
-# Chrome's own names of colours, so that waiting stands out on every track.
+# Chrome's own names of colours, chosen so that waiting is visible on every track.
 COLOR = {
     "compute": "good",
     "compress": "yellow",
@@ -28,17 +27,19 @@ COLOR = {
     "down": "black",
 }
 ROUND_ARGS = ("stage", "staleness", "loss")
-LINES = ("", "parts", "messages")  # of a rank, one below the other
-# from one line of a rank to the next, in the numbers of tracks: more than there are ranks
+LINES = ("", "parts", "messages")  # tracks of a rank, one below the other
+# Distance of the track numbers of a rank's tracks: larger than any number of ranks.
 ASIDE = 1_000_000
 
 
 def write(
     events: Path, trace: Path, num_workers: int | None = None, end_s: float | None = None
 ) -> None:
-    """Turn `events` (JSONL) into `trace` (gzipped JSON), whole or not at all. Ranks >=
-    `num_workers` are servers; what lies past `end_s`, when the run had ended and not every worker
-    knew it yet, is cut off. Raises OSError.
+    """Convert `events` (JSONL) to `trace` (gzipped JSON), as a whole or not at all.
+
+    Args: ranks from num_workers on are servers; end_s cuts off what workers recorded after the end
+    of the run, before they were notified of it.
+    Raises: OSError.
     """
     part = trace.with_name(trace.name + ".part")
     try:
@@ -64,7 +65,8 @@ def entries(
     """Yield the entries of the trace, times in microseconds, each track's name ahead of its first
     slice.
     """
-    named, lost = set[tuple[int, str]](), dict[int, float]()
+    named = set[tuple[int, str]]()
+    failed_s = dict[int, float]()  # by rank: time of its latest failure, inf once it has rejoined
     end_s = math.inf if end_s is None else end_s
     for record in jsonl.read(events):
         rank = record.get("rank") or 0
@@ -72,60 +74,59 @@ def entries(
         for line, what in enumerate(LINES):
             if (not what or record.get(what)) and (rank, what) not in named:
                 named.add((rank, what))
-                track = {"ph": "M", "pid": 0, "tid": rank + ASIDE * line}
-                name = ("server" if server else f"worker {rank}") + (f" {what}" if what else "")
-                yield track | {"name": "thread_name", "args": {"name": name}}
-                yield track | {
-                    "name": "thread_sort_index",
-                    "args": {"sort_index": len(LINES) * rank + line},
-                }
+                owner = "server" if server else f"worker {rank}"
+                yield from name_track(rank, line, f"{owner} {what}".rstrip())
         if record.get("kind") == "round":
-            if record["start_s"] >= end_s:
-                continue
-            args = {key: record[key] for key in ROUND_ARGS if record.get(key) is not None}
-            name = f"round {record.get('round')}"
-            yield {"name": name, "args": args} | _slice(
-                rank, record["start_s"], min(record["end_s"], end_s)
-            )
-            for kind, first_s, last_s in record.get("spans") or ():
-                if first_s < end_s:
-                    yield {"name": kind, "cname": COLOR.get(kind, "grey")} | _slice(
-                        rank, first_s, min(last_s, end_s)
-                    )
-            for line, what, spans in (
-                (1, "part", parts_of(record)),
-                (2, "message", record.get("messages") or ()),
-            ):
-                for k, (first_s, last_s) in enumerate(spans):
-                    if first_s < end_s:
-                        yield {"name": f"{what} {k}"} | _slice(
-                            rank + ASIDE * line, first_s, min(last_s, end_s)
-                        )
-        else:
-            if record.get("kind") in ("worker_failed", "worker_rejoined"):
-                lost[rank] = record["time_s"] if record["kind"] == "worker_failed" else math.inf
-            at_s = next(
-                (
-                    record[key]
-                    for key in ("time_s", "end_s", "start_s")
-                    if record.get(key) is not None
-                ),
-                0.0,
-            )
-            at_s = min(at_s, end_s)
-            args = {
-                key: value for key, value in record.items() if key not in ("kind", "rank", "spans")
-            }
-            entry = {"ph": "i", "s": "t", "pid": 0, "tid": rank, "ts": round(at_s * 1e9) / 1000}
-            yield {"name": record.get("kind", "event"), "args": args} | entry
-    for rank, since_s in lost.items():  # and did not come back
+            yield from round_entries(record, rank, end_s)
+            continue
+        if record.get("kind") in ("worker_failed", "worker_rejoined"):
+            failed_s[rank] = record["time_s"] if record["kind"] == "worker_failed" else math.inf
+        yield event_entry(record, rank, end_s)
+    for rank, since_s in failed_s.items():
         if since_s < end_s < math.inf:
             yield {"name": "down", "cname": COLOR["down"]} | _slice(rank, since_s, end_s)
 
 
+def name_track(rank: int, line: int, name: str) -> Iterator[dict]:
+    """Yield the entries that give a track its name and its position."""
+    track = {"ph": "M", "pid": 0, "tid": rank + ASIDE * line}
+    yield track | {"name": "thread_name", "args": {"name": name}}
+    yield track | {"name": "thread_sort_index", "args": {"sort_index": len(LINES) * rank + line}}
+
+
+def round_entries(record: Mapping[str, Any], rank: int, end_s: float) -> Iterator[dict]:
+    """Yield the slices of a round, of its spans, parts and messages, as far as `end_s`."""
+    if record["start_s"] >= end_s:
+        return
+    args = {key: record[key] for key in ROUND_ARGS if record.get(key) is not None}
+    name = f"round {record.get('round')}"
+    own = _slice(rank, record["start_s"], min(record["end_s"], end_s))
+    yield {"name": name, "args": args} | own
+    for kind, first_s, last_s in record.get("spans") or ():
+        if first_s < end_s:
+            span = _slice(rank, first_s, min(last_s, end_s))
+            yield {"name": kind, "cname": COLOR.get(kind, "grey")} | span
+    tracks = ((1, "part", parts_of(record)), (2, "message", record.get("messages") or ()))
+    for line, what, spans in tracks:
+        for k, (first_s, last_s) in enumerate(spans):
+            if first_s < end_s:
+                span = _slice(rank + ASIDE * line, first_s, min(last_s, end_s))
+                yield {"name": f"{what} {k}"} | span
+
+
+def event_entry(record: Mapping[str, Any], rank: int, end_s: float) -> dict:
+    """Return the mark of an event that is no round, at the latest at `end_s`."""
+    times = (record.get(key) for key in ("time_s", "end_s", "start_s"))
+    at_s = min(next((time_s for time_s in times if time_s is not None), 0.0), end_s)
+    args = {key: value for key, value in record.items() if key not in ("kind", "rank", "spans")}
+    entry = {"ph": "i", "s": "t", "pid": 0, "tid": rank, "ts": round(at_s * 1e9) / 1000}
+    return {"name": record.get("kind", "event"), "args": args} | entry
+
+
 def parts_of(record: Mapping[str, Any]) -> Iterator[tuple[float, float]]:
-    """From when to when each part of a round's steps was computed: from the part before, or from
-    where computing began, until it was there.
+    """Yield start and end of each part of a round's steps.
+
+    A part starts at the end of the part before, or at the start of the computation.
     """
     begun = [first_s for kind, first_s, _ in record.get("spans") or () if kind == "compute"]
     start_s = -math.inf
@@ -137,8 +138,8 @@ def parts_of(record: Mapping[str, Any]) -> Iterator[tuple[float, float]]:
 
 
 def _slice(rank: int, start_s: float, end_s: float) -> dict:
-    # Both ends are rounded to nanoseconds before the difference is taken: neighbours then touch
-    # instead of overlapping.
+    # Both ends are rounded to nanoseconds before the subtraction, so that neighbours touch and do
+    # not overlap.
     start_ns, end_ns = round(start_s * 1e9), round(end_s * 1e9)
     return {
         "ph": "X",

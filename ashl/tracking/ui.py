@@ -1,4 +1,4 @@
-"""MLflow's page on the store of the runs, as a process that cannot outlive ours."""
+"""Serve MLflow's page on the store of the runs, as a process that cannot outlive ours."""
 
 import errno
 import os
@@ -18,24 +18,23 @@ from ashl.errors import AshlError, UsageError
 from ashl.tracking import store as stores
 
 READY = "ready"
-PATIENCE_S = 90  # the first start creates the schema and compiles MLflow's modules
+PATIENCE_S = 90  # seconds; the first start creates the schema and compiles MLflow's modules
 GRACE_S = 5
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running page. Use it as a context manager: MLflow ends with the block, and at the latest
-    with our process.
+    """A running page, as a context manager.
+
+    MLflow ends with the block, at the latest with our process.
     """
 
-    address: str  # where it listens, `http://host:port`
-    link: str  # what to open: the saved view of the experiment that ran last
+    address: str  # address on which it listens, `http://host:port`
+    link: str  # page to open: by default the saved view of the latest experiment
     process: subprocess.Popen
 
     def wait(self) -> int:
-        """Block until the server ends; returns its exit code. Ctrl-C raises KeyboardInterrupt as
-        usual.
-        """
+        """Wait until the server ends, and return its exit code. Ctrl-C raises KeyboardInterrupt."""
         return self.process.wait()
 
     def __enter__(self) -> "Server":
@@ -44,7 +43,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.close()  # the guard then ends MLflow
+        self.process.stdin.close()  # the guard process then ends MLflow
         self.process.stdout.close()
         self.process.wait()
 
@@ -52,12 +51,11 @@ class Server:
 def serve(
     store: Path, port: int = 5000, host: str = "127.0.0.1", folder: Path | None = None
 ) -> Server:
-    """Serve MLflow's page for the folder `store`; returns once it answers. Prints nothing. The link
-    is to the run or sweep in `folder`, else to what ran last.
+    """Serve MLflow's page for the folder `store`, and return once it answers.
 
-    Raises UsageError where the store does not know that folder, and AshlError when the port is
-    taken, when MLflow does not come up, and when MLFLOW_TRACKING_URI names a server, which has a
-    page of its own.
+    Args: folder is the run or sweep to link to; None = the latest.
+    Raises: UsageError if the store does not have that folder; AshlError if the port is taken,
+    MLflow does not start, or MLFLOW_TRACKING_URI names a server, which has a page of its own.
     """
     uri = stores.tracking_uri(store)
     if urlsplit(uri).scheme in ("http", "https"):
@@ -71,9 +69,8 @@ def serve(
             f"MLflow knows nothing of {folder} (in {stores.public(uri)}); leave it out to see what"
             " ran last."
         )
-    with (
-        socket.socket() as probe
-    ):  # MLflow itself would say so in 60 lines, or answer from someone else's server
+    # MLflow itself would report a taken port in 60 lines, or another server would answer.
+    with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -92,7 +89,7 @@ def serve(
         stdout=subprocess.PIPE,
         text=True,
         env=stores.ENVIRONMENT | os.environ,
-        start_new_session=True,  # Ctrl-C comes to us alone; we then end MLflow in order
+        start_new_session=True,  # Ctrl-C reaches only us; we then end MLflow in order
     )
     server = Server(address, wanted or stores.latest(uri, address) or address, process)
     complete = False
@@ -109,10 +106,10 @@ def serve(
 
 
 def main() -> None:
-    """`python -m ashl.tracking.ui URI HOST PORT`: run MLflow's server until standard input closes
-    or it ends by itself.
+    """Run MLflow's server until standard input closes or it ends: `python -m ashl.tracking.ui URI
+    HOST PORT`.
 
-    Says READY on standard output once the server answers, or else why it does not.
+    Prints READY on standard output once the server answers, or else the reason why it does not.
     """
     uri, host, port = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` runs
@@ -148,9 +145,7 @@ def _comes_up(server: subprocess.Popen, host: str, port: int) -> bool:
 
 
 def _closed(within_s: float) -> bool:
-    """Whether standard input closes within so many seconds: we are wanted no longer, or our parent
-    died.
-    """
+    """Return True if standard input closes within this time: the parent has closed it or died."""
     return bool(select.select([sys.stdin], [], [], within_s)[0])
 
 
@@ -160,7 +155,7 @@ def _complaint(log: IO[bytes]) -> str:
 
 
 def _end(server: subprocess.Popen) -> None:
-    """End MLflow's processes, which are a group of their own."""
+    """End MLflow's processes, which are a process group of their own."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(server.pid, number)

@@ -1,10 +1,8 @@
-"""The saved view that MLflow's page opens on: our charts and our columns; by itself MLflow 3 shows
-neither.
+"""Make the saved view of MLflow's page: charts and columns that MLflow 3 does not show by default.
 
 A view is an experiment tag whose value is the state of the page. The format is internal to MLflow
-(this is 3.17's), so the writer sets the tag at its best and never fails on it. MLflow titles charts
-by their metrics, whatever we call them, and does not add a chart of its own for a metric that has
-one of ours.
+(this is that of 3.17), so a failure to set the tag is ignored. MLflow titles charts by their
+metrics and adds no chart of its own for a metric that has one here.
 """
 
 import base64
@@ -15,8 +13,8 @@ from collections.abc import Sequence
 KEY = "ashloverview"
 TAG = f"mlflow.sharedViewState.{KEY}"
 NAME = "ashl: overview"
-DATE_MS = 1_795_132_800_000  # of this version of the view, which MLflow shows
-MAX_WORKERS = 16  # lines that a chart can bear
+DATE_MS = 1_795_132_800_000  # date of this version of the view, which MLflow shows
+MAX_WORKERS = 16  # most lines in a chart
 MAX_RUNS = 20  # runs that are drawn at first
 
 COLUMNS = (
@@ -31,13 +29,8 @@ COLUMNS = (
     "metrics.`final/samples_per_s`",
     "metrics.`final/wait_share`",
 )
-REST = (
-    "test",
-    "comm",
-    "wait",
-    "final",
-    "time",
-)  # sections that MLflow makes of the other metrics: folded, below ours
+# Sections that MLflow makes of the other metrics: folded, below these.
+REST = ("test", "comm", "wait", "final", "time")
 
 
 def tag(
@@ -48,9 +41,10 @@ def tag(
     metric: str | None = None,
     lower: bool = False,
 ) -> str:
-    """Value of the experiment tag `TAG`: the view for runs of so many workers, or for a sweep over
-    these keys, with `settings` of the medians over seeds. `metric` is the task's, `lower` says that
-    less of it is better.
+    """Return the value of the experiment tag `TAG`: the view of runs, or of a sweep.
+
+    Args: axes are the keys that vary in a sweep; settings=True shows the medians over seeds; metric
+    is that of the task; lower is True if less of it is better.
     """
     curve, final = ("acc", "accuracy") if metric in (None, "accuracy") else (metric, "metric")
     swept = [f"params.`{key}`" for key in axes]
@@ -81,8 +75,8 @@ def tag(
         ],
     }
     state = {
-        # by a metric, MLflow shows a sweep's runs beside each other; else it folds them away under
-        # the sweep
+        # Ordered by a metric, MLflow lists a sweep's runs next to each other; else it folds them
+        # under the sweep.
         "orderByKey": f"metrics.`final/test_{final}`" if swept else "attributes.start_time",
         "orderByAsc": bool(swept) and lower,
         "searchFilter": "tags.`ashl.kind` = 'setting'" if settings else "",
@@ -118,8 +112,9 @@ def tag(
 
 
 def _line(*metrics: str) -> dict:
-    """A chart over the metric `time/s`: the experiment's own clock, unlike MLflow's, is right in
-    simulation too.
+    """Return a chart over the metric `time/s`.
+
+    The experiment's own clock, unlike MLflow's, is also right in virtual time.
     """
     return _chart(
         "LINE",

@@ -44,7 +44,7 @@ def test_what_is_hidden_and_what_overlapped(workplace, capsys) -> None:
     rows = [json.loads(row) for row in (folders[1] / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["perf/comm_hidden_share"] == each["comm_hidden_share"]
     assert all(0 < row["perf/comm_hidden_share"] < 1 for row in rows)
-    assert "of the time of sums behind other work" in capsys.readouterr().out
+    assert "of the collectives' time behind other work" in capsys.readouterr().out
     assert main(["compare", *map(str, folders)]) == 0
     assert "hidden" in capsys.readouterr().out
     page = Path("report.html").read_text()

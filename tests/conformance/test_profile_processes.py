@@ -16,7 +16,7 @@ REAL = (
 def test_a_profile_of_processes_plans_messages(workplace, capsys) -> None:
     assert main(["profile", *REAL.split(), "model=cnn", "run.dir=run"]) == 0
     said = capsys.readouterr().out
-    assert "a sum over all workers" in said
+    assert "an all-reduce over all workers" in said
     assert "a step and its sum take" in said
     assert max(map(len, said.partition("note:")[0].splitlines())) <= 80
     profile, plan = (
@@ -41,7 +41,7 @@ def test_a_profile_of_processes_plans_messages(workplace, capsys) -> None:
 def test_a_dry_run_of_a_profile_needs_no_costs(workplace, capsys) -> None:
     assert main(["profile", *REAL.split(), "--dry-run"]) == 0
     assert (
-        "stage profile: measures steps and exchanges, and learns nothing" in capsys.readouterr().out
+        "stage profile: measures steps and exchanges, without training" in capsys.readouterr().out
     )
 
 
