@@ -19,12 +19,12 @@ def conf_option(group: str, option: str, /, **fields: Any) -> Any:
 
 @cache
 def loaded(group: str, option: str) -> Any:
-    """What an option's file says; what depends on the environment is as it is written."""
+    """Return the values of an option's file; references to the environment stay unresolved."""
     return OmegaConf.load(CONF / group / f"{option}.yaml")
 
 
 def values(group: str, option: str) -> dict[str, Any]:
-    """What an option's file says, and the files that it starts from."""
+    """Return the values of an option's file and of the files that it starts from."""
     own: Any = OmegaConf.to_container(loaded(group, option), resolve=True)
     found: dict[str, Any] = {}
     for parent in own.pop("defaults", ()):

@@ -1,6 +1,4 @@
-"""What holds for all tests: one thread, no leftovers of the user's environment, no deadlines on a
-busy machine.
-"""
+"""Set-up of all tests: one thread, no leftovers of the user's environment, no deadlines under load."""
 
 import os
 import signal
@@ -15,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = (
 if (cpu := Path("/proc/cpuinfo")).is_file() and " avx2 " in cpu.read_text():
     os.environ.setdefault(
         "OPENBLAS_CORETYPE", "Haswell"
-    )  # NumPy's products round alike, with wider vectors or without
+    )  # NumPy's products round identically, with wider vectors or without
 for number, handler in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGHUP, signal.SIG_DFL),
@@ -37,7 +35,7 @@ for name in (
     os.environ.pop(name, None)
 os.environ.pop(
     "PYTHONDONTWRITEBYTECODE", None
-)  # else each process that a test starts compiles all of ashl anew
+)  # else each process that a test starts compiles all of ashl again
 
 hypothesis.settings.register_profile("ashl", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.register_profile(
@@ -52,7 +50,9 @@ REWRITES = (
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--rewrite-golden", action="store_true", help="record anew what tests/golden compares with"
+        "--rewrite-golden",
+        action="store_true",
+        help="record again the values that tests/golden compares with",
     )
 
 

@@ -1,4 +1,4 @@
-"""A long real run to which something is done while it is under way."""
+"""A long real run that a test disturbs while it runs."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def wait_for(what: Callable[[], object], seconds: float = PATIENCE_S) -> None:
 
 
 def under_way(run: Path) -> bool:
-    """Whether the run has recorded rounds."""
+    """Return True if the run has recorded rounds."""
     return (run / "events.jsonl").is_file() and (run / "events.jsonl").stat().st_size > 0
 
 
@@ -50,7 +50,7 @@ def ranks_of(run: Path) -> dict[int, int]:
 
 
 def check_records(run: Path, status: str) -> dict:
-    """What was recorded until then is whole."""
+    """Check that the records until then are whole."""
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == status
     assert any(record["kind"] == "round" for record in jsonl.read(run / "events.jsonl"))

@@ -1,11 +1,11 @@
 """Every key of every option in conf/, with a base configuration in which it is legal and a value
 other than its own.
 
-A case is one key of one option with one value. `BESIDE` has what an option needs to be legal and to
-be at work, `VALUES` the values that no rule can make of type and default, `COUNTS` what makes a key
-count that is refused beside its option's base, and `OUTSIDE` the keys that a run in virtual time
-cannot show, each with its reason. `CROSSING` has other base configurations, in each of which every
-key of every group is typed.
+A case is one key of one option with one value. `BESIDE` has the settings that an option needs to be
+legal and in use. `VALUES` has the values that no rule can derive from type and default. `COUNTS`
+has the settings that make a key count if it is an error beside its option's base. `OUTSIDE` has the
+keys that a run in virtual time cannot show, each with its reason. `CROSSING` has other base
+configurations, in each of which every key of every group is typed.
 """
 
 from __future__ import annotations
@@ -433,12 +433,12 @@ class Case(NamedTuple):
 
     @property
     def counts(self) -> tuple[str, ...]:
-        """What makes the key count, where it is refused beside the base."""
+        """Return the settings that make the key count if it is an error beside the base."""
         return tuple(of(COUNTS, self.option, self.key, "").split())
 
 
 def of(table: dict[str, str], option: str, key: str, otherwise: str | None = None) -> str | None:
-    """What a table says of a key of an option, or of the key wherever it stands."""
+    """Return a table's entry for a key of an option, or for the key in any option."""
     return table.get(f"{option} {key}", table.get(key, otherwise))
 
 

@@ -1,4 +1,4 @@
-"""What `ashl export RUN --to ...` writes, as a module."""
+"""Load the script of `ashl export RUN --to ...` as a module."""
 
 from collections.abc import Iterator
 from pathlib import Path

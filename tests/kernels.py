@@ -45,7 +45,7 @@ class Quiet:
 
 
 class Ended(NamedTuple):
-    """What a rank returned or why it failed, and what its time went into, in seconds."""
+    """Return value or error of a rank, with its time by class in seconds."""
 
     result: Any
     error: str | None
@@ -81,7 +81,7 @@ def on_processes(
 
 
 def started(target: Callable[..., None], ranks: int, within_s: float, *args: object) -> list[Ended]:
-    """What each rank says of `target(end, port, rank, ranks, *args)`."""
+    """Return the outcome of `target(end, port, rank, ranks, *args)` for each rank."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "ashl.runtime.process"])
     with socket.socket() as free:
@@ -156,7 +156,7 @@ def play(
 def say(
     end: Connection, store: dist.Store, rank: int, ranks: int, played: Callable[[], tuple]
 ) -> NoReturn:
-    """What a rank came to, or why it failed; then it leaves."""
+    """Send a rank's result or error, then exit."""
     try:
         end.send(played())
         store.add("left", 1)

@@ -48,7 +48,7 @@ def no_sshd() -> str | None:
 
 @contextmanager
 def machines(*mbit_s: float) -> Generator[list[str]]:
-    """As many as there are rates; yields their names, which are those of their namespaces, too."""
+    """Make one machine per rate; yield their names, which are also those of their namespaces."""
     switch, names = (
         f"ashl-{os.getpid()}-0",
         [f"ashl-{os.getpid()}-{k}" for k in range(1, len(mbit_s) + 1)],
@@ -89,7 +89,7 @@ def port(name: str) -> str:
 
 
 def address(name: str) -> str:
-    """Of a machine, on eth0."""
+    """Return the address of a machine on eth0."""
     return f"10.79.0.{name.rpartition('-')[2]}"
 
 
@@ -144,7 +144,7 @@ def job(
 
 
 def inside(name: str) -> tuple[str, ...]:
-    """What to write before a command for it to run there."""
+    """Return the prefix of a command that runs it on this machine."""
     there = (
         "ip",
         "netns",
@@ -183,9 +183,7 @@ def run(*command: str) -> None:
 
 @contextmanager
 def ssh_between(names: Sequence[str], folder: Path) -> Generator[str]:
-    """An sshd on each machine, for whoever has the key that is made in this folder; yields how to
-    connect.
-    """
+    """Run an sshd on each machine for the key that is made in this folder; yield the ssh command."""
     for key in ("host", "user"):
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
     public = (folder / "host.pub").read_text()
@@ -212,8 +210,8 @@ def ssh_between(names: Sequence[str], folder: Path) -> Generator[str]:
 
 @contextmanager
 def slowed(names: Sequence[str], cores: Sequence[float]) -> Generator[None]:
-    """What is started on these machines from now on has so many cores of this one, in turns of a
-    few milliseconds.
+    """Limit later processes of these machines to this number of cores, in time slices of a few
+    milliseconds.
     """
     try:
         for name, share in zip(names, cores, strict=True):

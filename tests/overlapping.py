@@ -63,7 +63,9 @@ async def a_collective_behind_a_send(ctx: RankContext) -> list[float]:
 
 
 async def two_at_once(ctx: RankContext) -> list[Any]:
-    """Four sums under way at once while the node computes for 1: posted with keys 3, 2, 1 and 1."""
+    """Four collectives in flight at once while the rank computes for 1 s: posted with keys 3, 2, 1
+    and 1.
+    """
     tasks = []
     for place, key in enumerate((3, 2, 1, 1)):
         tasks.append(ctx.spawn(summed(ctx, 10.0**place * (ctx.rank + 1), key)))
@@ -167,7 +169,7 @@ async def crossed(ctx: RankContext) -> None:
 
 
 async def a_peer_dies(ctx: RankContext) -> None:
-    """Rank 1 fails while rank 0's sum is under way."""
+    """Rank 1 fails while rank 0's collective is in flight."""
     if ctx.rank == 1:
         await ctx.sleep(0.2)
         raise ValueError("rank 1 falls over")
@@ -176,7 +178,9 @@ async def a_peer_dies(ctx: RankContext) -> None:
 
 
 async def computed_alike(ctx: RankContext) -> list[int]:
-    """What the ranks of a team share: the same object in virtual time, equal ones on processes."""
+    """Values that the ranks of a process group share: one object in virtual time, equal ones on
+    processes.
+    """
     made = []
     for step in range(3):
         value = ctx.compute_once((0, 1), ("sum", step), lambda step=step: [step])
@@ -208,8 +212,8 @@ async def through_one_port(ctx: RankContext) -> list[float]:
 
 
 async def with_credit(ctx: RankContext, credit: int) -> list[str]:
-    """The order of a sum, three that come while it is under way, and two of a lower key that come
-    during the next.
+    """The order of one collective, three that are posted while it is in flight, and two with a
+    lower key that are posted during the next.
     """
     order: list[str] = []
 
@@ -236,9 +240,7 @@ async def two_ahead(ctx: RankContext) -> list[str]:
 
 
 async def standing_still(ctx: RankContext) -> Any:
-    """A computation of 2 that has one of its needs at once, the other after 0.15 s, and hands out
-    one part.
-    """
+    """A computation of 2 with one of its inputs at once, the other after 0.15 s; it emits one part."""
     first, second, part = ("first", 0, 0), ("second", 0, 0), ("part", 0, 0)
 
     async def later() -> None:

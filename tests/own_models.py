@@ -155,7 +155,7 @@ class Counting(Net):
 
 
 class CountingInPython(Net):
-    """The same as plain attributes, which also count in evaluation mode."""
+    """A counter in plain attributes, which also counts in evaluation mode."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(num_classes)
@@ -214,7 +214,7 @@ class Groups(Net):
 
 
 class Padded(nn.Module):
-    """Words with a padding word, whose vector stays zero."""
+    """Words with a padding word; its vector stays zero."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class Teacher(Net):
 
 
 class Remembering(Net):
-    """What the last batch has left, as a plain tensor."""
+    """A value of the last batch, as a plain tensor."""
 
     memory: Tensor | None = None
 

@@ -1,7 +1,6 @@
-"""What the pages say, read for the tests: links, anchors, the commands that they show, the tables
-of options.
+"""The content of the pages, read for the tests: links, anchors, commands, tables of options.
 
-`python -m tests.pages` writes the tables of docs/configuration.md from conf/, those of
+`python -m tests.pages` writes the tables of docs/configuration.md from conf/, and those of
 docs/limits.md from the checks.
 """
 

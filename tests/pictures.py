@@ -1,8 +1,8 @@
 """The pictures of README.md, made from real runs in virtual time: `python -m tests.pictures
 [FOLDER]` (default: docs).
 
-`live_table.svg` is the table that a terminal shows halfway through `TRAIN`, `report.png` the top of
-the report of `SWEEP`, drawn by Chromium (without it, that picture is left as it is).
+`live_table.svg` is the table that a terminal shows halfway through `TRAIN`. `report.png` is the top
+of the report of `SWEEP`, drawn by Chromium; without Chromium that picture does not change.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
 PAGE = (1060, 940)  # pixels of the window that the report is drawn in
-COLOURS = 256  # of the picture, the most that a palette has: with 48 two settings were drawn alike
+# of the picture, the most that a palette has: with 48 two settings had the same colour
+COLOURS = 256
 FONT_FACES = re.compile(
     r"\s*@font-face \{\{.*?\n    \}\}", re.S
 )  # rich's, which a page would fetch from elsewhere

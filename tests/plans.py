@@ -67,7 +67,7 @@ def cluster(
 
 
 def reference(rho: float) -> Profile:
-    """c = 20 ms, m = rho · c."""
+    """Costs with c = 20 ms and m = rho · c."""
     compute, link = REFERENCE
     return cluster([0.02 * c for c in compute], [0.02 * rho * m for m in link])
 
@@ -89,5 +89,7 @@ def spread(plan: Plan) -> float:
 
 
 def wait_share(plan: Plan) -> float:
-    """Of a bounded stage in the long run, where each commits as often as the slowest."""
+    """Return the rate of a bounded stage in the long run, in which each worker has the slowest
+    one's commit rate.
+    """
     return 1 - sum(cycles(plan)) / len(plan) / max(cycles(plan))

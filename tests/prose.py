@@ -23,7 +23,8 @@ PAGES = ("README.md", "CONTRIBUTING.md", "docs")
 # what can fail
 MEMBER = r"(?:workers?|ranks?|members?|partners?|process(?:es)?|peers?|machines?|servers?|who)"
 
-# Words that a stranger cannot understand, or that have a standard term: pattern, advice.
+# Words that a reader outside the project cannot understand, or that have a standard term: pattern,
+# advice.
 WORDS = (
     (r"anew", "again, new"),
     (r"alike", "identical, the same"),

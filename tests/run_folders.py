@@ -27,11 +27,11 @@ def write_run(
     workers: int = 2,
     **summary: Any,
 ) -> Path:
-    """A run whose accuracy rises to the target at `reach_s`, where it ends (None: never, it ends at
-    `end_s`).
+    """Write a run whose accuracy reaches the target at `reach_s`, where it ends (None: never; it
+    ends at `end_s`).
 
-    The accuracy is 1 - 0.1^(t / reach_s): 0.9 at `reach_s`, whatever that is. `values` are dotted
-    keys of config.yaml.
+    The accuracy is 1 - 0.1^(t / reach_s), so 0.9 at `reach_s`. `values` are dotted keys of
+    config.yaml.
     """
     folder.mkdir(parents=True)
     last_s = end_s if reach_s is None or target is None else reach_s

@@ -1,10 +1,9 @@
-"""A device that is none: tensors on it are those of the host in a shell that lets nobody see
-through.
+"""A stand-in device: its tensors wrap tensors of the host and cannot be read directly.
 
-What lies there refuses to be read (`.cpu()`, `.item()`, `.numpy()`, a branch on its value), and to
-be mixed with a tensor of the host, as one of an accelerator does or as it should not be; only the
-doors of `ashl.learn.device` lead through. Inside it is the host's own arithmetic, so a run on it
-has the same bits.
+A tensor of the device refuses to be read (`.cpu()`, `.item()`, `.numpy()`, a branch on its value),
+and to be mixed with a tensor of the host. Some of these also fail on an accelerator; the others
+would be mistakes. Only the functions of `ashl.learn.device` transfer data. The arithmetic is the
+host's own, so a run on it has the same bits.
 """
 
 import sys
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from ashl.learn import device as doors
 
-DEVICE = "cpu:0"  # for torch the host, for the house another place
+DEVICE = "cpu:0"  # for torch the host, for ashl another device
 READS = {
     getattr(Tensor, name)
     for name in (
@@ -90,7 +89,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def through(door: Callable) -> bool:
-    """Whether one of the calls under way is of this door."""
+    """Return True if one of the active calls is this transfer function."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code is door.__code__:
@@ -142,7 +141,7 @@ class Guard(TorchFunctionMode):
 
 @contextmanager
 def guarded() -> Generator[Guard]:
-    """Inside, nothing of the device is seen but by the doors."""
+    """Allow access to the device's data only through its transfer functions."""
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(
         True

@@ -73,7 +73,7 @@ class Ran:
 
     @property
     def scores(self) -> dict[str, float | None] | None:
-        """Of the last model, where a stage asks."""
+        """Return the evaluation of the last model, if a stage requests one."""
         if not self.snapshots or not any(
             {"evaluated_loss", "accuracy", "rises"} & set(s.until) for s in self.plan.stages
         ):
@@ -126,7 +126,7 @@ def flat(record: Record) -> dict[str, Any]:
 
 
 def befallen(sim: Sim, cluster: Any, seed: int, stages: tuple[Stage, ...]) -> Callable:
-    """What all ranks play, with what befalls the cluster."""
+    """Return the programs of all ranks, with the injected faults of the cluster."""
     play = partial(program, stages=stages)
     if cluster.fault_kinds:
         Churn(sim, cluster, seed, stages[0].min_workers, partial(ranks_to_notify, stages), play)

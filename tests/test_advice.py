@@ -547,7 +547,7 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     before = {path: path.stat().st_mtime_ns for path in Path("study").rglob("summary.json")}
     assert (
         len(before) == 2 * 3 + 3 + 2 * 3
-    )  # rates in the tuning, again with another seed but for one, seeds after it
+    )  # rates in the tuning, again with another seed except one, seeds after it
     assert main([*command, "--budget", "200"]) == 0
     assert {path: path.stat().st_mtime_ns for path in Path("study").rglob("summary.json")} == before
     said, labelled = capsys.readouterr().out.split("\n\n")[:2]
@@ -556,7 +556,7 @@ def test_the_answer_of_a_race_and_the_same_command_again(
     assert len(texts) >= 5
     for text in [*said.splitlines(), *texts]:
         assert text in report
-    assert "this pays from 0.3 on" in report  # and with it who was left out
+    assert "this pays from 0.3 on" in report  # and with it the omitted candidates
 
 
 def test_a_dry_run_says_what_the_race_takes_here(

@@ -1,4 +1,4 @@
-"""How those who are left of a team agree, apart from any process."""
+"""The consensus of the survivors of a process group, without any process."""
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -105,7 +105,7 @@ def members(
 
 
 def regrouped(asks: dict[RegroupConsensus, Regroup]) -> list[Formed]:
-    """What they come to when all ask at once."""
+    """Return their decisions when all ask at once."""
     with ThreadPoolExecutor(len(asks)) as threads:
         found = [
             threads.submit(consensus.regroup, asked, lambda: 7) for consensus, asked in asks.items()
@@ -139,7 +139,8 @@ def test_a_loss_a_return_and_the_end() -> None:
         )
     assert not any((zero.join_pending, zero.failed, back.failed))
 
-    with ThreadPoolExecutor(1) as thread:  # who was to give it the model is lost, say
+    # for example, the rank that should give it the model has failed
+    with ThreadPoolExecutor(1) as thread:
         waits = thread.submit(back.regroup, Regroup(-1), lambda: 7)
         assert [found.ranks for found in regrouped({zero: Regroup(7), two: Regroup(7)})] == [
             (0, 2)

@@ -104,7 +104,7 @@ def test_a_list_of_settings_in_one_piece_is_refused(entry: Callable) -> None:
 
 
 def test_importing_is_light_and_a_script_needs_no_guard(workplace: Path) -> None:
-    """Python would run the script anew in each process that a run starts."""
+    """Python would run the script again in each process that a run starts."""
     Path("script.py").write_text(
         "import sys, ashl\nassert not {'torch', 'hydra', 'mlflow'} & sys.modules.keys()\nown ="
         " ['cluster=homogeneous', 'cluster.compute=[1]', 'cluster.step_s=0.0001', 'tracking=none',"

@@ -1,6 +1,4 @@
-"""A job's store under its secret: what others write there is passed over or refused, whatever it
-is.
-"""
+"""A job's store under its secret: every entry of an untrusted client is ignored or raises an error."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -126,7 +124,7 @@ def strings(value: object) -> Iterator[str]:
 
 
 def read(parse: Callable[[str], object], line: str) -> tuple[object, str]:
-    """What a line says, or the sentence that refuses it."""
+    """Return the content of a line, or its error message."""
     try:
         return parse(line), ""
     except AshlError as error:

@@ -26,7 +26,7 @@ SECOND = 1_000_000_000
 
 
 class Home:
-    """What a checkpoint asks of the monitor."""
+    """The part of the monitor that a checkpoint uses."""
 
     @property
     def recorder(self) -> "Home":
@@ -258,7 +258,7 @@ def test_records_that_another_process_writes_are_left_alone(kept: Path) -> None:
 
 
 def test_rules_know_the_last_evaluation_that_is_left(tmp_path: Path) -> None:
-    """Those after the moment of the checkpoint have not been; a rule that waits for scores knows
+    """Evaluations after the time of the checkpoint are dropped; a rule that waits for scores has
     those before it.
     """
 

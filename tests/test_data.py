@@ -103,7 +103,9 @@ def test_iid_is_equal_and_plan_is_in_proportion():
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-6, 1), st.integers(1, 300)), min_size=1, max_size=8))
 def test_the_least_planned_share_is_a_batch(rows):
-    """Who is planned less than a batch gets one, and the others what is left, in proportion."""
+    """A worker with a planned share below a batch gets one batch; the others share the rest in
+    proportion.
+    """
     shares, batch = zip(*rows, strict=True)
     total = max(TOTAL, sum(batch))
     sizes = sized(total, shares, batch)
@@ -121,7 +123,7 @@ def test_interleaved_workers_make_up_one_worker_s_batches():
     parts = deal("interleaved", 3, batch=4)
     together = Batches(np.arange(TOTAL), 12, 0, 0, shuffle=False)
     apart = [Batches(part, 4, 0, worker, shuffle=False) for worker, part in enumerate(parts)]
-    for step in range(3 * TOTAL // 12):  # 1437 is a multiple of 3, hence also over the wrap
+    for step in range(3 * TOTAL // 12):  # 1437 is a multiple of 3, so also over the wrap
         union = np.concatenate([walk.indices(step) for walk in apart])
         assert sorted(union) == sorted(together.indices(step))
 

@@ -62,7 +62,9 @@ def test_noise_is_not_finished_on_processes(topology: str, tmp_path) -> None:
 
 
 def test_a_swarm_of_few_bits_does_not_diverge(tmp_path) -> None:
-    """Each meeting rounds by at most a quarter of what models were apart, whatever the bits."""
+    """Each meeting rounds by at most a quarter of the distance of the models, for any number of
+    bits.
+    """
     for bits, workers in product((2, 3, 4, 5), (4, 8)):
         ran = simulated(
             "topology=gossip",

@@ -1,6 +1,4 @@
-"""What the pages say is there: links, anchors, commands, keys, options, pictures, and examples that
-run.
-"""
+"""The pages are true: links, anchors, commands, keys, options and pictures exist, and examples run."""
 
 import json
 import re
@@ -42,7 +40,7 @@ README, EXTENDING = ROOT / "README.md", ROOT / "docs" / "extending.md"
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 OURS = [
     page for page in PAGES if page.name != "CONTRIBUTING.md"
-]  # whose methods tests/cli/test_contributing.py runs
+]  # tests/cli/test_contributing.py runs the methods of that page
 LINES = sorted({line for page in OURS for line in shown(TEXTS[page])})
 CLI = typer.main.get_command(app)
 PLACEHOLDER = re.compile(

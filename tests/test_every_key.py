@@ -161,9 +161,7 @@ def test_the_walk_has_every_key_of_every_group() -> None:
 
 
 def left_by(*overrides: str) -> tuple[list[str], list[str]]:
-    """Return the files of a run folder, and what its records say but for the time of this
-    machine.
-    """
+    """Return the files of a run folder, and its records without the time of this machine."""
     folder = ashl.train(
         "runtime=sim", "tracking=none", "sync=bsp", "stop.steps=48", *overrides
     ).folder

@@ -118,7 +118,7 @@ def test_a_folder_is_one_text_and_bytes_are_themselves(tmp_path):
 
 
 class Words:
-    """What `tokenizers.Tokenizer` offers, for words between blanks that a file lists."""
+    """A stand-in for `tokenizers.Tokenizer`: words between blanks that a file lists."""
 
     def __init__(self, words: list[str]) -> None:
         self.words = words

@@ -1,4 +1,4 @@
-"""What `ashl launch` knows before it starts anything: hosts, shares, environments, addresses,
+"""Checks of `ashl launch` before it starts a process: hosts, shares, environments, addresses,
 sizes.
 """
 

@@ -168,12 +168,12 @@ def test_batch_norm_s_statistics_are_those_of_the_parameters_at_hand():
     module = with_parameters(option.build((6,), 3), params)
     module[1].momentum = None
     with torch.no_grad():
-        module(data.train.batch(np.arange(100))[0])  # all of it is one batch, in whatever order
+        module(data.train.batch(np.arange(100))[0])  # all of it is one batch, in any order
         inputs, targets = data.test.batch(np.arange(len(data.test)))
         expected = functional.cross_entropy(module.eval()(inputs), targets).item()
     assert result["test_loss"] == pytest.approx(expected, rel=1e-4)
     for step in range(3):
-        learner.gradient(params * 5, SOME, 0, step)  # whatever training leaves behind is never read
+        learner.gradient(params * 5, SOME, 0, step)  # no state of training is read
     assert learner.evaluate(params) == result
 
 

@@ -1,4 +1,4 @@
-"""What every process makes for itself is the same everywhere: model, data, and the state beside the
+"""Objects that every process makes itself are identical: model, data, and the state beside the
 weights.
 """
 

@@ -1,5 +1,5 @@
-"""Who comes (back) is let in at each of its peers, whatever these are doing: with a store and
-groups that stand in.
+"""A (re)joining worker is admitted at each of its peers, in any state of theirs: with a stand-in
+store and groups.
 """
 
 import queue
@@ -24,7 +24,7 @@ ANEW = ControlUpdate(ready=((1, 1),))
 
 
 class Store:
-    """What the threads of a job share, in one process."""
+    """Data that the threads of a job share, in one process."""
 
     def __init__(self) -> None:
         self.known: dict[str, str] = {}
@@ -83,7 +83,7 @@ def test_who_comes_before_a_newcomer_has_its_links_is_let_in_once_it_has(
     assert known not in store.known
 
     async def main(_: Any) -> bool:
-        listener.on_membership(ANEW)  # as home says again and again
+        listener.on_membership(ANEW)  # the controller repeats it
         all_let_in()
         return known in store.known
 
@@ -112,7 +112,7 @@ def test_a_newcomer_knows_in_which_life_its_peers_are(monkeypatch: pytest.Monkey
     said: list[Any] = []
     monkeypatch.setattr(seen, "emit", said.append)
     monkeypatch.setattr(rendezvous, "make_group", lambda *_: Silent(gone=True))
-    admit_worker(store, 1, 2, 0, 1, lambda: 5)  # rank 1 has come back twice
+    admit_worker(store, 1, 2, 0, 1, lambda: 5)  # rank 1 has rejoined twice
     store.set(known_key(pair_key(1, 0, 1)), "")
     entry = join_running_job(store, [1], 0, 1, lambda: ControlUpdate(ready=((0, 1),)))
     assert entry is not None

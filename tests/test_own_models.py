@@ -1,8 +1,8 @@
-"""Models as users write them: one worker is plain torch; two by all-reduce are what
-DistributedDataParallel makes.
+"""Models as users write them: one worker equals plain torch, two by all-reduce equal
+DistributedDataParallel.
 
-Buffers are each worker's own while it trains. At the end floating-point ones are averaged, and
-others are the first worker's; BatchNorm's statistics, where the model trains it, are estimated anew
+Buffers are each worker's own during training. At the end floating-point ones are averaged, and
+others are the first worker's. BatchNorm's statistics, if the model trains it, are estimated again
 and not compared.
 """
 
@@ -131,7 +131,7 @@ def assert_same(state: dict[str, Tensor], expected: nn.Module, kind: type[nn.Mod
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 @pytest.mark.filterwarnings("ignore:.*weight_norm|spectral_norm:FutureWarning")
 def test_workers_learn_what_plain_torch_learns(kind: type[nn.Module], workers: int) -> None:
-    """With evaluations in the midst, which change nothing."""
+    """Train with evaluations in between, which change nothing."""
     ran = simulated(kind, workers, "eval.every_commits=5")
     assert ran.learner is not None
     trainer = assemble(ran.plan, HOST).stages[0].trainer

@@ -83,8 +83,8 @@ def one_of_two(
 
 
 def distributed_torch(kind: type[nn.Module], batches: list[Batches], folder: Path) -> nn.Module:
-    """What DistributedDataParallel makes of these batches; what forward changes is averaged at the
-    end.
+    """Train with DistributedDataParallel on these batches; buffers that forward changes are
+    averaged at the end.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,5 +1,5 @@
-"""A gradient on parameters that come while forward goes on is the gradient, whoever uses them and
-however.
+"""A gradient on parameters that arrive during the forward pass is the gradient, for every use of
+the parameters.
 """
 
 import itertools
@@ -33,8 +33,10 @@ class Hidden(torch.autograd.Function):
 
 
 class Odd(nn.Module):
-    """A weight used twice, one of a module that is never called, one that is used first and listed
-    last, one that is not used at all, and one that is used in hiding.
+    """A weight used twice, one of a module that is never called, and one that is used first and
+    listed last.
+
+    Another weight is not used at all, and one is used without its module.
     """
 
     def __init__(self, hidden):
@@ -112,7 +114,7 @@ def test_a_piece_is_waited_for_when_it_is_used_first():
 
 
 def test_what_is_used_in_hiding_is_there_before_forward_begins():
-    """It is found out in the first step, whose forward pass is done again."""
+    """The first step detects it and repeats its forward pass."""
     learner = Learner(Made(lambda: Odd(hidden=True)), DIGITS, task_of(DIGITS), seed=0)
     params, slices = learner.init(), by_tensor(learner)
     names = [name for name, _ in learner.layers]

@@ -72,7 +72,8 @@ def test_algorithm_2_by_hand() -> None:
     assert cycles(plan) == pytest.approx([0.346] * 3)
     charged = PAPER.assign(reference(1.5), 2, 0.1, pairs)
     assert ratios(charged) == ratios(plan)  # decided on push · R, as printed ...
-    assert cycles(charged) == pytest.approx([0.352, 0.362, 0.412])  # ... and told in bytes as sent
+    # the plan has it in bytes as sent
+    assert cycles(charged) == pytest.approx([0.352, 0.362, 0.412])
 
 
 @pytest.mark.parametrize(
@@ -178,8 +179,8 @@ def test_balanced_is_never_wider_than_paper(profile: Profile, h_preset: int) -> 
 def test_balanced_ratios_fill_the_common_cycle(
     profile: Profile, h_preset: int, r: float, h_max: int | None
 ) -> None:
-    """Nobody is later than the common cycle; who is earlier sends everything; nobody keeps less
-    than preset.
+    """No worker exceeds the common cycle; a worker with spare time has density 1; no density is
+    below the preset.
     """
     plan = replace(BALANCED, h_max=h_max).assign(profile, h_preset, r, pairs)
     common = max(cycles(plan))
@@ -258,8 +259,8 @@ def test_workers_of_equal_costs_get_equal_steps(
 def test_balanced_moves_two_workers_the_same_way(
     pair: tuple, rounded: tuple, balanced: tuple
 ) -> None:
-    """Beside an anchor of 1 + 20 s rounding gives cycles of (24, 17, 21) and (20, 28, 21) s: one
-    up, one down.
+    """Rounding with an anchor of 1 + 20 s gives cycles of (24, 17, 21) and (20, 28, 21) s: one up,
+    one down.
     """
     profile = cluster([*pair, 1], [0, 0, 20])
     assert steps(PAPER.assign(profile, 1, None, pairs)) == rounded

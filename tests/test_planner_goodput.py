@@ -20,7 +20,7 @@ D, BATCH = 400, 32
 
 
 def chosen(noise: Noise, exchange_s: float, h_max: int = 64) -> tuple[int, ...] | None:
-    """H of four equal workers of 1 s a step, who took 2 steps until now."""
+    """Return the H of four equal workers with 1 s a step and 2 steps until now."""
     online = replace(GOODPUT, h_max=h_max)
     profile = cluster([1] * 4, [exchange_s] * 4)
     plan = online.assign(profile, 2, None, pairs)
@@ -52,7 +52,7 @@ def test_limits_of_noise_and_cost() -> None:
     assert chosen(known(1, 1000), 0) == (1,) * 4  # exchanges that cost nothing
     assert (
         chosen(known(0, 1), 4) == chosen(known(-1, 1), 4, 64) == (64,) * 4
-    )  # no gradient: whatever is quickest
+    )  # no gradient: the fastest
     few = replace(known(1, 0), pairs=49)
     assert chosen(few, 4) is None  # not enough is known yet, and `online` finds nothing better
 
@@ -66,7 +66,7 @@ def test_candidates_reach_the_bound_in_small_steps(h_max: int) -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_noise_is_measured_from_what_workers_push_anyway(momentum: float) -> None:
-    """Workers of 1, 3 and 8 steps around one gradient; B is that of single samples, whatever H and
+    """Workers of 1, 3 and 8 steps around one gradient; B is that of single samples, for every H and
     momentum.
     """
     planner, draw = (

@@ -1,6 +1,4 @@
-"""From specs to options, each made once; and plans whose stages do not fit together, refused in a
-sentence.
-"""
+"""Specs become options, each made once; plans with stages that do not fit together are an error."""
 
 import json
 import math
@@ -189,7 +187,7 @@ def test_a_topology_that_carries_no_pulls_refuses_them(monkeypatch: pytest.Monke
 
 
 def test_a_run_is_named_by_its_given_plan(tmp_path: Path) -> None:
-    """And not by the schedule that it would have without one."""
+    """The name does not come from the schedule that the run would have without the plan."""
     plan = planned("sync=bsp")
     (tmp_path / "plan.json").write_text(plan.to_json())
     assert planned(f"plan={tmp_path / 'plan.json'}").name == plan.name == "bsp-mlp-digits"

@@ -1,4 +1,6 @@
-"""What runs say together: settings, ranks, intervals, words; the numbers are worked out by hand."""
+"""Comparisons of runs: settings, ranks, intervals, words; the expected numbers are computed by
+hand.
+"""
 
 import json
 import math
@@ -309,8 +311,10 @@ def test_without_accuracies_the_tasks_own_metric_ranks_and_is_shown(
 
 
 def test_rank_and_sentence_go_by_the_same_number(tmp_path) -> None:
-    """By medians asp is first, by paired means bsp: the sentence gives the ratio that ranks and
-    names the paired mean; the table gives the paired mean with its own interval.
+    """The first mode is asp by medians and bsp by paired means.
+
+    The sentence gives the ratio that ranks and names the paired mean; the table gives the paired
+    mean with its own interval.
     """
     board = ranked(sweep(tmp_path, bsp=(4.0, 5.0, 5.1), asp=(4.9, 9.0, 4.8)))
     said = answer(board)

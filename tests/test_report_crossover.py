@@ -1,4 +1,4 @@
-"""Who wins where: cells, margins and crossings worked out by hand."""
+"""The map of winners: cells, margins and crossings computed by hand."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ EXCHANGE, JITTER, COMPUTE = "cluster.exchange_s", "cluster.jitter", "cluster.com
 
 
 def ground_of(folder: Path, times: dict[tuple[str, ...], float | None], *keys: str) -> Terrain:
-    """From (sync, value of each key) -> time to target; one seed each."""
+    """Return runs from (sync, value of each key) -> time to target; one seed each."""
     runs = [
         (dict(zip(("sync", *keys), point, strict=True)) | {"seed": "0"}, reach)
         for point, reach in times.items()
@@ -27,7 +27,7 @@ def ground_of(folder: Path, times: dict[tuple[str, ...], float | None], *keys: s
 
 
 def along(values: dict[str, tuple[float, float]]) -> dict[tuple[str, ...], float | None]:
-    """Of two modes, the times of each at the values of one key."""
+    """Return the times of two modes at the values of one key."""
     return {
         (sync, at): pair[i] for at, pair in values.items() for i, sync in enumerate(("bsp", "ssp"))
     }

@@ -1,6 +1,4 @@
-"""What settings are called: what was varied, without what has no say, and what all share
-told once.
-"""
+"""Names of settings: varied values without those that have no effect; common values once."""
 
 import json
 from pathlib import Path

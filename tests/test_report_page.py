@@ -188,8 +188,8 @@ def test_notes_say_of_one_run_what_holds_for_one_run(tmp_path) -> None:
 
 
 def test_each_figure_is_a_pdf_too(tmp_path) -> None:
-    """With hatchings, clips and text; the numbers at the lines' ends are not under their
-    white rim.
+    """Hatchings, clips and text are drawn; the numbers at the lines' ends are not under their white
+    rim.
     """
     if why := pdf.lacks():
         pytest.skip(why)

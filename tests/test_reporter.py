@@ -46,7 +46,7 @@ def watchdog() -> Iterator[Watchdog]:
 
 
 def received(store: AuthenticatedStore) -> list[tuple[Record, Tensor | None]]:
-    """All that has come, as home hears it."""
+    """Return all records that the controller has received."""
     channel, said = ControlChannel(store.another(), 5, D), []
     try:
         first, end = channel.drained_s, time.monotonic() + 10
@@ -234,7 +234,7 @@ def test_no_rank_speaks_for_another(store) -> None:
 def test_records_that_cannot_be_sent_end_the_run_with_their_reason(
     store, watchdog, monkeypatch
 ) -> None:
-    """The thread died, and after a minute the rank was said not to have been heard of."""
+    """The thread died, and after a minute the rank counted as failed."""
     monkeypatch.setattr("ashl.run.control_channel.EVERY_S", 0.001)
     made = Reporter(store.another(), 3, rounds="all", watchdog=watchdog)
 

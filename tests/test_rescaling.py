@@ -200,7 +200,7 @@ def test_each_rule_of_a_server_goes_on(rule: str, workplace: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stage_is_where_it_was(workplace: Path) -> None:
-    """Planned anew for the workers that there are, by what the cluster declares."""
+    """H and shares are planned again for the new workers, by the declared costs."""
     train(*HALF, "schedule=ashl", "schedule.loss_switch=1.5", "stop.epochs=8")
     train("--resume", "four", "cluster.compute=[1,3]", "run.dir=two", "stop.epochs=10")
     before, after = summary("four")["stages"], summary("two")["stages"]

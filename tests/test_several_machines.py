@@ -1,6 +1,4 @@
-"""What a job on several machines is made of: what starters say, who plays which rank, what messages
-go through.
-"""
+"""Parts of a job on several nodes: variables of launchers, assignment of ranks, messages."""
 
 import json
 import os

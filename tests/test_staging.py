@@ -15,7 +15,7 @@ from ashl.runtime.transport import HostPayloads, PeerConnection
 
 
 class Late:
-    """Streams that copy when somebody waits for it: whoever reads before finds what was there."""
+    """Streams that copy when a thread waits for them: an earlier read finds the old data."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -78,7 +78,7 @@ def test_a_buffer_whose_reader_fails_is_not_used_again() -> None:
     streams = Late()
     staging = Staging(streams)
     with pytest.raises(RuntimeError), staging.out(torch.ones(3)):
-        raise RuntimeError("the peer is gone")
+        raise RuntimeError("the peer has failed")
     with staging.out(torch.ones(3)):
         pass
     assert len(streams.buffers) == 2

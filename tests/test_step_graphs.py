@@ -36,7 +36,7 @@ class Drawing:
 
 
 class Recorded(TorchDispatchMode):
-    """A graph: each operation with the tensors it was asked about, whose places are asked again."""
+    """A stand-in graph: each operation with its tensors; a replay asks for their addresses again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Recorded(TorchDispatchMode):
 
 
 class Cuda:
-    """What is asked of torch.cuda, and what of it was."""
+    """A stand-in for the parts of torch.cuda that are used, with a record of the calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -114,7 +114,7 @@ def test_a_replayed_step_has_the_bits_of_one_without_graphs(model: str, cuda: Cu
     """
     small = {"hidden": [8]} if model == "mlp" else {}
     eager, graphed = learner(model, False, **small), learner(model, True, **small)
-    if graphed._here.resident is None:  # a device has one whatever the size
+    if graphed._here.resident is None:  # a device has one for every size
         graphed._here.point_at(resident := graphed.init())
         graphed._here.resident = resident
     params, kept = eager.init(), []
@@ -129,7 +129,7 @@ def test_a_replayed_step_has_the_bits_of_one_without_graphs(model: str, cuda: Cu
     assert cuda.log == ["side waits for here", "warm-up", "here waits for side", "capture"]
     assert [graph.replayed for graph in cuda.made] == [
         4
-    ]  # the third to the seventh, but for the odd one
+    ]  # the third to the seventh, except the odd one
 
 
 def test_a_graph_reads_and_writes_where_it_did(cuda: Cuda) -> None:

@@ -1,5 +1,5 @@
-"""Whose fault it is that a real run fails, as home sees it: what ranks say, whose process is gone,
-who fell silent.
+"""The cause of a failed real run, as the controller finds it: errors of ranks, ended processes,
+missing heartbeats.
 """
 
 import time
@@ -54,7 +54,8 @@ def lost(rank: int, whom: int | None = None) -> RankError:
             0,
             ": Connection closed by peer",
         ),  # the link between two that live
-        ([lost(0, 1), lost(1, 2)], {}, [0, 2], 2, VANISHED),  # who has said why is silent by right
+        # a rank that has reported its error need not send heartbeats
+        ([lost(0, 1), lost(1, 2)], {}, [0, 2], 2, VANISHED),
     ],
 )
 def test_the_culprit(errors, gone, silent, who, what) -> None:
@@ -82,7 +83,7 @@ def test_how_a_process_has_ended() -> None:
 
 
 def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, list[Any]]:
-    """Of two workers and a server, with a monitor, and what that is told."""
+    """A supervisor of two workers and a server, with a monitor that records its calls."""
     emitted: list[Any] = []
     monitor = SimpleNamespace(emit=emitted.append, beats={})
     now = time.monotonic()
@@ -102,7 +103,9 @@ def liveness_monitor(**known: Any) -> tuple[LivenessMonitor, SimpleNamespace, li
 
 
 def test_what_a_lost_worker_had_still_said_counts_once() -> None:
-    """Its last beat may be heard after its end; what its next life says is added to it."""
+    """Its last heartbeat may arrive after its end; the counts of its next incarnation are added to
+    it.
+    """
     liveness, monitor, emitted = liveness_monitor()
     beat = empty_totals(1)._replace(time_ns=5, steps=7)
     monitor.beats[1] = beat

@@ -40,7 +40,7 @@ def test_a_loss_that_no_task_judges_is_refused(judged) -> None:
 
 
 class FixedModel:
-    """A model option: one module, made anew."""
+    """A model option: one module, made again."""
 
     def __init__(self, make):
         self.make = make

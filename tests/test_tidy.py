@@ -39,7 +39,7 @@ LEVELS = (
     {"run", "export"},
     {"study"},
     {"advice"},
-    {"cli", "__init__", "__main__"},  # the front doors
+    {"cli", "__init__", "__main__"},  # the entry points
 )
 ROOT_MODULES = {
     "__init__",
@@ -66,9 +66,9 @@ STANDS_IN = {  # for classes of plain torch
     "ashl.data.plain.PlainDataset",
     "ashl.optimizer.plain.PlainOptimizer",
     "ashl.task.plain.PlainTask",
-}  # for classes of plain torch, whose files are their users'
+}  # for classes of plain torch; users own their files
 
-# What is imported, and the only places that may.
+# Third-party modules, and the only files that may import them.
 HOMES = {
     "hydra": ("ashl/config/compose.py", "cli/plugins.py"),
     "mlflow": ("ashl/tracking/mlflow.py", "ashl/tracking/mlflow_study.py"),
@@ -188,7 +188,7 @@ def test_nothing_lies_loose() -> None:
 
 
 def test_no_circle_of_rooms() -> None:
-    """Rooms of one level import each other in one direction at most."""
+    """Packages of one level import each other in one direction at most."""
     arrows = {
         (unit(file), known(module))
         for file in files("ashl", "cli")
@@ -372,8 +372,8 @@ def test_an_algorithm_names_its_source(file: Path) -> None:
 
 
 def test_packages_are_listed() -> None:
-    """setuptools cannot find packages in two places at once, so that pyproject.toml lists them by
-    hand.
+    """Project file: pyproject.toml lists packages by hand, since setuptools cannot find them in two places at
+    once.
     """
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {

@@ -1,6 +1,4 @@
-"""The record files: what was recorded can be read back, whatever happened to the run or to the
-disk.
-"""
+"""The record files can be read back after any end of the run and any fault of the disk."""
 
 import errno
 import gzip

@@ -1,4 +1,4 @@
-"""What a person sees, read back as text."""
+"""Output on a terminal, read back as text."""
 
 import io
 import math

@@ -100,7 +100,9 @@ os._exit(1)
 
 
 def test_a_store_whose_writer_was_killed_is_read_all_the_same(tmp_path):
-    """What it had begun has to be taken back first, which a reader that may not write cannot do."""
+    """A change that was begun is rolled back first; a reader without write permission cannot do
+    that.
+    """
     subprocess.run([sys.executable, "-c", HALF_DONE, str(tmp_path / "mlflow.db")], check=False)
     assert (tmp_path / "mlflow.db-journal").exists()
     assert "/#/experiments/7/" in str(store.latest(store.tracking_uri(tmp_path)))
@@ -122,7 +124,7 @@ def test_the_link_leads_to_the_experiment_that_ran_last(tmp_path):
         assert not store.has_run(tmp_path / "mlflow.db", "z")
         assert store.has_run(tmp_path / "mlflow.db", "a")
         connection.execute("BEGIN EXCLUSIVE")
-        assert store.has_run(tmp_path / "mlflow.db", "z")  # who knows
+        assert store.has_run(tmp_path / "mlflow.db", "z")  # unknown
     assert not store.has_run(tmp_path / "elsewhere.db", "a")
     assert link is not None
     assert link.startswith(

@@ -23,7 +23,7 @@ def watchdog(monkeypatch) -> Iterator[Watchdog]:
 
 
 def looks(watchdog: Watchdog, seconds: float) -> End | None:
-    """What it says in the end, looking five times a second."""
+    """Return its last message, with five checks a second."""
     ends = [watchdog.check_timeouts(0.2) for _ in range(round(5 * seconds))]
     return ends[-1]
 

@@ -1,4 +1,4 @@
-"""What the tests of wrong inputs share, and the runs that several files of this folder disturb."""
+"""Helpers of the tests of wrong inputs, and the runs that several files of this folder disturb."""
 
 import os
 import signal
@@ -41,9 +41,7 @@ def said(workplace, capsys):
 
 @pytest.fixture
 def train(workplace, capsys):
-    """A long run in this process to which something is done once it is under way; its exit code and
-    its last words.
-    """
+    """Disturb a long run of this process after its start; return its exit code and last lines."""
 
     def during(act: Callable[[Path], None], *overrides: str) -> tuple[int, str]:
         run = workplace / "run"

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def run(monkeypatch):
-    """A stand-in for `ashl.run.train`: what the command hands over, and what comes back."""
+    """A stand-in for `ashl.run.train`: the arguments of the command, and its return value."""
     calls: list = []
     stand_in = SimpleNamespace(
         calls=calls,
@@ -213,13 +213,11 @@ def test_the_page_of_all_options_has_each_with_its_limits_its_tables_and_its_sou
     assert main(["list", "nowhere", "--markdown"]) == 2
 
 
-CAVEATS = {"sync=asylpg", "sync=spy"}  # whose limits are no other method
+CAVEATS = {"sync=asylpg", "sync=spy"}  # their limits are no other method
 
 
 def test_every_limit_of_a_card_is_held_by_a_test() -> None:
-    """... but for codecs, of which most become no other one; and no test names an option that there
-    is not.
-    """
+    """Every option whose card states a limit has a test of it, except codecs and caveats."""
     held, options = catalog.held(), catalog.catalog()
     assert set(held) <= {
         f"{group}={option}" for group, names in options.items() for option in names
@@ -458,7 +456,7 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr
 
 
 def in_checkout(tmp_path: Path, *args: str, **env: str) -> subprocess.CompletedProcess:
-    """A command of Python's in the checkout, whose ashl/ then shadows what is installed."""
+    """Run a Python command in the checkout; its ashl/ then shadows the installed package."""
     (tmp_path / "sitecustomize.py").write_text(UNINSTALLED)
     path = os.pathsep.join(
         [str(tmp_path), *([env.pop("PYTHONPATH")] if "PYTHONPATH" in env else [])]

@@ -79,7 +79,7 @@ def test_one_sentence(
     ],
 )
 def test_what_is_legal_and_worth_knowing(overrides: str, says: str, workplace, capsys) -> None:
-    """... is said in the forecast."""
+    """A supported but unusual setting has one note in the forecast."""
     command = ["train", "--dry-run", "runtime=sim", "compression=topk", *shlex.split(overrides)]
     assert main(command) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
@@ -98,7 +98,7 @@ def test_a_range_code_needs_its_library(workplace, capsys, monkeypatch) -> None:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_doctor_has_a_line_for_each_codec(kept: bool, workplace, capsys, monkeypatch) -> None:
-    """... behind what is broken."""
+    """A line counts the laws that pass; the command fails if one does not."""
     held = [
         laws.Law("bits an element", "at most 3", "2", True),
         laws.Law("bias on a normal vector", "0", "9", kept),

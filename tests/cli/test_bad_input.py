@@ -1,5 +1,5 @@
-"""What can be asked for wrongly, and what can be missing: one sentence with the way out, the right
-exit code, and no run folder where nothing ran.
+"""Wrong and missing inputs: one sentence with the fix, the right exit code, and no run folder if no
+run started.
 """
 
 import json
@@ -418,13 +418,13 @@ def test_a_full_disk(room: int, said, workplace, full_disk) -> None:
     events = list(jsonl.read(workplace / "run/events.jsonl"))
     assert len((workplace / "run/events.jsonl").read_bytes().splitlines()) == len(events)
     assert (len(events) > 10) == (room > 0)
-    summary = json.loads((workplace / "run/summary.json").read_text())  # this file finds its room
+    summary = json.loads((workplace / "run/summary.json").read_text())  # this file fits
     assert summary["status"] == "failed"
     assert "free some space" in summary["exit_reason"]
 
 
 class Disk:
-    """A file on a disk with so much room."""
+    """A file on a disk with this much free space."""
 
     room = 0
 

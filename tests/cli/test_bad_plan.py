@@ -97,7 +97,7 @@ def test_a_plan_that_is_none_for_all_its_stages(changes, says, said, edited, wor
 
 
 def test_a_stage_that_would_never_end(said, edited, workplace) -> None:
-    """The run stayed in it for good, and the stages after it were never heard of."""
+    """The run stayed in it permanently, and never mentioned the stages after it."""
     edited()
     plan = json.loads((workplace / "plan.json").read_text())
     assert [stage["name"] for stage in plan["stages"]] == ["profile", "ahl", "shl"]

@@ -29,7 +29,7 @@ from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way
 
 
 def test_a_killed_server(train, workplace) -> None:
-    """Without it nothing goes on; without a worker much does: see `test_lost_workers.py` and
+    """No run continues without it; many continue without a worker: see `test_lost_workers.py` and
     `test_lost_members.py`.
     """
     code, err = train(lambda run: os.kill(ranks_of(run)[2], signal.SIGKILL), "sync=ssp")
@@ -49,7 +49,7 @@ def ports(pid: int) -> set[int]:
 
 
 def intrude(run: Path) -> None:
-    """What somebody on this machine may try who has no secret: at the store of a run, and at its
+    """Attacks by a client on this machine without the secret: on the store of a run, and on its
     ranks.
     """
     ranks = ranks_of(run)
@@ -84,7 +84,7 @@ def intrude(run: Path) -> None:
 
 
 def port_answers(port: int) -> bool:
-    """Whether it is that of a store of torch's."""
+    """Return True if it is the port of a torch store."""
     try:
         dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
     except RuntimeError:
@@ -225,7 +225,7 @@ def test_an_error_in_a_worker_is_told_with_its_rank_and_log(workplace, capsys, m
     ["SIGHUP", *(pytest.param(f"SIG{name}", marks=pytest.mark.slow) for name in ("INT", "TERM"))],
 )
 def test_a_signal_to_all_processes_of_a_run(how: str, workplace) -> None:
-    """As of a terminal, a terminal that closes, and a queue: ranks and fork server leave it to
+    """Signals of a terminal, a closing terminal, and a queue: ranks and fork server leave them to
     their parent.
     """
     process = subprocess.Popen(
@@ -247,7 +247,7 @@ def test_a_signal_to_all_processes_of_a_run(how: str, workplace) -> None:
 
 
 def test_ctrl_c_at_the_very_start(workplace) -> None:
-    """As in a terminal, where it reaches every process: at once when the fork server is there."""
+    """A terminal's signal reaches every process: here as soon as the fork server exists."""
     command = [sys.executable, "-m", "ashl.cli", "train", *LONG]
     process = subprocess.Popen(
         command, cwd=workplace, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -271,7 +271,7 @@ def test_ctrl_c_at_the_very_start(workplace) -> None:
 def test_half_of_the_package_in_the_working_directory(
     train_elsewhere: Callable[[Path], int], workplace: Path
 ) -> None:
-    """As in a checkout, beside an installation: ranks import what their parent has imported."""
+    """In a checkout beside an installation, ranks import the package of their parent."""
     (workplace / "ashl").mkdir()
     (workplace / "ashl/__init__.py").write_text("")
     assert train_elsewhere(workplace) == 0

@@ -1,6 +1,4 @@
-"""What a person sees who opens the printed link in a real browser: a sweep's runs beside each
-other, and our charts.
-"""
+"""The printed link in a real browser: a sweep's runs beside each other, with the project's charts."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a run says of the workers that it lost."""
+"""Records of failed workers."""
 
 import gzip
 import json

@@ -36,7 +36,7 @@ def test_compare_prints_the_answer_and_writes_the_report(sweep, capsys) -> None:
 
 
 def shown(sweep, beside: str = "") -> dict[str, str]:
-    """What a sweep's folder shows of it."""
+    """Return the sweep's summary as its folder has it."""
     files = [
         sweep / f"leaderboard{beside}.md",
         sweep / f"report{beside}.html",
@@ -251,7 +251,7 @@ def test_an_export_goes_by_the_name_of_its_file(sweep, workplace) -> None:
 
 
 def test_a_narrow_screen_has_narrow_tables(sweep, capsys, monkeypatch) -> None:
-    """What COLUMNS says holds in a pipe, too: 134 columns were printed at 80."""
+    """COLUMNS also sets the width in a pipe: 134 columns were printed at 80."""
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["compare", str(sweep), "--out", "a.html"]) == 0
     table = capsys.readouterr().out.split("\n")

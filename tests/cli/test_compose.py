@@ -69,7 +69,7 @@ def test_every_option_composes(chosen: dict[str, str]) -> None:
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))]
 )
 def test_options_put_together_are_as_hydra_composes_them(seed: int) -> None:
-    """Of the options of two compositions by Hydra, some of either."""
+    """A mix of the options of two compositions has the values that Hydra gives it."""
     draw = random.Random(seed)
     groups = {group: list(options) for group, options in catalog().items() if group not in PRESETS}
     both = [{group: draw.choice(options) for group, options in groups.items()} for _ in range(2)]
@@ -83,7 +83,7 @@ def test_options_put_together_are_as_hydra_composes_them(seed: int) -> None:
 
 
 def test_no_other_option_reaches_out() -> None:
-    """Into groups that are not its own: such a one could not be put beside others as it is."""
+    """No option sets defaults of other groups: it could not be combined with other options."""
     files = [
         file
         for file in CONF.glob("*/*.yaml")
@@ -384,7 +384,7 @@ def test_links_of_an_own_cluster_that_an_inherited_exchange_hides_are_refused(
 
 
 def test_an_own_key_may_replace_a_merged_one(mine) -> None:
-    """Of these two, all readers of YAML take the second."""
+    """All YAML readers take the second of these two."""
     folder = mine(
         "model/mine.yaml", "_target_: mine.Model\nx: &a {k: 1, m.n: 1}\ny: {m.n: 2, <<: *a, k: 2}\n"
     )

@@ -28,7 +28,7 @@ COMMON = {
 
 
 def allowed(name: str, topology: str, sync: str, **fields: Any) -> bool:
-    """Whether the checks let this pass."""
+    """Return True if the checks accept this."""
     chosen = {"compression": name, "topology": topology, "sync": sync}
     parts = COMMON | {group: conf_option(group, option) for group, option in chosen.items()}
     parts["topology"] = conf_option("topology", topology, **fields)
@@ -42,7 +42,7 @@ def allowed(name: str, topology: str, sync: str, **fields: Any) -> bool:
 
 
 def way(name: str) -> str:
-    """How an all-reduce carries it."""
+    """Return the form of an all-reduce with this codec."""
     codec = wrap_codec(conf_option("compression", name), LAYOUT)
     if isinstance(innermost(codec), Collective):
         return "own protocol"

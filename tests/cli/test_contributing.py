@@ -1,6 +1,4 @@
-"""What CONTRIBUTING.md shows is true: its methods, taken from the page, run as options of a user's
-own package.
-"""
+"""The examples of CONTRIBUTING.md are true: its methods run as options of a user's own package."""
 
 import json
 import re

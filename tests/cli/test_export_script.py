@@ -66,7 +66,7 @@ def test_its_own_batches_are_shares_of_the_data(workplace: Path) -> None:
     ],
 )
 def test_it_runs_under_torchrun(to: str, what: str, workplace: Path) -> None:
-    """All workers, on shares of the data drawn anew; the loss comes down as the run's did."""
+    """Train all workers on newly drawn shards; the loss falls like the run's."""
     run = trained("topology=all_reduce", *what.split(), "cluster.compute=[1,1]", "stop.steps=1200")
     exported(run, to)
     command = [

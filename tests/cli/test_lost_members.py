@@ -1,5 +1,6 @@
-"""Workers of real sums that are lost: the others go on; who comes back under all-reduce takes part
-from the next merge on, and with groups in the next group.
+"""Members of real collectives fail: the survivors continue.
+
+A worker rejoins from the next merge under all-reduce, and from the next group with groups.
 """
 
 import hashlib
@@ -81,8 +82,8 @@ def fails(*events: tuple[int, float]) -> str:
 def test_sums_after_a_loss_are_those_of_the_others_alone(
     worker: int, mode: tuple[str, ...], workplace: Path
 ) -> None:
-    """To the bit: each round by the formula, with all up to the loss, and with the others from then
-    on.
+    """Each round equals the formula to the bit: with all workers until the failure, then with the
+    survivors.
     """
     assert main(["train", *LONG, *RING, *mode, fails((worker, 0.3)), "stop.seconds=1.4"]) == 0
     summary = check_records(workplace / "run", "finished")
@@ -183,8 +184,9 @@ def test_groups_of_three_lose_two_of_four(
 def test_sums_with_who_has_come_back_are_those_of_all_from_that_state(
     mode: tuple[str, ...], rank: int, train, workplace: Path
 ) -> None:
-    """To the bit: rounds of all, of those who were left, and of all, where one has nothing of its
-    own to begin with.
+    """Rounds of all, of the survivors, and of all again equal the formula to the bit.
+
+    The rejoining worker begins without state of its own.
     """
     own = ("cluster.step_s=0.02", "runtime.max_restarts=1", "stop.seconds=9")
     code, err = train(lambda run: os.kill(ranks_of(run)[rank], signal.SIGKILL), *RING, *mode, *own)
@@ -216,8 +218,10 @@ def test_sums_with_who_has_come_back_are_those_of_all_from_that_state(
 def test_a_group_with_who_has_come_back_averages_all_models(
     rank: int, train, workplace: Path
 ) -> None:
-    """To the bit, in groups of all: averages of all, of those who were left, and of all again, from
-    one's model. Steps take so much longer than averages that it is killed between two of these.
+    """Averages of all, of the survivors, and of all again from one worker's model are right to the
+    bit.
+
+    Steps take so much longer than averages that the worker is killed between two averages.
     """
     own = (
         "sync=ripples_first_come",

@@ -1,6 +1,4 @@
-"""Workers of a real run that are killed or stand still: the others go on, and who comes back takes
-part again.
-"""
+"""Workers of a real run are killed or hang: the survivors continue, and a worker rejoins."""
 
 import json
 import os
@@ -83,9 +81,7 @@ def test_a_worker_that_fails_as_its_cluster_says(workplace, capsys) -> None:
 
 
 def check_return(run: Path, rank: int, why: str, status: str = "finished") -> dict:
-    """A worker was lost and is back: what it did in both lives counts, and in between it
-    was down.
-    """
+    """A worker failed and rejoined: steps of both incarnations count, and between them it was down."""
     summary = check_records(run, status)
     (lost,) = summary["failed_workers"]
     assert (lost["worker"], lost["reason"]) == (rank, why)
@@ -155,8 +151,8 @@ def check_titles(run: Path) -> None:
 
 
 def check_logs(run: Path) -> None:
-    """The logs tell an operator who failed and why, who came instead, what the run decided, and why
-    it ended.
+    """The logs name the failed worker with the reason, the rejoin, the decisions, and the reason
+    for the end.
     """
     lines = (run / "controller.log").read_text().splitlines()
     expected = [

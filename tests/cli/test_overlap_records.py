@@ -1,6 +1,4 @@
-"""What a run that overlaps leaves behind: how much was hidden, and the parts of its steps on lines
-of their own.
-"""
+"""Records of a run with overlap: the hidden share, and the buckets of its steps on separate lines."""
 
 import gzip
 import json

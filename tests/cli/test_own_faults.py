@@ -1,5 +1,5 @@
-"""What a user's own model, loss, metric, data or optimizer raises is said to be theirs, with
-worker, step and fix.
+"""An error of a user's own model, loss, metric, data or optimizer is attributed to it, with worker,
+step and fix.
 """
 
 import sys

@@ -137,7 +137,7 @@ def test_a_plugin_that_is_not_installed_is_named_with_the_way_to_it(
 
 
 def launched(folder: Path, code: str) -> list[Job]:
-    """What ends of two jobs, with a launcher that does this."""
+    """Return the results of two jobs with such a launcher."""
     jobs = [Job(folder / name, {"seed": 0}, ()) for name in ("a", "b")]
     return list(
         run_elsewhere(

@@ -55,9 +55,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def commands_in(text: str) -> set[str]:
-    """What is a command of ashl in a text: between backticks, or from `ashl` to the end of its
-    line.
-    """
+    """Return the ashl commands of a text: between backticks, or from `ashl` to the end of its line."""
     found = {part for part in re.findall(r"`(ashl [^`]+)`", text)}
     names = "|".join(COMMANDS)
     for line in re.sub(r"`[^`]*`", "", text).splitlines():

@@ -37,8 +37,8 @@ def profiled(*overrides: str) -> Profile:
 def test_a_profile_of_a_declared_cluster_costs_what_the_cluster_does(
     declared: str, workplace
 ) -> None:
-    """To the nanosecond, for whoever waited too; and beside the cluster that it is of, nothing is
-    replaced.
+    """The clock agrees to the nanosecond, also for waiting workers; on the profile's own cluster
+    nothing is replaced.
     """
     cluster = DECLARED[declared].split()
     profiled(*cluster)
@@ -54,9 +54,7 @@ def test_a_profile_of_a_declared_cluster_costs_what_the_cluster_does(
 
 @pytest.mark.parametrize("cluster", ["cluster=one_slow", "cluster=real"])
 def test_a_profile_drives_the_clock_of_another_cluster(cluster: str, workplace) -> None:
-    """Precedence: profile before cluster.*. What was measured once takes as long whatever cluster
-    is declared.
-    """
+    """A profile precedes cluster.*: a measured cost is the same with any declared cluster."""
     profiled("cluster=mixed")
     ran = simulated(*TIMED, "sync=bsp", cluster, FILE)
     assert TAKES_COSTS in ran.plan.notes

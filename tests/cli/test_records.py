@@ -1,5 +1,5 @@
-"""What a run writes, against itself: names are those that were chosen, and every record ends where
-the run ended.
+"""Records of a run agree: names are those of the chosen options, and every record ends with the
+run.
 """
 
 import gzip
@@ -45,7 +45,7 @@ def test_names_are_those_of_the_options() -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "MLP", "cnn"])
 def test_a_profile_is_of_the_model_that_was_chosen(model: str, workplace) -> None:
-    """By the option's name; one of before has the class's."""
+    """A record has the option's name; an older one has the class's."""
     assert measure(compose([*SMALL, "sync=ssp"]), [], quiet=True) == 0
     profile = json.loads((workplace / "run/profile.json").read_text())
     assert profile["model"] == "mlp"

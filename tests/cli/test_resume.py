@@ -1,6 +1,4 @@
-"""Runs that go on: from what is whole, one at a time, with the code that whoever starts them
-allows.
-"""
+"""Resumed runs: from a whole checkpoint, one process at a time, with the code that the user allows."""
 
 import fcntl
 import json
@@ -154,8 +152,8 @@ def test_a_checkpoint_is_resumed_where_it_was_made(workplace, capsys) -> None:
     ],
 )
 def test_the_time_before_a_resume_counts_once(overrides: str, workplace: Path, monkeypatch) -> None:
-    """With other workers it counted twice: their run begins with a checkpoint of its own, and goes
-    on from that.
+    """The time counted twice with other workers: their run begins with its own checkpoint, and resumes
+    from that.
     """
     line = (
         "sync=bsp cluster=homogeneous cluster.num_workers=2 runtime=sim run.checkpoint_s=0.1"

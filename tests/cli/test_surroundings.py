@@ -61,7 +61,7 @@ def test_every_letter_of_ours_has_a_spelling_in_ascii() -> None:
 
 
 def in_ascii(monkeypatch: pytest.MonkeyPatch, *args: str) -> str:
-    """What a command prints on a terminal that shows ASCII only."""
+    """Output of a command on a terminal that shows ASCII only."""
     out = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", out)
     assert main(args) == 0, args
@@ -115,7 +115,7 @@ SIM = ["train", *REAL, "runtime=sim", "run.dir=run"]
     ],
 )
 def test_a_command_ends_in_order_when_its_reader_has_gone(command, unbuffered, tmp_path) -> None:
-    """As in `ashl train | head -1`."""
+    """The reader closes the pipe early, like `ashl train | head -1`."""
     ours, theirs = os.pipe()
     os.close(ours)
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
@@ -223,7 +223,7 @@ def test_without_loopback(job, tmp_path) -> None:
 
 
 def test_what_is_left_over_of_a_job(monkeypatch) -> None:
-    """A run of a sweep is part of no job, whatever the shell has kept of one."""
+    """A run of a sweep belongs to no job, with any variables of one in the shell."""
     for launcher in LAUNCHERS:
         for name in (launcher.rank, *launcher.size, launcher.local_rank):
             monkeypatch.setenv(name, "1")
@@ -341,7 +341,7 @@ def test_ranks_are_not_silent_while_the_controller_is_stopped(monkeypatch) -> No
     ],
 )
 def test_a_job_that_is_stopped_and_goes_on(mode: str, workplace) -> None:
-    """As by Ctrl-Z and `fg`: all of its processes, for longer than runtime.heartbeat_timeout_s."""
+    """All processes are paused, as by Ctrl-Z and `fg`, for longer than runtime.heartbeat_timeout_s."""
     command = [*ASHL, "train", *LONG, *mode.split(), "runtime.heartbeat_timeout_s=2"]
     process = subprocess.Popen(command, cwd=workplace, start_new_session=True)
     run = workplace / "run"

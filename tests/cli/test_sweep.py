@@ -1,4 +1,4 @@
-"""`ashl sweep` end to end: every setting runs once, whatever happens on the way."""
+"""`ashl sweep` end to end: every setting runs once, after any interruption."""
 
 import json
 import os
@@ -92,9 +92,11 @@ def test_what_fails_is_recorded_and_the_others_go_on(
 def test_a_race_drops_who_is_behind_and_never_does_more_than_its_grid(
     workplace: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Counted in virtual work: each run is begun once at most, and takes no more steps than it
-    would in the grid, where all take equally many. The baseline stays, however far behind it is;
-    who was dropped has a row of its own.
+    """A race does less virtual work than the grid: each run begins at most once and takes at most
+    its steps in the grid.
+
+    In the grid all runs take equally many steps. The slow baseline is never dropped; a dropped
+    setting has a row of its own.
     """
     begun: list[str] = []
 

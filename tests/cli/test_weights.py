@@ -1,6 +1,4 @@
-"""What a run leaves for plain torch: the model at its end and at its best, by the names that the
-model has.
-"""
+"""Weight files for plain torch: the last and the best model, with the names of the model."""
 
 import hashlib
 import json
