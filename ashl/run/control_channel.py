@@ -608,9 +608,7 @@ def read_join_endpoint(run_dir: Path) -> JoinEndpoint:
     """
     path = run_dir / FILE
     try:
-        endpoint = validate(
-            JoinEndpoint, parsed(path.read_text(encoding="utf-8")), "a join endpoint"
-        )
+        endpoint = validate(JoinEndpoint, parsed(path.read_text(encoding="utf-8")), "the file")
     except FileNotFoundError:
         raise UsageError(f"{run_dir}: {why_not_joinable(run_dir)}") from None
     except PermissionError:

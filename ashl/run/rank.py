@@ -1,4 +1,12 @@
-"""One rank of a real run, from the start of its process to its end."""
+"""One rank of a real run, from the start of its process to its end.
+
+`run_rank` connects to the job's store, starts the reporter and the watchdog, and reports how the
+rank ended. `train_rank` builds the stages, makes the process groups, runs the stages on
+`TorchKernel`, and exits together with the other ranks. A rejoining worker makes no process groups:
+it connects to its peers one by one. A rank is either a child of the controller
+(`RankSettings.log`), or a process that another launcher started. Such a process handles Ctrl-C
+itself, and returns the run's exit code.
+"""
 
 import logging
 import os
@@ -70,7 +78,7 @@ from ashl.runtime.records import (
     StopAsked,
 )
 from ashl.runtime.regroup_consensus import RegroupConsensus
-from ashl.runtime.rendezvous import init_process_groups, join_running_job
+from ashl.runtime.rendezvous import Entry, init_process_groups, join_running_job
 from ashl.runtime.throttle import Throttle
 from ashl.runtime.transport import NEVER, first_line, make_nccl_payloads
 from ashl.stage.program import peers_of, program, ranks_to_notify
@@ -78,8 +86,9 @@ from ashl.stage.stage import Stage
 
 logger = logging.getLogger(__name__)
 
-GOODBYE_S = 30.0
-VERDICT_S = 5.0  # how long a rank that has failed waits to hear why the run ends
+GOODBYE_S = 30.0  # seconds to wait for the peers' goodbye
+VERDICT_S = 5.0  # seconds that a failed rank waits for the controller's reason why the run ends
+# Words in gloo's errors about a connection that a peer has closed.
 BROKEN = (
     "closed by peer",
     "reset by peer",
@@ -87,55 +96,51 @@ BROKEN = (
     "Broken pipe",
     "connectFullMesh",
     "not connected",
-)  # gloo's words
+)
 
 
 class RankSettings(NamedTuple):
-    """Where a rank finds its job."""
+    """The address of a rank's job, and what the rank needs to know beside the plan."""
 
     rank: int
-    host: str
+    host: str  # of the job's store
     port: int
     secret: Secret  # of the job
-    controller_host: str  # the host of the process that keeps the records
+    controller_host: str
     run_dir: str
     rounds: Rounds
-    log: (
-        bool  # whether it is that process's child, and output goes to rank<r>.log in the run folder
-    )
-    interface: Chosen | None = None  # of its messages; None = what gloo takes by itself
+    log: bool  # True for a child of the controller, which logs to rank<r>.log in the run folder
+    interface: Chosen | None = None  # network interface of its messages; None = gloo's choice
     device: str = HOST
-    have_own_gpus: bool = False  # whether all ranks of the job have a GPU of their own
-    saves_checkpoints: bool = False  # whether it keeps its part of checkpoints, in the run folder
-    saved: str | None = None  # the folder of the checkpoint that it goes on from
-    since_ns: int = 0  # ... and the moment
-    incarnation: int = (
-        0  # how often this rank has been lost before, and comes (back) while the others run
-    )
+    have_own_gpus: bool = False  # True if every rank of the job has a GPU of its own
+    saves_checkpoints: bool = False  # True if the rank saves its part of checkpoints
+    saved: str | None = None  # the folder of the checkpoint to resume from
+    since_ns: int = 0  # run time of that checkpoint
+    incarnation: int = 0  # above 0 for a worker that rejoins a running run
 
 
 def run_rank_in_child(settings: RankSettings, plan_json: str) -> None:
-    """The whole of a rank's process: it logs to its own file, leaves interrupts to its parent and
-    dies with it.
+    """Run a rank in a child of the controller: it logs to its own file, ignores interrupts, and
+    ends with its parent.
     """
     for number in INTERRUPTS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
-    exit_process(
-        End(run_rank(settings, plan_json).code)
-    )  # no destructors: gloo's may hang when a peer is already gone
+    # Destructors of gloo may hang if a peer has ended, so none are run.
+    exit_process(End(run_rank(settings, plan_json).code))
 
 
 def run_rank(
     settings: RankSettings,
     plan_json: str,
-    dropped: Callable[[End], NoReturn] = exit_process,
+    on_evicted: Callable[[End], NoReturn] = exit_process,
     say: Callable[[str], None] = lambda text: None,
 ) -> End:
-    """Join the job, play this rank's part, leave; returns how it went. What goes wrong is reported
-    to home. A rank that is no child of home's waits to hear how the run has ended, and where it has
-    failed does not come back. `dropped` is what becomes of one without which the run has gone on;
-    `say` tells who watches what it does.
+    """Join the job, train as this rank, exit in order, and return how the rank ended.
+
+    Errors are reported to the controller. A rank that is no child of the controller waits for the
+    end of the run; after an error it ends this process with the run's exit code.
+    Args: on_evicted, called if the run continues without this rank; say, shows a line to the user.
     """
     plan = Plan.from_json(plan_json)
     timeout_s = plan.runtime["heartbeat_timeout_s"]
@@ -149,40 +154,10 @@ def run_rank(
     store = AuthenticatedStore(
         dist.TCPStore(settings.host, settings.port, is_master=False, timeout=wait), settings.secret
     )
-    reporter = Reporter(
-        store.another(), settings.rank, settings.rounds, watchdog, settings.incarnation
-    )
-    reporter.on_evicted = dropped
-    if settings.saves_checkpoints and settings.log:
-        reporter.checkpoint_writer = RankCheckpointWriter(
-            settings.rank,
-            partial(write_to_folder, Path(settings.run_dir), settings.rank),
-            reporter.emit,
-        )
-    elif settings.saves_checkpoints:
-        reporter.checkpoint_writer = RankCheckpointWriter(
-            settings.rank,
-            partial(upload_checkpoint_part, store.another(), settings.rank),
-            reporter.emit,
-        )
+    reporter = make_reporter(settings, store, watchdog)
+    reporter.on_evicted = on_evicted
     try:
-        if settings.log:
-            redirect(Path(settings.run_dir) / f"rank{settings.rank}.log")
-        if settings.log or LOG_LEVEL in os.environ:
-            start_log(logging.StreamHandler(), f"rank {settings.rank}")
-        title = title_of(plan, settings.rank)
-        set_title(f"ashl {title}")
-        logger.info(
-            "starts as %s, incarnation %d, process %d on %s; the job's store is at %s:%d, the"
-            " controller on %s",
-            title,
-            settings.incarnation,
-            os.getpid(),
-            platform.node(),
-            settings.host,
-            settings.port,
-            settings.controller_host,
-        )
+        begin_log(settings, plan)
         if settings.log:
             signals_handled: AbstractContextManager = nullcontext()
         else:
@@ -195,41 +170,83 @@ def run_rank(
             train_rank(settings, plan, store, reporter, say)
         reporter.emit(Left(settings.rank))
         reporter.close()
-        end = (
-            End(0)
-            if settings.log
-            else reporter.await_run_end()
-            or End(1, "the job's store failed before the end of the run")
-        )
+        end = End(0)
+        if not settings.log:
+            end = reporter.await_run_end() or End(1, "the job's store failed before the run ended")
     except KeyboardInterrupt:
         reporter.emit(Lost(settings.rank, 0, "was interrupted"))
         reporter.close()
         exit_process(End(130))
     except Exception as error:
-        sentence = (
-            str(error)
-            if isinstance(error, AshlError)
-            else f"{type(error).__name__}: {first_line(error)}"
-        )
-        consequence, blamed = classify_error(error)
-        logger.error("fails: %s (consequence=%s, blames=%s)", sentence, consequence, blamed)
-        reporter.emit(RankError(settings.rank, sentence, consequence, blamed))
-        reporter.close()
-        if settings.log or not (consequence or isinstance(error, AshlError)):
-            with suppress(OSError):  # its log may be on a full disk
-                traceback.print_exc()
-        if not settings.log:
-            exit_process(
-                reporter.await_run_end(VERDICT_S) or End(1, f"rank {settings.rank}: {sentence}")
-            )
-        end = End(1, sentence)
+        end = report_error(settings, reporter, error)
     watchdog.stop()
     return end
 
 
+def make_reporter(
+    settings: RankSettings, store: AuthenticatedStore, watchdog: Watchdog
+) -> Reporter:
+    """Start the reporter of a rank, with a writer for its part of checkpoints if it saves them."""
+    reporter = Reporter(
+        store.another(), settings.rank, settings.rounds, watchdog, settings.incarnation
+    )
+    if settings.saves_checkpoints:
+        # only a child of the controller shares the run folder with it for certain
+        save = (
+            partial(write_to_folder, Path(settings.run_dir), settings.rank)
+            if settings.log
+            else partial(upload_checkpoint_part, store.another(), settings.rank)
+        )
+        reporter.checkpoint_writer = RankCheckpointWriter(settings.rank, save, reporter.emit)
+    return reporter
+
+
+def begin_log(settings: RankSettings, plan: Plan) -> None:
+    """Set the log and the title of a rank's process, and log its first line."""
+    if settings.log:
+        redirect(Path(settings.run_dir) / f"rank{settings.rank}.log")
+    if settings.log or LOG_LEVEL in os.environ:
+        start_log(logging.StreamHandler(), f"rank {settings.rank}")
+    title = title_of(plan, settings.rank)
+    set_title(f"ashl {title}")
+    logger.info(
+        "starts as %s, incarnation %d, process %d on %s; the job's store is at %s:%d, the"
+        " controller on %s",
+        title,
+        settings.incarnation,
+        os.getpid(),
+        platform.node(),
+        settings.host,
+        settings.port,
+        settings.controller_host,
+    )
+
+
+def report_error(settings: RankSettings, reporter: Reporter, error: Exception) -> End:
+    """Report an error to the controller, and return how the rank ended.
+
+    A rank that is no child of the controller ends this process, with the run's exit code if the
+    controller publishes it within `VERDICT_S`.
+    """
+    sentence = str(error)
+    if not isinstance(error, AshlError):
+        sentence = f"{type(error).__name__}: {first_line(error)}"
+    consequence, blamed = classify_error(error)
+    logger.error("fails: %s (consequence=%s, blames=%s)", sentence, consequence, blamed)
+    reporter.emit(RankError(settings.rank, sentence, consequence, blamed))
+    reporter.close()
+    if settings.log or not (consequence or isinstance(error, AshlError)):
+        with suppress(OSError):  # its log may be on a full disk
+            traceback.print_exception(error)
+    if not settings.log:
+        end = reporter.await_run_end(VERDICT_S)
+        exit_process(end or End(1, f"rank {settings.rank}: {sentence}"))
+    return End(1, sentence)
+
+
 def role_name(plan: Plan, rank: int) -> str:
-    """Return the role of a rank with its article: worker 1, the server (rank 2), the coordinator
-    (rank 4).
+    """Return the role of a rank with its article, for example `worker 1`, `the server (rank 2)` or
+    `the coordinator (rank 4)`.
     """
     if rank < plan.num_workers:
         return f"worker {rank}"
@@ -241,8 +258,8 @@ def role_name(plan: Plan, rank: int) -> str:
 
 
 def title_of(plan: Plan, rank: int) -> str:
-    """Return what the process of a rank is called in lists of processes: worker 1, server, server
-    2, coordinator.
+    """Return the title of a rank's process, for example `worker 1`, `server`, `server 2` or
+    `coordinator`.
     """
     if rank < plan.num_workers:
         return f"worker {rank}"
@@ -255,7 +272,7 @@ def raise_interrupt(number: int, frame: object) -> NoReturn:
 
 
 def classify_error(error: Exception) -> tuple[bool, int | None]:
-    """Whether an error is but the consequence of another rank's end, and of whose, if that is
+    """Return True if an error is the consequence of another rank's failure, and that rank if it is
     known.
     """
     cause = error.__cause__ or error
@@ -271,8 +288,10 @@ def build_stages(
     store: AuthenticatedStore,
     emit: Callable[[Record], None],
 ) -> tuple[tuple[Stage, ...], RegroupConsensus | None]:
-    """The stages as this rank plays them; where sums may lack a worker that is lost, its part in
-    going on.
+    """Return the stages for this rank and, if collectives must tolerate a worker's failure, the
+    rank's part in the consensus about the survivors.
+
+    Limits: a rank that saves checkpoints does not tolerate failures; the run is resumed instead.
     """
     stages = assemble(plan, settings.device, parts).stages
     if settings.saves_checkpoints or not survives_failure(parts):
@@ -288,7 +307,7 @@ def build_stages(
 def find_restore_point(
     settings: RankSettings, store: AuthenticatedStore, over: Callable[[], bool]
 ) -> RestorePoint | None:
-    """What this rank goes on from; None where the run is over before it has begun."""
+    """Return the point to resume from or the beginning; None if the run ends before it begins."""
     if settings.saves_checkpoints and not settings.log:
         return await_restore_point(store, settings.rank, over)
     return RestorePoint(
@@ -308,7 +327,7 @@ def train_rank(
     reporter: Reporter,
     say: Callable[[str], None],
 ) -> None:
-    """Set up, run, leave."""
+    """Build and connect this rank, train, and exit together with the other ranks."""
     restore_point = find_restore_point(settings, store, lambda: reporter.end is not None)
     if restore_point is None:
         return
@@ -330,39 +349,8 @@ def train_rank(
         store, stage.trainer.learner.fingerprint(), lambda: reporter.end is not None
     )
     nccl = settings.have_own_gpus and uses_nccl(parts.runtime, stage.topology, parts.cluster)
-    if not settings.incarnation:
-        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-        init_process_groups(
-            backend, dist.PrefixStore("group", store), settings.rank, plan.num_ranks
-        )
-    peers, all_others = peers_of(stages, settings.rank), ranks_to_notify(stages, settings.rank)
-    batch, dense = stage.plan.workers[0].batch, stage.trainer.dense_bytes
-    algorithm, exact = stage.topology.algorithm, parts.runtime.reduction == "deterministic"
-    nodes = nodes_of_workers(parts.cluster) if algorithm == "hierarchical" else None
-    hierarchy = None if nodes is None else hierarchy_of(nodes)
-    kernel = TorchKernel(
-        settings.rank,
-        reporter,
-        lambda clock: Throttle(
-            parts.cluster, settings.rank, batch, plan.seed, dense, clock, store, algorithm
-        ),
-        peers=peers,
-        max_bytes=max(stage.most_bytes for stage in stages),
-        exact=exact,
-        groups={} if settings.incarnation else process_groups(stages, hierarchy),
-        device=settings.device,
-        settle=None if settings.device == HOST else torch.cuda.synchronize,
-        nccl=nccl,
-        checkpoint_writer=reporter.checkpoint_writer,
-        hierarchy=hierarchy,
-        consensus=consensus,
-        payload_transport=(
-            make_nccl_payloads(settings.rank, stage.workers, stage.server, settings.device)
-            if nccl and stage.topology.has_server
-            else None
-        ),
-    )
-    kernel.ctx.incarnation = settings.incarnation
+    all_others = ranks_to_notify(stages, settings.rank)
+    kernel = make_kernel(settings, plan, parts, store, reporter, stages, consensus, nccl)
     learner = stage.trainer.learner
     kernel.worker_states = learner
     saved, own = None, None
@@ -371,34 +359,26 @@ def train_rank(
             restore_point.file, ("ashl", *plan.allow_targets), settings.device
         )
         kernel.restore(known, restore_point.since_ns)
-        saved, own = (known.stage, known.state), known.own
+        saved = (known.stage, known.state)
+        own = known.own
     if settings.rank < plan.num_workers:
         warm_up(stage.trainer, settings.rank)
         learner.set_worker_state(settings.rank, own)
         reporter.learner = learner
     incarnations = dict.fromkeys(all_others, 0)
     if settings.incarnation:
-        reporter.emit(Ready(settings.rank))
-        entry = join_running_job(
-            store, all_others, settings.rank, settings.incarnation, lambda: reporter.control_update
-        )
+        entry = rejoin(settings, kernel, store, reporter, all_others)
         if entry is None:
             return
-        kernel.join_running(entry)
         incarnations |= entry.incarnations
-        reporter.emit(Joined(settings.rank, kernel.now_ns))
         say(f"takes part from {kernel.now_ns / 1e9:.3g} s on")
     listener = MembershipListener(
         kernel, settings.rank, settings.incarnation, incarnations, store, consensus
     )
-    reporter.on_update, reporter.make_heartbeat = listener.on_membership, kernel.heartbeat
-    for event in parts.cluster.events if parts.cluster.fault_kinds else ():
-        late = settings.incarnation and event.time_s * 1e9 < kernel.now_ns
-        if event.fail and event.worker == settings.rank and not late:
-            threading.Thread(
-                target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail"
-            ).start()
-    anew = saved is not None and (
+    reporter.on_update = listener.on_membership
+    reporter.make_heartbeat = kernel.heartbeat
+    schedule_failures(settings, parts, kernel)
+    retransmits = saved is not None and (
         retransmits_on_resume(parts) or not runs_in_lockstep(parts, plan.num_workers)
     )
     logger.info(
@@ -406,20 +386,99 @@ def train_rank(
         [*all_others],
         kernel.now_ns / 1e9,
     )
-    play = partial(program, stages=stages, saved=saved, comes=anew or settings.incarnation > 0)
+    joins = retransmits or settings.incarnation > 0
+    play = partial(program, stages=stages, saved=saved, comes=joins)
     with claim_generators(learner.device):
         kernel.run(play)
     if settings.rank < plan.num_workers and learner.carries:
         reporter.show_last_state(learner.worker_state(settings.rank))
     reporter.emit(kernel.throttle.report())
-    leave_together(
-        settings,
-        plan,
-        store,
-        kernel,
-        listener,
-        answers=stage.elastic or settings.rank == stage.server,
+    answers = stage.elastic or settings.rank == stage.server
+    leave_together(settings, plan, store, kernel, listener, answers)
+
+
+def make_kernel(
+    settings: RankSettings,
+    plan: Plan,
+    parts: Parts,
+    store: AuthenticatedStore,
+    reporter: Reporter,
+    stages: Sequence[Stage],
+    consensus: RegroupConsensus | None,
+    nccl: bool,
+) -> TorchKernel:
+    """Make the kernel of this rank and, unless it rejoins, the process groups of the job."""
+    stage = stages[0]
+    if not settings.incarnation:
+        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+        init_process_groups(
+            backend, dist.PrefixStore("group", store), settings.rank, plan.num_ranks
+        )
+    algorithm = stage.topology.algorithm
+    nodes = nodes_of_workers(parts.cluster) if algorithm == "hierarchical" else None
+    hierarchy = None if nodes is None else hierarchy_of(nodes)
+    payloads = None
+    if nccl and stage.topology.has_server:
+        payloads = make_nccl_payloads(settings.rank, stage.workers, stage.server, settings.device)
+    kernel = TorchKernel(
+        settings.rank,
+        reporter,
+        lambda clock: Throttle(
+            parts.cluster,
+            settings.rank,
+            stage.plan.workers[0].batch,
+            plan.seed,
+            stage.trainer.dense_bytes,
+            clock,
+            store,
+            algorithm,
+        ),
+        peers=peers_of(stages, settings.rank),
+        max_bytes=max(stage.most_bytes for stage in stages),
+        exact=parts.runtime.reduction == "deterministic",
+        groups={} if settings.incarnation else process_groups(stages, hierarchy),
+        device=settings.device,
+        settle=None if settings.device == HOST else torch.cuda.synchronize,
+        nccl=nccl,
+        checkpoint_writer=reporter.checkpoint_writer,
+        hierarchy=hierarchy,
+        consensus=consensus,
+        payload_transport=payloads,
     )
+    kernel.ctx.incarnation = settings.incarnation
+    return kernel
+
+
+def rejoin(
+    settings: RankSettings,
+    kernel: TorchKernel,
+    store: AuthenticatedStore,
+    reporter: Reporter,
+    others: Sequence[int],
+) -> Entry | None:
+    """Connect this incarnation to the running ranks; None if the run ends before."""
+    reporter.emit(Ready(settings.rank))
+    entry = join_running_job(
+        store, others, settings.rank, settings.incarnation, lambda: reporter.control_update
+    )
+    if entry is None:
+        return None
+    kernel.join_running(entry)
+    reporter.emit(Joined(settings.rank, kernel.now_ns))
+    return entry
+
+
+def schedule_failures(settings: RankSettings, parts: Parts, kernel: TorchKernel) -> None:
+    """Start a thread for each failure of this rank that cluster.events declares.
+
+    A rejoined worker does not repeat failures of its earlier incarnations.
+    """
+    for event in parts.cluster.events if parts.cluster.fault_kinds else ():
+        past = settings.incarnation and event.time_s * 1e9 < kernel.now_ns
+        if event.fail and event.worker == settings.rank and not past:
+            threading.Thread(
+                target=fail_at, args=(kernel, event.time_s), daemon=True, name="fail"
+            ).start()
 
 
 def leave_together(
@@ -430,8 +489,9 @@ def leave_together(
     listener: MembershipListener,
     answers: bool,
 ) -> None:
-    """When all who are there are done, all say goodbye; whoever `answers` tells those who come
-    until then that it is too late.
+    """Wait until all ranks except failed ones have finished, and close the connections.
+
+    Args: answers, True if this rank meanwhile tells rejoining workers that they are too late.
     """
     for rank in range(plan.num_ranks):
         store.push(f"done/{rank}", settings.rank, b"")
@@ -451,7 +511,7 @@ def leave_together(
 
 
 def fail_at(kernel: TorchKernel, time_s: float) -> NoReturn:
-    """End this process when its clock says so."""
+    """End this process at `time_s` of the run's clock."""
     logger.info("will fail at %g s, as cluster.events declares", time_s)
     while not kernel.started or kernel.now_ns < time_s * 1e9:
         time.sleep(0.001)
@@ -461,8 +521,9 @@ def fail_at(kernel: TorchKernel, time_s: float) -> NoReturn:
 def process_groups(
     stages: Sequence[Stage], hierarchy: Hierarchy | None
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make one for each group that the plan or the hierarchy of nodes lists: all ranks all of them,
-    in one order.
+    """Make a process group for each group of ranks in the plan or in the hierarchy of nodes.
+
+    Limits: torch requires that all ranks make all groups, in the same order.
     """
     listed = {group for stage in stages for group in stage.topology.groups(stage)}
     listed |= set(hierarchy.groups) if hierarchy else set()
@@ -470,7 +531,7 @@ def process_groups(
 
 
 def step_here_s(plan: Plan, parts: Parts, data: Data) -> float:
-    """What a step of worker 0 takes in this process, in the median of a few."""
+    """Return the seconds of a local step of worker 0 in this process: the median of five."""
     torch.set_num_threads(parts.runtime.threads)
     trainer = assemble(plan, device_of(parts.runtime), parts, data).stages[0].trainer
     assert isinstance(trainer, Trainer)
@@ -484,18 +545,20 @@ def step_here_s(plan: Plan, parts: Parts, data: Data) -> float:
 
 
 def evaluation_here(plan: Plan, parts: Parts, data: Data) -> tuple[float, float]:
-    """Seconds of an evaluation of the first model in this process, and the training loss that it
-    found.
+    """Return the seconds of one evaluation of the initial model in this process, and its training
+    loss.
     """
     learner = assemble(plan, device_of(parts.runtime), parts, data).learner
-    loss = learner.evaluate(learner.init())["train_loss"]  # which allocates
-    began = time.perf_counter()
+    loss = learner.evaluate(learner.init())["train_loss"]  # allocates memory, so it is not timed
+    began_s = time.perf_counter()
     learner.evaluate(learner.init())
-    return time.perf_counter() - began, loss or 0.0
+    return time.perf_counter() - began_s, loss or 0.0
 
 
 def warm_up(trainer: Trainer, rank: int) -> None:
-    """The first step of a process allocates and plans; that is not what a step costs."""
+    """Compute three steps: the first of a process allocates memory and plans kernels, which takes
+    longer than a step.
+    """
     params, moments = trainer.init()
     for step in range(3):
         numbers([trainer.local_step(params, moments, rank, step, 0.0)[0]])

@@ -1,5 +1,9 @@
-"""A run from a composed configuration to its outcome: plan, run folder, kernel, records,
-exit code.
+"""A run from a composed configuration to its outcome: plan, run folder, kernel, records, exit code.
+
+`run` compiles the plan, opens the records, runs the plan in virtual time or on processes, and
+writes the summary. If another launcher (torchrun, for example) has started this process, `run`
+joins its job. Then only the process of rank 0 has the records; the others run their rank and
+return.
 """
 
 import shlex
@@ -45,13 +49,14 @@ from ashl.tracking.option import Tracking
 from ashl.tracking.recorder import SUMMARY, Recorder
 
 RUNS = Path("runs")
-OF_A_RUN = ("gradients", "threads", "device", "precision")  # of `runtime`: what may change its bits
-MLFLOW_S = 30.0  # how long the end of a run waits for its copy in MLflow
+# Keys of `runtime` that may change the bits of a result.
+OF_A_RUN = ("gradients", "threads", "device", "precision")
+MLFLOW_S = 30.0  # seconds that the end of a run waits for its copy in MLflow
 
 
 class RunOutcome(NamedTuple):
-    """A run that ended as it should: its exit code and, in the process that records it, the folder
-    and the summary.
+    """The exit code of a run that ended in order and, in the process that records it, its folder
+    and summary.
     """
 
     code: int
@@ -69,7 +74,7 @@ def train(
     command: str = "",
     strict: bool = True,
 ) -> int:
-    """The exit code of `run`."""
+    """Run as `run` does, and return the exit code."""
     return run(
         config, overrides, quiet=quiet, silent=silent, resume=resume, command=command, strict=strict
     ).code
@@ -85,13 +90,13 @@ def run(
     command: str = "",
     strict: bool = True,
 ) -> RunOutcome:
-    """Plan, run, record. `resume` is the folder of a run to go on with from its checkpoint; `quiet`
-    shows no progress, `silent` not even the outcome. `command` is what was typed, for its records;
-    a run of a sweep has none of its own. With `strict`, a typed value without an effect is refused,
-    unless the run is resumed.
+    """Compile the plan, run it and write its records.
 
-    Raises UsageError and DataMissingError before anything is started, AshlError when the run failed
-    or diverged, and KeyboardInterrupt when it was interrupted; the records are complete by then.
+    Args: resume, the folder of a run to resume from its checkpoint; quiet, show no progress;
+    silent, show no outcome either; command, what the user typed, for the records (empty in a
+    sweep); strict, reject typed values without an effect (a resumed run accepts them).
+    Raises: UsageError and DataMissingError before anything is started; AshlError if the run failed
+    or diverged; KeyboardInterrupt if it was interrupted. The records are complete by then.
     """
     log_level()
     config, job = detect_job(config)
@@ -103,12 +108,10 @@ def run(
     plan, assignment = assign_process(plan, parts, config, job)
     if assignment and assignment.job.rank != 0:
         return RunOutcome(jobs.run_as_rank(plan, assignment))
-    runtime = parts.runtime
-    torch.set_num_threads(runtime.threads)
+    torch.set_num_threads(parts.runtime.threads)
     with jobs.aborting_job_on_error(plan, assignment):
-        whole = assemble(
-            plan, assignment.settings.device if assignment else device_of(runtime), parts, data
-        )
+        device = assignment.settings.device if assignment else device_of(parts.runtime)
+        whole = assemble(plan, device, parts, data)
         if resume is not None:
             close_killed(resume)
         resume, origin, plan = resolve_resume(
@@ -133,53 +136,64 @@ def run(
         weights=config["run"]["save_weights"] is not False,
     )
     writer = start_mlflow(tracking, run_dir, plan, config, command)
-    failure: Exception | None = None
     with stop_on_interrupt(monitor):
-        try:
-            with own_faults(plan.allow_targets, AshlError):
-                saving = Saving(identity(config), config["run"]["checkpoint_s"])
-                saved = saved if origin is None else rescaling.begin(origin, plan, monitor, saving)
-                pace = run_kernel(plan, run_dir, monitor, assignment, saving, saved)
-        except KeyboardInterrupt:  # a second Ctrl-C
-            pace = None
-        except Exception as error:  # whatever it was, the records are finished first
-            failure, pace = error, None
-        finally:
-            progress.close()
+        saving = Saving(identity(config), config["run"]["checkpoint_s"])
+        pace, failure = run_to_end(plan, run_dir, monitor, assignment, saving, saved, origin)
         status, reason = run_status(monitor, failure)
-        summary = summarise(monitor, runtime.name, status, reason, pace)
+        summary = summarise(monitor, parts.runtime.name, status, reason, pace)
         finish(monitor, summary, failure)
         unwritten = write_report(run_dir) if status == "finished" else None
-        link, warning = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
+        link, unlogged = mlflow.finish(writer, MLFLOW_S) if writer else (None, None)
     if not silent:
         outcome(console, summary, run_dir, link)
         if status == "interrupted" and list_checkpoints(run_dir):
-            console.print(
-                f"go on with `{resume_command(run_dir, config)}`", soft_wrap=True, markup=False
-            )
-    for text in filter(
-        None,
-        (
-            monitor.run_state.compression.warning,
-            untrusted_messages(monitor),
-            warning,
-            None if silent else unwritten,
-        ),
-    ):
-        Console(stderr=True, highlight=False).print(f"ashl: {text}", soft_wrap=True)
+            line = f"resume with `{resume_command(run_dir, config)}`"
+            console.print(line, soft_wrap=True, markup=False)
+    warn(monitor.run_state.compression.warning)
+    warn(untrusted_messages(monitor))
+    warn(unlogged)
+    warn(None if silent else unwritten)
     if failure:
         raise failure
     if status == "diverged":
         raise AshlError(
-            f"the run diverged: {reason}; lower optimizer.lr, say. Its records are in {run_dir}"
+            f"the run diverged: {reason}; lower optimizer.lr, for example. Its records are in"
+            f" {run_dir}"
         )
     if status == "interrupted":
         raise KeyboardInterrupt
     return RunOutcome(0, run_dir, summary)
 
 
+def run_to_end(
+    plan: Plan,
+    run_dir: Path,
+    monitor: Monitor,
+    assignment: jobs.ProcessAssignment | None,
+    saving: Saving,
+    saved: Checkpoint | None,
+    origin: Origin | None,
+) -> tuple[dict | None, Exception | None]:
+    """Run the plan, and return how well a paced run kept its pace, and the error that ended it.
+
+    Errors are returned, not raised, because the records are finished after any of them.
+    Args: origin, the run with another number of workers to resume from, if not `saved`.
+    """
+    try:
+        with own_faults(plan.allow_targets, AshlError):
+            if origin is not None:
+                saved = rescaling.begin(origin, plan, monitor, saving)
+            return run_kernel(plan, run_dir, monitor, assignment, saving, saved), None
+    except KeyboardInterrupt:  # the second Ctrl-C
+        return None, None
+    except Exception as error:
+        return None, error
+    finally:
+        monitor.progress.close()
+
+
 def resume_command(run_dir: Path, config: Mapping[str, Any]) -> str:
-    """The command that goes on with an interrupted run from its checkpoint."""
+    """Return the command that resumes an interrupted run from its checkpoint."""
     packages = (
         [f"allow_targets=[{','.join(config['allow_targets'])}]"] if config["allow_targets"] else []
     )
@@ -187,17 +201,19 @@ def resume_command(run_dir: Path, config: Mapping[str, Any]) -> str:
 
 
 def write_report(run_dir: Path) -> str | None:
-    """Its report, as `ashl compare RUN` writes one; why not, where that is so."""
+    """Write the report of a run as `ashl compare RUN` does; return a warning if that fails."""
     try:
         compare([run_dir], out=run_dir / REPORT)
     except AshlError as error:
-        return f"there is no {REPORT}: {error}"
+        return f"{REPORT} is not written: {error}"
     return None
 
 
 def detect_job(config: dict[str, Any]) -> tuple[dict[str, Any], JobMembership | None]:
-    """The job that the environment names, if real processes are wanted: `ashl train` under torchrun
-    joins it.
+    """Return the job of another launcher that the environment names, and the configuration for it.
+
+    `ashl train` with runtime=local under torchrun joins the job, as with runtime=torchrun. In
+    virtual time there is no job.
     """
     kind = config["runtime"].get("_target_", "").rsplit(".", 1)[-1]
     job = read_membership() if kind in ("LocalRuntime", "TorchrunRuntime") else None
@@ -213,8 +229,8 @@ def detect_job(config: dict[str, Any]) -> tuple[dict[str, Any], JobMembership | 
 def assign_process(
     plan: Plan, parts: Parts, config: dict[str, Any], job: JobMembership | None
 ) -> tuple[Plan, jobs.ProcessAssignment | None]:
-    """The plan with what is to be said of who is where, and this process's seat in its job, once
-    all have met.
+    """Join the job, if there is one, and return this process's assignment and the plan with notes
+    about the placement of ranks.
     """
     if job is not None:
         assignment = jobs.join_job(plan, parts, config, job)
@@ -232,7 +248,7 @@ def run_kernel(
     saving: Saving,
     saved: Checkpoint | None,
 ) -> dict | None:
-    """Run the plan where it wants to be run; returns how a paced run kept its pace."""
+    """Run the plan on its kernel, and return how well a paced run kept its pace."""
     warn(saved and saved.broken)
     if plan.runtime["_target_"].endswith("SimRuntime"):
         simulate(plan, monitor.job, monitor, saving, saved)
@@ -256,26 +272,31 @@ def run_kernel(
 def make_checkpoint_manager(
     plan: Plan, run_dir: Path, monitor: Monitor, saving: Saving
 ) -> CheckpointManager:
-    """How real processes leave checkpoints of this run."""
-    how, replicas = SERVER, monitor.job.stages[0].replicas
+    """Return the checkpoint manager for the kind of checkpoint that this run takes on processes."""
+    how = SERVER
+    replicas = monitor.job.stages[0].replicas
     if runs_in_lockstep(monitor.job.parts, plan.num_workers):
         how = LOCKSTEP
     elif replicas:
         how = ROUND if any(saves_one_round(own) for own in monitor.job.parts.stages) else EACH
-    home = None if how == LOCKSTEP and replicas else plan.lead_rank
+    lead_rank = None if how == LOCKSTEP and replicas else plan.lead_rank
     servers = plan.num_ranks - plan.num_workers if how == SERVER else 1
     return CheckpointManager(
-        run_dir, plan.num_ranks, saving.every_s, saving.identity, how, home, servers
+        run_dir, plan.num_ranks, saving.every_s, saving.identity, how, lead_rank, servers
     )
 
 
 def warn(text: str | None) -> None:
+    """Print a warning on standard error, if there is one."""
     if text is not None:
         Console(stderr=True, highlight=False).print(f"ashl: {text}", soft_wrap=True, markup=False)
 
 
 def identity(config: dict[str, Any]) -> str:
-    """What a run is, apart from when it stops, and whether in virtual time or on processes."""
+    """Return a hash of the configuration, without the stop limits and the kernel.
+
+    A checkpoint is resumed only by a configuration with the same hash.
+    """
     runtime = {"gradients": True, **config["runtime"]}
     return config_hash({**config, "stop": None, "runtime": {key: runtime[key] for key in OF_A_RUN}})
 
@@ -283,8 +304,11 @@ def identity(config: dict[str, Any]) -> str:
 def resolve_resume(
     resume: Path | None, config: dict[str, Any], plan: Plan, job: Job
 ) -> tuple[Path | None, Origin | None, Plan]:
-    """The run to go on with in its own folder, or with other workers in one of theirs, and the
-    plan, which says so.
+    """Return the folder to resume in, or the origin of a run with another number of workers, and
+    the plan.
+
+    A run with another number of workers has a new folder, and its plan has a note that names the
+    origin.
     """
     if resume is None or not rescaling.rescales(config, resume):
         return resume, None, plan
@@ -295,17 +319,17 @@ def resolve_resume(
 def load_checkpoint(
     run_dir: Path, config: dict[str, Any], plan: Plan
 ) -> tuple[Checkpoint, dict[str, int]]:
-    """The checkpoint of this run, and how much of its records is from before. Raises UsageError
-    where there is none, or where it is of another run.
+    """Return the newest checkpoint of a run, and the size of each file of records at that time.
+
+    Raises: UsageError if there is no checkpoint, or the newest one is of another run.
     """
     saved = checkpoints.newest(run_dir, identity(config))
-    if (
-        before := checkpoints.plan_of(saved).num_workers
-    ) != plan.num_workers:  # by the size of a job
+    before = checkpoints.plan_of(saved).num_workers
+    if before != plan.num_workers:  # the size of a job decided the number of workers
         n = plan.num_workers
         raise UsageError(
-            f"{run_dir} has {before} workers, and this job {n}; take it on with"
-            f" cluster.num_workers={n}"
+            f"{run_dir} has {before} workers, and this job {n}; add cluster.num_workers={n} to"
+            " resume it with them"
         )
     if saved.how != ANEW:
         checkpoints.refuse_other_kernel(run_dir, saved, virtual=is_virtual(config))
@@ -313,8 +337,8 @@ def load_checkpoint(
 
 
 def find_restarted_run(config: Mapping[str, Any], job: JobMembership | None) -> Path | None:
-    """The folder of this run, where torchrun has started all of its processes anew, and it has left
-    a checkpoint there to go on from.
+    """Return the run folder if torchrun has restarted all processes of an unfinished run and there
+    is a checkpoint to resume from.
     """
     if job is None or job.attempt == "0" or not config["run"]["dir"]:
         return None
@@ -329,8 +353,10 @@ def find_restarted_run(config: Mapping[str, Any], job: JobMembership | None) -> 
 
 
 def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:
-    """Close the records. When the run has failed already (a full disk, say), that is what the user
-    hears of.
+    """Write the last metrics and the summary, and close the records.
+
+    Raises: AshlError if that fails, unless the run has failed already: the user reads the first
+    error, for example of a full disk.
     """
     try:
         try:
@@ -343,7 +369,7 @@ def finish(monitor: Monitor, summary: dict, failure: Exception | None) -> None:
 
 
 def untrusted_messages(monitor: Monitor) -> str | None:
-    """A warning where others have written into the job's store."""
+    """Return a warning if clients outside the job have written into its store."""
     count = monitor.refused
     return (
         f"{count} messages in the job's store were not of this run and were ignored"
@@ -353,10 +379,10 @@ def untrusted_messages(monitor: Monitor) -> str | None:
 
 
 def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
-    """(status, reason)."""
+    """Return the run's status and the reason why it ended."""
     if failure is not None:
         return "failed", str(failure)
-    if monitor.final is None:  # the ranks did not leave in order: nobody waited for them any longer
+    if monitor.final is None:  # the controller did not wait any longer for the ranks to exit
         return "interrupted", monitor.stopping or "interrupted"
     reason = monitor.run_state.stages[-1].reason or ""
     if monitor.final.diverged:
@@ -365,7 +391,10 @@ def run_status(monitor: Monitor, failure: Exception | None) -> tuple[str, str]:
 
 
 def dry_run(config: dict[str, Any], overrides: list[str], processes: int | None = None) -> None:
-    """Compose, check, plan and estimate; run nothing. `processes`: how many a job will have."""
+    """Compose, check, plan and estimate a run without running it.
+
+    Args: processes, the number of processes that a job will have; None = without a job.
+    """
     config, job = detect_job(config)
     plan, parts, data = prepare_plan(
         config, job.world_size if job else processes, overrides, strict=True
@@ -392,16 +421,16 @@ def is_virtual(config: Mapping[str, Any]) -> bool:
 
 
 def make_run_folder(config: Mapping[str, Any], plan: Plan) -> Path:
-    """Where this run writes: `run.dir`, or a new folder under runs/."""
+    """Return `run.dir`, or make a new folder under runs/. Raises AshlError if that fails."""
     if config["run"]["dir"]:
         return Path(config["run"]["dir"]).expanduser()
-    day, moment = time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S")
+    day = time.strftime("%Y-%m-%d")
+    moment = time.strftime("%H-%M-%S")
     base = RUNS / day / f"{moment}-{plan.name}-{config_hash(config)}"
     for path in (base, *(base.with_name(f"{base.name}-{k}") for k in range(2, 1000))):
         try:
-            path.mkdir(
-                parents=True
-            )  # made at once, so that two runs of the same second never share it
+            # made here and now, so that two runs of the same second do not share it
+            path.mkdir(parents=True)
         except FileExistsError:
             continue
         except OSError as error:
@@ -409,7 +438,7 @@ def make_run_folder(config: Mapping[str, Any], plan: Plan) -> Path:
                 f"cannot make the run folder {path} ({error.strerror}); choose another run.dir"
             ) from error
         return path
-    raise AshlError(f"{base} and a thousand more like it exist; choose another run.dir")
+    raise AshlError(f"{base} and 998 folders like it exist; choose another run.dir")
 
 
 def write_inputs(
@@ -419,17 +448,22 @@ def write_inputs(
     plan: Plan | None,
     command: str,
 ) -> None:
+    """Write the configuration, the overrides, the command and the plan into the run folder.
+
+    Args: plan, None for a resumed run, which has its plan already, perhaps replanned.
+    """
     recorder.document("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
     recorder.document("overrides.yaml", yaml.safe_dump(overrides))
     if command:
         recorder.document(COMMAND, f"{command}\n")
-    if plan is not None:  # else it is there already, perhaps planned anew during the run
+    if plan is not None:
         recorder.document("plan.json", plan.to_json())
 
 
 def start_mlflow(
     tracking: Tracking, run_dir: Path, plan: Plan, config: dict[str, Any], command: str
 ) -> mlflow.Writer | None:
+    """Start the process that copies the run to MLflow, unless tracking=none."""
     if tracking.sink == "none":
         return None
     tags = {"ashl.kind": "run", "ashl.config_hash": config_hash(config)}
@@ -447,8 +481,9 @@ def start_mlflow(
 
 @contextmanager
 def stop_on_interrupt(monitor: Monitor) -> Generator[None]:
-    """The first Ctrl-C ends the run through ordinary replies, so that nothing is lost; the second
-    one ends it now. A terminal that closes may send SIGHUP twice.
+    """Ask the run to stop in order at the first interrupt, and end it at once at the second.
+
+    SIGHUP counts once: a terminal that closes may send it twice.
     """
 
     def handle(number: int, frame: object) -> None:

@@ -288,7 +288,7 @@ def test_an_interrupted_run_with_checkpoints_prints_how_to_go_on(
     assert main(["train", "-q", *overrides]) == 130
     out = capsys.readouterr().out
     assert jsonl.whole(workplace / "it's/summary.json")["status"] == "interrupted"
-    assert ("go on with `ashl train --resume 'it'\"'\"'s'`" in out) == checkpoints
+    assert ("resume with `ashl train --resume 'it'\"'\"'s'`" in out) == checkpoints
 
 
 def test_a_failure_is_a_line_when_it_happens_in_a_pipe_too() -> None:
