@@ -1,8 +1,8 @@
-"""What is evaluated during a run, what the evaluations found, and whether the run reached a target
+"""Evaluations of a run's model: what is evaluated, the scores, and whether the run reached a target
 or has diverged.
 
-Where each worker has a model of its own, the mean of all models is evaluated, with their spread;
-where several servers hold a shard each, the shards are put together.
+If each worker has a model of its own, the mean of all models is evaluated, with their consensus
+distance. If several servers hold a shard each, the shards are concatenated (`ModelSet`).
 
 Mean: x̄ = (1/n)·Σ_i x_i, in double precision and rank order, so that the mean of equal models is
 that model bit for bit; consensus distance (1/n)·Σ_i ‖x_i − x̄‖².
@@ -38,22 +38,20 @@ from ashl.stage.stage import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A model that was evaluated. `merges` tells whether it has changed since; `consensus_distance`
-    is that of the workers' models from their mean, where each has its own.
-    """
+    """The scores of one model."""
 
-    time_s: float
-    merges: int | None
+    time_s: float  # on the run's clock
+    merges: int | None  # merges before it; a model with the same number is the same model
     train_loss: float
     test_loss: float
     test_accuracy: float | None
     test_metric: float | None = None
     higher_is_better: bool = True  # of the metric
-    consensus_distance: float | None = None
+    consensus_distance: float | None = None  # if each worker has a model of its own
 
     @property
     def merit(self) -> float:
-        """The metric, negated where lower is better; the same for all where there is none."""
+        """Return the metric, negated if lower is better; 0 for every model without a metric."""
         if self.test_metric is None:
             return 0.0
         return (
@@ -63,7 +61,7 @@ class Evaluation:
         )
 
     def reaches(self, bound: float | None) -> bool:
-        """Whether the metric is as good as this; no bound is never reached."""
+        """Return True if the metric is at least as good as `bound`; False if `bound` is None."""
         lower, higher = (
             (bound, self.test_metric) if self.higher_is_better else (self.test_metric, bound)
         )
@@ -76,15 +74,18 @@ class Evaluation:
 
 @dataclass
 class Target:
-    """A target counts when it held for so many evaluations in a row, whatever another one did
-    meanwhile; its time is that of the last of them.
+    """The run's targets: one is reached when it held for `stop.target_consecutive_evals`
+    evaluations in a row.
+
+    Each target is counted by itself. The time at which it is reached is that of its last
+    evaluation.
     """
 
-    held: dict[str, int] = field(default_factory=dict)
-    reached_s: float | None = None
+    held: dict[str, int] = field(default_factory=dict)  # evaluations in a row, by target
+    reached_s: float | None = None  # run time of the first target that was reached
 
     def judge(self, limits: Limits, found: Evaluation) -> str | None:
-        """The name of the target that was reached with this evaluation, once."""
+        """Return the name of the target that this evaluation reaches; None for all later ones."""
         met = {
             "target_accuracy": at_least(found.test_accuracy, limits.target_accuracy),
             "target_loss": at_least(limits.target_loss, found.train_loss),
@@ -101,12 +102,14 @@ class Target:
 
 
 def rises(losses: Sequence[float]) -> float:
-    """How often the training loss was above that of the evaluation before."""
+    """Return how often the training loss was above that of the previous evaluation."""
     return float(sum(after > before for before, after in pairwise(losses)))
 
 
 def scores_of(evaluations: Sequence[Evaluation]) -> dict[str, float | None] | None:
-    """What rules may know of them: the last one's scores, and how often the loss has risen."""
+    """Return what schedules and sync modes may read: the latest scores, and how often the training
+    loss has risen.
+    """
     if not evaluations:
         return None
     last = evaluations[-1]
@@ -135,23 +138,24 @@ def is_out_of_patience(limits: Limits, evaluations: list[Evaluation]) -> bool:
 
 
 def best_of(evaluations: list[Evaluation]) -> Evaluation | None:
-    """The one with the best metric, of equal ones that with the lowest loss."""
+    """Return the evaluation with the best metric, and of equal ones that with the lowest test loss.
+
+    Limits: evaluations whose test loss is not finite do not count.
+    """
     scored = [found for found in evaluations if math.isfinite(found.test_loss)]
     return max(scored, key=lambda found: (found.merit, -found.test_loss), default=None)
 
 
 class EvaluatedModel(NamedTuple):
-    """What one evaluation is made of. `distance`: of the models from their mean, where each worker
-    has its own.
-    """
+    """A model to evaluate, with the counts of the run at that time."""
 
-    snapshot: Snapshot  # with the counts
+    snapshot: Snapshot  # the one with the counts
     params: Vector | None
-    distance: float | None = None
+    distance: float | None = None  # consensus distance, if each worker has a model of its own
 
 
 def mean_of(models: Sequence[Vector]) -> tuple[Vector, float | None]:
-    """(x̄, consensus distance); tensors that are only sizes have no distance."""
+    """Return (x̄, consensus distance); vectors without values have no distance."""
     tensors = [model for model in models if not isinstance(model, SizeOnly)]
     if not tensors:
         return models[0], None
@@ -167,54 +171,60 @@ def mean_of(models: Sequence[Vector]) -> tuple[Vector, float | None]:
 
 @dataclass
 class ModelSet:
-    """Snapshots that make one evaluation together, until the last of them has come.
+    """The snapshots of several ranks that make one evaluation together.
 
-    Each worker gives its model with the evaluation's `tick` (none = at the end); the home rank, a
-    worker or not, gives the counts. Where a snapshot was left out (see `run.control_channel`), its
-    evaluation never comes and is discarded. Of a failed worker no model is waited for. Of pieces of
-    one model, as many are waited for as there are servers.
+    Each worker sends its model with the evaluation's `tick` (None at the end). The lead rank, which
+    may be a worker, sends the counts. A snapshot that a rank dropped (see `run.control_channel`)
+    makes its evaluation incomplete: it is discarded. The model of a failed worker is not waited
+    for. With `shards`, one snapshot per server is waited for.
     """
 
-    num_workers: int
-    pieces: bool = False
+    num_workers: int  # with `shards`, the number of servers
+    shards: bool = False
+    # by tick, by rank
     _parts: dict[int | None, dict[int, tuple[Snapshot, Vector | None]]] = field(
         default_factory=dict
     )
-    _gone: set[int] = field(default_factory=set)  # workers that are lost now
-    _without: dict[int | None, set[int]] = field(
-        default_factory=dict
-    )  # ... and of whom nothing will come
+    _failed: set[int] = field(default_factory=set)  # workers that have failed and not rejoined
+    # by tick: workers whose snapshot is not waited for
+    _without: dict[int | None, set[int]] = field(default_factory=dict)
 
     def add(self, snapshot: Snapshot, params: Vector | None) -> EvaluatedModel | None:
-        """The whole once all have come: with the counts and the latest time."""
+        """Add a rank's snapshot; return the model, with the counts and the latest time, once all of
+        its snapshots are there.
+        """
         tick, rank = snapshot.tick, snapshot.rank
         parts = self._parts.setdefault(tick, {})
         parts[rank] = snapshot, params
         for other in [t for t in self._parts if t is not None and (tick is None or t < tick)]:
             if rank not in self._parts[other]:
-                self._forget(other)  # a rank's snapshots come in order: this one stays incomplete
-        self._without.setdefault(tick, set(self._gone)).update(snapshot.without)
+                # a rank's snapshots arrive in order, so the earlier one was dropped
+                self._forget(other)
+        self._without.setdefault(tick, set(self._failed)).update(snapshot.without)
         return self._whole(tick)
 
-    def lose(self, rank: int) -> list[EvaluatedModel]:
-        """A worker is lost; what is whole without it. Of pieces no worker has any."""
-        if self.pieces:
+    def exclude_worker(self, rank: int) -> list[EvaluatedModel]:
+        """Do not wait for the models of a failed worker; return those that are complete without it.
+
+        Limits: no effect on shards, which only servers send.
+        """
+        if self.shards:
             return []
-        self._gone.add(rank)
+        self._failed.add(rank)
         for without in self._without.values():
             without.add(rank)
         return [whole for tick in [*self._parts] if (whole := self._whole(tick))]
 
     def restore_worker(self, rank: int) -> None:
-        """A worker is back."""
-        self._gone.discard(rank)
+        """Wait for the models of a rejoined worker again."""
+        self._failed.discard(rank)
 
     def has_pending(self, merges: int) -> bool:
-        """Of pieces: whether some are still to come of a model after at most so many merges."""
-        return self.pieces and any(tick is not None and tick <= merges for tick in self._parts)
+        """Return True if shards of a model after at most `merges` merges are missing."""
+        return self.shards and any(tick is not None and tick <= merges for tick in self._parts)
 
     def discard_pending(self) -> None:
-        """What has not come yet will not."""
+        """Discard all incomplete models."""
         self._parts.clear()
         self._without.clear()
 
@@ -223,47 +233,50 @@ class ModelSet:
         del self._without[tick]
 
     def _whole(self, tick: int | None) -> EvaluatedModel | None:
+        """Return the model of a tick, and forget its snapshots; None if it is incomplete."""
         parts, without = self._parts[tick], self._without[tick]
         models = [model for _, (_, model) in sorted(parts.items()) if model is not None]
-        home = next((part for part, _ in parts.values() if part.counts is not None), None)
+        lead = next((part for part, _ in parts.values() if part.counts is not None), None)
         if (
-            home is None
+            lead is None
             or not models
             or len(models) + len(without - parts.keys()) < self.num_workers
         ):
             return None
         self._forget(tick)
-        time_ns = home.time_ns if tick is None else max(part.time_ns for part, _ in parts.values())
-        found = (concatenate(models), None) if self.pieces else mean_of(models)
-        return EvaluatedModel(home._replace(time_ns=time_ns), *found)
+        time_ns = lead.time_ns if tick is None else max(part.time_ns for part, _ in parts.values())
+        found = (concatenate(models), None) if self.shards else mean_of(models)
+        return EvaluatedModel(lead._replace(time_ns=time_ns), *found)
 
 
 def shard_sizes(stage: Stage) -> dict[int, int]:
-    """How many parameters each server has, where each holds a piece of the model."""
+    """Return the number of parameters by server rank, if several servers hold a shard each."""
     if stage.topology.servers == 1:
         return {}
     return {stage.server + k: held.size for k, held in enumerate(stage.fragments)}
 
 
 def make_model_set(stage: Stage) -> ModelSet | None:
-    """What puts a stage's evaluations together, where no rank has all of the model."""
+    """Return an empty model set if no rank holds the model that is evaluated, else None."""
     if stage.topology.servers > 1:
-        return ModelSet(stage.topology.servers, pieces=True)
+        return ModelSet(stage.topology.servers, shards=True)
     return ModelSet(stage.num_workers) if stage.replicas else None
 
 
-LARGEST = math.sqrt(3.4028235e38)  # a larger parameter has no square in float32
-RISE = 1.1  # of the untrained model's loss: a larger one is a rise
-FAR = 10.0  # the same of minibatches and within the first epoch, where losses vary more
-UNRELATED = (
-    0.5  # of the loss on samples paired at random: a larger loss means that little was learned
-)
+LARGEST = math.sqrt(3.4028235e38)  # the square of a larger parameter overflows float32
+RISE = 1.1  # a loss above this factor times the untrained model's loss is a rise
+FAR = 10.0  # the factor for minibatches and within the first epoch, where losses vary more
+# A loss above this fraction of the loss on samples paired at random: the model learned little.
+UNRELATED = 0.5
 
 
 def why_diverged(
     counts: Counts, found: Evaluation, params: Tensor, learner: Learner, num_workers: int
 ) -> str | None:
-    """Return why the run with this last evaluation has diverged, None if it has not."""
+    """Return why the run with this last evaluation has diverged; None if it has not.
+
+    Args: params float32 [d], the last model.
+    """
     step = f"after step {counts.steps}"
     if counts.diverged:
         return counts.diverged
@@ -300,8 +313,9 @@ def why_diverged(
 
 
 def risen(loss: float, before: float, factor: float) -> bool:
-    """Return True if a loss is above another one by more than (factor − 1) times its size. Losses
-    may be negative.
+    """Return True if `loss` exceeds `before` by more than (factor − 1) · |before|.
+
+    Limits: losses may be negative.
     """
     return loss > before + (factor - 1) * abs(before)
 

@@ -1,10 +1,10 @@
-"""How the processes of a job meet, check that they fit together, and agree on which process plays
-which rank.
+"""The handshake of a job's processes: they check that they fit together, and agree on which process
+runs which rank.
 
 Each process publishes a `Hello` in the job's store and waits for those of all others. A mismatch
 (versions, configurations, a process without work) ends all processes with the same sentence and
-exit code. Every hello is validated before it is used. The order in which nodes were numbered does
-not decide the ranks: `assign_ranks` does.
+exit code. Every hello is validated before it is used. Two numberings meet here: a process has a
+rank in the job, from its launcher; `assign_ranks` gives it a rank of the plan.
 """
 
 import hashlib
@@ -30,40 +30,36 @@ from ashl.run.membership_listener import AwakeTime
 from ashl.runtime.machine import machine
 from ashl.runtime.records import Text
 
-OWN = {"interface", "device", "threads", "share_gpu", "root"}  # what machines may have each its own
-SAME = "same"  # the key of what has to be the same everywhere
-RECORDING = {
-    "run",
-    "tracking",
-    "sweep",
-    "profile",
-}  # of files, what is in them counts: the plan has it
+OWN = {"interface", "device", "threads", "share_gpu", "root"}  # keys that may differ by node
+SAME = "same"  # key of the fingerprint that all processes must share
+# Groups that only the process of rank 0 reads. The plan holds all that a profile decides.
+RECORDING = {"run", "tracking", "sweep", "profile"}
 VERSIONS = ("ashl", "torch", "python")
 ERRORS = {kind.exit_code: kind for kind in (AshlError, UsageError, DataMissingError)}
 
 
 class Hello(NamedTuple):
-    """What a process says of itself. `rank` and `local_rank` are those that its starter gave it."""
+    """A process's description of itself."""
 
-    rank: int
+    rank: int  # from its launcher
     host: Text
-    machine: Text  # alike where a loopback is shared
-    local_rank: int | None
+    machine: Text  # identical for processes that share a loopback
+    local_rank: int | None  # from its launcher
     ashl: Text
     torch: Text
     python: Text
-    plan: Text = ""  # a hash of all that has to be alike
+    plan: Text = ""  # hash of the settings that must be identical
     device: Text = "cpu"
-    gpu: Text | None = None  # which of the machine's, where it takes one
-    address: Text | None = None  # of the interface that it would take
+    gpu: Text | None = None  # the GPU of the machine that it uses
+    address: Text | None = None  # of the interface that it uses
     interface_by: Text | None = None  # the key or variable that names this interface
-    error: Text | None = None  # why it does not take part
+    error: Text | None = None  # why it cannot take part
     exit_code: int = 0
 
 
 def make_hello(job: JobMembership, **known: Any) -> Hello:
-    """This process's own; `known` are the fields that it cannot find out here."""
-    version = torch.__version__.partition("+")[0]  # builds for CPUs and for CUDA go together
+    """Return the hello of this process; `known` are the fields that the caller knows."""
+    version = torch.__version__.partition("+")[0]  # builds for CPUs and CUDA are compatible
     python = ".".join(platform.python_version_tuple()[:2])
     return Hello(
         job.rank, platform.node(), machine(), job.local_rank, __version__, version, python, **known
@@ -71,11 +67,15 @@ def make_hello(job: JobMembership, **known: Any) -> Hello:
 
 
 def hello_key(rank: int) -> str:
+    """Return the key of a process's hello in the store."""
     return f"hello/{rank}"
 
 
 def publish_hello(store: AuthenticatedStore, own: Hello, plan: str = "") -> None:
-    """Say it. Raises AshlError where somebody has said it in this process's name."""
+    """Publish the hello of this process and its settings.
+
+    Raises: AshlError if another process has published a hello with the same rank.
+    """
     text = json.dumps(own._asdict())
     store.set(f"plan/{own.rank}", plan)
     there = store.compare_set(hello_key(own.rank), "", text).decode(errors="replace")
@@ -88,20 +88,17 @@ def publish_hello(store: AuthenticatedStore, own: Hello, plan: str = "") -> None
 
 
 def parse_hello(text: str | bytes, rank: int) -> Hello:
-    """What the process of that rank said. Raises AshlError where it is nothing that one of ours
-    would say.
-    """
+    """Return the hello of the process with this rank. Raises AshlError if it is invalid."""
     try:
         greeting = hello_adapter().validate_json(text, strict=True)
         if greeting.rank != rank:
-            raise ValueError(f"it is said by rank {greeting.rank}")
+            raise ValueError(f"it is of rank {greeting.rank}")
         return greeting
     except ValueError as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
         raise AshlError(
-            f"what rank {rank} said of itself makes no sense ({why}); is another program using the"
-            " job's port?"
+            f"the hello of rank {rank} is invalid ({why}); is another program using the job's port?"
         ) from None
 
 
@@ -113,8 +110,10 @@ def hello_adapter() -> TypeAdapter[Hello]:
 def gather_hellos(
     store: AuthenticatedStore, job: JobMembership, timeout_s: float
 ) -> tuple[Hello, ...]:
-    """Everybody's, by rank. Raises AshlError, the same in all processes, where they do not fit
-    together, and where not all have come in time, naming them.
+    """Wait for the hellos of all processes, and return them by rank.
+
+    Raises: AshlError, the same in all processes, if they do not fit together; AshlError that names
+    the missing ones if a hello is missing after `timeout_s`.
     """
     hellos: dict[int, Hello] = {}
     awake = AwakeTime()
@@ -132,24 +131,26 @@ def gather_hellos(
 
 
 def explain_absence(hellos: Mapping[int, Hello], world_size: int, timeout_s: float) -> str:
-    """Who did not come, and who did."""
+    """Return the sentence that names the missing processes and the present ones."""
     late = [rank for rank in range(world_size) if rank not in hellos]
     present = ", ".join(f"rank {rank} on {hellos[rank].host}" for rank in sorted(hellos))
     who = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
     alone = (
-        ", or unset RANK and WORLD_SIZE where this process is no part of a job"
+        ", or unset RANK and WORLD_SIZE if this process is not part of a job"
         if len(hellos) == 1
         else ""
     )
     return (
-        f"{who} of the {world_size} processes did not come within {timeout_s:g} s"
+        f"{who} of the {world_size} processes did not join within {timeout_s:g} s"
         f" (runtime.heartbeat_timeout_s); there {'is' if len(hellos) == 1 else 'are'} {present};"
         f" start all of them, each with a rank of its own{alone}"
     )
 
 
 def check_hellos(store: AuthenticatedStore, hellos: Mapping[int, Hello]) -> None:
-    """Raises AshlError where one of these cannot run, or not with that of rank 0."""
+    """Raise AshlError if one of these processes cannot take part, or differs from that of rank
+    0.
+    """
     for rank, greeting in sorted(hellos.items()):
         if greeting.error is not None:
             raise ERRORS.get(greeting.exit_code, AshlError)(
@@ -178,15 +179,16 @@ def check_hellos(store: AuthenticatedStore, hellos: Mapping[int, Hello]) -> None
 
 
 def publish_fingerprint(store: AuthenticatedStore, found: Fingerprint) -> None:
-    """Say what the process that keeps the records has made of model and data."""
+    """Publish the fingerprint of the controller's model and data."""
     store.set(SAME, json.dumps(found))
 
 
 def compare_fingerprint(
     store: AuthenticatedStore, own: Fingerprint, over: Callable[[], bool]
 ) -> None:
-    """Wait for that, unless the run is `over`. Raises AshlError if this process has made something
-    else.
+    """Wait for the controller's fingerprint, unless the run is `over`, and compare it.
+
+    Raises: AshlError if this process has built another model or other data.
     """
     while not store.check([SAME]):
         if over():
@@ -194,25 +196,24 @@ def compare_fingerprint(
         time.sleep(POLL_S)
     if (name := differing(own, json.loads(store.get(SAME)))) is not None:
         raise AshlError(
-            f"{name} differ between this process and the one that keeps the records; draw from the"
-            " global generators of torch, numpy or random, which every process seeds from the"
-            " run's seed, or seed your own generator, and read the same files everywhere"
+            f"{name} differ between this process and the controller; draw from the global generators"
+            " of torch, numpy or random, which have the run's seed everywhere, or seed your own"
+            " generator; read the same files everywhere"
         )
 
 
 def settings_in_common(config: Mapping[str, Any], plan: str) -> str:
-    """What has to be alike in all processes, as text: the configuration and the plan that was made
-    of it, without what is the business of the process that records, or what machines may have each
-    its own.
+    """Return as JSON the settings that must be identical in all processes: the configuration and
+    the plan, without the groups of `RECORDING` and the keys of `OWN`.
     """
     chosen = {key: value for key, value in config.items() if key not in RECORDING}
-    chosen["run"] = {
-        "checkpoint_s": config["run"]["checkpoint_s"]
-    }  # ranks keep their parts of those
+    # ranks save their parts of checkpoints
+    chosen["run"] = {"checkpoint_s": config["run"]["checkpoint_s"]}
     return json.dumps(without_machine_settings({**chosen, "plan": json.loads(plan)}))
 
 
 def without_machine_settings(value: Any) -> Any:
+    """Return a document without the keys of `OWN`, at every depth."""
     if isinstance(value, Mapping):
         return {
             key: without_machine_settings(part) for key, part in value.items() if key not in OWN
@@ -221,12 +222,15 @@ def without_machine_settings(value: Any) -> Any:
 
 
 def digest(text: str) -> str:
+    """Return 16 hexadecimal digits of a text's SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def first_difference(own: str, other: str) -> tuple[str, str]:
-    """The first value in which two such texts differ, as each has it: what was chosen before what
-    follows from it.
+    """Return the first key in which two texts of `settings_in_common` differ, with its value in
+    each.
+
+    Order: chosen options, then their parameters, then the plan, which follows from both.
     """
     try:
         ours, theirs = (dict(flatten_values(json.loads(text))) for text in (own, other))
@@ -245,7 +249,7 @@ def first_difference(own: str, other: str) -> tuple[str, str]:
 
 
 def flatten_values(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """The values in a document, each with the way to it."""
+    """Yield the values in a document, each with its path as a dotted name."""
     if isinstance(value, Mapping):
         for part, inner in value.items():
             yield from flatten_values(inner, f"{name}.{part}" if name else part)
@@ -261,25 +265,23 @@ def flatten_values(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 class PlacementRequest(NamedTuple):
-    """What is known of it before the processes have met: where the workers are, and the server, and
-    what says so.
-    """
+    """Nodes that the user or a profile requests for the workers and the server."""
 
     hosts: tuple[str, ...] | None = None  # `host` or `host:local_rank` of each worker
-    hosts_by: str = "cluster.hosts"
+    hosts_by: str = "cluster.hosts"  # the key that requests them
     server: str | None = None
 
 
 def assign_ranks(
     hellos: Sequence[Hello], num_workers: int, num_ranks: int, request: PlacementRequest
 ) -> tuple[int, ...]:
-    """The rank in the job of each rank of the plan. Raises UsageError where what is wanted is not
-    there.
+    """Return the process (rank in the job) for each rank of the plan.
 
-    The workers of `wanted.hosts` take the processes of these hosts, else they keep the order of
-    processes; a server, or coordinator, is at `wanted.server`, else on the process that is left, or
-    the last one of the node of process 0. In a job of as many processes as workers it is process 0
-    that starts it, beside its own worker.
+    Workers take the processes on the hosts of `request`; without a request they keep the order of
+    processes. A server, or coordinator, takes a process on `request.server`; without a request it
+    takes the last remaining one on the node of process 0, or the last remaining one anywhere. If
+    the job has as many processes as workers, process 0 runs the server beside its own worker.
+    Raises: UsageError if the request cannot be met.
     """
     if shares_a_node(hellos, num_ranks):
         if request.server is not None and 0 not in processes_on(
@@ -302,11 +304,13 @@ def assign_ranks(
         if not free:
             raise UsageError(explain_shortage(named, by[rank], rank, num_workers, len(found)))
         taken[rank] = free[0] if rank < num_workers else free[-1]
-    left = [process for process in range(len(hellos)) if process not in taken.values()]
+    unassigned = [process for process in range(len(hellos)) if process not in taken.values()]
     if num_ranks > num_workers not in taken:
-        beside = [process for process in left if hellos[process].machine == hellos[0].machine]
-        taken[num_workers] = left.pop(left.index((beside or left)[-1]))
-    remaining = iter(left)
+        first_node = hellos[0].machine
+        near = [process for process in unassigned if hellos[process].machine == first_node]
+        taken[num_workers] = (near or unassigned)[-1]
+        unassigned.remove(taken[num_workers])
+    remaining = iter(unassigned)
     return tuple(taken[rank] if rank in taken else next(remaining) for rank in range(num_ranks))
 
 
@@ -318,8 +322,9 @@ def shares_a_node(hellos: Sequence[Hello], num_ranks: int) -> bool:
 
 
 def processes_on(hellos: Sequence[Hello], name: str, by: str) -> list[int]:
-    """The processes that a name stands for. Raises UsageError where there are none, or not on one
-    machine.
+    """Return the processes on the host `name`, or the one process `host:local_rank`.
+
+    Raises: UsageError if there is none, or if several machines have this name.
     """
     host, colon, local = name.partition(":")
     found = [
@@ -337,7 +342,7 @@ def processes_on(hellos: Sequence[Hello], name: str, by: str) -> list[int]:
     if len({peer.machine for peer in found}) > 1:
         known = ", ".join(dict.fromkeys(peer.address or "?" for peer in found))
         raise UsageError(
-            f"{by} names {host}, and several machines call themselves so; take their addresses:"
+            f"{by} names {host}, which is the name of several machines; use their addresses:"
             f" {known}"
         )
     if not colon:
@@ -352,14 +357,14 @@ def processes_on(hellos: Sequence[Hello], name: str, by: str) -> list[int]:
 
 
 def local_rank(peer: Hello, index: int) -> int:
-    """As its starter says, else by its place among the processes of its machine."""
+    """Return the local rank from the launcher, else the index among the processes of the host."""
     return index if peer.local_rank is None else peer.local_rank
 
 
 def explain_shortage(
     named: dict[int, str], by: str, rank: int, num_workers: int, there: int
 ) -> str:
-    """Why the last process of a host is gone."""
+    """Return the sentence that says why a host has no process for a rank of the plan."""
     name, host = named[rank], named[rank].partition(":")[0]
     if ":" in name:
         return f"{by} names {name}, and it is named already; name each process once"
@@ -373,7 +378,7 @@ def explain_shortage(
     )
     fix = "start more, or name other hosts"
     if by.startswith("profile="):
-        fix = "profile again with `ashl profile` and the server where it is to be, or drop profile="
+        fix = "run `ashl profile` again with the server on its node, or drop profile="
     return (
         f"{by} names {name} for {workers} worker{'s' if workers > 1 else ''}{server}, and the job"
         f" has {there} process{'es' if there > 1 else ''} there; {fix}"
@@ -383,8 +388,10 @@ def explain_shortage(
 def placement_by_profile(
     profile: Profile | None, hellos: Sequence[Hello], request: PlacementRequest, path: str
 ) -> PlacementRequest:
-    """The same, with the workers where a profile has measured them, if it says where and these
-    hosts are in the job.
+    """Return the request with the workers on the hosts where a profile measured them.
+
+    The request is unchanged if it names hosts itself, or if a host of the profile is not in the
+    job.
     """
     there = {peer.host for peer in hellos}
     hosts = [worker.host for worker in profile.workers if worker.host in there] if profile else []
@@ -396,8 +403,8 @@ def placement_by_profile(
 def check_profile(
     profile: Profile | None, hellos: Sequence[Hello], processes: Sequence[int], path: str
 ) -> None:
-    """Raises UsageError where a worker is on a host of the job that is not the one where the
-    profile has measured it: what is known are another machine's costs.
+    """Raise UsageError if a worker is on another host than where the profile measured it, and that
+    host is in the job: the profile would predict another machine's costs.
     """
     there = {peer.host for peer in hellos}
     for rank, worker in enumerate(profile.workers if profile else ()):
@@ -405,12 +412,12 @@ def check_profile(
         if worker.host in there and worker.host != host:
             raise UsageError(
                 f"profile={path} has measured worker {rank} on {worker.host}, and here it is on"
-                f" {host}; profile again with `ashl profile`, or drop profile="
+                f" {host}; run `ashl profile` again, or drop profile="
             )
 
 
 def check_gpus(hellos: Sequence[Hello], workers: Sequence[int], share: bool) -> None:
-    """Raises UsageError where two workers take one GPU and nobody has said that they may."""
+    """Raise UsageError if two workers use the same GPU and `share` is False."""
     taken: dict[tuple[str, str], int] = {}
     for process in workers:
         peer = hellos[process]
@@ -419,38 +426,40 @@ def check_gpus(hellos: Sequence[Hello], workers: Sequence[int], share: bool) -> 
         if (other := taken.setdefault((peer.machine, peer.gpu), process)) != process:
             raise UsageError(
                 f"ranks {other} and {process} on {peer.host} both take its GPU {peer.gpu}; give"
-                " each process a GPU of its own by LOCAL_RANK, or say runtime.share_gpu=true or"
+                " each process a GPU of its own by LOCAL_RANK, or set runtime.share_gpu=true or"
                 " runtime.device=cpu"
             )
 
 
 def server_note(
-    who: str,
+    role: str,
     host: str | None,
     request: PlacementRequest,
     profile: Profile | None,
     path: str,
     shared: bool = False,
 ) -> str:
-    """On which host, where that is known, the server or coordinator is, and what has decided it.
-    `shared`: whether it is there beside a worker, without a process of its own in the job.
+    """Return the note that says on which host the server or coordinator runs, and why.
+
+    Args: role, of the rank; host, None if unknown; shared, True if it has no process of its own in
+    the job and runs beside a worker.
     """
     if shared:
         why = "the node of process 0, which starts it, as the job has as many processes as workers"
     elif request.server is not None:
         why = "as cluster.server_host says"
     elif request.hosts is not None:
-        why = f"the process that {request.hosts_by} leaves"
+        why = f"the process that {request.hosts_by} does not name"
     else:
         why = (
-            "the node of process 0; no profile says which link is best, and cluster.server_host"
-            " chooses another"
+            "the node of process 0; no profile says which link is best; set cluster.server_host to"
+            " choose another"
         )
-    text = f"{who} runs on {why}" if host is None else f"{who} runs on host {host}: {why}"
+    text = f"{role} runs on {why}" if host is None else f"{role} runs on host {host}: {why}"
     better = profile.better_host if profile is not None and request.server is None else None
     if better is None:
         return text
     return (
-        f"{text}; by profile={path} the link of {better} is no worse, perhaps better: a profile"
-        f" with cluster.server_host={better} would tell"
+        f"{text}; by profile={path} the link of {better} is no worse, perhaps better; to find out,"
+        f" run `ashl profile` with cluster.server_host={better}"
     )

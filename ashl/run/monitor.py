@@ -203,7 +203,9 @@ class Monitor:
                     " without it"
                 )
                 self.recorder.event(as_event(record))
-                for whole in self.run_state.parts.lose(rank) if self.run_state.parts else ():
+                for whole in (
+                    self.run_state.parts.exclude_worker(rank) if self.run_state.parts else ()
+                ):
                     self.evaluate(whole)
             case Joined(rank, time_ns):
                 self.current_outages[rank].rejoined_ns = time_ns
@@ -355,7 +357,7 @@ class Monitor:
         pieces each for itself; None while some are still to come.
         """
         parts = self.run_state.parts
-        if parts is None or not parts.pieces:
+        if parts is None or not parts.shards:
             return 0
         found = [
             one.time_s

@@ -239,7 +239,7 @@ LIKE_OTHERS = (  # whose states are of kinds that other cases have, too
 def test_a_resumed_run_equals_the_whole_one(case: str) -> None:
     overrides = (*SHORT, *CASES[case])
     whole = simulated(*overrides)
-    parts = whole.parts and ModelSet(whole.parts.num_workers, whole.parts.pieces)
+    parts = whole.parts and ModelSet(whole.parts.num_workers, whole.parts.shards)
     ran = Ran(whole.plan, parts=parts, learner=whole.learner)
     kept = run(ran, save_at_ns=300_000_000)
     assert len(kept) > 1
