@@ -256,7 +256,7 @@ def test_hosts_that_cannot_be(wanted: PlacementRequest, said: str) -> None:
 def test_two_machines_of_one_name() -> None:
     twins = (process(0, "pi"), process(1, "pi")._replace(machine="another", address="10.0.0.9"))
     with pytest.raises(
-        UsageError, match=r"several machines call .* so; take their addresses: 10.0.0.pi, "
+        UsageError, match=r"the name of several machines; use their addresses: 10.0.0.pi, "
     ):
         assign_ranks(twins, 2, 2, PlacementRequest(("pi", "pi")))
     assert assign_ranks(twins, 2, 2, PlacementRequest(("10.0.0.9", "10.0.0.pi"))) == (1, 0)
@@ -321,7 +321,7 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
     assert processes == (3, 2, 0, 1)
     check_profile(known, JOB, processes, "FILE")
     said = server_note("the server", "a", wanted, known, "FILE")
-    assert said == "the server runs on host a: the process that profile=FILE leaves"
+    assert said == "the server runs on host a: the process that profile=FILE does not name"
     with pytest.raises(
         UsageError,
         match="profile=FILE has measured worker 0 on c, and here it is on a; profile again",
@@ -356,7 +356,7 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
 def test_a_link_that_is_better_than_the_servers(known: Profile, better: str | None) -> None:
     assert known.better_host == better
     said = server_note("the server", None, PlacementRequest(), known, "FILE")
-    assert (f"cluster.server_host={better} would tell" in said) == (better is not None)
+    assert (f"run `ashl profile` with cluster.server_host={better}" in said) == (better is not None)
 
 
 def test_a_profile_names_its_hosts() -> None:
@@ -416,7 +416,7 @@ def test_what_does_not_fit_together(changed: dict, kind: type[AshlError], said: 
 
 def test_who_did_not_come_is_named() -> None:
     said = (
-        r"ranks 2, 3 of the 4 processes did not come within 0.05 s \(runtime.heartbeat_timeout_s\);"
+        r"ranks 2, 3 of the 4 processes did not join within 0.05 s \(runtime.heartbeat_timeout_s\);"
         r" there are rank"
     )
     with pytest.raises(AshlError, match=said):
@@ -437,7 +437,7 @@ def test_a_rank_that_is_there_twice() -> None:
     ("text", "why"),
     [
         ("hello", "Invalid JSON"),
-        (json.dumps(JOB[1]._asdict()), "it is said by rank 1"),
+        (json.dumps(JOB[1]._asdict()), "it is of rank 1"),
         (json.dumps(JOB[0]._asdict() | {"host": 7}), "host: Input should be a valid string"),
         (json.dumps({"rank": 0}), "host: "),
         ("[" * 10000, "Invalid JSON"),
@@ -445,7 +445,7 @@ def test_a_rank_that_is_there_twice() -> None:
 )
 def test_what_no_process_of_ours_says(text: str, why: str) -> None:
     with pytest.raises(
-        AshlError, match=rf"what rank 0 said of itself makes no sense .*{why}.*; is another program"
+        AshlError, match=rf"the hello of rank 0 is invalid .*{why}.*; is another program"
     ):
         parse_hello(text, 0)
     assert parse_hello(json.dumps(JOB[0]._asdict() | {"host": "a\x1b[2J"}), 0).host == "a [2J"

@@ -55,7 +55,7 @@ from ashl.tracking.recorder import METRICS, writing
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 10
+SCHEMA = 11
 CUT_BACK = "cut_back"  # in the manifest: the records hold nothing of later moments any more
 PLACE = ("how", "time_ns", "sizes", "ranks_ns", "home_ns", "rounds")
 LOCKSTEP, SERVER, EACH, ROUND, VIRTUAL, ANEW = (

@@ -196,9 +196,9 @@ def compare_fingerprint(
         time.sleep(POLL_S)
     if (name := differing(own, json.loads(store.get(SAME)))) is not None:
         raise AshlError(
-            f"{name} differ between this process and the controller; draw from the global generators"
-            " of torch, numpy or random, which have the run's seed everywhere, or seed your own"
-            " generator; read the same files everywhere"
+            f"{name} differ between this process and the controller; draw from the global"
+            " generators of torch, numpy or random, which have the run's seed everywhere, or seed"
+            " your own generator; read the same files everywhere"
         )
 
 

@@ -1,7 +1,8 @@
-"""Metrics of a run: a line of metrics.jsonl under the names that MLflow shows, and the workers'
+"""Metrics of a run: lines of metrics.jsonl, with the names that MLflow shows, and the workers'
 compression metrics.
 
-A codec that enlarges what it encodes is not a contraction; `CompressionMetrics` warns of it.
+A codec is no contraction if the relative error of its messages is above 1; `CompressionStats` warns
+of it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from ashl.runtime.records import Counts, Measures, UpdateShown
 
 
 class Waited(NamedTuple):
-    """What a line says of a worker."""
+    """A worker's part of a line of metrics: seconds waited, and bytes sent and received."""
 
     rank: int
     wait_s: float
@@ -35,12 +36,14 @@ def metrics_line(
     workers: Sequence[Waited],
     extra: dict[str, float],
 ) -> dict[str, Any]:
-    """One evaluation; `extra` are metrics beside those that every run has."""
+    """Return the line of one evaluation.
+
+    Args: time_s, on the run's clock; host_s, host seconds; extra, metrics beside those that every
+    run has.
+    """
     waited = sum(worker.wait_s for worker in workers)
-    up, down = (
-        sum(worker.bytes_up for worker in workers),
-        sum(worker.bytes_down for worker in workers),
-    )
+    up = sum(worker.bytes_up for worker in workers)
+    down = sum(worker.bytes_down for worker in workers)
     pushes = sum(counts.commits)
     distance = found.consensus_distance
     return {
@@ -68,13 +71,14 @@ def metrics_line(
 
 
 def values_of(ranks: Iterable[Measures]) -> dict[str, float]:
-    """Of each measure the mean over the ranks' latest values."""
+    """Return for each measure the mean over the ranks' latest values, as a metric."""
     return {f"measure/{name}": found["last"] for name, found in summed_up(ranks).items()}
 
 
 def summed_up(ranks: Iterable[Measures]) -> dict[str, dict[str, float]]:
-    """Of each measure, over the ranks that have it: `last`, the mean of their latest values, and
-    `mean`, that of all values of the run.
+    """Return for each measure, over the ranks that have it, `last` and `mean`.
+
+    `last` is the mean of the ranks' latest values, `mean` that of all values of the run.
     """
     by_name: dict[str, list] = {}
     for measures in ranks:
@@ -91,24 +95,24 @@ def summed_up(ranks: Iterable[Measures]) -> dict[str, dict[str, float]]:
     }
 
 
-OFTEN = 3  # reports in a row in which a worker's update must have grown before a person is warned
+OFTEN = 3  # reports in a row with a relative error above 1, before the user is warned
 
 
 @dataclass
 class CompressionStats:
-    """The latest report of each worker, how often in a row its update grew, and updates that wait
-    for their mean.
-    """
+    """The workers' compression metrics, and the warning that a codec is no contraction."""
 
-    dense_bytes: int
-    latest: dict[int, records.CompressionReport] = field(default_factory=dict)
+    dense_bytes: int  # of the dense model
+    latest: dict[int, records.CompressionReport] = field(default_factory=dict)  # by worker
+    # reports in a row with a relative error above 1, by worker
     grown: dict[int, int] = field(default_factory=dict)
     warning: str | None = None
-    aggregate_cosine: float | None = None
+    aggregate_cosine: float | None = None  # of the merged update with the mean of the dense ones
+    # by tick, by worker (None = the merged update): weight and update; until all are there
     _updates: dict[int, dict[int | None, tuple[float, Tensor]]] = field(default_factory=dict)
 
     def add(self, report: records.CompressionReport) -> None:
-        """A worker has looked at a message of its own."""
+        """Add a worker's report on one of its messages."""
         rank, error = report.rank, report.relative_error
         self.latest[rank] = report
         grows = error is not None and error > 1 and not report.unbiased
@@ -127,8 +131,10 @@ class CompressionStats:
             )
 
     def update(self, shown: UpdateShown, vector: Tensor, num_workers: int) -> None:
-        """An update before compression, or what the merge made of all of them: once all have come,
-        their cosine. What is incomplete when a later one is complete is forgotten.
+        """Add a worker's update before compression, or the merged update; once all are there,
+        compute their cosine.
+
+        Updates of earlier ticks that are still incomplete are then discarded.
         """
         parts = self._updates.setdefault(shown.tick, {})
         parts[shown.of] = (shown.weight, vector)
@@ -142,7 +148,7 @@ class CompressionStats:
         self._updates = {other: kept for other, kept in self._updates.items() if other > shown.tick}
 
     def metrics(self) -> dict[str, float]:
-        """Means over the workers' latest reports."""
+        """Return the means over the workers' latest reports."""
         rows = self.latest.values()
         columns = {
             "relative_error": [
@@ -158,8 +164,8 @@ class CompressionStats:
         return {f"compress/{name}": fmean(values) for name, values in columns.items() if values}
 
     def report(self) -> dict[str, Any] | None:
-        """What the summary says: the measures, the bytes of a message by what they are for, and the
-        layers.
+        """Return the compression metrics of the summary, with the bytes of a message by their use,
+        and the first worker's layers; None without a report.
         """
         if not self.latest:
             return None

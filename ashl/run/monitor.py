@@ -1,5 +1,8 @@
-"""Beside every run, off its clock: takes in what the ranks say, has snapshots evaluated, keeps the
-records.
+"""The observer of a run: it receives the ranks' records, evaluates models, and writes the records.
+
+In virtual time the kernel calls the monitor directly. On processes the controller passes on what
+the ranks sent. Evaluation takes no time on the run's clock. `MonitorState` is the part that a
+checkpoint saves.
 """
 
 import hashlib
@@ -61,36 +64,37 @@ from ashl.tracking.recorder import Recorder
 
 @dataclass
 class Outage:
-    """A worker that was lost: when, why, and when it was back."""
+    """A worker's failure, on the run's clock, and its rejoin."""
 
     worker: int
     time_ns: int
-    why: str
+    cause: str
     rejoined_ns: int | None = None
 
 
 @dataclass
 class MonitorState:
-    """What the monitor knows of a run, and a checkpoint keeps."""
+    """The monitor's state of a run, which a checkpoint saves."""
 
     compression: CompressionStats
-    parts: ModelSet | None  # where every worker has a model of its own
-    stopping: str | None = None
+    parts: ModelSet | None  # incomplete models, if no rank holds the whole model
+    stopping: str | None = None  # the reason why the run is to stop
     scores: dict[str, float | None] | None = None
     evaluations: list[Evaluation] = field(default_factory=list)
     target: Target = field(default_factory=Target)
     stages: list[StageEnd] = field(default_factory=list)
     best: Tensor | None = None  # the model of the best evaluation
-    best_state: Any = None  # ... and what forward passes had changed beside its parameters
-    outages: list[Outage] = field(default_factory=list)  # in the order in which they began
-    borders: list[dict[int, dict[str, int]]] = field(
-        default_factory=list
-    )  # by stage that gave way, by worker: totals
+    best_state: Any = None  # its module's state: the values that forward passes change
+    outages: list[Outage] = field(default_factory=list)  # in the order of the failures
+    # by stage that ended before the last one, by worker: totals of its time at the boundary
+    boundaries: list[dict[int, dict[str, int]]] = field(default_factory=list)
 
     @property
     def ended(self) -> int:
-        """How many stages are over; of the end of one nobody may have heard, where its home rank
-        was lost just then.
+        """Return the number of stages that have ended.
+
+        The record of a stage's end may be missing, if its lead rank failed then; the record of the
+        next stage shows it.
         """
         return self.stages[-1].stage + 1 if self.stages else 0
 
@@ -98,8 +102,8 @@ class MonitorState:
 class Monitor:
     """The observer of a run, in the process that records it.
 
-    In virtual time the kernel calls it directly and `stopping` acts at once; for real processes it
-    is handed what their reporters sent, and passes `stopping` on.
+    Setting `stopping` ends the run: in virtual time at once, on processes once the ranks have
+    received it.
     """
 
     def __init__(
@@ -112,27 +116,30 @@ class Monitor:
         rounds: Rounds,
         weights: bool,
     ) -> None:
-        self.plan, self.job, self.recorder, self.progress = plan, job, recorder, progress
-        self.rounds, self.weights = rounds, weights
+        """Args: rounds, which rounds are recorded; weights, True to write final.pt and best.pt."""
+        self.plan = plan
+        self.job = job
+        self.recorder = recorder
+        self.progress = progress
+        self.rounds = rounds
+        self.weights = weights
         self.run_state = MonitorState(
             CompressionStats(4 * plan.num_params), make_model_set(job.stages[0])
         )
-        self.beats: dict[int, Heartbeat] = {}
-        self.read_beats: Callable[[], list[Heartbeat]] | None = (
-            None  # in virtual time: ask the nodes
-        )
-        self.ledgers: dict[int, TimeTotals] = {}
-        self.hosts: dict[int, Placed] = {}  # of real processes
-        self.final: Counts | None = None
-        self.not_finite: str | None = None  # what was no number before any loss was
-        self.sha256: str | None = None
-        self.states_travel = (
-            False  # whether workers send what their modules keep, the last after their last model
-        )
-        self._waiting: EvaluatedModel | None = None  # the last model, until they have
-        self.refused = 0  # messages that came to a real run and were not of it
-        self._started = time.monotonic()
-        self._state_host_s: float | None = None  # in the latest `state`
+        self.beats: dict[int, Heartbeat] = {}  # the latest heartbeat by rank
+        # reads the heartbeats of all ranks, in virtual time only
+        self.read_beats: Callable[[], list[Heartbeat]] | None = None
+        self.ledgers: dict[int, TimeTotals] = {}  # final totals by rank
+        self.hosts: dict[int, Placed] = {}  # by rank, on processes only
+        self.final: Counts | None = None  # of the last model
+        self.not_finite: str | None = None  # what was not finite before any loss was
+        self.sha256: str | None = None  # of the last model
+        # True if workers send their modules' states, the final one after their last model
+        self.states_travel = False
+        self._waiting: EvaluatedModel | None = None  # the last model, until those states are there
+        self.refused = 0  # messages in the job's store that were not of this run
+        self._started_s = time.monotonic()
+        self._state_host_s: float | None = None  # host seconds in the latest `state`
 
     @property
     def stopping(self) -> str | None:
@@ -148,47 +155,40 @@ class Monitor:
 
     @property
     def current_outages(self) -> dict[int, Outage]:
-        """Who is gone now."""
+        """Return the outages of workers that have not rejoined, by worker."""
         return {
-            absence.worker: absence
-            for absence in self.run_state.outages
-            if absence.rejoined_ns is None
+            outage.worker: outage for outage in self.run_state.outages if outage.rejoined_ns is None
         }
 
     @property
     def host_s(self) -> float:
-        return time.monotonic() - self._started
+        return time.monotonic() - self._started_s
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return what a checkpoint saves of the monitor."""
         self._state_host_s = self.host_s
         constants = self.job.learner.constants()
         known = {"plan": self.plan.to_json(), "host_s": self._state_host_s, "books": self.run_state}
         return known | {"constants": constants}
 
     def resume_from(self, state: dict[str, Any]) -> None:
-        """Take up what a checkpoint has kept; when the run ends, and where it runs, is as
-        of now.
-        """
+        """Restore what a checkpoint saved. Stop limits and runtime stay those of this process."""
         now = self.plan
         before = Plan.from_json(state["plan"])
         self.plan = replace(
             before, limits=now.limits, runtime=now.runtime, choices=now.choices, notes=now.notes
         )
-        if (
-            state["host_s"] != self._state_host_s
-        ):  # its own state, read back, holds nothing from before it
-            self._started -= state["host_s"]
+        # a state that this process has saved itself adds no time from before it
+        if state["host_s"] != self._state_host_s:
+            self._started_s -= state["host_s"]
         self.run_state = state["books"]
         self.job.learner.set_constants(state["constants"])
-        self.job.learner.set_constants(state["constants"])
         if self.run_state.best is not None:
-            self.save(
-                BEST, self.run_state.best, self.run_state.best_state
-            )  # what came after the checkpoint has not been
+            # best.pt may hold a model of later than the checkpoint
+            self.save(BEST, self.run_state.best, self.run_state.best_state)
 
     def emit(self, record: Record) -> None:
-        """A record from a rank."""
+        """Apply a record of a rank, and write what is recorded of it."""
         match record:
             case Round() | Replan():
                 self.recorder.event(as_event(record))
@@ -196,42 +196,57 @@ class Monitor:
                 self.beats[record.rank] = record
             case Placed():
                 self.hosts[record.rank] = record
-            case Lost(rank, time_ns, why):
-                self.run_state.outages.append(Outage(rank, time_ns, why))
-                self.show_line(
-                    f"worker {rank} failed at {seconds(time_ns / 1e9)} ({why}); the run continues"
-                    " without it"
-                )
-                self.recorder.event(as_event(record))
-                for whole in (
-                    self.run_state.parts.exclude_worker(rank) if self.run_state.parts else ()
-                ):
-                    self.evaluate(whole)
-            case Joined(rank, time_ns):
-                self.current_outages[rank].rejoined_ns = time_ns
-                self.show_line(f"worker {rank} rejoined at {seconds(time_ns / 1e9)}")
-                if self.run_state.parts:
-                    self.run_state.parts.restore_worker(rank)
-                self.recorder.event(as_event(record))
+            case Lost() | Joined():
+                self.record_membership(record)
             case TimeTotals():
                 self.ledgers[record.rank] = record
-            case StageEnd() if record.stage < self.run_state.ended:
-                # from who stands in for a home rank that was lost after it had reported to us, and
-                # to nobody else
-                pass
-            case StageEnd():
-                self.run_state.stages.append(record)
-                self.recorder.event(as_event(record))
-            case StageBoundary(rank, stage, totals_ns):
-                while len(self.run_state.borders) <= stage:
-                    self.run_state.borders.append({})
-                self.run_state.borders[stage][rank] = totals_ns
+            case StageEnd() | StageBoundary():
+                self.record_stage(record)
             case CompressionReport():
                 self.run_state.compression.add(record)
             case NotFinite(_, where, number):
                 self.not_finite = (
                     self.not_finite or f"{where} is not finite in its round {number + 1}"
                 )
+            case ProfileMeasured() | PlanMade():
+                self.record_plan(record)
+
+    def record_membership(self, record: Lost | Joined) -> None:
+        """Record that a worker failed or rejoined, and evaluate models that are complete now."""
+        parts = self.run_state.parts
+        match record:
+            case Lost(rank, time_ns, cause):
+                self.run_state.outages.append(Outage(rank, time_ns, cause))
+                self.show_line(
+                    f"worker {rank} failed at {seconds(time_ns / 1e9)} ({cause}); the run continues"
+                    " without it"
+                )
+                self.recorder.event(as_event(record))
+                for whole in parts.exclude_worker(rank) if parts else ():
+                    self.evaluate(whole)
+            case Joined(rank, time_ns):
+                self.current_outages[rank].rejoined_ns = time_ns
+                self.show_line(f"worker {rank} rejoined at {seconds(time_ns / 1e9)}")
+                if parts:
+                    parts.restore_worker(rank)
+                self.recorder.event(as_event(record))
+
+    def record_stage(self, record: StageEnd | StageBoundary) -> None:
+        """Record the end of a stage, or a worker's totals at a stage boundary."""
+        match record:
+            case StageEnd() if record.stage < self.run_state.ended:
+                pass  # from the survivor in place of a lead rank that failed after its report
+            case StageEnd():
+                self.run_state.stages.append(record)
+                self.recorder.event(as_event(record))
+            case StageBoundary(rank, stage, totals_ns):
+                while len(self.run_state.boundaries) <= stage:
+                    self.run_state.boundaries.append({})
+                self.run_state.boundaries[stage][rank] = totals_ns
+
+    def record_plan(self, record: ProfileMeasured | PlanMade) -> None:
+        """Write a profile or a plan that was made during the run."""
+        match record:
             case ProfileMeasured(_, profile):
                 self.recorder.document("profile.json", self.locate_profile(profile))
             case PlanMade(_, first, stages):
@@ -239,15 +254,15 @@ class Monitor:
                 self.recorder.document("plan.json", self.plan.to_json())
 
     def show_line(self, text: str) -> None:
-        """Show a line at once. In virtual time, where many workers may fail in a second, the
-        outcome tells it.
+        """Show a line at once, on processes only: in virtual time many workers may fail in a
+        second. The outcome lists them.
         """
         if self.read_beats is None:
             self.progress.say(text)
 
     def locate_profile(self, profile: str) -> str:
-        """A profile with the host and the device of each worker, and the server's host, where ranks
-        reported them.
+        """Return a profile with the host and device of each worker and the host of the server, as
+        far as ranks reported them.
         """
         known = Profile.from_json(profile)
         workers = list(known.workers)
@@ -259,8 +274,8 @@ class Monitor:
         return replace(known, workers=tuple(workers)).to_json()
 
     def snapshot(self, record: Snapshot | UpdateShown, vector: Vector | None) -> None:
-        """Evaluate a model: metrics, best so far, target. Where every worker has its own, wait
-        until all have come.
+        """Evaluate a model, once the snapshots of all ranks that hold a part of it are there; add
+        an update to the compression metrics.
         """
         vector = to_host(vector) if isinstance(vector, Tensor) else vector
         if isinstance(record, UpdateShown):
@@ -272,20 +287,24 @@ class Monitor:
             self.evaluate(whole)
 
     def set_module_state(self, rank: int, state: Any) -> None:
-        """What forward passes have changed of a worker's module."""
+        """Set the state of a worker's module: the values that forward passes change."""
         if state is not None:
             self.job.learner.set_worker_state(rank, state)
 
     def evaluate_pending(self) -> None:
-        """All have said all: evaluate the last model, where that has waited for what the modules
-        keep beside it.
+        """Evaluate the last model if it has waited for the states of the workers' modules.
+
+        Call it after the last record.
         """
         whole, self._waiting, self.states_travel = self._waiting, None, False
         if whole is not None:
             self.evaluate(whole)
 
     def evaluate(self, whole: EvaluatedModel) -> None:
-        """Score one model; the last line of the metrics is left to `conclude`."""
+        """Evaluate one model: metrics, best so far, targets, patience and divergence.
+
+        `write_final_metrics` writes the line of the last model.
+        """
         record, params, distance = whole
         counts = record.counts
         assert counts is not None
@@ -296,17 +315,12 @@ class Monitor:
         if record.final and self.states_travel and self.job.learner.carries:
             self._waiting = whole
             return
-        last = self.run_state.evaluations[-1] if self.run_state.evaluations else None
         if record.final:
             self.sha256 = hashlib.sha256(params.numpy().tobytes()).hexdigest()
             self.save(FINAL, params)
-            if (
-                last
-                and not self.job.learner.carries
-                and (last.merges, last.consensus_distance) == (counts.merges, distance)
-            ):
+            if last := self.unchanged_since(counts, distance):
                 self.final = self.with_divergence(counts, last, params)
-                return  # the model has not changed since the last evaluation
+                return
         found = self.score(params, record.time_ns / 1e9, counts.merges, distance)
         if record.final:
             self.final = self.with_divergence(counts, found, params)
@@ -318,14 +332,23 @@ class Monitor:
             self.stopping = PATIENCE
         if not record.final:
             waited = [
-                Waited(b.rank, b.totals_ns["wait"] / 1e9, b.bytes_up, b.bytes_down)
-                for b in self.workers()
+                Waited(beat.rank, beat.totals_ns["wait"] / 1e9, beat.bytes_up, beat.bytes_down)
+                for beat in self.workers()
             ]
             self.recorder.metric(self.metrics_row(counts, found, found.time_s, waited))
+
+    def unchanged_since(self, counts: Counts, distance: float | None) -> Evaluation | None:
+        """Return the latest evaluation if the model has not changed since, else None."""
+        if not self.run_state.evaluations or self.job.learner.carries:
+            return None
+        last = self.run_state.evaluations[-1]
+        same = (last.merges, last.consensus_distance) == (counts.merges, distance)
+        return last if same else None
 
     def score(
         self, params: Tensor, time_s: float, merges: int | None, distance: float | None = None
     ) -> Evaluation:
+        """Compute the scores of a model, add them to the evaluations, and save a new best model."""
         scores = self.job.learner.evaluate(params)
         train_loss, test_loss = scores["train_loss"], scores["test_loss"]
         assert train_loss is not None
@@ -353,8 +376,8 @@ class Monitor:
         return counts._replace(diverged=why)
 
     def shown_ns(self, merges: int) -> int | None:
-        """When the last model after at most so many merges was shown, where servers show their
-        pieces each for itself; None while some are still to come.
+        """Return the run time in nanoseconds of the last evaluated model after at most `merges`
+        merges, if several servers hold a shard each, else 0; None while shards of one are missing.
         """
         parts = self.run_state.parts
         if parts is None or not parts.shards:
@@ -367,16 +390,17 @@ class Monitor:
         return None if parts.has_pending(merges) else round(max(found, default=0.0) * 1e9)
 
     def save(self, name: str, params: Tensor, own: Any = None) -> None:
-        """Leave a model in the run folder, where weights are wanted."""
+        """Write a model into the run folder, unless run.save_weights=false."""
         if self.weights:
             weights.write(self.recorder.run_dir / name, self.job.learner.state_dict(params, own))
 
     def write_final_metrics(self, summary: Mapping[str, Any]) -> None:
-        """The last line of metrics.jsonl, written once the ranks have accounted for what lies past
-        the end: it agrees with the summary to the byte.
+        """Write the last line of metrics.jsonl, with the same numbers as the summary.
+
+        Call it once all ranks have reported their final totals.
         """
         if self.final is not None and self.run_state.evaluations and (time_s := summary["time_s"]):
-            workers = [Waited(*(w[key] for key in Waited._fields)) for w in summary["workers"]]
+            workers = [Waited(*(row[key] for key in Waited._fields)) for row in summary["workers"]]
             self.recorder.metric(
                 self.metrics_row(self.final, self.run_state.evaluations[-1], time_s, workers)
             )
@@ -384,6 +408,7 @@ class Monitor:
     def metrics_row(
         self, counts: Counts, found: Evaluation, time_s: float, workers: Sequence[Waited]
     ) -> dict[str, Any]:
+        """Return a line of metrics.jsonl."""
         extra = self.run_state.compression.metrics() | values_of(self.measures())
         if (hidden := self.hidden_share()) is not None:
             extra["perf/comm_hidden_share"] = hidden
@@ -392,66 +417,68 @@ class Monitor:
         return metrics_line(counts, found, time_s, self.host_s, workers, extra)
 
     def own_metric(self, found: Evaluation) -> tuple[str, float] | None:
-        """The task's metric and its value, where it is another one than the accuracy."""
+        """Return the task's metric and its value; None if there is none or it is the accuracy."""
         name, value = recorded_name(self.job.parts.task.metric), found.test_metric
         return None if name in ("", ACCURACY) or value is None else (name, value)
 
     def hidden_share(self) -> float | None:
-        """The share of the collectives' time in which their workers did something else; None where
-        nothing overlaps.
+        """Return the fraction of the collectives' time that overlapped with other work of their
+        workers; None if nothing overlaps.
         """
         if all(stage.overlap.serial and not stage.delayed for stage in self.job.stages):
             return None
         beats = [
-            beats
-            for rank, beats in (self.beats | self.ledgers).items()
+            beat
+            for rank, beat in (self.beats | self.ledgers).items()
             if rank < self.plan.num_workers
         ]
-        moving = sum(of.collective_ns for of in beats)
-        shown = sum(of.totals_ns["push"] + of.totals_ns["pull"] for of in beats)
-        return max(0.0, 1 - shown / moving) if moving else None
+        collective_ns = sum(beat.collective_ns for beat in beats)
+        exposed_ns = sum(beat.totals_ns["push"] + beat.totals_ns["pull"] for beat in beats)
+        return max(0.0, 1 - exposed_ns / collective_ns) if collective_ns else None
 
     def measures(self) -> list[Measures]:
-        """What the ranks have measured, as they said last."""
+        """Return the latest measures of all ranks, in rank order."""
         return [beat.measures for _, beat in sorted((self.beats | self.ledgers).items())]
 
     def workers(self) -> list[Heartbeat]:
-        """How each worker stands."""
+        """Return the latest heartbeat of each worker that has sent one, in rank order."""
         if self.read_beats is not None:
             self.beats = {beat.rank: beat for beat in self.read_beats()}
         return [beat for rank, beat in sorted(self.beats.items()) if rank < self.plan.num_workers]
 
     def counts(self) -> Counts | None:
-        """The latest counts of the home rank, or of the one that stands in for it."""
-        stages, beats = (
-            self.run_state.stages,
-            sorted(self.beats.values(), key=lambda beat: beat.time_ns),
-        )
+        """Return the latest counts of the lead rank, or of the survivor in its place."""
+        stages = self.run_state.stages
+        beats = sorted(self.beats.values(), key=lambda beat: beat.time_ns)
         latest = next((beat.counts for beat in reversed(beats) if beat.counts), None)
         return self.final or latest or (stages[-1].counts if stages else None)
 
     def draw_progress(self) -> None:
-        """Draw the progress where it is due."""
-        if self.progress.due(host_s := self.host_s):
-            workers, found = self.workers(), next(reversed(self.run_state.evaluations), None)
-            epoch = len(self.job.data.train)
-            virtual = self.read_beats is not None
-            args = (
-                self.plan,
-                self.run_state.ended,
-                self.counts(),
-                workers,
-                self.current_outages.keys(),
-                epoch,
-            )
-            self.progress.update(
-                view(*args, found, found and self.own_metric(found), host_s, virtual)
-            )
+        """Draw the progress table, if it is due."""
+        host_s = self.host_s
+        if not self.progress.due(host_s):
+            return
+        found = next(reversed(self.run_state.evaluations), None)
+        frame = view(
+            self.plan,
+            self.run_state.ended,
+            self.counts(),
+            self.workers(),
+            self.current_outages.keys(),
+            len(self.job.data.train),
+            found,
+            found and self.own_metric(found),
+            host_s,
+            virtual=self.read_beats is not None,
+        )
+        self.progress.update(frame)
 
 
 def replanned(plan: Plan, first: int, stages: Sequence[Sequence[Sequence[float]]]) -> Plan:
-    """The plan with (H, share, ratio, cycle) by worker as planned during the run, from stage
-    `first` on. Raises AshlError where it is none of these workers.
+    """Return the plan with new assignments from stage `first` on.
+
+    Args: stages, by stage and worker: local steps H, data share, compression ratio, cycle seconds.
+    Raises: AshlError if they do not fit the plan's stages and workers.
     """
     try:
         after = [
@@ -459,7 +486,7 @@ def replanned(plan: Plan, first: int, stages: Sequence[Sequence[Sequence[float]]
             for stage, rows in zip(plan.stages[first:], stages, strict=True)
         ]
     except (ValueError, OverflowError) as error:
-        raise AshlError(f"a plan came that does not fit this run: {error}") from error
+        raise AshlError(f"the new plan does not fit this run: {error}") from error
     return replace(plan, stages=(*plan.stages[:first], *after))
 
 
@@ -468,23 +495,26 @@ def view(
     ended: int,
     counts: Counts | None,
     beats: Sequence[Heartbeat],
-    absent: Collection[int],
+    failed: Collection[int],
     epoch_samples: int,
     found: Evaluation | None,
     metric: tuple[str, float] | None,
     host_s: float,
     virtual: bool,
 ) -> Frame:
-    """How the run stands, after so many stages that have ended; `found` and `metric`: by the last
-    evaluation.
+    """Return one frame of the progress table.
+
+    Args: ended, the number of stages that have ended; failed, workers that have not rejoined;
+    found and metric, of the latest evaluation; virtual, True in virtual time.
     """
     time_s = max((beat.time_ns for beat in beats), default=0) / 1e9
     done = share_done(plan.limits, counts, time_s, epoch_samples)
-    passed_s = host_s if virtual else time_s  # processes took time to start
+    # on processes, host time includes the time to start them
+    passed_s = host_s if virtual else time_s
     waits = [waited(beat, time_s) for beat in beats]
     batches = [worker.batch for worker in plan.stages[0].workers]
     workers = [
-        worker_frame(beat, batches[beat.rank], time_s, beat.rank in absent) for beat in beats
+        worker_frame(beat, batches[beat.rank], time_s, beat.rank in failed) for beat in beats
     ]
     return Frame(
         time_s=time_s,
@@ -503,7 +533,8 @@ def view(
     )
 
 
-def worker_frame(beat: Heartbeat, batch: int, time_s: float, absent: bool) -> WorkerFrame:
+def worker_frame(beat: Heartbeat, batch: int, time_s: float, failed: bool) -> WorkerFrame:
+    """Return a worker's row of the progress table."""
     return WorkerFrame(
         rank=beat.rank,
         step=beat.steps,
@@ -511,16 +542,17 @@ def worker_frame(beat: Heartbeat, batch: int, time_s: float, absent: bool) -> Wo
         wait_share=waited(beat, time_s),
         staleness=beat.staleness,
         loss=beat.loss,
-        down=absent,
+        down=failed,
     )
 
 
 def waited(beat: Heartbeat, time_s: float) -> float:
+    """Return the fraction of the run's time that a worker waited."""
     return beat.totals_ns["wait"] / 1e9 / time_s if time_s else 0.0
 
 
 def share_done(limits: Limits, counts: Counts | None, time_s: float, epoch_samples: int) -> float:
-    """The share of the run that is behind us, by whichever limit is nearest."""
+    """Return the fraction of the run that is done, by the stop limit that is nearest."""
     steps, samples = (counts.steps, counts.samples) if counts else (0, 0)
     shares = [
         samples / (limits.epochs * epoch_samples) if limits.epochs else 0.0,

@@ -169,8 +169,8 @@ def take_over(origin: Origin, plan: Plan, monitor: Monitor) -> None:
     run_state = known["books"]
     run_state.compression, run_state.outages = CompressionStats(4 * plan.num_params), []
     run_state.stages = [end for end in run_state.stages if end.stage < origin.stage]
-    run_state.borders = [
-        dict.fromkeys(range(n), mean([*of.values()])) for of in run_state.borders[: origin.stage]
+    run_state.boundaries = [
+        dict.fromkeys(range(n), mean([*of.values()])) for of in run_state.boundaries[: origin.stage]
     ]
     monitor.resume_from({**known, "plan": plan.to_json()})
     try:

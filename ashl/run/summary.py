@@ -1,4 +1,4 @@
-"""The outcome of a run as one flat record: `summary.json`."""
+"""The outcome of a run as one flat record: `summary.json`. docs/outcome.md explains its keys."""
 
 import math
 from dataclasses import asdict
@@ -14,28 +14,26 @@ from ashl.task.contract import recorded_name
 
 SCHEMA = 1
 SCORES = ("train_loss", "test_loss", "test_accuracy", "test_metric")
-CLASSES = (
-    "wait",
-    "pull",
-    "push",
-    "compress",
-    "compute",
-)  # in the order in which too much time is taken from them
+# Classes of time, in the order in which excess time is taken from them.
+CLASSES = ("wait", "pull", "push", "compress", "compute")
 
 
-def settled(totals_ns: dict[str, int], time_ns: int, absent: bool) -> dict[str, float]:
-    """Seconds by class that add up to the run's time. Real clocks of several ranks differ by
-    microseconds: what is missing was waiting (of a worker that is gone: it was down), what is too
-    much is taken from waiting first.
+def settled(totals_ns: dict[str, int], time_ns: int, failed: bool) -> dict[str, float]:
+    """Return seconds by class that add up to the run's time.
+
+    Clocks of ranks differ by microseconds. Missing time counts as waiting, or as down for a worker
+    that has failed; excess time is taken from waiting first.
+    Args: totals_ns, time by class; time_ns, the run's time; failed, True if the worker has failed
+    and not rejoined.
     """
     totals = dict(totals_ns)
     excess = sum(totals.values()) - time_ns
     for kind in CLASSES:
-        if excess < 0 and absent:
+        if excess < 0 and failed:
             kind = "down"
         taken = min(
             totals[kind], excess
-        )  # negative where time is missing: all of it goes to the first
+        )  # negative if time is missing; then the first class has it
         totals[kind] -= taken
         excess -= taken
         if excess == 0:
@@ -46,27 +44,33 @@ def settled(totals_ns: dict[str, int], time_ns: int, absent: bool) -> dict[str, 
 def summarise(
     monitor: Monitor, runtime: str, status: str, reason: str, pace: dict | None = None
 ) -> dict:
-    """The outcome as one flat record (docs/outcome.md explains its keys)."""
-    plan, n, run_state = monitor.plan, monitor.plan.num_workers, monitor.run_state
+    """Return the outcome of a run.
+
+    Args: pace, how well the processes kept the declared pace (`pacing_summary`); None if not paced.
+    """
+    plan = monitor.plan
+    n = plan.num_workers
+    run_state = monitor.run_state
     beats = {beat.rank: beat for beat in monitor.workers()}
-    counts = monitor.counts() or nothing(n)
+    counts = monitor.counts() or zero_counts(n)
     latest_ns = max((beat.time_ns for beat in monitor.beats.values()), default=0)
     time_ns = run_state.stages[-1].end_ns if run_state.stages else latest_ns
-    outages = [absence for absence in run_state.outages if absence.time_ns <= time_ns]
-    absent = {
-        absence.worker
-        for absence in outages
-        if absence.rejoined_ns is None or absence.rejoined_ns > time_ns
+    outages = [outage for outage in run_state.outages if outage.time_ns <= time_ns]
+    failed = {
+        outage.worker
+        for outage in outages
+        if outage.rejoined_ns is None or outage.rejoined_ns > time_ns
     }
     workers = [
         worker_summary(
-            rank, counts, monitor.ledgers.get(rank) or beats.get(rank), time_ns, rank in absent
+            rank, counts, monitor.ledgers.get(rank) or beats.get(rank), time_ns, rank in failed
         )
         for rank in range(n)
     ]
     time_s = time_ns / 1e9
     server = monitor.job.stages[0].topology.has_server
-    last, best = run_state.evaluations[-1:], best_of(run_state.evaluations)
+    last = run_state.evaluations[-1] if run_state.evaluations else None
+    best = best_of(run_state.evaluations)
     return {
         "schema": SCHEMA,
         "name": plan.name,
@@ -85,16 +89,18 @@ def summarise(
         "samples": counts.samples,
         "steps_per_s": counts.steps / time_s if time_s else None,
         "samples_per_s": counts.samples / time_s if time_s else None,
-        "failed_workers": [of_absence(absence, time_ns) for absence in outages],
+        "failed_workers": [outage_summary(outage, time_ns) for outage in outages],
         "goodput": goodput(monitor),
-        "bytes_up": sum(w["bytes_up"] for w in workers),
-        "bytes_down": sum(w["bytes_down"] for w in workers),
+        "bytes_up": sum(worker["bytes_up"] for worker in workers),
+        "bytes_down": sum(worker["bytes_down"] for worker in workers),
         "workers": workers,
         "comm_hidden_share": monitor.hidden_share(),
-        "wait_share": sum(w["wait_s"] for w in workers) / (n * time_s) if time_s else None,
+        "wait_share": (
+            sum(worker["wait_s"] for worker in workers) / (n * time_s) if time_s else None
+        ),
         "max_lead": counts.max_lead if server else None,
         "conflicts": counts.conflicts,
-        "final": scores_of(last[0] if last else None, *SCORES, "consensus_distance"),
+        "final": scores_of(last, *SCORES, "consensus_distance"),
         "best": scores_of(best, *SCORES, "time_s") if best else None,
         "metric": recorded_name(monitor.job.parts.task.metric) or None,
         "higher_is_better": monitor.job.parts.task.higher_is_better,
@@ -112,27 +118,29 @@ def summarise(
     }
 
 
-def nothing(num_workers: int) -> Counts:
-    """The counts of a run that ended before it began."""
+def zero_counts(num_workers: int) -> Counts:
+    """Return the counts of a run that ended before it began."""
     zeros = [0] * num_workers
     return Counts(0, 0, 0, zeros, zeros, zeros, zeros, zeros, 0, None, None, math.nan, None)
 
 
-def of_absence(absence: Outage, time_ns: int) -> dict[str, Any]:
-    """Who was lost when and why, and when it was back, if that was before the end."""
-    back = absence.rejoined_ns is not None and absence.rejoined_ns <= time_ns
-    rejoined_s = absence.rejoined_ns / 1e9 if back else None
+def outage_summary(outage: Outage, time_ns: int) -> dict[str, Any]:
+    """Return when and why a worker failed, and when it rejoined, if that was before the run's end.
+
+    Args: time_ns, the run's end.
+    """
+    rejoined = outage.rejoined_ns is not None and outage.rejoined_ns <= time_ns
     return {
-        "worker": absence.worker,
-        "time_s": absence.time_ns / 1e9,
-        "reason": absence.why,
-        "rejoined_s": rejoined_s,
+        "worker": outage.worker,
+        "time_s": outage.time_ns / 1e9,
+        "reason": outage.cause,
+        "rejoined_s": outage.rejoined_ns / 1e9 if rejoined else None,
     }
 
 
 def goodput(monitor: Monitor) -> float | None:
-    """Steps that count per second, over those that the plan predicts where nothing fails; None
-    without prediction.
+    """Return the steps per second, as a fraction of those that the plan predicts without failures;
+    None without a prediction.
     """
     steps, expected, start_ns, before = 0, 0.0, 0, 0
     for end in monitor.run_state.stages:
@@ -145,18 +153,18 @@ def goodput(monitor: Monitor) -> float | None:
 
 
 def worker_summary(
-    rank: int, counts: Counts, ledger: TimeTotals | Heartbeat | None, time_ns: int, absent: bool
+    rank: int, counts: Counts, totals: TimeTotals | Heartbeat | None, time_ns: int, failed: bool
 ) -> dict[str, Any]:
-    """What one worker did, and what its time went into."""
+    """Return the row of one worker: steps, commits, seconds by class, bytes and staleness."""
     commits = counts.commits[rank]
     return {
         "rank": rank,
         "steps": counts.steps_by[rank],
         "commits": commits,
         "dropped": counts.dropped_by[rank],
-        **settled(ledger.totals_ns if ledger else dict.fromkeys(KINDS, 0), time_ns, absent),
-        "bytes_up": ledger.bytes_up if ledger else 0,
-        "bytes_down": ledger.bytes_down if ledger else 0,
+        **settled(totals.totals_ns if totals else dict.fromkeys(KINDS, 0), time_ns, failed),
+        "bytes_up": totals.bytes_up if totals else 0,
+        "bytes_down": totals.bytes_down if totals else 0,
         "staleness_mean": counts.stale_sum[rank] / commits if commits else None,
         "staleness_max": counts.stale_max[rank],
         "groups": counts.groups[rank] if counts.groups else None,
@@ -164,31 +172,31 @@ def worker_summary(
 
 
 def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dict]:
-    """What each stage did; its waiting is the difference between two borders."""
-    rows, start_ns = [], 0
+    """Return the row of each stage; its waiting is the difference between two stage boundaries."""
+    rows: list[dict] = []
+    start_ns = 0
     waited_before = [0.0] * len(workers)
-    before = nothing(len(workers))
-    borders = monitor.run_state.borders
+    before = zero_counts(len(workers))
+    boundaries = monitor.run_state.boundaries
     for end in monitor.run_state.stages:
-        plan, seconds = monitor.plan.stages[end.stage], (end.end_ns - start_ns) / 1e9
+        plan = monitor.plan.stages[end.stage]
+        seconds = (end.end_ns - start_ns) / 1e9
         steps = end.counts.steps - before.steps
-        if end.stage < len(borders):
-            border = borders[end.stage]
-            found = {rank: totals["wait"] / 1e9 for rank, totals in border.items()}
-            waited = [
-                found.get(w["rank"], w["wait_s"]) for w in workers
-            ]  # of a failed worker: all of it
-        else:
-            waited = [w["wait_s"] for w in workers]
+        waited = [worker["wait_s"] for worker in workers]
+        if end.stage < len(boundaries):
+            # a failed worker has not reached the boundary: all of its waiting counts here
+            reached = boundaries[end.stage]
+            for rank in reached.keys() & range(len(workers)):
+                waited[rank] = reached[rank]["wait"] / 1e9
         wait_s = [after - before_s for after, before_s in zip(waited, waited_before, strict=True)]
         rows.append(
             {
                 "name": plan.name,
                 "start_s": start_ns / 1e9,
                 "end_s": end.end_ns / 1e9,
-                "local_steps": [w.local_steps for w in plan.workers],
-                "data_share": [w.data_share for w in plan.workers],
-                "compression_ratio": [w.compression_ratio for w in plan.workers],
+                "local_steps": [worker.local_steps for worker in plan.workers],
+                "data_share": [worker.data_share for worker in plan.workers],
+                "compression_ratio": [worker.compression_ratio for worker in plan.workers],
                 "steps": steps,
                 "commits": sum(end.counts.commits) - sum(before.commits),
                 "steps_per_s": steps / seconds if seconds else None,
@@ -199,20 +207,24 @@ def stage_summaries(monitor: Monitor, workers: list[dict[str, Any]]) -> list[dic
                 "exit_reason": end.reason,
             }
         )
-        start_ns, before, waited_before = end.end_ns, end.counts, waited
+        start_ns = end.end_ns
+        before = end.counts
+        waited_before = waited
     return rows
 
 
 def not_begun(monitor: Monitor) -> list[dict[str, Any]]:
-    """The planned stages that never began, each with the rule that would have ended the stage
-    before it, and with the best value of that rule in an evaluation of the last stage that ran.
+    """Return the planned stages that never began.
+
+    Each row has the rule that would have ended the previous stage. It also has the best value of
+    that rule's measure in the evaluations of the last stage that ran.
     """
     run_state, planned = monitor.run_state, monitor.plan.stages
     last = run_state.stages[-1] if run_state.stages else None
-    gave_way = last is not None and (
+    followed = last is not None and (
         last.reason == "profiled" or last.reason in planned[last.stage].until
     )
-    begun = max(1, run_state.ended + gave_way)
+    begun = max(1, run_state.ended + followed)
     start_s = run_state.stages[begun - 2].end_ns / 1e9 if begun > 1 else 0.0
     seen = [found for found in run_state.evaluations if found.time_s >= start_s]
     losses = [found.train_loss for found in seen if math.isfinite(found.train_loss)]
@@ -229,10 +241,11 @@ def not_begun(monitor: Monitor) -> list[dict[str, Any]]:
 
 
 def scores_of(found: Evaluation | None, *keys: str) -> dict[str, float | None]:
-    """These numbers of an evaluation; None for what is no number."""
+    """Return these fields of an evaluation; None if a value is not finite."""
     values = asdict(found) if found else {}
     return {key: finite(values.get(key)) for key in keys}
 
 
 def finite(value: float | None) -> float | None:
+    """Return a value, or None if it is not finite."""
     return value if value is not None and math.isfinite(value) else None

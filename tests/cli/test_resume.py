@@ -163,7 +163,7 @@ def test_the_time_before_a_resume_counts_once(overrides: str, workplace: Path, m
 
     def long_ago(self, *args, **kwargs):
         made(self, *args, **kwargs)
-        self._started -= 1000
+        self._started_s -= 1000
 
     with monkeypatch.context() as patched:
         patched.setattr(Monitor, "__init__", long_ago)
