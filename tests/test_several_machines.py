@@ -324,7 +324,7 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
     assert said == "the server runs on host a: the process that profile=FILE does not name"
     with pytest.raises(
         UsageError,
-        match="profile=FILE has measured worker 0 on c, and here it is on a; profile again",
+        match="profile=FILE has measured worker 0 on c, and here it is on a; run",
     ):
         check_profile(known, JOB, (0, 2, 3, 1), "FILE")
     with pytest.raises(
