@@ -615,7 +615,7 @@ def test_a_key_without_effect_in_a_candidate_is_dropped_there_and_said(
     for note in (
         f"{stale} was removed from BSP: it needs pushes that may be stale, for example with sync=asp.",
         (
-            f"{nowhere} was removed from every candidate: it needs cluster.exchange_s=null, as a"
+            f"{nowhere} was removed from every candidate: it needs cluster.exchange_s=null (a"
             " declared exchange_s"
         ),
     ):

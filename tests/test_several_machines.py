@@ -265,7 +265,7 @@ def test_two_machines_of_one_name() -> None:
 @pytest.mark.parametrize(
     ("hosts", "workers", "said"),
     [
-        ([], None, "names no host"),
+        ([], None, "no host; give one for each worker"),
         (["a"], 2, "has 1 entry and cluster.num_workers is 2"),
         (["a", "b"], 3, "2 entries"),
     ],

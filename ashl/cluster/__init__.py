@@ -1,3 +1,1 @@
-"""The machines: how fast each worker computes, how fast each link carries, and when that
-changes.
-"""
+"""Declared clusters: speed of each worker and link, and changes of it over time."""

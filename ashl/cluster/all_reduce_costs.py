@@ -1,9 +1,9 @@
-"""What a sum over all costs and moves by a chosen algorithm, see `ashl.cluster.all_reduce_rounds`.
+"""Costs of an all-reduce by a chosen algorithm, see `ashl.cluster.all_reduce_rounds`.
 
-A round takes as long as its slowest message, and a sum as long as its rounds one after the other; a
-ring's, where nobody waits for a round of others to end, as long as `ashl.cluster.network` says.
-`auto` is whichever takes least for so many bytes over the links as they are when the run begins; of
-equals, the first of `BY_NAME`.
+A round takes as long as its slowest message, and an all-reduce as long as its rounds in sequence. A
+ring has no barrier between rounds; `ashl.cluster.network` computes its duration. `auto` is the
+fastest algorithm for the given bytes over the links at the start of the run; among equals, the
+first of `BY_NAME`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from ashl.cluster.all_reduce_rounds import BY_NAME, Round, nodes_of_members, rou
 from ashl.cluster.spec import Cluster, ContentionCosts, Measured
 from ashl.cluster.speed import NS, Factors
 
-KEPT = 4096  # sums that are remembered
+KEPT = 4096  # maximum number of cached costs
 
 Group = tuple[int, ...]
-CostOf = Callable[[Round, np.ndarray], int]  # of a round with so many bytes in each message
+CostOf = Callable[[Round, np.ndarray], int]  # (round, bytes of each message) → nanoseconds
 
 
 def contention_of(cluster: Cluster) -> ContentionCosts | None:
-    """What sums cost whoever computes meanwhile; None = nothing."""
+    """Return the measured contention between collectives and computing; None = none."""
     return cluster.contention if isinstance(cluster, Measured) else None
 
 
 def cost_over_ports(
     home: np.ndarray, latency: np.ndarray, out: np.ndarray, into: np.ndarray
 ) -> CostOf:
-    """Of members on these machines: each one's latency, and seconds per byte out of its port and
-    into it, between machines and inside (rows). Of messages that share a port, as a machine's
-    members do, one goes after the other.
+    """Return the cost of a round between members on the nodes `home`.
+
+    Args: `latency` holds seconds by member; `out` and `into` hold seconds per byte of each member's
+    NIC, with one row for links between nodes and one for links inside. Messages that share a NIC
+    are serialised.
     """
     g = len(home)
 
@@ -50,8 +52,8 @@ def cost_over_ports(
 
 
 class AllReduceCost(NamedTuple):
-    """A sum's algorithm, its cost at the beginning, and the bytes that each member sends and
-    receives.
+    """The algorithm of an all-reduce, its cost at the start of the run, and the bytes that each
+    member sends and receives.
     """
 
     algorithm: str
@@ -61,7 +63,9 @@ class AllReduceCost(NamedTuple):
 
 
 class CollectiveNetwork(Protocol):
-    """What a network knows of sums. `steady`: whether it is always the same."""
+    """The properties of a network that all-reduce costs need. `steady`: True if the links never
+    change.
+    """
 
     steady: bool
     factors: Factors
@@ -72,7 +76,7 @@ class CollectiveNetwork(Protocol):
 
 
 class AllReduceCosts:
-    """The sums of a network."""
+    """All-reduce costs of one network, cached by group and bytes."""
 
     def __init__(
         self, algorithm: str, node: Sequence[int] | None, network: CollectiveNetwork
@@ -81,15 +85,16 @@ class AllReduceCosts:
         self._known: dict[tuple[Group, int], AllReduceCost] = {}
 
     def candidates(self, group: Group) -> list[str]:
-        """The algorithms that `auto` weighs: no server, and no hierarchy without machines of
-        several members.
+        """Return the algorithms that `auto` compares.
+
+        The star needs a server-like member, and the hierarchy needs nodes with several members.
         """
         homes = nodes_of_members(group, self.node)
         out = {"star"} if 1 < len(set(homes)) < len(homes) else {"star", "hierarchical"}
         return [name for name in BY_NAME if name not in out]
 
     def known(self, group: Group, nbytes: int) -> AllReduceCost:
-        """The sum of so many bytes."""
+        """Return the cost of an all-reduce of `nbytes` at the start of the run."""
         if (found := self._known.get((group, nbytes))) is None:
             if len(self._known) >= KEPT:
                 self._known.clear()
@@ -101,7 +106,7 @@ class AllReduceCosts:
         return found
 
     def cost_ns(self, group: Group, nbytes: int, now_ns: int) -> int:
-        """What it takes now."""
+        """Return the nanoseconds of an all-reduce that begins now."""
         known = self.known(group, nbytes)
         return (
             known.cost_ns
@@ -110,7 +115,7 @@ class AllReduceCosts:
         )
 
     def by(self, algorithm: str, group: Group, nbytes: int, now_ns: int) -> AllReduceCost:
-        """What it takes now by this algorithm."""
+        """Return the cost of an all-reduce by this algorithm that begins now."""
         g = len(group)
         if algorithm == "ring":
             moved = [2 * (g - 1) * nbytes // g] * g
@@ -118,12 +123,10 @@ class AllReduceCosts:
                 algorithm, self._network.ring_ns(group, nbytes, now_ns), moved, moved
             )
         pieces, rounds = rounds_of(algorithm, nodes_of_members(group, self.node))
-        round_ns, cost_ns, sent, received = (
-            self._network.round_ns(group, now_ns),
-            0,
-            np.zeros(g),
-            np.zeros(g),
-        )
+        round_ns = self._network.round_ns(group, now_ns)
+        cost_ns = 0
+        sent = np.zeros(g)
+        received = np.zeros(g)
         for one in rounds:
             count = one.stop - one.start
             cost_ns += round_ns(one, nbytes * (count / pieces))

@@ -1,21 +1,21 @@
-"""Who sends what to whom while a vector is summed over all, round by round, by each algorithm.
+"""Message schedules of all-reduce algorithms: sender, receiver and pieces of every round.
 
-A vector is cut into equal pieces, and a message is some of them in a row. Members are taken machine
-by machine, and within one in rank order. With n members, latency α, β seconds per byte and S bytes,
-where all links are equal:
+A vector is split into equal pieces; a message is a run of consecutive pieces. Members are ordered
+node by node, and in rank order within a node. With n members, latency α, β seconds per byte and S
+bytes, where all links are equal:
 
 - ring: 2(n − 1) rounds of S/n. 2(n − 1)·α + 2(n − 1)/n·Sβ.
 - halving: recursive halving of the vector, then doubling, with neighbours at the distances 1, 2, 4
-  … of the largest power of two p ≤ n. 2·log₂p·α + 2(p − 1)/p·Sβ. Where n > p, n − p members hand
-  all they have to a neighbour first and are handed the sum last: 2(α + Sβ) more.
-- tree: a binomial tree, up and down again. 2⌈log₂n⌉·(α + Sβ).
-- star: all hand what they have to the first member, and are handed the sum: 2(α + (n − 1)·Sβ),
-  through its port. It is a parameter server that sends gradients instead of models, each worker
-  with a model of its own.
-- hierarchical: reduce-scatter inside each machine, all-reduce of each shard over the machines,
-  all-gather inside. With m machines of k members: 2(k − 1)·α' + 2(k − 1)/k·Sβ' inside, and 2(m −
-  1)·α + 2(m − 1)/m·Sβ through each machine's port. Where machines have different numbers of members
-  there are as many shards as the smallest one has members.
+… of the largest power of two p ≤ n. 2·log₂p·α + 2(p − 1)/p·Sβ. If n > p, n − p members first send
+their whole vector to a neighbour and receive the sum last: 2(α + Sβ) more.
+- tree: a binomial tree, up and down. 2⌈log₂n⌉·(α + Sβ).
+- star: all members send their vector to the first member and receive the sum: 2(α + (n − 1)·Sβ),
+through its NIC. It is a parameter server that sends gradients instead of models, each worker with a
+model of its own.
+- hierarchical: reduce-scatter inside each node, all-reduce of each shard over the nodes, all-gather
+inside. With m nodes of k members: 2(k − 1)·α' + 2(k − 1)/k·Sβ' inside, and 2(m − 1)·α + 2(m −
+1)/m·Sβ through each node's NIC. If nodes have different numbers of members, the number of shards is
+that of the smallest node.
 
 Sources: Patarasuk and Yuan, JPDC 2009 (ring); Thakur, Rabenseifner and Gropp, "Optimization of
 Collective Communication Operations in MPICH", IJHPCA 2005 (halving, tree); Mikami et al.,
@@ -32,8 +32,10 @@ Algorithm = Literal["auto", "ring", "halving", "tree", "star", "hierarchical"]
 
 
 class Round(NamedTuple):
-    """Messages under way at once: pieces [start, stop) from one member to another, both by their
-    place in the group. They are added to what the other has of these pieces, or take its place.
+    """Messages that are in flight at once: pieces [start, stop) from one member to another.
+
+    Members are numbered by their position in the group. The receiver adds the pieces to its own
+    (`adds`), or replaces its own by them.
     """
 
     src: np.ndarray
@@ -44,7 +46,7 @@ class Round(NamedTuple):
 
 
 def ring(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
-    """(pieces, rounds)."""
+    """Return (number of pieces, rounds) of the ring algorithm."""
     members = np.concatenate(machines)
     n, at = len(members), np.arange(len(members))
     following = np.roll(members, -1)
@@ -59,7 +61,7 @@ def ring(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
 
 
 def halving(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
-    """(pieces, rounds)."""
+    """Return (number of pieces, rounds) of recursive halving and doubling."""
     members = np.concatenate(machines)
     levels = len(members).bit_length() - 1
     p = 1 << levels
@@ -69,7 +71,7 @@ def halving(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
 
     def rounds() -> Iterator[Round]:
         at, nothing, all_of_it = np.arange(p), np.zeros(beyond, dtype=int), np.full(beyond, p)
-        low = np.zeros(p, dtype=int)  # of the pieces that each is left with
+        low = np.zeros(p, dtype=int)  # first piece that each member still holds
         if beyond:
             yield Round(far, near, nothing, all_of_it, True)
         for level in range(levels):
@@ -93,7 +95,7 @@ def halving(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
 
 
 def tree(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
-    """(pieces, rounds)."""
+    """Return (number of pieces, rounds) of the binomial tree."""
     members = np.concatenate(machines)
     levels = range((len(members) - 1).bit_length())
 
@@ -110,7 +112,7 @@ def tree(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
 
 
 def star(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
-    """(pieces, rounds)."""
+    """Return (number of pieces, rounds) of the star."""
     members = np.concatenate(machines)
     others = members[1:]
     hub, none, one = np.full_like(others, members[0]), np.zeros_like(others), np.ones_like(others)
@@ -119,8 +121,9 @@ def star(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
 
 
 def hierarchical(machines: Sequence[np.ndarray]) -> tuple[int, Iterator[Round]]:
-    """(pieces, rounds). Within each of the three parts everybody sends straight to whom it
-    is for.
+    """Return (number of pieces, rounds) of the hierarchical algorithm.
+
+    In each of its parts every member sends directly to the receiver of the piece.
     """
     m, shards, most = len(machines), min(map(len, machines)), max(map(len, machines))
     owners = np.stack([members[:shards] for members in machines])
@@ -160,11 +163,11 @@ BY_NAME: dict[str, Callable[[Sequence[np.ndarray]], tuple[int, Iterator[Round]]]
 
 
 def rounds_of(algorithm: str, homes: Sequence[int]) -> tuple[int, Iterator[Round]]:
-    """(pieces, rounds) of a group whose members are on these machines."""
+    """Return (number of pieces, rounds) for a group whose members are on the nodes `homes`."""
     at = np.array(homes)
     return BY_NAME[algorithm]([np.flatnonzero(at == home) for home in dict.fromkeys(homes)])
 
 
 def nodes_of_members(group: Sequence[int], node: Sequence[int] | None) -> tuple[int, ...]:
-    """The machine of each member; where nobody says, each is on its own."""
+    """Return the node of each member; a node of its own for each where `node` is None."""
     return tuple(group) if node is None else tuple(node[rank] for rank in group)

@@ -1,20 +1,22 @@
-"""How long transfers take, in integer nanoseconds.
+"""Network models: duration of transfers and collectives, in integer nanoseconds.
 
-Two models. With a declared `exchange_s`, ports have no occupancy and a transfer of worker i takes
-`link_i · exchange_s / 2 · bytes / dense bytes` (between workers the larger factor holds). Otherwise
-a transfer occupies the sender's port for bytes / bandwidth, crosses in `latency_s`, and occupies
-the receiver's port from the moment its head arrives there and the port is free: many workers that
-push to one server at once queue at its port. Head and tail overlap, so an uncontended transfer
-takes latency + bytes / the slower of the two ports. Ports belong to machines: the workers that
-`cluster.node` puts on one share its port, and each has one of its own for links inside.
+There are two models. With a declared `exchange_s` no NIC is ever busy: a transfer of worker i takes
+`link_i · exchange_s / 2 · bytes / dense bytes` (between workers the larger factor holds).
 
-A collective is a ring, machine by machine and within one in rank order, so that it leaves each
-machine once. An all- reduce of g members takes 2(g − 1) rounds in which everybody sends a chunk of
-bytes / g to the next as soon as the last one has come from the one before; an all-gather takes g −
-1 rounds. Its cost is that of these messages one by one, until the last has come, and it holds the
-ports that the ring runs over from its start to its end: it begins when what was sent before has
-left them, and what is sent afterwards queues behind it. Sums by another algorithm that was asked
-for cost what `ashl.cluster.all_reduce_costs` says, and hold the same ports.
+Otherwise a transfer occupies the sender's NIC for bytes / bandwidth and crosses the link in
+`latency_s`. It then occupies the receiver's NIC from the moment when its head has arrived and that
+NIC is free. So many workers that push to one server at once queue at its NIC (incast). Head and
+tail overlap: an uncontended transfer takes latency + bytes / bandwidth of the slower NIC. NICs
+belong to nodes: workers that `cluster.node` places on one node share its NIC, and each has one of
+its own for links inside the node.
+
+A collective is a ring, ordered node by node and by rank within a node, so that it leaves each node
+once. An all-reduce of g members takes 2(g − 1) rounds. In each, every member sends a chunk of bytes
+/ g to the next member as soon as the chunk before has arrived. An all-gather takes g − 1 rounds.
+The cost of a collective is that of these messages one by one, until the last has arrived. The
+collective occupies the NICs of its ring from start to end: it begins when earlier messages have
+left them, and later messages queue behind it. An all-reduce by another chosen algorithm takes as
+long as `ashl.cluster.all_reduce_costs` computes, and occupies the same NICs.
 """
 
 from __future__ import annotations
@@ -29,32 +31,29 @@ from ashl.cluster.all_reduce_rounds import Round
 from ashl.cluster.spec import Cluster, Measured
 from ashl.cluster.speed import NS, Factors
 
-KEPT = 4096  # costs of rings that are remembered
+KEPT = 4096  # maximum number of cached rings and costs
 
-Port = tuple[
-    int, str, bool
-]  # rank, or the first one of its machine; "out" or "in"; whether of an inner link
-Edge = tuple[
-    int, int, int
-]  # what a chunk takes at the sender's port, on its way, at the receiver's port
+# (rank, or the first rank of its node; "out" or "in"; True for links inside a node)
+Port = tuple[int, str, bool]
+# nanoseconds of a chunk at the sender's NIC, on the link, at the receiver's NIC
+Edge = tuple[int, int, int]
 
 
 class Coming(NamedTuple):
-    """A message on its way, first in the order in which its port will serve it."""
+    """A message in flight; messages sort in the order in which the receiver's NIC serves them."""
 
     head_ns: int
-    place: int  # in the order of posting
+    place: int  # position in the order of sending
     dst: int
     nbytes: int
     tail_ns: int
-    end_ns: (
-        int | None
-    )  # where a collective waits for it, so that it is known when its last byte is in
+    # moment of the last byte, known once a collective waits for the message; else None
+    end_ns: int | None
 
 
 class Ring(NamedTuple):
-    """Where a group's collectives run: (from, to, whether inside a machine), and the ports of both
-    ends of each.
+    """The ring of a group's collectives: edges (from, to, True inside a node), and the NICs of both
+    ends of each edge.
     """
 
     edges: tuple[tuple[int, int, bool], ...]
@@ -62,7 +61,7 @@ class Ring(NamedTuple):
 
 
 class Exchange:
-    """Declared exchange times; nothing queues."""
+    """Network model with declared exchange times: nothing queues."""
 
     ports = False
 
@@ -89,7 +88,7 @@ class Exchange:
         return cost
 
     def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
-        """One uncontended transfer."""
+        """Return the nanoseconds of an uncontended transfer."""
         return self.cost_ns(src, dst, nbytes, 0)
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
@@ -100,14 +99,14 @@ class Exchange:
         )
 
     def ring_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
-        """An all-reduce on a ring."""
+        """Return the nanoseconds of a ring all-reduce."""
         g = len(group)
         factor = max(self.factors.at(rank, now_ns) for rank in group)
         cost = round(2 * self.half_s * factor * (g - 1) / g * (nbytes / self.dense_bytes) * NS)
         return self.factors.stretched(group, cost, now_ns)
 
     def round_ns(self, group: tuple[int, ...], now_ns: int) -> CostOf:
-        """What the rounds of an all-reduce take."""
+        """Return the cost function of the rounds of an all-reduce that begins now."""
         factors = np.array([self.factors.at(rank, now_ns) for rank in group])
 
         def cost_ns(one: Round, nbytes: np.ndarray) -> int:
@@ -117,27 +116,31 @@ class Exchange:
         return cost_ns
 
     def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
-        """Half a ring's all-reduce of as many bytes as all members have together."""
+        """Return the nanoseconds of an all-gather: half of a ring all-reduce of `total` bytes, the
+        payloads of all members together.
+        """
         return self.ring_ns(group, total, now_ns) // 2
 
     def free_ns(self, group: tuple[int, ...], rank: int | None = None) -> int:
-        """When the ports that a group's collectives need are free, of all members or of one."""
+        """Return the moment when the NICs that a group's collectives need are free, of all members
+        or of one.
+        """
         return 0
 
     def hold(self, group: tuple[int, ...], cost_ns: int, now_ns: int) -> int:
-        """When a collective that takes so long begins: ports have no occupancy, so now."""
+        """Return the moment when a collective begins: now, as no NIC is ever busy."""
         return now_ns
 
     def saved(self) -> tuple[Any, ...]:
-        """All that the network knows of what goes on in it."""
+        """Return the state of the network for a checkpoint."""
         return ()
 
     def go_on(self, saved: tuple[Any, ...]) -> None:
-        """From what was saved."""
+        """Restore a saved state."""
 
 
 class Ports:
-    """Latency, bandwidth, and the occupancy of both ends."""
+    """Network model with latency, bandwidth, and the occupancy of the NICs of both ends."""
 
     ports = True
 
@@ -149,14 +152,12 @@ class Ports:
         self._first = [
             first.setdefault(machine, rank) for rank, machine in enumerate(cluster.node or ())
         ]
-        if (
-            self._first
-        ):  # a server beyond these is on no machine of theirs, and those after it are one on each
+        # The first rank beyond the workers (a server) is on a node of its own; those after it (the
+        # servers of nodes) are one on each node.
+        if self._first:
             self._first += [len(self._first), *(first[machine] for machine in sorted(first))]
         self._free: dict[Port, int] = {}
-        self._coming: dict[
-            Port, list[Coming]
-        ] = {}  # heaps: what is on its way to a receiver's port
+        self._coming: dict[Port, list[Coming]] = {}  # heaps: messages in flight to a receiver's NIC
         self._posted = 0
         self.steady = not cluster.events
         self._rings: dict[tuple[int, ...], Ring] = {}
@@ -167,14 +168,16 @@ class Ports:
         return src < len(self._first) and self.machine(src) == self.machine(dst)
 
     def machine(self, rank: int) -> int:
-        """The first rank on the same machine."""
+        """Return the first rank on the same node."""
         return self._first[rank] if rank < len(self._first) else rank
 
     def port(self, rank: int, way: str, inner: bool) -> Port:
         return rank if inner else self.machine(rank), way, inner
 
     def service_ns(self, rank: int, nbytes: float, now_ns: int, inner: bool, out: bool) -> int:
-        """How long these bytes hold this rank's port on their way out of it or into it."""
+        """Return the nanoseconds for which these bytes occupy this rank's NIC, out of it or into
+        it.
+        """
         return round(
             self.factors.at(rank, now_ns) * nbytes / self.cluster.bytes_s(rank, out, inner) * NS
         )
@@ -187,22 +190,24 @@ class Ports:
         )
 
     def leave(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
-        """Queue at the sender's port: (start of the transfer, arrival of its head, earliest arrival
-        of its tail).
+        """Queue a message at the sender's NIC.
+
+        Returns: (start of the transfer, arrival of its head, earliest arrival of its tail).
         """
         inner = self.inner(src, dst)
         key = self.port(src, "out", inner)
         start = max(now_ns, self._free.get(key, 0))
-        service, latency = (
-            self.service_ns(src, nbytes, now_ns, inner, out=True),
-            self.latency_ns(src, dst, nbytes, now_ns),
-        )
+        service = self.service_ns(src, nbytes, now_ns, inner, out=True)
+        latency = self.latency_ns(src, dst, nbytes, now_ns)
         stands, takes = (self.factors.stretched((src,), cost, start) for cost in (0, service))
         self._free[key] = start + takes
         return start, start + stands + latency, start + takes + latency
 
     def depart(self, src: int, dst: int, nbytes: int, now_ns: int) -> tuple[int, int, int]:
-        """The same, and `arrive` is called with the moment at which the head is there."""
+        """Queue a message at the sender's NIC as `leave` does, and register it as in flight.
+
+        The caller calls `arrive` at the moment when the head has arrived.
+        """
         start, head, tail = self.leave(src, dst, nbytes, now_ns)
         self._posted += 1
         coming = self._coming.setdefault(self.port(dst, "in", self.inner(src, dst)), [])
@@ -210,8 +215,9 @@ class Ports:
         return start, head, tail
 
     def arrive(self, src: int, dst: int, nbytes: int, head_ns: int, tail_ns: int) -> int:
-        """Queue at the receiver's port, in the order in which heads arrive; returns when the last
-        byte is in.
+        """Queue a message at the receiver's NIC, in the order in which heads arrive.
+
+        Returns: the moment when the last byte has arrived.
         """
         inner = self.inner(src, dst)
         key = self.port(dst, "in", inner)
@@ -221,13 +227,17 @@ class Ports:
         return max(self._free[key], tail_ns)
 
     def _taken_in(self, port: Port, dst: int, nbytes: int, head_ns: int) -> int:
-        """When the receiver's port has taken in a message whose head is there."""
+        """Return the moment when the receiver's NIC has received a message whose head has
+        arrived.
+        """
         start = max(head_ns, self._free.get(port, 0))
         service = self.service_ns(dst, nbytes, head_ns, port[2], out=False)
         return start + self.factors.stretched((dst,), service, start)
 
     def _settle(self, port: Port) -> None:
-        """Whatever is on its way to this port goes before what will be sent from now on."""
+        """Reserve the NIC for all messages in flight to it, before any message that is sent from
+        now on.
+        """
         settled = []
         for coming in sorted(self._coming[port]):
             if coming.end_ns is None:
@@ -237,15 +247,17 @@ class Ports:
         self._coming[port] = settled  # a sorted list is a heap
 
     def transfer_ns(self, src: int, dst: int, nbytes: int) -> int:
-        """One uncontended transfer."""
+        """Return the nanoseconds of an uncontended transfer."""
         inner = self.inner(src, dst)
         ends = (src, True), (dst, False)
         service = max(self.service_ns(end, nbytes, 0, inner, out) for end, out in ends)
         return self.latency_ns(src, dst, nbytes, 0) + service
 
     def all_reduce_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
-        """By ports that are free: as the algorithm that was asked for; else of all workers as it
-        was measured, where it was; else on a ring.
+        """Return the nanoseconds of an all-reduce through free NICs.
+
+        The order of precedence is the chosen algorithm, the measured all-reduce of all workers, a
+        ring.
         """
         if self.summing:
             return self.summing.cost_ns(group, nbytes, now_ns)
@@ -254,17 +266,15 @@ class Ports:
         return self.ring_ns(group, nbytes, now_ns)
 
     def ring_ns(self, group: tuple[int, ...], nbytes: int, now_ns: int) -> int:
-        """An all-reduce on a ring, by the links."""
+        """Return the nanoseconds of a ring all-reduce, computed from the links."""
         return self._rounds_ns(group, nbytes, 2 * (len(group) - 1), now_ns)
 
     def round_ns(self, group: tuple[int, ...], now_ns: int) -> CostOf:
-        """What the rounds of an all-reduce take."""
+        """Return the cost function of the rounds of an all-reduce that begins now."""
         factors = np.array([self.factors.at(rank, now_ns) for rank in group])
         home = np.unique([self.machine(rank) for rank in group], return_inverse=True)[1]
-        kinds = (
-            False,
-            len(set(home)) < len(group),
-        )  # of links between machines, and inside them if there are any
+        # links between nodes, and links inside a node if two members share one
+        kinds = (False, len(set(home)) < len(group))
         latency = [[self.cluster.latency_of(rank, inner) for rank in group] for inner in kinds]
         bytes_s = self.cluster.bytes_s
         out, into = (
@@ -274,13 +284,17 @@ class Ports:
         return cost_over_ports(home, factors * latency, factors / out, factors / into)
 
     def all_gather_ns(self, group: tuple[int, ...], total: int, now_ns: int) -> int:
-        """The same, once round the ring, with as many bytes as all members have together."""
+        """Return the nanoseconds of an all-gather: one pass round the ring with `total` bytes, the
+        payloads of all members together.
+        """
         if self._sums is not None and len(group) == len(self.cluster.compute):
             return self.all_reduce_ns(group, total, now_ns) // 2
         return self._rounds_ns(group, total, len(group) - 1, now_ns)
 
     def free_ns(self, group: tuple[int, ...], rank: int | None = None) -> int:
-        """When the ports that a group's collectives need are free, of all members or of one."""
+        """Return the moment when the NICs that a group's collectives need are free, of all members
+        or of one.
+        """
         own = None if rank is None else (rank, self.machine(rank))
         return max(
             self._free.get(port, 0)
@@ -289,7 +303,9 @@ class Ports:
         )
 
     def hold(self, group: tuple[int, ...], cost_ns: int, now_ns: int) -> int:
-        """When a collective that takes so long begins. Its ports are taken until it ends."""
+        """Occupy the NICs of a group's ring with a collective of `cost_ns`, and return its
+        start.
+        """
         if len(group) == 1:
             return now_ns
         for port in self.ring(group).ports:
@@ -300,15 +316,15 @@ class Ports:
         return start
 
     def saved(self) -> tuple[Any, ...]:
-        """All that the network knows of what goes on in it."""
+        """Return the state of the network for a checkpoint."""
         return self._free, self._coming, self._posted
 
     def go_on(self, saved: tuple[Any, ...]) -> None:
-        """From what was saved."""
+        """Restore a saved state."""
         self._free, self._coming, self._posted = saved
 
     def ring(self, group: tuple[int, ...]) -> Ring:
-        """Machine by machine."""
+        """Return the ring of a group, ordered node by node."""
         ring = self._rings.get(group)
         if ring is None:
             if len(self._rings) >= KEPT:
@@ -346,9 +362,7 @@ class Ports:
 
 
 class MeasuredPorts(Ports):
-    """The links of a profile that has lines for each direction: pushes, pulls and empty messages
-    differ in latency.
-    """
+    """Network model of a profile with a latency of its own for pushes, pulls and empty messages."""
 
     def __init__(self, cluster: Measured, dense_bytes: int, algorithm: str | None = None) -> None:
         super().__init__(cluster, dense_bytes, algorithm)
@@ -363,10 +377,12 @@ class MeasuredPorts(Ports):
 
 
 def ring_ns(edges: list[Edge], rounds: int) -> int:
-    """How long it takes until all members of a ring have had so many messages from the one before,
-    each sent as soon as the last one has come. `edges[j]` leads from the j-th member to the next.
+    """Return the nanoseconds until every member of a ring has received `rounds` messages.
+
+    Each message is sent as soon as the one before has arrived. `edges[j]` leads from the j-th
+    member to the next.
     """
-    if len(set(edges)) == 1:  # nobody waits for anybody
+    if len(set(edges)) == 1:  # equal edges: no member waits for another
         out, latency, into = edges[0]
         return rounds * (latency + max(out, into))
     out, latency, into = np.array(edges, dtype=np.int64).T
@@ -381,7 +397,9 @@ def ring_ns(edges: list[Edge], rounds: int) -> int:
 
 
 def network(cluster: Cluster, dense_bytes: int, algorithm: str | None = None) -> Exchange | Ports:
-    """`algorithm`: the one of sums, where one was asked for."""
+    """Return the network model of a cluster; `algorithm` is that of all-reduces, if one was
+    chosen.
+    """
     if cluster.exchange_s is not None:
         return Exchange(cluster, dense_bytes, algorithm)
     if isinstance(cluster, Measured) and cluster.pull_latencies:

@@ -1,5 +1,6 @@
-"""What a cluster is, as a user declares it. Roles: workers are ranks 0 … n−1; a parameter server,
-if any, is rank n.
+"""Cluster options, as a user declares them.
+
+Workers are ranks 0 … n−1; a parameter server, if there is one, is rank n.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from ashl.config.workers import MAX_WORKERS
 from ashl.errors import NoEffectError, UsageError
 from ashl.option import Count, Duration, Natural, NonNegative, Positive, Span, option
 
-TICK_S = 1e-9  # of the clock
-MBIT_BYTES = 125_000
-FAST_GBIT_S = 10.0  # of a link between machines: few have more
+TICK_S = 1e-9  # resolution of the experiment's clock, seconds
+MBIT_BYTES = 125_000  # bytes of 1 Mbit
+FAST_GBIT_S = 10.0  # Gbit/s that few links between nodes exceed
 Rate = Annotated[Positive, Field(ge=1e-6)]  # Mbit/s
-Factor = Annotated[Positive, Field(le=1e9)]  # how many times as slow
+Factor = Annotated[Positive, Field(le=1e9)]  # slowdown factor
 
 FAIL, REJOIN, LINK_DOWN, SERVER_FAIL = "fail", "rejoin", "link_down", "server_fail"
 BEFALLS = (FAIL, REJOIN, LINK_DOWN, SERVER_FAIL)  # what an event may bring beside another factor
@@ -26,9 +27,10 @@ BEFALLS = (FAIL, REJOIN, LINK_DOWN, SERVER_FAIL)  # what an event may bring besi
 
 @option
 class Event:
-    """At `time_s`: from then on a worker computes or communicates at another slowdown factor; or it
-    fails, or comes back; or its link is down for so many seconds; or (without a worker) the server
-    fails.
+    """A change at `time_s`.
+
+    A worker gets another slowdown factor for computing or for its link; or it fails, or rejoins; or
+    its link is down for `link_down` seconds; or, without a worker, the server fails.
     """
 
     time_s: Duration
@@ -42,14 +44,14 @@ class Event:
 
     @property
     def what(self) -> list[str]:
-        """All that it says, by name."""
+        """Return the names of the changes of this event."""
         return [name for name in ("compute", "link", *BEFALLS) if getattr(self, name)]
 
 
 @option
 class Churn:
-    """Each worker fails after an exponentially distributed time of this mean, and is back after one
-    of that mean.
+    """Random failures: each worker fails after an exponentially distributed time of mean `mtbf_s`,
+    and rejoins after one of mean `mttr_s`.
     """
 
     mtbf_s: Span
@@ -58,11 +60,11 @@ class Churn:
 
 @option
 class Cluster:
-    """An emulated cluster: each worker is slower than the machine it runs on by a declared factor.
+    """An emulated cluster: each worker is slower than its machine by a declared factor.
 
-    A step of worker i takes `compute[i] · step_s`. A transfer takes `link[i] · exchange_s / 2 ·
-    bytes / dense bytes` where `exchange_s` is declared, and otherwise latency + bytes / bandwidth
-    with the ports of both ends occupied.
+    A step of worker i takes `compute[i] · step_s`. If `exchange_s` is declared, a transfer takes
+    `link[i] · exchange_s / 2 · bytes / dense bytes`. Otherwise it takes latency + bytes /
+    bandwidth, and occupies the NICs of both ends.
     """
 
     paced: ClassVar[bool] = True
@@ -85,37 +87,40 @@ class Cluster:
     events: tuple[Event, ...]
     churn: Churn | None
     failure_detection_s: Duration | None
-    trace: str | None = None  # a file, whose content planning puts among the events
+    trace: str | None = None  # path of a trace; planning converts it to events
 
     def __post_init__(self) -> None:
         n = len(self.compute)
         if not n:
             raise UsageError(
                 "cluster.compute=[] is an empty cluster; give the slowdown factor of each worker,"
-                " as in 'cluster.compute=[1,2]'"
+                " for example 'cluster.compute=[1,2]'"
             )
         if self.step_s is not None and self.step_s * min(self.compute) < TICK_S:
             raise UsageError(
-                f"cluster.step_s={self.step_s:g} makes steps of {self.step_s * min(self.compute):g}"
-                " s, and the clock counts nanoseconds; give a longer one"
+                f"cluster.step_s={self.step_s:g}: steps of {self.step_s * min(self.compute):g} s"
+                " are shorter than the clock's nanosecond; set a larger value"
             )
         if self.num_workers is None:
             object.__setattr__(self, "num_workers", n)
         elif self.num_workers != n:
             raise UsageError(
                 f"cluster.compute has {n} entries and cluster.num_workers is {self.num_workers};"
-                " drop one"
+                " remove one of them"
             )
         for name, values in (("link", self.link), ("node", self.node)):
             if values is not None and len(values) != n:
                 raise UsageError(
                     f"cluster.{name} has {len(values)} entries and cluster.compute has {n}; give"
                     " one entry per worker"
-                    + (", or cluster.link=null where all links are equal" if name == "link" else "")
+                    + (", or cluster.link=null if all links are equal" if name == "link" else "")
                 )
         for name in ("intra_node_bandwidth_mbit_s", "intra_node_latency_s"):
             if getattr(self, name) is not None and self.node is None:
-                text = f"cluster.{name} needs cluster.node: which machine is each worker on?"
+                text = (
+                    f"cluster.{name}: no effect, it needs cluster.node; give the node of each"
+                    " worker, for example cluster.node=[0,0,1,1]"
+                )
                 raise NoEffectError(text, f"cluster.{name}")
         check_events(self.events, n)
 
@@ -125,7 +130,7 @@ class Cluster:
 
     @property
     def fault_kinds(self) -> list[str]:
-        """What happens to its workers beside other factors, by name."""
+        """Return the names of the injected faults."""
         named = {name for event in self.events for name in event.what} | (
             {"churn"} if self.churn else set()
         )
@@ -133,30 +138,31 @@ class Cluster:
 
     @property
     def workers_fail(self) -> bool:
-        """Whether workers may be lost."""
+        """Return True if injected faults contain worker failures."""
         return bool({FAIL, "churn"} & set(self.fault_kinds))
 
     @property
     def workers_rejoin(self) -> bool:
-        """Whether workers come while others run."""
+        """Return True if injected faults contain rejoins."""
         return bool({REJOIN, "churn"} & set(self.fault_kinds))
 
     def jitter_of(self, worker: int) -> float:
-        """Relative standard deviation of its step times."""
+        """Return the relative standard deviation of a worker's step times."""
         return self.jitter
 
     def compress_of(self, rank: int) -> float | None:
-        """Seconds to encode a dense vector."""
+        """Return the seconds to encode a dense vector on this rank."""
         return self.compress_s
 
     def decode_of(self, rank: int) -> float | None:
-        """Seconds to take a body apart, where that is not the server's work, which `server_step_s`
-        is.
+        """Return the seconds to decode a payload on this rank.
+
+        The server's decoding is part of `server_step_s`.
         """
         return None if self.compress_of(rank) is None else 0.0
 
     def latency_of(self, rank: int, inner: bool = False) -> float:
-        """Seconds at link factor 1, where ports are occupied."""
+        """Return the seconds of latency at link factor 1, in the model with NICs."""
         assert self.latency_s is not None
         return (
             self.intra_node_latency_s
@@ -165,7 +171,7 @@ class Cluster:
         )
 
     def bytes_s(self, rank: int, out: bool, inner: bool) -> float:
-        """Bytes per second through this rank's port at link factor 1, out of it or into it."""
+        """Return the bytes per second of this rank's NIC at link factor 1, out of it or into it."""
         beyond = rank - len(self.compute)
         if beyond == 0 or (beyond > 0 and self.node is None):
             mbit_s = (
@@ -176,8 +182,9 @@ class Cluster:
         return mbit_s * MBIT_BYTES
 
     def missing(self) -> list[str]:
-        """The costs that exact virtual time needs and nobody declared. A missing cost is an error,
-        never zero.
+        """Return the costs that virtual time needs and the cluster does not declare.
+
+        A missing cost is an error, never zero.
         """
         names = [
             name
@@ -196,8 +203,11 @@ class Cluster:
 
 
 def check_events(events: Sequence[Event], n: int) -> None:
-    """Refuse events of which no cluster of n workers can be. Raises UsageError."""
-    there = dict.fromkeys(range(n), True)
+    """Refuse events that are impossible in a cluster of n workers.
+
+    Raises: UsageError.
+    """
+    running = dict.fromkeys(range(n), True)
     for event in sorted(events, key=lambda event: event.time_s):
         at, what = f"cluster.events: the event at {event.time_s:g} s", event.what
         if not what:
@@ -208,7 +218,8 @@ def check_events(events: Sequence[Event], n: int) -> None:
         if SERVER_FAIL in what:
             if len(what) > 1 or event.worker is not None:
                 raise UsageError(
-                    f"{at} says server_fail, and more; give the rest an event of its own"
+                    f"{at} has server_fail together with another change; give each change an event"
+                    " of its own"
                 )
             continue
         if event.worker is None:
@@ -221,22 +232,23 @@ def check_events(events: Sequence[Event], n: int) -> None:
         if {FAIL, REJOIN} & set(what):
             if len(what) > 1:
                 raise UsageError(
-                    f"{at} says {' and '.join(what)} at once; give each an event of its own"
+                    f"{at} has {' and '.join(what)} at once; give each an event of its own"
                 )
-            if event.rejoin == there[event.worker]:
+            if event.rejoin == running[event.worker]:
                 found, other = ("is running", "fail") if event.rejoin else ("has failed", "rejoin")
                 raise UsageError(
-                    f"{at} says {what[0]}, and worker {event.worker} {found} at that time; add an"
-                    f" event with {other}: true before it, or drop it"
+                    f"{at} has {what[0]}, and worker {event.worker} {found} at that time; add an"
+                    f" event with {other}: true before it, or remove it"
                 )
-            there[event.worker] = event.rejoin
+            running[event.worker] = event.rejoin
 
 
 def note_implied_bandwidth(cluster: object, dense_bytes: int) -> list[str]:
-    """What to note where `exchange_s`, which holds whatever the model's size, asks more of a link
-    than links have.
+    """Return a note if `exchange_s` implies a bandwidth that few links have.
+
+    The declared `exchange_s` holds for a model of any size.
     """
-    if type(cluster) is not Cluster or not cluster.exchange_s:  # what was measured is as it is
+    if type(cluster) is not Cluster or not cluster.exchange_s:  # a measured cluster needs no note
         return []
     exchange_s = cluster.exchange_s * min(cluster.links)
     if (gbit_s := 8e-9 * dense_bytes / exchange_s) <= FAST_GBIT_S:
@@ -251,7 +263,7 @@ def note_implied_bandwidth(cluster: object, dense_bytes: int) -> list[str]:
 
 @option
 class Sums:
-    """What a sum over all workers costs by its bytes."""
+    """Measured cost of an all-reduce over all workers by its bytes."""
 
     latency_s: Duration
     s_per_byte: Duration
@@ -262,11 +274,11 @@ class Sums:
 
 @option
 class InParts:
-    """What it costs that a gradient leaves in parts."""
+    """Extra cost of a gradient that is sent in several messages."""
 
-    step_s: Duration  # a step takes so much longer, evenly spread over it
-    part_s: Duration  # ... and so much for each part
-    sum_s: Duration  # and each sum but that of the last part
+    step_s: Duration  # extra seconds of a step, evenly spread over it
+    part_s: Duration  # extra seconds of a step per message
+    sum_s: Duration  # extra seconds of each all-reduce, except that of the last message
 
 
 @option
@@ -284,32 +296,28 @@ class ContentionCosts:
 
 @option
 class Measured(Cluster):
-    """A cluster as a profile has it: `compute` are each worker's seconds of a step, and links are
-    as measured, each way. Where ports are not occupied, `link` are seconds of a transfer of the
-    dense model.
+    """The cluster of a profile.
 
+    `compute` holds each worker's seconds of a step. Links are as measured, each direction by
+    itself. In the model without NICs, `link` holds seconds of a transfer of the dense model.
     `steps` are quantiles of each worker's step at `ashl.cluster.speed.LEVELS`, in multiples of
-    `compute`; empty where a profile has only medians and `jitters`.
+    `compute`; empty if a profile has only medians and `jitters`.
     """
 
-    jitters: tuple[NonNegative, ...]  # of each worker; `jitter` = 0 stills them all
+    jitters: tuple[NonNegative, ...]  # by worker; `jitter` = 0 turns all of them off
     encode_s: tuple[Duration, ...]
     latencies: tuple[Duration, ...]  # seconds of a push beyond its bytes
     up_bytes_s: tuple[Positive | None, ...]  # null = no cost per byte
     down_bytes_s: tuple[Positive | None, ...]
-    server_bytes_s: Positive | None  # of the server's own port; null = never the bottleneck
-    all_reduce: Sums | None  # of all workers, as measured; null = by their links
-    contention: ContentionCosts | None = (
-        None  # what they cost whoever computes meanwhile; null = nothing
-    )
+    server_bytes_s: Positive | None  # bytes/s of the server's NIC; null = never the bottleneck
+    all_reduce: Sums | None  # measured all-reduce of all workers; null = computed from the links
+    contention: ContentionCosts | None = None  # with collectives; null = none
     steps: tuple[tuple[Positive, ...], ...] = ()
-    pull_latencies: tuple[
-        Duration, ...
-    ] = ()  # seconds of a pull beyond its bytes; empty = as of a push
-    empty_s: tuple[
-        Duration, ...
-    ] = ()  # seconds of a message without a body, each way; empty = the latency
-    decode_s: Duration = 0.0  # of each payload that a worker decodes
+    # seconds of a pull beyond its bytes; empty = equal to `latencies`
+    pull_latencies: tuple[Duration, ...] = ()
+    # seconds of a message without payload, each direction; empty = the latency
+    empty_s: tuple[Duration, ...] = ()
+    decode_s: Duration = 0.0  # seconds to decode one payload on a worker
 
     def jitter_of(self, worker: int) -> float:
         return self.jitters[worker] if self.jitter else 0.0
@@ -338,12 +346,10 @@ class Measured(Cluster):
 
 @option
 class RealCluster:
-    """The processes that are there, as fast as they are: nothing is paced and nothing is
-    emulated.
-    """
+    """The processes of this job at their real speed: nothing is paced and nothing is emulated."""
 
     paced: ClassVar[bool] = False
-    node: ClassVar[tuple[int, ...] | None] = None  # nothing is known of machines
+    node: ClassVar[tuple[int, ...] | None] = None  # nodes are not declared
     fault_kinds: ClassVar[tuple[str, ...]] = ()
     workers_fail: ClassVar[bool] = False
     workers_rejoin: ClassVar[bool] = False
@@ -355,20 +361,20 @@ class RealCluster:
         if self.hosts is None:
             return
         if not self.hosts:
-            raise UsageError("cluster.hosts=[] names no host; give one for each worker, or null")
+            raise UsageError("cluster.hosts=[]: no host; give one for each worker, or null")
         if self.num_workers not in (None, n := len(self.hosts)):
             raise UsageError(
                 f"cluster.hosts has {n} entr{'y' if n == 1 else 'ies'} and cluster.num_workers is"
-                f" {self.num_workers}; name the host of each worker, a host of several workers"
-                " several times, or drop one of them"
+                f" {self.num_workers}; name the host of each worker (a host of several workers"
+                " several times), or remove one of them"
             )
         object.__setattr__(self, "num_workers", n)
 
 
 @option
 class ProfileCluster:
-    """The cluster that `profile=FILE` measured, in virtual time; planning makes a
-    `Measured` of it.
+    """The cluster that `profile=FILE` has measured, in virtual time; planning converts it to a
+    `Measured`.
     """
 
     num_workers: Count | None

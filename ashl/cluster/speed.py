@@ -1,4 +1,4 @@
-"""How long computing takes: declared seconds per step, slowdown factors, jitter, and events that
+"""Duration of computations: declared seconds per step, slowdown factors, jitter, and events that
 change a factor.
 """
 
@@ -11,11 +11,8 @@ import numpy as np
 from ashl.cluster.spec import Cluster, Measured
 
 NS = 1e9
-LEVELS = (
-    *(k / 32 for k in range(32)),
-    *(1 - 2.0**-k for k in range(6, 11)),
-    1.0,
-)  # of quantiles: rare steps are long
+# levels of the quantiles of step times, denser near 1: rare steps are long
+LEVELS = (*(k / 32 for k in range(32)), *(1 - 2.0**-k for k in range(6, 11)), 1.0)
 BLOCK = 1024  # jitter is drawn in blocks: one generator per block keeps it counter-based and cheap
 
 
@@ -24,12 +21,10 @@ class Factors:
 
     def __init__(self, cluster: Cluster, what: str) -> None:
         self.base = cluster.compute if what == "compute" else cluster.links
-        self.changes: dict[
-            int, tuple[list[int], list[float]]
-        ] = {}  # by worker: when, and the factor from then on
-        self.outages: dict[
-            int, list[tuple[int, int]]
-        ] = {}  # by worker: when its link went down, and was back
+        # by worker: moments in nanoseconds, and the factor from each moment on
+        self.changes: dict[int, tuple[list[int], list[float]]] = {}
+        # by worker: moments in nanoseconds when its link goes down and is up again
+        self.outages: dict[int, list[tuple[int, int]]] = {}
         for event in sorted(cluster.events, key=lambda e: e.time_s):
             factor, time_ns = (
                 event.compute if what == "compute" else event.link,
@@ -45,7 +40,9 @@ class Factors:
                 )
 
     def at(self, worker: int, now_ns: int) -> float:
-        """The factor in force now. The server (rank n) and whatever has no entry is at factor 1."""
+        """Return the factor at `now_ns`; 1 for the server (rank n) and other ranks beyond the
+        workers.
+        """
         if worker >= len(self.base):
             return 1.0
         if worker not in self.changes:
@@ -54,8 +51,9 @@ class Factors:
         return factors[before - 1] if (before := bisect_right(times, now_ns)) else self.base[worker]
 
     def stretched(self, ends: Iterable[int], cost_ns: int, now_ns: int) -> int:
-        """What takes so long from now on, with the time that it stands still because the link of
-        one of its ends is down.
+        """Return the duration of a transfer of `cost_ns` that begins now.
+
+        The transfer is paused while a link of one of its ends is down.
         """
         if not self.outages:
             return cost_ns
@@ -86,7 +84,9 @@ class Speed:
         self._plain = not cluster.events and not cluster.jitter
 
     def cost_ns(self, worker: int, kind: str, work: float, now_ns: int) -> int | None:
-        """None where it is not declared, so that it has to be measured."""
+        """Return the nanoseconds of a computation; None if its cost is not declared and must be
+        measured.
+        """
         if kind == "compute":
             if self._plain:  # the hot path of a simulation with thousands of workers
                 if (cost := self._cache.get((worker, work))) is None and self.step_s is not None:
@@ -102,11 +102,11 @@ class Speed:
         return None if seconds is None else round(seconds * work * NS)
 
     def drawn(self, worker: int) -> int:
-        """How many draws of jitter this worker has used."""
+        """Return the number of jitter draws that this worker has used."""
         return self._drawn.get(worker, 0)
 
     def draw_from(self, worker: int, drawn: int) -> None:
-        """Go on after so many draws."""
+        """Continue after `drawn` draws of jitter."""
         self._drawn[worker] = drawn
 
     def _step_ns(self, worker: int, work: float, now_ns: int) -> int:
@@ -114,7 +114,7 @@ class Speed:
         seconds = self.factors.at(worker, now_ns) * self.step_s * (work / self.batch)
         if jitter := self.cluster.jitter_of(worker):
             seconds *= self._draw(worker, jitter)
-        return max(1, round(seconds * NS))  # never nothing, or a clock could stand still
+        return max(1, round(seconds * NS))  # at least 1 ns, so that the clock always advances
 
     def _draw(self, worker: int, jitter: float) -> float:
         k = self._drawn.get(worker, 0)
@@ -125,14 +125,16 @@ class Speed:
         return float(self._blocks[worker][k % BLOCK])
 
     def _block(self, stream: np.random.Generator, worker: int, jitter: float) -> np.ndarray:
-        """The next draws."""
+        """Return the next `BLOCK` draws."""
         sigma2 = math.log1p(jitter**2)
         return stream.lognormal(-sigma2 / 2, math.sqrt(sigma2), BLOCK)
 
 
 class MeasuredSpeed(Speed):
-    """Steps drawn from measured quantiles: draw k of worker i is uniform between neighbouring
-    quantiles and a pure function of (seed, i, k). Without jitter a step takes their mean.
+    """Steps drawn from measured quantiles.
+
+    Draw k of worker i is uniform between neighbouring quantiles and a pure function of (seed, i,
+    k). Without jitter a step takes the mean of the quantiles.
     """
 
     def __init__(self, cluster: Measured, batch: int, seed: int) -> None:
@@ -153,7 +155,7 @@ class MeasuredSpeed(Speed):
 
 
 def speed_of(cluster: Cluster, batch: int, seed: int) -> Speed:
-    """Return the speed that the cluster declares, or draws of what its profile measured."""
+    """Return the declared speed of a cluster, or draws from the quantiles of its profile."""
     if isinstance(cluster, Measured) and cluster.steps:
         return MeasuredSpeed(cluster, batch, seed)
     return Speed(cluster, batch, seed)

@@ -1,10 +1,10 @@
-"""A recorded trace: speeds and bandwidths of the workers as they were over time, from a CSV file.
+"""Recorded traces: speeds and bandwidths of the workers over time, from a CSV file.
 
-Its first line names the columns: `time_s`, the moment from which on a line holds; `worker`, or
-empty for all of them; and of `compute` and `link` (slowdown factors), `step_s` (seconds of a step)
-and `mbit_s` (the bandwidth of the worker's link) those that were recorded. An empty cell changes
-nothing. What the last line says holds until the end. A trace becomes `cluster.events`, so that a
-plan holds all of it.
+The first line names the columns. `time_s` is the moment from which a line holds; `worker` is a
+rank, or empty for all workers. At least one of `compute` and `link` (slowdown factors), `step_s`
+(seconds of a step) and `mbit_s` (bandwidth of the worker's link) follows. An empty cell changes
+nothing. The last line holds until the end. A trace is converted to `cluster.events`, so that a plan
+contains all of it.
 """
 
 import csv
@@ -21,8 +21,9 @@ COLUMNS = ("time_s", "worker", *FACTORS)
 
 
 def with_trace_events(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A cluster's spec with its trace among its events. Raises UsageError for a file that is no
-    trace of it.
+    """Return a cluster's spec with its trace converted to events.
+
+    Raises: UsageError if the file is not a trace of this cluster.
     """
     path = spec.get("trace")
     cluster = dict(spec)
@@ -41,7 +42,10 @@ def with_trace_events(spec: Mapping[str, Any]) -> dict[str, Any]:
 def read_events(
     lines: csv.DictReader, cluster: Mapping[str, Any], name: str
 ) -> Iterator[dict[str, Any]]:
-    """Each line's events. Raises UsageError, naming the line."""
+    """Yield the events of each line.
+
+    Raises: UsageError, naming the line.
+    """
     columns = lines.fieldnames or ()
     unknown = [column for column in columns if column not in COLUMNS]
     if unknown or "time_s" not in columns or not set(FACTORS) & set(columns):
@@ -58,14 +62,14 @@ def read_events(
         if column in columns and unit is None:
             key = "step_s" if column == "step_s" else "bandwidth_mbit_s"
             raise UsageError(
-                f"{name} has {column}, and cluster.{key}, which is factor 1, is not declared;"
-                " declare it"
+                f"{name}: column {column} needs cluster.{key} as its factor 1, which is not"
+                f" declared; set cluster.{key}"
             )
     for line in lines:
         at = f"{name}, line {lines.line_num}"
         if None in line or None in line.values():
             raise UsageError(
-                f"{at} has other columns than the first line; give {len(columns)} cells"
+                f"{at}: the number of cells differs from the first line; give {len(columns)} cells"
             )
         time_s = number(line["time_s"], "time_s", at)
         factors: dict[str, float] = {}
@@ -74,7 +78,7 @@ def read_events(
                 value = number(line[column], column, at)
                 if value <= 0:
                     raise UsageError(
-                        f"{at}: {column}={value:g} is no factor; give a positive number, and"
+                        f"{at}: {column}={value:g} is not positive; give a positive number, and"
                         " cluster.events with link_down for a link that is down"
                     )
                 unit = units.get(column)
@@ -86,23 +90,25 @@ def read_events(
 
 
 def workers(text: str, n: int, at: str) -> range:
-    """Whom a line is about."""
+    """Return the workers of a line. Raises: UsageError."""
     if not text.strip():
         return range(n)
     if not (rank := text.strip()).isdecimal() or len(rank) > len(str(n)) or int(rank) >= n:
         raise UsageError(
-            f"{at}: worker={rank[:20]} is none of the workers 0 to {n - 1}; leave it empty for all"
+            f"{at}: worker={rank[:20]} is not one of the workers 0 to {n - 1}; take one of them, or"
+            " leave it empty for all"
         )
     return range(int(rank), int(rank) + 1)
 
 
 def number(text: str, column: str, at: str) -> float:
+    """Return a cell as a finite number. Raises: UsageError."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or (column == "time_s" and value < 0):
         raise UsageError(
-            f"{at}: {column}={text.strip() or '(nothing)'} is no number that can be; mend the line"
+            f"{at}: {column}={text.strip() or '(nothing)'} is not a valid number; correct the line"
         )
     return value

@@ -1,10 +1,8 @@
-"""How much each worker does: local steps H, share of the data and compression ratio, from a
+"""Planners, which choose local steps H, share of the data and density of each worker from a
 profile.
 
-`assign(profile, h_preset, r_preset, payload)`   one `Assignment` per worker, in the order of ranks
-
-`h_preset` is the slowest worker's H and `r_preset` the preset share of an update that is kept (None
-= all of it, and nothing is encoded). `payload(ratio)` gives the bytes on the wire of an update
-compressed to that ratio, as a share of the dense model's. All sums are in the clock's integer
-nanoseconds, so that a half is a half and a tie is a tie.
+`assign(profile, h_preset, r_preset, payload)` returns one `Assignment` per worker, in rank order.
+`h_preset` is the slowest worker's H. `r_preset` is the preset density of an update (None = dense,
+and nothing is encoded). `payload(ratio)` is the encoded size of an update at that density, as a
+share of the dense size. All times are integer nanoseconds, so that ties and halves are exact.
 """

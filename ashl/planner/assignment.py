@@ -1,4 +1,4 @@
-"""What a planner says of one worker, and the time model behind it."""
+"""The planner contract, the assignment of a worker, and the time model of a cycle."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ from ashl.option import Contract
 from ashl.plan.profile import Profile
 
 NS = 1e9
-Payload = Callable[[float], float]  # bytes on the wire at a density / those of the dense vector
+Payload = Callable[[float], float]  # density → encoded bytes as a share of the dense bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What one worker does in one stage."""
+    """The work of one worker in one stage."""
 
-    local_steps: int  # H, between two commits
-    data_share: float  # of the training set
-    compression_ratio: float  # density of the update; 1 = all of it
-    predicted_cycle_s: float  # H steps, encoding, push and pull, in bytes as really sent
+    local_steps: int  # H, steps between two commits
+    data_share: float  # share of the training set
+    compression_ratio: float  # density of the update; 1 = dense
+    predicted_cycle_s: float  # seconds of H steps, encoding, push and pull, with encoded bytes
 
 
 def assignment_of(row: Sequence[float]) -> Assignment:
-    """From the four numbers, in order, as they travel."""
+    """Return the assignment of (H, data share, density, cycle in seconds), as sent in a message."""
     steps, share, ratio, cycle_s = row
     return Assignment(
         local_steps=int(steps), data_share=share, compression_ratio=ratio, predicted_cycle_s=cycle_s
@@ -30,7 +30,7 @@ def assignment_of(row: Sequence[float]) -> Assignment:
 
 
 class Assigned(Protocol):
-    """What a worker does now, as far as a planner judges it."""
+    """The part of a worker's current assignment that a planner compares."""
 
     @property
     def local_steps(self) -> int: ...
@@ -40,14 +40,14 @@ class Assigned(Protocol):
 
 
 class Planner(Contract, group="planner"):
-    """How H, shares and ratios follow from a profile."""
+    """Base class of planners: rules that derive H, data shares and densities from a profile."""
 
-    follows: ClassVar[bool] = False  # whether it plans anew during a run, from what it observes
+    follows: ClassVar[bool] = False  # True if it replans during a run from observed times
 
     def assign(
         self, profile: Profile, h_preset: int, r_preset: float | None, payload: Payload
     ) -> tuple[Assignment, ...]:
-        """What each worker does in a stage with these presets."""
+        """Return the assignment of each worker in a stage with these presets."""
         raise NotImplementedError
 
     def observe(
@@ -59,11 +59,11 @@ class Planner(Contract, group="planner"):
         pull_s: float,
         payload: float = 1.0,
     ) -> Any:
-        """One commit, see `online`."""
+        """Return the state with the observed times of one commit, see `ashl.planner.online`."""
         raise NotImplementedError
 
     def hear(self, state: Any, worker: int, update: Any, steps: int, samples: int) -> Any:
-        """The update of that commit, see `goodput`."""
+        """Return the state with the update of one commit, see `ashl.planner.goodput`."""
         return state
 
     def replan(
@@ -74,7 +74,7 @@ class Planner(Contract, group="planner"):
         r_preset: float | None,
         payload: Payload,
     ) -> tuple[Any, tuple[Assignment, ...] | None]:
-        """(state, a new assignment where that is worth it)."""
+        """Return (state, new assignment); None for the assignment if no change is worth it."""
         raise NotImplementedError
 
 
@@ -82,10 +82,10 @@ class Costs(NamedTuple):
     """One worker's profile in nanoseconds."""
 
     step: int
-    push: int  # of the dense model
-    empty_push: int  # the part of a push that no compression saves
+    push: int  # push of the dense model
+    empty_push: int  # part of a push that does not depend on its bytes
     pull: int
-    encode: int  # 0 where nothing is encoded
+    encode: int  # 0 without compression
 
     def push_of(self, payload: float) -> int:
         return self.empty_push + round(payload * (self.push - self.empty_push))
@@ -109,8 +109,9 @@ def costs_of(profile: Profile, encoded: bool) -> list[Costs]:
 
 
 def sent(payload: Callable[[float], float], ratio: float) -> float:
-    """What travels of the dense model's bytes. Keeping everything never takes more than the dense
-    vector itself.
+    """Return the encoded bytes at a density, as a share of the dense bytes.
+
+    At density 1 the dense vector is sent if encoding does not shorten it.
     """
     return min(1.0, payload(1.0)) if ratio == 1 else payload(ratio)
 
@@ -121,7 +122,10 @@ def assignments(
     ratios: Sequence[float],
     payload: Callable[[float], float],
 ) -> tuple[Assignment, ...]:
-    """With the cycles that follow, and shares of the data as of the steps: D_i = H_i / Σ H."""
+    """Return the assignments with these steps and densities.
+
+    Cycles are predicted, and D_i = H_i / Σ H.
+    """
     total = sum(steps)
     return tuple(
         Assignment(

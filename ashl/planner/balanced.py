@@ -1,20 +1,21 @@
-"""Equal cycles by choice of integers instead of rounding, with bounds on H and true bytes.
+"""Balanced planner: equal cycles with integer H, bounds on H, and densities by encoded bytes.
 
-Rule: T_i = t_i · H_i + compress_i + push_i(payload(r_i)) + pull_i. The worker slowest at H_preset,
-the anchor, keeps H_preset, as does every worker of the same costs; the others take H_i ∈ [1, h_max]
-so that the spread max_i T_i − min_i T_i is least, of equal spreads the shorter common cycle T =
-max_i T_i, and in it as many steps as fit. D_i = H_i / Σ H.
+Rule: T_i = t_i · H_i + compress_i + push_i(payload(r_i)) + pull_i. The anchor is the worker with
+the longest cycle at H_preset. It keeps H_preset, and so does every worker with the same costs. The
+other workers take H_i ∈ [1, h_max] with the least spread max_i T_i − min_i T_i. Among equal spreads
+the shorter common cycle T = max_i T_i is taken, with as many steps as fit. D_i = H_i / Σ H.
 
-Where the fastest worker cannot fill the anchor's cycle with h_max steps, it is the anchor, at
-h_max: h_max bounds everybody's cycle, and a slow worker's H goes below H_preset, down to 1.
+If the fastest worker cannot fill the anchor's cycle with h_max steps, it becomes the anchor, with H
+= h_max. So h_max bounds the cycle of all workers, and a slow worker's H may be below H_preset, down
+to 1.
 
-Ratios: r_i is the largest ratio ≥ r_preset whose cycle stays within T; where keeping everything
-costs no more bytes than the preset ratio does, r_i = 1.
+Densities: r_i is the largest density ≥ r_preset whose cycle is at most T. If the dense update costs
+no more bytes than the preset density, r_i = 1.
 
-Exact: a spread can only become less where one more step of some worker just fits, so these n + 1
-candidates for T are tried, in O(n log n). Without ratios and h_max the spread is never larger than
-`paper`'s. With ratios each candidate is judged by the spread that they leave: everybody's cycle is
-T, but for those who send everything and are still earlier.
+Exact: the spread can only shrink where one more step of some worker just fits. These n + 1
+candidates for T are tried, in O(n log n). Without densities and h_max the spread is never larger
+than that of `paper`. With densities each candidate is judged by the remaining spread: every cycle
+is T, except that of workers that send the dense update and are still earlier.
 
 Source: departs from Shen et al., "ASHL", IEEE TC 73(1), 2024, Algorithms 1 and 2.
 """
@@ -27,24 +28,25 @@ from ashl.option import Count, option
 from ashl.plan.profile import Profile
 from ashl.planner.assignment import Assignment, Planner, assignments, costs_of, sent
 
-HALVINGS = 16  # a ratio is found to within 2e-5
+HALVINGS = 16  # bisections of a density: error at most 2e-5
 
 
 class Load(NamedTuple):
-    """One worker: its cycle takes steps · step + base, and up to `room` more where more is sent.
+    """Cycle model of one worker: steps · step + base, and up to `room` more for a larger density.
+
     Nanoseconds.
     """
 
     step: int
     base: int
     room: int
-    most: int | None  # bound on its steps
+    most: int | None  # upper bound on the steps
 
     def cycle(self, steps: int) -> int:
         return steps * self.step + self.base
 
     def fill(self, cycle: int) -> int:
-        """The most steps that fit, at least 1."""
+        """Return the largest number of steps that fits into `cycle`, at least 1."""
         fit = max(1, (cycle - self.base) // self.step)
         return fit if self.most is None else min(fit, self.most)
 
@@ -54,7 +56,7 @@ class Load(NamedTuple):
 
 @option
 class Balanced(Planner):
-    """The least spread of cycles."""
+    """Planner with the least spread of cycles."""
 
     h_max: Count | None
 
@@ -85,19 +87,18 @@ class Balanced(Planner):
 
 
 def balance(loads: Sequence[Load], h_preset: int) -> tuple[int, list[int]]:
-    """The common cycle with the least spread, and everybody's steps in it."""
+    """Return the common cycle with the least spread, and each worker's steps in it."""
     anchor, kept = anchor_of(loads, h_preset)
     loads = [load._replace(most=kept) if load == loads[anchor] else load for load in loads]
     start = max(loads[anchor].cycle(kept), *(load.cycle(1) for load in loads))
     now = [(load, load.fill(start)) for load in loads]
-    final = min(
-        load.reach(h) for load, h in now if h == load.most
-    )  # of those who take no step more
+    # least reach of the workers that are at their bound
+    final = min(load.reach(h) for load, h in now if h == load.most)
     more = sorted(
         (load.cycle(h + 1), load.reach(h), load.room) for load, h in now if h != load.most
     )
-    # With k of them one step further: what those who stay behind, and those who have moved, reach
-    # at least.
+    # With one more step of the first k workers: the least reach of the other workers (behind) and
+    # of these k (ahead).
     behind = list(accumulate((reach for _, reach, _ in reversed(more)), min, initial=final))[::-1]
     ahead = accumulate((cycle + room for cycle, _, room in more), min, initial=final)
     times = [start, *(cycle for cycle, _, _ in more)]
@@ -108,7 +109,7 @@ def balance(loads: Sequence[Load], h_preset: int) -> tuple[int, list[int]]:
 
 
 def anchor_of(loads: Sequence[Load], h_preset: int) -> tuple[int, int]:
-    """Whose cycle is the measure, and the steps that this worker keeps."""
+    """Return the worker whose cycle is the measure, and its steps."""
     slowest = max(range(len(loads)), key=lambda i: loads[i].cycle(h_preset))
     if (h_max := loads[0].most) is not None:
         fastest = min(range(len(loads)), key=lambda i: loads[i].cycle(h_max))
@@ -118,7 +119,7 @@ def anchor_of(loads: Sequence[Load], h_preset: int) -> tuple[int, int]:
 
 
 def largest_ratio(payload: Callable[[float], float], r_preset: float, share: float) -> float:
-    """The largest ratio from r_preset up whose message is at most this share of the dense model's
+    """Return the largest density from r_preset with a payload of at most `share` of the dense
     bytes.
     """
     low, high = r_preset, 1.0

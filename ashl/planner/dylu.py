@@ -1,11 +1,10 @@
-"""DyLU, dynamic local updates: steps in proportion to speed, with the fastest worker as the
-measure.
+"""DyLU, dynamic local updates: H in proportion to speed, relative to the fastest worker.
 
 Rule: H_i = max(1, ⌊H_preset·v_i / max_j v_j⌋) with v_i = 1 / t_i steps per second, so that H_preset
-is the fastest worker's H. D_i = H_i / Σ H. Links play no part, and everybody compresses at
+is the fastest worker's H. D_i = H_i / Σ H. Links are ignored, and every worker compresses at
 r_preset.
 
-Limit: equal workers all take H_preset. Source: Liu et al., "Asynchronous Local-SGD Training for
+Limit: equal workers all have H_preset. Source: Liu et al., "Asynchronous Local-SGD Training for
 Language Modeling", arXiv 2401.09135 (dynamic local updates).
 """
 
@@ -18,7 +17,7 @@ from ashl.planner.assignment import Assignment, Planner, assignments, costs_of
 
 @option
 class DyLU(Planner):
-    """Anchored on the fastest."""
+    """Planner with the fastest worker as the anchor."""
 
     def assign(
         self,

@@ -1,30 +1,31 @@
-"""H where the measured trade-off is best: steps per second, against what a step of a larger round
-still teaches.
+"""Goodput planner: the H with the best product of steps per second and progress per step.
 
-Rule: every `cooldown_commits` commits per worker each H of the slowest from 1 to `h_max`, in steps
-of a quarter, is planned as `balanced` does on the moving averages of times, and judged by its
-goodput, (Σ H / max_i T_i) · B / (B + b·Σ H): the pace, and the share of it that learns, since of a
-round that holds many more samples (b·Σ H) than the gradient noise scale B most repeat each other.
-The best one is taken where it promises more than (1 + threshold) times what the present one does. B
-= tr Σ/|G|² is measured from what is pushed anyway: of two pushes in a row of different workers,
-with H_i and H_j steps, ⟨Δ_i, Δ_j⟩/(H_i·H_j) is |G|² in the mean, and |Δ_i|²/H_i² − |G|² the noise
-of b·H_i samples, or with a `momentum` ρ that of b·H_i²/((1 − ρ)²·V), V = (H_i + 2·Σ_{l<H_i} (H_i −
-l)·ρ^l)/(1 − ρ²). Both have a mean of their own, of all pairs at first and then a moving one with
-weight `smoothing`, and B is their quotient; before 1/`smoothing` pairs it is `online` with its
-preset. What a codec leaves out counts as noise.
+Rule: a decision is made every `cooldown_commits` commits per worker. The candidates for the slowest
+worker's H are 1 to `h_max`, in steps of a quarter. Each is planned as in `balanced`, on the moving
+averages of times. Its goodput is (Σ H / max_i T_i) · B / (B + b·Σ H). The first factor is
+the pace in steps per second. The second is the useful share of the samples: if a round has many
+more samples (b·Σ H) than the gradient noise scale B, most are redundant. The best assignment is
+taken if its goodput is more than (1 + threshold) times the current one.
 
-On equal workers the best H is near √(B/(b·n) · C/t), with exchanges of C seconds and steps of t: H
-grows as the gradient fades in its noise, and as exchanges turn slower. It knows noise alone: that
-models drift apart where they are curved, and swing where rates are high, it does not see, so that H
-may come out too large.
+B = tr Σ/|G|² is estimated from the pushes. For two consecutive pushes of different workers with H_i
+and H_j steps, the mean of ⟨Δ_i, Δ_j⟩/(H_i·H_j) is |G|². The noise of b·H_i samples is |Δ_i|²/H_i² −
+|G|². With `momentum` ρ it is that of b·H_i²/((1 − ρ)²·V) samples, V = (H_i + 2·Σ_{l<H_i} (H_i −
+l)·ρ^l)/(1 − ρ²). Both estimates are averaged: first over all pairs, then as moving averages with
+weight `smoothing`. B is their quotient. Before 1/`smoothing` pairs the planner is `online` with its
+preset. The error of a codec counts as noise.
 
-Limits: updates without noise, or exchanges without cost, make H = 1; without a gradient H is what
-is quickest; one worker, of whose noise nobody can tell, is `online`, and so are all with h_max = 1
-and h_preset = [1].
+On equal workers the best H is near √(B/(b·n) · C/t), with exchanges of C seconds and steps of t
+seconds. So H grows as the gradient vanishes in its noise, and as exchanges become slower. The model
+has noise only. It ignores the drift of models on curved losses and oscillation at high learning
+rates, so H may be too large.
+
+Limits: with updates without noise, or exchanges without cost, H = 1. Without a gradient, H has the
+highest pace. The noise of a single worker cannot be estimated, so the planner is `online` there. It
+is `online` with h_max = 1 and h_preset = [1], too.
 
 Source: the goodput of Pollux (Qiao et al., OSDI 2021), with H in place of its batch; B of
-McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv 1812.06162. That H follows it
-is ours.
+McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv 1812.06162. The use of B to
+choose H is our own.
 """
 
 from __future__ import annotations
@@ -46,33 +47,31 @@ from ashl.size_only import SizeOnly
 
 @dataclass(frozen=True)
 class Noise:
-    """What is known of the gradients: the last update, and the means of what pairs of
-    updates said.
-    """
+    """Estimates of the gradient noise: the last update, and the averages over pairs of updates."""
 
     worker: int
-    direction: Any  # the last update by step, [d]
+    direction: Any  # last update divided by its steps, [d]
     batch: float  # samples of a step
-    pairs: int = 0
-    signal: float = 0.0  # |G|², in units of an update by step
-    spread: float = 0.0  # tr Σ of one sample, likewise
+    pairs: int = 0  # pairs of updates in the averages
+    signal: float = 0.0  # |G|², in units of an update per step, squared
+    spread: float = 0.0  # tr Σ of one sample, in the same units
 
     @property
     def scale(self) -> float:
-        """B in samples; infinite where no gradient is to be seen in the noise."""
+        """Return B in samples; infinite if the noise hides the gradient."""
         return max(0.0, self.spread) / self.signal if self.signal > 0 else math.inf
 
 
 @option
 class Goodput(Online):
-    """Online, with H by gradient noise, too."""
+    """The planner `online` with an H chosen by gradient noise."""
 
     h_max: Count
     momentum: Decay
     smoothing: Annotated[float, Field(gt=0, le=1)]
 
     def hear(self, state: Averages, worker: int, update: Any, steps: int, samples: int) -> Averages:
-        """One update of `steps` steps on so many samples."""
+        """Return the state with one update of `steps` steps on `samples` samples."""
         if isinstance(update, SizeOnly):
             return state
         last: Noise | None = state.noise
@@ -97,20 +96,20 @@ class Goodput(Online):
         return (h_preset,) if self._noise(state) is None else candidates(self.h_max)
 
     def worth(self, state: Averages, plan: Sequence[Assignment]) -> float:
-        """Steps per second that learn, up to a factor that all plans have in common."""
+        """Return useful steps per second, up to a factor that is common to all assignments."""
         noise = self._noise(state)
         if noise is None or math.isinf(noise.scale):
             return pace(plan)
         return pace(plan) / (noise.scale + noise.batch * sum(worker.local_steps for worker in plan))
 
     def _noise(self, state: Averages) -> Noise | None:
-        """Once enough pairs of updates were heard."""
+        """Return the estimates once they have enough pairs of updates, else None."""
         noise: Noise | None = state.noise
         return noise if noise is not None and noise.pairs >= 1 / self.smoothing else None
 
 
 def candidates(h_max: int) -> Iterator[int]:
-    """1 to `h_max`, each by a quarter more than the one before."""
+    """Yield 1 to `h_max`, each a quarter more than the one before."""
     h = 1
     while h < h_max:
         yield h
@@ -119,8 +118,9 @@ def candidates(h_max: int) -> Iterator[int]:
 
 
 def independent(steps: int, momentum: float) -> float:
-    """How many gradients have as much noise beside their mean as so many steps with this momentum,
-    in the long run.
+    """Return the number of independent gradients with the same relative noise as `steps` steps.
+
+    The steps have this momentum; the value holds in the long run.
     """
     rest = 1 - momentum
     within = momentum * (steps * rest - (1 - momentum**steps)) / rest**2  # Σ_{l<H} (H − l)·ρ^l

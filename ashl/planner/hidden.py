@@ -1,7 +1,8 @@
-"""What any planner says where exchanges go on beside the steps: H alone makes the cycles equal.
+"""Planner of stages whose exchanges overlap with computing: H alone equalises the cycles.
 
-Rule: the planner is asked about workers whose transfers take no time, and all send the preset
-ratio: to send more would gain no time, and what is longer than the steps would be longer still.
+Rule: another planner assigns H to workers whose transfers take no time. All workers send the preset
+density: a larger one would save no time, and would lengthen exchanges that are already longer than
+the steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from ashl.planner.assignment import Assigned, Assignment, Planner
 
 @dataclass(frozen=True)
 class Hidden(Planner):
-    """Another planner, for stages whose exchanges are hidden."""
+    """Another planner, applied to stages with hidden exchanges."""
 
     planner: Planner
     follows: bool

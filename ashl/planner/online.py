@@ -1,18 +1,18 @@
-"""Plans anew during a run, from moving averages of what each worker is seen to take.
+"""Online planner: replans during a run from moving averages of the observed times.
 
-Rule: with each commit of worker i, x_i ← x_i + alpha · (observed − x_i) for its step, push and
-pull. Every `cooldown_commits` commits per worker the present assignment is judged on the averages
-by its pace, Σ H / max_i T_i, which is what a bounded stage reaches in the long run; when `balanced`
-on the same averages promises more than (1 + threshold) times that, its assignment is taken. So a
-run stays within 1 / (1 + threshold) of a fresh plan's pace once the averages have followed, and
-noise below the threshold moves nothing.
+Rule: with each commit of worker i, x_i ← x_i + alpha · (observed − x_i) for its step, push and pull
+time. Every `cooldown_commits` commits per worker the current assignment is judged on the averages
+by its pace, Σ H / max_i T_i. The pace is the long-run rate of a stage with bounded staleness. If
+`balanced` on the same averages has a pace of more than (1 + threshold) times that, its assignment
+is taken. So the pace of a run stays within 1 / (1 + threshold) of a new plan once the averages have
+followed, and noise below the threshold changes nothing.
 
-A worker that turns slower would, by H_preset as its anchor, stretch everybody's cycle; h_max bounds
-it, and the slow worker's own H shrinks instead. Commits of compressed updates are seen as what the
-dense push would have taken.
+A worker that becomes slower would, as the anchor with H_preset, lengthen the cycle of all workers.
+h_max bounds that cycle, and the slow worker's own H shrinks instead. The push time of a compressed
+update is scaled to that of the dense update.
 
-Source: departs from Shen et al., "ASHL", IEEE TC 73(1), 2024, whose plan is made once; moving
-averages as in FedCompass (Li et al., ICLR 2024, arXiv 2309.14675).
+Source: departs from Shen et al., "ASHL", IEEE TC 73(1), 2024, with its single plan; moving averages
+as in FedCompass (Li et al., ICLR 2024, arXiv 2309.14675).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ashl.planner.balanced import Balanced
 
 @dataclass(frozen=True)
 class Averages:
-    """What is known now: the profile with moving averages as its costs."""
+    """State of an online planner: the profile with moving averages as its costs."""
 
     profile: Profile
-    commits: int = 0  # since the assignment was last judged
-    noise: Any = None  # of gradients, where a planner follows it
+    commits: int = 0  # commits since the last decision
+    noise: Any = None  # estimates of gradient noise, for planners that use them
 
     def of(self, ranks: Sequence[int]) -> Averages:
-        """What is known of these workers."""
+        """Return the state of these workers."""
         workers = self.profile.workers
         if len(ranks) == len(workers):
-            return self  # as mostly, at every commit: a profile is checked whenever it is made
+            return self  # the common case at every commit: constructing a profile checks it
         return replace(
             self, profile=replace(self.profile, workers=tuple(workers[rank] for rank in ranks))
         )
@@ -49,7 +49,7 @@ class Averages:
 
 @option
 class Online(Planner):
-    """Balanced, on moving averages, with hysteresis."""
+    """The planner `balanced` on moving averages, with hysteresis."""
 
     follows: ClassVar[bool] = True
     h_max: Count | None
@@ -64,7 +64,7 @@ class Online(Planner):
         r_preset: float | None,
         payload: Callable[[float], float],
     ) -> tuple[Assignment, ...]:
-        """As `balanced` does."""
+        """Return the assignment of `balanced`."""
         return Balanced(h_max=self.h_max).assign(profile, h_preset, r_preset, payload)
 
     def observe(
@@ -76,8 +76,10 @@ class Online(Planner):
         pull_s: float,
         payload: float = 1.0,
     ) -> Averages:
-        """One commit: seconds of a step, of pushing `payload` · dense bytes, of the pull; 0 = not
-        seen this time.
+        """Return the state with one commit.
+
+        Args: seconds of a step, of the push of `payload` · dense bytes, and of the pull; 0 = not
+        observed.
         """
         known = state.profile.workers[worker]
         expected = known.push_of(payload)
@@ -112,8 +114,8 @@ class Online(Planner):
         r_preset: float | None,
         payload: Callable[[float], float],
     ) -> tuple[Averages, tuple[Assignment, ...] | None]:
-        """Judge the present assignment: the state, and a new assignment where that is worth it,
-        else None.
+        """Return the state, and a new assignment if it is better by more than the threshold, else
+        None.
         """
         if state.commits < self.cooldown_commits * len(current):
             return state, None
@@ -127,16 +129,16 @@ class Online(Planner):
         return replace(state, commits=0), best if better else None
 
     def presets(self, state: Averages, h_preset: int) -> Iterable[int]:
-        """The H of the slowest that are in question."""
+        """Yield the candidates for the slowest worker's H."""
         return (h_preset,)
 
     def worth(self, state: Averages, plan: Sequence[Assignment]) -> float:
-        """By which plans are compared: steps per second."""
+        """Return the score by which assignments are compared: steps per second."""
         return pace(plan)
 
 
 def pace(plan: Sequence[Assignment]) -> float:
-    """Steps per second of all workers together when each commits as often as the slowest: Σ H / max
+    """Return the steps per second of all workers if each commits once per longest cycle: Σ H / max
     T.
     """
     return sum(worker.local_steps for worker in plan) / max(

@@ -1,15 +1,14 @@
-"""ASHL's planner as printed: everybody is filled up to the cycle of the slowest worker, and
-rounded.
+"""ASHL's planner as printed: H rounded to fill the cycle of the slowest worker.
 
 Rule (Algorithm 1): T_max = max_i (t_i · H_preset + push_i + pull_i); H_i = round((T_max − push_i −
-pull_i) / t_i), half to even; D_i = H_i / Σ H. The worker that defines T_max keeps H_preset, each
-cycle is within t_i / 2 of T_max. Rule (Algorithm 2): rest_i = t_i · H_i + compress_i + pull_i;
-T_max = max_i (rest_i + push_i · r_preset); R_i = min(1, (T_max − rest_i) / push_i). The worker that
-defines T_max compresses at r_preset, all others send more.
+pull_i) / t_i), half to even; D_i = H_i / Σ H. The worker that defines T_max keeps H_preset; each
+cycle is within t_i / 2 of T_max.
+Rule (Algorithm 2): rest_i = t_i · H_i + compress_i + pull_i; T_max = max_i (rest_i + push_i ·
+r_preset); R_i = min(1, (T_max − rest_i) / push_i). The worker that defines T_max compresses at
+r_preset; all others send more.
 
-Where a push costs nothing there is nothing to save, and R_i = 1. The decisions take a push to be
-push_i · R_i, as the paper does; the predicted cycles are in the bytes really sent, so they may be
-longer.
+Limits: R_i = 1 if a push takes no time. The decisions assume a push of push_i · R_i, as the paper
+does. The predicted cycles use the encoded bytes, so they may be longer.
 
 Source: Shen et al., "ASHL", IEEE TC 73(1), 2024, Algorithms 1 and 2.
 """
@@ -24,7 +23,7 @@ from ashl.planner.assignment import Assignment, Costs, Planner, assignments, cos
 
 @option
 class Paper(Planner):
-    """Round to the slowest worker's cycle."""
+    """Planner that rounds H to the slowest worker's cycle."""
 
     def assign(
         self,
@@ -42,7 +41,7 @@ class Paper(Planner):
 
 
 def local_steps(costs: Sequence[Costs], h_preset: int) -> list[int]:
-    """Algorithm 1, in exact fractions: H_i ≥ H_preset for all."""
+    """Return H of each worker by Algorithm 1, in exact fractions: H_i ≥ H_preset for all."""
     t_max = max(c.step * h_preset + c.push + c.pull for c in costs)
     return [round(Fraction(t_max - c.push - c.pull, c.step)) for c in costs]
 
@@ -50,7 +49,7 @@ def local_steps(costs: Sequence[Costs], h_preset: int) -> list[int]:
 def compression_ratios(
     costs: Sequence[Costs], steps: Sequence[int], r_preset: float
 ) -> list[float]:
-    """Algorithm 2, in exact fractions: R_i ≥ r_preset for all."""
+    """Return each worker's density by Algorithm 2, in exact fractions: R_i ≥ r_preset."""
     preset = Fraction(r_preset)
     rest = [c.step * h + c.encode + c.pull for c, h in zip(costs, steps, strict=True)]
     t_max = max(r + c.push * preset for c, r in zip(costs, rest, strict=True))

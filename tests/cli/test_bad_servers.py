@@ -18,7 +18,7 @@ PORTS = (
     [
         (
             "sync=bsp topology=sharded_server",
-            "with cluster.exchange_s no port is ever busy; give cluster.exchange_s=null",
+            "no effect with cluster.exchange_s, where no NIC is ever busy; set",
         ),
         (f"sync=bsp {PORTS} topology.servers=0", "topology.servers"),
         (
@@ -27,12 +27,12 @@ PORTS = (
         ),
         (
             f"sync=bsp {PORTS} optimizer=muon",
-            "steps on whole layers, and a server has a piece of the model",
+            "steps on whole layers, and a server has a shard",
         ),
-        (f"sync=easgd {PORTS}", "has a loop, messages or a step of its own; take sync=bsp"),
+        (f"sync=easgd {PORTS}", "has its own loop, messages or step; take sync=bsp"),
         (
             f"sync=local_sgd {PORTS} outer=heloco",
-            "outer=heloco goes layer by layer; take outer=nesterov",
+            "outer=heloco, which steps on whole layers; take outer=nesterov",
         ),
         (
             f"sync=bsp {PORTS} cluster.node=[0,0,1,1] cluster.intra_node_bandwidth_mbit_s=9",
@@ -41,7 +41,7 @@ PORTS = (
         (f"sync=bsp {PORTS} overlap=wfbp", "overlap=wfbp is not supported"),
         (
             f"sync=bsp {PORTS} cluster.churn={{mtbf_s:9,mttr_s:1}}",
-            "a failed worker cannot rejoin yet; take topology=parameter_server",
+            "a failed worker cannot rejoin; take topology=parameter_server",
         ),
     ],
 )

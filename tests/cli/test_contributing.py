@@ -56,7 +56,7 @@ def test_the_methods_of_the_page(package, capsys) -> None:
     assert main(["train", *own, *SMALL[:-1], "sync=asp", "compression=half", "--dry-run"]) == 0
     said = " ".join("".join(capsys.readouterr()).split())
     assert (
-        "compression=half, which takes no error feedback, is biased" in said
+        "compression=half, which does not support error feedback, is biased" in said
     )  # feedback would be refused
     assert limit["params_sha256"] == textbook["params_sha256"]
     assert halved["bytes_up"] / halved["commits"] < 0.6 * textbook["bytes_up"] / textbook["commits"]

@@ -54,4 +54,4 @@ def test_without_a_gradient_there_is_nothing_to_wait_for(workplace, capsys) -> N
         )
         == 2
     )
-    assert "drop stop.patience" in capsys.readouterr().err
+    assert "remove stop.patience" in capsys.readouterr().err

@@ -90,7 +90,10 @@ def test_what_runs_on_real_machines_is_predicted_from_their_profile(workplace) -
             f"cluster=one_slow cluster.events=[{{time_s:1,worker:0,compute:2}}] {FILE}",
             "drop one of them",
         ),
-        ("cluster=real cluster.num_workers=4", "give the profile=FILE that was measured on it"),
+        (
+            "cluster=real cluster.num_workers=4",
+            "add the profile=FILE that was measured on this one",
+        ),
     ],
 )
 def test_what_a_profile_cannot_drive_is_refused_with_the_fix(

@@ -106,8 +106,8 @@ def test_the_forecast_counts_its_bytes() -> None:
         (("sync=local_sgd",), "sync=bsp"),
         (("sync.exchange=difference",), "sync=bsp"),
         (("compression=topk",), "compression=none"),
-        (("aggregate=uniform",), "leave aggregate"),
-        (("aggregate.clip_norm=1",), "leave aggregate"),
+        (("aggregate=uniform",), "take aggregate=mean with its defaults"),
+        (("aggregate.clip_norm=1",), "take aggregate=mean with its defaults"),
     ],
 )
 def test_what_makes_no_sense(overrides: tuple[str, ...], why: str) -> None:

@@ -81,7 +81,7 @@ def test_a_bit_an_element_learns_as_much():
 )
 def test_without_what_adam_has_learned_it_is_refused(wrong):
     with pytest.raises(
-        UsageError, match="goes on with what Adam has learned; take schedule=one_bit_adam"
+        UsageError, match="needs the moments of a stage with Adam; take schedule=one_bit_adam"
     ):
         planned(*wrong)
 
@@ -172,7 +172,7 @@ def test_the_variance_is_learned_ever_less_often():
 def test_0_1_adam_without_adam_is_refused():
     with pytest.raises(
         UsageError,
-        match="steps as Adam does, and optimizer=muon is another one; take optimizer=adam",
+        match="needs Adam, and the optimizer is optimizer=muon; take optimizer=adam",
     ):
         planned(*ZERO_ONE, "optimizer=muon")
     with pytest.raises(

@@ -343,15 +343,18 @@ def test_a_loss_at_any_moment(name: str) -> None:
 @pytest.mark.parametrize(
     ("events", "said"),
     [
-        ([back(0, 1.0)], "says rejoin, and worker 0 is running at that time"),
-        ([lost(0, 1.0), lost(0, 2.0)], "says fail, and worker 0 has failed at that time"),
+        ([back(0, 1.0)], "has rejoin, and worker 0 is running at that time"),
+        ([lost(0, 1.0), lost(0, 2.0)], "has fail, and worker 0 has failed at that time"),
         ([lost(7, 1.0)], "there are only workers 0 to 2"),
         ([{"time_s": 1.0, "fail": True}], "names no worker"),
-        ([{"time_s": 1.0, "worker": 1, "server_fail": True}], "says server_fail, and more"),
+        (
+            [{"time_s": 1.0, "worker": 1, "server_fail": True}],
+            "has server_fail together with another change",
+        ),
         ([{"time_s": 1.0, "worker": 1, "link_down": 0.0}], "changes nothing"),
         (
             [{"time_s": 1.0, "worker": 1, "link_down": 1.0, "fail": True}],
-            "says fail and link_down at once",
+            "has fail and link_down at once",
         ),
     ],
 )

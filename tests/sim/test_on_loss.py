@@ -154,6 +154,6 @@ def test_shards_are_dealt_when_something_has_changed_and_not_at_every_merge(
 )
 def test_what_takes_a_shard_as_a_whole_cannot_have_more_on_the_way(mode: str) -> None:
     with pytest.raises(
-        UsageError, match=r"a worker computes with its whole shard at once.*on_worker_failure=skip"
+        UsageError, match=r"a worker computes on its whole shard at once.*on_worker_failure=skip"
     ):
         planned(*RUN, *mode.split(), "runtime.on_worker_failure=reshard")

@@ -72,8 +72,8 @@ def test_what_cannot_be_combined_is_skipped_with_its_reason() -> None:
     assert len(found.settings) == 3
     (skipped,) = found.skipped
     assert skipped.overrides[-2:] == ("sync=asp", "topology=all_reduce")
-    assert "nobody can be ahead" in skipped.reason
-    with pytest.raises(UsageError, match=r"sync=asp topology=all_reduce: .*nobody can be ahead"):
+    assert "no worker can be ahead" in skipped.reason
+    with pytest.raises(UsageError, match=r"sync=asp topology=all_reduce: .*no worker can be ahead"):
         grid("sync=bsp,asp", "topology=parameter_server,all_reduce", strict=True)
 
 
