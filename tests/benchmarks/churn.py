@@ -1,11 +1,11 @@
-"""What failures cost whom: `python -m tests.benchmarks.churn`; `--only TEXT` = of modes with this
+"""The cost of failures by mode: `python -m tests.benchmarks.churn`; `--only TEXT` = modes with this
 in their name.
 
-Sixteen unequal workers (factors 1, 1.5, 2 and 3) at a parameter server or without one, in virtual
-time without gradients, for 2,000 s of steps of 0.5 s; each worker fails after an exponential time
-of so many seconds on average, and is back after 5. Goodput is the steps/s that count over those of
-the same run without failures. No mode that never waits can be above the share of the time that
-workers are there; who is below it also loses what they were at, or waits.
+Sixteen unequal workers (factors 1, 1.5, 2 and 3) with or without a parameter server, in virtual
+time without gradients, for 2,000 s. Steps take 0.5 s. Each worker fails after an exponential time
+of this mean, and rejoins after 5 s on average. Goodput is the counted steps/s relative to those of
+the same run without failures. A mode without waiting cannot exceed the share of time in which
+workers run. A mode below that share also loses unfinished work, or waits.
 """
 
 import argparse
@@ -53,7 +53,7 @@ MTBF_S, MTTR_S, SEEDS = (10, 30, 100, 300, 1000), 5, (0, 1, 2)
 
 
 def goodputs(mode: tuple[str, ...]) -> list[float]:
-    """For each mean time, in the median of the seeds."""
+    """Return the median over the seeds for each mean time between failures."""
     whole = simulated(*CLUSTER, *mode).steps_per_s
     churn = [f"cluster.churn={{mtbf_s: {mtbf_s}, mttr_s: {MTTR_S}}}" for mtbf_s in MTBF_S]
     return [

@@ -1,8 +1,7 @@
-"""What `ashl compare` costs: `python -m tests.benchmarks.compare`.
+"""The cost of `ashl compare`: `python -m tests.benchmarks.compare`.
 
-It makes a sweep of 200 finished runs (25 settings of 8 seeds, 16 workers, about 50 evaluations and
-9,600 rounds a run), and compares it in a process of its own, from the command to the written
-report.
+It makes a sweep of 200 finished runs: 25 settings of 8 seeds, 16 workers, about 50 evaluations and
+9,600 rounds a run. A process of its own compares it, timed from the command to the written report.
 """
 
 import os

@@ -1,10 +1,10 @@
 """Every codec beside a copy of the vector, and Top-K beside torch.topk: `python -m
 tests.benchmarks.compression`.
 
-Two threads; turn about in one run. torch's side is its fastest: unsorted, into a buffer that is
-there already. With `--device cuda` those codecs that work on a device, there, beside what is aimed
-at; with `--device cpu` the same kernels in the host's memory, which shows that they run, and of no
-device how fast.
+It uses two threads, and measures interleaved in one run. torch's side is its fastest: unsorted,
+into an existing buffer. `--device cuda` measures the codecs that compute on a device, beside their
+targets. `--device cpu` runs the same kernels in the host's memory, which shows that they run, not
+their speed.
 """
 
 import argparse
@@ -145,7 +145,7 @@ def on_device(x: torch.Tensor, names: Sequence[str]) -> tuple[list[list[str]], l
 
 
 def show_device(device: str, x: torch.Tensor, names: Sequence[str]) -> None:
-    """Without a device, tensors of the host are taken for those of one."""
+    """Measure on the device, or on tensors of the host in its place."""
     if device == "cuda":
         rows, elsewhere = on_device(x.cuda(), names)
         name = torch.cuda.get_device_name()
@@ -161,7 +161,7 @@ def show_device(device: str, x: torch.Tensor, names: Sequence[str]) -> None:
 
 
 def floors(x: torch.Tensor) -> list[list[str]]:
-    """What nothing can beat, and what most do."""
+    """Measure lower bounds (read, copy) and torch's own operations."""
     d, buffer = x.numel(), torch.empty_like(x)
     k = d // 100
     reading, copying, casting, topk = turns(
@@ -178,7 +178,9 @@ def floors(x: torch.Tensor) -> list[list[str]]:
 
 
 def main() -> None:
-    """With names only these codecs: `python -m tests.benchmarks.compression qsgd topk`."""
+    """Measure all codecs, or only the named ones: `python -m tests.benchmarks.compression qsgd
+    topk`.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.compression")
     parser.add_argument("names", nargs="*", help="these codecs only")
     parser.add_argument(

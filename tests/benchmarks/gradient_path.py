@@ -3,10 +3,10 @@
 
 The run has one worker and a server: `sync=asp topology=parameter_server compression=topk`. The path
 is one round after the first, from the start of a gradient to the start of the next one. By then the
-worker has the reply, and the server has applied the update. Counted are calls of Python functions
-of `ashl/` and `cli/`, the files that they lie in, and the changes of file along the calls of each
-thread. With `--processes` the same is counted on real processes, for worker and server together;
-calls of background threads in that window, as heartbeats, are part of it.
+worker has the reply, and the server has applied the update. The figures are calls of Python
+functions of `ashl/` and `cli/`, their files, and the changes of file along the calls of each
+thread. With `--processes` the same is counted on real processes, for worker and server together.
+Calls of background threads in that window, for example heartbeats, are part of it.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
 
 class Count(NamedTuple):
-    """What lies on the path. A change of file is counted within its thread."""
+    """Files, calls and changes of file on the path. A change of file is counted within its thread."""
 
     files: int
     calls: int

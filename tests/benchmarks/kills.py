@@ -1,19 +1,19 @@
-"""What becomes of a run of which one worker is killed: `python -m tests.benchmarks.kills`.
+"""The outcome of runs with one killed worker: `python -m tests.benchmarks.kills`.
 
-Every sync mode on every topology that takes it, four workers, two stages of the same kind. Worker
-and moment are drawn from what a run without failures does: while the worker computes, pushes, pulls
-(or is in a sum), within 20 ms of the border between the stages, and in the last tenth. In virtual
-time all five are tried for each mode. On processes the worker gets SIGKILL when the run's clock, as
-home hears of it, shows that moment; `--sample N --seed S` draws N of them.
+Every sync mode on every topology that supports it, four workers, two stages of the same kind.
+Worker and moment are drawn from a run without failures. The five moments are: while the worker
+computes, pushes, or pulls (or is in a collective), within 20 ms of the stage boundary, and in the
+last tenth. In virtual time all five are tried for each mode. On processes the worker gets SIGKILL
+when the run's clock shows that moment, as the controller sees it; `--sample N --seed S` draws N of
+them.
 
 `--moments` tries all five for each mode on processes, and writes one row a mode as Markdown. With
-`--folder F` what has come of each is kept in F/outcomes.jsonl, and the same command continues
-there.
+`--folder F` outcomes are kept in F/outcomes.jsonl, and the same command continues there.
 
-A run goes on (exit code 0, and the summary names the lost worker, or the run was over by then), or
-ends in one sentence (exit code 1), or is refused before it begins (exit code 2). All else is WRONG:
-another exit code, no summary, a loss that it does not tell of, a process that is left, more than
-one line, or 20 s from the kill on.
+A run may continue (exit code 0, and the summary names the failed worker, or the run was over by
+then). It may also end in one sentence (exit code 1), or be an error before it begins (exit code 2).
+All other outcomes are WRONG: another exit code, no summary, a failure that is not in it, a
+remaining process, more than one line, or 20 s after the kill.
 """
 
 import argparse
@@ -71,7 +71,7 @@ ON, OVER, ENDS, REFUSED, WRONG = "goes on", "was over", "ends", "refused", "WRON
 
 
 class Kill(NamedTuple):
-    """Which worker of which mode, when, and what it does then."""
+    """A worker of a mode, the time of its kill, and its activity then."""
 
     topology: str
     sync: str
@@ -229,7 +229,7 @@ def judged(kill: Kill, folder: Path, code: int, err: str, took_s: float) -> Outc
 
 
 def kept(path: Path) -> dict[tuple[str, ...], Outcome]:
-    """What has come of each kill of before; a line that was cut short counts for nothing."""
+    """Return the recorded outcome of each earlier kill; a truncated line does not count."""
     found = dict[tuple[str, ...], Outcome]()
     for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError):
@@ -280,7 +280,7 @@ def each_moment(topologies: Sequence[str], sample: int | None, seed: int) -> str
 
 
 def cell(outcomes: list[Outcome]) -> str:
-    """How many of what, and how long the slowest took to end."""
+    """Return the number of each outcome, and the longest time to the end."""
     counts = Counter(of.what for of in outcomes)
     slowest = max((of.took_s for of in outcomes if of.what == ENDS), default=0.0)
     text = {what: f"{what} {count}" for what, count in counts.most_common()}
@@ -303,7 +303,9 @@ def main() -> None:
         "--moments", action="store_true", help="each moment of each mode, on processes, as Markdown"
     )
     parser.add_argument(
-        "--folder", type=Path, help="with --moments: where outcomes are kept, and gone on from"
+        "--folder",
+        type=Path,
+        help="with --moments: folder of the outcomes; the command continues there",
     )
     asked = parser.parse_args()
     if asked.moments:

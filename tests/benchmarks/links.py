@@ -158,7 +158,7 @@ class Study:
         return self.ms(json.loads((run / "summary.json").read_text())["samples_per_s"])
 
     def ddp(self, cap: float | None) -> float:
-        """With buckets of so many MiB, or torch's default."""
+        """Train with DDP buckets of this many MiB, or torch's default."""
         config = self.place / "config.json"
         config.write_text(json.dumps(self.config))
         printed = self.job(

@@ -1,7 +1,8 @@
-"""What overlapping is worth in virtual time: `python -m tests.benchmarks.overlap`.
+"""The gain of overlap in virtual time: `python -m tests.benchmarks.overlap`.
 
-A step and its sum by the closed form that the simulator keeps to the nanosecond, on two clusters
-with their declared steps, over links from 10 Mbit/s to 10 Gbit/s. Nothing is trained.
+It times a step and its all-reduce by the closed form that the simulator matches to the nanosecond.
+There are two clusters with their declared steps, and links from 10 Mbit/s to 10 Gbit/s. Nothing is
+trained.
 """
 
 from dataclasses import replace

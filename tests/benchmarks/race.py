@@ -61,7 +61,7 @@ def steps(lines: list[dict], at_s: float) -> float:
 
 
 def course(lines: list[dict], at_s: float) -> Course:
-    """What the run had shown by this moment."""
+    """Return the run's records until this time."""
     end = standing(lines, math.inf).reached_s
     seen = [line for line in lines if line["time_s"] <= min(at_s, math.inf if end is None else end)]
     ended = not seen or seen[-1] is lines[-1] or seen[-1]["time_s"] == end

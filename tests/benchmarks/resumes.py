@@ -1,16 +1,16 @@
-"""Whole runs that are killed and taken up again: `python -m tests.benchmarks.resumes`.
+"""Whole runs that are killed and resumed: `python -m tests.benchmarks.resumes`.
 
-`--trials N --seed S` real runs of drawn modes: every process gets SIGKILL at a drawn moment after
-the first checkpoint, then `ashl train --resume` goes on. Where all go round by round, the
-parameters at the end have to be those of the run in virtual time that was never stopped, bit for
-bit. Elsewhere the run has to end by its count, with books that balance and a training loss of at
-most 1.25 times that of the whole run plus 0.05. All else is WRONG.
+`--trials N --seed S` makes N real runs of random modes. Every process gets SIGKILL at a random
+moment after the first checkpoint, then `ashl train --resume` continues. In synchronous rounds the
+parameters at the end must be those of an uninterrupted run in virtual time, bit for bit. Other runs
+must end by their count, with consistent accounting and a training loss of at most 1.25 times that
+of the whole run plus 0.05. All other outcomes are WRONG.
 
-`--cost`: what checkpoints cost. In one run of real processes without declared costs, one every 10
-s: how many rounds less end in the 2 s after each than in as long a time between them, as a share of
-the run; and the CPU time of writing a rank's part as a share of 10 s, which a busy machine does not
-blur. Both in a run of its own processes, and in a job of torchrun, where a part goes through the
-job's store.
+`--cost` measures the cost of checkpoints every 10 s, in a run of real processes without declared
+costs. The first figure is the number of rounds missing in the 2 s after each checkpoint,
+as a share of the run. The comparison is an equally long time between checkpoints. The second is the CPU time to write a
+rank's part, as a share of 10 s, which other load does not blur. Both are measured in a run of its
+own processes, and in a job of torchrun, where a part goes through the job's store.
 """
 
 import argparse
@@ -148,7 +148,7 @@ def killed(line: list[str], folder: str, after_s: float) -> str:
 
 
 def judged(line: list[str], folder: str, in_rounds: bool, expected: Whole) -> tuple[bool, str]:
-    """Whether a run that is taken up ends as it should, and how it did."""
+    """Return True if a resumed run ends correctly, with a description of its end."""
     command = [sys.executable, "-m", "ashl.cli", "train", "--resume", folder, "-q"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     path = Path(folder, "summary.json")

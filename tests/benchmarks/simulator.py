@@ -1,12 +1,11 @@
-"""What the simulator costs: `python -m tests.benchmarks.simulator`.
+"""The cost of the simulator: `python -m tests.benchmarks.simulator`.
 
-First against a plain training loop of one process over as many minibatches, then on all cores
-against one, then its events per second when nothing is learned, what planning takes, and memory.
-Seconds are of the processor, so that a busy neighbour does not lengthen them, but where several
-cores are at work.
+It compares the simulator with a plain training loop of one process over as many minibatches, and
+all cores with one. Then it measures events per second without gradients, the time of planning, and
+memory. Seconds are processor time, which other load does not lengthen, except with several cores.
 
-With `--device cuda` only this: four workers on one GPU beside a plain loop on it; with `--device
-cpu` the same at a small size, which shows that it runs.
+With `--device cuda` it only compares four workers on one GPU with a plain loop on it. With
+`--device cpu` it does so at a small size, which shows that it runs.
 """
 
 import argparse
@@ -103,9 +102,7 @@ def simulation(plan: Plan, cores: int = 1, device: str = "cpu") -> Callable[[], 
 def plain_loop(
     config: Plan, steps: int, device: str = "cpu", graphed: bool = False
 ) -> Callable[[], None]:
-    """What someone who knows torch would write for one process, with the same model, batch and
-    optimizer.
-    """
+    """Train as a torch user would in one process, with the same model, batch and optimizer."""
     dataset, sgd = construct(config.dataset, "dataset"), config.stages[0].optimizer
     data = dataset.load()
     module = construct(config.model, "model").build(data.sample_shape, data.num_classes).to(device)

@@ -1,5 +1,5 @@
-"""How the benchmarks compare and print: turn about in one run, so that a busy machine is unfair to
-all alike.
+"""Comparison and output of the benchmarks: interleaved in one run, so that other load affects all
+variants equally.
 """
 
 import os
@@ -12,8 +12,10 @@ from rich.table import Table
 
 
 def alternate(contestants: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
-    """What each gave at each turn; each turn begins with another one, and every other turn goes
-    backwards, so that none is always first, or always in the middle.
+    """Return the results of each variant in each turn.
+
+    Each turn begins with another variant, and every other turn goes backwards, so no variant is
+    always first or in the middle.
     """
     results: dict[str, list[float]] = {name: [] for name in contestants}
     names = sorted(contestants)
@@ -26,7 +28,7 @@ def alternate(contestants: Mapping[str, Callable[[], float]], turns: int) -> dic
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Of each turn: the median, and from the lower to the upper quartile."""
+    """Return the median over the turns, with the lower and upper quartile."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"

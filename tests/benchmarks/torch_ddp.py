@@ -1,5 +1,5 @@
-"""What someone who knows torch's DistributedDataParallel would write: samples a second of its
-processes, over gloo on CPUs and over NCCL on GPUs.
+"""A plain program for torch's DistributedDataParallel: samples a second, over gloo on CPUs and NCCL
+on GPUs.
 """
 
 import json

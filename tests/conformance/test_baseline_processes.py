@@ -15,7 +15,7 @@ def test_adsp_commits_alike_however_fast_a_worker_is(tmp_path):
     assert adds_up(summary)
     assert (
         max(commits) - min(commits) <= 2
-    )  # one at check points, and one under way when the run ended
+    )  # one at check points, and one in flight when the run ended
     assert min(steps[:3]) > 3 * steps[3]
     assert summary["wait_share"] < 0.1
 

@@ -1,6 +1,4 @@
-"""Jobs that others have started leave checkpoints and go on from them, whether they share a folder
-or not.
-"""
+"""Jobs of other launchers write checkpoints and resume from them, with and without a shared folder."""
 
 import json
 import os
@@ -43,7 +41,7 @@ def torchrun(size: int, *train: str, restarts: int = 0) -> subprocess.Popen:
 
 
 def until_saved(run: Path, *jobs: subprocess.Popen) -> None:
-    """Until a run has a checkpoint."""
+    """Wait until a run has a checkpoint."""
     end = time.monotonic() + 60
     while not [*run.glob("checkpoint/*/manifest.json")] and time.monotonic() < end:
         time.sleep(0.02)
@@ -115,7 +113,7 @@ def worker_of(job: subprocess.Popen) -> int:
 
 
 def test_ranks_share_no_folder(tmp_path: Path) -> None:
-    """As on machines of their own: the parts of all lie with rank 0, which gives them out again."""
+    """Rank 0 keeps the parts of all ranks without a shared folder, and sends them on resume."""
     folders = [tmp_path / str(rank) for rank in range(3)]
 
     def job(attempt: int) -> list[subprocess.Popen]:

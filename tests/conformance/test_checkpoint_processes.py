@@ -1,5 +1,5 @@
-"""Real runs in lockstep that go on from a checkpoint, also in virtual time and back: bit for bit
-the run that was never stopped.
+"""Real runs in lockstep resume from a checkpoint with the bits of an uninterrupted run, on both
+kernels.
 """
 
 import json
@@ -129,8 +129,9 @@ def checked(run: Path, expected: str, count: int = 400) -> None:
 
 
 def killed(line: list[str]) -> None:
-    """A run that is killed as a whole once it has two checkpoints. Each comes a second after it is
-    due, or two where a rank has heard of it too late.
+    """Kill all processes of a run once it has two checkpoints.
+
+    Each checkpoint comes a second after it is due, or two if a rank was notified too late.
     """
     command = [*line, "runtime=local", "tracking=none", "run.dir=run", "run.checkpoint_s=0.1"]
     killed_once(command, lambda: len([*Path("run").glob("checkpoint/*/manifest.json")]) >= 2)
@@ -167,7 +168,7 @@ def test_a_run_that_was_killed_again_before_its_next_checkpoint(mode: str, workp
 
 
 def new_rounds(path: Path) -> Callable[[], bool]:
-    """Whether a run that is taken up has taken these records back, and then has added some."""
+    """Return True if a resumed run has taken these records back and then added new ones."""
     sizes = [path.stat().st_size]
 
     def reached() -> bool:

@@ -1,6 +1,8 @@
-"""Three machines under a starter like torchrun (four times torchrun itself), of which one loses its
-network (24 times), or its process, or stands still: where that is a worker's, the others go on;
-else every process of every machine ends within twice the timeout, and who fell silent is named.
+"""Three machines under a launcher like torchrun (four times torchrun itself), with one fault each.
+
+A machine loses its network (24 times) or its process, or hangs. If it has a worker alone, the
+others continue. Else every process of every machine ends within twice the timeout, and the failed
+one is named.
 """
 
 import os
@@ -48,7 +50,7 @@ class Job(NamedTuple):
     processes: list[subprocess.Popen]
 
     def home(self) -> int:
-        """On which machine the records are kept."""
+        """Return the machine of the controller."""
         found = [
             k
             for k, process in enumerate(self.processes)
@@ -67,7 +69,7 @@ def folder_of(process: subprocess.Popen) -> str:
 
 @pytest.fixture
 def job(tmp_path: Path, request) -> Iterator[Job]:
-    """A run that has got under way on three machines."""
+    """A run that has started on three machines."""
     if why := missing():
         pytest.skip(why)
     with machines(1000, 1000, 1000) as names:
@@ -127,8 +129,8 @@ def is_rank(command: list[str]) -> bool:
 
 
 def ended(job: Job, act: Callable[[], object], but: Sequence[int] = ()) -> list[str]:
-    """Do it to a run; what each machine said, but for these, in good time and with nothing left
-    behind.
+    """Inject a fault into a run; return the output of every machine except these, in time and with
+    no process left.
     """
     family = [
         child
@@ -160,8 +162,8 @@ def ended(job: Job, act: Callable[[], object], but: Sequence[int] = ()) -> list[
 
 
 def left(job: Job, who: int, act: Callable[[], object]) -> int:
-    """Do it to this machine's process: the others know in good time, and go on. How it ended
-    itself.
+    """Inject a fault into this machine's process: the others detect it in time and continue. Return
+    how it ended.
     """
     events = Path(folder_of(job.processes[job.home()]), "run/events.jsonl")
     act()
@@ -207,7 +209,9 @@ def test_a_workers_link_is_cut_where_torchrun_has_started_it(job: Job) -> None:
 
 @pytest.mark.parametrize("job", [*MODES, *GOSSIP, *BY_AGENTS], indirect=True)
 def test_the_link_of_the_store_is_cut(job: Job) -> None:
-    """Or of home, where that is the same machine: those on the others know whom they miss."""
+    """The link of the store, or of the controller on the same machine, is cut: the other machines
+    name it.
+    """
     home, said = job.home(), ended(job, lambda: cut(job.names[0]))
     store = f"the job's store at {address(job.names[0])}:29500 did not answer for {TIMEOUT_S:g} s"
     assert all(store in sentence for sentence in said[1:]), said
@@ -240,7 +244,7 @@ def test_the_link_of_a_worker_is_cut_whom_others_may_wait_for(job: Job) -> None:
 
 @pytest.mark.parametrize("job", [*MODES, *GOSSIP], indirect=True)
 def test_a_link_is_cut_for_a_while(job: Job) -> None:
-    """Who is heard again within the timeout was only late."""
+    """A process with heartbeats again within the timeout was only late."""
     events = Path(folder_of(job.processes[job.home()]), "run/events.jsonl")
     cut(job.names[2])
     time.sleep(TIMEOUT_S / 3)
@@ -266,8 +270,8 @@ def test_a_process_of_gossip_is_killed(job: Job) -> None:
 
 @pytest.mark.parametrize("job", ["ssp", "all_reduce"], indirect=True)
 def test_a_process_stands_still(job: Job) -> None:
-    """For less than the timeout it is only late; for longer the run goes on without it, and it
-    hears so.
+    """A pause below the timeout only delays the run; after a longer one the run continues without
+    the worker and notifies it.
     """
     who = next(k for k in (1, 2) if k != job.home())
     os.kill(job.processes[who].pid, signal.SIGSTOP)

@@ -1,5 +1,7 @@
-"""Gossip on four gloo processes: the simulator's models, bit for bit, in rounds; the books and a
-drained end for those that go at their own pace.
+"""Gossip on four gloo processes.
+
+In synchronous rounds the models equal the simulator's bit for bit; asynchronous runs have
+consistent accounting and end drained.
 """
 
 import json

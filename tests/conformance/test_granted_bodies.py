@@ -1,5 +1,7 @@
-"""Bodies that a server grants, as NCCL needs it, with gloo in its place and as strict as that is:
-one thread, one body at a time, both sides in one order, and who sends waits for who receives.
+"""Payloads that a server grants, as NCCL needs it, checked with gloo in its place.
+
+The stand-in is as strict as NCCL: one thread, one payload at a time, both sides in one order, and
+the sender waits for the receiver.
 """
 
 import hashlib
@@ -50,8 +52,10 @@ PLAIN = (
 
 
 class Strict(PairwiseGroups):
-    """Over gloo. A body's number and size go before it, and what came is said before the other side
-    goes on.
+    """A payload connection over gloo.
+
+    A payload's number and size precede it, and the receiver confirms it before the sender
+    continues.
     """
 
     def __init__(self, rank: int) -> None:
@@ -109,8 +113,8 @@ class Seen(Quiet):
 
 
 def runs(end: Any, port: int, rank: int, ranks: int, plans: list[str]) -> None:
-    """One rank, which plays one run after the other; says of each how many steps it counted, the
-    model, and how many bodies this rank carried.
+    """Run one rank of one run after the other; return the counted steps, the model and the number
+    of payloads of each.
     """
     torch.set_num_threads(1)
     store = dist.TCPStore(
@@ -172,8 +176,8 @@ def test_a_servers_modes_by_grants(modes: list[tuple[str, ...]]) -> None:
 
 
 def test_where_nccl_carries_messages(monkeypatch) -> None:
-    """A server's, where that is asked for, on machines that are there; which then cannot lose a
-    worker.
+    """A server grants payloads if requested, on real processes; such a run does not tolerate a
+    failed worker.
     """
     monkeypatch.setattr(device, "device_of", lambda runtime: "cuda:0")
     monkeypatch.setattr(device, "nccl_available", lambda: True)

@@ -27,7 +27,7 @@ SYNCHRONOUS = [
     pytest.param(
         ["sync=bsp"], marks=pytest.mark.slow
     ),  # by default it is a row of the golden set that does,
-    pytest.param(["sync=bsp", "topology=all_reduce"], marks=pytest.mark.slow),  # ... and so is this
+    pytest.param(["sync=bsp", "topology=all_reduce"], marks=pytest.mark.slow),  # this one too
     ["sync=backup", "sync.backups=0"],
     [
         "sync=local_sgd",
@@ -174,7 +174,7 @@ def test_servers_by_region_end_a_stage_on_processes(tmp_path):
 
 @pytest.mark.slow  # it compares times, which a machine that others use may spoil
 def test_a_paced_run_goes_at_the_predicted_rate(tmp_path):
-    """To 10 % where the machine keeps the pace; the run itself says when it does not."""
+    """Times agree to 10 % if the machine keeps the pace; the run itself says when it does not."""
     pace = (
         "cluster.step_s=0.02",
         "cluster.exchange_s=0.01",

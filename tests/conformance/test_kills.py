@@ -1,6 +1,4 @@
-"""A worker that is killed at a drawn moment: whatever the mode, the run goes on or ends in one
-sentence.
-"""
+"""A worker is killed at a random moment: in every mode the run continues or ends in one sentence."""
 
 import random
 from pathlib import Path
@@ -41,7 +39,7 @@ def test_no_kill_leaves_anything_undone(topology: str, every: int, workplace: Pa
 def test_each_moment_of_each_mode_is_gone_on_from(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has come of a kill is not tried again, and a line that was cut short is."""
+    """A kill with a recorded outcome is not tried again; one with a truncated line is."""
     tried = list[str]()
 
     def tries(kill: Kill, folder: str) -> Outcome:

@@ -42,7 +42,7 @@ MODES = {
 
 @pytest.fixture
 def two_hosts(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What makes this machine two hosts of a slot each."""
+    """Set-up that makes this machine two hosts with one slot each."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     Path("ssh").write_text(SSH)
     Path("ssh").chmod(0o755)
@@ -147,7 +147,9 @@ def left_running(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_three_machines_behind_unequal_links(tmp_path: Path) -> None:
-    """As root, with sshd; elsewhere it says why not. Each machine has a folder of its own."""
+    """A whole session, as root, with sshd; otherwise it is skipped with the reason. Each machine
+    has its own folder.
+    """
     if why := missing() or no_sshd():
         pytest.skip(why)
     with machines(1000, 200, 50) as names, ssh_between(names, tmp_path) as ssh:

@@ -1,4 +1,6 @@
-"""NCCL: sums between GPUs end as those of gloo, and bodies between two ranks arrive bit for bit."""
+"""NCCL: collectives between GPUs end like those of gloo, and payloads between two ranks arrive bit
+for bit.
+"""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""A real run that goes on with the data of a lost worker has the bits of one in virtual time that
-loses it as late.
+"""A real run that continues with the data of a failed worker has the bits of virtual time with the
+same failure.
 """
 
 import json

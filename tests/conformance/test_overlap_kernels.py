@@ -1,5 +1,5 @@
-"""What the tasks of one node share, alike on both kernels: one compute unit, ports, and one channel
-for each team.
+"""Resources that the tasks of one rank share, on both kernels: one compute unit, NICs, and one
+queue per process group.
 """
 
 import threading
@@ -65,8 +65,8 @@ def test_several_sums_at_once_go_by_their_keys():
 
 @pytest.mark.parametrize("machines", [DECLARED, REAL], ids=["paced", "real"])
 def test_what_is_committed_is_not_overtaken(machines):
-    """One is under way when lower keys come; a credit of two sums has committed the next
-    one, too.
+    """One collective is in flight when lower keys come; a credit of two has committed the next one,
+    too.
     """
     one = ["first", "late a", "early a", "early b", "late b", "late c"]
     two = ["first", "late a", "late b", "early a", "early b", "late c"]
@@ -74,14 +74,14 @@ def test_what_is_committed_is_not_overtaken(machines):
     assert results(in_virtual_time(play.two_ahead, DECLARED)) == [two] * 2
     orders = results(
         on_processes(play.two_ahead, machines, 2)
-    )  # who is late by the clock may find another order
+    )  # a rank that is late by the clock may find another order
     assert orders[0] == orders[1]
     assert sorted(orders[0]) == sorted(two)
 
 
 def test_members_commit_alike_of_what_all_have_posted():
-    """Of four that this member has posted the others have posted three: by key, as long as credit
-    is left.
+    """This member has posted four collectives and the others three of them: they start by key,
+    while credit remains.
     """
     end = communicator.LocalQueue((0, 1), (0, 0), lambda end: None)
     for key in (3, 2, 4, 1):
@@ -96,7 +96,7 @@ def test_members_commit_alike_of_what_all_have_posted():
 
 
 def test_a_computation_stands_still_until_what_it_needs_is_there():
-    """Half of 0.2 s, then until 0.15 s, then the other half; to stand still is to wait."""
+    """Half of 0.2 s, then until 0.15 s, then the other half; a pause counts as waiting."""
     virtual = in_virtual_time(play.standing_still, DECLARED, 1)
     assert results(virtual) == [(7.0, pytest.approx(0.25), 2)]
     assert virtual[0].spent == {
@@ -231,8 +231,8 @@ def test_computed_alike():
 
 
 def test_a_push_lasts_until_its_last_byte_is_there():
-    """By the receiver's clock: its port takes 0.2 s for what leaves the sender's in 0.002 s. Then
-    the sender waits.
+    """Time by the receiver's clock: its NIC takes 0.2 s for a message that leaves the sender's in
+    0.002 s. Then the sender waits.
     """
     links = {
         "exchange_s": None,
@@ -270,7 +270,7 @@ def test_workers_of_one_machine_share_its_port_on_both_kernels():
 async def two_steps(ctx):
     for _ in range(2):
         await ctx.compute(int, work=1)
-    time.sleep(0.02)  # reads a loss, say
+    time.sleep(0.02)  # reads a loss, for example
     await ctx.sleep(0.01)
 
 
@@ -286,9 +286,7 @@ def test_what_a_device_has_not_done_yet_is_computing():
 
 
 async def watched(ctx):
-    """What the backend was asked by this rank, in order; nothing while something else was under
-    way.
-    """
+    """Return this rank's calls of the backend, in order; none may overlap another."""
     asked, busy = [], threading.Lock()
 
     def one_at_a_time(name):
@@ -319,7 +317,7 @@ async def watched(ctx):
 
 
 def test_a_rank_asks_the_backend_one_thing_at_a_time_and_all_in_one_order():
-    """What NCCL needs, which would hang where it is not so."""
+    """The order of calls that NCCL needs; another order would hang."""
     ended = results(on_processes(watched, REAL, 3))
     assert [sums for sums, _ in ended] == [[3.0, 3.0, 3.0, 6.0]] * 3
     assert ended[0][1] == ended[1][1] == ended[2][1]

@@ -58,7 +58,7 @@ def test_dynamic_groups_keep_their_invariants(scheduler, tmp_path):
 @pytest.mark.slow  # it compares times, which a machine that others use may spoil
 @pytest.mark.timeout(600)
 def test_eight_paced_processes_keep_the_papers_bands(tmp_path):
-    """On two machines of four, with steps so long that processes need not have a core each."""
+    """Two nodes of four workers, with steps so long that processes need not have a core each."""
     pace = (
         "cluster.step_s=0.2",
         "cluster.exchange_s=0.02",

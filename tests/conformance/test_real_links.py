@@ -41,7 +41,7 @@ def summary_of(run: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sums_are_hidden_behind_backward_and_change_no_bit(tmp_path: Path) -> None:
-    """As root; elsewhere it says why not."""
+    """A run over shaped links, as root; otherwise it is skipped with the reason."""
     if why := missing():
         pytest.skip(why)
     found = {}

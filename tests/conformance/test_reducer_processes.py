@@ -20,7 +20,7 @@ QUICK = (
 )
 WAYS = [  # summed on the way, gathered, and protocols of their own
     ["compression=random_mask"],
-    ["compression=threshold"],  # bodies of many lengths
+    ["compression=threshold"],  # payloads of many lengths
     ["compression=power_sgd"],
     ["compression=gtopk"],
     ["compression=sketch_sgd"],
@@ -47,8 +47,9 @@ def test_processes_come_to_the_simulators_parameters(way, tmp_path):
     ],  # gathered, and summed on their way
 )
 def test_messages_that_are_compressed_while_backward_goes_on(codec, tmp_path):
-    """On two unequal processes, with what is kept for later and the optimizer's momentum; what
-    selecting is declared to take is taken, and is compressing.
+    """Two unequal processes, with residuals and the optimizer's momentum, equal virtual time.
+
+    Selection takes its declared time, and that time counts as compressing.
     """
     quick = (
         "cluster.compute=[1,2]",

@@ -96,8 +96,9 @@ def test_a_run_that_was_killed(workplace: Path) -> None:
 
 
 def test_jobs_of_another_size(workplace: Path) -> None:
-    """Without a word of it a job is refused; with one it goes on, and what torchrun starts anew
-    goes on from there.
+    """A job of another size is an error without a number of workers.
+
+    With one it resumes, and a restart by torchrun resumes from there.
     """
     own = (
         "sync=bsp",

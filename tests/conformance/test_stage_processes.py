@@ -79,8 +79,8 @@ def stages_of_two(folder: Path, overrides: tuple[str, ...]) -> Ran:
 
 
 def test_workers_that_went_on_alone_average_their_models_again(tmp_path: Path) -> None:
-    """At a border each keeps its own last work, and groups took their models for the same ever
-    after.
+    """Each worker kept its own last work at a stage boundary, and groups took their models for
+    identical from then on.
     """
     ran = stages_of_two(
         tmp_path, ("topology=partial_all_reduce", "sync=ripples_first_come", "sync.group_size=4")
@@ -94,9 +94,7 @@ def test_workers_that_went_on_alone_average_their_models_again(tmp_path: Path) -
 
 
 def test_relays_do_not_fall_back_to_the_first_model(tmp_path: Path) -> None:
-    """What has not come yet at the start of a stage was made up for by the model that the run began
-    with.
-    """
+    """A message that is missing at the start of a stage was replaced by the first model of the run."""
     ran = stages_of_two(tmp_path, ("topology=gossip", "topology.graph=ring", "sync=relay_sum"))
     models = {record["merges"]: params for record, params in ran.snapshots}
     border = ran.of("stage")[0]["merges"]
@@ -138,7 +136,7 @@ def test_a_stage_gives_way_by_the_evaluated_loss(topology: str, tmp_path: Path) 
         if m["time_ns"] <= ends[0]["end_ns"]
     ]
     assert min(losses) <= 2.2 < losses[0]
-    if topology == "server":  # long enough for an evaluation to come back, which takes real time
+    if topology == "server":  # long enough for the result of an evaluation, which takes real time
         summary = real(tmp_path / "run", *chosen, "stop.steps=400")
         assert [stage["exit_reason"] for stage in summary["stages"]] == ["evaluated_loss", "steps"]
 

@@ -30,7 +30,7 @@ def names():
 
 
 def outcome(jobs: Sequence[subprocess.Popen], folder: Path, first: str) -> tuple[str, dict]:
-    """What was said, and the summary; both where the process of rank 0 is, and nowhere else."""
+    """Return the output and the summary; both exist only on the machine of rank 0."""
     try:
         said = {job.args[3]: job.communicate(timeout=120)[0] for job in jobs}
     finally:
@@ -86,8 +86,8 @@ def test_the_server_is_on_the_best_link_and_the_records_with_process_0(
 
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_under_torchrun(names: list[str], tmp_path: Path, rendezvous: str) -> None:
-    """With a static rendezvous ranks are as they are told; with c10d nodes are numbered by their
-    addresses, wherever they meet.
+    """Ranks follow --node-rank with a static rendezvous; with c10d nodes are numbered by their
+    addresses.
     """
     there = list(reversed(names))
     meeting = address(there[0])

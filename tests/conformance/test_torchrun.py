@@ -91,7 +91,7 @@ def check(jobs: Sequence[subprocess.Popen], folders: Sequence[Path], topology: s
     "topology", ["gossip", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
 def test_ranks_on_machines_of_their_own(topology: str, tmp_path: Path) -> None:
-    """With what torchrun sets, and a folder for each rank."""
+    """Return the environment that torchrun sets, and a folder for each rank."""
     size, port = MODES[topology][0], str(free_port())
     folders = [tmp_path / str(rank) for rank in range(size)]
     world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -183,7 +183,7 @@ def test_a_job_of_torchrun(topology: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_job_of_two_agents(tmp_path: Path) -> None:
-    """As torchrun is started on two machines."""
+    """Start torchrun twice, as on two machines."""
     folders, port = [tmp_path / "here", tmp_path / "there"], free_port()
     place = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
     agents = [

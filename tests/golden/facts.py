@@ -1,4 +1,4 @@
-"""What the golden set records of a run, what it compares, and how records are read and written."""
+"""Facts of the golden set: those that it records of a run, those that it compares, and their files."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def rounded(value: float | None, digits: int) -> float | None:
 
 @cache
 def arithmetic() -> str:
-    """A fingerprint of how this machine rounds: the same bits of sums and products of the kinds
+    """Return a fingerprint of this machine's rounding: the bits of the kinds of sums and products
     that runs make.
 
-    Which kernel a matrix library takes depends on the processor, and with it the last bits of
-    whatever is learned.
+    A matrix library chooses its kernel by the processor, and the last bits of learned values depend
+    on the kernel.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -114,8 +114,8 @@ def network_results() -> list[np.ndarray]:
 
 
 def other_results() -> list[np.ndarray]:
-    """What optimizers and codecs do: long sums, norms, exponentials, roots, random numbers, a
-    decomposition.
+    """Compute the operations of optimizers and codecs: long sums, norms, exponentials, roots,
+    random numbers, a decomposition.
     """
     x = fixed(10_007)
     drawn = torch.randn(1000, generator=torch.Generator().manual_seed(0))
@@ -129,7 +129,7 @@ def other_results() -> list[np.ndarray]:
 
 
 def compared(row: Row, facts: Facts, same: bool) -> Facts:
-    """Those facts that this machine must reproduce; `same` where its arithmetic is that of the
+    """Return the facts that this machine must reproduce; `same` if its arithmetic is that of the
     record.
     """
     if same or not row.learns:
@@ -138,7 +138,7 @@ def compared(row: Row, facts: Facts, same: bool) -> Facts:
 
 
 def changes(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Which facts of a run changed, from what to what."""
+    """Return the changed facts of a run, with old and new values."""
     found = []
     for fact in sorted({*was, *now}):
         before, after = was.get(fact), now.get(fact)
@@ -168,6 +168,6 @@ def write(path: Path, key: str, by_name: Mapping[str, Any]) -> None:
 
 
 def counted() -> str:
-    """What a machine of another arithmetic compares, in words."""
+    """Return in words the facts that a machine of another arithmetic compares."""
     timed = sum(not row.by_bits for row in RUNS.values())
     return f"of {len(RUNS)} runs only the timings and bytes of {timed} are compared"

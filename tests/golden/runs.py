@@ -1,16 +1,15 @@
-"""The golden set: runs whose outcome is written down to the bit, so that a change of the code shows
-what it changes.
+"""The golden set: runs with outcomes recorded to the bit, so that every effect of a change of the
+code shows.
 
-`golden.json` holds of each run here what it sends, how long it takes, the classes of every
-nanosecond of every worker and the model that it ends with; `curves.json` what a few runs learn on
-their way. A refactoring passes with both files untouched: same bits, same bytes, same trace.
-`python -m pytest tests/golden` runs most of it, with `-m ""` all of it. After a deliberate change
-run
+`golden.json` has for each run its sent bytes, its duration, the classes of every nanosecond of
+every worker and its final model. `curves.json` has the progress of a few runs. A refactoring passes
+with both files untouched: same bits, same bytes, same trace. `python -m pytest tests/golden` runs
+most of it, with `-m ""` all of it. After a deliberate change run
 
-    python -m pytest tests/golden -n 0 --rewrite-golden
+python -m pytest tests/golden -n 0 --rewrite-golden
 
-look at the difference line by line, and say in CHANGELOG.md why these runs moved. A new mechanism
-gets a row here.
+Then look at the difference line by line, and give the reason in CHANGELOG.md. A new mechanism gets
+a row here.
 """
 
 from __future__ import annotations

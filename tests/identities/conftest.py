@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _forecasts(short_forecasts: None) -> None:
-    """Of no plan here is the forecast of interest."""
+    """Skip the forecast, which no plan here needs."""

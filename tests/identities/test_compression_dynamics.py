@@ -1,4 +1,4 @@
-"""What compression does to training: an identity, examples on which one method fails and another
+"""The effect of compression on training: an identity, examples that one method solves and another
 does not, drops.
 """
 
@@ -20,8 +20,9 @@ from tests.support import simulated
 
 
 def test_momentum_correction_of_everything_is_momentum_sgd() -> None:
-    """k = d, no masking: Σ_i u_i/n is the velocity of the mean gradient; weight decay, which the
-    optimizer adds, has none.
+    """Σ_i u_i/n is the velocity of the mean gradient with k = d and no masking.
+
+    Weight decay, which the optimizer adds, has no velocity.
     """
     base = ("sync=bsp", "stop.steps=40", "model.hidden=[16]", "optimizer.weight_decay=0")
     corrected = (
@@ -46,7 +47,7 @@ def test_momentum_correction_of_everything_is_momentum_sgd() -> None:
 
 
 def descent(option, gradients, start: list[float], steps: int, rate) -> Tensor:
-    """x after steps along the mean of what the workers' gradients decode to."""
+    """Return x after steps along the mean of the workers' decoded gradients."""
     codec, x = wrap_codec(option, ()), torch.tensor(start, dtype=torch.float64)
     senders: list = [None] * len(gradients)
     receivers = list(senders)
@@ -84,9 +85,10 @@ def test_diana_converges_linearly_where_qsgd_stalls() -> None:
 
 
 def test_signs_fail_where_feedback_does_not() -> None:
-    """Counter-example 2 of Karimireddy et al.: f = ε|x₁ + x₂| + |x₁ − x₂| from (1, 1). Signs are
-    ±(1, −1), so that x₁ + x₂ stays 2 whatever the steps; scaled and with feedback they come to the
-    optimum at 0.
+    """Counter-example 2 of Karimireddy et al.: f = ε|x₁ + x₂| + |x₁ − x₂| from (1, 1).
+
+    Signs are ±(1, −1), so x₁ + x₂ stays 2 for all steps. With scale and error feedback they reach
+    the optimum at 0.
     """
 
     def gradient(x: Tensor) -> Tensor:
@@ -141,7 +143,8 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
     given: dict[int, Tensor] = {}
     applied: dict[int, Tensor] = {}
     kept: dict[int, Tensor] = {}
-    owner: dict[int, tuple[int, Tensor]] = {}  # by the address of a body, which is kept alive
+    # by the address of a payload, which is kept in memory
+    owner: dict[int, tuple[int, Tensor]] = {}
 
     encode, restore_dropped, decode = (
         Feedback.encode,
@@ -182,7 +185,7 @@ def test_dropped_pushes_return_to_the_residual(monkeypatch: pytest.MonkeyPatch) 
 def test_both_ends_of_diana_hold_the_same(
     mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every message that is decoded, whichever were dropped before."""
+    """The identity holds at every decoded message, after any dropped ones."""
     held: dict[int, tuple[Tensor | None, Tensor]] = {}
     encode, decode = Diana.encode, Diana.decode
     decoded = []

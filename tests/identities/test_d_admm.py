@@ -1,5 +1,5 @@
-"""D-ADMM: duals that add up to zero whatever the order of events, and the optimum itself where
-averaging after local steps stops short of it.
+"""D-ADMM: duals add up to zero in any order of events, and it finds the optimum that averaging
+after local steps misses.
 """
 
 from itertools import pairwise

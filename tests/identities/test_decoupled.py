@@ -1,5 +1,5 @@
-"""A quorum of learners and a grace window: DiLoCo through a server at one end, who is waited for,
-who goes on alone.
+"""A quorum of learners and a grace window: DiLoCo with a server as a limit, waiting, and learners
+that proceed alone.
 """
 
 from functools import partial
@@ -57,7 +57,7 @@ def test_a_merge_waits_for_its_quorum_and_as_long_as_it_may(
 
 
 def test_one_learner_is_enough_where_it_is_said_so() -> None:
-    """What comes at one moment is merged at once, and nobody waits for anybody."""
+    """Simultaneous pushes are merged at once, and no worker waits."""
     ran = decoupled(*TIMED, "sync.min_learners=1", "stop.steps=200")
     assert (ran.end["merges"], ran.end["commits"]) == (40, [30, 30, 30, 10])
     assert all(ledger["wait"] == 0 for ledger in ran.ledgers)
@@ -67,7 +67,9 @@ def test_one_learner_is_enough_where_it_is_said_so() -> None:
     "more", [("sync.min_learners=4",), ("sync.min_learners=2", "sync.grace_s=0.1")]
 )
 def test_others_go_on_without_a_learner_and_take_it_back(more: tuple[str, ...]) -> None:
-    """Of fewer than the quorum a merge waits for all; who comes back is one of them again."""
+    """A merge waits for all workers if they are fewer than the quorum; a rejoining worker counts
+    again.
+    """
     fails, comes = "{time_s: 0.15, worker: 1, fail: true}", "{time_s: 0.6, worker: 1, rejoin: true}"
     ran = decoupled(
         *TIMED, *more, f"cluster.events=[{fails},{comes}]", "stop.seconds=1.2", "stop.epochs=null"

@@ -93,14 +93,14 @@ def test_matcha_with_all_edges_is_d_psgd(tmp_path):
 
 @pytest.mark.limit("sync=hop")
 def test_hop_without_slack_is_d_psgd():
-    """On equal workers, so that all are at the same iteration when the run ends."""
+    """Equal workers, so that all are at the same iteration when the run ends."""
     equal = ("cluster=homogeneous",)
     strict = run(*equal, "sync=hop", "sync.staleness=0", "sync.backups=0")
     close(strict.params, run(*equal, "sync=d_psgd", "sync.order=awc").params)
 
 
 def test_in_hop_who_trails_far_behind_jumps_and_nobody_waits_for_it(monkeypatch):
-    """To the mean by age of what the others had there, with its own model in it only where that is
+    """The model becomes the mean by age of the received ones, with its own model only if that is
     fresh enough.
     """
     slack = ("sync=hop", "sync.backups=1", "sync.max_lead=4", "topology.graph=complete")
@@ -110,7 +110,7 @@ def test_in_hop_who_trails_far_behind_jumps_and_nobody_waits_for_it(monkeypatch)
         "runtime.gradients=false",
         "stop.steps=400",
     )
-    ages = []  # of the own model of who jumps, in the mean that it goes on from
+    ages = []  # weight of a skipping worker's own model in the mean from which it continues
 
     def mixes(*given, age=0):
         ages.append(age)
@@ -183,9 +183,7 @@ def test_a_compressed_choco_keeps_the_mean_too():
 @pytest.mark.parametrize("overlap", [0, 1, 3])
 @pytest.mark.parametrize("graph", ["one_peer_exponential", "star"])
 def test_push_sum_conserves_its_mass(graph, overlap):
-    """On a graph of unequal degrees, with messages that are late: every model becomes the plain
-    mean.
-    """
+    """Every model becomes the plain mean, on a graph of unequal degrees and with late messages."""
     before, after, _ = mixed(
         conf_option("sync", "sgp", overlap=overlap), gossip(graph=graph), 5, 120 + 100 * overlap
     )

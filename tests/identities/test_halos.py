@@ -44,8 +44,8 @@ def test_one_region_is_the_parameter_server(extra: list[str]) -> None:
 
 
 def test_a_region_alone_whose_every_push_goes_up_goes_as_the_server_goes() -> None:
-    """α = γ = 1 and no momentum: what comes back is what was there. Alone, a worker counts whole in
-    its region.
+    """α = γ = 1 and no momentum: a region receives the model that it sent. A worker alone has
+    weight 1 in its region.
     """
     at = ("cluster.compute=[1,40]", "cluster.link=null", "stop.steps=24", "aggregate=uniform")
     alone = (

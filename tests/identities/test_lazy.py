@@ -1,5 +1,6 @@
-"""Lazy uploads: gradient descent itself where nothing may be skipped, its accuracy with fewer
-uploads where much may, and two copies of what was sent that never part.
+"""Lazy uploads equal gradient descent without skips, and keep its accuracy with fewer uploads.
+
+The two copies of the sent gradient never differ.
 """
 
 import numpy as np
@@ -98,9 +99,7 @@ def test_minibatches_are_noted_and_never_skipped() -> None:
 
 @pytest.mark.parametrize("width", [1, 4, 11, None])
 def test_both_ends_keep_the_same(width: int | None) -> None:
-    """... through messages that are skipped and others that are lost; what was lost is as if it had
-    never been.
-    """
+    """The copies agree through skipped and lost messages; a lost message has no effect."""
     codec = conf_option("compression", "laq", bits=width, xi=5.0, max_age=3)
     rng, sender, receiver, ages = np.random.default_rng(0), None, None, []
     x, model = vector("normal", 300), torch.zeros(300)

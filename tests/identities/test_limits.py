@@ -99,8 +99,8 @@ def test_all_costs_times_an_integer(sync):
 
 
 def test_textbook_asp_moves_n_times_as_far():
-    """aggregate.scale=n undoes the weight 1/n: the first push moves the model by the whole
-    difference.
+    """The option aggregate.scale=n cancels the weight 1/n: the first push moves the model by the
+    whole difference.
     """
     weighted, textbook = (
         run("sync=asp", "stop.steps=1"),

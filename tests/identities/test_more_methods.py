@@ -76,7 +76,7 @@ def test_batches_grow_to_the_most_and_begin_anew():
 
 
 def test_a_catalyst_is_held_to_where_each_run_of_it_began():
-    """By hand, on one worker: batches of 8 and 16 by turns."""
+    """One worker by hand, with batches of 8 and 16 in turn."""
     base = (
         "sync=cr_psgd_catalyst",
         "sync.growth=2",
@@ -161,9 +161,10 @@ def test_a_ringleader_steps_once_for_each_in_a_round():
 
 @pytest.mark.parametrize("discount", [None, 1.0])
 def test_a_ringleader_by_hand(discount):
-    """Three workers, pushes in the order in which they come: each step is along the mean of what
-    each has sent, each gradient by how late it was; who has sent one without a step of its own goes
-    on with the model that it has.
+    """Three workers, with pushes in order of arrival, by hand.
+
+    Each step is along the mean of the workers' latest gradients, each weighted by its staleness. A
+    worker whose push made no step continues with its own model.
     """
     more = () if discount is None else (f"aggregate.staleness_discount={discount}",)
     timed = (
@@ -257,7 +258,7 @@ def test_one_worker_on_a_spring_of_a_half_is_asp_at_half_the_scale():
 
 
 def test_both_ends_of_a_spring_by_hand():
-    """Two equal workers, whose models come one after the other."""
+    """Two equal workers push their models one after the other."""
     alpha, two = 0.3, ("cluster.compute=[1,1]", "cluster.link=null", "stop.steps=12")
     ran = run("sync=easgd", "sync.local_steps=2", f"sync.alpha={alpha}", *two)
     trainer = assemble(ran.plan, "cpu").stages[0].trainer
@@ -276,7 +277,7 @@ def test_both_ends_of_a_spring_by_hand():
 
 @pytest.mark.slow
 def test_springs_pull_alike_at_both_ends():
-    """Without steps to speak of all stay where they are; with α = 1 both ends change places."""
+    """All models stay at the start with negligible steps."""
     still = simulated("sync=easgd", "optimizer.lr=1e-30", "stop.steps=16", "model.hidden=[16]")
     start = simulated("sync=bsp", "optimizer.lr=1e-30", "stop.steps=4", "model.hidden=[16]")
     assert torch.equal(still.params, start.params)

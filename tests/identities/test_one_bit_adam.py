@@ -35,7 +35,7 @@ def test_a_warm_up_to_the_end_is_adam():
 
 @pytest.mark.limit("sync=one_bit_adam")
 def test_without_loss_it_is_adam_over_a_frozen_variance():
-    """By hand, on one worker: ten steps of Adam, then m goes on and v does not."""
+    """One worker by hand: ten steps of Adam, then m changes and v does not."""
     one = (
         "cluster.compute=[1]",
         "cluster.link=null",
@@ -112,8 +112,8 @@ def test_0_1_adam_is_adam_or_1_bit_adam_to_the_bit():
 
 
 def test_0_1_adam_by_hand():
-    """On two workers, without loss: whole at 0, 1, 3 and 5, momenta between, and two steps at once
-    from 8 on.
+    """Two workers, without loss: whole gradients at 0, 1, 3 and 5, momenta between, and two steps
+    at once from 8 on.
     """
     policy = (
         "sync.freeze_step=6",

@@ -35,7 +35,7 @@ def same(a, b):
 
 
 def rounds(ran):
-    """Those that ended before the run did."""
+    """Return the rounds that ended before the run did."""
     return [r for r in ran.of("round") if r["end_ns"] < ran.time_ns]
 
 
@@ -223,7 +223,7 @@ def profile(*step_s):
     ],
 )
 def test_dylu(step_s, h, steps):
-    """H_i = ⌊H·v_i / max v⌋, whatever the links."""
+    """H_i = ⌊H·v_i / max v⌋, for all links."""
     rows = conf_option("planner", "dylu").assign(profile(*step_s), h, None, lambda ratio: 1.0)
     assert [row.local_steps for row in rows] == steps
     assert [row.data_share for row in rows] == pytest.approx([s / sum(steps) for s in steps])

@@ -43,7 +43,7 @@ def test_one_fragment_without_delay_is_diloco(through: tuple[str, ...]) -> None:
 
 
 def test_fragments_through_a_server_are_those_of_sums() -> None:
-    """The same model but for what is counted: with mixing, and momentum and a residual for each
+    """The models are equal, except the counts: with mixing, and momentum and a residual for each
     fragment.
     """
     at = (
@@ -88,8 +88,8 @@ def test_fragments_land_as_the_rule_says() -> None:
 
 
 def test_an_exchange_is_hidden_by_as_many_steps_as_it_may_take() -> None:
-    """To the nanosecond: a piece, then rounds of its steps with what of an exchange they do not
-    hide, and the last.
+    """Times agree to the nanosecond: first H steps, then rounds of H steps with the visible part of
+    an exchange, and the last.
     """
     h, tau, rounds, step = 3, 2, 4, 30_000_000  # of the slowest
     at = ("cluster.step_s=0.01", "cluster.exchange_s=0.2", f"stop.steps={3 * h * rounds}")

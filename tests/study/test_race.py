@@ -1,4 +1,4 @@
-"""Who is dropped, by hand."""
+"""Settings that a race drops, computed by hand."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -101,7 +101,7 @@ def test_who_reached_the_target_late_stays_and_who_never_did_goes() -> None:
 
 
 def test_whoever_is_first_at_the_target_is_not_dropped_for_its_loss_on_the_way() -> None:
-    """Of one seed, or with another one under way: its loss falls late, and then fast."""
+    """A setting with one seed, or with another one in progress: its loss falls late, and then fast."""
     early = team(course(1.0, 0.5, 0.4, 0.3, now_s=12.0, reached_s=12.0))
     sudden = course(3.0, 3.0, 3.0, 0.3, now_s=8.0, reached_s=8.0)
     going = course(3.0, now_s=4.0, ended=False)

@@ -115,7 +115,7 @@ def drawn_limits(rng: random.Random) -> Limits:
 
 
 def bound(rng: random.Random, sync: Any, topology: Any, n: int, limits: Limits) -> Stage:
-    """A stage of this sync mode, its workers mostly alike."""
+    """Draw a stage of this sync mode; its workers mostly have equal settings."""
     local_steps = sync.local_steps if isinstance(sync.local_steps, int) else 4
     workers = [
         WorkerPlan(
@@ -169,14 +169,16 @@ def check_time(seen: Seen, n: int, end_ns: int) -> None:
 
 
 def check_books(seen: Seen, n: int, end_ns: int, missing: int = 1) -> dict[int, int]:
-    """Every instant of every worker has one class, also of those that are gone, and the rounds of a
-    worker follow each other without a gap; returns when each one's last ended. Their numbers do,
-    too, but that at each return one may be missing, which was merged before its worker could record
-    it, or be there again, as its report was lost on the way; where they sum two may be `missing`,
-    as what was under way when it was lost counts as dropped, begun or not.
+    """Check the time classes and rounds of every worker; return the end of each worker's last
+    round.
 
-    Only the round before the last may have been recorded as longer
-    than the run: the worker did not know yet.
+    Every instant of every worker has one class, also while it is failed, and its rounds follow each
+    other without a gap. Round numbers do so, too, with exceptions at each rejoin. One number may be
+    missing (merged before its worker could record it) or repeated (its report was lost in transit).
+    With collectives two may be `missing`, since work in flight at the failure counts as dropped.
+
+    Only the round before the last may have been recorded as longer than the run, since the worker
+    did not know the end yet.
     """
     for ledger in seen.of("ledger"):
         assert sum(ledger["totals_ns"].values()) == end_ns, ledger

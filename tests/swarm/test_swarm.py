@@ -1,5 +1,6 @@
-"""Many small clusters drawn at random, each through one stage in virtual time without gradients:
-whatever is drawn, the run ends, loses no message, keeps its bounds, and its books balance to the
+"""Many small random clusters, each through one stage in virtual time without gradients.
+
+In every case the run ends, loses no message, keeps its bounds, and its accounting balances to the
 nanosecond, the step and the byte.
 """
 
@@ -112,7 +113,7 @@ def played(seed: int) -> tuple[Sim, Seen, Stage]:
 
 
 def check_counts(seen: Seen, stage: Stage, end: dict) -> None:
-    """What was computed was applied or dropped, or was under way at the end."""
+    """Computed work was applied or dropped, or was in flight at the end."""
     n = stage.num_workers
     assert end["steps"] == sum(end["steps_by"])
     steps_each = [
@@ -161,7 +162,7 @@ def check_bounds(seen: Seen, stage: Stage, end: dict) -> None:
 
 
 def messages_bytes(stage: Stage) -> list[int]:
-    """What each message of a sum moves, each way."""
+    """Return the bytes of each message of a collective, in each direction."""
     n, link = stage.num_workers, stage.link
     if not stage.messages:
         return [2 * (n - 1) * 4 * link.d // n]

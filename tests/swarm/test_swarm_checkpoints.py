@@ -1,5 +1,7 @@
-"""The swarm through gossip, taken up again: a checkpoint at a drawn moment changes nothing, and who
-goes on from it says the same to the end, whatever graph and modes are drawn.
+"""Random gossip runs are resumed from a checkpoint at a random moment.
+
+A checkpoint changes nothing, and a resumed run has the same messages to the end, for every graph
+and mode.
 """
 
 import io
@@ -28,7 +30,7 @@ def play(
     save_at_ns: int | None = None,
     file: bytes = b"",
 ) -> CheckpointPartSaved:
-    """From the beginning or from a checkpoint; returns the one that it makes."""
+    """Run from the beginning or from a checkpoint; return the checkpoint that it makes."""
     first, kept = stages[0], CheckpointPartSaved()
     num_ranks = cluster.num_workers + extra_ranks(first.topology, first.sync, first.nodes)
     sim = Sim(

@@ -74,7 +74,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
     topology = ParameterServer(pull_ratio=rng.choice([None, None, 0.1]))
     seconds = rng.choice(
         [0.5, 5.0, 5.0 if churn else None]
-    )  # who fails sooner than a round ends gets nowhere
+    )  # a worker that fails within each round makes no progress
     limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
     stages, codec = list[Stage](), conf_option("compression", "topk", ratio=0.1)
     for index in range(rng.choice([1, 1, 2, 3])):
@@ -112,7 +112,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
 
 
 class Counted:
-    """What became of each worker's pushes: how many the server took in, and how many it merged or
+    """Count for each worker the pushes that the server received, and those that it merged or
     dropped.
     """
 

@@ -1,5 +1,6 @@
-"""The swarm through gossip: whatever cluster, graph and mode are drawn, the run is drained and
-ends, no message is lost, and its books balance; a worker that leaves early is found.
+"""Random gossip runs: every run is drained and ends, loses no message, and its accounting balances.
+
+A planted worker that exits early is detected.
 """
 
 import random
@@ -110,7 +111,7 @@ def drawn(seed: int) -> tuple[Cluster, list[Stage]] | None:
 
 
 def check_counts(seen: Seen, stages: list[Stage]) -> None:
-    """What was computed was merged or dropped; nothing that was sent was not received."""
+    """Computed work was merged or dropped; every sent message was received."""
     end, n = seen.of("stage")[-1], stages[0].num_workers
     done, applied = Counter(), Counter()
     for record in seen.of("round"):
@@ -188,8 +189,8 @@ def test_a_worker_that_leaves_early_is_a_deadlock_with_names(sync: Any) -> None:
 
 
 def test_a_stage_ends_by_what_rank_0_alone_knows() -> None:
-    """Its verdict holds after the round by which all have heard of it: nobody is left waiting, and
-    nobody goes on.
+    """The stop decision holds after the round by which all ranks have read it: no rank waits, and
+    none continues.
     """
     cluster, stage = plain(DPSGD(local_steps=1, order="awc"), Gossip(graph="ring", degree=2))
     cluster = replace(cluster, num_workers=None, compute=(1.0,) * 7)

@@ -1,6 +1,7 @@
-"""Many small clusters through partial all-reduce, without gradients: whatever is drawn, nobody
-waits for ever, no message is lost, everybody is drained, and the books balance to the nanosecond,
-the step and the byte. A planted desertion is caught.
+"""Many small random clusters through partial all-reduce, without gradients.
+
+No worker waits for ever, no message is lost, every worker is drained, and the accounting balances
+to the nanosecond, the step and the byte. A planted early exit is detected.
 """
 
 import random
@@ -75,7 +76,7 @@ def played(seed: int) -> tuple[Sim, Seen, Stage]:
 
 
 def check_counts(seen: Seen, stage: Stage, end: dict) -> None:
-    """What was computed was averaged or dropped, or was under way at the end."""
+    """Computed work was averaged or dropped, or was in flight at the end."""
     n = stage.num_workers
     steps_each = [worker.local_steps for worker in stage.plan.workers]
     assert end["steps"] == sum(end["steps_by"])
@@ -132,8 +133,8 @@ def test_a_swarm(first: int) -> None:
 
 
 def check_stages(seed: int) -> None:
-    """At a border everybody's work counts, and the clock adds up for all; a plan goes on to its
-    last stage.
+    """Every worker's work counts at a stage boundary, and the clock adds up for all; a plan reaches
+    its last stage.
     """
     cluster, stages = drawn_stages(seed)
     n = cluster.num_workers

@@ -1,5 +1,6 @@
-"""Gradients in parts, on small clusters drawn at random: whatever is drawn, the run ends with the
-counts that it has without overlap, loses no message, and its books balance.
+"""Gradients in buckets, on small random clusters.
+
+Every run ends with its counts without overlap, loses no message, and its accounting balances.
 """
 
 import random

@@ -1,5 +1,7 @@
-"""The swarm with codecs whose bodies are summed, gathered or sent along a tree: whatever is drawn,
-all end together, nothing is lost on the way, and the books balance to the nanosecond and the byte.
+"""Random runs with codecs whose payloads are summed, gathered or sent along a tree.
+
+All workers end together, no message is lost, and the accounting balances to the nanosecond and the
+byte.
 """
 
 import random

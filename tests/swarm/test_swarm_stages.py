@@ -91,7 +91,7 @@ def newer_sync(rng: random.Random, topology: object) -> object:
 
 
 def plain(sync: object) -> bool:
-    """Whether it sends updates and nothing else, which may be exchanged late, and encoded."""
+    """Return True if it sends only updates, which may be delayed and encoded."""
     return not (
         isinstance(sync, PRSGDMomentum)
         or (isinstance(sync, ServerRule) and sync.messages() is not UPDATES)
@@ -99,9 +99,7 @@ def plain(sync: object) -> bool:
 
 
 def drawn(seed: int) -> tuple[Cluster, list[Stage]]:
-    """Two or three stages; each but the last gives way to the next by one of the rules that need no
-    loss.
-    """
+    """Draw two or three stages; each except the last ends by one of the rules that need no loss."""
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
     cluster = replace(
@@ -168,8 +166,8 @@ def check_borders(seen: Seen, stages: list[Stage], n: int) -> None:
 
 
 def check_leads(seen: Seen, stages: list[Stage]) -> None:
-    """SSP's bound holds within its stage, whatever was before; at its end, who waits hands in what
-    is done.
+    """SSP's bound holds within its stage, after any earlier stage; at its end a waiting worker
+    pushes its finished work.
     """
     starts = [[0] * stages[0].num_workers, *(end["commits"] for end in seen.of("stage"))]
     times = [end["merges"] for end in seen.of("stage")]
@@ -188,7 +186,7 @@ def check_leads(seen: Seen, stages: list[Stage]) -> None:
 
 
 def check_bytes(seen: Seen, stages: list[Stage]) -> None:
-    """What one end sends the other end gets, whatever is compressed."""
+    """One end receives all that the other end sends, under any compression."""
     n = stages[0].num_workers
     ledgers = {record["rank"]: record for record in seen.of("ledger")}
     if n in ledgers:

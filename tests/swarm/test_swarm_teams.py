@@ -1,5 +1,7 @@
-"""The swarm with workers that fail and rejoin, where they meet without a server: the run ends,
-books balance, and every step is in the model once, or dropped, or was under way at the end.
+"""Random runs without a server, with workers that fail and rejoin.
+
+The run ends, its accounting balances, and every step is in the model once, or dropped, or was in
+flight at the end.
 """
 
 import random
@@ -58,7 +60,7 @@ def drawn_rings(seed: int) -> tuple[Cluster, list[Stage]]:
     n, topology = cluster.num_workers, AllReduce()
     seconds = rng.choice(
         [0.5, 5.0, 5.0 if cluster.churn else None]
-    )  # who fails sooner than a round ends gets nowhere
+    )  # a worker that fails within each round makes no progress
     limits = replace(WITHOUT, steps=rng.randint(1, 200), seconds=seconds, eval_every_commits=1)
     stages, codec = list[Stage](), conf_option("compression", rng.choice(["topk", "power_sgd"]))
     if random.Random(f"{seed} tree").random() < 0.4 and not codec.per_layer:
@@ -110,8 +112,8 @@ class Over(NamedTuple):
 
 
 def over(seed: int, cluster: Cluster, stages: list[Stage], missing: int = 1) -> Over | None:
-    """How it ended, its books checked; None where it ended in one of the sentences that
-    may end it.
+    """Return how the run ended, with its accounting checked; None if it ended in one of the allowed
+    sentences.
     """
     try:
         sim, seen = run(cluster, stages, seed)
