@@ -1,3 +1,3 @@
-"""One stage, running: its rules bound together, what is counted, when it is over, and a rank's way
-through all.
+"""One stage of a run: its rules bound together, its counters, its end, and the way of a rank
+through all stages.
 """

@@ -3,11 +3,11 @@ both.
 
 Push: the codec with its wrappers encodes the update. The messages of one worker meet the same
 `sender` state at the worker and the same `receiver` state at the server; payloads that are reduced
-together share one `memory`. Pull, where pulls are compressed: with h_i the model that worker i
-holds, C(w − h_i) is sent and both ends add it, h_i ← h_i + C(w − h_i). Elements that were not sent
-are still in w − h_i at the next pull, so h_i carries the residual and C needs no error feedback.
-The first pull, and one that would be no shorter, is the model itself, so a ratio of 1 is the plain
-pull, bit for bit.
+together share one `memory`.
+Pull: if pulls are compressed, C(w − h_i) is sent, where h_i is the model that worker i holds. Both
+sides add it: h_i ← h_i + C(w − h_i). Elements that were not sent are still in w − h_i at the next
+pull, so h_i carries the residual and C needs no error feedback. The first pull is the model itself,
+and so is a pull that would be no shorter. Therefore a ratio of 1 is the plain pull, bit for bit.
 
 A codec works on the vectors' device, or in the host's memory alone (`on_host`); its input is moved
 there, and its output is moved back.
@@ -50,28 +50,28 @@ from ashl.learn.device import HOST, to_device, to_host
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.size_only import SizeOnly, Vector
 
-Body: TypeAlias = Tensor | SizeOnly  # what travels of it
-BESIDE = 1_000_000  # bytes
+Payload: TypeAlias = Tensor | SizeOnly  # an encoded vector, as it is sent
+EXTRA_BYTES = 1_000_000  # bytes allowed in a message beside its payload
 
 
 @dataclass
 class CodecState:
-    """What a codec keeps at this rank's ends of its links."""
+    """The state of a codec at one rank."""
 
-    sender: State = None  # on the way up
-    receivers: dict[int, State] = field(default_factory=dict)  # ... where it arrives, by worker
-    memory: State = None  # where bodies are reduced together
-    gradients: bool = False  # whether they are of gradients, and not of differences between models
-    held: dict[int, Vector] = field(
-        default_factory=dict
-    )  # by a server: the model that each worker has
+    sender: State = None  # state of the sender of pushes
+    # by worker: state of the receiver of pushes
+    receivers: dict[int, State] = field(default_factory=dict)
+    memory: State = None  # state shared by payloads that are reduced together
+    gradients: bool = False  # True if the codec encodes gradients, False for differences of models
+    # at a server, by worker: the model that the worker holds
+    held: dict[int, Vector] = field(default_factory=dict)
 
     def copy(self) -> CodecState:
-        """The same, to go on with; what codecs keep is never changed."""
+        """Return a copy to continue with; codecs never change their state in place."""
         return replace(self, receivers=dict(self.receivers), held=dict(self.held))
 
     def forget(self, worker: int) -> None:
-        """This worker is gone; should it come back, both ends begin anew."""
+        """Delete the state of a failed worker; after a rejoin both sides begin without state."""
         self.receivers.pop(worker, None)
         self.held.pop(worker, None)
 
@@ -80,15 +80,15 @@ class CodecState:
 class CompressionPipeline:
     """A codec as a stage uses it, for vectors of d elements."""
 
-    codec: Codec  # with what is wrapped around it
+    codec: Codec  # with its wrappers
     d: int
-    layer: int = 0  # of the model, the first in these elements
-    device: str = HOST  # where the vectors are
+    layer: int = 0  # number of the first layer in these elements
+    device: str = HOST  # device of the vectors
 
     @cached_property
     def innermost(self) -> Codec:
-        """Without anything around it: by it a body is read, and differences between models are
-        sent.
+        """Return the codec without its wrappers; it decodes payloads, and encodes differences
+        between models.
         """
         return wrapper.innermost(self.codec)
 
@@ -98,211 +98,219 @@ class CompressionPipeline:
 
     @cached_property
     def down(self) -> Codec:
-        """What compresses a pull."""
+        """Return the codec of pulls."""
         return self.innermost.for_pulls()
 
     @cached_property
-    def unread(self) -> SizeOnly:
-        """What is decoded where a run is only timed."""
+    def size_only_vector(self) -> SizeOnly:
+        """Return the decoded vector of a run that is only timed."""
         return SizeOnly(4 * self.d)
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that no message exceeds: two models, or a body of all elements, and a little that
-        goes beside them.
+        """Return an upper bound on the bytes of a message: two models, or a payload of all
+        elements, and `EXTRA_BYTES`.
         """
-        return BESIDE + max(
+        return EXTRA_BYTES + max(
             8 * self.d, *(self.codec.encoded_nbytes(share, self.d) for share in (None, 1.0))
         )
 
     @property
     def adds_up(self) -> bool:
-        """Whether an all-reduce carries messages of one body's size, whatever the number of
+        """Return True if an all-reduce transports messages of one payload's size, for any number of
         workers.
         """
         return self.traits.lossless or self.traits.linear or isinstance(self.innermost, Collective)
 
     def peers(self, place: int, size: int) -> tuple[int, ...]:
-        """The ranks that a protocol of the codec's own exchanges messages with."""
+        """Return the ranks with which the codec's own protocol exchanges messages."""
         return self.innermost.peers(place, size) if isinstance(self.innermost, Collective) else ()
 
     @property
     def has_own_messages(self) -> bool:
-        """Whether that exchanges any."""
+        """Return True if the codec's own protocol exchanges messages."""
         return bool(self.peers(0, 2))
 
     def carry_over(
-        self, ends: CodecState, keeps: Keeps, gradients: bool, rate: float
+        self, state: CodecState, keeps: Keeps, gradients: bool, rate: float
     ) -> CodecState:
-        """The ends when a stage begins with this link, at this learning rate. Both begin anew, but
-        for what workers hold, and for what is kept of updates, at a sender or where bodies are
-        reduced, if the codec takes that up.
+        """Return the codec state for a stage that begins with this pipeline, at learning rate
+        `rate`.
+
+        Sender and receivers begin without state. Two parts are kept: the models that workers hold,
+        and the residual of updates at a sender or in a shared memory, if the codec can convert it.
         """
         memory = None
-        if ends.memory is not None and isinstance(self.innermost, Reduces):
-            worth = (
+        if state.memory is not None and isinstance(self.innermost, Reduces):
+            factor = (
                 1.0
-                if gradients == ends.gradients or not rate
+                if gradients == state.gradients or not rate
                 else -1 / rate
                 if gradients
                 else -rate
             )
-            memory = self.innermost.convert_memory(ends.memory, keeps, worth)
+            memory = self.innermost.convert_memory(state.memory, keeps, factor)
         sender = (
-            self._move_state(convert_sender(ends.sender, self.codec)) if keeps.residual else None
+            self._move_state(convert_sender(state.sender, self.codec)) if keeps.residual else None
         )
-        return CodecState(sender, memory=memory, gradients=gradients, held=ends.held)
+        return CodecState(sender, memory=memory, gradients=gradients, held=state.held)
 
     def _move_state(self, state: State) -> State:
-        """What another codec kept, where this one works."""
+        """Move the state of another codec to the device of this one."""
         if isinstance(state, Tensor):
             return self.move_to_codec(self.codec, state)
         return type(state)(*map(self._move_state, state)) if isinstance(state, tuple) else state
 
-    # --- up
+    # --- pushes
 
-    def encode(self, ends: CodecState, x: Vector, context: EncodeContext) -> Body:
+    def encode(self, state: CodecState, x: Vector, context: EncodeContext) -> Payload:
+        """Encode an update, and update the sender's state."""
         if isinstance(x, SizeOnly):
             return SizeOnly(self.codec.encoded_nbytes(self.codec.share(context), self.d))
-        ends.sender, body = self.codec.encode(
-            ends.sender, self.move_to_codec(self.codec, x), context
+        state.sender, payload = self.codec.encode(
+            state.sender, self.move_to_codec(self.codec, x), context
         )
         if context.round == 0:
-            self.check_size(body, context)
-        return body
+            self.check_size(payload, context)
+        return payload
 
     def move_to_codec(self, codec: Codec, x: Tensor) -> Tensor:
-        """A vector, or a body, where a codec works."""
+        """Move a vector or a payload to the device of a codec."""
         if self.device == HOST:
             return x
         return to_host(x) if codec.on_host else to_device(x, self.device)
 
     def move_from_codec(self, x: Tensor) -> Tensor:
-        """A vector that the codec made."""
+        """Move a vector from the codec's device to that of the vectors."""
         return to_device(x, self.device)
 
-    def check_size(self, body: Tensor, context: EncodeContext) -> None:
-        """A first message is as long as the codec says: by that runs are planned and timed. Raises
-        UsageError.
+    def check_size(self, payload: Tensor, context: EncodeContext) -> None:
+        """Check that a first message has the size that the codec declares, because runs are planned
+        and timed by it. Raises UsageError.
         """
         size, most = (
             self.codec.encoded_nbytes(self.codec.share(context), self.d),
             self.traits.variable,
         )
-        if body.nbytes > size or (body.nbytes < size and not most):
+        if payload.nbytes > size or (payload.nbytes < size and not most):
             name, at = type(self.innermost).__name__, "at most " if most else ""
             raise UsageError(
-                f"{name} wrote {body.nbytes} bytes for {self.d} elements, but encoded_nbytes says"
-                f" {at}{size}; make them agree, or set variable in its traits and let"
+                f"{name} wrote {payload.nbytes} bytes for {self.d} elements, but encoded_nbytes"
+                f" says {at}{size}; make them agree, or set variable in its traits and let"
                 " encoded_nbytes be the most"
             )
 
-    def restore_dropped(self, ends: CodecState, body: Body) -> None:
-        """A body was dropped on the way: the sender takes back what was in it."""
-        if (
-            not isinstance(body, SizeOnly) and body.dtype == torch.uint8
-        ):  # else it was sent as it is
-            ends.sender = self.codec.restore_dropped(ends.sender, body)
+    def restore_dropped(self, state: CodecState, payload: Payload) -> None:
+        """Return the content of a dropped payload to the sender's state."""
+        # otherwise the vector was sent without encoding
+        if not isinstance(payload, SizeOnly) and payload.dtype == torch.uint8:
+            state.sender = self.codec.restore_dropped(state.sender, payload)
 
-    def residual(self, ends: CodecState) -> Tensor | None:
-        """What the sender keeps for later."""
-        return self.codec.residual(ends.sender)
+    def residual(self, state: CodecState) -> Tensor | None:
+        """Return the residual that the sender keeps for later messages."""
+        return self.codec.residual(state.sender)
 
-    def decode(self, ends: CodecState, worker: int, body: Body) -> Vector:
-        """What a worker sent. Raises BodyError."""
-        if isinstance(body, SizeOnly):
-            return self.unread
-        ends.receivers[worker], x = self.innermost.decode(
-            ends.receivers.get(worker), self.move_to_codec(self.innermost, body), self.d
+    def decode(self, state: CodecState, worker: int, payload: Payload) -> Vector:
+        """Decode the payload of a worker. Raises PayloadError."""
+        if isinstance(payload, SizeOnly):
+            return self.size_only_vector
+        state.receivers[worker], x = self.innermost.decode(
+            state.receivers.get(worker), self.move_to_codec(self.innermost, payload), self.d
         )
         return self.move_from_codec(x)
 
-    def receive_body(self, ends: CodecState, worker: int, body: Body) -> Vector | Body:
-        """The same, but the body as it is where bodies are reduced together."""
-        return body if self.traits.reduces else self.decode(ends, worker, body)
+    def receive_payload(self, state: CodecState, worker: int, payload: Payload) -> Vector | Payload:
+        """Decode the payload of a worker, or return it unchanged if payloads are reduced
+        together.
+        """
+        return payload if self.traits.reduces else self.decode(state, worker, payload)
 
-    def reduce(self, ends: CodecState, bodies: Sequence[Body], weights: Sequence[float]) -> Vector:
-        """What the bodies of a merge are together, with `traits.reduces`. Raises BodyError."""
-        real = [
-            self.move_to_codec(self.innermost, body) for body in bodies if isinstance(body, Tensor)
+    def reduce(
+        self, state: CodecState, payloads: Sequence[Payload], weights: Sequence[float]
+    ) -> Vector:
+        """Reduce the payloads of a merge to one update, for codecs with `traits.reduces`. Raises
+        PayloadError.
+        """
+        tensors = [
+            self.move_to_codec(self.innermost, payload)
+            for payload in payloads
+            if isinstance(payload, Tensor)
         ]
-        if len(real) < len(bodies):
-            return self.unread
+        if len(tensors) < len(payloads):
+            return self.size_only_vector
         assert isinstance(self.innermost, Reduces), "a codec that reduces is derived from Reduces"
-        ends.memory, x = self.innermost.reduce(ends.memory, real, weights, self.d)
+        state.memory, x = self.innermost.reduce(state.memory, tensors, weights, self.d)
         return self.move_from_codec(x)
 
     def merge(
         self,
-        ends: CodecState,
-        bodies: Sequence[Body],
+        state: CodecState,
+        payloads: Sequence[Payload],
         weights: Sequence[float],
         workers: Sequence[int],
     ) -> Vector:
-        """Σ c·C(x) of the bodies of these workers, or what else they are together. Raises
-        BodyError.
+        """Return Σ c·C(x) of the payloads of these workers, or their reduction. Raises
+        PayloadError.
         """
         if self.traits.reduces:
-            return self.reduce(ends, bodies, weights)
-        each = zip(workers, bodies, weights, strict=True)
+            return self.reduce(state, payloads, weights)
+        each = zip(workers, payloads, weights, strict=True)
         return sum_in_rank_order(
-            [self.decode(ends, worker, body) * weight for worker, body, weight in each]
+            [self.decode(state, worker, payload) * weight for worker, payload, weight in each]
         )
 
-    # --- up, summed on the way
+    # --- pushes by all-reduce
 
-    def summand(self, body: Body, context: EncodeContext) -> Body:
-        """What of a body an all-reduce sums, with `traits.linear`."""
+    def summand(self, payload: Payload, context: EncodeContext) -> Payload:
+        """Return the part of a payload that an all-reduce sums, for codecs with `traits.linear`."""
         assert isinstance(self.innermost, Linear), "a codec that is linear is derived from Linear"
-        if isinstance(body, SizeOnly):
+        if isinstance(payload, SizeOnly):
             return SizeOnly(self.innermost.summed_bytes(self.codec.share(context), self.d))
-        return self.innermost.summand(body)
+        return self.innermost.summand(payload)
 
-    def decode_sum(self, ends: CodecState, body: Body, total: Body) -> Vector:
-        """What a sum of summands decodes to, where this worker's body was this one. Raises
-        BodyError.
-        """
-        if isinstance(body, SizeOnly) or isinstance(total, SizeOnly):
-            return self.unread
+    def decode_sum(self, state: CodecState, payload: Payload, total: Payload) -> Vector:
+        """Decode a sum of summands; `payload` is the one of this worker. Raises PayloadError."""
+        if isinstance(payload, SizeOnly) or isinstance(total, SizeOnly):
+            return self.size_only_vector
         assert isinstance(self.innermost, Linear)
-        whole = self.innermost.summed(body, self.move_to_codec(self.innermost, total))
+        total_payload = self.innermost.summed(payload, self.move_to_codec(self.innermost, total))
         if self.traits.reduces:
-            return self.reduce(ends, [whole], [1.0])
-        return self.move_from_codec(self.innermost.decode(None, whole, self.d)[1])
+            return self.reduce(state, [total_payload], [1.0])
+        return self.move_from_codec(self.innermost.decode(None, total_payload, self.d)[1])
 
-    def before(self, ends: CodecState, x: Tensor, context: EncodeContext) -> CodecInput:
-        """What a protocol of the codec's own is given of x."""
+    def before(self, state: CodecState, x: Tensor, context: EncodeContext) -> CodecInput:
+        """Return the codec's input for a protocol of its own."""
         return capture_codec_input(
-            self.codec, ends.sender, self.move_to_codec(self.codec, x), context
+            self.codec, state.sender, self.move_to_codec(self.codec, x), context
         )
 
     def after(
-        self, ends: CodecState, x: Tensor, context: EncodeContext, outcome: Outcome
+        self, state: CodecState, x: Tensor, context: EncodeContext, outcome: Outcome
     ) -> Tensor:
-        """The update that the protocol came to; the sender keeps what of x is not in it."""
-        ends.sender = update_sender(
-            self.codec, ends.sender, self.move_to_codec(self.codec, x), context, outcome
+        """Return the update of a protocol's outcome; the sender keeps the remainder of x."""
+        state.sender = update_sender(
+            self.codec, state.sender, self.move_to_codec(self.codec, x), context, outcome
         )
         return self.move_from_codec(outcome.update)
 
     # --- differences between models
 
-    def difference(self, x: Vector, context: EncodeContext) -> Body:
-        """x by the codec alone, without state."""
+    def difference(self, x: Vector, context: EncodeContext) -> Payload:
+        """Encode a difference of models by the codec alone, without state."""
         if isinstance(x, SizeOnly):
             return SizeOnly(self.innermost.encoded_nbytes(context.ratio, self.d))
         return self.innermost.encode(None, self.move_to_codec(self.innermost, x), context)[1]
 
-    def add_bodies(self, vector: Vector, bodies: Sequence[tuple[Body, float]]) -> Vector:
-        """vector + Σ weight · content of such bodies, a new vector. Raises BodyError."""
+    def add_payloads(self, vector: Vector, payloads: Sequence[tuple[Payload, float]]) -> Vector:
+        """Return a new vector: vector + Σ weight · content of the payloads. Raises PayloadError."""
         return (
             vector
             if isinstance(vector, SizeOnly)
-            else self._add_bodies(self.innermost, vector, bodies)
+            else self._add_payloads(self.innermost, vector, payloads)
         )
 
     def pull_bytes(self, ratio: float | None) -> int:
-        """Bytes of a pull of this share; None = of the model."""
+        """Return the bytes of a pull of this ratio; None = of the whole model."""
         return (
             4 * self.d
             if ratio is None
@@ -310,42 +318,45 @@ class CompressionPipeline:
         )
 
     def encode_pull(
-        self, ends: CodecState, worker: int, model: Vector, context: EncodeContext
-    ) -> Body:
-        """At the server: what to send a worker that is to have this model."""
-        held = ends.held.get(worker)
+        self, state: CodecState, worker: int, model: Vector, context: EncodeContext
+    ) -> Payload:
+        """Encode, at the server, a pull that gives this model to a worker."""
+        held = state.held.get(worker)
         if held is None or self.down.encoded_nbytes(context.ratio, self.d) >= model.nbytes:
-            ends.held[worker] = model
+            state.held[worker] = model
             return model
         if isinstance(model, SizeOnly) or isinstance(held, SizeOnly):
             return SizeOnly(self.down.encoded_nbytes(context.ratio, self.d))
-        _, body = self.down.encode(None, self.move_to_codec(self.down, model - held), context)
-        ends.held[worker] = self.apply_pull(held, body)
-        return body
+        _, payload = self.down.encode(None, self.move_to_codec(self.down, model - held), context)
+        state.held[worker] = self.apply_pull(held, payload)
+        return payload
 
-    def record_full_pull(self, ends: CodecState, worker: int, model: Vector) -> None:
-        """At the server: this worker has been sent the model itself."""
-        ends.held[worker] = model
+    def record_full_pull(self, state: CodecState, worker: int, model: Vector) -> None:
+        """Record, at the server, that a worker has been sent the model itself."""
+        state.held[worker] = model
 
-    def apply_pull(self, params: Vector, body: Body) -> Vector:
-        """At the worker: the model after a pull. Nothing is changed in place. Raises BodyError."""
-        if isinstance(params, SizeOnly) or isinstance(body, SizeOnly):
+    def apply_pull(self, params: Vector, payload: Payload) -> Vector:
+        """Return, at the worker, the model after a pull. Nothing is changed in place. Raises
+        PayloadError.
+        """
+        if isinstance(params, SizeOnly) or isinstance(payload, SizeOnly):
             return params
-        if body.dtype == torch.float32 and body.shape == params.shape:
-            return body
-        return self._add_bodies(self.down, params, [(body, 1.0)])
+        if payload.dtype == torch.float32 and payload.shape == params.shape:
+            return payload
+        return self._add_payloads(self.down, params, [(payload, 1.0)])
 
-    def _add_bodies(
-        self, codec: Codec, vector: Tensor, bodies: Sequence[tuple[Body, float]]
+    def _add_payloads(
+        self, codec: Codec, vector: Tensor, payloads: Sequence[tuple[Payload, float]]
     ) -> Tensor:
         total = vector.clone()
-        for body, weight in bodies:
-            assert isinstance(body, Tensor)
-            body = self.move_to_codec(codec, body)
+        for payload, weight in payloads:
+            assert isinstance(payload, Tensor)
+            payload = self.move_to_codec(codec, payload)
             if not codec.on_host or self.device == HOST:
-                codec.add(
-                    total, body, weight
-                )  # which need not make the whole vector of a sparse body
+                # `add` can skip the decoded vector of a sparse payload
+                codec.add(total, payload, weight)
             else:
-                total.add_(self.move_from_codec(codec.decode(None, body, self.d)[1]), alpha=weight)
+                total.add_(
+                    self.move_from_codec(codec.decode(None, payload, self.d)[1]), alpha=weight
+                )
         return total

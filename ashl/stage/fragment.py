@@ -23,27 +23,29 @@ from ashl.size_only import SizeOnly, Vector
 
 @dataclass(frozen=True)
 class Fragment:
-    """Where it lies in the flat vector, as runs [start, stop), and what its exchanges need to know
-    of its layers.
+    """A part of the flat vector, as runs [start, stop), with the layout, codec and outer optimizer
+    of its exchanges.
     """
 
     runs: tuple[tuple[int, int], ...]
     layout: Layout
     codec: Codec
     outer: Outer
-    places: Tensor | None = None  # of its elements, where they are drawn
-    first: int = 0  # the number of its first layer, by which a codec draws
+    places: Tensor | None = None  # indices of its elements, if they are drawn at random
+    first: int = 0  # number of its first layer, which seeds a codec's draws
 
     @cached_property
     def size(self) -> int:
         return size_of(self.layout)
 
     def with_drawn_indices(self, seed: int, version: int) -> Fragment:
-        """The same at the places that all draw alike for the merge after this version."""
+        """Return the fragment with the indices that all workers draw for the merge after this
+        version.
+        """
         return replace(self, places=draw_indices(seed, version, self.size, self.runs[-1][1]))
 
     def of(self, whole: Vector) -> Any:
-        """Its elements."""
+        """Return the fragment's elements of a whole vector."""
         if isinstance(whole, SizeOnly):
             return SizeOnly(4 * self.size)
         if self.places is not None:
@@ -51,7 +53,7 @@ class Fragment:
         return concatenate([slice_vector(whole, start, stop) for start, stop in self.runs])
 
     def put(self, whole: Vector, values: Vector) -> Vector:
-        """The vector with these as its elements."""
+        """Return the whole vector with `values` as the fragment's elements."""
         if isinstance(whole, SizeOnly) or isinstance(values, SizeOnly):
             return whole
         changed, at = whole.clone(), 0
@@ -64,7 +66,8 @@ class Fragment:
         return changed
 
 
-@lru_cache(maxsize=2)  # each is asked for by every worker, and twice
+@lru_cache(maxsize=2)  # cached, because every worker asks twice for the same draw
 def draw_indices(seed: int, version: int, size: int, whole: int) -> Tensor:
+    """Return the sorted indices of a fragment, drawn for the merge after this version."""
     context = ENCODE_CONTEXT._replace(seed=seed, version=version)
     return torch.from_numpy(places_of(new_seed(context.shared()), size, whole).astype(np.int64))

@@ -28,16 +28,16 @@ from ashl.size_only import SizeOnly
 from ashl.stage.stage import Stage
 
 T = TypeVar("T")
-NUMBERS = 2  # that ride along
-GIVEN_UP = "given up"
+SCALARS = 2  # piggybacked scalars of a message
+ABANDONED = "given up"
 
 
 class GroupBrokenError(Exception):
-    """A member is gone, and with it what was awaited of all."""
+    """A member of the group failed, and the merge with it."""
 
 
 def check_complete(result: Any) -> Any:
-    """What came of a collective. Raises TeamBrokenError where a member is lost."""
+    """Return the result of a collective. Raises GroupBrokenError if a member failed."""
     if result.__class__ is CollectiveAborted:
         raise GroupBrokenError
     return result
@@ -45,8 +45,8 @@ def check_complete(result: Any) -> Any:
 
 @dataclass
 class ProcessGroup:
-    """The workers of a stage at one rank. `loss` and `word` are this rank's before a merge and the
-    sums after it.
+    """The workers of a stage, as one rank uses them. `loss` and `signal` are this rank's before a
+    merge, and the sums over all members after it.
     """
 
     ctx: RankContext
@@ -55,23 +55,23 @@ class ProcessGroup:
     weights: list[float]  # c_j
     loss: float = 0.0
     signal: float = 0
-    carried: bool = False  # whether they have gone with a message of this merge
-    share: float = 1.0  # of the model that is exchanged
-    epoch: int = 0  # how many losses had been taken into account when it was formed
-    incarnations: tuple[int, ...] = ()  # how often each member had been lost by then, where one had
+    piggybacked_sent: bool = False  # True if loss and signal have been sent in this merge
+    share: float = 1.0  # share of the model that is exchanged
+    epoch: int = 0  # number of failures that the group had taken into account when it was formed
+    incarnations: tuple[int, ...] = ()  # failures of each member by then, if any
 
     @classmethod
     def of(
         cls, ctx: RankContext, stage: Stage, epoch: int = 0, incarnations: tuple[int, ...] = ()
     ) -> ProcessGroup:
-        """All workers of a stage."""
+        """Return the group of all workers of a stage."""
         return cls(
             ctx, stage, stage.workers, stage.team_weights, epoch=epoch, incarnations=incarnations
         )
 
     def begin(self, loss: float, signal: float) -> None:
-        """A merge begins."""
-        self.loss, self.signal, self.carried = loss, signal, False
+        """Begin a merge."""
+        self.loss, self.signal, self.piggybacked_sent = loss, signal, False
 
     @property
     def size(self) -> int:
@@ -90,7 +90,10 @@ class ProcessGroup:
         return math.isnan(self.loss)
 
     async def all_reduce(self, x: Any, weight: float = 1.0, key: int = 0, credit: int = 0) -> Any:
-        if self.carried:
+        """Return the sum of weight · x over the group, with the scalars piggybacked on the first
+        collective of a merge.
+        """
+        if self.piggybacked_sent:
             x = x if weight == 1 else x * weight
             return check_complete(
                 await self.ctx.all_reduce(x, self.ranks, key=key, credit=credit, epoch=self.epoch)
@@ -99,40 +102,41 @@ class ProcessGroup:
             signal = SizeOnly(x.nbytes, int(self.signal))
             total = check_complete(
                 await self.ctx.all_reduce(
-                    signal, self.ranks, "sum", NUMBERS, key, credit, self.epoch
+                    signal, self.ranks, "sum", SCALARS, key, credit, self.epoch
                 )
             )
-            self._carry(0.0, total.signal)
+            self._record_sums(0.0, total.signal)
             return SizeOnly(total.nbytes)
-        packed = x.new_empty(x.numel() + NUMBERS)
-        torch.mul(x, weight, out=packed[:-NUMBERS])
+        packed = x.new_empty(x.numel() + SCALARS)
+        torch.mul(x, weight, out=packed[:-SCALARS])
         packed[-2], packed[-1] = self.loss, self.signal
         total = check_complete(
-            await self.ctx.all_reduce(packed, self.ranks, "sum", NUMBERS, key, credit, self.epoch)
+            await self.ctx.all_reduce(packed, self.ranks, "sum", SCALARS, key, credit, self.epoch)
         )
-        self._carry(*to_host(total[-NUMBERS:]).tolist())
-        return total[:-NUMBERS]
+        self._record_sums(*to_host(total[-SCALARS:]).tolist())
+        return total[:-SCALARS]
 
     async def gather(self, chunk: Any) -> Any:
-        """All members' chunks of a sum (`ashl.runtime.sums.chunk`), as one vector."""
-        if self.carried:
+        """Return all members' chunks of a sum (`ashl.runtime.sums.chunk`) as one vector."""
+        if self.piggybacked_sent:
             return await self.ctx.all_reduce(chunk, self.ranks, "gather")
         if isinstance(chunk, SizeOnly):
             total = await self.ctx.all_reduce(
                 SizeOnly(chunk.nbytes, int(self.signal)), self.ranks, "gather"
             )
-            self._carry(0.0, total.signal)
+            self._record_sums(0.0, total.signal)
             return SizeOnly(total.nbytes)
-        packed = chunk.new_empty(chunk.numel() + NUMBERS)
-        packed[:-NUMBERS], packed[-2], packed[-1] = chunk, self.loss, self.signal
-        rows = (await self.ctx.all_reduce(packed, self.ranks, "gather", piggybacked=NUMBERS)).view(
+        packed = chunk.new_empty(chunk.numel() + SCALARS)
+        packed[:-SCALARS], packed[-2], packed[-1] = chunk, self.loss, self.signal
+        rows = (await self.ctx.all_reduce(packed, self.ranks, "gather", piggybacked=SCALARS)).view(
             self.size, -1
         )
-        self._carry(*to_host(sum_in_rank_order(list(rows[:, -NUMBERS:]))).tolist())
-        return rows[:, :-NUMBERS].flatten()
+        self._record_sums(*to_host(sum_in_rank_order(list(rows[:, -SCALARS:]))).tolist())
+        return rows[:, :-SCALARS].flatten()
 
     async def all_gather(self, x: Any) -> list[Any]:
-        if self.carried:
+        """Return every member's bytes in rank order."""
+        if self.piggybacked_sent:
             return check_complete(await self.ctx.all_gather(x, self.ranks, epoch=self.epoch))
         if isinstance(x, SizeOnly):
             parts = check_complete(
@@ -140,7 +144,7 @@ class ProcessGroup:
                     SizeOnly(x.nbytes, int(self.signal)), self.ranks, epoch=self.epoch
                 )
             )
-            self._carry(0.0, sum(part.signal for part in parts))
+            self._record_sums(0.0, sum(part.signal for part in parts))
             return parts
         tail = torch.tensor(
             [self.loss, self.signal], dtype=torch.float64, device=str(x.device)
@@ -152,38 +156,44 @@ class ProcessGroup:
         sums = sum_in_rank_order(
             [part[-tail.numel() :].clone().view(torch.float64) for part in parts]
         )
-        self._carry(*to_host(sums).tolist())
+        self._record_sums(*to_host(sums).tolist())
         return [part[: -tail.numel()] for part in parts]
 
     async def send(self, place: int, name: str, payload: Any, *numbers: float) -> None:
+        """Send a message of a protocol to the member at `place`."""
         tag = self.stage.tag(name, self.epoch)
         await self.ctx.send(self.ranks[place], tag, payload, (self.loss, self.signal, *numbers))
 
     async def recv(
         self, place: int, name: str, final: bool = False
     ) -> tuple[Any, tuple[float, ...]]:
-        """(body, numbers) from one other. What rides along is added up, but `final` from one who
-        has everything. Raises TeamBrokenError where that one is lost, or has given up.
+        """Return (payload, numbers) from another member.
+
+        The piggybacked scalars are added up; `final` ones replace the sums, as their sender has the
+        sums of all.
+        Raises: GroupBrokenError if that member failed, or has abandoned the protocol.
         """
-        tag, given_up = self.stage.tag(name, self.epoch), self.stage.tag(GIVEN_UP, self.epoch)
-        tags = (tag, given_up, PEER_FAILED) if self.stage.elastic else (tag,)
+        tag, abandoned = self.stage.tag(name, self.epoch), self.stage.tag(ABANDONED, self.epoch)
+        tags = (tag, abandoned, PEER_FAILED) if self.stage.elastic else (tag,)
         while (message := await self.ctx.recv(*tags, src=self.ranks[place])).tag != tag:
-            if message.tag == given_up or message.meta[0] >= (
+            if message.tag == abandoned or message.meta[0] >= (
                 self.incarnations[place] if self.incarnations else 0
             ):
-                raise GroupBrokenError  # else it was an earlier life that is over
+                raise GroupBrokenError  # otherwise an earlier incarnation failed
         loss, signal, *numbers = message.meta
-        self._carry(*((loss, signal) if final else (self.loss + loss, self.signal + signal)))
+        self._record_sums(*((loss, signal) if final else (self.loss + loss, self.signal + signal)))
         return message.body, tuple(numbers)
 
     async def give_up(self, places: Sequence[int]) -> None:
-        """Tell these, who may wait for a message of a protocol that has come to nothing."""
+        """Tell these members, which may wait for a message, that this rank has abandoned the
+        protocol.
+        """
         for place in places:
-            await self.ctx.send(self.ranks[place], self.stage.tag(GIVEN_UP, self.epoch))
+            await self.ctx.send(self.ranks[place], self.stage.tag(ABANDONED, self.epoch))
 
     async def confirm_all_complete(self) -> None:
-        """Where workers may be lost: all have come so far with a protocol of messages, so that none
-        has what another lacks. Raises TeamBrokenError.
+        """Confirm that all members have completed a protocol of messages, so that no member misses
+        the result of another. Raises GroupBrokenError if a member failed.
         """
         if self.stage.elastic and self.stage.link.has_own_messages:
             check_complete(
@@ -193,14 +203,16 @@ class ProcessGroup:
             )
 
     def compute(self, fn: Callable[[], T], work: float = 0.0) -> Compute:
+        """Return the effect that encodes, at the cost of `work` dense vectors."""
         return self.ctx.compute(fn, work=work * self.share, kind="compress")
 
-    def decode(self, fn: Callable[[], T], bodies: int) -> Compute:
-        """What takes so many bodies apart."""
-        return self.ctx.compute(fn, work=bodies * self.share, kind="decode")
+    def decode(self, fn: Callable[[], T], payloads: int) -> Compute:
+        """Return the effect that decodes so many payloads."""
+        return self.ctx.compute(fn, work=payloads * self.share, kind="decode")
 
     def blank(self, nbytes: int) -> Any:
         return SizeOnly(nbytes)
 
-    def _carry(self, loss: float, signal: float) -> None:
-        self.loss, self.signal, self.carried = loss, signal, True
+    def _record_sums(self, loss: float, signal: float) -> None:
+        """Record the sums of loss and signal so far."""
+        self.loss, self.signal, self.piggybacked_sent = loss, signal, True

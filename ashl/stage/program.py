@@ -1,5 +1,5 @@
-"""Run one rank through the stages of a plan, in order, with its state carried from stage
-to stage.
+"""Run one rank through the stages of a plan, in order, with its state carried from stage to
+stage.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,11 @@ async def program(
     saved: tuple[int, Any] | None = None,
     comes: bool = False,
 ) -> None:
-    """Play this rank's role in every stage, until one ends the run; with (stage, state) of a
-    checkpoint, from there. A worker that `comes` while the others run begins where they are; from a
-    checkpoint, where all of them do.
+    """Run this rank's role in every stage, until a stage ends the run.
+
+    Args: `saved`, (stage, state) of a checkpoint from which to resume. `comes`, True for a worker
+    that joins while others run: it begins in their stage, or from a checkpoint in the stage of the
+    checkpoint.
     """
     first = stages[0]
     ctx.time_accounting.limit_ns = first.stop_criteria.deadline_ns
@@ -39,7 +41,7 @@ async def program(
             break
         if state.assigned is not None and state.assigned[0] == index + 1:
             stages = apply_assignments(stages, *state.assigned)
-    if ctx.counter is not None:  # this is the home rank, or stands in for it
+    if ctx.counter is not None:  # this is the lead rank, or replaces it
         progress, without = state.progress, state.progress.gone if first.replicas else ()
         ctx.snapshot(
             state.params,
@@ -53,13 +55,13 @@ async def program(
 
 
 def peers_of(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
-    """All ranks that this one ever exchanges messages with."""
+    """Return all ranks with which this rank ever exchanges messages."""
     both = ((stage.topology.links(stage, rank), stage.sync.links(stage, rank)) for stage in stages)
     return tuple(sorted({peer for topology, rule in both for peer in (*topology, *rule)}))
 
 
 def ranks_to_notify(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
-    """All ranks that have to know when this one is gone."""
+    """Return all ranks that are notified of a failure of this rank."""
     return tuple(
         sorted(
             {peer for stage in stages for peer in stage.topology.notified_on_failure(stage, rank)}
@@ -68,12 +70,14 @@ def ranks_to_notify(stages: Sequence[Stage], rank: int) -> tuple[int, ...]:
 
 
 def select_loop(stage: Stage, rank: int) -> Loop:
-    """The loop of this rank: the topology's, unless the sync mode has one of its own."""
+    """Return the loop of this rank: the sync mode's own, else the topology's."""
     return stage.sync.loop(stage, rank) or stage.topology.role(stage, rank)
 
 
 def apply_assignments(stages: Sequence[Stage], first: int, assigned: Tensor) -> list[Stage]:
-    """The stages from `first` on with what a profiling stage has planned for their workers."""
+    """Return the stages, those from `first` on with the assignments that a profiling stage has
+    planned.
+    """
     rows = assigned.view(len(stages) - first, stages[0].num_workers, 4).tolist()
     after = [
         stage.with_replanned_shards([assignment_of(row) for row in r])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ashl.runtime.records import Counts
 
-# why steps are part of no model
+# reasons why steps are part of no model
 LATE, STAGE_END, RUN_END, FAILURE, DIVERGED = "late", "stage_end", "run_end", "failure", "diverged"
 BY_WORKER = (
     "commits",
@@ -30,7 +30,7 @@ BY_WORKER = (
 
 
 class ProgressMark(NamedTuple):
-    """Where something began, or was last done: in commits, samples and seconds of the run."""
+    """A point of a run, in commits, samples and seconds."""
 
     commits: int = 0
     samples: int = 0
@@ -42,8 +42,8 @@ RUN_START = ProgressMark()
 
 @dataclass
 class RunProgress:
-    """How far a run is, all workers together: what every rank can count that knows what each round
-    holds.
+    """The progress of a run over all workers: counts that every rank can keep that knows the
+    content of each round.
     """
 
     num_workers: int
@@ -53,64 +53,67 @@ class RunProgress:
     total_commits: int = 0
     loss: float = math.nan  # running mean of the workers' minibatch losses
     diverged: str | None = None
-    started: ProgressMark = RUN_START  # where this stage began
+    started: ProgressMark = RUN_START  # begin of this stage
+    # lowest running loss of this stage, and the number of commits by then
     best: tuple[float, int] = (
         math.inf,
         0,
-    )  # the lowest running loss of this stage, and at how many commits
-    end_ns: int = 0  # when the last stage ended
-    now_s: float = 0.0  # the moment that questions are asked at
+    )
+    end_ns: int = 0  # ns: end of the last stage
+    now_s: float = 0.0  # seconds: time at which queries are evaluated
 
     def copy(self) -> RunProgress:
-        """The same, to count on with."""
+        """Return a copy to continue counting with."""
         return replace(self)
 
     def mark_at(self, now_s: float) -> ProgressMark:
+        """Return the current point of the run."""
         return ProgressMark(self.total_commits, self.samples, now_s)
 
     def begin(self, now_s: float) -> None:
-        """A stage begins: limits are counted from here."""
+        """Begin a stage: its limits are counted from here."""
         self.started, self.now_s = self.mark_at(now_s), now_s
         self.best = (math.inf, self.total_commits)
 
     def advance(self, steps: int, samples: int, commits: int = 1) -> None:
-        """So much more is part of the model."""
+        """Count work that is now part of the model."""
         self.steps += steps
         self.samples += samples
         self.total_commits += commits
 
     def record_loss(self, loss: float, whose: str | int) -> None:
-        """A loss, and whose it is: a worker's, or in words."""
+        """Record a loss of a worker; `whose` is its rank, or a description."""
         self.loss = (
             loss
             if math.isnan(self.loss)
             else self.loss + (loss - self.loss) / (2 * self.num_workers)
         )
         if not math.isfinite(loss):
-            who = f"the loss of worker {whose}" if isinstance(whose, int) else whose
-            self.diverged = f"{who} became {loss} near step {self.steps + 1}"
+            whose_loss = f"the loss of worker {whose}" if isinstance(whose, int) else whose
+            self.diverged = f"{whose_loss} became {loss} near step {self.steps + 1}"
         elif self.loss < 0.99 * self.best[0]:
             self.best = (self.loss, self.total_commits)
 
     def record_loss_of_all(self, loss: float, whose: str, commits: int) -> None:
-        """The same as often as there are workers, with so many commits between one and the next."""
+        """Record this loss once per worker, advancing the commit count by `commits` each time."""
         start = self.total_commits
-        for heard in range(self.num_workers):
+        for earlier in range(self.num_workers):
             if self.loss == loss and self.loss >= 0.99 * self.best[0]:
-                break  # it stays as it is
-            self.total_commits = start + heard * commits
+                break  # no further change
+            self.total_commits = start + earlier * commits
             self.record_loss(loss, whose)
         self.total_commits = start
 
 
 @dataclass
 class Progress(RunProgress):
-    """The same by worker, as a server counts it (without one: as every worker does, alike).
+    """The progress of a run by worker, as a server counts it; without a server every worker keeps
+    identical counts.
 
-    `commits[w]` pushes of worker w applied, `clocks[w]` those of this stage, `drops[w]` those that
-    are part of no model; `pulled[w]` the version of the model that w computes on; `waiting` the
-    workers that have pushed and have no reply yet. Every question costs as much as its answer is
-    long, however many workers there are.
+    `commits[w]`: applied pushes of worker w; `clocks[w]`: those of this stage; `drops[w]`: those
+    that are part of no model; `pulled[w]`: the version of the model on which w computes; `waiting`:
+    workers that have pushed and have no reply yet. The cost of a query grows with the length of its
+    answer alone, not with the number of workers.
     """
 
     commits: list[int] = field(default_factory=list)
@@ -121,34 +124,28 @@ class Progress(RunProgress):
     pulled: list[int] = field(default_factory=list)
     stale_sum: list[int] = field(default_factory=list)
     stale_max: list[int] = field(default_factory=list)
-    waiting: dict[int, tuple[int, bool]] = field(
-        default_factory=dict
-    )  # to (staleness, late) of the push
+    # by worker: (staleness, late) of its push
+    waiting: dict[int, tuple[int, bool]] = field(default_factory=dict)
     max_lead: int = 0
     slowest: int = 0  # min(clocks)
     fastest: int = 0  # max(clocks)
-    latest: int = 0  # the worker whose push came last
-    gone: set[int] = field(
-        default_factory=set
-    )  # workers that are lost: nobody waits for them, and no bound is theirs
-    groups: list[int] | None = (
-        None  # how many each worker has averaged in, where workers meet in groups
-    )
+    latest: int = 0  # worker of the latest push
+    # failed workers: no merge waits for them, and no bound counts them
+    gone: set[int] = field(default_factory=set)
+    # groups that each worker has averaged in, where workers meet in groups
+    groups: list[int] | None = None
     conflicts: int | None = None  # groups that had to wait for another one
-    dropped_for: dict[str, int] = field(
-        default_factory=dict
-    )  # steps of all workers by the reason, as far as known
-    _at_clock: dict[int, int] = field(default_factory=dict)  # how many workers have each clock
-    _waiting_at: dict[int, dict[int, None]] = field(
-        default_factory=dict
-    )  # those that wait, by their clock
-    _unsorted: dict[int, None] = field(
-        default_factory=dict
-    )  # ... and have not been found too far ahead yet
-    _merged: dict[int, None] = field(
-        default_factory=dict
-    )  # those whose push no merge has before it any more
-    _unmerged: dict[int, None] = field(default_factory=dict)  # ... and those whose push one has
+    # dropped steps of all workers by reason, as far as known
+    dropped_for: dict[str, int] = field(default_factory=dict)
+    _at_clock: dict[int, int] = field(default_factory=dict)  # number of workers at each clock
+    # waiting workers by their clock, if they were found too far ahead
+    _waiting_at: dict[int, dict[int, None]] = field(default_factory=dict)
+    # waiting workers that were not found too far ahead yet
+    _unsorted: dict[int, None] = field(default_factory=dict)
+    # waiting workers whose push needs no further merge
+    _merged: dict[int, None] = field(default_factory=dict)
+    # waiting workers whose push waits for a merge
+    _unmerged: dict[int, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in BY_WORKER:
@@ -157,25 +154,25 @@ class Progress(RunProgress):
 
     @property
     def present(self) -> int:
-        """How many workers there are now."""
+        """Return the number of workers that have not failed."""
         return self.num_workers - len(self.gone)
 
     def copy(self) -> Progress:
-        """The same, to count on with; of a rank that nobody waits for."""
-        twin = copy(self)  # each round makes one: `replace` would go through all fields
+        """Return a copy to continue counting with, for a rank without waiting workers."""
+        copied = copy(self)  # called once per round; `replace` would visit all fields
         for name in BY_WORKER:
-            setattr(twin, name, list(getattr(self, name)))
-        twin._at_clock, twin.dropped_for = dict(self._at_clock), dict(self.dropped_for)
-        return twin
+            setattr(copied, name, list(getattr(self, name)))
+        copied._at_clock, copied.dropped_for = dict(self._at_clock), dict(self.dropped_for)
+        return copied
 
     def begin(self, now_s: float) -> None:
-        """A stage begins: leads and limits are counted from here."""
+        """Begin a stage: its leads and limits are counted from here."""
         super().begin(now_s)
         self.clocks = [0] * self.num_workers
         self._at_clock, self.slowest, self.fastest = {0: self.present}, 0, 0
 
     def observe(self, worker: int, staleness: int, loss: float) -> None:
-        """A push has come: how old the model was that it was computed on, and the loss it saw."""
+        """Record a push: the staleness of the model on which it was computed, and its loss."""
         self.latest = worker
         self.stale_sum[worker] += staleness
         if staleness > self.stale_max[worker]:
@@ -183,17 +180,17 @@ class Progress(RunProgress):
         self.record_loss(loss, worker)
 
     def observe_all(self, staleness: int, loss: float, whose: str, commits: int = 0) -> None:
-        """A push of every worker has come, all with this loss, and `commits` lie between one and
-        the next.
+        """Record a push of every worker, all with this loss, and `commits` commits between two of
+        them.
         """
         self.latest = self.num_workers - 1
         if staleness:
             self.stale_sum = [total + staleness for total in self.stale_sum]
-            self.stale_max = [max(most, staleness) for most in self.stale_max]
+            self.stale_max = [max(highest, staleness) for highest in self.stale_max]
         self.record_loss_of_all(loss, whose, commits)
 
     def start_waiting(self, worker: int, staleness: int, late: bool) -> None:
-        """This worker has pushed, and waits from now on."""
+        """Record that this worker has pushed and waits for a reply."""
         self.waiting[worker] = (staleness, late)
         self._unsorted[worker] = None
         (self._merged if late or self.pulled[worker] < self.version else self._unmerged)[worker] = (
@@ -201,7 +198,7 @@ class Progress(RunProgress):
         )
 
     def commit(self, worker: int, steps: int, samples: int) -> None:
-        """A push of this worker is now part of the model."""
+        """Count a push of this worker that is now part of the model."""
         self.commits[worker] += 1
         self.steps_by[worker] += steps
         self.advance(steps, samples)
@@ -221,7 +218,7 @@ class Progress(RunProgress):
             self._unsorted[worker] = None
 
     def commit_all(self, steps: Sequence[int], samples: int) -> None:
-        """A push of every worker is now part of the model, with these steps of each, and samples of
+        """Count a push of every worker that is now part of the model: steps by worker, samples of
         all.
         """
         assert not self.waiting
@@ -235,7 +232,7 @@ class Progress(RunProgress):
         self.advance(sum(steps), samples, self.num_workers)
 
     def _commit_present(self, steps: Sequence[int], samples: int) -> None:
-        """The same without those who are gone."""
+        """Count a push of every worker that has not failed."""
         for worker in [worker for worker in range(self.num_workers) if worker not in self.gone]:
             self.clocks[worker] += 1
             self.commits[worker] += 1
@@ -246,35 +243,35 @@ class Progress(RunProgress):
         self.advance(0, samples, self.present)
 
     def take_back(self, worker: int, rounds: int, steps: int, samples: int) -> None:
-        """So many rounds of a worker that is lost have been counted and are part of no model."""
+        """Subtract rounds of a failed worker that were counted and are part of no model."""
         self.commits[worker] -= rounds
         self.steps_by[worker] -= steps
         self.advance(-steps, -samples, -rounds)
 
     def merge(self) -> None:
-        """The model is a new version."""
+        """Count a new version of the model."""
         self.version += 1
         if self._unmerged:
             self._merged.update(self._unmerged)
             self._unmerged.clear()
 
     def count_dropped(self, worker: int, steps: int, reason: str) -> None:
-        """Count work of this worker that is part of no model; without steps there was none."""
+        """Count work of this worker that is part of no model; without steps it had none."""
         self.dropped_by[worker] += steps
         if steps:
             self.dropped_for[reason] = self.dropped_for.get(reason, 0) + steps
         self.drops[worker] += steps > 0
 
     def rounds_and_steps_of(self, worker: int) -> tuple[int, int]:
-        """(rounds, steps) of a worker, applied or dropped: from where one goes on that comes
-        (back).
+        """Return (rounds, steps) of a worker, applied or dropped, from which a rejoining worker
+        continues.
         """
         return self.commits[worker] + self.drops[worker], self.steps_by[worker] + self.dropped_by[
             worker
         ]
 
     def remove_worker(self, worker: int) -> None:
-        """This worker is gone; the slowest and the fastest are those of the others."""
+        """Remove a failed worker; slowest and fastest are those of the survivors."""
         if worker in self.waiting:
             self.stop_waiting(worker)
         self.gone.add(worker)
@@ -286,8 +283,8 @@ class Progress(RunProgress):
             self.fastest = max(self._at_clock, default=clock)
 
     def join(self, worker: int) -> None:
-        """This worker takes part (again), on the current version; one that was gone is as far as
-        the slowest is.
+        """Add a worker on the current version; a rejoining worker starts at the clock of the
+        slowest.
         """
         self.pulled[worker] = self.version
         if worker in self.gone:
@@ -296,14 +293,14 @@ class Progress(RunProgress):
             self._at_clock[self.slowest] = self._at_clock.get(self.slowest, 0) + 1
 
     def release(self, worker: int) -> tuple[int, bool]:
-        """This worker goes on, on the current version; returns (staleness, late) of its push."""
+        """Release a waiting worker on the current version; return (staleness, late) of its push."""
         lead = self.clocks[worker] - self.slowest
         if lead > self.max_lead:
             self.max_lead = lead
         return self.stop_waiting(worker)
 
     def stop_waiting(self, worker: int) -> tuple[int, bool]:
-        """This worker waits no longer; returns (staleness, late) of its push."""
+        """End the wait of a worker; return (staleness, late) of its push."""
         self.pulled[worker] = self.version
         if worker in self._unsorted:
             del self._unsorted[worker]
@@ -314,26 +311,26 @@ class Progress(RunProgress):
         return self.waiting.pop(worker)
 
     def waiting_without_merge(self) -> Collection[int]:
-        """Workers that wait, and for no merge: theirs has been, or they came too late. A barrier
-        lets them go.
+        """Return waiting workers that need no further merge: their push is merged, or was late. A
+        barrier releases them.
         """
         return self._merged.keys()
 
     def within_staleness(self, staleness: float) -> list[int]:
-        """Workers that wait and lead the slowest by at most `staleness` commits."""
+        """Return waiting workers that lead the slowest by at most `staleness` commits."""
         bound = self.slowest + staleness
         for worker in [worker for worker in self._unsorted if self.clocks[worker] > bound]:
             del self._unsorted[worker]
             self._waiting_at.setdefault(self.clocks[worker], {})[worker] = None
         if not self._waiting_at:
             return list(self._unsorted)
-        freed = [
+        released = [
             worker
             for clock, workers in self._waiting_at.items()
             if clock <= bound
             for worker in workers
         ]
-        return [*self._unsorted, *freed]
+        return [*self._unsorted, *released]
 
     def _forget_waiting(self, clock: int, worker: int) -> None:
         workers = self._waiting_at[clock]
@@ -342,13 +339,13 @@ class Progress(RunProgress):
             del self._waiting_at[clock]
 
     def rounds(self) -> list[int]:
-        """Of each worker, applied or dropped."""
+        """Return the rounds of each worker, applied or dropped."""
         return [
             applied + dropped for applied, dropped in zip(self.commits, self.drops, strict=True)
         ]
 
     def report(self) -> Counts:
-        """The counts that go into records."""
+        """Return the counts for records."""
         return Counts(
             steps=self.steps,
             samples=self.samples,

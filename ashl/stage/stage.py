@@ -3,8 +3,8 @@ and topologies.
 
 `Rule` and `Topology` are the bases of the options `sync` and `topology`. `Stage` is frozen. Methods
 that begin with `with_`, and `restricted_to`, `truncate_last_round` and `fragment`, return another
-stage for a round, a set of survivors or a part of the model. `once` caches what all ranks of a
-simulation look up of the same stage.
+stage for a round, a set of survivors or a part of the model. `cached` caches values that all ranks
+of a simulation look up in the same stage.
 """
 
 from __future__ import annotations
@@ -34,29 +34,24 @@ from ashl.stage.fragment import Fragment
 from ashl.stage.progress import Progress
 from ashl.stage.stopping import StopCriteria
 
-Loop = Callable[
-    [RankContext, "Stage", Any], Coroutine[Any, Any, int]
-]  # of one rank through one stage; its last word
+# the coroutine of one rank through one stage; returns its final signal
+Loop = Callable[[RankContext, "Stage", Any], Coroutine[Any, Any, int]]
 Members = tuple[int, ...]  # sorted ranks
 
-CODEC, WEIGHTS, PULLS, STATISTICS = (
-    "codec",
-    "weights",
-    "pulls",
-    "statistics",
-)  # what a topology may carry
-OVERLAP, DELAY = (
-    "overlap",
-    "delay",
-)  # whether a gradient may travel in parts, and work while the next is computed
-OUTER = "outer"  # ... and whether it merges updates, so that an outer optimizer may step on them
-# ... and whether it goes on without a worker that is lost, and with one that comes
-FAULT_TOLERANT = "fault_tolerant"
+# capabilities of a topology
+CODEC = "codec"  # compressed pushes
+WEIGHTS = "weights"  # weights of workers
+PULLS = "pulls"  # compressed pulls
+STATISTICS = "statistics"  # models fitted by statistics instead of gradients
+OVERLAP = "overlap"  # gradients that travel in parts
+DELAY = "delay"  # work that travels while the next is computed
+OUTER = "outer"  # merged updates, on which an outer optimizer may step
+FAULT_TOLERANT = "fault_tolerant"  # failing and rejoining workers
 CAPABILITIES = frozenset({CODEC, WEIGHTS, PULLS, STATISTICS, OUTER, OVERLAP, DELAY, FAULT_TOLERANT})
 
 
 class Network(Protocol):
-    """What transfers cost, uncontended, in nanoseconds."""
+    """The cost of uncontended transfers, in nanoseconds."""
 
     def transfer_ns(self, src: int, dst: int, nbytes: int) -> int: ...
 
@@ -66,56 +61,49 @@ class Network(Protocol):
 
 
 class Rule(Contract, group="sync", strict=True):
-    """What every sync mode says, whichever loop asks it. A field of the option may stand in for any
-    of these.
+    """The base of sync modes, as the loops of all topologies ask it. A field of an option may
+    replace any of these class variables.
     """
 
-    # what travels, see `topology.local_work`
+    # content of a push, see `topology.local_work`
     exchange: ClassVar[Literal["gradient", "difference", "accumulated"]] = "difference"
-    averages: ClassVar[bool] = (
-        False  # whether weights are renormalised over a merge, not over all workers
-    )
-    local_steps: ClassVar[Count | Literal["plan"]] = (
-        1  # H between two exchanges; "plan" = the plan's, by worker
-    )
-    whole_steps: ClassVar[bool] = (
-        False  # whether each of a round's n merges steps as far as one of BSP
-    )
-    in_rounds: ClassVar[bool] = (
-        False  # whether nobody goes on before all have, so that the last round may be cut short
-    )
-    interval_s: ClassVar[Duration] = (
-        0.0  # seconds of the first local work, where seconds count instead of H
-    )
-    estimator: ClassVar[Estimator | None] = (
-        None  # of the gradient, see `topology.estimate`; None = the codec says
-    )
-    resizes: ClassVar[bool] = (
-        False  # whether batches change, so that weights have to follow the samples
-    )
-    coordinated: ClassVar[bool] = False  # whether a coordinator takes part as rank n
-    momentum_travels: ClassVar[bool] = (
-        False  # whether the optimizer's momentum goes along in every message
-    )
-    codecs: ClassVar[
-        tuple[dict[str, Any], ...]
-    ] = ()  # whose encoding is timed then, beside the chosen one's, as specs
-    after_adam: ClassVar[bool] = (
-        False  # whether it goes on with the moments that Adam has left in the stage before
-    )
-    per_layer_group: ClassVar[bool] = (
-        False  # whether costs are measured by layer group, and of large messages and of sums
-    )
-    supports: ClassVar[frozenset[str] | None] = None  # None = what the topology supports
+    # True: weights are renormalised over the pushes of a merge; False: over all workers
+    averages: ClassVar[bool] = False
+    # H, steps between two exchanges; "plan" = as planned, by worker
+    local_steps: ClassVar[Count | Literal["plan"]] = 1
+    # True: each of a round's n merges steps as far as one merge of BSP
+    whole_steps: ClassVar[bool] = False
+    # True: synchronous rounds; the last one may be truncated
+    in_rounds: ClassVar[bool] = False
+    # seconds of the first local work, if time counts instead of H
+    interval_s: ClassVar[Duration] = 0.0
+    # estimator of the gradient, see `topology.estimate`; None = the codec decides
+    estimator: ClassVar[Estimator | None] = None
+    # True: batches change, so that weights have to follow the samples
+    resizes: ClassVar[bool] = False
+    coordinated: ClassVar[bool] = False  # True: a coordinator runs as rank n
+    # True: every message holds the optimizer's momentum, too
+    momentum_travels: ClassVar[bool] = False
+    # specs of further codecs whose encoding a profile times
+    codecs: ClassVar[tuple[dict[str, Any], ...]] = ()
+    # True: it continues with the moments that Adam has computed in the stage before
+    after_adam: ClassVar[bool] = False
+    # True: it measures costs by layer group, of large messages and of all-reduces
+    per_layer_group: ClassVar[bool] = False
+    # capabilities that it uses; None = all of the topology
+    supports: ClassVar[frozenset[str] | None] = None
 
     def quorum(self, num_workers: int) -> int:
-        """How many workers' work makes a merge. Raises UsageError where there are not so many."""
+        """Return the number of workers whose pushes make a merge. Raises UsageError if there are
+        fewer workers.
+        """
         return num_workers
 
     def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
-        """(moments, outer moments, model) after a merge of this sum: one outer step, or one of the
-        optimizer where gradients are merged. Moments are None where each worker keeps its own.
-        `state` stays as it is.
+        """Return (moments, outer moments, model) after a merge with this sum of updates.
+
+        It is one outer step, or one step of the optimizer if gradients are merged. Moments are None
+        if each worker keeps its own. `state` is not changed.
         """
         if self.exchange == "difference":
             return None, *stage.outer.step(state.outer_state, state.params, update, lr)
@@ -124,86 +112,94 @@ class Rule(Contract, group="sync", strict=True):
         return moments, state.outer_state, params
 
     def sums_whole(self, stage: Stage, progress: Progress) -> bool:
-        """Whether the next sum over all workers is of updates as they are, whatever the codec."""
+        """Return True if the next all-reduce sums updates without the codec."""
         return False
 
     def loop(self, stage: Stage, rank: int) -> Loop | None:
-        """The loop of this rank, where the topology's does not serve."""
+        """Return the sync mode's own loop of this rank, or None to use the topology's."""
         return None
 
     def links(self, stage: Stage, rank: int) -> Members:
-        """The ranks that such a loop exchanges messages with, beyond the topology's."""
+        """Return the ranks with which the sync mode's own loop exchanges messages, beyond the
+        topology's.
+        """
         return ()
 
 
 class Topology(Contract, group="topology"):
-    """How models meet: the mechanism of an exchange, with the loop of each role."""
+    """The base of topologies: the mechanism of an exchange, with the loop of each role."""
 
-    policy_type: ClassVar[type[Rule] | tuple[type[Rule], ...]]  # the rules that its loops ask
-    supports: ClassVar[
-        frozenset[str]
-    ]  # what travels beside plain updates; what it lacks is refused
-    has_server: ClassVar[bool] = False  # whether rank n holds the model
-    coordinated: ClassVar[bool] = False  # whether a coordinator takes part as rank n
-    replicas: ClassVar[bool] = (
-        False  # whether every worker has a model of its own, so that their mean is evaluated
-    )
-    pull_ratio: ClassVar[float | None] = None  # density of what a pull changes
-    servers: ClassVar[int] = 1  # that hold the model together, where there are servers
-    algorithm: ClassVar[str | None] = (
-        None  # of its sums, where one is asked for, see `ashl.cluster.all_reduce_rounds`
-    )
+    # types of sync modes that its loops accept
+    policy_type: ClassVar[type[Rule] | tuple[type[Rule], ...]]
+    # capabilities beside plain updates; an option that needs another one is not supported
+    supports: ClassVar[frozenset[str]]
+    has_server: ClassVar[bool] = False  # True: rank n is a server that holds the model
+    coordinated: ClassVar[bool] = False  # True: a coordinator runs as rank n
+    # True: every worker has its own model, and their mean is evaluated
+    replicas: ClassVar[bool] = False
+    pull_ratio: ClassVar[float | None] = None  # density of pulls
+    servers: ClassVar[int] = 1  # number of servers that hold the model together
+    # all-reduce algorithm, if one is set, see `ashl.cluster.all_reduce_rounds`
+    algorithm: ClassVar[str | None] = None
 
     def check(self, sync: Rule, num_workers: int, seed: int) -> None:
-        """Raises UsageError where it is wrong for so many workers or for this sync mode."""
+        """Raise UsageError if it does not work with so many workers or with this sync mode."""
 
     def extra_ranks(self, nodes: tuple[int, ...] | None) -> int:
-        """How many servers and coordinators take part beside the workers, with the machine of each
-        worker where it is known.
+        """Return the number of servers and coordinators beside the workers. `nodes` has the node of
+        each worker, if known.
         """
         return int(self.has_server or self.coordinated)
 
     def server_of(self, stage: Stage, rank: int) -> int:
-        """The server that this worker talks to, where there is one."""
+        """Return the server with which this worker exchanges messages."""
         return stage.server
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """The ranks that this one exchanges messages with."""
+        """Return the ranks with which this rank exchanges messages."""
         raise NotImplementedError
 
     def notified_on_failure(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """The ranks that have to know when this one is gone."""
+        """Return the ranks that are notified of a failure of this rank."""
         return self.links(stage, rank)
 
     def groups(self, stage: Stage) -> Sequence[Members]:
-        """Groups that are known before the run, so that processes can set them up."""
+        """Return the groups that are known before the run, for which processes make process
+        groups.
+        """
         return (stage.workers,) if stage.sync.per_layer_group and stage.num_workers > 1 else ()
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
-        """What an exchange takes, uncontended."""
+        """Return the nanoseconds of an uncontended exchange."""
         raise NotImplementedError
 
     def begin(self, ctx: RankContext, stage: Stage) -> Any:
-        """A rank's state before the first stage: the initial model, alike everywhere."""
+        """Return a rank's state before the first stage, with the same initial model on all
+        ranks.
+        """
         raise NotImplementedError
 
     async def join(
         self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Any] | None:
-        """A worker comes while the others run: the stage that they are in, and its state there;
-        None where the run is over. For topologies that carry churn. From a checkpoint, where all
-        come anew, with (stage, state) of this rank as they were kept; a server has them gather.
+        """Return (stage, state) of a worker that joins while others run, or None if the run is
+        over. Topologies that tolerate failures define it.
+
+        With a checkpoint all workers join: `kept` is this rank's saved (stage, state), and a server
+        waits until all have joined.
         """
         raise NotImplementedError
 
     def role(self, stage: Stage, rank: int) -> Loop:
-        """The loop of this rank."""
+        """Return the loop of this rank."""
         raise NotImplementedError
 
 
 def extra_ranks(topology: Topology, sync: Rule | None, nodes: tuple[int, ...] | None) -> int:
-    """How many take part beside the workers, from rank n on: 1 where there is a parameter server or
-    a coordinator (`ashl.topology.coordinator`), more where servers are a tree; else 0.
+    """Return the number of ranks beside the workers, from rank n on.
+
+    It is 1 with a parameter server or a coordinator (`ashl.topology.coordinator`), more with a tree
+    of servers, and 0 otherwise.
     """
     return topology.extra_ranks(nodes) or int(sync is not None and sync.coordinated)
 
@@ -221,15 +217,12 @@ Replan = Callable[
     tuple[Profile, list[StagePlan]],
 ]
 SERIAL = Serial()
-GO, NEXT, STOP, LAST = (
-    0,
-    1,
-    2,
-    3,
-)  # the word that every reply carries; LAST: hand in what you have, and no more
-WORDS = 2**20  # bytes of what workers may tell each other of those who are lost
-FEW = 8  # stages that hold shards of their own
-OF_SHARDS = ("full", "statistics")  # estimators that are of all samples of a worker
+# control signal of every reply: continue, next stage, stop the run; LAST = push the remaining work,
+# then stop
+GO, NEXT, STOP, LAST = range(4)
+FAILURE_MESSAGE_BYTES = 2**20  # bytes of the messages in which workers exchange who has failed
+CACHED_STAGES = 8  # cached stages with redistributed shards
+OF_SHARDS = ("full", "statistics")  # estimators that use all samples of a worker
 
 
 @dataclass(frozen=True)
@@ -242,50 +235,48 @@ class Stage:
     sync: Rule
     aggregate: Weighted
     outer: Outer
-    codec: Codec  # of a worker's link, see `compression.wrappers.compose`
+    codec: Codec  # codec of pushes with its wrappers, see `compression.wrappers.compose`
     trainer: AnyTrainer
     limits: Limits
     epoch_samples: int
-    following: bool = False  # whether another stage comes after this one
-    new_outer: bool = False  # whether the stage before had another outer optimizer
+
+    following: bool = False  # True if another stage follows
+    new_outer: bool = False  # True if the stage before had another outer optimizer
     planner: Planner | None = None
-    profile: Profile | None = None  # what the configuration declares of the workers
-    layout: Layout = ()  # the model's layers
+    profile: Profile | None = None  # declared capabilities of the workers
+    layout: Layout = ()  # layers of the model
     overlap: Overlap = SERIAL
-    parts: tuple[Bucket, ...] = ()  # its layer groups, where messages are made of them
-    fragments: tuple[Fragment, ...] = ()  # of the model, where each is exchanged by itself
-    size: int | None = None  # elements that are exchanged, where they are those of a fragment
-    links: tuple[
-        CompressionPipeline, ...
-    ] = ()  # of each such message, where a codec works in it by itself
-    timed: tuple[
-        tuple[str, CompressionPipeline], ...
-    ] = ()  # codecs whose cost is measured: class, and link of the whole model
-    compression_stats_every: int | None = None  # rounds between two looks at what compression loses
+    parts: tuple[Bucket, ...] = ()  # layer groups of the model, if messages are made of them
+    fragments: tuple[Fragment, ...] = ()  # fragments of the model, if each is exchanged separately
+    size: int | None = None  # number of exchanged elements, if they are those of a fragment
+    # pipeline of each message, if the codec encodes messages separately
+    links: tuple[CompressionPipeline, ...] = ()
+    # codecs to time: class name, and pipeline of the whole model
+    timed: tuple[tuple[str, CompressionPipeline], ...] = ()
+    # rounds between two measurements of compression errors; None = never
+    compression_stats_every: int | None = None
     compression_stats_per_layer: bool = False
     compression_stats_vs_mean: bool = False
-    seed: int = 0  # of what all ranks draw alike: graphs, matchings, whom to meet
-    nodes: tuple[int, ...] | None = None  # the machine of each worker, where the cluster says
-    answer_block: int = (
-        1  # workers that several servers answer while one worker takes in all its pieces
-    )
-    min_workers: int = 1  # of fewer, no run goes on
-    reshards: bool = False  # whether the data of those who are gone are with the others meanwhile
-    joins: bool = False  # whether workers may come while it goes on
-    elastic: bool = False  # whether it goes on without a worker that is lost
-    gone: frozenset[int] = frozenset()  # who takes no part any more, where no server counts
-    payload: Callable[[float | None], float] = field(
-        default=lambda ratio: 1.0
-    )  # bytes on the wire / dense bytes
-    # from what was measured: of the workers, the server's seconds of a step and bytes per second,
-    # sums, and all else
+    seed: int = 0  # seed of graphs, matchings and partners, which all ranks draw identically
+    nodes: tuple[int, ...] | None = None  # node of each worker, if the cluster declares it
+    # workers that several servers answer while one worker receives all its shards
+    answer_block: int = 1
+    min_workers: int = 1  # the run ends with fewer workers than this
+    reshards: bool = False  # True: survivors use the data of failed workers
+    joins: bool = False  # True: workers may join during the run
+    elastic: bool = False  # True: the run tolerates failures of workers
+    gone: frozenset[int] = frozenset()  # failed workers, if no server counts
+    # bytes on the wire / dense bytes, by compression ratio
+    payload: Callable[[float | None], float] = field(default=lambda ratio: 1.0)
+    # Plans the remaining stages. Arguments: the measured profile of each worker, the server's
+    # seconds per step and bytes per second, all-reduce costs, contention, codec costs.
     replan: Replan | None = None
 
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def cached(self, fn: Callable[[Stage], T], key: Hashable = None) -> T:
-        """What all ranks look up of this stage: fn(stage), computed for the first that asks. A
-        function that is made anew for each of them has a `key` in common.
+        """Return fn(stage), computed by the first rank that asks. A function that each rank makes
+        again needs a `key` that all share.
         """
         key = key or fn
         if key not in self._cache:
@@ -298,12 +289,12 @@ class Stage:
 
     @cached_property
     def link(self) -> CompressionPipeline:
-        """How updates travel, and pulls."""
+        """Return the compression pipeline of pushes and pulls."""
         size = self.size or (1 + self.sync.momentum_travels) * self.trainer.num_params
         return CompressionPipeline(self.codec, size, device=self.trainer.device)
 
     def fragment(self, k: int) -> Stage:
-        """The stage as it is for one fragment of the model alone."""
+        """Return the stage for one fragment of the model."""
         own = self.fragments[k]
         its = {"size": own.size, "layout": own.layout, "codec": own.codec, "outer": own.outer}
         return self.cached(
@@ -313,11 +304,11 @@ class Stage:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that no message exceeds."""
+        """Return an upper bound on the bytes of a message."""
         return max(
             self.link.most_bytes,
             LARGE[-1] if self.sync.per_layer_group else 0,
-            WORDS if self.elastic else 0,
+            FAILURE_MESSAGE_BYTES if self.elastic else 0,
         )
 
     @property
@@ -326,18 +317,21 @@ class Stage:
 
     @property
     def lead_rank(self) -> int:
-        """The rank that judges, counts and hands out snapshots."""
+        """Return the rank that counts progress, decides when the run ends, and emits snapshots."""
         return self.server if extra_ranks(self.topology, self.sync, self.nodes) else self.workers[0]
 
     @property
     def replicas(self) -> bool:
-        """Whether every worker has a model of its own, so that their mean is what is evaluated."""
+        """Return True if every worker has its own model, and their mean is evaluated."""
         return self.topology.replicas
 
     @cached_property
     def messages(self) -> tuple[Bucket, ...]:
-        """What each message of a gradient holds that travels in parts, in the order in which they
-        are ready. One alone that is to be summed as it is goes as without overlap.
+        """Return the buckets of a gradient that is sent in parts, in the order in which they are
+        ready.
+
+        Return none if one bucket holds the whole gradient, unless a server, a codec per bucket or
+        the next forward pass needs it.
         """
         if self.overlap.serial or not self.parts:
             return ()
@@ -349,20 +343,22 @@ class Stage:
 
     @cached_property
     def slices(self) -> list[tuple[int, int]]:
-        """The elements [start, stop) of each."""
+        """Return the elements [start, stop) of each bucket."""
         return [(message.start, message.stop) for message in self.messages]
 
     @cached_property
     def ready(self) -> tuple[tuple[float, Tag], ...]:
-        """When each is there, as the parts of a computation: the share of the step, and the tag."""
+        """Return when each bucket is ready, as parts of a computation: share of the step,
+        and tag.
+        """
         return tuple(
             (message.ready, self.tag("part", k)) for k, message in enumerate(self.messages)
         )
 
     @cached_property
     def push_share(self) -> float:
-        """Of the work of a whole push, what merging one takes a server of a piece of the model, or
-        that of a part.
+        """Return the work of merging one shard or one part at a server, as a share of a
+        whole push.
         """
         if self.overlap.by_slice or self.overlap.fragments:
             return self.link.d / self.trainer.num_params
@@ -370,7 +366,9 @@ class Stage:
 
     @cached_property
     def by_priority(self) -> bool:
-        """Whether a server merges slice by slice while the next forward pass goes on."""
+        """Return True if a server merges slice by slice while workers compute the next forward
+        pass.
+        """
         return (
             self.topology.has_server
             and self.overlap.overlaps_next_forward
@@ -379,12 +377,12 @@ class Stage:
 
     @property
     def sums_beside(self) -> bool:
-        """Whether its workers compute while something of theirs is summed."""
+        """Return True if its workers compute while a collective of theirs is in flight."""
         return sums_beside(self.sync, self.topology, self.overlap)
 
     @cached_property
     def delayed(self) -> Delayed | None:
-        """How it computes while it exchanges, where it does."""
+        """Return the delayed overlap, or None with another one."""
         return self.overlap if isinstance(self.overlap, Delayed) else None
 
     @cached_property
@@ -397,14 +395,14 @@ class Stage:
 
     @property
     def resets(self) -> bool:
-        """Whether momentum starts from zero here, instead of being handed over by the
-        stage before.
+        """Return True if momentum starts from zero instead of being transferred from the stage
+        before.
         """
         return self.index > 0 and self.plan.handover.get("momentum") == "reset"
 
     def carry_over_codec_state(self, ends: CodecState, samples: int) -> CodecState:
-        """What the codec keeps at a rank that enters this stage once so many samples are
-        applied.
+        """Return the codec state of a rank that enters this stage after `samples` applied
+        samples.
         """
         keeps = Keeps(self.plan.handover.get("residual") != "drop", not self.resets)
         return self.link.carry_over(
@@ -412,48 +410,52 @@ class Stage:
         )
 
     def restore_codec_state(self, ends: CodecState, samples: int) -> CodecState:
-        """The same of what it kept in this stage, from a checkpoint: nothing of it is dropped."""
+        """Return the codec state of this stage as a checkpoint has saved it; nothing is dropped."""
         return self.link.carry_over(
             ends, Keeps(True, True), self.sync.exchange != "difference", self.trainer.rate(samples)
         )
 
     @property
     def resets_outer(self) -> bool:
-        """... and the outer optimizer's, which no other one could take over."""
+        """Return True if the outer optimizer's momentum starts from zero, too; another outer
+        optimizer could not use it.
+        """
         return self.resets or self.new_outer
 
     @cached_property
     def quorum(self) -> int:
-        """How many workers' work makes a merge."""
+        """Return the number of workers whose pushes make a merge."""
         return self.sync.quorum(self.num_workers)
 
     def quorum_of(self, present: int) -> int:
-        """The same of those who are there now: a round waits for no more of them."""
+        """Return the quorum with `present` workers; a synchronous round waits for no more than
+        these.
+        """
         return min(self.quorum, present) if self.sync.in_rounds else self.quorum
 
     @cached_property
     def round_steps(self) -> tuple[int, ...]:
-        """Steps of each worker between two merges, where H does not change."""
+        """Return the steps of each worker between two merges, if H does not change."""
         return tuple(
             1 if self.sync.exchange == "gradient" else w.local_steps for w in self.plan.workers
         )
 
     @cached_property
     def round_samples(self) -> tuple[int, ...]:
-        """... and the samples in them."""
+        """Return the samples of each worker between two merges."""
         return tuple(steps * self.samples_of(rank) for rank, steps in enumerate(self.round_steps))
 
     @cached_property
     def round_totals(self) -> tuple[int, int]:
-        """Steps and samples of all workers together."""
+        """Return steps and samples of a round, summed over all workers."""
         here = self.workers
         return sum(self.round_steps[rank] for rank in here), sum(
             self.round_samples[rank] for rank in here
         )
 
     def count_merge(self, progress: Progress, mean_loss: float, staleness: int = 0) -> Progress:
-        """The counts with one more merge of everybody's work; where it diverged, with that
-        alone.
+        """Return the counts after one more merge of all workers' work, or, after divergence, with
+        the loss alone.
         """
         progress = progress.copy()
         progress.observe_all(staleness, mean_loss, "the workers' mean loss")
@@ -465,12 +467,13 @@ class Stage:
     def remaining_rounds(
         self, steps: int, samples: int, ahead: int = 0, gone: Collection[int] = ()
     ) -> tuple[int, int] | None:
-        """(a, b): after so many steps and samples and `ahead` rounds, a/b rounds are left to the
-        count that ends the run; None where no count does, or where workers do not go round by
-        round. Of those who are gone no round has any.
+        """Return (a, b): a/b rounds remain until the count that ends the run.
+
+        Return None if no count ends it, or without synchronous rounds. `ahead` rounds are counted
+        as done; workers that are `gone` contribute to no round.
         """
         asked = steps, samples, ahead, tuple(gone)
-        last = self._cache.get("rest")  # in a round all workers ask the same
+        last = self._cache.get("rest")  # cached, because all workers of a round ask the same
         if last is None or last[0] != asked:
             self._cache["rest"] = last = asked, self._compute_remaining_rounds(*asked)
         return last[1]
@@ -490,9 +493,10 @@ class Stage:
         return left and (left[0] - ahead * left[1], left[1])
 
     def cap_local_steps(self, local_steps: int, rank: int, rest: tuple[int, int] | None) -> int:
-        """How many of these steps a worker takes in the next round. Where a round would go past the
-        count that ends the run, each takes its part of what is left, rounded up: the count is
-        passed by less than a step of each.
+        """Return how many of `local_steps` a worker computes in the next round.
+
+        In the last round each worker computes its part of the remaining count, rounded up. So the
+        count is exceeded by less than one step per worker.
         """
         if rest is None:
             return local_steps
@@ -500,7 +504,7 @@ class Stage:
         return min(local_steps, max(1, -(-self.round_steps[rank] * left // whole)))
 
     def truncate_last_round(self, rest: tuple[int, int] | None) -> Stage:
-        """The stage as it is in a round of which no more than that is left."""
+        """Return the stage for a round of which only `rest` remains."""
         if rest is None or rest[0] >= rest[1]:
             return self
         return self.cached(
@@ -511,26 +515,26 @@ class Stage:
         )
 
     def with_local_steps(self, steps: int) -> Stage:
-        """The stage with so many steps of every worker in a round."""
+        """Return the stage with `steps` local steps of every worker."""
         return self.cached(
             lambda whole: whole.with_steps_by_worker(lambda rank, planned: steps), ("taking", steps)
         )
 
     def with_steps_by_worker(self, steps: Callable[[int, int], int]) -> Stage:
-        """... with so many of each, by its rank and by what was planned."""
+        """Return the stage with local steps as a function of rank and planned steps."""
         workers = enumerate(self.plan.workers)
         return self.with_assignments(
             tuple(replace(own, local_steps=steps(rank, own.local_steps)) for rank, own in workers)
         )
 
     def with_batches(self, batches: tuple[int, ...]) -> Stage:
-        """... with so large batches of each."""
+        """Return the stage with these batch sizes by worker."""
         workers = zip(self.plan.workers, batches, strict=True)
         made = tuple(replace(own, batch=batch) for own, batch in workers)
         return self if made == self.plan.workers else self.with_assignments(made)
 
     def restricted_to(self, gone: Collection[int]) -> Stage:
-        """The stage without these workers, Σ w_i = 1 over the others."""
+        """Return the stage without the workers in `gone`, with Σ w_i = 1 over the others."""
         gone = frozenset(gone)
         if gone == self.gone:
             return self
@@ -542,8 +546,8 @@ class Stage:
         return whole._cache[gone]
 
     def with_redistributed_shards(self, gone: Collection[int]) -> Stage:
-        """The stage while these workers are away: where it `reshards`, with their data at the
-        others.
+        """Return the stage without the workers in `gone`; with `reshards` the others use their
+        data.
         """
         if not (self.reshards and gone):
             return self
@@ -561,9 +565,7 @@ class Stage:
         return self._cache[key]
 
     def with_assignments(self, workers: tuple[WorkerPlan, ...]) -> Stage:
-        """The stage with its workers doing something else from now on; their shards stay as they
-        are.
-        """
+        """Return the stage with other work of its workers; their shards stay the same."""
         if workers is self.plan.workers:
             return self
         last: Stage | None = self._cache.get("doing")
@@ -572,7 +574,7 @@ class Stage:
         return last
 
     def with_replanned_shards(self, rows: Sequence[Assignment]) -> Stage:
-        """The stage as planned during the run, with everybody's shard as planned."""
+        """Return the stage as planned during the run, with shards as planned."""
         workers = assigned(self.plan.workers, rows)
         trainer = self.trainer.reshard([w.data_share for w in workers])
         return replace(self, plan=replace(self.plan, workers=workers), trainer=trainer)
@@ -582,18 +584,18 @@ class Stage:
 
     @cached_property
     def team_weights(self) -> list[float]:
-        """scale · w_i of all workers that take part."""
+        """Return scale · w_i of all workers that have not failed."""
         return self._normalise_weights([self._sized[rank] for rank in self.workers])
 
     @cached_property
     def estimator(self) -> str:
-        """Which gradient the workers exchange, see `topology.estimate`."""
+        """Return the estimator of the gradient that workers exchange, see `topology.estimate`."""
         if self.trainer.statistics:
             return "statistics"
         return self.sync.estimator or self.codec.estimator
 
     def samples_of(self, rank: int) -> int:
-        """The samples of one gradient: those of a minibatch, or all that the worker has."""
+        """Return the samples of one gradient: a minibatch, or all samples of the worker."""
         return (
             self.trainer.shard_size(rank)
             if self.estimator in OF_SHARDS
@@ -602,7 +604,7 @@ class Stage:
 
     @cached_property
     def _sized(self) -> tuple[WorkerPlan, ...]:
-        """The workers with the samples that they compute at once."""
+        """Return the workers with the samples of one gradient as their batch."""
         if self.estimator not in OF_SHARDS:
             return self.plan.workers
         return tuple(
@@ -616,17 +618,20 @@ class Stage:
         return [self.aggregate.scale * weight / total for weight in weights]
 
     def weights(self, members: Sequence[int]) -> list[float]:
-        """What each member's body is multiplied with: scale · w_i with Σ w_i = 1, over all workers
-        or, where the sync mode averages, over the pushes of the merge; a worker may have several of
-        them.
+        """Return the factor of each member's payload: scale · w_i with Σ w_i = 1.
+
+        The sum is over all workers, or, if the sync mode averages, over the pushes of the merge. A
+        worker may have several pushes in it.
         """
         if self.sync.averages:
             return self._normalise_weights([self._sized[member] for member in members])
         return [self.team_weights[member] for member in members]
 
     def weights_of(self, pushes: Sequence[Push], gone: Collection[int] = ()) -> list[float]:
-        """The same by what each push holds, where the sync mode averages: it need not be as
-        planned. Else Σ w_i = 1 over the workers that are not gone.
+        """Return the factors of pushes as they were executed.
+
+        If the sync mode averages, each push counts with its own steps and samples. Otherwise Σ w_i
+        = 1 over the workers that are not `gone`.
         """
         if not self.sync.averages:
             if not gone:
@@ -649,20 +654,20 @@ class Stage:
 
 
 def sums_beside(sync: Rule, topology: Topology, overlap: Overlap) -> bool:
-    """Whether the workers of such a stage compute while something of theirs is summed."""
+    """Return True if the workers of such a stage compute while a collective is in flight."""
     return sync.per_layer_group or not (topology.has_server or isinstance(overlap, Serial))
 
 
 def as_executed(worker: WorkerPlan, push: Push) -> WorkerPlan:
-    """A worker as it was in this push, mostly as planned."""
+    """Return a worker's plan with the steps and batch of this push."""
     steps, batch = push.steps, push.samples // push.steps
     as_planned = worker.local_steps == steps and worker.batch == batch
     return worker if as_planned else replace(worker, local_steps=steps, batch=batch)
 
 
 def remember(once: dict[Any, Any], key: Any, stage: Stage) -> None:
-    """Of stages with shards of their own the last few are enough."""
+    """Cache a stage, and keep only the last few stages with redistributed shards."""
     alike = [other for other in once if type(other) is type(key)] if stage.reshards else []
-    for other in alike[:-FEW]:
+    for other in alike[:-CACHED_STAGES]:
         del once[other]
     once[key] = stage

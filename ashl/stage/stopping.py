@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from ashl.plan.plan import Limits
 from ashl.stage.progress import ProgressMark, RunProgress
 
-Scores = Mapping[str, float | None]  # of an evaluation
+Scores = Mapping[str, float | None]  # scores of an evaluation
 
 
 class Counting(Protocol):
-    """The state of a rank that counts."""
+    """The state of a rank that counts progress."""
 
     progress: Any
     evaluated: ProgressMark
@@ -23,8 +23,10 @@ class Counting(Protocol):
 
 @dataclass(frozen=True)
 class StopCriteria:
-    """The limits of the run and the rule by which a stage gives way. Asked in one place, at the
-    home rank; what is judged from counts alone, every rank that counts alike decides alike.
+    """The limits of the run, and the rule that ends a stage.
+
+    The lead rank alone evaluates them. Limits on counts alone are evaluated by every rank that
+    keeps the same counts, with the same answer.
     """
 
     limits: Limits
@@ -42,8 +44,8 @@ class StopCriteria:
     def remaining_rounds(
         self, steps: int, samples: int, whole: tuple[int, int]
     ) -> tuple[int, int] | None:
-        """(a, b): after so many steps and samples, a/b rounds of `whole` are left to the count that
-        ends the run; None where no count does.
+        """Return (a, b): a/b rounds of size `whole` remain until the count that ends the run; None
+        if no count ends it.
         """
         limits = self.limits
         by_steps = None if limits.steps is None else (limits.steps - steps, whole[0])
@@ -54,12 +56,12 @@ class StopCriteria:
         return by_steps if sooner else by_samples
 
     def end_reason(self, progress: RunProgress) -> str | None:
-        """Why the run ends, judged from counts alone."""
+        """Return why the run ends, judged from counts alone, or None."""
         return "diverged" if progress.diverged else self.reached_limit(progress)
 
     def reached_limit(self, progress: RunProgress) -> str | None:
-        """The same where one rank alone knows of the workers' losses: it has to tell the others
-        first.
+        """Return the limit on counts that is reached, or None. Divergence is ignored, because the
+        rank that knows the losses first has to tell the others.
         """
         if self.limits.steps is not None and progress.steps >= self.limits.steps:
             return "steps"
@@ -73,13 +75,14 @@ class StopCriteria:
     def stage_end_reason(
         self, progress: RunProgress, now_s: float, scores: Scores | None
     ) -> str | None:
-        """The rule by which this stage gives way to the next one (for the last stage: by which the
-        run ends).
+        """Return the rule that ends this stage, and with the last stage the run, or None.
 
-        loss: the running loss of the workers' minibatches is at most this. evaluated_loss,
-        accuracy: as last evaluated. rises: so many evaluations of the whole run saw a training loss
-        above that of the evaluation before. plateau: so many commits per worker without the running
-        loss falling by 1 %. epochs, commits (per worker) and seconds count from the stage's start.
+        - loss: the running loss of the workers' minibatches is at most the bound.
+        - evaluated_loss, accuracy: as last evaluated.
+        - rises: number of evaluations of the whole run with a higher training loss than the
+        evaluation before.
+        - plateau: commits per worker without a decrease of the running loss by 1 %.
+        - epochs, commits (per worker), seconds: counted from the begin of the stage.
         """
         if not self.until:
             return None
@@ -101,8 +104,8 @@ class StopCriteria:
         return None
 
     def evaluation_due(self, progress: RunProgress, last: ProgressMark, now_s: float) -> bool:
-        """Whether an evaluation is due, with the last one here: every so many seconds or commits;
-        if neither, each epoch.
+        """Return True if an evaluation is due after the last one: every `eval.every_s` seconds or
+        `eval.every_commits` commits, else once per epoch.
         """
         limits = self.limits
         if limits.eval_every_s is not None:
@@ -115,7 +118,7 @@ class StopCriteria:
         return progress.samples // self.epoch_samples > last.samples // self.epoch_samples
 
     def take_evaluation(self, state: Counting, now_s: float) -> bool:
-        """The same; if so it is taken now, and the next one is counted from here."""
+        """Return True if an evaluation is due, and count the next one from here."""
         if due := self.evaluation_due(state.progress, state.evaluated, now_s):
             state.evaluated = state.progress.mark_at(now_s)
         return due

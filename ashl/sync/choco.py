@@ -84,7 +84,7 @@ class Choco(RoundRule):
         else:
             body = await ctx.compute(encode, work=1, kind="compress")
             report_health(ctx, stage, state, ahead, [(link, state.ends, body)])
-        state.rule_state = Replicas(link.add_bodies(own, [(body, 1.0)]), others, body)
+        state.rule_state = Replicas(link.add_payloads(own, [(body, 1.0)]), others, body)
         return dict.fromkeys(targets, (body, ()))
 
     def merge(
@@ -102,6 +102,6 @@ class Choco(RoundRule):
             after = mix(row, rank, own, heard)
         else:
             bodies = [(sent if j == rank else heard[j].body, weight) for j, weight in row.items()]
-            after = stage.link.add_bodies(before, bodies)
+            after = stage.link.add_payloads(before, bodies)
         state.rule_state = Replicas(own, after, sent)
         state.params = state.params + (after - own) * self.gamma

@@ -734,7 +734,7 @@ async def sum_overlapped(
     Returns: (work, weighted sum).   Raises: GroupBrokenError, once the gradient is complete.
     """
     coding = BucketEncoder.of(team, stage, state, version) if stage.links else None
-    others = replace(team, carried=True)
+    others = replace(team, piggybacked_sent=True)
     if state.redo is None:
         work, bodies, sums = await compute_and_sum(others, coding, stage, state)
     else:

@@ -27,7 +27,7 @@ from ashl.compression.wrappers.state_slices import join_states, slice_state
 from ashl.runtime.effects import Encoding
 from ashl.runtime.sums import concatenate
 from ashl.size_only import SizeOnly, Vector
-from ashl.stage.compression_pipeline import Body, CodecState
+from ashl.stage.compression_pipeline import CodecState, Payload
 from ashl.stage.process_group import GroupBrokenError, ProcessGroup
 from ashl.stage.progress import Progress
 from ashl.stage.stage import Stage
@@ -108,7 +108,7 @@ async def run_collective_codec(
 
 
 async def gather_payloads(
-    team: ProcessGroup, stage: Stage, state: WorkerState, x: Vector, body: Body
+    team: ProcessGroup, stage: Stage, state: WorkerState, x: Vector, body: Payload
 ) -> Vector:
     """Gather the payloads of all workers, decode and sum them."""
     bodies = await team.all_gather(body)
@@ -149,7 +149,7 @@ class BucketEncoder:
     ends: list[CodecState]  # by bucket
     contexts: list[EncodeContext]
     vectors: dict[int, Vector] = field(default_factory=dict)  # gradient by bucket
-    bodies: dict[int, Body] = field(default_factory=dict)  # payload by bucket
+    bodies: dict[int, Payload] = field(default_factory=dict)  # payload by bucket
     finite: bool = True
 
     @classmethod
@@ -178,7 +178,7 @@ class BucketEncoder:
         d, sizes = self.stage.link.d, (link.d for link in self.stage.links)
         return Encoding(self.encode, tuple(done / d for done in accumulate(sizes)))
 
-    def encode(self, k: int, x: Vector) -> Body:
+    def encode(self, k: int, x: Vector) -> Payload:
         """Encode bucket k. Returns: its payload.
 
         A bucket that is not finite is replaced by zeros, see `finish_encoding`.
@@ -191,7 +191,7 @@ class BucketEncoder:
         self.bodies[k] = link.encode(self.ends[k], x, self.contexts[k])
         return self.bodies[k]
 
-    def all_encoded(self, vectors: Sequence[Vector]) -> list[Body]:
+    def all_encoded(self, vectors: Sequence[Vector]) -> list[Payload]:
         """Encode all buckets. Returns: their payloads."""
         return [self.encode(k, x) for k, x in enumerate(vectors)]
 
@@ -216,7 +216,7 @@ class BucketEncoder:
                 ctx.show_update(x, of=ctx.rank, tick=self.version, weight=self.team.weight)
         return self.finite
 
-    async def exchange_bucket(self, team: ProcessGroup, k: int, body: Body) -> Any:
+    async def exchange_bucket(self, team: ProcessGroup, k: int, body: Payload) -> Any:
         """Exchange bucket k. Returns: the sum of its payloads, or the gathered payloads."""
         link = self.stage.links[k]
         if link.traits.linear:

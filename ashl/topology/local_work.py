@@ -23,7 +23,7 @@ from ashl.learn.device import numbers, to_host
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.records import CompressionReport, NotFinite
 from ashl.size_only import SizeOnly, Vector
-from ashl.stage.compression_pipeline import Body, CodecState, CompressionPipeline
+from ashl.stage.compression_pipeline import CodecState, CompressionPipeline, Payload
 from ashl.stage.stage import WEIGHTS, Stage
 from ashl.topology.estimate import estimate_gradient, next_batch
 from ashl.topology.replies import Admission, Pull
@@ -163,7 +163,7 @@ def share_of(stage: Stage, rank: int, steps: range) -> float:
 
 async def encode_update(
     ctx: RankContext, stage: Stage, state: WorkerState, work: Work
-) -> tuple[Body, float]:
+) -> tuple[Payload, float]:
     """Encode an update for sending. Returns: (payload, loss).
 
     An update that is not finite is not encoded, because it would reach every element. The returned
@@ -190,7 +190,7 @@ def report_health(
     stage: Stage,
     state: WorkerState,
     x: Vector,
-    sent: Sequence[tuple[CompressionPipeline, CodecState, Body]],
+    sent: Sequence[tuple[CompressionPipeline, CodecState, Payload]],
 ) -> None:
     """Report the compression error of this round, every `compression_stats_every` rounds.
 

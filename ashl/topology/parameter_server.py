@@ -551,7 +551,7 @@ async def merge_push(ctx: RankContext, stage: Stage, state: ServerState, message
     """
     progress, worker = state.progress, message.src
     steps, samples, loss, version, step_s, pull_s = message.meta
-    body = stage.link.receive_body(state.ends, worker, message.body)
+    body = stage.link.receive_payload(state.ends, worker, message.body)
     staleness, push_s = progress.version - int(version), ctx.now - message.start_ns / 1e9
     push = Push(worker, body, int(steps), int(samples), staleness, loss, step_s, push_s, pull_s)
     update = await ctx.compute(partial(apply_merge, stage, state, push), stage.push_share, "apply")

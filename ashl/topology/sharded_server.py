@@ -38,7 +38,7 @@ from ashl.option import Count, option
 from ashl.runtime.effects import JOIN, PEER_FAILED, Message, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate
-from ashl.stage.compression_pipeline import Body, CodecState
+from ashl.stage.compression_pipeline import CodecState, Payload
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import Progress
 from ashl.stage.stage import (
@@ -326,7 +326,7 @@ async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
 
 async def make_pushes(
     ctx: RankContext, stage: Stage, state: ShardedWorker
-) -> tuple[Work, list[Body], float]:
+) -> tuple[Work, list[Payload], float]:
     """(work, what of it goes to each server, loss)."""
     work = await local_work(ctx, stage, state)
     x = stage.aggregate.clip(work.body)
@@ -345,7 +345,7 @@ async def make_pushes(
 
 def encode_pieces(
     stage: Stage, state: ShardedWorker, rank: int, pieces: Sequence[Any]
-) -> list[Body]:
+) -> list[Payload]:
     """A body of each piece, which the codec knows as a model of its own."""
     context, bodies = context_of(stage, rank, state, state.version), []
     for k, (held, part, x) in enumerate(zip(stage.fragments, parts(stage), pieces, strict=True)):
@@ -361,7 +361,7 @@ def encode_pieces(
 
 
 def restore_pieces(
-    stage: Stage, state: ShardedWorker, bodies: Sequence[Body], dropped: Sequence[bool]
+    stage: Stage, state: ShardedWorker, bodies: Sequence[Payload], dropped: Sequence[bool]
 ) -> None:
     """What a server has dropped, the codec takes up again."""
     if stage.link.traits.lossless:
