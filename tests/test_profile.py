@@ -116,9 +116,9 @@ def test_missing_unknown_and_broken() -> None:
         ({k: v for k, v in data.items() if k != "num_params"}, "the profile lacks num_params"),
         ({**data, "num_params": 0}, "num_params is 0"),
         ({**data, "schema": 1}, "schema is 1"),
-        ({**data, "model": "\x1b[2J"}, "stands where a name is expected"),
+        ({**data, "model": "\x1b[2J"}, "is not a name; give printable text"),
         ({**data, "source": "guessed"}, "source is 'guessed'"),
-        ([], "no mapping"),
+        ([], "is not a mapping"),
     ]:
         with pytest.raises(ValueError, match=words):
             Profile.from_json(json.dumps(broken))
@@ -200,7 +200,7 @@ def test_free_links_cost_nothing_per_byte() -> None:
 @pytest.mark.parametrize("missing", ["step_s", "compress_s", "exchange_s"])
 def test_a_missing_cost_is_an_error(missing: str) -> None:
     named = "bandwidth_mbit_s" if missing == "exchange_s" else missing
-    with pytest.raises(UsageError, match=f"cluster.{named}, which is not declared"):
+    with pytest.raises(UsageError, match=f"cluster.{named}: not declared"):
         profile_of_declared_costs(
             conf_option("cluster", "ashl_paper", **{missing: None}), "LeNet", 1_000, 128
         )

@@ -1,1 +1,1 @@
-"""The nouns between configuration and run: what each stage does and what each worker does in it."""
+"""Plans and profiles: the checked data between a configuration and a run."""

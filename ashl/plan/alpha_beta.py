@@ -1,12 +1,12 @@
-"""What a message costs: a latency and seconds per byte, fitted to times of messages of several
-sizes.
+"""Cost of a message as latency plus seconds per byte, fitted to times of messages of several sizes.
 
-Rule: of each size the lower quartile counts, since whatever else a machine does only adds. β is the
-median slope between messages of a megabyte and more: smaller ones pass through the buffers of a
-link whatever its rate. a is the median of what smaller ones take beyond β. Neither is below zero.
+Rule: the time of a size is the lower quartile of its measurements, because other load on the
+machine only adds time. β is the median slope between messages of at least a megabyte. Smaller
+messages fit into the buffers of a link and do not show its rate. The latency α is the median
+remainder of the smaller messages. Neither is below zero.
 
-Source: Theil, "A rank-invariant method of linear and polynomial regression analysis", 1950; a and β
-as Shi, Chu and Li, "MG-WFBP", INFOCOM 2019.
+Source: Theil, "A rank-invariant method of linear and polynomial regression analysis", 1950; α and β
+as in Shi, Chu and Li, "MG-WFBP", INFOCOM 2019.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
-SMALL = (2**10, 2**12, 2**14)  # bytes of what is timed
+SMALL = (2**10, 2**12, 2**14)  # bytes of the messages that are timed
 LARGE = (2**20, 2**21, 2**22, 2**23)
 
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """Of a link one way, or of a sum over all workers."""
+    """Cost of a link in one direction, or of an all-reduce over all workers."""
 
     latency_s: float
     s_per_byte: float
@@ -30,7 +30,10 @@ class AlphaBeta:
 
 
 def fit_line(times: Mapping[int, Sequence[float]]) -> AlphaBeta:
-    """The line of these times by bytes, of which at least two sizes are large and one is small."""
+    """Return the cost line of these times by bytes.
+
+    Args: `times` has at least two sizes of `LARGE` and one smaller size.
+    """
     low = {nbytes: sorted(found)[(len(found) - 1) // 4] for nbytes, found in times.items()}
     large = sorted(nbytes for nbytes in low if nbytes >= LARGE[0])
     slopes = [(low[more] - low[less]) / (more - less) for less, more in combinations(large, 2)]

@@ -1,4 +1,4 @@
-"""Whether what a file says can be: the checks of profiles and plans, each with one sentence."""
+"""Checks of values in plan and profile files; each raises ValueError with one sentence."""
 
 import sys
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ from typing import Any
 
 from ashl.plan.alpha_beta import AlphaBeta
 
-LARGEST = sys.float_info.max  # a whole number may be beyond it
-LONGEST_S = 1e9  # 30 years: what a clock of nanoseconds can bear
+LARGEST = sys.float_info.max  # a whole number may be larger
+LONGEST_S = 1e9  # about 30 years, which a clock of nanoseconds can hold
 
 
 def check_names(*names: object) -> None:
     for name in names:
         if name is not None and not (isinstance(name, str) and name.isprintable()):
-            raise ValueError(f"{name!r} stands where a name is expected")
+            raise ValueError(f"{name!r} is not a name; give printable text")
 
 
 def check_line(line: AlphaBeta | None, what: str) -> None:
@@ -23,18 +23,18 @@ def check_line(line: AlphaBeta | None, what: str) -> None:
 
 
 def require_keys(data: Any, names: Sequence[str], what: str) -> None:
-    """Raises ValueError unless `data` is a mapping with exactly these keys."""
+    """Check that `data` is a mapping with exactly these keys. Raises: ValueError."""
     if not isinstance(data, dict):
-        raise ValueError(f"{what} is no mapping; it needs {', '.join(names)}")
+        raise ValueError(f"{what} is not a mapping; it needs {', '.join(names)}")
     for name in names:
         if name not in data:
             raise ValueError(
-                f"{what} lacks {name}; profile again, or add it (a missing cost is never zero)"
+                f"{what} lacks {name}; profile again, or add it (a missing cost is not zero)"
             )
     for name in data:
         if name not in names:
             raise ValueError(
-                f"{what} has {name!r}, which is not a key; there are: {', '.join(names)}"
+                f"{what} has {name!r}, which is not a key; the keys are: {', '.join(names)}"
             )
 
 

@@ -1,6 +1,4 @@
-"""How sure a measured figure is: medians with the interval in which they lie, and workers that are
-equal within it.
-"""
+"""Confidence of measurements: medians with intervals, and workers that are equal within them."""
 
 import math
 import statistics
@@ -13,7 +11,7 @@ import numpy as np
 from ashl.cluster.speed import LEVELS
 from ashl.plan.profile import NOISES, TICK_S, WorkerProfile
 
-NARROW = 0.05  # half an interval, as a share of its median
+NARROW = 0.05  # largest half interval of a reliable median, as a share of the median
 
 
 class Estimate(NamedTuple):
@@ -24,8 +22,9 @@ class Estimate(NamedTuple):
 
 
 def estimate(times: Sequence[float]) -> Estimate:
-    """By order statistics: of n times, those √n to both sides of the middle (1.96/2 of it) bound
-    the median.
+    """Return the median and half of its 95 % interval, by order statistics.
+
+    Of n sorted times, those 1.96/2 · √n positions to both sides of the middle bound the median.
     """
     ordered, n = sorted(times), len(times)
     k = max(0, int((n - 1.96 * math.sqrt(n)) / 2))
@@ -34,8 +33,9 @@ def estimate(times: Sequence[float]) -> Estimate:
 
 
 def trimmed_deviation(times: Sequence[float]) -> float:
-    """Standard deviation of times without their outermost tenths, where the machine did something
-    else.
+    """Return the standard deviation of times without the lowest and highest tenth.
+
+    The extremes are from other load on the machine.
     """
     ordered, trim = sorted(times), len(times) // 10
     return statistics.pstdev(ordered[trim : len(ordered) - trim])
@@ -47,6 +47,7 @@ def quantiles(times: Sequence[float]) -> tuple[float, ...]:
 
 
 def is_narrow(times: Sequence[float]) -> bool:
+    """Return True if the interval of the median is narrow enough to be reliable."""
     found = estimate(times)
     return found.noise <= NARROW * found.median
 
@@ -71,15 +72,16 @@ def equalize_costs(
 
 
 def group_equal_workers(workers: Sequence[WorkerProfile], cost: str, noise: str) -> list[list[int]]:
-    """Return the workers that count as equal in a cost."""
+    """Return groups of ranks whose workers count as equal in a cost."""
     return group_overlapping(
         [getattr(own, cost) for own in workers], [getattr(own, noise) for own in workers]
     )
 
 
 def group_overlapping(costs: Sequence[float], noises: Sequence[float]) -> list[list[int]]:
-    """Return the ranks whose intervals overlap that of the least among them, where there are
-    several and some noise.
+    """Return groups of at least two ranks whose intervals overlap that of their least cost.
+
+    A group without any noise is left out.
     """
     groups: list[list[int]] = []
     for rank in sorted(range(len(costs)), key=costs.__getitem__):

@@ -1,4 +1,4 @@
-"""The profile that a configuration declares."""
+"""The profile of a cluster with declared costs."""
 
 import math
 
@@ -8,15 +8,15 @@ from ashl.plan.profile import SCHEMA, Profile, WorkerProfile, rate_of
 
 
 def profile_of_declared_costs(cluster: Cluster, model: str, num_params: int, batch: int) -> Profile:
-    """The costs that the configuration declares, with the server's port free and before any event.
+    """Return the profile of the declared costs, with a free server NIC and before any event.
 
-    Raises UsageError, by name, on a cost that is missing.
+    Raises: UsageError, naming a missing cost.
     """
     for name in cluster.missing():
-        if name != "server_step_s":  # the server's own, no worker's
+        if name != "server_step_s":  # a cost of the server, not of a worker
             raise UsageError(
-                f"a profile without measuring needs cluster.{name}, which is not declared (a"
-                " missing cost is never zero); give it a value, or measure with runtime=local"
+                f"cluster.{name}: not declared, and a profile without a measurement needs it (a"
+                " missing cost is not zero); set a value, or measure with runtime=local"
             )
     assert cluster.step_s is not None
     assert cluster.compress_s is not None
@@ -63,8 +63,9 @@ def profile_of_declared_costs(cluster: Cluster, model: str, num_params: int, bat
 
 
 def _way(cluster: Cluster, rank: int, dense_bytes: int) -> tuple[float, float | None, float | None]:
-    """(latency, bytes per second up and down) of one worker's way to the server, as the network
-    model has it.
+    """Return (latency, bytes per second up and down) of one worker's path to the server.
+
+    The network model is that of `ashl.cluster.network`.
     """
     link, server = cluster.links[rank], len(cluster.compute)
     if cluster.exchange_s is not None:

@@ -1,5 +1,6 @@
-"""Plans and profiles that a user hands back: `plan=FILE`, `profile=FILE`. Nothing of them is
-believed unchecked.
+"""Readers of plan and profile files that a user passes by `plan=FILE` or `profile=FILE`.
+
+All values are checked.
 """
 
 import math
@@ -15,17 +16,20 @@ from pydantic.dataclasses import dataclass
 from ashl.config.construct import explain
 from ashl.errors import UsageError
 from ashl.plan.checks import check_names, is_count, is_number
-from ashl.plan.plan import Plan, StagePlan
+from ashl.plan.plan import Plan, StagePlan, WorkerPlan
 from ashl.plan.profile import Profile
 
 T = TypeVar("T")
 RULES = ("loss", "evaluated_loss", "accuracy", "rises", "plateau", "epochs", "commits", "seconds")
-HANDED = {"momentum": ("keep", "reset"), "residual": ("keep", "drop")}  # over a border
+HANDOVERS = {"momentum": ("keep", "reset"), "residual": ("keep", "drop")}  # at a stage boundary
 EXACT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def read(path: str, key: str, parse: Callable[[str], T]) -> T:
-    """The file's content. Raises UsageError, naming the key and the file."""
+    """Return the parsed content of a file.
+
+    Raises: UsageError, naming the key and the file.
+    """
     try:
         return parse(Path(path).read_text(encoding="utf-8"))
     except IsADirectoryError as error:
@@ -33,7 +37,7 @@ def read(path: str, key: str, parse: Callable[[str], T]) -> T:
             f"{key}={path} is a folder; name the file: {key}={Path(path, key)}.json"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"{key}={path} cannot be read: {reason}") from error
     except JSONDecodeError as error:
         raise UsageError(
@@ -53,7 +57,10 @@ def read_plan(path: str) -> Plan:
 
 
 def checked(plan: Plan) -> Plan:
-    """Raises ValueError, in one sentence, where a hand-edited plan makes no sense."""
+    """Return the plan if its values are valid.
+
+    Raises: ValueError, one sentence.
+    """
     if not is_count(plan.num_workers) or not plan.stages:
         raise ValueError("it needs workers and at least one stage")
     for stage in plan.stages:
@@ -65,7 +72,10 @@ def checked(plan: Plan) -> Plan:
 
 
 def check_types(made: Any, where: str) -> None:
-    """Whether each value is of the kind that its dataclass says. Raises ValueError."""
+    """Check that each value has the type that its dataclass declares.
+
+    Raises: ValueError.
+    """
     try:
         exact(type(made))(**vars(made))
     except ValidationError as error:
@@ -74,27 +84,19 @@ def check_types(made: Any, where: str) -> None:
 
 @cache
 def exact(cls: type) -> Callable[..., Any]:
-    """What makes such a dataclass, and checks it."""
+    """Return a strict constructor of such a dataclass, which checks the types of its values."""
     return dataclass(config=EXACT, frozen=True, kw_only=True)(cls)
 
 
 def check_stage(stage: StagePlan, num_workers: int) -> None:
+    """Check the values of one stage. Raises: ValueError."""
     check_names(stage.name)
     where = f"stage {stage.name}"
     if len(stage.workers) != num_workers:
         raise ValueError(
             f"{where} has {len(stage.workers)} workers where the plan has {num_workers}"
         )
-    for rule, bound in stage.until.items():
-        if rule not in RULES or not is_number(bound):
-            raise ValueError(
-                f"{where}: until.{rule}={bound!r} is no rule; there are: {', '.join(RULES)}, each"
-                " with a number"
-            )
-    for what, how in stage.handover.items():
-        if how not in HANDED.get(what, ()):
-            there = " and ".join(f"{name} ({' or '.join(ways)})" for name, ways in HANDED.items())
-            raise ValueError(f"{where}: handover.{what}={how!r} is none; there are: {there}")
+    check_rules(stage, where)
     if stage.h_preset is not None and not is_count(stage.h_preset):
         raise ValueError(
             f"{where}: h_preset is {stage.h_preset!r}, where a whole number from 1 up is expected"
@@ -103,21 +105,44 @@ def check_stage(stage: StagePlan, num_workers: int) -> None:
         check_share(stage.r_preset, f"{where}: r_preset")
     check_types(stage, where)
     for rank, worker in enumerate(stage.workers):
-        here = f"{where}, worker {rank}"
-        for name in ("local_steps", "batch"):
-            if not is_count(getattr(worker, name)):
-                raise ValueError(
-                    f"{here}: {name} is {getattr(worker, name)!r}, where a whole number from 1 up"
-                    " is expected"
-                )
-        check_share(worker.data_share, f"{here}: data_share")
-        check_share(worker.compression_ratio, f"{here}: compression_ratio")
-        check_types(worker, here)
+        check_worker(worker, f"{where}, worker {rank}")
     total = math.fsum(worker.data_share for worker in stage.workers)
     if abs(total - 1) > 1e-6:
         raise ValueError(f"{where}: the data shares add up to {total:g}, not to 1")
 
 
+def check_rules(stage: StagePlan, where: str) -> None:
+    """Check the rules by which a stage ends and takes over state. Raises: ValueError."""
+    for rule, bound in stage.until.items():
+        if rule not in RULES or not is_number(bound):
+            raise ValueError(
+                f"{where}: until.{rule}={bound!r} is not a rule; take one of: {', '.join(RULES)},"
+                " each with a number"
+            )
+    for state, value in stage.handover.items():
+        if value not in HANDOVERS.get(state, ()):
+            known = " and ".join(
+                f"{name} ({' or '.join(values)})" for name, values in HANDOVERS.items()
+            )
+            raise ValueError(
+                f"{where}: handover.{state}={value!r} is not possible; take one of: {known}"
+            )
+
+
+def check_worker(worker: WorkerPlan, where: str) -> None:
+    """Check the values of one worker. Raises: ValueError."""
+    for name in ("local_steps", "batch"):
+        if not is_count(getattr(worker, name)):
+            raise ValueError(
+                f"{where}: {name} is {getattr(worker, name)!r}, where a whole number from 1 up is"
+                " expected"
+            )
+    check_share(worker.data_share, f"{where}: data_share")
+    check_share(worker.compression_ratio, f"{where}: compression_ratio")
+    check_types(worker, where)
+
+
 def check_share(value: Any, what: str) -> None:
+    """Check that a value is a share above 0 and at most 1. Raises: ValueError."""
     if not is_number(value) or not 0 < value <= 1:
         raise ValueError(f"{what} is {value!r}, where a share above 0 and at most 1 is expected")

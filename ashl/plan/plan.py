@@ -1,5 +1,5 @@
-"""A plan: every choice of a run, resolved into plain values. It is the same for virtual time and
-for a real run.
+"""Plan: every choice of a run, resolved into plain values, the same for virtual time and real
+runs.
 """
 
 from __future__ import annotations
@@ -16,42 +16,43 @@ from ashl.errors import parsed
 T = TypeVar("T")
 SCHEMA = 1
 Spec = dict[str, Any]  # `_target_` and its parameters
-AVERAGE: Spec = {"_target_": "ashl.outer.average.Average"}  # what plans had before they said it
+# defaults of keys that older plan files lack
+AVERAGE: Spec = {"_target_": "ashl.outer.average.Average"}
 SERIAL: Spec = {"_target_": "ashl.overlap.none.Serial"}
-CLASSES: Spec = {"_target_": "ashl.task.classification.Classification"}  # likewise
+CLASSES: Spec = {"_target_": "ashl.task.classification.Classification"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """What one worker does in one stage."""
+    """The work of one worker in one stage."""
 
-    local_steps: int  # H, between two merges
-    batch: int  # samples of one step
-    data_share: float  # n_i / n, the worker's shard by the training set
+    local_steps: int  # H, steps between two merges
+    batch: int  # samples per step
+    data_share: float  # n_i / n, the size of the worker's shard over the training set
     compression_ratio: float  # density of the update; 1 = dense
-    predicted_cycle_s: float | None  # H steps, push and pull; null where costs are not declared
-    message_bytes: int | None = (
-        None  # of one compressed update, at most; null once the ratio was planned anew
-    )
+    predicted_cycle_s: float | None  # seconds of H steps, push and pull; null = costs not declared
+    # upper bound on the bytes of one compressed update; null after the density was replanned
+    message_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
+    """One stage: its options as specs, its end, and the work of each worker."""
+
     name: str
     sync: Spec
     topology: Spec
     aggregate: Spec
     outer: Spec = field(default_factory=AVERAGE.copy)
     compression: Spec
-    overlap: Spec = field(default_factory=SERIAL.copy)  # with the groups of its messages
+    overlap: Spec = field(default_factory=SERIAL.copy)  # with the layer groups of its messages
     optimizer: Spec
-    until: dict[str, float]  # rule → bound, see Stage.reached; empty: until the run's own stop rule
+    until: dict[str, float]  # rule → bound, see Stage.reached; empty = until the run's stop rule
     workers: tuple[WorkerPlan, ...]
-    handover: dict[str, str] = field(
-        default_factory=dict
-    )  # what the workers do with momentum (keep, reset), residual
-    h_preset: int | None = None  # where H is planned: the slowest worker's
-    r_preset: float | None = None  # and the preset compression ratio; null = the codec's own
+    # at the boundary to this stage: momentum (keep or reset), residual (keep or drop)
+    handover: dict[str, str] = field(default_factory=dict)
+    h_preset: int | None = None  # the slowest worker's H, if H is planned
+    r_preset: float | None = None  # preset density, if densities are planned; null = the codec's
     predicted_steps_per_s: float | None = None
     predicted_wait_share: float | None = None
 
@@ -59,8 +60,8 @@ class StagePlan:
 def assigned(
     workers: Sequence[WorkerPlan], rows: Sequence[Any], resharded: bool = True
 ) -> tuple[WorkerPlan, ...]:
-    """The workers with H, data share (where they are resharded), ratio and cycle as a planner
-    assigns them.
+    """Return the workers with H, data share (if `resharded`), density and cycle of a planner's
+    assignment.
     """
     return tuple(
         replace(
@@ -77,13 +78,13 @@ def assigned(
     )
 
 
-TARGETS = ("target_accuracy", "target_loss", "target_metric")  # any of them, once it holds
-PATIENCE = "patience"  # the exit reason of a run without a new best for too many evaluations
+TARGETS = ("target_accuracy", "target_loss", "target_metric")  # one reached target ends the run
+PATIENCE = "patience"  # exit reason of a run that stop.patience ended
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When a run ends (the first that is reached) and when it is evaluated."""
+    """End of a run (the first limit or target that is reached) and times of its evaluations."""
 
     epochs: float | None
     steps: int | None
@@ -94,30 +95,31 @@ class Limits:
     eval_every_s: float | None
     eval_every_commits: int | None
     target_metric: float | None = None
-    patience: int | None = None  # evaluations in a row without a new best
+    patience: int | None = None  # consecutive evaluations without a new best metric
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The whole run: each process makes objects of its specs, see `ashl.planning.instantiate`."""
+    """A whole run; each process constructs its options from the specs, see
+    `ashl.planning.instantiate`.
+    """
 
     schema: int
     name: str
     seed: int
     num_workers: int
-    num_ranks: int  # the workers, and the server where there is one
+    num_ranks: int  # workers and servers or coordinator
     num_params: int
-    sample_shape: tuple[int, ...] = ()  # of what the model is given
-    num_classes: int = 0  # outputs that the data set asks for
+    sample_shape: tuple[int, ...] = ()  # shape of one sample
+    num_classes: int = 0  # number of outputs that the data set needs
     layers: tuple[tuple[str, tuple[int, ...]], ...] = ()  # name and shape of each parameter tensor
-    work: tuple[
-        int, ...
-    ] = ()  # what each costs in a forward pass, where messages are planned by it
-    shares: tuple[float, ...] = ()  # ... or of a step, until each layer group is ready, as measured
-    needed: tuple[float, ...] = ()  # ... and until forward comes to each
-    choices: dict[str, str] = field(
-        default_factory=dict
-    )  # each group's option by name; no sync where stages name it
+    work: tuple[int, ...] = ()  # operations of each tensor in a forward pass; empty = not needed
+    # share of a step after which each layer group's gradient is ready, as measured
+    shares: tuple[float, ...] = ()
+    # share of a step after which the forward pass reaches each layer group, as measured
+    needed: tuple[float, ...] = ()
+    # option of each group, by name; without sync if the schedule sets that of each stage
+    choices: dict[str, str] = field(default_factory=dict)
     model: Spec
     dataset: Spec
     task: Spec = field(default_factory=CLASSES.copy)
@@ -126,24 +128,25 @@ class Plan:
     planner: Spec
     limits: Limits
     stages: tuple[StagePlan, ...]
-    predicted_s: float | None = None  # the whole run on its own clock, if no target ends it before
+    predicted_s: float | None = None  # seconds of the whole run if no target ends it earlier
     allow_targets: tuple[str, ...] = ()
-    start_from: str | None = None  # a file of weights to begin with; None = drawn by the seed
-    compression_stats_every: int | None = None  # rounds between two looks at what compression loses
+    start_from: str | None = None  # path of the initial weights; None = random, from the seed
+    compression_stats_every: int | None = None  # rounds between two measurements; None = never
     compression_stats_per_layer: bool = False
     compression_stats_vs_mean: bool = False
-    notes: tuple[str, ...] = ()  # what is legal and worth knowing
+    notes: tuple[str, ...] = ()  # remarks for the user, one sentence each
 
     @property
     def lead_rank(self) -> int:
-        """The rank that judges, counts and hands out snapshots: the server, or worker 0 where there
-        is none.
+        """Return the rank that counts, decides the end and emits snapshots: the server, or worker 0
+        without a server.
         """
         return self.num_workers if self.num_ranks > self.num_workers else 0
 
     def num_steps(self, epoch_samples: int) -> int | None:
-        """The count of steps at which the run ends, if neither time nor a target ends it before;
-        None = by no count.
+        """Return the number of steps at which the run ends if no time or target ends it earlier.
+
+        Returns: None if neither steps nor epochs limit the run.
         """
         batch = sum(worker.batch for worker in self.stages[-1].workers) / self.num_workers
         by_epochs = (
@@ -160,8 +163,9 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Raises ValueError, KeyError or TypeError on anything that is not a plan of this
-        schema.
+        """Return the plan of a JSON text.
+
+        Raises: ValueError, KeyError or TypeError if it is not a plan of this schema.
         """
         data: Any = parsed(text)
         if not isinstance(data, dict) or data.get("schema", SCHEMA) != SCHEMA:
@@ -180,7 +184,7 @@ class Plan:
 
 
 def _stage(data: Any, where: str) -> StagePlan:
-    """A stage as a file has it. Raises ValueError."""
+    """Return a stage of a plan file. Raises: ValueError."""
     where = f"stage {_mapping(data, where).get('name', where)}"
     for key in (
         "sync",
@@ -221,8 +225,9 @@ def _list(data: Any, where: str) -> list[Any]:
 
 
 def _made(cls: type[T], data: Any, where: str) -> T:
-    """A dataclass of a mapping, all of whose keys it has and which has all that it needs. Raises
-    ValueError.
+    """Return a dataclass made from a mapping, which must have all required keys and no unknown one.
+
+    Raises: ValueError.
     """
     known = {field.name: field for field in fields(cls)}  # ty: ignore[invalid-argument-type]
     for key in _mapping(data, where):

@@ -1,7 +1,7 @@
-"""A profile: what a step, a push, a pull and an encoding cost each worker, measured or declared.
+"""Profile: seconds of a step, a push, a pull and an encoding of each worker, measured or declared.
 
-A missing cost is an error, never zero. Zero is possible where it was declared, and for what need
-not cost anything (latency, encoding); a step always takes time.
+A missing cost is an error, never zero. A cost may be zero if it was declared so, and for latency
+and encoding. A step always takes time.
 """
 
 from __future__ import annotations
@@ -26,61 +26,62 @@ from ashl.plan.plan import Spec
 T = TypeVar("T")
 SCHEMA = 5
 SOURCES = ("declared", "measured")
-TICK_S = 1e-9  # of the experiment's clock
-PORT_SHARE = 0.9  # of what a server's port lets through: who is seen to have that may have more
-NOISES = {
-    "step_s": "step_noise_s",
-    "push_s": "push_noise_s",
-    "pull_s": "pull_noise_s",
-}  # of each cost
+TICK_S = 1e-9  # resolution of the experiment's clock, seconds
+# A link that reaches this share of the rate of the server's NIC may be faster than the NIC.
+PORT_SHARE = 0.9
+# cost → its noise
+NOISES = {"step_s": "step_noise_s", "push_s": "push_noise_s", "pull_s": "pull_noise_s"}
 LOADED = ("push_loaded_s", "pull_loaded_s")
 PASSES = ("forward_s", "backward_s")
 LINES = ("push_line", "pull_line")
 TIMES = "step_times_s"
-MAX_JITTER = 10.0  # what `cluster.jitter` may be
+MAX_JITTER = 10.0  # upper bound of `cluster.jitter`
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerProfile:
-    """What one worker's work costs, in seconds. Raises ValueError on a cost that cannot be."""
+    """Costs of one worker, in seconds.
+
+    Raises: ValueError on an invalid cost.
+    """
 
     step_s: float  # one local step
-    step_spread_s: float  # its standard deviation
-    step_noise_s: float  # half of the interval in which its median lies; 0 = declared
+    step_spread_s: float  # standard deviation of a step
+    step_noise_s: float  # half of the 95 % interval of the median step; 0 = declared
     batch: int  # samples of that step
-    push_s: float  # the dense model to the server, latency included, while nobody else does so
+    push_s: float  # push of the dense model with its latency, without other traffic
     push_noise_s: float
-    push_loaded_s: float | None  # while all others do so, too; None = not measured
-    pull_s: float  # and back
+    push_loaded_s: float | None  # the push while all workers push; None = not measured
+    pull_s: float  # pull of the dense model with its latency, without other traffic
     pull_noise_s: float
     pull_loaded_s: float | None
-    latency_s: float  # of a message without a body
+    latency_s: float  # message without payload
     push_bytes_s: float | None  # bytes per second beyond the latency; None = no cost per byte
     pull_bytes_s: float | None
-    compress_s: float  # encoding the dense vector
-    forward_s: tuple[
-        float, ...
-    ] = ()  # of each layer group, the last layers first; empty = not measured
+    compress_s: float  # encoding of the dense vector
+    # by layer group, the last layers first; empty = not measured
+    forward_s: tuple[float, ...] = ()
     backward_s: tuple[float, ...] = ()
-    push_line: AlphaBeta | None = (
-        None  # what messages to the server cost by their bytes; None = not measured
-    )
+    push_line: AlphaBeta | None = None  # messages to the server by bytes; None = not measured
     pull_line: AlphaBeta | None = None
-    host: str | None = None  # where it was measured, and on which device; None = not known
-    device: str | None = None
-    step_times_s: tuple[
-        float, ...
-    ] = ()  # quantiles of a step at `ashl.cluster.speed.LEVELS`; empty = not measured
+    host: str | None = None  # host of the measurement; None = not known
+    device: str | None = None  # device of the measurement; None = not known
+    # quantiles of a step at `ashl.cluster.speed.LEVELS`; empty = not measured
+    step_times_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (
-            *NOISES,
-            *NOISES.values(),
-            "step_spread_s",
-            "latency_s",
-            "compress_s",
-            *LOADED,
-        ):
+        self._check_seconds()
+        self._check_rates()
+        self._check_step_times()
+        for name in LINES:
+            check_line(getattr(self, name), name)
+        check_names(self.host, self.device)
+        if not is_count(self.batch):
+            raise ValueError(f"batch is {self.batch!r}, where a whole number from 1 up is expected")
+
+    def _check_seconds(self) -> None:
+        seconds = (*NOISES, *NOISES.values(), "step_spread_s", "latency_s", "compress_s", *LOADED)
+        for name in seconds:
             if name in LOADED and getattr(self, name) is None:
                 continue
             if not is_seconds(getattr(self, name)):
@@ -91,18 +92,22 @@ class WorkerProfile:
             raise ValueError(
                 f"step_s is {self.step_s!r}, but a step takes at least the clock's nanosecond"
             )
-        for name in ("push_bytes_s", "pull_bytes_s"):
-            rate = getattr(self, name)
-            if rate is not None and not (is_number(rate) and rate > 0):
-                raise ValueError(
-                    f"{name} is {rate!r}, where bytes per second above 0, or null, are expected"
-                )
         for name in PASSES:
             if not all(map(is_seconds, getattr(self, name))):
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}, where seconds of each layer group are"
                     " expected"
                 )
+
+    def _check_rates(self) -> None:
+        for name in ("push_bytes_s", "pull_bytes_s"):
+            rate = getattr(self, name)
+            if rate is not None and not (is_number(rate) and rate > 0):
+                raise ValueError(
+                    f"{name} is {rate!r}, where bytes per second above 0, or null, are expected"
+                )
+
+    def _check_step_times(self) -> None:
         if not all(is_seconds(time_s) and time_s > 0 for time_s in self.step_times_s):
             raise ValueError(
                 f"step_times_s is {self.step_times_s!r}, where seconds above 0 are expected"
@@ -112,15 +117,10 @@ class WorkerProfile:
                 f"step_times_s has {len(self.step_times_s)} quantiles, where {len(LEVELS)} are"
                 " expected"
             )
-        for name in LINES:
-            check_line(getattr(self, name), name)
-        check_names(self.host, self.device)
-        if not is_count(self.batch):
-            raise ValueError(f"batch is {self.batch!r}, where a whole number from 1 up is expected")
 
     def push_of(self, payload: float) -> float:
-        """Seconds of a push of `payload` · the dense model's bytes: the line through the latency
-        and the dense push.
+        """Return the seconds of a push of `payload` · the dense bytes, linear between latency and
+        dense push.
         """
         fixed = self.push_s if self.push_bytes_s is None else min(self.latency_s, self.push_s)
         return fixed + payload * (self.push_s - fixed)
@@ -128,13 +128,14 @@ class WorkerProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecCost:
-    """What one codec costs for the dense vector, in seconds. Raises ValueError on a cost that
-    cannot be.
+    """Costs of one codec for the dense vector, in seconds.
+
+    Raises: ValueError on an invalid cost.
     """
 
-    codec: str  # its class
+    codec: str  # dotted name of the codec's class
     encode_s: tuple[float, ...]  # by worker
-    decode_s: float  # of one payload
+    decode_s: float  # one payload, on the server
 
     def __post_init__(self) -> None:
         check_names(self.codec)
@@ -147,7 +148,7 @@ class CodecCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """All workers of a cluster, in the order of their ranks."""
+    """Costs of all workers of a cluster, in rank order, of its server and of its collectives."""
 
     schema: int
     model: str
@@ -155,21 +156,16 @@ class Profile:
     dense_bytes: int
     device: str
     source: str  # "declared" | "measured"
-    server_step_s: float | None  # applying one push; None = not known
-    server_bytes_s: (
-        float | None
-    )  # bytes per second of the server's own port; None = never the bottleneck
-    ports: bool  # whether a transfer occupies the ports of both ends
+    server_step_s: float | None  # seconds to apply one push; None = not known
+    server_bytes_s: float | None  # bytes/s of the server's NIC; None = never the bottleneck
+    ports: bool  # True if a transfer occupies the NICs of both ends
     workers: tuple[WorkerProfile, ...]
-    group_bytes: tuple[
-        int, ...
-    ] = ()  # of each layer group, the last layers first; empty = not measured
-    all_reduce: AlphaBeta | None = (
-        None  # what a sum over all workers costs by its bytes; None = not measured
-    )
-    contention: ContentionCosts | None = None  # of collectives and computing; None = none measured
+    # bytes of each layer group, the last layers first; empty = not measured
+    group_bytes: tuple[int, ...] = ()
+    all_reduce: AlphaBeta | None = None  # of all workers, by bytes; None = not measured
+    contention: ContentionCosts | None = None  # of collectives and computing; None = not measured
     server_host: str | None = None
-    codecs: tuple[CodecCost, ...] = ()  # of each codec that was timed
+    codecs: tuple[CodecCost, ...] = ()  # one for each codec that was timed
 
     def __post_init__(self) -> None:
         if self.schema != SCHEMA:
@@ -187,6 +183,18 @@ class Profile:
                     f"the profile's {name} is {getattr(self, name)!r}, where a whole number is"
                     " expected"
                 )
+        if not isinstance(self.ports, bool):
+            raise ValueError(
+                f"the profile's ports is {self.ports!r}, where true or false is expected"
+            )
+        if not self.workers:
+            raise ValueError("the profile has no workers; it needs one entry for each")
+        check_line(self.all_reduce, "the profile's all_reduce")
+        check_names(self.server_host, self.model, self.device)
+        self._check_server()
+        self._check_lengths()
+
+    def _check_server(self) -> None:
         if self.server_step_s is not None and not is_seconds(self.server_step_s):
             raise ValueError(
                 f"the profile's server_step_s is {self.server_step_s!r}, where seconds are expected"
@@ -198,19 +206,13 @@ class Profile:
                 f"the profile's server_bytes_s is {self.server_bytes_s!r}, where bytes/s are"
                 " expected"
             )
-        if not isinstance(self.ports, bool):
-            raise ValueError(
-                f"the profile's ports is {self.ports!r}, where true or false is expected"
-            )
-        if not self.workers:
-            raise ValueError("the profile has no workers; it needs one entry for each")
-        check_line(self.all_reduce, "the profile's all_reduce")
-        check_names(self.server_host, self.model, self.device)
+
+    def _check_lengths(self) -> None:
         groups = len(self.group_bytes)
         if any(len(getattr(worker, name)) != groups for worker in self.workers for name in PASSES):
             raise ValueError(
-                f"the profile has {groups} layer groups, and workers with another number of costs"
-                " of them"
+                f"the profile has {groups} layer groups, and a worker with costs of another number"
+                " of them; profile again"
             )
         if not all(map(is_count, self.group_bytes)) or sum(self.group_bytes) not in (
             0,
@@ -221,8 +223,8 @@ class Profile:
             )
         if other := [own.codec for own in self.codecs if len(own.encode_s) != len(self.workers)]:
             raise ValueError(
-                f"the profile has {len(self.workers)} workers, and other numbers of costs of"
-                f" {other[0]}"
+                f"the profile has {len(self.workers)} workers, and costs of {other[0]} for another"
+                " number of them; profile again"
             )
 
     @property
@@ -230,17 +232,17 @@ class Profile:
         return len(self.workers)
 
     def codec(self, name: str | None) -> CodecCost | None:
-        """Return what the codec of this class costs, or None where it was not timed."""
+        """Return the costs of the codec of this class, or None if it was not timed."""
         return next((own for own in self.codecs if own.codec == name), None)
 
     @property
     def better_host(self) -> str | None:
-        """The host whose link is at least as good as the server's, as far as the measurements tell;
-        None = none is.
+        """Return a host whose link is at least as good as the server's by the measurements, or
+        None.
 
-        Workers beside the server used no link. Where nobody was slowed down when all pushed at
-        once, the server's port carries as much as all others together; where it did not, nobody is
-        seen to have more than it lets through.
+        Workers on the server's host used no link. If no worker was slower while all pushed at once,
+        the server's NIC is as fast as all other links together. If workers were slower, no link is
+        known to be faster than the server's NIC.
         """
         bound = self.server_bytes_s
         if self.server_host is None or bound is None:
@@ -255,14 +257,16 @@ class Profile:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The share of a step after which each layer group's gradient is there, as a mean over the
-        workers.
+        """Return the share of a step after which each layer group's gradient is ready, averaged
+        over the workers.
         """
         return ready_shares(self.workers)
 
     @property
     def needed(self) -> tuple[float, ...]:
-        """The share of a step after which forward comes to each layer group, in the same way."""
+        """Return the share of a step after which the forward pass reaches each layer group,
+        averaged over the workers.
+        """
         there = []
         for worker in self.workers:
             step_s = math.fsum((*worker.forward_s, *worker.backward_s)) or 1.0
@@ -275,7 +279,9 @@ class Profile:
         return tuple(math.fsum(column) / len(there) for column in zip(*there, strict=True))
 
     def without_parts(self) -> Profile:
-        """The same without costs by layer group and message, as a run measures it for itself."""
+        """Return the profile without costs by layer group and message, as a run measures it during
+        profiling.
+        """
         bare = dict.fromkeys((*PASSES, TIMES), ()) | dict.fromkeys((*LINES, "host", "device"))
         return replace(
             self,
@@ -287,7 +293,10 @@ class Profile:
         )
 
     def check(self, num_workers: int, model: str, num_params: int, batch: int) -> None:
-        """Raises UsageError unless this is a profile of that cluster, model and batch size."""
+        """Check that the profile is of this number of workers, model and batch size.
+
+        Raises: UsageError.
+        """
         of = {worker.batch for worker in self.workers}
         if self.num_workers != num_workers:
             raise UsageError(self.crowd(num_workers))
@@ -308,27 +317,29 @@ class Profile:
 
     @staticmethod
     def clash(what: str, fix: str = "") -> str:
-        return f"the profile is of {what}; {fix}profile again with `ashl profile`, or drop profile="
+        """Return the message about a profile that does not fit the configuration."""
+        return (
+            f"the profile is of {what}; {fix}profile again with `ashl profile`, or remove profile="
+        )
 
     def crowd(self, num_workers: int) -> str:
-        """Why this is no profile of so many workers."""
+        """Return the message about a profile of another number of workers."""
         fix = (
-            f"say cluster.num_workers={self.num_workers}, or in virtual time cluster=profile; else "
+            f"set cluster.num_workers={self.num_workers}, or in virtual time take cluster=profile,"
+            " or "
         )
         return self.clash(f"{self.num_workers} workers and the cluster has {num_workers}", fix)
 
     def cluster(self, codec: str | None = None) -> Spec:
-        """Return the spec of a cluster that costs what this profile says, for virtual time;
-        encoding costs what the codec of this class does, where that was timed.
+        """Return the spec of a cluster with the costs of this profile, for virtual time.
+
+        Encoding costs are those of the codec of this class if it was timed.
         """
-        workers, pushes, known = (
-            self.workers,
-            [worker.push_s for worker in self.workers],
-            self.codec(codec),
-        )
-        free = self.ports or not all(
-            pushes
-        )  # of ports that nothing occupies, each way takes as long
+        workers = self.workers
+        pushes = [worker.push_s for worker in workers]
+        known = self.codec(codec)
+        # In the model without NICs a pull takes as long as a push.
+        free = self.ports or not all(pushes)
         up = [self._latency_s(worker, worker.push_line, worker.push_s) for worker in workers]
         down = [self._latency_s(worker, worker.pull_line, worker.pull_s) for worker in workers]
         jitters = [min(MAX_JITTER, worker.step_spread_s / worker.step_s) for worker in workers]
@@ -359,9 +370,8 @@ class Profile:
             "step_s": 1.0,
             "link": None if free else pushes,
             "exchange_s": None if self.ports else 2.0 * all(pushes),
-            "compress_s": max(
-                worker.compress_s for worker in workers
-            ),  # of the server, on whose machine none was
+            # the server's encoding, which is not measured
+            "compress_s": max(worker.compress_s for worker in workers),
             "server_step_s": server_step_s,
             "jitter": max(jitters),
             "events": [],
@@ -387,8 +397,9 @@ class Profile:
         }
 
     def _latency_s(self, worker: WorkerProfile, line: AlphaBeta | None, dense_s: float) -> float:
-        """Return the latency of a message of any size; with the rate it gives the dense model what
-        was measured.
+        """Return the latency of a message of any size.
+
+        With the rate, it gives the dense model its measured time.
         """
         if line is None or self.source == "declared":
             return worker.latency_s
@@ -399,8 +410,9 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """Raises ValueError, in one sentence, on anything that is not a profile of this schema with
-        sensible costs.
+        """Return the profile of a JSON text.
+
+        Raises: ValueError, one sentence, if it is not a profile of this schema with valid costs.
         """
         data: Any = parsed(text)
         if isinstance(data, dict) and data.get("schema", SCHEMA) != SCHEMA:
@@ -427,8 +439,8 @@ class Profile:
 
 
 def ready_shares(workers: Sequence[WorkerProfile]) -> tuple[float, ...]:
-    """The share of a step after which each layer group's gradient is there, as a mean over the
-    workers.
+    """Return the share of a step after which each layer group's gradient is ready, averaged over
+    the workers.
     """
     ready = []
     for worker in workers:
@@ -486,5 +498,5 @@ def _line(entry: Any, what: str) -> AlphaBeta | None:
 
 
 def rate_of(seconds: float, dense_bytes: int) -> float | None:
-    """Bytes per second; None = no cost per byte."""
+    """Return bytes per second; None = no cost per byte."""
     return dense_bytes / seconds if seconds > 0 else None

@@ -45,10 +45,10 @@ def edited(said, workplace):
             {"sync": {"_target_": "ashl.sync.asp.ASP"}},
             "stage shl: sync.local_steps is missing; give it a value",
         ),
-        ({"name": "\x1b[2J"}, "'\\x1b[2J' stands where a name is expected"),
+        ({"name": "\x1b[2J"}, "'\\x1b[2J' is not a name; give printable text"),
         (
             {"handover": {"momentum": "eat"}},
-            "stage shl: handover.momentum='eat' is none; there are: momentum (keep or",
+            "stage shl: handover.momentum='eat' is not possible; take one of: momentum (keep or",
         ),
         (
             {"h_preset": "x"},
