@@ -29,8 +29,6 @@ NOT_YET = (
     "ashl/task/",
     "ashl/topology/",
     "cli/",
-    "tests/laws/",
-    "tests/sim/",
     "conf/sync/",
     "conf/overlap/",
     "conf/outer/",

@@ -32,8 +32,8 @@ from tests.swarm.drawn import Seen, bound, check_mail, run
 
 @dataclass
 class Round:
-    """What a round came to at one worker: what its codec was given, the update, what it keeps, and
-    the riders.
+    """The outcome of a round at one worker: the vector that its codec encoded, the update, the
+    residual, and the piggybacked values.
     """
 
     x_sent: Any
@@ -97,7 +97,7 @@ async def worker(
 
 
 def whole(d: int, n: int, seed: int = 0) -> list[Tensor]:
-    """Vectors of small whole numbers, whose sums are exact."""
+    """Return vectors of small integers; their sums are exact."""
     rng = np.random.default_rng(seed)
     return [torch.from_numpy(rng.integers(-50, 51, d).astype(np.float32)) for _ in range(n)]
 

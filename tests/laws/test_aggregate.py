@@ -1,4 +1,4 @@
-"""What every aggregation rule promises, checked for all of them: a new rule is one row of the
+"""Guarantees of every aggregation rule, checked for all of them: a new rule is one row of the
 table.
 """
 
@@ -98,21 +98,21 @@ def folded(stage: Any, *members: Push) -> list[float]:
 
 
 def update_of(stage: Any, members: Sequence[Push]) -> Any:
-    """What the members of a merge make, in whatever order they came."""
+    """Return the merged update of the members of a merge, independent of their order."""
     members = sorted(members, key=lambda push: push.worker)
     return stage.aggregate.fold(members, stage.weights_of(members))
 
 
 @every_rule
 def test_weights(row):
-    """At a barrier, and one push at a time: the same coefficients, each push by its own
+    """The coefficients at a barrier and for single pushes are the same, each push with its own
     worker's.
     """
     everybody = [push(i, unit(i)) for i in range(3)]
     assert folded(staged(row, barrier=True), *everybody) == pytest.approx(row.weights)
     alone = [folded(staged(row, barrier=False), one)[one.worker] for one in everybody]
     assert alone == pytest.approx(row.weights)
-    if row.rule != "fednova":  # whose step is τ_eff long
+    if row.rule != "fednova":  # its step has length τ_eff
         assert sum(row.weights) == pytest.approx(1)
 
 
@@ -128,8 +128,8 @@ def test_scale(row):
 
 @every_rule
 def test_those_who_make_a_merge_share_its_weight(row):
-    """Without one worker (backup) and with several pushes of one (Rennala, FedBuff): weights are
-    renormalised.
+    """Weights are renormalised without one worker (backup) and with several pushes of one (Rennala,
+    FedBuff).
     """
     stage = staged(row, barrier=True)
     a, b = row.weights[0], row.weights[2]
@@ -213,9 +213,7 @@ def test_sizes_fold_like_vectors(row):
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
 def test_what_is_too_late_is_dropped_and_counted(max_staleness):
-    """On the paper's cluster without a bound: every step that was taken is either applied or
-    counted as dropped.
-    """
+    """Every step is either applied or counted as dropped, on the paper's cluster without a bound."""
     base = (
         "cluster=ashl_paper",
         "sync=asp",
@@ -232,7 +230,7 @@ def test_what_is_too_late_is_dropped_and_counted(max_staleness):
         dropped = sum(r["steps"] for r in late if r["rank"] == rank)
         assert (
             0 <= ran.end["dropped_by"][rank] - dropped <= 2
-        )  # and the push that was under way at the end
+        )  # and the push that was in flight at the end
     assert ran.end["steps"] == sum(ran.end["steps_by"]) == 120
 
 
@@ -241,8 +239,8 @@ def test_what_is_too_late_is_dropped_and_counted(max_staleness):
 
 
 def per_gradient(rule: str) -> list[float]:
-    """What a worker's mean gradient counts: Δ_i = H_i · g_i, times its weight, as shares of the
-    whole.
+    """Return the weight of a worker's mean gradient as a share of the whole: Δ_i = H_i · g_i, times
+    its weight.
     """
     stage = staged(Row(rule, {}, ()), barrier=False)
     counts = [weight * h for weight, h in zip(stage.weights((0, 1, 2)), STEPS, strict=True)]
@@ -293,7 +291,7 @@ def test_fednova_on_equal_workers_is_the_plain_mean_bit_for_bit():
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("h", [1, 2, 7, 40])
 def test_fednova_counts_momentum_as_the_recursion_does(momentum, h):
-    """u ← ρu + 1, s ← s + u for H steps: ‖a‖₁ = s."""
+    """Check the recursion u ← ρu + 1, s ← s + u for H steps: ‖a‖₁ = s."""
     u = s = 0.0
     for _ in range(h):
         u = momentum * u + 1

@@ -1,4 +1,4 @@
-"""What every codec promises, checked for all of them: a new codec is one row of the table."""
+"""Guarantees of every codec, checked for all of them: a new codec is one row of the table."""
 
 import math
 from typing import Any
@@ -112,7 +112,7 @@ def test_what_is_promised_in_the_mean(name: str, kind: str, d: int) -> None:
             )  # where few draws may have come, or none
             rarely = rarely.maximum(
                 x.abs().minimum(draws.abs().max() * 15 / DRAWS)
-            )  # ... whose chance follows |x|
+            )  # their probability depends on |x|
             few = ((draws != 0).sum(0) < 15) | (spread == 0)
             assert (error <= 5.5 * spread + 1e-6 * x.abs() + few * rarely).all()
         lost = ((draws - x).double() ** 2).sum(1)
@@ -123,7 +123,7 @@ def test_what_is_promised_in_the_mean(name: str, kind: str, d: int) -> None:
 
 @every_codec
 def test_two_workers_and_two_rounds_draw_apart(name: str) -> None:
-    """... where anything is drawn, and layers too."""
+    """Streams differ by layer, too, in codecs that draw random numbers."""
     codec, x = ROWS[name], vector("normal", 1000)
     if name not in RANDOM and not (codec.traits.unbiased and not codec.traits.lossless):
         return
@@ -193,8 +193,8 @@ def test_what_is_not_finite_stays_so(name: str, bad: float, d: int) -> None:
 def test_feedback_loses_nothing(
     name: str, case: tuple[str, int], ratio: float | None, seed: int, more: bool
 ) -> None:
-    """sent + residual = x + residual before, bit for bit where C keeps elements as they are; undo
-    puts it all back.
+    """Check sent + residual = x + residual before, bit for bit if C keeps elements unchanged; undo
+    restores all of it.
     """
     if not (ROWS[name].traits.contraction or ROWS[name].traits.drains) or case[0] == "huge":
         return
@@ -218,7 +218,7 @@ def test_feedback_loses_nothing(
 
 
 def same(name: str, a: Tensor, b: Tensor) -> bool:
-    """To the bit, or as close as one rounding of each element's largest part."""
+    """Sums agree to the bit, or to one rounding of each element's largest part."""
     return (
         torch.equal(a, b)
         if name in EXACT
@@ -230,9 +230,7 @@ def same(name: str, a: Tensor, b: Tensor) -> bool:
 @laws
 @given(st.data())
 def test_a_malformed_body_is_refused_or_read(name: str, data: st.DataObject) -> None:
-    """Whatever comes, decoding ends with d elements or with a refusal; `add` writes nothing beyond
-    them.
-    """
+    """Decoding any bytes gives d elements or an error; `add` writes nothing beyond them."""
     codec = ROWS[name]
     d = data.draw(st.sampled_from((1, 5, 64, 1000)))
     body = np.frombuffer(
@@ -434,7 +432,7 @@ def test_a_compressed_pull(name: str, ratio: float) -> None:
             assert bits(worker) == bits(model)
         if version < 9:
             model = model + 0.01 * vector("heavy", 1000, version)
-    for _ in range(math.ceil(1 / ratio)):  # the model stands still: every element comes over
+    for _ in range(math.ceil(1 / ratio)):  # the model does not change: every element arrives
         worker = link.apply_pull(worker, link.encode_pull(server, 3, model, EncodeContext(ratio)))
     assert (
         not ROWS[name].traits.contraction

@@ -1,9 +1,8 @@
-"""Codecs on a device: the same bytes and the same vector as in the host's memory, and nothing is
-read but by the doors.
+"""Codecs on a device give the same bytes and the same vector as in the host's memory, with the
+allowed transfers only.
 
-Of what is no number the bits are a device's own: there the decoded vectors are alike. So are
-lengths (`qsgd`, l2), of which the last bits are: there the law is that of two messages about the
-same vector.
+The bits of NaN are a device's own, so there the decoded vectors are compared. So are the last bits
+of lengths (`qsgd`, l2): there the law is that of two messages about the same vector.
 """
 
 import re
@@ -157,7 +156,7 @@ def test_what_is_kept_is_kept_alike(name: str) -> None:
 
 
 def test_lengths_are_right_to_the_last_bits() -> None:
-    """And what is rounded by them is, but for a few elements that lie on the edge."""
+    """Elements rounded by these lengths agree, except a few on the edge."""
     row, d = PORTED["qsgd-127"], 70_001
     here = row.encode(None, vector("heavy", d), EncodeContext())[1]
     with guarded():

@@ -52,8 +52,9 @@ def test_every_name_is_a_stream_of_its_own() -> None:
 
 
 def test_they_are_spread_evenly() -> None:
-    """Of each of the four dithers in a word, the mean, the variance, and what one says of its
-    neighbour and of the same element of the next message.
+    """Check each of the four random numbers in a word: mean, variance, and correlation.
+
+    The correlations are those with its neighbour and with the same element of the next message.
     """
     count = 50_000
     one, other = (

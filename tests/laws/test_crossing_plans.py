@@ -21,8 +21,8 @@ layers = st.lists(st.tuples(cost, st.integers(1, 20), st.integers(1, 20)), min_s
 
 
 def chain(drawn: list[tuple[int, int, int]], latency: int = 0, scale: int = 1) -> StepTimeline:
-    """Of (forward, backward, size) by group, the last one first; sizes are in slices of two bytes
-    of time each.
+    """Make groups from (forward, backward, size), the last one first; sizes are in slices of two
+    bytes of time each.
     """
     forwards = [scale * forward for forward, _, _ in drawn]
     ready = accumulate((scale * backward for _, backward, _ in drawn), initial=sum(forwards))
@@ -56,7 +56,7 @@ def tails(of: StepTimeline) -> list[tuple[int, int, int]]:
 
 @given(layers)
 def test_small_slices_come_within_one_slice_of_what_no_order_can_beat(drawn) -> None:
-    """max (q + R + S): one machine with release dates and tails, which may not interrupt a
+    """Return max (q + R + S): one machine with release dates and tails, which may not interrupt a
     slice.
     """
     any_chain = chain(drawn)
@@ -202,9 +202,7 @@ def tac(needs: list[set[int]], work: list[float], takes: list[float]) -> list[in
 
 @given(layers)
 def test_on_a_chain_every_order_of_tictac_is_that_of_the_layers(drawn) -> None:
-    """Which is why there is no option for it: layer k needs the pulls of all layers up to
-    its own.
-    """
+    """Layer k needs the pulls of all layers up to its own, so there is no option for it."""
     of = chain(drawn)
     needs = [set(range(k + 1)) for k in range(len(drawn))]
     work, takes = (
@@ -215,8 +213,8 @@ def test_on_a_chain_every_order_of_tictac_is_that_of_the_layers(drawn) -> None:
 
 
 def test_where_layers_wait_for_single_pulls_tictac_has_orders_of_its_own() -> None:
-    """Two branches and what joins them: that which lets more work begin goes first, whatever its
-    number.
+    """Two branches and their join: the branch that lets more work begin goes first, in any
+    numbering.
     """
     needs = [{0}, {1}, {0, 1, 2}]
     assert tic(needs) == [0, 1, 2]

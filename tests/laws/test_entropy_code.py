@@ -109,7 +109,7 @@ def test_what_is_cut_is_refused(code: str) -> None:
 
 
 def qsgd_levels(d: int, s: int) -> np.ndarray:
-    """Of a normal vector, by the rule of QSGD with one bucket."""
+    """Quantize a normal vector by the rule of QSGD with one bucket."""
     rng = np.random.default_rng(3)
     v = rng.standard_normal(d)
     return (np.sign(v) * np.floor(s * np.abs(v) / np.linalg.norm(v) + rng.random(d))).astype(

@@ -1,5 +1,5 @@
-"""What workers exchange instead of a minibatch's gradient: what each estimator is of, and what it
-costs.
+"""Estimators that workers exchange instead of a minibatch's gradient: their expectation and their
+cost.
 """
 
 import numpy as np
@@ -47,8 +47,8 @@ def test_the_full_gradient_is_that_of_all_samples(trainer: Trainer) -> None:
 
 
 def test_variance_reduced_gradients_are_the_full_one_in_the_mean(trainer: Trainer) -> None:
-    """... over one pass, and exact at the snapshot itself; their spread falls with the distance
-    from it.
+    """The mean over an epoch is the full gradient, and exact at the snapshot; the spread falls with
+    the distance from it.
     """
     w, other = points(trainer)
     anchor = w + 0.01 * other
@@ -102,7 +102,7 @@ def test_a_full_gradient_costs_as_much_as_its_samples() -> None:
 
 @pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
 def test_many_workers_are_one_with_all_the_data(topology: str) -> None:
-    """... whatever the sizes of their shards."""
+    """The mean is the full gradient for all sizes of shards."""
     base = (
         *EXACT,
         "schedule=single",

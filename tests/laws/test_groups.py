@@ -1,5 +1,7 @@
-"""The group generator of partial all-reduce, without any node: whoever asks whenever, groups are
-atomic, keep their order and all come to an end; and what each scheduler promises of its groups.
+"""The group generator of partial all-reduce, without any rank.
+
+For all orders of requests groups are atomic, keep their order and all end; each scheduler keeps its
+guarantees.
 """
 
 import copy
@@ -44,9 +46,7 @@ def drawn_rule(rng: random.Random, scheduler: str, n: int) -> Any:
 
 @dataclass
 class Played:
-    """Workers that ask at random moments, each as often as it likes, and groups that take their
-    time.
-    """
+    """Workers that ask at random times and different rates, and groups of random duration."""
 
     rule: Any
     state: gg.Groups
@@ -89,8 +89,8 @@ class Played:
         self.check()
 
     def check(self) -> None:
-        """What is kept up to date is what a look at everybody finds, and what a checkpoint brings
-        back.
+        """The incremental state equals a recomputation from all workers, and the state of a
+        checkpoint.
         """
         state, everyone = self.state, range(self.state.num_workers)
         empty = [worker for worker in everyone if not state.buffers[worker]]
@@ -243,7 +243,7 @@ def test_random_groups_are_uniform() -> None:
 
 
 def standing(nodes: list[int], seed: int, requests: list[int], busy: set[int]) -> gg.Groups:
-    """A generator of which workers have asked so often, and some have a group of their own."""
+    """A generator with these request counts of its workers; some have a group already."""
     state, alone = gg.open_groups(nodes, seed), Alone(group_size=None, local_steps=1)
     for worker, times in enumerate(requests):
         for _ in range(times):
@@ -326,7 +326,7 @@ def test_a_straggler_does_not_hold_up_the_second_round() -> None:
 def test_who_comes_back_is_as_quick_as_it_was_and_no_slower_than_the_slowest(
     away: int, counts_as: int
 ) -> None:
-    """Or the slowdown filter would leave out for good whoever has been away for a moment."""
+    """The slowdown filter would otherwise permanently exclude a worker that was briefly down."""
     rule = rule_of("smart", inter_intra=False)
     state = standing([0] * 4, 0, [9, 5, 3, 9], set())
     gg.remove_worker(state, rule, away, 0)

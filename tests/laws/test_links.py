@@ -80,8 +80,8 @@ def test_what_a_stage_takes_over() -> None:
 
 
 def test_what_is_kept_of_a_sum_is_taken_over_in_the_units_of_the_stage() -> None:
-    """Of gradients, what a step at the rate of the border makes of them, and the other way
-    round.
+    """Residuals of gradients become those of differences by a step at the boundary's rate, and vice
+    versa.
     """
     gtopk, fetch = (
         CompressionPipeline(wrap_codec(codec(name), ()), D) for name in ("gtopk", "fetch_sgd")
@@ -124,7 +124,7 @@ class Misspelt(Code):
 
 @option
 class Reducing(Codec):
-    """Says how bodies add up."""
+    """A codec that defines how payloads add up."""
 
     summd: ClassVar[Any] = None
 
@@ -180,7 +180,7 @@ class Half(Code):
 def test_a_codec_of_ones_own_has_a_number_of_its_own(
     code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without one, or with one of ours, its bodies were taken for another codec's."""
+    """Payloads of a codec without a code, or with one of ashl's, were taken for another codec's."""
     check_codec_roles("compression=mine", Half())
     monkeypatch.setattr(Half, "code", code)
     with pytest.raises(UsageError, match=f"wire code is {code}, .* give Half a .* from 128 to 255"):

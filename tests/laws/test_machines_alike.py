@@ -1,5 +1,5 @@
-"""What all workers of an all-reduce work out by themselves comes to the same bits on machines whose
-libraries multiply matrices in another order.
+"""All workers of an all-reduce compute the same bits on machines whose libraries order matrix
+products differently.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ OLD = {
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of what the bodies there decode to, and of an orthonormal basis."""
+    """Return the bits of the decoded payloads, and of an orthonormal basis."""
     found = {"basis": orthonormalize(torch.from_numpy(np.load(folder / "p.npy"))).numpy()}
     for name, option in CODECS.items():
         body = torch.from_numpy(np.load(folder / f"{name}.npy"))

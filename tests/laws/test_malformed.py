@@ -1,6 +1,7 @@
-"""Bodies that were damaged on their way, to the codecs that keep something, know layers or write
-codewords: whatever comes, d elements or a refusal, in little memory. Those that are a row of
-`codecs` are tried there.
+"""Damaged payloads, for codecs with state, layers or codewords: d elements or an error, in little
+memory.
+
+The codecs that are a row of `codecs` are checked there.
 """
 
 import queue
@@ -45,11 +46,11 @@ CODECS = {
     "uniform-layers": codec("uniform", per_layer=True, entropy="range"),
 }
 WORDS = (0, 1, D - 1, D, D + 1, 2**16, 2**31, 2**32 - 1)
-MOST = 2**24  # bytes: some bodies are read by tables of a fixed size
+MOST = 2**24  # bytes: some payloads are read by tables of a fixed size
 
 
 def damaged(body: np.ndarray, rng: random.Random) -> Tensor:
-    """The body with something of it changed, gone or too much."""
+    """Return the payload with a part changed, removed or added."""
     body, kind = body.copy(), rng.choice(("bytes", "word", "noise", "shorter", "longer", "gap"))
     at = rng.randrange(min(body.size, rng.choice((64, body.size))))
     if kind == "bytes":
@@ -115,7 +116,7 @@ def test_the_element_type_is_not_believed(name: str, bit: int) -> None:
 
 
 def test_what_its_header_cannot_count_is_not_sent() -> None:
-    """What is behind is no memory: one byte that is said to be many."""
+    """A declared size is no memory: one byte that claims to be many."""
     many = np.broadcast_to(np.zeros(1, np.uint8), 2**32)
     with pytest.raises(
         UsageError, match="4294967296 bytes of values, but its header counts up to 4294967295"
@@ -126,7 +127,7 @@ def test_what_its_header_cannot_count_is_not_sent() -> None:
 
 
 def test_a_gathered_body_that_cannot_be_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory was taken for whatever length a peer announced."""
+    """Memory was allocated for any length that a peer announced."""
     monkeypatch.setattr(
         collectives.dist, collectives.GATHER, lambda into, own, group: into.fill_(2**50)
     )

@@ -44,7 +44,7 @@ def test_bytes_of_a_threshold(indices: str, each: float) -> None:
 
 
 def test_the_residual_of_a_threshold_stays_below_it() -> None:
-    """... while updates do, although nothing is sent of many: all is sent in the end."""
+    """The residual stays below the threshold while small updates add up: all are sent in the end."""
     strom = wrap_codec(codec("strom", threshold=1.0), ())
     rng, sender, sent, whole = np.random.default_rng(0), None, torch.zeros(100), torch.zeros(100)
     for context in range(200):
@@ -82,7 +82,7 @@ def test_a_share_of_each_side_becomes_its_mean() -> None:
 
 @pytest.mark.parametrize("levels", ["mean", "lloyd"])
 def test_bytes_of_adaptive_quantization(levels: str) -> None:
-    """k places, k sides and levels, and the levels."""
+    """The bytes are k indices, k signs and levels, and the table of levels."""
     x = vector("normal", 10_000)
     positive = int((x > 0).sum())
     k = round(0.01 * positive) + round(0.01 * (10_000 - positive))
@@ -123,8 +123,8 @@ def test_levels_of_a_sample_enlarge_nothing() -> None:
 
 
 def chances(x: np.ndarray, budget: float) -> np.ndarray:
-    """p_j as in the paper's algorithm: what would have more than 1 has 1, the rest is shared among
-    the others again.
+    """Check p_j of the paper's algorithm: a probability above 1 becomes 1, and the others share the
+    rest again.
     """
     sizes = np.abs(x.astype(np.float64))
     p, free = np.zeros(x.size), sizes > 0
@@ -210,8 +210,8 @@ DIANAS = {
 
 @pytest.mark.parametrize("fields", DIANAS.values(), ids=DIANAS)
 def test_both_ends_learn_the_same(fields: dict) -> None:
-    """... to the bit, through messages that are dropped; nothing is changed in place, sizes are as
-    declared.
+    """Both ends agree to the bit, also with dropped messages; nothing is changed in place, and
+    sizes are as declared.
     """
     diana = codec("diana", **fields)
     sender = receiver = None
@@ -235,9 +235,7 @@ def test_both_ends_learn_the_same(fields: dict) -> None:
 
 @pytest.mark.parametrize("fields", DIANAS.values(), ids=DIANAS)
 def test_what_is_learned_goes_to_what_stays(fields: dict) -> None:
-    """Of a vector that stays, the error falls geometrically: E‖x − h‖² by 1 − α each time or
-    faster.
-    """
+    """The error of a constant vector falls geometrically: E‖x − h‖² by 1 − α each time or faster."""
     diana, x = codec("diana", **fields), vector("heavy", 512)
     alpha = diana.alpha or 1 / (1 + diana.bound(None, 512))
     sender = receiver = None

@@ -1,6 +1,4 @@
-"""What transfers cost in virtual time: declared exchanges, and links with the ports of
-both ends.
-"""
+"""Costs of transfers in virtual time: declared exchanges, and links with the NICs of both ends."""
 
 from collections.abc import Sequence
 
@@ -44,8 +42,8 @@ def arrivals(
 
 @given(st.integers(1, 12))
 def test_incast_at_a_server_of_the_workers_bandwidth(n: int) -> None:
-    """n equal pushes at once through one port: they come in one after the other, and take n
-    transfers in all.
+    """The time of n equal pushes at once to one NIC is n transfers; they arrive one after the
+    other.
     """
     seen = arrivals(cluster(n, server_bandwidth_mbit_s=1.0), [(0, i, n) for i in range(n)])
     assert seen == [(i, (i + 1) * 1000 * MS) for i in range(n)]
@@ -212,8 +210,8 @@ links = st.lists(st.floats(1, 8), min_size=2, max_size=5).map(tuple)
 
 @given(links, st.floats(0.001, 2), st.integers(1, 4000))
 def test_declared_exchanges(link, exchange_s, nbytes) -> None:
-    """link · exchange_s/2 · bytes/dense each way; between two workers the larger factor holds;
-    nothing queues.
+    """Time link · exchange_s/2 · bytes/dense in each direction; between two workers the larger
+    factor holds; no queues.
     """
     n = len(link)
     machines = cluster(n, link=link, exchange_s=exchange_s)
@@ -319,7 +317,7 @@ def rings(draw: st.DrawFn) -> tuple[Cluster, tuple[int, ...]]:
 
 @given(rings())
 def test_a_collective_takes_as_long_as_the_messages_of_its_ring(drawn) -> None:
-    """To the nanosecond, on equal and unequal links, inside machines and between them."""
+    """Times agree to the nanosecond, on equal and unequal links, inside nodes and between them."""
     machines, group = drawn
     g, nbytes = len(group), 420_000  # any ring divides it
     assert collected(machines, group, nbytes, False) == {

@@ -1,4 +1,4 @@
-"""What every outer optimizer promises, and each at its limits: a new one is in the table by its
+"""Guarantees of every outer optimizer, and each at its limits: a new one is in the table by its
 file alone.
 """
 
@@ -79,7 +79,7 @@ def test_the_same_with_and_without_a_server(method):
 
 @every_method
 def test_it_costs_no_bytes_and_no_time(method):
-    """What it steps on is merged already; and a run that learns nothing is timed without it."""
+    """An outer optimizer steps on the merged update; a run without gradients is timed without it."""
     plain, stepped = (
         simulated(*LOCAL, f"outer={o}", "runtime.gradients=false") for o in ("average", method)
     )
@@ -141,7 +141,7 @@ def test_nonsense_is_refused(method, field, value):
 
 @pytest.mark.parametrize(("method", "nesterov"), [("nesterov", True), ("heavy_ball", False)])
 def test_momentum_is_sgd_on_the_pseudo_gradient(method, nesterov):
-    """torch.optim.SGD, step for step: its gradient is −Δ."""
+    """The steps equal those of torch.optim.SGD: its gradient is −Δ."""
     weight = torch.nn.Parameter(torch.zeros(D))
     sgd = torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=nesterov)
     steps = updates(12)
@@ -175,8 +175,8 @@ def test_slowmo_at_a_constant_rate_is_heavy_ball_bit_for_bit():
 
 
 def test_slowmo_is_the_published_recursion():
-    """u ← β·u + (x₀ − x_τ)/γ, x ← x₀ − α·γ·u, with a rate that falls; to zero in the end, and it
-    stays finite.
+    """Check u ← β·u + (x₀ − x_τ)/γ, x ← x₀ − α·γ·u, with a decaying rate; to zero in the end, and
+    it stays finite.
     """
     rates, alpha, beta = [0.1, 0.08, 0.02, 0.005], 0.9, 0.7
     steps, u, x = updates(4), torch.zeros(D), torch.zeros(D)
@@ -230,8 +230,8 @@ def test_yogi_is_the_published_recursion_and_begins_as_adam():
 
 
 def test_mla_is_the_published_recursion():
-    """θ ← θ + d − lr·g with g made at θ + d, d = −lr·γ·m, m ← γ·m + (1 − γ)·g; what is handed out
-    is θ + d.
+    """θ ← θ + d − lr·g with g made at θ + d, d = −lr·γ·m, m ← γ·m + (1 − γ)·g; workers receive θ +
+    d.
     """
     lr, gamma, steps = 0.7, 0.9, updates(7)
     theta = m = torch.zeros(D)
@@ -252,8 +252,8 @@ def test_heloco_that_keeps_everything_is_mla():
 
 
 def test_heloco_shortens_what_goes_back_and_turns_what_hardly_goes_along():
-    """By layer, against a momentum along (1, 0): (−1, 1) loses of its first element, (0, 2) turns
-    and is as long.
+    """Two layers against a momentum along (1, 0): (−1, 1) shrinks in its first element, (0, 2)
+    turns at equal length.
     """
     heloco = conf_option(
         "outer", "heloco", lr=1.0, momentum=0.0, kappa=0.0, rotate_gain=0.5, shrink_gain=1.0
@@ -310,7 +310,7 @@ def test_moments_go_over_a_border_as_the_schedule_says():
     assert len(kept.of("stage")) == 2
     assert (
         kept.sha256 != reset.sha256
-    )  # without inner momentum, the outer one is all that is handed over
+    )  # without inner momentum, the outer one is all that stages transfer
 
 
 def test_moments_of_another_method_are_not_taken_over(monkeypatch):

@@ -38,7 +38,7 @@ layers = st.lists(st.tuples(costs, st.integers(1, 20)), min_size=1, max_size=8)
 
 
 def chain(forward: int, drawn: list[tuple[int, int]], latency: int, rate: int = 1) -> StepTimeline:
-    """Of (backward, size) by group, the last one first."""
+    """Make groups from (backward, size), the last one first."""
     ready = tuple(forward + total for total in accumulate(backward for backward, _ in drawn))
     return StepTimeline(ready, tuple(size for _, size in drawn), lambda size: latency + rate * size)
 
@@ -52,8 +52,8 @@ def every_plan(groups: int) -> list[tuple[int, ...]]:
 
 
 def test_the_chain_of_the_literature() -> None:
-    """f = 1.5, .5, 1, 2, b = 3, 1, 2, 4, c = 5, 1, 1, 6: 28 without overlap, 22 with a message for
-    each.
+    """Check f = 1.5, .5, 1, 2, b = 3, 1, 2, 4, c = 5, 1, 1, 6: 28 without overlap, 22 with a
+    message for each.
     """
     four = StepTimeline((9, 11, 12, 15), (6, 1, 1, 5), lambda size: size)
     assert four.end_ns((4,)) == 28
@@ -110,7 +110,7 @@ slowing = st.tuples(st.floats(0, 0.95), st.floats(1, 3))
 def test_optimal_is_the_best_of_all_plans_where_sums_slow_computing_down(
     forward, drawn, latency, slower
 ) -> None:
-    """And so no worse than one message, which nothing disturbs."""
+    """The plan is no worse than one message, which has no contention."""
     plain = chain(forward, drawn, latency)
     slow = replace(plain, lost=slower[0], slowed=slower[1])
     assert slow.end_ns(plan_optimally(slow)) == min(map(slow.end_ns, every_plan(len(drawn))))
@@ -119,9 +119,7 @@ def test_optimal_is_the_best_of_all_plans_where_sums_slow_computing_down(
 
 @pytest.mark.parametrize("slower", [(0.0, 1.0), (0.3, 1.2)])
 def test_many_groups_are_planned_at_once(slower) -> None:
-    """Of the plans of the first groups few are worth going on with, however many end at moments of
-    their own.
-    """
+    """Few plans of the first groups remain, even if many end at different times."""
     sizes = [1000 * (1 + 37 * k % 101) for k in range(48)]
     ready = tuple(accumulate(100_000 + 1009 * (k * k % 97) for k in range(48)))
     many = Counted(
@@ -136,7 +134,9 @@ def test_many_groups_are_planned_at_once(slower) -> None:
 def test_the_more_sums_and_computing_slow_each_other_down_the_longer_a_step(
     forward, drawn, latency, some, more, data
 ) -> None:
-    """By no more than computing loses beside all of the sums, and they beside all of it."""
+    """The error is at most the loss of computing beside all collectives, and theirs beside all of
+    it.
+    """
     messages = data.draw(st.sampled_from(every_plan(len(drawn))))
     plain = chain(
         1000 * forward, [(1000 * backward, 1000 * size) for backward, size in drawn], 1000 * latency
@@ -189,7 +189,7 @@ def test_layer_groups_cover_the_model_and_none_is_tiny(drawn) -> None:
 
 
 def test_a_hundredth_of_backward_is_a_group_of_its_own() -> None:
-    """And what is less goes with the layer below it, or with the first."""
+    """A smaller remainder joins the layer below it, or the first one."""
     parts = buckets_of_tensors([(2,), (3,), (5,), (7,)], [0.5, 98, 0.5, 1])
     assert [(part.start, part.stop) for part in parts] == [(10, 17), (0, 10)]
 
@@ -274,7 +274,7 @@ def split(of: StepTimeline, costs: tuple[int, int, int]) -> StepTimeline:
 def test_optimal_is_the_best_of_all_plans_where_parts_cost_something(
     forward, drawn, latency, slower, more
 ) -> None:
-    """And one message costs none of it."""
+    """One message has none of this cost."""
     plain = replace(chain(forward, drawn, latency), lost=slower[0], slowed=slower[1])
     dear, n = split(plain, more), len(drawn)
     assert dear.end_ns(plan_optimally(dear)) == min(map(dear.end_ns, every_plan(n)))

@@ -1,4 +1,4 @@
-"""What the papers of the quantizers state, and how each of them rounds."""
+"""Claims of the quantizers' papers, and the rounding of each quantizer."""
 
 import math
 from typing import Any
@@ -199,7 +199,7 @@ def test_either_side_decodes_to_its_mean() -> None:
 
 @pytest.mark.parametrize("per", ["layer", "row", "column"])
 def test_one_bit_by_parts(per: str) -> None:
-    """Of a matrix the columns are over all outputs; a bias is one part."""
+    """The columns of a matrix span all outputs; a bias is one part."""
     codec = option("one_bit", per=per).for_layout(LAYOUT)
     x = vector("normal", 23, 4)
     got = draw(codec, x)
@@ -292,8 +292,7 @@ def test_signs_that_make_no_sense(fields: dict[str, Any], momentum: float, why: 
     check_signs("compression=sign", option("sign"), conf_option("optimizer", "sgd", momentum=0.9))
 
 
-# --- sums of bodies
-# --------------------------------------------------------------------------------------------------
+# --- sums of payloads ---
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -360,7 +359,7 @@ def test_layers_of_ternaries_without_a_shared_scale() -> None:
 
 @pytest.mark.parametrize("code", [*WIDTHS, "natural", "ternary"])
 def test_values_in_few_bits(code: ValueCode) -> None:
-    """As many bytes as declared, for any number of values; and no more is lost than stated."""
+    """The bytes are as declared, for any number of values; the error is at most the stated one."""
     for k in (0, 1, 2, 1023, 1024, 1025, 3000):
         for kind in ("normal", "heavy", "zero", "constant"):
             x = vector(kind, max(1, k), 1).numpy()[:k]

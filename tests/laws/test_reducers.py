@@ -167,8 +167,9 @@ def test_columns_become_orthonormal() -> None:
 @pytest.mark.parametrize("name", REDUCERS)
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_all_end_with_the_same(name: str, n: int) -> None:
-    """... update to the bit, and sums of the riders; timed alone, a run moves the same bytes at the
-    same times.
+    """The update equals the formula to the bit, and so do the sums of piggybacked values.
+
+    A run without gradients moves the same bytes at the same times.
     """
     option = codec(
         name, **({"recovered_fraction": 0.1} if "sketch" in name or "fetch" in name else {})

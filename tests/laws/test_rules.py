@@ -1,5 +1,7 @@
-"""What a rule and a topology may say, and what a tally answers: contracts are checked when an
-option is made, nothing is ignored, and a question asked twice has one answer.
+"""Contracts of rules and topologies, and counts of progress.
+
+A contract is checked when an option is made, nothing is ignored, and two calls of a method return
+the same answer.
 """
 
 import random
@@ -81,7 +83,7 @@ def test_a_hook_that_is_misspelt_in_a_mixin_is_refused(mine) -> None:
 
 
 def test_a_method_is_no_value_and_a_field_no_method(mine) -> None:
-    """`averages()` was true whatever it said."""
+    """`averages()` was true for every value."""
     with pytest.raises(
         UsageError, match="'averages' is a method where a value is asked for; make it a property"
     ):
@@ -124,7 +126,7 @@ def test_nobody_awaits_an_answer(mine) -> None:
     ],
 )
 def test_a_value_is_one_of_those_that_there_are(name: str, value: Any, right: str, mine) -> None:
-    """What was misspelt was taken for something else."""
+    """A misspelt value was taken for another one."""
     with pytest.raises(UsageError, match=rf"{name}='?{value}'? is not possible: should be {right}"):
         made(mine, option(type("Mine", (ServerRule,), {name: value})), "sync")
 
@@ -190,7 +192,7 @@ def test_a_field_in_place_of_a_class_variable_is_required(mine) -> None:
 
 
 class AsksTwice(SSP):
-    """As SSP; what it is asked first, it forgets."""
+    """A copy of SSP that asks other questions first and ignores their answers."""
 
     def may_proceed(self, state: Any, progress: Progress) -> list[int]:
         progress.waiting_without_merge()
@@ -226,8 +228,8 @@ def test_a_rule_may_ask_twice(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_a_tally_answers_as_counting_does(seed: int) -> None:
-    """In whatever order things happen: `behind`, `within`, `slowest` and `fastest` are what they
-    are by definition.
+    """The answers `behind`, `within`, `slowest` and `fastest` match their definitions in any order
+    of events.
     """
     rng = random.Random(seed)
     n = rng.randint(1, 6)

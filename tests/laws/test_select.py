@@ -1,6 +1,4 @@
-"""The selection of Top-K is exact: the same magnitudes as torch.topk takes, whatever the vector
-looks like.
-"""
+"""The selection of Top-K is exact: it has the same magnitudes as torch.topk, for every vector."""
 
 from collections.abc import Callable
 

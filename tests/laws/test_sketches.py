@@ -24,7 +24,7 @@ TABLE = Table(5, 101, 7)
 
 
 def test_sketches_add_up() -> None:
-    """To the bit for whole numbers; in blocks as in one go."""
+    """Sketches of integers agree to the bit, in blocks and at once."""
     d = 70_001
     x, y = (v.numpy() for v in whole(d, 2))
     assert np.array_equal(sketch(x, TABLE) + sketch(y, TABLE), sketch(x + y, TABLE))

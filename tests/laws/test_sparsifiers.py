@@ -1,4 +1,4 @@
-"""What the sparsifiers promise beyond the laws of all codecs: their papers' figures, and small
+"""Guarantees of the sparsifiers beyond the laws of all codecs: their papers' figures, and small
 vectors by hand.
 """
 
@@ -36,7 +36,7 @@ SPARSIFIERS = ("random_mask", "random_k", "stc", "sbc", "single_threshold", "spa
 
 
 def sent(option: Any, x: Any, context: EncodeContext | None = None) -> Tensor:
-    """What C(x) is at the other end."""
+    """Return C(x) at the other end."""
     x = torch.as_tensor(x, dtype=torch.float32)
     return decoded(option, option.encode(None, x, context or EncodeContext())[1], x.numel())
 
@@ -136,7 +136,7 @@ def test_half_of_a_thousand_are_five_hundred() -> None:
     "option", [codec("random_mask"), codec("subsampling"), codec("block_coordinate")], ids=str
 )
 def test_workers_draw_alike_what_they_share(option: Any) -> None:
-    """... and take numbers from nobody else."""
+    """Codecs take random numbers from this stream alone."""
     x = vector("normal", 1000)
     before = repr(np.random.get_state()), torch.get_rng_state()
     own = EncodeContext(seed=5, round=3).stream().integers(2**32, size=4)
@@ -330,7 +330,7 @@ def test_sbc_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "layered"])
 def test_what_sbc_and_stc_lose(kind: str) -> None:
-    """‖x‖² − m·μ², whichever are chosen."""
+    """The error is ‖x‖² − m·μ², for every selection."""
     x = vector(kind, 1000)
     for name in ("sbc", "stc"):
         got = sent(codec(name), x)
@@ -397,7 +397,7 @@ def test_sparse_loco_takes_from_every_chunk() -> None:
 
 @pytest.mark.parametrize(("name", "decay"), [("sparse_loco", 0.95), ("demo", 0.999)])
 def test_feedback_as_the_papers_have_it(name: str, decay: float) -> None:
-    """m ← β·m + x, send C(m), m ← m − C(m)."""
+    """Check m ← β·m + x, send C(m), m ← m − C(m)."""
     link, m, sender = wrap_codec(codec(name), ()), torch.zeros(5000), None
     for context in range(6):
         x = vector("normal", 5000, context)

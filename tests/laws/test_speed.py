@@ -1,4 +1,4 @@
-"""What computing costs, and how a real run is made to last as long."""
+"""The cost of computing, and the pacing of a real run."""
 
 import queue
 from concurrent.futures import ThreadPoolExecutor
@@ -106,9 +106,7 @@ def test_overshooting_sleeps_do_not_add_up(monkeypatch) -> None:
 
 
 def test_parts_of_a_slowed_step_are_slowed(monkeypatch) -> None:
-    """Of a step of 10 ms and 10 ms more, three times slower, the first part is there after
-    30 ms.
-    """
+    """A step of 10 ms and 10 ms more, three times slower: the first part is ready after 30 ms."""
     host, inbox = Host(monkeypatch), queue.SimpleQueue()
     unit = ComputeUnit(1, host.pace(step_s=None), inbox, Mailbox())
 
@@ -145,8 +143,8 @@ def test_transfers_that_took_longer_than_declared_are_counted(costs, monkeypatch
 
 
 def test_a_push_is_its_workers(monkeypatch) -> None:
-    """What the server takes in late counts for the worker that sent it, in proportion to all that
-    it does.
+    """A push that the server applies late counts for the worker that sent it, in proportion to all
+    its work.
     """
     fine, late = (Lateness(10, n, n / 10, 1.0) for n in (0, 2))
     idle = Lateness(0, 0, 0.0, 0.0)

@@ -32,7 +32,7 @@ WORDS: Any = Words()
 
 
 def noise(share: float) -> RoundingNoise:
-    """For levels up to 7, with these of the shared bits for all."""
+    """Round up to 7 levels with these shared bits for all elements."""
     found = rounding_noise(NONE, CounterRng(0), 7)
     return found._replace(
         words=WORDS, rest=np.full(SHARED, share * 2 ** (found.bits - 16), np.int32)
@@ -43,7 +43,7 @@ def noise(share: float) -> RoundingNoise:
     "y", [2.0**-18, 3 * 2.0**-18, -(2.0**-18), 1 - 2.0**-18, 0.75 - 2.0**-18, 0.5, 3.0, -1.0, 0.0]
 )
 def test_the_mean_is_kept_to_the_last_bit(y: float) -> None:
-    """What was below 2⁻¹⁷ of a level was never sent, and all else was wrong by up to as much."""
+    """Values below 2⁻¹⁷ of a level were never sent, and other values had an error of up to that."""
     noises = [noise(share) for share in (0.0, 0.25, 0.5, 0.75)]
     levels = [
         round_to_uint8(np.full(ALL, y * one.unit, np.float32), one, 0, zero=7) for one in noises
@@ -60,7 +60,7 @@ def test_nothing_is_rounded_beyond_the_next_level(y: float) -> None:
 
 
 def test_what_is_shared_is_shared_by_place() -> None:
-    """In whatever blocks: of arrays and of tensors."""
+    """Rounding is the same in all sizes of blocks, of arrays and of tensors."""
     count, words = 2 * SHARED + 12, CounterRng(3)
     x = np.full(count, 2.0**-17, np.float32)
     one, there = rounding_noise(x, words, 1), rounding_noise(torch.from_numpy(x), words, 1)

@@ -131,7 +131,7 @@ def test_auto_is_whichever_takes_least() -> None:
     assert picked(S, 7) == "ring"
     assert (
         picked(8, 4, link=(1.0, 1.0, 1.0, 9.0)) == "tree"
-    )  # whose last leaf takes part in two rounds
+    )  # its last leaf takes part in two rounds
     assert (
         picked(
             S,

@@ -1,6 +1,4 @@
-"""A worker's time: whatever happens, its classes add up to the moment at which the ledger is
-closed.
-"""
+"""A worker's time: after every sequence of events its classes add up to the time of the end."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,8 +73,9 @@ def test_settled_totals_are_those_of_all_spans(actions) -> None:
 
 @given(actions, st.integers(0, 2 * 10**6))
 def test_closing_cuts_off_what_lies_past_the_end(actions, extra) -> None:
-    """At any moment that is not in a round which is folded already: two rounds back is as far as a
-    worker can learn late of the end.
+    """The end may be at any time that is not in a folded round.
+
+    A worker learns of the end at most two rounds late.
     """
     time_accounting, rounds = replayed(actions)
     folded = rounds[-2][2] if len(rounds) > 1 else 0
@@ -91,7 +90,7 @@ def test_closing_cuts_off_what_lies_past_the_end(actions, extra) -> None:
 
 @given(actions, times)
 def test_traffic_counts_when_it_began_by_the_end(actions, end) -> None:
-    """What was folded two rounds ago is final."""
+    """Rounds that were folded two rounds ago are final."""
     time_accounting, rounds = replayed(actions)
     sent, cuts = [], 0
     for name, *values in actions:

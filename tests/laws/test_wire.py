@@ -1,5 +1,5 @@
-"""The header of a message: what goes in comes out, and whatever else comes is a WireError before
-memory is taken.
+"""The header of a message: decoding returns the encoded values, and other bytes raise WireError
+before memory is allocated.
 """
 
 import queue
@@ -32,7 +32,7 @@ bodies = st.one_of(
 
 
 def read(raw: torch.Tensor) -> framing.Header:
-    """What a header is taken for, with what follows it."""
+    """Decode a header and the bytes after it."""
 
     def rest(count: int) -> torch.Tensor:
         assert 0 < count <= framing.MAX_NUMBERS - framing.META, "checked before memory is taken"
@@ -136,8 +136,8 @@ def test_what_does_not_fit_is_refused_by_the_sender() -> None:
 
 
 class Pipe:
-    """A group of two in one process, as strict about lengths as gloo: of whoever sends, and of
-    whoever receives.
+    """A group of two in one process, as strict about lengths as gloo, for the sender and for the
+    receiver.
     """
 
     def __init__(self) -> None:
@@ -161,13 +161,13 @@ class Pipe:
 
 
 def test_more_numbers_than_a_header_holds_arrive_and_what_comes_after_them_too() -> None:
-    """With data dealt anew an answer names who is gone: of 300 workers in more numbers than a
-    header has.
+    """An answer after a redistribution of data names the failed workers: of 300 in more numbers
+    than a header has.
     """
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     links = PeerConnections(
         {1: (cast("Any", Pipe()), 1, 0)}, inbox, lambda: 0, lambda *_: 0, MAX_BYTES
-    )  # what it sends comes back
+    )  # it receives its own message
     body, metas = (
         torch.arange(5.0),
         [tuple(map(float, range(n))) for n in (framing.META, framing.META + 1, 400, 2)],

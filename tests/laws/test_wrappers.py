@@ -1,4 +1,4 @@
-"""What stands around a codec: memory, momentum, clipping, schedules of the ratio, layers."""
+"""Wrappers of a codec: memory, momentum, clipping, schedules of the ratio, layers."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def updates(count: int, d: int = D) -> list[Tensor]:
 
 
 def test_ecq_is_the_recursion_of_its_paper() -> None:
-    """g̃ = C(g + α·h), h ← β·h + (g − g̃)."""
+    """Check g̃ = C(g + α·h), h ← β·h + (g − g̃)."""
     codec, sender, h = Feedback(TOPK, gain=0.5, decay=0.9), None, torch.zeros(D)
     for k, g in enumerate(updates(5)):
         sender, body = codec.encode(sender, g, EncodeContext(round=k))
@@ -114,7 +114,7 @@ def test_clipping_comes_before_anything_is_added() -> None:
 
 
 def test_what_is_huge_is_shortened_and_not_lost() -> None:
-    """... although the sum of its squares is no float32."""
+    """A long update is clipped although the sum of its squares exceeds float32."""
     codec = Clipped(TOPK, 2.0)
     x = torch.full((D,), 3e38)
     _, body = codec.encode(None, x, EncodeContext(1.0))

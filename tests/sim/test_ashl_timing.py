@@ -1,9 +1,9 @@
 """ASHL's timing claims on its own testbed: three workers, compute 2:3:4, transfers 4:6:8, ρ =
 exchange_s / step_s.
 
-AHL never waits, so everybody commits at its own pace. SHL does the same until the fastest has used
-up its slack of s commits, and from then on goes at the pace of its longest cycle. Source: Shen et
-al., "ASHL", IEEE TC 2024, and its released emulation.
+AHL never waits, so every worker commits asynchronously. SHL does the same until the fastest worker
+has used up its slack of s commits. From then on it has the rate of its longest cycle. Source: Shen
+et al., "ASHL", IEEE TC 2024, and its released emulation.
 """
 
 import math

@@ -54,7 +54,7 @@ def test_adsp_has_equal_commits_at_check_points(cluster, commits):
 
 
 def test_adsp_searches_and_settles():
-    """Without gradients no rate pays: one period at C, one at C + 1, and back to C."""
+    """No rate gains without gradients: one period at C, one at C + 1, and back to C."""
     ran = timed(
         "cluster=one_slow", "sync=adsp", "sync.gamma_s=4", "sync.commits=2", "stop.seconds=24"
     )
@@ -82,8 +82,8 @@ def test_adsp_predicts_when_its_curve_gets_to_the_target():
 
 
 def test_adsp_ranks_curves_that_never_get_to_the_target():
-    """By the formula as it stands, with the period's own clock: below 0, and the better the nearer
-    to the target.
+    """The reward by the formula, with the period's own clock: below 0, and higher nearer to the
+    target.
     """
     here = [(t - 3.0, loss) for t, loss in curve(0.4, 0.5, 1.9)]
     assert (

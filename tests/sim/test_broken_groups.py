@@ -1,4 +1,4 @@
-"""Groups that lose a member, and workers that come, under partial all-reduce in virtual time."""
+"""Failures of group members and rejoining workers, under partial all-reduce in virtual time."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,7 +23,9 @@ SIZES = (*GROUPS, "sync.group_size=2", "sync.local_steps=2", "runtime.gradients=
 
 @pytest.mark.parametrize("moment", [0.51, 0.72], ids=["in compute", "while others wait"])
 def test_a_group_of_all_is_an_all_reduce_of_those_who_are_left(moment: float) -> None:
-    """To the bit, momentum and all: from the round on that lacks the lost worker."""
+    """The models equal the formula to the bit, with momentum, from the first round without the
+    failed worker.
+    """
     plan = planned(*ALL, "stop.steps=78")
     ring = planned(
         *RUN,

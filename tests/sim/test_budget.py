@@ -58,8 +58,10 @@ def test_what_ends_later_does_not_count(mode: str) -> None:
 
 @pytest.mark.parametrize("every_s", [1.0, 0.5, 0.2])
 def test_gossip_in_rounds_makes_every_evaluation(every_s: float) -> None:
-    """Rank 0 asked for the next one in the round of the last, and did not hand in its own model:
-    one in 60 s.
+    """Rank 0 requested the next evaluation in the round of the last one, and did not contribute its
+    own model.
+
+    The run then had one evaluation in 60 s.
     """
     ran = simulated(
         *SMALL, *MODES["early"], "sync.local_steps=1", "stop.seconds=12", f"eval.every_s={every_s}"
@@ -125,8 +127,9 @@ def test_elsewhere_the_count_is_passed_by_less_than_a_merge(mode: str) -> None:
     ],
 )
 def test_what_is_in_the_models_counts_and_came_in_time(sync: str, cluster: str, end: str) -> None:
-    """What others merged at the very moment of the end was in their models and counted as dropped;
-    and who had asked a peer merged its work once the answer came, however late.
+    """Exchanges at the very time of the end were in other workers' models, and counted as dropped.
+
+    A worker that had asked a peer also merged its work once the answer came, however late.
     """
     where = ("topology=gossip", f"cluster={cluster}", *f"sync={sync}".split())
     ran = simulated("schedule=single", "model.hidden=[8]", "stop.steps=null", *where, end)

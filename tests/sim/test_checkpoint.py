@@ -1,5 +1,5 @@
-"""A run that goes on from a checkpoint says and learns the same as one that was never interrupted,
-bit for bit.
+"""A run that resumes from a checkpoint has the messages and models of one without interruption, bit
+for bit.
 """
 
 import io
@@ -225,7 +225,7 @@ def run(
     return kept
 
 
-LIKE_OTHERS = (  # whose states are of kinds that other cases have, too
+LIKE_OTHERS = (  # other cases have the kinds of their states, too
     "signum", "bcd", "anchor", "nesterov", "nesterov-sum", "slowmo", "delayed_nesterov", "sketch_sgd", "gtopk", "dssp",
     "relay_sum", "noloco", "variance", "late-ashl", "adacomp", "all_reduce", "backup", "fetch_sgd",
     "pr_sgd_momentum", "catalyst", "drawn", "decoupled", "easgd", "ringleader", "rescaled_asgd", "gossip_pga",

@@ -58,7 +58,7 @@ class Alone:
             worker.enter(stage, rank)
 
     def update(self, rank: int) -> Tensor:
-        """What this worker's push is decoded to."""
+        """Return the decoded push of this worker."""
         stage, worker, trainer = self.stage, self.workers[rank], self.stage.trainer
         worker.params, worker.samples, local = self.params, self.samples, self.params
         for _ in range(1 if stage.sync.exchange == "gradient" else worker.local_steps):
@@ -80,7 +80,7 @@ class Alone:
         return x
 
     def handed_in(self, members: list[int]) -> list[Tensor]:
-        """What these push in a round."""
+        """Return the pushes of these workers in a round."""
         return [self.update(rank) for rank in members]
 
     def round(self, members: list[int]) -> Tensor:
@@ -101,7 +101,7 @@ class Alone:
 
 
 class AloneLate(Alone):
-    """The same with each gradient handed in one round after it was begun."""
+    """The same run with each gradient pushed one round after its start."""
 
     pending: dict[int, Tensor] | None = None
 
@@ -188,8 +188,8 @@ def test_who_comes_back_has_the_model_and_its_part_of_the_rounds() -> None:
 
 
 def test_who_was_away_counts_as_the_slowest() -> None:
-    """Its lead is nobody's to wait for: SSP's bound holds, and nobody stands still until it has
-    caught up.
+    """No worker waits for its lead: SSP's bound holds, and no worker is blocked until it has caught
+    up.
     """
     mode = ("sync=ssp", "sync.staleness=2", "runtime.gradients=false", "stop.seconds=4")
     ran = run(with_events(planned(*RUN, *mode), lost(0, 0.5), back(0, 2.5)))
@@ -208,7 +208,7 @@ ONE = (
 
 
 def test_transfers_wait_until_the_link_is_back() -> None:
-    """The second push is on its way from 0.05 s on for 0.005 s; from 0.052 s to 0.152 s nothing
+    """The second push is in flight from 0.05 s on for 0.005 s; from 0.052 s to 0.152 s nothing
     moves.
     """
     plan = planned(*ONE)

@@ -37,7 +37,7 @@ GATHER = "topology=all_reduce"
 
 
 def test_gathered_bodies_sum_to_what_a_server_sums() -> None:
-    """To the bit: the same bodies, decoded and added in rank order."""
+    """The merge equals the formula to the bit: the same payloads, decoded and added in rank order."""
     assert simulated(*BASE).sha256 == simulated(*BASE, GATHER).sha256
 
 
@@ -61,7 +61,7 @@ def test_bytes_of_a_gathering_are_those_of_the_others_bodies() -> None:
 
 
 def test_what_was_looked_at() -> None:
-    """p = x + e, and with Top-K the lost share is what was not sent."""
+    """Check p = x + e; with Top-K the relative error is the share that was not sent."""
     layout = (Layer("a", (30,)), Layer("b", (70,)))
     codec = conf_option("compression", "topk", ratio=0.1)
     link, x = wrap_codec(codec, layout), vector("normal", 100)
@@ -164,7 +164,7 @@ def test_an_update_that_is_no_number_names_its_layer(
     "name", ["cast", "random_mask", "subsampling", "block_coordinate", "topk", "qsgd", "sign"]
 )
 def test_a_run_that_is_only_timed_moves_as_many_bytes(name: str) -> None:
-    """... and takes as long: through sums on their way, and through gathering."""
+    """A run without gradients takes the same time, for summed and for gathered messages."""
     mode = ("sync=bsp", GATHER, "stop.steps=32", f"compression={name}", "optimizer.momentum=0")
     warm = (
         ("compression.warmup_epochs=2",) if name in ("random_mask", "subsampling", "topk") else ()
@@ -177,7 +177,7 @@ def test_a_run_that_is_only_timed_moves_as_many_bytes(name: str) -> None:
 
 
 def test_clipping_is_the_same_with_and_without_a_server() -> None:
-    """... although what is summed on its way has been weighed before."""
+    """The result is the same, although summed messages are weighted before the collective."""
     mode = (
         "sync=bsp",
         "stop.steps=32",

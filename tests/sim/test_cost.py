@@ -1,5 +1,7 @@
-"""What a round costs a worker in virtual time, counted in steps of the interpreter instead of
-seconds: as much among 100 workers as among 25, whatever the topology; and so does planning.
+"""The cost of a worker's round in virtual time, counted in steps of the interpreter instead of
+seconds.
+
+It is the same with 100 workers as with 25, on every topology; so is the cost of planning.
 """
 
 import sys
@@ -53,7 +55,7 @@ def composed(line: str, n: int) -> dict[str, Any]:
 
 
 def steps_of(run: Callable[[], object]) -> int:
-    """How many instructions of Python a call runs, every turn of a loop included."""
+    """Count the Python instructions of a call, with every iteration of a loop."""
     count = 0
 
     def step(frame: FrameType, event: str, arg: object) -> Any:

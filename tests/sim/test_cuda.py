@@ -1,5 +1,5 @@
-"""Runs on a CUDA device: the same clock and bytes as on the host, the same bits twice, and losses
-that are alike.
+"""Runs on a CUDA device: the same clock and bytes as on the host, the same bits twice, and similar
+losses.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ def test_a_run_on_the_device(name: str) -> None:
     assert found.time_ns == expected.time_ns
     assert (
         found.sha256 == again.sha256 or name == "convolutions"
-    )  # whose backward pass adds in no fixed order
+    )  # its backward pass adds in no fixed order
     losses = [ran.learner.evaluate(ran.params)["test_loss"] for ran in (expected, found)]
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
@@ -119,7 +119,7 @@ def test_a_model_whose_path_hangs_on_its_numbers_is_refused() -> None:
 
 
 def test_vectors_leave_and_come_beside_what_is_computed() -> None:
-    """What is read is what the device had come to when it was asked for, however long that took."""
+    """A read returns the device's state at the time of the request, however long the copy takes."""
     x = torch.ones(4096, 4096, device="cuda")
     for _ in range(20):
         x = x @ x / 4096

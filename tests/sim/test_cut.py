@@ -1,5 +1,7 @@
-"""Gossip at workers' own pace as processes keep it: each rank by itself, while messages are on
-their way. In virtual time, where every moment can be chosen.
+"""Checkpoints of asynchronous gossip as processes make them: each rank on its own, while messages
+are in flight.
+
+Virtual time can choose every moment.
 """
 
 from collections.abc import Callable
@@ -76,12 +78,12 @@ def ran(
 
 
 def states(sim: Cut) -> list:
-    """Of the workers, as they were kept."""
+    """Return the saved state of the workers."""
     return [from_plain(state, ("ashl",)) for rank, (_, state) in sorted(sim.kept.items())][:-1]
 
 
 def later_by_rank(rank: int, version: int, now_ns: int) -> bool:
-    """Each hears of it at another time."""
+    """Each rank is notified at another time."""
     return now_ns > 150_000_000 + (rank * 5 % 7) * 30_000_000
 
 
@@ -107,9 +109,10 @@ def checked(rest: Ran, sim: Cut) -> None:
     ],
 )
 def test_the_mean_of_models_that_meet_in_pairs_is_whole(mode: str, monkeypatch) -> None:
-    """The sum of the models that are kept is that of the first ones and of all steps that they
-    have, and in the run that goes on from there, too: an average is in both of its models or in
-    none.
+    """The sum of the saved models is that of the first ones and of all their steps, also in the
+    resumed run.
+
+    An average is in both of its models or in none.
     """
     steps, at_cut, report = dict[int, torch.Tensor](), dict[int, torch.Tensor](), pairs.report_merge
 

@@ -83,8 +83,8 @@ def test_an_online_plan_leaves_the_shares_to_the_shards(monkeypatch: pytest.Monk
 
 
 def test_fednova_ends_where_the_loss_of_all_samples_is_least() -> None:
-    """argmin Σ n_i/n·f_i with n_i the shard, not H / Σ H: equal shards, each one batch, and H = (7,
-    4, 2).
+    """Check argmin Σ n_i/n·f_i with n_i the shard, not H / Σ H: equal shards, each one batch, and H
+    = (7, 4, 2).
     """
     data = ("dataset=quadratic", "dataset.num_samples=96", "dataset.noise=1", "dataset.condition=1")
     equal = (

@@ -34,8 +34,8 @@ def mean(vectors) -> torch.Tensor:
 @pytest.mark.limit("overlap=delayed")
 @pytest.mark.parametrize("topology", ["all_reduce", "parameter_server"])
 def test_late_gradients_are_bsp_one_step_late(topology) -> None:
-    """w ← w − η·(momentum of) the mean gradient of the model before, for as many steps as there are
-    counted.
+    """Compute w ← w − η·(momentum of) the mean gradient of the model before, for the number of
+    counted steps.
     """
     momentum = ("optimizer.momentum=0.9", "optimizer.weight_decay=0.01")
     ran = simulated(*SMALL, "sync=bsp", f"topology={topology}", *LATE, *momentum, "stop.steps=30")
@@ -53,9 +53,11 @@ def test_late_gradients_are_bsp_one_step_late(topology) -> None:
 
 
 def by_pieces(trainer, rounds: int, border, momentum_of=lambda moments, update: (None, update)):
-    """Local steps of three workers; at each border `border(landed, start, end)` says what is
-    exchanged and from where they go on, and what landed then is all but that. Returns the landed
-    model and where everybody would go on from.
+    """Take local steps of three workers; return the applied model and the next start of each
+    worker.
+
+    At each boundary `border(landed, start, end)` returns the exchanged vectors and the next starts.
+    The applied model then has all updates except the exchanged ones.
     """
     landed, moments = trainer.init()
     starts, kept, outer, due = [landed] * 3, [moments] * 3, None, None
@@ -94,7 +96,7 @@ def test_late_differences_are_cocod(topology, own) -> None:
 
 @pytest.mark.parametrize("topology", ["all_reduce", "parameter_server"])
 def test_eager_diloco_is_each_worker_on_its_own_fresh_part(topology) -> None:
-    """By hand, as the paper has it: worker i's model takes the outer step on d_i(t)/3 + Σ_{j≠i}
+    """Check the paper's rule by hand: worker i's model takes the outer step on d_i(t)/3 + Σ_{j≠i}
     d_j(t − 1)/3.
     """
     chosen = (
@@ -140,7 +142,7 @@ def test_eager_diloco_of_one_worker_is_diloco_and_without_momentum_it_is_late() 
 
 
 def test_overlap_local_sgd_is_the_released_loop() -> None:
-    """x ← (1 − α)x + αz;  v ← μv − (x − z)/η;  z ← mean of (z − ηv)."""
+    """Check x ← (1 − α)x + αz;  v ← μv − (x − z)/η;  z ← mean of (z − ηv)."""
     alpha, mu, lr = 0.6, 0.7, 0.05
     outer = ("outer=slowmo", f"outer.beta={mu}")
     ran = simulated(*SMALL, *LOCAL, *RING, "overlap=overlap_local_sgd", *outer, "stop.steps=36")
@@ -188,8 +190,8 @@ def test_without_a_pull_workers_never_meet() -> None:
 
 @pytest.mark.parametrize("sync", ["asp", "ssp", "local_sgd"])
 def test_one_worker_at_a_server_goes_on_as_alone(sync) -> None:
-    """With all of its own progress, nothing is late for it: plain local SGD, to rounding. With
-    gradients, see above.
+    """A worker alone with all of its own progress has plain local SGD, to rounding; its own updates
+    are never late.
     """
     one = (
         "cluster=homogeneous",
@@ -323,8 +325,8 @@ def test_what_diverges_says_so_and_ends() -> None:
 
 
 def test_a_dropped_push_is_taken_back_by_its_sender() -> None:
-    """With feedback, what a backup's late push held comes with a later one: a run that drops learns
-    all the same.
+    """Error feedback sends the content of a backup's late push with a later one, so a run with
+    drops learns the same.
     """
     codec = ("compression=topk", "compression.ratio=0.2", "sync=backup", "sync.backups=1", *LATE)
     ran = simulated(*SMALL, *codec, "stop.steps=60")
@@ -333,7 +335,7 @@ def test_a_dropped_push_is_taken_back_by_its_sender() -> None:
 
 
 def test_outer_optimizers_and_codecs_go_with_it() -> None:
-    """By a server and by an all-reduce the same, to the bit."""
+    """Server and all-reduce give the same result, to the bit."""
     chosen = (
         *SMALL,
         *LOCAL,
@@ -362,7 +364,7 @@ def test_stages_of_ashl_are_late_and_its_profiling_is_not() -> None:
 
 
 def test_a_guard_against_old_pushes_leaves_those_that_all_are_late() -> None:
-    """At a barrier every update has staleness 1, and aggregate.max_staleness=1 drops none: else all
+    """Every update at a barrier has staleness 1, and aggregate.max_staleness=1 drops none: else all
     would wait.
     """
     chosen = (*SMALL, *LATE, "sync=bsp", "stop.steps=12")

@@ -58,7 +58,7 @@ FILES = ("events.jsonl", "trace.json.gz", "plan.json", "config.yaml", "overrides
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[Path]:
-    """Of this process, whose hash seed is drawn, and of another one."""
+    """Make the folders of this process, with a random hash seed, and of another process."""
     here, there = (tmp_path_factory.mktemp(name) for name in ("here", "there"))
     environment = os.environ | {"PYTHONHASHSEED": "1"}
     with contextlib.chdir(here):
@@ -85,9 +85,7 @@ def test_another_process_and_another_hash_seed(name: str, folders: list[Path]) -
 
 
 def test_an_await_inside_a_torch_context_is_an_error_and_garbage_is_sought_as_before() -> None:
-    """It would leak into whichever task runs next. The collector does not look at what was there
-    before a run.
-    """
+    """The context would leak into the next task. The collector ignores objects from before a run."""
     before, seen = gc.get_threshold(), []
 
     async def main(ctx: RankContext) -> None:

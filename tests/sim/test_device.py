@@ -1,5 +1,5 @@
-"""A run on a device that is not the host's memory: nothing crosses but by the doors, and the bits
-stay the same.
+"""A run on a device without access to the host's memory: data cross by the transfer functions only,
+with the same bits.
 """
 
 import io
@@ -158,7 +158,7 @@ OFTEN = (
     "0/1 Adam",
     "muon",
 )  # as others do
-ROUNDED = ("all-reduce, QSGD",)  # whose lengths have last bits of their own there
+ROUNDED = ("all-reduce, QSGD",)  # the last bits of its lengths are the device's own
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_nothing_crosses_but_by_the_doors(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ssp, Top-K both ways", "ad_psgd"])
 def test_a_run_there_goes_on_from_a_checkpoint(name: str) -> None:
-    """Which lies in the host's memory."""
+    """The checkpoint lies in the host's memory."""
     plan = planned(*TASK, *RUNS[name])
     whole = run(plan)
     with guarded():
@@ -229,7 +229,7 @@ def test_the_guard_sees_what_goes_past_the_doors() -> None:
 
 @pytest.mark.parametrize("model", ["resnet8", "cnn"])
 def test_pixels(model: str) -> None:
-    """What normalises, augments and evaluates."""
+    """Normalisation, augmentation and evaluation agree with the host."""
     pixels = torch.arange(40 * 3 * 32 * 32).remainder(251).to(torch.uint8).view(40, 3, 32, 32)
     split = Split(pixels, torch.arange(40) % 5, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.2))
     data = Data(split, split, sample_shape=(3, 32, 32), num_classes=5, augment="crop_flip")

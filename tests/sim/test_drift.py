@@ -16,7 +16,7 @@ BASE = (
 
 
 def late_rate(*overrides: str) -> tuple[float, int]:
-    """Steps/s of all workers once things have settled, and how often was planned anew."""
+    """Return the steps/s of all workers in the steady state, and the number of replans."""
     event = f"cluster.events=[{{time_s: {SLOWER_S}, worker: 0, compute: 3.0}}]"
     ran = simulated(*BASE, event, f"stop.seconds={END_S}", *overrides)
     steps = sum(

@@ -1,5 +1,7 @@
-"""Gossip's rates: timelines computed by hand, and how much of its own rate a method keeps when one
-worker of sixteen is slow (the bands of the literature's comparison).
+"""Rates of gossip: timelines computed by hand, and the rate of a method with one slow worker of
+sixteen.
+
+The bands are those of the literature's comparison.
 """
 
 from functools import cache

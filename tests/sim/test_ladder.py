@@ -1,6 +1,4 @@
-"""Schedules whose step falls down a ladder: where a rung gives way, and what they are at their
-limits.
-"""
+"""Schedules with decay stages: the ends of the stages, and the schedules at their limits."""
 
 from dataclasses import replace
 from itertools import pairwise

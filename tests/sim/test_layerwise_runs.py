@@ -72,12 +72,12 @@ def by_groups(stage: Stage) -> Stage:
             ("compression=sign", "compression.scale=mean", "compression.error_feedback=true"),
             UNEQUAL,
         ),
-        (("compression=threshold",), UNEQUAL),  # bodies of many lengths
+        (("compression=threshold",), UNEQUAL),  # payloads of many lengths
     ],
     ids=lambda case: case[0].rpartition("=")[2],
 )
 def test_the_bits_and_bytes_are_those_of_the_same_codec_part_by_part(codec, workers) -> None:
-    """With what is kept for later, on two and on three unequal workers, and a count of steps that
+    """Runs equal the formula with residuals, two and three unequal workers, and a step count that
     ends in a round.
     """
     plan = planned(*RING, *DEEP, *workers, *codec, LAYERWISE)
@@ -120,7 +120,7 @@ def test_codecs_by_layer_come_to_the_same_however_messages_are_cut(codec) -> Non
 @pytest.mark.limit("overlap=layerwise")
 @pytest.mark.parametrize("codec", ["topk", "random_mask", "qsgd"])
 def test_one_message_is_no_overlap(codec) -> None:
-    """In bits, in bytes and in time, whether bodies are summed on their way or gathered."""
+    """Bits, bytes and time agree, for summed and for gathered payloads."""
     common = (*RING, *DEEP, *UNEQUAL, f"compression={codec}")
     plain, one = simulated(*common), simulated(*common, LAYERWISE, "overlap.plan=[4]")
     assert (one.sha256, one.time_ns) == (plain.sha256, plain.time_ns)
@@ -130,7 +130,9 @@ def test_one_message_is_no_overlap(codec) -> None:
 
 @pytest.mark.parametrize("codec", ["topk", "random_mask"])  # gathered, and summed on their way
 def test_what_is_selected_message_by_message_teaches_as_much(codec) -> None:
-    """As many elements, others of them: the same loss, in less time."""
+    """The messages have the same number of elements, but different ones: the same loss, in less
+    time.
+    """
     share = ("compression.ratio=0.1", "optimizer.momentum=0", "stop.steps=200")
     common = (*RING, *DEEP, *UNEQUAL, f"compression={codec}", *share)
     plain, ours = simulated(*common), simulated(*common, LAYERWISE)
@@ -145,7 +147,7 @@ def test_what_is_selected_message_by_message_teaches_as_much(codec) -> None:
 
 
 def losses(ran: Ran) -> tuple[float, float]:
-    """Of the first model and of the last."""
+    """Return the metrics of the first model and of the last."""
     assert ran.learner is not None
     return tuple(
         ran.learner.evaluate(params)["train_loss"] for params in (ran.learner.init(), ran.params)
@@ -277,8 +279,8 @@ def test_a_step_takes_what_was_predicted() -> None:
 
 
 def test_what_is_kept_goes_over_a_border() -> None:
-    """From messages to one, from one to messages, from messages to others: as if nothing were cut;
-    or is dropped.
+    """Residuals pass from messages to one, from one to messages, and to other messages unchanged,
+    or are dropped.
     """
     common = (
         *RING,

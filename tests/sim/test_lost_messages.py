@@ -1,6 +1,7 @@
-"""Workers that fail and come back where messages are more than updates: momenta that travel, models
-on springs, a table of gradients, snapshots. Held against the rule of each by the formula alone, in
-the order in which pushes came.
+"""Workers fail and rejoin in modes with more messages than updates: momenta, elastic models,
+gradient tables, snapshots.
+
+Each is compared with the rule's formula alone, in the order of the pushes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,7 @@ class Averaged(Alone):
 
 @pytest.mark.parametrize("topology", ["parameter_server", "all_reduce"])
 def test_momenta_are_those_of_who_is_there(topology: str) -> None:
-    """To the bit: who comes back begins with the mean momentum of the others, as the others do."""
+    """A rejoining worker begins with the mean momentum of the others, as they do, to the bit."""
     mode = (
         "sync=pr_sgd_momentum",
         "sync.local_steps=3",
@@ -74,7 +75,7 @@ def test_momenta_are_those_of_who_is_there(topology: str) -> None:
 
 
 def pushes(ran: Ran) -> Iterator[tuple[int, int, Tensor]]:
-    """By push that was counted: who pushed, when that was merged, and the model after it."""
+    """Return for each counted push the worker, the time of its merge, and the model after it."""
     before = [0, 0, 0]
     for record, params in ran.snapshots:
         changed = [rank for rank in range(3) if record["commits"][rank] > before[rank]]
@@ -96,7 +97,7 @@ def steps_of(stage: Stage, worker: WorkerState, rank: int, params: Tensor, steps
 
 
 def test_who_comes_back_begins_at_the_servers_end_of_the_spring() -> None:
-    """To the bit; the others' models and the server's stay as they are."""
+    """The models equal the formula to the bit; those of the others and the server do not change."""
     mode = ("sync=easgd", "sync.local_steps=2", "optimizer.momentum=0.9", "stop.steps=90")
     plan = with_events(planned(*RUN, *mode), lost(0, 0.5), back(0, 0.93))
     ran, stage = run(plan), assemble(plan, "cpu").stages[0]
@@ -166,8 +167,8 @@ def test_who_comes_has_its_first_step_in_the_round_after() -> None:
 def test_a_ringleader_steps_along_the_mean_of_those_who_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To the bit, by a list of what came and of who left: every gradient is in the model, or waits,
-    or is dropped.
+    """Every gradient is in the model, or waits, or is dropped, to the bit, by the list of arrivals
+    and failures.
     """
     mode = ("sync=ringleader", "aggregate=uniform", "optimizer.momentum=0.9", "stop.steps=80")
     plan = with_events(
@@ -253,8 +254,11 @@ def test_a_full_gradient_is_over_all_who_have_sent_theirs() -> None:
 
 @pytest.mark.slow
 def test_it_still_comes_to_the_optimum() -> None:
-    """Linearly, as each works with the snapshot of all others, whatever it missed; also where the
-    last full gradient that was missing is lost, and who came had sent its own before.
+    """The run converges linearly, as each worker uses the snapshot of all others, after any missed
+    messages.
+
+    This also holds if the worker of the last missing full gradient fails, and the rejoining one had
+    sent its own before.
     """
     data = (
         "dataset=quadratic",

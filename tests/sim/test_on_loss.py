@@ -1,4 +1,4 @@
-"""What becomes of a lost worker's data: nobody visits them, or the others do, each sample at one of
+"""The data of a failed worker: no worker visits them, or the survivors do, each sample at one of
 them.
 """
 
@@ -60,8 +60,8 @@ def test_every_sample_is_at_one_of_those_who_are_left_and_once_in_its_pass() -> 
 def drawn(
     mode: str, on_worker_failure: str, monkeypatch: pytest.MonkeyPatch, *events: dict
 ) -> dict[int, list[list[bool]]]:
-    """By worker, what each of its draws was: of the stream that is its own, of the one with the
-    lost worker's data.
+    """Return the kind of each draw by worker: from its own stream, or from the one with the failed
+    worker's data.
     """
     plan = planned(*RUN, *mode.split(), f"runtime.on_worker_failure={on_worker_failure}")
     trainer = assemble(plan, "cpu").stages[0].trainer

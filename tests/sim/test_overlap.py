@@ -1,4 +1,4 @@
-"""What overlaps on a node in virtual time, against closed forms, to the nanosecond; and over a
+"""Overlap on a rank in virtual time, compared with closed forms to the nanosecond, and over a
 checkpoint.
 """
 
@@ -116,8 +116,10 @@ def ends_of(machines: Cluster, teams: tuple[tuple[int, ...], ...]) -> list[int]:
 
 
 def test_teams_share_ports_and_nothing_else() -> None:
-    """With declared exchanges ports have no occupancy, so that two teams do not hold each other up,
-    and one team waits for itself; over links a shared member's ports serve one after the other.
+    """Declared exchanges occupy no NIC, so two process groups do not delay each other, and a group
+    waits for itself.
+
+    Over links a shared member's NICs serve one collective after the other.
     """
     declared = cluster(4, exchange_s=0.2)
     assert ends_of(declared, ((0, 1), (1, 2), (0, 1))) == [100, 100, 200]
@@ -136,9 +138,7 @@ def test_inner_and_outer_collectives_do_not_share_ports() -> None:
 
 
 def test_what_a_node_computes_beside_its_loop_is_not_free() -> None:
-    """Two units of work at once are done after two; whoever came first is served first, whatever
-    the kind.
-    """
+    """Two units of work at once end after two; the first to arrive is served first, for all kinds."""
     ends = {}
 
     async def work(ctx: RankContext, name: str, kind: str) -> None:
@@ -199,8 +199,9 @@ class CheckpointPartSaved(Quiet):
 
 
 async def overlapping(ctx: RankContext, saved: tuple[int, Any] | None = None) -> None:
-    """Rounds of three layers, sums of a team under way while the node computes and others send,
-    some of them into the next round of others.
+    """Rounds of three layers, with collectives in flight while the rank computes and others send.
+
+    Some messages reach into the next round of others.
     """
     state = saved[1] if saved else {"k": 0, "x": torch.zeros(3)}
     team, other = (0, 1, 2), (0, 1, 2, 3)
@@ -244,8 +245,10 @@ async def summed(
 def test_slices_to_a_server_queue_at_the_ports_that_they_share(
     port_mbit_s: float | None, came_ms: list
 ) -> None:
-    """2,500 bytes at 1 Mbit/s take 20 ms: a worker's slices come one after the other through its
-    port, after 2 ms of latency, and those of both through a port of the server's that is no faster.
+    """A message of 2,500 bytes takes 20 ms at 1 Mbit/s.
+
+    A worker's slices leave its NIC one after the other, after 2 ms of latency. The slices of both
+    workers share the server's NIC, which is no faster.
     """
     machines, came = cluster(2, latency_s=0.002, server_bandwidth_mbit_s=port_mbit_s), []
 

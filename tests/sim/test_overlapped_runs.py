@@ -125,7 +125,9 @@ def test_the_chain_of_the_literature_across_the_barrier(
     ids=lambda model: model[0],
 )
 def test_same_model_and_bytes_in_less_time(model) -> None:
-    """With momentum, on three unequal workers, and a count of steps that ends within a round."""
+    """Runs equal the formula with momentum, three unequal workers, and a step count that ends
+    within a round.
+    """
     runs = [
         simulated(
             *RING, *UNEQUAL, *model, "stop.steps=14", "optimizer.momentum=0.9", f"overlap={overlap}"

@@ -23,7 +23,7 @@ NETS = (
 
 
 def runs(*overrides: str):
-    """Without overlap, and with either."""
+    """Return the runs without overlap, and with either."""
     return [simulated(*SUMS, *NETS, *overrides, *overlap) for overlap in ((), SLICES, HALVES)]
 
 
@@ -46,8 +46,8 @@ def test_the_cycle_of_one_worker_is_what_a_step_of_all_alike_takes(overlap, work
 
 @pytest.mark.parametrize(("workers", "optimizer"), [(2, "adam"), (3, "sgd"), (4, "adamw")])
 def test_the_same_model_and_counts(workers, optimizer) -> None:
-    """With moments and weight decay, on unequal workers, and a count of steps that ends within a
-    round.
+    """Runs agree with moments and weight decay, unequal workers, and a step count that ends within
+    a round.
     """
     machines = f"cluster.compute={[1, 1, 3, 2][:workers]}"
     serial, slices, halves = runs(
@@ -165,7 +165,9 @@ def test_evaluated_models_are_those_without_overlap() -> None:
 
 
 def test_a_run_takes_its_closed_form() -> None:
-    """By the slowest worker: each step as predicted but the last, which takes until all is in."""
+    """Each step takes its predicted time by the slowest worker, except the last, which ends when
+    all messages are in.
+    """
     for overlap in (
         ("overlap=priority", "overlap.slice=auto", "overlap.credit=auto"),
         ("overlap=dear",),

@@ -43,7 +43,7 @@ TIMED = ("runtime.gradients=false", "stop.steps=30")
 
 
 def declared(*overrides: str) -> Profile:
-    """What `ashl profile` makes of a cluster in virtual time."""
+    """Return the profile of a cluster in virtual time by `ashl profile`."""
     plan, parts, data = prepare_plan(
         compose(["runtime=sim", "sync=bsp", *CLUSTER, *(overrides or MODEL)])
     )
@@ -122,7 +122,7 @@ def test_one_worker_sums_with_nobody(workplace, capsys) -> None:
 
 
 def measured(**changes: object) -> Profile:
-    """As if it had been measured, with a step whose last group is there at once."""
+    """Return costs as measured, with a step whose last group is ready at once."""
     profile = replace(declared(), source="measured", all_reduce=AlphaBeta(0.005, 1e-7), **changes)
     workers = tuple(
         replace(w, forward_s=(0.0, 0.0, 0.001), backward_s=(0.001, 0.002, 0.006))
@@ -165,8 +165,8 @@ IN_PARTS = InParts(step_s=0.004, part_s=0.0015, sum_s=0.002)
 def test_virtual_time_has_what_sums_and_computing_cost_each_other(
     workplace, overlap, parts
 ) -> None:
-    """As the plan's chain says; where sums go on under the next forward pass, it cannot know all of
-    it.
+    """The time follows the plan's timeline; it is incomplete if collectives overlap the next
+    forward pass.
     """
     measured(contention=ContentionCosts(pace_reduction=0.4, collective_slowdown=1.5, parts=parts))
     plan = planned(
@@ -230,7 +230,7 @@ def test_where_steps_take_long_that_is_measured_once(
 
 
 def test_where_parts_cost_more_than_they_hide_a_gradient_goes_in_one_piece(workplace) -> None:
-    """By the plan that is made, on the clock to the nanosecond, and in the bits."""
+    """The plan agrees with the run's clock to the nanosecond, and in the bits."""
     dear = InParts(step_s=0.02, part_s=0.0, sum_s=0.0)
     of = (*RING, "stop.steps=6", *OF_PROFILE)
     ends = []

@@ -1,5 +1,6 @@
-"""Workers that fail and come back under all-reduce, in virtual time: held against rounds of the
-others by the formula alone, and to the nanosecond.
+"""Workers fail and rejoin under all-reduce in virtual time.
+
+Runs are compared with rounds of the survivors by the formula alone, and to the nanosecond.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +30,8 @@ SIZES = (*RING, "runtime.gradients=false")
 
 
 class Alone:
-    """Rounds of some workers by the formula alone: no effects, no clock. Who is new in a round is
-    named.
+    """Compute rounds of some workers by the formula alone: no effects, no clock. Joining workers
+    are named by round.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -87,7 +88,7 @@ class Alone:
         return self.params
 
     def by_tree(self, members: Sequence[int], updates: list[Tensor]) -> Tensor:
-        """gTop-k along the tree of these."""
+        """Compute gTop-k along the tree of these ranks."""
         link, n, d = self.stage.link, len(members), self.stage.link.d
         codec, ends = link.innermost, [self.workers[rank].ends for rank in members]
         assert isinstance(codec, GTopK)
@@ -174,7 +175,9 @@ def models(ran: Ran) -> dict[int, Tensor]:
     ids=["momentum", "topk", "outer", "wfbp", "layerwise", "gtopk"],
 )
 def test_rounds_after_a_loss_are_those_of_the_others(mode: tuple[str, ...], rank: int) -> None:
-    """Also where rank 0 is lost, which judges and hands out the models: another one does."""
+    """The run continues if rank 0 fails, the lead rank that decides and sends the models: another
+    one replaces it.
+    """
     plan = with_events(planned(*RING, *mode, "stop.steps=42"), lost(rank, 0.51))
     ran, alone = run(plan), Alone(assemble(plan, "cpu").stages[0])
     others, with_it = [r for r in range(3) if r != rank], ran.end["commits"][rank]
@@ -215,8 +218,8 @@ def test_who_comes_takes_part_from_the_next_round_on(mode: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize("codec", ["topk", "power_sgd", "diana", "fetch_sgd", "gtopk"])
 def test_all_members_have_the_same_model(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each merges for itself here, as processes do: compressors that share something begin anew
-    with who comes.
+    """Each rank merges on its own here, as on processes: codecs with shared state begin again after
+    a join.
     """
     merges = dict[Any, list[Tensor]]()
 
@@ -266,9 +269,10 @@ def test_a_loss_while_all_wait_for_it_is_noticed_in_time() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_in_the_sum_of_one_part_breaks_off_the_round(rank: int) -> None:
-    """Rounds of 0.03 s of steps and sums of several parts: whenever a worker fails, all parts of
-    its round are summed once more by the others, from the moment on at which both know of it and
-    have their gradients.
+    """The survivors repeat all collectives of a round, for every time of a failure.
+
+    A round has 0.03 s of steps and collectives of several buckets. They begin again when both
+    survivors know of the failure and have their gradients.
     """
     plan = planned(
         *SIZES,

@@ -78,9 +78,10 @@ def test_smart_groups_against_an_all_reduce():
 
 
 def test_smart_groups_against_a_parameter_server():
-    """The paper: 5.1 times its rate where all are equal, and with one slow worker 3 times that of
-    the equal ones. How far ahead depends on how long a model takes through the server's port: 16 of
-    them per round.
+    """The paper has 5.1 times its rate with equal workers, and 3 times the equal workers' rate with
+    one slow worker.
+
+    The lead depends on the time of a model at the server's NIC: 16 of them per round.
     """
     assert rate("ripples_smart", 1.0) / rate("ps_bsp", 1.0) >= 2.5
     assert rate("ripples_smart", 2.0) / rate("ps_bsp", 1.0) >= 2.5

@@ -66,8 +66,8 @@ def test_stages_come_in_their_order(ran):
 
 
 def test_they_give_way_where_their_rule_says(ran):
-    """At the first merge where it holds; of the other workers one push each, under way then, is
-    merged at most.
+    """A stage ends at the first merge that meets its condition; then at most one push in flight of
+    each other worker is merged.
     """
     _, run = ran
     begun = {"samples": 0, "end_ns": 0}
@@ -104,9 +104,7 @@ def test_the_switch_follows_the_loss_of_the_global_model(more):
         first_ns = ran.snapshots[low.index(True)][0]["time_ns"]
     evaluated, running = ends
     assert (evaluated["reason"], running["reason"]) == ("evaluated_loss", "loss")
-    assert (
-        first_ns <= evaluated["end_ns"] < first_ns + 1e9
-    )  # the work that is under way counts still
+    assert first_ns <= evaluated["end_ns"] < first_ns + 1e9  # work in flight still counts
     assert running["end_ns"] > evaluated["end_ns"]
 
 
@@ -272,7 +270,7 @@ def test_what_a_worker_takes_over():
     state.enter(entering(1, Codec()), 0)
     assert (state.moments, state.local_steps, state.ratio) == (("old",), 4, 0.5)
     assert state.ends == CodecState()  # this codec keeps no residual
-    state.entered = None  # a stage is entered once, also by a run that goes on from a checkpoint
+    state.entered = None  # a stage is entered once, also by a run that resumes from a checkpoint
     state.enter(entering(1, Codec(), momentum="reset", residual="drop"), 0)
     assert (state.moments, state.ends) == (("zero",), CodecState())
     state.moments = ("old",)
@@ -313,9 +311,7 @@ KEEPING = {
 @pytest.mark.limit("schedule=post_local")
 @pytest.mark.parametrize("codec", KEEPING)
 def test_a_border_between_equal_stages_changes_nothing(codec: str) -> None:
-    """What is kept where bodies are summed was lost there, and 8 % of what workers had handed in
-    with it.
-    """
+    """Residuals of summed payloads were lost there, and 8 % of the workers' pushes with them."""
     same = (
         "model.hidden=[16]",
         "cluster=ashl_paper",

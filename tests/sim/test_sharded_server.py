@@ -75,7 +75,7 @@ def test_one_server_is_the_parameter_server_and_of_several_all_come_to_an_end() 
 
 
 def test_at_the_end_each_shows_its_piece_as_it_was_after_as_many_merges(monkeypatch) -> None:
-    """Where nobody waits, the others are merges ahead when they hear of it."""
+    """The other servers are ahead by merges when they are notified, without a barrier."""
     seen: dict[tuple[int, int], torch.Tensor] = {}
 
     async def noted(ctx, stage, state, message) -> bool:
@@ -112,7 +112,7 @@ def test_who_has_dropped_more_than_the_first_ends_all_the_same() -> None:
 
 
 def test_each_piece_is_a_message_of_its_own() -> None:
-    """By hand, on one worker: the largest fifth of each half, what is left out is kept there."""
+    """One worker by hand: it sends the largest fifth of each half, and keeps the residual there."""
     plain = (
         "dataset=synthetic",
         "dataset.shape=[64]",
@@ -217,9 +217,7 @@ def test_a_worker_that_is_lost_is_missed_by_all(mode) -> None:
 def test_answers_are_never_later_than_in_the_order_of_ranks(
     workers, servers, port, more, monkeypatch
 ) -> None:
-    """And earlier where workers are equal and a worker's port is what several servers at once wait
-    for.
-    """
+    """It ends earlier if workers are equal and a worker's NIC is the bottleneck of several servers."""
     if more == "cluster.link=":
         more = (
             f"cluster.link={[1, 1, 2, 1, 1, 3, 1, 1][:workers]}"

@@ -71,7 +71,7 @@ def four_layers(
         ),  # step, push, pull; the last push ends the run
         ("wfbp.WFBP", {}, 1, 10 * (22 + 13) - 13),
         ("merged.Merged", {"plan": [2, 2]}, 1, 10 * (24 + 13) - 13),
-        # The pulls of 5, 1, 1 and 6 hide the forward pass but for its last part, of 4/10 of 5 s: 22
+        # The pulls of 5, 1, 1 and 6 hide the forward pass except its last part, of 4/10 of 5 s: 22
         # - 5 + 13 + 2.
         ("tictac.TicTac", {"plan": "layers"}, 1, 22 + 9 * (22 - 5 + 13 + 2)),
         ("tictac.TicTac", {"plan": [2, 2]}, 1, 24 + 9 * (24 - 5 + 13 + 3)),
@@ -86,7 +86,7 @@ def four_layers(
             9 * (22 - 5 + 3 + 2 + 3) + 22,
         ),  # of 3, 3, 1, 1, 3 and 2
         ("slices.Slices", {"slice": 1500}, 1, 9 * (9 + 6 + 13) + 22),
-        # What the next forward pass needs first goes first, and the other slices go on under it: 20
+        # The slices that the next forward pass needs first go first, and the others overlap it: 20
         # and a pull of 1.
         ("priority.Priority", {"plan": "layers", "slice": 250, "credit": 1}, 1, 9 * (20 + 1) + 22),
         ("priority.Priority", {"plan": "layers", "slice": 250, "credit": 2}, 1, 9 * (21 + 1) + 22),
@@ -108,7 +108,7 @@ def test_the_chain_of_the_literature_to_the_nanosecond(overlap, spec, workers, s
 @pytest.mark.limit("overlap=slices", "overlap=tictac")
 @pytest.mark.parametrize("overlap", ["slices overlap.slice=1000000", "tictac"])
 def test_one_message_is_no_overlap(overlap) -> None:
-    """With a model of one layer group, which is one slice."""
+    """A model of one layer group is one slice."""
     at = (*SERVER, *UNEQUAL, "model=linear", "sync=bsp", "stop.steps=9")
     own, none = simulated(*at, *f"overlap={overlap}".split()), simulated(*at)
     assert (own.sha256, own.time_ns) == (none.sha256, none.time_ns)
@@ -126,7 +126,7 @@ def test_same_model_in_less_time(sync) -> None:
             *(("slices", FIRST) if sync == "bsp" else ("tictac",) * 2),
         )
     ]
-    if sync == "bsp":  # who comes too late hangs on the clock
+    if sync == "bsp":  # the clock decides which worker is too late
         assert len({run.sha256 for run in runs}) == 1
         assert len({run.of("ledger")[0]["bytes_up"] for run in runs}) == 1
     serial, each, merged, ordered, sliced, first = (run.time_ns for run in runs)
@@ -135,7 +135,7 @@ def test_same_model_in_less_time(sync) -> None:
 
 
 def test_a_model_by_priority_is_whole_when_time_is_over() -> None:
-    """What counts is in it, and what does not is not."""
+    """The final model has exactly the counted steps."""
     ended = simulated(*SMALL, *f"overlap={FIRST} stop.seconds=0.4".split())
     steps = simulated(*SMALL, f"stop.steps={ended.end['steps']}")
     assert ended.sha256 == steps.sha256
@@ -209,7 +209,7 @@ def step_of(plan: Plan, steps: tuple[int, int] = (8, 16)) -> float:
     ("latency_s", "slice", "credit"), [(0.1, 250, 1), (0.3, 400, 2), (1, 250, 4), (0.05, 1500, 2)]
 )
 def test_a_step_by_priority_takes_what_its_plan_says(latency_s, slice, credit, workers) -> None:
-    """With the time that it takes until a worker knows that the server has a slice."""
+    """The time includes the confirmation of the server to the worker."""
     plan, chain = by_priority(latency_s, workers, slice=slice, credit=credit)
     assert step_of(plan) == construct(plan.stages[0].overlap, "overlap").step_ns(chain)
 
@@ -222,7 +222,9 @@ def test_a_step_by_priority_takes_what_its_plan_says(latency_s, slice, credit, w
 def test_what_is_tuned_for_a_server_is_the_best_that_the_simulator_finds(
     latency_s, port, worse
 ) -> None:
-    """Where its port is a bottleneck workers are not served alike, which the plan does not know."""
+    """If the server's NIC is a bottleneck workers are not served equally, which the plan does not
+    know.
+    """
     plan, chain = by_priority(latency_s, 2, 10_000, port, slice="auto", credit="auto")
     tuned = construct(plan.stages[0].overlap, "overlap").with_plan(chain)
 

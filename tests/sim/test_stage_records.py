@@ -1,5 +1,5 @@
-"""What a run says of its stages: when each ran, why it ended, which never began, why steps were
-dropped.
+"""Records of a run's stages: their times, their end conditions, stages that never began, reasons of
+dropped steps.
 """
 
 import json

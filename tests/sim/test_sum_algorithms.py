@@ -56,8 +56,8 @@ def test_the_same_model_as_any_other_sum(algorithm, rounds, moved, port_ns) -> N
 
 
 def test_terngrad_through_a_server_is_terngrad() -> None:
-    """Ternaries go to it, their sums come back in as few bits as hold them, and each worker has a
-    model of its own.
+    """Workers send ternaries to it, the sums return in as few bits as possible, and each worker has
+    its own model.
     """
     apart = ("cluster.node=null", "cluster.intra_node_bandwidth_mbit_s=null")
     ternary = (

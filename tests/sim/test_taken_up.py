@@ -1,6 +1,7 @@
-"""Workers that go at their own pace come anew to a server as it was kept: what real runs go on with
-from a checkpoint, in virtual time. Alone, a worker has nothing on its way, so that it goes on bit
-for bit.
+"""Asynchronous workers rejoin a server that was restored from a checkpoint, as in real runs, but in
+virtual time.
+
+A single worker has no message in flight, so it continues bit for bit.
 """
 
 import pytest
