@@ -79,7 +79,9 @@ def test_load_gives_a_run_and_its_model_the_weights(workplace: Path) -> None:
     best.unlink()
     with pytest.raises(UsageError, match=r"has no best\.pt"):
         run.model("best")
-    with pytest.raises(UsageError, match="no run leaves weights called 'bset'; name final or best"):
+    with pytest.raises(
+        UsageError, match="weights=bset: no run writes such weights; name final or best"
+    ):
         run.model("bset")  # ty: ignore[invalid-argument-type]
     with pytest.raises(UsageError, match="nowhere is no folder"):
         ashl.load("nowhere")

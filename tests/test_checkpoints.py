@@ -94,7 +94,7 @@ def test_where_no_folder_is_shared_home_keeps_the_parts_and_gives_them_out(
     if flipped:
         assert not list_checkpoints(tmp_path)
         assert (
-            "rank 0 could not write its part (other bytes came than it sent)"
+            "rank 0 could not write its part (the received bytes differ from the sent ones)"
             in checkpoint_manager.warning
         )
         return
@@ -125,7 +125,7 @@ def test_one_that_a_rank_was_past_is_none_and_the_next_is_further_ahead(tmp_path
 def test_at_their_own_pace_none_may_be_older_than_the_server(tmp_path: Path) -> None:
     checkpoint_manager = CheckpointManager(tmp_path, 3, 1.0, "run", SERVER, lead_rank=2)
     for number, versions in enumerate([(33, 31, 31), (31, 30, 31)]):
-        checkpoint_manager.wanted, checkpoint_manager.kept = (number, 30), {}
+        checkpoint_manager.wanted, checkpoint_manager.saved = (number, 30), {}
         made(checkpoint_manager, number, versions)
     assert list_checkpoints(tmp_path) == [0]
     found = checkpoints.newest(tmp_path, "run")
@@ -137,7 +137,7 @@ def kept(tmp_path: Path) -> Path:
     """A run folder with checkpoints 1 and 2; 0 is gone."""
     checkpoint_manager = CheckpointManager(tmp_path, 2, 1.0, "run")
     for number in range(3):
-        checkpoint_manager.wanted, checkpoint_manager.kept = (number, 31), {}
+        checkpoint_manager.wanted, checkpoint_manager.saved = (number, 31), {}
         made(checkpoint_manager, number, (31, 31))
     assert list_checkpoints(tmp_path) == [1, 2]
     return tmp_path
@@ -180,7 +180,8 @@ def test_files_are_looked_for_in_their_own_folder_only(kept: Path) -> None:
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"holds no checkpoint; runs leave them with run\.checkpoint_s=SECONDS"
+        UsageError,
+        match=r"holds no checkpoint; a run takes checkpoints with run\.checkpoint_s=SECONDS",
     ):
         checkpoints.newest(tmp_path, "run")
 

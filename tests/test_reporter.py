@@ -136,9 +136,7 @@ def test_what_a_life_that_is_over_still_says_is_not_heard(store, watchdog, monke
 def test_a_model_of_another_size_is_an_error(store, reporter) -> None:
     reporter.snapshot(Snapshot(3, 0), torch.zeros(D + 1))
     reporter.close()
-    with pytest.raises(
-        AshlError, match=f"rank 3 handed in {D + 1} parameters where {D} were expected"
-    ):
+    with pytest.raises(AshlError, match=f"rank 3 sent {D + 1} parameters, and {D} were expected"):
         received(store)
 
 

@@ -109,7 +109,7 @@ def test_records_go_on_in_a_folder_that_names_the_run(four: Path, workplace: Pat
     assert {path: path.read_bytes() for path in four.rglob("*") if path.is_file()} == before
     assert f"resumed: {four}" in Path("two/config.yaml").read_text()
     assert (
-        "goes on from four, which had 4 workers"
+        "resumes from four, which had 4 workers"
         in json.loads(Path("two/plan.json").read_text())["notes"][-1]
     )
     ours, theirs, found = lines("two/metrics.jsonl"), lines("four/metrics.jsonl"), summary("two")

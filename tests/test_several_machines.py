@@ -329,7 +329,7 @@ def test_workers_are_where_their_profile_has_measured_them() -> None:
         check_profile(known, JOB, (0, 2, 3, 1), "FILE")
     with pytest.raises(
         UsageError,
-        match=r"profile=FILE names c for 1 worker beside the server, .*; profile again with",
+        match=r"profile=FILE names c for 1 worker beside the server, .*; run `ashl profile` again",
     ):
         assign_ranks(JOB, 3, 4, wanted._replace(server="c"))
     given = PlacementRequest(("a", "a", "c"))

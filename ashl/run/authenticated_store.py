@@ -1,14 +1,14 @@
-"""A job's store as its own processes see it: what strangers write there is never acted on.
+"""The job's key-value store, authenticated: messages of clients outside the job have no effect.
 
-Whoever reaches the port of a torch store may list, read, set and delete its keys. So all processes
-of a job share a secret, and every value carries a keyed hash (BLAKE2b, RFC 7693) over where it lies
-and what it says; in a queue also over who sent it and how many that sender has sent before, so that
-nothing counts twice. What carries another hash is not of this job: in a queue it is passed over and
-counted, under a key it is an error of whoever asks for it.
+Any client that reaches the port of a torch store can list, read, set and delete its keys. So all
+processes of a job share a secret. Every value carries a keyed hash (BLAKE2b, RFC 7693) over its key
+and its content. In a queue the hash also covers the sender and the sender's message number, so a
+copied message is rejected. A message with a wrong hash is skipped and counted in a queue; under a
+key it raises an error at the reader.
 
-Queues are not listed, and their names follow from the secret: a stranger cannot even take anything
-out of one. Keys are, and what is deleted there may stop a job while it starts (gloo meets by keys),
-and no more: all that is said while it runs goes through queues.
+Limits: the store lists keys, and any client can delete them. That can stop a job while it starts
+(gloo finds its peers by keys), not later: while a job runs, all messages use queues. The store does
+not list queues, and their names follow from the secret, so other clients cannot read from them.
 """
 
 from __future__ import annotations
@@ -25,55 +25,57 @@ import torch.distributed as dist
 
 from ashl.errors import AshlError
 
-# the variable that a job's processes share it by, where they are started by others
-SECRET = "ASHL_JOB_SECRET"
+SECRET = "ASHL_JOB_SECRET"  # environment variable with the secret of a job of another launcher
 HASH_BYTES = 16
-FROM = struct.Struct(">iQ")  # of an item: its sender and the sender's number for it
+FROM = struct.Struct(">iQ")  # header of a message: its sender and the sender's message number
 
 
 class Secret(bytes):
-    """Kept out of what is printed of whoever holds it."""
+    """The secret of a job. Its `repr` does not show it, so that no log or error does."""
 
     def __repr__(self) -> str:
         return "a secret"
 
 
 def new_secret() -> Secret:
+    """Return a random secret of 32 bytes."""
     return Secret(os.urandom(32))
 
 
 def shared_secret(*known: object) -> Secret:
-    """Of a job that others have started: from the variable ASHL_JOB_SECRET, if it is set, and from
-    what all of them know (the store's port, say), which alone keeps two jobs apart and nobody out
-    who knows it, too.
+    """Return the secret of a job of another launcher, from ASHL_JOB_SECRET and values that all of
+    its processes know.
+
+    Limits: without ASHL_JOB_SECRET it keeps two jobs apart, but a client that knows the same values
+    (for example the store's port) can compute it.
     """
     text = f"given {os.environ.get(SECRET, '')} known {' '.join(map(str, known))}"
     return Secret(hashlib.blake2b(text.encode(), digest_size=32, person=b"ashl job").digest())
 
 
 class AuthenticatedStore(dist.Store):
-    """The job's store under its secret; gloo meets through it, too. One per thread, as of any
-    client.
+    """A client of the job's store that signs what it writes and verifies what it reads.
 
-    Every call lets other threads go on while the store does not answer; torch's `queue_len` and
-    `list_keys` do not.
+    gloo uses it for its rendezvous, too. Each thread needs a client of its own (`another`).
+    Limits: torch's `queue_len` and `list_keys` are not offered, because they block all threads
+    while the store does not answer.
     """
 
     def __init__(self, store: dist.Store, secret: Secret) -> None:
         super().__init__()
         self._secret = secret
-        self._base: Any = store  # torch's stubs know neither `clone` nor values of bytes
+        self._base: Any = store  # Any: torch's stubs have neither `clone` nor values of bytes
         self._store: Any = dist.PrefixStore(self._hash(b"prefix").hex(), store)
-        self.refused = 0  # items in queues that were not of this job
-        self._sent: dict[str, int] = {}
-        self._received: dict[tuple[str, int], int] = {}
+        self.refused = 0  # rejected messages in queues
+        self._sent: dict[str, int] = {}  # number of the latest message, by queue
+        self._received: dict[tuple[str, int], int] = {}  # the same by queue and sender
 
     @property
     def address(self) -> str:
         return f"{self._base.host}:{self._base.port}"
 
     def another(self) -> AuthenticatedStore:
-        """The same store for another thread, by a connection of its own."""
+        """Return a client of the same store, with a connection of its own, for another thread."""
         return AuthenticatedStore(self._base.clone(), self._secret)
 
     # --- values under keys
@@ -82,7 +84,9 @@ class AuthenticatedStore(dist.Store):
         self._store.set(key, self._sign(key, value))
 
     def get(self, key: str) -> bytes:
-        """Waits for it. Raises AshlError for a value that is not of this job."""
+        """Wait for a key and return its value. Raises AshlError if it was not written by this
+        job.
+        """
         return self._verify(key, self._store.get(key))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
@@ -111,6 +115,7 @@ class AuthenticatedStore(dist.Store):
     # --- queues
 
     def push(self, queue: str, sender: int, content: bytes | memoryview) -> None:
+        """Append a message to a queue. Its number grows with the clock, also after a restart."""
         number = self._sent[queue] = max(self._sent.get(queue, 0) + 1, time.time_ns())
         head = FROM.pack(sender, number)
         self._store.queue_push(
@@ -119,8 +124,9 @@ class AuthenticatedStore(dist.Store):
         )
 
     def pop(self, queue: str) -> tuple[int, bytes] | None:
-        """The next item and its sender; None where there is none. What is not of this job is passed
-        over.
+        """Return the sender and the content of a queue's next message; None if the queue is empty.
+
+        Messages that are not of this job, and copies, are skipped and counted in `refused`.
         """
         name, start = self._name(queue), HASH_BYTES + FROM.size
         while True:
@@ -140,7 +146,7 @@ class AuthenticatedStore(dist.Store):
     def _name(self, queue: str) -> str:
         return self._hash(b"queue", queue.encode()).hex()
 
-    # --- the seal
+    # --- signatures
 
     def _sign(self, key: str, value: str | bytes) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)
@@ -150,13 +156,13 @@ class AuthenticatedStore(dist.Store):
         content = value[HASH_BYTES:]
         if not hmac.compare_digest(value[:HASH_BYTES], self._hash(b"key", key.encode(), content)):
             raise AshlError(
-                "the job's store holds what no process of this job has written; give the job"
+                "the job's store holds a value that no process of this job has written; give the job"
                 " another port"
             )
         return content
 
     def _hash(self, *parts: bytes | memoryview) -> bytes:
-        """Keyed, over the parts and where each one ends."""
+        """Return the keyed hash of the parts and their lengths."""
         state = hashlib.blake2b(key=self._secret, digest_size=HASH_BYTES)
         for part in parts:
             state.update(struct.pack(">Q", len(part)))

@@ -32,7 +32,15 @@ from ashl.report.compare import REPORT, compare
 from ashl.report.records import COMMAND
 from ashl.run import checkpoints, launch, rescaling
 from ashl.run import job as jobs
-from ashl.run.checkpoints import ANEW, EACH, LOCKSTEP, ROUND, SERVER, Checkpoint, CheckpointManager
+from ashl.run.checkpoints import (
+    EACH,
+    LOCKSTEP,
+    RESCALED,
+    ROUND,
+    SERVER,
+    Checkpoint,
+    CheckpointManager,
+)
 from ashl.run.host_time import host_here_s
 from ashl.run.launcher_env import JobMembership, read_membership
 from ashl.run.monitor import Monitor
@@ -331,7 +339,7 @@ def load_checkpoint(
             f"{run_dir} has {before} workers, and this job {n}; add cluster.num_workers={n} to"
             " resume it with them"
         )
-    if saved.how != ANEW:
+    if saved.how != RESCALED:
         checkpoints.refuse_other_kernel(run_dir, saved, virtual=is_virtual(config))
     return saved, checkpoints.truncate_records(run_dir, saved)
 

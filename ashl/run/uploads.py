@@ -1,10 +1,9 @@
-"""Models, updates, module states and parts of checkpoints on their way through the job's store,
-beside the records.
+"""Transfer of models, updates, module states and parts of checkpoints through the job's store.
 
-Bytes are cut into pieces that the store accepts, in a queue of their own for each rank, incarnation
-and kind. The number of bytes is published after the last piece, so that a reader of the number
-finds all pieces. Models are float32. Parts of checkpoints travel only where processes share no
-folder: from a rank to the controller, and back on resume.
+Bytes are split into pieces that the store accepts, in a queue of their own for each rank,
+incarnation and kind. A record with the number of bytes follows the last piece, so its reader finds
+all pieces. Models are float32. Parts of checkpoints are transferred only if the processes share no
+folder: from a rank to the controller (upload), and back on resume (restore point).
 """
 
 from __future__ import annotations
@@ -37,8 +36,9 @@ def upload_vector(
     vector: Tensor,
     before_piece: Callable[[], None],
 ) -> int:
-    """Put a record's vector into this queue, calling `between` ahead of each piece; returns how
-    many bytes it has.
+    """Upload a record's vector, and return its number of bytes.
+
+    Args: vector [d], converted to float32; before_piece, called before each piece.
     """
     with in_host(vector.to(torch.float32)) as here:
         content = memoryview(here.contiguous().numpy()).cast("B")
@@ -51,8 +51,9 @@ def upload_vector(
 def receive_vector(
     store: AuthenticatedStore, queue: str, record: Snapshot | UpdateShown, num_params: int
 ) -> Tensor | None:
-    """Take a record's vector out, if it has one. Raises AshlError for one of another size than the
-    model's.
+    """Return the vector of a record, float32 [num_params]; None if it has none.
+
+    Raises: AshlError if its size differs from the model's.
     """
     if record.nbytes is None:
         return None
@@ -64,52 +65,57 @@ def receive_vector(
     if len(content) != 4 * num_params:
         size = (record.nbytes if record.nbytes != 4 * num_params else len(content)) // 4
         raise AshlError(
-            f"rank {record.rank} handed in {size} parameters where {num_params} were expected"
+            f"rank {record.rank} sent {size} parameters, and {num_params} were expected"
         )
     return torch.frombuffer(content, dtype=torch.float32)
 
 
 def num_pieces(nbytes: int) -> int:
+    """Return ⌈nbytes / PIECE⌉."""
     return -(-nbytes // PIECE)
 
 
 def vector_queue(record: Snapshot | UpdateShown, incarnation: int) -> str:
-    """Each life of a rank has its own: what one that was cut short has left behind is nobody's."""
+    """Return the queue of an incarnation's models or updates.
+
+    A failed incarnation may leave an incomplete vector, so each has its own queue.
+    """
     return f"{NAMES[type(record)]}/{record.rank}/{incarnation}"
 
 
-POLL_S = 0.02
+POLL_S = 0.02  # seconds between two reads of the store while a rank waits
 
 
 def checkpoint_queue(rank: int, number: int) -> str:
-    """The queue of a rank's part of this checkpoint, on its way to home."""
+    """Return the queue in which a rank uploads its part of a checkpoint."""
     return f"kept/{rank}/{number}"
 
 
 def restore_queue(rank: int) -> str:
-    """The queue of what a rank goes on from, and the key that says how long it is."""
+    """Return the queue of a rank's restore point, which is also the key of its number of bytes."""
     return f"given/{rank}"
 
 
 def push_bytes(store: AuthenticatedStore, queue: str, rank: int, content: bytes) -> None:
+    """Put bytes into a queue, piece by piece."""
     for start in range(0, len(content), PIECE):
         store.push(queue, rank, memoryview(content)[start : start + PIECE])
 
 
 def pop_bytes(store: AuthenticatedStore, queue: str, nbytes: int) -> bytes:
-    """Raises AshlError where not all of it is there."""
+    """Take `nbytes` bytes out of a queue. Raises AshlError if some are missing."""
     items = [store.pop(queue) for _ in range(num_pieces(nbytes))]
     content = b"".join(item[1] for item in items if item)
     if len(content) != nbytes:
-        raise AshlError(f"{len(content):,} of the {nbytes:,} bytes of a checkpoint came ({queue})")
+        raise AshlError(f"only {len(content):,} of {nbytes:,} bytes are in the queue {queue}")
     return content
 
 
 def upload_checkpoint_part(
     store: AuthenticatedStore, rank: int, number: int, document: dict[str, Any]
 ) -> tuple[str, int]:
-    """At a rank, to home: returns the hash of its part of a checkpoint, and how many bytes
-    it has.
+    """Upload a rank's part of a checkpoint to the controller; return its hash and number of
+    bytes.
     """
     file = io.BytesIO()
     torch.save(document, file)
@@ -119,12 +125,12 @@ def upload_checkpoint_part(
 
 
 def state_queue(rank: int, incarnation: int) -> str:
-    """The queue of what a worker's module keeps beside its parameters."""
+    """Return the queue of a worker's module states: the values that forward passes change."""
     return f"state/{rank}/{incarnation}"
 
 
 def upload_state(store: AuthenticatedStore, rank: int, incarnation: int, state: Any) -> int:
-    """At a worker, to home; returns how many bytes it has."""
+    """Upload a worker's module state to the controller; return its number of bytes."""
     file = io.BytesIO()
     torch.save(to_plain(state), file)
     push_bytes(store, state_queue(rank, incarnation), rank, file.getvalue())
@@ -132,7 +138,7 @@ def upload_state(store: AuthenticatedStore, rank: int, incarnation: int, state: 
 
 
 def receive_state(store: AuthenticatedStore, record: ModuleState, incarnation: int) -> Tensor:
-    """At home: the bytes that such a record comes with."""
+    """Return at the controller the module state of a record, as bytes (uint8)."""
     return torch.frombuffer(
         bytearray(pop_bytes(store, state_queue(record.rank, incarnation), record.nbytes)),
         dtype=torch.uint8,
@@ -140,7 +146,11 @@ def receive_state(store: AuthenticatedStore, record: ModuleState, incarnation: i
 
 
 def decode_state(content: Tensor, packages: tuple[str, ...]) -> Any:
-    """The state that these bytes are. Nothing is unpickled."""
+    """Decode a module state from uint8 bytes.
+
+    Args: packages, names of packages; the state may hold objects of their classes. Limits: nothing
+    is unpickled.
+    """
     return from_plain(
         torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True), packages
     )
@@ -149,8 +159,8 @@ def decode_state(content: Tensor, packages: tuple[str, ...]) -> Any:
 def receive_checkpoint_part(
     store: AuthenticatedStore, record: CheckpointPartSaved
 ) -> Tensor | None:
-    """At home: the bytes that such a record comes with; None where the rank has written them
-    itself.
+    """Return at the controller a rank's part of a checkpoint, as bytes (uint8); None if the rank
+    has written the file itself.
     """
     if record.nbytes == 0:
         return None
@@ -159,7 +169,9 @@ def receive_checkpoint_part(
 
 
 def send_restore_point(store: AuthenticatedStore, rank: int, saved: Checkpoint | None) -> None:
-    """At home, to a rank: its part of the checkpoint that the run goes on from, if it does."""
+    """Send a rank its restore point: its part of the checkpoint, or none to begin from the
+    start.
+    """
     content = rank_checkpoint.part_of(saved.folder, rank).read_bytes() if saved else b""
     push_bytes(store, restore_queue(rank), rank, content)
     since_ns = saved.time_ns if saved else 0
@@ -167,16 +179,16 @@ def send_restore_point(store: AuthenticatedStore, rank: int, saved: Checkpoint |
 
 
 class RestorePoint(NamedTuple):
-    """What a rank goes on from, and when on the run's clock; no file = from the beginning."""
+    """The point that a rank starts from."""
 
-    since_ns: int
-    file: Path | io.BytesIO | None
+    since_ns: int  # run time
+    file: Path | io.BytesIO | None  # its part of the checkpoint; None = the beginning of the run
 
 
 def await_restore_point(
     store: AuthenticatedStore, rank: int, over: Callable[[], bool]
 ) -> RestorePoint | None:
-    """At a rank: waits for it; None where the run is over before that."""
+    """Wait at a rank for its restore point; return None if the run is `over` before."""
     while not store.check([restore_queue(rank)]):
         if over():
             return None

@@ -1,4 +1,4 @@
-"""A plan in exact virtual time, in this process: from its beginning, or from a checkpoint on."""
+"""Run a plan in virtual time, in this process, from its beginning or from a checkpoint."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,18 +25,21 @@ from ashl.stage.program import program, ranks_to_notify
 
 
 class Saving(NamedTuple):
-    """Which checkpoints are left: every so many seconds of the run's clock. `identity` is written
-    into them: what the run is, apart from when it stops and where.
-    """
+    """The checkpoints that a run takes."""
 
-    identity: str = ""
-    every_s: float | None = None
+    identity: str = ""  # hash of the configuration, see `ashl.run.train.identity`
+    every_s: float | None = None  # run time between two; None = no checkpoints
 
 
 def simulate(
     plan: Plan, job: Job, monitor: Monitor, saving: Saving, saved: Checkpoint | None = None
 ) -> Sim:
-    """Run the plan, from its beginning or from what was saved."""
+    """Run the plan to its end, and return the simulation.
+
+    Args: saved, the checkpoint to resume from; None = the beginning.
+    Raises: AshlError if a checkpoint cannot be written, or if a worker failed in a stage that needs
+    all workers.
+    """
     cluster, stage = job.parts.cluster, job.stages[0]
     overlaps = any(stage.sums_beside for stage in job.stages)
     sim = simulation(partial(simulator, overlaps=overlaps), plan, job, monitor)
@@ -44,9 +47,10 @@ def simulate(
     monitor.read_beats = lambda: [ctx.heartbeat() for ctx in sim.contexts]
     number = 0 if saved is None else saved.number + 1
 
-    def keep(document: dict[str, Any]) -> int | None:
+    def save(document: dict[str, Any]) -> int | None:
+        """Write a checkpoint; return the time of the next one in nanoseconds."""
         nonlocal number
-        if monitor.stopping is not None:  # ranks may know of it already
+        if monitor.stopping is not None:  # ranks may have read it already, and would stop on resume
             return None
         folder = rank_checkpoint.folder_of(monitor.recorder.run_dir, number)
         about = {
@@ -69,7 +73,7 @@ def simulate(
     if saved is not None:
         monitor.resume_from(checkpoints.monitor_of(saved, plan.limits))
     if (due := following(saved.time_ns if saved else 0, saving.every_s)) is not None:
-        sim.save_at(due, keep)
+        sim.save_at(due, save)
     play = partial(program, stages=job.stages)
     if cluster.fault_kinds:
         Churn(
@@ -97,7 +101,10 @@ def simulation(
     job: Job,
     monitor: Monitor,
 ) -> Sim:
-    """Of what the cluster declares."""
+    """Make a simulation with the step times and links that the cluster declares.
+
+    Args: kind, makes it from the number of ranks, the speed, the network and the monitor.
+    """
     cluster, stage = job.parts.cluster, job.stages[0]
     speed = speed_of(cluster, stage.plan.workers[0].batch, plan.seed)
     return kind(
@@ -109,7 +116,9 @@ def simulation(
 
 
 def beginning(plan: Plan, job: Job, saved: Checkpoint) -> Begin:
-    """How a simulation comes to where the checkpoint was made, in virtual time or on processes."""
+    """Return the function that sets a simulation to a checkpoint of virtual time, or of
+    RESCALED.
+    """
     packages, device = ("ashl", *plan.allow_targets), job.stages[0].trainer.device
     if saved.how == VIRTUAL:
         document = torch.load(saved.folder / STATE, weights_only=True)
@@ -120,8 +129,8 @@ def beginning(plan: Plan, job: Job, saved: Checkpoint) -> Begin:
 
 
 def following(now_ns: int, every_s: float | None) -> int | None:
-    """When the next checkpoint is due, in nanoseconds: whole ones, lest it be at this very
-    moment.
+    """Return the run time of the next checkpoint in nanoseconds, the next multiple of `every_s`;
+    None without checkpoints.
     """
     if every_s is None:
         return None

@@ -1,6 +1,4 @@
-"""The weights of a run as plain tensors, name by name as the model has them: for torch alone, and
-back.
-"""
+"""The weights of a run as plain tensors by parameter name: written for torch alone, and loaded."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,7 @@ from ashl.runtime.plain_state import save
 
 
 def write(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Replace the file in one step. Raises AshlError where it cannot be written."""
+    """Write the weights, atomically. Raises AshlError if that fails."""
     try:
         save(path, dict(weights))
     except (OSError, RuntimeError) as error:
@@ -30,32 +28,35 @@ def write(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def load(run_dir: Path, weights: str, allow: Sequence[str]) -> nn.Module:
-    """The module that the run's plan describes, with the tensors of `final.pt` or `best.pt`, in
+    """Return the module of the run's plan, with the tensors of `final.pt` or `best.pt`, in
     evaluation mode.
 
-    The plan's own permission is enough for a class that this process has imported already.
-    Raises UsageError where the run or its weights are not there, or do not fit each other.
+    Args: weights, `final` or `best`; allow, packages of which classes may be imported. The plan's
+    own allow_targets suffice for a class that this process has imported already.
+    Raises: UsageError if the run or its weights are missing or do not fit each other.
     """
-    plan, file = read_plan(str(run_dir / "plan.json")), run_dir / f"{weights}.pt"
+    plan = read_plan(str(run_dir / "plan.json"))
+    file = run_dir / f"{weights}.pt"
     if weights not in ("final", "best"):
-        raise UsageError(f"no run leaves weights called {weights!r}; name final or best")
+        raise UsageError(f"weights={weights}: no run writes such weights; name final or best")
     if not file.is_file():
         raise UsageError(
-            f"{run_dir} has no {file.name}; a run of a sweep leaves them with run.save_weights=true"
+            f"{run_dir} has no {file.name}; a run of a sweep writes it with run.save_weights=true"
         )
-    allow = (*allow, *at_hand(plan))
+    allow = (*allow, *imported_package(plan))
     with own_faults(allow):
         option = OptionFactory(allow).of("model", plan.model)
         return make_module(option, plan.sample_shape, plan.num_classes, plan.seed, str(file)).eval()
 
 
-def at_hand(plan: Plan) -> tuple[str, ...]:
-    """Return the package of the model, if the plan allows it and its class is one of `nn.Module`
-    that this process has imported already. A record alone imports nothing, and it calls no
-    function.
+def imported_package(plan: Plan) -> tuple[str, ...]:
+    """Return the package of the model, if the plan allows it and its class is an `nn.Module` that
+    this process has imported already, else ().
+
+    Limits: a plan alone imports no package and calls no function.
     """
-    home, _, name = plan.model["_target_"].rpartition(".")
-    cls = getattr(sys.modules.get(home), name, None)
-    known = isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == home
-    package = home.partition(".")[0]
+    module_name, _, name = plan.model["_target_"].rpartition(".")
+    cls = getattr(sys.modules.get(module_name), name, None)
+    known = isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == module_name
+    package = module_name.partition(".")[0]
     return (package,) if known and package in plan.allow_targets else ()
