@@ -71,10 +71,10 @@ def test_queues_are_not_listed_and_keys_are_checked(server, store) -> None:
     (other,) = (name for name in names if name.endswith("/other"))
     for forged in ("", "1", server.get(other)):
         server.set(key, forged)
-        with pytest.raises(AshlError, match="what no process of this job has written"):
+        with pytest.raises(AshlError, match="a value that no process of this job has written"):
             store.get("key")
     server.set(key, "x")
-    with pytest.raises(AshlError, match="what no process of this job has written"):
+    with pytest.raises(AshlError, match="a value that no process of this job has written"):
         store.compare_set("key", "", "mine")
 
 

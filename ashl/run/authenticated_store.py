@@ -156,8 +156,8 @@ class AuthenticatedStore(dist.Store):
         content = value[HASH_BYTES:]
         if not hmac.compare_digest(value[:HASH_BYTES], self._hash(b"key", key.encode(), content)):
             raise AshlError(
-                "the job's store holds a value that no process of this job has written; give the job"
-                " another port"
+                "the job's store holds a value that no process of this job has written; give the"
+                " job another port"
             )
         return content
 

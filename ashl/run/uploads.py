@@ -148,8 +148,8 @@ def receive_state(store: AuthenticatedStore, record: ModuleState, incarnation: i
 def decode_state(content: Tensor, packages: tuple[str, ...]) -> Any:
     """Decode a module state from uint8 bytes.
 
-    Args: packages, names of packages; the state may hold objects of their classes. Limits: nothing
-    is unpickled.
+    Args: packages, of whose classes the state may hold objects.
+    Limits: nothing is unpickled.
     """
     return from_plain(
         torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True), packages
