@@ -1,8 +1,8 @@
-"""What the merged update is. A rule weighs the workers and folds pushes into one update; what is
-then done with it is `ashl.outer`'s:
+"""Aggregation rules: each weighs the workers and folds pushes into one update, which `ashl.outer`
+then applies.
 
-`scale`, `weigh(workers)`  the coefficients c_i = scale · w_i (Σ w_i = 1)
-`accepts(staleness)`       whether a push is used at all; if not, it is dropped and counted
-`fold(members, weights)`    the update of the pushes that make a merge
-`clip(body)`               what a worker does with its own update, before a codec sees it
+`scale`, `weigh(workers)`  the coefficients c_i = scale · w_i, with Σ w_i = 1
+`accepts(staleness)`       True if a push is merged; otherwise it is dropped and counted
+`fold(members, weights)`   the update of the pushes of one merge
+`clip(body)`               a worker's update, shortened before a codec encodes it
 """

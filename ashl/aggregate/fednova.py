@@ -1,15 +1,16 @@
-"""FedNova: normalise each update by the work behind it, so that unequal H introduces no bias.
+"""FedNova: each update is normalised by the work behind it, so that unequal H introduces no bias.
 
-Rule: w ← w + scale·τ_eff·Σ_i p_i·Δ_i / a_i with p_i = n_i/n the worker's share of the data, τ_eff =
-Σ_j p_j·a_j, and a_i = ‖a_i‖₁ the sum of the coefficients that worker i's H steps give its
-gradients: H for plain SGD, and with local momentum ρ [H − ρ(1 − ρ^H)/(1 − ρ)]/(1 − ρ). That is for
-momentum that starts from zero after each pull; where it stays with the worker, as in this package,
-every gradient counts 1/(1 − ρ) in the long run whatever H is, and `momentum` = 0 is the right
-choice. With small steps it ends where Σ_i n_i/n·f_i is least.
+Rule: w ← w + scale·τ_eff·Σ_i p_i·Δ_i / a_i. p_i = n_i/n is the worker's share of the data and τ_eff
+= Σ_j p_j·a_j. a_i is the sum of the coefficients that worker i's H steps give its gradients: H for
+plain SGD, and with a momentum ρ that starts from zero at each pull [H − ρ(1 − ρ^H)/(1 − ρ)]/(1 −
+ρ). In this package the momentum stays with the worker. Every gradient then counts 1/(1 − ρ) in the
+long run for every H, and `momentum` = 0 is the right choice. With small steps the model converges
+to the minimum of Σ_i n_i/n·f_i.
 
 Limit: equal H gives `data_share`; shards that follow a planned H, D_i = H_i / Σ_j H_j, give
-`uniform`. Source: Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous
-Federated Optimization", NeurIPS 2020.
+`uniform`.
+Source: Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+Optimization", NeurIPS 2020.
 """
 
 from collections.abc import Sequence
@@ -23,8 +24,9 @@ from ashl.plan.plan import WorkerPlan
 
 @option
 class FedNova(Weighted):
-    """Weighted by data share over local work; τ_eff is the step's length, so that weights need not
-    add up to 1.
+    """Weights by data share over local work.
+
+    τ_eff sets the length of a step, so weights need not add up to 1.
     """
 
     normalised: ClassVar[bool] = False
@@ -39,7 +41,7 @@ class FedNova(Weighted):
 
 
 def local_work(steps: int, momentum: float) -> float:
-    """‖a‖₁ of H steps with momentum ρ: Σ over the steps of (1 + ρ + … )."""
+    """Return ‖a‖₁ of H steps with momentum ρ: the sum over all steps of 1 + ρ + ρ² + …"""
     if momentum == 0:
         return float(steps)
     return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)

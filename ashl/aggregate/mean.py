@@ -1,11 +1,12 @@
-"""The weighted mean, at a barrier or one push at a time.
+"""Weighted mean, of all pushes at a barrier or of one push at a time.
 
-Rule: w_i proportional to the samples behind a push (batch·H), which makes n workers of batch b one
-worker of batch n·b: `samples`; or to those that the worker has, n_i: `data_share`. The two are one
-where batches are equal and shards follow a planned H.
+Rule: w ← w + scale·Σ_i w_i·Δ_i. With weights=samples w_i is proportional to the samples behind a
+push (batch·H), so that n workers of batch b equal one worker of batch n·b. With weights=data_share
+w_i is proportional to the samples n_i of the worker's shard. Both are equal if batches are equal
+and shards follow a planned H.
 
-Source: McMahan et al., "Communication-Efficient Learning of Deep Networks", AISTATS 2017, where
-each worker passes over its own samples equally often, so that the two are one, too.
+Source: McMahan et al., "Communication-Efficient Learning of Deep Networks", AISTATS 2017. There
+each worker passes over its own samples equally often, so both are equal too.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from ashl.plan.plan import WorkerPlan
 
 @option
 class Mean(Weighted):
-    """Weighted by the samples of a push or of a shard."""
+    """Weights by the samples of a push or of a shard."""
 
     weights: Literal["samples", "data_share"]
 

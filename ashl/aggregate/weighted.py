@@ -1,14 +1,14 @@
-"""What the weighted rules share: coefficients, and three optional guards against stale or large
+"""Base of the weighted rules: coefficients, and three optional guards against stale or large
 updates.
 
-Rule: update = Σ_i c_i·s(τ_i)·x_i with c_i = scale·w_i. At a barrier the sum runs over its members
-in rank order and w_i is renormalised over them; one at a time it is each push as it comes, with Σ
-w_i = 1 over all workers. The discount is s(τ) = (1 + τ)^−a for a push of staleness τ; a push with τ
-≥ max_staleness is dropped. A worker shortens what it computed to `clip_norm` before anything is
-done with it, on every topology: what a codec keeps and sends is of that.
+Rule: update = Σ_i c_i·s(τ_i)·x_i with c_i = scale·w_i. At a barrier the sum is over the members of
+the merge in rank order, with Σ w_i = 1 over them. One at a time it is each push at its arrival,
+with Σ w_i = 1 over all workers. The staleness discount is s(τ) = (1 + τ)^−a for a push of staleness
+τ; a push with τ ≥ max_staleness is dropped. On every topology a worker shortens its update to the
+norm `clip_norm` before a codec encodes it.
 
-Source: discount, Xie et al., "Asynchronous Federated Optimization", arXiv 1903.03934; delay
-cut-off, Maranjyan et al., "Ringmaster ASGD", ICML 2025; clipping, "Clipped ASGD", ICML 2026.
+Source: discount, Xie et al., "Asynchronous Federated Optimization", arXiv 1903.03934; staleness
+bound, Maranjyan et al., "Ringmaster ASGD", ICML 2025; clipping, "Clipped ASGD", ICML 2026.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from ashl.size_only import SizeOnly
 
 
 class Push(NamedTuple):
-    """What a worker pushed, decoded."""
+    """A decoded push of a worker."""
 
     worker: int
     body: Any
@@ -32,16 +32,16 @@ class Push(NamedTuple):
     samples: int
     staleness: int
     loss: float
-    step_s: float  # what a local step took
-    push_s: float
-    pull_s: float  # of the pull before
+    step_s: float  # seconds of a local step
+    push_s: float  # seconds of this push
+    pull_s: float  # seconds of the pull before it
 
 
 @option
 class Weighted(Contract, group="aggregate", strict=True):
-    """The fields and the fold that every weighted rule has; each says how it weighs."""
+    """Fields and fold of every weighted rule; a rule defines `weigh`."""
 
-    normalised: ClassVar[bool] = True  # whether Σ w_i = 1
+    normalised: ClassVar[bool] = True  # True if Σ w_i = 1
     scale: Positive
     staleness_discount: Positive | None
     clip_norm: Positive | None
@@ -54,8 +54,8 @@ class Weighted(Contract, group="aggregate", strict=True):
         raise NotImplementedError
 
     def fold(self, members: Sequence[Push], weights: Sequence[float]) -> Any:
-        """The update of the members of a merge, in rank order, so that the order of arrival plays
-        no part.
+        """Return the update of the members of a merge, added in rank order, so that it does not
+        depend on the order of arrival.
         """
         if self.staleness_discount is not None:
             weights = [
@@ -65,7 +65,7 @@ class Weighted(Contract, group="aggregate", strict=True):
         return sum_in_rank_order([p.body * w for p, w in zip(members, weights, strict=True)])
 
     def clip(self, body: Any) -> Any:
-        """What a worker computed, shortened to `clip_norm` where it is longer."""
+        """Return a worker's update, shortened to the norm `clip_norm` if it is longer."""
         if self.clip_norm is None or isinstance(body, SizeOnly):
             return body
         (length,) = numbers([torch.linalg.vector_norm(body, dtype=torch.float64)])

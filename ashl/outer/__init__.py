@@ -1,10 +1,10 @@
-"""What is done with the merged update: the outer optimizer of a stage, beside the one that steps on
+"""Outer optimizers: each applies the merged update to the model, beside the optimizer that steps on
 the workers.
 
     step(moments, params, update, inner_lr) -> (moments, params)
 
-`update` is Σ c_i·Δ_i, so that its negative is what papers call the pseudo-gradient; a pure function
-of flat vectors [d], the same on a server and on every rank of an all-reduce. Moments are kept over
-a stage's border as the schedule's `momentum` says, and start anew where the stage before had
-another outer optimizer.
+`update` is Σ c_i·Δ_i; its negative is the pseudo-gradient of the literature. `step` is a pure
+function of flat vectors [d], the same on a server and on every rank of an all-reduce. At a stage
+boundary moments are kept or reset by the schedule's `momentum`; they are always reset if the outer
+optimizer changes.
 """

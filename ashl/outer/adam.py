@@ -1,11 +1,10 @@
 """FedAdam: Adam on the merged updates.
 
-Rule: with Δ = Σ c_i·Δ_i, m ← β1·m + (1 − β1)·Δ and v ← β2·v + (1 − β2)·Δ², then w ← w + lr·m/(√v +
-τ), from m = 0 and v = τ². As in the paper, the bias of both means is left in, unlike
-`optimizer=adam`.
+Rule: with Δ = Σ c_i·Δ_i, m ← β1·m + (1 − β1)·Δ and v ← β2·v + (1 − β2)·Δ². Then w ← w + lr·m/(√v +
+τ), from m = 0 and v = τ². As in the paper there is no bias correction, unlike `optimizer=adam`.
 
 Limits: a coordinate that always moves by Δ has m = (1 − β1^t)·Δ and v = β2^t·τ² + (1 − β2^t)·Δ²
-after t merges. β1 = β2 = 0 is w ← w + lr·Δ/(|Δ| + τ): steps of ±lr where |Δ| is far above τ, and
+after t merges. β1 = β2 = 0 is w ← w + lr·Δ/(|Δ| + τ): steps of ±lr if |Δ| is far above τ, and
 `average` with lr = τ far above |Δ|.
 Source: Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2 (β1 = 0.9, β2 =
 0.99).
@@ -24,12 +23,12 @@ from ashl.outer.contract import Moments, Outer, Rate
 
 @option
 class FedAdam(Outer):
-    """Steps by the mean over the root of the mean square."""
+    """Steps by the mean update over the root of its mean square."""
 
     lr: Rate
     beta1: Decay
     beta2: Decay
-    tau: Annotated[Positive, Field(le=1e18)]  # its square has to fit in a float32
+    tau: Annotated[Positive, Field(le=1e18)]  # τ² has to be a finite float32
 
     def step(
         self, moments: Moments | None, params: Tensor, update: Tensor, inner_lr: float
@@ -44,5 +43,5 @@ class FedAdam(Outer):
         )
 
     def _squares(self, second: Tensor, update: Tensor) -> Tensor:
-        """The new mean square of the updates."""
+        """Return the new mean square of the updates."""
         return torch.mul(second, self.beta2).addcmul_(update, update, value=1 - self.beta2)

@@ -1,4 +1,4 @@
-"""The merged update is added, and that is all.
+"""Plain average: the merged update is added to the model.
 
 Rule: w ← w + Σ c_i·Δ_i.
 
@@ -16,7 +16,7 @@ from ashl.outer.contract import Moments, Outer
 
 @option
 class Average(Outer):
-    """Adds."""
+    """Adds the merged update."""
 
     linear: ClassVar[bool] = True
 

@@ -1,17 +1,17 @@
-"""CO2's outer step: momentum of updates that land late, with a penalty on the gap and a bound on
+"""CO2's outer step: momentum of one-step-delayed updates, with a staleness penalty and a bound on
 the momentum.
 
-Rule: with Δ = Σ c_i·Δ_i, m ← β·m + Δ/Λ, each element of m is cut to [−clip, clip], and w ← w +
-lr·m. With overlap=delayed, by which Δ lands one round late, it is CO2; Λ > 1 trusts a late update
-less, and the cut keeps momentum from running away with it. As in the released code Λ is given; one
-that follows the gap between the models of successive rounds, as the paper's name for it suggests,
-could not be verified and is not built. In the released code the cut has no effect, since what it
-returns is thrown away; here it has.
+Rule: with Δ = Σ c_i·Δ_i, m ← β·m + Δ/Λ, with Λ = `penalty`. Each element of m is clipped to [−clip,
+clip]. Then w ← w + lr·m. With overlap=delayed, which applies Δ one round late, it is CO2. Λ > 1
+reduces the weight of delayed updates, and clipping keeps the momentum from growing without bound.
 
-Limits: Λ = 1 without a cut is `heavy_ball`, and with lr = 1 and β = 0 `average`.
+Limits: Λ = 1 without clipping is `heavy_ball`; with lr = 1 and β = 0 also `average`.
 Source: Sun et al., "CO2: Efficient Distributed Training with Full Communication-Computation
-Overlap", ICLR 2024; the released code, weigao266/fairscale-CO2 of April 2024, whose defaults these
-are.
+Overlap", ICLR 2024; the released code, weigao266/fairscale-CO2 of April 2024, with the same
+defaults.
+Differs: Λ is a parameter, as in the released code. A Λ that follows the gap between successive
+models, as the paper's term suggests, could not be verified and is not implemented. In the released
+code clipping has no effect, because its result is discarded; here it has.
 """
 
 import torch
@@ -24,7 +24,7 @@ from ashl.outer.contract import Moments, Outer, Rate
 
 @option
 class CO2(Outer):
-    """Momentum of late updates, held in check."""
+    """Momentum of delayed updates, with a penalty and clipping."""
 
     lr: Rate
     momentum: Decay

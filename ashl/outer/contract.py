@@ -1,5 +1,5 @@
-"""What an outer optimizer is: a pure function on flat vectors [d], with its moments passed and
-returned.
+"""The contract of an outer optimizer: a pure function on flat vectors [d] that takes and returns
+its moments.
 """
 
 from __future__ import annotations
@@ -12,29 +12,28 @@ from torch import Tensor
 
 from ashl.option import Contract, Positive
 
-Layers = Sequence[tuple[str, tuple[int, ...]]]  # name and shape
+Layers = Sequence[tuple[str, tuple[int, ...]]]  # name and shape of each tensor
 Moments = tuple[Any, ...]  # tensors and numbers, as a checkpoint can hold them
-Rate = Annotated[Positive, Field(le=1e38)]  # of what float32 can hold
+Rate = Annotated[Positive, Field(le=1e38)]  # finite as a float32
 
 
 class Outer(Contract, group="outer", strict=True):
-    """Steps on what the workers' optimizers made, once it is merged."""
+    """An optimizer that steps on the merged update."""
 
-    linear: ClassVar[bool] = (
-        False  # whether steps on parts of an update add up to that on the whole
-    )
+    # True if steps on parts of an update add up to the step on the whole update
+    linear: ClassVar[bool] = False
 
     def for_layers(self, layers: Layers) -> Outer:
-        """The outer optimizer of this model, where it has to know its layers."""
+        """Return this optimizer for a model with these layers."""
         return self
 
     def step(
         self, moments: Moments | None, params: Tensor, update: Tensor, inner_lr: float
     ) -> tuple[Moments | None, Tensor]:
-        """(new moments, new parameters) of the merged update Σ c_i·Δ_i; the arguments stay as they
-        are.
+        """Return (new moments, new parameters) after the merged update Σ c_i·Δ_i; arguments are not
+        changed.
 
-        Moments are None at first. `inner_lr` is the workers' learning rate as of the samples
+        Args: `moments` is None at first; `inner_lr` is the workers' learning rate for the samples
         applied before this merge.
         """
         raise NotImplementedError

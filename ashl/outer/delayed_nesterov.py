@@ -1,15 +1,17 @@
-"""Delayed Nesterov: momentum at the server that moves only with every N-th push.
+"""Delayed Nesterov: server momentum that changes only with every N-th merge.
 
-Rule: with x = Σ c_i·Δ_i of a merge (one push: scale·Δ_i / n with `aggregate=uniform`) and a the sum
-of the x since the last N-th merge: at each merge w ← w + c·β·m + x; at every N-th first m ← β·m + a
-and a ← 0, then w ← w + (1 − c·N + c)·β·m + x. The paper's pseudo-gradient is g = −Δ and its step
-lr·g / N, hence with `aggregate=uniform` and N = n its lr is `aggregate.scale`. Momentum taken at
-every push of an asynchronous run would count each stale direction again and again; here N pushes
-make one step of it. Pushes of one merge (a barrier) count once.
+Rule: x = Σ c_i·Δ_i of a merge (of a single push, scale·Δ_i/n with `aggregate=uniform`). a is the
+sum of x since the last N-th merge, with N = `buffer`. At each merge w ← w + c·β·m + x. At every
+N-th merge first m ← β·m + a and a ← 0, then w ← w + (1 − c·N + c)·β·m + x, with c = `spread`. The
+paper's pseudo-gradient is g = −Δ and its step lr·g/N. So with `aggregate=uniform` and N = n its lr
+is `aggregate.scale`.
+Momentum that changes with every push of an asynchronous run would count each stale direction many
+times. Here N pushes make one step of it. Several pushes that are merged together (a barrier) count
+as one merge.
 
-Limit: β = 0 is `average`. Source: Liu et al., "Asynchronous Local-SGD Training for Language
-Modeling", arXiv
-2401.09135 (delayed Nesterov).
+Limit: β = 0 is `average`.
+Source: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135
+(delayed Nesterov).
 """
 
 from typing import Annotated, NamedTuple
@@ -24,16 +26,16 @@ from ashl.outer.contract import Moments, Outer
 
 
 class Momentum(NamedTuple):
-    """What the rule remembers; None = 0."""
+    """Moments of the rule; None stands for zero."""
 
-    momentum: Tensor | None = None
-    buffer: Tensor | None = None
-    count: int = 0  # merges in the buffer
+    momentum: Tensor | None = None  # m
+    buffer: Tensor | None = None  # a
+    count: int = 0  # merges in a
 
 
 @option
 class DelayedNesterov(Outer):
-    """Nesterov momentum, every N-th time."""
+    """Nesterov momentum with every N-th merge."""
 
     buffer: Count
     beta: Decay
@@ -42,7 +44,7 @@ class DelayedNesterov(Outer):
     def __post_init__(self) -> None:
         if self.spread * self.buffer > 1:
             raise UsageError(
-                f"outer.spread={self.spread} takes more than the whole momentum in"
+                f"outer.spread={self.spread}: takes more than the whole momentum in"
                 f" outer.buffer={self.buffer} pushes; take at most {1 / self.buffer:g}"
             )
 
@@ -56,6 +58,6 @@ class DelayedNesterov(Outer):
             m = buffer if m is None else m * self.beta + buffer
             share, buffer, count = 1 - self.spread * self.buffer + self.spread, None, 0
         ahead = share * self.beta
-        return Momentum(m, buffer, count), params + (
-            update if m is None or ahead == 0 else update + m * ahead
-        )
+        if m is not None and ahead:
+            update = update + m * ahead
+        return Momentum(m, buffer, count), params + update

@@ -1,10 +1,10 @@
 """Heavy-ball momentum of the merged updates: BMUF, and FedAvgM.
 
-Rule: with Δ = Σ c_i·Δ_i, m ← μ·m + Δ, then w ← w + lr·m. In BMUF's words lr is the block learning
-rate ζ and μ the block momentum η; it keeps lr·m where this keeps m. One that steps ahead as well is
-`nesterov` (BMUF-NBM).
+Rule: with Δ = Σ c_i·Δ_i, m ← μ·m + Δ, then w ← w + lr·m. In BMUF lr is the block learning rate ζ
+and μ the block momentum η; BMUF stores lr·m instead of m.
 
-Limits: μ = 0 and lr = 1 is `average`; at a constant inner learning rate it is `slowmo` with α = lr.
+Limits: μ = 0 and lr = 1 is `average`. With a constant inner learning rate it is `slowmo` with α =
+lr. The variant with look-ahead (BMUF-NBM) is `nesterov`.
 Source: Chen and Huo, "Scalable Training of Deep Learning Machines by Incremental Block Training
 with Intra-block Parallel Optimization and Blockwise Model-Update Filtering", ICASSP 2016; at a
 server, Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated
@@ -23,7 +23,7 @@ from ashl.outer.contract import Moments, Outer, Rate
 
 @option
 class HeavyBall(Outer):
-    """Momentum."""
+    """Momentum of the merged updates."""
 
     linear: ClassVar[bool] = True
     lr: Rate

@@ -1,20 +1,20 @@
-"""HeLoCo: what of a late update points against the momentum is shortened, layer by layer, then
-MLA's step.
+"""HeLoCo: the part of a stale update that points against the momentum is corrected, layer by layer,
+before MLA's step.
 
-Rule: of each layer, with c the cosine between its update Δ and the momentum m, v = m/‖m‖ and q =
+Rule: for each layer c is the cosine between its update Δ and the momentum m, v = m/‖m‖ and q =
 ‖Δ‖/(‖Δ‖ + κ·‖m‖):
     c ≥ align_threshold    Δ unchanged
     c < 0    Δ − β·c·‖Δ‖·v with β = min(shrink_gain·(−c)·q, max_shrink): a shorter component against
              the momentum
     else     ‖Δ‖·u/‖u‖ with u = (1 − λ)·Δ/‖Δ‖ + λ·v, λ = min(rotate_gain·(1 − c)·q, 1): rotated
-             towards it
-then `mla`'s step. Merges of several updates are judged as one. Where each rank of an all-reduce
-makes the step itself, norms need machines that add up alike.
+             towards the momentum
+Then the step is `mla`'s. A merge of several updates is corrected as one. If each rank of an
+all-reduce takes the step itself, all machines have to compute the same bits of a norm.
 
-Limits: align_threshold = −1 is `mla`, bit for bit. Source: Al Asif et al., "HeLoCo: Efficient
-asynchronous low-communication training under data and device heterogeneity", arXiv 2606.00271,
-2026, by a description of its rule; the published constants were not at hand, and the defaults are
-ours.
+Limits: align_threshold = −1 is `mla`, bit for bit.
+Source: Al Asif et al., "HeLoCo: Efficient asynchronous low-communication training under data and
+device heterogeneity", arXiv 2606.00271, 2026, by a description of its rule. Its constants were not
+available to us; the defaults are ours.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ashl.outer.mla import MLA
 
 @option
 class HeLoCo(MLA):
-    """Corrects directions, then steps ahead."""
+    """Corrects the direction of updates, then takes MLA's step."""
 
     linear: ClassVar[bool] = False
     _layers: ClassVar[Layers] = ()
@@ -62,7 +62,7 @@ class HeLoCo(MLA):
     def _corrected(self, update: Tensor, momentum: Tensor) -> Tensor:
         norms = [torch.linalg.vector_norm(x) for x in (update, momentum)]
         length, pace, along = numbers([*norms, torch.dot(update, momentum)])
-        if not length * pace > 0:  # nothing to go by; also where something is no number
+        if not length * pace > 0:  # no direction: a norm is zero or not a number
             return update
         cosine, share = along / (length * pace), length / (length + self.kappa * pace)
         if cosine >= self.align_threshold:

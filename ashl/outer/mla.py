@@ -1,14 +1,15 @@
-"""MLA, momentum look-ahead: workers are given the model as momentum is about to move it, so that
-they are less behind.
+"""MLA, momentum look-ahead: workers receive the model after the expected next momentum step, which
+reduces their staleness.
 
-Rule: with Δ = Σ c_i·Δ_i, m ← μ·m + (1 − μ)·Δ, then w ← w + lr·(Δ + μ·m). In the paper's words θ ← θ
-+ d + lr·Δ with Δ made at θ + d, d = lr·μ·m; kept and handed out here is w = θ + d, the point ahead.
-Unlike `nesterov`, each update comes into the momentum with 1 − μ alone, as pushes that come one at
-a time need. For asynchronous modes, as sync=asp.
+Rule: with Δ = Σ c_i·Δ_i, m ← μ·m + (1 − μ)·Δ, then w ← w + lr·(Δ + μ·m). In the paper's notation θ
+← θ + d + lr·Δ, with Δ computed at θ + d and d = lr·μ·m. The server stores and sends the point
+ahead, w = θ + d. Unlike `nesterov`, an update enters the momentum with the weight 1 − μ, as pushes
+that arrive one by one need. It is for asynchronous modes such as sync=asp.
 
-Limit: μ = 0 and lr = 1 is `average`. Source: Ajanthan et al., "Momentum Look-Ahead for Asynchronous
-Distributed Low-Communication Training", MCDC workshop at ICLR 2025. The paper was not at hand: the
-rule is as two descriptions of it agree.
+Limit: μ = 0 and lr = 1 is `average`.
+Source: Ajanthan et al., "Momentum Look-Ahead for Asynchronous Distributed Low-Communication
+Training", MCDC workshop at ICLR 2025. The paper was not available to us: the rule is that of two
+descriptions, which agree.
 """
 
 from typing import ClassVar
@@ -23,7 +24,7 @@ from ashl.outer.contract import Moments, Outer, Rate
 
 @option
 class MLA(Outer):
-    """A running mean that steps ahead."""
+    """A running mean of updates, with a look-ahead."""
 
     linear: ClassVar[bool] = True
     lr: Rate

@@ -1,9 +1,9 @@
 """Nesterov momentum of the merged updates: DiLoCo's outer optimizer.
 
-Rule: with Δ = Σ c_i·Δ_i, m ← μ·m + Δ, then w ← w + lr·(Δ + μ·m): what
-torch.optim.SGD(nesterov=True) makes of the pseudo-gradient −Δ. DiLoCo has AdamW on the workers, H
-of 50 to 500, lr = 0.7 and μ = 0.9. One that goes with pushes that come one at a time is
-`delayed_nesterov`: here each push of n is a step of the momentum.
+Rule: with Δ = Σ c_i·Δ_i, m ← μ·m + Δ, then w ← w + lr·(Δ + μ·m). That is
+torch.optim.SGD(nesterov=True) on the pseudo-gradient −Δ. DiLoCo has AdamW on the workers, H of 50
+to 500, lr = 0.7 and μ = 0.9. For pushes that arrive one by one take `delayed_nesterov`: here each
+of n pushes is a step of the momentum.
 
 Limit: μ = 0 and lr = 1 is `average`.
 Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv
@@ -22,7 +22,7 @@ from ashl.outer.contract import Moments, Outer, Rate
 
 @option
 class Nesterov(Outer):
-    """Momentum that steps ahead."""
+    """Momentum of the merged updates, with a look-ahead."""
 
     linear: ClassVar[bool] = True
     lr: Rate

@@ -1,10 +1,17 @@
-"""When a gradient travels: in one piece once backward is over, in parts while backward goes on,
-also under the next forward pass, or while the next piece of work is computed.
+"""Overlaps: when gradients or local work travel relative to the computation.
 
-    messages(chain) -> how many layer groups each message holds, in the order in which backward
-    comes to them
+A gradient travels as a whole after the backward pass, in messages during it, or also under the next
+forward pass. Local work travels while the next local work is computed. Each overlap implements
+`ashl.overlap.contract.Overlap`:
 
-Sums in rank order are the same to the bit however they are cut, so only two kinds of options change
-what is computed: those by which a codec works in each message by itself, and those by which work
-lands one exchange late.
+    messages(timeline) -> the number of layer groups in each message, in backward order
+
+Sums in rank order have the same bits for every partition into messages. So only two kinds of
+overlap change the learned model: those with a codec per message, and those that apply work one
+exchange late.
+
+Symbols in all cards: F is the time of the forward pass and B of the backward pass. Layer group 1
+has the first layers; backward begins with the last group. R_l is the time at which the gradient of
+group l is ready, b_l the backward time of group l, q_l the forward time from group l on. c(s) is
+the time of a message of s bytes.
 """

@@ -1,5 +1,5 @@
-"""What an overlap is: how a step's gradient is cut into messages, or what is computed while it is
-exchanged.
+"""The contract of an overlap: how a gradient is partitioned into messages, or what a worker
+computes during an exchange.
 """
 
 from __future__ import annotations
@@ -12,85 +12,79 @@ from ashl.overlap.timeline import Bucket, StepTimeline
 
 
 class Overlap(Contract, group="overlap", strict=True):
-    """Sends a gradient in parts while backward goes on."""
+    """An overlap; the defaults are those of gradient messages during the backward pass."""
 
-    serial: ClassVar[bool] = False  # whether the gradient goes in one piece, once backward is over
-    compresses: ClassVar[bool] = (
-        False  # whether a codec works in each message by itself, instead of not at all
-    )
-    ratio: ClassVar[tuple[float, ...] | str | None] = (
-        None  # the density of each message; None = compression.ratio
-    )
-    overlaps_next_forward: ClassVar[bool] = (
-        False  # whether the next forward pass begins before all sums are in
-    )
-    reduce_scatter_all_gather: ClassVar[bool] = (
-        False  # ... and sums are scattered during backward, and gathered during that
-    )
-    pulls: ClassVar[bool] = False  # ... at a parameter server, whose model comes back in parts
-    by_slice: ClassVar[bool] = (
-        False  # ... which merges each slice once it has come from all, and sends it back at once
-    )
-    fragments: ClassVar[int] = (
-        0  # into how many the model is cut, each exchanged by itself; 0 = it is exchanged whole
-    )
-    share: ClassVar[float | None] = (
-        None  # of the elements, that each exchange draws anew as its fragment
-    )
-    untimed: ClassVar[str] = (
-        "plan=bytes"  # what to take where its plan would follow from costs, and none are known
-    )
+    # True if the gradient is one message after the backward pass
+    serial: ClassVar[bool] = False
+    # True if a codec encodes each message by itself; otherwise messages are not compressed
+    compresses: ClassVar[bool] = False
+    # density of each message, None = compression.ratio
+    ratio: ClassVar[tuple[float, ...] | str | None] = None
+    # True if the next forward pass begins before all sums have arrived
+    overlaps_next_forward: ClassVar[bool] = False
+    # True if sums are scattered during backward and gathered during the next forward pass
+    reduce_scatter_all_gather: ClassVar[bool] = False
+    # True if a parameter server returns the model in parts during the next forward pass
+    pulls: ClassVar[bool] = False
+    # True if a parameter server merges and returns each slice once it has it from all workers
+    by_slice: ClassVar[bool] = False
+    # number of fragments of the model that are exchanged in turn, 0 = the whole model
+    fragments: ClassVar[int] = 0
+    # fraction of the elements that each exchange draws at random as its fragment
+    share: ClassVar[float | None] = None
+    # settings to suggest if the plan needs costs and none are known
+    untimed: ClassVar[str] = "plan=bytes"
 
     @property
     def timed(self) -> bool:
-        """Whether its plan follows from costs, so that they have to be known."""
+        """True if the plan follows from costs, which then have to be known."""
         return False
 
     @property
     def shares(self) -> tuple[float, ...] | None:
-        """The density of each message as planned; None = of all that of the whole update."""
+        """The planned density of each message; None if all have that of the whole update."""
         return self.ratio if isinstance(self.ratio, tuple) else None
 
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
-        """How many layer groups each message holds, in the order in which backward comes to them.
-        Raises UsageError.
+        """Return the number of layer groups in each message, in backward order. Raises:
+        UsageError.
         """
         raise NotImplementedError
 
     def cuts(self, message: Bucket) -> list[tuple[int, int]]:
-        """Which elements of a message travel together, as (start, stop) within it."""
+        """Return the slices of a message that travel together, as (start, stop) within it, in
+        elements.
+        """
         return [(0, message.stop - message.start)]
 
     @property
     def most_committed(self) -> int:
-        """How many slices may be committed at once, none of which is overtaken."""
+        """The largest number of slices in flight that no other slice may overtake."""
         return 0
 
     def step_ns(self, timeline: StepTimeline) -> int:
-        """How long a step and its exchange take in the long run."""
+        """Return the time of a step with its exchange in the long run, in nanoseconds."""
         return timeline.end_ns(self.messages(timeline), self.shares) + timeline.answer_ns
 
     def with_plan(self, timeline: StepTimeline) -> Overlap:
-        """The same with its plan made, as it stands in plan.json: alike on all ranks."""
+        """Return this overlap with its plan made, as plan.json holds it, the same on all ranks."""
         return self
 
 
 class Delayed(Overlap, contract=True):
-    """The exchange of one piece of work goes on while the next one is computed: another algorithm,
-    in other time.
+    """An overlap in which a piece of work is exchanged while the next one is computed.
 
-    A piece is a gradient, or the steps between two exchanges. A round takes max(compute, exchange).
-    Gradients are of the model that had landed when they were begun; where steps are taken locally,
-    `border` says on what.
+    A piece is a gradient, or the local steps between two exchanges. A round takes max(compute,
+    exchange). Unlike the other overlaps, this changes the learned model: a gradient is computed on
+    the model of all exchanges that were applied when its computation began. For local steps
+    `at_boundary` defines the model.
     """
 
     serial: ClassVar[bool] = True
-    needs_steps: ClassVar[bool] = (
-        False  # whether it makes sense of local steps only, and not of gradients
-    )
-    steps_ahead: ClassVar[bool] = (
-        False  # whether workers take outer steps of their own on what has not landed
-    )
+    # True if it supports local steps only, and not gradients
+    needs_steps: ClassVar[bool] = False
+    # True if workers take outer steps of their own on work that is not applied yet
+    steps_ahead: ClassVar[bool] = False
 
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         return (len(timeline.ready_ns),)
@@ -98,16 +92,17 @@ class Delayed(Overlap, contract=True):
     def at_boundary(
         self, landed: Any, start: Any, progress: Any, ahead: Callable[[], Any]
     ) -> tuple[Any, Any]:
-        """Between two pieces of local steps: (what is exchanged of the one that is done, the model
-        that the next one starts from).
+        """Return (the part of a finished piece that is exchanged, the model that the next piece
+        starts from).
 
-        `landed` is the model with all exchanges that are over, alike for all; the piece went from
-        `start` to `start + progress`. Exchanged updates are weighed and added to `landed`, or
-        stepped on by the outer optimizer. With `steps_ahead`, `ahead()` is `landed` after such a
-        step on the worker's own part, by moments of its own.
+        Args: `landed` is the model with all finished exchanges, the same on all workers. The piece
+        went from `start` to `start + progress`. `ahead()` returns `landed` after an outer step on
+        the worker's own part, with moments of its own; only with `steps_ahead`.
+        Exchanged updates are weighed and added to `landed`, or the outer optimizer steps on their
+        sum.
         """
         raise NotImplementedError
 
     def overlapped_steps(self, steps: int) -> int:
-        """How many of so many local steps an exchange has before it lands."""
+        """Return how many of `steps` local steps a worker takes before an exchange is applied."""
         return steps

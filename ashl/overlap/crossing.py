@@ -1,13 +1,13 @@
-"""What crosses the barrier: sums go on under the next forward pass, which waits for each message by
+"""Overlaps whose exchange continues under the next forward pass, which waits for each message by
 itself.
 
-Messages are runs of layer groups, and the forward pass waits before the first layer of each. By
-`plan`:
-    layers   a message for each group
-    bytes    messages of 25 MiB, as DeAR was released
-    tuned    as the costs say: of messages by size, and of those that are best with a barrier, the
-             best without one
-    [2, 3]   as given: how many groups each message holds, the last layers first
+Messages are runs of layer groups, and the forward pass waits before the first layer of each. `plan`
+decides what a message holds:
+    layers   one layer group
+    bytes    25 MiB, as DeAR was released
+    tuned    by the costs: of the partitions by size and the best partition without this overlap,
+             the one with the shortest step
+    [2, 3]   as listed: the number of layer groups in each message, last layers first
 
 Source: Zhang et al., "DeAR", ICDCS 2023 (messages by size, tuned).
 """
@@ -27,7 +27,7 @@ from ashl.overlap.timeline import StepTimeline
 
 
 class Crossing(Overlap, contract=True):
-    """Sums that may go on under the next forward pass."""
+    """Base of overlaps whose exchange continues under the next forward pass."""
 
     overlaps_next_forward: ClassVar[bool] = True
     plan: ClassVar[tuple[int, ...] | str] = "layers"
@@ -37,21 +37,19 @@ class Crossing(Overlap, contract=True):
             return plan_as_listed(self.plan, len(timeline.ready_ns))
         if self.plan == "bytes":
             return plan_by_bytes(timeline, (CAPS[1], CAPS[1]))
-        return (
-            min(candidate_plans(timeline), key=lambda plan: self.whole_ns(timeline, plan))
-            if self.plan == "tuned"
-            else one_message_each(timeline)
-        )
+        if self.plan == "tuned":
+            return min(candidate_plans(timeline), key=lambda plan: self.whole_ns(timeline, plan))
+        return one_message_each(timeline)
 
     def whole_ns(self, timeline: StepTimeline, messages: tuple[int, ...]) -> int:
-        """How long a step takes in the long run with these messages in one piece each."""
+        """Return the time of a step in the long run with these messages, none of them in slices."""
         raise NotImplementedError
 
 
 @option
 class TwoWay(Crossing, contract=True):
-    """Messages go up as they are ready and, once all have gone, come back in the order in which
-    forward needs them.
+    """Messages travel up as they are ready and, once all have, return in the order of the forward
+    pass.
     """
 
     plan: Literal["layers", "bytes", "tuned"] | Counts
@@ -61,7 +59,7 @@ class TwoWay(Crossing, contract=True):
         return self.plan == "tuned"
 
     def up_ns(self, timeline: StepTimeline, nbytes: int) -> int:
-        """What so many bytes take on their way up; they come back at `chain.half_ns`."""
+        """Return the time of a message on its way up; its way back takes `timeline.half_ns`."""
         raise NotImplementedError
 
     def step_ns(self, timeline: StepTimeline) -> int:
@@ -77,8 +75,8 @@ class TwoWay(Crossing, contract=True):
 def step_with_pulls_ns(
     timeline: StepTimeline, messages: Sequence[int], up_ns: Callable[[int], int]
 ) -> int:
-    """How long a step takes in the long run whose messages go up at this cost as they are ready,
-    and come back at that of a half once all have gone.
+    """Return the time of a step in the long run if messages travel up at the cost `up_ns` and
+    return at `timeline.half_ns`.
     """
     ends, now = list(accumulate(messages)), 0
     sizes = [sum(timeline.nbytes[end - n : end]) for end, n in zip(ends, messages, strict=True)]
@@ -89,12 +87,12 @@ def step_with_pulls_ns(
 
 
 def one_message_each(timeline: StepTimeline) -> tuple[int, ...]:
-    """A message for each layer group."""
+    """Return a plan with one message per layer group."""
     return (1,) * len(timeline.ready_ns)
 
 
 def candidate_plans(timeline: StepTimeline) -> list[tuple[int, ...]]:
-    """Those that are tried, the ones of fewest messages first."""
+    """Return the plans that `plan=tuned` tries, those with fewest messages first."""
     n = len(timeline.nbytes)
     caps = {sum(timeline.nbytes[i:j]) for i in range(n) for j in range(i + 1, n + 1)}
     return sorted(

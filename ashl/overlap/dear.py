@@ -1,17 +1,19 @@
-"""DeAR: the sum of each layer group in two halves, one under the backward pass and one under the
-next forward pass.
+"""DeAR: each sum in two halves, a reduce-scatter under the backward pass and an all-gather under
+the next forward pass.
 
-Rule: as backward comes to a group, its gradient is reduce-scattered; once all have been, the sums
-are all-gathered in the order in which forward needs them, and the forward pass waits for each group
-by itself. A half costs half a sum, so in the long run a step takes max_k (R_k + S_k / 2) + max_k
-(S_k / 2 + q_k), with q_k the forward time from k on and S_k what the sums of the layers up to k
-take. What a message holds is for `plan` to say, see `ashl.overlap.crossing`.
+Rule: the gradient of a layer group is reduce-scattered as soon as it is ready. Once all are, the
+sums are all-gathered in the order in which the forward pass needs them. `plan` decides what a
+message holds, see `ashl.overlap.crossing`.
+Waiting: the forward pass waits for each message before its first layer.
+Time: a half costs half a sum. In the long run a step takes max_k (R_k + S_k/2) + max_k (S_k/2 +
+q_k), with S_k the time of the sums of the layers up to k.
 
-Limits: never faster than ideal `priority`; slower than `wfbp` where a large group is ready early
-and forward is short. One group is `none`.
+Limits: never faster than ideal `priority`. Slower than `wfbp` if a large group is ready early and
+the forward pass is short. One group is `none`.
 Source: Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
-Pipelining", ICDCS 2023, tuned there by trial runs. It looks one group ahead; here a gather begins
-as soon as the one before has ended.
+Pipelining", ICDCS 2023.
+Differs: the paper tunes messages by trial runs, where this uses costs. It looks one group ahead;
+here a gather begins as soon as the one before has ended.
 """
 
 from __future__ import annotations

@@ -1,22 +1,23 @@
-"""One exchange late: the work of one piece travels while the next one is computed, and lands when
-that is done.
+"""One-step-delayed exchange: a piece of work travels while the next one is computed, and is applied
+when that is done.
 
-Rule, with z the model as exchanges have landed in it: gradients are of z, w_{t+1} = w_t −
-η·ḡ_{t−1}, where ḡ_{t−1} was computed on w_{t−1}; the first step has no gradient to apply. A piece
-of local steps that went from y to y + d sends d, and the next one starts from y' = z +
-local_weight·d, where z has all exchanges but that of d. With local_weight = 1 nothing that was
-learned is computed away: y' is the average of the snapshots plus the own progress since, and the
-mean over the workers is that of local SGD on the same updates. With local_weight = 1/n, equal
-weights and `outer=average` y' has of the next average the own part, as `eager` has it with
-momentum, too. At a parameter server z is the model of the last pull.
+Rule for gradients: w_{t+1} = w_t − η·ḡ_{t−1}, with ḡ_{t−1} computed on w_{t−1}. The first step has
+no gradient to apply.
+Rule for local steps: a piece that went from y to y + d sends d. The next one starts from y' = z +
+local_weight·d, with z the model after all exchanges but that of d. With local_weight = 1 no
+progress is left out: y' is the average model plus the worker's own progress since. The mean over
+the workers is then that of local SGD on the same updates. With local_weight = 1/n, equal weights
+and `outer=average`, y' contains the worker's own part of the next average; `eager` has the same
+with momentum. At a parameter server z is the model of the last pull.
+Waiting: a worker waits for an exchange only if it takes longer than the next piece.
 
-Limits: where exchanges take no time it is still one late. local_weight = 0 starts every piece from
-z alone, which needs far smaller steps: what a worker has just learned is learned once more, and
-lands twice. Where a stage gives way to another, those who wait hand in what they have computed
-meanwhile, so that SSP's lead may there be a commit longer.
+Limits: an exchange that takes no time is still applied one piece late. local_weight = 0 starts
+every piece from z alone, which needs much smaller steps: a worker learns the same progress twice,
+and it is applied twice. At a stage boundary waiting workers push the work that they have computed
+meanwhile, so the lead may exceed SSP's bound by one commit there.
 Source: Li et al., "Pipe-SGD", NeurIPS 2018 (gradients); Shen et al., "Faster Distributed Deep Net
 Training: Computation and Communication Decoupled Stochastic Gradient Descent" (CoCoD-SGD), IJCAI
-2019. Other values of `local_weight` are ours.
+2019. Values of `local_weight` below 1 are ours.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ashl.overlap.contract import Delayed
 
 @option
 class OneStepDelayed(Delayed):
-    """The exchange goes on while the next steps are computed, and lands one round late."""
+    """An exchange under the next piece of work, applied one round late."""
 
     local_weight: Fraction
 

@@ -1,19 +1,20 @@
-"""Eager updates: each worker takes the outer step on its own part of an exchange at once, and on
-the others' one late.
+"""Eager updates: a worker takes the outer step on its own part of an exchange at once, and on the
+others' parts one exchange late.
 
-Rule: with z the model as exchanges have landed in it and d_i what worker i has learned in a piece
-of local steps, sent as it is, the next piece starts from y_i = z + the outer optimizer's step on
-c_i·d_i, with moments that the worker's own parts alone have made. z then takes the outer step on Σ
-c_j·d_j, as DiLoCo does. As the steps of such an optimizer add up, y_i is what the paper has: the
-outer optimizer's path of worker i along c_i·d_i(t) + Σ_{j≠i} c_j·d_j(t − 1). What is evaluated is
-z, alike for all. With a codec z has what it left of d_i, and y_i all of it. No message is longer
-for it; each worker keeps one vector of moments more.
+Rule: z is the model with all finished exchanges, the same on all workers. Worker i learned d_i in a
+piece of local steps and sends d_i. Its next piece starts from y_i = z + the outer optimizer's step
+on c_i·d_i, with moments from its own parts alone. Then z takes the outer step on Σ c_j·d_j, as in
+DiLoCo. Steps of a linear outer optimizer add up, so y_i follows the paper's rule: its outer
+optimizer steps along c_i·d_i(t) + Σ_{j≠i} c_j·d_j(t − 1). The evaluated model is z. With a codec z
+contains the decoded d_i, and y_i the exact one. No message is longer; each worker holds one vector
+of moments more.
+Waiting: a worker waits for an exchange only if it takes longer than the next piece.
 
-Limits: one worker is DiLoCo, bit for bit; `outer=average` is `delayed` with local_weight = 1/n.
-Outer optimizers whose steps add up (`Outer.linear`), and modes that go in rounds. Source: Kale,
-Douillard and Donchev, "Eager Updates For Overlapped Communication and Computation in DiLoCo", arXiv
-2502.12996, 2025, whose replicas have models of their own throughout, with outer=nesterov and AdamW
-on the workers.
+Limits: one worker is DiLoCo, bit for bit. `outer=average` is `delayed` with local_weight = 1/n. It
+supports linear outer optimizers (`Outer.linear`) and modes with synchronous rounds.
+Source: Kale, Douillard and Donchev, "Eager Updates For Overlapped Communication and Computation in
+DiLoCo", arXiv 2502.12996, 2025, with outer=nesterov and AdamW on the workers.
+Differs: the paper's replicas keep models of their own throughout.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ashl.overlap.contract import Delayed
 
 @option
 class Eager(Delayed):
-    """The outer step on one's own part now, on the others' one round late."""
+    """An outer step on the own part at once, on the others' parts one round late."""
 
     needs_steps: ClassVar[bool] = True
     steps_ahead: ClassVar[bool] = True

@@ -1,16 +1,20 @@
-"""LOSCAR-SGD: a random share of the elements is averaged while local steps go on, which the merge
-keeps.
+"""LOSCAR-SGD: a random part of the elements is averaged while local steps continue, and the merge
+keeps these steps.
 
-Rule: after H_i local steps worker i sends y_S, its parameters at the places S, a share K/d that all
-draw alike for each round, and takes Q = `delay` more steps, to z. Then z_S ← mean of all y_S + (z_S
-− y_S); all other elements stay its own. The steps beside an exchange are the first of the next H_i,
-at most H_i − 1. Unequal H is `sync.local_steps=plan`, the plain mean `aggregate=uniform`. Places
-travel in no message. What is evaluated is the model as averages have landed in it, each element as
-of its last; the theory is of the mean of the workers' models.
+Rule: after H_i local steps worker i sends y_S, its parameters at the indices S. S is a random
+fraction K/d = `share` of the elements, drawn from the seed in each round, the same on all workers.
+Meanwhile it takes Q = `delay` more steps, to z. Then z_S ← mean of all y_S + (z_S − y_S); all other
+elements remain its own. These Q steps are the first of the next H_i, so Q ≤ H_i − 1. No indices
+travel. For unequal H take `sync.local_steps=plan`; the plain mean is `aggregate=uniform`. The
+evaluated model has each element as of its last average.
+Waiting: a worker waits for an average if it takes longer than the Q steps.
 
-Limits: share = 1 with delay = 0 is local SGD, bit for bit. Source: Maziane et al., "LOSCAR-SGD:
-Local SGD with Communication-Computation Overlap and Delay-Corrected Sparse Model Averaging", arXiv
-2605.20866, 2026, by its abstract and a description of its rule, where Q may differ by worker.
+Limits: share = 1 with delay = 0 is local SGD, bit for bit.
+Source: Maziane et al., "LOSCAR-SGD: Local SGD with Communication-Computation Overlap and
+Delay-Corrected Sparse Model Averaging", arXiv 2605.20866, 2026, by its abstract and a description
+of its rule.
+Differs: in the paper Q may differ between workers, and the theory evaluates the mean of the
+workers' models.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from ashl.overlap.streaming import Fragmented
 
 @option
 class Loscar(Fragmented):
-    """Random coordinates, with a merge that keeps what was learned meanwhile."""
+    """Averages of random elements, which keep the local steps taken meanwhile."""
 
     fragments: ClassVar[int] = 1
     share: Ratio

@@ -1,28 +1,25 @@
-"""Merged-gradient wait-free backpropagation: neighbouring layer groups travel as one message where
-that ends earlier.
+"""Merged-gradient wait-free backpropagation: neighbouring layer groups share one message if the
+step then ends earlier.
 
-Rule: a message of s bytes costs c(s), with a latency c(0) that merging saves and waiting for the
-merged group's ready time pays for. By `plan`:
-    greedy   from the output to the input, l is merged into l − 1 while R(l − 1) < start(l) + c(0),
-             with start(l) the
-             moment at which the message of l could begin (MG-WFBP as published)
-    optimal  the exact minimum over all cuts, E[j] = min_i max(E[i], R of the last group in (i, j])
-             + c((i, j]), for
-             any cost function; the greedy rule misses it where the waits of several merges add up.
-             Where sums slow
-             computing down, of the first j groups all ends are kept at which it had come furthest,
-             and where parts
-             cost a step something, of each number of messages; that may well leave one, which is
-             `none`
-    bytes    by size alone: 1 MiB, then 25 MiB each, as torch's DistributedDataParallel does
-    [2, 3]   as given: how many groups each message holds, the last layers first
-The plan stays where a worker is lost: that round is done once more without it, all of its messages.
+Rule: a message of s bytes takes c(s), with the latency c(0). Merging two groups saves one latency,
+but their message begins only when both are ready. `plan` decides which groups share a message:
+    greedy   from the output to the input, group l joins l − 1 if R(l − 1) < start(l) + c(0), with
+             start(l) the time at which the message of l could begin (MG-WFBP as published);
+    optimal  the exact minimum over all partitions, E[j] = min_i max(E[i], R of the last group in
+             (i, j]) + c((i, j]), for any cost function; the greedy rule misses it if the waits of
+             several merges add up. With compute–communication contention the search keeps, for
+             the first j groups, every end with the most computing done by then. With per-message
+             costs it also compares numbers of messages; one message, `none`, may be best;
+    bytes    by size alone: 1 MiB, then 25 MiB each, as torch's DistributedDataParallel does;
+    [2, 3]   as listed: the number of layer groups in each message, last layers first.
+Failures: the plan remains. Survivors repeat the round in which a worker failed, with all of its
+messages.
 
-Limits: without latency optimal = greedy = `wfbp` in time; with all latency one message is best,
-which is `none`.
+Limits: without latency optimal and greedy take as long as `wfbp`. If latency is the whole cost, one
+message is best, which is `none`.
 Source: Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD
-Algorithms", INFOCOM 2019; bytes, Li et al., "PyTorch Distributed", VLDB 2020. The exact minimum is
-our own.
+Algorithms", INFOCOM 2019; bytes: Li et al., "PyTorch Distributed", VLDB 2020. The exact minimum is
+ours.
 """
 
 from __future__ import annotations
@@ -39,13 +36,13 @@ from ashl.overlap.contract import Overlap
 from ashl.overlap.timeline import StepTimeline
 
 MIB = 2**20
-CAPS = (MIB, 25 * MIB)  # of the first message, and of the others
+CAPS = (MIB, 25 * MIB)  # size of a full message: of the first one, and of the others
 Counts = Annotated[tuple[Count, ...], Field(min_length=1)]  # layer groups in each message
 
 
 @option
 class Merged(Overlap):
-    """A message for each run of groups that is better sent at once."""
+    """One message per run of layer groups."""
 
     plan: Literal["greedy", "optimal", "bytes"] | Counts
 
@@ -65,19 +62,22 @@ class Merged(Overlap):
 
 
 def plan_as_listed(plan: tuple[int, ...], groups: int) -> tuple[int, ...]:
-    """A plan that somebody gave for so many layer groups. Raises UsageError."""
+    """Return a plan from the configuration. Raises: UsageError if it does not hold `groups` layer
+    groups.
+    """
     if sum(plan) != groups:
         raise UsageError(
-            f"overlap.plan={list(plan)} holds {sum(plan)} layer groups, and the model has {groups};"
-            " give numbers that add up to that, or drop it"
+            f"overlap.plan={list(plan)}: holds {sum(plan)} layer groups, and the model has"
+            f" {groups}; give numbers that add up to {groups}, or remove it"
         )
     return plan
 
 
 def plan_greedily(timeline: StepTimeline) -> tuple[int, ...]:
-    """MG-WFBP's plan."""
+    """Return MG-WFBP's plan."""
     latency, messages = timeline.cost_ns(0), []
-    first = free = 0  # where the message under way begins, and when the channel is free for it
+    first = 0  # first group of the present message
+    free = 0  # time at which the channel is free for it, ns
     for group in range(1, len(timeline.ready_ns)):
         start = max(free, timeline.ready_ns[group - 1])
         if timeline.ready_ns[group] >= start + latency:
@@ -88,10 +88,11 @@ def plan_greedily(timeline: StepTimeline) -> tuple[int, ...]:
 
 
 def plan_optimally(timeline: StepTimeline) -> tuple[int, ...]:
-    """The plan that ends first; of several the one whose last messages hold most.
+    """Return the plan that ends first; of several, the one whose last messages hold most.
 
-    Where each message costs the step something, those of two messages, of three and so on are
-    tried, until no plan ends sooner by what so many cost, or the best does with no more.
+    If each message costs extra time, plans of two messages, of three, and so on are compared. The
+    search stops once their number costs more than an earlier end can save, or the best plan has
+    fewer messages anyway.
     """
     n = len(timeline.ready_ns)
     if not (timeline.split_ns or timeline.part_ns):
@@ -109,20 +110,19 @@ def plan_optimally(timeline: StepTimeline) -> tuple[int, ...]:
 
 
 def fastest_plan(timeline: StepTimeline, messages: int | None = None) -> tuple[int, ...]:
-    """The plan of so many messages, or of any number, that ends first; what their number costs is
-    in the chain.
+    """Return the plan of `messages` messages, or of any number, that ends first.
 
-    Who ends no later and lets computing stand no further back is no worse however it goes on, so
-    that of the first j groups only plans count which no other is better than in both. How far back
-    it stands is what it lacks at that end of the time until then, which who ends later computes
-    meanwhile; where a message that begins later may end earlier, as it slows computing down by
-    less, it is what it has still to do.
+    `timeline` contains the costs of that number of messages.
+    Of the plans for the first j groups the search keeps the Pareto front of (end, computing still
+    to do). A plan that ends no later, with no more computing to do, is at least as good for all
+    later groups. The second number is the computing missing at the end of the plan, since a later
+    end lets more be computed. If a message that begins later may end earlier, because it slows
+    computing down by less, it is the remaining computing time instead.
     """
     n, waits = len(timeline.ready_ns), timeline.lost * timeline.slowed > 1
     counted, count = messages is not None, messages or 0
-    fronts = {
-        (0, 0): [Ending(0.0, 0.0, 0, 0, 0.0)]
-    }  # of the first j groups in k messages; 0 = in any number
+    # the front of the first j groups in k messages, by (j, k); k = 0: in any number
+    fronts = {(0, 0): [Ending(0.0, 0.0, 0, 0, 0.0)]}
     costs = {(i, j): timeline.cost(i, j) for j in range(1, n + 1) for i in range(j)}
     for j, k in product(range(1, n + 1), range(counted, count + 1)):
         found = list[Ending]()
@@ -143,17 +143,17 @@ def fastest_plan(timeline: StepTimeline, messages: int | None = None) -> tuple[i
 
 
 class Ending(NamedTuple):
-    """How a plan of the first groups ends, and from where its last message begins."""
+    """The end of a plan for the first groups, and its predecessor in the search."""
 
-    end: float
-    behind: float  # how far back computing stands then
-    first: int
-    place: int  # of the plan before it in the front there
-    done: float  # how far computing has come by then, in its own time
+    end: float  # ns
+    behind: float  # computing that is missing at the end, see `fastest_plan`
+    first: int  # first group of the last message
+    place: int  # index of the plan before the last message, in the front of `first` groups
+    done: float  # computing done by the end, ns without contention
 
 
 def plan_by_bytes(timeline: StepTimeline, caps: tuple[int, int] = CAPS) -> tuple[int, ...]:
-    """A message is full once it has reached its cap."""
+    """Return a plan in which a message is closed once it has reached its size in `caps`."""
     messages, count, held = [], 0, 0
     for nbytes in timeline.nbytes:
         count, held = count + 1, held + nbytes

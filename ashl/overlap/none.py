@@ -1,6 +1,6 @@
-"""No overlap: the gradient is one message, once backward is over.
+"""No overlap: the gradient is one message after the backward pass.
 
-Rule: a step of F + B, then one sum of C.
+Rule: a step takes F + B, then one exchange.
 
 Source: synchronous SGD as in Chen et al., "Revisiting Distributed Synchronous SGD", ICLR workshop
 2016.
@@ -17,7 +17,7 @@ from ashl.overlap.timeline import StepTimeline
 
 @option
 class Serial(Overlap):
-    """First computes, then communicates."""
+    """Computes first, then communicates."""
 
     serial: ClassVar[bool] = True
 

@@ -1,32 +1,33 @@
-"""Priorities: gradients travel in slices, those that the next forward pass needs first before the
-others.
+"""Priorities: gradients travel in slices, and those that the next forward pass needs first overtake
+the others.
 
-Rule: each message (see `ashl.overlap.crossing`) is cut into slices of so many parameters, and of
-those that are ready on all workers the lowest layer's goes first; one that has begun is not
-interrupted. At most `credit` slices are committed at once, and a committed slice is not overtaken:
-one at a time is P3. A larger credit gives priority away, and on real processes the workers then
-agree less often. The optimizer steps group by group, and the forward pass waits for each group by
-itself, so that sums go on under it. With ever smaller slices and no latency a step takes max_k (q_k
-+ R_k + S_k), with q_k the forward time from k on and S_k what the sums of the layers up to k take:
-no order can take less, and it is less than that of `wfbp` by at most the forward time. With
-slice=auto and credit=auto the simulated time of a step decides: the slices with which it is
-shortest, and the largest credit that costs no more than 0.1 % of it.
-
-At a parameter server a slice is committed until the worker knows that the server has it; what has
-come from all is merged, and sent back at once, and a step takes max_k (q_k + D_k), with D_k the
-moment at which the last slice of the layers up to k is back. A step that all have computed when
+Rule: each message (see `ashl.overlap.crossing`) is partitioned into slices of `slice` parameters.
+Of the slices that are ready on all workers, one of the lowest layer goes first; a slice in flight
+is not interrupted. At most `credit` slices are committed at once, and no slice overtakes a
+committed one; P3 commits one at a time. A larger credit gives away priority, but on real processes
+the workers then agree less often. The optimizer steps group by group.
+With slice=auto and credit=auto the time of a step in virtual time decides: the slice size with the
+shortest step, and the largest credit that costs at most 0.1 % of it.
+Waiting: the forward pass waits for each group by itself, so sums continue under it. At a parameter
+server a slice is committed until its worker knows that the server has it. The server merges a slice
+once it has it from all workers, and returns it at once. A step that all workers have computed when
 `stop.seconds` is over still counts.
+Time: with very small slices and no latency a step takes max_k (q_k + R_k + S_k), with S_k the time
+of the sums of the layers up to k. No order takes less, and `wfbp` takes at most the forward time
+longer. At a parameter server a step takes max_k (q_k + D_k), with D_k the time at which the last
+slice of the layers up to k has returned.
 
-Limits: a forward pass that takes no time gives `wfbp` with slices; one group, `none` with slices.
-The order is that of the layers, and there is no other to choose: a forward pass is a chain, on
-which TicTac's TAC and, but for a tie of the first two layers, TIC are this one; without latency no
-order takes less by more than one slice.
+Limits: with a forward pass of no time it is `wfbp` with slices; one group is `none` with slices.
+The order of slices is that of the layers. A forward pass is a chain of layers: there TicTac's TAC
+is this order, and so is TIC, except for a tie of the first two layers. Without latency no order is
+faster by more than one slice.
 Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training" (P3),
 MLSys 2019, released with slices of 40,000 parameters, one at a time; Peng et al., "A Generic
-Communication Scheduler for Distributed DNN Training Acceleration" (ByteScheduler), SOSP 2019, whose
-credit this is (under all-reduce released with slices of 8 million parameters and a credit of 16
-million, two slices), tuned there by trial runs; TIC and TAC, Hashemi et al., "TicTac", MLSys 2019.
-Differs: ByteScheduler counts its credit in parameters, so that short slices let more of them go.
+Communication Scheduler for Distributed DNN Training Acceleration" (ByteScheduler), SOSP 2019, for
+the credit; TIC and TAC: Hashemi et al., "TicTac", MLSys 2019.
+Differs: ByteScheduler counts its credit in parameters, so more slices of a smaller size are
+committed. It tunes both by trial runs; for all-reduce it was released with slices of 8 million
+parameters and a credit of two of them.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from ashl.overlap.crossing import Crossing
 from ashl.overlap.merged import Counts
 from ashl.overlap.timeline import Bucket, StepTimeline
 
-LEAST, MOST = 1_000, 500  # parameters in a slice, and slices of a model, that are tried
-CREDITS = (1, 2, 4, 8)  # slices
-WORTH = 1.001
+LEAST, MOST = 1_000, 500  # slice=auto: fewest parameters in a slice, most slices of a model
+CREDITS = (1, 2, 4, 8)  # credit=auto: slices that may be committed at once
+WORTH = 1.001  # credit=auto: longest step allowed, as a multiple of the shortest
 
 
 @option
 class Priority(Crossing):
-    """Slices by the layer that needs them first, under the next forward pass."""
+    """Slices in the order of the next forward pass, which begins before all have arrived."""
 
     untimed: ClassVar[str] = "plan=layers overlap.slice=40000 overlap.credit=1"
     plan: Literal["layers", "bytes", "tuned"] | Counts
@@ -92,7 +93,9 @@ class Priority(Crossing):
         )
 
     def _with_credit(self, timeline: StepTimeline) -> Priority:
-        """With the largest credit that costs next to nothing."""
+        """Return this overlap with the largest credit whose step takes at most `WORTH` times the
+        shortest.
+        """
         if self.credit != "auto" or self.slice == "auto":
             return self
         made = [replace(self, credit=count) for count in CREDITS]
@@ -104,15 +107,13 @@ class Priority(Crossing):
 
 
 def cut_into_slices(message: Bucket, size: int) -> list[tuple[int, int]]:
-    """The elements [start, stop) of a message in slices of so many parameters, counted from its
-    beginning.
-    """
+    """Return the slices of a message, as (start, stop) within it, with `size` parameters each."""
     count = message.stop - message.start
     return [(start, min(count, start + size)) for start in range(0, count, size)]
 
 
 def candidate_sizes(timeline: StepTimeline, messages: Sequence[int]) -> list[int]:
-    """Parameters of a slice, the largest first."""
+    """Return the slice sizes in parameters that slice=auto tries, the largest first."""
     sizes = [longest_message(timeline, messages) // 4]
     while sizes[-1] > max(2 * LEAST, sum(timeline.nbytes) // (2 * MOST)):
         sizes.append(sizes[-1] // 2)
@@ -120,7 +121,7 @@ def candidate_sizes(timeline: StepTimeline, messages: Sequence[int]) -> list[int
 
 
 def longest_message(timeline: StepTimeline, messages: Sequence[int]) -> int:
-    """Bytes of the longest message."""
+    """Return the bytes of the longest message."""
     return max(
         sum(timeline.nbytes[end - count : end])
         for end, count in zip(accumulate(messages), messages, strict=True)
@@ -130,22 +131,24 @@ def longest_message(timeline: StepTimeline, messages: Sequence[int]) -> int:
 def done_ns(
     timeline: StepTimeline, messages: Sequence[int], slice_bytes: int, credit: int
 ) -> list[int]:
-    """When each message is in, of a step that has begun at 0: as the simulator has it, slice by
-    slice, of which at most `credit` are committed at once. A server sends each slice back, and its
-    word that it has one, which gives the credit back, behind those that are on their way.
+    """Return the time at which each message has arrived, in a step that begins at 0 ns.
+
+    The order is that of the simulator, slice by slice, with at most `credit` slices committed. A
+    server returns each slice and an acknowledgement, which frees the credit, behind those that it
+    is already sending.
     """
     ends = list(accumulate(messages))
     sizes = [
         sum(timeline.nbytes[end - count : end]) for end, count in zip(ends, messages, strict=True)
     ]
-    down_ns, word_ns = (
-        (timeline.half_ns, 2 * timeline.latency_ns) if timeline.answer_ns else (lambda nbytes: 0, 0)
-    )
-    waiting: list[tuple[int, int, int]] = []  # heap: (place in forward, start, bytes)
-    coming = [
-        (timeline.ready_ns[end - 1], k, 0) for k, end in enumerate(ends)
-    ]  # heap: (when, message, slices given back)
-    done, up, down, held = [0] * len(ends), 0, 0, 0
+    down_ns = timeline.half_ns if timeline.answer_ns else (lambda nbytes: 0)
+    acknowledge_ns = 2 * timeline.latency_ns if timeline.answer_ns else 0
+    waiting: list[tuple[int, int, int]] = []  # heap: (index in forward order, start, bytes)
+    # heap: (time, message, slices whose credit is freed)
+    coming = [(timeline.ready_ns[end - 1], k, 0) for k, end in enumerate(ends)]
+    done = [0] * len(ends)
+    up = down = 0  # times at which the channels to and from the server are free, ns
+    held = 0  # slices committed
     while coming:
         now = coming[0][0]
         while coming and coming[0][0] == now:
@@ -157,6 +160,6 @@ def done_ns(
             place, _, nbytes = heappop(waiting)
             held += 1
             up = max(up, now) + timeline.cost_ns(nbytes)
-            heappush(coming, (max(up, down) + word_ns, -place, 1))
+            heappush(coming, (max(up, down) + acknowledge_ns, -place, 1))
             done[-place] = down = max(up, down) + down_ns(nbytes)
     return done

@@ -1,15 +1,17 @@
-"""Slices that a server merges one by one: each goes back as soon as it has come from all.
+"""Slices: a server merges each slice of a gradient by itself, and returns it once it has it from
+all workers.
 
-Rule: a gradient leaves in slices of so many parameters as backward comes to them, the last layers
-first. Of a slice that has come from all workers a server takes the weighted sum, makes the
-optimizer's step on these elements alone, and sends them to everybody at once. So pulls go on beside
-pushes: with pushes that take u_i from R_i on and pulls that take d_i, a step takes max_{i ≤ j} (R_i
-+ u_i + … + u_j + d_j + … + d_m) and the latencies. The bits are those of `none`. With slice=auto
-the size is taken with which that is shortest.
+Rule: a gradient is sent in slices of `slice` parameters as the backward pass computes them, last
+layers first. Once the server has a slice from all workers, it takes the optimizer's step on these
+elements alone, along their weighted sum. Then it sends them to all workers. So pulls travel during
+pushes. With slice=auto the slice size with the shortest step is taken.
+Waiting: the next forward pass waits for all slices.
+Time: with pushes that take u_i from R_i on and pulls that take d_i, a step takes max_{i ≤ j} (R_i +
+u_i + … + u_j + d_j + … + d_m) plus the latencies.
 
-Limits: one slice is `none`. This is P3 without its priorities: a slice that the next forward pass
-needs first does not overtake those that left before it, so that no push goes on under that, as it
-does with `priority`.
+Limits: one slice is `none`, and any number has the bits of `none`. This is P3 without its
+priorities: slices do not overtake each other, so no push continues under the next forward pass, as
+with `priority`.
 Source: Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training" (P3),
 MLSys 2019, released with slices of 40,000 parameters.
 """
@@ -28,7 +30,7 @@ from ashl.overlap.timeline import Bucket, StepTimeline
 
 @option
 class Slices(Overlap):
-    """Slices of a gradient that come back as slices of the model."""
+    """Slices of a gradient in pushes, slices of the model in pulls."""
 
     pulls: ClassVar[bool] = True
     by_slice: ClassVar[bool] = True

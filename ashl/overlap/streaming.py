@@ -1,23 +1,25 @@
-"""Streaming DiLoCo: the model in fragments, one of which is exchanged at a time, while local steps
-go on.
+"""Streaming DiLoCo: fragments of the model are exchanged in turn, while local steps continue.
 
-Rule: every H steps the next of P fragments p is exchanged, so that each is every P·H: Δ_p = θ_p^i −
-θ_p of each worker i, with θ the model as exchanges have landed in it. The outer optimizer, whose
-momentum every fragment has by itself, steps on Σ c_i·Δ_p^i, and that lands after τ more local
-steps: θ_p^i ← α·θ_p^i + (1 − α)·θ_p. Fragments hold whole layer groups, those of every other
-overlap, and are balanced: the largest group first, each to the fragment that has the fewest
-elements so far; of equal groups that is every P-th. H is `sync.local_steps`, τ = `delay` at most H
-− 1, and one exchange is in flight at a time. So a link need carry but a P-th of the model within τ
-steps. What is evaluated is θ; what was learned in fragments since their last exchange is not in it,
-and is lost when the run ends. Under all-reduce, and through a server where all wait for all.
+Rule: the model is partitioned into P = `fragments` fragments. Every H steps the next fragment p is
+exchanged, so each fragment is exchanged every P·H steps. Worker i sends Δ_p = θ_p^i − θ_p, with θ^i
+its own model and θ the model of all finished exchanges. The outer optimizer, with a momentum per
+fragment, steps on Σ c_i·Δ_p^i. After τ = `delay` more local steps each worker sets θ_p^i ← α·θ_p^i
++ (1 − α)·θ_p. H is `sync.local_steps`, τ ≤ H − 1, and one exchange is in flight at a time. So a
+link carries one P-th of the model within τ steps. The evaluated model is θ. It lacks the progress
+in each fragment since its last exchange, which is lost when the run ends.
+Fragments: each one holds whole layer groups, with nearly equal sizes. The largest group is placed
+first, each into the fragment with fewest elements so far; of equal groups, every P-th is in one
+fragment.
+Waiting: a worker waits for an exchange if it takes longer than the τ steps. The exchange is an
+all-reduce, or goes through a server at which all workers wait for each other.
 
-Limits: one fragment with delay = 0 and alpha = 0 is local SGD with this outer optimizer, DiLoCo, to
-the bit and the nanosecond. With a codec each fragment has a residual of its own.
+Limits: one fragment with delay = 0 and alpha = 0 is local SGD with this outer optimizer (DiLoCo),
+to the bit and the nanosecond. With a codec each fragment has a residual of its own.
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, 2025.
 Its H is P·H here.
-Differs: its fragments are whole transformer blocks, whose groups may be in several fragments here;
-its 4-bit floats are not built, `compression=uniform` or `grid` have as few bits. α = 0.5 and τ = 1
-are as recalled.
+Differs: the paper's fragments are whole transformer blocks; here the groups of a block may be in
+several fragments. Its 4-bit floats are not implemented; `compression=uniform` or `grid` have as few
+bits. α = 0.5 and τ = 1 are recalled from the paper and not verified.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from ashl.overlap.contract import Delayed
 
 @option
 class Fragmented(Delayed, contract=True):
-    """One fragment of the model at a time, which lands `delay` local steps later."""
+    """Base of overlaps that exchange one fragment at a time and apply it `delay` local steps
+    later.
+    """
 
     needs_steps: ClassVar[bool] = True
     delay: Natural
@@ -41,15 +45,18 @@ class Fragmented(Delayed, contract=True):
         return min(self.delay, steps - 1)
 
     def mix(self, own: Any, landed: Any, sent: Any) -> Any:
-        """What a worker goes on from in a fragment where the model has landed: of its own
-        parameters there now, and when it sent them.
+        """Return the parameters with which a worker continues in the fragment of a finished
+        exchange.
+
+        Args: the worker's parameters now (`own`) and when it sent them (`sent`); `landed` is the
+        exchanged fragment.
         """
         raise NotImplementedError
 
 
 @option
 class Streaming(Fragmented):
-    """Mixes its own parameters with those that land."""
+    """Mixes the worker's own parameters with an exchanged fragment."""
 
     fragments: Count
     alpha: Annotated[float, Number, Field(ge=0, lt=1)]

@@ -1,18 +1,19 @@
-"""TicTac: a parameter server's model comes back in the order in which the next forward pass needs
+"""TicTac: a parameter server returns its model in the order in which the next forward pass needs
 it.
 
-Rule: slices of a push leave as backward comes to them, as with `wfbp`. Once a push is merged the
-model comes back message by message, those that forward needs first before the others, to all
-workers that are answered in turn; the forward pass waits for each message by itself. So in the long
-run a step takes max_k (R_k + S_k) + max_k (P_k + q_k), with S_k what pushes of the layers up to k
-take, P_k what their pulls do, and q_k the forward time from k on. What a message holds is for
-`plan` to say, see `ashl.overlap.crossing`.
+Rule: pushes leave in slices during the backward pass, as with `wfbp`. Once a push is merged, the
+server returns the model in messages, those of the first layers first, to all workers that it
+answers in turn. `plan` decides what a message holds, see `ashl.overlap.crossing`.
+Waiting: the forward pass waits for each message by itself.
+Time: in the long run a step takes max_k (R_k + S_k) + max_k (P_k + q_k). S_k is the time of the
+pushes of the layers up to k, P_k that of their pulls.
 
-Limits: one group is `none`. Of the paper's two orders, TAC is that of the forward pass on a chain
-of layers, and TIC leaves only its first two tied, so here both are this one. Slices are merged once
-their push has come as a whole; with `slices` each is as soon as it has come from all.
+Limits: one group is `none`. The server merges the slices of a push once all of them have arrived;
+`slices` merges each one by itself.
 Source: Hashemi, Jyothi and Campbell, "TicTac: Accelerating Distributed Deep Learning with
 Communication Scheduling", MLSys 2019.
+Differs: the paper has two orders. On a chain of layers TAC is the order of the forward pass, and
+TIC differs only by a tie of the first two layers; so both are one here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ashl.overlap.timeline import StepTimeline
 
 @option
 class TicTac(TwoWay):
-    """Pulls in parts, in the order of the next forward pass."""
+    """Pulls in messages, in the order of the next forward pass."""
 
     pulls: ClassVar[bool] = True
 

@@ -1,27 +1,28 @@
-"""A step as a chain of layer groups, and how long it takes where their gradients travel while
-backward goes on.
+"""Timeline of a step: a chain of layer groups whose gradients travel during the backward pass, and
+the time that the step takes.
 
-Model: time counts from the start of a step. Forward takes F, backward then comes to the groups one
-after the other, the last layer first: group k is ready at R_k. Messages of one or more neighbouring
-groups go through one channel, in that order: each begins when it is ready and the one before has
-ended, and takes c(bytes). So a step ends at max(R, max_k (R_k + Σ of the messages from k on)).
-Where the next forward pass goes on meanwhile, it comes to group k at N_k and stands still until the
-sum of k is in, at D_k: in the long run a step takes max_k (D_k − N_k).
+Model: time counts from the start of a step. The forward pass takes F. Then the backward pass
+computes the groups one after another, the last layers first: group k is ready at R_k. A message
+holds one or more neighbouring groups. Messages share one channel, in that order: each begins when
+it is ready and the message before has ended, and takes c(bytes). So a step ends at max(R, max_k
+(R_k + Σ of the messages from k on)). If the next forward pass begins before all messages have
+ended, it reaches group k at N_k and waits until the sum of k arrives, at D_k. In the long run a
+step then takes max_k (D_k − N_k).
 
-While a sum is under way and backward goes on, backward has lost a share `lost` of its pace, and the
-sum takes `slowed` times as long: so R_k is later by what sums before it have taken of it. Both are
-measured (`ashl.sync.timing.beside`), with sums of the whole model and without a pause; 0 and 1
-where nobody has. What a sum takes of the next forward pass, where it goes on under that, is left
-out, and so it is at a server.
+Contention: while a sum is in flight during the backward pass, computing loses a fraction `lost` of
+its speed and the sum takes `slowed` times as long. So R_k is later by the time that earlier sums
+took from it. `ashl.sync.timing.beside` measures both, with sums of the whole model; without a
+measurement they are 0 and 1. The slowdown of a next forward pass is not modelled, nor any
+contention at a server.
 
-A step whose gradient leaves in M > 1 messages also takes longer by itself, by `split_ns` +
-M·`part_ns` spread evenly over it, and each sum but the last by `start_ns`: hooks, threads that wake
-each other up and take turns on a core. These are measured as well (`ashl.sync.timing.parts`); 0
-where nobody has.
+Costs of messages: a step whose gradient leaves in M > 1 messages takes `split_ns` + M·`part_ns`
+longer, spread evenly over the step. Each sum except the last takes `start_ns` longer. Causes are
+hooks, and threads that wake each other up and share a core. `ashl.sync.timing.parts` measures
+these; without a measurement they are 0.
 
-Groups are runs of whole tensors, in the order in which the model lists its parameters, which is
-taken for the order of its forward pass. Forward is taken for a third of a step, and the rest is
-shared out by multiply-adds; tensors below a hundredth of backward are one group with their
+Groups are runs of whole tensors in the order of the model's parameters, which is assumed to be the
+order of its forward pass. Forward is assumed to take a third of a step, and multiply-adds divide
+the rest among the tensors. A tensor below a hundredth of the backward pass shares a group with its
 neighbour.
 
 Source: Zhang et al., "Poseidon", USENIX ATC 2017; Shi, Chu and Li, "MG-WFBP", INFOCOM 2019.
@@ -35,56 +36,53 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple, Self
 
-FORWARD = 1 / 3  # of a step: backward takes two products where forward takes one
-LEAST = 0.01  # of backward, for a group of its own
+FORWARD = 1 / 3  # fraction of a step: backward takes two products where forward takes one
+LEAST = 0.01  # smallest layer group, as a fraction of backward
 
 
 class Bucket(NamedTuple):
-    """A run of tensors: elements [start, stop) of the flat vector, there after this share of a
-    step.
+    """A run of tensors: elements [start, stop) of the flat vector, ready after the fraction `ready`
+    of a step.
     """
 
     start: int
     stop: int
     ready: float
-    needed: float = 0.0  # the share after which forward comes to it
+    needed: float = 0.0  # fraction of a step after which the forward pass needs it
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """What is known of a step when its messages are planned; groups in the order in which backward
-    comes to them.
-    """
+    """Times and costs of a step for planning its messages; groups are in backward order."""
 
-    ready_ns: tuple[int, ...]  # on the slowest worker
-    nbytes: tuple[int, ...]
-    cost_ns: Callable[[int], int]  # of a message of so many bytes, alone
-    half_ns: Callable[[int], int] = lambda nbytes: (
-        0
-    )  # ... of half a sum, scattered or gathered, or of a pull
-    needed_ns: tuple[int, ...] = ()  # when forward comes to each, on the slowest worker
-    answer_ns: int = 0  # what a server takes to answer with the model in one piece
-    lost: float = 0.0  # the share of its pace that computing loses while a sum is under way
-    slowed: float = 1.0  # how many times as long a sum takes meanwhile
-    split_ns: float = 0.0  # what a step takes longer whose gradient leaves in several messages
-    part_ns: float = 0.0  # ... for each of them
-    start_ns: float = 0.0  # what a sum takes longer that is not the last
-    reached: tuple[
-        float, ...
-    ] = ()  # the share of a step after which each group is ready; of no use where these are 0
+    ready_ns: tuple[int, ...]  # R_k, on the slowest worker
+    nbytes: tuple[int, ...]  # bytes of each group
+    cost_ns: Callable[[int], int]  # time of a message of that many bytes, without contention
+    # time of a reduce-scatter, an all-gather, or a pull, of that many bytes
+    half_ns: Callable[[int], int] = lambda nbytes: 0
+    needed_ns: tuple[int, ...] = ()  # N_k, on the slowest worker
+    answer_ns: int = 0  # time of a server's reply with the whole model
+    lost: float = 0.0  # fraction of its speed that computing loses while a sum is in flight
+    slowed: float = 1.0  # factor on the time of a sum during computing
+    split_ns: float = 0.0  # extra time of a step with several messages
+    part_ns: float = 0.0  # extra time of a step for each of several messages
+    start_ns: float = 0.0  # extra time of each sum except the last
+    reached: tuple[float, ...] = ()  # fraction of a step at R_k; needed with split_ns or part_ns
 
     @property
     def slows(self) -> bool:
-        """Whether sums and computing take something from each other."""
+        """True if sums and computing slow each other down, or messages cost extra time."""
         return self.lost > 0 or self.slowed > 1 or self.in_parts
 
     @property
     def in_parts(self) -> bool:
-        """Whether it costs something that a gradient leaves in parts."""
+        """True if a gradient in several messages costs extra time."""
         return self.split_ns > 0 or self.part_ns > 0 or self.start_ns > 0
 
     def split(self, messages: int) -> Self:
-        """The chain of a step whose gradient leaves in so many."""
+        """Return the timeline of a step with that many messages, with their extra time added to
+        R_k.
+        """
         longer = self.split_ns + messages * self.part_ns
         if messages < 2 or not longer:
             return self
@@ -98,12 +96,13 @@ class StepTimeline:
 
     @property
     def latency_ns(self) -> int:
-        """Of a message to or from a server."""
+        """Latency of a message to or from a server."""
         return self.answer_ns - self.half_ns(sum(self.nbytes))
 
     def end_ns(self, messages: Sequence[int], shares: Sequence[float] | None = None) -> int:
-        """When the last of these messages has ended, of which such shares are kept; None = as
-        planned.
+        """Return the time at which the last of these messages ends.
+
+        Args: `shares` are the densities of the messages; None takes the planned one.
         """
         end, done, first, timeline = 0.0, 0.0, 0, self.split(len(messages))
         for k, count in enumerate(messages):
@@ -115,21 +114,21 @@ class StepTimeline:
         return round(end)
 
     def after(self, end: float, done: float, last: int, cost: float) -> tuple[float, float]:
-        """When a message has ended that holds the groups up to `last` and costs so much, where the
-        one before has at `end`; and how far computing has come by then, in its own time, where it
-        had come to `done`.
+        """Return (time at which a message ends, computing done by then), both in ns.
+
+        Args: the message before ended at `end`, with `done` computed by then; this one holds the
+        groups up to `last` and costs `cost`.
         """
         ready, cost = self.ready_ns[last - 1], cost + self.start_ns * (last < len(self.ready_ns))
         if done < ready:
             end, done = end + ready - done, ready
-        both = min(
-            self.slowed * cost, (self.ready_ns[-1] - done) / (1 - self.lost)
-        )  # go on for so long
+        # time during which the message and backward overlap
+        both = min(self.slowed * cost, (self.ready_ns[-1] - done) / (1 - self.lost))
         return end + cost + both * (1 - 1 / self.slowed), done + (1 - self.lost) * both
 
     def period_ns(self, done_ns: Sequence[int], messages: Sequence[int]) -> int:
-        """How long a step takes in the long run whose sums are in then, while the next one's
-        forward goes on.
+        """Return the time of a step in the long run whose messages end at `done_ns`, under the next
+        forward pass.
         """
         return max(
             done - self.needed_ns[end - 1]
@@ -137,18 +136,17 @@ class StepTimeline:
         )
 
     def cost(self, first: int, last: int, share: float | None = None) -> int:
-        """Of the groups [first, last) in one message."""
+        """Return the time of one message with the groups [first, last)."""
         return self.cost_ns(sum(self.nbytes[first:last]))
 
 
 @dataclass(frozen=True)
 class CompressedTimeline(StepTimeline):
-    """The same where messages are compressed: ready once they are encoded."""
+    """A timeline with compressed messages; a group is ready once it is encoded."""
 
-    ratio: float | None = field(kw_only=True)  # the density as planned, where there is one
-    body_ns: Callable[[int, int, float | None], int] = field(
-        kw_only=True
-    )  # of [first, last) at a density
+    ratio: float | None = field(kw_only=True)  # planned density; None for a codec without one
+    # time of a message with the groups [first, last) at a density
+    body_ns: Callable[[int, int, float | None], int] = field(kw_only=True)
 
     def cost(self, first: int, last: int, share: float | None = None) -> int:
         return self.body_ns(first, last, share or self.ratio)
@@ -157,8 +155,9 @@ class CompressedTimeline(StepTimeline):
 def buckets_of_tensors(
     shapes: Sequence[tuple[int, ...]], work: Sequence[float]
 ) -> tuple[Bucket, ...]:
-    """The layer groups of tensors of these shapes with these shares of the work, the last one
-    first.
+    """Return the layer groups of tensors of these shapes, in backward order.
+
+    Args: `work` is the work of each tensor, in any unit.
     """
     sizes = [math.prod(shape) for shape in shapes]
     whole = sum(work)
@@ -174,13 +173,15 @@ def buckets_of_tensors(
                 Bucket(bounds[i], stop, FORWARD + (1 - FORWARD) * done, FORWARD * (1 - done))
             )
             stop, share = bounds[i], 0.0
-    last = parts.pop()  # with what is left of the first layers
+    last = parts.pop()  # the group of the first layers, which takes the remaining tensors
     return (*parts, last._replace(start=0, ready=1.0, needed=0.0))
 
 
 def end_shares(parts: Sequence[Bucket]) -> tuple[float, ...]:
-    """The shares of a step after which forward has ended with each group, the first layers first,
-    and then those after which backward has: of a forward pass that is shared out as backward is.
+    """Return the fractions of a step after which forward has ended with each group, first layers
+    first, then those of backward.
+
+    The forward pass is divided among the groups as the backward pass is.
     """
     forward = min(FORWARD, parts[0].ready)
     before = [forward, *(part.ready for part in parts[:-1])]
@@ -190,14 +191,14 @@ def end_shares(parts: Sequence[Bucket]) -> tuple[float, ...]:
 
 
 def untimed_timeline(parts: Sequence[Bucket]) -> StepTimeline:
-    """What is known of a chain without costs."""
+    """Return a timeline without costs."""
     return StepTimeline(
         (0,) * len(parts), tuple(4 * (part.stop - part.start) for part in parts), lambda _: 0
     )
 
 
 def merge_buckets(parts: Sequence[Bucket], messages: Sequence[int]) -> tuple[Bucket, ...]:
-    """What each message holds."""
+    """Return the layer groups of each message as one bucket."""
     ends = list(accumulate(messages))
     return tuple(
         parts[end - 1]._replace(stop=parts[end - count].stop)

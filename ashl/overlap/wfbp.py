@@ -1,13 +1,15 @@
-"""Wait-free backpropagation: each layer group is sent the moment backward has come to it.
+"""Wait-free backpropagation: each layer group is sent as soon as the backward pass has computed its
+gradient.
 
-Rule: the message of group l starts at max(R_l, the end of the message before), while groups l − 1,
-…, 1 are computed; a step takes F + max_k (R_k + S_k) with S_k = Σ_{l ≤ k} c_l, R counted from the
-start of backward. The last message is never hidden.
+Rule: the message of group l starts at max(R_l, end of the message before), while the backward pass
+computes groups l − 1, …, 1. At a parameter server the slices of a push leave in this way, and those
+of all workers queue at the server's NIC.
+Waiting: a step ends with its last message, which nothing hides.
+Time: F + max_k (R_k + S_k) with S_k = Σ_{l ≤ k} c_l and R counted from the start of backward.
+Failures: under all-reduce survivors repeat the round in which a worker failed, with all of its
+messages.
 
-At a parameter server the slices of a push leave so; those of all workers queue at its port. Under
-all-reduce a round in which a worker is lost is done once more without it, all of its messages.
-
-Limits: one group is `none`. Many small groups cost a latency each: then take `merged`.
+Limits: one group is `none`. Many small groups pay one latency each; take `merged` there.
 Source: Zhang et al., "Poseidon: An Efficient Communication Architecture for Distributed Deep
 Learning on GPU Clusters", USENIX ATC 2017.
 """
@@ -21,7 +23,7 @@ from ashl.overlap.timeline import StepTimeline
 
 @option
 class WFBP(Overlap):
-    """A message for each layer group, as it is ready."""
+    """One message per layer group, as it is ready."""
 
     def messages(self, timeline: StepTimeline) -> tuple[int, ...]:
         return (1,) * len(timeline.ready_ns)

@@ -1,1 +1,1 @@
-"""Which stages a run goes through: (configuration, profile) → stages."""
+"""Schedules: each makes the stages of a run from the configuration and the profile."""

@@ -1,29 +1,28 @@
 """ASHL: profile the workers, then AHL with a large H until the loss is low, then SHL with a small H
 and Top-K.
 
-Rule: AHL until the global loss ≤ `loss_switch`, then SHL with the bound `staleness` in commits to
-the end. The global loss is that of the global model on the training set, as last evaluated (the
-released code evaluates every 30 s); `loss=running` takes the mean of the workers' minibatch losses
-instead, which is at hand at each commit, but lags, and is of models that have just fitted their own
-shards. Each stage's H_i, data share and compression ratio follow from its presets by the planner.
-Momentum and residuals stay on the workers. Profiling is a stage of its own on the experiment's
-clock, unless a profile or a plan is given.
+Rule: AHL until the global loss is at most `loss_switch`, then SHL with the bound `staleness` in
+commits until the end. The global loss is that of the global model on the training set at the last
+evaluation; the released code evaluates every 30 s. `loss=running` takes the running mean of the
+workers' minibatch losses instead. That is known at each commit, but it lags, and belongs to models
+that have just trained on their own shards. The planner computes each worker's H_i, data share and
+compression ratio from the presets of a stage. Momentum and residuals remain on the workers across
+stages. Profiling is a stage of its own on the run's clock, unless a profile or a plan is given.
 
-Source: Shen et al., "ASHL", IEEE TC 2024, Algorithms 1 to 3; the released constants. Differs from
-both the paper and the released code in three things:
-    border     all workers cross from AHL to SHL together, at a barrier that lets all pushes in;
-               printed, each worker
-               changes its H at its next commit. A stage has one plan, and its counts and times are
-               of that stage alone.
-    SHL        the server applies a push and then has its worker wait, as SSP does; printed, a push
-               of a worker that is
-               too far ahead waits unapplied. So no finished work grows stale at the server.
-    feedback   `compression=topk` keeps what Top-K leaves out for the next push; printed, it is lost
-               as the worker takes
-               the server's model. `compression.error_feedback=false` is as printed, and slower
-               (`docs/ashl_table.md`).
-Printed, Top-K is in both stages, with each worker's own ratio; the released code compresses in SHL
-alone, with one ratio for all. Here `r_preset` says it by stage, and each worker has its ratio.
+Source: Shen et al., "ASHL", IEEE TC 2024, Algorithms 1 to 3; the released constants.
+Differs in three things from both the paper and the released code:
+    boundary   all workers change from AHL to SHL together, at a barrier that merges all pushes in
+               flight; in the paper each worker changes its H at its next commit. So a stage has one
+               plan, and its counts and times belong to that stage alone.
+    SHL        the server applies a push and then lets its worker wait, as SSP does; in the paper
+               the push of a worker that leads by too much waits unapplied. So no finished work
+               becomes stale at the server.
+    feedback   `compression=topk` adds what Top-K leaves out to the next push; in the paper it is
+               lost as the worker takes the server's model. `compression.error_feedback=false` is
+               the paper's rule, and slower (`docs/ashl_table.md`).
+In the paper Top-K is in both stages, with a ratio per worker. The released code compresses in SHL
+alone, with one ratio for all workers. Here `r_preset` lists the ratio by stage, and each worker has
+a ratio of its own.
 """
 
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ from ashl.schedule.choices import Choices, Schedule
 
 @option
 class ASHL(Schedule):
-    """Coarse and asynchronous first, fine and bounded later."""
+    """A large H without waiting first, a small H with a bounded lead later."""
 
     names_sync: ClassVar[bool] = True
     h_preset: Annotated[tuple[Count, ...], Field(min_length=2, max_length=2)]
@@ -57,14 +56,16 @@ class ASHL(Schedule):
 
     @property
     def low_enough(self) -> dict[str, float]:
-        """The rule by which a stage gives way once the loss is low."""
+        """The condition that ends a stage once the loss is low."""
         return {"evaluated_loss" if self.loss == "evaluated" else "loss": self.loss_switch}
 
 
 def profiling_stage(
     choices: Choices, steps: int, per_layer_group: bool = False, codecs: Sequence[Spec] = ()
 ) -> list[StagePlan]:
-    """The stage that measures, where it is wanted."""
+    """Return the profiling stage in a list; an empty list if `steps` is 0 or the user gave a
+    profile.
+    """
     spec: Spec = {
         "_target_": "ashl.sync.profiling.Profiling",
         "steps": steps,

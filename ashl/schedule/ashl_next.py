@@ -1,20 +1,19 @@
-"""ASHL with hidden exchanges, the smallest H, and a server learning rate that decays each time the
-loss rises.
+"""ASHL-next: ASHL with hidden exchanges, the smallest H, and a server learning rate that decays
+each time the loss rises.
 
-Rule: as in `decay_on_rise`, in stage k = 0, 1, … the server multiplies each update by
-`decay_factor`^k, and the stage ends at the first evaluation whose training loss is above that of
-the one before. All stages but the last are AHL, in which no worker waits. The last one is SHL, with
-the bound `staleness`. `h_preset` and `r_preset` list H and the preset ratio of the slowest worker
-by stage; the last value holds for all later stages. The planner makes cycles equal and shards
-proportional to speed. Pushes and pulls are sparse with error feedback, as in `ashl_plus`. With
-`overlap=delayed` they travel while the next steps are computed, so that H = 1 costs no time. Only
-costs that are not declared are profiled beforehand: the online planner corrects either.
+Rule: as in `decay_on_rise`, the server multiplies each update by `decay_factor`^k in stage k = 0,
+1, … A stage ends at the first evaluation with a higher training loss than the evaluation before.
+All stages but the last are AHL, in which no worker waits. The last one is SHL, with the bound
+`staleness`. `h_preset` and `r_preset` list H and the preset ratio of the slowest worker by stage;
+the last value holds for all later stages. The planner makes cycles equal and shards proportional to
+speed. Pushes and pulls are sparse with error feedback, as in `ashl_plus`. With `overlap=delayed`
+they travel while the next steps are computed, so that H = 1 costs no time. Only costs that are not
+declared are profiled beforehand, because the online planner corrects both kinds.
 
 Limits: two stages with `loss_switch` are `ashl_plus` of that loss, with `shl_scale` =
-`decay_factor` and the same overlap; one stage is `single` with sync=shl.
-
-Source: departs from Shen et al., "ASHL", IEEE TC 2024, Algorithms 1 to 3; an H and a step that
-follow the loss, as in AdaComm (Wang and Joshi, MLSys 2019).
+`decay_factor` and the same overlap. One stage is `single` with sync=shl.
+Source: ours, from Shen et al., "ASHL", IEEE TC 2024, Algorithms 1 to 3; an H and a step that follow
+the loss, as in AdaComm (Wang and Joshi, MLSys 2019).
 """
 
 from typing import Annotated, ClassVar

@@ -1,18 +1,17 @@
-"""ASHL+: ASHL's stages with Top-K on the way down too, so that small H pays already in AHL, and
-smaller steps in SHL.
+"""ASHL+: ASHL's stages with Top-K on pulls too, so that a small H pays in AHL already, and a
+smaller server learning rate in SHL.
 
-Rule: ASHL's, but both stages compress the push to their `r_preset` with error feedback, and a pull
-carries `pull_ratio` of the difference to what the worker holds. With the exchange that much
-shorter, H can be small without much time going into transfers, and smaller H learns more from each
-sample. In SHL the server adds `shl_scale` times what it would: the border between the stages is
-where the step falls, without a horizon known beforehand. Meant for planner=online, since what a
-compressed pull takes is seen during the run only, and for aggregate=uniform, which counts work once
-where `data_share` counts it twice.
+Rule: ASHL's, with two changes. Both stages compress pushes to their `r_preset` with error feedback.
+A pull carries the fraction `pull_ratio` of the difference to the model that the worker holds.
+Exchanges are then so short that a small H costs little time, and a smaller H learns more from each
+sample. In SHL the server multiplies its updates by `shl_scale`, so the learning rate decays at the
+stage boundary, without a horizon known beforehand.
+It is meant for planner=online, because the time of a compressed pull is known during the run only.
+It is meant for aggregate=uniform, which counts work once where `data_share` counts it twice.
 
-Limit: without a compression that leaves something out, and with `shl_scale` = 1, it is ASHL.
-
-Source: departs from Shen et al., "ASHL", IEEE TC 2024; error feedback, Stich et al., NeurIPS 2018;
-compressed pulls, Gruntkowska, Tyurin and Richtárik, ICML 2023.
+Limit: without a lossy compression and with `shl_scale` = 1 it is ASHL.
+Source: ours, from Shen et al., "ASHL", IEEE TC 2024; error feedback: Stich et al., NeurIPS 2018;
+compressed pulls: Gruntkowska, Tyurin and Richtárik, ICML 2023.
 """
 
 from dataclasses import replace
@@ -25,7 +24,7 @@ from ashl.schedule.choices import Choices
 
 @option
 class ASHLPlus(ASHL):
-    """ASHL, compressed both ways."""
+    """ASHL, compressed in both directions."""
 
     pull_ratio: Ratio | None
     shl_scale: Positive
@@ -37,8 +36,8 @@ class ASHLPlus(ASHL):
 
 
 def with_compressed_pulls(choices: Choices, ratio: float | None) -> Choices:
-    """The choices with this density of a pull, where something is compressed and no share is
-    chosen.
+    """Return the choices with this density of a pull, if the codec is lossy and
+    `topology.pull_ratio` is null.
     """
     topology = choices.specs["topology"]
     if choices.ratio is not None and "pull_ratio" in topology and topology["pull_ratio"] is None:

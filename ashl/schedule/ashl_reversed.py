@@ -1,10 +1,11 @@
-"""ASHL's stages in the other order: SHL with a small H first, then AHL with a large one.
+"""ASHL's stages in reverse order: SHL with a small H first, then AHL with a large one.
 
-Rule: SHL until the loss ≤ `loss_switch`, as in ASHL, then AHL to the end. Fine first keeps the
-early, steep part in step; coarse later spends fewest exchanges where the model moves least.
+Rule: SHL until the loss is at most `loss_switch`, as in ASHL, then AHL until the end. A bounded
+lead keeps workers close in the early, steep part; later, when the model moves least, AHL needs the
+fewest exchanges.
 
 Source: stages of Shen et al., "ASHL", IEEE TC 2024, in the order of Sync-Switch (Li et al., ICDCS
-2021), whose runs are more accurate the stricter stage first.
+2021). There the stricter stage first gives the higher accuracy.
 """
 
 from ashl.option import option
@@ -16,7 +17,7 @@ from ashl.schedule.handover import Handover
 
 @option
 class ASHLReversed(ASHL, Handover):
-    """Fine and bounded first, coarse and asynchronous later."""
+    """A small H with a bounded lead first, a large H without waiting later."""
 
     def stages(self, choices: Choices) -> list[StagePlan]:
         return self.with_handover(

@@ -1,5 +1,5 @@
-"""What a schedule is given to make stages of: the other groups' choices, and what is known of the
-workers.
+"""Input and contract of a schedule: the chosen options of the other groups, and what is known of
+the workers.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,24 +15,21 @@ from ashl.planner.assignment import Planner
 
 @dataclass(frozen=True)
 class Choices:
-    """The specs that a stage takes over unless its schedule says otherwise, and the means to plan
-    its workers.
+    """The specs that a stage has unless its schedule overrides them, and the means to plan its
+    workers.
     """
 
-    names: Mapping[str, str]  # of the chosen options, by group
-    specs: dict[str, Spec]
-    local_steps: int | str  # of the chosen sync mode; "plan" = as the planner says
+    names: Mapping[str, str]  # chosen option by group
+    specs: dict[str, Spec]  # spec of the chosen option by group
+    local_steps: int | str  # H of the chosen sync mode; "plan" = the planner decides
     batch: int
     num_workers: int
     planner: Planner
     profile: Profile | None  # None = not known before the run
-    payload: Callable[
-        [float | None], float
-    ]  # bytes on the wire of a compressed update / of a dense one
-    ratio: float | None  # the codec's own; None = it sends everything
-    profiled: (
-        bool  # whether the user gave the profile, so that it need not be measured during the run
-    )
+    # bytes of a compressed update at a ratio, as a fraction of those of a dense one
+    payload: Callable[[float | None], float]
+    ratio: float | None  # the codec's own density; None = it sends every element
+    profiled: bool  # True if the user gave the profile, so that the run does not measure one
 
     def stage(
         self,
@@ -45,16 +42,18 @@ class Choices:
         handover: dict[str, str] | None = None,
         **specs: Spec,
     ) -> StagePlan:
-        """A stage with the chosen specs, or those given here. With local_steps="plan" its workers'
-        H follow from `h_preset`, the slowest worker's, and their compression ratios from `r_preset`
-        (None = the codec's own).
+        """Return a stage with the chosen specs, or with those given here.
+
+        With local_steps="plan" the planner derives each worker's H from `h_preset`, the slowest
+        worker's H, and its compression ratio from `r_preset` (None: the codec's own). Raises:
+        UsageError if there is no `h_preset` then.
         """
         r_preset = None if self.ratio is None else self.ratio if r_preset is None else r_preset
         specs = {**self.specs, **specs}
         planned = (self.local_steps if local_steps is None else local_steps) == "plan"
         if planned and h_preset is None:
             raise UsageError(
-                "sync.local_steps=plan needs a schedule that plans H per worker; give a number,"
+                "sync.local_steps=plan: needs a schedule that plans H per worker; give a number,"
                 " schedule=ashl, or schedule.h_preset=[8] with schedule=single"
             )
         steps = h_preset if planned else (self.local_steps if local_steps is None else local_steps)
@@ -86,23 +85,21 @@ class Choices:
 
 
 class Schedule(Contract, group="schedule"):
-    """Which stages a run has."""
+    """A list of the stages of a run."""
 
-    names_sync: ClassVar[bool]  # whether it says which sync mode each stage has
-    h_preset: ClassVar[tuple[int, ...] | None] = None  # by stage: the slowest worker's H
-    r_preset: ClassVar[tuple[float | None, ...] | None] = (
-        None  # ... and the preset compression ratio
-    )
+    names_sync: ClassVar[bool]  # True if it defines the sync mode of each stage
+    h_preset: ClassVar[tuple[int, ...] | None] = None  # the slowest worker's H, by stage
+    r_preset: ClassVar[tuple[float | None, ...] | None] = None  # preset ratio, by stage
 
     def stages(self, choices: Choices) -> list[StagePlan]:
-        """The stages in order."""
+        """Return the stages in order."""
         raise NotImplementedError
 
 
 def with_assignments(
     stage: StagePlan, planner: Planner, profile: Profile, payload: Callable[[float | None], float]
 ) -> StagePlan:
-    """The stage with its workers' H, shares and ratios as the planner says."""
+    """Return the stage with the planner's H, data share and ratio of each worker."""
     assert stage.h_preset is not None
     rows = planner.assign(profile, stage.h_preset, stage.r_preset, payload)
     return replace(stage, workers=assigned(stage.workers, rows))

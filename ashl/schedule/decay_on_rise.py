@@ -9,8 +9,7 @@ instead. `eval.*` sets how soon a rise is seen.
 
 Limits: one stage is `single`. `decay_factor` = 1 changes no rate, and a stage boundary remains a
 barrier. Modes without a server learning rate are not supported: gossip, and modes that merge
-gradients, as `bsp`.
-
+gradients, such as `bsp`.
 Source: ours.
 """
 
@@ -33,10 +32,9 @@ class DecayStages:
     loss_switch: tuple[Positive, ...] | None
 
     def with_decay(self, stage_of: Callable[[int], StagePlan]) -> list[StagePlan]:
-        """Return all decay stages, with the name, server learning rate and end of each; `stage_of`
-        makes them by number.
+        """Return all decay stages, each with its name, server learning rate and end.
 
-        Raises UsageError.
+        Args: `stage_of` makes a stage by its number. Raises: UsageError.
         """
         ends: list[dict[str, float]] = [{"rises": float(k)} for k in range(1, self.decay_stages)]
         if (losses := self.loss_switch) is not None:
@@ -49,17 +47,14 @@ class DecayStages:
                     " many, or null"
                 )
             ends = [{"evaluated_loss": loss} for loss in losses]
-        stages, last = (
-            [],
-            stage_of(self.decay_stages - 1).aggregate["scale"]
-            * self.decay_factor ** (self.decay_stages - 1),
-        )
-        if not last:
+        factor = self.decay_factor ** (self.decay_stages - 1)
+        if not stage_of(self.decay_stages - 1).aggregate["scale"] * factor:
             raise UsageError(
                 f"schedule.decay_factor={self.decay_factor:g}: the server learning rate of the last"
                 f" of schedule.decay_stages={self.decay_stages} stages is 0; take fewer stages, or"
                 " a larger factor"
             )
+        stages = []
         for k, until in enumerate([*ends, {}]):
             stage = stage_of(k)
             aggregate = {

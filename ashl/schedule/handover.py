@@ -1,4 +1,4 @@
-"""What goes with a worker over the border between two stages."""
+"""State that workers keep across a stage boundary."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,17 +10,17 @@ from ashl.plan.plan import StagePlan
 
 @option
 class Handover:
-    """The fields of a schedule that declares it, for all of its borders.
+    """Fields of a schedule that declares the handover, for all of its stage boundaries.
 
-    momentum: the moments of the optimizer and of the outer one are kept, or start from zero.
-    residual: what error feedback holds back is kept and sent in the next stage, or dropped.
+    momentum: keep or reset the moments of the optimizer and of the outer optimizer. residual: keep
+    what error feedback holds back for the next stage, or drop it.
     """
 
     momentum: Literal["keep", "reset"]
     residual: Literal["keep", "drop"]
 
     def with_handover(self, stages: Sequence[StagePlan]) -> list[StagePlan]:
-        """The stages with the hand-over declared for each but the first."""
+        """Return the stages with the handover declared for each except the first."""
         first, *others = stages
         declared = {"momentum": self.momentum, "residual": self.residual}
         return [first, *(replace(stage, handover=declared) for stage in others)]

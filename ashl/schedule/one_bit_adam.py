@@ -1,9 +1,12 @@
-"""1-bit Adam: Adam on whole gradients until its variance has settled, then momenta in a bit an
-element.
+"""1-bit Adam: Adam on whole gradients until its variance has settled, then momenta in about one bit
+per element.
 
-Rule: BSP by all-reduce for `warmup_epochs`, whole gradients and Adam; then `sync=one_bit_adam` to
-the end, with the chosen compression. The paper warms up for 15 to 25 % of the run. Limit: a warm-up
-to the end is Adam. Source: Tang et al., "1-bit Adam", ICML 2021.
+Rule: BSP by all-reduce for `warmup_epochs`, with uncompressed gradients and Adam. Then
+`sync=one_bit_adam` with the chosen compression until the end. The paper's warm-up takes 15 to 25 %
+of the run.
+
+Limit: a warm-up until the end is Adam.
+Source: Tang et al., "1-bit Adam", ICML 2021.
 """
 
 from typing import ClassVar
@@ -15,7 +18,7 @@ from ashl.schedule.choices import Choices, Schedule
 
 @option
 class OneBitAdam(Schedule):
-    """Whole at first, a bit later."""
+    """Uncompressed Adam first, compressed momenta later."""
 
     names_sync: ClassVar[bool] = True
     warmup_epochs: Positive

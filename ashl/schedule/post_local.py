@@ -1,11 +1,12 @@
-"""Post-local SGD: synchronous until a switch, then local SGD.
+"""Post-local SGD: BSP until a switch, then local SGD.
 
-Rule: BSP for `switch_epochs`, then H local steps between two averages to the end. BSP exchanges
-differences, so that momentum lives on the workers all along; for SGD that is the same as averaging
-gradients. With topology=all_reduce everybody hears of the switch one round later.
+Rule: BSP for `switch_epochs`, then averages after H = `local_steps` local steps until the end. BSP
+exchanges differences, so that momentum is on the workers in both stages; for SGD that equals
+averaging gradients. With topology=all_reduce the workers receive the switch one round later.
 
-Limit: `local_steps` = 1 is BSP throughout. Source: Lin et al., "Don't Use Large Mini-batches, Use
-Local SGD", ICLR 2020 (there: the switch is at the first decay of the learning rate).
+Limit: `local_steps` = 1 is BSP throughout.
+Source: Lin et al., "Don't Use Large Mini-batches, Use Local SGD", ICLR 2020.
+Differs: the paper switches at the first decay of the learning rate.
 """
 
 from typing import ClassVar
@@ -19,7 +20,7 @@ from ashl.schedule.sync_first import bsp_stage
 
 @option
 class PostLocal(Schedule, Handover):
-    """In step first, local later."""
+    """Synchronous steps first, local steps later."""
 
     names_sync: ClassVar[bool] = True
     switch_epochs: Positive

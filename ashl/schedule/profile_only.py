@@ -1,4 +1,4 @@
-"""Profiling and nothing else: what `ashl profile` runs.
+"""Profiling alone: the schedule of `ashl profile`.
 
 Source: Shen et al., "ASHL", IEEE TC 2024.
 """
@@ -14,7 +14,7 @@ from ashl.schedule.choices import Choices, Schedule
 
 @option
 class ProfileOnly(Schedule):
-    """One stage that measures."""
+    """One profiling stage."""
 
     names_sync: ClassVar[bool] = True
     profile_steps: Count
@@ -23,5 +23,7 @@ class ProfileOnly(Schedule):
 
     def stages(self, choices: Choices) -> list[StagePlan]:
         if choices.profiled:
-            raise UsageError("costs are given, so there is nothing to measure; drop profile=")
+            raise UsageError(
+                "profile: costs are given, so there is nothing to measure; drop profile="
+            )
         return profiling_stage(choices, self.profile_steps, self.per_layer_group, self.codecs)

@@ -1,8 +1,8 @@
-"""ASHL with a tail in which H grows again as the learning rate decays.
+"""ASHL with a last stage in which H grows as the learning rate decays.
 
-Rule: AHL until the loss ≤ `loss_switch`, SHL for `shl_epochs`, then averages at every H steps by
-the quadratic rule H = max(H_SHL, ⌊(alpha/η)²⌋) ≤ `h_max`, each worker's in proportion to its
-planned H. With a constant rate H stays.
+Rule: AHL until the loss is at most `loss_switch`, then SHL for `shl_epochs`. Then averages after H
+steps by the quadratic rule H = max(H_SHL, ⌊(alpha/η)²⌋) ≤ `h_max`, with each worker's H in
+proportion to its planned H. With a constant learning rate H is constant.
 
 Source: Shen et al., "ASHL", IEEE TC 2024; Gu et al., "A Quadratic Synchronization Rule", ICLR 2024.
 """
@@ -16,7 +16,7 @@ from ashl.schedule.handover import Handover
 
 @option
 class QSRTail(ASHL, Handover):
-    """Coarse, fine, and coarse again at the end."""
+    """A large H, a small H, and a growing H at the end."""
 
     shl_epochs: Positive
     alpha: Positive

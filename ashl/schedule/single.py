@@ -1,7 +1,7 @@
-"""One stage from start to stop, with the sync mode, topology and compression that were chosen.
+"""One stage from start to stop, with the chosen sync mode, topology and compression.
 
-With `sync.local_steps=plan` every worker's H follows from `h_preset`, so that AHL or SHL can be run
-alone.
+With `sync.local_steps=plan` the planner derives each worker's H from `h_preset`, so that AHL or SHL
+can run alone.
 """
 
 from typing import ClassVar
@@ -13,7 +13,7 @@ from ashl.schedule.choices import Choices, Schedule
 
 @option
 class Single(Schedule):
-    """No switch: the run is one stage."""
+    """One stage for the whole run."""
 
     names_sync: ClassVar[bool] = False
     h_preset: tuple[Count] | None

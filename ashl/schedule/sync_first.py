@@ -1,7 +1,8 @@
 """A short synchronous warm-up, then ASHL.
 
-Rule: BSP for `warmup_epochs` (differences are exchanged, so that momentum lives on the workers and
-goes on with them), then AHL until the loss ≤ `loss_switch`, then SHL. The warm-up sends everything.
+Rule: BSP for `warmup_epochs`, then AHL until the loss is at most `loss_switch`, then SHL. The
+warm-up sends all elements. It exchanges differences, so that momentum is on the workers from the
+start.
 
 Source: Li et al., "Sync-Switch", ICDCS 2021 (synchronous for the first part, asynchronous after
 it); Shen et al., "ASHL", IEEE TC 2024.
@@ -16,7 +17,7 @@ from ashl.schedule.handover import Handover
 
 @option
 class SyncFirst(ASHL, Handover):
-    """In step while it matters most."""
+    """BSP first, then ASHL."""
 
     warmup_epochs: Positive
 
@@ -32,6 +33,6 @@ class SyncFirst(ASHL, Handover):
 
 
 def bsp_stage(choices: Choices, until: dict[str, float], r: float | None = None) -> StagePlan:
-    """A synchronous stage whose workers step themselves."""
+    """Return a BSP stage in which each worker takes the optimizer step itself."""
     spec: Spec = {"_target_": "ashl.sync.bsp.BSP", "exchange": "difference"}
     return choices.stage("bsp", sync=spec, local_steps=1, r_preset=r, until=until)

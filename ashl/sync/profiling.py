@@ -1,25 +1,25 @@
-"""Profiling as a stage on the run's counters: what a step, a push, a pull and an encoding cost each
-worker.
+"""Profiling, a stage on the run's clock that measures the costs of each worker: steps, pushes,
+pulls and encodings.
 
-Rule: all workers time local steps at once, `steps` of them after one to warm up (the model stays as
-it is). Then they take turns to exchange with the server, alone: nothing, the dense model up, the
-dense model down; at last all at once, which is a figure of its own. A transfer is timed until its
-receipt is there, less the way of the receipt. Each cost is a median of as many repetitions as its
-95 % interval takes to be narrow, up to a bound; workers whose intervals overlap count as equal. The
-server makes the profile, plans the stages that follow, and sends everyone the plan.
+Rule: all workers time local steps at the same time, `steps` of them after a warm-up step; the model
+does not change. Then they exchange with the server one by one: an empty message, the dense model
+up, the dense model down. At last all exchange at once, which measures the server's NIC. A transfer
+is timed until its receipt has arrived, minus the time of the receipt. Each cost is a median; it is
+repeated until its 95 % interval is narrow, up to a limit. Workers with overlapping intervals get
+equal costs. The server makes the profile, plans the stages that follow, and sends the plan to all
+workers.
 
-With `per_layer_group` they also time both passes by layer group, and then messages of several
-sizes: each worker alone to the server and from there, and all workers in a sum, which counts from
-when the last one has come. Of each, latency and seconds per byte are fitted
-(`ashl.plan.alpha_beta`); sizes go up for as long as there is time. What sums and steps cost each
-other is `ashl.sync.timing.beside`'s to measure, that a gradient leaves in parts
-`ashl.sync.timing.parts`', and what encoding and decoding cost by the chosen codec and by `codecs`
-`ashl.sync.timing.codecs`'.
+With `per_layer_group` the workers also time both passes by layer group, and messages of several
+sizes. Each worker exchanges them with the server alone; then all workers sum them, timed from the
+arrival of the last worker. `ashl.plan.alpha_beta` fits latency and seconds per byte, with larger
+sizes as long as time permits. `ashl.sync.timing` measures the rest: compute–communication
+contention (`beside`), gradients in several messages (`parts`), and encoding and decoding by the
+chosen codec and by `codecs` (`codecs`).
 
-`stop.seconds` and an interrupt end it at once, without a profile.
+`stop.seconds` and an interrupt end the stage at once, without a profile.
 
-Source: Shen et al., "ASHL", IEEE TC 2024, section on profiling (there: ten epochs, off the reported
-tally).
+Source: Shen et al., "ASHL", IEEE TC 2024, section on profiling.
+Differs: the paper profiles for ten epochs, which its reported times do not contain.
 """
 
 from __future__ import annotations
@@ -69,24 +69,20 @@ from ashl.topology.ending import end_time_ns, leave_stage, record_end
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import BarrierRule, ServerState
 
-REPEATS = 3  # of an exchange at least
-MOST = 20  # times as many repetitions at most
-SLOWED = 1.1  # a push among others that takes so many times as long shows the server's port
-DISTRIBUTION, DISTRIBUTION_S = (
-    2_000,
-    4.0,
-)  # steps for their quantiles at most, and seconds after which none begins
-COSTS = (
-    5  # numbers of a worker's first answer: a step, its noise and spread, an encoding and its noise
-)
-LINES_S = (
-    2.0  # for the messages of several sizes to and from all workers, and as long again for sums
-)
+REPEATS = 3  # smallest number of repetitions of an exchange
+MOST = 20  # largest number of repetitions, as a multiple of the smallest
+SLOWED = 1.1  # factor by which concurrent pushes must be slower to reveal the server's NIC
+DISTRIBUTION = 2_000  # largest number of steps for a distribution
+DISTRIBUTION_S = 4.0  # seconds after which no further step for a distribution begins
+# numbers in a worker's first answer: a step, its noise and spread, an encoding and its noise
+COSTS = 5
+# seconds for messages of several sizes between the server and all workers, and again for sums
+LINES_S = 2.0
 
 
 @option
 class Profiling(BarrierRule):
-    """Its loops stand in for the topology's: nothing is learned here."""
+    """A stage whose loops replace the topology's, and in which no model is learned."""
 
     steps: Natural
     per_layer_group: bool
@@ -97,9 +93,7 @@ class Profiling(BarrierRule):
 
 
 async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
-    """Measure, and again whenever the server says so; take over the plan that it sends at
-    the end.
-    """
+    """Measure costs at the server's orders, then receive the plan. Returns: the final signal."""
     assert isinstance(stage.sync, Profiling)
     before = stage.trainer.worker_state(ctx.rank)
     times = await time_steps(
@@ -116,42 +110,48 @@ async def worker(ctx: RankContext, stage: Stage, state: WorkerState) -> int:
             await ctx.send(stage.server, stage.tag("ask"), passes, (RESULT, *found))
             order = await ctx.recv(stage.tag("order"))
             signal, end_ns, *more = (int(value) for value in order.meta)
-            passes, found = None, ()
-            if signal == SUM:
-                found = (await time_sum(ctx, stage, end_ns),)
-            elif signal == BESIDE:
-                found = await time_beside(ctx, stage, state, end_ns, more[0])
-            elif signal == PARTS:
-                passes = await time_parts(ctx, stage, state, end_ns)
-            elif signal == LINK:
-                found = (
-                    await time_exchange(ctx, stage, UP, end_ns),
-                    await time_exchange(ctx, stage, DOWN, end_ns),
-                )
-            elif signal == GO:
-                found = (await time_exchange(ctx, stage, EMPTY),)
-                found += await time_exchange(ctx, stage, UP), await time_exchange(ctx, stage, DOWN)
-            elif signal == CODEC:
-                passes = await time_codec(ctx, stage, state, end_ns)
-            elif signal in (NEXT, STOP):
+            if signal in (NEXT, STOP):
                 break
-            else:
-                raise AssertionError(f"{signal} is not an order")
+            found, passes = await execute_order(ctx, stage, state, signal, end_ns, *more)
     except OverError as over:
         (order,) = over.order
         signal, end_ns, *_ = (int(value) for value in order.meta)
     state.assigned = None if order.body is None else (stage.index + 1, order.body)
-    stage.trainer.set_worker_state(ctx.rank, before)  # steps that are only timed teach nothing
+    stage.trainer.set_worker_state(ctx.rank, before)  # timed steps must leave no effect
     leave_stage(ctx, stage, signal, end_ns)
     ctx.record_round(stage.index, state.round, 0, 0, dropped=False, loss=None)
     state.round += 1
     return signal
 
 
+async def execute_order(
+    ctx: RankContext, stage: Stage, state: WorkerState, order: int, value: int, count: int
+) -> tuple[tuple[float, ...], torch.Tensor | None]:
+    """Measure what the server orders. Returns: (seconds, further seconds as a tensor or None).
+
+    Raises: OverError.
+    """
+    if order == SUM:
+        return (await time_sum(ctx, stage, value),), None
+    if order == BESIDE:
+        return await time_beside(ctx, stage, state, value, count), None
+    if order == PARTS:
+        return (), await time_parts(ctx, stage, state, value)
+    if order == CODEC:
+        return (), await time_codec(ctx, stage, state, value)
+    if order == LINK:
+        up_s = await time_exchange(ctx, stage, UP, value)
+        return (up_s, await time_exchange(ctx, stage, DOWN, value)), None
+    assert order == GO, f"{order} is not an order"
+    empty_s = await time_exchange(ctx, stage, EMPTY)
+    up_s = await time_exchange(ctx, stage, UP)
+    return (empty_s, up_s, await time_exchange(ctx, stage, DOWN)), None
+
+
 async def time_steps(
     ctx: RankContext, stage: Stage, state: WorkerState, steps: int, *, distribution: bool = False
 ) -> list[float]:
-    """Return the seconds of local steps, the first left out; at least one, and many for a
+    """Return the seconds of at least one local step, after a warm-up step; of many for a
     distribution.
     """
     trainer, batch = stage.trainer, stage.worker(ctx.rank).batch
@@ -163,9 +163,8 @@ async def time_steps(
             return None
         start = ctx.now
         args = (state.params, state.moments, ctx.rank, state.step + count, 0.0)
-        await ctx.compute(
-            lambda: numbers([trainer.local_step(*args)[0]]), work=batch
-        )  # till its loss is there
+        # reading the loss waits until a device has finished the step
+        await ctx.compute(lambda: numbers([trainer.local_step(*args)[0]]), work=batch)
         count += 1
         return ctx.now - start
 
@@ -179,7 +178,7 @@ async def time_steps(
 
 
 async def time_encoding(ctx: RankContext, stage: Stage, state: WorkerState) -> float:
-    """Seconds of encoding a dense vector."""
+    """Return the seconds of encoding a dense vector."""
     context = EncodeContext(
         min(worker.compression_ratio for worker in stage.plan.workers), stage.seed, ctx.rank
     )
@@ -193,8 +192,9 @@ async def time_encoding(ctx: RankContext, stage: Stage, state: WorkerState) -> f
 async def time_passes(
     ctx: RankContext, stage: Stage, state: WorkerState, times: int
 ) -> torch.Tensor:
-    """Seconds of forward of each layer group, and of backward, the last layers first: medians of so
-    many steps.
+    """Return the seconds of forward of each layer group, then of backward, both in backward order.
+
+    Each is the median of `times` steps.
     """
     count, step = len(stage.parts), state.step
     tags = [stage.tag("passed", k) for k in range(2 * count)]
@@ -212,8 +212,9 @@ async def time_passes(
 
 
 async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
-    """Say whose turn it is, answer every exchange, plan; send everyone the plan, or that the run
-    ends before.
+    """Order all measurements, make the profile and the plan, and send the plan to all workers.
+
+    Returns: the final signal, STOP if the run ends before all is measured.
     """
     state.progress.begin(ctx.now)
     assigned, signal, reason = None, STOP, "profiled"
@@ -232,7 +233,7 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
     state.progress.end_ns = end_time_ns(stage, ctx.now_ns)
     record_end(ctx, stage, state.progress, reason)
     for rank in stage.workers:
-        state.progress.drops[rank] += 1  # a round that is part of no model
+        state.progress.drops[rank] += 1  # this round is part of no model
         await ctx.send(rank, stage.tag("order"), assigned, (signal, state.progress.end_ns, 0))
     if signal == STOP:
         ctx.time_accounting.close_at(state.progress.end_ns)
@@ -249,16 +250,16 @@ async def measure_all(
     ContentionCosts | None,
     tuple[CodecCost, ...],
 ]:
-    """Return (workers, seconds of applying a push, bytes per second of the server's NIC, what
-    all-reduces cost, what they and computing cost each other, what codecs cost). Raises OverError.
+    """Measure everything that a profile holds.
+
+    Returns: (worker profiles, seconds of applying a push, bytes per second of the server's NIC,
+    costs of all-reduces, contention of sums and computing, costs of codecs). Raises: OverError.
     """
     members = stage.workers
     times: dict[int, list[tuple[float, ...]]] = {rank: [] for rank in members}
     steps = await collect_answers(ctx, stage, members)
-    while not all(
-        timed_enough(rows) for rows in times.values()
-    ):  # in turn, so that all see the same weather
-        for rank in members:
+    while not all(timed_enough(rows) for rows in times.values()):
+        for rank in members:  # interleaved, so that other load affects all workers equally
             await instruct(ctx, stage, (rank,), GO)
             times[rank].append((await collect_answers(ctx, stage, (rank,)))[rank])
     loaded = []
@@ -290,9 +291,11 @@ async def measure_all(
 async def add_lines(
     ctx: RankContext, stage: Stage, worker: WorkerProfile, rank: int
 ) -> WorkerProfile:
-    """... and what messages between this worker and the server cost by their bytes."""
+    """Return the worker's profile with the costs of messages to and from the server by their
+    bytes.
+    """
     up, down = await measure_line(ctx, stage, LINK, (rank,), LINES_S / stage.num_workers)
-    back_s = worker.latency_s  # of the receipt
+    back_s = worker.latency_s  # time of the receipt
     up, down = (replace(way, latency_s=max(0.0, way.latency_s - back_s)) for way in (up, down))
     return replace(worker, push_line=up, pull_line=down)
 
@@ -300,9 +303,10 @@ async def add_lines(
 async def measure_line(
     ctx: RankContext, stage: Stage, what: int, members: Sequence[int], budget_s: float
 ) -> list[AlphaBeta]:
-    """What these workers find of messages of several sizes: those of every kind that they time, the
-    least over the workers. In rounds until all are narrow, and as time allows; two large sizes at
-    least. Raises OverError.
+    """Return the fitted costs of messages by their bytes, one per kind that the workers time.
+
+    Of each repetition the shortest time over the workers counts. Sizes are measured in rounds until
+    all intervals are narrow or the time is over, at least two large sizes. Raises: OverError.
     """
     times: dict[int, list[tuple[float, ...]]] = {}
     end_s, sizes = ctx.now + budget_s, (*SMALL, *LARGE)
@@ -315,9 +319,8 @@ async def measure_line(
             times.setdefault(nbytes, []).append(
                 tuple(min(own[kind] for own in found) for kind in range(kinds))
             )
-            if (
-                nbytes >= LARGE[1] and 3 * ctx.now - 2 * start > end_s
-            ):  # the next size takes twice as long
+            # the next size takes twice as long
+            if nbytes >= LARGE[1] and 3 * ctx.now - 2 * start > end_s:
                 sizes = tuple(size for size in sizes if size <= nbytes)
                 break
     kinds = range(len(times[LARGE[0]][0]))
@@ -328,14 +331,16 @@ async def measure_line(
 
 
 def timed_enough(rows: Sequence[Sequence[float]]) -> bool:
-    """Whether each kind of exchange has been timed often enough."""
+    """Return True if each kind of exchange has a narrow interval, or the largest number of
+    repetitions.
+    """
     return len(rows) >= REPEATS and (
         len(rows) >= MOST * REPEATS or all(map(is_narrow, zip(*rows, strict=True)))
     )
 
 
 def row_of(worker: WorkerPlan) -> list[float]:
-    """A worker's part of the plan, as it travels."""
+    """Return a worker's part of the plan as numbers for a message."""
     return [
         worker.local_steps,
         worker.data_share,
@@ -351,8 +356,10 @@ def worker_profile(
     alone: Sequence[tuple[float, ...]],
     together: Sequence[tuple[float, ...]],
 ) -> WorkerProfile:
-    """Of what was timed: steps with an encoding, and rows of an exchange of nothing, of a push and
-    of a pull.
+    """Return the profile of a worker from its timings.
+
+    Args: `steps` is its first answer, with quantiles and passes if measured. `alone` and `together`
+    are rows of seconds (empty message, push, pull), one by one and all workers at once.
     """
     (step_s, step_noise_s, spread_s, compress_s, _), more = steps[:COSTS], steps[COSTS:]
     step_times_s, passes = more[: len(LEVELS)], more[len(LEVELS) :]
@@ -389,8 +396,10 @@ def worker_profile(
 
 
 def nic_bytes_per_s(workers: Sequence[WorkerProfile], dense_bytes: int) -> float | None:
-    """Bytes per second through the server's port: what had come by the time at which each of the
-    pushes was there that began together; None where nobody was slowed down.
+    """Return the bytes per second through the server's NIC; None if concurrent pushes were not
+    slower.
+
+    It is the highest rate at which pushes that began together had arrived.
     """
     loaded = [
         (w.push_loaded_s - w.latency_s, w.push_s) for w in workers if w.push_loaded_s is not None

@@ -49,7 +49,7 @@ LAYERS = f"{RING} overlap=layerwise"
         ),
         (
             f"{LAYERS} compression=topk overlap.ratio=[0.1]",
-            "overlap.ratio lists 1 and there are 2 messages",
+            "lists 1 densities for 2 messages",
         ),
         (
             f"{LAYERS} compression=topk overlap.ratio=[0.1,2]",
@@ -57,7 +57,7 @@ LAYERS = f"{RING} overlap=layerwise"
         ),
         (
             f"{LAYERS} compression=topk overlap.ratio=adaptive compression.ratio=0.5",
-            "overlap.max_ratio=0.1 the most",
+            "above overlap.max_ratio=0.1, and overlap.ratio=adaptive needs",
         ),
         (
             f"{LAYERS} compression=qsgd overlap.ratio=adaptive",

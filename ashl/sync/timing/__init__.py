@@ -1,3 +1,1 @@
-"""How profiling times what: orders between the server and its workers, and what each of them
-measures.
-"""
+"""Measurements of profiling: orders of the server, and the timings that its workers take."""

@@ -1,15 +1,15 @@
-"""What sums and computing cost each other while both go on, which a plan of overlap has to know.
+"""Time how much sums and computing slow each other down while both are active.
 
-Rule: all workers sum the whole model so many times in a row, then take steps, and then both at
-once, three times over, or fewer where that takes long. Computing has lost the share by which steps
-were slower then, and a sum is slowed by as many times as it took longer: the mean over the workers,
-and of the three the median. That holds for whatever they share, cores, caches or the system's own
-work for a link, in which no process is seen to be at work.
+Rule: all workers sum the whole model several times in a row, then take steps, and then do both at
+once. This is repeated three times, or less often if it takes long. Computing loses the fraction of
+its speed by which steps were slower, and a sum is slowed by the factor by which it took longer.
+Each is the mean over the workers, then the median over the repetitions. The cause may be any shared
+resource: cores, caches, or the operating system's work for a link.
 
-Both shares are where they are used: `ashl.overlap.timeline` weighs plans by them.
+`ashl.overlap.timeline` uses both numbers to plan messages.
 
-Limits: forward is taken for as easily disturbed as backward, and a short message for as disturbing
-as a long one.
+Limits: forward is assumed to be slowed as much as backward, and a short message to slow computing
+as much as a long one.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ from ashl.stage.stage import Stage
 from ashl.sync.timing.exchanges import collect_answers, empty_payload, instruct, time_step
 from ashl.topology.local_work import WorkerState
 
-BESIDE = -12  # an order, with bytes and how many sums
-ROUNDS = 3
-LEAST_S, STEPS, SUMS = 0.05, 4, 4  # of which each takes at least so long, or so many
-MOST_S = 20.0  # after which no other round begins
+BESIDE = -12  # an order, with the bytes and the number of sums
+ROUNDS = 3  # largest number of repetitions
+LEAST_S = 0.05  # shortest time of the sums, and of the steps, in seconds
+STEPS, SUMS = 4, 4  # smallest number of each
+MOST_S = 20.0  # seconds after which no further repetition begins
 
 
 async def time_beside(
     ctx: RankContext, stage: Stage, state: WorkerState, nbytes: int, count: int
 ) -> tuple[float, ...]:
-    """Seconds of a sum of so many bytes, of which so many go in a row, and of a step: each alone,
-    and both at once.
+    """Return the seconds of a sum alone, of a step alone, of a sum during steps, and of a step
+    during sums.
+
+    Args: `count` sums of `nbytes` bytes in a row.
     """
     batch, body = stage.worker(ctx.rank).batch, empty_payload(stage, nbytes)
     step, begun = partial(time_step, ctx, stage, state, 0, batch), math.inf
 
     async def sums() -> float:
-        await ctx.all_reduce(empty_payload(stage, 4), stage.workers)  # till all are here
+        # wait until all workers have reached this point
+        await ctx.all_reduce(empty_payload(stage, 4), stage.workers)
         nonlocal begun
         begun = ctx.now
         for _ in range(count):
@@ -59,7 +63,7 @@ async def time_beside(
     while not task.done:
         start = ctx.now
         await ctx.compute(step, work=batch)
-        if start >= begun:  # others may come to it later
+        if start >= begun:  # other workers may begin their sums later
             times.append(ctx.now - start)
     return alone_s, step_s, await ctx.join(task), statistics.fmean(times[:-1] or times or [step_s])
 
@@ -67,7 +71,10 @@ async def time_beside(
 async def measure_beside(
     ctx: RankContext, stage: Stage, step_s: float, line: AlphaBeta
 ) -> ContentionCosts | None:
-    """At the server; None where they cost each other nothing. Raises OverError."""
+    """Measure the contention at the server, with the workers. Returns: None if there is none.
+
+    Args: `step_s` is the longest step of a worker, `line` the costs of sums. Raises: OverError.
+    """
     dense = stage.trainer.dense_bytes
     count = max(SUMS, math.ceil(max(LEAST_S, STEPS * step_s) / max(line.seconds(dense), 1e-4)))
     lost, slowed, end_s = list[float](), list[float](), ctx.now + MOST_S

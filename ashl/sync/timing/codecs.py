@@ -1,9 +1,9 @@
 """Time how long codecs take to encode the whole model and to decode one payload.
 
-Rule: each repetition is a local step, an exchange with the server, an encoding and a decoding, so
-that the codec finds the caches as a training run leaves them. The medians over the repetitions
-count; the first one, which allocates, does not. A worker encodes; the cost of a decoding is the
-median over the workers.
+Rule: one repetition is a local step, an exchange with the server, an encoding and a decoding, so
+that the codec finds the caches as in a training run. The medians over the repetitions count,
+without the first one, which allocates memory. Each worker times its own encoding; the cost of a
+decoding is the median over the workers.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from ashl.stage.stage import Stage
 from ashl.sync.timing.exchanges import BOTH, collect_answers, instruct, time_exchange, time_step
 from ashl.topology.local_work import WorkerState
 
-CODEC = -7  # an order, with the place of the codec in `Stage.timed`
-REPEATS = (6, 1_000)  # at least and at most
+CODEC = -7  # an order, with the index of the codec in `Stage.timed`
+REPEATS = (6, 1_000)  # smallest and largest number of repetitions
 CODEC_S = 1.0  # seconds for each codec, after which no further repetition begins
 
 
 async def time_codec(ctx: RankContext, stage: Stage, state: WorkerState, k: int) -> torch.Tensor:
     """Return (seconds of an encoding, seconds of a decoding) of the k-th codec at this worker.
-    Raises OverError.
+
+    Raises: OverError.
     """
     _, link = stage.timed[k]
-    batch, rows, end_s = (
-        stage.worker(ctx.rank).batch,
-        list[tuple[float, float]](),
-        ctx.now + CODEC_S,
-    )
+    batch = stage.worker(ctx.rank).batch
+    rows: list[tuple[float, float]] = []
+    end_s = ctx.now + CODEC_S
     sender, receiver = CodecState(), CodecState()
     context = EncodeContext(link.codec.ratio or 1.0, stage.seed, ctx.rank, round=1)
     vector = state.params if isinstance(state.params, SizeOnly) else state.params[: link.d]
@@ -58,8 +57,9 @@ async def time_codec(ctx: RankContext, stage: Stage, state: WorkerState, k: int)
 
 
 async def measure_codecs(ctx: RankContext, stage: Stage) -> tuple[CodecCost, ...]:
-    """Return the costs of all codecs that are to be timed, which all workers time at once. Raises
-    OverError.
+    """Return the costs of all codecs to be timed; all workers time each one at the same time.
+
+    Raises: OverError.
     """
     costs = []
     for k, (name, _) in enumerate(stage.timed):

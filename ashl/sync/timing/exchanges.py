@@ -1,5 +1,5 @@
-"""What goes back and forth while costs are measured: orders, exchanges of any size, sums, and what
-was found; and the steps between them.
+"""Messages of profiling: orders, exchanges of any size, sums, answers; and the local steps between
+them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from ashl.stage.stage import Stage
 from ashl.topology.local_work import WorkerState
 from ashl.topology.parameter_server import ServerState
 
-EMPTY, UP, DOWN, RESULT, BOTH = range(5)  # what a worker asks of the server, or that it has done
-LINK, SUM = -1, -2  # orders beside GO: time a message of this size both ways, or in a sum of all
+# requests of a worker: an empty exchange, a push, a pull, an answer, a push with a pull
+EMPTY, UP, DOWN, RESULT, BOTH = range(5)
+# orders besides GO: time a push and a pull of this size, or a sum of this size over all workers
+LINK, SUM = -1, -2
 
 
 class OverError(Exception):
-    """The run ends before all is measured; a worker has received that word."""
+    """The run ends before all is measured; a worker has received this signal in `order`."""
 
     def __init__(self, *order: Message) -> None:
         super().__init__("the run ends while it measures")
@@ -31,7 +33,7 @@ class OverError(Exception):
 async def repeat_timing(
     once: Callable[[], Coroutine[None, None, float | None]], least: int, most: int
 ) -> list[float]:
-    """Times until their interval is narrow; fewer where there is nothing more to measure (None)."""
+    """Return times until their interval is narrow; fewer if `once` returns None."""
     times: list[float] = []
     while len(times) < least or (len(times) < most and not is_narrow(times)):
         if (taken := await once()) is None:
@@ -41,8 +43,8 @@ async def repeat_timing(
 
 
 async def time_sum(ctx: RankContext, stage: Stage, nbytes: int) -> float:
-    """Return the seconds of a sum of so many bytes over all workers, from when this one has come to
-    it.
+    """Return the seconds of a sum of `nbytes` bytes over all workers, from this worker's
+    arrival.
     """
     start = ctx.now
     await ctx.all_reduce(empty_payload(stage, nbytes), stage.workers)
@@ -50,7 +52,9 @@ async def time_sum(ctx: RankContext, stage: Stage, nbytes: int) -> float:
 
 
 def empty_payload(stage: Stage, nbytes: int) -> Any:
-    """A body of so many bytes: always the same one, as a run has what it sends before it does."""
+    """Return a payload of zeros of `nbytes` bytes, always the same object, as a run allocates
+    before it sends.
+    """
     return stage.cached(
         lambda stage: stage.trainer.blank(nbytes / stage.trainer.dense_bytes), ("blank", nbytes)
     )
@@ -59,8 +63,9 @@ def empty_payload(stage: Stage, nbytes: int) -> Any:
 async def time_exchange(
     ctx: RankContext, stage: Stage, what: int, nbytes: int | None = None
 ) -> float:
-    """Seconds until a body of so many bytes, or of the dense model's, is there and its receipt is
-    back. Raises OverError.
+    """Return the seconds until a payload has arrived and its receipt has returned.
+
+    Args: `nbytes` defaults to those of the dense model. Raises: OverError.
     """
     nbytes = stage.trainer.dense_bytes if nbytes is None else nbytes
     body, start = empty_payload(stage, nbytes) if what in (UP, BOTH) else None, ctx.now
@@ -87,7 +92,7 @@ async def instruct(
 async def collect_answers(
     ctx: RankContext, stage: Stage, members: Sequence[int]
 ) -> dict[int, tuple[float, ...]]:
-    """Return what these workers found; their exchanges are answered meanwhile. Raises OverError."""
+    """Return the answers of these workers; meanwhile answer their exchanges. Raises: OverError."""
     found: dict[int, tuple[float, ...]] = {}
     while len(found) < len(members):
         message = await ctx.recv(stage.tag("ask"), before_s=stage.stop_criteria.deadline_s)
@@ -103,7 +108,7 @@ async def collect_answers(
 
 
 async def time_apply(ctx: RankContext, stage: Stage, state: ServerState) -> float:
-    """Return the seconds of applying one push; the model stays as it is."""
+    """Return the seconds of applying one push; the model does not change."""
     push = Push(0, empty_payload(stage, stage.trainer.dense_bytes), 1, 1, 0, 0.0, 0.0, 0.0, 0.0)
 
     def apply() -> None:
@@ -117,7 +122,7 @@ async def time_apply(ctx: RankContext, stage: Stage, state: ServerState) -> floa
 def time_step(
     ctx: RankContext, stage: Stage, state: WorkerState, k: int, batch: int
 ) -> list[float]:
-    """The k-th of so many samples; the model stays as it is."""
+    """Compute the k-th local step and return its loss; the model does not change."""
     span = range(k * batch, (k + 1) * batch)
     return numbers(
         [stage.trainer.local_step(state.params, state.moments, ctx.rank, k, 0.0, span)[0]]

@@ -1,13 +1,13 @@
-"""What it costs that a gradient leaves in parts, beyond what its sums and computing take from each
-other.
+"""Time what a gradient in several messages costs, beyond the contention of its sums and computing.
 
-Rule: all workers take a step whole, in two parts and in all of its layer groups, and sum a number
-for each part as a run would sum that part, over and over. Of both in parts, what they took longer
-than the whole one and the chain of `ashl.overlap.timeline` says is what a step and each part cost.
-What those sums took longer that were handed over to a thread, counted from who came last to each,
-is what each sum but the last costs; the medians of all rounds.
+Rule: all workers take a step with one message, with two, and with one per layer group. For each
+message they sum a single number, in the way in which a run sums the message; this is repeated.
+Steps with several messages take longer than `ashl.overlap.timeline` predicts from the step with
+one. The difference gives the extra cost of a step and of each message. Sums that a thread executes
+take longer than a direct sum, from the arrival of the last worker; that gives the extra cost of
+each sum except the last. The medians of all repetitions count.
 
-Limits: spread evenly over a step, and alike for all parts, on all workers.
+Limits: costs are assumed to be spread evenly over a step, and equal for all messages and workers.
 """
 
 from __future__ import annotations
@@ -32,25 +32,23 @@ from ashl.stage.stage import Stage
 from ashl.sync.timing.exchanges import collect_answers, instruct, time_sum
 from ashl.topology.local_work import WorkerState
 
-PARTS = -13  # an order
-NUMBER = 4  # bytes of what is summed
-ROUNDS = (5, 60)
-MOST_S = 10.0  # after which no other round begins
-NARROW = 0.005  # half of the interval in which what parts cost lies, as a share of a step
+PARTS = -13  # an order, with the number of the repetition
+NUMBER = 4  # bytes of each sum
+ROUNDS = (5, 60)  # smallest and largest number of repetitions
+MOST_S = 10.0  # seconds after which no further repetition begins
+NARROW = 0.005  # half-width of a narrow interval of the extra cost, as a fraction of a step
 
 
 def bucket_plans(groups: int) -> tuple[tuple[int, ...], ...]:
-    """How many layer groups each message holds, of the steps that are timed."""
+    """Return the number of layer groups in each message, for the three steps that are timed."""
     return (groups,), (groups - groups // 2, groups // 2), (1,) * groups
 
 
 async def time_parts(
     ctx: RankContext, stage: Stage, state: WorkerState, number: int
 ) -> torch.Tensor:
-    """Seconds of a step by each of these plans, and then of the sums that went beside the
-    last one.
-    """
-    await time_sum(ctx, stage, NUMBER)  # till all are here
+    """Return the seconds of a step by each plan, then of the sums during the last one."""
+    await time_sum(ctx, stage, NUMBER)  # wait until all workers have reached this point
     took_s, beside_s = list[float](), list[float]()
     for plan in bucket_plans(len(stage.parts)):
         start = ctx.now
@@ -62,7 +60,7 @@ async def time_parts(
 async def step_with_sums(
     ctx: RankContext, stage: Stage, state: WorkerState, number: int, plan: Sequence[int]
 ) -> list[float]:
-    """A step with a sum for each message of a plan; seconds of each but the last."""
+    """Take a step with a sum per message. Returns: the seconds of each sum except the last."""
     batch, parts = stage.worker(ctx.rank).batch, merge_buckets(stage.parts, plan)
     what = state.params, ctx.rank, number, range(number * batch, (number + 1) * batch)
     found = list[float]()
@@ -83,7 +81,7 @@ async def step_with_sums(
 
 
 async def time_sums(ctx: RankContext, stage: Stage, tags: Sequence[Tag]) -> list[float]:
-    """Seconds of a sum for each part, once it is there."""
+    """Return the seconds of a sum for each message, from the time at which it is ready."""
     found = []
     for tag in tags:
         await ctx.recv(tag)
@@ -98,8 +96,9 @@ async def with_layer_group_costs(
     line: AlphaBeta,
     known: ContentionCosts | None,
 ) -> ContentionCosts | None:
-    """What is known of sums beside computing, with this; at the server. None where all of it costs
-    nothing. Raises OverError.
+    """Measure the extra costs at the server and add them to the known contention.
+
+    Returns: None if nothing costs anything. Raises: OverError.
     """
     groups, end_s, rows = len(stage.parts), ctx.now + MOST_S, list[tuple[float, ...]]()
     if groups < 2:
@@ -142,9 +141,11 @@ async def with_layer_group_costs(
 
 
 def handover_s(dense_s: float, alone_s: float, beside_s: float) -> float:
-    """What a thread costs a sum. One of a number takes so long alone and, over what sums of the
-    whole model are slowed by, beside computing: these went by a thread, too, so that part of that
-    was this.
+    """Return the extra seconds of a sum that a thread executes.
+
+    A sum of one number takes `alone_s` directly, and `beside_s` by a thread during computing,
+    divided by the slowdown of sums of the whole model. A thread executed those too, so a part of
+    their slowdown is this extra cost.
     """
     if dense_s <= beside_s:
         return max(0.0, beside_s - alone_s)
@@ -154,7 +155,9 @@ def handover_s(dense_s: float, alone_s: float, beside_s: float) -> float:
 def extra_seconds(
     row: Sequence[float], timeline: StepTimeline, shares: Sequence[float]
 ) -> list[float]:
-    """By how many seconds the steps in parts took longer than the whole one and the chain say."""
+    """Return by how many seconds the steps with several messages took longer than the timeline
+    predicts from the step with one.
+    """
     whole, *others = bucket_plans(len(shares))
     step_ns = row[0] * NS - timeline.cost(0, len(shares))
     own = replace(timeline, ready_ns=tuple(max(0, round(step_ns * share)) for share in shares))
@@ -163,7 +166,7 @@ def extra_seconds(
 
 
 def all_narrow(rows: Sequence[Sequence[float]]) -> bool:
-    """Whether it is known well enough by how much they differ."""
+    """Return True if the interval of each extra cost is narrow."""
     whole_s = statistics.median(row[0] for row in rows)
     return all(
         estimate([row[k] - row[0] for row in rows]).noise <= NARROW * whole_s for k in (1, 2)
