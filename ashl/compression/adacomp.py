@@ -51,7 +51,7 @@ from ashl.compression.wire.arrays import (
     where_true,
 )
 from ashl.compression.wire.bits import BLOCK, pack_signs, packed_bytes, unpack_truths
-from ashl.compression.wire.index_code import IndexCode, index_room, read_indices, write_indices
+from ashl.compression.wire.index_code import IndexCode, max_index_bytes, read_indices, write_indices
 from ashl.compression.wire.payload_format import HEADER, Parts, typed_part, write_payload
 from ashl.compression.wrappers.feedback import Residual, rescale, restore_error
 from ashl.compression.wrappers.layers import with_layout
@@ -83,7 +83,7 @@ class AdaComp(Sparse):
             whole = g if old is None else g + array_of(old)
             parts, indices = self.choose(whole, g)
             rest = array_of(x.clone()) if whole is g else whole
-            rest[indices] -= self.meant(parts, indices, len(g))
+            rest[indices] -= self.decode_values(parts, indices, len(g))
         return Residual(tensor_of(rest), None, context.lr), write_payload(self.code, len(g), parts)
 
     def restore_dropped(self, sender: Residual, payload: Tensor) -> Residual:
@@ -130,9 +130,9 @@ class AdaComp(Sparse):
             if k
             else to_device_index(parts.values, np.empty(0, np.int64))
         )
-        return indices, self.meant(parts, indices, d)
+        return indices, self.decode_values(parts, indices, d)
 
-    def meant(self, parts: Parts, indices: Array, d: int) -> Array:
+    def decode_values(self, parts: Parts, indices: Array, d: int) -> Array:
         """Return the values of the elements at these indices."""
         ends, scales = np.cumsum([size for size, _ in self.bins(d)]), read(parts.scales).view("<f4")
         negative = unpack_truths(as_bytes(parts.values), len(indices))
@@ -149,7 +149,7 @@ class AdaComp(Sparse):
             HEADER.size
             + 4 * len(self.bins(d))
             + packed_bytes(d, 1)
-            + index_room(self.indices, d, d)
+            + max_index_bytes(self.indices, d, d)
         )
 
     def bins(self, d: int) -> list[tuple[int, int]]:

@@ -39,7 +39,7 @@ from ashl.compression.wire.bits import blocks
 from ashl.compression.wire.index_code import (
     IndexCode,
     index_bytes,
-    index_room,
+    max_index_bytes,
     read_indices,
     write_indices,
 )
@@ -105,7 +105,7 @@ class Atomo(Code, Share):
         if self.atoms == "singular":
             return Spectral(self, (square(d),)).encoded_nbytes(ratio, d)
         k = most_components(self.kept(ratio, d), d)
-        return HEADER.size + min(4 * d, 4 * k + index_room(self.indices, k, d))
+        return HEADER.size + min(4 * d, 4 * k + max_index_bytes(self.indices, k, d))
 
     def bound(self, ratio: float | None, d: int) -> float:
         if self.atoms == "singular":
@@ -140,14 +140,12 @@ class Spectral(Code):
                 triples = decompose(
                     matrix.reshape(rows, columns), self._budget(rows, columns, context.ratio), rng
                 )
-            if triples is None or triples.size >= part.size:
-                sent = (
-                    part
-                    if triples is None
-                    else compose(triples, rows, columns).reshape(-1)[: part.size]
-                )
+            if triples is None:
                 counts.append(ELEMENTS)
-                pieces.append(sent)
+                pieces.append(part)
+            elif triples.size >= part.size:
+                counts.append(ELEMENTS)
+                pieces.append(compose(triples, rows, columns).reshape(-1)[: part.size])
             else:
                 counts.append(len(triples))
                 pieces.append(triples.reshape(-1))
@@ -173,11 +171,9 @@ class Spectral(Code):
                     f" {rows} x {columns} matrix"
                 )
             piece = values[at : at + size]
-            whole = (
-                piece
-                if count == ELEMENTS
-                else compose(piece.reshape(count, rows + columns), rows, columns)
-            )
+            whole = piece
+            if count != ELEMENTS:
+                whole = compose(piece.reshape(count, rows + columns), rows, columns)
             out[:] = whole.reshape(-1)[: out.size]
             at += size
         if at != values.size:
@@ -185,15 +181,15 @@ class Spectral(Code):
         return x
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        total, left = HEADER.size + 4 * len(self.shapes), d
+        total, remaining = HEADER.size + 4 * len(self.shapes), d
         for rows, columns in self.shapes:
-            budget, size = self._budget(rows, columns, ratio), min(rows * columns, left)
-            triples = (
-                most_components(budget, min(rows, columns)) * (rows + columns)
-                if min(rows, columns) > 1
-                else size
-            )
-            total, left = total + 4 * min(size, triples), left - size
+            size = min(rows * columns, remaining)
+            triples = size
+            if min(rows, columns) > 1:
+                budget = self._budget(rows, columns, ratio)
+                triples = most_components(budget, min(rows, columns)) * (rows + columns)
+            total += 4 * min(size, triples)
+            remaining -= size
         return total
 
     def bound(self, ratio: float | None, d: int) -> float:
@@ -218,7 +214,7 @@ def draw_components(
     x: np.ndarray, budget: float, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw atoms with factors x and return (ascending indices, values λ/p float32)."""
-    slope = probabilities(x, budget)
+    slope = find_slope(x, budget)
     if not isfinite(slope):
         indices = largest(x, min(x.size, int(budget)))
         indices = indices[x[indices] != 0]
@@ -232,10 +228,9 @@ def draw_components(
         beyond = share[hits] - words[hits]  # below 1: a fraction of a word decides
         found.append(hits[beyond >= rng.random(hits.size)] + where.start)
     indices = np.concatenate(found)[: most_components(budget, x.size)]
-    heavy = np.abs(x[indices]) * np.float64(slope) >= 1
-    return indices, np.where(heavy, x[indices], np.copysign(1 / slope, x[indices])).astype(
-        np.float32
-    )
+    values = x[indices]
+    heavy = np.abs(values) * np.float64(slope) >= 1
+    return indices, np.where(heavy, values, np.copysign(1 / slope, values)).astype(np.float32)
 
 
 def most_components(budget: float, count: int) -> int:
@@ -246,7 +241,7 @@ def most_components(budget: float, count: int) -> int:
     return min(count, ceil(budget + 7 * sqrt(budget)) + 16)
 
 
-def probabilities(x: np.ndarray, budget: float) -> float:
+def find_slope(x: np.ndarray, budget: float) -> float:
     """Return c of p_j = min(1, c·|x_j|) such that Σ p_j = budget.
 
     Infinity if at most ⌊budget⌋ elements are not 0, or if x is not finite.

@@ -52,43 +52,43 @@ class BlockCoordinate(Sparse, SummedValues, Wrappers):
         )
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
-        count = self.number(len(x))
+        count = self.num_blocks(len(x))
         block = (
             context.common % count
             if self.order == "cyclic"
             else int(context.shared().integers(count))
         )
-        values = x[self.place(block, len(x))]
+        values = x[self.block_slice(block, len(x))]
         if self.scaled and count > 1:
             values = values * float(count)
         return Parts(len(values), values, scales=np.array([block], "<u4"))
 
     def unpack(self, parts: Parts, d: int) -> Any:
         block = int(typed_part(read(parts.scales), "<u4", 1, "scales")[0])
-        if block >= self.number(d) or parts.form or len(parts.indices):
-            raise PayloadError(f"received block {block}; there are {self.number(d)}")
-        place = self.place(block, d)
+        if block >= self.num_blocks(d) or parts.form or len(parts.indices):
+            raise PayloadError(f"received block {block}; there are {self.num_blocks(d)}")
+        place = self.block_slice(block, d)
         return place, typed_part(parts.values, "<f4", place.stop - place.start, "values")
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return HEADER.size + 4 + 4 * -(-d // self.number(d))
+        return HEADER.size + 4 + 4 * -(-d // self.num_blocks(d))
 
     def summed_bytes(self, ratio: float | None, d: int) -> int:
         """Return the size of the summed part of a payload in bytes: its values."""
         return self.encoded_nbytes(ratio, d) - HEADER.size - 4
 
     def bound(self, ratio: float | None, d: int) -> float:
-        count = self.number(d)
+        count = self.num_blocks(d)
         if self.order == "random":
             return count - 1 if self.scaled else 1 - 1 / count
         # Worst case of one message: x is 0 on the block, or 0 everywhere else.
         return max(1.0, (count - 1.0) ** 2) if self.scaled else 1.0
 
-    def number(self, d: int) -> int:
+    def num_blocks(self, d: int) -> int:
         """Return B, at most the number of elements."""
         return min(self.blocks, d)
 
-    def place(self, block: int, d: int) -> slice:
+    def block_slice(self, block: int, d: int) -> slice:
         """Return the elements of a block."""
-        count = self.number(d)
+        count = self.num_blocks(d)
         return slice(block * d // count, (block + 1) * d // count)

@@ -77,11 +77,11 @@ class Grid(NamedTuple):
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of a block."""
-        down, across = self.cut
+        down, across = self.block_counts
         return -(-self.rows // down), -(-self.columns // across)
 
     @property
-    def cut(self) -> tuple[int, int]:
+    def block_counts(self) -> tuple[int, int]:
         """Number of blocks below each other and beside each other."""
         return -(-self.rows // SIDE), -(-self.columns // SIDE)
 
@@ -97,7 +97,7 @@ class Grid(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        return math.prod(self.cut)
+        return math.prod(self.block_counts)
 
     @property
     def sent(self) -> int:
@@ -106,13 +106,15 @@ class Grid(NamedTuple):
 
     def strips(self, like: Array) -> Iterator[slice]:
         """Return slices of the rows of blocks that fit the cache; one slice on a device."""
-        down, across = self.cut
+        down, across = self.block_counts
         step = down if isinstance(like, Tensor) else max(1, BLOCK // (across * self.size))
         return (slice(first, min(first + step, down)) for first in range(0, down, step))
 
     def forward(self, x: Array, top: np.float32, strip: slice) -> Array:
         """Return the coefficients [blocks, size] of a strip of x/top."""
-        rows, (height, width), across = self.of(x, strip), self.block, self.cut[1]
+        rows = self.rows_of_strip(x, strip)
+        height, width = self.block
+        across = self.block_counts[1]
         filled = zeros(x, (strip.stop - strip.start) * height, across * width)
         filled[: len(rows), : self.columns] = divide(rows, float(top) or 1.0)
         blocks = filled.reshape(-1, height, across, width).swapaxes(1, 2).reshape(-1, height, width)
@@ -125,7 +127,9 @@ class Grid(NamedTuple):
 
         Args: coefficients and indices [blocks, kept], the indices within each block.
         """
-        rows, (height, width), across = self.of(x, strip), self.block, self.cut[1]
+        rows = self.rows_of_strip(x, strip)
+        height, width = self.block
+        across = self.block_counts[1]
         whole, unit = to_integers(coefficients, BITS)
         blocks = scatter(look_up(interleave(height, width), indices), whole, self.size).reshape(
             -1, width, height
@@ -143,7 +147,7 @@ class Grid(NamedTuple):
         rows[:] = filled[: len(rows), : self.columns]
         return rows
 
-    def of(self, x: Array, strip: slice) -> Array:
+    def rows_of_strip(self, x: Array, strip: slice) -> Array:
         """Return the rows of the layer in the flat vector x that a strip covers."""
         height = self.block[0]
         matrix = x[self.start : self.stop].reshape(self.rows, self.columns)
@@ -281,7 +285,7 @@ class DeMo(Code, Share):
                 )
             content = values[value : value + grid.sent].reshape(inside.shape)
             for strip in grid.strips(x):
-                part = slice(strip.start * grid.cut[1], strip.stop * grid.cut[1])
+                part = slice(strip.start * grid.block_counts[1], strip.stop * grid.block_counts[1])
                 rows = grid.backward(content[part], inside[part], x, strip)
                 rows *= float(top)
                 if LARGEST / SIDE**2 < top < np.inf:

@@ -32,7 +32,7 @@ from ashl.compression.wire.bits import pack, packed_bytes, unpack
 from ashl.compression.wire.index_code import (
     IndexCode,
     index_bytes,
-    index_room,
+    max_index_bytes,
     read_indices,
     write_indices,
 )
@@ -63,7 +63,7 @@ class Dryden(Sparse, Share):
         if is_true(ops(x).isnan(ends_of(x)).any()):  # make all NaNs positive: one side has them
             x = ops(x).where(ops(x).isnan(x), zeros(x, 1) + np.nan, x)
         sides = []
-        for size, order in zip(self._sizes(x), (POSITIVE, NEGATIVE), strict=True):
+        for size, order in zip(self._side_sizes(x), (POSITIVE, NEGATIVE), strict=True):
             indices = (
                 largest(x, kept_count(share, size), order)
                 if size
@@ -71,9 +71,9 @@ class Dryden(Sparse, Share):
             )
             # The elements are few, so the host encodes them.
             sides.append((read(indices), np.abs(read(x[indices]))))
-        return self._written(x, *sides)
+        return self._write_sides(x, *sides)
 
-    def _sizes(self, x: Array) -> list[int]:
+    def _side_sizes(self, x: Array) -> list[int]:
         """Return the numbers of elements that are positive or NaN, and of negative elements."""
         if isinstance(x, Tensor):
             least, below = numbers([(x <= 0).sum(), (x < 0).sum()])
@@ -82,10 +82,10 @@ class Dryden(Sparse, Share):
         above = x.size - int(np.count_nonzero(np.less_equal(x, 0, out=of_side)))
         return [above, int(np.count_nonzero(np.less(x, 0, out=of_side)))]
 
-    def _written(self, x: Array, positive: Any, negative: Any) -> Parts:
+    def _write_sides(self, x: Array, positive: Any, negative: Any) -> Parts:
         (p, above), (n, below) = positive, negative
         k, d = p.size + n.size, len(x)
-        if self._size(k, d) >= 4 * d:
+        if self._sparse_bytes(k, d) >= 4 * d:
             return Parts(d, x, form=DENSE)
         scales, codes = [], []
         for side, values in enumerate((above, below)):
@@ -101,7 +101,7 @@ class Dryden(Sparse, Share):
         return Parts(k, beside(x, values), coded, scales, SPARSE)
 
     def unpack(self, parts: Parts, d: int) -> Any:
-        k, form, count = parts.count, parts.form, self._count
+        k, form, count = parts.count, parts.form, self._num_levels
         if form == DENSE and k == d and not (len(parts.scales) or len(parts.indices)):
             return slice(None), typed_part(parts.values, "<f4", d, "values")
         if isinstance(parts.values, Tensor):  # few elements: the host decodes
@@ -132,9 +132,9 @@ class Dryden(Sparse, Share):
         share = self.ratio if ratio is None else ratio
         kept_count(share, d)
         most = min(d, int(share * d) + 2)  # each side is rounded separately
-        indices = index_room(self.indices, most, d)
+        indices = max_index_bytes(self.indices, most, d)
         return HEADER.size + min(
-            4 * d, 8 * self._count + packed_bytes(most, self._width + 1) + indices
+            4 * d, 8 * self._num_levels + packed_bytes(most, self._width + 1) + indices
         )
 
     def bound(self, ratio: float | None, d: int) -> float:
@@ -144,16 +144,16 @@ class Dryden(Sparse, Share):
         return 1 - min(1 / max(1, int(share * d) + 1), 1 / min(d, 1.5 / share))
 
     @property
-    def _count(self) -> int:
+    def _num_levels(self) -> int:
         return 1 if self.levels == "mean" else self.num_levels
 
     @property
     def _width(self) -> int:
-        return (self._count - 1).bit_length()
+        return (self._num_levels - 1).bit_length()
 
-    def _size(self, k: int, d: int) -> int:
+    def _sparse_bytes(self, k: int, d: int) -> int:
         return (
-            8 * self._count
+            8 * self._num_levels
             + packed_bytes(k, self._width + 1)
             + (index_bytes(self.indices, k, d) if k else 0)
         )

@@ -54,7 +54,7 @@ class FetchSGD(CountSketch):
     def reduce(
         self, memory: Sketches | None, payloads: Sequence[Tensor], weights: Sequence[float], d: int
     ) -> tuple[Sketches, Tensor]:
-        table, momentum = self.together(payloads, weights, d)
+        table, momentum = self.sum_payloads(payloads, weights, d)
         error = np.zeros_like(momentum)
         with np.errstate(over="ignore", invalid="ignore"):  # a diverging run has infinities
             if memory is not None and memory.seed == table.seed:

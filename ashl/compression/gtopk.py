@@ -100,12 +100,12 @@ class GTopK(TopK, Reduces, Collective):
         if parent is None:
             final = Final(sets[-1], np.ones(sets[-1].indices.size, bool))
         else:
-            await team.send(parent, UP, self.written_few(sets[-1], d))
+            await team.send(parent, UP, self.write_few(sets[-1], d))
             payload, _ = await team.recv(parent, DOWN, final=True)
             final = await team.compute(partial(self.read_final, payload, d))
         for child, merged in zip(reversed(children), reversed(sets), strict=False):
             final = final._replace(alive=final.alive & within(final.few, merged))
-            await team.send(child, DOWN, self.written_few(final.few, d, final.alive))
+            await team.send(child, DOWN, self.write_few(final.few, d, final.alive))
         return await team.compute(partial(self.finish_sum, source, sets[0], final))
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
@@ -147,7 +147,7 @@ class GTopK(TopK, Reduces, Collective):
         chosen = largest(sums, max(own.indices.size, other.indices.size))
         return Few(indices[first[chosen]], sums[chosen])
 
-    def written_few(self, few: Few, d: int, alive: np.ndarray | None = None) -> Tensor:
+    def write_few(self, few: Few, d: int, alive: np.ndarray | None = None) -> Tensor:
         """Encode a set; on the way down, with the bits of its elements."""
         k, bits = few.indices.size, EMPTY
         if alive is not None:

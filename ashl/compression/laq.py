@@ -108,8 +108,8 @@ class LAQ(Codec):
         state, g = model_changes(sender or Lazy(), context.params, self.memory), array_of(x)
         sent = zeros(g, len(g)) if state.sent is None else array_of(state.sent)
         with np.errstate(over="ignore", invalid="ignore"):
-            parts = self._parts(g, sent)
-            now = self._applied(parts, sent)
+            parts = self._quantize(g, sent)
+            now = self._apply(parts, sent)
             change, error = distance(now, sent), distance(g, now)
         reach = self.xi / self.memory * sum(state.moves) / context.lr**2 if context.lr else 0.0
         lazy = change <= reach + 3 * (error + state.error) and state.age < self.max_age
@@ -127,14 +127,14 @@ class LAQ(Codec):
         parts = read_payload(payload, self.code, d)
         sent = zeros(parts.values, d) if receiver is None else array_of(receiver)
         with np.errstate(over="ignore", invalid="ignore"):
-            now = tensor_of(self._applied(parts, sent))
+            now = tensor_of(self._apply(parts, sent))
             return now, now
 
     def restore_dropped(self, sender: Lazy, payload: Tensor) -> Lazy:
         sent, error, age = sender.before
         return sender._replace(sent=sent, error=error, age=age)
 
-    def _parts(self, g: Array, sent: Array) -> Parts:
+    def _quantize(self, g: Array, sent: Array) -> Parts:
         d, top = len(g), 2 ** (self.bits or 1) - 1
         if self.bits is None:
             return Parts(d, g, form=WHOLE)
@@ -145,14 +145,10 @@ class LAQ(Codec):
             return Parts(
                 d, pack(levels.to(torch.int32) * int(np.isfinite(reach)), self.bits), scales=scales
             )
-        buffer, stream = (
-            np.empty(min(BLOCK, d), np.float32),
-            np.empty(packed_bytes(d, self.bits), np.uint8),
-        )
-        reach = np.max(
-            [np.abs(part, out=part).max() for _, part in changes(g, sent, buffer)],
-            initial=np.float32(0),
-        )
+        buffer = np.empty(min(BLOCK, d), np.float32)
+        stream = np.empty(packed_bytes(d, self.bits), np.uint8)
+        magnitudes = [np.abs(part, out=part).max() for _, part in changes(g, sent, buffer)]
+        reach = np.max(magnitudes, initial=np.float32(0))
         if not np.isfinite(reach):
             stream[:] = 0
             return Parts(d, stream, scales=np.array([np.nan], "<f4"))
@@ -169,7 +165,7 @@ class LAQ(Codec):
             stream[where.start * self.bits // 8 :][: piece.size] = piece
         return Parts(d, stream, scales=np.array([reach], "<f4"))
 
-    def _applied(self, parts: Parts, sent: Array) -> Array:
+    def _apply(self, parts: Parts, sent: Array) -> Array:
         """Return Q after a message, with the same bits at both ends."""
         d = len(sent)
         form = WHOLE if self.bits is None else LEVELS

@@ -99,20 +99,18 @@ class TwoMeans(Code):
     def unpack(self, parts: Parts, d: int) -> Array:
         stream = typed_part(all_levels(parts, d), "u1", packed_bytes(d, 1), "signs")
         if isinstance(stream, Tensor):
-            sides = typed_part(parts.scales, "<f4", 2 * self._count(), "means").view(-1, 2)
+            sides = typed_part(parts.scales, "<f4", 2 * self._num_parts(), "means").view(-1, 2)
             parts_there = zip(self.split(unpack(stream, 1, d)), sides, strict=True)
             return torch.cat(
                 [torch.where(negative[0] > 0, side[1], side[0]) for negative, side in parts_there]
             )
         # The bits of both means: elements are composed from them by exclusive or.
-        means = typed_part(parts.scales, "<u4", 2 * self._count(), "means").reshape(-1, 2)
+        means = typed_part(parts.scales, "<u4", 2 * self._num_parts(), "means").reshape(-1, 2)
         negative = np.unpackbits(stream, count=d, bitorder="little")
         x, start = np.empty(d, np.uint32), 0
         for rows, signs in zip(self.split(x), self.split(negative), strict=True):
-            above, below = (
-                means[start : start + len(rows), :1],
-                means[start : start + len(rows), 1:],
-            )
+            own = means[start : start + len(rows)]
+            above, below = own[:, :1], own[:, 1:]
             for columns in column_blocks(rows):
                 block = signs[:, columns].astype(np.uint32)
                 block *= above ^ below
@@ -122,12 +120,12 @@ class TwoMeans(Code):
         return x.view(np.float32)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return HEADER.size + packed_bytes(d, 1) + 8 * self._count()
+        return HEADER.size + packed_bytes(d, 1) + 8 * self._num_parts()
 
     def bound(self, ratio: float | None, d: int) -> float:
         return 1 - 1 / max(rows if turned else columns for rows, columns, turned in self.matrices)
 
-    def _count(self) -> int:
+    def _num_parts(self) -> int:
         """Return the number of parts with means of their own."""
         return sum(columns if turned else rows for rows, columns, turned in self.matrices)
 
@@ -138,19 +136,17 @@ def two_means(rows: Array) -> np.ndarray:
     On a device there is only one row.
     """
     if isinstance(rows, Tensor):
-        sides, fewer = (
-            (rows[0].clamp(min=0), rows[0].clamp(max=0)),
-            numbers([torch.signbit(rows[0]).sum()])[0],
-        )
+        sides = rows[0].clamp(min=0), rows[0].clamp(max=0)
+        num_negative = numbers([torch.signbit(rows[0]).sum()])[0]
         sums = np.array([sum(block_sums(side, BLOCK)) for side in sides])
-        return (sums / np.maximum([rows.shape[1] - fewer, fewer], 1))[None]
+        return (sums / np.maximum([rows.shape[1] - num_negative, num_negative], 1))[None]
     sums, counts = np.zeros((2, len(rows))), np.zeros((2, len(rows)))
     for columns in column_blocks(rows):
         block = rows[:, columns]
         sums += row_sums(np.maximum(block, 0)), row_sums(np.minimum(block, 0))
         negative = np.signbit(block)
-        fewer = np.count_nonzero(negative) if len(rows) == 1 else negative.sum(1)
-        counts += np.stack([block.shape[1] - fewer, fewer]).reshape(2, -1)
+        num_negative = np.count_nonzero(negative) if len(rows) == 1 else negative.sum(1)
+        counts += np.stack([block.shape[1] - num_negative, num_negative]).reshape(2, -1)
     return (sums / np.maximum(counts, 1)).T
 
 

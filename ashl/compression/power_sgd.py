@@ -138,11 +138,9 @@ class LowRank(Collective):
     def counts(self) -> tuple[int, int, int]:
         """Numbers of elements of all P, of all Q, and of the layers that are sent unchanged."""
         left = sum(a.m * a.r for a in self.matrices)
-        return (
-            left,
-            sum(a.n * a.r for a in self.matrices),
-            sum(part.stop - part.start for part in self._split[1]),
-        )
+        right = sum(a.n * a.r for a in self.matrices)
+        others = sum(part.stop - part.start for part in self._split[1])
+        return left, right, others
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         return HEADER.size + 4 * sum(self.counts)
@@ -155,9 +153,10 @@ class LowRank(Collective):
     ) -> tuple[Basis, Tensor]:
         sender = sender or Basis()
         flat = tensor_of(array_of(x))
-        left = self.orthonormal(self.left(flat, self.begin(sender.q, flat, context.stream())))
-        right = self.right(flat, left)
-        values = torch.cat([left, right, self.others(flat)])
+        q = self.initial_factors(sender.q, flat, context.stream())
+        left = self.orthonormal(self.left_factors(flat, q))
+        right = self.right_factors(flat, left)
+        values = torch.cat([left, right, self.unchanged_layers(flat)])
         return Basis(right, sender.q), write_payload(
             self.code, x.numel(), Parts(values.numel(), array_of(values))
         )
@@ -174,7 +173,7 @@ class LowRank(Collective):
                 f"expected layers of low rank; received {parts.count} values for {d} elements"
             )
         values = tensor_of(typed_part(parts.values, "<f4", parts.count, "values")).clone()
-        return receiver, self.whole(*values.split(self.counts))
+        return receiver, self.compose(*values.split(self.counts))
 
     def restore_dropped(self, sender: Basis, payload: Tensor) -> Basis:
         return Basis(sender.before)
@@ -183,45 +182,51 @@ class LowRank(Collective):
     def size(self) -> int:
         return sum(prod(shape) for shape in self.shapes)
 
-    def begin(self, q: Tensor | None, x: Tensor, rng: np.random.Generator) -> Tensor:
+    def initial_factors(self, q: Tensor | None, x: Tensor, rng: np.random.Generator) -> Tensor:
         """Return every Q for a message: random at first, later that of the previous message.
 
         A column that is 0 is drawn again.
         """
-        zeros = None if q is None else [(thin == 0).all(0) for _, thin in self._thin(q, right=True)]
-        if q is not None and (not zeros or not is_true(torch.cat(zeros).any())):
-            return q
+        zeros = []  # for each Q, which of its columns are 0
+        if q is not None:
+            zeros = [(thin == 0).all(0) for _, thin in self._pair_factors(q, right=True)]
+            if not zeros or not is_true(torch.cat(zeros).any()):
+                return q
         drawn = beside(x, rng.standard_normal(self.counts[1], np.float32))
-        if q is None or zeros is None:
+        if q is None:
             return drawn
-        pairs = zip(zeros, self._thin(q, drawn, right=True), strict=True)
+        pairs = zip(zeros, self._pair_factors(q, drawn, right=True), strict=True)
         return flatten_parts(
             [torch.where(columns, new, old) for columns, (_, old, new) in pairs], x
         )
 
-    def left(self, x: Tensor, q: Tensor) -> Tensor:
+    def left_factors(self, x: Tensor, q: Tensor) -> Tensor:
         """Return every P = M·Q."""
         return flatten_parts(
-            [x[a.part].view(a.m, a.n) @ thin for a, thin in self._thin(q, right=True)], x
+            [x[a.part].view(a.m, a.n) @ thin for a, thin in self._pair_factors(q, right=True)], x
         )
 
-    def right(self, x: Tensor, p: Tensor) -> Tensor:
+    def right_factors(self, x: Tensor, p: Tensor) -> Tensor:
         """Return every Q = Mᵀ·P̂."""
-        return flatten_parts([x[a.part].view(a.m, a.n).T @ thin for a, thin in self._thin(p)], x)
+        return flatten_parts(
+            [x[a.part].view(a.m, a.n).T @ thin for a, thin in self._pair_factors(p)], x
+        )
 
     def orthonormal(self, p: Tensor) -> Tensor:
         """Return every P̂, computed on the host because the matrices are small."""
         on_host = to_host(p)
-        thin = [orthonormalize(thin) for _, thin in self._thin(on_host)]
+        thin = [orthonormalize(thin) for _, thin in self._pair_factors(on_host)]
         return to_device(flatten_parts(thin, on_host), str(p.device))
 
-    def others(self, x: Tensor) -> Tensor:
+    def unchanged_layers(self, x: Tensor) -> Tensor:
         return flatten_parts([x[part] for part in self._split[1]], x)
 
-    def whole(self, p: Tensor, q: Tensor, others: Tensor) -> Tensor:
+    def compose(self, p: Tensor, q: Tensor, others: Tensor) -> Tensor:
         """Return the vector from every P̂·Qᵀ and from the layers that were sent unchanged."""
         x = torch.empty(self.size, device=str(p.device))
-        for (a, left), (_, right) in zip(self._thin(p), self._thin(q, right=True), strict=True):
+        for (a, left), (_, right) in zip(
+            self._pair_factors(p), self._pair_factors(q, right=True), strict=True
+        ):
             outer_sum(array_of(left.T), array_of(right.T), array_of(x[a.part].view(a.m, a.n)))
         for part, values in zip(
             self._split[1], others.split([s.stop - s.start for s in self._split[1]]), strict=True
@@ -229,7 +234,7 @@ class LowRank(Collective):
             x[part] = values
         return x
 
-    def _thin(self, *flat: Tensor, right: bool = False) -> list[tuple[Any, ...]]:
+    def _pair_factors(self, *flat: Tensor, right: bool = False) -> list[tuple[Any, ...]]:
         """Return each matrix with its thin matrices, from flat tensors of all thin matrices."""
         rows = [a.n if right else a.m for a in self.matrices]
         sizes = [count * a.r for a, count in zip(self.matrices, rows, strict=True)]
@@ -241,12 +246,12 @@ class LowRank(Collective):
 
     async def collective(self, team: Team, source: CodecInput) -> Outcome:
         """Sum both products over all workers."""
-        mine = await team.compute(partial(self._first, source), work=1)
-        total = await team.all_reduce(mine, team.weight)
-        left, right = await team.compute(partial(self._second, source, total))
+        summand = await team.compute(partial(self._first_summand, source), work=1)
+        total = await team.all_reduce(summand, team.weight)
+        left, right = await team.compute(partial(self._second_summand, source, total))
         common = await team.all_reduce(right, team.weight) if self.matrices else right
         return await team.compute(
-            partial(self._end, source, left, right, common, total[self.counts[0] :])
+            partial(self._finish, source, left, right, common, total[self.counts[0] :])
         )
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
@@ -255,27 +260,23 @@ class LowRank(Collective):
         if right:
             await team.all_reduce(team.blank(4 * right))
 
-    def _first(self, source: CodecInput) -> Tensor:
+    def _first_summand(self, source: CodecInput) -> Tensor:
         """Return the summands of the first sum: every P, and the layers that are sent unchanged."""
-        q = source.inner.q if source.inner else None
-        return torch.cat(
-            [
-                self.left(source.x, self.begin(q, source.x, source.context.shared())),
-                self.others(source.x),
-            ]
-        )
+        before = source.inner.q if source.inner else None
+        q = self.initial_factors(before, source.x, source.context.shared())
+        return torch.cat([self.left_factors(source.x, q), self.unchanged_layers(source.x)])
 
-    def _second(self, source: CodecInput, total: Tensor) -> tuple[Tensor, Tensor]:
+    def _second_summand(self, source: CodecInput, total: Tensor) -> tuple[Tensor, Tensor]:
         """Return the common basis, and the summands of the second sum: every Q."""
         left = self.orthonormal(total[: self.counts[0]])
-        return left, self.right(source.x, left)
+        return left, self.right_factors(source.x, left)
 
-    def _end(
+    def _finish(
         self, source: CodecInput, left: Tensor, right: Tensor, common: Tensor, others: Tensor
     ) -> Outcome:
         """Return the outcome after both sums."""
-        sent = self.whole(left, right, self.others(source.x))
-        return Outcome(self.whole(left, common, others), sent, Basis(common))
+        sent = self.compose(left, right, self.unchanged_layers(source.x))
+        return Outcome(self.compose(left, common, others), sent, Basis(common))
 
 
 def flatten_parts(tensors: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -80,11 +80,11 @@ class QSGD(Code, Wrappers):
         row = min(self.bucket, d)
         steps = divide(typed_part(parts.scales, "<f4", -(-d // row), "norms")[:, None], self.levels)
 
-        def meant(where: slice, block: Array) -> None:
+        def to_values(where: slice, block: Array) -> None:
             block -= self.levels
             block *= steps[where]
 
-        return unpack_levels(all_levels(parts, d), d, row, 2 * self.levels, meant, self.entropy)
+        return unpack_levels(all_levels(parts, d), d, row, 2 * self.levels, to_values, self.entropy)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         buckets = -(-d // min(self.bucket, d))

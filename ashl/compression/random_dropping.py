@@ -46,57 +46,60 @@ class RandomDropping(Sparsifier):
 
     def pack(self, x: np.ndarray, context: EncodeContext) -> Parts:
         k = self.kept(context.ratio, x.size)
-        if self.whole(k, x.size):
+        if self.sends_all(k, x.size):
             return Parts(x.size, x, form=DENSE)
         top = max(x.max(), -x.min())
         if top == 0:
             return Parts(0, EMPTY)
         if not np.isfinite(top):
             return self.pack_selected(x, k, largest(x, k), context)
-        steep = slope(x, top, k)
-        indices = (
-            np.flatnonzero(x) if steep == math.inf else draw_places(x, top, steep, context.stream())
-        )
-        indices = indices[: largest_slope(k, x.size)]
+        slope = find_slope(x, top, k)
+        if slope == math.inf:
+            indices = np.flatnonzero(x)
+        else:
+            indices = draw_places(x, top, slope, context.stream())
+        indices = indices[: max_elements(k, x.size)]
         if not indices.size:
             return Parts(0, EMPTY)
         kept = x[indices]
-        kept = np.copysign(np.maximum(np.abs(kept), np.float32(top / steep)), kept)
+        kept = np.copysign(np.maximum(np.abs(kept), np.float32(top / slope)), kept)
         values, scales = write_values(self.values, kept, context)
         return Parts(indices.size, values, write_indices(self.indices, indices, x.size), scales)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         k = self.kept(ratio, d)
-        return HEADER.size + 4 * d if self.whole(k, d) else self.room(largest_slope(k, d), d)
+        if self.sends_all(k, d):
+            return HEADER.size + 4 * d
+        return self.max_nbytes(max_elements(k, d), d)
 
-    def whole(self, k: int, d: int) -> bool:
+    def sends_all(self, k: int, d: int) -> bool:
         """Return True if all elements are sent; this must not depend on the random numbers."""
-        return self.form(largest_slope(k, d), d) != SPARSE
+        return self.form(max_elements(k, d), d) != SPARSE
 
     def bound(self, ratio: float | None, d: int) -> float:
         k = self.kept(ratio, d)
-        if self.whole(k, d):
+        if self.sends_all(k, d):
             return 0.0
-        spread, coded = d / k - 1, value_bound(self.values, largest_slope(k, d)) * d / k
+        spread, coded = d / k - 1, value_bound(self.values, max_elements(k, d)) * d / k
         return (math.sqrt(spread) + math.sqrt(coded)) ** 2
 
 
-def largest_slope(k: int, d: int) -> int:
+def max_elements(k: int, d: int) -> int:
     """Return the largest number of elements of a message."""
     return min(d, k + math.ceil(7 * math.sqrt(k)) + 16)
 
 
-def slope(x: np.ndarray, top: np.float32, k: int) -> float:
+def find_slope(x: np.ndarray, top: np.float32, k: int) -> float:
     """Return λ for magnitudes relative to the largest one; infinity if at most k elements are not
     0.
     """
-    cut, steep = -1, math.inf
+    cut, slope = -1, math.inf
     for _ in range(ROUNDS):
         count, rest = 0, 0.0
         for where in blocks(x.size):
             y = np.abs(x[where])
             y /= top
-            certain = y >= 1 / steep if cut >= 0 else y > 1
+            certain = y >= 1 / slope if cut >= 0 else y > 1
             count += int(np.count_nonzero(certain))
             y[certain] = 0
             rest += float(y.sum(dtype=np.float64))
@@ -104,16 +107,16 @@ def slope(x: np.ndarray, top: np.float32, k: int) -> float:
             break
         if rest == 0:
             return math.inf
-        cut, steep = count, (k - count) / rest
-    return min(steep, STEEPEST)
+        cut, slope = count, (k - count) / rest
+    return min(slope, STEEPEST)
 
 
 def draw_places(
-    x: np.ndarray, top: np.float32, steep: float, rng: np.random.Generator
+    x: np.ndarray, top: np.float32, slope: float, rng: np.random.Generator
 ) -> np.ndarray:
     """Draw each element with its probability and return the ascending indices."""
     chances, drawn, indices = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), []
-    scale = np.float32(steep * 2.0**32)
+    scale = np.float32(slope * 2.0**32)
     for start in range(0, x.size, BLOCK):
         part = x[start : start + BLOCK]
         p = np.abs(part, out=chances[: part.size])

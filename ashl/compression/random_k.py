@@ -60,4 +60,4 @@ class RandomK(Seeded):
         return self.parts_of(x, k, x[indices], coded, context)
 
     def bound(self, ratio: float | None, d: int) -> float:
-        return self.loss(self.kept(ratio, d), d)
+        return self.error_bound(self.kept(ratio, d), d)

@@ -36,4 +36,4 @@ class RandomMask(Seeded):
         return self.draw_places(x, context.shared(), context)
 
     def bound(self, ratio: float | None, d: int) -> float:
-        return self.loss(self.kept(ratio, d), d)
+        return self.error_bound(self.kept(ratio, d), d)

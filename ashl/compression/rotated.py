@@ -76,9 +76,11 @@ class Rotated(Code, Wrappers):
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         row, top = block_of(len(x)), self.levels - 1
+        rows = -(-len(x) // row)
         noise = rounding_noise(x, context.words(), top)
-        rows, seed = -(-len(x) // row), context.shared().bit_generator.random_raw(1).astype(SEED)
-        ends, flips = zeros(x, rows, 2), CounterRng(int(seed[0]))
+        seed = context.shared().bit_generator.random_raw(1).astype(SEED)
+        flips = CounterRng(int(seed[0]))
+        ends = zeros(x, rows, 2)
 
         def numbers(where: slice, block: Array) -> Array:
             z = rotate(flip_signs(flips, where.start * row, block), row)
@@ -102,10 +104,11 @@ class Rotated(Code, Wrappers):
         ends = view_as(scales[SEED.itemsize :], "<f4").reshape(rows, 2)
         flips = CounterRng(int(read(scales[: SEED.itemsize]).view(SEED)[0]))
 
-        def meant(where: slice, block: Array) -> None:
+        def to_values(where: slice, block: Array) -> None:
             block[:] = flip_signs(flips, where.start * row, rotate_back(block, ends[where], top))
 
-        return unpack_levels(all_levels(parts, d), rows * row, row, top, meant, self.entropy)[:d]
+        stream = all_levels(parts, d)
+        return unpack_levels(stream, rows * row, row, top, to_values, self.entropy)[:d]
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
         row = block_of(d)

@@ -22,7 +22,7 @@ from ashl.compression.common.select import NEGATIVE, POSITIVE, Order, largest
 from ashl.compression.common.sparsifier import Share
 from ashl.compression.contract import EncodeContext, PayloadError, Traits
 from ashl.compression.wire.arrays import Array, beside, read, view_as
-from ashl.compression.wire.index_code import IndexCode, index_room, read_indices, write_indices
+from ashl.compression.wire.index_code import IndexCode, max_index_bytes, read_indices, write_indices
 from ashl.compression.wire.payload_format import HEADER, Parts, typed_part
 from ashl.option import option
 
@@ -63,7 +63,7 @@ class SBC(Sparse, Share):
         return read_indices(self.indices, parts.indices, parts.count, d), mean
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return HEADER.size + 4 + index_room(self.indices, self.kept(ratio, d), d)
+        return HEADER.size + 4 + max_index_bytes(self.indices, self.kept(ratio, d), d)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return 1 - 1 / (d * self.kept(ratio, d) ** 2)

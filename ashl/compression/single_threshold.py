@@ -40,8 +40,8 @@ class SingleThreshold(Sparsifier):
         return self.pack_selected(x, len(indices), indices, context)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return self.room(min(d, 2 * self.kept(ratio, d)), d)
+        return self.max_nbytes(min(d, 2 * self.kept(ratio, d)), d)
 
     def bound(self, ratio: float | None, d: int) -> float:
         k = self.kept(ratio, d)
-        return 0.0 if self.form(k, d) == DENSE else self.loss(k if k == d else -(-k // 2), d)
+        return 0.0 if self.form(k, d) == DENSE else self.error_bound(k if k == d else -(-k // 2), d)

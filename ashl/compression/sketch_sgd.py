@@ -45,34 +45,34 @@ class SketchSGD(CountSketch, Collective, Wrappers):
     traits: ClassVar[Traits] = Traits(linear=True, reduces=True, drains=True)
     candidates: Count
 
-    def asked(self, d: int) -> int:
+    def second_sum_size(self, d: int) -> int:
         """Return the number of exact values in the second sum."""
         return min(d, self.candidates * self.k(d))
 
     async def collective(self, team: Team, source: CodecInput) -> Outcome:
         """Sum the sketches, then the exact values of the candidates."""
-        cells = await team.compute(partial(self.cells, source), work=1)
+        cells = await team.compute(partial(self.sketch_input, source), work=1)
         total = await team.all_reduce(cells, team.weight)
-        indices, mine = await team.compute(partial(self.wanted, source, total))
-        exact = await team.all_reduce(mine, team.weight)
+        indices, own = await team.compute(partial(self.select_candidates, source, total))
+        exact = await team.all_reduce(own, team.weight)
         return await team.compute(partial(self.finish_sum, source, indices, exact))
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
         await team.all_reduce(team.blank(4 * self.table(d).cells))
-        await team.all_reduce(team.blank(4 * self.asked(d)))
+        await team.all_reduce(team.blank(4 * self.second_sum_size(d)))
 
-    def cells(self, source: CodecInput) -> Tensor:
+    def sketch_input(self, source: CodecInput) -> Tensor:
         """Return the summands of the first sum."""
         p = array_of(source.x)
         with np.errstate(over="ignore", invalid="ignore"):  # a diverging run has infinities
             return torch.from_numpy(sketch(p, self.table(p.size, source.context.seed)))
 
-    def wanted(self, source: CodecInput, total: Tensor) -> tuple[np.ndarray, Tensor]:
+    def select_candidates(self, source: CodecInput, total: Tensor) -> tuple[np.ndarray, Tensor]:
         """Return the candidates' indices and this worker's values there."""
         d = source.x.numel()
         with np.errstate(over="ignore", invalid="ignore"):
             indices, _ = recover_largest(
-                total.numpy(), self.table(d, source.context.seed), d, self.asked(d)
+                total.numpy(), self.table(d, source.context.seed), d, self.second_sum_size(d)
             )
         return indices, source.x[indices]
 
@@ -88,5 +88,5 @@ class SketchSGD(CountSketch, Collective, Wrappers):
         self, memory: State, payloads: Sequence[Tensor], weights: Sequence[float], d: int
     ) -> tuple[State, Tensor]:
         """Return the largest estimates of the sum of the sketches, at a server."""
-        table, cells = self.together(payloads, weights, d)
+        table, cells = self.sum_payloads(payloads, weights, d)
         return memory, dense(*recover_largest(cells, table, d, self.k(d)), d)

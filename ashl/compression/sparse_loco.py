@@ -45,13 +45,13 @@ class SparseLoCo(Selection, Share):
     chunk: Annotated[Count, Field(le=2**20)]
 
     def kept(self, ratio: float | None, d: int) -> int:
-        return self.total(self.each(ratio), d)
+        return self.count_selected(self.chunk_count(ratio), d)
 
-    def each(self, ratio: float | None) -> int:
+    def chunk_count(self, ratio: float | None) -> int:
         """Return k' of a full chunk."""
         return kept_count(self.ratio if ratio is None else ratio, self.chunk)
 
-    def total(self, each: int, d: int) -> int:
+    def count_selected(self, each: int, d: int) -> int:
         """Return k of d elements."""
         chunks, rest = divmod(d, self.chunk)
         return chunks * each + -(-each * rest // self.chunk)
@@ -60,8 +60,8 @@ class SparseLoCo(Selection, Share):
         return 4 + packed_bytes(k, width(self.chunk))
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
-        each, d = self.each(context.ratio), len(x)
-        k = self.total(each, d)
+        each, d = self.chunk_count(context.ratio), len(x)
+        k = self.count_selected(each, d)
         if self.form(k, d) != SPARSE:
             return self.parts_of(x, k, None, None, context)
         whole = d - d % self.chunk
@@ -74,9 +74,9 @@ class SparseLoCo(Selection, Share):
         coded = concatenate(
             [beside(x, np.array([each], "<u4").view(np.uint8)), pack(inside, width(self.chunk))]
         )
-        return self.parts_of(x, k, x[inside + self.starts(x, each, k)], coded, context)
+        return self.parts_of(x, k, x[inside + self.chunk_starts(x, each, k)], coded, context)
 
-    def starts(self, like: Array, each: int, k: int) -> Array:
+    def chunk_starts(self, like: Array, each: int, k: int) -> Array:
         """Return the start of the chunk of each of the k values."""
         numbers = (
             torch.arange(k, device=str(like.device)) if isinstance(like, Tensor) else np.arange(k)
@@ -88,7 +88,7 @@ class SparseLoCo(Selection, Share):
         if (
             len(buffer) != self.place_bytes(k, d)
             or not 1 <= each <= self.chunk
-            or self.total(each, d) != k
+            or self.count_selected(each, d) != k
         ):
             raise PayloadError(
                 f"received {len(buffer)} bytes of indices with {each} per chunk of {self.chunk},"
@@ -96,7 +96,7 @@ class SparseLoCo(Selection, Share):
             )
         indices = as_index(unpack(buffer[4:], width(self.chunk), k))
         inside = (indices < self.chunk).all()
-        indices += self.starts(indices, each, k)
+        indices += self.chunk_starts(indices, each, k)
         if not is_true(inside & (indices[-1] < d) & (indices[1:] > indices[:-1]).all()):
             raise PayloadError(f"the received indices are not {k} ascending numbers below {d}")
         return indices
@@ -108,5 +108,5 @@ class SparseLoCo(Selection, Share):
         k = self.kept(ratio, d)
         if self.form(k, d) == DENSE:
             return 0.0
-        share = 1.0 if k == d else self.each(ratio) / self.chunk
+        share = 1.0 if k == d else self.chunk_count(ratio) / self.chunk
         return 1 - share * (1 - value_bound(self.values, k))

@@ -101,7 +101,8 @@ class TernGrad(Code, Wrappers):
         return SharedScale(self, sizes) if self.shared_scale else self
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
-        top, noise, beyond = self.top(x), rounding_noise(x, context.words(), 1), self.beyond
+        top, beyond = self.top(x), self.beyond
+        noise = rounding_noise(x, context.words(), 1)
         if self.entropy == "none":
             return Parts(len(x), write_ternary(x, top, noise, beyond), scales=top)
         numbers = (round_ternary(x[where], top, noise, where.start, beyond) for where in pieces(x))
@@ -112,18 +113,17 @@ class TernGrad(Code, Wrappers):
         if self.entropy == "none":
             return read_ternary(all_levels(parts, d), top, d)
 
-        def meant(_: slice, block: Array) -> None:
+        def to_values(_: slice, block: Array) -> None:
             block -= 1
             block *= top
 
-        return unpack_levels(all_levels(parts, d), d, min(BLOCK // 8, d), 2, meant, self.entropy)
+        return unpack_levels(
+            all_levels(parts, d), d, min(BLOCK // 8, d), 2, to_values, self.entropy
+        )
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return (
-            HEADER.size
-            + 4
-            + (ternary_nbytes(d) if self.entropy == "none" else level_bytes(d, 2, self.entropy))
-        )
+        numbers = ternary_nbytes(d) if self.entropy == "none" else level_bytes(d, 2, self.entropy)
+        return HEADER.size + 4 + numbers
 
     def bound(self, ratio: float | None, d: int) -> float:
         return (d**0.5 - 1) / 2 + (self.clip_sigmas is not None)
@@ -177,26 +177,28 @@ class SharedScale(Collective):
     async def collective(self, team: Team, source: CodecInput) -> Outcome:
         """Find the largest m of each part, then sum the ternary numbers."""
         x = source.x * team.weight
-        own = await team.compute(partial(self.tops, x))
+        own = await team.compute(partial(self.own_scales, x))
         all_tops = await team.all_gather(torch.from_numpy(own.view(np.uint8)))
         if team.not_finite:
             return Outcome(torch.zeros_like(x))
         tops = np.max([one.clone().numpy().view(np.float32) for one in all_tops], axis=0)
-        words = await team.compute(partial(self.words, x, tops, source.context, team.size), work=1)
+        words = await team.compute(
+            partial(self.to_words, x, tops, source.context, team.size), work=1
+        )
         total = await team.all_reduce(words)
-        return Outcome(await team.compute(partial(self.update, total, tops, team.size)))
+        return Outcome(await team.compute(partial(self.from_sums, total, tops, team.size)))
 
     async def simulate_collective(self, team: Team, ratio: float | None, d: int) -> None:
         await team.all_gather(team.blank(4 * len(self.sizes)))
         await team.all_reduce(team.blank(4 * -(-d * sum_width(team.size) // 32)))
 
-    def tops(self, x: Tensor) -> np.ndarray:
+    def own_scales(self, x: Tensor) -> np.ndarray:
         """Return m of each part."""
         return np.concatenate(
             [read(self.codec.top(array_of(x[part]))) for part in slices(self.sizes)]
         )
 
-    def words(self, x: Tensor, tops: np.ndarray, context: EncodeContext, workers: int) -> Tensor:
+    def to_words(self, x: Tensor, tops: np.ndarray, context: EncodeContext, workers: int) -> Tensor:
         """Return the ternary numbers 0, 1 and 2 of all parts, with bits for the sum over all
         workers: int32.
         """
@@ -212,7 +214,7 @@ class SharedScale(Collective):
             concatenate([stream, beside(stream, np.zeros(-len(stream) % 4, np.uint8))])
         ).view(torch.int32)
 
-    def update(self, total: Tensor, tops: np.ndarray, workers: int) -> Tensor:
+    def from_sums(self, total: Tensor, tops: np.ndarray, workers: int) -> Tensor:
         """Return the update from the sum of all words."""
         sums = tensor_of(
             unpack(bytes_of(total.view(torch.uint8)), sum_width(workers), sum(self.sizes))

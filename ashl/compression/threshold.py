@@ -38,7 +38,7 @@ class Threshold(Indexed):
         return self.pack_selected(x, len(indices), indices, context)
 
     def encoded_nbytes(self, ratio: float | None, d: int) -> int:
-        return self.room(d, d)
+        return self.max_nbytes(d, d)
 
     def bound(self, ratio: float | None, d: int) -> float:
         return 1.0

@@ -31,7 +31,7 @@ from ashl.config.catalog import catalog
         ("compression.momentum=0.9 optimizer.momentum=0.9", "set optimizer.momentum=0"),
         (
             "compression=qsgd compression.error_feedback=true",
-            "compression=qsgd as it is set here may; set compression.error_feedback=",
+            "compression=qsgd may exceed it with these settings; set compression.error_feedback=",
         ),
         (
             "compression=qsgd compression.momentum=0.9 optimizer.momentum=0",

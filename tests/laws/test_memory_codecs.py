@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ashl.compression.atomo import draw_components, probabilities
+from ashl.compression.atomo import draw_components, find_slope
 from ashl.compression.contract import EncodeContext, Layer, PayloadError
 from ashl.compression.dryden import learn_centroids
 from ashl.compression.wrappers.compose import wrap_codec
@@ -143,7 +143,7 @@ def chances(x: np.ndarray, budget: float) -> np.ndarray:
 def test_chances_of_atoms(kind: str, budget: float) -> None:
     """Heavy atoms come for sure, Σ p = s, and the variance is Σ λ²(1/p − 1) as counted."""
     x = vector(kind, 400).numpy()
-    expected, slope = chances(x, budget), probabilities(x, budget)
+    expected, slope = chances(x, budget), find_slope(x, budget)
     p = (
         np.minimum(1, slope * np.abs(x.astype(np.float64)))
         if np.isfinite(slope)

@@ -331,13 +331,15 @@ def test_ternaries_of_a_shared_scale_add_up(n: int, layers: bool) -> None:
     codec = codec_for_layers(option("terngrad", shared_scale=True, per_layer=layers), LAYOUT)
     assert isinstance(codec, SharedScale)
     xs = [vector("normal", 23, seed) for seed in range(n)]
-    tops = np.max([codec.tops(x) for x in xs], axis=0)
+    tops = np.max([codec.own_scales(x) for x in xs], axis=0)
     assert tops.size == (3 if layers else 1)
-    words = [codec.words(x, tops, EncodeContext(worker=k), n) for k, x in enumerate(xs)]
-    total = codec.update(torch.stack(words).sum(0, dtype=torch.int32), tops, n)
+    words = [codec.to_words(x, tops, EncodeContext(worker=k), n) for k, x in enumerate(xs)]
+    total = codec.from_sums(torch.stack(words).sum(0, dtype=torch.int32), tops, n)
     sizes = [layer.size for layer in LAYOUT] if layers else [23]
     scale = torch.from_numpy(np.repeat(tops, sizes))
-    alone = [codec.update(word, tops, n) + (n - 1) * scale for word in words]  # nobody else said 0
+    alone = [
+        codec.from_sums(word, tops, n) + (n - 1) * scale for word in words
+    ]  # nobody else said 0
     for one, x in zip(alone, xs, strict=True):
         assert ((one / scale).round() * x.sign() >= 0).all()
         assert torch.allclose((one / scale).abs().round(), (one / scale).abs(), atol=1e-4)

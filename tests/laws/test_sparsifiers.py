@@ -20,11 +20,11 @@ from ashl.compression.common.select import (
     largest_of_rows,
 )
 from ashl.compression.contract import EncodeContext, Layer, PayloadError
-from ashl.compression.random_dropping import slope
+from ashl.compression.random_dropping import find_slope
 from ashl.compression.wire.index_code import (
     INDEX_CODES,
     index_bytes,
-    index_room,
+    max_index_bytes,
     read_indices,
     write_indices,
 )
@@ -59,7 +59,7 @@ def test_golomb_is_within_two_percent_of_the_entropy(share: float) -> None:
 def test_no_fewer_indices_take_more_room(code: Any, d: int) -> None:
     sizes = [index_bytes(code, k, d) for k in range(1, d + 1)]
     most = np.maximum.accumulate(sizes)
-    assert all(most[k - 1] <= index_room(code, k, d) for k in range(1, d + 1))
+    assert all(most[k - 1] <= max_index_bytes(code, k, d) for k in range(1, d + 1))
 
 
 @pytest.mark.parametrize("places", [range(7), range(993, 1000), [0, 999], [999], range(0, 1000, 2)])
@@ -349,11 +349,11 @@ def test_stc_by_hand_and_of_everything() -> None:
 
 def test_random_dropping_gives_to_others_what_is_cut_off() -> None:
     x = np.array([10, 1, -1, 1, 1, 0], np.float32)
-    assert slope(x, np.float32(10), 3) == pytest.approx(
+    assert find_slope(x, np.float32(10), 3) == pytest.approx(
         5
     )  # p = 1 and 1/2 four times, where 3/14·|x| would be 2.1 for one
-    assert slope(x, np.float32(10), 6) == math.inf
-    assert slope(x, np.float32(10), 1) == pytest.approx(10 / 14)
+    assert find_slope(x, np.float32(10), 6) == math.inf
+    assert find_slope(x, np.float32(10), 1) == pytest.approx(10 / 14)
     x, option = vector("heavy", 2000, 1), codec("random_dropping", ratio=0.05)
     draws = torch.stack([sent(option, x, EncodeContext(round=k)) for k in range(400)])
     count = (draws != 0).sum(1).double()

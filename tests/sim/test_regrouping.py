@@ -100,7 +100,7 @@ class Alone:
         for place in reversed(range(n)):
             for child in tree_neighbours(place, n)[1]:
                 sets[place].append(
-                    codec.merge_few(sets[place][-1], codec.written_few(sets[child][-1], d), d)
+                    codec.merge_few(sets[place][-1], codec.write_few(sets[child][-1], d), d)
                 )
         few = sets[0][-1]
         finals = {0: Final(few, np.ones(few.indices.size, bool))}

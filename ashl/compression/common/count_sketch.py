@@ -183,10 +183,10 @@ class CountSketch(Sparse, SummedValues, Reduces):
         return Parts(table.cells, sketch(x, table), scales=np.array([table.seed], "<u8"))
 
     def unpack(self, parts: Parts, d: int) -> Any:
-        table, cells = self.read(parts, d)
+        table, cells = self.read_sketch(parts, d)
         return recover_largest(cells, table, d, self.k(d))
 
-    def read(self, parts: Parts, d: int) -> tuple[Table, np.ndarray]:
+    def read_sketch(self, parts: Parts, d: int) -> tuple[Table, np.ndarray]:
         """Return (table, cells) of a payload.   Raises: PayloadError if they do not match d."""
         seed = int.from_bytes(
             typed_part(parts.scales, "u1", SEED_BYTES, "seed").tobytes(), "little"
@@ -202,7 +202,7 @@ class CountSketch(Sparse, SummedValues, Reduces):
         """Return the size of the summed part of a payload in bytes: its cells."""
         return 4 * self.table(d).cells
 
-    def together(
+    def sum_payloads(
         self, payloads: Sequence[Tensor], weights: Sequence[float], d: int
     ) -> tuple[Table, np.ndarray]:
         """Return (table, cells) of Σ weight · payload, a new array.
@@ -210,7 +210,7 @@ class CountSketch(Sparse, SummedValues, Reduces):
         Raises: PayloadError if the sketches have different hashes.
         """
         tables, sketches = zip(
-            *(self.read(read_payload(payload, self.code, d), d) for payload in payloads),
+            *(self.read_sketch(read_payload(payload, self.code, d), d) for payload in payloads),
             strict=True,
         )
         if len(set(tables)) > 1:

@@ -14,7 +14,7 @@ from ashl.compression.wire.index_code import (
     VARIABLE,
     IndexCode,
     index_bytes,
-    index_room,
+    max_index_bytes,
     read_indices,
     write_indices,
 )
@@ -75,7 +75,7 @@ class Selection(Sparse, Wrappers):
         }
         return HEADER.size + content[self.form(k, d)]
 
-    def loss(self, k: int, d: int) -> float:
+    def error_bound(self, k: int, d: int) -> float:
         """Return the error bound if the k selected elements hold at least k/d of ‖x‖²."""
         return 0.0 if self.form(k, d) == DENSE else 1 - k / d * (1 - value_bound(self.values, k))
 
@@ -128,9 +128,9 @@ class Indexed(Selection):
     def place_bytes(self, k: int, d: int) -> int:
         return index_bytes(self.indices, k, d)
 
-    def room(self, k: int, d: int) -> int:
+    def max_nbytes(self, k: int, d: int) -> int:
         """Return an upper bound in bytes of all payloads with at most k elements."""
-        sparse = value_bytes(self.values, k) + index_room(self.indices, k, d)
+        sparse = value_bytes(self.values, k) + max_index_bytes(self.indices, k, d)
         return HEADER.size + min(sparse, max(4 * d, value_bytes(self.values, d)))
 
     def read_places(self, buffer: Array, k: int, d: int) -> Array:
@@ -151,4 +151,4 @@ class Sparsifier(Indexed, Share):
         return self.size(self.kept(ratio, d), d)
 
     def bound(self, ratio: float | None, d: int) -> float:
-        return self.loss(self.kept(ratio, d), d)
+        return self.error_bound(self.kept(ratio, d), d)

@@ -58,7 +58,7 @@ def index_bytes(code: IndexCode, k: int, d: int) -> int:
     return {"int32": 4 * k, "packed": packed_bytes(k, width(d)), "bitmap": -(-d // 8)}[code]
 
 
-def index_room(code: IndexCode, k: int, d: int) -> int:
+def max_index_bytes(code: IndexCode, k: int, d: int) -> int:
     """Return an upper bound in bytes of at most k indices.
 
     Golomb's upper bound is not monotonic: it falls by up to 7 % where a larger k makes b smaller.

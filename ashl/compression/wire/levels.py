@@ -86,7 +86,8 @@ def pack_levels(
         pieces = list(blocks)
         levels = np.concatenate([from_middle.take(read(numbers).reshape(-1)) for numbers in pieces])
         return beside(pieces[0], write_levels(entropy, levels[:count], top + 1))
-    stream, bits, start = np.empty(packed_bytes(count, width(top)), np.uint8), width(top), 0
+    bits, start = width(top), 0
+    stream = np.empty(packed_bytes(count, bits), np.uint8)
     for numbers in blocks:
         piece = pack(numbers.reshape(-1)[: count - start], bits)
         if isinstance(piece, Tensor):
@@ -101,22 +102,21 @@ def unpack_levels(
     count: int,
     row: int,
     top: int,
-    meant: Callable[[slice, Array], object],
+    to_values: Callable[[slice, Array], object],
     entropy: EntropyCode = "none",
 ) -> Array:
     """Decode a stream to float32 [count].
 
-    `meant` converts the numbers [n, row] of some rows to values, in place.
+    `to_values` converts the numbers [n, row] of some rows to values, in place.
 
     Raises: PayloadError if there are more or fewer numbers, or if one exceeds top.
     """
     bits, rows = width(top), -(-count // row)
     if entropy != "none":
         to_middle = (unfold(np.arange(top + 1)) + (top + 1) // 2).astype(np.uint8)
-        stream, bits = (
-            beside(stream, to_middle.take(read_levels(entropy, read(stream), count, top + 1))),
-            8,
-        )
+        levels = read_levels(entropy, read(stream), count, top + 1)
+        stream = beside(stream, to_middle.take(levels))
+        bits = 8
     if len(stream) != packed_bytes(count, bits):
         raise PayloadError(
             f"received {len(stream)} bytes, which do not hold {count} numbers of {bits} bits"
@@ -138,7 +138,7 @@ def unpack_levels(
             raise PayloadError(f"received a number above {top}; numbers are from 0 to {top}")
         flat[: len(numbers)] = numbers
         flat[len(numbers) :] = 0
-        meant(slice(start, start + len(part)), part)
+        to_values(slice(start, start + len(part)), part)
     return x.reshape(-1)[:count]
 
 

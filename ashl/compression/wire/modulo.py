@@ -43,10 +43,8 @@ def nearest(parts: Parts, near: np.ndarray) -> np.ndarray | None:
     if parts.count != d or not 2 <= bits <= 16 or parts.values.size != packed_bytes(d, bits):
         raise PayloadError(f"expected {d} residues; received form {bits} with {parts.count} values")
     about = typed_part(parts.scales, "u1", 12, "scales").tobytes()
-    step, low = (
-        float(np.frombuffer(about, "<f8", 1)[0]),
-        unpack(parts.values, bits, d).astype(np.int64),
-    )
+    step = float(np.frombuffer(about, "<f8", 1)[0])
+    low = unpack(parts.values, bits, d).astype(np.int64)
     if not 0 < step < np.inf:
         raise PayloadError(f"received residues with a step of {step}")
     with np.errstate(invalid="ignore"):  # a NaN in `near` fails the checksum

@@ -141,11 +141,9 @@ def _short() -> tuple[np.ndarray, np.ndarray]:
 
 def _read_omega(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Decode omega codewords group by group; same arguments and results as `read_omega`."""
-    numbers, lengths, rest = (
-        np.ones(windows.size, np.int64),
-        np.ones(windows.size, np.int64),
-        windows,
-    )
+    numbers = np.ones(windows.size, np.int64)
+    lengths = np.ones(windows.size, np.int64)
+    rest = windows
     more = rest >> np.uint64(63) == 1
     while more.any():
         size = np.where(more, numbers + 1, 1)

@@ -75,11 +75,9 @@ def round_to_int32(y: Array, noise: RoundingNoise, start: int, zero: int = 0) ->
 def _sums(y: np.ndarray, noise: RoundingNoise, start: int) -> np.ndarray:
     """Return ⌊y + u⌋, int32."""
     levels = y.astype(np.int32)
-    flat, rest, whole = (
-        levels.reshape(-1),
-        np.roll(noise.rest, -start),
-        levels.size // len(noise.rest),
-    )
+    flat = levels.reshape(-1)
+    rest = np.roll(noise.rest, -start)
+    whole = levels.size // len(rest)
     rows, last = np.split(flat, [whole * len(rest)])
     rows.reshape(whole, len(rest))[:] += rest
     last += rest[: len(last)]

@@ -112,12 +112,12 @@ def read_values(code: ValueCode, values: Array, scales: Array, k: int) -> Array:
     if code == "ternary":
         return read_ternary(values, scales, k)
     numbers = unpack(values, WIDTHS[code], k)
-    meant = _read_two_levels if code == "int2" else _read_levels
+    read_chunks = _read_two_levels if code == "int2" else _read_levels
     chunks = -(-k // CHUNK)
-    each = np.repeat(
+    scale_of_value = np.repeat(
         scales.reshape(chunks, -1), np.minimum(CHUNK, k - CHUNK * np.arange(chunks)), axis=0
     )
-    return meant(code, numbers, each)
+    return read_chunks(code, numbers, scale_of_value)
 
 
 def _scales(code: ValueCode, k: int) -> int:
@@ -164,9 +164,9 @@ def _write_levels(code: ValueCode, v: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return np.where(np.isnan(level), 0, level).astype(np.int64) + _top(code), scale
 
 
-def _read_levels(code: ValueCode, numbers: np.ndarray, each: np.ndarray) -> np.ndarray:
+def _read_levels(code: ValueCode, numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
     level = numbers.astype(np.int32) - _top(code)
-    return (level / _top(code) * each[:, 0]).astype(np.float32)
+    return (level / _top(code) * scales[:, 0]).astype(np.float32)
 
 
 def _write_two_levels(code: ValueCode, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -178,6 +178,6 @@ def _write_two_levels(code: ValueCode, v: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.signbit(v) + 2 * above, np.stack([low, high], 1).astype(np.float32)
 
 
-def _read_two_levels(code: ValueCode, numbers: np.ndarray, each: np.ndarray) -> np.ndarray:
-    magnitude = np.where(numbers & 2, each[:, 1], each[:, 0])
+def _read_two_levels(code: ValueCode, numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    magnitude = np.where(numbers & 2, scales[:, 1], scales[:, 0])
     return np.where(numbers & 1, -magnitude, magnitude)
