@@ -29,8 +29,8 @@ from tests.disturbed import LONG, PATIENCE_S, check_records, ranks_of, under_way
 
 
 def test_a_killed_server(train, workplace) -> None:
-    """No run continues without it; many continue without a worker: see `test_lost_workers.py` and
-    `test_lost_members.py`.
+    """No run continues without it; many continue without a worker: see `test_worker_failures.py` and
+    `test_member_failures.py`.
     """
     code, err = train(lambda run: os.kill(ranks_of(run)[2], signal.SIGKILL), "sync=ssp")
     assert err == "ashl: the server (rank 2) was killed by SIGKILL; its log is run/rank2.log\n"

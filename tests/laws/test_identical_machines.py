@@ -51,7 +51,7 @@ def test_what_is_decoded_does_not_hang_on_the_matrix_library(tmp_path: Path) -> 
             tmp_path / f"{name}.npy", codec_for_layers(option, LAYOUT).encode(None, x)[1].numpy()
         )
     elsewhere = subprocess.run(
-        [sys.executable, "-m", "tests.laws.test_machines_alike", tmp_path],
+        [sys.executable, "-m", "tests.laws.test_identical_machines", tmp_path],
         env=os.environ | OLD,
         capture_output=True,
         text=True,

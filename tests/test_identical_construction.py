@@ -202,15 +202,15 @@ def own(workplace: Path) -> list[str]:
     makes otherwise.
     """
     for group, text in (
-        ("model/frozen", "_target_: test_made_alike.Frozen\n"),
+        ("model/frozen", "_target_: test_identical_construction.Frozen\n"),
         (
             "dataset/apart",
-            "defaults: [_own]\n_target_: test_made_alike.urandom_pair\nepochs: 1\nbatch_size: 4\n",
+            "defaults: [_own]\n_target_: test_identical_construction.urandom_pair\nepochs: 1\nbatch_size: 4\n",
         ),
         (
             "dataset/own",
             (
-                "defaults: [_own]\n_target_: test_made_alike.OwnSplit\nkind: random\nepochs:"
+                "defaults: [_own]\n_target_: test_identical_construction.OwnSplit\nkind: random\nepochs:"
                 " 2\nbatch_size: 8\n"
             ),
         ),
@@ -219,7 +219,7 @@ def own(workplace: Path) -> list[str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return [
-        "allow_targets=[test_made_alike]",
+        "allow_targets=[test_identical_construction]",
         "tracking=none",
         "cluster=homogeneous",
         "cluster.num_workers=2",
@@ -256,7 +256,7 @@ def test_a_run_that_starts_from_another_takes_its_whole_state(own: list[str]) ->
     )
     after = torch.load(second.folder / "final.pt")
     assert all(torch.equal(after[name], weights[name]) for name in weights)
-    model = second.model(allow_targets=["test_made_alike"])
+    model = second.model(allow_targets=["test_identical_construction"])
     assert torch.equal(model.body.weight, weights["body.weight"])
     assert torch.equal(model.shift, weights["shift"])
 

@@ -17,9 +17,9 @@ from ashl.plan.plan import Plan
 from ashl.planning.instantiate import assemble
 from ashl.runtime.sums import sum_in_rank_order
 from ashl.tracking import jsonl
-from tests.cli.test_lost_workers import check_return
+from tests.cli.test_worker_failures import check_return
 from tests.disturbed import LONG, check_records, ranks_of, wait_for
-from tests.sim.test_lost_messages import Averaged
+from tests.sim.test_failures_by_mode import Averaged
 from tests.sim.test_regrouping import Alone
 
 THREE = "cluster.compute=[1,1.5,1]"
