@@ -1,8 +1,7 @@
-"""ashl: measure, plan and train on unequal machines. Importing this package loads nothing heavy.
+"""Measure, plan and train on unequal nodes. Importing this package loads nothing heavy.
 
-`train`, `sweep` and `load` are what the command line does, for scripts and notebooks. What goes
-wrong is raised as an `ashl.errors.AshlError`, whose text is the sentence that the command line
-prints.
+`train`, `sweep` and `load` do what the command line does, for scripts and notebooks. Failures
+raise an `ashl.errors.AshlError` with the sentence that the command line prints.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _here = Path(__file__).resolve().parent
-if not (
-    _here / "cli"
-).is_dir():  # a checkout, where the working directory may shadow what is installed
-    __path__.append(str(_here.parent))  # in which cli/ and conf/ lie beside this folder
+# In a checkout, cli/ and conf/ lie next to this folder; the working directory may hide an
+# installed copy.
+if not (_here / "cli").is_dir():
+    __path__.append(str(_here.parent))
 
 
 def train(
@@ -37,13 +36,15 @@ def train(
     quiet: bool = True,
     **settings: Any,
 ) -> Run:
-    """Do what `ashl train` does with these overrides, as in `ashl.train("sync=bsp",
-    "runtime=sim")`.
+    """Train as `ashl train` does with these overrides, for example `ashl.train("runtime=sim")`.
 
     Settings are keywords, too: `sync="bsp"`, `**{"stop.steps": 40}`. Model, dataset, loss and
-    optimizer are names of options or objects of plain torch. Return the run: its `summary`, its
-    `metrics` and `events` as pandas frames, its `model()`. Raise AshlError also where the run
-    failed or diverged, and KeyboardInterrupt; the records are complete by then.
+    optimizer are names of options or objects of plain torch.
+
+    Returns: the run with its `summary`, its `metrics` and `events` as pandas frames, and its
+    `model()`.
+    Raises: AshlError, also if the run failed or diverged; KeyboardInterrupt. The records are
+    complete by then.
     """
     from ashl.config.catalog import own_folder
     from ashl.config.compose import compose
@@ -84,10 +85,12 @@ def sweep(
     quiet: bool = True,
     **settings: Any,
 ) -> Runs:
-    """What `ashl sweep` does with these overrides, as in `ashl.sweep("sync=bsp,ssp", "seed=0,1")`.
+    """Run a grid as `ashl sweep` does, for example `ashl.sweep("sync=bsp,ssp", "seed=0,1")`.
 
-    Settings are keywords, too: `sync="bsp,ssp"`. Returns the runs of the settings that ended, in
-    the order of the grid (look at `status`), their records as pandas frames, and the `answer()`.
+    Settings are keywords, too: `sync="bsp,ssp"`.
+
+    Returns: the runs of the settings that ended, in the order of the grid (see their `status`),
+    with their records as pandas frames and the `answer()`.
     """
     from functools import partial
 
@@ -127,10 +130,9 @@ def sweep(
 
 
 def load(path: str | PathLike[str]) -> Run | Runs:
-    """A finished run by its folder, as `train` returns it; or those of a sweep or of a folder of
-    runs, as `sweep` does.
+    """Return a finished run by its folder, or the runs of a sweep or of a folder of runs.
 
-    Raises UsageError where none is there that has ended.
+    Raises: UsageError if no run there has ended.
     """
     from ashl.errors import UsageError
     from ashl.study.frames import load
@@ -143,7 +145,7 @@ def load(path: str | PathLike[str]) -> Run | Runs:
 
 
 def _check_texts(overrides: Sequence[object]) -> None:
-    """Raises UsageError for what no setting can be, as a list of settings in one piece."""
+    """Raise UsageError for arguments that are no settings, for example a list."""
     from ashl.errors import UsageError
 
     if wrong := [one for one in overrides if not isinstance(one, str)]:
@@ -155,8 +157,10 @@ def _check_texts(overrides: Sequence[object]) -> None:
 
 @contextmanager
 def _guest() -> Generator[None]:
-    """Leaves the caller's process as it was. Processes that are started in here do not run the
-    caller's script anew, as Python would have them do: so it needs no `if __name__ == "__main__"`.
+    """Leave the caller's process as it was.
+
+    Processes started inside do not run the caller's script again, as Python would do by default. So
+    the script needs no `if __name__ == "__main__"`.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""`python -m ashl`: the command line."""
+"""Run the command line: `python -m ashl`."""
 
 import sys
 

@@ -1,16 +1,18 @@
-"""Every way a command can end badly: one sentence for the user, one exit code for scripts."""
+"""Define the errors of commands: each is one sentence for the user and one exit code for
+scripts.
+"""
 
 import json
 from typing import Any
 
 
 def plain(text: str) -> str:
-    """Text from elsewhere as it may be shown: on one line, without what a terminal would obey."""
+    """Return text from outside as one line, without characters that a terminal would execute."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def parsed(text: str | bytes) -> Any:
-    """The value that JSON text stands for. Raises ValueError, also where brackets are nested too
+    """Return the value of JSON text. Raises ValueError, also for brackets that are nested too
     deep.
     """
     try:
@@ -20,9 +22,7 @@ def parsed(text: str | bytes) -> Any:
 
 
 class AshlError(Exception):
-    """The run failed. The message is the one sentence the user reads; it names the fix where there
-    is one.
-    """
+    """The run failed. The message is one sentence for the user, with the fix if there is one."""
 
     exit_code = 1
 
@@ -34,8 +34,9 @@ class UsageError(AshlError):
 
 
 class UnusedKeyError(UsageError):
-    """A key that other options have, and the chosen one has not: an error in one run, left out in a
-    sweep over them.
+    """The chosen option lacks a key that other options have.
+
+    It is an error in a single run. A sweep leaves the key out.
     """
 
     def __init__(self, text: str, key: str) -> None:
@@ -44,24 +45,23 @@ class UnusedKeyError(UsageError):
 
 
 class NoEffectError(UnusedKeyError):
-    """A key whose value changes nothing beside the others: an error in one run, left out in a
-    sweep.
+    """A key has no effect together with the others.
+
+    It is an error in a single run. A sweep leaves the key out.
     """
 
 
 class DataMissingError(AshlError):
-    """A data set is not where it was looked for."""
+    """A data set is not at its place."""
 
     exit_code = 3
 
 
 class OwnFaultError(AshlError):
-    """A part of the user's own failed: its model, task, data set or optimizer, and no code
-    of ashl.
-    """
+    """A part of the user's own failed (model, task, data set or optimizer), and no code of ashl."""
 
     def __init__(self, part: str, place: str, reason: str, hint: str) -> None:
-        """`place` is the item, the worker and the step."""
+        """`place` is the item, or the worker and the step."""
         super().__init__(part, place, reason, hint)
         self.part, self.place, self.reason, self.hint = part, place, reason, hint
 

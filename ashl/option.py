@@ -1,11 +1,12 @@
-"""The form of a configuration option: a frozen, keyword-only dataclass whose fields are checked
-when it is made.
+"""Define the form of an option: a frozen, keyword-only dataclass whose fields are checked when
+made.
 
-Defaults live in the option's YAML file and nowhere else, so that a class never disagrees with its
-file: a field that stands in for a class variable of a base is required, whatever the base says.
+Defaults are in the option's YAML file only, so that a class never disagrees with its file. A field
+that replaces a class variable of a base is required, even if the base has a value.
 """
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from inspect import get_annotations, iscoroutinefunction, isfunction, signature
@@ -28,12 +29,12 @@ from ashl.errors import UsageError
 
 T = TypeVar("T", bound=type)
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-NEAR = 0.8  # how alike two names are of which one may be the other, misspelt
+NEAR = 0.8  # similarity from which one name may be the other, misspelt
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
 def option(cls: T) -> T:
-    """The class as an option."""
+    """Make a class an option."""
     for name, annotation in get_annotations(cls).items():
         inherited = name not in cls.__dict__ and name in dir(cls) and name not in known_fields(cls)
         if inherited and "ClassVar" not in str(annotation):
@@ -42,18 +43,17 @@ def option(cls: T) -> T:
 
 
 def known_fields(cls: type) -> frozenset[str]:
-    """The names of an option's fields, class variables not among them."""
+    """Return the names of an option's fields, without class variables."""
     return frozenset(
         field.name for base in cls.__mro__ if is_dataclass(base) for field in fields(base)
     )
 
 
 class Contract:
-    """A typed base with a default for every question, which the options of one group extend.
+    """A typed base with a default for every hook, which the options of one group extend.
 
-    `group` names the group, `contract` marks a base below it that asks more, and with `strict`
-    nothing may be said that nobody asks for: what is for a class's own use begins with an
-    underscore.
+    `group` names the group. `contract` marks a base below it that has more hooks. With `strict`, a
+    class may define only known hooks; names for its own use begin with an underscore.
     """
 
     _group: ClassVar[str] = ""
@@ -70,62 +70,73 @@ class Contract:
 
 
 def refuse_unasked(cls: type[Contract], where: str) -> None:
-    """Refuse a class that says what nobody asks for, or does not say what it has to: a misspelt
-    hook would be ignored, and the default would hold instead.
+    """Refuse a class with an unknown hook, a hook of the wrong form, or a missing value.
 
-    Raises UsageError, with the nearest right name.
+    A misspelt hook would be ignored, and the default would apply instead.
+
+    Raises: UsageError, with the nearest right name.
     """
     bases = [
         part
         for part in cls.__mro__
         if issubclass(part, Contract) and part.__dict__.get("_contract", True)
     ]
-    named = [set(part.__dict__) | set(get_annotations(part)) for part in bases]
-    asked = {name for names in named for name in names if not name.startswith("_")} | known_fields(
-        cls
-    )
     who = f"{where} names {quoted(cls)}"
-    for part in cls.__mro__[:-1]:
-        if part in bases:
-            continue
-        for name in dict.fromkeys((*part.__dict__, *get_annotations(part))):
-            if name.startswith("_") or name in asked:
-                continue
-            near = difflib.get_close_matches(name, asked, n=1, cutoff=NEAR)
-            if near or cls._strict:
-                hint = (
-                    f"did you mean {near[0]!r}?"
-                    if near
-                    else "what is for its own use begins with an underscore"
-                )
-                raise UsageError(f"{who}, whose {name!r} nothing asks for; {hint}")
-        for name, value in part.__dict__.items():
-            above = next((base.__dict__[name] for base in bases if name in base.__dict__), None)
-            if isfunction(above) and name not in known_fields(cls) and not takes(value, above):
-                right = f"{name}({', '.join(signature(above).parameters)})"
-                raise UsageError(f"{who}, whose {name!r} cannot be asked; write it as {right}")
+    own = [part for part in cls.__mro__[:-1] if part not in bases]
+    for part in own:
+        refuse_unknown_names(cls, part, bases, who)
+        refuse_wrong_parameters(cls, part, bases, who)
     methods = {name for part in bases for name, value in part.__dict__.items() if isfunction(value)}
     if wrong := sorted(name for name in methods & known_fields(cls) if not name.startswith("_")):
         raise UsageError(
-            f"{who}, which has a field {wrong[0]!r} where a method is asked for; give it another"
-            " name"
+            f"{who}; its field {wrong[0]!r} has the name of a method; give it another name"
         )
     for name in sorted(name for part in bases for name in get_annotations(part)):
         if name not in methods and isfunction(getattr(cls, name, None)):
-            raise UsageError(
-                f"{who}, whose {name!r} is a method where a value is asked for; make it a property"
-            )
+            raise UsageError(f"{who}; its {name!r} is a method, not a value; make it a property")
         if name not in dir(cls) and name not in known_fields(cls):
             raise UsageError(
-                f"{who}, which does not say {name!r}; it has no default, so give the class one"
+                f"{who}; it does not define {name!r}, which has no default; give the class one"
             )
+
+
+def refuse_unknown_names(cls: type[Contract], part: type, bases: Sequence[type], who: str) -> None:
+    """Raise UsageError if `part` of an option's class defines a public name that no base has.
+
+    Without `strict`, only a name that resembles a hook is refused.
+    """
+    named = [set(base.__dict__) | set(get_annotations(base)) for base in bases]
+    known = {name for names in named for name in names if not name.startswith("_")}
+    known |= known_fields(cls)
+    for name in dict.fromkeys((*part.__dict__, *get_annotations(part))):
+        if name.startswith("_") or name in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
+        if near:
+            raise UsageError(f"{who}; its {name!r} is not known; did you mean {near[0]!r}?")
+        if cls._strict:
+            raise UsageError(
+                f"{who}; its {name!r} is not known; a name for its own use begins with an"
+                " underscore"
+            )
+
+
+def refuse_wrong_parameters(
+    cls: type[Contract], part: type, bases: Sequence[type], who: str
+) -> None:
+    """Raise UsageError if `part` of an option's class has a hook with other parameters."""
+    for name, value in part.__dict__.items():
+        above = next((base.__dict__[name] for base in bases if name in base.__dict__), None)
+        if isfunction(above) and name not in known_fields(cls) and not takes(value, above):
+            right = f"{name}({', '.join(signature(above).parameters)})"
+            raise UsageError(f"{who}; its {name!r} cannot be called; write it as {right}")
 
 
 def refuse_untyped(made: Contract, where: str) -> None:
-    """Refuse an option of which a value is none that its base has room for: a misspelt word would
-    be ignored, too.
+    """Refuse an option with a value of a type that its base does not allow; it would be ignored,
+    too.
 
-    Raises UsageError.
+    Raises: UsageError.
     """
     bases = [part for part in type(made).__mro__ if issubclass(part, Contract) and part._contract]
     for base in bases:
@@ -138,14 +149,14 @@ def refuse_untyped(made: Contract, where: str) -> None:
                     dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in error.errors())
                 )
                 raise UsageError(
-                    f"{where} names {quoted(type(made))}, whose {name}={value!r} is not possible:"
+                    f"{where} names {quoted(type(made))}; its {name}={value!r} is not possible:"
                     f" should be {right}"
                 ) from error
 
 
 @cache
 def values_of(base: type[Contract]) -> dict[str, TypeAdapter]:
-    """What a contract asks for that is no method, with the type that each has to be of."""
+    """Return the values that a contract defines, methods excluded, with the type of each."""
     hints = get_type_hints(base, include_extras=True)
     asked = [
         name
@@ -160,7 +171,7 @@ def quoted(cls: type) -> str:
 
 
 def takes(hook: Any, above: FunctionType) -> bool:
-    """Whether a hook is one, and can be called with all that the one above it is called with."""
+    """Return True if a hook can be called with all arguments of the hook `above` it."""
     bound = (
         hook.__get__(above) if isinstance(hook, FunctionType | staticmethod | classmethod) else hook
     )
@@ -178,7 +189,7 @@ def takes(hook: Any, above: FunctionType) -> bool:
 
 
 def _no_truth_value(value: Any) -> Any:
-    """`true` is no number, although Python thinks so."""
+    """Refuse true and false, which Python counts as numbers."""
     if isinstance(value, bool):
         raise ValueError("should be a number, not true or false")
     return value
@@ -187,9 +198,8 @@ def _no_truth_value(value: Any) -> Any:
 Number = BeforeValidator(_no_truth_value)
 Positive = Annotated[float, Number, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Number, Field(ge=0, allow_inf_nan=False)]
-Duration = Annotated[
-    NonNegative, Field(le=1e9)
-]  # seconds, up to 30 years: what a clock of nanoseconds can bear
+# Seconds, up to 30 years: the limit of a clock of nanoseconds.
+Duration = Annotated[NonNegative, Field(le=1e9)]
 Span = Annotated[Duration, Field(gt=0)]
 Ratio = Annotated[float, Number, Field(gt=0, le=1)]
 Fraction = Annotated[float, Number, Field(ge=0, le=1)]

@@ -1,4 +1,4 @@
-"""A tensor that is only a size: what travels where a run is timed without gradients."""
+"""Provide a tensor that is only a size: the payload of a run that is timed without gradients."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class SizeOnly(NamedTuple):
-    """A tensor that is only a size: what travels when a run is timed without gradients."""
+    """A tensor that is only a size, for runs that are timed without gradients."""
 
     nbytes: int
-    signal: int = 0  # what rides on an all-reduce is there all the same
+    signal: int = 0  # the control signal that is piggybacked on an all-reduce
 
     def __add__(self, other: object) -> SizeOnly:  # type: ignore[override]
         signal = getattr(other, "signal", 0)
@@ -23,25 +23,25 @@ class SizeOnly(NamedTuple):
         return self
 
     def norm(self) -> float:
-        """No number: so that a loop may measure its updates where there are none."""
+        """Return NaN, so that loops may measure updates that do not exist."""
         return math.nan
 
     __radd__ = __add__  # type: ignore[assignment]
     __mul__ = __rmul__ = __sub__  # type: ignore[assignment]
 
 
-Vector: TypeAlias = Tensor | SizeOnly  # a model, or what a worker computed
+Vector: TypeAlias = Tensor | SizeOnly  # a model, a gradient or an update
 
 
 def joined(one: Vector, other: Vector) -> Vector:
-    """Two vectors of one length in one body."""
+    """Return two vectors of one length as one payload."""
     if isinstance(one, SizeOnly) or isinstance(other, SizeOnly):
         return SizeOnly(2 * one.nbytes)
     return torch.cat([one, other])
 
 
 def halves(body: Any) -> tuple[Any, Any]:
-    """... and apart again."""
+    """Return the two vectors of a payload of `joined`."""
     if isinstance(body, SizeOnly):
         return SizeOnly(body.nbytes // 2), SizeOnly(body.nbytes // 2)
     one, other = body.chunk(2)

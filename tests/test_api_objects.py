@@ -223,7 +223,7 @@ def test_processes_import_what_a_file_defines(
         ({"loss": "mse"}, "is no loss; give a function or a module, or an option"),
         ({"optimizer": 0.1}, "optimizer is float; give the name of an option, or a class"),
         ({"model": functools.partial(nn.Linear, 2, 2)}, "name the arguments of functools.partial"),
-        ({"optimizer": torch.optim.LBFGS}, "whose step needs a closure"),
+        ({"optimizer": torch.optim.LBFGS}, "its step needs a closure"),
         ({"sync": nn.ReLU()}, "sync=ReLU: a setting is a text"),
     ],
 )

@@ -158,7 +158,7 @@ def test_the_tokens_of_a_file_of_the_users(tmp_path, monkeypatch):
         (
             "none.json",
             DataMissingError,
-            r"dataset.tokenizer=none.json: there is no such file; take dataset.tokenizer=bytes",
+            r"dataset.tokenizer=none.json: there is no such file; use for example dataset.tokenizer=bytes",
         ),
         ("text.json", UsageError, r"is no tokenizer for this text: Expecting value"),
         ("words.json", UsageError, r"is no tokenizer for this text: 'and' is not in list"),

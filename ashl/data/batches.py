@@ -1,4 +1,4 @@
-"""The index stream of one worker."""
+"""Order the samples of one worker into batches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ashl.data.rng import Purpose, permutation
 class Batches:
     """Minibatches of one shard, each a pure function of (seed, worker, step).
 
-    The shard is walked epoch after epoch, in a new order each time; a batch that reaches the end of
-    one epoch goes on in the next, so that every batch is full and every sample is visited once per
-    epoch. Without `shuffle` each epoch has the shard's own order.
+    The shard is read epoch after epoch, in a new order each time. A batch that reaches the end of
+    an epoch continues in the next. So every batch is full and every sample is visited once per
+    epoch. Without `shuffle`, each epoch has the shard's own order.
     """
 
     def __init__(
@@ -27,10 +27,10 @@ class Batches:
             worker,
             shuffle,
         )
-        self._epochs: dict[int, np.ndarray] = {}  # a memo, never part of the answer
+        self._epochs: dict[int, np.ndarray] = {}  # a cache that no result depends on
 
     def over(self, shard: np.ndarray) -> Batches:
-        """The same worker's stream over another shard."""
+        """Return the same worker's batches over another shard."""
         return (
             self
             if shard is self._shard
@@ -39,21 +39,22 @@ class Batches:
 
     @property
     def size(self) -> int:
-        """Samples in a minibatch, as planned."""
+        """The planned number of samples in a minibatch."""
         return self._batch
 
     @property
     def shard(self) -> np.ndarray:
-        """All samples of the worker, in an order that never changes."""
+        """All samples of the worker, in a fixed order."""
         return self._shard
 
     def indices(self, step: int) -> np.ndarray:
-        """The samples of batch number `step`, int64 [batch]."""
+        """Return the samples of batch number `step`, int64 [batch]."""
         return self.span(step * self._batch, self._batch)
 
     def span(self, first: int, size: int) -> np.ndarray:
-        """The samples from number `first` of the stream on, int64 [size], for a batch that is not
-        always the same.
+        """Return `size` samples from number `first` of the stream on, int64 [size].
+
+        It serves batches whose size changes.
         """
         epoch, start = divmod(first, len(self._shard))
         head = self._epoch(epoch)[start : start + size]

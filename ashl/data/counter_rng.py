@@ -1,10 +1,11 @@
-"""Random words by index: word i of a stream is a hash of its key and of i, so that each can be had
-alone, in any order, and on any device with the same bits.
+"""Random words by index: word i of a stream is a hash of its key and of i.
+
+So each word can be computed alone, in any order, and on any device with the same bits.
 
 Rule: word i = mix(key + i·γ mod 2⁶⁴) with SplitMix64's γ and its finalizer, two rounds of xor-shift
-and multiply: nine operations on whole arrays of integers, where Philox 4x64-10 takes some hundred
-without a 128-bit product. Streams start at 64 bits of a hash of their name; of a million streams of
-ten million words two that overlap are unlikely.
+and multiply. These are nine operations on whole arrays of integers. Philox 4x64-10 takes some
+hundred without a 128-bit product. A stream starts at 64 bits of a hash of its name; among a million
+streams of ten million words, an overlap of two is unlikely.
 
 Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
 """
@@ -20,14 +21,14 @@ from ashl.data.rng import Purpose
 
 GAMMA = 0x9E3779B97F4A7C15
 ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-LAST = 31  # of the shifts
+LAST = 31  # the last shift
 WORDS = tuple((np.uint64(shift), np.uint64(factor)) for shift, factor in ROUNDS), np.uint64(LAST)
 WORD = 2**64
 PIECE = 1 << 14  # words that stay in the cache between two operations
 
 
 class CounterRng(NamedTuple):
-    """A stream of words of 64 bits."""
+    """A stream of 64-bit words."""
 
     key: int
 
@@ -36,8 +37,9 @@ class CounterRng(NamedTuple):
     @overload
     def words(self, like: Tensor, start: int, count: int) -> Tensor: ...
     def words(self, like: np.ndarray | Tensor, start: int, count: int) -> np.ndarray | Tensor:
-        """The words start … start + count − 1: uint64, or int64 of the same bits where
-        `like` lies.
+        """Return the words start … start + count − 1 on the device of `like`.
+
+        They are uint64 in numpy, and int64 with the same bits in torch.
         """
         if isinstance(like, Tensor):
             return _mixed(torch.arange(start, start + count, device=str(like.device)), self.key)
@@ -50,7 +52,7 @@ class CounterRng(NamedTuple):
 
 
 def counter_rng(seed: int, purpose: Purpose, *words: int) -> CounterRng:
-    """The stream of these non-negative words."""
+    """Return the stream of these non-negative words."""
     return CounterRng(
         int(np.random.SeedSequence((seed, int(purpose), *words)).generate_state(1, np.uint64)[0])
     )
@@ -62,7 +64,7 @@ def _steps() -> np.ndarray:
 
 
 def _mix(words: np.ndarray, spare: np.ndarray) -> None:
-    """In place."""
+    """Apply the rounds to `words`, in place; `spare` is memory of the same size."""
     rounds, last = WORDS
     for shift, factor in rounds:
         words ^= np.right_shift(words, shift, out=spare)
@@ -71,7 +73,9 @@ def _mix(words: np.ndarray, spare: np.ndarray) -> None:
 
 
 def _mixed(places: Tensor, key: int) -> Tensor:
-    """The same for int64, whose products wrap to the same bits."""
+    """Return the words of int64 indices; their products wrap to the same bits as those of
+    uint64.
+    """
     words = places * _signed(GAMMA) + _signed(key)
     for shift, factor in ROUNDS:
         words = (words ^ _shifted(words, shift)) * _signed(factor)
@@ -79,7 +83,7 @@ def _mixed(places: Tensor, key: int) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros on the left."""
+    """Shift to the right, with zeros entering on the left."""
     return words >> bits & (1 << 64 - bits) - 1
 
 

@@ -1,4 +1,4 @@
-"""What a data set is to the rest of the house: two splits, in memory or decoded on demand."""
+"""Define a data set: a training and a test split, in memory or decoded on demand."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ashl.option import Count, Positive, option
 
 
 class Samples(Protocol):
-    """A tensor [n, *sample_shape], or what answers an index tensor [b] with [b, *sample_shape] as
-    one would.
+    """Samples by index: a tensor [n, *sample_shape], or an object that is indexed like one.
+
+    It returns [b, *sample_shape] for an index tensor [b].
     """
 
     def __getitem__(self, index: Tensor, /) -> Tensor: ...
@@ -25,11 +26,11 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """One half of a data set.
+    """The training or the test half of a data set.
 
-    `inputs` are float32 as the model wants them, or uint8 pixels, which are normalised batch by
-    batch to `(pixel / 255 - mean) / std` per channel: a quarter of the memory, and the same
-    numbers.
+    `inputs` are float32 as the model reads them, or uint8 pixels. Pixels are normalised batch by
+    batch to `(pixel / 255 - mean) / std` per channel, which takes a quarter of the memory and gives
+    the same numbers.
     """
 
     inputs: Samples
@@ -42,17 +43,17 @@ class Split:
 
     @property
     def labels(self) -> np.ndarray:
-        """Class of each sample, int64 [n]; all zeros where it has none."""
+        """Class of each sample, int64 [n]; all zeros if samples have no class."""
         return self.targets.numpy() if self.has_classes else np.zeros(len(self), np.int64)
 
     @property
     def has_classes(self) -> bool:
-        """Whether each sample is of one class: no values, and no tokens."""
+        """True if each sample has one class: no values, and no tokens."""
         return not self.targets.is_floating_point() and self.targets.ndim == 1
 
     def batch(self, indices: np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs float32 [b, *sample_shape] and targets of the samples named, where all of these
-        lie.
+        """Return the inputs, float32 [b, *sample_shape], and the targets of these samples, on
+        their device.
         """
         index = torch.from_numpy(indices) if isinstance(indices, np.ndarray) else indices
         inputs, targets = _rows(self.inputs, index), _rows(self.targets, index)
@@ -62,8 +63,10 @@ class Split:
         return inputs, targets
 
     def channels_last(self, most: int) -> Split:
-        """With the channels of its images last in the host's memory, so that no batch has to be
-        turned over; itself where they are more bytes than that.
+        """Return the split with the channels of its images last in memory, so that no batch is
+        reordered.
+
+        Returns the split itself if its images have more than `most` bytes.
         """
         there = isinstance(self.inputs, Tensor) and self.inputs.is_cpu and self.inputs.ndim == 4
         if not there or self.inputs.nbytes > most:
@@ -72,7 +75,7 @@ class Split:
 
     @cached_property
     def _normal(self) -> tuple[Tensor, Tensor]:
-        """What normalises pixels, by channel: −mean/std and 1/(255·std)."""
+        """Shift and scale that normalise pixels, by channel: −mean/std and 1/(255·std)."""
         mean, std = torch.tensor([self.mean, self.std], device=self.targets.device)[
             :, :, None, None
         ]
@@ -80,8 +83,10 @@ class Split:
 
 
 def _rows(samples: Samples, index: Tensor) -> Tensor:
-    """`samples[index]`, in a tenth of the time where they are a tensor of uint8 pixels and a
-    quarter for float ones; of images whose channels lie last, in that order.
+    """Return `samples[index]`, by `index_select` for a tensor.
+
+    It takes a tenth of the time for uint8 pixels, and a quarter for floats. Images with channels
+    last keep this order.
     """
     if not isinstance(samples, Tensor):
         return samples[index]
@@ -101,15 +106,15 @@ class Data:
     train: Split
     test: Split
     sample_shape: tuple[int, ...]
-    num_classes: int  # number of outputs of the model: classes, values or the vocabulary
+    num_classes: int  # outputs of the model: classes, values or words of the vocabulary
     augment: Literal["none", "crop_flip"] = "none"  # applied to training batches by the learner
-    source: str = ""  # dotted name of the user's own that made it, where it is plain torch
-    notes: tuple[str, ...] = ()  # what its user should know before the run
+    source: str = ""  # dotted name of a user's own maker of plain torch
+    notes: tuple[str, ...] = ()  # notes for the user before the run
 
 
 @option
 class Dataset:
-    """The fields that every data set's option has."""
+    """The fields of every data set's option."""
 
     batch_size: Count
     partition: Literal["iid", "dirichlet", "plan", "interleaved"]
@@ -131,14 +136,12 @@ class Dataset:
 
 
 def resolve(root: str) -> Path:
-    """The absolute path of a data root as a user writes it."""
+    """Return the absolute path of a data root as a user writes it."""
     return Path(root).expanduser().resolve()
 
 
 def missing(name: str, searched: Path, expected: str, *, download: bool) -> DataMissingError:
-    """The one sentence about data that is not there: what, where it was looked for, and every way
-    out.
-    """
+    """Return the error for missing data: what is missing, where it was expected, and the fixes."""
     ways = "dataset.download=true to fetch it, " if download else ""
     return DataMissingError(
         f"Data set {name} is not, or not whole, in {searched} (expected: {expected}); take"

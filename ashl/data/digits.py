@@ -1,6 +1,4 @@
-"""Handwritten digits, 8x8, shipped inside scikit-learn: real, offline, and small enough for a
-laptop.
-"""
+"""Load handwritten digits, 8x8 pixels, that scikit-learn contains: real data without a download."""
 
 import gzip
 from functools import cache
@@ -17,22 +15,22 @@ from ashl.option import option
 
 FILE = "datasets/data/digits.csv.gz"
 NUM_TRAIN = 1437  # of 1,797
-LARGEST = 16  # grey levels run from 0 to 16
+LARGEST = 16  # grey levels are 0 to 16
 MEAN, STD = 0.305, 0.376  # of the grey levels, scaled to 0 … 1
 
 
 @option
 class Digits(Dataset):
-    """1,797 handwritten digits of 8x8 grey levels, of which a fixed 1,437 are for training and 360
-    for testing.
+    """1,797 handwritten digits of 8x8 grey levels: a fixed 1,437 for training and 360 for testing.
 
-    E. Alpaydin and C. Kaynak, "Optical recognition of handwritten digits", UCI Machine Learning
-    Repository, 1998.
+    Source: E. Alpaydin and C. Kaynak, "Optical recognition of handwritten digits", UCI Machine
+    Learning Repository, 1998.
     """
 
     def load(self) -> Data:
-        """Reads the file itself, because importing scikit-learn takes ten times as long. Raises
-        DataMissingError.
+        """Read the file directly, because importing scikit-learn takes ten times as long.
+
+        Raises: DataMissingError.
         """
         package = find_spec("sklearn")
         path = (
@@ -56,8 +54,8 @@ class Digits(Dataset):
 
 @cache
 def read(path: Path) -> np.ndarray:
-    """The file's table, 64 grey levels and the digit in each row: read once for the plan and for
-    what is run of it.
+    """Return the file's table with 64 grey levels and the digit in each row; it is read once per
+    process.
     """
     with gzip.open(path, "rt", encoding="ascii") as file:
         return np.loadtxt(file, delimiter=",", dtype=np.float32)

@@ -1,4 +1,4 @@
-"""The user's own images, a folder per class."""
+"""Load the user's own images, a folder per class."""
 
 import os
 import warnings
@@ -30,25 +30,24 @@ KINDS = (
     ".tiff",
     ".webp",
 )
-SIXTEEN_BITS = ("PNG", "PPM")  # formats whose integers Pillow may give 32 bits of room
+SIXTEEN_BITS = ("PNG", "PPM")  # formats whose integers Pillow may return in 32 bits
 LEFT_BEHIND = ("__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir")
-A_FEW = 5  # names that a sentence lists
+A_FEW = 5  # most names in a message
 EXPECTED = "train/<class>/*.jpg and test/<class>/*.jpg"
 
 
 class Decoder:
-    """Images decoded when first asked for, and kept as uint8 while the memory lasts.
+    """Images that are decoded at their first use, and kept as uint8 while the memory lasts.
 
-    What is kept is never evicted: an epoch asks for every image once, so that evicting the least
-    recently used would throw each one away just before it is wanted again.
+    A kept image is never evicted. An epoch uses every image once, so that evicting the least
+    recently used one would remove it just before its next use.
     """
 
     def __init__(self, paths: list[str], size: int, cache_mb: int) -> None:
         self._paths, self._size = paths, size
         capacity = min(len(paths), cache_mb * 10**6 // (3 * size * size))
-        self._kept = torch.empty(
-            capacity, 3, size, size, dtype=torch.uint8
-        )  # pages are taken as they are filled
+        # The system gives memory pages only as they are filled.
+        self._kept = torch.empty(capacity, 3, size, size, dtype=torch.uint8)
         self._slots: dict[int, int] = {}
 
     def __getitem__(self, index: Tensor, /) -> Tensor:
@@ -73,7 +72,7 @@ class Decoder:
                     )
             except MemoryError:
                 raise
-            except Exception as error:  # decoders raise what they like
+            except Exception as error:  # decoders raise many kinds of errors
                 fault = " ".join(str(error).split()) or type(error).__name__
                 raise AshlError(
                     f"{path} is not a readable image ({fault}); repair it, reduce it, or delete it."
@@ -84,7 +83,7 @@ class Decoder:
 def in_colour(file: Image.Image) -> Image.Image:
     """Return an image as 8-bit RGB; of 16 bits the upper eight, of float values 0 … 1 times 255.
 
-    Raises ValueError for values of another range: nothing says what they mean.
+    Raises: ValueError for values of another range: their meaning is unknown.
     """
     if file.mode.startswith("I;16") or (file.mode == "I" and file.format in SIXTEEN_BITS):
         values = np.asarray(file).astype(np.int64)
@@ -104,7 +103,7 @@ def in_colour(file: Image.Image) -> Image.Image:
 
 @option
 class ImageFolder(Dataset):
-    """Images in `root`/train/<class>/ and `root`/test/<class>/, cut to a square from the middle and
+    """Images in `root`/train/<class>/ and `root`/test/<class>/, cropped to a centred square and
     scaled.
     """
 
@@ -114,7 +113,7 @@ class ImageFolder(Dataset):
     augment: Literal["none", "crop_flip"]
 
     def load(self) -> Data:
-        """Lists the files; decoding waits until an image is used. Raises DataMissingError."""
+        """List the files; an image is decoded at its first use. Raises DataMissingError."""
         root = resolve(self.root)
         if not ((root / "train").is_dir() and (root / "test").is_dir()):
             raise missing("image_folder", root, EXPECTED, download=False)
@@ -143,7 +142,7 @@ class ImageFolder(Dataset):
         )
 
     def _split(self, paths: dict[str, list[str]]) -> Split:
-        """The images of one half, by class."""
+        """Return one half from its images by class."""
         targets = [number for number, files in enumerate(paths.values()) for _ in files]
         every = [path for files in paths.values() for path in files]
         return Split(
@@ -153,9 +152,11 @@ class ImageFolder(Dataset):
 
 def listed(folder: Path, unused: Counter[str]) -> dict[str, list[str]]:
     """Return the images of each class of one half, classes and images by name, and count other
-    files by kind.
+    files.
 
-    Hidden folders, as of notebooks and of archives, are no classes. Raises DataMissingError.
+    Hidden folders, for example of notebooks and archives, are no classes.
+
+    Raises: DataMissingError.
     """
     found: dict[str, list[str]] = {}
     for name in sorted(
@@ -179,9 +180,11 @@ def listed(folder: Path, unused: Counter[str]) -> dict[str, list[str]]:
 
 
 def images_in(folder: Path) -> tuple[list[str], Counter[str]]:
-    """Return the paths of the images of a class, in its subfolders too, in torchvision's order, and
-    how many other files of each kind there are. Hidden files are left out. Links are followed, each
-    folder once.
+    """Return the images of a class and its subfolders, in torchvision's order, and counts of other
+    files.
+
+    Other files are counted by kind. Hidden files are left out. Links are followed, each folder
+    once.
     """
     seen, found = set[str](), list[tuple[str, list[str]]]()
     for root, folders, names in os.walk(folder, followlinks=True):
@@ -202,5 +205,5 @@ def images_in(folder: Path) -> tuple[list[str], Counter[str]]:
 
 
 def is_hidden(name: str) -> bool:
-    """Return True for what programs leave beside a user's own files."""
+    """Return True for files that programs put next to a user's own files."""
     return name.startswith(".") or name in LEFT_BEHIND

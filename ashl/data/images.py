@@ -1,4 +1,4 @@
-"""torchvision's small image data sets, held in memory as uint8."""
+"""Load torchvision's small image data sets, held in memory as uint8."""
 
 import fcntl
 from collections.abc import Generator
@@ -17,8 +17,8 @@ from ashl.option import option
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a data set before it is read; mean and std are those of its training pixels,
-    scaled to 0 … 1.
+    """Known facts of a data set: its files, and mean and std of its training pixels, scaled to 0
+    … 1.
     """
 
     files: str
@@ -55,8 +55,9 @@ class Images(Dataset):
     augment: Literal["none", "crop_flip"]
 
     def load(self) -> Data:
-        """Reads both splits, fetching them first where `download` says so. Raises
-        DataMissingError.
+        """Read both halves, after a download if `download` is true.
+
+        Raises: DataMissingError.
         """
         root = resolve(self.root)
         if self.download:
@@ -71,9 +72,8 @@ class Images(Dataset):
                 getattr(datasets, self.name)(root, train=train, download=download)
                 for train in (True, False)
             ]
-        except (
-            Exception
-        ) as error:  # of many kinds, by data set, and by what is missing, broken or out of reach
+        # The errors depend on the data set and on what is missing, broken or out of reach.
+        except Exception as error:
             if download:
                 raise DataMissingError(
                     f"Data set {self.name} could not be fetched into {root}"
@@ -97,7 +97,7 @@ def _pixels(data) -> torch.Tensor:
 
 @contextmanager
 def _alone(root: Path) -> Generator[None]:
-    """One process of a machine fetches, the others wait and then find the files."""
+    """Allow one process of a machine to download; the others wait and then find the files."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = (root / ".ashl.lock").open("wb")

@@ -1,4 +1,4 @@
-"""Which worker gets which training sample."""
+"""Partition the training set: decide which worker gets which sample."""
 
 from collections.abc import Collection, Sequence
 
@@ -8,7 +8,7 @@ from ashl.data.dataset import Data
 from ashl.data.rng import Purpose, permutation, stream
 from ashl.errors import UsageError
 
-DRAWS = 100  # Dirichlet shares are drawn anew, at most this often, until every shard holds a batch
+DRAWS = 100  # most draws of Dirichlet shares, until every shard holds a batch
 
 
 def shards(
@@ -19,16 +19,19 @@ def shards(
     seed: int,
     batch: Sequence[int],
 ) -> list[np.ndarray]:
-    """Disjoint shards that cover the training set: sorted sample numbers, int64, one array per
+    """Return disjoint shards that cover the training set: sorted sample numbers, int64, one per
     worker.
 
-    `plan`: random parts in proportion to `shares` (any positive numbers), but a batch at least.
-    `iid`: equal random parts. `dirichlet`: each class is dealt out by shares of its own, drawn from
-    Dir(alpha); the smaller alpha, the fewer classes a worker sees (Hsu, Qi and Brown, "Measuring
-    the effects of non-identical data distribution", 2019). `interleaved`: worker i of n takes every
-    n-th sample from i on, for exact comparisons; its batches are not to be shuffled.
+    - `plan`: random parts in proportion to `shares` (any positive numbers), but at least a batch.
+    - `iid`: equal random parts.
+    - `dirichlet`: each class is divided by shares of its own, drawn from Dir(alpha). The smaller
+      alpha, the fewer classes a worker sees.
+    - `interleaved`: worker i of n takes every n-th sample from i on, for exact comparisons; its
+      batches must not be shuffled.
 
-    `batch` is each worker's batch size. Raises UsageError when one is larger than its shard.
+    Args: batch is each worker's batch size.
+    Raises: UsageError if a batch is larger than its shard.
+    Source: Hsu, Qi and Brown, "Measuring the effects of non-identical data distribution", 2019.
     """
     total, num_workers = len(data.train), len(shares)
     if partition == "interleaved":
@@ -53,8 +56,10 @@ def shards(
 
 
 def handed(parts: Sequence[np.ndarray], gone: Collection[int]) -> list[np.ndarray]:
-    """The shards while these workers are away: their samples are dealt out to the others one by
-    one, behind what each has of its own. Theirs stay as they were, for when they are back.
+    """Return the shards while the workers `gone` have failed.
+
+    Their samples are dealt to the others one by one, after each one's own samples. The shards of
+    failed workers stay unchanged, for their rejoin.
     """
     here = [rank for rank in range(len(parts)) if rank not in gone]
     dealt = np.concatenate([parts[rank] for rank in sorted(gone)])
@@ -65,7 +70,9 @@ def handed(parts: Sequence[np.ndarray], gone: Collection[int]) -> list[np.ndarra
 
 
 def check_sizes(sizes: Sequence[int], batch: Sequence[int], total: int) -> None:
-    """UsageError where a shard does not fill a batch, about the smallest."""
+    """Raise UsageError if a shard does not fill a batch; the message is about the smallest
+    shard.
+    """
     if all(size >= wanted for size, wanted in zip(sizes, batch, strict=True)):
         return
     least = min(sizes)
@@ -83,8 +90,9 @@ def check_sizes(sizes: Sequence[int], batch: Sequence[int], total: int) -> None:
 
 
 def apportion(total: int, shares: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Whole numbers that add up to `total`, in proportion to `shares` by largest remainder (ties to
-    the lower rank).
+    """Return whole numbers that add up to `total`, in proportion to `shares` by largest remainder.
+
+    Ties go to the lower rank.
     """
     ideal = np.asarray(shares, float) / np.sum(shares) * total
     sizes = np.floor(ideal).astype(np.int64)
@@ -94,8 +102,9 @@ def apportion(total: int, shares: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def sized(total: int, shares: Sequence[float], batch: Sequence[int]) -> np.ndarray:
-    """The same, but a batch at least for everybody where that can be, so that shares planned on the
-    way end no run.
+    """Apportion `total` by `shares`, but at least a batch per worker if there are enough samples.
+
+    So no replan of the shares can end a run.
     """
     share_of, least = np.asarray(shares, float), np.asarray(batch)
     short = np.zeros(len(share_of), bool)
@@ -104,7 +113,7 @@ def sized(total: int, shares: Sequence[float], batch: Sequence[int]) -> np.ndarr
         sizes[~short] = apportion(total - int(sizes.sum()), share_of[~short])
         if (sizes >= least).all() or least.sum() > total:
             return sizes
-        short |= sizes < least  # never all of them: what is left is enough for the others
+        short |= sizes < least  # never all of them: the rest is enough for the others
 
 
 def _dirichlet(

@@ -1,5 +1,5 @@
-"""A data set as plain torch has it: a map-style `torch.utils.data.Dataset`, or a function that
-returns two of them.
+"""Use a data set of plain torch: a map-style `torch.utils.data.Dataset`, or a function that
+returns two.
 """
 
 import math
@@ -18,21 +18,23 @@ from ashl.data.dataset import Data, Dataset, Split
 from ashl.errors import AshlError, OwnFaultError, UsageError
 from ashl.option import known_fields, option
 
-A_FEW = 5  # classes that a note names
-MOST_TOKENS = 10**7  # words of a vocabulary
+A_FEW = 5  # most classes in a note
+MOST_TOKENS = 10**7  # most words of a vocabulary
 
 
 @option
 class PlainDataset(Dataset):
-    """What makes the two halves, and the keys that it is called with: with `train=True` and
-    `train=False` where it has that parameter, else once for a pair (train, test).
+    """A maker of the two halves, and the keys that it is called with.
+
+    It is called with `train=True` and `train=False` if it has that parameter, else once for a pair
+    (train, test).
     """
 
     make: Maker
     keys: dict[str, Any]
 
     def load(self) -> Data:
-        """Reads every target now, and inputs whenever they are asked for. Raises UsageError."""
+        """Read every target now, and each input at its use. Raises UsageError."""
         if self.makes_halves:
             return self.data_of(self.make_half(train=True), self.make_half(train=False))
         pair: Any = self.make(**arguments(self.make, self.keys, "dataset", {}))
@@ -45,11 +47,11 @@ class PlainDataset(Dataset):
 
     @property
     def makes_halves(self) -> bool:
-        """Return True if it is called once for each half."""
+        """Return True if the maker is called once for each half."""
         return "train" in signature(self.make).parameters
 
     def make_half(self, *, train: bool) -> Any:
-        """Return one half as the class makes it."""
+        """Return one half as the maker returns it."""
         return self.make(**arguments(self.make, self.keys, "dataset", {"train": train}))
 
     def data_of(self, *halves: Any) -> Data:
@@ -82,9 +84,7 @@ class PlainDataset(Dataset):
 
 
 def plain_dataset(part: Maker, keys: Mapping[str, Any]) -> PlainDataset | None:
-    """The data set that a class or a function makes; None for a class that is no data set of
-    torch's.
-    """
+    """Return the data set of a class or a function; None for a class that is no torch data set."""
     if isinstance(part, type) and not issubclass(part, TorchDataset):
         return None
     own = known_fields(Dataset)
@@ -95,9 +95,7 @@ def plain_dataset(part: Maker, keys: Mapping[str, Any]) -> PlainDataset | None:
 
 
 class Items:
-    """Inputs that are read one by one, whenever they are asked for: what is drawn at random is
-    drawn anew.
-    """
+    """Inputs that are read one by one at each use; random ones are drawn again each time."""
 
     def __init__(self, half: Any, name: str) -> None:
         self._half, self._name = half, name
@@ -111,10 +109,10 @@ class Items:
 
 
 def classes_of(halves: Sequence[Tensor], name: str) -> tuple[int, tuple[str, ...]]:
-    """How many outputs these classes need, and a note about numbers without a sample.
+    """Return how many outputs these classes need, and a note about numbers without a sample.
 
-    Raises UsageError where fewer than half of the numbers are classes: each would cost memory and
-    learn nothing.
+    Raises: UsageError if fewer than half of the numbers are classes: each unused one would cost
+    memory and learn nothing.
     """
     present = [int(value) for value in torch.unique(torch.cat(list(halves))) if value >= 0]
     outputs = max(present, default=-1) + 1
@@ -138,7 +136,7 @@ def classes_of(halves: Sequence[Tensor], name: str) -> tuple[int, tuple[str, ...
 
 
 def split_of(half: Any, name: str) -> Split:
-    """One half. Raises UsageError where it is not a sequence of pairs (input, target)."""
+    """Return one half. Raises UsageError if it is not a sequence of pairs (input, target)."""
     try:
         count = len(half)
         first = half[0]
@@ -160,7 +158,7 @@ def split_of(half: Any, name: str) -> Split:
 
 
 def item_of(half: Any, number: int, name: str) -> Any:
-    """An item. Raises UsageError where there is none, or is no pair."""
+    """Return an item. Raises UsageError if it does not exist or is no pair."""
     try:
         item = half[number]
     except AshlError:
@@ -180,7 +178,7 @@ def item_of(half: Any, number: int, name: str) -> Any:
 
 
 def tensor_of(value: Any, what: str) -> Tensor:
-    """float32 or int64. Raises UsageError for what is no number or tensor."""
+    """Return a value as a float32 or int64 tensor. Raises UsageError for any other value."""
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -198,5 +196,7 @@ def tensor_of(value: Any, what: str) -> Tensor:
 def stacked(parts: list[Tensor], what: str) -> Tensor:
     if len({part.shape for part in parts}) > 1:
         shapes = " and ".join(sorted({str(tuple(part.shape)) for part in parts})[:2])
-        raise UsageError(f"dataset: {what} differ in shape, as {shapes}; make them alike")
+        raise UsageError(
+            f"dataset: {what} differ in shape, for example {shapes}; give all the same shape"
+        )
     return torch.stack(parts)

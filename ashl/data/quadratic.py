@@ -1,4 +1,4 @@
-"""A linear regression: the task whose answer is known, to hold every method against mathematics."""
+"""Make a linear regression with a known optimum, to check methods against mathematics."""
 
 import numpy as np
 import torch
@@ -12,9 +12,10 @@ from ashl.option import Count, Natural, NonNegative, Size, option
 @option
 class Quadratic(Dataset):
     """Samples y = x·w + b + noise with x ~ N(0, C); with model=linear the loss is a convex
-    quadratic of the parameters.
+    quadratic.
 
-    The eigenvalues of C run evenly in the logarithm from 1 down to 1/condition, in a random basis.
+    The eigenvalues of C are spaced evenly in the logarithm from 1 down to 1/condition, in a random
+    basis.
     """
 
     num_samples: Size
@@ -24,7 +25,7 @@ class Quadratic(Dataset):
     seed: Natural
 
     def load(self) -> Data:
-        """Always succeeds; the samples are a function of the fields alone."""
+        """Return the samples, a function of the fields alone; never fails."""
         generator = stream(self.seed, Purpose.SAMPLES)
         basis, _ = np.linalg.qr(generator.standard_normal((self.num_features, self.num_features)))
         factor = basis * np.sqrt(np.geomspace(1, 1 / self.condition, self.num_features))
@@ -43,10 +44,10 @@ class Quadratic(Dataset):
 
 
 def optimum(data: Data) -> tuple[Tensor, float]:
-    """The linear model's best parameters, flat (weight [outputs, features], then bias), and their
-    training loss.
+    """Return the linear model's optimal parameters and their training loss.
 
-    In closed form, by least squares in double precision: the gradient there is zero.
+    The parameters are flat: weight [outputs, features], then bias. They are computed by least
+    squares in double precision; the gradient there is zero.
     """
     inputs, targets = (
         part.double().flatten(1) for part in data.train.batch(np.arange(len(data.train)))

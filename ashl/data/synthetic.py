@@ -1,6 +1,4 @@
-"""A classification task made up on the spot, of any size and shape: for throughput, and learnable
-all the same.
-"""
+"""Make a synthetic classification task of any size and shape, for throughput, yet learnable."""
 
 import math
 from typing import Annotated
@@ -14,17 +12,17 @@ from ashl.data.rng import Purpose, stream
 from ashl.errors import UsageError
 from ashl.option import Natural, Positive, Size, option
 
-# images: pixels per side of a patch of one colour, so that convolution and pooling keep the pattern
+# Pixels per side of a patch of one colour, so that convolution and pooling keep an image's pattern.
 PATCH = 4
 
 
 @option
 class Synthetic(Dataset):
-    """One Gaussian cluster per class, of unit variance, whose centres lie `separation` apart.
+    """One Gaussian cluster of unit variance per class; the centres have the distance `separation`.
 
-    The difficulty is the same for every shape: two classes are confused with probability
-    Q(separation / 2) by the best classifier there is, Q being the normal distribution's tail.
-    Centres of images are made of patches of 4x4 pixels.
+    The difficulty is the same for every shape: the best possible classifier confuses two classes
+    with probability Q(separation / 2), where Q is the tail of the normal distribution. Centres of
+    images consist of patches of 4x4 pixels.
     """
 
     shape: Annotated[list[Size], Field(min_length=1, max_length=3)]
@@ -35,8 +33,9 @@ class Synthetic(Dataset):
     seed: Natural
 
     def load(self) -> Data:
-        """Raises UsageError for a shape that is neither [features] nor [channels, height,
-        width].
+        """Return the samples.
+
+        Raises: UsageError for a shape that is neither [features] nor [channels, height, width].
         """
         if len(self.shape) == 2:
             raise UsageError(
@@ -56,8 +55,8 @@ class Synthetic(Dataset):
         return Data(train, test, sample_shape=tuple(self.shape), num_classes=self.num_classes)
 
     def _centres(self, generator: np.random.Generator) -> np.ndarray:
-        """Random directions of equal length, nearly orthogonal, so that any two are `separation`
-        apart.
+        """Return random directions of equal length, nearly orthogonal, so that the distance of
+        any two is `separation`.
         """
         if len(self.shape) == 3:
             channels, height, width = self.shape

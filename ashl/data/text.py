@@ -1,5 +1,5 @@
-"""Text, by characters, bytes or the tokens of a file of the user's: what comes next, from what came
-before.
+"""Load text as tokens (characters, bytes or those of a tokenizer's file) for next-token
+prediction.
 """
 
 import sysconfig
@@ -18,10 +18,9 @@ from ashl.option import Count, Positive, option
 
 TEST = 10  # one of so many samples, the last ones, is for testing
 BYTES = 256
-STDLIB, OTHERS = (
-    "stdlib",
-    {"site-packages", "dist-packages", "test", "tests", "idlelib"},
-)  # what is not in it
+STDLIB = "stdlib"
+# Folders of Python's library that do not belong to the standard library's text.
+OTHERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
 
 def known(tokens: str) -> str:
@@ -32,13 +31,13 @@ def known(tokens: str) -> str:
 
 @option
 class Text(Dataset):
-    """A text cut into samples of `sequence_length` tokens, the last tenth of which is for testing;
-    targets are one on.
+    """A text divided into samples of `sequence_length` tokens; targets are the inputs shifted by
+    one token.
 
-    Without a path it is the language reference that comes with Python, and with `path=stdlib` the
-    sources of Python's standard library: another text with each version of it. Of a folder it is
-    all files of UTF-8 below it, by name. `tokenizer` may be a file that the library `tokenizers`
-    has written.
+    The last tenth of the samples is for testing. Without a path the text is the language reference
+    that comes with Python. With `path=stdlib` it is the sources of Python's standard library, which
+    differ between versions. For a folder it is all UTF-8 files below it, by name. `tokenizer` may
+    be a file of the library `tokenizers`.
     """
 
     path: str | None
@@ -47,8 +46,9 @@ class Text(Dataset):
     max_mb: Positive | None
 
     def load(self) -> Data:
-        """Raises DataMissingError where there is nothing to read, and UsageError where it is too
-        short.
+        """Return the samples.
+
+        Raises: DataMissingError if there is nothing to read; UsageError if the text is too short.
         """
         text = self.read()
         numbers, words = numbered(text, self.tokenizer)
@@ -72,7 +72,7 @@ class Text(Dataset):
         return Data(*halves, sample_shape=(self.sequence_length,), num_classes=words)
 
     def read(self) -> bytes:
-        """The text as UTF-8, not longer than `max_mb`."""
+        """Return the text as UTF-8, of at most `max_mb` MB."""
         most = None if self.max_mb is None else int(self.max_mb * 1e6)
         if self.path is None:
             from pydoc_data.topics import topics
@@ -103,8 +103,10 @@ class Text(Dataset):
 
 
 def numbered(text: bytes, tokens: str) -> tuple[np.ndarray, int]:
-    """A number for each token, int64, and how many there may be: bytes as they are, characters in
-    their order, or as a tokenizer's file has them.
+    """Return a number for each token, int64, and the size of the vocabulary.
+
+    Bytes are their own numbers, characters are numbered in their order, and a tokenizer's file has
+    its own numbers.
     """
     if tokens == "bytes":
         return np.frombuffer(text, np.uint8).astype(np.int64), BYTES
@@ -117,12 +119,13 @@ def numbered(text: bytes, tokens: str) -> tuple[np.ndarray, int]:
 
 
 def by_file(text: str, name: str) -> tuple[np.ndarray, int]:
-    """What a tokenizer from a file makes of the text, without the marks that it sets about a
+    """Return the token numbers of a tokenizer's file, without its special marks around a
     sequence.
     """
     if not (path := resolve(name)).is_file():
         raise DataMissingError(
-            f"dataset.tokenizer={name}: there is no such file; take dataset.tokenizer=bytes, say"
+            f"dataset.tokenizer={name}: there is no such file; use for example"
+            " dataset.tokenizer=bytes"
         )
     try:
         from tokenizers import Tokenizer
@@ -134,7 +137,7 @@ def by_file(text: str, name: str) -> tuple[np.ndarray, int]:
     try:
         tokenizer = Tokenizer.from_file(str(path))
         numbers = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises no narrower class
         raise UsageError(
             f"dataset.tokenizer={name} is no tokenizer for this text: {error}."
         ) from error
@@ -142,15 +145,16 @@ def by_file(text: str, name: str) -> tuple[np.ndarray, int]:
 
 
 def cut(text: bytes, most: int | None) -> bytes:
-    """At most so many bytes of it, to the end of a character."""
+    """Return at most `most` bytes of a text, up to the end of a character."""
     return (
         text if most is None or len(text) <= most else text[:most].decode(errors="ignore").encode()
     )
 
 
 def texts(folder: Path, stdlib: bool) -> Iterator[bytes]:
-    """The files below a folder that are UTF-8, by their names; hidden ones are left out. Of the
-    standard library they are its modules, without their tests.
+    """Yield the UTF-8 files below a folder, by name, without hidden ones.
+
+    For the standard library these are its modules, without their tests.
     """
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or (stdlib and path.name in OTHERS):

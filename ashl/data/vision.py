@@ -1,4 +1,4 @@
-"""The one door to torchvision, which needs a hand beside a CPU build of torch."""
+"""Import torchvision, also next to a CPU build of torch, where its own import fails."""
 
 import importlib
 import re
@@ -13,21 +13,19 @@ import torch
 from ashl.errors import AshlError
 
 PLACEHOLDER = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-LIBRARY = torch.library.Library(
-    "torchvision", "FRAGMENT"
-)  # what it declares lasts as long as it does
+# The declared operators exist as long as this object.
+LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 
 
 @cache
 def load_torchvision() -> ModuleType:
-    """torchvision, also where its wheel was built for CUDA and torch is a CPU build (the pair that
-    pip installs).
+    """Return torchvision, also if its wheel was built for CUDA and torch is a CPU build.
 
-    There the extension with torchvision's own operators cannot be loaded and the import dies
-    describing the first of them. None of them is used here (they serve detection and native
-    decoding), so that it is enough to declare them.
+    Pip installs this pair. The extension with torchvision's own operators cannot be loaded then,
+    and the import fails at the first of them. These operators serve detection and native decoding
+    and are not used here, so that declaring them is enough.
 
-    Raises AshlError when torchvision cannot be imported all the same.
+    Raises: AshlError if torchvision cannot be imported.
     """
     try:
         try:
@@ -45,15 +43,15 @@ def load_torchvision() -> ModuleType:
 
 
 def native_operators() -> bool:
-    """Whether torchvision's own compiled operators are at hand."""
+    """Return True if torchvision's own compiled operators are available."""
     return load_torchvision().extension._has_ops()
 
 
 def _declare_operators(complaint: str) -> None:
-    """Declares the operators that torchvision describes to torch without having loaded them.
+    """Declare the operators that torchvision describes to torch without having loaded them.
 
-    The complaint names the first only, and an operator can be described only once in a process, so
-    a second failure could not be mended: the others are read from the package's text.
+    The error names only the first one, and an operator can be described only once in a process. So
+    a second failure could not be repaired, and the other names are read from the package's source.
     """
     names = set(re.findall(r"torchvision::(\w+)", complaint))
     package = find_spec("torchvision")

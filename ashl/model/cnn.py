@@ -10,14 +10,16 @@ from ashl.option import Count, option
 
 @option
 class CNN:
-    """Blocks of 3x3 convolution, ReLU and 2x2 max pooling, one per entry of `channels`, then one
+    """Blocks of 3x3 convolution, ReLU and 2x2 max pooling, one per entry of `channels`, then a
     linear layer.
     """
 
     channels: list[Count]
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Raises UsageError unless samples are images whose sides survive one halving per block."""
+        """Return the network. Raises UsageError unless samples are images that can be halved
+        once per block.
+        """
         blocks = len(self.channels)
         first, height, width = image_shape("cnn", sample_shape, at_least=2**blocks)
         layers: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""A decoder as language models have it today: RMSNorm before each part, rotary positions, no
+"""A decoder-only language model of today's form: RMSNorm before each part, rotary positions, no
 biases.
 """
 
@@ -11,12 +11,12 @@ from torch.nn import functional
 from ashl.errors import UsageError
 from ashl.option import Count, option
 
-BASE = 10_000.0  # of the wavelengths of rotary positions
-SPREAD = 0.02  # standard deviation of the first weights
+BASE = 10_000.0  # base of the wavelengths of rotary positions
+SPREAD = 0.02  # standard deviation of the initial weights
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two linear maps; each beside a shortcut."""
+    """Causal self-attention, then two linear maps, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -45,7 +45,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens int64 [b, length] to what may come next at each place [b, length, words]."""
+    """Map tokens, int64 [b, length], to logits of the next token at each position [b, length,
+    words].
+    """
 
     turns: Tensor
 
@@ -60,9 +62,8 @@ class Decoder(nn.Module):
         self.register_buffer("turns", angles(length, width // heads), persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                ends = name.endswith(
-                    ("mix.weight", "narrow.weight")
-                )  # of a block, whose outputs add up
+                # Last matrices of a block: their outputs add up over the layers.
+                ends = name.endswith(("mix.weight", "narrow.weight"))
                 nn.init.normal_(parameter, std=SPREAD / math.sqrt(2 * layers) if ends else SPREAD)
         if tied:
             self.head.weight = self.embed.weight
@@ -75,14 +76,16 @@ class Decoder(nn.Module):
 
 
 def angles(length: int, width: int) -> Tensor:
-    """Cosine and sine of each place and each pair of elements, [2, length, width / 2]."""
+    """Return cosine and sine of each position and pair of elements, [2, length, width / 2]."""
     speeds = BASE ** (-torch.arange(0, width, 2) / width)
     turns = torch.outer(torch.arange(length), speeds)
     return torch.stack([turns.cos(), turns.sin()])
 
 
 def turned(x: Tensor, turns: Tensor) -> Tensor:
-    """Each pair of elements turned by its angle at this place; x is [b, heads, length, width]."""
+    """Rotate each pair of elements by its angle at this position; x is [b, heads, length,
+    width].
+    """
     cosine, sine = turns
     left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cosine - right * sine, right * cosine + left * sine], dim=-1)
@@ -90,13 +93,14 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
 
 @option
 class GPT:
-    """Decoder-only: Radford et al., 2019, with RMSNorm (Zhang and Sennrich, NeurIPS 2019), rotary
-    positions (Su et al., "RoFormer", 2021) and, where `tie_embeddings`, one matrix for tokens on
-    their way in and out (Press and Wolf, EACL
-    2017).
+    """Decoder-only transformer with RMSNorm and rotary positions.
 
-    About 12·layers·width² parameters: 0.8 million with width 128 and 4 layers, 85 million with 768
-    and 12.
+    With `tie_embeddings`, one matrix serves as input and output embedding. It has about
+    12·layers·width² parameters: 0.8 million with width 128 and 4 layers, 85 million with 768 and
+    12.
+
+    Source: Radford et al., 2019. RMSNorm: Zhang and Sennrich, NeurIPS 2019. Rotary positions: Su et
+    al., "RoFormer", 2021. Tied embeddings: Press and Wolf, EACL 2017.
     """
 
     width: Count
@@ -105,8 +109,10 @@ class GPT:
     tie_embeddings: bool
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Raises UsageError unless samples are rows of tokens, and where the heads do not divide
-        the width evenly.
+        """Return the network.
+
+        Raises: UsageError unless samples are rows of tokens and the width is a multiple of twice
+        the heads.
         """
         if len(sample_shape) != 1:
             text = "x".join(map(str, sample_shape))

@@ -8,16 +8,18 @@ from ashl.option import option
 
 @option
 class LeNet:
-    """LeNet-5 as it is taught today (ReLU, max pooling): LeCun, Bottou, Bengio and Haffner, Proc.
-    IEEE 86(11), 1998.
+    """LeNet-5 in today's form (ReLU, max pooling).
 
-    Two 5x5 convolutions, each pooled, and three linear layers; 61,706 parameters on 28x28 and
-    62,006 on 3x32x32.
+    Two 5x5 convolutions, each pooled, and three linear layers. It has 61,706 parameters on 28x28
+    and 62,006 on 3x32x32.
+
+    Source: LeCun, Bottou, Bengio and Haffner, Proc. IEEE 86(11), 1998.
     """
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Raises UsageError unless samples are images of at least 28x28; under 32, two are padded
-        on each side.
+        """Return the network; images under 32x32 are padded by two pixels on each side.
+
+        Raises: UsageError unless samples are images of at least 28x28.
         """
         channels, height, width = image_shape("lenet", sample_shape, at_least=28)
         padding = 2 if min(height, width) < 32 else 0

@@ -1,4 +1,4 @@
-"""A model as plain torch has it: a `torch.nn.Module` class, or a function that returns a module."""
+"""Use a model of plain torch: a `torch.nn.Module` class, or a function that returns a module."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,14 +12,16 @@ from ashl.errors import UsageError
 
 @dataclass(frozen=True)
 class PlainModel:
-    """What makes the module, and the keys that it is called with."""
+    """A maker of the module, and the keys that it is called with."""
 
     make: Maker
     keys: Mapping[str, Any]
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Of the two arguments those are passed on for which there is a parameter and no key.
-        Raises UsageError.
+        """Return the module; the two arguments are passed if the maker has such parameters and no
+        such keys.
+
+        Raises: UsageError if the maker returns no module.
         """
         offered = {"sample_shape": sample_shape, "num_classes": num_classes}
         module = self.make(**arguments(self.make, self.keys, "model", offered))
@@ -32,7 +34,7 @@ class PlainModel:
 
 
 def plain_model(part: Maker, keys: Mapping[str, Any]) -> PlainModel | None:
-    """The model that a class or a function makes; None for a class that is no module."""
+    """Return the model of a class or a function; None for a class that is no module."""
     return (
         None
         if isinstance(part, type) and not issubclass(part, nn.Module)

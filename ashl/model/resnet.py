@@ -1,4 +1,4 @@
-"""The residual networks for small images."""
+"""Residual networks for small images."""
 
 from typing import Literal
 
@@ -11,13 +11,14 @@ from ashl.option import Count, option
 
 Norm = Literal["batch", "group"]
 WIDTHS = (16, 32, 64)  # channels of the three stages
-WIDE = (64, 128, 256, 512)  # ... of the four of ResNet-18
-GROUPS, CHANNELS = 32, 4  # groups of GroupNorm at most, and channels in one at least
+WIDE = (64, 128, 256, 512)  # channels of the four stages of ResNet-18
+GROUPS, CHANNELS = 32, 4  # most groups of GroupNorm, and least channels in one
 
 
 def normed(norm: Norm, channels: int) -> nn.Module:
-    """BatchNorm; or GroupNorm, which looks at one sample alone: Wu and He, "Group normalization",
-    ECCV 2018.
+    """Return BatchNorm, or GroupNorm, which normalises each sample alone.
+
+    Source: Wu and He, "Group normalization", ECCV 2018.
     """
     return (
         nn.BatchNorm2d(channels)
@@ -27,8 +28,10 @@ def normed(norm: Norm, channels: int) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: without parameters (the paper's option A), or where
-    it is `projected` and shapes differ, a 1x1 convolution (option B).
+    """Two 3x3 convolutions with a shortcut.
+
+    The shortcut has no parameters (option A of the paper). If it is `projected` and shapes differ,
+    it is a 1x1 convolution (option B).
     """
 
     def __init__(
@@ -65,7 +68,9 @@ def network(
     norm: Norm,
     projected: bool = False,
 ) -> nn.Module:
-    """A 3x3 convolution, stages of so many blocks, and a mean over what is left of the image."""
+    """Return a 3x3 convolution, stages of `blocks` blocks each, and a mean over the remaining
+    pixels.
+    """
     layers: list[nn.Module] = [
         nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
         normed(norm, widths[0]),
@@ -87,19 +92,21 @@ def network(
 
 @option
 class ResNet:
-    """The network of `depth` 6n + 2 for 32x32 images: He et al., "Deep residual learning", 2015,
-    section 4.2.
+    """The network of `depth` 6n + 2 for 32x32 images.
 
-    With three channels and ten classes depth 8 has 75,290 parameters, depth 20 has 269,722 (the
+    With three channels and ten classes, depth 8 has 75,290 parameters and depth 20 has 269,722 (the
     paper's 0.27 million).
+
+    Source: He et al., "Deep residual learning", 2015, section 4.2.
     """
 
     depth: Count
     norm: Norm
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Raises UsageError unless samples are images of at least 4x4, and `depth` is 8,
-        14, 20, …
+        """Return the network.
+
+        Raises: UsageError unless samples are images of at least 4x4 and `depth` is 8, 14, 20, …
         """
         blocks, odd = divmod(self.depth - 2, 6)
         if odd or blocks < 1:
@@ -113,15 +120,17 @@ class ResNet:
 
 @option
 class ResNet18:
-    """ResNet-18 (He et al., 2015) as is customary on 32x32 images: a 3x3 convolution first, and no
-    pooling after it.
+    """ResNet-18 in the form that is customary on 32x32 images: a 3x3 convolution first, without
+    pooling.
 
     With three channels and ten classes it has 11,173,962 parameters.
+
+    Source: He et al., "Deep residual learning", 2015.
     """
 
     norm: Norm
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Raises UsageError unless samples are images of at least 8x8."""
+        """Return the network. Raises UsageError unless samples are images of at least 8x8."""
         channels, _, _ = image_shape("resnet18_small", sample_shape, at_least=8)
         return network(channels, WIDE, 2, num_classes, self.norm, projected=True)

@@ -1,12 +1,12 @@
-"""Whether a model can take what a data set gives."""
+"""Check that a model can read the samples of a data set."""
 
 from ashl.errors import UsageError
 
 
 def image_shape(model: str, sample_shape: tuple[int, ...], at_least: int) -> tuple[int, int, int]:
-    """Channels, height and width of a sample.
+    """Return channels, height and width of a sample.
 
-    Raises UsageError when samples are not images, or are smaller than `at_least` pixels on a side.
+    Raises: UsageError if samples are not images, or have a side of fewer than `at_least` pixels.
     """
     text = "x".join(map(str, sample_shape))
     if len(sample_shape) != 3:

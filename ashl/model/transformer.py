@@ -1,4 +1,4 @@
-"""A small transformer that reads from left to right."""
+"""A small causal transformer."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,9 @@ from ashl.option import Count, option
 
 
 class Decoder(nn.Module):
-    """Tokens int64 [b, length] to what may come next at each place [b, length, words]."""
+    """Map tokens, int64 [b, length], to logits of the next token at each position [b, length,
+    words].
+    """
 
     def __init__(self, words: int, length: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
@@ -30,9 +32,10 @@ class Decoder(nn.Module):
 
 @option
 class Transformer:
-    """Attention to all that came before, normalised before each part: Vaswani et al., "Attention is
-    all you need", 2017, in the form of Radford et al., "Language models are unsupervised multitask
-    learners", 2019.
+    """Causal self-attention, normalised before each part.
+
+    Source: Vaswani et al., "Attention is all you need", 2017, in the form of Radford et al.,
+    "Language models are unsupervised multitask learners", 2019.
     """
 
     width: Count
@@ -40,8 +43,9 @@ class Transformer:
     layers: Count
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Raises UsageError unless samples are rows of tokens, and where the heads do not divide
-        the width.
+        """Return the network.
+
+        Raises: UsageError unless samples are rows of tokens and the heads divide the width.
         """
         if len(sample_shape) != 1:
             text = "x".join(map(str, sample_shape))
@@ -51,7 +55,7 @@ class Transformer:
             )
         if self.width % self.heads:
             raise UsageError(
-                f"model.width={self.width} is not divisible by model.heads={self.heads}; take 1,"
-                " say."
+                f"model.width={self.width} is not divisible by model.heads={self.heads}; take for"
+                " example 1"
             )
         return Decoder(num_classes, sample_shape[0], self.width, self.heads, self.layers)

@@ -1,4 +1,4 @@
-"""torchvision's classification networks, by name."""
+"""Provide torchvision's classification networks by name."""
 
 from difflib import get_close_matches
 
@@ -10,23 +10,24 @@ from ashl.model.shape import image_shape
 from ashl.option import option
 
 SMALLEST = 32  # pixels: these networks halve the image five times
-SMALL = 64  # pixels: below, what VGG flattens is a single pixel, copied 49 times
+SMALL = 64  # pixels: below, the flattened image of VGG is a single pixel, copied 49 times
 
 
 @option
 class Vision:
     """A network of torchvision.models, untrained: `resnet18`, `vgg16_bn`, `mobilenet_v2`, …
 
-    Two things are adapted: the first convolution to the number of channels, and for images under 64
-    pixels VGG's three linear layers become one, as is customary on CIFAR (vgg16_bn then has 14.7
-    million parameters instead of 134).
+    The first convolution is adapted to the number of channels. For images under 64 pixels, VGG's
+    three linear layers become one, as is customary on CIFAR: vgg16_bn then has 14.7 million
+    parameters instead of 134.
     """
 
     name: str
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Raises UsageError for an unknown name, and unless samples are images of at least
-        32x32.
+        """Return the network.
+
+        Raises: UsageError for an unknown name, and unless samples are images of at least 32x32.
         """
         models = load_torchvision().models
         known = models.list_models(module=models)
@@ -45,7 +46,7 @@ class Vision:
 
 
 def _take_channels(model: nn.Module, channels: int) -> None:
-    """Replaces the first convolution by one like it, for images of another number of channels."""
+    """Replace the first convolution by one for another number of channels."""
     name, first = next(
         (name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d)
     )

@@ -1,14 +1,14 @@
-"""Elements without a gradient: −0.0 in a vector of gradients, which the optimizer's step leaves
-alone.
+"""Elements without a gradient: −0.0 in a vector of gradients; the optimizer's step leaves them
+unchanged.
 
 Rule: a parameter that takes no part in the loss of a step has no gradient there. torch.optim then
-leaves the parameter, its moments and its count of steps as they are. A gradient that is zero is
-another matter: weight decay and momentum still move the parameter. In a vector of gradients +0.0 is
-the latter and −0.0 the former. In IEEE 754 −0.0 is the identity of addition, and −0.0 times a
-positive weight is −0.0. A weighted sum over workers is therefore −0.0 exactly where no worker has a
-gradient. Where some workers have one, the others add nothing.
+leaves the parameter, its moments and its count of steps unchanged. A gradient that is zero is
+different: weight decay and momentum still move the parameter. In a vector of gradients, +0.0 is a
+zero gradient and −0.0 an absent one. In IEEE 754, −0.0 is the identity of addition, and −0.0 times
+a positive weight is −0.0. A weighted sum over workers is therefore −0.0 exactly where no worker has
+a gradient. Where some workers have one, the others add nothing.
 
-Limits: a codec that loses information does not carry the sign of zero.
+Limits: a lossy codec does not carry the sign of zero.
 """
 
 from collections.abc import Sequence
@@ -29,18 +29,16 @@ def flat(
     gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], marked: bool = True
 ) -> tuple[Tensor, bool]:
     """Return the gradients of these parameters as one new vector, float32 [d], and True if some are
-    absent (None).
+    absent.
 
-    Sparse gradients become dense. Zeros of a complete gradient become +0.0 only where it is to be
-    `marked`: a step of one worker alone looks for none.
+    Sparse gradients become dense. Zeros of a complete gradient become +0.0 only if it is to be
+    `marked`: a step of one worker alone does not look for absent ones.
     """
     lacks = False
     try:
         vector = _flatten_dense_tensors(gradients)
-    except (
-        TypeError,
-        RuntimeError,
-    ):  # for None and for a sparse one; a check of each would take time at every step
+    # For an absent and for a sparse gradient; checking each one would take time at every step.
+    except (TypeError, RuntimeError):
         lacks = any(gradient is None for gradient in gradients)
         vector = torch.cat([dense(*both) for both in zip(gradients, parameters, strict=True)])
     if lacks or not marked:
@@ -53,7 +51,7 @@ def flat(
 
 
 def dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """Return a gradient as a vector, without −0.0; nothing but −0.0 if it is absent."""
+    """Return a gradient as a vector without −0.0; a vector of −0.0 if it is absent."""
     if gradient is None:
         return torch.full_like(
             parameter, -0.0, requires_grad=False, memory_format=torch.contiguous_format
@@ -67,10 +65,10 @@ def marks(gradient: Tensor) -> Tensor:
 
 
 def some_absent(gradient: Tensor, starts: np.ndarray | None) -> bool:
-    """Return True if an element of this vector, which lies in the host's memory, has no gradient.
+    """Return True if an element of this vector, which is in host memory, has no gradient.
 
-    Args: starts: where each tensor of the vector begins, whose first element shows it; None = look
-    at all elements.
+    Args: starts is the first index of each tensor in the vector: its element shows if the tensor
+    has a gradient. None = look at all elements.
     """
     bits = gradient.numpy().view(np.int32)
     return bits.min() == ABSENT if starts is None else ABSENT in bits[starts].tolist()
@@ -79,8 +77,8 @@ def some_absent(gradient: Tensor, starts: np.ndarray | None) -> bool:
 def absent_in(gradient: Tensor, starts: np.ndarray | None) -> Tensor:
     """Return which elements have no gradient, bool [d]: those of tensors that are −0.0 throughout.
 
-    A product of a tiny negative element and a weight may round to −0.0 in one place of a tensor
-    with a gradient.
+    In a tensor with a gradient, the product of a tiny negative element and a weight may round to
+    −0.0.
     """
     absent = marks(gradient)
     if starts is None:
@@ -93,16 +91,18 @@ def absent_in(gradient: Tensor, starts: np.ndarray | None) -> Tensor:
 def kept_where_absent(
     gradient: Tensor, starts: np.ndarray | None, before: Sequence[Tensor], after: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Return `after`, with `before` in the elements without a gradient. A number becomes a vector
-    of numbers.
+    """Return `after`, with `before` in the elements without a gradient.
+
+    A scalar becomes a vector of scalars.
     """
     absent = absent_in(gradient, starts)
     return tuple(torch.where(absent, old, new) for old, new in zip(before, after, strict=True))
 
 
 def plus(gradient: Any, more: Any) -> Any:
-    """Return gradient + more. An element without a gradient has none in the sum either, where
-    `more` is zero.
+    """Return gradient + more.
+
+    An element without a gradient has none in the sum either, if `more` is zero there.
     """
     if isinstance(gradient, SizeOnly) or isinstance(more, SizeOnly):
         return gradient

@@ -1,4 +1,4 @@
-"""Adam, and AdamW."""
+"""Adam and AdamW."""
 
 import math
 from typing import ClassVar
@@ -13,10 +13,10 @@ from ashl.option import Positive, option
 
 @option
 class Adam(Scheduled):
-    """Adam, as torch.optim.Adam has it. Weight decay joins the gradient.
+    """Adam, as in torch.optim.Adam: weight decay is added to the gradient.
 
-    m ← β1 m + (1 - β1) g;  v ← β2 v + (1 - β2) g²;  w ← w - η m̂ / (√v̂ + ε), with the bias of both
-    means taken out.
+    Rule: m ← β1 m + (1 − β1) g;  v ← β2 v + (1 − β2) g²;  w ← w − η m̂ / (√v̂ + ε), where m̂ and v̂
+    are m and v with the bias removed.
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
     """
 
@@ -26,16 +26,16 @@ class Adam(Scheduled):
     eps: Positive
 
     def init(self, num_params: int) -> Moments:
-        """The number of steps (a scalar tensor; [d] once elements differ in it) and the two means,
-        zeros [d].
+        """Return the number of steps (a scalar; [d] once elements differ in it) and the two
+        means, zeros [d].
         """
         return torch.zeros((), dtype=torch.int64), torch.zeros(num_params), torch.zeros(num_params)
 
     def step(
         self, moments: Moments, params: Tensor, grad: Tensor, lr: float
     ) -> tuple[Moments, Tensor]:
-        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they
-        are.
+        """Return new moments and new parameters after one step on flat vectors [d]; arguments
+        are unchanged.
         """
         if self.weight_decay:
             grad = torch.add(grad, params, alpha=self.weight_decay)
@@ -61,19 +61,19 @@ def descended(
     beta2: float,
     eps: float,
 ) -> Tensor:
-    """Return w − η·m̂/(√v̂ + ε), new, with the bias of `count` steps taken out of both means."""
+    """Return w − η·m̂/(√v̂ + ε), new, with the bias of `count` steps removed from both means."""
     if not count.dim():
         steps = int(count)
         scale = second.sqrt().div_(math.sqrt(1 - beta2**steps)).add_(eps)
         return torch.addcdiv(params, first, scale, value=-lr / (1 - beta1**steps))
-    steps = count.clamp(min=1).double()  # none yet: both means are zero
+    steps = count.clamp(min=1).double()  # before the first step, both means are zero
     scale = second.sqrt().div_((1 - beta2**steps).sqrt().to(second.dtype)).add_(eps)
     return torch.addcdiv(params, first / (1 - beta1**steps).to(first.dtype), scale, value=-lr)
 
 
 @option
 class AdamW(Adam):
-    """Adam with decoupled weight decay, w ← (1 - ηλ) w before each step.
+    """Adam with decoupled weight decay: w ← (1 − ηλ) w before each step.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
     """
@@ -81,7 +81,7 @@ class AdamW(Adam):
     def step(
         self, moments: Moments, params: Tensor, grad: Tensor, lr: float
     ) -> tuple[Moments, Tensor]:
-        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they
-        are.
+        """Return new moments and new parameters after one step on flat vectors [d]; arguments
+        are unchanged.
         """
         return self._descend(moments, params * (1 - lr * self.weight_decay), grad, lr)

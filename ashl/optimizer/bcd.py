@@ -1,26 +1,26 @@
-"""Block coordinate descent without gradients, for multi-layer perceptrons: every block has its
-minimum in closed form.
+"""Block coordinate descent without gradients, for multi-layer perceptrons: each block has a
+closed-form minimum.
 
-Rule: of every sample, each layer's input U_{l−1} and its sums V_l become variables of their own
-(U_0 the inputs), held together by penalties; with N layers and W_l holding the biases as a last
-column, for an input that is always 1,
+Rule: for every sample, each layer's input U_{l−1} and its sums V_l become variables of their own
+(U_0 the inputs), coupled by penalties. There are N layers, and W_l has the biases as a last column,
+for an input that is always 1.
 
-    F = mean over samples of ½‖V_N − y‖² + γ/2 Σ_l ‖V_l − W_l·U_{l−1}‖² + ρ/2 Σ_{l<N} ‖U_l − max(0,
-    V_l)‖²
+    F = mean over samples of ½‖V_N − y‖² + γ/2 Σ_l ‖V_l − W_l·U_{l−1}‖²
+        + ρ/2 Σ_{l<N} ‖U_l − max(0, V_l)‖²
 
 y are values, or 0 and 1 by class. One step is a sweep: V_N, then U_l and V_l for l = N − 1 … 1,
-each where F is least given all others; then all W_l ← (mean V_l·U_{l−1}ᵀ + λ·W_l)(mean
-U_{l−1}·U_{l−1}ᵀ + λ·I)⁻¹ at once, least in F + γλ/2·‖W_l − W_l before‖². F never grows. U and V
-stay with the worker that has the samples; what workers add up are the two means of each layer: ((in
-+ 1)² + out·(in + 1))·32 bits, whatever the number of samples. So many workers are one with all the
-data, up to rounding.
+each at the minimum of F given all others. Then all W_l ← (mean V_l·U_{l−1}ᵀ + λ·W_l)(mean
+U_{l−1}·U_{l−1}ᵀ + λ·I)⁻¹ at once, the minimum of F + γλ/2·‖W_l − W_l before‖². F never grows. U and
+V stay with the worker that has the samples. Workers sum the two means of each layer: ((in + 1)² +
+out·(in + 1))·32 bits, independent of the number of samples. So several workers equal one worker
+with all the data, up to rounding.
 
 Limits: fully connected layers and ReLU only. Memory for U and V of every sample. The loss is
-squared error, with which classes are told apart well enough, and the reported one is F. There is no
+squared error, which also separates classes well enough, and the reported loss is F. There is no
 learning rate.
 
-Departs from Zeng et al. in that all W_l follow the sweep instead of one after each layer, so that a
-step is one exchange, and that only they have a proximal term.
+Differs from Zeng et al.: all W_l follow the sweep instead of one after each layer, so that a step
+is one exchange, and only they have a proximal term.
 
 Source: Zeng et al., "Global Convergence of Block Coordinate Descent in Deep Learning", ICML 2019;
 Lau et al., "A Proximal Block Coordinate Descent Algorithm for Deep Neural Network Training", ICLR
@@ -37,7 +37,7 @@ from ashl.option import Positive, option
 
 
 class Blocks(NamedTuple):
-    """What a worker keeps of its samples: V_1 … V_N and U_1 … U_{N−1}, each [width, samples]."""
+    """A worker's variables for its samples: V_1 … V_N and U_1 … U_{N−1}, each [width, samples]."""
 
     sums: list[Tensor]
     outputs: list[Tensor]
@@ -45,18 +45,18 @@ class Blocks(NamedTuple):
 
 @option
 class BCD(Optimizer):
-    """Solves for the weights instead of stepping."""
+    """Block coordinate descent: solves for the weights instead of stepping."""
 
     gamma: Positive
     rho: Positive
     ridge: Positive
 
     def shaped(self, layers: Layers) -> Moments:
-        """(in, out) of each layer as the optimizer's state, int64 [N, 2]."""
+        """Return (in, out) of each layer as the optimizer's state, int64 [N, 2]."""
         return (torch.tensor([shape[::-1] for _, shape in layers if len(shape) == 2]),)
 
     def statistics(self, layers: Layers) -> int:
-        """How many elements the two means of all layers have."""
+        """Return the number of elements of the two means of all layers."""
         return sum((i + 1) * (i + 1 + o) for i, o in self.shaped(layers)[0].tolist())
 
     def rate(self, samples: int, epoch_samples: int) -> float:
@@ -65,7 +65,10 @@ class BCD(Optimizer):
     def step(
         self, moments: Moments, params: Tensor, grad: Tensor, lr: float
     ) -> tuple[Moments, Tensor]:
-        """The weights that go with everybody's means, flat [d]; the arguments stay as they are."""
+        """Return the state and the weights that follow from the means over all workers, flat [d].
+
+        The arguments are unchanged.
+        """
         solved, start = [], 0
         for weight in weights_of(moments, params):
             out, wide = weight.shape
@@ -89,8 +92,10 @@ class BCD(Optimizer):
         inputs: Tensor,
         targets: Tensor,
     ) -> tuple[float, Blocks, Tensor]:
-        """(F, V and U where F is least, the two means of all layers) for inputs [features, samples]
-        and targets [values, samples]; without blocks, from those of a pass forward.
+        """Return F, the V and U that minimise it, and the two means of all layers.
+
+        Args: inputs [features, samples]; targets [values, samples]; blocks = None starts from a
+        forward pass.
         """
         weights = [weight.to(inputs.dtype) for weight in weights_of(moments, params)]
         sums, outputs = blocks or forward(weights, inputs)
@@ -113,8 +118,9 @@ class BCD(Optimizer):
         return self.objective(weights, found, inputs, targets), found, torch.cat(means)
 
     def activated(self, output: Tensor, sums: Tensor) -> Tensor:
-        """argmin_v ρ/2·(output − max(0, v))² + γ/2·(v − sums)², element by element: the better of
-        both sides of 0.
+        """Return argmin_v ρ/2·(output − max(0, v))² + γ/2·(v − sums)², element by element.
+
+        It is the better one of the two minima with v ≥ 0 and v ≤ 0.
         """
         above = ((self.rho * output + self.gamma * sums) / (self.rho + self.gamma)).clamp_(min=0)
         below = sums.clamp(max=0)
@@ -126,7 +132,7 @@ class BCD(Optimizer):
     def objective(
         self, weights: list[Tensor], blocks: Blocks, inputs: Tensor, targets: Tensor
     ) -> float:
-        """F over these samples."""
+        """Return F over these samples."""
         sums, outputs = blocks
         total = (sums[-1] - targets).square().sum()
         for weight, below, above in zip(weights, [inputs, *outputs], sums, strict=True):
@@ -137,7 +143,7 @@ class BCD(Optimizer):
 
 
 def forward(weights: list[Tensor], inputs: Tensor) -> Blocks:
-    """What the model makes of its inputs: every penalty is zero."""
+    """Return the variables of a forward pass, in which every penalty is zero."""
     sums = [weights[0] @ padded(inputs)]
     for weight in weights[1:]:
         sums.append(weight @ padded(sums[-1].relu()))
@@ -145,12 +151,12 @@ def forward(weights: list[Tensor], inputs: Tensor) -> Blocks:
 
 
 def padded(x: Tensor) -> Tensor:
-    """x [width, samples] with a last row of ones, for the biases."""
+    """Return x [width, samples] with a last row of ones, for the biases."""
     return torch.cat([x, x.new_ones(1, x.shape[1])])
 
 
 def weights_of(moments: Moments, params: Tensor) -> list[Tensor]:
-    """Each layer's [out, in + 1], float64, the bias last."""
+    """Return each layer's [out, in + 1], float64, the bias last."""
     weights, start = [], 0
     for wide, out in moments[0].tolist():
         matrix, bias = params[start : start + out * (wide + 1)].double().split([out * wide, out])
@@ -160,5 +166,5 @@ def weights_of(moments: Moments, params: Tensor) -> list[Tensor]:
 
 
 def flat(weights: list[Tensor]) -> Tensor:
-    """The model's parameters, as the learner has them."""
+    """Return the model's parameters in the learner's order."""
     return torch.cat([torch.cat([weight[:, :-1].flatten(), weight[:, -1]]) for weight in weights])

@@ -1,6 +1,4 @@
-"""What an optimizer is: pure functions on flat vectors [d], with its moments passed and
-returned.
-"""
+"""Define an optimizer: pure functions on flat vectors [d]; its moments are passed and returned."""
 
 from __future__ import annotations
 
@@ -12,15 +10,15 @@ from torch import Tensor
 from ashl.option import Contract
 
 Moments = tuple[Tensor, ...]
-Layers = Sequence[tuple[str, tuple[int, ...]]]  # name and shape
+Layers = Sequence[tuple[str, tuple[int, ...]]]  # name and shape of each tensor
 
 
 class Optimizer(Contract, group="optimizer"):
-    """Makes steps of gradients; or, where it has `statistics`, of something else that
-    workers sum.
+    """An optimizer that steps on gradients, or, if it has `statistics`, on other sums over
+    workers.
     """
 
-    elementwise: ClassVar[bool] = False  # whether an element's step depends on that element alone
+    elementwise: ClassVar[bool] = False  # True if an element's step depends on that element alone
     schedule: ClassVar[str] = "constant"  # of the learning rate
     horizon_epochs: ClassVar[float | None] = None
     warmup_epochs: ClassVar[float] = 0.0
@@ -28,33 +26,35 @@ class Optimizer(Contract, group="optimizer"):
     weight_decay: ClassVar[float] = 0.0
 
     def for_layers(self, layers: Layers) -> Optimizer:
-        """The optimizer of this model, where it has to know its layers."""
+        """Return the optimizer of this model, for an optimizer that has to know the layers."""
         return self
 
     def init(self, num_params: int) -> Moments:
-        """Empty moments."""
+        """Return empty moments."""
         return ()
 
     def step(
         self, moments: Moments, params: Tensor, grad: Tensor, lr: float
     ) -> tuple[Moments, Tensor]:
-        """(new moments, new parameters); the arguments stay as they are."""
+        """Return new moments and new parameters; the arguments are unchanged."""
         raise NotImplementedError
 
     def rate(self, samples: int, epoch_samples: int) -> float:
-        """The learning rate once so many samples are applied."""
+        """Return the learning rate after `samples` applied samples."""
         raise NotImplementedError
 
     def statistics(self, layers: Layers) -> int:
-        """How many elements workers exchange instead of a gradient; 0 = it wants gradients."""
+        """Return how many elements workers exchange instead of a gradient; 0 = gradients."""
         return 0
 
     def shaped(self, layers: Layers) -> Moments:
-        """Empty moments of an optimizer with `statistics`."""
+        """Return empty moments of an optimizer with `statistics`."""
         raise NotImplementedError
 
     def sweep(
         self, params: Tensor, moments: Moments, blocks: Any, inputs: Tensor, targets: Tensor
     ) -> tuple[float, Any, Tensor]:
-        """(loss, what the worker keeps, its statistics) of all its samples."""
+        """Return the loss, the variables that the worker keeps, and the statistics of all its
+        samples.
+        """
         raise NotImplementedError

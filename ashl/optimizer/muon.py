@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal, and AdamW for all that is none."""
+"""Muon: momentum whose matrices are made orthogonal, and AdamW for all other tensors."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ from ashl.optimizer.schedule import Decay
 from ashl.option import Count, option
 
 QUINTIC = (3.4445, -4.775, 2.0315)  # of the polynomial a·X + b·(XXᵀ)X + c·(XXᵀ)²X
-ALIKE = 0.2  # the root mean square of an element's step, as AdamW's is about
+ALIKE = 0.2  # root mean square of an element's step, about that of AdamW
 TINY = 1e-7
 
 
 @option
 class Muon(AdamW):
-    """Momentum orthogonalised by Newton and Schulz, with steps as long as AdamW's, so that one rate
-    serves both.
+    """Momentum orthogonalised by the Newton–Schulz iteration, with steps as long as AdamW's.
 
-    For a matrix W [r, c] (a convolution's with all but the first axis as one), M ← μM + G and W ←
-    (1 - ηλ)W - η·0.2·√max(r, c)·O(G + μM), with O five steps of a polynomial that brings all
-    singular values near 1. Vectors, and the layers that `others` names a part of, take AdamW's
-    steps. On the workers, with outer=nesterov, it is MuLoCo. Where gradients are summed by
-    all-reduce each replica makes the step itself, which needs machines whose matrix products have
-    the same bits.
+    So one learning rate serves both. Vectors, and layers whose names contain a part in `others`,
+    take AdamW's steps.
 
-    Limit: a model without matrices, or whose layers are all among the `others`, is AdamW, bit for
-    bit.
-    Source: Jordan et al., "Muon", 2024; lengths as in Liu et al., "Muon is scalable for LLM
-    training", arXiv
-    2502.16982; MuLoCo, Thérien et al., arXiv 2505.23725.
+    Rule: for a matrix W [r, c] (of a convolution, all but the first axis are one), M ← μM + G and W
+    ← (1 − ηλ)W − η·0.2·√max(r, c)·O(G + μM). O is five steps of a polynomial that brings all
+    singular values near 1.
+    Limits: a model without matrices, or with all layers in `others`, is AdamW, bit for bit. With
+    all-reduce of gradients each replica makes the step, which needs nodes whose matrix products
+    have the same bits.
+    Source: Jordan et al., "Muon", 2024; step lengths: Liu et al., "Muon is scalable for LLM
+    training", arXiv 2502.16982. On workers with outer=nesterov it is MuLoCo, Thérien et al., arXiv
+    2505.23725.
     """
 
     elementwise: ClassVar[bool] = False
@@ -55,8 +54,8 @@ class Muon(AdamW):
     def step(
         self, moments: Moments, params: Tensor, grad: Tensor, lr: float
     ) -> tuple[Moments, Tensor]:
-        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they
-        are.
+        """Return new moments and new parameters after one step on flat vectors [d]; arguments
+        are unchanged.
         """
         (count, first, second), moved = super().step(moments, params, grad, lr)
         ends = accumulate(prod(shape) for _, shape in self._layers)
@@ -74,7 +73,7 @@ class Muon(AdamW):
 
 
 def orthogonal(x: Tensor, steps: int) -> Tensor:
-    """About U·Vᵀ of x = U·S·Vᵀ, by Newton's and Schulz's iteration."""
+    """Return about U·Vᵀ of x = U·S·Vᵀ, by the Newton–Schulz iteration."""
     a, b, c = QUINTIC
     wide = x if x.shape[0] <= x.shape[1] else x.T
     wide = wide / (torch.linalg.matrix_norm(wide) + TINY)

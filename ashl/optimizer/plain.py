@@ -1,9 +1,10 @@
-"""An optimizer of plain torch: a subclass of `torch.optim.Optimizer` that steps element by element.
+"""Use an optimizer of plain torch: a subclass of `torch.optim.Optimizer` that steps element by
+element.
 
 A step here is a function of flat vectors, and workers and servers may step on slices of a model. A
-class of torch is an object with state, made for whole tensors. For each step an object of the class
-is made anew and given the state that the previous step left. A try-out compares a few steps of
-vectors and slices with those of one lasting object on a matrix, and refuses a class for which they
+class of torch is an object with state, made for whole tensors. So each step makes a new object of
+the class and gives it the state that the previous step left. A try-out compares a few steps of
+vectors and slices with those of one lasting object on a matrix. It refuses a class for which they
 differ.
 """
 
@@ -24,20 +25,17 @@ from ashl.optimizer.contract import Moments, Optimizer
 from ashl.optimizer.schedule import Scheduled
 from ashl.option import option
 
-OWN = (
-    "schedule",
-    "warmup_epochs",
-    "horizon_epochs",
-)  # keys of the learning rate, which the class does not receive
+# Keys of the learning rate, which the class does not receive.
+OWN = ("schedule", "warmup_epochs", "horizon_epochs")
 TRIED = (6, 4)  # shape of the matrix of the try-out
-RATES = (1.0, 0.5, 2.0, 1.0, 0.25)  # shares of the rate at the steps of the try-out
-TOLERANCE = 1e-5  # of the try-out, relative: vectors of other lengths round differently
+RATES = (1.0, 0.5, 2.0, 1.0, 0.25)  # shares of the learning rate at the steps of the try-out
+TOLERANCE = 1e-5  # relative, of the try-out: vectors of other lengths round differently
 
 
 class Held(NamedTuple):
     """A value that the class keeps from step to step.
 
-    Args: `kind` is the type of a number (int, float or the dtype of a tensor []), or the dtype of a
+    Args: kind is the type of a number (int, float or the dtype of a tensor []), or the dtype of a
     tensor with a value for each element (`each`).
     """
 
@@ -48,9 +46,7 @@ class Held(NamedTuple):
 
 @option
 class PlainOptimizer(Scheduled):
-    """Makes the steps of a class of torch. `keys` are the arguments of the class; `held` is what it
-    keeps.
-    """
+    """The steps of a class of torch; `keys` are the arguments of the class, `held` its state."""
 
     elementwise: ClassVar[bool] = True
     make: Maker
@@ -59,7 +55,7 @@ class PlainOptimizer(Scheduled):
     held: tuple[Held, ...]
 
     def init(self, num_params: int) -> Moments:
-        """The number of steps, and what the class keeps, empty: it is not read before the first
+        """Return the number of steps and the empty state; the state is not read before the first
         step.
         """
         return torch.zeros((), dtype=torch.int64), *(empty(held, num_params) for held in self.held)
@@ -67,11 +63,11 @@ class PlainOptimizer(Scheduled):
     def step(
         self, moments: Moments, params: Tensor, grad: Tensor, lr: float
     ) -> tuple[Moments, Tensor]:
-        """One step on flat vectors [d]: new moments and new parameters; the arguments stay as they
-        are.
+        """Return new moments and new parameters after one step on flat vectors [d]; arguments are
+        unchanged.
 
-        Elements that have made other steps before, as parameters without a gradient in some steps,
-        are stepped apart.
+        Elements with a different number of earlier steps, for example of parameters without a
+        gradient in some steps, are stepped separately.
         """
         numbers = [moment for moment, each in zip(moments, self._each, strict=True) if not each]
         if not any(number.dim() for number in numbers):
@@ -98,13 +94,13 @@ class PlainOptimizer(Scheduled):
 
     @property
     def _each(self) -> tuple[bool, ...]:
-        """Return for each moment if it has a value for each element."""
+        """True for each moment that has a value for each element."""
         return False, *(held.each for held in self.held)
 
     def _step(
         self, moments: Moments, params: Tensor, grad: Tensor, lr: float
     ) -> tuple[Moments, Tensor]:
-        """Make the step of elements that have made the same steps before."""
+        """Make the step of elements with the same number of earlier steps."""
         count, *kept = moments
         parameter = nn.Parameter(params.clone(), requires_grad=params.is_floating_point())
         optimizer = self.make([parameter], lr=self.lr, **self.keys)
@@ -129,7 +125,7 @@ def empty(held: Held, num_params: int) -> Tensor:
 
 
 def dtype_of(held: Held) -> torch.dtype:
-    """Return the type in which a number is kept: exact for what the class computes with."""
+    """Return the dtype in which a number is kept, exact for the type that the class uses."""
     whole = held.kind in (int, bool) or (
         isinstance(held.kind, torch.dtype) and not held.kind.is_floating_point
     )
@@ -137,7 +133,7 @@ def dtype_of(held: Held) -> torch.dtype:
 
 
 def restored(held: Held, value: Tensor) -> Any:
-    """Return a moment as the class keeps it, not shared with the moment."""
+    """Return a moment in the form of the class, without sharing memory."""
     if held.each:
         return value.clone()
     if isinstance(held.kind, torch.dtype):
@@ -146,14 +142,14 @@ def restored(held: Held, value: Tensor) -> Any:
 
 
 def as_moment(held: Held, value: Any) -> Tensor:
-    """Return what the class keeps as a moment."""
+    """Return a value of the class's state as a moment."""
     if held.each:
         return value.detach()
     return torch.as_tensor(value).detach().to("cpu", dtype_of(held), copy=True)
 
 
 def step_once(optimizer: torch.optim.Optimizer, parameter: Tensor, grad: Tensor, lr: float) -> None:
-    """Make a step of the class at this rate."""
+    """Make one step of the class with this learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     parameter.grad = grad
@@ -161,9 +157,9 @@ def step_once(optimizer: torch.optim.Optimizer, parameter: Tensor, grad: Tensor,
 
 
 def plain_optimizer(part: Maker, keys: Mapping[str, Any]) -> PlainOptimizer | None:
-    """Return the optimizer of a class of torch; None for a class that is none.
+    """Return the optimizer of a class of torch; None for any other class.
 
-    Raises UsageError where it cannot be made, or does not step element by element.
+    Raises: UsageError if it cannot be made, or does not step element by element.
     """
     if not (isinstance(part, type) and issubclass(part, torch.optim.Optimizer)):
         return None
@@ -173,17 +169,15 @@ def plain_optimizer(part: Maker, keys: Mapping[str, Any]) -> PlainOptimizer | No
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     if "lr" not in known and not open_ended:
         raise UsageError(
-            f"{name}, which takes no lr; a learning rate that ashl sets for each step is needed"
+            f"{name}; it takes no lr, and ashl sets the learning rate of each step; give it one"
         )
     lr = keys.get("lr", known["lr"].default if "lr" in known else inspect.Parameter.empty)
     if lr is inspect.Parameter.empty:
-        raise UsageError(f"{name}, which needs a learning rate; give its file a line as lr: 0.001")
+        raise UsageError(f"{name}; it needs a learning rate; add a line like lr: 0.001 to its file")
     unknown = [] if open_ended else [key for key in own if key not in known]
     if unknown:
         takes = ", ".join(key for key in known if key != "params")
-        raise UsageError(
-            f"{name}, which has no argument {unknown[0]!r}; its arguments are: {takes}"
-        )
+        raise UsageError(f"{name}; it has no argument {unknown[0]!r}; its arguments are: {takes}")
     made = PlainOptimizer(
         make=part,
         keys=own,
@@ -197,17 +191,18 @@ def plain_optimizer(part: Maker, keys: Mapping[str, Any]) -> PlainOptimizer | No
 
 
 def number_of(value: Any) -> float:
-    """Return a key's value; 0 where it is no number."""
+    """Return a key's value; 0 if it is no number."""
     return float(value) if isinstance(value, int | float) else 0.0
 
 
 def tried(made: PlainOptimizer, name: str) -> PlainOptimizer:
-    """Return the optimizer with what its class keeps, after a few steps. Raises UsageError."""
+    """Return the optimizer with the state that its class keeps, found by a few steps. Raises
+    UsageError.
+    """
     draw = torch.Generator().manual_seed(0)
     first = torch.randn(TRIED, generator=draw)
-    sizes = torch.logspace(-2, 2, TRIED[0])[
-        :, None
-    ]  # so that a norm over all elements is seen in each
+    # Rows of different sizes, so that a norm over all elements changes each of them visibly.
+    sizes = torch.logspace(-2, 2, TRIED[0])[:, None]
     grads = [torch.randn(TRIED, generator=draw) * sizes for _ in RATES]
     rates = [made.lr * share for share in RATES]
     try:
@@ -215,17 +210,17 @@ def tried(made: PlainOptimizer, name: str) -> PlainOptimizer:
             right, made = lasting(made, first, grads, rates)
             found = in_slices(made, first, grads, rates)
     except UsageError as error:
-        raise UsageError(f"{name}, {error}") from error
+        raise UsageError(f"{name}; {error}") from error
     except Exception as error:
         raise UsageError(
-            f"{name}, which cannot step on a model as one vector: {reason(error)}"
+            f"{name}; it cannot step on a model as one vector: {reason(error)}"
         ) from error
     scale = (right - first).abs().max() + torch.finfo(first.dtype).tiny
     if not bool(((found - right).abs() <= TOLERANCE * (scale + right.abs())).all()):
         raise UsageError(
-            f"{name}, whose step is not element by element: on a slice of the parameters, or on a"
-            " matrix as a vector, it makes another step; take an element-wise one as"
-            " optimizer=adamw, or optimizer=muon for matrices, and keep what it remembers in"
+            f"{name}; its step is not element by element: on a slice of the parameters, or on a"
+            " matrix as a vector, the step differs; use an element-wise optimizer, for example"
+            " optimizer=adamw, or optimizer=muon for matrices, and keep the state in"
             " state[parameter]"
         )
     return made
@@ -234,15 +229,15 @@ def tried(made: PlainOptimizer, name: str) -> PlainOptimizer:
 def lasting(
     made: PlainOptimizer, first: Tensor, grads: Sequence[Tensor], rates: Sequence[float]
 ) -> tuple[Tensor, PlainOptimizer]:
-    """Return where one object of the class takes a matrix, and the optimizer with what the object
-    keeps.
+    """Return the matrix after the steps of one object of the class, and the optimizer with its
+    state.
     """
     parameter = nn.Parameter(first.clone())
     optimizer = made.make([parameter], lr=made.lr, **made.keys)
     if "closure" in (needed := required(optimizer.step)):
-        raise UsageError("whose step needs a closure; ashl computes one gradient for each step")
+        raise UsageError("its step needs a closure; ashl computes one gradient for each step")
     if needed:
-        raise UsageError(f"whose step needs {needed[0]!r}; a step is called without arguments")
+        raise UsageError(f"its step needs {needed[0]!r}; a step is called without arguments")
     for grad, lr in zip(grads, rates, strict=True):
         step_once(optimizer, parameter, grad.clone(), lr)
     held = [
@@ -256,9 +251,7 @@ def lasting(
 def in_slices(
     made: PlainOptimizer, first: Tensor, grads: Sequence[Tensor], rates: Sequence[float]
 ) -> Tensor:
-    """Return where the same steps take the matrix, as vectors of two halves whose steps
-    take turns.
-    """
+    """Return the matrix after the same steps as vectors of two halves that step in turn."""
     halves = list(first.flatten().chunk(2))
     moments = [made.init(len(half)) for half in halves]
     for grad, lr in zip(grads, rates, strict=True):
@@ -274,8 +267,9 @@ def required(step: Callable[..., Any]) -> list[str]:
 
 
 def kept(name: str, value: Any, parameter: Tensor) -> Held:
-    """Return how a value is kept. Raises UsageError for what is neither a number nor a value for
-    each element.
+    """Return how a value is kept.
+
+    Raises: UsageError for a value that is neither a number nor a tensor of the parameter's shape.
     """
     if isinstance(value, Tensor) and value.shape == parameter.shape:
         return Held(name, value.dtype, each=True)
@@ -286,7 +280,7 @@ def kept(name: str, value: Any, parameter: Tensor) -> Held:
             else type(value).__name__
         )
         raise UsageError(
-            f"whose state {name!r} is {what}; an element-wise step keeps numbers, and tensors of"
+            f"its state {name!r} is {what}; an element-wise step keeps numbers, and tensors of"
             " the parameter's shape"
         )
     return Held(name, value.dtype if isinstance(value, Tensor) else type(value), each=False)

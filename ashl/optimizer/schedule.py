@@ -1,4 +1,4 @@
-"""The learning rate as a function of the samples applied."""
+"""Compute the learning rate from the samples applied."""
 
 import math
 from dataclasses import replace
@@ -10,26 +10,28 @@ from ashl.errors import UsageError
 from ashl.optimizer.contract import Optimizer
 from ashl.option import NonNegative, Positive, option
 
-Decay = Annotated[float, Field(ge=0, lt=1)]  # what a running mean keeps of itself at each step
+# share of itself that a running mean keeps at each step
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 WARMUP_START = 0.1  # share of the full rate at the first sample
-MILESTONES, DROP = (
-    (0.5, 0.75),
-    0.1,
-)  # step: shares of the horizon at which the rate falls to a tenth
+# schedule=step: shares of the horizon at which the rate falls, each time to a tenth.
+MILESTONES = (0.5, 0.75)
+DROP = 0.1
 
 
 @option
 class Scheduled(Optimizer, contract=True):
-    """The fields that every optimizer has, and the rate that follows from them.
+    """The fields of every optimizer with a learning rate, and the rate that follows from them.
 
-    `constant` stays; `linear` and `cosine` fall to zero at the horizon (cosine: Loshchilov and
-    Hutter, SGDR, 2017); `step` falls to a tenth at a half and again at three quarters of it (He et
-    al., 2015). Warm-up rises in a straight line from a tenth (Goyal et al., 2017) and the decay
-    begins where it ends; `step` counts from the start.
+    `constant` stays; `linear` and `cosine` fall to zero at the horizon; `step` falls to a tenth at
+    one half and again at three quarters of it. Warm-up rises linearly from a tenth. The decay
+    begins at its end, except for `step`, which counts from the start.
+
+    Source: cosine, Loshchilov and Hutter, SGDR, 2017; step, He et al., 2015; warm-up, Goyal et al.,
+    2017.
     """
 
-    lr: Annotated[Positive, Field(le=1e38)]  # of what float32 can hold
+    lr: Annotated[Positive, Field(le=1e38)]  # at most what float32 can represent
     weight_decay: Annotated[NonNegative, Field(le=1e38)]
     schedule: Literal["constant", "cosine", "linear", "step"]
     warmup_epochs: NonNegative
@@ -44,8 +46,9 @@ class Scheduled(Optimizer, contract=True):
             )
 
     def rate(self, samples: int, epoch_samples: int) -> float:
-        """The learning rate once `samples` samples are applied; `epoch_samples` is the size of the
-        training set.
+        """Return the learning rate after `samples` applied samples.
+
+        Args: epoch_samples is the size of the training set.
         """
         epochs = samples / epoch_samples
         if epochs < self.warmup_epochs:
@@ -67,10 +70,9 @@ S = TypeVar("S", bound=Optimizer)
 
 
 def with_horizon(optimizer: S, run_epochs: float | None) -> S:
-    """The optimizer with the run's own length as its horizon, where it needs one and was given
-    none.
+    """Return the optimizer with the run's own length as horizon, if it needs one and has none.
 
-    Raises UsageError when the rate decays, no horizon is given, and the run ends otherwise
+    Raises: UsageError if the rate decays without a horizon and the run has no length in epochs
     (`run_epochs` is None).
     """
     if optimizer.schedule == "constant" or optimizer.horizon_epochs is not None:

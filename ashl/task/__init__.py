@@ -1,1 +1,1 @@
-"""What a model is trained for: the loss, and the metric by which it is judged."""
+"""Tasks: the loss that a model is trained for, and the metric by which it is judged."""

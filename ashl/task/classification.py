@@ -1,4 +1,4 @@
-"""Classification: cross entropy is learned, accuracy is reported.
+"""Classification: training minimises cross entropy, and accuracy is reported.
 
 Rule: loss = −log softmax(outputs)[class], accuracy = share of samples whose largest output is that
 of their class. Samples of the class `ignore_index` do not count.
@@ -44,7 +44,7 @@ class Classification(Task):
         return super().counts(targets)
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """[whether it is right, whether it counts]."""
+        """Return [1 if correct, 1 if it counts] for each sample."""
         counted = targets != self.ignore_index
         return torch.stack([(outputs.argmax(dim=1) == targets) & counted, counted], dim=1)
 

@@ -1,4 +1,4 @@
-"""What a task is: the loss that is learned, and the metric that is reported on the test set."""
+"""Define a task: the loss for training, and the metric that is reported on the test set."""
 
 import re
 from typing import ClassVar
@@ -8,39 +8,40 @@ from torch import Tensor
 from ashl.errors import UsageError
 from ashl.option import Contract
 
-TAKEN = ("loss", "acc", "accuracy")  # in lower case: figures that every run has under test/
-LONGEST = 100  # characters of a metric's name
-ACCURACY = (  # the metric that `stop.target_accuracy` and stages that end by accuracy ask for
-    "accuracy"
-)
+TAKEN = ("loss", "acc", "accuracy")  # in lower case: values that every run records under test/
+LONGEST = 100  # most characters of a metric's name
+# The metric of `stop.target_accuracy` and of stages that end by accuracy.
+ACCURACY = "accuracy"
 
 
 class Task(Contract, group="task", strict=True):
     """The loss of a batch, and a metric that is a function of means over the test set's samples.
 
-    `metric` is the metric's name in records and tables, and "" where the loss alone is reported.
+    `metric` is the metric's name in records and tables; "" if only the loss is reported.
     """
 
     metric: ClassVar[str] = ""
     higher_is_better: ClassVar[bool] = True
-    ignore_index: ClassVar[
-        int
-    ] = -100  # whole-number targets of this value do not count, as in torch's cross_entropy
+    # Integer targets of this value do not count, as in torch's cross_entropy.
+    ignore_index: ClassVar[int] = -100
 
     def expected(self, targets: Tensor, num_classes: int) -> tuple[int, ...] | None:
-        """The shape that outputs for these targets have; None = whatever the loss takes. Raises
-        UsageError for targets that cannot be learned like this.
+        """Return the shape of the outputs for these targets; None if the loss accepts any.
+
+        Raises: UsageError for targets that this task cannot learn.
         """
         return None
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss over a batch, a scalar []."""
+        """Return the mean loss over a batch, a scalar []."""
         raise NotImplementedError
 
     def counts(self, targets: Tensor) -> Tensor | None:
-        """How many targets of each sample count, [n]; None where all do. Batches are weighed by it
-        in the loss of an evaluation and between workers. Raises UsageError for targets that cannot
-        be learned.
+        """Return how many targets of each sample count, [n]; None if all do.
+
+        Batches are weighted by it in the loss of an evaluation and between workers.
+
+        Raises: UsageError for targets that cannot be learned.
         """
         if targets.is_floating_point():
             return None
@@ -48,19 +49,19 @@ class Task(Contract, group="task", strict=True):
         return None if bool(kept.all()) else kept.reshape(len(targets), -1).sum(1)
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What the metric is made of, for each sample: [b] or [b, k]."""
+        """Return the terms of the metric for each sample: [b] or [b, k]."""
         raise NotImplementedError
 
     def value(self, means: Tensor) -> float:
-        """The metric, of the means of the scores over all samples, float64 [k]."""
+        """Return the metric, given the means of the scores over all samples, float64 [k]."""
         return means[0].item()
 
 
 def recorded_name(metric: str) -> str:
     """Return the name of a metric in records and tables.
 
-    Signs that MLflow refuses become underscores, and a name of a figure that every run has gets an
-    ending.
+    Characters that MLflow refuses become underscores. A name that every run already records gets a
+    suffix.
     """
     if metric in ("", ACCURACY):
         return metric
@@ -69,7 +70,7 @@ def recorded_name(metric: str) -> str:
 
 
 def renamed(metric: str) -> tuple[str, ...]:
-    """Return a note where a metric is recorded by another name than its own."""
+    """Return a note if a metric is recorded under another name."""
     name = recorded_name(metric)
     return (
         ()
@@ -79,7 +80,7 @@ def renamed(metric: str) -> tuple[str, ...]:
 
 
 def refuse_negative(targets: Tensor, ignore_index: int) -> None:
-    """Raises UsageError for a class below 0 that is not the one to be ignored."""
+    """Raise UsageError for a class below 0 other than `ignore_index`."""
     if targets.is_floating_point():
         return
     wrong = targets[(targets < 0) & (targets != ignore_index)]

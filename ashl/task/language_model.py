@@ -1,9 +1,10 @@
-"""Language modelling: cross entropy of each next token is learned, perplexity or accuracy is
-reported.
+"""Language modelling: training minimises cross entropy of each next token; perplexity or accuracy
+is reported.
 
 Rule: loss = mean over tokens of −log softmax(outputs)[token], perplexity = exp(that mean over the
-whole test set); tokens of target `ignore_index` do not count. Source: Jelinek et al., "Perplexity:
-a measure of the difficulty of speech recognition tasks", JASA 62, 1977.
+whole test set). Tokens of target `ignore_index` do not count.
+Source: Jelinek et al., "Perplexity: a measure of the difficulty of speech recognition tasks", JASA
+62, 1977.
 """
 
 from typing import Literal
@@ -47,7 +48,7 @@ class LanguageModel(Task):
         return super().counts(targets)
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """[sum over the sample's tokens, their number]."""
+        """Return [sum over the sample's tokens, number of its tokens] for each sample."""
         counted = targets != self.ignore_index
         if self.metric == ACCURACY:
             found = ((outputs.argmax(dim=2) == targets) & counted).double()

@@ -1,5 +1,4 @@
-"""A loss of plain torch: a function of outputs and targets, or a `torch.nn.Module` class as
-`nn.CrossEntropyLoss`.
+"""Use a loss of plain torch: a function of outputs and targets, or a `torch.nn.Module` class.
 
 Source: none, this is the user's own loss.
 """
@@ -19,8 +18,8 @@ from ashl.task.contract import Task
 
 @option
 class PlainTask(Task):
-    """The loss of a function or a module, made with `keys`; all else is that of the task that it is
-    `judged` by.
+    """The loss of a function or a module, made with `keys`; everything else is that of the task
+    `judged`.
     """
 
     make: Maker
@@ -72,11 +71,12 @@ def plain_task(part: Maker, keys: Mapping[str, Any]) -> PlainTask | None:
 
 
 def spec_of_judge(judged: object, part: Maker) -> dict[str, Any]:
-    """Return the spec of the task that judges a loss: the name of a shipped task, or a `_target_`
-    with keys.
+    """Return the spec of the task that judges a loss.
 
-    A key that is not said has the default of the task's file. Raises UsageError if `judged` is
-    neither.
+    `judged` is the name of a shipped task, or a `_target_` with keys. A missing key has the default
+    of the task's file.
+
+    Raises: UsageError if `judged` is neither.
     """
     tasks = catalog()["task"]
     if isinstance(judged, str) and judged in tasks:

@@ -1,4 +1,4 @@
-"""Regression: the squared error is learned, R² or the mean absolute error is reported.
+"""Regression: training minimises the squared error; R² or the mean absolute error is reported.
 
 Rule: loss = ½·mean (output − target)², R² = 1 − Σ (output − target)² / Σ (target − mean target)²
 over the test set.
@@ -38,7 +38,9 @@ class Regression(Task):
         return 0.5 * functional.mse_loss(outputs, targets)
 
     def scores(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The error, or [squared error, target, target²], the last two of each output by itself."""
+        """Return the absolute error, or [squared error, target, target²], the last two for each
+        output.
+        """
         errors, targets = (outputs - targets).double().flatten(1), targets.double().flatten(1)
         if self.metric == "mae":
             return errors.abs().mean(1)

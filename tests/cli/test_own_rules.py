@@ -63,7 +63,7 @@ class Stranger(ServerRule):
         (
             "sync._target_=my_rules.Short",
             (
-                "sync names 'my_rules.Short', whose 'quorum' cannot be asked; write it as"
+                "sync names 'my_rules.Short'; its 'quorum' cannot be called; write it as"
                 " quorum(self, num_workers)"
             ),
             2,

@@ -265,15 +265,15 @@ def test_the_rate_follows_the_schedule_of_the_keys_that_every_optimizer_has(plac
 @pytest.mark.parametrize(
     ("target", "keys", "words"),
     [
-        ("torch.optim.Adafactor", {}, "whose state 'row_var' is a tensor of shape [6, 1]"),
+        ("torch.optim.Adafactor", {}, "its state 'row_var' is a tensor of shape [6, 1]"),
         ("torch.optim.Muon", {}, "cannot step on a model as one vector"),
-        ("torch.optim.LBFGS", {}, "whose step needs a closure"),
+        ("torch.optim.LBFGS", {}, "its step needs a closure"),
         ("torch.optim.SparseAdam", {}, "does not support dense gradients"),
         ("ownsteps.ByNorm", {}, "is not element by element"),
         ("ownsteps.Matrices", {}, "is not element by element"),
-        ("ownsteps.Hidden", {}, "keep what it remembers in state[parameter]"),
-        ("ownsteps.Grouped", {}, "keep what it remembers in state[parameter]"),
-        ("ownsteps.Words", {}, "whose state 'name' is str"),
+        ("ownsteps.Hidden", {}, "keep the state in state[parameter]"),
+        ("ownsteps.Grouped", {}, "keep the state in state[parameter]"),
+        ("ownsteps.Words", {}, "its state 'name' is str"),
         ("ownsteps.NoRate", {}, "takes no lr"),
         ("ownsteps.Crash", {}, "RuntimeError: no more steps"),
         (

@@ -148,7 +148,7 @@ def test_the_processes_of_a_run_find_them(place) -> None:
         ({"model": "_target_: ashl.run.train.train"}, "which is not a class defined in ashl.run.train"),
         ({"dataset": "_target_: mymodels.number"}, "number should take train=True or False, or return a pair"),
         ({"dataset": "_target_: mymodels.pixels"}, "input 0 is uint8; give float32"),
-        ({"dataset": "_target_: mymodels.uneven"}, "targets differ in shape, as (1,) and (2,)"),
+        ({"dataset": "_target_: mymodels.uneven"}, "targets differ in shape, for example (1,) and (2,)"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_said_in_a_sentence(
