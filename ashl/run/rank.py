@@ -387,7 +387,7 @@ def train_rank(
         kernel.now_ns / 1e9,
     )
     joins = retransmits or settings.incarnation > 0
-    play = partial(program, stages=stages, saved=saved, comes=joins)
+    play = partial(program, stages=stages, saved=saved, joins=joins)
     with claim_generators(learner.device):
         kernel.run(play)
     if settings.rank < plan.num_workers and learner.carries:

@@ -45,7 +45,7 @@ class DiscardingMailbox(Mailbox):
 
 
 class Churn:
-    """Injects the faults of a cluster into a simulation. `start(ctx, comes=True)` returns the
+    """Injects the faults of a cluster into a simulation. `start(ctx, joins=True)` returns the
     coroutine of a joining worker; `peers_of(rank)` returns the ranks that are notified of its
     failure.
     """
@@ -200,7 +200,7 @@ class Churn:
         ctx.time_accounting.limit_ns = min(other.time_accounting.limit_ns for other in sim.contexts)
         ctx.time_accounting.attribute_until("down", sim.now_ns)
         sim.observer.emit(Joined(rank, sim.now_ns))
-        sim._mains[rank] = sim.spawn(ctx, self.start(ctx, comes=True), main=True)
+        sim._mains[rank] = sim.spawn(ctx, self.start(ctx, joins=True), main=True)
 
     def _truncate_accounting(self, rank: int) -> None:
         """Truncate a rank's accounted time at this instant."""

@@ -16,19 +16,19 @@ async def program(
     ctx: RankContext,
     stages: Sequence[Stage],
     saved: tuple[int, Any] | None = None,
-    comes: bool = False,
+    joins: bool = False,
 ) -> None:
     """Run this rank's role in every stage, until a stage ends the run.
 
-    Args: `saved`, (stage, state) of a checkpoint from which to resume. `comes`, True for a worker
+    Args: `saved`, (stage, state) of a checkpoint from which to resume. `joins`, True for a worker
     that joins while others run: it begins in their stage, or from a checkpoint in the stage of the
     checkpoint.
     """
     first = stages[0]
     ctx.time_accounting.limit_ns = first.stop_criteria.deadline_ns
-    if comes and saved is None:
+    if joins and saved is None:
         first.trainer.set_worker_state(ctx.rank, None)
-    if comes and (saved := await first.topology.join(ctx, stages, saved)) is None:
+    if joins and (saved := await first.topology.join(ctx, stages, saved)) is None:
         return
     begin, state = saved or (0, first.topology.begin(ctx, first))
     if ctx.rank == first.lead_rank:

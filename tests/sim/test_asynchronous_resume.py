@@ -59,7 +59,7 @@ def ran(
         if kept is None:
             return program(ctx, job.stages)
         index, state = kept[ctx.rank]
-        return program(ctx, job.stages, saved=(index, from_plain(state, ("ashl",))), comes=comes)
+        return program(ctx, job.stages, saved=(index, from_plain(state, ("ashl",))), joins=comes)
 
     sim.run(play, tick=lambda: None)
     return found, sim.__dict__.get("kept", {})

@@ -71,7 +71,7 @@ def ran(
         if kept is None:
             return program(ctx, job.stages)
         index, state = kept[ctx.rank]
-        return program(ctx, job.stages, saved=(index, from_plain(state, ("ashl",))), comes=True)
+        return program(ctx, job.stages, saved=(index, from_plain(state, ("ashl",))), joins=True)
 
     sim.run(play, tick=lambda: None)
     return found, sim
