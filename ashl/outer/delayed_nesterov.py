@@ -45,7 +45,7 @@ class DelayedNesterov(Outer):
         if self.spread * self.buffer > 1:
             raise UsageError(
                 f"outer.spread={self.spread}: takes more than the whole momentum in"
-                f" outer.buffer={self.buffer} pushes; take at most {1 / self.buffer:g}"
+                f" outer.buffer={self.buffer} merges; take at most {1 / self.buffer:g}"
             )
 
     def step(
@@ -53,10 +53,12 @@ class DelayedNesterov(Outer):
     ) -> tuple[Momentum, Tensor]:
         m, buffer, count = Momentum(*(moments or ()))
         buffer = update if buffer is None else buffer + update
-        share, count = self.spread, count + 1
+        share = self.spread
+        count += 1
         if count == self.buffer:
             m = buffer if m is None else m * self.beta + buffer
-            share, buffer, count = 1 - self.spread * self.buffer + self.spread, None, 0
+            share = 1 - self.spread * self.buffer + self.spread
+            buffer, count = None, 0
         ahead = share * self.beta
         if m is not None and ahead:
             update = update + m * ahead

@@ -64,7 +64,8 @@ class HeLoCo(MLA):
         length, pace, along = numbers([*norms, torch.dot(update, momentum)])
         if not length * pace > 0:  # no direction: a norm is zero or not a number
             return update
-        cosine, share = along / (length * pace), length / (length + self.kappa * pace)
+        cosine = along / (length * pace)
+        share = length / (length + self.kappa * pace)  # q
         if cosine >= self.align_threshold:
             return update
         if cosine < 0:

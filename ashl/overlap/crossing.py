@@ -78,7 +78,8 @@ def step_with_pulls_ns(
     """Return the time of a step in the long run if messages travel up at the cost `up_ns` and
     return at `timeline.half_ns`.
     """
-    ends, now = list(accumulate(messages)), 0
+    ends = list(accumulate(messages))
+    now = 0  # end of the latest message on its way up, ns
     sizes = [sum(timeline.nbytes[end - n : end]) for end, n in zip(ends, messages, strict=True)]
     for end, size in zip(ends, sizes, strict=True):
         now = max(now, timeline.ready_ns[end - 1]) + up_ns(size)

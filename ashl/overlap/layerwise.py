@@ -66,7 +66,8 @@ class Layerwise(Overlap):
         return {"greedy": plan_greedily, "optimal": plan_optimally}[self.plan](timeline)
 
     def with_plan(self, timeline: StepTimeline) -> Layerwise:
-        messages, ratio = self.messages(timeline), self.ratio
+        messages = self.messages(timeline)
+        ratio = self.ratio
         if ratio == "adaptive":
             assert isinstance(timeline, CompressedTimeline)
             assert timeline.ratio is not None
@@ -92,7 +93,9 @@ def hidden_ratios(
     """Return the density of each message, in [least, most], with which it ends before the next one
     is ready.
     """
-    ratios, end, bounds = [], 0, [0, *accumulate(messages)]
+    ratios = []
+    end = 0  # of the message before, ns
+    bounds = [0, *accumulate(messages)]
     for place, (first, last) in enumerate(pairwise(bounds)):
         begin = max(end, timeline.ready_ns[last - 1])
         elements = sum(timeline.nbytes[first:last]) // 4

@@ -75,7 +75,8 @@ def plan_as_listed(plan: tuple[int, ...], groups: int) -> tuple[int, ...]:
 
 def plan_greedily(timeline: StepTimeline) -> tuple[int, ...]:
     """Return MG-WFBP's plan."""
-    latency, messages = timeline.cost_ns(0), []
+    latency = timeline.cost_ns(0)
+    messages = []
     first = 0  # first group of the present message
     free = 0  # time at which the channel is free for it, ns
     for group in range(1, len(timeline.ready_ns)):
@@ -112,15 +113,17 @@ def plan_optimally(timeline: StepTimeline) -> tuple[int, ...]:
 def fastest_plan(timeline: StepTimeline, messages: int | None = None) -> tuple[int, ...]:
     """Return the plan of `messages` messages, or of any number, that ends first.
 
-    `timeline` contains the costs of that number of messages.
-    Of the plans for the first j groups the search keeps the Pareto front of (end, computing still
-    to do). A plan that ends no later, with no more computing to do, is at least as good for all
-    later groups. The second number is the computing missing at the end of the plan, since a later
-    end lets more be computed. If a message that begins later may end earlier, because it slows
-    computing down by less, it is the remaining computing time instead.
+    Args: `timeline` contains the extra costs of that number of messages.
+    For the first j groups the search keeps the plans that no other plan beats in both numbers of
+    `Ending`: `end`, and `behind`, the computing that is missing at the end. A plan with a smaller
+    end and no more missing is at least as good for all later groups. If a message that begins later
+    may end earlier, `behind` is the computing done by the end instead, as a negative number.
     """
-    n, waits = len(timeline.ready_ns), timeline.lost * timeline.slowed > 1
-    counted, count = messages is not None, messages or 0
+    n = len(timeline.ready_ns)
+    # True if a message that begins later may end earlier, as it slows computing down by less
+    waits = timeline.lost * timeline.slowed > 1
+    counted = messages is not None
+    count = messages or 0
     # the front of the first j groups in k messages, by (j, k); k = 0: in any number
     fronts = {(0, 0): [Ending(0.0, 0.0, 0, 0, 0.0)]}
     costs = {(i, j): timeline.cost(i, j) for j in range(1, n + 1) for i in range(j)}
@@ -134,7 +137,8 @@ def fastest_plan(timeline: StepTimeline, messages: int | None = None) -> tuple[i
         for own in sorted(found):
             if not front or own.behind < front[-1].behind - 1e-3:
                 front.append(own)
-    plan, j, place = [], n, 0
+    plan = []
+    j, place = n, 0
     while j:
         own = fronts[j, count][place]
         plan.append(j - own.first)
@@ -154,9 +158,11 @@ class Ending(NamedTuple):
 
 def plan_by_bytes(timeline: StepTimeline, caps: tuple[int, int] = CAPS) -> tuple[int, ...]:
     """Return a plan in which a message is closed once it has reached its size in `caps`."""
-    messages, count, held = [], 0, 0
+    messages = []
+    count = held = 0  # layer groups and bytes of the present message
     for nbytes in timeline.nbytes:
-        count, held = count + 1, held + nbytes
+        count += 1
+        held += nbytes
         if held >= caps[min(len(messages), 1)]:
             messages.append(count)
             count = held = 0

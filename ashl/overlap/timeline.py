@@ -104,7 +104,9 @@ class StepTimeline:
 
         Args: `shares` are the densities of the messages; None takes the planned one.
         """
-        end, done, first, timeline = 0.0, 0.0, 0, self.split(len(messages))
+        timeline = self.split(len(messages))
+        end = done = 0.0
+        first = 0
         for k, count in enumerate(messages):
             last = first + count
             end, done = timeline.after(
@@ -119,9 +121,11 @@ class StepTimeline:
         Args: the message before ended at `end`, with `done` computed by then; this one holds the
         groups up to `last` and costs `cost`.
         """
-        ready, cost = self.ready_ns[last - 1], cost + self.start_ns * (last < len(self.ready_ns))
+        ready = self.ready_ns[last - 1]
+        cost += self.start_ns * (last < len(self.ready_ns))
         if done < ready:
-            end, done = end + ready - done, ready
+            end = end + ready - done
+            done = ready
         # time during which the message and backward overlap
         both = min(self.slowed * cost, (self.ready_ns[-1] - done) / (1 - self.lost))
         return end + cost + both * (1 - 1 / self.slowed), done + (1 - self.lost) * both
@@ -164,7 +168,8 @@ def buckets_of_tensors(
     shares = [w / whole for w in work] if whole else [size / sum(sizes) for size in sizes]
     bounds = [0, *accumulate(sizes)]
     parts: list[Bucket] = []
-    stop, share, done = bounds[-1], 0.0, 0.0
+    stop = bounds[-1]
+    share = done = 0.0  # work of the present group, and of all finished groups
     for i in reversed(range(len(sizes))):
         share += shares[i]
         if share >= LEAST:

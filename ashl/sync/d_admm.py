@@ -227,7 +227,8 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: DADM
     """Iterate until the coordinator ends the stage. Returns: the final signal."""
     state.enter(stage, ctx.rank)
     edges = state.rule_state = state.rule_state or open_edges(stage, state, ctx.rank)
-    dropped, last = 0, iterations_left(stage, rule)
+    dropped = 0
+    last = iterations_left(stage, rule)
     while state.signal == GO:
         await await_iteration(ctx, stage, state, rule, last)
         if state.signal != GO:

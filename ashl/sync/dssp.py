@@ -55,11 +55,13 @@ class DSSP(ServerRule):
             )
 
     def begin(self, stage: Stage, progress: Progress) -> Controller:
-        n, start_s = progress.num_workers, progress.now_s
+        n = progress.num_workers
+        start_s = progress.now_s
         return Controller([(start_s, start_s)] * n, [0] * n)
 
     def may_proceed(self, state: Controller, progress: Progress) -> list[int]:
-        ready, latest = progress.within_staleness(self.s_low), progress.latest
+        ready = progress.within_staleness(self.s_low)
+        latest = progress.latest
         # `observe` did not see a push that was dropped as too stale
         _, late = progress.waiting.get(latest, (0, True))
         if state.granted and not late and latest not in ready:
@@ -70,7 +72,8 @@ class DSSP(ServerRule):
         self, stage: Stage, state: Controller, progress: Progress, push: Push
     ) -> Controller:
         """Note the time of the push and decide if its worker may exceed the lower bound."""
-        worker, lead = push.worker, progress.clocks[push.worker] - progress.slowest
+        worker = push.worker
+        lead = progress.clocks[worker] - progress.slowest
         state.times[worker] = (state.times[worker][1], progress.now_s)
         state.granted = False
         if lead <= self.s_low:

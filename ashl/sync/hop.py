@@ -140,7 +140,8 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState, rule: Hop)
     state.enter(stage, ctx.rank)
     near = graph_of(stage).neighbours(stage, ctx.rank)
     known = state.rule_state = state.rule_state or Heard({j: {} for j in near})
-    heard, dropped = known.models, 0
+    heard = known.models
+    dropped = 0
     while state.signal == GO:
         ctx.safe_point(stage.index, state)
         k = known.k

@@ -171,7 +171,8 @@ async def time_steps(
     await step()
     if not distribution:
         return await repeat_timing(step, steps, MOST * steps)
-    end_s, times = ctx.now + DISTRIBUTION_S, await repeat_timing(step, steps, MOST * steps)
+    end_s = ctx.now + DISTRIBUTION_S
+    times = await repeat_timing(step, steps, MOST * steps)
     while len(times) < DISTRIBUTION and ctx.now < end_s and (taken_s := await step()) is not None:
         times.append(taken_s)
     return times
@@ -217,7 +218,8 @@ async def server(ctx: RankContext, stage: Stage, state: ServerState) -> int:
     Returns: the final signal, STOP if the run ends before all is measured.
     """
     state.progress.begin(ctx.now)
-    assigned, signal, reason = None, STOP, "profiled"
+    assigned = None
+    signal, reason = STOP, "profiled"
     try:
         costs = await measure_all(ctx, stage, state)
         assert stage.replan is not None
@@ -266,7 +268,8 @@ async def measure_all(
     for _ in range(REPEATS if len(members) > 1 else 0):
         await instruct(ctx, stage, members, GO)
         loaded.append(await collect_answers(ctx, stage, members))
-    workers, noises = [], {"latency_s": list[float](), "compress_s": list[float]()}
+    workers = []
+    noises: dict[str, list[float]] = {"latency_s": [], "compress_s": []}
     for rank in members:
         together = [row[rank] for row in loaded]
         workers.append(worker_profile(stage, rank, steps[rank], times[rank], together))
@@ -309,7 +312,8 @@ async def measure_line(
     all intervals are narrow or the time is over, at least two large sizes. Raises: OverError.
     """
     times: dict[int, list[tuple[float, ...]]] = {}
-    end_s, sizes = ctx.now + budget_s, (*SMALL, *LARGE)
+    end_s = ctx.now + budget_s
+    sizes = (*SMALL, *LARGE)
     while not times or (ctx.now < end_s and not all(map(timed_enough, times.values()))):
         for nbytes in sizes:
             start = ctx.now
@@ -361,7 +365,8 @@ def worker_profile(
     Args: `steps` is its first answer, with quantiles and passes if measured. `alone` and `together`
     are rows of seconds (empty message, push, pull), one by one and all workers at once.
     """
-    (step_s, step_noise_s, spread_s, compress_s, _), more = steps[:COSTS], steps[COSTS:]
+    step_s, step_noise_s, spread_s, compress_s, _ = steps[:COSTS]
+    more = steps[COSTS:]  # with `per_layer_group`: quantiles of a step, and both passes by group
     step_times_s, passes = more[: len(LEVELS)], more[len(LEVELS) :]
     empty, up, down = (estimate(times) for times in zip(*alone, strict=True))
     latency_s = empty.median / 2  # an exchange of nothing crosses the link twice

@@ -46,7 +46,8 @@ class RescaledASGD(ServerRule):
         return Cycles()
 
     def observe(self, stage: Stage, state: Cycles, progress: Progress, push: Push) -> Cycles:
-        worker, last = push.worker, state.came.get(push.worker)
+        worker = push.worker
+        last = state.came.get(worker)
         if last is not None:
             known = state.cycle.get(worker, progress.now_s - last)
             state.cycle[worker] = known + FOLLOWS * (progress.now_s - last - known)
@@ -54,7 +55,8 @@ class RescaledASGD(ServerRule):
         return state
 
     def step(self, stage: Stage, state: Any, update: Any, lr: float) -> tuple[Any, Any, Any]:
-        cycles, worker = state.rule_state.cycle, state.progress.latest
+        cycles = state.rule_state.cycle
+        worker = state.progress.latest
         if worker in cycles and (total := math.fsum(cycles.values())):
             update = update * (cycles[worker] * len(cycles) / total)
         return super().step(stage, state, update, lr)

@@ -24,7 +24,8 @@ class RipplesFirstCome(GroupRule):
     window_s: Span | None
 
     def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
-        idle, due = state.idle, self.wakes(state)
+        idle = state.idle
+        due = self.wakes(state)
         size = min(self.group_size, state.present)
         if len(idle) < size and (due is None or now_ns < due):
             return []

@@ -52,7 +52,8 @@ class SGP(RoundRule):
     async def outgoing(
         self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any
     ) -> Outgoing:
-        now, rank = graph_of(stage).round(stage, k), ctx.rank
+        now = graph_of(stage).round(stage, k)
+        rank = ctx.rank
         x, w = state.rule_state.x + delta, state.rule_state.w
         shares = {j: now.rows[j][rank] for j in (rank, *now.targets[rank])}
         # most often all shares are equal, and one product serves all targets

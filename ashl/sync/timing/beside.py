@@ -77,7 +77,9 @@ async def measure_beside(
     """
     dense = stage.trainer.dense_bytes
     count = max(SUMS, math.ceil(max(LEAST_S, STEPS * step_s) / max(line.seconds(dense), 1e-4)))
-    lost, slowed, end_s = list[float](), list[float](), ctx.now + MOST_S
+    lost: list[float] = []
+    slowed: list[float] = []
+    end_s = ctx.now + MOST_S
     while not lost or (len(lost) < ROUNDS and ctx.now < end_s):
         await instruct(ctx, stage, stage.workers, BESIDE, dense, count)
         found = (await collect_answers(ctx, stage, stage.workers)).values()

@@ -49,7 +49,8 @@ async def time_parts(
 ) -> torch.Tensor:
     """Return the seconds of a step by each plan, then of the sums during the last one."""
     await time_sum(ctx, stage, NUMBER)  # wait until all workers have reached this point
-    took_s, beside_s = list[float](), list[float]()
+    took_s: list[float] = []
+    beside_s: list[float] = []
     for plan in bucket_plans(len(stage.parts)):
         start = ctx.now
         beside_s = await step_with_sums(ctx, stage, state, number, plan)
