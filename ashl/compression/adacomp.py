@@ -125,11 +125,10 @@ class AdaComp(Sparse):
         typed_part(parts.values, "u1", packed_bytes(k, 1), "signs")
         if parts.form or not (k or not len(parts.indices)):
             raise PayloadError(f"expected {k} signs; received a payload of another form")
-        indices = (
-            read_indices(self.indices, parts.indices, k, d)
-            if k
-            else to_device_index(parts.values, np.empty(0, np.int64))
-        )
+        if k:
+            indices = read_indices(self.indices, parts.indices, k, d)
+        else:
+            indices = to_device_index(parts.values, np.empty(0, np.int64))
         return indices, self.decode_values(parts, indices, d)
 
     def decode_values(self, parts: Parts, indices: Array, d: int) -> Array:

@@ -53,11 +53,10 @@ class BlockCoordinate(Sparse, SummedValues, Wrappers):
 
     def pack(self, x: Array, context: EncodeContext) -> Parts:
         count = self.num_blocks(len(x))
-        block = (
-            context.common % count
-            if self.order == "cyclic"
-            else int(context.shared().integers(count))
-        )
+        if self.order == "cyclic":
+            block = context.common % count
+        else:
+            block = int(context.shared().integers(count))
         values = x[self.block_slice(block, len(x))]
         if self.scaled and count > 1:
             values = values * float(count)

@@ -64,11 +64,10 @@ class Dryden(Sparse, Share):
             x = ops(x).where(ops(x).isnan(x), zeros(x, 1) + np.nan, x)
         sides = []
         for size, order in zip(self._side_sizes(x), (POSITIVE, NEGATIVE), strict=True):
-            indices = (
-                largest(x, kept_count(share, size), order)
-                if size
-                else to_device_index(x, np.empty(0, np.int64))
-            )
+            if size:
+                indices = largest(x, kept_count(share, size), order)
+            else:
+                indices = to_device_index(x, np.empty(0, np.int64))
             # The elements are few, so the host encodes them.
             sides.append((read(indices), np.abs(read(x[indices]))))
         return self._write_sides(x, *sides)
@@ -120,11 +119,10 @@ class Dryden(Sparse, Share):
         level = numbers & ((1 << self._width) - 1)
         if k and int(level.max()) >= count:
             raise PayloadError(f"received level {int(level.max())}; there are {count}")
-        indices = (
-            read_indices(self.indices, parts.indices, k, d)
-            if k or parts.indices.size
-            else np.empty(0, np.int64)
-        )
+        if k or parts.indices.size:
+            indices = read_indices(self.indices, parts.indices, k, d)
+        else:
+            indices = np.empty(0, np.int64)
         signed = np.concatenate([scales[:count], -scales[count:]])
         return indices, signed[level + count * (numbers >> self._width)]
 

@@ -68,11 +68,10 @@ def quantize_to_grid(x: Array, bits: int, context: EncodeContext) -> Parts:
     scales = np.array([top if np.isfinite(top) else np.nan], "<f4")
     if isinstance(x, Tensor):
         lowest = x.new_zeros(len(x), dtype=torch.int32)
-        levels = (
-            round_to_int32(divide(x, float(top)) * end, noise, 0, steps)
-            if scales[0] > 0
-            else lowest
-        )
+        if scales[0] > 0:
+            levels = round_to_int32(divide(x, float(top)) * end, noise, 0, steps)
+        else:
+            levels = lowest
         return Parts(len(x), pack(levels, bits), scales=scales, form=bits)
     stream, step = np.zeros(packed_bytes(x.size, bits), np.uint8), TOGETHER * BLOCK
     for start in range(0, x.size if scales[0] > 0 else 0, step):

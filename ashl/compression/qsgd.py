@@ -92,20 +92,16 @@ class QSGD(Code, Wrappers):
 
     def bound(self, ratio: float | None, d: int) -> float:
         b, s = min(self.bucket, d), self.levels
-        return (
-            min(b / s**2, b**0.5 / s)
-            if self.norm == "l2"
-            else min(b / (2 * s) ** 2, (1 + b**0.5) / (2 * s))
-        )
+        if self.norm == "l2":
+            return min(b / s**2, b**0.5 / s)
+        return min(b / (2 * s) ** 2, (1 + b**0.5) / (2 * s))
 
 
 def largest(rows: Array) -> Array:
     """Return the largest magnitude of each row [n, m], as [n, 1]."""
-    return (
-        rows.abs().amax(1, keepdim=True)
-        if isinstance(rows, Tensor)
-        else np.abs(rows).max(1, keepdims=True)
-    )
+    if isinstance(rows, Tensor):
+        return rows.abs().amax(1, keepdim=True)
+    return np.abs(rows).max(1, keepdims=True)
 
 
 def lengths(rows: Array) -> Array:

@@ -40,9 +40,9 @@ class RandomK(Seeded):
         return Traits(contraction=True, variable=self.indices in VARIABLE)
 
     def place_bytes(self, k: int, d: int) -> int:
-        return (
-            super().place_bytes(k, d) if self.indices == "seed" else index_bytes(self.indices, k, d)
-        )
+        if self.indices == "seed":
+            return super().place_bytes(k, d)
+        return index_bytes(self.indices, k, d)
 
     def read_places(self, buffer: Array, k: int, d: int) -> Array:
         if self.indices == "seed":

@@ -136,11 +136,10 @@ class TernGrad(Code, Wrappers):
     def top(self, x: Array) -> Array:
         """Return m, float32 [1]."""
         ends = ends_of(x)
-        top = (
-            ends.abs().amax(0, keepdim=True)
-            if isinstance(ends, Tensor)
-            else np.abs(ends).max(keepdims=True)
-        )
+        if isinstance(ends, Tensor):
+            top = ends.abs().amax(0, keepdim=True)
+        else:
+            top = np.abs(ends).max(keepdims=True)
         if self.clip_sigmas is None or not 0 < (most := read(top)) < np.inf:
             return top
         parts = (x[where] / top for where in pieces(x))

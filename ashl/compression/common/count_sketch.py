@@ -160,11 +160,9 @@ class CountSketch(Sparse, SummedValues, Reduces):
     def table(self, d: int, seed: int = 0) -> Table:
         """Return the shape of the sketch of d elements."""
         cols = max(1, round(self.sketch_ratio * d / self.sketch_rows))
-        return (
-            Table(self.sketch_rows, cols, seed % SEEDS)
-            if self.sketch_rows * cols < d
-            else Table(0, d, seed % SEEDS)
-        )
+        if self.sketch_rows * cols < d:
+            return Table(self.sketch_rows, cols, seed % SEEDS)
+        return Table(0, d, seed % SEEDS)
 
     def k(self, d: int) -> int:
         """Return the number of elements to recover from a sketch."""

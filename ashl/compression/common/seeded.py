@@ -87,11 +87,9 @@ def draw_distinct(rng: np.random.Generator, k: int, d: int) -> np.ndarray:
         found = np.sort(np.concatenate([found, more]))
         found = found[np.concatenate([[True], found[1:] != found[:-1]])]
     surplus = found.size - k
-    return (
-        np.delete(found, np.argpartition(words(rng, found.size), surplus)[:surplus])
-        if surplus
-        else found
-    )
+    if surplus:
+        return np.delete(found, np.argpartition(words(rng, found.size), surplus)[:surplus])
+    return found
 
 
 def words(rng: np.random.Generator, count: int) -> np.ndarray:

@@ -73,18 +73,16 @@ def wide(array: Array) -> Array:
 
 def look_up(table: np.ndarray, numbers: Array) -> Array:
     """Return the entries of a short host table at these indices, on the device of the indices."""
-    return (
-        beside(numbers, table)[numbers.long()]
-        if isinstance(numbers, Tensor)
-        else table.take(numbers)
-    )
+    if isinstance(numbers, Tensor):
+        return beside(numbers, table)[numbers.long()]
+    return table.take(numbers)
 
 
 def where_true(condition: Array) -> Array:
     """Return the ascending indices of the elements that are true."""
-    return (
-        condition.nonzero().view(-1) if isinstance(condition, Tensor) else np.flatnonzero(condition)
-    )
+    if isinstance(condition, Tensor):
+        return condition.nonzero().view(-1)
+    return np.flatnonzero(condition)
 
 
 def ops(array: Array) -> Any:
@@ -104,11 +102,9 @@ def read(array: Array) -> np.ndarray:
 
 def as_bytes(array: Array) -> Array:
     """Return the bytes of an array, uint8."""
-    return (
-        array.contiguous().view(-1).view(torch.uint8)
-        if isinstance(array, Tensor)
-        else array.reshape(-1).view("u1")
-    )
+    if isinstance(array, Tensor):
+        return array.contiguous().view(-1).view(torch.uint8)
+    return array.reshape(-1).view("u1")
 
 
 def view_as(part: Array, dtype: str) -> Array:
@@ -121,11 +117,9 @@ def view_as(part: Array, dtype: str) -> Array:
 
 def zeros(like: Array, *shape: int) -> Array:
     """Return zeros, float32, on the device of `like`."""
-    return (
-        torch.zeros(shape, device=str(like.device))
-        if isinstance(like, Tensor)
-        else np.zeros(shape, np.float32)
-    )
+    if isinstance(like, Tensor):
+        return torch.zeros(shape, device=str(like.device))
+    return np.zeros(shape, np.float32)
 
 
 def is_true(condition: Array) -> bool:

@@ -80,11 +80,9 @@ def pack_signs(x: Array) -> Array:
 
 def pack_truths(truths: Array) -> Array:
     """Return bool [d] as a stream of bits, uint8 [⌈d/8⌉]."""
-    return (
-        device_kernels.pack(truths, 1)
-        if isinstance(truths, Tensor)
-        else np.packbits(truths, bitorder="little")
-    )
+    if isinstance(truths, Tensor):
+        return device_kernels.pack(truths, 1)
+    return np.packbits(truths, bitorder="little")
 
 
 def unpack_truths(stream: Array, count: int) -> Array:
@@ -179,11 +177,10 @@ def _unpack_bytes(buffer: np.ndarray, width: int, count: int) -> np.ndarray:
             pairs &= np.uint16(0x0101 * ((1 << wide) - 1))
             single = pairs.view(np.uint8)
         return single[:count]
-    stream = (
-        buffer[:size]
-        if size == groups * width
-        else np.append(buffer[:size], np.zeros(width, np.uint8))
-    )
+    if size == groups * width:
+        stream = buffer[:size]
+    else:
+        stream = np.append(buffer[:size], np.zeros(width, np.uint8))
     words = np.zeros(groups, "<u8")
     words.view(np.uint8).reshape(-1, 8)[:, :width] = stream[: groups * width].reshape(-1, width)
     for lane in reversed(LANES):

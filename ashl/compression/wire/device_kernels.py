@@ -77,11 +77,10 @@ def pack_signs(x: Tensor) -> Tensor:
 
 
 def apply_signs(buffer: Tensor, count: int, magnitude: Array) -> Tensor:
-    bits = (
-        magnitude.view(torch.int32)
-        if isinstance(magnitude, Tensor)
-        else int(magnitude.view(np.int32)[0])
-    )
+    if isinstance(magnitude, Tensor):
+        bits = magnitude.view(torch.int32)
+    else:
+        bits = int(magnitude.view(np.int32)[0])
     return _with_signs(buffer, count, bits)
 
 
@@ -198,11 +197,10 @@ def _pack_planes(planes: Tensor) -> Tensor:
 
 def unpack_ternary(stream: Tensor, count: int, digits: int, block: int) -> Tensor:
     whole = count // block * block
-    pieces = (
-        [_unpack_planes(stream[: whole // digits].view(-1, block // digits), digits)]
-        if whole
-        else []
-    )
+    if whole:
+        pieces = [_unpack_planes(stream[: whole // digits].view(-1, block // digits), digits)]
+    else:
+        pieces = []
     if count > whole:
         pieces.append(_unpack_planes(stream[None, whole // digits :], digits))
     return torch.cat(pieces)[:count]

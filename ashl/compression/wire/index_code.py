@@ -63,19 +63,17 @@ def max_index_bytes(code: IndexCode, k: int, d: int) -> int:
 
     Golomb's upper bound is not monotonic: it falls by up to 7 % where a larger k makes b smaller.
     """
-    return (
-        -(-27 * index_bytes(code, k, d) // 25) + 1 if code == "golomb" else index_bytes(code, k, d)
-    )
+    if code == "golomb":
+        return -(-27 * index_bytes(code, k, d) // 25) + 1
+    return index_bytes(code, k, d)
 
 
 def write_indices(code: IndexCode, indices: Array, d: int) -> Array:
     """Encode indices as bytes, at most `index_bytes`."""
     if code == "int32":
-        return (
-            indices.to(torch.int32)
-            if isinstance(indices, Tensor)
-            else indices.astype("<i4").view(np.uint8)
-        )
+        if isinstance(indices, Tensor):
+            return indices.to(torch.int32)
+        return indices.astype("<i4").view(np.uint8)
     if code == "packed":
         return pack(indices, width(d))
     if code == "golomb":

@@ -122,11 +122,10 @@ def unpack_levels(
             f"received {len(stream)} bytes, which do not hold {count} numbers of {bits} bits"
         )
     on_device = isinstance(stream, Tensor)
-    x = (
-        torch.empty((rows, row), device=str(stream.device))
-        if on_device
-        else np.empty((rows, row), np.float32)
-    )
+    if on_device:
+        x = torch.empty((rows, row), device=str(stream.device))
+    else:
+        x = np.empty((rows, row), np.float32)
     step = rows if on_device else row_step(row)
     for start in range(0, rows, step):
         part = x[start : start + step]

@@ -61,8 +61,6 @@ def convert_sender(sender: State, codec: Codec) -> State:
     """
     while isinstance(sender, Regime | Average):
         sender = sender.inner
-    return (
-        codec.import_state(sender._replace(inner=None))
-        if isinstance(sender, Residual | Velocity)
-        else None
-    )
+    if isinstance(sender, Residual | Velocity):
+        return codec.import_state(sender._replace(inner=None))
+    return None

@@ -75,11 +75,9 @@ def error_measures(x: Tensor, sent: Tensor, rest: Tensor, kept: bool) -> dict[st
 
 def cosine(a: Tensor, b: Tensor) -> float | None:
     lengths = norm(a) * norm(b)
-    return (
-        float(torch.dot(a.double(), b.double())) / lengths
-        if lengths and math.isfinite(lengths)
-        else None
-    )
+    if lengths and math.isfinite(lengths):
+        return float(torch.dot(a.double(), b.double())) / lengths
+    return None
 
 
 def norm(x: Tensor) -> float:

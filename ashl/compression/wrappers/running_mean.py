@@ -35,10 +35,9 @@ class RunningMean(Stateful):
         self, sender: Average | None, x: Tensor, context: EncodeContext = ENCODE_CONTEXT
     ) -> tuple[Average, Tensor]:
         mean, inner = sender or Average()
-        mean = (
-            x * (1 - self.decay)
-            if mean is None
-            else (mean * self.decay).add_(x, alpha=1 - self.decay)
-        )
+        if mean is None:
+            mean = x * (1 - self.decay)
+        else:
+            mean = (mean * self.decay).add_(x, alpha=1 - self.decay)
         inner, payload = self.codec.encode(inner, mean, context)
         return Average(mean, inner), payload

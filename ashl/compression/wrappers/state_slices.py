@@ -17,11 +17,9 @@ def slice_state(state: State, start: int, stop: int) -> State:
     """Return the state of the elements [start, stop), as views."""
     if isinstance(state, Tensor):
         return state[start:stop]
-    return (
-        type(state)(*(slice_state(field, start, stop) for field in state))
-        if isinstance(state, tuple)
-        else state
-    )
+    if isinstance(state, tuple):
+        return type(state)(*(slice_state(field, start, stop) for field in state))
+    return state
 
 
 def join_states(states: Sequence[State]) -> State:
@@ -29,8 +27,6 @@ def join_states(states: Sequence[State]) -> State:
     first = states[0]
     if isinstance(first, Tensor):
         return torch.cat(list(states))
-    return (
-        type(first)(*map(join_states, zip(*states, strict=True)))
-        if isinstance(first, tuple)
-        else first
-    )
+    if isinstance(first, tuple):
+        return type(first)(*map(join_states, zip(*states, strict=True)))
+    return first

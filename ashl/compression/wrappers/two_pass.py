@@ -63,8 +63,6 @@ def update_sender(
 
 def replace_innermost(codec: Codec, other: Codec) -> Codec:
     """Return the same wrappers around another codec."""
-    return (
-        replace(codec, codec=replace_innermost(codec.codec, other))
-        if isinstance(codec, Wrapper)
-        else other
-    )
+    if isinstance(codec, Wrapper):
+        return replace(codec, codec=replace_innermost(codec.codec, other))
+    return other
