@@ -1,1 +1,3 @@
-"""What a `Compute` runs: gradients, local steps and evaluation on one flat vector."""
+"""Compute on one flat vector: gradients, local steps and evaluations, the work of a `Compute`
+effect.
+"""

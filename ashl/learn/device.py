@@ -1,9 +1,9 @@
-"""The doors between the host's memory and the device's: whatever crosses, crosses here.
+"""Move tensors between host memory and the device, and seed the generators of both.
 
-The vectors of a run (models, moments, gradients, what is summed of them) lie on `runtime.device`
-and stay there. The host sees what it must: losses, once for each exchange; what is sent by gloo,
-evaluated, or encoded by a codec that works there alone. Each way back waits until the device has
-come so far, so none lies inside a local step.
+The vectors of a run (models, moments, gradients and their sums) are on `runtime.device` and stay
+there. The host reads losses, once for each exchange, and vectors that gloo sends, that an
+evaluation uses, or that a codec encodes on the host only. Each copy to the host waits for the
+device, so none happens inside a local step.
 """
 
 import random
@@ -21,22 +21,24 @@ Placed = TypeVar("Placed", Tensor, nn.Module)
 
 
 def to_device(x: Placed, device: str) -> Placed:
-    """The same on the device; itself where it is there."""
+    """Return the tensor or module on the device; itself if it is there."""
     return cast(Placed, x.to(device))
 
 
 def to_host(x: Tensor) -> Tensor:
-    """The same in the host's memory; itself where it is there."""
+    """Return the tensor in host memory; itself if it is there."""
     return x.detach().to(HOST)
 
 
 def at_home(x: Tensor) -> bool:
-    """Whether it lies in the host's memory."""
+    """Return True if the tensor is in host memory."""
     return x.device == HERE
 
 
 def numbers(scalars: Sequence[Tensor | float]) -> list[float]:
-    """What they are, read in one go; all of them lie there, or none."""
+    """Return the values of scalars with one read; all of them are on one device, or none is a
+    tensor.
+    """
     if len(scalars) == 1:
         return [float(scalars[0])]
     there = [scalar for scalar in scalars if isinstance(scalar, Tensor)]
@@ -48,8 +50,10 @@ def numbers(scalars: Sequence[Tensor | float]) -> list[float]:
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether products and convolutions of float32 on CUDA may round their factors to ten bits.
-    torch's own default is that convolutions may.
+    """Allow products and convolutions of float32 on CUDA to round their factors to ten bits, or
+    forbid it.
+
+    By torch's default, convolutions may.
     """
     backends: Any = torch.backends
     kinds = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
@@ -57,11 +61,11 @@ def allow_tf32(allowed: bool) -> None:
         kind.fp32_precision = "tf32" if allowed else "ieee"
 
 
-# Stands in for numpy's own while it is seeded: swapping costs a hundredth of saving 624 words and
-# restoring them.
+# Replaces numpy's own generator while it is seeded: swapping takes a hundredth of the time of
+# saving and restoring 624 words.
 SEEDED = np.random.MT19937(0)
-NUMPY: Any = np.random  # its stubs lack what swaps
-WORD = 2**32  # seeds of numpy's global generator are below
+NUMPY: Any = np.random  # its stubs lack the functions that swap
+WORD = 2**32  # seeds of numpy's global generator are below this
 _claimed = False  # True while a run owns the global generators and no seeded code runs
 
 
@@ -121,8 +125,8 @@ def seed_all(generators: Sequence[torch.Generator], seed: int) -> None:
 
 
 def generator_states() -> tuple[Any, ...]:
-    """Return the states of the generators of torch (on the CPU), numpy and Python, to be
-    compared.
+    """Return the states of the generators of torch (on the CPU), numpy and Python, for a
+    comparison.
     """
     _, words, position, *_ = NUMPY.get_state(legacy=True)
     return (

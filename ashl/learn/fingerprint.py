@@ -1,5 +1,5 @@
-"""Fingerprints of tensors: processes that made the same model and the same data compare them before
-a run begins.
+"""Compute fingerprints of tensors, which processes compare before a run to check their model and
+data.
 
 Whole numbers are hashed. Of floating-point numbers a few sums are compared up to rounding, because
 processors of different kinds draw normal numbers that differ in the last bit.
@@ -15,7 +15,7 @@ from torch import Tensor
 from ashl.data.dataset import Data, Split
 
 ROUNDING = 1e-5  # relative to the sum of magnitudes
-READ = 256  # inputs of a half, at most, where these lie in memory
+READ = 256  # most inputs of a half that are read, if they are in memory
 
 Fingerprint = Mapping[str, Sequence[Any]]  # by name: the shape, and a hash or three sums
 
@@ -23,7 +23,7 @@ Fingerprint = Mapping[str, Sequence[Any]]  # by name: the shape, and a hash or t
 def fingerprint(x: Tensor) -> list[Any]:
     """Return [shape, hash] of whole numbers, or [shape, Σ|x|, Σx, Σ w·x] of floating-point numbers.
 
-    The weights w = cos(i) of the third sum tell one order of the elements from another.
+    The weights w = cos(i) of the third sum distinguish orders of the elements.
     """
     x = x.detach().cpu()
     shape = "x".join(map(str, x.shape))
@@ -36,7 +36,7 @@ def fingerprint(x: Tensor) -> list[Any]:
 
 
 def fingerprint_of_data(data: Data) -> dict[str, list[Any]]:
-    """Return the fingerprints of the targets of both halves and, where they lie in memory, of some
+    """Return the fingerprints of both halves' targets and, if they are in memory, of some
     inputs.
     """
     found = {}
@@ -55,9 +55,7 @@ def some(half: Split) -> Tensor:
 
 
 def differing(own: Fingerprint, other: Fingerprint) -> str | None:
-    """Return the name of the first thing that differs; None if everything is the same up to
-    rounding.
-    """
+    """Return the name of the first part that differs; None if all are equal up to rounding."""
     names = (*own, *(name for name in other if name not in own))
     return next((name for name in names if not same(own.get(name, ()), other.get(name, ()))), None)
 

@@ -1,16 +1,17 @@
-"""CUDA graphs of a step: the kernels of forward and backward, captured once for a shape of batch
-and launched as one from then on, which saves what launching each costs where models are small.
+"""Capture a step as a CUDA graph: all kernels of forward and backward, launched at once.
 
-Rule: a batch whose shape comes for the tenth time is captured, of eight shapes at most; all others,
-as the last of an epoch, are computed as without graphs. To capture, a copy of the batch is gone
-through three times on a side stream, so that libraries have chosen their kernels and taken their
-memory, and once more while launches are written down. From then on a batch is copied to where that
-one lies, the graph is launched, and loss and gradient are copied out. The parameters are those of
-the resident module, whose place does not change (`ashl.learn.replica`); the optimizer's step stays
-outside, since moments and models are each worker's own and would have to be copied in and out.
+This saves the cost of each launch, which matters for small models.
 
-Not for models that draw random numbers: these are drawn anew from a seed for each step, which a
-graph does not see.
+Rule: a batch shape that occurs for the tenth time is captured, at most eight shapes. All others,
+for example the last batch of an epoch, are computed without graphs. Before the capture, a copy of
+the batch runs three times on a side stream, so that libraries have chosen their kernels and taken
+their memory. Then one more run is captured. After that, a batch is copied to the memory of the
+captured one, the graph is launched, and loss and gradient are copied out. The parameters are those
+of the resident module, which stay in one place (`ashl.learn.replica`). The optimizer's step is not
+captured: moments and models belong to each worker and would have to be copied in and out.
+
+Limits: not for models that draw random numbers, because each step seeds them again, which a graph
+does not see.
 """
 
 from collections import Counter
@@ -22,16 +23,16 @@ from torch import Tensor
 
 from ashl.errors import UsageError
 
-OFTEN = 10  # times that a shape has come when it is captured
+OFTEN = 10  # occurrences of a shape until it is captured
 SHAPES = 8
 WARM_UP = 3
-CUDA: Any = torch.cuda  # where streams and graphs are made
+CUDA: Any = torch.cuda  # creates streams and graphs
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # inputs, targets -> loss, gradient
 
 
 class Captured(NamedTuple):
-    """A graph, and where it reads and writes."""
+    """A graph, and the tensors that it reads and writes."""
 
     graph: Any
     inputs: Tensor
@@ -41,7 +42,7 @@ class Captured(NamedTuple):
 
 
 class Graphs:
-    """Those of one module."""
+    """The captured steps of one module."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -49,7 +50,9 @@ class Graphs:
         self._captured: dict[tuple[object, ...], Captured] = {}
 
     def run(self, step: Step, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """step(inputs, targets), in new tensors. Raises UsageError where it cannot be captured."""
+        """Return step(inputs, targets) in new tensors. Raises UsageError if it cannot be
+        captured.
+        """
         shape = (inputs.shape, inputs.dtype, targets.shape, targets.dtype)
         captured = self._captured.get(shape)
         if captured is None:
@@ -71,9 +74,8 @@ class Graphs:
         here.wait_stream(side)
         graph = CUDA.CUDAGraph()
         try:
-            with CUDA.graph(
-                graph, capture_error_mode="thread_local"
-            ):  # other threads may copy meanwhile
+            # Other threads may copy during the capture.
+            with CUDA.graph(graph, capture_error_mode="thread_local"):
                 loss, gradient = step(inputs, targets)
         except RuntimeError as error:
             raise UsageError(

@@ -1,14 +1,13 @@
-"""Learning on one flat vector: the only file that differentiates.
+"""Learn on one flat vector; only this file differentiates.
 
-A model is one flat float32 vector here: the module's trainable parameters in their order, each
-flattened. One resident module serves every worker of a process, one for each thread that computes
+A model is one flat float32 vector: the module's trainable parameters in their order, each
+flattened. One resident module per computing thread serves every worker of a process
 (`ashl.learn.replica`), so that N workers cost N vectors instead of N models.
 
-Buffers do not travel between workers: only parameters and gradients ever do. A BatchNorm that the
-model trains normalises with the statistics of the batch (Ioffe and Szegedy, 2015), and evaluation
-first estimates the statistics that belong to the vector it is given, from a fixed set of training
-samples, in the same way for every method. Running averages of such a norm, gathered in training,
-are never read.
+Workers exchange parameters and gradients, and no buffers. A BatchNorm that the model trains
+normalises with the statistics of the batch (Ioffe and Szegedy, 2015). An evaluation first estimates
+the statistics that belong to its vector, from a fixed set of training samples, in the same way for
+every method. Running averages that such a norm gathers in training are never read.
 """
 
 import math
@@ -53,31 +52,28 @@ from ashl.model.plain import PlainModel
 from ashl.optimizer.absent import flat
 from ashl.task.contract import ACCURACY, Task
 
-EVALUATED = 2000  # training samples that train_loss is taken over, at most
-CALIBRATION = (
-    8,
-    128,
-)  # batches, and samples in each, that BatchNorm's statistics are estimated from
-RESIDENT = 2**32  # bytes of samples that are kept on the device, at most
+EVALUATED = 2000  # most training samples for train_loss
+# Batches, and samples in each, from which BatchNorm's statistics are estimated.
+CALIBRATION = (8, 128)
+RESIDENT = 2**32  # most bytes of samples that are kept on the device
 REENTRANT = "CheckpointFunctionBackward"  # torch's node of a checkpoint with use_reentrant=True
 EVALUATING, TRYING = "in an evaluation", "as it was tried out"
-CHUNK = (
-    2**21
-)  # elements of inputs or outputs that one evaluation batch holds, at most; bounds the memory
+CHUNK = 2**21  # most elements of inputs or outputs in an evaluation batch; it bounds the memory
 
 
 class ModelOption(Protocol):
-    """What `conf/model/*.yaml` makes."""
+    """An option of group model, from `conf/model/*.yaml`."""
 
     def build(self, sample_shape: tuple[int, ...], num_classes: int) -> nn.Module: ...
 
 
 class Learner:
-    """One resident module and a data set; every answer is a pure function of the arguments and of
-    the seed.
+    """One resident module and a data set; every result is a pure function of the arguments and the
+    seed.
 
-    Several threads may ask at once for gradients, where it is `threadsafe`. Raises UsageError when
-    the model does not fit the data.
+    If it is `threadsafe`, several threads may compute gradients at once.
+
+    Raises: UsageError if the model does not fit the data.
     """
 
     def __init__(
@@ -110,10 +106,10 @@ class Learner:
         model, judge = ("model", named(made)), ("task", named(type(task)))
         self._of_data, self._of_forward = (source,), (model, source)
         self._of_loss, self._of_backward = (judge, model, source), (model, judge, source)
-        self._here = Replica(self._build, device, graphs)  # to be tried out
+        self._here = Replica(self._build, device, graphs)  # for the try-out
         self._train, self._test = on_device(data.train, device), on_device(data.test, device)
-        # Convolutions on a CPU are a tenth to a fifth faster on channels-last batches; the numbers
-        # are the same.
+        # Convolutions on a CPU are a tenth to a fifth faster on channels-last batches, with equal
+        # results.
         self._channels_last = any(
             isinstance(module, nn.Conv2d) for module in self._here.module.modules()
         )
@@ -124,30 +120,27 @@ class Learner:
         drew, self._width, carried = self._try_out()
         self.writes = changed_parts(first, written_parts(self._here.module))
         copies = bool(self.writes)
-        # The first replica has changed its state while it was tried out.
+        # The first replica has changed its state during the try-out.
         self._here = Replica(self._build, device, graphs, copies)
         own = not made.__module__.startswith("ashl.")
         self.carrier = Carrier(carried, self._build, self._here.apart) if own else None
-        self.wants_state, self.shown = (
-            False,
-            None,
-        )  # of the worker here, asked for by another thread; and what it is
+        # Another thread asks for the state of the worker here, and finds it in `shown`.
+        self.wants_state, self.shown = False, None
         self._captures = graphs and not drew and not carried and self.counts is None
         # A user's own code may draw in some steps only, which one try does not show.
         self._draws = drew or not all(
             part.__module__.startswith("ashl.") for part in (made, type(task))
         )
-        self._looks = not copies and not made.__module__.startswith(
-            "ashl."
-        )  # whether a later step may begin to write
+        # True if a later step may begin to write into its parameters.
+        self._looks = not copies and not made.__module__.startswith("ashl.")
         self._versions = 0
-        # Whether each gradient that was computed here had an element for each parameter; None
-        # before the first one.
+        # True if each gradient computed here had an element for each parameter; None before the
+        # first one.
         self.complete: bool | None = None
         order = permutation(len(data.train), 0, Purpose.SUBSET)
         self._subset = (order if self.counts is None else order[self.counts[order] > 0])[:EVALUATED]
         self.epoch_samples, self.num_params = len(data.train), self._here.num_params
-        # Where each tensor begins in a vector of parameters.
+        # First index of each tensor in a vector of parameters.
         self.starts = np.array([0, *accumulate(p.numel() for p in self._here.parameters)][:-1])
         self.layers = tuple(
             (name, tuple(p.shape))
@@ -157,23 +150,27 @@ class Learner:
 
     @property
     def threadsafe(self) -> bool:
-        """Return True if neither the model nor the reading of samples may draw from a generator of
-        the process.
+        """True if neither the model nor the reading of samples may draw from a generator of the
+        process.
         """
         return self.carrier is None and not self._draws and isinstance(self._train.inputs, Tensor)
 
     def replicate(self) -> None:
-        """To be called by a thread before it computes, while no other one does."""
+        """Make the module of this thread; must be called before it computes, while no other
+        thread does.
+        """
         self._here.train()
 
     def init(self) -> Tensor:
-        """The first parameters, float32 [d]: a pure function of the seed, or those of the file to
-        start from.
+        """Return the first parameters, float32 [d]: a function of the seed, or those of the
+        initial weights.
         """
         return self._flat(self._build())
 
     def untrained(self) -> Tensor:
-        """Return the parameters as the model is made, float32 [d]: a pure function of the seed."""
+        """Return the parameters of the untrained model, float32 [d]: a pure function of the
+        seed.
+        """
         return self._flat(self._build(untrained=True))
 
     def _flat(self, module: nn.Module) -> Tensor:
@@ -181,29 +178,31 @@ class Learner:
         return to_device(_flatten_dense_tensors(parameters), self.device)
 
     def fingerprint(self) -> dict[str, list[Any]]:
-        """Return what every process of a run has to have made alike: the whole first state of the
-        module, by its own names, and the data.
+        """Return the fingerprints of the module's first state and of the data; they must agree
+        in all processes.
         """
         state = state_queue(self._build())
         found = {f"the model's {name}": fingerprint(value) for name, value in state.items()}
         return found | fingerprint_of_data(self._data)
 
     def worker_state(self, worker: int) -> State | None:
-        """Return what forward passes have changed of the module for this worker; None = nothing."""
+        """Return the part of the module's state that this worker's forward passes have changed;
+        None = nothing.
+        """
         return None if self.carrier is None else self.carrier.take(self._here.module, worker)
 
     def set_worker_state(self, worker: int, state: State | None) -> None:
-        """Let a worker go on with this state; None is that of the beginning."""
+        """Set the module state of a worker; None is the first one."""
         if self.carrier is not None:
             self.carrier.put(worker, state)
 
     @property
     def carries(self) -> bool:
-        """Return True if forward passes change the module beside its parameters."""
+        """True if forward passes change the module besides its parameters."""
         return self.carrier is not None and bool(self.carrier.names)
 
     def mean_state(self) -> State:
-        """Return the mean over the workers of what forward passes have changed."""
+        """Return the mean over the workers of the state that forward passes have changed."""
         if self.carrier is None:
             return {}
         self.carrier.leave(self._here.module)
@@ -216,14 +215,15 @@ class Learner:
         return {} if self.carrier is None else self.carrier.constants(self._here.module)
 
     def set_constants(self, state: State) -> None:
-        """Go on with those of a checkpoint."""
+        """Set the frozen parameters and buffers from a checkpoint."""
         with torch.no_grad():
             put_all(self._here.module, state)
 
     @contextmanager
     def _evaluating(self, params: Tensor, state: State | None = None) -> Generator[None]:
-        """The module is at these parameters, with the mean state of the workers, or this one. What
-        changes of it inside is not kept.
+        """Set the module to these parameters, with the mean state of the workers or with `state`.
+
+        Changes of the module inside are not kept.
         """
         here = self._here
         here.point_at(params)
@@ -238,8 +238,8 @@ class Learner:
             self.carrier.notice(here.module)
 
     def _leave(self, worker: int) -> None:
-        """After a step of this worker: see what the module has changed, and show it to the thread
-        that asked.
+        """Note what the module has changed in a step of this worker, and show its state to a
+        thread that asked.
         """
         if self.carrier is not None:
             self.carrier.notice(self._here.module)
@@ -249,13 +249,14 @@ class Learner:
     def gradient(
         self, params: Tensor, indices: np.ndarray, worker: int, step: int, share: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Mean loss over the samples, a scalar, and its gradient at `params`, a fresh float32 [d],
-        both on the device and both times `share`. The gradient is −0.0 in parameters without one,
-        see `ashl.optimizer.absent`.
+        """Return the mean loss over the samples, a scalar, and its gradient at `params`, a new
+        float32 [d].
 
-        Augmentation and dropout are drawn from (seed, worker, step) alone. `params` is only read.
-        Raises UsageError when BatchNorm gets too small a batch to normalise over, and
-        OwnFaultError.
+        Both are on the device and multiplied by `share`. The gradient is −0.0 in parameters without
+        one, see `ashl.optimizer.absent`. Augmentation and dropout are drawn from (seed, worker,
+        step) alone. `params` is only read.
+
+        Raises: UsageError if a batch is too small for BatchNorm; OwnFaultError.
         """
         return self.gradient_found(params, indices, worker, step, share)[:2]
 
@@ -270,7 +271,7 @@ class Learner:
     ) -> tuple[Tensor, Tensor, bool]:
         """Return loss and gradient, as `gradient` does, and True if some parameter has none.
 
-        If it is not `marked`, −0.0 may stand in a complete gradient, too.
+        Without `marked`, −0.0 may occur in a complete gradient, too.
         """
         place, batch = place_of(worker, step), self._moved(indices, worker, step)
         with self._drawing(Purpose.MODEL, worker, step):
@@ -289,13 +290,11 @@ class Learner:
             return *self._here.graphs.run(captured, *batch), not self.complete
 
     def _share(self, indices: np.ndarray, share: float) -> float:
-        """The share of a batch; 0 where no target of it counts."""
+        """Return the share of a batch; 0 if no target of it counts."""
         return share if self.counts is None or self.counts[indices].any() else 0.0
 
     def _drawing(self, purpose: Purpose, worker: int = 0, step: int = 0) -> AbstractContextManager:
-        """Where the model may draw, what is drawn inside follows from (seed, purpose, worker, step)
-        alone.
-        """
+        """Seed the generators from (seed, purpose, worker, step) inside, if the model may draw."""
         return (
             seeded(torch_seed(self._seed, purpose, worker, step), self.device)
             if self._draws
@@ -311,9 +310,7 @@ class Learner:
         return loss.detach(), *self._vector(gradients, self._here.parameters, marked)
 
     def _look(self, place: str) -> None:
-        """Raise UsageError if this step wrote into parameters, and none did when the model was
-        tried out.
-        """
+        """Raise UsageError if this step wrote into parameters and none did in the try-out."""
         if self._looks and self._versions != versions(self._here.parameters):
             raise UsageError(
                 f"{place}: model {self._name} wrote into its own parameters, and did not when it"
@@ -321,15 +318,16 @@ class Learner:
             )
 
     def stepped_from(self, params: Tensor) -> Tensor:
-        """Return the parameters that the optimizer steps from after a gradient at `params`: the
-        same vector, or a new one with what the forward pass wrote into them.
+        """Return the parameters from which the optimizer steps after a gradient at `params`.
+
+        They are `params`, or a new vector if the forward pass wrote into them.
         """
         return self._here.written() if self.writes else params
 
     def _vector(
         self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], marked: bool = True
     ) -> tuple[Tensor, bool]:
-        """Return these gradients as one vector and whether any parameter has none, and note the
+        """Return these gradients as one vector and True if any parameter has none; note the
         latter.
         """
         vector, lacks = flat(gradients, parameters, marked)
@@ -347,10 +345,11 @@ class Learner:
         halfway: Callable[[], None] = lambda: None,
         share: float = 1.0,
     ) -> float:
-        """The same; returns the loss, and calls `hand_out(k, slice)` as soon as backward has come
-        to all of the tensors in the elements [start, stop) = parts[k], from the thread of the
-        backward pass. Parts are of whole tensors. Parameters in pieces are waited for as the
-        forward pass comes to them.
+        """Compute the gradient part by part during the backward pass, and return the loss.
+
+        `hand_out(k, slice)` is called from the thread of the backward pass once all tensors in the
+        elements [start, stop) = parts[k] have their gradient. Parts consist of whole tensors. If
+        the parameters come in pieces, the forward pass waits for each piece at its first use.
         """
         batch = self._moved(indices, worker, step)
         with self._drawing(Purpose.MODEL, worker, step):
@@ -371,7 +370,7 @@ class Learner:
         halfway: Callable[[], None],
         share: float,
     ) -> float:
-        """Compute the loss and hand out slices of its gradient, see `gradient_in_parts`."""
+        """Compute the loss and emit slices of its gradient, see `gradient_in_parts`."""
         loss = self._batch_loss(params, batch, worker, step, share)
         halfway()
         parameters = self._here.parameters
@@ -419,10 +418,12 @@ class Learner:
         parts: Sequence[tuple[int, int]],
         hand_out: Callable[[int, Tensor], None],
     ) -> float:
-        """The same, to be timed: of L parts it hands out nothing as k once forward has ended with
-        the k-th, the first layers first, and then the gradient of the k-th as L + k, the last
-        layers first. What reads a batch counts for the first, and what has no parameters for what
-        comes before it.
+        """Compute a gradient with marks for timing, and return the loss.
+
+        There are L parts. `hand_out(k, empty)` is called once forward has finished the k-th part,
+        the first layers first. Then `hand_out(L + k, gradient)` is called for the k-th part, the
+        last layers first. The reading of a batch counts for the first part. A layer without
+        parameters counts for the part before it.
         """
         count, starts = len(parts), [start for start, _ in reversed(parts)]
         came, nothing = 0, torch.empty(0)
@@ -458,8 +459,9 @@ class Learner:
                 hook.remove()
 
     def work(self) -> tuple[int, ...]:
-        """What a forward pass costs by parameter tensor, as torch counts operations: those of a
-        module stand with the largest of its own tensors.
+        """Return the operations of a forward pass by parameter tensor, as torch counts them.
+
+        The operations of a module are attributed to the largest of its own tensors.
         """
         places = {id(p): i for i, p in enumerate(self._here.parameters)}
         work = [0] * len(places)
@@ -486,7 +488,9 @@ class Learner:
         step: int,
         share: float,
     ) -> Tensor:
-        """The mean loss over a batch at `params` times `share`, ready to be differentiated."""
+        """Return the mean loss over a batch at `params` times `share`, ready to be
+        differentiated.
+        """
         self._enter(params, worker)
         forward = (
             self._forward
@@ -497,7 +501,7 @@ class Learner:
         return loss if share in (0, 1) else loss * share
 
     def _moved(self, indices: np.ndarray, worker: int, step: int) -> tuple[Tensor, Tensor]:
-        """A batch to learn from, augmented."""
+        """Return a batch for training, augmented."""
         inputs, targets = self._batch(self._train, indices, worker, step, place_of(worker, step))
         if self._data.augment == "crop_flip":
             moves = crops(len(indices), stream(self._seed, Purpose.AUGMENT, worker, step))
@@ -505,7 +509,9 @@ class Learner:
         return inputs, targets
 
     def _enter(self, params: Tensor | Pieces, worker: int) -> None:
-        """The module learns at these parameters, with what it keeps beside them for this worker."""
+        """Set the module to these parameters, in training mode, with the module state of this
+        worker.
+        """
         if self.carrier is not None:
             with torch.no_grad():
                 self.carrier.enter(self._here.module, worker)
@@ -524,7 +530,7 @@ class Learner:
         place: str,
         counted: bool = True,
     ) -> Tensor:
-        """The mean loss of a batch; 0, without a gradient, where no target of it counts."""
+        """Return the mean loss of a batch; 0 without a gradient if no target of it counts."""
         try:
             with Guard(self._of_forward, place):
                 outputs = forward(inputs)
@@ -536,12 +542,14 @@ class Learner:
                 f" {place} is too small for that; take dataset.batch_size=2 or more."
             ) from error
         if not counted:
-            return outputs.new_zeros((), requires_grad=True)  # which no parameter takes part in
+            return outputs.new_zeros((), requires_grad=True)  # no parameter takes part in it
         with Guard(self._of_loss, place):
             return self._task.loss(outputs, targets)
 
     def samples(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Inputs [features, samples] and targets [values, samples], float32; classes as 0 and 1."""
+        """Return inputs [features, samples] and targets [values, samples], float32; classes as 0
+        and 1.
+        """
         inputs, targets = self._batch(self._train, indices)
         if self._data.train.has_classes:
             targets = functional.one_hot(targets, self._data.num_classes)
@@ -549,11 +557,10 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, params: Tensor) -> dict[str, float | None]:
-        """`train_loss` over a fixed subset of the training set, `test_loss` and the task's metric
-        over the test set.
+        """Return `train_loss` over a fixed subset of the training set, and loss and metric over the
+        test set.
 
-        `test_metric` is None where the task has none, and `test_accuracy` where its metric is
-        another one.
+        `test_metric` is None if the task has none, `test_accuracy` if its metric is another one.
         """
         with self._evaluating(params):
             train_loss, _ = self._score(self._train, self._subset)
@@ -567,7 +574,7 @@ class Learner:
 
     @torch.no_grad()
     def train_loss(self, params: Tensor, shift: int = 0) -> float:
-        """Return `train_loss` as `evaluate` does. With a `shift`, each sample has the target of
+        """Return `train_loss` as `evaluate` does; with a `shift`, each sample has the target of
         another one.
         """
         with self._evaluating(params):
@@ -575,9 +582,10 @@ class Learner:
 
     @torch.no_grad()
     def state_dict(self, params: Tensor, own: State | None = None) -> dict[str, Tensor]:
-        """The whole state of the module at these parameters, by its own names, on the CPU.
-        BatchNorm's statistics are those that an evaluation estimates; what forward passes change is
-        the workers' mean, or `own`.
+        """Return the whole state of the module at these parameters, by its own names, on the CPU.
+
+        BatchNorm's statistics are those that an evaluation estimates. State that forward passes
+        change is the workers' mean, or `own`.
         """
         with self._evaluating(params, own):
             state = self._here.module.state_dict()
@@ -595,9 +603,7 @@ class Learner:
         step: int = 0,
         place: str = EVALUATING,
     ) -> tuple[Tensor, Tensor]:
-        """A batch; what is drawn while samples are read is drawn from (seed, worker, step)
-        alone.
-        """
+        """Return a batch; reading samples draws from (seed, worker, step) alone."""
         if not isinstance(split.inputs, Tensor):
             guard = Guard(self._of_data, place)
             with guard, seeded(torch_seed(self._seed, Purpose.AUGMENT, worker, step), HOST):
@@ -617,15 +623,17 @@ class Learner:
         )
         if any(is_lazy(parameter) for parameter in module.parameters()):
             raise UsageError(
-                f"Model {self._name} has lazy layers, whose parameters have no size yet; give them"
-                " their sizes, as nn.Linear(16, 4) in place of nn.LazyLinear(4)."
+                f"Model {self._name} has lazy layers without sizes; give them their sizes, for"
+                " example nn.Linear(16, 4) in place of nn.LazyLinear(4)."
             )
         return module
 
     def _try_out(self) -> tuple[bool, int, frozenset[Key]]:
-        """Computes a gradient and an evaluation of two samples to see that the module fits the data
-        and the task. Returns whether it draws random numbers in training, how many outputs a sample
-        has, and what the module changes beside its parameters.
+        """Compute a gradient and an evaluation of two samples, to check that module, data and task
+        fit.
+
+        Returns: True if the module draws random numbers in training; the number of outputs per
+        sample; the keys of the state that the module changes besides its parameters.
         """
         name, shape = self._name, "x".join(map(str, self._data.sample_shape))
         if not self._here.parameters or any(
@@ -657,7 +665,7 @@ class Learner:
             )
         if has_node(loss, REENTRANT):
             raise UsageError(
-                f"Model {name} has a reentrant checkpoint, whose parameters would get no gradient"
+                f"Model {name} has a reentrant checkpoint: its parameters would get no gradient"
                 " here; pass use_reentrant=False to torch.utils.checkpoint."
             )
         with Guard(self._of_backward, TRYING):
@@ -674,8 +682,8 @@ class Learner:
         return draws, output[0].numel(), changed(first, beside(self._here.module, self._here.apart))
 
     def _tried(self, inputs: Tensor) -> Any:
-        """What the module returns for these samples. Raises UsageError where it cannot
-        take them.
+        """Return the module's output for these samples. Raises UsageError if it cannot read
+        them.
         """
         with Guard(self._of_forward, TRYING):
             try:
@@ -698,8 +706,10 @@ class Learner:
             return self._here.module(inputs).float()
 
     def _forward_on(self, pieces: Pieces, worker: int, step: int, inputs: Tensor) -> Tensor:
-        """The same, on parameters that come while it goes on. They lie in memory as in one vector:
-        by where a matrix begins some kernels choose in which order they add up.
+        """Run a forward pass on parameters that arrive meanwhile.
+
+        They are placed in memory as in one vector, because the start of a matrix decides for some
+        kernels in which order they add.
         """
         if self._here.resident is None:
             self._here.point_at(torch.empty(self.num_params, device=self.device))
@@ -711,7 +721,7 @@ class Learner:
         arriving.await_all(map(id, self._here.parameters))
         if arriving.unseen <= self._here.hidden:
             return outputs
-        self.set_worker_state(worker, before)  # of which the first pass has changed something
+        self.set_worker_state(worker, before)  # the first pass has changed something
         self._enter(pieces, worker)
         self._here.hidden |= arriving.unseen
         with self._drawing(Purpose.MODEL, worker, step):
@@ -721,7 +731,7 @@ class Learner:
         parameter.data.copy_(values)
 
     def _calibrate(self) -> None:
-        """Estimates BatchNorm's statistics at these parameters, as plain averages over equal
+        """Estimate BatchNorm's statistics at these parameters, as plain averages over equal
         batches.
         """
         if not self._here.norms:
@@ -748,8 +758,9 @@ class Learner:
     def _score(
         self, split: Split, indices: np.ndarray, *, judged: bool = False, shift: int = 0
     ) -> tuple[float, float | None]:
-        """Mean loss over the samples' targets that count and, where they are `judged`, the task's
-        metric. With a `shift`, each sample has the target of the one that comes so many before it.
+        """Return the mean loss over the targets that count and, if `judged`, the task's metric.
+
+        With a `shift`, each sample has the target of the sample that is `shift` places before it.
         """
         losses, total, judged = 0.0, 0.0, judged and self._task.metric != ""
         counts = self._counts[split is self._test]
@@ -776,13 +787,13 @@ class Learner:
         return losses / total, metric
 
     def _value(self, sums: Tensor, count: int) -> float:
-        """The task's metric, of the sums of so many samples' scores."""
+        """Return the task's metric from the sums of the scores of `count` samples."""
         with Guard(self._of_loss, EVALUATING):
             return float(self._task.value(to_host(sums) / count))
 
 
 def place_of(worker: int, step: int) -> str:
-    """Where an exception happened, for its sentence."""
+    """Return the place of an exception, for its message."""
     return f"worker {worker}, step {step}"
 
 
@@ -801,19 +812,19 @@ def has_node(output: Tensor, name: str) -> bool:
 
 
 def shape_of(value: Any) -> Any:
-    """The shape of a tensor, and the kind of anything else."""
+    """Return the shape of a tensor, and the type name of any other value."""
     return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
 def named(made: Any) -> str:
-    """The dotted name of a class or a function."""
+    """Return the dotted name of a class or a function."""
     return f"{made.__module__}.{made.__qualname__}"
 
 
 def counts_of(task: Task, split: Split, half: str) -> Tensor | None:
-    """How many targets of each sample count, float64 [n]; None where all samples count alike.
+    """Return how many targets of each sample count, float64 [n]; None if all samples count equally.
 
-    Raises UsageError where no target of the half counts.
+    Raises: UsageError if no target of the half counts.
     """
     counts = task.counts(split.targets)
     if counts is None:
@@ -828,8 +839,10 @@ def counts_of(task: Task, split: Split, half: str) -> Tensor | None:
 
 
 def chunks(indices: np.ndarray, most: int) -> Iterator[np.ndarray]:
-    """Cut into parts of `most`, of which the last may be shorter. It is never of one sample, unless
-    there is but one: a norm over the batch refuses that; then the part before it has one more.
+    """Divide indices into parts of `most`, of which the last may be shorter.
+
+    No part has one sample, unless there is only one in all, because a norm over the batch refuses
+    that. The part before it is then larger by one.
     """
     start = 0
     while start < len(indices):
@@ -839,12 +852,12 @@ def chunks(indices: np.ndarray, most: int) -> Iterator[np.ndarray]:
 
 
 def versions(parameters: Sequence[nn.Parameter]) -> int:
-    """Return how often these have been written to, as torch counts."""
+    """Return how often these parameters have been written to, as torch counts."""
     return sum(p._version for p in parameters)
 
 
 def written_parts(module: nn.Module) -> dict[str, tuple[int, Tensor]]:
-    """Return of each parameter that is learned how often it has been written to, and a copy."""
+    """Return for each trainable parameter how often it has been written to, and a copy."""
     learned = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     return {name: (p._version, p.detach().clone()) for name, p in learned}
 
@@ -852,7 +865,7 @@ def written_parts(module: nn.Module) -> dict[str, tuple[int, Tensor]]:
 def changed_parts(
     before: dict[str, tuple[int, Tensor]], after: dict[str, tuple[int, Tensor]]
 ) -> tuple[str, ...]:
-    """Return the names of parameters that were written to in between."""
+    """Return the names of parameters that were written to between two calls of `written_parts`."""
     pairs = ((name, before[name], after[name]) for name in before if name in after)
     return tuple(
         name for name, old, new in pairs if old[0] != new[0] or not torch.equal(old[1], new[1])
@@ -860,7 +873,7 @@ def changed_parts(
 
 
 def on_device(split: Split, device: str) -> Split:
-    """With the samples there, where they are few enough."""
+    """Return the split with its samples on the device, if they have at most `RESIDENT` bytes."""
     if device == HOST or not isinstance(split.inputs, Tensor) or split.inputs.nbytes > RESIDENT:
         return split
     return replace(

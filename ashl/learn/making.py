@@ -1,7 +1,7 @@
 """Make a model and a data set under generators that are seeded from the run's seed.
 
 Code of users draws first weights and splits from the global generators of torch, numpy and Python.
-Every process of a run makes both for itself, so that each of them has to draw the same numbers.
+Every process of a run makes both for itself, so each of them must draw the same numbers.
 """
 
 from pathlib import Path
@@ -15,10 +15,8 @@ from ashl.data.rng import Purpose, torch_seed
 from ashl.learn.device import HOST, generator_states, seeded
 from ashl.learn.weights import put_into
 
-SPLIT, SAMPLES = (
-    0,
-    1,
-)  # attempts at the test half: with the seed of the training half, and with another one
+# Attempts at the test half: with the seed of the training half, and with another one.
+SPLIT, SAMPLES = 0, 1
 
 
 def make_module(
@@ -31,7 +29,7 @@ def make_module(
     """Return the module with its first weights and buffers: those of the file `start`, else a
     function of the seed.
 
-    Raises UsageError if the file cannot be read or does not fit.
+    Raises: UsageError if the file cannot be read or does not fit.
     """
     with seeded(torch_seed(seed, Purpose.INIT), HOST):
         module = option.build(sample_shape, num_classes)
@@ -39,11 +37,13 @@ def make_module(
 
 
 def load_data(dataset: Any, seed: int) -> Data:
-    """Return the data set as a function of the seed. Raises UsageError and DataMissingError.
+    """Return the data set as a function of the seed.
 
-    A class that is called once for each half draws the same numbers in both calls: a split that it
-    draws by itself is one split, and the halves are disjoint. If it draws samples instead, equal
+    A class that is called once for each half draws the same numbers in both calls. So a split that
+    it draws itself is one split, and the halves are disjoint. If it draws samples instead, equal
     numbers make equal samples; then the test half is made from another seed.
+
+    Raises: UsageError and DataMissingError.
     """
     if not (isinstance(dataset, PlainDataset) and dataset.makes_halves):
         with seeded(torch_seed(seed, Purpose.DATA), HOST):
@@ -58,7 +58,7 @@ def load_data(dataset: Any, seed: int) -> Data:
 
 
 def make_half(dataset: PlainDataset, seed: int, attempt: int, *, train: bool) -> tuple[Any, bool]:
-    """Return one half as its class makes it, and whether that drew from a global generator."""
+    """Return one half as its class makes it, and True if that drew from a global generator."""
     with seeded(torch_seed(seed, Purpose.DATA, attempt), HOST):
         before = generator_states()
         half = dataset.make_half(train=train)

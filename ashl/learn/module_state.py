@@ -1,10 +1,11 @@
-"""What a module keeps beside the parameters that are learned: frozen parameters, buffers, and plain
-attributes.
+"""Carry the state of a module besides its trainable parameters, for each worker.
 
-Rule: what a forward pass changes of these is each worker's own. One module serves all workers of a
-process, so that what changes is exchanged whenever another worker computes. An evaluation uses the
-mean over the workers of floating-point values, and of all else what the first of them has. What no
-forward pass changes is the same for all.
+The state is frozen parameters, buffers and plain attributes.
+
+Rule: state that a forward pass changes belongs to each worker. One module serves all workers of a
+process, so this state is exchanged when another worker computes. An evaluation uses the mean over
+the workers for floating-point values, and the first worker's value for others. State that no
+forward pass changes is common to all workers.
 """
 
 import copy
@@ -25,14 +26,14 @@ CONTAINERS = (list, tuple, set, deque)
 
 
 def state_queue(module: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter and buffer by its name, those that no `state_dict` has among them."""
+    """Return every parameter and buffer by name, including those that no `state_dict` contains."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def beside(module: nn.Module, apart: Collection[str] = ()) -> State:
-    """Return what a module keeps beside its parameters that are learned.
+    """Return the state of a module besides its trainable parameters.
 
-    Args: apart: paths of submodules whose buffers are left out.
+    Args: apart has the paths of submodules whose buffers are left out.
     """
     found: State = {}
     for path, part in module.named_modules():
@@ -48,9 +49,7 @@ def beside(module: nn.Module, apart: Collection[str] = ()) -> State:
 
 
 def attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Return plain attributes of a class of the user's own; those of torch's layers never
-    change.
-    """
+    """Yield the plain attributes of a user's own class; those of torch's layers never change."""
     if not type(part).__module__.startswith("torch."):
         for name, value in vars(part).items():
             if name not in OWN and is_plain(value):
@@ -58,7 +57,7 @@ def attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True for numbers, text, tensors without a graph, and containers of such."""
+    """Return True for numbers, text, tensors without a graph, and containers of these."""
     if isinstance(value, Tensor):
         return not value.requires_grad
     if isinstance(value, dict):
@@ -84,7 +83,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def changed(before: State, after: State) -> frozenset[Key]:
-    """Return the keys of what differs, with those that are only in one of them."""
+    """Return the keys of values that differ or exist in one state only."""
     return frozenset(
         key
         for key in before.keys() | after.keys()
@@ -93,21 +92,18 @@ def changed(before: State, after: State) -> frozenset[Key]:
 
 
 def shard_sizes(module: nn.Module, kind: str, path: str) -> dict[str, Any]:
-    """Return where a submodule has its values of this kind."""
+    """Return the dict in which a submodule holds its values of this kind."""
     part: Any = module.get_submodule(path)
     return {PARAMETER: part._parameters, BUFFER: part._buffers, ATTRIBUTE: vars(part)}[kind]
 
 
 def put(module: nn.Module, key: Key, state: State) -> None:
-    """Give a module what a state has under this key; remove it where the state has nothing
-    there.
-    """
+    """Set a value of a module to that of a state; remove it if the state has none."""
     kind, path, name = key
     held = shard_sizes(module, kind, path)
     if key not in state:
-        if kind != ATTRIBUTE or is_plain(
-            held.get(name)
-        ):  # else it holds a graph, which belongs to one step
+        # A value that is not plain holds a graph, which belongs to one step.
+        if kind != ATTRIBUTE or is_plain(held.get(name)):
             held.pop(name, None)
         return
     value, there = state[key], held.get(name)
@@ -130,8 +126,9 @@ def put(module: nn.Module, key: Key, state: State) -> None:
 
 
 def mean_of(states: Sequence[State]) -> State:
-    """Return the mean of floating-point values over workers, in double precision, and all else of
-    the first worker.
+    """Return the mean over workers of floating-point values, computed in double precision.
+
+    Other values are those of the first worker.
     """
     found: State = {}
     for key in dict.fromkeys(key for state in states for key in state):
@@ -154,28 +151,28 @@ def alike(values: Sequence[Any]) -> bool:
 
 
 class Carrier:
-    """Each worker's own state of one module that serves all of them in turn; one thread
+    """The state of each worker for one module that serves all of them in turn; one thread
     computes.
     """
 
     def __init__(
         self, names: Collection[Key], build: Callable[[], nn.Module], apart: Collection[str]
     ) -> None:
-        """`names`: what forward is known to change; `build` makes the module as it is at first."""
+        """`names` are the keys that forward is known to change; `build` makes the module in its
+        first state.
+        """
         self.names = frozenset(names)
         self._build, self._apart = build, apart
         self._first: State | None = None
         self._kept: dict[int, State] = {}  # of workers that have computed; values are never changed
-        self._resident: int | None = None  # whose state the module has
-        self._watched: dict[Key, Any] | None = (
-            None  # what else there is, and by what a change shows
-        )
-        self._places: list[tuple[Mapping[str, Any], int, list[tuple[str, Any]]]] | None = (
-            None  # the same, to be quick
-        )
+        self._resident: int | None = None  # the worker whose state the module has
+        # Marks of all other values, by which a change is noticed.
+        self._watched: dict[Key, Any] | None = None
+        # The same marks, arranged for a fast check.
+        self._places: list[tuple[Mapping[str, Any], int, list[tuple[str, Any]]]] | None = None
 
     def enter(self, module: nn.Module, worker: int) -> None:
-        """Let the module have the state of this worker."""
+        """Give the module the state of this worker."""
         if self._resident == worker:
             return
         self.leave(module)
@@ -184,21 +181,21 @@ class Carrier:
         self._resident = worker
 
     def leave(self, module: nn.Module) -> None:
-        """Keep the state of the worker that computed last; the module's may be changed then."""
+        """Keep the state of the worker that computed last; the module's may be changed
+        afterwards.
+        """
         if self._resident is not None and self.names:
             self._kept[self._resident] = self._of(module)
         self._resident = None
 
     def enter_mean(self, module: nn.Module) -> None:
-        """Let the module have the workers' mean, to be evaluated."""
+        """Give the module the workers' mean, for an evaluation."""
         self.leave(module)
         if self.names:
             self._load(module, self.mean())
 
     def notice(self, module: nn.Module) -> None:
-        """Look whether the module has changed something else than is known; from then on that is
-        carried, too.
-        """
+        """Check if the module has changed a value outside the known keys; carry it from now on."""
         if self._places is not None and all(
             len(held) == count and all(mark_of(held.get(name)) == mark for name, mark in marks)
             for held, count, marks in self._places
@@ -217,7 +214,7 @@ class Carrier:
         for (kind, path, name), mark in self._watched.items():
             marks.setdefault((kind, path), []).append((name, mark))
         for path, part in module.named_modules():
-            if not type(part).__module__.startswith("torch."):  # which may get others
+            if not type(part).__module__.startswith("torch."):  # it may get new ones
                 marks.setdefault((BUFFER, path), [])
                 marks.setdefault((ATTRIBUTE, path), [])
         self._places = [
@@ -232,7 +229,7 @@ class Carrier:
         return self._kept.get(worker)
 
     def put(self, worker: int, state: State | None) -> None:
-        """Let a worker have this state; None is the first one."""
+        """Set the state of a worker; None is the first one."""
         if self._resident == worker:
             self._resident = None
         self._kept.pop(worker, None)
@@ -250,7 +247,7 @@ class Carrier:
 
     @property
     def first(self) -> State:
-        """The state at first."""
+        """The first state of the carried keys."""
         if self._first is None:
             found = beside(self._build(), self._apart)
             self._first = {key: copied(found[key]) for key in self.names if key in found}
@@ -272,7 +269,7 @@ class Carrier:
             put(module, key, state)
 
     def _add(self, keys: Any) -> None:
-        """Carry these, too; workers that are not computing have what there was at first."""
+        """Carry these keys, too; workers that are not computing get the first values."""
         new = frozenset(keys)
         self.names, self._first = self.names | new, None
         for worker, state in self._kept.items():
@@ -280,13 +277,13 @@ class Carrier:
 
 
 def mark_of(value: Any) -> Any:
-    """Return what tells whether a value has been changed or replaced."""
+    """Return a mark that shows if a value has been changed or replaced."""
     if isinstance(value, Tensor):
         return id(value), value._version
     return value if type(value) in PLAIN else (id(value), len(value))
 
 
 def put_all(module: nn.Module, state: Mapping[Key, Any]) -> None:
-    """Give a module all that a state has."""
+    """Set all values of a module that a state has."""
     for key in state:
         put(module, key, dict(state))

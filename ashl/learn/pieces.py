@@ -1,9 +1,9 @@
-"""A vector of parameters that comes piece by piece, while the forward pass that needs it goes on.
+"""Bring a vector of parameters piece by piece, during the forward pass that needs it.
 
-Rule: before a function of torch is handed a parameter, the piece that holds the parameter has to be
-there. So it does not matter which module owns a parameter, or how many use it. Code that torch's
-functions do not show the parameters of (a compiled module) is run again with everything in place,
-and from then on those parameters are there before it starts.
+Rule: before a function of torch receives a parameter, the piece with that parameter must have
+arrived. So it does not matter which module owns a parameter, or how many use it. Some code hides
+its parameters from torch's functions (a compiled module). It runs again with all pieces in place,
+and from then on its parameters arrive before it starts.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class Pieces(NamedTuple):
-    """The elements [start, stop) = slices[k] are take(k), which waits for them. Pieces are of whole
-    tensors.
+    """The pieces of a vector: take(k) waits for the elements [start, stop) = slices[k] and returns
+    them.
+
+    Pieces consist of whole tensors.
     """
 
     slices: Sequence[tuple[int, int]]
@@ -24,7 +26,7 @@ class Pieces(NamedTuple):
 
 
 class Arriving(TorchFunctionMode):
-    """Inside, each parameter is brought when it is first used."""
+    """A mode in which each parameter is brought at its first use."""
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class Arriving(TorchFunctionMode):
         ]
         self._piece = {id(p): k for k, held in enumerate(self._held) for p in held}
         self._here: set[int] = set()
-        self.unseen = set(self._piece)  # ids of parameters that no function was handed
+        self.unseen = set(self._piece)  # ids of parameters that no function has received
 
     def __torch_function__(
         self, func: Callable, types: Any, args: Sequence = (), kwargs: dict | None = None
@@ -52,7 +54,7 @@ class Arriving(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def await_all(self, parameters: Iterable[int]) -> None:
-        """Bring the pieces that hold these."""
+        """Bring the pieces with these parameters."""
         for k in sorted({self._piece[parameter] for parameter in parameters} - self._here):
             self._here.add(k)
             values = self._take(k)

@@ -1,5 +1,7 @@
-"""A module as a learner uses it: its parameters are pointed at views of the vector at hand, or,
-where that is so short that making views takes longer, it is copied in.
+"""Provide a module for a learner: its parameters are views of the given vector, or copies of a
+short one.
+
+Copying a short vector takes less time than making views.
 """
 
 import threading
@@ -13,27 +15,27 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ashl.learn.device import to_device
 from ashl.learn.graphs import Graphs
 
-SHORT = 2**16  # elements: up to here a copy takes less time than views
+SHORT = 2**16  # elements: up to this length a copy takes less time than views
 
 
 class Replica(threading.local):
-    """Each thread that computes has one of its own, made when it first asks; buffers of them never
-    travel.
+    """A module per computing thread, made at the thread's first use; its buffers are never
+    exchanged.
     """
 
     def __init__(
         self, build: Callable[[], nn.Module], device: str, graphs: bool, copies: bool = False
     ) -> None:
-        """`graphs`: whether its steps are to be captured, for which parameters stay in one place.
-        `copies`: whether the model writes into its parameters, so that it gets a copy of each
-        vector.
+        """Args: graphs is True if steps will be captured, for which parameters stay in one
+        place; copies is True if the model writes into its parameters, so that it gets a copy of
+        each vector.
         """
         self.device, self.graphs = device, Graphs(device)
         self.module = to_device(build(), device)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         here = [*self.module.modules()]
-        # A submodule that was built in evaluation mode stays in it; a model that was as a whole is
-        # only loaded so.
+        # A submodule that was built in evaluation mode stays in it. A model that is in evaluation
+        # mode as a whole was only loaded in it.
         self.held = (
             [module for module in here if not module.training] if self.module.training else []
         )
@@ -46,15 +48,12 @@ class Replica(threading.local):
             path for path, module in self.module.named_modules() if id(module) in norms
         )
         self.num_params = sum(p.numel() for p in self.parameters)
-        self.hidden: set[int] = (
-            set()
-        )  # ids of parameters that are used where no function of torch shows it
-        self.resident: Tensor | None = (
-            None  # what the parameters are views of, where vectors are copied in
-        )
-        fits = bool(self.parameters) and all(
-            p.dtype == torch.float32 for p in self.parameters
-        )  # else it is refused
+        # Ids of parameters that are used where no function of torch shows it.
+        self.hidden: set[int] = set()
+        # The vector of which the parameters are views, if vectors are copied in.
+        self.resident: Tensor | None = None
+        # Other models are refused.
+        fits = bool(self.parameters) and all(p.dtype == torch.float32 for p in self.parameters)
         self.copies = copies
         if fits and (self.num_params <= SHORT or graphs or copies):
             resident = _flatten_dense_tensors([p.detach() for p in self.parameters]).clone()
@@ -62,8 +61,8 @@ class Replica(threading.local):
             self.resident = resident
 
     def train(self) -> None:
-        """Put the module into training mode: by its own `train`, but for the submodules that are
-        held in evaluation.
+        """Put the module into training mode, except the submodules that are held in evaluation
+        mode.
         """
         self.module.train()
         for module in self.held:
@@ -76,8 +75,9 @@ class Replica(threading.local):
         self.trains = False
 
     def point_at(self, params: Tensor) -> None:
-        """The module computes at these parameters, float32 [d]. Raises ValueError for a vector of
-        another length.
+        """Make the module compute at these parameters, float32 [d].
+
+        Raises: ValueError for a vector of another length.
         """
         if params.shape != (self.num_params,):
             raise ValueError(
@@ -95,15 +95,15 @@ class Replica(threading.local):
             parameter.data = view
 
     def written(self) -> Tensor:
-        """Return the parameters as the last forward pass left them, a new vector."""
+        """Return the parameters after the last forward pass, a new vector."""
         return _flatten_dense_tensors([p.detach() for p in self.parameters]).clone()
 
 
 def is_estimated(module: _BatchNorm) -> bool:
     """Return True if an evaluation estimates this norm's statistics, which it gathers in training.
 
-    One that the model holds in evaluation mode, or that has momentum 0, keeps the statistics that
-    it has. A subclass with a forward of its own may read them in training.
+    A norm that the model holds in evaluation mode, or that has momentum 0, keeps its statistics. A
+    subclass with its own forward may read them in training.
     """
     return (
         type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)

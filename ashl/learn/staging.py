@@ -1,15 +1,15 @@
-"""How vectors pass between a CUDA device's memory and the host's while the device computes: through
-buffers of the host that the device reaches by itself (pinned), which are used again, and on a
-stream of their own.
+"""Copy vectors between CUDA memory and host memory while the device computes.
 
-Rule. Out: the side stream waits for what the device has been asked for, copies into a free buffer,
-and the thread that asks waits for the copy's event before it reads. In: a buffer is filled, the
-side stream copies it, and the thread waits before the vector is handed on. Only then a buffer is
-free again; one that a failed reader or writer had is not. What waits is the thread that sends,
-receives or reports, never the device.
+Copies use a stream of their own and pinned host buffers, which the device accesses directly.
+Buffers are used again.
 
-In the host's memory, and on anything that is not CUDA, a tensor comes and goes by the doors of
-`ashl.learn.device`.
+Rule: to the host, the side stream waits for the work that the device has received and copies into a
+free buffer. The thread waits for the copy's event before it reads. To the device, a buffer is
+filled, the side stream copies it, and the thread waits before it returns the vector. Only then the
+buffer is free again; the buffer of a failed reader or writer is not used again. The thread that
+sends, receives or reports waits, never the device.
+
+Limits: on devices other than CUDA, tensors are moved by `ashl.learn.device`.
 """
 
 import threading
@@ -23,40 +23,38 @@ from torch import Tensor
 
 from ashl.learn.device import to_host
 
-LEAST = 2**16  # bytes of a buffer
+LEAST = 2**16  # least bytes of a buffer
 
 
 class Event(Protocol):
-    """Of a copy."""
+    """The completion of a copy."""
 
     def synchronize(self) -> None:
-        """Wait until it is done."""
+        """Wait until the copy is complete."""
         ...
 
 
 class Streams(Protocol):
-    """What is asked of a device."""
+    """The operations of a device that staging uses."""
 
     def pinned(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes] in the host's memory."""
+        """Return a pinned buffer in host memory, uint8 [nbytes]."""
         ...
 
     def catch_up(self) -> None:
-        """What is copied from here on is as it is once all is done that the device has been asked
-        for.
-        """
+        """Make later copies wait for the work that the device has received so far."""
         ...
 
     def copy(self, to: Tensor, x: Tensor) -> Event:
-        """Begin to copy, on the side stream."""
+        """Start to copy on the side stream."""
         ...
 
     def empty(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes] on the device, to be copied to."""
+        """Return memory on the device to copy to, uint8 [nbytes]."""
         ...
 
     def hand_over(self, x: Tensor) -> None:
-        """x came by the side stream, and is computed with from here on."""
+        """Make `x`, copied by the side stream, available to the computing stream."""
         ...
 
 
@@ -78,9 +76,8 @@ class Cuda:
             return self._side.record_event()
 
     def empty(self, nbytes: int) -> Tensor:
-        with torch.cuda.stream(
-            self._side
-        ):  # its memory is the side stream's: nothing else may still be writing there
+        # The memory belongs to the side stream, so that no other kernel still writes to it.
+        with torch.cuda.stream(self._side):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def hand_over(self, x: Tensor) -> None:
@@ -96,7 +93,7 @@ class Staging:
 
     @contextmanager
     def out(self, x: Tensor) -> Generator[Tensor]:
-        """x in the host's memory, to be read inside, and not kept."""
+        """Yield x in host memory; it may be read inside only."""
         with self._buffer(x.nbytes) as buffer:
             here = buffer.view(x.dtype).view(x.shape)
             self._streams.catch_up()
@@ -104,7 +101,9 @@ class Staging:
             yield here
 
     def into(self, nbytes: int, fill: Callable[[Tensor], object]) -> Tensor:
-        """uint8 on the device: what `fill` writes into a buffer of that size."""
+        """Return uint8 [nbytes] on the device, with the content that `fill` writes into a
+        buffer.
+        """
         with self._buffer(nbytes) as buffer:
             fill(buffer)
             x = self._streams.empty(nbytes)
@@ -120,22 +119,21 @@ class Staging:
         if whole is None:
             whole = self._streams.pinned(max(LEAST, 1 << (nbytes - 1).bit_length()))
         yield whole[:nbytes]
-        with (
-            self._lock
-        ):  # not where what was done inside has failed: somebody may still write there
+        # A buffer whose user failed stays out: a thread may still write to it.
+        with self._lock:
             self._free.append(whole)
             self._free.sort(key=len)
 
 
 @cache
 def staging(device: str) -> Staging:
-    """That of a CUDA device, in this process."""
+    """Return the staging buffers of a CUDA device in this process."""
     return Staging(Cuda(device))
 
 
 @contextmanager
 def in_host(x: Tensor) -> Generator[Tensor]:
-    """x in the host's memory, itself where it is there, to be read inside."""
+    """Yield x in host memory, itself if it is there; it may be read inside only."""
     if not x.is_cuda or not x.numel():
         yield to_host(x)
         return
@@ -144,7 +142,10 @@ def in_host(x: Tensor) -> Generator[Tensor]:
 
 
 def filled(nbytes: int, device: str, fill: Callable[[Tensor], object]) -> Tensor:
-    """uint8 [nbytes]: what `fill` writes in the host's memory; on the device where that is CUDA."""
+    """Return uint8 [nbytes] with the content that `fill` writes in host memory.
+
+    The result is on the device if that is CUDA.
+    """
     if torch.device(device).type == "cuda":
         return staging(device).into(nbytes, fill)
     flat = torch.empty(nbytes, dtype=torch.uint8)

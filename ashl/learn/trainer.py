@@ -1,4 +1,4 @@
-"""What a `Compute` of a worker runs: the learner on the worker's next batch, then the optimizer."""
+"""Run a worker's `Compute` effects: the learner on the worker's next batch, then the optimizer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ Moments = tuple[Any, ...]
 
 
 class Trainer:
-    """Pure functions over flat vectors [d]; arguments are never changed. Batches are counted per
-    worker from 0.
+    """Pure functions over flat vectors [d]; arguments are never changed.
+
+    Batches are counted per worker from 0.
     """
 
     def __init__(
@@ -38,8 +39,8 @@ class Trainer:
         shares: Sequence[float],
         in_rounds: bool = False,
     ) -> None:
-        """`deal` gives each worker its batches, from everybody's share of the data; with
-        `in_rounds` all workers are at the same step.
+        """Args: deal returns each worker's batches, given all workers' shares of the data;
+        in_rounds is True if all workers are at the same step.
         """
         self.learner, self.optimizer, self.deal, self.in_rounds = (
             learner,
@@ -50,20 +51,20 @@ class Trainer:
         self.batches = deal(shares)
         made = optimizer.make if isinstance(optimizer, PlainOptimizer) else type(optimizer)
         self._of_step = (("optimizer", named(made)),)
-        self._last: tuple[Any, float] = (
-            None,
-            1.0,
-        )  # the mean density of the last step that was asked for
+        # The mean density of the latest steps, with the steps and weights to which it belongs.
+        self._last: tuple[Any, float] = (None, 1.0)
         self.epoch_samples = learner.epoch_samples
         self.num_params = learner.num_params
         self.dense_bytes = 4 * learner.num_params
 
     def reshard(self, shares: Sequence[float]) -> Trainer:
-        """The same with other shares of the data."""
+        """Return a trainer with other shares of the data."""
         return Trainer(self.learner, self.optimizer, self.deal, shares, self.in_rounds)
 
     def handed(self, gone: frozenset[int]) -> Trainer:
-        """The same while these workers are away, and their samples are with the others."""
+        """Return the trainer while the workers `gone` have failed and their samples are with the
+        others.
+        """
         other = copy.copy(self)
         shards = handed([batches.shard for batches in self.batches], gone)
         other.batches = [own.over(shard) for own, shard in zip(self.batches, shards, strict=True)]
@@ -72,17 +73,18 @@ class Trainer:
 
     @property
     def weighs(self) -> bool:
-        """Return True if some samples have more targets that count than others."""
+        """True if some samples have more targets that count than others."""
         return self.learner.counts is not None
 
     def share(self, worker: int, steps: range, weights: Sequence[float] | None = None) -> float:
-        """Return the density of the targets that count in these minibatches over its mean over all
-        workers.
+        """Return the density of targets that count in these minibatches, divided by its mean over
+        all workers.
 
         A mean loss times its share, weighted by samples, is the mean over all targets that count.
-        In rounds, densities are those of the same steps; else those of the whole shards. `weights`
-        are those of the workers, by default their batch sizes. Returns 1 where every sample counts
-        alike.
+        In rounds, densities are those of the same steps, else those of the whole shards. Returns 1
+        if all samples count equally.
+
+        Args: weights are those of the workers; None = their batch sizes.
         """
         counts = self.learner.counts
         if counts is None:
@@ -103,31 +105,33 @@ class Trainer:
         return own / self._last[1] if self._last[1] else 1.0
 
     def _share_of(self, worker: int, step: int, span: range | None) -> float:
-        """The share of one minibatch; of one of another size than planned, that of the shard."""
+        """Return the share of one minibatch; if its size is not the planned one, that of the
+        shard.
+        """
         size = self.batches[worker].size
         planned = span is None or span == range(step * size, (step + 1) * size)
         return self.share(worker, range(step, step + 1) if planned else range(0))
 
     def worker_state(self, worker: int) -> Any:
-        """Return what forward passes have changed of the module for this worker, beside its
-        parameters.
-        """
+        """Return the part of the module's state that this worker's forward passes have changed."""
         return self.learner.worker_state(worker)
 
     def set_worker_state(self, worker: int, state: Any) -> None:
-        """Let a worker go on with this state; None is that of the beginning."""
+        """Set the module state of a worker; None is the first one."""
         self.learner.set_worker_state(worker, state)
 
     def blank(self, size: float) -> Tensor:
-        """A body of this share of the model's size, to measure with."""
+        """Return a payload of this share of the model's size, for measurements."""
         return to_device(torch.zeros(max(1, round(size * self.learner.num_params))), self.device)
 
     def init(self) -> tuple[Tensor, Moments]:
-        """The initial model, the same on every rank, and empty optimizer moments."""
+        """Return the initial model, the same on every rank, and empty optimizer moments."""
         return self.learner.init(), self.moments()
 
     def moments(self) -> Moments:
-        """Empty, on the device; what the optimizer counts stays with the host."""
+        """Return empty moments on the device; integers that the optimizer counts stay on the
+        host.
+        """
         own = (
             self.optimizer.shaped(self.learner.layers)
             if self.statistics
@@ -137,28 +141,29 @@ class Trainer:
 
     @property
     def device(self) -> str:
-        """Where vectors lie."""
+        """The device of all vectors."""
         return self.learner.device
 
     @property
     def statistics(self) -> int:
-        """How many elements workers exchange for an optimizer that needs something else than
-        gradients; else 0.
-        """
+        """Elements that workers exchange for an optimizer that does not use gradients; else 0."""
         return self.optimizer.statistics(self.learner.layers)
 
     def sweep(
         self, params: Tensor, moments: Moments, blocks: Any, worker: int
     ) -> tuple[float, Any, Tensor]:
-        """(loss, blocks, statistics) of all samples of a worker, for such an optimizer."""
+        """Return loss, blocks and statistics of all samples of a worker, for an optimizer with
+        statistics.
+        """
         inputs, targets = self.learner.samples(self.batches[worker].shard)
         return self.optimizer.sweep(params, moments, blocks, inputs, targets)
 
     def gradient(
         self, params: Tensor, worker: int, step: int, span: range | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Loss, still on the device, and gradient on batch `step` of a worker, or on what lies at
-        `span` in its stream of samples.
+        """Return loss, still on the device, and gradient on batch `step` of a worker.
+
+        Args: span, if given, is the range of its stream of samples to use instead.
         """
         batches = self.batches[worker]
         indices = batches.indices(step) if span is None else batches.span(span.start, len(span))
@@ -175,8 +180,9 @@ class Trainer:
         parts: Sequence[tuple[int, int]],
         hand_out: Callable[[int, Tensor], None],
     ) -> float:
-        """The loss on what lies at `span` in the worker's stream of samples; slices of the gradient
-        are handed out as soon as they are there, see `Learner.gradient_in_parts`.
+        """Compute the gradient on the samples `span` part by part, and return the loss.
+
+        See `Learner.gradient_in_parts`.
         """
         indices = self.batches[worker].span(span.start, len(span))
         share = self._share_of(worker, step, span)
@@ -192,18 +198,20 @@ class Trainer:
         parts: Sequence[tuple[int, int]],
         hand_out: Callable[[int, Tensor], None],
     ) -> float:
-        """A gradient that is timed, see `Learner.passes_in_parts`."""
+        """Compute a gradient with marks for timing, see `Learner.passes_in_parts`."""
         indices = self.batches[worker].indices(step)
         return self.learner.passes_in_parts(params, indices, worker, step, parts, hand_out)
 
     def shard_size(self, worker: int) -> int:
-        """The samples that a worker has."""
+        """Return the number of samples of a worker."""
         return len(self.batches[worker].shard)
 
     def full_gradient(self, params: Tensor, worker: int, batch: int) -> tuple[float, Tensor]:
-        """Loss and gradient over all of a worker's samples, added up over parts of at most about
-        `batch`, always the same parts in the same order and with the same augmentation: a fixed
-        function of `params`.
+        """Return loss and gradient over all of a worker's samples, summed over parts of about
+        `batch` samples.
+
+        The parts, their order and their augmentation are always the same: it is a fixed function of
+        `params`.
         """
         shard = self.batches[worker].shard
         losses, sizes, total = [], [], torch.full_like(params, -0.0)
@@ -219,8 +227,8 @@ class Trainer:
         return mean, total
 
     def _counted(self, indices: np.ndarray) -> float:
-        """The targets of these samples that count, at least 1; the number of samples where all
-        count alike.
+        """Return how many targets of these samples count, at least 1; the number of samples if
+        all count equally.
         """
         counts = self.learner.counts
         return len(indices) if counts is None else max(1.0, float(counts[indices].sum()))
@@ -228,8 +236,9 @@ class Trainer:
     def reduced_gradient(
         self, params: Tensor, anchor: Tensor, worker: int, step: int, span: range
     ) -> tuple[Tensor, Tensor]:
-        """g(params) − g(anchor) on the same minibatch: what the gradient over all samples at
-        `anchor` lacks.
+        """Return the loss and g(params) − g(anchor) on the same minibatch.
+
+        The difference corrects the gradient over all samples at `anchor`.
         """
         loss, grad = self.gradient(params, worker, step, span)
         return loss, plus(grad, -self.gradient(anchor, worker, step, span)[1])
@@ -237,7 +246,7 @@ class Trainer:
     def spread_gradient(
         self, params: Tensor, worker: int, step: int, span: range, parts: int
     ) -> tuple[float, Tensor, Tensor]:
-        """Loss, gradient g and Σ_p (share_p·g_p)², coordinate by coordinate, over parts of the
+        """Return loss, gradient g and Σ_p (share_p·g_p)² per coordinate, over parts p of the
         minibatch.
         """
         indices = self.batches[worker].span(span.start, len(span))
@@ -269,9 +278,10 @@ class Trainer:
         lr: float,
         span: range | None = None,
     ) -> tuple[Tensor | float, Moments, Tensor]:
-        """One optimizer step on one minibatch, or on the shard where that is what the optimizer
-        needs: (loss, moments, params). The loss is still on the device (`numbers` reads it), so
-        that steps follow each other unseen.
+        """Make one optimizer step on one minibatch, and return loss, moments and parameters.
+
+        An optimizer with statistics uses the whole shard. The loss is still on the device
+        (`numbers` reads it), so that steps follow each other without waiting.
         """
         if self.statistics:
             loss, _, statistics = self.sweep(params, moments, None, worker)
@@ -287,9 +297,7 @@ class Trainer:
         )
 
     def stepped_from(self, params: Tensor) -> Tensor:
-        """Return what the optimizer steps from after a gradient at `params`, see
-        `Learner.stepped_from`.
-        """
+        """Return the parameters from which the optimizer steps, see `Learner.stepped_from`."""
         return self.learner.stepped_from(params)
 
     def apply(
@@ -302,11 +310,12 @@ class Trainer:
         place: str = "at a merge",
         starts: np.ndarray | None = None,
     ) -> tuple[Moments, Tensor]:
-        """Make the optimizer's step on a gradient, or on a weighted sum of several; leave elements
-        without one alone.
+        """Make the optimizer's step on a gradient or a weighted sum; elements without a gradient
+        stay unchanged.
 
-        `exact`: whether the gradient came without loss, so that −0.0 marks those elements.
-        `starts`: where tensors begin in the vector, if it is not that of the whole model.
+        Args: exact is True if the gradient was not encoded lossily, so that −0.0 marks these
+        elements; starts has the first index of each tensor, if the vector is not that of the whole
+        model.
         """
         with Guard(self._of_step, place):
             after, moved = self.optimizer.step(moments, params, grad, lr)
@@ -320,9 +329,10 @@ class Trainer:
         return tuple(after), moved
 
     def _none_absent(self, grad: Tensor, starts: np.ndarray | None) -> bool:
-        """Return True if each element has a gradient. A vector on an accelerator is not read where
-        all gradients computed in this process were complete: a look at it would wait for the
-        device.
+        """Return True if each element has a gradient.
+
+        A vector on an accelerator is not read if all gradients computed in this process were
+        complete, because a read would wait for the device.
         """
         if at_home(grad):
             return not some_absent(grad, starts)
@@ -338,18 +348,15 @@ class Trainer:
         lr: float,
         exact: bool = True,
     ) -> tuple[Moments, Tensor]:
-        """The same of the elements [start, stop) alone, of an optimizer that goes element by
-        element.
-        """
+        """Make the step of the elements [start, stop) alone, with an element-wise optimizer."""
         own = tuple(moment[start:stop] if moment.dim() else moment for moment in moments)
         begun = self.learner.starts
-        inside = (
-            begun[(begun > start) & (begun < stop)] - start
-        )  # the slice may begin within a tensor
+        # The slice may begin within a tensor.
+        inside = begun[(begun > start) & (begun < stop)] - start
         return self.apply(params[start:stop], own, grad, lr, exact, starts=np.array([0, *inside]))
 
     def joined(self, slices: Sequence[tuple[Moments, Tensor]]) -> tuple[Moments, Tensor]:
-        """The moments and the model of their slices, in order."""
+        """Return the moments and the model from consecutive slices."""
         vectors = [params for _, params in slices]
         moments = (
             put_together(parts, vectors) for parts in zip(*(m for m, _ in slices), strict=True)
@@ -358,33 +365,33 @@ class Trainer:
 
     @property
     def warmup_samples(self) -> int:
-        """The samples after which the rate has warmed up."""
+        """Samples after which the warm-up of the learning rate ends."""
         return math.ceil(self.optimizer.warmup_epochs * self.epoch_samples)
 
     def rate(self, samples: int) -> float:
-        """The learning rate after `samples` applied samples."""
+        """Return the learning rate after `samples` applied samples."""
         return self.optimizer.rate(samples, self.epoch_samples)
 
 
 def put_together(parts: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor:
-    """Return a moment of consecutive slices as one; a number that all slices have in common stays
-    one.
-    """
+    """Join a moment of consecutive slices; a scalar that all slices share stays a scalar."""
     if not any(part.dim() for part in parts) and len({part.item() for part in parts}) == 1:
         return parts[0]
     return torch.cat([part.expand_as(vector) for part, vector in zip(parts, vectors, strict=True)])
 
 
 def density(counts: np.ndarray, batches: Batches, steps: range) -> float:
-    """Targets that count per sample in these minibatches of a worker; in its whole shard where
-    there are none.
+    """Return the targets that count per sample in these minibatches; without steps, in the whole
+    shard.
     """
     parts = [batches.indices(step) for step in steps] or [batches.shard]
     return float(np.mean([counts[part].mean() for part in parts]))
 
 
 class SizeOnlyTrainer:
-    """Nothing inside: for timing thousands of workers without gradients. Vectors are sizes."""
+    """A trainer without computation, for timing thousands of workers; its vectors are sizes
+    only.
+    """
 
     warmup_samples = 0
     device = HOST
@@ -407,10 +414,10 @@ class SizeOnlyTrainer:
         return self
 
     def worker_state(self, worker: int) -> None:
-        """There is none."""
+        """Return None: there is no state."""
 
     def set_worker_state(self, worker: int, state: Any) -> None:
-        """There is none."""
+        """Ignore the state."""
 
     def blank(self, size: float) -> SizeOnly:
         return SizeOnly(max(4, round(size * self.dense_bytes / 4) * 4))

@@ -1,6 +1,4 @@
-"""Weights as plain tensors, name by name as the model has them, from files of which nothing is
-unpickled.
-"""
+"""Load weights as plain tensors, by the model's names, without unpickling."""
 
 import warnings
 from collections.abc import Mapping
@@ -12,15 +10,16 @@ from torch import nn
 from ashl.errors import UsageError
 
 FINAL, BEST = "final.pt", "best.pt"
-EXTRA = "_extra_state"  # how torch ends the names of what `get_extra_state` returns
+EXTRA = "_extra_state"  # suffix of the names of the values that `get_extra_state` returns
 
 
 def put_into(module: nn.Module, file: Path) -> nn.Module:
-    """The module with the file's tensors. Raises UsageError where it cannot be read, or does not
-    fit.
+    """Load a file's tensors into a module and return it.
+
+    Raises: UsageError if the file cannot be read or does not fit.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # of an older format
+        with warnings.catch_warnings(action="ignore"):  # about an older format
             weights = torch.load(file, map_location="cpu", weights_only=True)
         for name, tensor in weights.items() if isinstance(weights, dict) else ():
             if isinstance(tensor, torch.Tensor) and tensor.is_complex():
@@ -30,7 +29,7 @@ def put_into(module: nn.Module, file: Path) -> nn.Module:
         raise UsageError(
             f"{file} cannot be read on this machine ({error.strerror or error})"
         ) from error
-    except Exception as error:  # of many kinds, by what is broken
+    except Exception as error:  # of many kinds, depending on the damage
         raise UsageError(
             f"{file} does not fit the model: {' '.join(str(error).split()) or 'it is empty'}"
         ) from error
@@ -38,8 +37,9 @@ def put_into(module: nn.Module, file: Path) -> nn.Module:
 
 
 def load(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Load a state of tensors; a module's own extra state, which no file of weights has, stays.
-    Raises RuntimeError.
+    """Load a state of tensors; a module's own extra state, which no weight file has, stays.
+
+    Raises: RuntimeError.
     """
     own = module.state_dict()
     extra = {name: own[name] for name in own if name.endswith(EXTRA) and name not in weights}
@@ -47,8 +47,9 @@ def load(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def start_of(start: str | None) -> str | None:
-    """The file that `run.start_from` names: itself, or what the run of this folder has left.
-    Raises UsageError.
+    """Return the file that `run.start_from` names: itself, or that of a run folder.
+
+    Raises: UsageError if there is none.
     """
     if start is None:
         return None
