@@ -13,7 +13,7 @@ import torch
 import ashl
 from ashl.errors import AshlError
 from ashl.run.evaluation import Evaluation, why_diverged
-from ashl.run.summary import nothing
+from ashl.run.summary import zero_counts
 from tests.support import simulated
 
 PORTS = "cluster.exchange_s=null cluster.bandwidth_mbit_s=100 cluster.latency_s=0.001"
@@ -81,7 +81,7 @@ def test_each_reason_is_named() -> None:
     ran = simulated("topology=gossip", "sync=d_psgd", "stop.epochs=1")
     learner, good = ran.learner, ran.params
     assert learner is not None
-    counts = nothing(4)._replace(steps=50, samples=learner.epoch_samples)
+    counts = zero_counts(4)._replace(steps=50, samples=learner.epoch_samples)
 
     def why(params, *, distance=0.0, loss=0.1, diverged=None):
         found = learner.evaluate(params)

@@ -263,7 +263,7 @@ def test_a_run_that_starts_from_another_takes_its_whole_state(own: list[str]) ->
 
 def test_processes_that_make_different_data_are_refused(own: list[str]) -> None:
     with pytest.raises(
-        AshlError, match=r"the number of training samples differ .* seeds from the run's seed"
+        AshlError, match=r"the number of training samples differ .* which have the run's seed"
     ):
         ashl.train(
             *own, "dataset=apart", "model=mlp", "sync=bsp", "runtime=local", config_dir="options"
