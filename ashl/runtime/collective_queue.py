@@ -63,7 +63,9 @@ class Posted:
     __slots__ = ("arrived", "effect", "number", "order")
 
     def __init__(self, number: int, effect: Collective) -> None:
-        self.number, self.effect, self.order = number, effect, order_of(effect)
+        self.number = number
+        self.effect = effect
+        self.order = order_of(effect)
         # by rank: the task that waits for the result, and its tensor
         self.arrived: dict[int, tuple[Task, Any]] = {}
 

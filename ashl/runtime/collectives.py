@@ -331,7 +331,8 @@ def all_reduce_by_node(
 
     if len(own) > 1:
         reduce = dist.ReduceOptions()
-        reduce.reduceOp, reduce.rootRank = dist.ReduceOp(kind), 0
+        reduce.reduceOp = dist.ReduceOp(kind)
+        reduce.rootRank = 0
         finish(process_group(own).reduce([total], reduce))
     if rank == own[0] and len(hierarchy.nodes) > 1:
         across = dist.AllreduceOptions()

@@ -87,7 +87,9 @@ class LocalQueue:
         incarnations: Incarnations,
         carry_out: Callable[[LocalQueue], tuple[Pending, Outcome]],
     ) -> None:
-        self.group, self.incarnations, self._carry_out = group, incarnations, carry_out
+        self.group = group
+        self.incarnations = incarnations
+        self._carry_out = carry_out
         self.posted = 0
         self.pending: list[Pending] = []  # in the order of posting
         # pending ones that are next, in the same order on all members
@@ -205,7 +207,10 @@ class Communicator:
         workers go by nodes, unless `exact` is set. With a `consensus` a collective that lacks a
         member returns `CollectiveAborted`.
         """
-        self._rank, self._exact, self._throttle, self._clock = rank, exact, throttle, clock_ns
+        self._rank = rank
+        self._exact = exact
+        self._throttle = throttle
+        self._clock = clock_ns
         self._groups: Groups = {**groups}
         self._max_bytes = max_bytes
         self._settle = settle
@@ -265,7 +270,10 @@ class Communicator:
         formed, groups = self._consensus.regroup(asked, self._clock)
         if groups is not None:
             keep_groups_alive(self._groups.values())
-            self._all, self._groups, self._queues, self._starts = formed.ranks, groups, {}, []
+            self._all = formed.ranks
+            self._groups = groups
+            self._queues = {}
+            self._starts = []
         return formed
 
     @property

@@ -49,7 +49,10 @@ class ComputeUnit:
     def __init__(
         self, rank: int, throttle: Throttle, inbox: queue.SimpleQueue, mail: Mailbox
     ) -> None:
-        self._rank, self._throttle, self._inbox, self._mail = rank, throttle, inbox, mail
+        self._rank = rank
+        self._throttle = throttle
+        self._inbox = inbox
+        self._mail = mail
         self.busy = 0  # computations that the thread has not finished
         self.paused_in: Recv | None = None  # the receive that the thread is paused in, or None
         self._needed: dict[Tag, Future] = {}  # by tag: messages that queued computations need

@@ -242,4 +242,6 @@ class PeerFailedError(Exception):
 
     def __init__(self, rank: int, why: str = "", incarnation: int = 0) -> None:
         super().__init__(f"rank {rank} has failed{': ' + why if why else ''}")
-        self.rank, self.why, self.incarnation = rank, why, incarnation
+        self.rank = rank
+        self.why = why
+        self.incarnation = incarnation

@@ -48,12 +48,10 @@ class Task:
     def __init__(
         self, ctx: RankContext, coro: Coroutine, main: bool, is_background_service: bool = False
     ) -> None:
-        self.ctx, self.coro, self.main, self.is_background_service = (
-            ctx,
-            coro,
-            main,
-            is_background_service,
-        )
+        self.ctx = ctx
+        self.coro = coro
+        self.main = main
+        self.is_background_service = is_background_service
         self.send = coro.send  # bound method, looked up once because it is called for every effect
         self.waiting: Any = None  # the effect that it is blocked in
         self.done = False
@@ -89,7 +87,8 @@ def resume_task(task: Task, value: Any) -> Any:
             task.send(value) if value.__class__ is not PeerFailedError else task.coro.throw(value)
         )
     except StopIteration as end:
-        task.done, task.result = True, end.value
+        task.done = True
+        task.result = end.value
         return None
 
 

@@ -38,7 +38,9 @@ class ParallelCompute:
         they pay.
         """
         self._pool = cached(begin)
-        self._left, self._times, self._worth = tried, list[float](), True
+        self._left = tried
+        self._times = list[float]()
+        self._worth = True
 
     def __call__(self, effect: Compute) -> Any:
         if effect.kind != "compute":  # encoding and merging change their arguments in place

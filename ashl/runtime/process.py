@@ -173,7 +173,8 @@ class TorchKernel:
 
     def join_running(self, entry: Entry) -> None:
         """Prepare to join ranks that are running already. Call it before `run`."""
-        self._entry, self._zero = entry, entry.zero_ns
+        self._entry = entry
+        self._zero = entry.zero_ns
         self._communicator.add_routes({peer: (group, PEER) for peer, group in entry.groups.items()})
         self.ctx.time_accounting.start_at(self.now_ns)
 
@@ -293,7 +294,8 @@ class TorchKernel:
     def _resume(self, task: Task, value: Any) -> None:
         """Run a task until it blocks or ends."""
         while not task.done:
-            task.waiting, self._moved = None, time.monotonic_ns()
+            task.waiting = None
+            self._moved = time.monotonic_ns()
             effect = resume_checked(task, value)
             if effect is None:
                 return self._end(task)

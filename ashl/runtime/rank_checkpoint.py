@@ -47,7 +47,9 @@ class RankCheckpointWriter:
         """Set up the writer. `put(number, document)` stores a part and returns its hash, and the
         number of bytes that the controller has yet to write.
         """
-        self._rank, self._put, self._emit = rank, put, emit
+        self._rank = rank
+        self._put = put
+        self._emit = emit
         self._done = -1  # number of the last saved checkpoint
         self.asked: Due | None = None  # latest request of the controller
 

@@ -80,7 +80,8 @@ class NullObserver:
     def __init__(
         self, stopping: str | None = None, scores: Mapping[str, float | None] | None = None
     ) -> None:
-        self.stopping, self.scores = stopping, scores
+        self.stopping = stopping
+        self.scores = scores
 
     def emit(self, record: Record) -> None:
         pass
@@ -321,7 +322,8 @@ class RankContext:
     ) -> None:
         """Close a round of this worker: the time from its last merge to now."""
         self.steps += steps
-        self.staleness, self.loss = staleness, loss
+        self.staleness = staleness
+        self.loss = loss
         spans, start_ns, end_ns = self.time_accounting.end_round()
         parts, messages = self.time_accounting.take_overlapped()
         if is_recorded(self.kernel.observer.rounds, round):

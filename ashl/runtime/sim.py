@@ -56,7 +56,9 @@ class Sim:
         self, num_ranks: int, speed: Speed, network: Exchange | Ports, observer: Observer
     ) -> None:
         self.now_ns = self.events = 0
-        self.speed, self.network, self.observer = speed, network, observer
+        self.speed = speed
+        self.network = network
+        self.observer = observer
         self._exchange = network if isinstance(network, Exchange) else None
         self.contexts = [RankContext(self, rank) for rank in range(num_ranks)]
         self._mail = [Mailbox() for _ in range(num_ranks)]
@@ -417,7 +419,8 @@ class Sim:
         if task in waiters:
             waiters.remove(task)
         task.coro.close()
-        task.done, task.waiting = True, None
+        task.done = True
+        task.waiting = None
         self._end(task)
 
     def _post(self, task: Task, effect: Any) -> None:
@@ -760,7 +763,9 @@ def resume(sim: Sim, start: Callable[..., Coroutine], saved: Mapping[str, Any]) 
         heap.append((time_ns, place, *replay.event(what, restored(value))))
     heap.sort()  # a sorted list is a heap
     replay.until(cut)
-    sim.now_ns, sim._seq, sim.events = saved["time_ns"], saved["seq"], saved["events"]
+    sim.now_ns = saved["time_ns"]
+    sim._seq = saved["seq"]
+    sim.events = saved["events"]
     sim._push_end[:] = saved["push_end"]
     sim.network.go_on(restored(saved["ports"]))
     for ctx, known in zip(sim.contexts, restored(saved["contexts"]), strict=True):

@@ -61,8 +61,10 @@ class Throttle:
         """Set up the costs of a rank. In `store` the job's processes exchange when their shared
         NICs are free; `algorithm` is the all-reduce algorithm, if one is set.
         """
-        self.rank, self.clock = rank, clock_ns
-        self.steps, self.encodings = LatenessCounter(), LatenessCounter()
+        self.rank = rank
+        self.clock = clock_ns
+        self.steps = LatenessCounter()
+        self.encodings = LatenessCounter()
         # by sender
         self.transfers: defaultdict[int, LatenessCounter] = defaultdict(LatenessCounter)
         self.speed: Speed | None = None
@@ -72,7 +74,8 @@ class Throttle:
         self._lock = threading.Lock()
         if isinstance(cluster, Cluster):
             self.speed = Speed(cluster, batch, seed)
-            self.compute, self.link = Factors(cluster, "compute"), Factors(cluster, "link")
+            self.compute = Factors(cluster, "compute")
+            self.link = Factors(cluster, "link")
             if cluster.exchange_s is not None or cluster.bandwidth_mbit_s is not None:
                 self.network = network(cluster, dense_bytes, algorithm)
         shares = isinstance(self.network, Ports) and cluster.node is not None
@@ -203,7 +206,8 @@ class SharedNics:
     """One process's view of NICs that several processes share. One thread at a time may use it."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store, self._rank = store, rank
+        self._store = store
+        self._rank = rank
         self._text = ""  # the document as last read
         self._changes = 0
 

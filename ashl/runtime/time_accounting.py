@@ -171,9 +171,12 @@ class TimeAccounting:
         for _, sent, received in self._old_traffic:
             up += sent
             down += received
-        self.bytes_up, self.bytes_down = up, down
-        self._old, self._old_traffic = spans, self._traffic
-        self._spans, self._traffic = [], []
+        self.bytes_up = up
+        self.bytes_down = down
+        self._old = spans
+        self._old_traffic = self._traffic
+        self._spans = []
+        self._traffic = []
         self._start = cursor
         return spans, start, cursor
 
@@ -181,7 +184,8 @@ class TimeAccounting:
         """Return, since the last call, when parts were ready, and (begin, end) of collectives."""
         found = self._parts, self._messages
         if self._parts or self._messages:
-            self._parts, self._messages = [], []
+            self._parts = []
+            self._messages = []
         return found
 
     def abort_collectives(self, now_ns: int) -> None:

@@ -92,7 +92,8 @@ class PeerConnection:
         self._received = 0, 0
         self._unacknowledged: deque[int] = deque()  # ns: begin of each payload without a receipt
         self._acknowledged = 0  # payloads with a receipt
-        self._lock, self._header_lock = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._header_lock = threading.Lock()
         # a sender and a listener thread, in this order
         self._threads = [
             threading.Thread(target=loop, daemon=True, name=f"{loop.__name__}-{peer}")
@@ -363,7 +364,8 @@ class PairwiseGroups:
 
     def __init__(self, groups: Mapping[int, tuple[dist.ProcessGroup, int]], device: str) -> None:
         """Set the process group that reaches each peer, and the peer's rank there."""
-        self.device, self._groups = device, groups
+        self.device = device
+        self._groups = groups
 
     def send(self, peer: int, payload: Tensor) -> None:
         group, group_rank = self._groups[peer]
@@ -385,7 +387,8 @@ class GrantedPayloads:
     def __init__(self, carrier: PairwiseGroups, grants: bool) -> None:
         """Set up a transport; `grants` is True on the server."""
         self.last_to_leave = grants
-        self._carrier, self._grants = carrier, grants
+        self._carrier = carrier
+        self._grants = grants
         self._one_at_a_time = ThreadPoolExecutor(1, "payloads")
         # payloads that wait for a grant
         self._waiting: queue.SimpleQueue[tuple[Tensor, Future[None]]] = queue.SimpleQueue()

@@ -71,7 +71,9 @@ class ProcessGroup:
 
     def begin(self, loss: float, signal: float) -> None:
         """Begin a merge."""
-        self.loss, self.signal, self.piggybacked_sent = loss, signal, False
+        self.loss = loss
+        self.signal = signal
+        self.piggybacked_sent = False
 
     @property
     def size(self) -> int:
@@ -215,4 +217,6 @@ class ProcessGroup:
 
     def _record_sums(self, loss: float, signal: float) -> None:
         """Record the sums of loss and signal so far."""
-        self.loss, self.signal, self.piggybacked_sent = loss, signal, True
+        self.loss = loss
+        self.signal = signal
+        self.piggybacked_sent = True

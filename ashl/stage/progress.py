@@ -72,7 +72,8 @@ class RunProgress:
 
     def begin(self, now_s: float) -> None:
         """Begin a stage: its limits are counted from here."""
-        self.started, self.now_s = self.mark_at(now_s), now_s
+        self.started = self.mark_at(now_s)
+        self.now_s = now_s
         self.best = (math.inf, self.total_commits)
 
     def advance(self, steps: int, samples: int, commits: int = 1) -> None:
@@ -162,14 +163,17 @@ class Progress(RunProgress):
         copied = copy(self)  # called once per round; `replace` would visit all fields
         for name in BY_WORKER:
             setattr(copied, name, list(getattr(self, name)))
-        copied._at_clock, copied.dropped_for = dict(self._at_clock), dict(self.dropped_for)
+        copied._at_clock = dict(self._at_clock)
+        copied.dropped_for = dict(self.dropped_for)
         return copied
 
     def begin(self, now_s: float) -> None:
         """Begin a stage: its leads and limits are counted from here."""
         super().begin(now_s)
         self.clocks = [0] * self.num_workers
-        self._at_clock, self.slowest, self.fastest = {0: self.present}, 0, 0
+        self._at_clock = {0: self.present}
+        self.slowest = 0
+        self.fastest = 0
 
     def observe(self, worker: int, staleness: int, loss: float) -> None:
         """Record a push: the staleness of the model on which it was computed, and its loss."""
