@@ -9,8 +9,9 @@ Bits: 32·d/B and 32 for the block; no indices. Linear: an all-reduce sums paylo
 Limits: B = 1 is no compression. A sweep of B rounds sends each element once, with the gradient of
 its round; the classic method discards the gradients of the other blocks. With error feedback
 (unscaled only), a block sends all that it has accumulated. Cyclic order may cycle with momentum.
-The block depends on the version of the model: B asynchronous workers in lockstep would each stay at
-one block; set order=random for them.
+The block depends on the version of the model. If B asynchronous workers push in turn, the version
+grows by B between two pushes of a worker, so each would always send the same block; set
+order=random.
 
 Source: Nesterov, "Efficiency of Coordinate Descent Methods on Huge-Scale Optimization Problems",
 2012; Richtárik and Takáč, "Iteration Complexity of Randomized Block-Coordinate Descent Methods",

@@ -6,7 +6,7 @@ added to the bits of a float32, and its mantissa is dropped.
 Bits: 9·d, for sign and exponent.
 
 Limits: a subnormal element becomes 0 or 2⁻¹²⁶, unbiased but without the bound. Beyond 2¹²⁷ there is
-no power of two to round up to, so all elements become 2¹²⁷. NaN becomes infinity.
+no power of two to round up to, so larger elements become 2¹²⁷. NaN becomes infinity.
 
 Source: Horváth et al., "Natural Compression for Distributed Deep Learning", 2019.
 """

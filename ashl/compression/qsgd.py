@@ -6,9 +6,9 @@ min(b/s², √b/s) for the ℓ2 norm and min(b/4s², (1 + √b)/2s) for the larg
 Bits: d·⌈log2(2s + 1)⌉, and 32 per bucket. For a small s with the ℓ2 norm, most levels are 0, and
 entropy coding is shorter still.
 
-Limits: ω depends on the bucket, not on the model. Only if ω < 1, the codec is a contraction and may
-have error feedback; with a large ω, error feedback is unstable. If an element is not finite, its
-bucket becomes NaN.
+Limits: ω depends on the bucket, not on the model. The codec is a contraction, and may have error
+feedback, only if ω < 1; with a large ω, error feedback is unstable. If an element is not finite,
+its bucket becomes NaN.
 
 Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
 NeurIPS 2017.

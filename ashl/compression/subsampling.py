@@ -6,9 +6,9 @@ all-reduce sums payloads in flight. Otherwise each worker draws its own, which a
 over the workers.
 Bits: those of k values, and 64 for the seed.
 
-Limits: ratio = 1 is no compression. C(x) is longer than x, so error feedback would diverge and is
-refused. The learning rate must be small enough for a variance of d/k: `random_mask` with error
-feedback tolerates larger ones.
+Limits: ratio = 1 is no compression. On average, C(x) is longer than x, so error feedback would
+diverge and is refused. The learning rate must be small enough for a variance of d/k: `random_mask`
+with error feedback tolerates larger ones.
 
 Source: Konečný and Richtárik, "Randomized Distributed Mean Estimation: Accuracy vs. Communication",
 2018.

@@ -69,7 +69,7 @@ def max_index_bytes(code: IndexCode, k: int, d: int) -> int:
 
 
 def write_indices(code: IndexCode, indices: Array, d: int) -> Array:
-    """Encode indices as bytes, at most `index_bytes`."""
+    """Encode indices as an array of at most `index_bytes` bytes."""
     if code == "int32":
         if isinstance(indices, Tensor):
             return indices.to(torch.int32)
