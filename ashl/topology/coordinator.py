@@ -1,29 +1,27 @@
-"""Coordinator: the thin rank n of methods that have no server and whose workers do not go in step.
+"""Coordinator: the thin rank n of asynchronous methods without a server.
 
-It holds no model and sees none. All that reaches it or comes from it is a header, which costs no
-bytes: it counts, it judges when a stage is over and when models are evaluated, and it lets workers
-leave only when nobody needs them any longer. A worker's side of the protocol, with tags of the
-stage and iteration 0:
+It neither holds nor receives a model. All its messages are headers, which cost no bytes. It counts
+progress, decides when a stage ends and when models are evaluated, and lets workers leave once no
+other worker needs them. Messages of a worker, with tags of the stage and iteration 0:
 
-    "report" →   a `Report`, after each piece of work that has become part of the worker's model
-    ← "go"       the answer, with the samples that the learning rate follows; a worker waits for it
-                 (`answered`) before
-                 it merges its next piece of work, so that nobody runs ahead of the judge by more
-                 than one
-    ← "word"     a `Word`. SNAPSHOT: hand in a snapshot, with this tick. NEXT or STOP, to all: start
-                 nothing more
-    "done"   →   the steps that were thrown away: I start nothing more, but go on answering my peers
-    ← "word"     BYE: all are done, so nobody will ask anything any more; now the worker may leave
+    "report" →    a `Report`, after each piece of work that is part of the worker's model now
+    ← "go"        the answer, with the samples that the learning rate follows; a worker waits for
+                  it (`await_answer`) before it merges its next piece of work, so that no worker is
+                  more than one ahead of the coordinator
+    ← "signal"    a `Signal`. SNAPSHOT: emit a snapshot with this tick. NEXT or STOP, to all: begin
+                  no more work
+    "done"   →    the steps that were dropped: this worker begins no more, but answers its peers
+    ← "signal"    BYE: all are done, so no worker asks any more; now the worker may leave
 
 On processes, every worker resumes from a checkpoint with its own model. It sends what that model
-contains ("resume"), and the coordinator counts that, as messages in flight are not in the
+contains ("resume"). The coordinator counts that, because messages in flight are not in the
 checkpoint, and answers ("resumed").
 
-Under STOP, work that is under way is thrown away; under NEXT, it is still merged and reported. A
-worker takes in words in a task of its own (`obey`), or where it receives anyway. A method that
-needs more of its coordinator (a group generator, say) has its own loop around `stop_decision`.
+With STOP, work in progress is dropped; with NEXT, it is still merged and reported. A worker handles
+signals in a task of its own, or wherever it receives. A method that needs more of its coordinator,
+for example a group generator, has its own loop around `stop_decision`.
 
-Source: the drained end as in Luo et al., "Prague", ASPLOS 2020, where a worker leaves once no group
+Source: the drained end as in Luo et al., "Prague", ASPLOS 2020: a worker leaves once no group
 expects it.
 """
 
@@ -37,31 +35,30 @@ from ashl.stage.stage import GO, NEXT, STOP, Stage
 from ashl.topology.ending import drop_reason, end_time_ns, leave_stage, record_end, stop_decision
 from ashl.topology.local_work import WorkerState
 
-SNAPSHOT, BYE = 3, 4  # beside NEXT and STOP
-CheckpointKind = Literal[
-    "", "each", "round"
-]  # in no way; each when it hears of it; all at the begin of one round
+SNAPSHOT, BYE = 3, 4  # further signals, in addition to NEXT and STOP
+# checkpoint on processes: none; each worker when it is notified; all at the start of one round
+CheckpointKind = Literal["", "each", "round"]
 
 
 class Report(NamedTuple):
-    """What a worker has merged."""
+    """Work that a worker has merged."""
 
     steps: float
     samples: float
     loss: float
-    staleness: float  # merges of its own model that happened while it computed
+    staleness: float  # merges into its model while it computed
 
 
 class Signal(NamedTuple):
-    """What the coordinator says."""
+    """Message from the coordinator to a worker."""
 
-    signal: float
-    tick: float = 0.0  # of the evaluation, with SNAPSHOT
-    end_ns: float = 0.0  # of the stage, with BYE
+    signal: float  # NEXT, STOP, SNAPSHOT or BYE
+    tick: float = 0.0  # number of the evaluation, with SNAPSHOT
+    end_ns: float = 0.0  # end of the stage, with BYE
 
 
 class Resumed(NamedTuple):
-    """What a worker has done that resumes from a checkpoint."""
+    """Progress of a worker that resumes from a checkpoint."""
 
     rounds: float  # merges that its model contains
     steps: float  # steps that it has taken
@@ -69,47 +66,50 @@ class Resumed(NamedTuple):
 
 @dataclass
 class CoordinatorState:
-    """All that the coordinator needs to go on."""
+    """State of the coordinator, complete for a checkpoint."""
 
     progress: Progress
     evaluated: ProgressMark = RUN_START  # the last evaluation
-    ticks: int = 0  # evaluations asked for so far
-    params: Any = None  # it has no model
+    ticks: int = 0  # evaluations requested so far
+    params: Any = None  # always None: it has no model
     assigned: tuple[int, Any] | None = None
-    entered: int | None = None  # the stage that it is in
+    entered: int | None = None  # index of the current stage
 
     @property
     def version(self) -> int:
-        """How often the foremost worker has merged."""
+        """Merges of the foremost worker."""
         return max(self.progress.commits)
 
     def enter(self, stage: Stage, now_s: float) -> None:
-        if self.entered != stage.index:  # else it goes on from a checkpoint
+        """Enter a stage, unless the state is that of a checkpoint within it."""
+        if self.entered != stage.index:
             self.entered = stage.index
             self.progress.begin(now_s)
 
 
 @dataclass
 class RoamingState(WorkerState):
-    """A worker that goes at its own pace. `version` counts the merges of its model."""
+    """State of an asynchronous worker. `version` counts the merges into its model."""
 
-    signal: int = GO  # NEXT or STOP once the coordinator has said so
+    signal: int = GO  # NEXT or STOP, once the coordinator has sent it
     end_ns: int = 0
-    reported: bool = False  # and not answered yet
-    gone: bool = False  # the coordinator has let it go
-    asked: int | None = None  # whose answer is still to come
-    # changes with each checkpoint that has it: those of one cut may exchange what each has only
-    # once
-    cut: int = 0
+    reported: bool = False  # True while a report has no answer yet
+    gone: bool = False  # True once it may leave
+    asked: int | None = None  # the worker whose answer is still in flight
+    cut: int = 0  # alternates between 0 and 1 with each checkpoint that contains this state
 
     def enter(self, stage: Stage, rank: int) -> None:
-        if self.entered != stage.index:  # else it goes on from a checkpoint
+        """Enter a stage, unless the state is that of a checkpoint within it."""
+        if self.entered != stage.index:
             self.signal, self.reported, self.gone, self.asked = GO, False, False, None
         super().enter(stage, rank)
 
 
 async def coordinator(ctx: RankContext, stage: Stage, state: CoordinatorState) -> int:
-    """Count and judge until the stage is over, then let everybody leave; returns the last word."""
+    """Run the coordinator: count and decide until the stage ends, then let all workers leave.
+
+    Returns: the final signal, NEXT or STOP.
+    """
     progress = state.progress
     state.enter(stage, ctx.now)
     signal, reason = GO, None
@@ -117,7 +117,7 @@ async def coordinator(ctx: RankContext, stage: Stage, state: CoordinatorState) -
     while signal == GO:
         ctx.safe_point(stage.index, state)
         message = await ctx.recv(reported, before_s=deadline_s)
-        # nobody asks for the coordinator's rounds, so they are not kept
+        # the coordinator's rounds are not reported, so drop their spans
         ctx.time_accounting.end_round()
         if message is None:
             signal, reason = STOP, "seconds"
@@ -134,7 +134,7 @@ async def coordinator(ctx: RankContext, stage: Stage, state: CoordinatorState) -
 
 
 def count_report(progress: Progress, message: Message) -> None:
-    """Count what a worker has merged."""
+    """Count work that a worker has merged."""
     report = Report(*message.meta)
     progress.observe(message.src, int(report.staleness), report.loss)
     progress.commit(message.src, int(report.steps), int(report.samples))
@@ -142,14 +142,14 @@ def count_report(progress: Progress, message: Message) -> None:
 
 
 async def ask_snapshots(ctx: RankContext, stage: Stage, state: CoordinatorState) -> None:
-    """Ask every worker for a snapshot, and hand in the counts that belong to them."""
+    """Ask every worker for a snapshot, and emit the counts that belong to it."""
     state.ticks += 1
     await broadcast_signal(ctx, stage, Signal(SNAPSHOT, state.ticks))
     ctx.snapshot(None, tick=state.ticks, counts=state.progress.report())
 
 
 async def broadcast_signal(ctx: RankContext, stage: Stage, signal: Signal) -> None:
-    """Send a word to all workers."""
+    """Send a signal to all workers."""
     for rank in stage.workers:
         await ctx.send(rank, stage.tag("signal"), None, signal)
 
@@ -157,10 +157,11 @@ async def broadcast_signal(ctx: RankContext, stage: Stage, signal: Signal) -> No
 async def finish_stage(
     ctx: RankContext, stage: Stage, state: CoordinatorState, signal: int, reason: str | None
 ) -> None:
-    """The stage is over: tell all, wait until all are done, let them go. At a border (NEXT) it ends
-    when the last one is done. At the end of the run it has ended now; what is still reported was
-    merged before its worker had heard of that, in virtual time at this very moment, and counts,
-    since it is part of a model.
+    """End the stage: signal all workers, wait until all are done, let them leave.
+
+    NEXT: the stage ends when the last worker is done. STOP: it has ended already. Work that is
+    still reported was merged before its worker received the signal. It is part of a model, so it
+    counts.
     """
     progress = state.progress
     progress.end_ns = end_time_ns(stage, ctx.now_ns)
@@ -183,7 +184,7 @@ async def finish_stage(
 
 
 def apply_signal(ctx: RankContext, state: RoamingState, message: Message) -> bool:
-    """A worker takes in a word; returns whether it may leave."""
+    """Handle a signal at a worker. Returns: True if the worker may leave."""
     signal = Signal(*message.meta)
     if signal.signal == SNAPSHOT:
         ctx.snapshot(state.params, tick=int(signal.tick))
@@ -197,7 +198,7 @@ def apply_signal(ctx: RankContext, state: RoamingState, message: Message) -> boo
 async def report_merge(
     ctx: RankContext, stage: Stage, state: RoamingState, work: Any, staleness: int
 ) -> None:
-    """This work is part of the worker's model now: tell the coordinator, and close the round."""
+    """Report work that is part of the worker's model now, and close the round."""
     state.reported = True
     await ctx.send(
         stage.server,
@@ -210,21 +211,22 @@ async def report_merge(
 
 
 async def await_answer(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
-    """Wait for the answer to the last report, if it is still to come."""
+    """Wait for the answer to the last report, if it has not arrived."""
     if state.reported:
         message = await ctx.recv(stage.tag("go"), src=stage.server)
         state.samples, state.reported = int(message.meta[0]), False
 
 
 async def report_done(ctx: RankContext, stage: Stage, state: RoamingState, dropped: int) -> None:
-    """This worker starts nothing more."""
+    """Report that this worker begins no more work."""
     await await_answer(ctx, stage, state)
     await ctx.send(stage.server, stage.tag("done"), None, (dropped,))
 
 
 def close_worker(ctx: RankContext, stage: Stage, state: RoamingState, dropped: int) -> int:
-    """Close the books of a worker that may leave, its last steps thrown away; returns the last
-    word.
+    """Close the time accounting of a worker that may leave, and record its dropped steps.
+
+    Returns: the final signal, NEXT or STOP.
     """
     signal = leave_stage(ctx, stage, state.signal, state.end_ns)
     if signal == STOP:
@@ -234,8 +236,9 @@ def close_worker(ctx: RankContext, stage: Stage, state: RoamingState, dropped: i
 
 
 async def gather_workers(ctx: RankContext, stage: Stage, state: CoordinatorState) -> None:
-    """Resume from a checkpoint: count what each worker's model contains. All workers are level from
-    here on.
+    """Resume from a checkpoint: count what each worker's model contains.
+
+    All workers have equal clocks afterwards.
     """
     progress, resumed = state.progress, dict[int, Resumed]()
     before = sum(progress.commits)

@@ -1,23 +1,23 @@
 """Gossip: every worker holds a model of its own and exchanges it with its neighbours on a graph.
 
-Rule (D-PSGD): x_i ← Σ_j w_ij·x_j + Δ_i, with Δ_i what the worker's own optimizer did between two
-exchanges. Whom to hear from and what to make of it is the sync mode's. What is evaluated is the
-mean of all models; momentum stays local.
+Rule (D-PSGD): x_i ← Σ_j w_ij·x_j + Δ_i, with Δ_i the progress of the worker's own optimizer between
+two exchanges. The sync mode decides from which workers a worker receives and how it merges. The
+mean of all models is evaluated; momentum stays local.
 
-Synchronous modes (`RoundRule`) go round by round, each worker as soon as it has heard from its
-sources of that round: no server, no barrier. Counts are functions of the round, so that all ranks
-count alike. What rank 0 alone can know (seconds, evaluations, that a loss is no number) rides on
-the messages: its verdict holds after the round by which it has reached everyone, which rank 0 works
-out from the graph.
+Synchronous modes (`RoundRule`) work in rounds, without a server or a barrier. A worker proceeds
+once it has received the messages of its round. Counts are functions of the round, so all ranks
+count identically. Rank 0 alone knows seconds, evaluations, and that a loss is not finite. It
+piggybacks its decision on the messages. The decision holds after the round in which it has reached
+every rank, which rank 0 computes from the graph.
 
-Where messages may be late (`RoundRule.lag`), a sender keeps its messages of the last `lag` rounds.
-When all workers resume from a checkpoint at the same round, each sends them again, so that no
+If messages may be late (`RoundRule.lag`), a sender keeps its messages of the last `lag` rounds.
+When all workers resume from a checkpoint at the same round, each retransmits them, so that no
 receiver misses one.
 
-Asynchronous modes (`RoamingRule`) have a loop of their own, and the coordinator of
+Asynchronous modes (`RoamingRule`) have loops of their own, and the coordinator of
 `ashl.topology.coordinator`.
 
-No mode goes on without a failed worker: such a run ends, and can be resumed from a checkpoint.
+No mode tolerates a worker failure: such a run ends, and can be resumed from a checkpoint.
 
 Sources: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
 2017; sender-based message logging as in Johnson and Zwaenepoel, FTCS 1987.
@@ -51,59 +51,58 @@ from ashl.topology.graph import Edge, Round, Sources, depths, edges_of, rounds_o
 from ashl.topology.local_work import WorkerState, local_work
 
 DECISIONS = (*REASONS, "diverged")
-Outgoing = dict[
-    int, tuple[Any, tuple[float, ...]]
-]  # rank → the body and the numbers that it is sent
+Outgoing = dict[int, tuple[Any, tuple[float, ...]]]  # by receiver: payload, and numbers beside it
 
 
 class GossipHeader(NamedTuple):
-    """What every message carries about the run so far."""
+    """Header of every message: what the sender knows about the run."""
 
     loss: float  # mean of the sender's loss and of the losses it has received
-    not_finite: float = 0  # 1 + the rank whose loss is no number; 0 = none
-    decision: float = 0  # of rank 0, as a place in VERDICTS
-    last: float = 0  # the round after which the verdict holds
-    snapshot_after: float = -1  # the round after which all workers hand in their models
+    not_finite: float = 0  # 1 + the rank whose loss is not finite; 0: none
+    decision: float = 0  # of rank 0, as a position in DECISIONS
+    last: float = 0  # the round after which the decision holds
+    snapshot_after: float = -1  # the round after which all workers emit their models
 
 
 NO_HEADER = GossipHeader(math.nan)
 
 
 class GossipRule(Rule, contract=True):
-    """What both kinds of gossip say."""
+    """Common base of synchronous and asynchronous gossip."""
 
-    columns: ClassVar[bool] = (
-        False  # whether weights are those of push-sum, whose columns add up to 1
-    )
+    columns: ClassVar[bool] = False  # if True, weights are those of push-sum: columns add up to 1
 
     def check(self, rounds: Sequence[Round]) -> None:
-        """Raises UsageError where a graph is wrong for it."""
+        """Raise UsageError if the graph does not suit the mode."""
 
 
 class RoundRule(GossipRule, contract=True):
-    """What gossip in rounds asks its sync mode. The defaults: everybody hears from its neighbours,
-    all in time.
+    """Synchronous sync mode of gossip. The defaults: a worker receives from all neighbours, in
+    time.
 
-    The rule's own state of this stage is `state.rule_state`.
+    `state.rule_state` holds the mode's state of this stage.
     """
 
     in_rounds: ClassVar[bool] = True
-    early: ClassVar[bool] = False  # whether models leave before the local work
-    lag: ClassVar[int] = 0  # rounds that messages may be late
-    suspect: ClassVar[str] = ""  # what else may be wrong where a run diverges
+    early: ClassVar[bool] = False  # if True, models are sent before the local work
+    lag: ClassVar[int] = 0  # rounds by which messages may be late
+    suspect: ClassVar[str] = ""  # another likely cause, for the message of a run that diverges
 
     def begin(self, stage: Stage, state: RoundState, rank: int) -> Any:
-        """The rule's own state when a stage begins."""
+        """Return the mode's state at the start of a stage."""
         return None
 
     def sources(self, stage: Stage, rank: int, k: int) -> tuple[int, ...]:
-        """Whom a rank hears from in round k."""
+        """Return the ranks from which this one receives in round k."""
         return graph_of(stage).round(stage, k).sources[rank]
 
     async def outgoing(
         self, ctx: RankContext, stage: Stage, state: RoundState, k: int, delta: Any
     ) -> Outgoing:
-        """What is sent in round k; Δ is None where models leave early."""
+        """Return the messages of round k by receiver.
+
+        Args: delta: the local progress Δ; None if models are sent before the local work.
+        """
         raise NotImplementedError
 
     def merge(
@@ -115,78 +114,78 @@ class RoundRule(GossipRule, contract=True):
         delta: Vector,
         heard: Mapping[int, Message],
     ) -> None:
-        """The messages of round k − lag and Δ become the model."""
+        """Merge the messages of round k − lag and the local progress Δ into the model."""
         raise NotImplementedError
 
     def settle(self, state: RoundState, heard: Mapping[int, Message]) -> None:
-        """Where messages may be late: take in the last ones, at the end of a stage."""
+        """Merge messages that are in flight at the end of a stage, if messages may be late."""
 
 
 class RoamingRule(GossipRule, contract=True):
-    """A sync mode of gossip in which workers go at their own pace."""
+    """Asynchronous sync mode of gossip."""
 
     coordinated: ClassVar[bool] = True
-    checkpoint_kind: ClassVar[CheckpointKind] = ""  # how real processes come to a checkpoint
+    checkpoint_kind: ClassVar[CheckpointKind] = ""  # how real processes make a checkpoint
 
     async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
-        """The loop of a worker; returns the last word."""
+        """Run a worker. Returns: the final signal, NEXT or STOP."""
         raise NotImplementedError
 
     def resume_state(self, state: RoamingState) -> None:
-        """A worker goes on from such a checkpoint: nothing is on its way, and what is later is to
-        come again.
-        """
+        """Prepare a worker's state for a resume, when no message is in flight."""
 
     def peers(self, stage: Stage, rank: int) -> tuple[int, ...] | None:
-        """Whom a worker may ask for an answer; None where it just hears from its neighbours."""
+        """Return the workers that a worker may ask for an answer; None if it only receives from
+        neighbours.
+        """
         return None
 
 
 @option
 class Gossip(Topology):
-    """Workers talk to their neighbours on a graph, and to nobody else."""
+    """Workers exchange models with their neighbours on a graph only."""
 
     policy_type: ClassVar[type[Rule]] = GossipRule
-    supports: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # whole models travel, and no server adds up updates
+    supports: ClassVar[frozenset[str]] = frozenset()  # models travel whole, no server adds updates
     replicas: ClassVar[bool] = True
     graph: str
     degree: Count
 
     def check(self, sync: Rule, num_workers: int, seed: int) -> None:
-        """Raises UsageError where the graph is wrong for so many workers or for this sync mode."""
+        """Raise UsageError if the graph does not suit the number of workers or the sync mode."""
         assert isinstance(sync, GossipRule)
         sync.check(self.rounds(sync, num_workers, seed))
 
     def rounds(self, sync: GossipRule, num_workers: int, seed: int) -> tuple[Round, ...]:
-        """The graph, with the weights that the sync mode needs."""
+        """Return the graph by round, with the weights that the sync mode needs."""
         weights = "columns" if sync.columns else "metropolis"
         return rounds_of(self.graph, weights, self.degree, num_workers, seed)
 
     def round(self, stage: Stage, k: int) -> Round:
-        """The graph of round k."""
+        """Return the graph of round k."""
         rounds = stage.cached(rounds_in)
         return rounds[k % len(rounds)]
 
     def edges(self, stage: Stage) -> tuple[Edge, ...]:
-        """The edges of all rounds, whatever their direction."""
+        """Return the edges of all rounds, without their direction."""
         return stage.cached(edges_in)
 
     def neighbours(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """Whom an edge connects this worker with, in whichever round and direction."""
+        """Return the workers that share an edge with this one, in any round and direction."""
         return stage.cached(neighbours_in)[rank]
 
     def links(self, stage: Stage, rank: int) -> tuple[int, ...]:
-        """The neighbours of all rounds, and the coordinator."""
+        """Return the neighbours of all rounds, and the coordinator."""
         others = stage.workers if stage.lead_rank == stage.server else ()
         if rank == stage.server:
             return others
         return self.neighbours(stage, rank) + ((stage.server,) if others else ())
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
-        """What one exchange takes, uncontended: the slowest transfer from a neighbour, or there and
-        back.
+        """Return the time (ns) of one exchange without contention: the slowest transfer from a
+        neighbour.
+
+        If workers ask and answer, it is twice that time.
         """
         peers = stage.sync.peers(stage, rank) if isinstance(stage.sync, RoamingRule) else None
         near = self.neighbours(stage, rank) if peers is None else peers
@@ -228,19 +227,19 @@ class Gossip(Topology):
 
 
 def rule_in(stage: Stage) -> RoundRule:
-    """The stage's sync mode, as the loop of rounds asks it."""
+    """Return the stage's sync mode as a `RoundRule`."""
     assert isinstance(stage.sync, RoundRule)
     return stage.sync
 
 
 def graph_of(stage: Stage) -> Gossip:
-    """The stage's topology, as its rules use it."""
+    """Return the stage's topology as a `Gossip`."""
     assert isinstance(stage.topology, Gossip)
     return stage.topology
 
 
 def rounds_in(stage: Stage) -> tuple[Round, ...]:
-    """The stage's graph, see `Gossip.rounds`."""
+    """Return the stage's graph by round, see `Gossip.rounds`."""
     assert isinstance(stage.sync, GossipRule)
     return graph_of(stage).rounds(stage.sync, stage.num_workers, stage.seed)
 
@@ -256,31 +255,32 @@ def neighbours_in(stage: Stage) -> Sources:
 
 @dataclass
 class RoundState(WorkerState):
-    """A worker that goes round by round, and counts as all others do; rank 0 keeps the books by
-    worker, too.
+    """State of a worker that works in rounds and counts identically on all ranks.
+
+    Rank 0 also counts by worker.
     """
 
     progress: RunProgress = field(default_factory=lambda: RunProgress(0))
     evaluated: ProgressMark = RUN_START  # the last evaluation
-    in_time: InTime | None = None  # once a round has come too late
+    in_time: InTime | None = None  # state before the first round that ended after the budget
     header: GossipHeader = NO_HEADER
     k: int = 0  # rounds of this stage so far
-    in_flight: tuple[
-        tuple[int, Outgoing], ...
-    ] = ()  # what it said in the last of them, where messages may be late
+    in_flight: tuple[tuple[int, Outgoing], ...] = ()  # messages of the last `lag` rounds, by round
 
     def enter(self, stage: Stage, rank: int, now_s: float = 0.0) -> None:
-        again = self.entered == stage.index
+        is_resumed = self.entered == stage.index
         super().enter(stage, rank)
-        if not again:
+        if not is_resumed:
             self.progress.begin(now_s)
             self.k, self.header, self.in_flight = 0, NO_HEADER, ()
             self.rule_state = rule_in(stage).begin(stage, self, rank)
 
 
 async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
-    """Work, tell, hear, merge; round by round, until the counts or a verdict of rank 0 say
-    otherwise. Returns the last word.
+    """Run a worker in rounds: compute, send, receive, merge, until a limit or rank 0 ends the
+    stage.
+
+    Returns: the final signal, NEXT or STOP.
     """
     state.enter(stage, ctx.rank, ctx.now)
     rule, rank = rule_in(stage), ctx.rank
@@ -303,7 +303,7 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
         late = keep_within_budget(ctx, stage, state, params)
         count_round(own, state)
         state.plan_round(stage, rank)
-        asked = state.header.snapshot_after == k  # before rank 0 asks for the next one
+        asked = state.header.snapshot_after == k  # read before rank 0 asks for the next snapshot
         if rank == stage.lead_rank:
             look_ahead(ctx, stage, state, k)
         due = stage.limits.eval_every_s is None and stage.stop_criteria.take_evaluation(
@@ -327,7 +327,7 @@ async def worker(ctx: RankContext, stage: Stage, state: RoundState) -> int:
 
 
 async def end_signal(ctx: RankContext, stage: Stage, state: RoundState) -> int:
-    """The last word where the stage ends with this round, else GO."""
+    """End the stage if it is over with this round. Returns: the final signal, or GO."""
     reason = stop_reason(stage, state)
     if not reason:
         return GO
@@ -339,7 +339,7 @@ async def end_signal(ctx: RankContext, stage: Stage, state: RoundState) -> int:
 
 
 def stop_reason(stage: Stage, state: RoundState) -> str | None:
-    """Why the stage is over after this round."""
+    """Return the reason if the stage is over after this round, else None."""
     if (
         (reason := stage.stop_criteria.reached_limit(state.progress))
         or not state.header.decision
@@ -352,9 +352,7 @@ def stop_reason(stage: Stage, state: RoundState) -> str | None:
 async def post(
     ctx: RankContext, stage: Stage, state: RoundState, k: int, messages: Outgoing, lag: int
 ) -> None:
-    """Send the messages of round k, each with the header; where messages may be late, keep those of
-    the last rounds.
-    """
+    """Send the messages of round k with the header, and keep those of the last `lag` rounds."""
     sent: Outgoing = {
         rank: (body, (*state.header, *numbers)) for rank, (body, numbers) in messages.items()
     }
@@ -369,7 +367,7 @@ async def send(ctx: RankContext, stage: Stage, k: int, messages: Outgoing) -> No
 
 
 async def receive_models(ctx: RankContext, stage: Stage, k: int) -> dict[int, Message]:
-    """The messages of round k, in rank order."""
+    """Return the messages of round k, in rank order."""
     sources = rule_in(stage).sources(stage, ctx.rank, k) if k >= 0 else ()
     return {rank: await ctx.recv(stage.tag("gossip", k), src=rank) for rank in sources}
 
@@ -409,11 +407,11 @@ def count_round(stage: Stage, state: RoundState) -> None:
 
 
 def look_ahead(ctx: RankContext, stage: Stage, state: RoundState, k: int) -> None:
-    """Rank 0 alone: what all others have to know, and the round after which they do."""
+    """Decide at rank 0 what every rank has to know, and compute the round after which it holds."""
     progress, header = state.progress, state.header
     if header.not_finite:
         why = (
-            f"the loss of worker {int(header.not_finite) - 1} became no number near step"
+            f"the loss of worker {int(header.not_finite) - 1} became not finite near step"
             f" {progress.steps}"
         )
         progress.diverged = why + rule_in(stage).suspect
@@ -428,19 +426,21 @@ def look_ahead(ctx: RankContext, stage: Stage, state: RoundState, k: int) -> Non
 
 
 def rounds_to_all(stage: Stage, first: int) -> int:
-    """How many rounds it takes what rank 0 sends from round `first` on to reach everyone."""
+    """Return how many rounds a message that rank 0 sends in round `first` takes to reach every
+    rank.
+    """
     rule = rule_in(stage)
     if type(rule).sources is RoundRule.sources and len(stage.cached(rounds_in)) == 1:
         return (1 + rule.lag) * max(depths(graph_of(stage).round(stage, 0).targets))
-    k, since = (
-        first - rule.lag,
-        {stage.lead_rank: first},
-    )  # the round from which on a rank passes it on
+    k = first - rule.lag
+    since = {stage.lead_rank: first}  # by informed rank: the first round in which it passes this on
     unaware = [rank for rank in stage.workers if rank != stage.lead_rank]
     while unaware:
-        knew = {rank for rank, start in since.items() if start <= k}
+        informed = {rank for rank, start in since.items() if start <= k}
         reached = [
-            rank for rank in unaware if k >= 0 and not knew.isdisjoint(rule.sources(stage, rank, k))
+            rank
+            for rank in unaware
+            if k >= 0 and not informed.isdisjoint(rule.sources(stage, rank, k))
         ]
         since |= dict.fromkeys(reached, k + rule.lag + 1)
         unaware = [rank for rank in unaware if rank not in since]

@@ -1,20 +1,19 @@
-"""Pairs: a worker works at its own pace and, after each piece of work, averages its model with one
-other worker's.
+"""Pairs: a worker averages its model with that of one other worker after each piece of work.
 
-Rule: i sends x_i; j answers with x_j and takes x_j ← x_j + (x_i − x_j)/2 at once; i takes x_i ← x_i
-+ (x_j − x_i')/2 with x_i' what it sent. In difference form, local steps and other meetings may
-happen in between on either side: whatever is in flight, Σ_i x_i changes by nothing but the workers'
-own steps. Each worker answers in a task of its own, also while it computes or waits for an answer
-itself, hence no circle of waiting can close whatever the graph.
+Rule: i sends x_i. j answers with x_j and takes x_j ← x_j + (x_i − x_j)/2 at once. i takes x_i ← x_i
++ (x_j − x_i')/2, with x_i' the model that it sent. In this difference form, local steps and other
+averages may happen in between on either side. With any messages in flight, only the workers' own
+steps change Σ_i x_i. Each worker answers in a task of its own, even while it computes or waits for an
+answer, so no deadlock is possible on any graph.
 
-With `overlap`, i sends before it computes and takes the answer when it has computed, so that the
-exchange is hidden; otherwise it computes, then meets. Nobody leaves before the coordinator says
+With `overlap`, i sends before it computes and takes the answer afterwards, so the exchange is
+hidden. Otherwise it computes, then averages. No worker leaves before the coordinator has told it
 that all are done.
 
-A checkpoint whose ranks keep themselves one after the other is a cut through the run: whoever has
-been kept belongs to what follows, whoever is still to be to what was before. Who asks says in the
-tag which it is, and whoever is on the other side answers without a model: both go on as they were.
-So no average is in one of two models that are kept, and nobody waits.
+Checkpoint: ranks save their states one after the other, and together these states must be a
+consistent cut. The tag of a request tells whether the asking worker has saved its state already. If
+the other worker differs in that, it answers without a model, and both continue as they were. So no
+average is part of only one of two saved models, and no worker waits.
 
 Sources: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018,
 arXiv 1710.06952; colours of messages as in Lai and Yang, "On Distributed Snapshots", Information
@@ -41,10 +40,10 @@ from ashl.topology.local_work import local_work
 
 
 class PairRule(RoamingRule, contract=True):
-    """A sync mode in which workers average in pairs: it says whom each of them may ask."""
+    """Sync mode in which workers average in pairs; `peers` are those that a worker may ask."""
 
     checkpoint_kind: ClassVar[CheckpointKind] = "each"
-    overlap: ClassVar[bool] = True  # whether the exchange is hidden behind the computation
+    overlap: ClassVar[bool] = True  # if True, the exchange is hidden behind the computation
 
     async def worker(self, ctx: RankContext, stage: Stage, state: RoamingState) -> int:
         return await worker(ctx, stage, state)
@@ -53,22 +52,25 @@ class PairRule(RoamingRule, contract=True):
         raise NotImplementedError
 
     def encode_model(self, stage: Stage, state: RoamingState, rank: int, asks: bool) -> Any:
-        """The worker's model as it travels, to ask with it or to answer."""
+        """Return the worker's model as it is sent, with a request (`asks`) or an answer."""
         return state.params
 
     def decode_model(self, state: RoamingState, body: Any, near: Vector) -> Any:
-        """Another's model, for who has this one."""
+        """Decode the model of another worker; `near` is a model close to it."""
         return body
 
 
 def rule_of(stage: Stage) -> PairRule:
-    """The stage's sync mode, as pairs ask it."""
+    """Return the stage's sync mode as a `PairRule`."""
     assert isinstance(stage.sync, PairRule)
     return stage.sync
 
 
 async def worker(ctx: RankContext, stage: Stage, state: RoamingState) -> int:
-    """Work and meet until the coordinator says that the stage is over; returns the last word."""
+    """Run a worker: compute and average until the coordinator ends the stage.
+
+    Returns: the final signal, NEXT or STOP.
+    """
     rule = rule_of(stage)
     state.enter(stage, ctx.rank)
     answering = ctx.spawn(answer(ctx, stage, state), is_background_service=True)
@@ -85,7 +87,7 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState) -> int:
             sent = state.params
             await ask(ctx, stage, state, peers)
         await meet(ctx, stage, state, sent)
-        if state.signal == STOP:  # the end of the run: work that is under way is thrown away
+        if state.signal == STOP:  # the run ends, so this piece of work is dropped
             dropped = work.steps
             break
         state.params = state.params + work.body
@@ -97,14 +99,14 @@ async def worker(ctx: RankContext, stage: Stage, state: RoamingState) -> int:
 
 
 def draw_partner(peers: tuple[int, ...], seed: int, rank: int, k: int) -> int | None:
-    """Whom this worker meets after its k-th piece of work; None where it only answers."""
+    """Return the worker to ask after the k-th piece of work; None if this one only answers."""
     return (
         peers[int(bits(seed, Purpose.PEER, rank, k).random_raw()) % len(peers)] if peers else None
     )
 
 
 async def ask(ctx: RankContext, stage: Stage, state: RoamingState, peers: tuple[int, ...]) -> None:
-    """Ask one of these peers."""
+    """Ask one of these peers to average."""
     state.asked = draw_partner(peers, stage.seed, ctx.rank, state.round)
     if state.asked is not None:
         body = rule_of(stage).encode_model(stage, state, ctx.rank, True)
@@ -112,7 +114,7 @@ async def ask(ctx: RankContext, stage: Stage, state: RoamingState, peers: tuple[
 
 
 async def meet(ctx: RankContext, stage: Stage, state: RoamingState, sent: Vector) -> None:
-    """Take the answer of the worker that was asked, if one was."""
+    """Merge the answer of the worker that was asked, if one was."""
     if state.asked is None:
         return
     message = await ctx.recv(stage.tag("answer"), src=state.asked)
@@ -123,13 +125,13 @@ async def meet(ctx: RankContext, stage: Stage, state: RoamingState, sent: Vector
 
 
 def merge(rule: PairRule, state: RoamingState, body: Any, sent: Vector) -> None:
-    """x ← x + (y − x')/2."""
+    """Update the model: x ← x + (y − x')/2."""
     state.params = state.params + (rule.decode_model(state, body, sent) - sent) * 0.5
     state.version += 1
 
 
 async def answer(ctx: RankContext, stage: Stage, state: RoamingState) -> None:
-    """Beside the worker's own loop: answer whoever asks, and take in words, until all are done."""
+    """Answer the requests of other workers and handle signals, until all workers are done."""
     asked, signal, rule = (
         (stage.tag("ask"), stage.tag("ask", 1)),
         stage.tag("signal"),
