@@ -1,29 +1,30 @@
-"""HALoS: a server in every region, near its workers, and one above them; momentum at both.
+"""HALoS: a server in every region, near its workers, and a global server; momentum at both.
 
-Rule: the server of a region merges the pushes of its workers as they come, as a parameter server
-does (`aggregate` weighs over the region, `outer` steps), and answers with its own model w. When it
-has merged K pushes since it last mixed, and none of its differences is on its way, it sends what
-they made of w up. The global server steps on it, with delayed Nesterov momentum: x = γ·Δ, at each
-merge v ← v + x, at every N-th first m ← β·m + Σx of the last N, then v ← v + x + β·m
-(`outer=delayed_nesterov`). Its answer is v, and the region mixes: w ← (1 − α)·w + α·v. Meanwhile
-the region has gone on; as in the released code, what it merges while its difference is away stays
-in its own model alone, but for a stage's end, where all is handed in. Model, counts, targets and
-limits are the global server's; a push counts once its region has handed it in, and staleness is
-counted in merges of the region.
+Rule: the server of a region merges the pushes of its workers as they arrive, as a parameter server
+does. `aggregate` weighs within the region, `outer` takes the step. It answers with its own model w.
+After K merges since its last mixing it sends the change of w to the global server, unless an
+earlier difference is still in flight.
 
-Processes: the global server is rank n, and the region's are the ranks from n + 1 on, in the order
-of their numbers in `cluster.node`. In virtual time the server of a region is on its machine, and
-shares its port to the outside; what a region hands in is a whole difference and a few numbers per
-worker. A stage is over when the last region has heard so; what came after the global server's word
-is dropped.
+The global server steps on that difference with delayed Nesterov momentum
+(`outer=delayed_nesterov`): x = γ·Δ; at each merge v ← v + x; at every N-th merge first m ← β·m + Σx
+of the last N, then v ← v + x + β·m. Its answer is v, and the region mixes: w ← (1 − α)·w + α·v. The
+region continues meanwhile. As in the released code, pushes that it merges while its difference is
+in flight stay in its own model only. At the end of a stage they are sent, too.
 
-Limit: one region has no server above it, and is the parameter server, bit for bit, outer momentum
-included.
+Model, counts, targets and limits are those of the global server. A push counts once its region has
+sent it to the global server, and staleness is counted in merges of the region. A stage ends when
+the last region has been notified. Pushes that arrive after the global server's signal are dropped.
+
+Processes: rank n is the global server. The servers of the regions are the ranks from n + 1 on, in
+the order of their numbers in `cluster.node`. In virtual time the server of a region is on its node
+and shares that node's NIC. A region sends a whole difference and a few numbers per worker.
+
+Limit: with one region there is no global server, and the run equals the parameter server, bit for
+bit, outer momentum included.
 Source: Kim et al., "HALoS: Hierarchical Asynchronous Local SGD over Slow Networks for
-Geo-Distributed Large Language Model Training", ICML 2025; rule and defaults as in the released code
-(utnslab/halos: α = 0.25, K = 32; γ = 0.15, β =
-0.5, N = 2 above; 0.2, 0.9 and 16 in a region; H by speed). The paper's own pseudocode could not be
-read.
+Geo-Distributed Large Language Model Training", ICML 2025. Rule and defaults are those of the
+released code (utnslab/halos): α = 0.25, K = 32; globally γ = 0.15, β = 0.5, N = 2; in a region 0.2,
+0.9 and 16; H by speed. The paper's own pseudocode could not be read.
 """
 
 import math
@@ -40,7 +41,7 @@ from ashl.optimizer.schedule import Decay
 from ashl.option import Count, Fraction, Natural, option
 from ashl.outer.contract import Rate
 from ashl.outer.delayed_nesterov import DelayedNesterov
-from ashl.runtime.effects import Tag
+from ashl.runtime.effects import Message, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.stage.progress import Progress
 from ashl.stage.stage import (
@@ -72,18 +73,13 @@ from ashl.topology.parameter_server import (
     worker,
 )
 
-REPORTED = (
-    "commits",
-    "steps_by",
-    "dropped_by",
-    "stale_sum",
-    "stale_max",
-)  # of a region's progress, by worker
+# counts by worker that a region reports
+REPORTED = ("commits", "steps_by", "dropped_by", "stale_sum", "stale_max")
 
 
 @option
 class Halos(Topology):
-    """A tree of servers: one in each region, and one above them."""
+    """A tree of servers: one in each region, and a global one."""
 
     policy_type: ClassVar[type[Rule]] = ServerRule
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, OUTER})
@@ -96,15 +92,16 @@ class Halos(Topology):
     buffer: Count
 
     def members(self, nodes: tuple[int, ...] | None) -> tuple[Members, ...]:
-        """The workers of each region. Raises UsageError where nothing says who is where."""
+        """Return the workers of each region. Raises: UsageError if no key assigns workers to
+        regions.
+        """
         where = self.regions or nodes
         if where is None or (nodes is not None and where != nodes):
-            known = "says otherwise" if nodes else "says nothing"
+            known = "differs" if nodes else "is null"
             raise UsageError(
-                "topology=halos has a server in every region, and"
-                f" topology.regions={self.regions or 'null'} while cluster.node {known}; give"
-                " cluster.node=[0,0,1,1], say, for virtual time, or topology.regions on machines"
-                " that are there"
+                f"topology.regions={self.regions or 'null'}: topology=halos has a server in every"
+                f" region, and cluster.node {known}; set cluster.node, for example"
+                " cluster.node=[0,0,1,1], in virtual time, or topology.regions on real nodes"
             )
         return tuple(
             tuple(r for r, own in enumerate(where) if own == region)
@@ -125,25 +122,26 @@ class Halos(Topology):
         if self.regions is not None and len(self.regions) != num_workers:
             raise UsageError(
                 f"topology.regions has {len(self.regions)} entries for {num_workers} workers; give"
-                " the region of each"
+                " the region of each worker"
             )
 
     def check_tree(self, sync: Rule, nodes: tuple[int, ...] | None, follows: bool) -> None:
-        """Refuse what only one server can do; `follows`: whether the plan follows what is measured.
-        UsageError.
+        """Raise UsageError for options that require a single server.
+
+        Args: follows: True if the plan follows online measurements.
         """
         if len(self.members(nodes)) == 1 or not isinstance(sync, ServerRule):
             return
         if follows:
             raise UsageError(
                 "topology=halos: no server sees all workers, and a planner that replans needs one;"
-                " take another"
+                " take another planner"
             )
         waits = sync.in_rounds or type(sync).closes_s is not ServerRule.closes_s
         if waits or type(sync).loop is not Rule.loop or type(sync.messages()) is not Updates:
             raise UsageError(
-                "with topology=halos the server of a region merges updates as they come, and this"
-                " sync mode wants rounds or messages of its own; take sync=async_local_sgd,"
+                "with topology=halos the server of a region merges updates as they arrive, and this"
+                " sync mode requires rounds or messages of its own; take sync=async_local_sgd,"
                 " sync=asp or sync=ssp, or topology=parameter_server"
             )
 
@@ -159,7 +157,7 @@ class Halos(Topology):
         )
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
-        """What a push to the region's server and a pull take, uncontended."""
+        """Return the time (ns) of a push to the region's server and a pull, without contention."""
         near = self.server_of(stage, rank)
         up = stage.codec.encoded_nbytes(stage.worker(rank).compression_ratio, stage.link.d)
         return network.transfer_ns(rank, near, up) + network.transfer_ns(
@@ -173,12 +171,9 @@ class Halos(Topology):
         if ctx.rank == stage.server:
             return GlobalServerState(params, moments, Progress(stage.num_workers))
         progress = Progress(stage.num_workers)
-        for rank in set(stage.workers) - set(
-            self.members(stage.nodes)[ctx.rank - stage.server - 1]
-        ):
-            progress.remove_worker(
-                rank
-            )  # of another region: nobody here waits for it, or weighs it
+        members = self.members(stage.nodes)[ctx.rank - stage.server - 1]
+        for rank in set(stage.workers) - set(members):
+            progress.remove_worker(rank)  # workers of other regions neither wait nor weigh here
         return RegionState(params, moments, progress)
 
     def role(self, stage: Stage, rank: int) -> Loop:
@@ -191,38 +186,41 @@ class Halos(Topology):
 
 @dataclass
 class RegionState(ServerState):
-    """All that the server of a region needs to go on."""
+    """State of the server of a region, complete for a checkpoint."""
 
-    # the model at the last mixing, or as it was last handed in: what comes next is relative to it
-    sent: Any = None
-    away: bool = False  # whether a difference of it is on its way
-    merges: int = 0  # the version at the last mixing
-    samples: int = 0  # of its own workers, merged
-    behind: tuple[int, int] = (0, 0)  # steps and samples of its own when it last handed in
-    losses: tuple[float, int] = (0.0, 0)  # sum and number of those heard since
+    sent: Any = None  # the model at the last mixing or push, from which the next difference counts
+    away: bool = False  # True while a difference is in flight
+    merges: int = 0  # version at the last mixing
+    samples: int = 0  # merged samples of its own workers
+    behind: tuple[int, int] = (0, 0)  # its own steps and samples at its last push
+    losses: tuple[float, int] = (0.0, 0)  # sum and number of the losses since its last push
 
 
 @dataclass
 class GlobalServerState(ServerState):
-    """All that the global server needs to go on; `called` are the regions that have closed."""
+    """State of the global server, complete for a checkpoint.
 
-    samples: dict[int, int] = field(default_factory=dict)  # that each region has handed in
+    `flush_requested` holds the servers of regions that have closed.
+    """
+
+    samples: dict[int, int] = field(default_factory=dict)  # samples pushed by each region's server
 
 
 def region_servers(stage: Stage) -> tuple[int, ...]:
-    """The servers of the regions."""
+    """Return the ranks of the servers of the regions."""
     assert isinstance(stage.topology, Halos)
     return tuple(stage.server + 1 + r for r in range(len(stage.topology.members(stage.nodes))))
 
 
 def signal_tag(stage: Stage) -> Tag:
-    """Of what the global server says to a region while it is open."""
+    """Return the tag of the global server's messages to a region that is open."""
     return stage.tag("global")
 
 
 async def region_server(ctx: RankContext, stage: Stage, state: RegionState) -> int:
-    """Merge and answer as a parameter server does, hand in every K merges and mix; returns the last
-    word.
+    """Run the server of a region: merge and answer its workers, push every K merges, and mix.
+
+    Returns: the final signal, NEXT or STOP.
     """
     topology, progress, push = stage.topology, state.progress, stage.tag("push")
     assert isinstance(topology, Halos)
@@ -243,30 +241,36 @@ async def region_server(ctx: RankContext, stage: Stage, state: RegionState) -> i
         else:
             state.signal = int(message.meta[0])
             if state.signal == GO:
-                state.params = state.params * (1 - topology.mixing) + message.body * topology.mixing
-                state.sent, state.away, state.merges = state.params, False, progress.version
-                here = sum(progress.steps_by), state.samples
-                ahead = [own - handed for own, handed in zip(here, state.behind, strict=True)]
-                progress.steps, progress.samples = (
-                    int(message.meta[1 + k]) + ahead[k] for k in (0, 1)
-                )
+                mix_global_model(stage, state, message)
         if state.signal == STOP or (
             state.signal == NEXT and len(progress.waiting) == progress.present
         ):
             break
         if state.signal == GO:
-            if (
-                progress.version - state.merges >= topology.updates and not state.away
-            ) or progress.diverged:
+            is_due = progress.version - state.merges >= topology.updates and not state.away
+            if is_due or progress.diverged:
                 await push_to_global(ctx, stage, state)
             for rank in sorted(rule_of(stage).may_proceed(state.rule_state, progress)):
                 await reply(ctx, stage, state, rank)
     return await close_region(ctx, stage, state)
 
 
+def mix_global_model(stage: Stage, state: RegionState, message: Message) -> None:
+    """Mix the global model into that of a region, and take over the global counts."""
+    topology, progress = stage.topology, state.progress
+    assert isinstance(topology, Halos)
+    state.params = state.params * (1 - topology.mixing) + message.body * topology.mixing
+    state.sent, state.away, state.merges = state.params, False, progress.version
+    _, global_steps, global_samples = map(int, message.meta)
+    # the region's own work since its last push is not part of the global counts
+    progress.steps = global_steps + sum(progress.steps_by) - state.behind[0]
+    progress.samples = global_samples + state.samples - state.behind[1]
+
+
 async def close_region(ctx: RankContext, stage: Stage, state: RegionState) -> int:
-    """The last of a region's stage: hand in what there is, hear when it ended, and tell the
-    workers.
+    """End a region's stage: push the rest, receive the end time, and answer the workers.
+
+    Returns: the final signal, NEXT or STOP.
     """
     before = state.progress.samples
     if state.signal == NEXT and state.buffer:
@@ -285,32 +289,32 @@ async def close_region(ctx: RankContext, stage: Stage, state: RegionState) -> in
 async def push_to_global(
     ctx: RankContext, stage: Stage, state: RegionState, last: bool = False
 ) -> None:
-    """Tell the global server what has come of this region's model since, and of whose work; the
-    last time nothing of it where the run is over.
+    """Push the region's difference and its counts to the global server.
+
+    Args: last: True for the last push of a stage, which has no difference if the run is over.
     """
-    progress, (total, heard) = state.progress, state.losses
+    progress, (total, pushes) = state.progress, state.losses
     body = None if last and state.signal == STOP else state.params - state.sent
-    about = (last, total / max(1, heard), heard, progress.latest, state.samples, progress.max_lead)
+    mean_loss = total / max(1, pushes)
+    meta = (last, mean_loss, pushes, progress.latest, state.samples, progress.max_lead)
     state.sent, state.away, state.losses = state.params, True, (0.0, 0)
     state.behind = sum(progress.steps_by), state.samples
-    await ctx.send(stage.server, stage.tag("update"), body, about)
+    await ctx.send(stage.server, stage.tag("update"), body, meta)
     await ctx.send(stage.server, stage.tag("counts"), region_counts(progress))
 
 
 def region_counts(progress: Progress) -> Tensor:
-    """What a region has counted so far of each worker."""
+    """Return a region's counts by worker, int64 [len(REPORTED) · num_workers]."""
     return torch.tensor([getattr(progress, name) for name in REPORTED], dtype=torch.int64).flatten()
 
 
 async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState) -> int:
-    """At the global server: merge what regions hand in, and answer with the model, until the stage
-    is over and all regions have closed; returns the last word.
+    """Run the global server: merge the regions' differences and answer with the model.
+
+    It ends once the stage is over and all regions have closed. Returns: the final signal.
     """
-    progress, deadline_s, update = (
-        state.progress,
-        stage.stop_criteria.deadline_s,
-        stage.tag("update"),
-    )
+    progress, deadline_s = state.progress, stage.stop_criteria.deadline_s
+    update = stage.tag("update")
     state.enter(stage, ctx.now)
     regions = region_servers(stage)
     while len(state.flush_requested) < len(regions):
@@ -321,7 +325,7 @@ async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState
             state.signal, state.reason = STOP, "seconds"
             continue
         counts = (await ctx.recv(stage.tag("counts"), src=message.src)).body
-        last, loss, heard, latest, samples, lead = message.meta
+        last, loss, pushes, latest, samples, lead = message.meta
         if last:
             state.flush_requested += (message.src,)
         if state.signal == STOP or message.body is None:
@@ -329,21 +333,19 @@ async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState
         await ctx.compute(
             partial(apply_region_update, stage, state, message.body), work=1, kind="apply"
         )
-        adopt_counts(
-            stage, state, message.src, counts.view(len(REPORTED), -1).tolist(), int(samples)
-        )
+        rows = counts.view(len(REPORTED), -1).tolist()
+        adopt_counts(stage, state, message.src, rows, int(samples))
         progress.max_lead = max(progress.max_lead, int(lead))
-        for _ in range(int(heard)):
+        for _ in range(int(pushes)):
             progress.record_loss(loss, int(latest))
         if stage.stop_criteria.take_evaluation(state, ctx.now):
             ctx.snapshot(state.params, counts=progress.report())
         before, (signal, reason) = state.signal, stop_decision(ctx, stage, progress)
         if signal == STOP or before == GO:
             state.signal, state.reason = signal, reason
-        receivers = (
-            (message.src,) if state.signal == GO else regions if before != state.signal else ()
-        )
-        for rank in receivers:
+        # answer the region that pushed; once the stage is over, notify all regions once
+        answered = (message.src,) if state.signal == GO else regions
+        for rank in answered if state.signal == GO or before != state.signal else ():
             body = state.params if state.signal == GO else None
             await ctx.send(
                 rank, signal_tag(stage), body, (state.signal, progress.steps, progress.samples)
@@ -352,7 +354,7 @@ async def global_server(ctx: RankContext, stage: Stage, state: GlobalServerState
 
 
 def apply_region_update(stage: Stage, state: ServerState, difference: Any) -> None:
-    """A step of the global model, on what a region's made of its own."""
+    """Step the global model on a region's difference."""
     topology = stage.topology
     assert isinstance(topology, Halos)
     momentum = DelayedNesterov(buffer=topology.buffer, beta=topology.beta, spread=0.0)
@@ -365,7 +367,7 @@ def apply_region_update(stage: Stage, state: ServerState, difference: Any) -> No
 def adopt_counts(
     stage: Stage, state: GlobalServerState, src: int, counts: Sequence[Sequence[int]], samples: int
 ) -> None:
-    """Count what is part of the global model now, as the region has counted it."""
+    """Take over a region's counts by worker, which are part of the global model now."""
     progress = state.progress
     assert isinstance(stage.topology, Halos)
     members = stage.topology.members(stage.nodes)[src - stage.server - 1]
@@ -381,8 +383,9 @@ def adopt_counts(
 async def end_regions(
     ctx: RankContext, stage: Stage, state: ServerState, regions: Sequence[int]
 ) -> int:
-    """At the global server, once all regions have closed: the stage ended now; what they have
-    counted beyond the model is dropped.
+    """End the stage at the global server once all regions have closed.
+
+    Steps that regions have counted beyond the global model are dropped. Returns: the final signal.
     """
     progress, end_ns = state.progress, end_time_ns(stage, ctx.now_ns)
     progress.end_ns = end_ns

@@ -3,8 +3,8 @@
 Rule: i sends x_i. j answers with x_j and takes x_j ← x_j + (x_i − x_j)/2 at once. i takes x_i ← x_i
 + (x_j − x_i')/2, with x_i' the model that it sent. In this difference form, local steps and other
 averages may happen in between on either side. With any messages in flight, only the workers' own
-steps change Σ_i x_i. Each worker answers in a task of its own, even while it computes or waits for an
-answer, so no deadlock is possible on any graph.
+steps change Σ_i x_i. Each worker answers in a task of its own, even while it computes or waits for
+an answer, so no deadlock is possible on any graph.
 
 With `overlap`, i sends before it computes and takes the answer afterwards, so the exchange is
 hidden. Otherwise it computes, then averages. No worker leaves before the coordinator has told it

@@ -1,15 +1,16 @@
-"""A run goes on with another number of workers: what of its state has a meaning for others.
+"""Resume a run with another number of workers: the parts of its state that others can use.
 
-Rule: it goes on from one state that all agree on, the server's or, where workers sum, any of
-theirs. From there come the model, the moments of whoever steps on merged gradients, the outer
-optimizer's, what the sync rule keeps of the run as a whole (`ServerRule.rescaled`), and all counts:
-of everybody together as they were, and by worker dealt out over those who are there now. All stand
-at the top of their loops on that model, each as far into its own data as the run is into all of it.
-Begins anew: what each worker kept by itself, as for one that comes: its own momentum, what codecs
-keep at both ends, and what rules keep by worker.
+Rule: the run resumes from one state that all ranks agree on: the server's, or that of any worker
+under all-reduce. Taken over are the model, the outer moments, all counts, and the optimizer's
+moments if it steps on merged gradients. The sync mode converts its own state
+(`ServerRule.on_rescale`). Total counts stay as they are, and counts by worker are distributed over
+the present workers. All workers begin at the top of their loops on that model. Each continues in
+its own data at the fraction that the run has covered of all data.
+Reset, as for a joining worker: state that each worker had alone. That is its own momentum, codec
+states at both ends, and a mode's state by worker.
 
-Limit: where the samples of a round are the same, whoever computes on them, the run goes on as with
-the workers that it had, to rounding; with exact sums bit for bit.
+Limit: if the samples of a round are the same for any number of workers, the run continues as with
+the old workers, up to rounding; with exact sums bit for bit.
 Source: as in Or, Zhang and Freedman, "Resource elasticity in distributed deep learning", MLSys
 2020.
 """
@@ -29,30 +30,29 @@ from ashl.topology.parameter_server import ServerRule, ServerState, assignment_o
 def rescale_states(
     stage: Stage, state: ServerState | PeerState, now_s: float
 ) -> list[WorkerState | ServerState]:
-    """The states of all ranks in this stage, which is one of another number of workers than the
-    state is of.
+    """Return the states of all ranks in this stage, which has another number of workers.
+
+    Args: stage: with the new number of workers; state: one state of the old run.
     """
-    return (
-        rescale_server(stage, state, now_s)
-        if isinstance(state, ServerState)
-        else [*rescale_peers(stage, state, now_s)]
-    )
+    if isinstance(state, ServerState):
+        return rescale_server(stage, state, now_s)
+    return [*rescale_peers(stage, state, now_s)]
 
 
 def rescale_server(
     stage: Stage, before: ServerState, now_s: float
 ) -> list[WorkerState | ServerState]:
-    """The workers', then the server's."""
-    progress, n = tally_of(stage, before.progress), stage.num_workers
+    """Return the states of the workers, then that of the server."""
+    progress, n = redistribute_counts(stage, before.progress), stage.num_workers
     progress.now_s = now_s
     server = ServerState(
         before.params, before.moments, progress, before.evaluated, outer_state=before.outer_state
     )
-    server.entered, server.workers, server.quorum = stage.index, stage.plan.workers, stage.quorum
-    server.ends, server.pulls = (
-        stage.carry_over_codec_state(CodecState(), progress.samples),
-        [stage.tag("pull")] * n,
-    )
+    server.entered = stage.index
+    server.workers = stage.plan.workers
+    server.quorum = stage.quorum
+    server.ends = stage.carry_over_codec_state(CodecState(), progress.samples)
+    server.pulls = [stage.tag("pull")] * n
     server.rule_state = rule_of(stage).on_rescale(stage, before.rule_state, progress)
     states = list[WorkerState | ServerState]()
     for rank in stage.workers:
@@ -67,21 +67,17 @@ def rescale_server(
 
 
 def rescale_peers(stage: Stage, before: PeerState, now_s: float) -> list[PeerState]:
-    """Those of workers that count alike."""
-    progress, alike, states = (
-        tally_of(stage, before.progress),
-        stage.sync.exchange == "gradient",
-        list[PeerState](),
-    )
+    """Return the states of workers that count identically."""
+    progress, states = redistribute_counts(stage, before.progress), list[PeerState]()
     progress.now_s = now_s
     rule = all_reduce.rule_of(stage)
-    kept = (
-        rule.on_rescale(stage, before.rule_state, progress)
-        if isinstance(rule, ServerRule)
-        else rule.begin(stage, progress)
-    )
-    planned = rule.in_round(stage, kept, progress)
+    if isinstance(rule, ServerRule):
+        rule_state = rule.on_rescale(stage, before.rule_state, progress)
+    else:
+        rule_state = rule.begin(stage, progress)
+    planned = rule.in_round(stage, rule_state, progress)
     rest = planned.remaining_rounds(progress.steps, progress.samples)
+    ahead = Ahead(None, rest, planned, planned.truncate_last_round(rest), rule_state)
     for rank in stage.workers:
         state = PeerState(
             before.params,
@@ -91,14 +87,15 @@ def rescale_peers(stage: Stage, before: PeerState, now_s: float) -> list[PeerSta
             outer_state=before.outer_state,
         )
         begin(stage, rank, state, progress)
-        state.moments = before.moments if alike else stage.trainer.moments()
-        state.apply_plan(Ahead(None, rest, planned, planned.truncate_last_round(rest), kept), rank)
+        shares_moments = stage.sync.exchange == "gradient"
+        state.moments = before.moments if shares_moments else stage.trainer.moments()
+        state.apply_plan(ahead, rank)
         states.append(state)
     return states
 
 
 def begin(stage: Stage, rank: int, state: WorkerState, progress: Progress) -> None:
-    """A worker enters this stage, where these counts are."""
+    """Let a worker enter this stage at these counts."""
     state.version, state.steps, state.samples = progress.version, progress.steps, progress.samples
     state.enter(stage, rank)
     state.round, _ = progress.rounds_and_steps_of(rank)
@@ -106,10 +103,11 @@ def begin(stage: Stage, rank: int, state: WorkerState, progress: Progress) -> No
     state.drawn = state.step * state.batch
 
 
-def tally_of(stage: Stage, before: Progress) -> Progress:
-    """The counts, with those of each worker dealt out by what it has of the data. Leads begin anew,
-    and what counts per worker from the begin of the stage on, or from the best loss, is as far as
-    it was.
+def redistribute_counts(stage: Stage, before: Progress) -> Progress:
+    """Return the counts, with those by worker distributed by data share.
+
+    Leads are reset. Commits since the start of the stage, and since the best loss, keep their
+    number per worker.
     """
     shares = [worker.data_share for worker in stage.plan.workers]
     n = stage.num_workers
@@ -119,12 +117,11 @@ def tally_of(stage: Stage, before: Progress) -> Progress:
     for name in ("commits", "steps_by", "dropped_by", "drops", "stale_sum"):
         setattr(progress, name, apportion(sum(getattr(before, name)), shares).tolist())
     progress.dropped_for = dict(before.dropped_for)
-    progress.pulled, progress.stale_max, progress.max_lead = (
-        [before.version] * n,
-        [max(before.stale_max)] * n,
-        before.max_lead,
-    )
+    progress.pulled = [before.version] * n
+    progress.stale_max = [max(before.stale_max)] * n
+    progress.max_lead = before.max_lead
     made, each = progress.total_commits, n / before.num_workers
+
     progress.started = before.started._replace(
         commits=made - round((made - before.started.commits) * each)
     )

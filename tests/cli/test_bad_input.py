@@ -138,7 +138,7 @@ SIM, SPY = (
             "topology=partial_all_reduce sync=ripples_static outer=slowmo",
             "has no effect in stage ripples_static, workers",
         ),
-        ("topology=halos sync=asp", "while cluster.node says nothing; give cluster.node"),
+        ("topology=halos sync=asp", "and cluster.node is null; set cluster.node"),
         (
             "topology=halos sync=bsp topology.regions=[0,0,1,1]",
             "wants rounds or messages of its own; take sync=async",

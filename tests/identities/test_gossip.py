@@ -159,7 +159,7 @@ def test_residues_are_read_by_who_is_near_and_by_nobody_else():
     assert nearest(parts, np.full(1000, np.nan, np.float32)) is None
     body = write_payload(CODE, 1000, parts)
     assert body.nbytes == payload_nbytes(1000, 4)
-    with pytest.raises(PayloadError, match="no 900 residues"):
+    with pytest.raises(PayloadError, match="expected 900 residues"):
         nearest(read_payload(body, CODE, 1000), near[:900])
 
 

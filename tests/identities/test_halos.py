@@ -167,9 +167,12 @@ def test_a_border_counts_all_that_was_under_way() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("topology.regions=[0,0,1,1] sync=decoupled", "merges updates as they come"),
+        ("topology.regions=[0,0,1,1] sync=decoupled", "merges updates as they arrive"),
         ("topology.regions=[0,1] sync=asp", "has 2 entries for 4 workers; give the region of each"),
-        ("topology.regions=[0,1,0,1] cluster.node=[0,0,1,1]", "while cluster.node says otherwise"),
+        (
+            "topology.regions=[0,1,0,1] cluster.node=[0,0,1,1]",
+            "and cluster.node differs; set cluster.node",
+        ),
         (
             "topology.regions=[0,0,1,1] schedule=ashl schedule.profile_steps=0 planner=online",
             "no server sees all workers",
