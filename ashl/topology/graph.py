@@ -1,19 +1,19 @@
-"""Graphs of workers that gossip, and the weights with which models meet on them.
+"""Communication graphs of gossip, and the mixing weights on them.
 
-Rule: in round k rank i hears from its sources and takes Σ_j w_ij·x_j, itself included. A graph is a
-tuple of rounds that repeat; one that does not change has one. With n ranks:
+Rule: in round k rank i receives from its sources and takes Σ_j w_ij·x_j, itself included. A graph
+is a tuple of rounds that repeat; a static graph has one round. With n ranks:
 
-    ring, star, complete, torus   the torus has r × c ranks, r the largest divisor of n up to √n; of
-                                  a prime: a ring
-    exponential                   rank i hears from i − 1, i − 2, i − 4, … (mod n); directed
-    one_peer_exponential          one of these a round, in turn: the mean after log2 n rounds for n
-                                  a power of two
-    random_regular                everybody has `degree` neighbours, drawn with the seed
-    a file                        a line `i j` is an edge; a line `i j w` says w_ij
+    ring, star, complete, torus   the torus has r × c ranks, r the largest divisor of n up to √n;
+                                  for a prime n it is a ring
+    exponential                   rank i receives from i − 1, i − 2, i − 4, … (mod n); directed
+    one_peer_exponential          one of these hops per round, in turn; if n is a power of two,
+                                  every model is the mean after log2 n rounds.
+    random_regular                every rank has `degree` neighbours, drawn from the seed
+    a file                        a line `i j` is an edge; a line `i j w` sets w_ij
 
-Weights: metropolis, 1/(1 + max(d_i, d_j)) with the diagonal making rows add up to 1; for push-sum
-1/(1 + out-degree of j), whose columns add up to 1 whatever the graph. Weights 1/(1 + d_i) are no
-choice of their own: their columns add up to 1 on regular graphs only, and there they are these.
+Weights: metropolis has w_ij = 1/(1 + max(d_i, d_j)), and the diagonal makes rows add up to 1.
+Push-sum has 1/(1 + out-degree of j); its columns add up to 1 on every graph. Weights 1/(1 + d_i)
+are not offered: their columns add up to 1 on regular graphs only, where they equal metropolis.
 
 Source: Xiao, Boyd and Lall, "Distributed Average Consensus with Time-Varying Metropolis Weights",
 2006; Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training",
@@ -32,18 +32,18 @@ import numpy as np
 from ashl.data.rng import Purpose, permutation
 from ashl.errors import UsageError
 
-Sources = tuple[tuple[int, ...], ...]  # by rank: whom it hears from, sorted, without itself
+Sources = tuple[tuple[int, ...], ...]  # by rank: the ranks it receives from, sorted, without itself
 Edge = tuple[int, int]  # the lower rank first
-TOLERANCE = 1e-6  # of sums of weights, which a file gives with a few digits
-ORDERS = 20  # of edges, in which they are coloured
-TRIES = 1000  # to draw one more cycle or matching that shares no edge with those drawn before
+TOLERANCE = 1e-6  # for sums of weights, which a file gives with a few digits
+ORDERS = 20  # of edges that `matchings_of` tries
+TRIES = 1000  # draws of one more cycle or matching that shares no edge with those before
 
 
 class Round(NamedTuple):
     """One round of a graph."""
 
-    rows: tuple[dict[int, float], ...]  # rank i → {j: w_ij}, ascending, itself included
-    targets: tuple[tuple[int, ...], ...]  # rank j → who hears from it
+    rows: tuple[dict[int, float], ...]  # by rank i: {j: w_ij}, ascending, itself included
+    targets: tuple[tuple[int, ...], ...]  # by rank j: the ranks that receive from it
     sources: Sources
 
 
@@ -68,8 +68,8 @@ def torus(n: int) -> set[Edge]:
 
 
 def random_regular(n: int, degree: int, seed: int) -> set[Edge]:
-    """A union of random cycles through all ranks, and of a random perfect matching where the degree
-    is odd.
+    """Return a union of random cycles through all ranks, and a perfect matching if the degree is
+    odd.
     """
     if degree >= n or n * degree % 2:
         raise UsageError(
@@ -111,17 +111,17 @@ def edge(i: int, j: int) -> Edge:
 
 
 def sources_of(edges: Iterable[Edge], n: int) -> Sources:
-    """Both ends of an edge hear from each other."""
-    heard: list[set[int]] = [set() for _ in range(n)]
+    """Return the sources of each rank if both ends of an edge receive from each other."""
+    sources: list[set[int]] = [set() for _ in range(n)]
     for i, j in edges:
-        heard[i].add(j)
-        heard[j].add(i)
-    return tuple(tuple(sorted(each)) for each in heard)
+        sources[i].add(j)
+        sources[j].add(i)
+    return tuple(tuple(sorted(each)) for each in sources)
 
 
 @lru_cache(maxsize=64)
 def named(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
-    """The sources of every rank, by round."""
+    """Return the sources of every rank by round, for a graph with a name."""
     hops = [1 << t for t in range(max(n - 1, 1).bit_length()) if 1 << t < n]
     if graph == "exponential":
         return (tuple(tuple(sorted((i - hop) % n for hop in hops)) for i in range(n)),)
@@ -132,20 +132,21 @@ def named(graph: str, n: int, degree: int, seed: int) -> tuple[Sources, ...]:
 
 
 def rows_of(sources: Sources, weights: str) -> tuple[dict[int, float], ...]:
-    """metropolis or columns; what is missing to 1 is the weight of a rank's own model."""
+    """Return the rows of the mixing matrix: "metropolis", or "columns" for push-sum."""
     n = len(sources)
     out_degrees = [0] * n
-    for heard in sources:
-        for j in heard:
+    for neighbours in sources:
+        for j in neighbours:
             out_degrees[j] += 1
-    degrees = [len(heard) for heard in sources]
+    degrees = [len(neighbours) for neighbours in sources]
     rows = []
-    for i, heard in enumerate(sources):
+    for i, neighbours in enumerate(sources):
         if weights == "metropolis":
-            row = {j: 1 / (1 + max(degrees[i], degrees[j])) for j in heard}
+            row = {j: 1 / (1 + max(degrees[i], degrees[j])) for j in neighbours}
+            row[i] = own_weight(row.values())
         else:
-            row = {j: 1 / (1 + out_degrees[j]) for j in heard}
-        row[i] = 1 / (1 + out_degrees[i]) if weights == "columns" else own_weight(row.values())
+            row = {j: 1 / (1 + out_degrees[j]) for j in neighbours}
+            row[i] = 1 / (1 + out_degrees[i])
         rows.append(dict(sorted(row.items())))
     return tuple(rows)
 
@@ -165,8 +166,10 @@ def round_of(rows: Sequence[dict[int, float]]) -> Round:
 
 
 def read_file(path: str, n: int) -> tuple[Sources, dict[Edge, float]]:
-    """The graph of a file: (sources, {(i, j): w_ij}), without weights where the file has none.
-    Raises UsageError.
+    """Read a graph from a file.
+
+    Returns: (sources, {(i, j): w_ij}, which is empty if the file has no weights).
+    Raises: UsageError.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -181,38 +184,46 @@ def read_file(path: str, n: int) -> tuple[Sources, dict[Edge, float]]:
         fields = line.partition("#")[0].split()
         if not fields:
             continue
-        try:
-            i, j = int(fields[0]), int(fields[1])
-            if len(fields) > 3 or not (0 <= i < n and 0 <= j < n):
-                raise ValueError
-            if len(fields) == 3:
-                weights[i, j] = float(fields[2])
-            elif i != j:
-                edges.add(edge(i, j))
-        except (ValueError, IndexError) as error:
-            raise UsageError(
-                f"{path}, line {number}: expected two ranks from 0 to {n - 1}, perhaps a weight,"
-                f" not {line.strip()!r}"
-            ) from error
+        i, j, weight = read_edge(fields, n, f"{path}, line {number}", line)
+        if weight is not None:
+            weights[i, j] = weight
+        elif i != j:
+            edges.add(edge(i, j))
     if edges and weights:
         raise UsageError(
             f"{path} gives weights to some of its lines only; give one to all of them, or to none"
         )
     if not weights:
         return sources_of(edges, n), {}
-    heard: list[list[int]] = [[] for _ in range(n)]
+    sources: list[list[int]] = [[] for _ in range(n)]
     for i, j in sorted(weights):
         if i != j:
-            heard[i].append(j)
-    return tuple(map(tuple, heard)), weights
+            sources[i].append(j)
+    return tuple(map(tuple, sources)), weights
+
+
+def read_edge(
+    fields: Sequence[str], n: int, where: str, line: str
+) -> tuple[int, int, float | None]:
+    """Return (i, j, w_ij or None) from the fields of a line. Raises: UsageError."""
+    try:
+        i, j = int(fields[0]), int(fields[1])
+        if len(fields) > 3 or not (0 <= i < n and 0 <= j < n):
+            raise ValueError
+        return i, j, float(fields[2]) if len(fields) == 3 else None
+    except (ValueError, IndexError) as error:
+        raise UsageError(
+            f"{where}: expected two ranks from 0 to {n - 1}, perhaps a weight, not {line.strip()!r}"
+        ) from error
 
 
 def given_rows(weights: dict[Edge, float], n: int, columns: bool) -> tuple[dict[int, float], ...]:
-    """The rows of a file's weights; a diagonal that is left out is what is missing to 1 in its row
-    (or column).
+    """Return the rows of a file's weights.
+
+    A missing diagonal makes its row add up to 1, or with `columns` its column.
     """
     rows: list[dict[int, float]] = [{} for _ in range(n)]
-    lines: list[list[float]] = [[] for _ in range(n)]  # each rank's row, or column
+    lines: list[list[float]] = [[] for _ in range(n)]  # weights of each rank's row, or column
     for (i, j), weight in sorted(weights.items()) if columns else weights.items():
         rows[i][j] = weight
         lines[j if columns else i].append(weight)
@@ -222,10 +233,10 @@ def given_rows(weights: dict[Edge, float], n: int, columns: bool) -> tuple[dict[
 
 
 def rounds_of(graph: str, weights: str, degree: int, n: int, seed: int) -> tuple[Round, ...]:
-    """The graph with its weights, round by round, checked. `weights` may also be "columns", for
-    push-sum.
+    """Return the graph with its weights, by round.
 
-    Raises UsageError for a graph that is not connected and for weights that do not add up.
+    Args: weights: "metropolis", or "columns" for push-sum.
+    Raises: UsageError if the graph is not connected, or if weights do not add up to 1.
     """
     return _rounds_of(graph, weights, degree, n, seed, stamp(graph))
 
@@ -252,21 +263,23 @@ def _rounds_of(
 
 
 def edges_of(graph: str, degree: int, n: int, seed: int) -> tuple[Edge, ...]:
-    """The edges of all rounds, whatever their direction."""
+    """Return the edges of all rounds, without their direction."""
     return _edges_of(graph, degree, n, seed, stamp(graph))
 
 
 @lru_cache(maxsize=64)
 def _edges_of(graph: str, degree: int, n: int, seed: int, stamp: int) -> tuple[Edge, ...]:
     rounds = named(graph, n, degree, seed) if graph in NAMES else (read_file(graph, n)[0],)
-    return tuple(
-        sorted({edge(i, j) for sources in rounds for i, heard in enumerate(sources) for j in heard})
-    )
+    edges = set[Edge]()
+    for sources in rounds:
+        for i, neighbours in enumerate(sources):
+            edges |= {edge(i, j) for j in neighbours}
+    return tuple(sorted(edges))
 
 
 def stamp(graph: str) -> int:
-    """When a file was last written, so that what is kept of it is not kept too long; 0 where there
-    is none.
+    """Return the time of a file's last change, so that caches of its content expire; 0 without a
+    file.
     """
     if graph in NAMES:
         return 0
@@ -275,8 +288,9 @@ def stamp(graph: str) -> int:
 
 
 def check_rounds(rounds: Sequence[Round], what: str, weights: str) -> None:
-    """Nobody's weight below zero; rows and columns add up to 1 (for push-sum: columns, and no empty
-    row); connected.
+    """Raise UsageError unless weights are not negative, add up to 1, and connect all ranks.
+
+    Rows and columns must add up to 1; for push-sum columns only, and no row may be empty.
     """
     n = len(rounds[0].rows)
     for each in rounds:
@@ -292,8 +306,8 @@ def check_rounds(rounds: Sequence[Round], what: str, weights: str) -> None:
             total = sum(row.values())
             if weights == "columns" and total <= 0:
                 raise UsageError(
-                    f"{what} leaves worker {i} a push-sum weight of zero; let it keep or hear"
-                    " something"
+                    f"{what} leaves worker {i} a push-sum weight of zero; let it keep or receive"
+                    " a part of a model"
                 )
             if weights != "columns" and abs(total - 1) > TOLERANCE:
                 raise UsageError(
@@ -307,12 +321,15 @@ def check_rounds(rounds: Sequence[Round], what: str, weights: str) -> None:
                 )
     if not reaches_all(rounds, n):
         raise UsageError(
-            f"{what} is not connected: some workers never hear of others; give it more edges"
+            f"{what} is not connected: some workers never receive from others; give it more edges"
         )
 
 
 def reaches_all(rounds: Sequence[Round], n: int) -> bool:
-    """Whether everybody hears of everybody in the end: rank 0 of all n, and all of rank 0."""
+    """Return True if the models of all ranks reach each other in the end.
+
+    This holds if rank 0 reaches every rank, and every rank reaches rank 0.
+    """
     for backwards in (False, True):
         seen, fresh = {0}, [0]
         while fresh:
@@ -330,7 +347,7 @@ def reaches_all(rounds: Sequence[Round], n: int) -> bool:
 
 
 def matrix(each: Round) -> np.ndarray:
-    """W, float64 [n, n]."""
+    """Return W, float64 [n, n]."""
     n = len(each.rows)
     dense = np.zeros((n, n))
     for i, row in enumerate(each.rows):
@@ -340,10 +357,10 @@ def matrix(each: Round) -> np.ndarray:
 
 
 def depths(sources: Sources) -> list[int]:
-    """Each rank's distance from rank 0; -1 where there is no way."""
+    """Return each rank's distance from rank 0, in edges; -1 if there is no path."""
     depth = [0] + [-1] * (len(sources) - 1)
     fresh = [0]
-    for rank in fresh:  # grows while it is read
+    for rank in fresh:  # the list grows in the loop
         for other in sources[rank]:
             if depth[other] < 0:
                 depth[other] = depth[rank] + 1
@@ -352,10 +369,10 @@ def depths(sources: Sources) -> list[int]:
 
 
 def matching(edges: tuple[Edge, ...] | None, n: int, seed: int, k: int) -> dict[int, int]:
-    """Who meets whom in round k, drawn alike by all from the seed: a maximal matching of the edges
-    (None = all pairs).
+    """Draw the pairs of round k from the seed, identically on all ranks.
 
-    Who is left over meets nobody.
+    They are a maximal matching of the edges, or of all pairs if `edges` is None. A rank without a
+    partner is not in the result.
     """
     if edges is None:
         order = permutation(n, seed, Purpose.PAIRS, 0, k).tolist()
@@ -370,11 +387,12 @@ def matching(edges: tuple[Edge, ...] | None, n: int, seed: int, k: int) -> dict[
 
 
 def matchings_of(edges: Sequence[Edge], n: int) -> list[list[Edge]]:
-    """Matchings that together are the graph: Δ of them, Δ being the most neighbours of a rank,
-    where an order of the edges is soon found in which Δ suffice, else Δ + 1.
+    """Partition the edges of a graph into matchings.
 
-    Source: Misra and Gries, "A Constructive Proof of Vizing's Theorem", 1992; there always with Δ +
-    1.
+    There are Δ matchings, with Δ the largest degree, if one of `ORDERS` orders of the edges allows
+    it; otherwise Δ + 1.
+    Source: Misra and Gries, "A Constructive Proof of Vizing's Theorem", 1992. Differs: the paper
+    always uses Δ + 1.
     """
     most = max(map(len, sources_of(edges, n)), default=0)
     for k in range(ORDERS):
@@ -387,17 +405,19 @@ def matchings_of(edges: Sequence[Edge], n: int) -> list[list[Edge]]:
 
 
 def coloured(edges: Iterable[Edge], n: int, count: int) -> list[list[Edge]] | None:
-    """The edges of each of so many colours, no two of which meet; None where no rank's colours can
-    be moved any more, which with Δ + 1 colours does not happen.
+    """Colour edges with `count` colours so that edges of one rank differ.
+
+    Returns: the edges by colour; None if an edge found no colour, which cannot happen for Δ + 1.
     """
-    at: list[dict[int, int]] = [{} for _ in range(n)]  # by rank: {colour: who is at the other end}
+    at: list[dict[int, int]] = [{} for _ in range(n)]  # by rank: {colour: rank at the other end}
     for hub, first in edges:
         mine = free(at[hub], at[hub], count)
         fan, spare = [first], [free(at[first], at[hub], count)]
         while (other := at[hub].get(spare[-1], first)) not in fan and len(at[other]) < count:
             fan.append(other)
             spare.append(free(at[other], at[hub], count))
-        for colour in spare:  # of which the last one will do, if the fan could not go on
+        # the last colour suffices if the fan is maximal
+        for colour in spare:
             swap(at, hub, colour, mine)
             before = {other: c for c, other in at[hub].items()}
             ends = (
@@ -410,9 +430,8 @@ def coloured(edges: Iterable[Edge], n: int, count: int) -> list[list[Edge]] | No
             swap(at, hub, mine, colour)
         else:
             return None
-        for one, other in pairwise(
-            fan[: end + 1]
-        ):  # each edge of the fan takes the colour of the next one
+        # each edge of the fan takes the colour of the next one
+        for one, other in pairwise(fan[: end + 1]):
             del at[other][before[other]]
             at[one][before[other]], at[hub][before[other]] = hub, one
         at[hub][colour], at[fan[end]][colour] = fan[end], hub
@@ -420,18 +439,18 @@ def coloured(edges: Iterable[Edge], n: int, count: int) -> list[list[Edge]] | No
 
 
 def free(mine: Mapping[int, int], other: Mapping[int, int], count: int) -> int:
-    """The first colour that is free at one rank, and at the other one, too, where there is such."""
+    """Return the first colour that is free at both ranks, else the first that is free at `mine`."""
     colours = [colour for colour in range(count) if colour not in mine]
     return next((colour for colour in colours if colour not in other), colours[0])
 
 
 def turns(at: Sequence[Mapping[int, int]], fan: Sequence[int], colours: Mapping[int, int]) -> bool:
-    """Whether the colour of each edge of a fan is free at the end of the one before."""
+    """Return True if the colour of each edge of a fan is free at the end of the edge before."""
     return all(colours[other] not in at[one] for one, other in pairwise(fan))
 
 
 def swap(at: Sequence[dict[int, int]], start: int, first: int, second: int) -> None:
-    """Exchange two colours along the path of edges that have them, which begins at a rank with the
+    """Exchange two colours along the path of edges with these colours, from `start` with the
     first.
     """
     path, colours = [start], (first, second)

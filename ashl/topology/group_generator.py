@@ -1,14 +1,13 @@
-"""The group generator of partial all-reduce: who averages with whom next, as a function of who
-asked.
+"""Group generator of partial all-reduce: the next groups as a function of the workers' requests.
 
-Every worker has a buffer, the queue of groups it is yet to take part in. A worker that asks with an
-empty buffer makes its rule draw groups, which are appended to the buffers of all their members at
-once. A group begins when it is at the head of every member's buffer and all of them have asked: so
-a worker is in one group at a time (its head is its lock), groups that share a worker run in the
-order in which they were made, and no circle of waiting can close.
+Every worker has a buffer, the queue of groups in which it is yet to take part. If a worker asks
+with an empty buffer, the scheduler draws groups. They are appended to the buffers of all their
+members at once. A group begins when it is at the head of every member's buffer and all members have
+asked. So a worker is in one group at a time (its head is its lock). Groups that share a worker run
+in the order in which they were made, so no deadlock is possible.
 
-Which groups are drawn is the rule's to say (`GroupRule`). What happens costs as much as the groups
-that it concerns are large, however many workers there are.
+The sync mode (`GroupRule`) draws the groups. The cost of an operation is proportional to the size
+of the groups that it concerns, not to the number of workers.
 
 Source: Luo et al., "Prague: High-Performance Heterogeneity-Aware Asynchronous Decentralized
 Training", ASPLOS 2020 (arXiv 1909.08029, as "Ripples").
@@ -33,42 +32,39 @@ GroupSize = Annotated[int, Number, Field(ge=2, lt=2**31)]
 
 @option
 class GroupRule(Rule, contract=True):
-    """Models are averaged in groups; each scheduler says in which."""
+    """Sync mode that averages models in groups; `draw` is its scheduler."""
 
     averages: ClassVar[bool] = True
-    ordered: ClassVar[bool] = (
-        False  # whether groups follow one order that all workers share: none is a conflict
-    )
-    group_size: ClassVar[int | None] = (
-        None  # workers of a group; None = as the scheduler draws them
-    )
+    # if True, groups follow one order that all workers share, so none counts as a conflict
+    ordered: ClassVar[bool] = False
+    group_size: ClassVar[int | None] = None  # workers of a group; None: as the scheduler draws them
     local_steps: Count | Literal["plan"]
 
     def quorum(self, num_workers: int) -> int:
-        """How many meet. Raises UsageError where there are not so many."""
+        """Return the size of a group. Raises: UsageError if there are fewer workers."""
         size = self.group_size or num_workers
         if size > num_workers:
             raise UsageError(
-                f"sync.group_size={size} is more than the {num_workers} workers that there are;"
-                f" take at most {num_workers}"
+                f"sync.group_size={size}: the run has only {num_workers} workers; set it to at most"
+                f" {num_workers}"
             )
         return size
 
     def draw(self, state: Groups, asker: int, now_ns: int) -> list[Members]:
-        """The groups to make, in order, now that this worker asks and has none."""
+        """Return the groups to make, in order, for a worker that asks with an empty buffer."""
         raise NotImplementedError
 
     def wakes(self, state: Groups) -> int | None:
-        """The moment to draw again, where time matters; in nanoseconds."""
+        """Return the time (ns) at which to draw again; None if time does not matter."""
         return None
 
     def groups(self, nodes: Sequence[int]) -> list[Members]:
-        """Groups that are known before the run."""
+        """Return the groups that are known before the run."""
         return []
 
 
 def machines(nodes: Sequence[int], workers: Iterable[int]) -> list[list[int]]:
-    """These workers by machine, in the order of the machines; within each in the order given."""
+    """Return these workers by node, in the order of nodes, and in the given order within each."""
     teams: dict[int, list[int]] = {}
     for worker in workers:
         teams.setdefault(nodes[worker], []).append(worker)
@@ -83,34 +79,33 @@ class Group(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """That a worker has asked, and has not begun."""
+    """Request of a worker whose group has not begun."""
 
-    number: int  # in the order of asking
+    number: int  # position in the order of all requests
     since_ns: int
 
 
 @dataclass
 class Groups:
-    """All that the generator knows; changed by the functions here and by nobody else."""
+    """State of the generator, which only the functions of this module change."""
 
-    nodes: tuple[int, ...]  # the machine of each worker
+    nodes: tuple[int, ...]  # the node of each worker
     seed: int
-    buffers: list[list[Group]]  # by worker, oldest first; a group that runs is still in them
-    requests: list[int]  # how often each worker has asked
+    buffers: list[list[Group]]  # by worker, oldest first; a running group is still in them
+    requests: list[int]  # requests of each worker so far
     waiting: dict[int, Asked] = field(default_factory=dict)
     made: int = 0  # groups so far
     draws: int = 0
-    conflicts: int = 0  # groups that shared a worker with one of another draw that was not done yet
-    closed: bool = False  # no new groups; those in the buffers still run
-    asks: int = 0  # so far
-    gone: set[int] = field(default_factory=set)  # who is lost: in no group
-    _free: dict[int, set[int]] = field(
-        default_factory=dict
-    )  # whose buffer is empty, by how often they have asked
-    _idle: set[int] = field(default_factory=set)  # who has asked and has an empty buffer
-    _missing: dict[int, int] = field(
-        default_factory=dict
-    )  # group that has not begun → members yet to come to it
+    # groups that shared a worker with an unfinished group of another draw
+    conflicts: int = 0
+    closed: bool = False  # if True, no groups are drawn; those in the buffers still run
+    asks: int = 0  # requests of all workers so far
+    gone: set[int] = field(default_factory=set)  # failed workers, which are in no group
+    # workers with an empty buffer, by their number of requests
+    _free: dict[int, set[int]] = field(default_factory=dict)
+    _idle: set[int] = field(default_factory=set)  # workers that have asked with an empty buffer
+    # by group that has not begun: members that have not come to it yet
+    _missing: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_workers(self) -> int:
@@ -118,42 +113,43 @@ class Groups:
 
     @property
     def present(self) -> int:
-        """How many workers there are now."""
+        """Number of workers that have not failed."""
         return len(self.nodes) - len(self.gone)
 
     @property
     def idle(self) -> list[int]:
-        """Who has asked and has no group, in the order of asking."""
+        """Workers that have asked and have no group, in the order of asking."""
         return sorted(self._idle, key=lambda worker: self.waiting[worker].number)
 
     def free(self, requests: int) -> list[int]:
-        """Who has no group and has asked at least so often, in rank order."""
+        """Return the workers without a group and with at least so many requests, in rank order."""
         return sorted(
-            w for times, workers in self._free.items() if times >= requests for w in workers
+            worker
+            for times, workers in self._free.items()
+            if times >= requests
+            for worker in workers
         )
 
 
 def open_groups(nodes: Sequence[int], seed: int) -> Groups:
-    """The generator before anybody has asked."""
+    """Return the generator's state before the first request."""
     state = Groups(tuple(nodes), seed, buffers=[], requests=[])
     reopen(state)
     return state
 
 
 def reopen(state: Groups) -> None:
-    """Another stage begins: nobody has asked, but numbers go on."""
+    """Reset the generator for another stage: no requests, but the numbers of groups continue."""
     n = state.num_workers
     state.buffers, state.requests, state.closed = [[] for _ in range(n)], [0] * n, False
-    state.waiting, state._idle, state._missing, state._free = (
-        {},
-        set(),
-        {},
-        {0: set(range(n)) - state.gone},
-    )
+    state.waiting = {}
+    state._idle = set()
+    state._missing = {}
+    state._free = {0: set(range(n)) - state.gone}
 
 
 def request(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group]:
-    """A worker is ready to average; returns the groups that begin now."""
+    """Handle the request of a worker. Returns: the groups that begin now."""
     assert worker not in state.waiting
     empty = not state.buffers[worker]
     if empty:
@@ -169,11 +165,11 @@ def request(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Gr
 
 
 def complete_group(state: Groups, rule: GroupRule, group: Group, now_ns: int) -> list[Group]:
-    """A group has averaged; returns the groups that begin now."""
+    """Remove a group that has averaged from the buffers. Returns: the groups that begin now."""
     for worker in group.members:
         buffer = state.buffers[worker]
         if worker in state.gone or not buffer or buffer[0].id != group.id:
-            continue  # it is lost, or has come back since
+            continue  # it has failed, and may have rejoined since
         del buffer[0]
         if not buffer:
             _release(state, worker)
@@ -183,15 +179,16 @@ def complete_group(state: Groups, rule: GroupRule, group: Group, now_ns: int) ->
 
 
 def wake_up(state: Groups, rule: GroupRule, now_ns: int) -> list[Group]:
-    """The moment that the rule named with `wakes` has come; returns the groups that begin now."""
+    """Draw at the time that the rule named with `wakes`. Returns: the groups that begin now."""
     return _start_groups(state, rule, state.idle, now_ns)
 
 
 def remove_worker(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> list[Group]:
-    """A worker is gone: no group waits for it, and who is left of a group meets without it; returns
-    the groups that begin now. Groups that run are its members' matter.
+    """Remove a failed worker from all groups that have not begun, which meet without it.
+
+    Running groups are left to their members. Returns: the groups that begin now.
     """
-    groups, came = state.buffers[worker], worker in state.waiting
+    groups, has_asked = state.buffers[worker], worker in state.waiting
     if not groups:
         _engage(state, worker)
     state.waiting.pop(worker, None)
@@ -203,10 +200,9 @@ def remove_worker(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> l
         others = tuple(member for member in group.members if member != worker)
         for member in others:
             buffer = state.buffers[member]
-            buffer[next(i for i, own in enumerate(buffer) if own.id == group.id)] = Group(
-                group.id, others
-            )
-        state._missing[group.id] -= not (came and place == 0)
+            position = next(i for i, own in enumerate(buffer) if own.id == group.id)
+            buffer[position] = Group(group.id, others)
+        state._missing[group.id] -= not (has_asked and place == 0)
         if not others:
             del state._missing[group.id]
         touched += others
@@ -214,32 +210,36 @@ def remove_worker(state: Groups, rule: GroupRule, worker: int, now_ns: int) -> l
 
 
 def join(state: Groups, worker: int) -> None:
-    """A worker that was gone takes part: it has asked as often as before, so that it is not taken
-    for a slow one from now on, and at least as often as whoever is there and has asked least.
+    """Add a rejoining worker.
+
+    Its number of requests is that of before, so that it does not count as a straggler from now on.
+    It is at least the least number of a present worker.
     """
-    there = [times for other, times in enumerate(state.requests) if other not in state.gone]
+    counts = [times for other, times in enumerate(state.requests) if other not in state.gone]
     state.gone.discard(worker)
-    state.requests[worker] = max(state.requests[worker], min(there, default=0))
+    state.requests[worker] = max(state.requests[worker], min(counts, default=0))
     _release(state, worker)
 
 
 def close(state: Groups) -> None:
-    """No new groups from here on."""
+    """Draw no more groups."""
     state.closed = True
 
 
 def release_idle(state: Groups) -> list[int]:
-    """Once closed: forget those who have asked and whose buffer is empty, and say who they are."""
-    left = state.idle
-    for worker in left:
+    """Remove the requests of workers with an empty buffer, once closed. Returns: these workers."""
+    idle = state.idle
+    for worker in idle:
         del state.waiting[worker]
     state._idle.clear()
-    return left
+    return idle
 
 
 def split_evenly(workers: Sequence[int], size: int) -> list[Members]:
-    """Cut into groups of `size` in order; where that leaves a rest, into as many groups that differ
-    by one at most.
+    """Partition workers, in order, into groups of `size`.
+
+    If `size` does not divide their number: into the least number of groups, which differ by one
+    worker at most.
     """
     count = -(-len(workers) // size)
     cuts = [len(workers) * i // count for i in range(count + 1)] if count else []
@@ -247,7 +247,7 @@ def split_evenly(workers: Sequence[int], size: int) -> list[Members]:
 
 
 def shuffle(state: Groups, workers: Sequence[int]) -> list[int]:
-    """In random order; the numbers are this draw's own."""
+    """Return the workers in random order; each draw has random numbers of its own."""
     order = permutation(len(workers), state.seed, Purpose.GROUPS, step=state.draws)
     return [workers[i] for i in order.tolist()]
 
@@ -255,7 +255,7 @@ def shuffle(state: Groups, workers: Sequence[int]) -> list[int]:
 def _start_groups(
     state: Groups, rule: GroupRule, touched: Iterable[int], now_ns: int
 ) -> list[Group]:
-    """Draw for those who ask with an empty buffer, then begin what can begin."""
+    """Draw for workers that ask with an empty buffer. Returns: the groups that begin now."""
     touched = list(touched)
     for worker in tuple(touched):
         if worker in state._idle and not state.closed:
@@ -275,15 +275,15 @@ def _start_groups(
 
 
 def _make(state: Groups, groups: Sequence[Members], ordered: bool) -> None:
-    """These groups, appended to their members' buffers."""
+    """Append these groups to their members' buffers."""
     if not groups:
         return
     state.draws += 1
     if state.gone:
-        there = [
+        present = [
             tuple(member for member in members if member not in state.gone) for members in groups
         ]
-        groups = [members for members in there if members]
+        groups = [members for members in present if members]
     if not ordered:
         state.conflicts += sum(
             any(state.buffers[worker] for worker in members) for members in groups
@@ -302,24 +302,24 @@ def _make(state: Groups, groups: Sequence[Members], ordered: bool) -> None:
 
 
 def _release(state: Groups, worker: int) -> None:
-    """Its buffer is empty."""
+    """Record that the buffer of a worker is empty."""
     state._free.setdefault(state.requests[worker], set()).add(worker)
     if worker in state.waiting:
         state._idle.add(worker)
 
 
 def _engage(state: Groups, worker: int) -> None:
-    """It is no longer among those whose buffer is empty."""
-    alike = state._free[state.requests[worker]]
-    alike.remove(worker)
-    if not alike:
+    """Record that the buffer of a worker is no longer empty."""
+    same_count = state._free[state.requests[worker]]
+    same_count.remove(worker)
+    if not same_count:
         del state._free[state.requests[worker]]
     state._idle.discard(worker)
 
 
 def _wait_for_group(state: Groups, worker: int) -> None:
-    """It waits, with this group at the head of its buffer; where that one runs already, it waits
-    for its end.
+    """Record that a worker has come to the group at the head of its buffer, unless that group
+    runs.
     """
     head = state.buffers[worker][0].id
     if head in state._missing:

@@ -1,26 +1,29 @@
-"""Several servers: each holds a piece of the model behind a port of its own, and merges what comes
-for it.
+"""Sharded server: several servers, each with a shard of the model behind a NIC of its own.
 
-Rule: the model is cut into as many pieces as there are servers. Each of them is a parameter server
-for its piece, with counts of its own: it takes in a worker's piece of an update, merges, and
-answers with its piece of the model; a worker goes on once all have answered. So n pushes of S bytes
-at once take n·S/s at each of s ports instead of n·S at one. The server that a worker pushes to
-first goes round, so that all ports are busy from the start; answers go round in blocks of workers
-(`in_turn`). What a worker does next is the first server's to say, and so is when a stage ends, or
-is evaluated: it tells the others, and each shows its piece as it was after as many merges. At the
-end of the run, what is merged elsewhere beyond that is in no model; where another stage follows,
-all take in what is under way. Each piece is a message of its own for the codec, with a scale, a
-share and what is left out of its own, and with its part of the model's layers. Servers go on
-without a worker that is lost, each from when it hears of it, so that they may differ by its last
-push.
+Rule: the model is partitioned into one shard per server. Each server is a parameter server for its
+shard, with counts of its own. It receives a worker's shard of an update, merges, and answers with
+its shard of the model. A worker proceeds once all servers have answered. So n simultaneous pushes
+of S bytes bring n·S/s to each of s NICs, instead of n·S to one. Each worker begins its pushes at
+another server, so that all NICs are busy from the start. Servers answer in blocks of workers
+(`answer_order`).
 
-Limit: one server is the parameter server; and where all wait for all, so are several, bit for bit,
-with a codec that goes element by element (`cast`, `sign` without scale), or layer by layer with
-partition_by=layers (`terngrad`, or `compression.per_layer=true`); of others each piece has another
-scale, other draws or another choice than the whole. Where nobody waits, each piece has its own
-order of pushes, as in such systems: the counts are the first server's.
+The first server assigns work, and decides when a stage ends or is evaluated. It notifies the
+others, and each of them emits its shard as it was after as many merges. At the end of the run,
+merges of other servers beyond that are in no model. Before another stage, all servers drain the
+pushes in flight. The codec treats each shard as a message of its own, with its own scale, density,
+residual and layers.
+
+Servers tolerate a worker failure, each from its own notification on. So they may differ by the
+failed worker's last push.
+
+Limit: one server is the parameter server. With a barrier, several servers are, too, bit for bit, if
+the codec is elementwise (`cast`, `sign` without scale). That also holds for a layerwise codec with
+partition_by=layers (`terngrad`, or `compression.per_layer=true`). With other codecs a shard has
+another scale, other random numbers or another selection than the whole model. Without a barrier,
+each shard has its own order of pushes, as in such systems; the counts are those of the first
+server.
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014;
-pieces without a common order as in Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012
+shards without a common order as in Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012
 (Downpour SGD).
 """
 
@@ -38,7 +41,7 @@ from ashl.option import Count, option
 from ashl.runtime.effects import JOIN, PEER_FAILED, Message, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate
-from ashl.stage.compression_pipeline import CodecState, Payload
+from ashl.stage.compression_pipeline import Payload, CodecState
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import Progress
 from ashl.stage.stage import (
@@ -85,7 +88,7 @@ from ashl.topology.replies import PULL_FIELDS, Pull, parse_reply
 
 @option
 class ShardedServer(Topology):
-    """Ranks n, n + 1 … hold a piece of the model each."""
+    """Ranks n, n + 1, … hold one shard of the model each."""
 
     policy_type: ClassVar[type[Rule]] = ServerRule
     supports: ClassVar[frozenset[str]] = frozenset({CODEC, WEIGHTS, OUTER, FAULT_TOLERANT})
@@ -94,7 +97,10 @@ class ShardedServer(Topology):
     partition_by: Literal["bytes", "layers"]
 
     def bounds(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """The piece [start, stop) of each server, for layers of these sizes. Raises UsageError."""
+        """Return the shard [start, stop) of each server, for layers of these sizes.
+
+        Raises: UsageError if there are more servers than layers or parameters.
+        """
         d = sum(sizes)
         ends = list(range(d + 1))
         if self.partition_by == "layers":
@@ -102,16 +108,16 @@ class ShardedServer(Topology):
             for size in sizes:
                 ends.append(ends[-1] + size)
         if self.servers >= len(ends):
+            by_layers = self.partition_by == "layers"
             raise UsageError(
-                f"topology.servers={self.servers}, and the model has {len(ends) - 1}"
-                f" {'layers' if self.partition_by == 'layers' else 'parameters'} to share out; take"
-                " no more servers than that"
-                + (", or topology.partition_by=bytes" if self.partition_by == "layers" else "")
+                f"topology.servers={self.servers}: the model has only {len(ends) - 1}"
+                f" {'layers' if by_layers else 'parameters'} to partition; take at most as many"
+                " servers" + (", or topology.partition_by=bytes" if by_layers else "")
             )
         cuts = [0]
-        for k in range(1, self.servers):  # as near to equal as can be, and nothing empty
-            left = range(cuts[-1] + 1, len(ends) - (self.servers - k))
-            cuts.append(min(left, key=lambda at: abs(ends[at] - d * k / self.servers)))
+        for k in range(1, self.servers):  # as equal as possible, and no shard is empty
+            candidates = range(cuts[-1] + 1, len(ends) - (self.servers - k))
+            cuts.append(min(candidates, key=lambda at: abs(ends[at] - d * k / self.servers)))
         return list(pairwise(ends[at] for at in (*cuts, len(ends) - 1)))
 
     def extra_ranks(self, nodes: tuple[int, ...] | None) -> int:
@@ -124,28 +130,30 @@ class ShardedServer(Topology):
         return (*stage.workers, *(servers[1:] if rank == stage.server else servers[:1]))
 
     def exchange_ns(self, stage: Stage, network: Network, rank: int) -> int:
-        """What a push and a pull take, uncontended: all pieces go through the worker's port."""
+        """Return the time (ns) of a push and a pull without contention; the worker's NIC carries
+        all shards.
+        """
         ratio, down = stage.worker(rank).compression_ratio, stage.trainer.dense_bytes
         up = sum(part.codec.encoded_nbytes(ratio, part.link.d) for part in parts(stage))
         return network.transfer_ns(rank, stage.server, up) + network.transfer_ns(
             stage.server, rank, down
         )
 
-    def begin(self, ctx: RankContext, stage: Stage) -> ShardedWorker | PieceState:
+    def begin(self, ctx: RankContext, stage: Stage) -> ShardedWorker | ShardState:
         params, moments = stage.trainer.init()
         if ctx.rank < stage.server:
             ends = [CodecState() for _ in range(self.servers)]
-            return ShardedWorker(params, moments, versions=[0] * self.servers, piece_ends=ends)
+            return ShardedWorker(params, moments, versions=[0] * self.servers, shard_ends=ends)
         held = stage.fragments[ctx.rank - stage.server]
-        return PieceState(held.of(params), moments_of(stage, ctx.rank), Progress(stage.num_workers))
+        return ShardState(held.of(params), moments_of(stage, ctx.rank), Progress(stage.num_workers))
 
     async def join(
         self, ctx: RankContext, stages: Sequence[Stage], kept: tuple[int, Any] | None = None
     ) -> tuple[int, Any] | None:
         assert kept is not None, "no worker can join while others run"
         if ctx.rank >= stages[0].server:
-            return await gather_pieces(ctx, stages, *kept)
-        return await resume_piece(ctx, stages, kept[1])
+            return await gather_shards(ctx, stages, *kept)
+        return await resume_worker(ctx, stages, kept[1])
 
     def role(self, stage: Stage, rank: int) -> Loop:
         if rank < stage.server:
@@ -155,49 +163,48 @@ class ShardedServer(Topology):
 
 @dataclass
 class ShardedWorker(WorkerState):
-    """A worker with a model whose pieces come from several servers."""
+    """State of a worker whose model comes from several servers."""
 
-    versions: list[int] = field(default_factory=list)  # of each piece
-    piece_ends: list[CodecState] = field(default_factory=list)  # what the codec keeps here of each
+    versions: list[int] = field(default_factory=list)  # version of each shard
+    # the codec's state of each shard at this worker
+    shard_ends: list[CodecState] = field(default_factory=list)
 
 
 @dataclass
-class PieceState(ServerState):
-    """All that the server of a piece needs to go on, with what those know that follow the first."""
+class ShardState(ServerState):
+    """State of the server of a shard; the other servers also record decisions of the first one."""
 
-    kept: dict[int, Any] = field(default_factory=dict)  # the piece as it was after so many merges
-    due: list[int] = field(default_factory=list)  # versions that are evaluated
-    last: tuple[int, int, int] | None = (
-        None  # how the first server's stage ended: version, word and moment
-    )
-    leaving: list[int] = field(default_factory=list)  # workers that have heard of it
+    history: dict[int, Any] = field(default_factory=dict)  # the shard by version, if recent
+    due: list[int] = field(default_factory=list)  # versions to be evaluated
+    # end of the first server's stage: (version, signal, time in ns)
+    last: tuple[int, int, int] | None = None
+    leaving: list[int] = field(default_factory=list)  # workers that have been told of the end
 
 
 def parts(stage: Stage) -> list[Stage]:
-    """The stage as it is for the piece of each server."""
+    """Return the stage restricted to the shard of each server."""
     return [stage.fragment(k) for k in range(len(stage.fragments))]
 
 
 def moments_of(stage: Stage, rank: int) -> tuple[Any, ...]:
-    """Empty moments of a server's piece."""
+    """Return empty moments for a server's shard."""
     held = stage.fragments[rank - stage.server]
     return tuple(held.of(moment) if moment.dim() else moment for moment in stage.trainer.moments())
 
 
-def enter_piece(ctx: RankContext, stage: Stage, state: PieceState) -> Stage:
-    """A stage begins at a server, unless it goes on from a checkpoint; returns it as it is for its
-    piece.
+def enter_shard(ctx: RankContext, stage: Stage, state: ShardState) -> Stage:
+    """Enter a stage at a server, unless the state is that of a checkpoint within it.
+
+    Returns: the stage restricted to the server's shard.
     """
     own, begins = stage.fragment(ctx.rank - stage.server), state.entered != stage.index
     state.enter(own, ctx.now)
     if begins:
         state.moments = moments_of(stage, ctx.rank) if stage.resets else state.moments
-        state.kept, state.due, state.last, state.leaving = (
-            {state.progress.version: state.params},
-            [],
-            None,
-            [],
-        )
+        state.history = {state.progress.version: state.params}
+        state.due = []
+        state.last = None
+        state.leaving = []
     return own
 
 
@@ -206,17 +213,20 @@ def all_servers(stage: Stage) -> tuple[int, ...]:
 
 
 def signal_tag(stage: Stage) -> Tag:
-    """Of what the first server says to the others: (version, GO): it is evaluated; (version, word,
-    when): the end.
+    """Return the tag of the first server's messages to the others.
+
+    (version, GO): this version is evaluated. (version, signal, time in ns): the stage has ended.
     """
     return stage.tag("first")
 
 
-async def gather_pieces(
-    ctx: RankContext, stages: Sequence[Stage], index: int, state: PieceState
-) -> tuple[int, PieceState]:
-    """At a server, from a checkpoint: all workers come anew. They are level from here on, as
-    servers that count their leads from different pushes might wait for each other.
+async def gather_shards(
+    ctx: RankContext, stages: Sequence[Stage], index: int, state: ShardState
+) -> tuple[int, ShardState]:
+    """Restore a server from a checkpoint, and await the join requests of all workers.
+
+    All workers have equal clocks afterwards. Otherwise servers that have counted different pushes
+    might wait for each other.
     """
     await gather_workers(ctx, stages, index, state)
     state.due = []
@@ -227,11 +237,11 @@ async def gather_pieces(
     return index, state
 
 
-async def resume_piece(
+async def resume_worker(
     ctx: RankContext, stages: Sequence[Stage], kept: ShardedWorker
 ) -> tuple[int, ShardedWorker]:
-    """At a worker, from a checkpoint: as it was kept, with the model that the servers have, and as
-    far as the first one counts.
+    """Restore a worker from a checkpoint, with the model of the servers and the first server's
+    counts.
     """
     incarnation, servers = int(float(ctx.now_ns)), all_servers(stages[0])
     for server in servers:
@@ -243,18 +253,13 @@ async def resume_piece(
         state.assigned = admissions[0].planned, (await ctx.recv(PLANNED, src=servers[0])).body
         stages = apply_assignments(stages, *state.assigned)
     stage = stages[admissions[0].stage]
-    state.steps, state.samples, state.incarnation = (
-        admissions[0].steps,
-        admissions[0].samples,
-        incarnation,
-    )
+    state.steps, state.samples = admissions[0].steps, admissions[0].samples
+    state.incarnation = incarnation
     state.enter(stage, ctx.rank)
     state.follow(admissions[0])
-    both = zip(parts(stage), kept.piece_ends, strict=True)
-    state.piece_ends, state.moments = (
-        [part.restore_codec_state(ends, state.samples) for part, ends in both],
-        kept.moments,
-    )
+    both = zip(parts(stage), kept.shard_ends, strict=True)
+    state.shard_ends = [part.restore_codec_state(ends, state.samples) for part, ends in both]
+    state.moments = kept.moments
     state.versions = [one.version for one in admissions]
     state.version = min(state.versions)
     state.round, state.step = admissions[0].rounds, admissions[0].done
@@ -263,39 +268,32 @@ async def resume_piece(
 
 
 async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
-    """Compute on the model last pulled, push its pieces, wait for all answers; returns the last
-    word.
+    """Run a worker: compute on the model pulled last, push its shards, wait for all answers.
+
+    Returns: the final signal, NEXT or STOP.
     """
     if state.entered != stage.index:
-        both = zip(parts(stage), state.piece_ends, strict=True)
-        state.piece_ends = [part.carry_over_codec_state(ends, state.samples) for part, ends in both]
+        both = zip(parts(stage), state.shard_ends, strict=True)
+        state.shard_ends = [part.carry_over_codec_state(ends, state.samples) for part, ends in both]
     state.enter(stage, ctx.rank)
-    servers, push, pull, signal = (
-        all_servers(stage),
-        stage.tag("push"),
-        stage.tag("pull", state.incarnation),
-        GO,
-    )
-    context = [(ctx.rank + k) % len(servers) for k in range(len(servers))]
+    servers, push = all_servers(stage), stage.tag("push")
+    pull = stage.tag("pull", state.incarnation)
+    signal = GO
+    order = [(ctx.rank + k) % len(servers) for k in range(len(servers))]
     while signal == GO:
         ctx.safe_point(stage.index, state)
         work, bodies, loss = await make_pushes(ctx, stage, state)
-        for k in context:
+        for k in order:
             meta = (work.steps, work.samples, loss, state.versions[k], work.step_s, state.pull_s)
             await ctx.send(servers[k], push, bodies[k], meta)
         asked, answers = ctx.now, [await ctx.recv(pull, src=server) for server in servers]
         state.pull_s = ctx.now - max(asked, min(answer.start_ns for answer in answers) / 1e9)
         replies = [parse_reply(Pull, answer.meta) for answer in answers]
-        restore_pieces(
-            stage,
-            state,
-            bodies,
-            [bool(reply.dropped) and not math.isnan(loss) for reply in replies],
-        )
+        dropped = [bool(reply.dropped) and not math.isnan(loss) for reply in replies]
+        restore_shards(stage, state, bodies, dropped)
         signal, reply = max(reply.signal for reply in replies), replies[0]
-        for k in [
-            k for k, one in enumerate(replies) if one.signal < signal
-        ]:  # it has not heard that the stage is over
+        # tell servers that have not been notified of the end, and wait for their final answers
+        for k in [k for k, one in enumerate(replies) if one.signal < signal]:
             await ctx.send(servers[k], push, None, (0, 0, 0.0, replies[k].version, 0.0, 0.0))
             answers[k] = await ctx.recv(pull, src=servers[k])
             replies[k] = parse_reply(Pull, answers[k].meta)
@@ -305,10 +303,8 @@ async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
                 [held.of(state.params) if m.body is None else m.body for m, held in both]
             )
         state.follow(reply)
-        state.versions, state.away = (
-            [one.version for one in replies],
-            as_members(answers[0].meta[PULL_FIELDS:]),
-        )
+        state.versions = [one.version for one in replies]
+        state.away = as_members(answers[0].meta[PULL_FIELDS:])
         state.version = min(state.versions)
         if signal != GO:
             leave_stage(ctx, stage, signal, max(reply.end_ns for reply in replies))
@@ -327,28 +323,28 @@ async def worker(ctx: RankContext, stage: Stage, state: ShardedWorker) -> int:
 async def make_pushes(
     ctx: RankContext, stage: Stage, state: ShardedWorker
 ) -> tuple[Work, list[Payload], float]:
-    """(work, what of it goes to each server, loss)."""
+    """Compute a worker's next pushes. Returns: (work, payload for each server, loss)."""
     work = await local_work(ctx, stage, state)
     x = stage.aggregate.clip(work.body)
-    pieces = [held.of(x) for held in stage.fragments]
+    shards = [held.of(x) for held in stage.fragments]
     if stage.link.traits.lossless:
-        return work, pieces, work.loss
+        return work, shards, work.loss
     if not_finite(ctx, stage, state, x):
-        return work, pieces, math.nan
+        return work, shards, math.nan
     bodies = await ctx.compute(
-        partial(encode_pieces, stage, state, ctx.rank, pieces), work=1, kind="compress"
+        partial(encode_shards, stage, state, ctx.rank, shards), work=1, kind="compress"
     )
     links = [part.link for part in parts(stage)]
-    report_health(ctx, stage, state, x, list(zip(links, state.piece_ends, bodies, strict=True)))
+    report_health(ctx, stage, state, x, list(zip(links, state.shard_ends, bodies, strict=True)))
     return work, bodies, work.loss
 
 
-def encode_pieces(
-    stage: Stage, state: ShardedWorker, rank: int, pieces: Sequence[Any]
+def encode_shards(
+    stage: Stage, state: ShardedWorker, rank: int, shards: Sequence[Any]
 ) -> list[Payload]:
-    """A body of each piece, which the codec knows as a model of its own."""
+    """Encode each shard, which the codec treats as a model of its own. Returns: the payloads."""
     context, bodies = context_of(stage, rank, state, state.version), []
-    for k, (held, part, x) in enumerate(zip(stage.fragments, parts(stage), pieces, strict=True)):
+    for k, (held, part, x) in enumerate(zip(stage.fragments, parts(stage), shards, strict=True)):
         squares = None if context.squares is None else held.of(context.squares)
         own = context._replace(
             layer=held.first,
@@ -356,25 +352,26 @@ def encode_pieces(
             params=held.of(state.params),
             squares=squares,
         )
-        bodies.append(part.link.encode(state.piece_ends[k], x, own))
+        bodies.append(part.link.encode(state.shard_ends[k], x, own))
     return bodies
 
 
-def restore_pieces(
+def restore_shards(
     stage: Stage, state: ShardedWorker, bodies: Sequence[Payload], dropped: Sequence[bool]
 ) -> None:
-    """What a server has dropped, the codec takes up again."""
+    """Return the updates that a server has dropped to the codec's residual."""
     if stage.link.traits.lossless:
         return
-    for part, ends, body, lost in zip(parts(stage), state.piece_ends, bodies, dropped, strict=True):
-        if lost:
+    shards = zip(parts(stage), state.shard_ends, bodies, dropped, strict=True)
+    for part, ends, body, was_dropped in shards:
+        if was_dropped:
             part.link.restore_dropped(ends, body)
 
 
 async def answer(
     ctx: RankContext, stage: Stage, state: ServerState, without: Sequence[int] = ()
 ) -> None:
-    """Release the workers that may proceed."""
+    """Release the workers that may proceed, except those in `without`."""
     ranks = sorted(set(rule_of(stage).may_proceed(state.rule_state, state.progress)) - set(without))
     for rank in answer_order(
         ranks, ctx.rank - stage.server, stage.topology.servers, stage.answer_block
@@ -383,13 +380,13 @@ async def answer(
 
 
 def answer_order(ranks: Sequence[int], place: int, servers: int, block: int) -> list[int]:
-    """The order in which the server at this place answers these workers: block by block, and of
-    each block every server begins with another worker.
+    """Return the order in which the server at this position answers these workers.
 
-    A worker goes on once it has all pieces. Answered by all servers at once, its own port takes in
-    one piece after the other. In that time the servers can answer a whole block
-    (`Stage.answer_block`), and no worker of it has its last piece later than in the order of ranks.
-    In larger blocks the first workers would wait for the last. A block of 1 is the order of ranks.
+    The order goes block by block, and within a block every server begins with another worker. A
+    worker proceeds once it has all shards. If all servers answer it at once, its own NIC receives
+    one shard after the other. In that time the servers can answer a whole block
+    (`Stage.answer_block`). No worker of the block has its last shard later than in rank order. In
+    larger blocks the first workers would wait for the last. A block of 1 gives rank order.
     """
     order = list[int]()
     for start in range(0, len(ranks), block):
@@ -399,16 +396,13 @@ def answer_order(ranks: Sequence[int], place: int, servers: int, block: int) -> 
     return order
 
 
-async def run_first(ctx: RankContext, stage: Stage, state: PieceState) -> int:
-    """At the server that counts and judges: merge and answer until the stage is over; returns the
-    last word.
+async def run_first(ctx: RankContext, stage: Stage, state: ShardState) -> int:
+    """Run the first server: merge, answer, count and decide until the stage ends.
+
+    Returns: the final signal, NEXT or STOP.
     """
-    progress, push, others, stage = (
-        state.progress,
-        stage.tag("push"),
-        all_servers(stage)[1:],
-        enter_piece(ctx, stage, state),
-    )
+    progress, push, others = state.progress, stage.tag("push"), all_servers(stage)[1:]
+    stage = enter_shard(ctx, stage, state)
     while state.newcomers:
         await admit(ctx, stage, state, state.newcomers[0])
     while True:
@@ -418,15 +412,13 @@ async def run_first(ctx: RankContext, stage: Stage, state: PieceState) -> int:
         if message is None:
             state.signal, state.reason = STOP, "seconds"
             break
-        take_in = on_push if message.tag == push else on_membership
-        if await take_in(ctx, stage, state, message) and stage.stop_criteria.take_evaluation(
-            state, ctx.now
-        ):
+        handle = on_push if message.tag == push else on_membership
+        changed = await handle(ctx, stage, state, message)
+        if changed and stage.stop_criteria.take_evaluation(state, ctx.now):
             for server in others:
                 await ctx.send(server, signal_tag(stage), None, (progress.version, GO))
-            ctx.snapshot(
-                state.params, tick=progress.version if others else None, counts=progress.report()
-            )
+            tick = progress.version if others else None
+            ctx.snapshot(state.params, tick=tick, counts=progress.report())
         signal, reason = stop_decision(ctx, stage, progress)
         if signal == STOP or state.signal == GO:
             state.signal, state.reason = signal, reason
@@ -446,16 +438,17 @@ async def run_first(ctx: RankContext, stage: Stage, state: PieceState) -> int:
 
 
 async def merge_rest(ctx: RankContext, stage: Stage, state: ServerState) -> None:
-    """Where another stage follows, what has come makes a merge, however little."""
+    """Merge the buffered pushes without a quorum, if another stage follows."""
     if state.signal == NEXT and state.buffer:
         await ctx.compute(
             partial(apply_merge, stage, state, None), work=stage.push_share, kind="apply"
         )
 
 
-def has_caught_up(state: PieceState) -> bool:
-    """Whether the first server's stage is over and as much is merged here, or nobody is left who
-    could push.
+def has_caught_up(state: ShardState) -> bool:
+    """Return True if this server has no more to merge after the end of the first server's stage.
+
+    At the end of the run it has merged as much as the first server. Otherwise every worker waits.
     """
     progress = state.progress
     if state.last is None:
@@ -466,43 +459,53 @@ def has_caught_up(state: PieceState) -> bool:
     )
 
 
-async def run_other(ctx: RankContext, stage: Stage, state: PieceState) -> int:
-    """At the others: merge and answer, until the first one says that the stage is over; returns the
-    last word.
+async def handle_message(
+    ctx: RankContext, stage: Stage, state: ShardState, message: Message
+) -> None:
+    """Handle a push, a worker failure or a decision of the first server."""
+    progress, push = state.progress, stage.tag("push")
+    if message.tag == push and not message.meta[0]:  # from a worker that knows of the end
+        state.leaving.append(message.src)
+        progress.start_waiting(message.src, 0, late=True)
+    elif message.tag in (push, PEER_FAILED):
+        handle = on_push if message.tag == push else on_membership
+        if await handle(ctx, stage, state, message):
+            state.history[progress.version] = state.params
+            # no server is further behind
+            state.history.pop(progress.version - 2 * stage.num_workers, None)
+    elif message.meta[1] == GO:
+        state.due.append(int(message.meta[0]))
+    else:
+        version, signal, end_ns = map(int, message.meta)
+        state.last = version, signal, end_ns
+
+
+async def run_other(ctx: RankContext, stage: Stage, state: ShardState) -> int:
+    """Run one of the other servers: merge and answer until the first one ends the stage.
+
+    Returns: the final signal, NEXT or STOP.
     """
-    progress, push, stage = state.progress, stage.tag("push"), enter_piece(ctx, stage, state)
+    stage = enter_shard(ctx, stage, state)
     while state.newcomers:
         await admit(ctx, stage, state, state.newcomers[0])
     while not has_caught_up(state):
         ctx.safe_point(stage.index, state)
-        message: Message = await ctx.recv(push, signal_tag(stage), PEER_FAILED)
+        message: Message = await ctx.recv(stage.tag("push"), signal_tag(stage), PEER_FAILED)
         ctx.time_accounting.end_round()
-        if message.tag == push and not message.meta[0]:  # of a worker that has heard of the end
-            state.leaving.append(message.src)
-            progress.start_waiting(message.src, 0, late=True)
-        elif message.tag in (push, PEER_FAILED):
-            if await (on_push if message.tag == push else on_membership)(
-                ctx, stage, state, message
-            ):
-                state.kept[progress.version] = state.params
-                state.kept.pop(
-                    progress.version - 2 * stage.num_workers, None
-                )  # nobody is further behind
-        elif message.meta[1] == GO:
-            state.due.append(int(message.meta[0]))
-        else:
-            state.last = int(message.meta[0]), int(message.meta[1]), int(message.meta[2])
-        for version in [version for version in state.due if version <= progress.version]:
-            ctx.snapshot(state.kept.get(version, state.params), tick=version)
+        await handle_message(ctx, stage, state, message)
+        for version in [due for due in state.due if due <= state.progress.version]:
+            ctx.snapshot(state.history.get(version, state.params), tick=version)
             state.due.remove(version)
         if state.last is None:
             await answer(ctx, stage, state, state.leaving)
-    for version in state.due:  # what was dropped here, and not at the first one, never comes
+    # versions that this server never reaches, because it dropped a push that the first one merged
+    for version in state.due:
         ctx.snapshot(state.params, tick=version)
     assert state.last is not None
     version, state.signal, end_ns = state.last
     await merge_rest(ctx, stage, state)
     if state.signal == STOP:
-        state.params = state.kept.get(version, state.params)
+        state.params = state.history.get(version, state.params)
+
     await finish_stage(ctx, stage, state, state.signal, end_ns)
     return state.signal

@@ -32,7 +32,7 @@ def gossips(workplace, said):
     [
         (
             "sync=d_psgd topology.graph=apart.edges",
-            "is not connected: some workers never hear of others",
+            "is not connected: some workers never receive from others",
         ),
         (
             "sync=d_psgd topology.graph=short.edges",

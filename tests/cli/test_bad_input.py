@@ -116,7 +116,7 @@ SIM, SPY = (
         ),
         (
             "topology=partial_all_reduce sync=ripples_smart sync.group_size=5",
-            "more than the 4 workers that there are",
+            "the run has only 4 workers; set it to at most 4",
         ),
         (
             "topology=partial_all_reduce sync=ripples_random sync.group_size=1",
@@ -141,7 +141,7 @@ SIM, SPY = (
         ("topology=halos sync=asp", "and cluster.node is null; set cluster.node"),
         (
             "topology=halos sync=bsp topology.regions=[0,0,1,1]",
-            "wants rounds or messages of its own; take sync=async",
+            "requires rounds or messages of its own; take sync=async",
         ),
         (
             "sync=bsp outer=nesterov",

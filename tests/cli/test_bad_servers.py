@@ -23,7 +23,7 @@ PORTS = (
         (f"sync=bsp {PORTS} topology.servers=0", "topology.servers"),
         (
             f"sync=bsp {PORTS} topology.servers=9 topology.partition_by=layers",
-            "take no more servers than that, or topology.partition_by",
+            "take at most as many servers, or topology.partition_by",
         ),
         (
             f"sync=bsp {PORTS} optimizer=muon",

@@ -124,7 +124,7 @@ def test_matchings_pair_whom_they_can(n: int) -> None:
 
 
 WRONG = {
-    "0 1\n2 3\n": "is not connected: some workers never hear of others",
+    "0 1\n2 3\n": "is not connected: some workers never receive from others",
     "0 1\n1 2\n2 x\n": "line 3: expected two ranks from 0 to 3",
     "0 1\n1 4\n": "line 2: expected two ranks from 0 to 3",
     "0 1 0.5\n1 2\n": "gives weights to some of its lines only",
