@@ -41,7 +41,7 @@ from ashl.option import Count, option
 from ashl.runtime.effects import JOIN, PEER_FAILED, Message, Tag
 from ashl.runtime.rank_context import RankContext
 from ashl.runtime.sums import concatenate
-from ashl.stage.compression_pipeline import Payload, CodecState
+from ashl.stage.compression_pipeline import CodecState, Payload
 from ashl.stage.program import apply_assignments
 from ashl.stage.progress import Progress
 from ashl.stage.stage import (
