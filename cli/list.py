@@ -182,6 +182,12 @@ def _topologies(name: str) -> str:
     )
 
 
+def _symbols(group: str) -> str:
+    """Return the paragraph of a group's package that explains the symbols of its cards, or ""."""
+    package, _ = docstrings(f"ashl.{group}.")
+    return next((text for text in package.split("\n\n") if text.startswith("Symbols:")), "")
+
+
 def _laws(file: Path) -> None:
     """What a codec promises, and whether it keeps it here."""
     from ashl.compression.common.laws import D, laws, list_guarantees
@@ -228,6 +234,7 @@ def _card(group: str, option: str, file: Path) -> None:
             option
         ]  # it has said it all, where the class has but a line
         about = [head(file), module, "" if own and "\n" not in attribute else attribute]
+        about.append(_symbols(group))
         print(folded("\n\n".join([f"{group}={option}", *filter(None, about)])))
         rows = [(f"{group}.{p.key}", p.value, p.comment) for p in parameters(file)]
         if rows:

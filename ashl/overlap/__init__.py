@@ -10,8 +10,9 @@ Sums in rank order have the same bits for every partition into messages. So only
 overlap change the learned model: those with a codec per message, and those that apply work one
 exchange late.
 
-Symbols in all cards: F is the time of the forward pass and B of the backward pass. Layer group 1
-has the first layers; backward begins with the last group. R_l is the time at which the gradient of
-group l is ready, b_l the backward time of group l, q_l the forward time from group l on. c(s) is
-the time of a message of s bytes.
+Symbols: F is the time of the forward pass and B of the backward pass. Layer group 1 has the first
+layers; backward begins with the last group. R_l is the time at which the gradient of group l is
+ready, b_l the backward time of group l, q_l the forward time from group l on. c(s) is the time of a
+message of s bytes, and c_l that of group l alone. c_i·Δ_i is the weighted update of worker i; the
+weights are those of `aggregate`.
 """

@@ -265,6 +265,15 @@ def test_a_card_has_rule_and_source(capsys) -> None:
     assert all(word in out for word in ("Rule:", "Source:", "sync.staleness", "ashl.sync.ssp.SSP"))
 
 
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [("sync", "ssp"), ("overlap", "wfbp"), ("outer", "adam"), ("aggregate", "mean")],
+)
+def test_a_card_explains_the_symbols_of_its_group(group: str, option: str, capsys) -> None:
+    assert main(["list", group, option]) == 0
+    assert "\n\nSymbols: " in capsys.readouterr().out
+
+
 def test_doctor_reports_and_never_fails_on_what_is_not_there(
     capsys, workplace, monkeypatch
 ) -> None:
